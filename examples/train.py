@@ -1,4 +1,4 @@
-"""A training loop of your own: two models in one process, no command line, no global state.
+"""A custom training loop: two models in one process, without the command line or global state.
 
 Run it with `python examples/train.py`; it needs no data and takes seconds.
 """
@@ -32,7 +32,7 @@ DEEP = replace(SMALL, name="deep", model=replace(MODEL, num_layers=4, tied_embed
 
 
 def train(run: TrainRun) -> list[float]:
-    """Train one model from its first weights; the loss of every step."""
+    """Train one model from its initial weights and return the loss of every step."""
     mesh, cpu, loop = mesh_of_one(), torch.device("cpu"), run.train
     trainer = build_trainer(run, mesh, cpu)
     samples = {"train_samples": loop.steps * loop.global_batch_size}

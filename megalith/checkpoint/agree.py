@@ -1,5 +1,5 @@
-"""All ranks succeed, or all raise the same error: one rank's full disk must not leave the others
-waiting."""
+"""Errors across ranks: if one rank fails, all ranks raise the same error instead of waiting for
+it."""
 
 import errno
 import traceback
@@ -15,37 +15,35 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _RankOutcome(Generic[T]):
-    """What one rank's work came to."""
+    """Result or error of one rank's work."""
 
     value: T | None
     failure: str | None = None
-    """What a person can do something about, in words."""
+    """Message of an error that a user can fix."""
 
     bug: str | None = None
-    """The traceback of anything else."""
+    """Traceback of any other error."""
 
 
 def raise_on_all_ranks(work: Callable[[], T], world: Group) -> list[T]:
-    """Every rank's result of its own `work`, in rank order.
+    """Run `work` on every rank and return the results in rank order. Collective over `world`.
 
     Raises:
-        CheckpointError: on every rank with the same text, when a rank's folder, disk or settings
-            did not allow it (a UserError or OSError); chained to the rank's own error there.
-        RankError: a rank failed otherwise, which is a fault of ours; the text starts with the
-            traceback of the first such rank. The rank itself raises the error it met.
+        CheckpointError: on every rank with the same text, if a rank raised a UserError or OSError;
+            chained to the original error on that rank.
+        RankError: a rank raised another error, which is a bug; the text starts with the traceback
+            of the first such rank. That rank raises its original error.
     """
     cause: Exception | None = None
     try:
-        mine = _RankOutcome(work())
-    except (
-        Exception
-    ) as error:  # whatever it was, the other ranks must hear of it before this one ends
+        local_outcome = _RankOutcome(work())
+    except Exception as error:  # any error must reach the other ranks before this rank ends
         cause = error
-        mine = _failed(error, world)
-    outcomes = [cast(_RankOutcome[T], outcome) for outcome in gather_objects(mine, world)]
-    if cause is not None and mine.bug is not None:
+        local_outcome = _failed(error, world)
+    outcomes = [cast(_RankOutcome[T], outcome) for outcome in gather_objects(local_outcome, world)]
+    if cause is not None and local_outcome.bug is not None:
         raise cause
-    _raise_the_worst(outcomes, world, cause)
+    _raise_first_failure(outcomes, world, cause)
     return [cast(T, outcome.value) for outcome in outcomes]  # no failure: every value is set
 
 
@@ -55,16 +53,15 @@ def _failed(error: Exception, world: Group) -> _RankOutcome[T]:
     return _RankOutcome(None, bug="".join(traceback.format_exception(error)).rstrip())
 
 
-def _raise_the_worst(
+def _raise_first_failure(
     outcomes: Sequence[_RankOutcome[T]], world: Group, cause: Exception | None
 ) -> None:
-    """Raise if any rank failed: a fault of ours first, as what others met may only follow from
-    it."""
+    """Raise if any rank failed; bugs first, because other ranks' errors may be consequences."""
     for rank, outcome in zip(world.ranks, outcomes, strict=True):
         if outcome.bug is not None:
             raise RankError(
-                f"{outcome.bug}\nThis was rank {rank}; rank {world.ranks[world.rank]} ends because "
-                "of it."
+                f"{outcome.bug}\n"
+                f"This was rank {rank}; rank {world.ranks[world.rank]} ends because of it."
             )
     failures = list(
         dict.fromkeys(outcome.failure for outcome in outcomes if outcome.failure is not None)
@@ -74,7 +71,7 @@ def _raise_the_worst(
 
 
 def _describe(error: Exception, world: Group) -> str:
-    """The error in words, with what would help."""
+    """Return the error message with advice."""
     if isinstance(error, UserError):
         return str(error)
     where = f"rank {world.ranks[world.rank]}: " if world.size > 1 else ""

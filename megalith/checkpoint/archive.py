@@ -1,4 +1,4 @@
-"""The archive that `torch.save` makes of one tensor, read without a copy of its values."""
+"""Reads the archive that `torch.save` makes of one tensor, without copying its values."""
 
 import io
 import struct
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
-"""Of a file in a zip archive: what comes before its name, with the lengths of name and extra
+"""Header of a file in a zip archive, up to its name; contains the lengths of name and extra
 field."""
 
 
 class _Window(io.RawIOBase):
-    """Bytes in memory as a file; unlike BytesIO, of any memory and without a copy."""
+    """File object over memory; unlike BytesIO, without a copy."""
 
     def __init__(self, data: memoryview) -> None:
         super().__init__()
@@ -41,40 +41,40 @@ class _Window(io.RawIOBase):
 
 def saved_tensor(
     data: memoryview,
-) -> Any:  # what a stranger saved may be anything that weights_only lets pass
-    """What `torch.save` put into `data`. A plain tensor is a view of it, not to be written to;
-    nothing in it is run.
+) -> Any:  # an untrusted file may hold any object that weights_only permits
+    """Return what `torch.save` wrote into `data`. A plain tensor is a read-only view; no code is
+    executed.
 
-    Raises:
-        Exception: of any kind, if the bytes are something else.
+    Raises: Exception: of any kind, if the bytes are something else.
     """
-    with torch.serialization.skip_data():  # the tensor's form; its values are not read
-        blank = _loaded(data)
+    with torch.serialization.skip_data():  # reads shape and dtype, not the values
+        blank = _load(data)
     start = _values_start(data, blank) if _is_plain(blank) else None
     if start is None:
-        return _loaded(data)
-    # At any address, aligned or not: x86 and ARM read either, and what follows is a copy of bytes.
+        return _load(data)
+    # The address may be unaligned: x86 and ARM support this, and the bytes are copied afterwards.
     return torch.frombuffer(data, dtype=blank.dtype, count=blank.numel(), offset=start).view(
         blank.shape
     )
 
 
-def _loaded(data: memoryview) -> Any:  # as above
+def _load(data: memoryview) -> Any:  # as above
     return torch.load(cast(IO[bytes], _Window(data)), map_location="cpu", weights_only=True)
 
 
-def _is_plain(found: Any) -> bool:
-    """Whether it is a tensor that fills its storage in order."""
+def _is_plain(value: Any) -> bool:
+    """Return whether the object is a contiguous tensor that fills its storage."""
     return (
-        type(found) is Tensor
-        and found.numel() > 0
-        and found.is_contiguous()
-        and found.untyped_storage().nbytes() == found.nbytes
+        type(value) is Tensor
+        and value.numel() > 0
+        and value.is_contiguous()
+        and value.untyped_storage().nbytes() == value.nbytes
     )
 
 
 def _values_start(data: memoryview, blank: Tensor) -> int | None:
-    """Where the values of a plain tensor begin; None where they do not lie as torch lays them."""
+    """Return the offset of a plain tensor's values; None if the archive does not have torch's
+    layout."""
     with zipfile.ZipFile(_Window(data)) as archive:
         values = [info for info in archive.infolist() if "/data/" in info.filename]
     if (

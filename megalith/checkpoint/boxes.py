@@ -1,4 +1,4 @@
-"""What ranks hand to a checkpoint, as boxes of whole tensors; files are not known here."""
+"""Tensors that ranks save and load, as boxes of full tensors; independent of files."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,31 +10,28 @@ from torch import Tensor
 from megalith.plan.shards import Box, Shard, boxes_of_range, intersect
 
 _COPY_NBYTES = 4 * 2**20
-"""Copied at once (guess: a part of a processor's cache)."""
+"""Bytes that are copied at a time (heuristic: part of a processor's cache)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckpointEntry:
-    """One tensor a rank saves or wants filled: its part of a parameter in one role."""
+    """One tensor that a rank saves or loads: its shard of a parameter in one role."""
 
     shard: Shard
-    """Whose part it is."""
+    """The rank's part of the parameter."""
 
     role: str
-    """`param`: the weights in their own dtype; `master`, `exp_avg`, `exp_avg_sq`: the
-    optimizer's."""
+    """`param`: weights in their own dtype; `master`, `exp_avg`, `exp_avg_sq`: optimizer state."""
 
     tensor: Tensor
-    """The elements of the shard's box (or of its flat range) in row-major order; contiguous, any
-    shape."""
+    """Elements of the shard's box (or flat range) in row-major order; contiguous, any shape."""
 
     mine: bool = True
-    """This rank writes it; exactly one of the ranks that hold an element does. Loading fills it
-    either way."""
+    """Whether this rank writes the shard; exactly one replica does. Loading fills it on all."""
 
     @property
     def key(self) -> str:
-        """Its name in the checkpoint, the same under every layout."""
+        """Name in the checkpoint, the same under every layout."""
         return (
             f"model.{self.shard.name}"
             if self.role == "param"
@@ -44,34 +41,34 @@ class CheckpointEntry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorPiece:
-    """A box of a whole tensor, and its values."""
+    """A box of a full tensor, and its values."""
 
     box: Box
     values: Tensor
-    """Of the box's shape; a view of the entry's tensor."""
+    """Has the box's shape; a view of the entry's tensor."""
 
 
 def lengths(box: Box) -> tuple[int, ...]:
-    """Shape of a box."""
+    """Return the shape of a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def numel(box: Box) -> int:
-    """Elements in a box."""
+    """Return the number of elements of a box."""
     return math.prod(lengths(box))
 
 
 def show_box(box: Box) -> str:
-    """As one would index: `[0:4, 2:6]`."""
+    """Format a box like an index: `[0:4, 2:6]`."""
     return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
 def pieces(entry: CheckpointEntry, *, max_numel: int | None = None) -> list[TensorPiece]:
-    """The entry as boxes of the whole tensor, in the order of its memory; none above `max_numel`
-    elements.
+    """Split an entry into boxes of the full tensor of at most `max_numel` elements, in memory
+    order.
 
-    A flat range of an N-dim box becomes at most 2N - 1 boxes before they are divided; an empty one
-    gives none.
+    A flat range of an N-dim box becomes at most 2N - 1 boxes before they are split further; an
+    empty range becomes none.
     """
     shard, tensor = entry.shard, entry.tensor.detach()
     start, stop = shard.flat or (0, shard.numel)
@@ -97,18 +94,17 @@ def pieces(entry: CheckpointEntry, *, max_numel: int | None = None) -> list[Tens
 
 
 def inner_view(piece: TensorPiece, box: Box) -> Tensor:
-    """The part of a piece's values at `box`, which lies inside the piece's own."""
+    """Return a view of a piece's values at `box`, which lies inside the piece's box."""
     return piece.values[
         tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, piece.box, strict=True))
     ]
 
 
 def laid_out(values: Tensor) -> Tensor:
-    """The values in row-major order in memory: themselves where they are, else a copy.
+    """Return the values in row-major order in memory; a copy only if they are not.
 
-    Where the order is that of a transposed matrix, whatever dims make its rows and columns, torch
-    copies it in blocks if told that it is one: 2.1 GB/s on one core instead of 0.3 (measured, AMD
-    EPYC, bf16).
+    A transposed matrix (for any grouping of dims into rows and columns) is copied with torch's
+    blocked transpose: 2.1 GB/s on one core instead of 0.3 (measured, AMD EPYC, bf16).
     """
     for dim in range(1, values.ndim):
         turned = values.permute(*range(dim, values.ndim), *range(dim))
@@ -120,17 +116,15 @@ def laid_out(values: Tensor) -> Tensor:
 
 
 def _follows_memory(values: Tensor) -> bool:
-    """Whether each dim's steps in memory are at least as long as those of the next."""
+    """Return whether the strides do not increase from dim to dim."""
     steps = [step for step, size in zip(values.stride(), values.shape, strict=True) if size > 1]
     return steps == sorted(steps, reverse=True)
 
 
 def as_bytes(values: Tensor) -> Iterator[memoryview]:
-    """The elements in row-major order, as they lie in memory; in copies only where they lie
-    otherwise or elsewhere.
+    """Yield the elements in row-major order as bytes; copies only non-contiguous or device tensors.
 
-    Copies are made a few rows at a time, in memory that is used again and is in the processor's
-    cache when it is read.
+    Copies are made a few rows at a time, so that they are still in the processor's cache when read.
     """
     values = values.detach().cpu()
     while values.ndim > 1 and len(values) == 1:
@@ -148,24 +142,23 @@ def as_bytes(values: Tensor) -> Iterator[memoryview]:
 
 
 def tiling_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """Why `boxes` do not cover each element of a tensor exactly once, naming the first place; None
-    when they do."""
+    """Describe why `boxes` do not cover each element of a tensor exactly once; None if they do."""
     for box in boxes:
         if len(box) != len(shape) or not all(
             0 <= a < b <= n for (a, b), n in zip(box, shape, strict=True)
         ):
             return f"{show_box(box)} is not inside its shape {list(shape)}"
-    twice = _first_overlap(boxes)
-    if twice is not None:
-        return f"{show_box(twice)} of {list(shape)} is written twice"
+    overlap = _first_overlap(boxes)
+    if overlap is not None:
+        return f"{show_box(overlap)} of {list(shape)} is written twice"
     if sum(map(numel, boxes)) < math.prod(shape):
-        return f"{show_box(_first_hole(shape, boxes))} of {list(shape)} is written by nobody"
+        return f"{show_box(_first_hole(shape, boxes))} of {list(shape)} is not written"
     return None
 
 
 def divide(box: Box, max_numel: int) -> Iterator[Box]:
-    """Parts of a box that lies in one run of memory, each one run of memory too, of at most
-    `max_numel` elements.
+    """Split a box that is contiguous in memory into contiguous boxes of at most `max_numel`
+    elements.
 
     >>> list(divide(((4, 7), (0, 2)), 4))
     [((4, 6), (0, 2)), ((6, 7), (0, 2))]
@@ -183,8 +176,8 @@ def divide(box: Box, max_numel: int) -> Iterator[Box]:
 
 
 def _first_overlap(boxes: Sequence[Box]) -> Box | None:
-    """A box that two of `boxes` share. Sweeps along the dim with the most cuts, so that few are
-    compared."""
+    """Return a box that two of `boxes` share. Sweeps along the dim with the most distinct
+    ranges."""
     if len(boxes) < 2:
         return None
     if not boxes[0]:
@@ -202,7 +195,7 @@ def _first_overlap(boxes: Sequence[Box]) -> Box | None:
 
 
 def _first_hole(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box:
-    """A box of `shape` that none of `boxes` touches; there must be one."""
+    """Return a box of `shape` that none of `boxes` intersects; there must be one."""
     left: list[Box] = [tuple((0, n) for n in shape)]
     for box in boxes:
         left = [rest for part in left for rest in _without(part, box)]
@@ -210,7 +203,7 @@ def _first_hole(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box:
 
 
 def _without(part: Box, taken: Box) -> Iterator[Box]:
-    """`part` less what it shares with `taken`, as boxes."""
+    """Yield `part` without its intersection with `taken`, as boxes."""
     both = intersect(part, taken)
     if both is None:
         yield part

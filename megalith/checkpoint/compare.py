@@ -1,5 +1,4 @@
-"""Two checkpoints, tensor by tensor: what only one of them has, and how far the values of the
-others are apart."""
+"""Compares two checkpoints tensor by tensor: missing tensors, and differences of values."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,23 +16,23 @@ Kind = Literal["same", "only in a", "only in b", "shape", "values"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorComparison:
-    """One tensor of two checkpoints."""
+    """Comparison of one tensor of two checkpoints."""
 
     name: str
     kind: Kind
-    """`same`: every element within the tolerance, whatever the two dtypes."""
+    """`same`: all elements differ by at most the tolerance, whatever the dtypes."""
 
     a: str | None
-    """Shape and dtype in the first."""
+    """Shape and dtype in the first checkpoint."""
 
     b: str | None
-    """The same in the second."""
+    """Shape and dtype in the second checkpoint."""
 
     largest: float = 0.0
-    """Largest absolute difference of two elements; inf where one of them is no number."""
+    """Largest absolute difference of two elements; inf if one of them is NaN."""
 
     differing: int = 0
-    """Elements that are further apart than the tolerance."""
+    """Number of elements that differ by more than the tolerance."""
 
     numel: int = 0
 
@@ -41,33 +40,32 @@ class TensorComparison:
 def compare_checkpoints(
     a: Checkpoint, b: Checkpoint, *, atol: float = 0.0, only: str = "*"
 ) -> Iterator[TensorComparison]:
-    """Every tensor of either whose name matches `only`, in the order of names; whichever layouts
-    they were saved in.
+    """Compare the tensors of both checkpoints whose names match `only`, whatever their layouts, by
+    name.
 
-    Reads a box at a time: at most two stored boxes and what they meet are in memory.
+    Reads one box at a time: at most two stored boxes and their intersections are in memory.
 
     Raises:
-        CheckpointError: a file is damaged, or no tensor of either matches.
+        CheckpointError: a file is damaged, or no tensor matches.
     """
     names = [name for name in sorted({*a.keys(), *b.keys()}) if fnmatchcase(name, only)]
     if not names:
         raise CheckpointError(
             f"--only={only} matches none of the tensors of {a.path} and {b.path}. Use a pattern "
-            "such as model.*, "
-            f"which all weights have."
+            "such as model.*, which all weights have."
         )
     for name in names:
         yield _compare(a, b, name, atol)
 
 
 def _compare(a: Checkpoint, b: Checkpoint, name: str, atol: float) -> TensorComparison:
-    here, there = (_describe(each, name) for each in (a, b))
-    if here is None or there is None:
+    in_a, in_b = (_describe(each, name) for each in (a, b))
+    if in_a is None or in_b is None:
         return TensorComparison(
-            name=name, kind="only in b" if here is None else "only in a", a=here, b=there
+            name=name, kind="only in b" if in_a is None else "only in a", a=in_a, b=in_b
         )
     if a.shape(name) != b.shape(name):
-        return TensorComparison(name=name, kind="shape", a=here, b=there)
+        return TensorComparison(name=name, kind="shape", a=in_a, b=in_b)
     largest, differing, numel = 0.0, 0, 0
     for stored in a.manifest.tensors[name].boxes:
         gap = _gap(a.read(name, stored.box), b.read(name, stored.box))
@@ -76,13 +74,13 @@ def _compare(a: Checkpoint, b: Checkpoint, name: str, atol: float) -> TensorComp
         numel += gap.numel()
     kind: Kind = "values" if differing else "same"
     return TensorComparison(
-        name=name, kind=kind, a=here, b=there, largest=largest, differing=differing, numel=numel
+        name=name, kind=kind, a=in_a, b=in_b, largest=largest, differing=differing, numel=numel
     )
 
 
 def _gap(x: Tensor, y: Tensor) -> Tensor:
-    """Absolute differences in float64; 0 between equal infinities and between nan and nan, inf
-    where one is nan."""
+    """Return absolute differences in float64; 0 between equal infinities and two NaNs, inf if one
+    is NaN."""
     x, y = x.double(), y.double()
     gap = torch.where(x == y, 0.0, (x - y).abs())
     gap = torch.where(x.isnan() & y.isnan(), 0.0, gap)

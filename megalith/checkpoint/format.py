@@ -1,14 +1,14 @@
-"""How a checkpoint lies in its folder: names of the files, and `manifest.json`, which says what is
-in them.
+"""The checkpoint format: names of the files, and `manifest.json`, which describes their contents.
 
-    checkpoints/ latest                  name of the newest one, for people; loading looks at the
-      folders themselves step_0000100/
-        __0_0.distcp          boxes of tensors, one file per rank that wrote any, each box as
-        `torch.save` makes it state.json            everything that is not a tensor config.yaml
-        the run's settings tokenizer.json        a tokenizer read from files, with the files beside
-        it; config.yaml names it .metadata             the same boxes for
-        torch.distributed.checkpoint; a pickle, so never read by us manifest.json         every box
-        and file with its length and SHA-256, and a SHA-256 of all this; written last
+    checkpoints/
+      latest                      name of the newest one, for people; loading does not use it
+      step_0000100/
+        __0_0.distcp              boxes of tensors in `torch.save` format, one file per writing rank
+        state.json                training state: everything that is not a tensor
+        config.yaml               the run's settings
+        tokenizer.json            tokenizer files, if it is read from files; config.yaml names them
+        .metadata                 the same boxes for torch.distributed.checkpoint; never read
+        manifest.json             length and SHA-256 of every box and file; written last
       step_0000200.tmp-1a2b3c4d   a save in progress, or one that was interrupted
 
 A folder without a manifest is not a checkpoint.
@@ -30,7 +30,7 @@ from megalith.errors import CheckpointError
 from megalith.plan.shards import Box
 
 FORMAT = 1
-"""Goes up when an older build could no longer read what we write."""
+"""Format version; increased when an older build can no longer read the files."""
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -39,8 +39,8 @@ METADATA = ".metadata"
 LATEST = "latest"
 
 MANIFEST_SHA256 = "manifest_sha256"
-"""Last field of the manifest: `manifest_digest` of the other fields. Manifests saved before
-2026-11-24 lack it."""
+"""Last field of the manifest: `manifest_digest` of the other fields. Missing in manifests saved
+before 2026-11-24."""
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -57,7 +57,7 @@ DTYPES: dict[str, torch.dtype] = {
         "bool",
     )
 }
-"""What a tensor in a checkpoint may be made of."""
+"""Dtypes that tensors in a checkpoint may have."""
 
 _STEP_NAME = re.compile(r"step_(\d{7,})(\.old-[0-9a-f]{8})?")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*|\.metadata")
@@ -69,12 +69,12 @@ class StoredFile:
 
     nbytes: int
     sha256: str | None = None
-    """None: it holds boxes, and each has its own."""
+    """None for files of boxes, whose boxes have their own hashes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """Where one box of a tensor lies."""
+    """Position and hash of one box of a tensor in a file."""
 
     box: Box
     file: str
@@ -85,7 +85,7 @@ class StoredBox:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One whole tensor."""
+    """Shape, dtype and boxes of one full tensor."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -94,44 +94,43 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     step: int
     world_size: int
-    """Ranks that saved it; any number can load it."""
+    """Number of ranks that saved it; any number can load it."""
 
     tensors: dict[str, StoredTensor]
     files: dict[str, StoredFile]
 
     sha256: str | None = field(default=None, compare=False)
-    """`manifest_digest` of the file that it was read from, compared; None: the file has none, or
-    there is no file."""
+    """`manifest_digest` of the file it was read from; None if the file has none, or there is no
+    file."""
 
 
 def folder_name(step: int) -> str:
-    """`step_0000100`."""
+    """Return the name of a step's folder: `step_0000100`."""
     return f"step_{step:07d}"
 
 
 def step_folders(folder: Path) -> dict[int, Path]:
-    """Every step that has a folder, oldest first, complete or not.
+    """Return the folder of every step, oldest first, complete or not.
 
-    A save of a step that exists moves the old one aside first. Where that was interrupted, the old
-    one is the step's.
+    Saving a step that exists moves the old folder aside first. If that was interrupted, the old
+    folder is returned.
     """
-    found: dict[int, Path] = {}
+    folders: dict[int, Path] = {}
     for name in storage.list_names(
         folder
     ):  # sorted: step_0000100 comes before step_0000100.old-...
         match = _STEP_NAME.fullmatch(name)
         if match:
-            found.setdefault(int(match[1]), folder / name)
-    return dict(sorted(found.items()))
+            folders.setdefault(int(match[1]), folder / name)
+    return dict(sorted(folders.items()))
 
 
 def read_pointer(folder: Path) -> str | None:
-    """What `latest` says; None when there is no such file, or it cannot be read: it is for people
-    only."""
+    """Return the content of `latest`; None if it cannot be read. Loading does not use it."""
     try:
         return storage.read_bytes(folder / LATEST).decode(errors="replace").strip()
     except OSError:
@@ -139,7 +138,7 @@ def read_pointer(folder: Path) -> str | None:
 
 
 def show_bytes(nbytes: float) -> str:
-    """`1.4 GB`, `12 kB`: powers of ten, two digits where it matters."""
+    """Format a number of bytes with powers of ten: `1.4 GB`, `12 kB`."""
     if nbytes < 1000:
         return f"{nbytes:.0f} B"
     power = 1 if nbytes < 1e6 else 2 if nbytes < 1e9 else 3 if nbytes < 1e12 else 4
@@ -148,21 +147,21 @@ def show_bytes(nbytes: float) -> str:
 
 
 def show_dtype(dtype: torch.dtype) -> str:
-    """`bfloat16`."""
+    """Return the name of a dtype: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def sha256(data: bytes | memoryview) -> str:
-    """Hexadecimal digest."""
+    """Return the hexadecimal SHA-256 digest."""
     return hashlib.sha256(data).hexdigest()
 
 
 def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    """The tensors of all ranks as one table; every element must be written by exactly one rank.
+    """Merge the tensors of all ranks; exactly one rank must write each element.
 
     Raises:
-        CheckpointError: ranks disagree about a tensor, or its boxes overlap or leave a hole; every
-        such key is named.
+        CheckpointError: ranks disagree about a tensor, or its boxes overlap or leave a hole; all
+            such keys are named.
     """
     merged: dict[str, StoredTensor] = {}
     problems: dict[str, str] = {}
@@ -183,13 +182,14 @@ def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, Stor
         lines = "\n".join(f"  {key}: {problem}" for key, problem in problems.items())
         raise CheckpointError(
             f"{len(problems)} tensors are not written exactly once (expected: one writer per "
-            f"element):\n{lines}"
+            "element):\n"
+            f"{lines}"
         )
     return merged
 
 
 def dump_manifest(manifest: Manifest, versions: Mapping[str, str]) -> bytes:
-    """The text of `manifest.json`; one line per box, so that it can be searched and compared."""
+    """Return the text of `manifest.json`, with one line per tensor for searching and diffs."""
     tensors = {
         key: {
             "shape": tensor.shape,
@@ -229,11 +229,10 @@ def manifest_digest(raw: Mapping[str, Any]) -> str:  # JSON
 
 
 def parse_manifest(data: bytes, path: Path) -> Manifest:
-    """The manifest in `data`, which may come from anyone: nothing in it is believed that was not
-    checked.
+    """Parse and validate the manifest in `data`, which is not trusted.
 
     Raises:
-        CheckpointError: `path` names the file; the text is not ours, from a newer format,
+        CheckpointError: `path` names the file; the text is not a manifest, has a newer format,
             contradicts itself, or was changed after it was saved.
     """
     try:
@@ -245,17 +244,17 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
                 return manifest
             raise CheckpointError(
                 f"{path}: this file was changed after it was saved. {MANIFEST_SHA256} says "
-                f"{manifest.sha256}, and its "
-                f"other fields have {computed}. Copy the folder again, or use another checkpoint."
+                f"{manifest.sha256}, and its other fields have {computed}. Copy the folder again, "
+                "or use another checkpoint."
             )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: this is not the manifest of a checkpoint ({type(error).__name__}: {error}). "
-            f"Copy the folder again, or use another checkpoint."
+            "Copy the folder again, or use another checkpoint."
         ) from error
     raise CheckpointError(
-        f"{path}: written in format {version}, and this build reads formats up to {FORMAT}. "
-        f"Use a newer Megalith to load it."
+        f"{path}: written in format {version}, and this build reads formats up to {FORMAT}. Use a "
+        "newer Megalith to load it."
     )
 
 
@@ -269,7 +268,7 @@ def _plain_box(stored: StoredBox) -> dict[str, Any]:  # JSON
     }
 
 
-def _manifest(raw: Any) -> Manifest:  # JSON from a stranger; so are the functions below
+def _manifest(raw: Any) -> Manifest:  # untrusted JSON, as in the functions below
     files = {_file_name(name): _stored_file(file) for name, file in raw["files"].items()}
     tensors = {
         str(key): _stored_tensor(str(key), tensor, files) for key, tensor in raw["tensors"].items()
@@ -319,7 +318,7 @@ def _digest(value: Any) -> str:
 
 
 def _file_name(name: str) -> str:
-    """Only plain names: a manifest must not lead anywhere outside its folder."""
+    """Check that a name is plain, so that a manifest cannot name files outside its folder."""
     if not _FILE_NAME.fullmatch(name):
         raise ValueError(f"{name!r} cannot be a file of a checkpoint, expected a plain name")
     return name

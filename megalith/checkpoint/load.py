@@ -1,7 +1,6 @@
-"""Reading a checkpoint under any layout: the boxes that are wanted, out of the boxes that are
-there.
+"""Loads checkpoints under any layout: reads the requested boxes from the stored boxes.
 
-Nothing a stranger put into the folder is run: the manifest is checked text, tensors are read with
+No code in the folder is executed: the manifest is validated JSON, tensors are read with
 `weights_only`, and `.metadata`, a pickle, is not opened.
 """
 
@@ -38,11 +37,11 @@ from megalith.checkpoint.strictness import (
     Wanted,
     announce,
     check_patterns,
+    differ_only_in_padding,
     differences,
     is_state,
     is_table,
     left_out,
-    padded_alike,
     refused,
 )
 from megalith.config.checkpoint import CheckpointConfig
@@ -51,91 +50,86 @@ from megalith.parallel.group import Group
 from megalith.plan.shards import Box, intersect
 
 STRICT = CheckpointConfig()
-"""Every tensor must be there, and none too many."""
+"""Rules of a load with no missing and no unexpected keys."""
 
-_AGAIN = "Copy the checkpoint again"
+_COPY = "Copy the checkpoint again"
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint, opened. Tensors are read, and their hashes compared, when asked
-    for."""
+    """A complete checkpoint. Tensors are read, and their hashes checked, on request."""
 
     path: Path
     manifest: Manifest
     state: dict[str, Any]  # JSON
-    """Everything that was saved and is not a tensor."""
+    """Training state: everything saved that is not a tensor."""
 
     config_text: str
-    """The run's settings, as `config.yaml` has them."""
+    """The run's settings, the text of `config.yaml`."""
 
-    _sound: set[tuple[str, int]] = field(default_factory=set, repr=False, compare=False)
-    """File and offset of every box whose hash was compared, which is done once for each."""
+    _verified_boxes: set[tuple[str, int]] = field(default_factory=set, repr=False, compare=False)
+    """File and offset of the boxes whose hash was checked; each is checked once."""
 
     @property
     def step(self) -> int:
-        """Optimizer updates before it was saved."""
+        """Step after which the checkpoint was saved."""
         return self.manifest.step
 
     def require_state(self, *keys: str) -> dict[str, Any]:  # JSON
-        """The state, for a caller that needs these of its entries.
+        """Return the state after checking that it has these keys.
 
         Raises:
-            CheckpointError: some are missing, as in weights that were released without the rest of
-            their run.
+            CheckpointError: keys are missing, for example in weights that were released without
+                training state.
         """
         missing = [key for key in keys if key not in self.state]
         if missing:
             raise CheckpointError(
-                f"{self.path}: no run can be resumed from it, as its {layout.STATE} lacks "
-                f"{', '.join(missing)} (found: "
-                f"{', '.join(self.state) or 'nothing'}). To start from its weights, move it out of "
-                f"{self.path.parent} "
-                f"and set checkpoint.load to where it is then."
+                f"{self.path}: no run can be resumed from it, because its {layout.STATE} lacks "
+                f"{', '.join(missing)} (found: {', '.join(self.state) or 'nothing'}). To start "
+                f"from its weights, move it out of {self.path.parent} and set checkpoint.load to "
+                "its new path."
             )
         return self.state
 
     def warnings(self) -> list[str]:
-        """Return a sentence for everything that is unusual about its files and does not keep it
-        from being loaded."""
+        """Return a warning for each problem of the files that does not prevent loading."""
         warnings = []
         if self.manifest.sha256 is None:
             warnings.append(
                 f"{self.path / layout.MANIFEST} has no {layout.MANIFEST_SHA256}, as it was saved "
-                "by an older version: "
-                "changes to the file would not be noticed. Checkpoints that are saved from now on "
-                "have it."
+                "by an older version: changes to the file would not be noticed. Checkpoints that "
+                "are saved from now on have it."
             )
-        problem = _wrong_lengths(self.path, self.manifest).get(layout.METADATA)
+        problem = _find_wrong_lengths(self.path, self.manifest).get(layout.METADATA)
         if problem is not None:
             warnings.append(
                 f"{problem} Megalith does not read this file, torch.distributed.checkpoint does. "
-                "If you need it, copy "
-                "the checkpoint with a tool that copies files whose names begin with a dot, such "
-                "as cp -r."
+                "If you need it, copy the checkpoint with a tool that copies files whose names "
+                "begin with a dot, such as cp -r."
             )
         return warnings
 
     def keys(self) -> list[str]:
-        """Names of the tensors, sorted: `model.NAME` and `optimizer.ROLE.NAME`."""
+        """Return the sorted names of the tensors: `model.NAME` and `optimizer.ROLE.NAME`."""
         return sorted(self.manifest.tensors)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of the full tensor."""
         return self._tensor(key).shape
 
     def dtype(self, key: str) -> torch.dtype:
-        """As stored."""
+        """Return the stored dtype."""
         return layout.DTYPES[self._tensor(key).dtype]
 
     def read(self, key: str, box: Box | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """A box of a tensor (the whole one by default), on the host, in `dtype` (as stored by
-        default).
+        """Read a box of a tensor (by default the full tensor) into host memory, in `dtype` (by
+        default as stored).
 
         Raises:
-            CheckpointError: no such tensor, a box outside it, or a damaged file.
+            CheckpointError: there is no such tensor, the box is outside it, or a file is damaged.
         """
         shape = self.shape(key)
         box = tuple((0, n) for n in shape) if box is None else box
@@ -143,7 +137,7 @@ class Checkpoint:
             0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True)
         ):
             raise CheckpointError(
-                f"{self.path}: {key} has shape {list(shape)}, and {show_box(box)} was asked of it. "
+                f"{self.path}: {key} has shape {list(shape)}, and {show_box(box)} was requested. "
                 "Use a box inside."
             )
         values = torch.empty(lengths(box), dtype=self.dtype(key) if dtype is None else dtype)
@@ -151,11 +145,10 @@ class Checkpoint:
         return values
 
     def view(self, key: str, box: Box) -> Tensor | None:
-        """The same as `read` without a copy, where one stored box has it all; else None. Not to be
-        written to.
+        """Return a read-only view of a box if it is inside one stored box, else None.
 
         Raises:
-            CheckpointError: no such tensor, or a damaged file.
+            CheckpointError: there is no such tensor, or a file is damaged.
         """
         for stored in self._tensor(key).boxes:
             if intersect(stored.box, box) == box:
@@ -173,27 +166,27 @@ class Checkpoint:
     ) -> LoadReport:
         """Fill the tensors of every rank's `entries`, whatever layout and dtype they were saved in.
 
-        Weights and their fp32 master weights are one thing in two precisions: a `master` the
-        checkpoint lacks is read from the weights, and weights wanted in another dtype than the
-        stored one are read from the master if there is one. Where both are stored and differ by
-        more than rounding, rank 0 warns, and `rules.prefer_weights` decides. Tensors that are
-        skipped or missing keep their values, and rank 0 says how many; a run that resumes skips
-        none. Where `vocab_size` is given, tables of the vocabulary may have other numbers of rows
-        behind it, which are zero.
+        Weights and their fp32 master weights are one parameter in two precisions: `master` tensors
+        that the checkpoint lacks are read from the weights, and weights in another dtype than the
+        stored one are read from the master weights if these are stored. If both are stored and
+        differ by more than rounding, rank 0 warns, and `rules.prefer_weights` selects one. Skipped
+        or missing tensors keep their values, and rank 0 reports their number; a resumed run skips
+        none. If `vocab_size` is given, tables of the vocabulary may have different numbers of
+        padding rows, which are set to zero.
 
         Raises:
-            CheckpointError: on every rank with the same text: shapes differ, or tensors are missing
-                or surplus that `rules` do not let pass (all are named, before anything is changed).
-            DamagedCheckpointError: on every rank with the same text: a rank could not read a file
-                or found it damaged; some tensors may be filled already. The complete checkpoints
-                beside it are named.
+            CheckpointError: on every rank with the same text: shapes differ, or `rules` do not
+                permit the missing or unexpected keys (all are named, before anything is changed).
+            DamagedCheckpointError: on every rank with the same text: a file could not be read or is
+                damaged; some tensors may be filled already. The complete checkpoints in the same
+                folder are named.
         """
         sources = {entry.key: self._source(entry) for entry in entries}
-        asked = raise_on_all_ranks(
+        rank_keys = raise_on_all_ranks(
             lambda: [(entry.key, sources[entry.key], entry.shard.shape) for entry in entries], world
         )
-        wanted = {key: (source, shape) for part in asked for key, source, shape in part}
-        report = self._agree(wanted, rules, purpose, vocab_size)
+        requested = {key: (source, shape) for part in rank_keys for key, source, shape in part}
+        report = self._check_keys(requested, rules, purpose, vocab_size)
         filled = [
             entry for entry in entries if entry.key not in report.missing_keys + report.skipped
         ]
@@ -205,17 +198,17 @@ class Checkpoint:
             if vocab_size is not None:
                 for piece in (piece for key in parts if is_table(key) for piece in parts[key]):
                     piece.values[max(0, vocab_size - piece.box[0][0]) :].zero_()
-            found = raise_on_all_ranks(
+            rank_differences = raise_on_all_ranks(
                 lambda: self._reconcile(filled, sources, prefer_weights=rules.prefer_weights), world
             )
         except CheckpointError as error:
             advice = raise_on_all_ranks(
-                lambda: _instead_of(self.path) if world.rank == 0 else "", world
+                lambda: _describe_alternatives(self.path) if world.rank == 0 else "", world
             )[0]
             raise DamagedCheckpointError(str(error), self.path, advice) from error
         if world.rank == 0:
             announce(report, rules, self.path)
-            if line := worst_line(found, prefer_weights=rules.prefer_weights):
+            if line := worst_line(rank_differences, prefer_weights=rules.prefer_weights):
                 _log.warning("%s: %s", self.path, line)
         return report
 
@@ -224,11 +217,11 @@ class Checkpoint:
             return self.manifest.tensors[key]
         near = ", ".join(get_close_matches(key, self.manifest.tensors, n=3) or self.keys()[:3])
         raise CheckpointError(
-            f"{self.path}: it holds no tensor {key}. Use one of its names, such as {near}."
+            f"{self.path}: there is no tensor {key}. Use one of its names, such as {near}."
         )
 
     def _source(self, entry: CheckpointEntry) -> str:
-        """The stored tensor that an entry is read from."""
+        """Return the stored tensor that an entry is read from."""
         weights, master = f"{MODEL}{entry.shard.name}", f"{MASTER}{entry.shard.name}"
         stored = self.manifest.tensors
         if entry.role == "master" and master not in stored:
@@ -242,13 +235,14 @@ class Checkpoint:
             return master
         return entry.key
 
-    def _agree(
+    def _check_keys(
         self, wanted: Wanted, rules: CheckpointConfig, purpose: Purpose, vocab_size: int | None
     ) -> LoadReport:
-        """What of `wanted` will not be filled, once `rules` let that pass.
+        """Compare the requested keys with the stored ones and return those that will not be filled.
 
         Raises:
-            CheckpointError: they do not, shapes differ, or a pattern to skip names nothing.
+            CheckpointError: `rules` do not permit that, shapes differ, or a skip pattern matches
+                nothing.
         """
         stored = self.manifest.tensors
         skip = rules.skip if purpose == "start" else ()
@@ -260,23 +254,30 @@ class Checkpoint:
             if source in stored
             and stored[source].shape != shape
             and key not in report.skipped
-            and not (is_table(key) and padded_alike(stored[source].shape, shape, vocab_size))
+            and not (
+                is_table(key) and differ_only_in_padding(stored[source].shape, shape, vocab_size)
+            )
         ]
-        wrong = refused(report, rules, purpose)
-        lean = report.fresh_state and not any(map(is_state, report.unexpected_keys))
-        if lean and wrong.missing_keys and not differ and all(map(is_state, wrong.missing_keys)):
+        rejected = refused(report, rules, purpose)
+        has_no_state = report.fresh_state and not any(map(is_state, report.unexpected_keys))
+        if (
+            has_no_state
+            and rejected.missing_keys
+            and not differ
+            and all(map(is_state, rejected.missing_keys))
+        ):
             raise CheckpointError(
                 f"{self.path} has no optimizer state: its run had checkpoint.save_optimizer=false, "
-                "or it was made from "
-                "weights. To go on with moments of zero in the run's own folder, set "
-                "checkpoint.missing_keys=warn; in "
-                f"another folder, set checkpoint.load to it and checkpoint.load_mode=progress."
+                "or it was made from weights. To continue with zero moments in the run's own "
+                "folder, set checkpoint.missing_keys=warn; in another folder, set checkpoint.load "
+                "to it and checkpoint.load_mode=progress."
             )
-        if differ or wrong.missing_keys or wrong.unexpected_keys:
+        if differ or rejected.missing_keys or rejected.unexpected_keys:
             raise CheckpointError(
-                f"{self.path} is a checkpoint of another model:\n{differences(differ, wrong)}\nSet "
-                "model.* and optim.* "
-                f"to what {self.path / layout.CONFIG} says, or choose another checkpoint."
+                f"{self.path} is a checkpoint of another model:\n"
+                f"{differences(differ, rejected)}\n"
+                f"Set model.* and optim.* to what {self.path / layout.CONFIG} says, or choose "
+                "another checkpoint."
             )
         return report
 
@@ -287,38 +288,38 @@ class Checkpoint:
         *,
         prefer_weights: bool,
     ) -> dict[str, float]:
-        """Make weights and masters of this rank agree; {parameter: largest difference} of those
-        that did not."""
-        found: dict[str, float] = {}
+        """Make weights and master weights of this rank consistent; return {parameter: largest
+        difference}."""
+        differences_by_name: dict[str, float] = {}
         for pair in pairs_of(entries, sources):
             weights, master = f"{MODEL}{pair.shard.name}", f"{MASTER}{pair.shard.name}"
             wide = torch.promote_types(self.dtype(master), pair.wide.dtype) == pair.wide.dtype
             if (
                 weights not in self.manifest.tensors or not wide
-            ):  # what was rounded on the way cannot be compared
+            ):  # values that were rounded while loading cannot be compared
                 continue
             stored = pair.low if pair.low is not None else self._weights_of(pair)
             largest = reconcile(stored, pair.wide, prefer_weights=prefer_weights)
             if largest is None:
                 continue
-            found[pair.shard.name] = max(found.get(pair.shard.name, 0.0), largest)
+            differences_by_name[pair.shard.name] = max(
+                differences_by_name.get(pair.shard.name, 0.0), largest
+            )
             if pair.other is not None:
                 pair.other.copy_(pair.wide)
-        return found
+        return differences_by_name
 
     def _weights_of(self, pair: MasterWeightPair) -> Tensor:
-        """The stored weights where the run's own are not those: as many elements as the pair has,
-        in its order."""
+        """Read the stored weights of a pair, in the order of its elements."""
         key = f"{MODEL}{pair.shard.name}"
         stored = torch.zeros(
             pair.wide.shape, dtype=self.dtype(key), device=pair.wide.device
-        )  # some may not be there
+        )  # some keys may be missing
         self._fill({key: pieces(CheckpointEntry(pair.shard, "param", stored))})
         return stored
 
     def _fill(self, wanted: Mapping[str, Sequence[TensorPiece]]) -> None:
-        """Copy what is stored into the pieces, reading each box that any of them needs once, in the
-        order of files."""
+        """Copy stored values into the pieces, reading each stored box once, in file order."""
         for key, stored in _in_file_order(self.manifest, wanted):
             shared = [(piece, intersect(piece.box, stored.box)) for piece in wanted[key]]
             hits = [(piece, box) for piece, box in shared if box is not None]
@@ -328,57 +329,57 @@ class Checkpoint:
                     inner_view(piece, box).copy_(inner_view(values, box))
 
     def _read_box(self, key: str, stored: StoredBox) -> Tensor:
-        """One stored box, its hash compared.
+        """Read one stored box and check its hash.
 
         Raises:
-            CheckpointError: the bytes are not those that were written, or are something else than
-            that tensor.
+            CheckpointError: the bytes are damaged, or are not the expected tensor.
         """
         path = self.path / stored.file
         place = (
             f"{path}: the {stored.nbytes:,} bytes from {stored.offset:,} on ({key} "
             f"{show_box(stored.box)})"
         )
-        known = (stored.file, stored.offset) in self._sound
-        data = _mapped(path, stored, place) if known else _checked(path, stored, place)
-        self._sound.add((stored.file, stored.offset))
+        known = (stored.file, stored.offset) in self._verified_boxes
+        data = _map_bytes(path, stored, place) if known else _map_checked_bytes(path, stored, place)
+        self._verified_boxes.add((stored.file, stored.offset))
         try:
             tensor = saved_tensor(data)
-        except Exception as error:  # foreign bytes may raise anything; what they cannot do is run
+        except Exception as error:  # untrusted bytes may raise any error, but are not executed
             raise CheckpointError(
                 f"{place} are not a plain tensor, and nothing in them was run "
-                f"({_first_line(error)}). "
-                f"Use a checkpoint from someone you know."
+                f"({_first_line(error)}). Use a checkpoint from a trusted source."
             ) from error
         expected = lengths(stored.box), layout.DTYPES[self.manifest.tensors[key].dtype]
         if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != expected:
-            found = (
+            actual = (
                 f"{list(tensor.shape)} {tensor.dtype}"
                 if isinstance(tensor, Tensor)
                 else type(tensor).__name__
             )
             raise CheckpointError(
-                f"{place} hold {found}; expected {list(expected[0])} {expected[1]}. Use another "
+                f"{place} hold {actual}; expected {list(expected[0])} {expected[1]}. Use another "
                 "checkpoint."
             )
         return tensor
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a `step_NNNNNNN` folder. File lengths and hashes of texts are compared,
-    those of tensors later.
+    """Open the checkpoint in a `step_NNNNNNN` folder, checking file lengths and hashes of text
+    files.
+
+    The hashes of tensors are checked when these are read.
 
     Raises:
-        CheckpointError: it is not a checkpoint, incomplete, damaged, or from a newer format.
+        CheckpointError: it is not a checkpoint, incomplete, damaged, or in a newer format.
     """
     manifest = _read_manifest(path)
-    wrong = _wrong_lengths(path, manifest)
-    wrong.pop(layout.METADATA, None)  # which is for other tools: `Checkpoint.warnings`
+    wrong = _find_wrong_lengths(path, manifest)
+    wrong.pop(layout.METADATA, None)  # not read by Megalith: see `Checkpoint.warnings`
     if wrong:
         lines = "\n".join(wrong.values())
-        raise CheckpointError(f"{lines}\n{_AGAIN}, or use an older one.")
+        raise CheckpointError(f"{lines}\n{_COPY}, or use an older one.")
     state_text, config_text = (
-        _checked(path / name, manifest.files[name], str(path / name))
+        _map_checked_bytes(path / name, manifest.files[name], str(path / name))
         for name in (layout.STATE, layout.CONFIG)
     )
     try:
@@ -394,7 +395,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether `open_checkpoint` opens it."""
+    """Return whether `open_checkpoint` succeeds."""
     try:
         open_checkpoint(path)
     except CheckpointError:
@@ -403,23 +404,22 @@ def is_complete(path: Path) -> bool:
 
 
 def find_latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint under `folder`, or None when there is none at all; run by one
-    rank.
+    """Return the newest complete checkpoint under `folder`; None if there are no checkpoints. Run
+    by one rank.
 
-    A newer one that is incomplete or damaged is passed over with a warning that says why; so is a
-    pointer file that says something else. Nothing is written: the folder may be that of a run in
-    progress.
+    Newer checkpoints that are incomplete or damaged are skipped with a warning; so is a pointer
+    file that names another one. Nothing is written, because the run may be in progress.
 
     Raises:
-        CheckpointError: there are checkpoints and none of them can be used: better than starting
-        afresh unasked.
+        CheckpointError: there are checkpoints, but none can be used; the run does not silently
+            start anew.
     """
     problems: list[str] = []
     for step, path in reversed(layout.step_folders(folder).items()):
         try:
             open_checkpoint(path)
         except CheckpointError as error:
-            _log.warning("passing over checkpoint %s: %s", path.name, error)
+            _log.warning("skipping checkpoint %s: %s", path.name, error)
             problems.append(f"  {path.name}: {error}")
             continue
         _warn_of_pointer(folder, layout.folder_name(step))
@@ -427,7 +427,8 @@ def find_latest(folder: Path) -> Path | None:
     if problems:
         lines = "\n".join(problems)
         raise CheckpointError(
-            f"{folder}: none of its {len(problems)} checkpoints can be used:\n{lines}\n"
+            f"{folder}: none of its {len(problems)} checkpoints can be used:\n"
+            f"{lines}\n"
             "Copy one of them here again, or choose another folder with --run to start from the "
             "beginning."
         )
@@ -435,10 +436,10 @@ def find_latest(folder: Path) -> Path | None:
 
 
 def verify_checkpoint(path: Path) -> list[str]:
-    """Return everything that is wrong with a checkpoint: lengths, hashes, bytes that are not
-    tensors. Empty: sound.
+    """Return all problems of a checkpoint: file lengths, hashes, bytes that are not tensors. Empty
+    if it is intact.
 
-    A `.metadata` that was not copied is no problem but one of `Checkpoint.warnings`.
+    A missing `.metadata` is not a problem but one of `Checkpoint.warnings`.
     """
     try:
         manifest = _read_manifest(path)
@@ -446,12 +447,12 @@ def verify_checkpoint(path: Path) -> list[str]:
         return [str(error)]
     if not (path / layout.METADATA).exists():
         manifest.files.pop(layout.METADATA, None)
-    wrong = _wrong_lengths(path, manifest)
+    wrong = _find_wrong_lengths(path, manifest)
     problems = list(wrong.values())
     for name, file in sorted(manifest.files.items()):
         try:
             if name not in wrong and file.sha256 is not None:
-                _checked(path / name, file, str(path / name))
+                _map_checked_bytes(path / name, file, str(path / name))
         except CheckpointError as error:
             problems.append(str(error))
     opened = Checkpoint(path, manifest, {}, "")
@@ -465,28 +466,28 @@ def verify_checkpoint(path: Path) -> list[str]:
 
 
 def _read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint in `path`; where there is none, the error says what the folder
-    looks like."""
+    """Read the manifest of the checkpoint in `path`; if there is none, the error describes the
+    folder."""
     try:
         data = storage.read_bytes(path / layout.MANIFEST)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: {_looks_like(path)}") from None
+        raise CheckpointError(f"{path}: {_describe_folder(path)}") from None
     except OSError as error:
         raise CheckpointError(
-            f"{path / layout.MANIFEST} cannot be read ({error}). {_AGAIN}, or use an older one."
+            f"{path / layout.MANIFEST} cannot be read ({error}). {_COPY}, or use an older one."
         ) from error
     return layout.parse_manifest(data, path / layout.MANIFEST)
 
 
-def _looks_like(path: Path) -> str:
-    """What a folder without a manifest is, and what to use instead."""
+def _describe_folder(path: Path) -> str:
+    """Describe a folder without a manifest, and what to use instead."""
     if not path.exists():
         return "no such folder. Set the path to a step_NNNNNNN folder of a run's checkpoints."
     names = storage.list_names(path)
     steps = [
-        found
+        step_folder
         for folder in (path, path / "checkpoints")
-        for found in layout.step_folders(folder).values()
+        for step_folder in layout.step_folders(folder).values()
     ]
     if steps:
         return (
@@ -500,107 +501,105 @@ def _looks_like(path: Path) -> str:
         )
     shown = ", ".join(names[:5]) or "nothing"
     return (
-        f"not a complete checkpoint: it has no {layout.MANIFEST} (found: {shown}). {_AGAIN}, "
-        "or use an older one."
+        f"not a complete checkpoint: it has no {layout.MANIFEST} (found: {shown}). {_COPY}, or use "
+        "an older one."
     )
 
 
 def list_complete_checkpoints(folder: Path) -> dict[int, Path]:
     """Return the complete checkpoints in `folder` by step, oldest first.
 
-    Their tensors are not read: that would take as long as loading each of them.
+    Tensors are not read, which would take as long as loading them.
     """
     return {step: path for step, path in layout.step_folders(folder).items() if is_complete(path)}
 
 
 def list_other_checkpoints(path: Path) -> list[Path]:
-    """Return the complete checkpoints in the same folder as the one in `path`, newest first,
-    without that one."""
+    """Return the other complete checkpoints in the folder of the one in `path`, newest first."""
     complete = reversed(list_complete_checkpoints(path.parent).values())
     return [other for other in complete if other.name != path.name]
 
 
-def _instead_of(path: Path) -> str:
-    """How to go on without the checkpoint in `path`, when there are complete ones beside it; empty
-    otherwise."""
+def _describe_alternatives(path: Path) -> str:
+    """Describe how to continue with another complete checkpoint of the folder; empty if there is
+    none."""
     complete = [folder.name for folder in list_other_checkpoints(path)]
     if not complete:
         return ""
     more = f" and {len(complete) - 3} more" if len(complete) > 3 else ""
     return (
-        f"\nComplete in the same folder: {', '.join(complete[:3])}{more}. To resume from "
-        f"{complete[0]}, remove {path}, "
-        f"or rename it to {path.name}.damaged."
+        "\n"
+        f"Complete in the same folder: {', '.join(complete[:3])}{more}. To resume from "
+        f"{complete[0]}, remove {path}, or rename it to {path.name}.damaged."
     )
 
 
-def _wrong_lengths(path: Path, manifest: Manifest) -> dict[str, str]:
-    """Files that are missing or of another length than the manifest says, each with the sentence
-    that says so."""
+def _find_wrong_lengths(path: Path, manifest: Manifest) -> dict[str, str]:
+    """Return a message for each file that is missing or has another length than in the manifest."""
     wrong = {}
     for name, file in sorted(manifest.files.items()):
         try:
-            found = storage.file_nbytes(path / name)
+            nbytes = storage.file_nbytes(path / name)
         except OSError as error:
             tensors = sum(
                 any(box.file == name for box in tensor.boxes)
                 for tensor in manifest.tensors.values()
             )
             wrong[name] = (
-                f"{path / name}: cannot be read ({error.strerror}); expected {file.nbytes:,} bytes"
-                f"{f', parts of {tensors} tensors' if tensors else ''}."
+                f"{path / name}: cannot be read ({error.strerror}); expected {file.nbytes:,} "
+                f"bytes{f', parts of {tensors} tensors' if tensors else ''}."
             )
             continue
-        if found != file.nbytes:
+        if nbytes != file.nbytes:
             wrong[name] = (
-                f"{path / name} is {found:,} bytes, expected {file.nbytes:,}: the checkpoint is "
+                f"{path / name} is {nbytes:,} bytes, expected {file.nbytes:,}: the checkpoint is "
                 "incomplete."
             )
     return wrong
 
 
-def _mapped(path: Path, stored: StoredFile | StoredBox, place: str) -> memoryview:
-    """The bytes of a file or of a box in it; `place` names them."""
+def _map_bytes(path: Path, stored: StoredFile | StoredBox, place: str) -> memoryview:
+    """Memory-map the bytes of a file or of a box in it; `place` names them in errors."""
     try:
         data = storage.mapped(
             path, stored.offset if isinstance(stored, StoredBox) else 0, stored.nbytes
         )
     except OSError as error:
         raise CheckpointError(
-            f"{place} cannot be read ({error}). {_AGAIN}, or use an older one."
+            f"{place} cannot be read ({error}). {_COPY}, or use an older one."
         ) from error
     if len(data) != stored.nbytes:
         raise CheckpointError(
-            f"{place}: the file ends after {len(data):,} of them. {_AGAIN}, or use an older one."
+            f"{place}: the file ends after {len(data):,} of them. {_COPY}, or use an older one."
         )
     return data
 
 
-def _checked(path: Path, stored: StoredFile | StoredBox, place: str) -> memoryview:
-    """The same, if they have the hash that was written down."""
-    data = _mapped(path, stored, place)
-    found = layout.sha256(data)
-    if found != stored.sha256:
+def _map_checked_bytes(path: Path, stored: StoredFile | StoredBox, place: str) -> memoryview:
+    """Memory-map the bytes and check their hash."""
+    data = _map_bytes(path, stored, place)
+    digest = layout.sha256(data)
+    if digest != stored.sha256:
         raise CheckpointError(
-            f"{place}: damaged. SHA-256 expected {stored.sha256}, found {found}. {_AGAIN}, or use "
+            f"{place}: damaged. SHA-256 expected {stored.sha256}, found {digest}. {_COPY}, or use "
             "an older one."
         )
     return data
 
 
 def _in_file_order(manifest: Manifest, keys: Iterable[str]) -> list[tuple[str, StoredBox]]:
-    """The stored boxes of some tensors, in the order in which a disk likes to read them."""
-    found = [(key, stored) for key in keys for stored in manifest.tensors[key].boxes]
-    return sorted(found, key=lambda item: (item[1].file, item[1].offset))
+    """Return the stored boxes of some tensors in file order, for sequential reads."""
+    boxes = [(key, stored) for key in keys for stored in manifest.tensors[key].boxes]
+    return sorted(boxes, key=lambda item: (item[1].file, item[1].offset))
 
 
 def _warn_of_pointer(folder: Path, name: str) -> None:
-    said = layout.read_pointer(folder)
-    if said != name:
+    named = layout.read_pointer(folder)
+    if named != name:
         _log.warning(
             "%s says %r; the newest complete checkpoint is %s and is used",
             folder / layout.LATEST,
-            said,
+            named,
             name,
         )
 

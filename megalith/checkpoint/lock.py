@@ -1,5 +1,5 @@
-"""One writer per run folder: a file that names it, with a heartbeat for those who cannot see its
-process."""
+"""Lock of a run folder: a file that names the one process that writes, with a heartbeat for other
+machines."""
 
 import contextlib
 import fcntl
@@ -23,29 +23,28 @@ BEAT_S = 10.0
 """Seconds between heartbeats."""
 
 SILENT_S = 120.0
-"""A holder on another machine that was silent for so long is taken for dead (guess: long stalls of
-shared disks)."""
+"""Seconds without heartbeat after which a lock of another machine is stale (heuristic: long stalls
+of shared disks)."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who writes to a run folder."""
+    """Process that holds the lock of a run folder."""
 
     id: str
     host: str
     machine: str
-    """Boot and process namespace: equal means that process numbers mean the same."""
+    """Boot id and process namespace: if equal, process ids are comparable."""
 
     pid: int
     started: str
-    """When that process began, as the kernel counts: a number that was given out again is another
-    process."""
+    """Start time of the process in kernel ticks, which distinguishes processes with a reused id."""
 
 
 class RunLock:
-    """A run folder that is ours until `release`, or until this process ends in whatever way."""
+    """Lock of a run folder, until `release` or the end of this process."""
 
     def __init__(self, folder: Path, holder: Holder) -> None:
         self.path, self.holder = folder / NAME, holder
@@ -54,44 +53,43 @@ class RunLock:
         self._thread.start()
 
     def check(self) -> None:
-        """Make sure that nobody took the folder over while this process was, say, suspended.
+        """Check that this process still holds the lock, for example after it was suspended.
 
         Raises:
-            CheckpointError: the lock names somebody else now, is gone, or cannot be read.
+            CheckpointError: the lock names another process, is gone, or cannot be read.
         """
         try:
-            found = _read(self.path)
+            holder = _read(self.path)
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} cannot be read ({error}), so another run may write to "
-                f"{self.path.parent} as well. "
-                f"Make it readable, or choose another folder with --run."
+                f"{self.path.parent} as well. Make it readable, or choose another folder with "
+                "--run."
             ) from error
-        if found == self.holder:
+        if holder == self.holder:
             return
         by = (
             "was deleted or overwritten"
-            if found is None
-            else f"now names process {found.pid} on {found.host}"
+            if holder is None
+            else f"now names process {holder.pid} on {holder.host}"
         )
         raise CheckpointError(
             f"{self.path.parent}: this run (process {self.holder.pid} on {self.holder.host}) lost "
-            "its lock; "
-            f"{self.path.name} {by}. Only one run may write there: stop the other one and run this "
-            f"again, or choose another folder with --run."
+            f"its lock; {self.path.name} {by}. Only one run may write there: stop the other one "
+            "and run this again, or choose another folder with --run."
         )
 
     def release(self) -> None:
-        """Give the folder back."""
+        """Stop the heartbeat and remove the lock file."""
         self._stop.set()
         self._thread.join()
-        with contextlib.suppress(FileNotFoundError), _alone_with(self.path) as found:
-            if found in (self.holder, None):
+        with contextlib.suppress(FileNotFoundError), _locked_holder(self.path) as holder:
+            if holder in (self.holder, None):
                 self.path.unlink()
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # the next beat tries again
+            with contextlib.suppress(OSError):  # the next heartbeat tries again
                 if _read(self.path) == self.holder:
                     os.utime(self.path)
 
@@ -108,34 +106,34 @@ class RunLock:
 
 
 def lock_run(folder: Path) -> RunLock:
-    """Take the run folder (made if it does not exist) for this process; released at the end of
+    """Lock the run folder for this process, creating it if necessary; released at the end of
     `with`.
 
     Raises:
-        CheckpointError: another process that is alive, or was heard of lately, writes there; it is
-        named.
+        CheckpointError: another process that is alive, or had a recent heartbeat, holds the lock;
+            it is named.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / NAME
-        with _alone_with(path) as found:
-            if found is not None:
-                _refuse_if_alive(folder, found)
+        with _locked_holder(path) as old_holder:
+            if old_holder is not None:
+                _check_holder_is_dead(folder, old_holder)
                 _log.warning(
-                    "taking over %s from process %d on %s, which is gone",
+                    "taking over the lock of %s from process %d on %s, which has ended",
                     folder,
-                    found.pid,
-                    found.host,
+                    old_holder.pid,
+                    old_holder.host,
                 )
-            mine = Holder(
+            holder = Holder(
                 secrets.token_hex(8),
                 socket.gethostname(),
                 _machine(),
                 os.getpid(),
                 _started(os.getpid()),
             )
-            storage.replace_file(path, json.dumps(asdict(mine)).encode())
-        return RunLock(folder, mine)
+            storage.replace_file(path, json.dumps(asdict(holder)).encode())
+        return RunLock(folder, holder)
     except OSError as error:
         raise CheckpointError(
             f"{folder} cannot be written to ({error}). Make it writable, or choose another folder "
@@ -143,11 +141,11 @@ def lock_run(folder: Path) -> RunLock:
         ) from error
 
 
-def _refuse_if_alive(folder: Path, found: Holder) -> None:
+def _check_holder_is_dead(folder: Path, holder: Holder) -> None:
     """Raise if the process that holds the lock is alive, or may be."""
-    who = f"{folder} is in use by process {found.pid} on {found.host}"
-    if found.machine == _machine():
-        if _is_running(found):
+    who = f"{folder} is in use by process {holder.pid} on {holder.host}"
+    if holder.machine == _machine():
+        if _is_running(holder):
             raise CheckpointError(
                 f"{who}. Stop that process first, or choose another folder with --run. (lock: "
                 f"{folder / NAME})"
@@ -157,23 +155,25 @@ def _refuse_if_alive(folder: Path, found: Holder) -> None:
     if silent < SILENT_S:
         raise CheckpointError(
             f"{who}, heard of {max(silent, 0):.0f} s ago. Stop that run, or choose another folder "
-            "with --run; if it is "
-            f"gone, run this again in {SILENT_S - silent:.0f} s, or delete {folder / NAME}."
+            f"with --run; if it is gone, run this again in {SILENT_S - silent:.0f} s, or delete "
+            f"{folder / NAME}."
         )
 
 
 @contextlib.contextmanager
-def _alone_with(path: Path) -> Iterator[Holder | None]:
-    """What the lock says, read and maybe changed while no other process of this machine does the
-    same."""
+def _locked_holder(path: Path) -> Iterator[Holder | None]:
+    """Read the lock under a file lock, so that no other process of this machine changes it at the
+    same time."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT)
         try:
-            # Some cluster disks have no locks; then two starts in the same millisecond are not told
-            # apart.
+            # Some cluster disks have no file locks; then two runs that start at the same time may
+            # both get the lock.
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX)
-            if _is_open_at(handle, path):  # else it was replaced or deleted while we waited
+            if _is_open_at(
+                handle, path
+            ):  # else it was replaced or deleted while this process waited
                 yield _read(path)
                 return
         finally:
@@ -188,29 +188,29 @@ def _is_open_at(handle: int, path: Path) -> bool:
 
 
 def _read(path: Path) -> Holder | None:
-    """Who the file names; None when it is new, or what a crash in the middle of writing left."""
+    """Return the holder in the file; None if it is new, or if a crash left it incomplete."""
     try:
-        found = storage.parse_json(storage.read_bytes(path))
-        return Holder(**{name: kind(found[name]) for name, kind in Holder.__annotations__.items()})
+        fields = storage.parse_json(storage.read_bytes(path))
+        return Holder(**{name: kind(fields[name]) for name, kind in Holder.__annotations__.items()})
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 
 
-def _is_running(found: Holder) -> bool:
-    if not Path("/proc/self/stat").exists():  # not Linux: the number alone must do
+def _is_running(holder: Holder) -> bool:
+    if not Path("/proc/self/stat").exists():  # not Linux: only the process id is checked
         try:
-            os.kill(found.pid, 0)
+            os.kill(holder.pid, 0)
         except ProcessLookupError:
             return False
         except PermissionError:
             return True
         return True
-    return found.started == _started(found.pid) != ""
+    return holder.started == _started(holder.pid) != ""
 
 
 def _started(pid: int) -> str:
-    """Start of a process in the kernel's ticks; empty when there is none, or it is dead and not yet
-    collected."""
+    """Return the start time of a process in kernel ticks; empty if there is none or it is a
+    zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -230,7 +230,7 @@ def _machine() -> str:
 
 
 def _silence_s(path: Path) -> float:
-    """Seconds since the last heartbeat, both ends by the clock of the disk: those of two machines
+    """Return the seconds since the last heartbeat by the clock of the disk, since machines' clocks
     may differ."""
     probe = path.with_name(f"{path.name}.probe-{secrets.token_hex(4)}")
     storage.write_new(probe, b"")

@@ -1,5 +1,5 @@
-"""Weights and their fp32 master weights in one checkpoint: they must be the same numbers, apart
-from rounding."""
+"""Consistency of weights and their fp32 master weights in a checkpoint: equal except for
+rounding."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,25 +15,25 @@ from megalith.plan.shards import Shard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MasterWeightPair:
-    """A slice of a parameter that was filled from its master."""
+    """A shard of a parameter that was loaded from its master weights."""
 
     shard: Shard
     wide: Tensor
-    """Filled from the master."""
+    """The shard loaded from the master weights."""
 
     low: Tensor | None
-    """The same slice filled from the stored weights, in their dtype; None: these were not read
+    """The same shard loaded from the stored weights, in their dtype; None if these were not read
     yet."""
 
     other: Tensor | None
-    """A further tensor of the slice that was filled from the master, too: weights of a third
+    """Another tensor of the shard that was loaded from the master weights: weights of a third
     dtype."""
 
 
 def pairs_of(
     entries: Sequence[CheckpointEntry], sources: Mapping[str, str]
 ) -> list[MasterWeightPair]:
-    """The slices among `entries` that were filled from masters; `sources` is {key: stored tensor it
+    """Return the shards that were loaded from master weights; `sources` is {key: stored tensor it
     was read from}."""
     weights = {(e.shard.name, e.shard.box): e for e in entries if e.role == "param"}
     master_weights = {(e.shard.name, e.shard.box): e for e in entries if e.role == "master"}
@@ -53,8 +53,8 @@ def pairs_of(
 
 
 def _inside(entry: CheckpointEntry, shard: Shard) -> Tensor | None:
-    """The elements of an entry that are those of `shard`, a slice of the same box; None when it
-    lacks some."""
+    """Return the elements of an entry that belong to `shard` of the same box; None if some are
+    missing."""
     whole_box = math.prod(b - a for a, b in shard.box)
     first, last = entry.shard.flat or (0, whole_box)
     start, stop = shard.flat or (0, whole_box)
@@ -67,11 +67,10 @@ def _inside(entry: CheckpointEntry, shard: Shard) -> Tensor | None:
 
 @torch.no_grad()
 def reconcile(weights: Tensor, master_weights: Tensor, *, prefer_weights: bool) -> float | None:
-    """Write the side that is not believed anew, where the two differ by more than rounding.
+    """Overwrite the side that is not preferred, where the two differ by more than rounding.
 
     Both hold the same elements in the same order, `weights` in their stored dtype. Returns the
-    largest difference, inf where one side is no number, or None when nothing differs; then nothing
-    is changed.
+    largest difference (inf if one side is NaN), or None if nothing differs.
     """
     flat, wide = weights.view(-1), master_weights.view(-1)
     rounded = wide.to(flat.dtype)
@@ -86,21 +85,21 @@ def reconcile(weights: Tensor, master_weights: Tensor, *, prefer_weights: bool) 
     return largest if math.isfinite(largest) else math.inf
 
 
-def worst_line(found: Sequence[Mapping[str, float]], *, prefer_weights: bool) -> str | None:
-    """What every rank's {parameter: largest difference} comes to, in one line; None when all are
-    empty."""
-    names = {name for part in found for name in part}
+def worst_line(
+    rank_differences: Sequence[Mapping[str, float]], *, prefer_weights: bool
+) -> str | None:
+    """Describe all ranks' {parameter: largest difference} in one line; None if all are empty."""
+    names = {name for part in rank_differences for name in part}
     if not names:
         return None
-    largest = {name: max(part.get(name, 0.0) for part in found) for name in names}
+    largest = {name: max(part.get(name, 0.0) for part in rank_differences) for name in names}
     worst = min(names, key=lambda name: (-largest[name], name))
-    used, advice = (
+    preferred, advice = (
         ("weights", "Remove checkpoint.prefer_weights to use the master weights.")
         if prefer_weights
-        else ("masters", "Set checkpoint.prefer_weights=true to use the weights.")
+        else ("master weights", "Set checkpoint.prefer_weights=true to use the weights.")
     )
     return (
         f"the weights of {len(names)} parameters are not their master weights, rounded: {worst} "
-        "differs "
-        f"most, by {largest[worst]:.3g}. The {used} are used. {advice}"
+        f"differs most, by {largest[worst]:.3g}. The {preferred} are used. {advice}"
     )

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and what interrupted saves left behind."""
+"""Retention: deletes old checkpoints and what interrupted saves have left."""
 
 import logging
 import re
@@ -11,7 +11,7 @@ from megalith.checkpoint import format as layout
 from megalith.checkpoint.load import is_complete, list_complete_checkpoints
 
 PIN = ".keep"
-"""A checkpoint with a file of this name in it is never deleted."""
+"""A checkpoint that contains a file of this name is never deleted."""
 
 _LEFTOVER = re.compile(r"(step_\d{7,})\.(tmp|old|trash)-[0-9a-f]{8}")
 
@@ -21,15 +21,14 @@ _log = logging.getLogger(__name__)
 def apply(
     folder: Path, *, keep: int | None, keep_every: int | None, last_update: int | None = None
 ) -> list[Path]:
-    """Delete all complete checkpoints but the newest `keep` (None: all) and the multiples of
+    """Delete all complete checkpoints except the newest `keep` (None: all) and multiples of
     `keep_every`.
 
-    `last_update`: the last step that updated the weights, if steps since were skipped. The newest
-    checkpoint up to that step stays too: those after it may be of a run that has diverged.
+    `last_update`: the last step that updated the weights, if later steps were skipped. The newest
+    checkpoint up to that step is kept too, because later ones may be of a divergent run.
 
-    Pinned checkpoints, links and folders that are not complete stay. Decided from what is there, so
-    what one call could not delete the next one does. Returns what was deleted; a failure to delete
-    is a warning.
+    Pinned checkpoints, links and incomplete folders are kept. A failed deletion is a warning, and
+    the next call tries again. Returns the deleted folders.
     """
     assert keep is None or keep >= 1, keep
     if keep is None:
@@ -49,12 +48,11 @@ def apply(
 
 
 def set_aside_damaged(path: Path) -> Path:
-    """Rename a damaged checkpoint to step_NNNNNNN.damaged and point `latest` to the newest complete
-    one.
+    """Rename a damaged checkpoint to step_NNNNNNN.damaged and update `latest`; return the new path.
 
-    The folder is kept for inspection, and no longer counts as a checkpoint: otherwise `apply` would
-    count it as one of the newest and delete a good one instead. Only for the holder of the run's
-    lock. Returns the new path.
+    The folder is kept for inspection and no longer counts as a checkpoint; otherwise `apply` would
+    count it as one of the newest and delete a good one instead. The caller must hold the run's
+    lock.
 
     Raises:
         OSError: the folder cannot be renamed.
@@ -70,19 +68,19 @@ def set_aside_damaged(path: Path) -> Path:
 
 
 def sweep(folder: Path) -> list[Path]:
-    """Remove what killed saves left behind, and put back a checkpoint that an interrupted overwrite
-    had moved aside.
+    """Remove what killed saves have left, and restore a checkpoint that an interrupted overwrite
+    moved aside.
 
-    The pointer file is corrected if it does not name the newest complete checkpoint, as after a
-    kill. All this is only for the holder of the run's lock, before its first save: then whoever
-    made these is dead. Returns the folders dealt with.
+    Corrects the pointer file if it does not name the newest complete checkpoint. The caller must
+    hold the run's lock and must not have saved yet, so that no save is in progress. Returns the
+    changed folders.
     """
     names = storage.list_names(folder)
     for name in names:
         if name.startswith(f"{layout.LATEST}.tmp-"):
             storage.remove_file(folder / name)
-    found = [(name, match) for name in names if (match := _LEFTOVER.fullmatch(name))]
-    for name, match in found:
+    leftovers = [(name, match) for name in names if (match := _LEFTOVER.fullmatch(name))]
+    for name, match in leftovers:
         path, final = folder / name, folder / match[1]
         if match[2] == "old" and not final.exists():
             storage.rename(path, final)
@@ -91,25 +89,25 @@ def sweep(folder: Path) -> list[Path]:
             storage.remove_tree(path)
             _log.warning("removed %s, left by an interrupted save", path)
     _correct_pointer(folder)
-    return [folder / name for name, _ in found]
+    return [folder / name for name, _ in leftovers]
 
 
 def _correct_pointer(folder: Path) -> None:
-    """Make `latest` name the newest complete checkpoint, if there is one; failing to is a
+    """Make `latest` name the newest complete checkpoint, if there is one; a failure is a
     warning."""
     steps = reversed(layout.step_folders(folder).items())
     newest = next((layout.folder_name(step) for step, path in steps if is_complete(path)), None)
-    said = layout.read_pointer(folder)
-    if newest in (None, said):
+    named = layout.read_pointer(folder)
+    if newest in (None, named):
         return
     pointer = folder / layout.LATEST
     try:
         storage.replace_file(pointer, f"{newest}\n".encode())
     except OSError as error:
-        _log.warning("%s could not be corrected (%s); it is for people only", pointer, error)
+        _log.warning("%s could not be corrected (%s); loading does not use it", pointer, error)
         return
     _log.warning(
-        "%s said %r; corrected to %s, the newest complete checkpoint", pointer, said, newest
+        "%s named %r; corrected to %s, the newest complete checkpoint", pointer, named, newest
     )
 
 
@@ -119,7 +117,7 @@ def _to_delete(complete: Mapping[int, Path], keep: int, keep_every: int | None) 
 
 
 def _delete(path: Path) -> bool:
-    """Out of sight by one rename, then piece by piece: whoever looks sees all of it or none."""
+    """Delete a folder after renaming it, so that no reader sees an incomplete checkpoint."""
     trash = path.with_name(f"{path.name.partition('.')[0]}.trash-{secrets.token_hex(4)}")
     try:
         storage.rename(path, trash)

@@ -1,8 +1,7 @@
-"""The safetensors file format: what a file holds, boxes of it, and writing one tensor after the
-other.
+"""The safetensors file format: reading headers and boxes, and writing tensors sequentially.
 
 A file is eight bytes with the length of a JSON header, the header ({name: dtype, shape,
-data_offsets}), and the data. Nothing in it can run.
+data_offsets}), and the data. It contains no code.
 """
 
 import json
@@ -24,37 +23,37 @@ from megalith.checkpoint.boxes import as_bytes
 from megalith.errors import CheckpointError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Dtypes of weights; files may hold others, which are not weights as we know them."""
+"""Dtypes of weights; files may hold tensors of other dtypes, which are not weights."""
 
 READABLE = DTYPES | {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
     "U8": torch.uint8,
 }
-"""Those, and what quantized weights are made of."""
+"""Dtypes of weights and of quantized weights."""
 
 _CHUNK_NBYTES = 2**20
-"""Checked, and then written while they are in the processor's cache."""
+"""Bytes that are hashed and then written while they are in the processor's cache."""
 
 MAX_HEADER = 100_000_000  # bytes; the library refuses longer ones, too
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a file, as its header says."""
+    """Header entry of one tensor in a file."""
 
     file: Path
     dtype: str
-    """The file's own word: `BF16`."""
+    """Name of the dtype in the file: `BF16`."""
 
     shape: tuple[int, ...]
     start: int
-    """Where its data begins in the file."""
+    """Offset of its data in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A tensor to be written."""
+    """Name, dtype and shape of a tensor to be written."""
 
     name: str
     dtype: torch.dtype
@@ -62,20 +61,20 @@ class Planned:
 
     @property
     def nbytes(self) -> int:
-        """Length of its data."""
+        """Length of its data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors in a file.
+    """Return the tensors in a file.
 
     Raises:
-        CheckpointError: it cannot be read, is no safetensors file, or ends early (what is cut off
-        is named).
+        CheckpointError: the file cannot be read, is not a safetensors file, or is truncated
+            (missing tensors are named).
     """
     try:
         nbytes = storage.file_nbytes(file)
-        _refuse_pointer(file)
+        _check_not_lfs_pointer(file)
         (length,) = struct.unpack("<Q", storage.read_range(file, 0, 8))
         if length > min(MAX_HEADER, nbytes - 8):
             raise ValueError(
@@ -83,7 +82,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             )
         header = json.loads(storage.read_range(file, 8, length), object_pairs_hook=_unique_keys)
         header.pop("__metadata__", None)
-        found = {str(name): _info(file, entry, 8 + length) for name, entry in header.items()}
+        tensors = {str(name): _info(file, entry, 8 + length) for name, entry in header.items()}
         spans = {name: tuple(map(int, entry["data_offsets"])) for name, entry in header.items()}
     except OSError as error:
         raise CheckpointError(
@@ -100,23 +99,23 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     ) as error:
         raise CheckpointError(
             f"{file} is not a safetensors file ({type(error).__name__}: {error}), or it is cut "
-            f"off. Copy the folder again, or use another one."
+            "off. Copy the folder again, or use another one."
         ) from error
     data = nbytes - 8 - length
     cut = sorted(name for name, (start, stop) in spans.items() if start < stop and stop > data)
     if cut:
-        whole = 8 + length + max(stop for _, stop in spans.values())
+        expected = 8 + length + max(stop for _, stop in spans.values())
         raise CheckpointError(
-            f"{file} is {nbytes:,} bytes, expected {whole:,}: {show_names(cut)} cut off. "
-            f"Copy the folder again, or use another one."
+            f"{file} is {nbytes:,} bytes, expected {expected:,}: {show_names(cut)} cut off. Copy "
+            "the folder again, or use another one."
         )
-    _refuse_gaps(file, spans, data)
-    return found
+    _check_contiguous(file, spans, data)
+    return tensors
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
-    """Return a JSON object of a header, whose keys must differ: readers would choose different ones
-    of equal keys.
+    """Return a JSON object of a header; keys must be unique, because readers may choose different
+    duplicates.
 
     Raises:
         ValueError: a key occurs twice.
@@ -129,32 +128,32 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
     return unique
 
 
-def _refuse_gaps(file: Path, spans: Mapping[str, tuple[int, ...]], data: int) -> None:
-    """The data of a file's tensors lie one after the other: none shares bytes with another, and
-    none are left over.
+def _check_contiguous(file: Path, spans: Mapping[str, tuple[int, ...]], data: int) -> None:
+    """Check that the data of the tensors is contiguous, without overlaps and without remaining
+    bytes.
 
     Raises:
-        CheckpointError: a header that says otherwise is not that of these bytes.
+        CheckpointError: it is not.
     """
     end = 0
     for name, (start, stop) in sorted(spans.items(), key=lambda item: item[1]):
         if start != end or stop < start:
             raise CheckpointError(
                 f"{file}: {name} has bytes {start:,} to {stop:,} of the data, expected from "
-                f"{end:,} on, where the "
-                f"tensor before it ends. Copy the folder again, or use another one."
+                f"{end:,} on, where the tensor before it ends. Copy the folder again, or use "
+                "another one."
             )
         end = stop
     if end != data:
         raise CheckpointError(
             f"{file} has {data:,} bytes of data, expected {end:,}, as its header says. Copy the "
-            "folder again, or use "
-            f"another one."
+            "folder again, or use another one."
         )
 
 
-def _refuse_pointer(file: Path) -> None:
-    """What `git clone` leaves in the place of a large file, where Git LFS is not installed."""
+def _check_not_lfs_pointer(file: Path) -> None:
+    """Raise if the file is a Git LFS pointer, which `git clone` leaves if Git LFS is not
+    installed."""
     start = storage.read_range(file, 0, 200)
     if start.startswith(b"version https://git-lfs"):
         size = re.search(rb"\nsize (\d+)", start)
@@ -166,17 +165,16 @@ def _refuse_pointer(file: Path) -> None:
 
 
 def show_names(names: Sequence[str], *, limit: int = 6) -> str:
-    """The first few names, and how many more there are."""
+    """Format the first few names, and the number of the others."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(f"{name:.200}" for name in names[:limit]) + more
 
 
 def read_box(name: str, info: TensorInfo, part: tuple[slice, ...]) -> Tensor:
-    """A box of a tensor in the file's dtype, as a view of the file; no rows beside it are read. Not
-    to be written to.
+    """Return a box of a tensor in the file's dtype, as a read-only view of the mapped file.
 
     Raises:
-        CheckpointError: the file cannot be read, or was cut off since its header was read.
+        CheckpointError: the file cannot be read, or was truncated since its header was read.
     """
     dtype, row = READABLE[info.dtype], math.prod(info.shape[1:])
     first, stop, _ = part[0].indices(info.shape[0]) if part else (0, 1, 1)
@@ -198,8 +196,8 @@ def read_box(name: str, info: TensorInfo, part: tuple[slice, ...]) -> Tensor:
 
 
 def allocate_file(file: Path, plan: Sequence[Planned], metadata: Mapping[str, str]) -> list[int]:
-    """A new file with its header and room for the planned tensors; returns where each of them
-    begins."""
+    """Create a file with its header and space for the planned tensors; return the offset of
+    each."""
     header = _header(plan, metadata)
     starts = _starts(plan, header)
     storage.allocate_new(file, starts[-1])
@@ -211,8 +209,8 @@ def allocate_file(file: Path, plan: Sequence[Planned], metadata: Mapping[str, st
 def allocated_file(
     file: Path, plan: Sequence[Planned], metadata: Mapping[str, str]
 ) -> list[int] | None:
-    """The same of a file that `allocate_file` has made of this plan; None: this is none, or there
-    is none."""
+    """Return the offsets of a file that `allocate_file` has created for this plan; None if there is
+    none."""
     header = _header(plan, metadata)
     starts, begin = _starts(plan, header), struct.pack("<Q", len(header)) + header
     try:
@@ -226,7 +224,7 @@ def allocated_file(
 
 
 def _starts(plan: Sequence[Planned], header: bytes) -> list[int]:
-    """Where the tensors of a file begin, and where the last one ends."""
+    """Return the offsets of the tensors of a file, and the end of the last one."""
     starts = [8 + len(header)]
     for planned in plan:
         starts.append(starts[-1] + planned.nbytes)
@@ -234,19 +232,19 @@ def _starts(plan: Sequence[Planned], header: bytes) -> list[int]:
 
 
 class WrittenRange(NamedTuple):
-    """Some of a file that was written."""
+    """End and checksum of a range of a file that was written."""
 
     stop: int
-    """Where it ends."""
+    """Offset of the end."""
 
     checksum: int
-    """Of its bytes, as `part_checksum` has it."""
+    """Checksum of its bytes, as in `part_checksum`."""
 
 
 def write_part(file: Path, start: int, values: Iterable[Tensor]) -> WrittenRange:
-    """Write tensors one after the other into a file that was allocated, from `start` on.
+    """Write tensors sequentially into an allocated file, from offset `start`.
 
-    They are on the disk after `storage.sync_written`.
+    They are on disk after `storage.sync_written`.
     """
     checksum = 0
     with storage.open_part(file, start) as out:
@@ -262,24 +260,24 @@ def write_part(file: Path, start: int, values: Iterable[Tensor]) -> WrittenRange
 
 
 def part_checksum(file: Path, start: int, nbytes: int) -> int:
-    """CRC-32 of bytes of a file: it finds what a power cut left of them, and is no proof against
-    anybody."""
+    """Return the CRC-32 of bytes of a file, which detects data lost in a power failure, not
+    manipulation."""
     return zlib.crc32(storage.mapped(file, start, nbytes))
 
 
 def write_file(
     file: Path, plan: Sequence[Planned], tensors: Iterable[Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write a new file of the planned tensors, which `tensors` gives in this order; one is in
-    memory at a time."""
+    """Write a new file of the planned tensors, which `tensors` yields in this order, one in memory
+    at a time."""
     first = [*allocate_file(file, plan, metadata), 0][0]
     write_part(file, first, _as_planned(plan, tensors))
     storage.sync_written(file)
 
 
 def header_in(nbytes: int, plan: Sequence[Planned], metadata: Mapping[str, str]) -> bytes:
-    """The first `nbytes` of a file whose tensors lie behind these, in this order: for what is
-    written before all of it is known."""
+    """Return the header padded to `nbytes`, for a file whose tensors are written before all of them
+    are known."""
     header, room = _header(plan, metadata), nbytes - 8
     assert len(header) <= room and room % 8 == 0, (
         f"a header of {len(header)} bytes in room for {room}"
@@ -294,13 +292,13 @@ def _as_planned(plan: Sequence[Planned], tensors: Iterable[Tensor]) -> Iterator[
 
 
 def _header(plan: Sequence[Planned], metadata: Mapping[str, str]) -> bytes:
-    words = {dtype: word for word, dtype in DTYPES.items()}
+    dtype_names = {dtype: dtype_name for dtype_name, dtype in DTYPES.items()}
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
     for planned in plan:
         stop = start + planned.nbytes
         entries[planned.name] = {
-            "dtype": words[planned.dtype],
+            "dtype": dtype_names[planned.dtype],
             "shape": list(planned.shape),
             "data_offsets": [start, stop],
         }
@@ -312,7 +310,7 @@ def _header(plan: Sequence[Planned], metadata: Mapping[str, str]) -> bytes:
 
 
 def _info(file: Path, entry: Mapping[str, Any], data: int) -> TensorInfo:
-    """One entry of a header, its data counted from `data` on."""
+    """Parse one header entry; offsets are relative to the start of the data."""
     shape, dtype = tuple(entry["shape"]), str(entry["dtype"])
     start, stop = entry["data_offsets"]
     if not all(type(size) is int and size >= 0 for size in (*shape, start, stop)):

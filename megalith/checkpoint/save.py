@@ -1,5 +1,5 @@
-"""Writing a checkpoint: every rank its boxes into a folder aside, which becomes a checkpoint by one
-rename."""
+"""Saves checkpoints: every rank writes its boxes into a temporary folder, which one rename
+completes."""
 
 import hashlib
 import json
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 BOX_NBYTES = 64 * 2**20
-"""Larger boxes are divided: a reader holds one at a time, and one that needs few rows reads few of
-them (guess)."""
+"""Larger boxes are split: a reader holds one box in memory, and one that needs few rows reads few
+(heuristic)."""
 
 _CHUNK_NBYTES = 2**20
-"""Hashed, and then written while they are in the processor's cache. Pages of a mapped file that
-nobody has looked at are slow to write from: 0.48 s of system time per GB instead of 0.26
-(measured, Linux 6.18)."""
+"""Bytes that are hashed and then written while they are in the processor's cache. Untouched pages
+of a mapped file are slow to write: 0.48 s of system time per GB instead of 0.26 (measured, Linux
+6.18)."""
 
 _ENVELOPE_NBYTES = 4096
-"""More than torch.save adds to a tensor (measured with torch 2.13: 1.6 kB)."""
+"""Upper bound of the bytes that torch.save adds to a tensor (measured with torch 2.13: 1.6 kB)."""
 
 T = TypeVar("T")
 
@@ -50,17 +50,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """What one rank put into the folder."""
+    """Tensors and files that one rank has written."""
 
     tensors: dict[str, StoredTensor]
-    """Every tensor it knows, with the boxes it wrote, which may be none."""
+    """Every tensor of the rank's entries, with the boxes that it wrote, possibly none."""
 
     files: dict[str, StoredFile]
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """A save that succeeded."""
+    """Path, size and duration of a successful save."""
 
     path: Path
     nbytes: int
@@ -88,36 +88,35 @@ def save_checkpoint(
     keep_every: int | None = None,
     last_update: int | None = None,
 ) -> SaveReport:
-    """Write `folder/step_NNNNNNN` from all ranks of `world` and thin out older ones, as
-    `retention.apply` does.
+    """Save `folder/step_NNNNNNN` from all ranks of `world`, and delete older checkpoints
+    (`retention.apply`).
 
-    `state` must be the same on every rank. It comes back as JSON has it: lists for tuples, text for
-    keys. `auxiliary_files` are files beside the weights, such as the tokenizer's; those of rank 0
-    are written. Killed at any point, this leaves the earlier checkpoints and either all or nothing
-    of the new one.
+    `state` must be the same on every rank. It is stored as JSON: tuples become lists, keys become
+    strings. `auxiliary_files` are files such as the tokenizer's; rank 0 writes them. A save that is
+    killed leaves the earlier checkpoints, and all or nothing of the new one.
 
     Raises:
-        CheckpointError: on every rank with the same text; earlier checkpoints are untouched and
-        nothing is left behind.
+        CheckpointError: on every rank with the same text; earlier checkpoints are unchanged and
+            temporary files are removed.
     """
     start = time.monotonic()
-    thin = partial(
+    apply_retention = partial(
         retention.apply, folder, keep=keep, keep_every=keep_every, last_update=last_update
     )
     staging = (
         folder / f"{layout.folder_name(step)}.tmp-{secrets.token_hex(4)}"
-    )  # rank 0's is the one that is used
+    )  # all ranks use rank 0's name
     try:
         plans = raise_on_all_ranks(lambda: _plan(entries, state), world)
         staging = (
-            raise_on_all_ranks(_on_rank_0(lambda: _prepare(staging, plans), world), world)[0]
+            raise_on_all_ranks(_only_on_rank_0(lambda: _prepare(staging, plans), world), world)[0]
             or staging
         )
         parts = raise_on_all_ranks(lambda: write_boxes(staging, world.rank, entries), world)
-        done = raise_on_all_ranks(
-            _on_rank_0(
+        committed = raise_on_all_ranks(
+            _only_on_rank_0(
                 lambda: _commit_and_thin(
-                    staging, step, parts, state, config_text, auxiliary_files or {}, thin
+                    staging, step, parts, state, config_text, auxiliary_files or {}, apply_retention
                 ),
                 world,
             ),
@@ -129,14 +128,13 @@ def save_checkpoint(
         raise CheckpointError(
             f"step {step} was not saved to {folder}. {error}\n{_last_good(folder)}"
         ) from error
-    assert done is not None
-    path, nbytes, removed = done
+    assert committed is not None
+    path, nbytes, removed = committed
     return SaveReport(path, nbytes, time.monotonic() - start, removed)
 
 
 def write_boxes(staging: Path, rank: int, entries: Sequence[CheckpointEntry]) -> WrittenFiles:
-    """Write this rank's boxes into one file of `staging`, hashing on the way; on the disk when this
-    returns."""
+    """Write and hash this rank's boxes into one file of `staging`; synced to disk on return."""
     name = f"__{rank}_0.distcp"
     boxes: dict[str, list[StoredBox]] = {entry.key: [] for entry in entries}
     todo = [entry for entry in entries if entry.mine and entry.tensor.numel()]
@@ -159,8 +157,8 @@ def write_boxes(staging: Path, rank: int, entries: Sequence[CheckpointEntry]) ->
 
 
 class BoxFile:
-    """A new file of boxes, each as `torch.save` makes it and hashed on its way; a context, whose
-    end is on the disk."""
+    """Context manager of a new file of boxes, each in `torch.save` format and hashed; synced to
+    disk on exit."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
@@ -181,11 +179,10 @@ class BoxFile:
                 storage.sync_file(self._file)
 
     def add(self, box: Box, values: Sequence[Tensor]) -> StoredBox:
-        """Append a box, whose values are those of some tensors one after the other, of one dtype,
-        on any device.
+        """Append a box, whose values are the concatenation of tensors of one dtype on any device.
 
         Raises:
-            OSError: the disk refused.
+            OSError: writing failed.
         """
         stream = _write_values(self._file, box, values)
         stored = StoredBox(box, self.name, self.nbytes, stream.nbytes, stream.hash.hexdigest())
@@ -202,13 +199,13 @@ def commit(
     config_text: str,
     auxiliary_files: Mapping[str, bytes] | None = None,
 ) -> tuple[Path, Manifest]:
-    """Make a checkpoint of a folder into which every rank has written its part; run by one rank.
+    """Turn a folder into which every rank has written its part into a checkpoint; run by one rank.
 
     `auxiliary_files` are written and listed in the manifest with their hashes.
 
     Raises:
         CheckpointError: the parts overlap or leave a hole.
-        OSError: the disk refused something; the folder is not a checkpoint then.
+        OSError: writing failed; the folder is not a checkpoint then.
     """
     tensors = layout.merge_tensors(part.tensors for part in parts)
     files = {name: file for part in parts for name, file in part.files.items()}
@@ -223,16 +220,16 @@ def commit(
     manifest = Manifest(step, len(parts), tensors, files)
     storage.write_new(staging / layout.MANIFEST, layout.dump_manifest(manifest, _versions()))
     storage.sync_folder(staging)
-    return _publish(staging, step), manifest
+    return _rename_to_final(staging, step), manifest
 
 
 def dcp_metadata(tensors: Mapping[str, StoredTensor]) -> "Metadata":
-    """The same boxes as torch.distributed.checkpoint describes them, so that `dcp.load` opens the
-    folder."""
+    """Describe the same boxes as torch.distributed.checkpoint metadata, so that `dcp.load` can open
+    the folder."""
     from torch.distributed.checkpoint import (
         filesystem,
         metadata,
-    )  # takes a second, and only rank 0 needs it
+    )  # takes a second to import; only rank 0 needs it
 
     described: dict[str, metadata.STORAGE_TYPES] = {}
     places: dict[
@@ -258,8 +255,8 @@ def dcp_metadata(tensors: Mapping[str, StoredTensor]) -> "Metadata":
 
 
 class _BoxStream:
-    """What torch.save writes a box to, front to back: hashes and counts, and has the values where
-    torch leaves room."""
+    """File object for torch.save that hashes and counts the bytes, and inserts the values where
+    torch seeks over them."""
 
     def __init__(self, file: BinaryIO, values: Sequence[Tensor]) -> None:
         self.file = file
@@ -267,7 +264,7 @@ class _BoxStream:
         self.hash = hashlib.sha256()
         self.nbytes = 0
         self.error: OSError | None = None
-        """Why the disk first refused."""
+        """The first write error."""
 
     def write(self, data: bytes | memoryview) -> int:
         self.nbytes += len(data)
@@ -282,7 +279,7 @@ class _BoxStream:
         return len(data)
 
     def seek(self, nbytes: int, whence: int) -> int:
-        """Torch passes over the room for the values."""
+        """Write the values where torch seeks over their space."""
         start = self.nbytes
         for values in self.values:
             for data in as_bytes(values):
@@ -291,17 +288,17 @@ class _BoxStream:
         return self.nbytes
 
     def flush(self) -> None:
-        """torch.save asks for it after each tensor; the file is flushed once, at its end."""
+        """Do nothing: torch.save flushes after each tensor, the file is flushed once at its end."""
 
 
 def _write_values(file: BinaryIO, box: Box, values: Sequence[Tensor]) -> _BoxStream:
-    """Append what torch.save makes of the box; gives the length and hash of it.
+    """Append a box in torch.save format.
 
-    Torch writes everything but the values, as of a tensor that has none yet, and then no checksum
-    of them either: that of its archive is weaker than ours, and took as long as writing.
+    Torch writes the archive of a tensor without values, which saves its checksum: weaker than ours,
+    it took as long as writing.
 
     Raises:
-        OSError: the disk refused. torch itself reports a position it did not expect in its place.
+        OSError: writing failed; torch itself raises an unexpected-position error instead.
     """
     stream = _BoxStream(file, values)
     try:
@@ -316,11 +313,11 @@ def _write_values(file: BinaryIO, box: Box, values: Sequence[Tensor]) -> _BoxStr
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a rank is about to write."""
+    """Size and state digests of what a rank will write."""
 
     nbytes: int
     state_digests: dict[str, str]
-    """Per top-level name of the state."""
+    """SHA-256 by top-level key of the state."""
 
 
 def _plan(entries: Sequence[CheckpointEntry], state: Mapping[str, Any]) -> _Plan:
@@ -334,25 +331,24 @@ def _plan(entries: Sequence[CheckpointEntry], state: Mapping[str, Any]) -> _Plan
 
 
 def _prepare(staging: Path, plans: Sequence[_Plan]) -> Path:
-    """Check what can be checked before anything is written, and make the folder; returns it."""
+    """Create the folder after checking free space and that the state is equal on all ranks."""
     for rank, plan in enumerate(plans):
         differ = sorted(
             name for name, _ in plan.state_digests.items() ^ plans[0].state_digests.items()
         )
         if differ:
             raise CheckpointError(
-                f"state {', '.join(dict.fromkeys(differ))} differs between ranks 0 and {rank}; "
-                "one copy is stored, so it must be the same on all ranks. Pass only what all "
-                "ranks share."
+                f"state {', '.join(dict.fromkeys(differ))} differs between ranks 0 and {rank}; one "
+                "copy is stored, so it must be the same on all ranks. Pass only what all ranks "
+                "share."
             )
     storage.make_folder(staging)
     need, free = sum(plan.nbytes for plan in plans) * 1.05, storage.free_nbytes(staging)
     if need > free:
         raise CheckpointError(
             f"Not enough space: the checkpoint needs {layout.show_bytes(need)}, and "
-            f"{staging.parent} has "
-            f"{layout.show_bytes(free)} free. Free some space, or set checkpoint.keep to a lower "
-            "number."
+            f"{staging.parent} has {layout.show_bytes(free)} free. Free some space, or set "
+            "checkpoint.keep to a lower number."
         )
     return staging
 
@@ -364,15 +360,15 @@ def _commit_and_thin(
     state: Mapping[str, Any],
     config_text: str,
     auxiliary_files: Mapping[str, bytes],
-    thin: Callable[[], list[Path]],
+    apply_retention: Callable[[], list[Path]],
 ) -> tuple[Path, int, tuple[Path, ...]]:
     path, manifest = commit(staging, step, parts, state, config_text, auxiliary_files)
-    return path, sum(file.nbytes for file in manifest.files.values()), tuple(thin())
+    return path, sum(file.nbytes for file in manifest.files.values()), tuple(apply_retention())
 
 
-def _publish(staging: Path, step: int) -> Path:
-    """Rename the finished folder to its final name, and point to it. An older save of the step
-    makes way first."""
+def _rename_to_final(staging: Path, step: int) -> Path:
+    """Rename the finished folder to its final name and update the pointer; an older save of the
+    step is moved aside first."""
     folder, name = staging.parent, layout.folder_name(step)
     target, old = folder / name, folder / f"{name}.old-{secrets.token_hex(4)}"
     if target.exists():
@@ -387,17 +383,17 @@ def _publish(staging: Path, step: int) -> Path:
     try:
         storage.remove_tree(old)
         storage.replace_file(folder / layout.LATEST, f"{name}\n".encode())
-    except OSError as error:  # the checkpoint is there; both are made good when the run next starts
+    except OSError as error:  # the checkpoint is complete; the next start repeats both
         _log.warning("%s is saved, but tidying up after it failed: %s", target, error)
     return target
 
 
-def _on_rank_0(work: Callable[[], T], world: Group) -> Callable[[], T | None]:
+def _only_on_rank_0(work: Callable[[], T], world: Group) -> Callable[[], T | None]:
     return work if world.rank == 0 else lambda: None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As the manifest has it."""
+    """Return the name of a dtype in the manifest."""
     name = layout.show_dtype(dtype)
     assert name in layout.DTYPES, name
     return name
@@ -415,7 +411,7 @@ def _discard(staging: Path) -> None:
 
 
 def _last_good(folder: Path) -> str:
-    """What is left after a failed save."""
+    """Describe the newest checkpoint after a failed save."""
     complete = [
         path for path in layout.step_folders(folder).values() if (path / layout.MANIFEST).exists()
     ]

@@ -1,5 +1,4 @@
-"""What the values of stored tensors look like: how they are spread, and whether all of them are
-numbers."""
+"""Statistics of the values of stored tensors: mean, spread, and NaN or infinite elements."""
 
 import math
 from dataclasses import dataclass
@@ -14,36 +13,35 @@ from megalith.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Of the finite elements of one tensor; nan where it has none."""
+    """Statistics of the finite elements of one tensor; NaN if it has none."""
 
     mean: float
     std: float
-    """From the mean, over all of them."""
+    """Population standard deviation."""
 
     least: float
     largest: float
     not_finite: int
-    """Elements that are nan or infinite."""
+    """Number of elements that are NaN or infinite."""
 
 
 def names_matching(checkpoint: Checkpoint, only: str) -> list[str]:
-    """Names of tensors that a pattern fits, sorted.
+    """Return the sorted names of tensors that match a pattern.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: no tensor matches.
     """
     names = [name for name in sorted(checkpoint.manifest.tensors) if fnmatchcase(name, only)]
     if not names:
         raise CheckpointError(
             f"--only={only} matches none of the tensors of {checkpoint.path}. Use a pattern such "
-            "as model.*, which all "
-            f"weights have."
+            "as model.*, which all weights have."
         )
     return names
 
 
 def statistics_of(checkpoint: Checkpoint, name: str) -> Statistics:
-    """Reads one stored box at a time, adds up in float64.
+    """Compute the statistics of a tensor, one stored box at a time, in float64.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -55,14 +53,14 @@ def statistics_of(checkpoint: Checkpoint, name: str) -> Statistics:
         not_finite += math.prod(stop - start for start, stop in stored.box) - values.numel()
         if not values.numel():
             continue
-        own, more = float(values.mean()), values.numel()
-        # Of two parts: Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm",
-        # equation 2.1.
-        squares += float((values - own).square().sum()) + (own - mean) ** 2 * count * more / (
-            count + more
-        )
-        mean += (own - mean) * more / (count + more)
-        count += more
+        box_mean, box_count = float(values.mean()), values.numel()
+        # Combine two parts: Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise
+        # algorithm", equation 2.1.
+        squares += float((values - box_mean).square().sum()) + (
+            box_mean - mean
+        ) ** 2 * count * box_count / (count + box_count)
+        mean += (box_mean - mean) * box_count / (count + box_count)
+        count += box_count
         least, largest = min(least, float(values.min())), max(largest, float(values.max()))
     if not count:
         return Statistics(
@@ -78,18 +76,18 @@ def statistics_of(checkpoint: Checkpoint, name: str) -> Statistics:
 
 
 def values_that_are_no_numbers(checkpoint: Checkpoint) -> list[str]:
-    """A line for every tensor with elements that are nan or infinite.
+    """Return a line for every tensor with NaN or infinite elements.
 
     Raises:
         CheckpointError: a file is damaged.
     """
-    found = {
+    nonfinite_counts = {
         name: statistics_of(checkpoint, name).not_finite
         for name in sorted(checkpoint.manifest.tensors)
     }
     return [
         f"{name}: {count:,} of {math.prod(checkpoint.shape(name)):,} elements are nan or infinite"
-        for name, count in found.items()
+        for name, count in nonfinite_counts.items()
         if count
     ]
 

@@ -1,5 +1,4 @@
-"""Tensors that a run and a checkpoint do not share: which are refused, which keep their values,
-which are skipped."""
+"""Missing, unexpected and skipped keys: which are errors, and which tensors keep their values."""
 
 import logging
 import re
@@ -16,51 +15,50 @@ from megalith.errors import CheckpointError
 MODEL, OPTIMIZER, MASTER = "model.", "optimizer.", "optimizer.master."
 
 TABLES = ("embed.weight", "head.weight")
-"""Of the vocabulary; their last rows may only pad it."""
+"""Parameters with one row per vocabulary entry; the last rows may be padding."""
 
-EXPERTS = ".moe.num_experts."
-"""In the name of every tensor that has all experts of a layer, one after the other."""
+EXPERTS = ".moe.experts."
+"""Part of the name of tensors that hold all experts of a layer, stacked."""
 
 _OF_EXPERT = re.compile(r"(?P<block>.*)\.experts\.(?P<number>\d+)\.(?P<part>.+)")
-"""A tensor of one expert, as other libraries store them."""
+"""Name of a tensor of a single expert, as in other libraries."""
 
 Purpose = Literal["resume", "start"]
-"""resume: a run goes on, and needs all of its weights whatever the settings say. start: a model
-begins with the weights of another, whose moments stay where they are."""
+"""resume: continue a run, which needs all weights whatever the settings say. start: start from the
+weights of another model, without its optimizer state."""
 
 Wanted = Mapping[str, tuple[str, tuple[int, ...]]]
-"""What all ranks together ask for: {name in a checkpoint: (stored tensor to read it from,
-shape)}."""
+"""Tensors that all ranks request: {name in a checkpoint: (stored tensor to read from, shape)}."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load left out; all empty where run and checkpoint hold the same tensors."""
+    """Keys that a load did not fill or read; empty if run and checkpoint hold the same tensors."""
 
     missing_keys: tuple[str, ...] = ()
-    """Wanted, not in the checkpoint: these tensors keep their values."""
+    """Requested, but not in the checkpoint: these tensors keep their values."""
 
     unexpected_keys: tuple[str, ...] = ()
-    """In the checkpoint, wanted by nobody."""
+    """In the checkpoint, but not requested."""
 
     skipped: tuple[str, ...] = ()
-    """Wanted and named by `checkpoint.skip`: these keep their values, too."""
+    """Requested, but named by `checkpoint.skip`: these tensors keep their values too."""
 
     numel: int = 0
-    """Elements of the tensors that keep their values; weights and their masters are counted
+    """Elements of the tensors that keep their values; weights and their master weights count
     once."""
 
     fresh_state: bool = False
-    """An optimizer's moments are wanted, and none of them is in the checkpoint."""
+    """Whether optimizer moments are requested, and none are in the checkpoint."""
 
     num_experts: int = 0
-    """Of a layer, where parameters of experts are missing."""
+    """Number of experts of a layer, if parameters of experts are missing."""
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Tensors that keep their values; of weights and masters the weights."""
+        """Tensors that keep their values; of weights and master weights only the weights."""
         names = {*self.missing_keys, *self.skipped}
         return tuple(
             sorted(key for key in names if key == weights_of(key) or weights_of(key) not in names)
@@ -68,21 +66,26 @@ class LoadReport:
 
 
 def weights_of(key: str) -> str:
-    """The weights that a master is the wide copy of; any other tensor is its own."""
+    """Return the weights that belong to a key of master weights; any other key is returned as it
+    is."""
     return f"{MODEL}{key.removeprefix(MASTER)}" if key.startswith(MASTER) else key
 
 
 def is_table(key: str) -> bool:
-    """Whether a tensor, by its name in a checkpoint, is of a table of the vocabulary."""
+    """Return whether a key of a checkpoint has one row per vocabulary entry."""
     name = key.removeprefix(MODEL) if key.startswith(MODEL) else key.split(".", 2)[-1]
     return name in TABLES
 
 
-def padded_alike(stored: tuple[int, ...], wanted: tuple[int, ...], vocab_size: int | None) -> bool:
-    """Whether two shapes of a table differ only in rows behind the vocabulary.
+def differ_only_in_padding(
+    stored: tuple[int, ...], wanted: tuple[int, ...], vocab_size: int | None
+) -> bool:
+    """Return whether two shapes of a table differ only in padding rows after the vocabulary.
 
-    >>> padded_alike((64, 8), (128, 8), 61), padded_alike((64, 8), (128, 8), 70)
-    (True, False)
+    >>> differ_only_in_padding((64, 8), (128, 8), 61)
+    True
+    >>> differ_only_in_padding((64, 8), (128, 8), 70)
+    False
     """
     return (
         vocab_size is not None
@@ -92,14 +95,16 @@ def padded_alike(stored: tuple[int, ...], wanted: tuple[int, ...], vocab_size: i
 
 
 def is_state(key: str) -> bool:
-    """Whether a tensor is the optimizer's own: moments, but no master weights."""
+    """Return whether a key is optimizer state other than master weights."""
     return key == weights_of(key) and key.startswith(OPTIMIZER)
 
 
 def is_skipped(key: str, patterns: Iterable[str]) -> bool:
-    """Whether a tensor is not to be loaded. Patterns name a parameter with all that belongs to
-    it (`head.*`) or tensors as a checkpoint names them (`optimizer.exp_avg.*`); weights and
-    their masters go together."""
+    """Return whether a key matches one of the patterns of `checkpoint.skip`.
+
+    Patterns match parameters with all their tensors (`head.*`) or keys of a checkpoint
+    (`optimizer.exp_avg.*`); weights and their master weights are skipped together.
+    """
     key = weights_of(key)
     names = [key, key.removeprefix(MODEL) if key.startswith(MODEL) else key.split(".", 2)[-1]]
     if key.startswith(MODEL):
@@ -114,42 +119,44 @@ def left_out(
     skip: Sequence[str] = (),
     purpose: Purpose = "resume",
 ) -> LoadReport:
-    """What a load will not fill or not read.
+    """Return the keys that a load will not fill or not read.
 
-    Tensors of the optimizer count as surplus only when a run resumes and wants some of them.
+    Optimizer state counts as unexpected only if a run resumes and requests some of it.
     """
     skipped = {key for key in wanted if is_skipped(key, skip)}
     missing = {key for key, (source, _) in wanted.items() if source not in stored} - skipped
     used = {source for source, _ in wanted.values()} | wanted.keys()
     used |= {f"{MASTER}{key.removeprefix(MODEL)}" for key in wanted if key.startswith(MODEL)}
-    moments = purpose == "resume" and any(key.startswith(OPTIMIZER) for key in wanted)
-    surplus = {
+    reads_state = purpose == "resume" and any(key.startswith(OPTIMIZER) for key in wanted)
+    unexpected = {
         key
         for key in stored
-        if key not in used and (moments or key.startswith(MODEL)) and not is_skipped(key, skip)
+        if key not in used and (reads_state or key.startswith(MODEL)) and not is_skipped(key, skip)
     }
     state = {key for key in wanted if is_state(key)}
-    report = LoadReport(tuple(sorted(missing)), tuple(sorted(surplus)), tuple(sorted(skipped)))
+    report = LoadReport(tuple(sorted(missing)), tuple(sorted(unexpected)), tuple(sorted(skipped)))
     numel = sum(prod(wanted[key][1]) for key in report.kept)
-    fresh, experts = (
+    fresh_state, experts = (
         bool(state) and state <= missing,
         [wanted[key][1][0] for key in missing if EXPERTS in key],
     )
-    return replace(report, numel=numel, fresh_state=fresh, num_experts=max(experts, default=0))
+    return replace(
+        report, numel=numel, fresh_state=fresh_state, num_experts=max(experts, default=0)
+    )
 
 
 def refused(report: LoadReport, rules: CheckpointConfig, purpose: Purpose) -> LoadReport:
-    """The part of what is left out that must not be."""
+    """Return the part of the report that the rules reject."""
 
-    missing = _refused(report.missing_keys, rules.missing_keys, purpose)
+    missing = _rejected_keys(report.missing_keys, rules.missing_keys, purpose)
     return LoadReport(
         missing,
-        _refused(report.unexpected_keys, rules.unexpected_keys, purpose),
+        _rejected_keys(report.unexpected_keys, rules.unexpected_keys, purpose),
         num_experts=report.num_experts if any(EXPERTS in key for key in missing) else 0,
     )
 
 
-def _refused(keys: Sequence[str], answer: Answer, purpose: Purpose) -> tuple[str, ...]:
+def _rejected_keys(keys: Sequence[str], answer: Answer, purpose: Purpose) -> tuple[str, ...]:
     return tuple(
         key for key in keys if answer == "error" or (purpose == "resume" and not is_state(key))
     )
@@ -158,10 +165,10 @@ def _refused(keys: Sequence[str], answer: Answer, purpose: Purpose) -> tuple[str
 def check_patterns(
     patterns: Sequence[str], wanted: Collection[str], stored: Collection[str]
 ) -> None:
-    """Refuse patterns that name nothing: their tensors would be loaded.
+    """Check that each skip pattern matches something; otherwise its tensors would be loaded.
 
     Raises:
-        CheckpointError: some match neither a tensor of the run nor one of the checkpoint.
+        CheckpointError: some patterns match neither a tensor of the run nor one of the checkpoint.
     """
     known = {*wanted, *stored}
     idle = [pattern for pattern in patterns if not any(is_skipped(key, [pattern]) for key in known)]
@@ -170,13 +177,13 @@ def check_patterns(
         advice = did_you_mean(idle[0], names) or f" Parameters: {', '.join(by_pattern(names))}."
         raise CheckpointError(
             f"checkpoint.skip={', '.join(idle)} matches no tensor of the run or the "
-            f"checkpoint.{advice} "
-            f"Use patterns of names that exist, such as {names[-1] if names else 'head.*'}."
+            f"checkpoint.{advice} Use patterns of names that exist, such as "
+            f"{names[-1] if names else 'head.*'}."
         )
 
 
 def announce(report: LoadReport, rules: CheckpointConfig, path: object) -> None:
-    """Warn of what was left out; run by one rank."""
+    """Log warnings about missing, unexpected and skipped keys; run by one rank."""
     if report.missing_keys and rules.missing_keys == "warn":
         _log.warning("%s lacks %s", path, "; ".join(_with_experts(report)))
     if report.unexpected_keys and rules.unexpected_keys == "warn":
@@ -194,8 +201,7 @@ def announce(report: LoadReport, rules: CheckpointConfig, path: object) -> None:
 
 
 def differences(differ: Sequence[str], report: LoadReport) -> str:
-    """What does not fit, all of it; tensors that differ only in a number of their names share a
-    line."""
+    """Describe all differences; keys that differ only in one number share a line."""
     lines = [
         *(f"  {text}" for text in differ),
         *(f"  only in this run: {text}" for text in _with_experts(report)),
@@ -205,13 +211,13 @@ def differences(differ: Sequence[str], report: LoadReport) -> str:
 
 
 def _with_experts(report: LoadReport) -> list[str]:
-    """What is missing, and of which experts."""
+    """Describe the missing keys, and which experts they are of."""
     which = f": {which_experts(range(report.num_experts))}"
     return [f"{text}{which if EXPERTS in text else ''}" for text in by_pattern(report.missing_keys)]
 
 
 def which_experts(numbers: Iterable[int]) -> str:
-    """Experts by their numbers over all ranks; three and more in a row by the first and the last.
+    """Format expert numbers; three and more consecutive ones by the first and the last.
 
     >>> which_experts([7, 0, 1, 2, 3, 5])
     'experts 0 to 3, 5, 7'
@@ -231,8 +237,7 @@ def which_experts(numbers: Iterable[int]) -> str:
 
 
 def name_experts(names: Iterable[str]) -> list[str]:
-    """Names of tensors, those of single experts by layer: which experts, and which of their
-    tensors.
+    """Format names of tensors; those of single experts by layer, with experts and tensors.
 
     >>> name_experts(
     ...     ["h.0.moe.experts.3.up", "h.0.moe.experts.3.down", "h.1.moe.experts.3.up", "norm"]
@@ -240,24 +245,27 @@ def name_experts(names: Iterable[str]) -> list[str]:
     ['norm', 'expert 3 of h.0.moe (down, up)', 'expert 3 of h.1.moe (up)']
     """
     others: list[str] = []
-    lost: dict[str, dict[str, list[int]]] = {}
+    numbers_by_part: dict[str, dict[str, list[int]]] = {}
     for name in sorted(names):
-        if (found := _OF_EXPERT.fullmatch(name)) is None:
+        if (match := _OF_EXPERT.fullmatch(name)) is None:
             others.append(name)
         else:
-            lost.setdefault(found["block"], {}).setdefault(found["part"], []).append(
-                int(found["number"])
+            numbers_by_part.setdefault(match["block"], {}).setdefault(match["part"], []).append(
+                int(match["number"])
             )
-    for block, parts in lost.items():
-        alike: dict[str, list[str]] = {}
+    for block, parts in numbers_by_part.items():
+        parts_by_experts: dict[str, list[str]] = {}
         for part, numbers in parts.items():
-            alike.setdefault(which_experts(numbers), []).append(part)
-        others += [f"{experts} of {block} ({', '.join(some)})" for experts, some in alike.items()]
+            parts_by_experts.setdefault(which_experts(numbers), []).append(part)
+        others += [
+            f"{experts} of {block} ({', '.join(some)})"
+            for experts, some in parts_by_experts.items()
+        ]
     return others
 
 
 def by_pattern(keys: Sequence[str]) -> list[str]:
-    """`layers.*.attention.q (* = 0, 1, 2)` for the three of them."""
+    """Group keys that differ in one number: `layers.*.attention.q (* = 0, 1, 2)`."""
     groups: dict[str, list[str]] = {}
     for key in keys:
         groups.setdefault(re.sub(r"\d+", "*", key, count=1), []).append(key)

@@ -1,5 +1,5 @@
-"""What this installation can do, probed by attribute: version numbers lie about builds, attributes
-do not."""
+"""Capabilities of this installation, detected by attributes, because version numbers do not
+identify builds."""
 
 import shutil
 from dataclasses import dataclass
@@ -16,46 +16,49 @@ from megalith.kernels.varlen_attention import has_varlen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """One thing that is there or not."""
+    """A feature of torch, the machine or an optional package, and whether it is available."""
 
     present: bool
 
     purpose: str
-    """What it is for."""
+    """What it is used for."""
 
     fix: str
-    """How to get it."""
+    """How to install it."""
 
 
 def capabilities() -> dict[str, Capability]:
-    """Everything the package asks of torch, of the machine and of optional packages, by name."""
-    return _of_torch() | _of_kernels() | _of_tools()
+    """Return everything that the package uses from torch, the machine and optional packages, by
+    name."""
+    return _torch_capabilities() | _kernel_capabilities() | _tool_capabilities()
 
 
 def cpp_compiler() -> str | None:
-    """Path of the C++ compiler that torch.compile would use on a CPU."""
+    """Return the path of the C++ compiler that torch.compile uses on a CPU; None if there is
+    none."""
     return next((path for name in ("g++", "c++", "clang++") if (path := shutil.which(name))), None)
 
 
 def cpu_features() -> dict[str, object]:
-    """torch's own list of CPU instructions and sizes, by name; empty where this torch has none."""
+    """Return torch's CPU capabilities by name; empty if this torch version has no such function."""
     read = getattr(torch.cpu, "get_capabilities", None)
     return dict(read()) if read is not None else {}
 
 
 def has_symmetric_memory() -> bool:
-    """Whether torch has matmuls fused with collectives, and memory of GPUs that other GPUs read, to
-    run them in."""
+    """Return whether torch has symmetric memory and matmuls fused with collectives."""
     name = "torch.distributed._symmetric_memory"
     if not dist.is_available() or not torch.cuda.is_available() or find_spec(name) is None:
         return False
     module, operators = import_module(name), torch.ops.symm_mem
     wanted = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
-    backend = getattr(module, "get_backend", lambda device: "unknown")  # older ones do not tell
+    backend = getattr(
+        module, "get_backend", lambda device: "unknown"
+    )  # older versions do not have it
     return all(hasattr(operators, operator) for operator in wanted) and backend("cuda") is not None
 
 
-def _of_torch() -> dict[str, Capability]:
+def _torch_capabilities() -> dict[str, Capability]:
     other_torch = "install a torch build that has it"
     distributed = dist.is_available()
     return {
@@ -107,7 +110,7 @@ def _of_torch() -> dict[str, Capability]:
     }
 
 
-def _of_kernels() -> dict[str, Capability]:
+def _kernel_capabilities() -> dict[str, Capability]:
     return {
         "compiled loops": Capability(
             present=cpu.openmp() is not None,
@@ -127,7 +130,7 @@ def _of_kernels() -> dict[str, Capability]:
     }
 
 
-def _of_tools() -> dict[str, Capability]:
+def _tool_capabilities() -> dict[str, Capability]:
     packages = {
         "spmd_types": (
             "the type check of `megalith verify`",
@@ -139,7 +142,7 @@ def _of_tools() -> dict[str, Capability]:
             "run `pip install 'megalith[tensorboard]'`",
         ),
     }
-    found = {
+    optional = {
         name: Capability(present=find_spec(name) is not None, purpose=purpose, fix=fix)
         for name, (purpose, fix) in packages.items()
     }
@@ -148,4 +151,4 @@ def _of_tools() -> dict[str, Capability]:
         purpose="train.compile=true on CPUs",
         fix="install one, for example `apt install g++`",
     )
-    return {"C++ compiler": compiler} | found
+    return {"C++ compiler": compiler} | optional

@@ -1,5 +1,4 @@
-"""A check-up of the machine: what its devices reach, what it is good for, and what is missing for
-what."""
+"""Measurements and advice about a machine for `megalith doctor`."""
 
 from dataclasses import dataclass
 
@@ -17,28 +16,28 @@ from megalith.observe.machine import (
 
 BYTES_PER_PARAMETER = 16  # fp32 weights, gradients and AdamW's two means
 OF_GPUS = ("nccl", "symmetric memory")
-"""Capabilities that nobody misses on a machine without GPUs."""
+"""Capabilities that only machines with GPUs need."""
 
 MEASURED_FORMATS: tuple[Format, ...] = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """What was measured on one device."""
+    """Measured rates of one device."""
 
     device: str
     threads: int | None
-    """CPU threads; None on a GPU."""
+    """Number of CPU threads; None on a GPU."""
 
     tflops: dict[Format, float]
     peak_tflops: dict[Format, float | None]
-    """What the maker promises; None where no table has it, as for every CPU."""
+    """Peak rates of the data sheet; None if unknown, as for every CPU."""
 
     bandwidth_gb_per_second: float
 
 
 def measure(device: str) -> DeviceRates:
-    """Measure one device; a CPU with as many threads as torch uses by itself."""
+    """Measure one device; a CPU with torch's default number of threads."""
     name = "" if device == "cpu" else torch.cuda.get_device_name(device)
     peaks = {key: peak_flops(name, DTYPES[key]) for key in MEASURED_FORMATS}
     return DeviceRates(
@@ -52,8 +51,10 @@ def measure(device: str) -> DeviceRates:
     )
 
 
-def advise(machine: Machine, found: dict[str, Capability], rates: list[DeviceRates]) -> list[str]:
-    """What this machine is good for and what it lacks, in sentences."""
+def advise(
+    machine: Machine, available: dict[str, Capability], rates: list[DeviceRates]
+) -> list[str]:
+    """Return advice about model sizes, missing capabilities and settings, in sentences."""
     memory = max([gpu.memory_gib for gpu in machine.gpus], default=machine.memory_gib)
     largest = (
         0.7 * memory * 2**30 / BYTES_PER_PARAMETER
@@ -68,7 +69,7 @@ def advise(machine: Machine, found: dict[str, Capability], rates: list[DeviceRat
             "There is no NVIDIA GPU: everything runs, on the CPU. Use small models, such as "
             "tiny_cpu."
         )
-    for name, capability in found.items():
+    for name, capability in available.items():
         wanted = name != "NVIDIA GPU" and (name not in OF_GPUS or bool(machine.gpus))
         if wanted and not capability.present:
             advice.append(f"{name} is missing, needed for {capability.purpose}: {capability.fix}.")
@@ -80,8 +81,8 @@ def advise(machine: Machine, found: dict[str, Capability], rates: list[DeviceRat
         if rate.threads is not None and rate.threads < machine.cores:
             advice.append(
                 f"torch uses {rate.threads} of {machine.cores} cores here. Set "
-                f"OMP_NUM_THREADS={machine.cores}, "
-                f"or let `megalith train` divide the cores among its ranks."
+                f"OMP_NUM_THREADS={machine.cores}, or let `megalith train` divide the cores among "
+                "its ranks."
             )
     if machine.disk_free_gib < 10:
         advice.append(

@@ -1,5 +1,4 @@
-"""The flight recorder: the last collectives this rank entered, and the report when one of them
-never ends."""
+"""Flight recorder: the last collectives of this rank, and the report if one of them hangs."""
 
 import sys
 import threading
@@ -15,24 +14,24 @@ from weakref import ReferenceType
 from megalith.plan.shards import EXPERT_PARTS, PARTS
 
 RECORDED = 1024
-"""Collectives that are remembered: more than a step of a large model has between two waits (a
-guess)."""
+"""Number of recorded collectives: more than a step of a large model has between two waits
+(heuristic)."""
 
 PUBLISHED = 64
-"""Of these, how many a rank tells the others about."""
+"""Number of these that a rank sends to the others."""
 
 ROUNDED = 0.05
-"""Seconds by which an age that is told may be too small."""
+"""Rounding error of reported ages, in seconds."""
 
 FRAMES_SHOWN = 4
 RANKS_SHOWN = 16
-"""Lines of a report that one rank each has; the files beside it have them all."""
+"""Maximum lines with ranks in a report; the files beside it list all ranks."""
 
 BACKWARD_LANE = "backward-lane"
-"""Name of the thread that works while the main thread has given its turn away."""
+"""Name of the thread that runs while the main thread waits in dual-batch overlap."""
 
 _TURNS = "megalith.parallel.turns"
-_PLUMBING = (
+_INTERNAL_MODULES = (
     "megalith.parallel.group",
     "megalith.parallel.autograd",
     "megalith.observe.flight",
@@ -43,43 +42,43 @@ _PLUMBING = (
 
 @dataclass(slots=True, eq=False)
 class CollectiveRecord:
-    """One collective or message that this rank entered."""
+    """One collective or point-to-point message that this rank started."""
 
     op: str
     """all_reduce, send, ..."""
 
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
-    """Global ranks of the group; for a message the two ends."""
+    """Global ranks of the group, or the two ranks of a message."""
 
     lane: str
-    """What is counted together: a group's name; for messages with the peer and the direction."""
+    """Sequence that `number` counts: a group's name; for messages with peer and direction."""
 
     number: int
-    """How many came before it in its lane: the same on every rank."""
+    """Number of earlier operations in the lane, the same on every rank."""
 
     shape: tuple[int, ...] | None
-    """None where ranks may bring different ones."""
+    """None if shapes may differ between ranks."""
 
     dtype: str
     site: tuple[str, int]
-    """File and line that asked for it."""
+    """File and line of the call."""
 
     peer: int | None = None
-    """The other end of a message, a global rank."""
+    """Global rank of the other end of a message."""
 
     rows: tuple[Sequence[int], Sequence[int]] | None = None
-    """Of an exchange: what is sent to each rank and received from each; `shape` is that of one row
-    then."""
+    """Rows sent to and received from each rank in an all-to-all; `shape` is then that of one
+    row."""
 
     started: float = field(default_factory=time.monotonic)
     done: bool = False
     work: "ReferenceType[Any] | None" = None
-    """The handle that its caller waits for; it knows when the operation is finished."""
+    """Handle that the caller waits for."""
 
     @property
     def finished(self) -> bool:
-        """Whether this rank is past it; a handle that nobody holds any more is nobody's wait."""
+        """Whether the operation is finished; also if its handle no longer exists."""
         if self.done or self.work is None:
             return self.done
         work = self.work()
@@ -89,7 +88,7 @@ class CollectiveRecord:
         return f"{self.op} {self.number} over {axes_name(self.axes)}"
 
     def describe(self) -> str:
-        """What it moves and who asked for it."""
+        """Return operation, data and call site as text."""
         what = (
             f" of {self.dtype.removeprefix('torch.')} {list(self.shape)}"
             if self.shape is not None
@@ -104,15 +103,14 @@ class CollectiveRecord:
 
 
 class Flight:
-    """What this rank has entered, newest last; a few microseconds per collective, and nothing is
-    sent anywhere."""
+    """Recorder of this rank's collectives, newest last; costs a few microseconds each, and sends
+    nothing."""
 
     def __init__(self) -> None:
         self.entries: deque[CollectiveRecord] = deque(maxlen=RECORDED)
         self.counts: dict[str, int] = {}
         self.compare: Callable[[CollectiveRecord], None] | None = None
-        """Asks the other ranks whether they are about to do the same
-        (parallel.check_collectives)."""
+        """Compares each operation with the other ranks' (parallel.check_collectives)."""
 
     def enter(
         self,
@@ -126,8 +124,8 @@ class Flight:
         peer: int | None = None,
         rows: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> CollectiveRecord:
-        """Note that this rank is about to enter an operation; the caller marks it done, or gives it
-        its handle."""
+        """Record that this rank starts an operation; the caller marks it done or sets its
+        handle."""
         number = self.counts.get(lane, 0)
         self.counts[lane] = number + 1
         size = None if shape is None else tuple(shape)
@@ -140,12 +138,11 @@ class Flight:
         return entry
 
     def unfinished(self) -> list[CollectiveRecord]:
-        """Operations that this rank entered and that are not over, oldest first."""
+        """Return the operations that have started and not finished, oldest first."""
         return [entry for entry in list(self.entries) if not entry.finished]
 
     def note_torchs_own(self, ranks: tuple[int, ...]) -> None:
-        """Note an operation that the main thread is in and nobody wrote down: torch starts some by
-        itself."""
+        """Record an operation that torch started by itself and the main thread is in."""
         frame = next(_frames(), None)
         if frame is None or not inside_torch() or self.unfinished():
             return
@@ -159,16 +156,16 @@ class Flight:
         )
 
     def forget_torchs_own(self) -> None:
-        """Take back such notes, which nobody else would ever mark as done."""
+        """Remove the records of torch's own operations, which are never marked as done."""
         for entry in [entry for entry in self.entries if entry.lane == "torch"]:
             self.entries.remove(entry)
         self.counts.pop("torch", None)
 
     def place(self, rank: int) -> "RankSnapshot":
-        """Where this rank is now, for the others to read."""
+        """Return a snapshot of this rank for the other ranks."""
         now = time.monotonic()
         recent = list(self.entries)
-        told = [
+        reported = [
             *(entry for entry in recent[:-PUBLISHED] if not entry.finished),
             *recent[-PUBLISHED:],
         ]
@@ -183,14 +180,14 @@ class Flight:
                 round(now - entry.started, 1),
                 entry.finished,
             )
-            for entry in told
+            for entry in reported
         ]
         return RankSnapshot(rank, dict(self.counts), events, doing())
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An `CollectiveRecord` as it is told to other ranks."""
+    """A `CollectiveRecord` as sent to other ranks."""
 
     name: str
     text: str
@@ -198,44 +195,44 @@ class Event:
     number: int
     peer: int | None
     ranks: tuple[int, ...]
-    """Empty when it is over."""
+    """Empty if the operation is finished."""
     age_seconds: float
     finished: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RankSnapshot:
-    """Where one rank is: how often it entered each lane, its last operations, and what it
-    computes."""
+    """Snapshot of one rank: number of operations by lane, its last operations, and its Python
+    frames."""
 
     rank: int
     counts: Mapping[str, int]
     events: Sequence[Event]
     doing: Sequence[str]
-    """Innermost first."""
+    """Python frames, innermost first."""
 
     @property
     def waiting(self) -> Event | None:
-        """The operation that it has been in for longest."""
+        """The oldest unfinished operation."""
         return next((event for event in self.events if not event.finished), None)
 
     @staticmethod
-    def from_json(told: dict[str, Any]) -> "RankSnapshot":  # Any: JSON
-        """The inverse of `dataclasses.asdict`."""
-        events = [Event(**event | {"ranks": tuple(event["ranks"])}) for event in told["events"]]
-        return RankSnapshot(told["rank"], told["counts"], events, told["doing"])
+    def from_json(fields: dict[str, Any]) -> "RankSnapshot":  # Any: JSON
+        """Inverse of `dataclasses.asdict`."""
+        events = [Event(**event | {"ranks": tuple(event["ranks"])}) for event in fields["events"]]
+        return RankSnapshot(fields["rank"], fields["counts"], events, fields["doing"])
 
 
 def missing_from(event: Event, rank: int, places: Mapping[int, RankSnapshot]) -> list[int]:
-    """Ranks that have not entered the operation that `rank` is in; one without a place has not told
-    where it is."""
+    """Return the ranks that have not started the operation that `rank` is in; ranks without a
+    snapshot count as missing."""
     lane = event.lane if event.peer is None else reverse_lane(event.lane, rank)
     others = [other for other in event.ranks if other != rank]
     return [r for r in others if r not in places or places[r].counts.get(lane, 0) <= event.number]
 
 
 def message_lane(group: str, peer: int, *, sends: bool) -> str:
-    """The lane of messages to or from `peer`.
+    """Return the lane of messages to or from `peer`.
 
     >>> message_lane("3", 7, sends=True), reverse_lane("3 to 7", 2)
     ('3 to 7', '3 from 2')
@@ -244,7 +241,7 @@ def message_lane(group: str, peer: int, *, sends: bool) -> str:
 
 
 def reverse_lane(lane: str, rank: int) -> str:
-    """What the other end of a lane of messages calls it; `rank` is this end."""
+    """Return the name of a message lane at the other end; `rank` is this end."""
     group, direction, _ = lane.rsplit(" ", 2)
     return message_lane(group, rank, sends=direction == "from")
 
@@ -256,73 +253,80 @@ def describe_hang(
     timeout_seconds: float,
     where: Callable[[int], str] = str,
 ) -> str:
-    """Who did not arrive, at what, and where every rank is; "" where nobody waits any more for as
-    long as that.
+    """Describe which ranks did not reach which operation, and the position of every rank.
 
-    `places`: of every rank that answered. `where`: a rank with its coordinates.
+    Returns "" if no rank has waited longer than the timeout any more. `places`: snapshots of the
+    ranks that answered. `where`: formats a rank with its coordinates.
     """
     waiting = {rank: place.waiting for rank, place in places.items() if place.waiting is not None}
     if all(event.age_seconds + ROUNDED < timeout_seconds for event in waiting.values()):
-        return ""  # it was slow and has gone on; who waits for a moment now does so all the time
-    absent = {rank: missing_from(event, rank, places) for rank, event in waiting.items()}
+        return ""  # the operation was slow and has finished since
+    missing_by_rank = {rank: missing_from(event, rank, places) for rank, event in waiting.items()}
     first = max(waiting, key=lambda rank: waiting[rank].age_seconds)
-    guilty = sorted(
-        {other for others in absent.values() for other in others if other not in waiting}
+    missing_ranks = sorted(
+        {other for others in missing_by_rank.values() for other in others if other not in waiting}
     )
-    if guilty:
-        victim = next(
+    if missing_ranks:
+        waiting_rank = next(
             rank
-            for rank in sorted(absent, key=lambda r: r != first)
-            if set(absent[rank]) & set(guilty)
+            for rank in sorted(missing_by_rank, key=lambda r: r != first)
+            if set(missing_by_rank[rank]) & set(missing_ranks)
         )
-        names = " and ".join(f"rank {where(rank)}" for rank in guilty[:RANKS_SHOWN])
-        more = f" and {len(guilty) - RANKS_SHOWN} more" if len(guilty) > RANKS_SHOWN else ""
-        head = f"{names}{more} did not arrive at {waiting[victim].text}"
-    elif any(absent.values()):
-        victim = next(rank for rank in sorted(absent, key=lambda r: r != first) if absent[rank])
-        head = f"ranks wait for each other: none of them can reach {waiting[victim].text}"
+        names = " and ".join(f"rank {where(rank)}" for rank in missing_ranks[:RANKS_SHOWN])
+        more = (
+            f" and {len(missing_ranks) - RANKS_SHOWN} more"
+            if len(missing_ranks) > RANKS_SHOWN
+            else ""
+        )
+        head = f"{names}{more} did not arrive at {waiting[waiting_rank].text}"
+    elif any(missing_by_rank.values()):
+        waiting_rank = next(
+            rank
+            for rank in sorted(missing_by_rank, key=lambda r: r != first)
+            if missing_by_rank[rank]
+        )
+        head = f"ranks wait for each other: none of them can reach {waiting[waiting_rank].text}"
     else:
-        victim = first
-        head = _never_ends(waiting[first], first, places, where)
+        waiting_rank = first
+        head = _describe_stuck_operation(waiting[first], first, places, where)
     since = (
-        f"Rank {where(victim)} has waited there for {waiting[victim].age_seconds:g} s, which "
-        "is longer than "
+        f"Rank {where(waiting_rank)} has waited there for {waiting[waiting_rank].age_seconds:g} s, "
+        "which is longer than "
     )
     lines = [head, f"{since}parallel.timeout_seconds={timeout_seconds:g}.", "Where the ranks are:"]
-    return "\n".join(lines + _lines_of_ranks(places, absent, world, where))
+    return "\n".join(lines + _rank_lines(places, missing_by_rank, world, where))
 
 
-def _never_ends(
+def _describe_stuck_operation(
     event: Event, rank: int, places: Mapping[int, RankSnapshot], where: Callable[[int], str]
 ) -> str:
-    """All ranks have entered it: either with something else in mind, or something below Python is
-    stuck."""
+    """Describe a hang that all ranks have reached: with different operations, or stuck below
+    Python."""
     for other in event.ranks if event.peer is None else ():
-        for theirs in places[other].events:
-            if (theirs.lane, theirs.number) == (
+        for other_event in places[other].events:
+            if (other_event.lane, other_event.number) == (
                 event.lane,
                 event.number,
-            ) and theirs.text != event.text:
+            ) and other_event.text != event.text:
                 return (
                     f"rank {where(rank)} is in {event.text}, but rank {where(other)} entered "
-                    f"{theirs.text} instead"
+                    f"{other_event.text} instead"
                 )
     return (
-        f"all ranks entered {event.text}, but it does not end: look at the network and the devices"
+        f"all ranks entered {event.text}, but it does not finish: check the network and the devices"
     )
 
 
-def _lines_of_ranks(
+def _rank_lines(
     places: Mapping[int, RankSnapshot],
-    absent: Mapping[int, list[int]],
+    missing_by_rank: Mapping[int, list[int]],
     world: int,
     where: Callable[[int], str],
 ) -> list[str]:
-    """One line per rank, those first that others wait for; many ranks at the same place share
-    one."""
+    """Return one line per rank, missing ranks first; ranks at the same position share a line."""
     shared: dict[str, list[int]] = {}
-    blamed = {other for others in absent.values() for other in others}
-    for rank in sorted(range(world), key=lambda r: (r not in blamed, r)):
+    missing_ranks = {other for others in missing_by_rank.values() for other in others}
+    for rank in sorted(range(world), key=lambda r: (r not in missing_ranks, r)):
         shared.setdefault(_line(places.get(rank)), []).append(rank)
     lines = []
     for text, ranks in list(shared.items())[:RANKS_SHOWN]:
@@ -345,33 +349,35 @@ def _line(place: RankSnapshot | None) -> str:
 
 
 def axes_name(axes: Sequence[str]) -> str:
-    """Axes in the words of the settings: those that were cut into two count as one where both are
-    there.
+    """Return the name of axes in the settings' terms; both parts of a split axis become one.
 
     >>> axes_name(("pp", "dp_replica", "dp_shard", "cp_ring", "tp_copy"))
     'pp_dp_cp_ring_tp_copy'
     >>> axes_name(("edp_replica", "edp_shard"))
     'edp'
     """
-    whole = {
+    axis_of_parts = {
         parts: axis for axis, parts in (PARTS | EXPERT_PARTS).items() if set(parts) <= set(axes)
     }
-    names = [next((name for parts, name in whole.items() if axis in parts), axis) for axis in axes]
+    names = [
+        next((name for parts, name in axis_of_parts.items() if axis in parts), axis)
+        for axis in axes
+    ]
     return "_".join(dict.fromkeys(names))
 
 
 def call_site() -> tuple[str, int]:
-    """File and line of the code that asked for a collective, below the functions that carry it
-    out."""
+    """Return file and line of the code that requested a collective, below the communication
+    functions."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_back is not None and _is_plumbing(frame):
+    while frame is not None and frame.f_back is not None and _is_internal(frame):
         frame = frame.f_back
     assert frame is not None
     return frame.f_code.co_filename, frame.f_lineno
 
 
 def doing() -> list[str]:
-    """What this rank is at: the innermost frames of ours or of the user's, innermost first."""
+    """Return the innermost frames of the package or the user's code, innermost first."""
     return [
         f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
         for frame in islice(_frames(), FRAMES_SHOWN)
@@ -379,32 +385,32 @@ def doing() -> list[str]:
 
 
 def inside_torch() -> bool:
-    """Whether the main thread is in a function of torch.distributed right now."""
+    """Return whether the main thread is in a function of torch.distributed."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and _module(frame).startswith("torch.distributed")
 
 
 def _frames() -> Iterator[FrameType]:
-    """Frames of the main thread, or of the other lane where it waits for its turn, that are ours or
-    the user's."""
-    lanes = [thread for thread in threading.enumerate() if thread.name == BACKWARD_LANE]
-    found = [list(_frames_of(thread)) for thread in (threading.main_thread(), *lanes)]
+    """Yield the package's or user's frames of the main thread, or of the backward thread if that
+    one runs."""
+    threads = [thread for thread in threading.enumerate() if thread.name == BACKWARD_LANE]
+    stacks = [list(_frames_of(thread)) for thread in (threading.main_thread(), *threads)]
     return iter(
-        next((frames for frames in found if frames and _module(frames[0]) != _TURNS), found[0])
+        next((frames for frames in stacks if frames and _module(frames[0]) != _TURNS), stacks[0])
     )
 
 
 def _frames_of(thread: threading.Thread) -> Iterator[FrameType]:
-    """Innermost first."""
+    """Yield the frames of a thread, innermost first."""
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
-        if not _is_plumbing(frame):
+        if not _is_internal(frame):
             yield frame
         frame = frame.f_back
 
 
-def _is_plumbing(frame: FrameType) -> bool:
-    return _module(frame).startswith(_PLUMBING)
+def _is_internal(frame: FrameType) -> bool:
+    return _module(frame).startswith(_INTERNAL_MODULES)
 
 
 def _module(frame: FrameType) -> str:
@@ -412,7 +418,7 @@ def _module(frame: FrameType) -> str:
 
 
 def short_path(path: str) -> str:
-    """A path from the package on, if it is in it.
+    """Return a path relative to the package, if it is inside.
 
     >>> short_path("/usr/lib/python3/site-packages/megalith/train/step.py")
     'megalith/train/step.py'

@@ -1,12 +1,11 @@
-"""How many cores and how much memory this process may use; without torch, so that a launcher can
-ask early."""
+"""Number of cores and amount of memory that this process may use; without torch, for launchers."""
 
 import os
 from pathlib import Path
 
 
 def available_cores() -> int:
-    """Cores this process may use: its affinity, and the quota of its container."""
+    """Return the number of cores this process may use: its affinity, and its container's quota."""
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -15,14 +14,14 @@ def available_cores() -> int:
 
 
 def available_memory() -> int:
-    """Bytes of memory this process may use: the machine's, or the limit of its container."""
+    """Return the bytes of memory this process may use: the machine's, or its container's limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _control_group("memory.max")
     return min(total, int(limit)) if limit.isdigit() else total
 
 
 def _control_group(name: str) -> str:
-    """A limit that Linux sets for the container this process runs in; empty where there is none."""
+    """Return a cgroup limit of the container of this process; empty if there is none."""
     try:
         return Path("/sys/fs/cgroup", name).read_text().strip()
     except OSError:

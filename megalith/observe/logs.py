@@ -1,4 +1,4 @@
-"""log.txt of a run: what Megalith's loggers say, with times; warnings go to the terminal too."""
+"""log.txt of a run: log messages with times; warnings are also printed to the terminal."""
 
 import logging
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ from pathlib import Path
 
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Append what the package logs to `path` while this lasts; warnings are shown on standard error
-    as well."""
+    """Append the package's log messages to `path` inside the context; warnings also go to standard
+    error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     logger = logging.getLogger("megalith")
     before = logger.level

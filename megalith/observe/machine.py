@@ -1,5 +1,4 @@
-"""The machine under a run: its cores, memory, disk, GPUs and links, and how fast it multiplies and
-copies."""
+"""Description of a machine: cores, memory, disk, GPUs and network links, and its measured speed."""
 
 import platform
 import re
@@ -30,7 +29,7 @@ DTYPES: dict[Format, torch.dtype] = {
 GIB = 2**30
 
 
-# --- what there is
+# --- description
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,7 @@ class Gpu:
     name: str
     memory_gib: float
     peers: tuple[int, ...]
-    """GPUs whose memory it reads directly."""
+    """GPUs whose memory it can access directly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +48,19 @@ class NetworkLink:
 
     name: str
     gbit_per_second: float | None
-    """Its speed; None where the system does not tell."""
+    """Speed of the link; None if the system does not report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What is installed, before anything is measured."""
+    """Hardware and software of a machine, without measurements."""
 
     system: str
     python: str
     torch: str
     cpu: str
     cores: int
-    """Cores this process may use."""
+    """Number of cores this process may use."""
 
     memory_gib: float
     """Memory this process may use."""
@@ -70,15 +69,15 @@ class Machine:
     """Free space in the current folder."""
 
     open_files: int | None
-    """How many files a process may hold open; None: no limit."""
+    """Maximum number of open files of a process; None: no limit."""
 
     gpus: tuple[Gpu, ...]
     links: tuple[NetworkLink, ...]
 
 
 def read_machine(folder: str | Path = ".") -> Machine:
-    """Look at this machine, measuring nothing; `folder` is where its free disk space is asked
-    for."""
+    """Return the description of this machine, without measurements; `folder`: whose free disk space
+    is reported."""
     return Machine(
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
@@ -117,7 +116,7 @@ def _gpus() -> tuple[Gpu, ...]:
 def _links() -> tuple[NetworkLink, ...]:
     network = Path(
         "/sys/class/net"
-    )  # Linux: an interface with a device is hardware, the others are made by software
+    )  # Linux: interfaces with a device are hardware, the others virtual
     names = [name for _, name in socket.if_nameindex() if name != "lo"]
     names = [name for name in names if (network / name / "device").exists() or not network.exists()]
     return tuple(NetworkLink(name=name, gbit_per_second=_link_speed(name)) for name in names)
@@ -133,28 +132,30 @@ def _link_speed(name: str) -> float | None:
     return speed / 1000 if speed > 0 else None
 
 
-# --- how fast it is
+# --- measurements
 
 
 def measured_peak_flops(dtype: torch.dtype, *, device: str = "cpu") -> float:
-    """Floating-point operations per second of square matrix products on torch's current threads, in
+    """Measure floating-point operations per second of square matmuls on torch's current threads, in
     about a second.
 
-    The fastest product of all sizes and repetitions: nothing makes a product faster than the
-    machine is, much makes it slower. On CPUs the MFU is measured against this, since their clocks
-    and units differ too much for a table.
+    Returns the fastest of all sizes and repetitions, because interference only makes matmuls
+    slower. On CPUs MFU is relative to this measurement, because their clocks and units differ too
+    much for a table.
     """
     best, size, largest = 0.0, 256, 2048 if device == "cpu" else 8192
     while size <= largest:
         a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         fastest = min(_seconds(partial(torch.matmul, a, b), device=device))
         best = max(best, 2 * size**3 / fastest)
-        size = 2 * size if 8 * fastest < 0.4 else largest + 1  # eight times the work
+        size = (
+            2 * size if 8 * fastest < 0.4 else largest + 1
+        )  # the next size takes eight times as long
     return best
 
 
 def measured_bandwidth(*, device: str = "cpu") -> float:
-    """Bytes per second of a copy between buffers larger than any cache; each byte counts twice,
+    """Measure bytes per second of a copy between buffers larger than any cache; each byte counts as
     read and written."""
     numel = (
         2**25 if available_memory() > 4 * GIB else 2**23
@@ -168,10 +169,9 @@ def measured_bandwidth(*, device: str = "cpu") -> float:
 
 
 def _seconds(work: Callable[[], object], *, device: str, budget: float = 0.15) -> list[float]:
-    """Times of `work`, repeated for `budget` seconds and at least 5 times.
+    """Return the times of `work`, repeated for `budget` seconds and at least 5 times.
 
-    Short work too is repeated that long: on a busy machine a few milliseconds may all fall into
-    another's turn.
+    Short work is repeated that long too: on a busy machine a few milliseconds may all be slow.
     """
     times: list[float] = []
     while len(times) < 6 or sum(times) < budget:
@@ -204,8 +204,8 @@ _PEAKS: tuple[tuple[str, dict[Format, float]], ...] = (
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Peak operations per second of a known GPU, by the name torch gives it; None for unknown ones
-    and formats."""
+    """Return the peak operations per second of a GPU by its torch name; None for unknown GPUs and
+    dtypes."""
     for pattern, rates in _PEAKS:
         if re.search(pattern, device_name):
             return next(
@@ -215,8 +215,8 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def device_peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """What MFU is measured against, in 10^12 operations per second: measured on a CPU, from the
-    table of known GPUs."""
+    """Return the peak TFLOP/s that MFU is relative to: measured on a CPU, from the table on a
+    GPU."""
     if device.type == "cpu":
         return measured_peak_flops(dtype) / 1e12
     peak = peak_flops(torch.cuda.get_device_name(device), dtype)
@@ -224,7 +224,8 @@ def device_peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory this process has held: of the device if it is a GPU, else of the machine."""
+    """Return the peak memory of this process in GiB: device memory on a GPU, else resident
+    memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     largest = resource.getrusage(

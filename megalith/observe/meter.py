@@ -1,8 +1,8 @@
-"""A meter of activation memory: what autograd keeps between forward and backward, module by module.
+"""Measures saved activations: the memory that autograd keeps between forward and backward, by
+module.
 
-Tensors that share memory count once, with all of that memory; parameters do not count. What is kept
-only because a Python variable still holds it is not seen, and neither is what appears for a while
-inside an operation.
+Tensors that share memory count once, with all of that memory; parameters do not count. Tensors that
+only Python variables hold, and temporaries inside operations, are not measured.
 """
 
 from collections import Counter
@@ -17,20 +17,20 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Meter:
-    """Bytes that are kept, now and at most, and by whom."""
+    """Bytes of saved activations: current, peak, and by module."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self.path = [""]
         """Names of the modules that are running, outermost first."""
 
         self.live = 0
-        """Bytes that are kept now."""
+        """Bytes that are saved now."""
 
         self.peak = 0
-        """The most there have been."""
+        """Maximum of `live`."""
 
         self.kept: Counter[str] = Counter()
-        """Bytes by name of the module that kept them first; "" outside of modules. Grows only."""
+        """Total bytes by name of the module that saved them first; "" outside of modules."""
 
         self._models = models
         self._excluded = {
@@ -41,29 +41,30 @@ class Meter:
         self._uses: Counter[int] = Counter()
 
     def layers(self) -> Mapping[str, int]:
-        """`kept` by layer: "layers.0" and so on, and what is outside of layers by its own name."""
-        found: Counter[str] = Counter()
+        """Return `kept` by layer ("layers.0", ...); modules outside of layers by their own
+        names."""
+        nbytes_by_layer: Counter[str] = Counter()
         for name, nbytes in self.kept.items():
-            words = name.split(".")
-            found[".".join(words[:2]) if words[0] == "layers" else name] += nbytes
-        return found
+            parts = name.split(".")
+            nbytes_by_layer[".".join(parts[:2]) if parts[0] == "layers" else name] += nbytes
+        return nbytes_by_layer
 
     def pack(self, x: Tensor) -> "Tensor | Saved":
-        """Note a tensor that is being saved."""
+        """Record a tensor that autograd saves (pack hook)."""
         storage = x.untyped_storage()
         if storage._cdata in self._excluded or self._is_parameter(storage._cdata):
             return x
         return Saved(x.detach(), self)
 
     def _is_parameter(self, key: int) -> bool:
-        """Asked each time: with zero=3 a layer has its parameters, and other ones, only while it
-        runs."""
+        """Return whether a storage is that of a parameter; with zero=3 parameters change while
+        layers run."""
         return any(
             p.untyped_storage()._cdata == key for model in self._models for p in model.parameters()
         )
 
     def begins(self, key: int, nbytes: int) -> None:
-        """One more tensor in this memory."""
+        """Count one more tensor in a storage."""
         self._uses[key] += 1
         if self._uses[key] == 1:
             self.kept[self.path[-1]] += nbytes
@@ -71,15 +72,15 @@ class Meter:
             self.peak = max(self.peak, self.live)
 
     def ends(self, key: int, nbytes: int) -> None:
-        """One tensor less."""
+        """Count one tensor less in a storage."""
         self._uses[key] -= 1
         if self._uses[key] == 0:
-            del self._uses[key]  # the memory is free, and its number may come again
+            del self._uses[key]  # the storage is freed, and its address may be reused
             self.live -= nbytes
 
 
 class Saved:
-    """A saved tensor, which tells the meter when it goes."""
+    """A saved tensor, which updates the meter when it is freed."""
 
     def __init__(self, x: Tensor, meter: Meter) -> None:
         storage = x.untyped_storage()
@@ -92,10 +93,11 @@ class Saved:
 
 @contextmanager
 def metered(*models: nn.Module) -> Iterator[Meter]:
-    """Measure everything that is saved for backward inside, and when it is let go, inside or later.
+    """Measure all tensors saved for backward inside the context, until they are freed, inside or
+    later.
 
-    Only the innermost hooks on saved tensors are called: what a recomputed region would keep is not
-    kept and not seen, and an offloaded layer reports by itself.
+    Only the innermost saved-tensor hooks are called: activations inside a checkpointed region are
+    not saved and not measured, and an offloaded layer reports its own.
     """
     meter = Meter(models)
     with ExitStack() as stack:

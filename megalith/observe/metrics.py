@@ -1,5 +1,5 @@
-"""metrics.jsonl: one JSON object per logged step, one writer, and no step twice however often a run
-is resumed."""
+"""metrics.jsonl: one JSON object per logged step, from one writer, without duplicate steps after a
+resume."""
 
 import json
 import math
@@ -13,24 +13,22 @@ from megalith import storage
 from megalith.errors import DataError
 
 Value = float | int | str | list[int] | None
-"""Of a metric in a step; a list counts what each of several had, by their numbers."""
+"""A metric; a list holds counts by index, such as tokens by expert."""
 
 Row = Mapping[str, Value]
 
 
 class MetricsFile:
-    """Appends rows to a run's metrics.jsonl, and to TensorBoard when asked."""
+    """Writes rows to a run's metrics.jsonl, and optionally to TensorBoard."""
 
     def __init__(self, path: Path, *, resume_at: int, tensorboard: Path | None = None) -> None:
-        """Continue after step `resume_at`: later rows, left by a run that was killed, are cut
-        off."""
+        """Continue after step `resume_at`; later rows of a killed run are removed."""
         cut_after(path, resume_at)
         self._file = path.open("a", encoding="utf-8")
         self._events = None if tensorboard is None else _event_writer(tensorboard, resume_at)
 
     def write(self, row: Row) -> None:
-        """Add one row; it is with the operating system when this returns. JSON has no nan: it
-        becomes null."""
+        """Write and flush one row. JSON has no NaN or infinity: they become null."""
         row = {
             name: None if isinstance(x, float) and not math.isfinite(x) else x
             for name, x in row.items()
@@ -46,7 +44,7 @@ class MetricsFile:
                     self._events.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """Finish both files."""
+        """Sync and close both files."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -55,16 +53,15 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:  # Any: JSON
-    """Every row; a last line that a crash cut short is left out."""
+    """Return all rows, except an incomplete last line."""
     return [row for row, _ in _rows(path)]
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Remove rows of later steps than `step`, and a last line that a crash cut short; missing files
-    stay missing.
+    """Remove rows after `step` and an incomplete last line; a missing file is ignored.
 
     Raises:
-        DataError: a whole line is none of ours, so what is behind it is left as it is.
+        DataError: a line is not a row of metrics; the file is not changed.
     """
     if not path.exists():
         return
@@ -78,7 +75,7 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:  # Any: JSON
-    """Each whole row, and the byte at which it ends."""
+    """Yield each complete row and the byte offset of its end."""
     end = 0
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         end += len(line)
@@ -95,9 +92,8 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:  # Any: JSON
             problem = str(error)
         if problem:
             raise DataError(
-                f"{path}: line {number} is no row of a step ({problem}). Remove the line, or move "
-                "the file away: a new "
-                f"one is begun."
+                f"{path}: line {number} is not a row of metrics ({problem}). Remove the line, or "
+                "move the file away: a new one is begun."
             )
         yield row, end
 
@@ -105,7 +101,7 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:  # Any: JSON
 def _add_counts(
     events: Any, name: str, counts: list[int], step: Value
 ) -> None:  # Any: the optional package's own
-    """A histogram with a bar for each of the counts, at its number."""
+    """Add a histogram with one bar per count."""
     pairs = list(enumerate(counts))
     events.add_histogram_raw(
         name,
@@ -121,7 +117,7 @@ def _add_counts(
 
 
 def has_tensorboard() -> bool:
-    """Whether TensorBoard's writer can be used here."""
+    """Return whether TensorBoard's writer is installed."""
     from importlib.util import find_spec
 
     return find_spec("tensorboard") is not None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MEAN_SHARE = 25
-"""Heuristic: the running mean of the loss covers one of so many parts of the rows."""
+"""Heuristic: the running mean of the loss covers 1/25 of the rows."""
 
 MAX_LEGEND_ENTRIES = 12
 """Heuristic: of more layers only some are named in the legend."""
@@ -107,7 +107,7 @@ def plot_experts(folder: Path) -> Path | None:
             label=label if i % stride == 0 else f"_{label}",
         )
     load.axhline(
-        1.0, color="grey", linewidth=1.2, linestyle="--", label="balanced: all experts equally busy"
+        1.0, color="gray", linewidth=1.2, linestyle="--", label="balanced: all experts equally busy"
     )
     run = _run_of(folder)
     if run is not None and run.model.moe is not None:
@@ -140,13 +140,13 @@ def plot_routing(
     folder: Path,
     uses: Sequence[ExpertLoad],
     pairs: Sequence[RoutingPredictability],
-    found: Mapping[tuple[str, str], float],
+    hits: Mapping[tuple[str, str], float],
 ) -> Path:
     """Draw `plots/routing.png`: the load of each layer's experts, and how well each layer predicts
     the next.
 
-    `found`: of layers' choices, what a router finds in the hidden states of a layer, itself or the
-    one before.
+    `hits`: hit rates of a layer's router applied to the hidden states of the same or the previous
+    layer.
     """
     from matplotlib.figure import Figure
 
@@ -170,8 +170,8 @@ def plot_routing(
             pair.information for pair in pairs
         ],
     }
-    if any(one != other for one, other in found):
-        by_router = [found.get((pair.layer, pair.following), float("nan")) for pair in pairs]
+    if any(one != other for one, other in hits):
+        by_router = [hits.get((pair.layer, pair.following), float("nan")) for pair in pairs]
         curves["hits, this layer's router applied to the hidden states one layer before"] = (
             by_router
         )
@@ -190,7 +190,7 @@ def plot_routing(
 
 
 def _finish_panels(figure: "Figure", panels: Iterable["Axes"]) -> None:
-    """Give panels above one another a grid, the same limits of x, and y labels in one line."""
+    """Give stacked panels a grid, the same x limits, and aligned y labels."""
     for axes in panels:
         axes.grid(alpha=0.3)
         axes.margins(x=0.01)
@@ -198,14 +198,14 @@ def _finish_panels(figure: "Figure", panels: Iterable["Axes"]) -> None:
 
 
 def _run_of(folder: Path) -> TrainRun | None:
-    """The settings of the run, if its folder has them."""
+    """Return the settings of the run, if its folder has them."""
     file = folder / "config.yaml"
     return load_yaml(file, TrainRun, stored=True) if file.is_file() else None
 
 
 def describe_run(run: TrainRun) -> str:
-    """The main settings of a run in two lines: model, then batch, learning rate, precision and
-    layout."""
+    """Return the main settings of a run in two lines: model, then batch, learning rate, precision
+    and layout."""
     model, train, parallel = run.model, run.train, run.parallel
     size = [f"{model.num_layers} layers", f"hidden {model.hidden_size}", f"{model.num_heads} heads"]
     size += (
@@ -221,7 +221,7 @@ def describe_run(run: TrainRun) -> str:
 
 
 def _saved(figure: "Figure", folder: Path, name: str) -> Path:
-    """Write a figure among the plots of a run, without a screen."""
+    """Save a figure in the run's plots folder, without a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     run = _run_of(folder)
@@ -234,7 +234,7 @@ def _saved(figure: "Figure", folder: Path, name: str) -> Path:
 
 
 def _number(name: str) -> tuple[str, int]:
-    """Names with a number in them, in its order."""
+    """Return the sort key of a name with a number."""
     digits = "".join(filter(str.isdigit, name))
     return name.split(digits)[0] if digits else name, int(digits or 0)
 

@@ -1,5 +1,4 @@
-"""What a person sees while work goes on: a progress bar with the time left on a terminal, plain
-lines elsewhere."""
+"""Progress output: a progress bar with the remaining time on a terminal, plain lines elsewhere."""
 
 import logging
 import sys
@@ -24,13 +23,13 @@ LINE_SECONDS = 10.0  # between plain lines, so that a log of a long run stays re
 
 
 class StepProgress:
-    """Shows one line per step on a terminal, in place; elsewhere a plain line at most every few
+    """Prints the progress of steps: one bar on a terminal, elsewhere a line at most every few
     seconds."""
 
     def __init__(
         self, *, total: int, show: bool, noun: str = "step", stream: TextIO | None = None
     ) -> None:
-        """`noun`: what is counted; `stream`: where it is told, unset: on standard output."""
+        """`noun`: the unit of progress; `stream`: the output, by default standard output."""
         self._total, self._show, self._noun = total, show, noun
         self._stream = sys.stdout if stream is None else stream
         self._last_line = 0.0
@@ -40,13 +39,13 @@ class StepProgress:
                 TextColumn(noun),
                 MofNCompleteColumn(),
                 BarColumn(),
-                TextColumn("{task.fields[news]}"),
+                TextColumn("{task.fields[metrics]}"),
             )
             console = Console(file=self._stream)
             self._bar = Progress(
                 *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console
             )
-            self._task = self._bar.add_task("train", total=total, news="")
+            self._task = self._bar.add_task("train", total=total, metrics="")
 
     def __enter__(self) -> "StepProgress":
         if self._bar is not None:
@@ -63,16 +62,16 @@ class StepProgress:
             self._bar.stop()
 
     def resume(self, step: int) -> None:
-        """Start counting at a step that was done before; the time left is judged by what
-        follows."""
+        """Start at a step that was already done; the remaining time is estimated from later
+        steps."""
         if self._bar is not None:
             self._bar.reset(self._task, completed=step)
 
-    def step(self, step: int, news: Mapping[str, str]) -> None:
-        """Report a finished step."""
-        text = " · ".join(f"{name} {value}" for name, value in news.items())
+    def step(self, step: int, metrics: Mapping[str, str]) -> None:
+        """Report a finished step with its metrics."""
+        text = " · ".join(f"{name} {value}" for name, value in metrics.items())
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, news=text)
+            self._bar.update(self._task, completed=step, metrics=text)
         elif self._show and (
             step == self._total or time.monotonic() - self._last_line > LINE_SECONDS
         ):
@@ -80,7 +79,7 @@ class StepProgress:
             self._line(f"{self._noun} {step}/{self._total}{f' · {text}' if text else ''}")
 
     def say(self, text: str) -> None:
-        """Print a line above the bar, and note it in the log."""
+        """Print a line above the bar and log it."""
         _log.info(text)
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, soft_wrap=True)

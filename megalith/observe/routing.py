@@ -1,8 +1,8 @@
-"""What a routing trace tells: how choices of experts concentrate, and how far a layer's choices
-tell those of the next.
+"""Analysis of a routing trace: expert load, and how well a layer's choices predict the next
+layer's.
 
-Counts of one half of the tokens guess the other half, so that what they know of their own tokens
-alone counts for nothing. Source of the question: Yao et al. 2024, arXiv:2401.08383.
+Counts of one half of the tokens predict the other half, so that no token is predicted from itself.
+Source of the question: Yao et al. 2024, arXiv:2401.08383.
 """
 
 import heapq
@@ -22,15 +22,15 @@ from megalith.errors import DataError
 
 Counts = NDArray[np.int64]
 Place = tuple[int, int, int, int]
-"""Which tokens of a step: ranks along dp, cp and tp, and the microbatch."""
+"""Identifies the tokens of a row in a step: ranks along dp, cp and tp, and the microbatch."""
 
 
 LAYER = re.compile(r"(layers|mtp)\.\d+(\..+)?")
-"""How layers are named."""
+"""Pattern of layer names."""
 
 
 class Chosen(NamedTuple):
-    """A row of a trace."""
+    """A row of a routing trace."""
 
     step: int
     layer: str
@@ -39,7 +39,7 @@ class Chosen(NamedTuple):
     """[tokens, k], best first."""
 
     capture_file: Path | None
-    """What lies beside it."""
+    """File of the captured tensors, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,16 @@ class ExpertLoad:
     layer: str
     tokens: int
     shares: tuple[float, ...]
-    """Of the choices, by expert."""
+    """Share of the choices by expert."""
 
     @property
     def load(self) -> float:
-        """Of the busiest expert, where 1 is the mean."""
+        """Load of the busiest expert, relative to the mean."""
         return max(self.shares) * len(self.shares)
 
     @property
     def entropy(self) -> float:
-        """Of the shares, where 1 is that of equal ones."""
+        """Entropy of the shares, relative to equal shares."""
         if len(self.shares) < 2:
             return 1.0
         return -sum(share * math.log(share) for share in self.shares if share > 0) / math.log(
@@ -67,42 +67,40 @@ class ExpertLoad:
 
     @property
     def half(self) -> int:
-        """The fewest experts that have half of the choices."""
+        """Smallest number of experts that have half of the choices."""
         return int(np.searchsorted(np.cumsum(sorted(self.shares, reverse=True)), 0.5 - 1e-12)) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingPredictability:
-    """How far choices of a layer tell those of the next; shares, found on tokens that were not
-    counted."""
+    """How well a layer's choices predict the next layer's, measured on held-out tokens."""
 
     layer: str
     following: str
     tokens: int
     information: float
-    """(H(Y) - H(Y|X)) / H(Y) of the best choices: 0 where they are independent, 1 where each
-    decides the next."""
+    """Mutual information of the best choices (H(Y) - H(Y|X)) / H(Y): 0 if independent, 1 if
+    deterministic."""
 
     first: float
-    """How often the commonest next one after a token's best choice is its best in the next
-    layer."""
+    """Hit rate of the most frequent next choice given a token's best choice."""
 
     first_blind: float
-    """The same of the commonest, whatever was chosen before."""
+    """Hit rate of the most frequent next choice overall (baseline)."""
 
     all: float
-    """Which part of its k choices are among the k that are likeliest after its choices before."""
+    """Share of a token's k choices that are among the k likeliest given its previous choices."""
 
     all_blind: float
-    """The same of the k commonest."""
+    """The same for the k most frequent experts (baseline)."""
 
 
 # --- reading
 
 
 def steps_of_trace(folder: Path) -> Iterator[tuple[int, dict[str, dict[Place, Chosen]]]]:
-    """Every traced step, and in it by layer and place what all ranks wrote; a step at a time is in
-    memory.
+    """Yield every traced step with the rows of all ranks, by layer and place; one step is in memory
+    at a time.
 
     Raises:
         DataError: there is no trace, or a line of it is damaged.
@@ -110,19 +108,19 @@ def steps_of_trace(folder: Path) -> Iterator[tuple[int, dict[str, dict[Place, Ch
     files = sorted(folder.glob("rank_*.jsonl"))
     if not files:
         raise DataError(
-            f"{folder}: no routing trace there (rank_00000.jsonl, ...). Run with "
+            f"{folder}: no routing trace in this folder (rank_00000.jsonl, ...). Run with "
             "observe.routing_trace=1."
         )
     rows = heapq.merge(*map(rows_of_file, files), key=lambda row: row.step)
-    for step, some in groupby(rows, key=lambda row: row.step):
-        found: dict[str, dict[Place, Chosen]] = {}
-        for row in some:
-            found.setdefault(row.layer, {})[row.place] = row
-        yield step, found
+    for step, step_rows in groupby(rows, key=lambda row: row.step):
+        rows_by_layer: dict[str, dict[Place, Chosen]] = {}
+        for row in step_rows:
+            rows_by_layer.setdefault(row.layer, {})[row.place] = row
+        yield step, rows_by_layer
 
 
 def rows_of_file(path: Path) -> Iterator[Chosen]:
-    """A rank's rows, one after the other; a last line that a crash cut short is left out.
+    """Yield the rows of a rank's file, except an incomplete last line.
 
     Raises:
         DataError: a line is damaged.
@@ -135,9 +133,9 @@ def rows_of_file(path: Path) -> Iterator[Chosen]:
                 yield _row(storage.parse_json(line), path.parent)
             except (ValueError, KeyError, TypeError, OverflowError) as error:
                 raise DataError(
-                    f"{path}: line {number} is no row of a trace ({type(error).__name__}: "
-                    f"{error}). Remove the line, "
-                    f"or run with observe.routing_trace=1 in another folder."
+                    f"{path}: line {number} is not a row of a routing trace "
+                    f"({type(error).__name__}: {error}). Remove the line, or run with "
+                    "observe.routing_trace=1 in another folder."
                 ) from error
 
 
@@ -149,17 +147,18 @@ def _row(row: dict[str, Any], folder: Path) -> Chosen:  # Any: JSON
     layer = str(row["layer"])
     if not LAYER.fullmatch(layer):
         raise ValueError(f"layer {layer!r}, expected layers.0 or the like")
+    capture_file = row.get("sidecar")  # lint: allow old-word: field of the trace format
     return Chosen(
         int(row["step"]),
         layer,
         place,
         experts,
-        folder / row["sidecar"] if "sidecar" in row else None,
+        None if capture_file is None else folder / capture_file,
     )
 
 
 def in_order(layers: Iterable[str]) -> list[str]:
-    """Layers by number, and after them MTP layers."""
+    """Sort layer names by number, MTP layers last."""
     return sorted(
         layers, key=lambda layer: (not layer.startswith("layers."), int(layer.split(".")[1]))
     )
@@ -170,19 +169,20 @@ def in_order(layers: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class LayerPairCounts:
-    """Counts of what tokens chose in a layer and in the next, by the half of the tokens."""
+    """Counts of the tokens' choices in a layer and in the next, by half of the tokens."""
 
     best: Counts
-    """[2, E, E]: best choice here, best choice there."""
+    """[2, E, E]: best choice in the layer, best choice in the next."""
 
     every: Counts
-    """[2, E, E]: any choice here, any choice there."""
+    """[2, E, E]: any choice in the layer, any choice in the next."""
 
-    def add(self, here: NDArray[np.int16], there: NDArray[np.int16]) -> None:
-        """Count tokens [n, k], those of a microbatch's first part in the first half."""
+    def add(self, choices: NDArray[np.int16], next_choices: NDArray[np.int16]) -> None:
+        """Count the choices [n, k] of a microbatch; the first part of its tokens is the first
+        half."""
         experts = self.best.shape[1]
-        for half, part in enumerate(halves(len(here))):
-            before, after = here[part].astype(np.int64), there[part].astype(np.int64)
+        for half, part in enumerate(halves(len(choices))):
+            before, after = choices[part].astype(np.int64), next_choices[part].astype(np.int64)
             places = before[:, 0] * experts + after[:, 0]
             self.best[half] += np.bincount(places, minlength=experts**2).reshape(experts, experts)
             places = (before[:, :, None] * experts + after[:, None, :]).ravel()
@@ -190,16 +190,16 @@ class LayerPairCounts:
 
 
 def halves(tokens: int) -> tuple[slice, slice]:
-    """The first half of a microbatch's tokens, and the second: neighbors, who are alike, are in
-    the same."""
+    """Return the first and second half of a microbatch's tokens; similar neighboring tokens are in
+    the same half."""
     return slice(0, tokens // 2), slice(tokens // 2, tokens)
 
 
 def study_trace(
     folder: Path, *, experts: int
 ) -> tuple[list[ExpertLoad], list[RoutingPredictability]]:
-    """How choices concentrate, layer by layer, and how far each layer's tell the next one's; reads
-    the trace twice.
+    """Return the expert load of each layer and how well it predicts the next; reads the trace
+    twice.
 
     Raises:
         DataError: there is no trace, a line of it is damaged, or it has other experts.
@@ -214,22 +214,20 @@ def study_trace(
                 if row.experts.size and not 0 <= row.experts.min() <= row.experts.max() < experts:
                     wrong = row.experts.min() if row.experts.min() < 0 else row.experts.max()
                     raise DataError(
-                        f"{folder}: step {step}, {layer}: expert {wrong} of {experts}. ExpertLoad "
-                        "the "
-                        "trace of a run with "
-                        f"model.moe.num_experts={experts}."
+                        f"{folder}: step {step}, {layer}: expert {wrong} of {experts}. Use the "
+                        f"trace of a run with model.moe.num_experts={experts}."
                     )
-                mine = counts.setdefault(layer, np.zeros(experts, dtype=np.int64))
-                mine += np.bincount(row.experts.ravel(), minlength=experts)
-        for here, there, before, after in neighbors(layers):
+                layer_counts = counts.setdefault(layer, np.zeros(experts, dtype=np.int64))
+                layer_counts += np.bincount(row.experts.ravel(), minlength=experts)
+        for layer_name, next_name, before, after in neighbors(layers):
             zeros = np.zeros((2, 2, experts, experts), dtype=np.int64)
-            pairs.setdefault((here, there), LayerPairCounts(zeros[0], zeros[1])).add(
+            pairs.setdefault((layer_name, next_name), LayerPairCounts(zeros[0], zeros[1])).add(
                 before.experts, after.experts
             )
     if not counts:
         raise DataError(
-            f"{folder}: no step is in this routing trace: it was cut where its run began anew. Run "
-            f"with observe.routing_trace=1 or more from the beginning."
+            f"{folder}: this routing trace has no steps: they were removed when the run was "
+            "restarted. Run with observe.routing_trace=1 or more from the beginning."
         )
     uses = [_use(layer, counts[layer], top_k) for layer in in_order(counts)]
     hits = _hits_of_all(folder, pairs)
@@ -241,20 +239,20 @@ def study_trace(
 def neighbors(
     layers: Mapping[str, dict[Place, Chosen]],
 ) -> Iterator[tuple[str, str, Chosen, Chosen]]:
-    """Each layer of a step and the next, and what the same tokens chose in both."""
+    """Yield each layer of a step and the next, with the rows of the same tokens in both."""
     names = in_order(layers)
-    for here, there in pairwise(names):
-        for place, before in layers[here].items():
-            after = layers[there].get(place)
+    for layer, next_layer in pairwise(names):
+        for place, before in layers[layer].items():
+            after = layers[next_layer].get(place)
             if after is not None and len(after.experts) == len(before.experts):
-                yield here, there, before, after
+                yield layer, next_layer, before, after
 
 
 def pairs_in_order(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Pairs of layers by their second."""
-    found = {*pairs}
-    order = in_order({layer for pair in found for layer in pair})
-    return sorted(found, key=lambda pair: (order.index(pair[1]), order.index(pair[0])))
+    """Sort pairs of layers by the second layer."""
+    unique_pairs = {*pairs}
+    order = in_order({layer for pair in unique_pairs for layer in pair})
+    return sorted(unique_pairs, key=lambda pair: (order.index(pair[1]), order.index(pair[0])))
 
 
 def _use(layer: str, counts: Counts, top_k: int) -> ExpertLoad:
@@ -287,19 +285,19 @@ def _routing_predictability(
 
 
 def guesses(seen: Counts) -> Counts:
-    """What was commonest after each expert, [E]; after one that was never seen, what is commonest
-    of all."""
-    found: Counts = np.where(seen.any(1), seen.argmax(1), seen.sum(0).argmax())
-    return found
+    """Return the most frequent next expert after each expert, [E]; overall if the expert was never
+    chosen."""
+    predictions: Counts = np.where(seen.any(1), seen.argmax(1), seen.sum(0).argmax())
+    return predictions
 
 
 def surprise(seen: Counts, asked: Counts) -> tuple[float, float]:
-    """Nats that `asked` [E, E] costs by counts of `seen` [E, E]: what comes after, alone and
-    knowing what was before.
+    """Return the cross-entropy of `asked` [E, E] in nats under counts `seen` [E, E], without and
+    with the previous choice.
 
-    q(y) = (n_y + 1) / (n + E) and q(y|x) = (n_xy + a q(y)) / (n_x + a), with the a of some powers
-    of 4 by which `seen` costs itself least, each token left out of its own counts. Source: MacKay
-    and Peto 1995, Nat. Lang. Eng. 1(3).
+    q(y) = (n_y + 1) / (n + E) and q(y|x) = (n_xy + a q(y)) / (n_x + a), where a is the power of 4
+    with the lowest leave-one-out cross-entropy of `seen`. Source: MacKay and Peto 1995, Nat. Lang.
+    Eng. 1(3).
     """
     alone = (seen.sum(0) + 1) / (seen.sum() + len(seen))
     rows = seen.sum(1, keepdims=True)
@@ -316,34 +314,33 @@ def surprise(seen: Counts, asked: Counts) -> tuple[float, float]:
 def _hits_of_all(
     folder: Path, pairs: Mapping[tuple[str, str], LayerPairCounts]
 ) -> dict[tuple[str, str], tuple[float, float]]:
-    """Which part of their k choices tokens have among the k likeliest after those before, and among
-    the commonest."""
+    """Return hit rates of the k likeliest experts given the previous choices, and of the k most
+    frequent ones."""
     tables = {
         names: [likelihoods(pair.every[1 - half]) for half in (0, 1)]
         for names, pair in pairs.items()
     }
-    found = {names: np.zeros(3) for names in pairs}
+    hits = {names: np.zeros(3) for names in pairs}
     for _, layers in steps_of_trace(folder):
-        for here, there, before, after in neighbors(layers):
+        for layer, next_layer, before, after in neighbors(layers):
             for half, part in enumerate(halves(len(before.experts))):
-                after_each, commonest = tables[here, there][half]
+                after_each, commonest = tables[layer, next_layer][half]
                 actual = after.experts[part]
                 best = likeliest(after_each, before.experts[part], actual.shape[1])
-                blind = np.argsort(-commonest, kind="stable")[: actual.shape[1]]
-                found[here, there] += (
+                baseline = np.argsort(-commonest, kind="stable")[: actual.shape[1]]
+                hits[layer, next_layer] += (
                     common(best, actual),
-                    np.isin(actual, blind).sum(),
+                    np.isin(actual, baseline).sum(),
                     actual.size,
                 )
     return {
-        names: (right / max(size, 1), blind / max(size, 1))
-        for names, (right, blind, size) in found.items()
+        names: (right / max(size, 1), baseline / max(size, 1))
+        for names, (right, baseline, size) in hits.items()
     }
 
 
 def likelihoods(every: Counts) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """How often each expert was chosen after each [E, E], as a share of the choices; and whatever
-    was before [E]."""
+    """Return the frequency of each expert given the previous one [E, E], and overall [E]."""
     commonest = every.sum(0) / max(int(every.sum()), 1)
     rows = every.sum(1, keepdims=True)
     return np.where(rows > 0, every / np.maximum(rows, 1), commonest), commonest
@@ -352,13 +349,14 @@ def likelihoods(every: Counts) -> tuple[NDArray[np.float64], NDArray[np.float64]
 def likeliest(
     table: NDArray[np.float64], before: NDArray[np.int16], count: int
 ) -> NDArray[np.int64]:
-    """The `count` experts that are likeliest after those `before` [n, k], whose tables are added
-    up: [n, count]."""
+    """Return the `count` likeliest experts given `before` [n, k], whose likelihoods are added: [n,
+    count]."""
     parts = [table[before[at : at + 1024]].sum(1) for at in range(0, len(before), 1024)]
-    found = [np.argsort(-part, axis=1, kind="stable")[:, :count] for part in parts]
-    return np.concatenate(found) if found else np.zeros((0, count), dtype=np.int64)
+    best = [np.argsort(-part, axis=1, kind="stable")[:, :count] for part in parts]
+    return np.concatenate(best) if best else np.zeros((0, count), dtype=np.int64)
 
 
-def common(mine: NDArray[Any], others: NDArray[Any]) -> int:
-    """How many experts of each token [n, k] are in both, over all tokens."""
-    return int((mine[:, :, None] == others[:, None, :]).sum())
+def common(choices: NDArray[Any], other_choices: NDArray[Any]) -> int:
+    """Return the number of experts that are in both choices [n, k] of a token, summed over
+    tokens."""
+    return int((choices[:, :, None] == other_choices[:, None, :]).sum())

@@ -1,5 +1,4 @@
-"""Pictures of a simulated pipeline step: as text, PNG, a web page of its own, or a trace for
-chrome://tracing."""
+"""Timelines of a simulated pipeline step: as text, PNG, HTML, or a trace for chrome://tracing."""
 
 import html
 import json
@@ -15,18 +14,18 @@ from megalith.plan.schedule import Kind
 from megalith.plan.simulate import Simulation
 
 COLORS: dict[Kind, str] = {"F": "#4c8bd6", "B": "#5aa469", "I": "#5aa469", "W": "#d9a441"}
-"""Blue forward, green backward (towards the input), yellow for the weights."""
+"""Blue for forward, green for input gradients, yellow for weight gradients."""
 
 FILL: dict[Kind, str] = {"F": "-", "B": "=", "I": "=", "W": "~"}
-"""What lengthens an action in text."""
+"""Character that fills an action in text."""
 
 MOST_LABELS = 3000
-"""In a PNG: with more boxes their numbers are too small to read."""
+"""Maximum labeled boxes of a PNG: beyond it the numbers are too small to read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """One action of computing on the time axis."""
+    """One compute action on the time axis."""
 
     rank: int
     kind: Kind
@@ -38,7 +37,7 @@ class Box:
 
 
 def boxes(simulation: Simulation) -> Iterator[Box]:
-    """Every action of computing, rank by rank, in order."""
+    """Yield every compute action, rank by rank, in order."""
     schedule = simulation.schedule
     for rank, actions in enumerate(schedule.ranks):
         for index, (kind, chunk, microbatch, peer) in enumerate(actions):
@@ -49,28 +48,26 @@ def boxes(simulation: Simulation) -> Iterator[Box]:
 
 
 def title(simulation: Simulation) -> str:
-    """What is drawn, in one line."""
+    """Return a one-line summary of the schedule."""
     schedule = simulation.schedule
     held = [float(peak) / schedule.num_chunks for peak in peak_held(schedule)]
     chunks = f" × {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     return (
         f"{schedule.name}, {schedule.num_ranks} ranks{chunks}, {schedule.num_microbatches} "
-        "microbatches: bubble "
-        f"{float(simulation.bubble_of_total):.1%} of the step, at most {max(held):g} microbatches "
-        "alive on a rank"
+        f"microbatches: bubble {float(simulation.bubble_of_total):.1%} of the step, at most "
+        f"{max(held):g} microbatches alive on a rank"
     )
 
 
 def ascii_timeline(simulation: Simulation, *, width: int | None = None) -> str:
-    """The step as text, one line per rank: `F3` forward of microbatch 3 (`F3b`: through chunk 1),
-    dots are idle time.
+    """Return the step as text, one line per rank.
 
-    width: characters per line; longer lines are cut, with a note. Unset: as long as it takes.
+    `F3` is the forward of microbatch 3 (`F3b`: of chunk 1); dots are idle time. width: characters
+    per line; longer lines are cut, with a note. Unset: no limit.
     """
     drawn = list(boxes(simulation))
     chunks = simulation.schedule.num_chunks
-    # Every label fits its box with a blank behind it; times are whole characters where costs are
-    # whole numbers.
+    # Each label fits its box with a space after it; integer costs are whole numbers of characters.
     scale = max(
         (
             math.ceil((len(_label(box, chunks)) + 1) / (box.end - box.start))
@@ -101,9 +98,9 @@ def ascii_timeline(simulation: Simulation, *, width: int | None = None) -> str:
 def chrome_trace(
     simulation: Simulation, *, microseconds: float = 1000.0
 ) -> dict[str, Any]:  # Any: JSON
-    """The step for chrome://tracing or ui.perfetto.dev: a row per rank, arrows for messages.
+    """Return the step for chrome://tracing or ui.perfetto.dev: a row per rank, arrows for messages.
 
-    microseconds: how long a unit of the costs is.
+    microseconds: duration of one unit of the costs.
     """
     events: list[dict[str, Any]] = []
     for rank in range(simulation.schedule.num_ranks):
@@ -145,14 +142,13 @@ def chrome_trace(
 
 
 def html_timeline(simulation: Simulation) -> str:
-    """The step as a page that needs nothing else: boxes with their details under the pointer, and a
-    slider to zoom."""
+    """Return the step as a standalone HTML page: boxes with tooltips, and a zoom slider."""
     chunks = simulation.schedule.num_chunks
     lanes: list[list[str]] = [[] for _ in range(simulation.schedule.num_ranks)]
     for box in boxes(simulation):
         details = (
-            f"{box.kind} of microbatch {box.microbatch}, stage {box.stage}: {box.start:g} "
-            f"to {box.end:g}"
+            f"{box.kind} of microbatch {box.microbatch}, stage {box.stage}: {box.start:g} to "
+            f"{box.end:g}"
         )
         opacity = _opacity(box.chunk, chunks)
         place = f"--l:{box.start:g};--w:{box.end - box.start:g};opacity:{opacity:.2f}"
@@ -185,7 +181,7 @@ border:1px solid #fff;overflow:hidden;text-align:center;font-style:normal;line-h
 <h3>{title}</h3>
 <label>zoom <input type="range" min="-3" max="5" step="0.1" value="0"
 oninput="document.body.style.setProperty('--s',{scale:.4g}*2**this.value+'px')"></label>
-F forward (blue), B or I backward (green), W weights (yellow); paler: later chunks; grey: idle
+F forward (blue), B or I backward (green), W weights (yellow); paler: later chunks; gray: idle
 <main>
 {rows}
 </main></html>
@@ -193,7 +189,7 @@ F forward (blue), B or I backward (green), W weights (yellow); paler: later chun
 
 
 def plot_timeline(simulation: Simulation, target: Path) -> None:
-    """Draw the step as a PNG: a lane per rank, messages as thin lines where they take time."""
+    """Draw the step as a PNG: a lane per rank, and thin lines for messages that take time."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
@@ -232,7 +228,7 @@ def plot_timeline(simulation: Simulation, target: Path) -> None:
             )
             for message in simulation.messages()
         ]
-        axes.add_collection(LineCollection(ends, colors="grey", linewidths=0.4))
+        axes.add_collection(LineCollection(ends, colors="gray", linewidths=0.4))
     axes.set_xlim(0, float(simulation.makespan))
     axes.set_ylim(schedule.num_ranks - 0.5, -0.5)
     axes.set_yticks(
@@ -245,10 +241,10 @@ def plot_timeline(simulation: Simulation, target: Path) -> None:
 
 
 def draw_timeline(simulation: Simulation, target: Path) -> None:
-    """Write the picture that the file's ending asks for: .txt, .png, .html, or .json for a trace.
+    """Write the timeline in the format of the file's suffix: .txt, .png, .html, or .json (a trace).
 
     Raises:
-        ConfigError: another ending, or no such folder.
+        ConfigError: unknown suffix, or the folder does not exist.
     """
     texts: dict[str, Callable[[Simulation], str]] = {
         ".txt": lambda one: ascii_timeline(one) + "\n",
@@ -257,7 +253,7 @@ def draw_timeline(simulation: Simulation, target: Path) -> None:
     }
     if target.suffix not in (*texts, ".png"):
         raise ConfigError(
-            f"timeline {target}: unknown kind of picture. Use a name that ends in one of .txt .png "
+            f"timeline {target}: unknown file format. Use a name that ends in one of .txt .png "
             ".html .json."
         )
     if not target.parent.is_dir():
@@ -271,7 +267,7 @@ def draw_timeline(simulation: Simulation, target: Path) -> None:
 
 
 def _label(box: Box, num_chunks: int) -> str:
-    """`F3`, or `F3b` for the second of several chunks."""
+    """Return `F3`, or `F3b` for the second of several chunks."""
     if num_chunks == 1:
         return f"{box.kind}{box.microbatch}"
     letter = chr(ord("a") + box.chunk) if box.chunk < 26 else f".{box.chunk}"

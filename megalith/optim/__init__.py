@@ -1,1 +1,2 @@
-"""Parameter groups, optimizers, clipping, and how their rates move over a run."""
+"""Optimizers, parameter groups, gradient clipping, loss scaling, and schedules of learning rate and
+weight decay."""

@@ -1,5 +1,4 @@
-"""AdamW over (Shard, weight) pairs, with fp32 master weights where the weights themselves are
-shorter."""
+"""AdamW over (Shard, weight) pairs, with fp32 master weights for weights of lower precision."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ HAS_FUSED = hasattr(torch, "_fused_adamw_")
 
 
 class AdamW:
-    """Adam with decoupled weight decay. Vectors (norms, biases) are not decayed.
+    """AdamW optimizer. Vectors (norms, biases) have no weight decay by default.
 
     Source: Loshchilov and Hutter 2017, arXiv:1711.05101, algorithm 2; Kingma and Ba 2014,
     arXiv:1412.6980.
@@ -41,7 +40,7 @@ class AdamW:
             build_slot(shard, weight, ("exp_avg", "exp_avg_sq"), rates(shard))
             for shard, weight in weights
         ]
-        # One count for all, in the form in which the fused kernel wants it.
+        # One step count for all slots, as a tensor for the fused kernel.
         self._step = torch.zeros((), device=self.slots[0].master.device if self.slots else None)
 
     def step(
@@ -53,8 +52,11 @@ class AdamW:
         scale: Tensor | None = None,
         groups: Mapping[str, GroupRates] = NO_GROUPS,
     ) -> None:
-        """Update every weight once. `scale` multiplies the gradients first (clipping); None
-        leaves them. `groups`: what their parameters have in place of `lr` and `weight_decay`."""
+        """Update every weight once.
+
+        `scale` multiplies the gradients first (gradient clipping); None leaves them. `groups`:
+        rates of parameter groups, which replace `lr` and `weight_decay`.
+        """
         self.updates += 1
         self._step += 1
         for part in by_rates(
@@ -64,7 +66,8 @@ class AdamW:
         round_master_weights(self.slots)
 
     def set_updates(self, updates: int) -> None:
-        """Continue as after this many updates; the moments are loaded elsewhere."""
+        """Set the number of updates after loading a checkpoint; the moments are loaded
+        separately."""
         self.updates = updates
         self._step.fill_(updates)
 
@@ -123,8 +126,7 @@ def update(
     weight_decay: float,
     scale: Tensor | None,
 ) -> None:
-    """One parameter's update in plain operations; the definition that the fused kernel is tested
-    against."""
+    """Update one parameter with plain operations: the reference of the fused kernel."""
     mean, square = slot.state["exp_avg"], slot.state["exp_avg_sq"]
     gradient = gradient if scale is None else gradient * scale
     if config.decoupled_weight_decay:

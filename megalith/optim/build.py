@@ -1,4 +1,4 @@
-"""From a config to an optimizer."""
+"""Builds the optimizer of a config."""
 
 from collections.abc import Sequence
 
@@ -14,5 +14,5 @@ from megalith.plan.shards import Shard
 def build_optimizer(
     weights: Sequence[tuple[Shard, Tensor]], config: OptimConfig, rates: RatesOf = same_rates
 ) -> Optimizer:
-    """The update rule of `optim.kind`, over these slices, each at its own rates."""
+    """Build the optimizer of `optim.kind` over these shards; `rates`: factors of each parameter."""
     return SGD(weights, config, rates) if config.kind == "sgd" else AdamW(weights, config, rates)

@@ -1,8 +1,8 @@
-"""Loss scaling for fp16: the loss is multiplied before backward, the gradients divided before the
-update.
+"""Loss scaling for fp16: the loss is multiplied before backward, the gradients are divided before
+the update.
 
-fp16 has no numbers below 6e-8, where most gradients lie. A scale that is too large lets them
-overflow, which shows in their norm; such a step changes nothing but the scale. Source: Micikevicius
+fp16 has no numbers below 6e-8, where most gradients are. A scale that is too large makes gradients
+overflow, which their norm shows; such a step is skipped and the scale reduced. Source: Micikevicius
 et al. 2017, arXiv:1710.03740, section 3.2.
 """
 
@@ -17,31 +17,30 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LossScale:
-    """One scale for the whole run, on the host, the same on every rank. Python keeps it: it changes
-    between steps."""
+    """The loss scale of a run, on the host, the same on every rank."""
 
     config: LossScaleConfig
     scale: float
     dynamic: bool
-    """Whether overflows change it."""
+    """Whether overflows and overflow-free steps change the scale."""
 
     growth_tracker: int = 0
-    """Steps without overflow since the scale was last changed by `update`."""
+    """Steps without overflow since `update` last changed the scale."""
 
     hysteresis_tracker: int = 0
-    """Overflows left until the scale halves; below zero it goes on halving with each."""
+    """Overflows left until the scale is halved; at or below zero each overflow halves it."""
 
     stuck: int = 0
-    """Overflows in a row at the lowest scale."""
+    """Consecutive overflows at the minimum scale."""
 
     @property
     def exhausted(self) -> bool:
-        """Whether lowering the scale cannot help any more."""
+        """Whether the scale is at its minimum and gradients still overflow."""
         return self.dynamic and self.stuck >= self.config.max_overflows
 
     def update(self, *, overflow: bool) -> None:
-        """Note how a step went. A step that went well does not restore the hysteresis; only growth
-        does."""
+        """Update the scale after a step. Only growth restores the hysteresis, not a step without
+        overflow."""
         if not self.dynamic:
             return
         if overflow:
@@ -58,7 +57,7 @@ class LossScale:
             self.scale *= 2
 
     def as_json(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {
             "scale": self.scale,
             "growth_tracker": self.growth_tracker,
@@ -67,12 +66,11 @@ class LossScale:
         }
 
     def load(self, saved: Mapping[str, float]) -> None:
-        """Continue with what `as_json` gave; a scale that was set by hand stays, with a warning."""
+        """Load the state of `as_json`; a constant scale is kept, with a warning if it differs."""
         if not self.dynamic:
             if saved["scale"] != self.scale:
                 _log.warning(
-                    "the checkpoint's loss scale %g is not taken over: "
-                    "precision.loss_scale.constant=%g",
+                    "the checkpoint's loss scale %g is not used: precision.loss_scale.constant=%g",
                     saved["scale"],
                     self.scale,
                 )
@@ -84,7 +82,7 @@ class LossScale:
 
 
 def build_loss_scale(precision: PrecisionConfig) -> LossScale | None:
-    """The scale of a run in fp16; None in other formats, whose range is wide enough."""
+    """Return the loss scale of an fp16 run; None for other dtypes, whose range is wide enough."""
     if precision.params != "fp16":
         return None
     c = precision.loss_scale

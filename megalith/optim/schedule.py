@@ -1,9 +1,8 @@
-"""The learning rate and the weight decay of each step, as pure functions of the samples consumed
-before it.
+"""Schedules of learning rate and weight decay, as pure functions of the samples consumed before a
+step.
 
-Nothing is stored: a resumed run, or one that goes on with other batch sizes, reads the same values
-off the same functions. A step that changed nothing (its gradient was not finite) does not count its
-samples, so it moves neither.
+No state is stored: a resumed run, or one with another batch size, evaluates the same functions.
+Skipped steps (with non-finite gradients) do not count their samples.
 """
 
 import math
@@ -27,16 +26,16 @@ class ScheduleLengths:
     """Samples from the start of the run until `min_lr`."""
 
     wsd_decay: int
-    """wsd: samples of the final fall."""
+    """Samples of the final decay of a wsd schedule."""
 
     total: int
-    """Samples of the whole run, over which the weight decay moves."""
+    """Samples of the run, over which the weight decay changes."""
 
 
 def schedule_lengths(
     schedule: ScheduleConfig, *, global_batch_size: int, total_steps: int
 ) -> ScheduleLengths:
-    """The lengths in samples of a schedule whose lengths are steps of `global_batch_size`
+    """Return the lengths of a schedule in samples, from its lengths in steps of `global_batch_size`
     samples."""
     return ScheduleLengths(
         warmup=count_warmup_steps(schedule, total_steps) * global_batch_size,
@@ -47,7 +46,7 @@ def schedule_lengths(
 
 
 def count_warmup_steps(schedule: ScheduleConfig, total_steps: int) -> int:
-    """Return the steps of the warmup; a share of the decay is rounded, and leaves at least one step
+    """Return the steps of the warmup; a share of the decay is rounded and leaves at least one step
     after it.
 
     >>> schedule = ScheduleConfig(lr=1e-3, warmup_steps=0.125)
@@ -61,13 +60,13 @@ def count_warmup_steps(schedule: ScheduleConfig, total_steps: int) -> int:
 
 
 def learning_rate(schedule: ScheduleConfig, samples: int, lengths: ScheduleLengths) -> float:
-    """The learning rate of the step before which `samples` samples were consumed; the first step
-    has samples = 0.
+    """Return the learning rate of the step before which `samples` samples were consumed (0: the
+    first step).
 
-    It climbs in a straight line to `lr`, takes the shape of `style`, and is `min_lr` after
-    `lengths.decay` (except that `constant` stays). Source of wsd: Hu et al. 2024, arXiv:2404.06395,
-    section 4; of minus_sqrt: Hägele et al. 2024, arXiv:2405.18392, section 3; of cosine: Loshchilov
-    and Hutter 2016, arXiv:1608.03983.
+    It increases linearly to `lr`, then follows `style`, and is `min_lr` after `lengths.decay`
+    (except for `constant`). Source of wsd: Hu et al. 2024, arXiv:2404.06395, section 4; of
+    minus_sqrt: Hägele et al. 2024, arXiv:2405.18392, section 3; of cosine: Loshchilov and Hutter
+    2016, arXiv:1608.03983.
     """
     high, low = schedule.lr, schedule.min_lr
     if samples <= lengths.warmup and lengths.warmup > 0:
@@ -91,7 +90,7 @@ def learning_rate(schedule: ScheduleConfig, samples: int, lengths: ScheduleLengt
 
 
 def weight_decay(schedule: ScheduleConfig, samples: int, lengths: ScheduleLengths) -> float:
-    """The weight decay of the step before which `samples` samples were consumed."""
+    """Return the weight decay of the step before which `samples` samples were consumed."""
     start, end = schedule.weight_decay, schedule.end_weight_decay
     if end is None or schedule.weight_decay_style == "constant":
         return start
@@ -103,41 +102,45 @@ def weight_decay(schedule: ScheduleConfig, samples: int, lengths: ScheduleLength
 
 
 class GroupRates(NamedTuple):
-    """What the parameters of a group have in a step."""
+    """Learning rate and weight decay of a parameter group in a step."""
 
     lr: float
     weight_decay: float
 
 
 NO_GROUPS: Mapping[str, GroupRates] = MappingProxyType({})
-"""All parameters have what the schedule says."""
+"""No parameter groups: all parameters have the schedule's rates."""
 
 
 def group_rates(
     groups: Sequence[GroupConfig], schedule: ScheduleConfig, samples: int, lengths: ScheduleLengths
 ) -> dict[str, GroupRates]:
-    """The rate and the decay of every group, by name, in the step before which `samples` samples
-    were consumed."""
-    found = {}
+    """Return learning rate and weight decay of every group by name, in the step after `samples`
+    samples."""
+    rates = {}
     for group in groups:
-        own = schedule
+        group_schedule = schedule
         if group.lr is not None:
-            own = replace(
-                own, lr=group.lr, min_lr=schedule.min_lr if group.min_lr is None else group.min_lr
+            group_schedule = replace(
+                group_schedule,
+                lr=group.lr,
+                min_lr=schedule.min_lr if group.min_lr is None else group.min_lr,
             )
         if group.weight_decay is not None:
-            own = replace(
-                own, weight_decay=group.weight_decay, end_weight_decay=group.end_weight_decay
+            group_schedule = replace(
+                group_schedule,
+                weight_decay=group.weight_decay,
+                end_weight_decay=group.end_weight_decay,
             )
         lr_scale, decay_scale = (
             1.0 if x is None else x for x in (group.lr_scale, group.weight_decay_scale)
         )
         lr, decay = (
-            learning_rate(own, samples, lengths) * lr_scale,
-            weight_decay(own, samples, lengths) * decay_scale,
+            learning_rate(group_schedule, samples, lengths) * lr_scale,
+            weight_decay(group_schedule, samples, lengths) * decay_scale,
         )
-        found[group.name] = GroupRates(lr, decay)
-    return found
+        rates[group.name] = GroupRates(lr, decay)
+    return rates
 
 
 def _linear(x: float) -> float:
@@ -162,12 +165,11 @@ FALLS: Mapping[str, Callable[[float], float]] = {
     "exponential": _exponential,
     "minus_sqrt": _minus_sqrt,
 }
-"""Shapes that fall from 1 at x = 0 to 0 at x = 1."""
+"""Decay shapes, from 1 at x = 0 to 0 at x = 1."""
 
 
 def schedule_problems(schedule: ScheduleConfig, total_steps: int) -> list[str]:
-    """Every rule that the schedule of a run of `total_steps` steps breaks, as messages for the
-    user."""
+    """Return a message for each rule that the schedule of a run of `total_steps` steps breaks."""
     return [
         *_style_problems(schedule),
         *_rate_problems(schedule),
@@ -182,8 +184,7 @@ def _decay_steps(schedule: ScheduleConfig, total_steps: int) -> int:
 
 
 def _style_problems(schedule: ScheduleConfig) -> list[str]:
-    """Names that no type checker saw, since the schedule was built by a program or read from a
-    file."""
+    """Return invalid names of styles, from programs or files that no type checker has seen."""
     choices = {
         "style": DecayStyle,
         "wsd_decay_style": WsdDecayStyle,
@@ -211,13 +212,13 @@ def _rate_problems(schedule: ScheduleConfig) -> list[str]:
             )
     if schedule.style == "constant" and schedule.min_lr > 0:
         problems.append(
-            f"schedule.min_lr={schedule.min_lr} is never reached with schedule.style=constant. "
-            "Set schedule.min_lr to 0, or choose another style."
+            f"schedule.min_lr={schedule.min_lr} is never reached with schedule.style=constant. Set "
+            "schedule.min_lr to 0, or choose another style."
         )
     if schedule.warmup_steps == 0 and schedule.warmup_init > 0:
         problems.append(
-            f"schedule.warmup_init={schedule.warmup_init} has no effect without a warmup. "
-            "Set schedule.warmup_steps above 0, or schedule.warmup_init to 0."
+            f"schedule.warmup_init={schedule.warmup_init} has no effect without a warmup. Set "
+            "schedule.warmup_steps above 0, or schedule.warmup_init to 0."
         )
     return problems
 
@@ -232,8 +233,7 @@ def _length_problems(schedule: ScheduleConfig, total_steps: int) -> list[str]:
     elif schedule.decay_steps is not None and schedule.style == "constant":
         problems.append(
             f"schedule.decay_steps={schedule.decay_steps} has no effect with "
-            "schedule.style=constant. "
-            "Leave it unset, or choose another style."
+            "schedule.style=constant. Leave it unset, or choose another style."
         )
     return problems + _warmup_problems(schedule, total_steps)
 
@@ -254,41 +254,42 @@ def _warmup_problems(schedule: ScheduleConfig, total_steps: int) -> list[str]:
     )
     return [
         f"schedule.warmup_steps={warmup} leaves no step after the warmup: it must be less than "
-        f"{end}. "
-        f"Set schedule.warmup_steps to {max(decay // 10, min(1, decay - 1))}, or to 0.1 for a "
-        "tenth of any run."
+        f"{end}. Set schedule.warmup_steps to {max(decay // 10, min(1, decay - 1))}, or to 0.1 for "
+        "a tenth of any run."
     ]
 
 
 def _is_warmup(warmup: int | float) -> bool:
-    """Return whether a warmup is a count of steps, or a share of them; nan is neither."""
+    """Return whether a warmup is a count of steps or a share in [0, 1); NaN is neither."""
     return warmup >= 0 if isinstance(warmup, int) else 0 <= warmup < 1
 
 
 def _wsd_problems(schedule: ScheduleConfig, total_steps: int) -> list[str]:
-    fall = schedule.wsd_decay_steps
+    decay_steps = schedule.wsd_decay_steps
     if schedule.style != "wsd":
-        if fall is None:
+        if decay_steps is None:
             return []
         return [
-            f"schedule.wsd_decay_steps={fall} has no effect with schedule.style={schedule.style}. "
-            "Set schedule.style to wsd, or leave schedule.wsd_decay_steps unset."
+            f"schedule.wsd_decay_steps={decay_steps} has no effect with "
+            f"schedule.style={schedule.style}. Set schedule.style to wsd, or leave "
+            "schedule.wsd_decay_steps unset."
         ]
     if not _is_warmup(schedule.warmup_steps):
         return []  # another rule rejects it
-    room = _decay_steps(schedule, total_steps) - count_warmup_steps(schedule, total_steps)
-    if fall is None:
+    available_steps = _decay_steps(schedule, total_steps) - count_warmup_steps(
+        schedule, total_steps
+    )
+    if decay_steps is None:
         return [
             "schedule.wsd_decay_steps is unset: schedule.style=wsd needs the length of its final "
-            "fall. "
-            f"Set schedule.wsd_decay_steps, e.g. to {max(room // 5, 1)} (a fifth of the steps "
-            "after the warmup)."
+            f"fall. Set schedule.wsd_decay_steps, e.g. to {max(available_steps // 5, 1)} (a fifth "
+            "of the steps after the warmup)."
         ]
-    if fall < 0 or fall > max(room, 0):
+    if decay_steps < 0 or decay_steps > max(available_steps, 0):
         return [
-            f"schedule.wsd_decay_steps={fall} must be from 0 to {max(room, 0)}, the steps between "
-            "the warmup and the "
-            f"end of the decay. Set schedule.wsd_decay_steps to {max(room // 5, 0)} (a fifth)."
+            f"schedule.wsd_decay_steps={decay_steps} must be from 0 to {max(available_steps, 0)}, "
+            "the steps between the warmup and the end of the decay. Set schedule.wsd_decay_steps "
+            f"to {max(available_steps // 5, 0)} (a fifth)."
         ]
     return []
 
@@ -308,14 +309,13 @@ def _weight_decay_problems(schedule: ScheduleConfig) -> list[str]:
         if end is not None:
             problems.append(
                 f"schedule.end_weight_decay={end} has no effect with "
-                "schedule.weight_decay_style=constant. "
-                "Leave it unset, or set schedule.weight_decay_style to linear or cosine."
+                "schedule.weight_decay_style=constant. Leave it unset, or set "
+                "schedule.weight_decay_style to linear or cosine."
             )
     elif end is None:
         problems.append(
-            f"schedule.weight_decay_style={style} needs schedule.end_weight_decay. "
-            f"Set it to at least schedule.weight_decay={start}, or set schedule.weight_decay_style "
-            "to constant."
+            f"schedule.weight_decay_style={style} needs schedule.end_weight_decay. Set it to at "
+            f"least schedule.weight_decay={start}, or set schedule.weight_decay_style to constant."
         )
     elif not start <= end < math.inf:
         problems.append(

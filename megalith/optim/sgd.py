@@ -19,12 +19,11 @@ from megalith.plan.shards import Shard
 
 
 class SGD:
-    """`m = momentum * m + g; w -= lr * m`, where g includes the weight decay; vectors (norms,
-    biases) are not decayed.
+    """SGD: `m = momentum * m + g; w -= lr * m`, where g includes the weight decay.
 
-    With `nesterov` the step is along `g + momentum * m`. The bits are those of torch.optim.SGD.
-    Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep
-    learning", section 2.
+    Vectors (norms, biases) have no weight decay by default. With `nesterov` the step is along `g +
+    momentum * m`. Bitwise equal to torch.optim.SGD. Source: Sutskever et al. 2013, "On the
+    importance of initialization and momentum in deep learning", section 2.
     """
 
     def __init__(
@@ -47,8 +46,11 @@ class SGD:
         scale: Tensor | None = None,
         groups: Mapping[str, GroupRates] = NO_GROUPS,
     ) -> None:
-        """Update every weight once. `scale` multiplies the gradients first (clipping); None
-        leaves them. `groups`: what their parameters have in place of `lr` and `weight_decay`."""
+        """Update every weight once.
+
+        `scale` multiplies the gradients first (gradient clipping); None leaves them. `groups`:
+        rates of parameter groups, which replace `lr` and `weight_decay`.
+        """
         self.updates += 1
         for part in by_rates(
             self.slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups
@@ -57,7 +59,8 @@ class SGD:
         round_master_weights(self.slots)
 
     def set_updates(self, updates: int) -> None:
-        """Continue as after this many updates; the momentum is loaded elsewhere."""
+        """Set the number of updates after loading a checkpoint; the momentum is loaded
+        separately."""
         self.updates = updates
 
     def _update(
@@ -76,9 +79,11 @@ class SGD:
         if not momentum:
             torch._foreach_add_(master_weights, gradients, alpha=-lr)
             return
-        kept = [slot.state["momentum"] for slot in slots]
-        torch._foreach_mul_(kept, momentum)
-        torch._foreach_add_(kept, gradients)
+        momentum_buffers = [slot.state["momentum"] for slot in slots]
+        torch._foreach_mul_(momentum_buffers, momentum)
+        torch._foreach_add_(momentum_buffers, gradients)
         if self.config.nesterov:
-            torch._foreach_add_(gradients, kept, alpha=momentum)
-        torch._foreach_add_(master_weights, gradients if self.config.nesterov else kept, alpha=-lr)
+            torch._foreach_add_(gradients, momentum_buffers, alpha=momentum)
+        torch._foreach_add_(
+            master_weights, gradients if self.config.nesterov else momentum_buffers, alpha=-lr
+        )

@@ -1,5 +1,4 @@
-"""What every optimizer holds of one parameter's slice: weights, a wide copy of them, and the rule's
-own tensors."""
+"""Optimizer slots: the weights, master weights and optimizer state of one parameter shard."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,38 +12,39 @@ from megalith.plan.initial import PLAIN, ParameterRates
 from megalith.plan.shards import Shard
 
 RatesOf = Callable[[Shard], ParameterRates]
-"""What the optimizer's settings are multiplied by for a parameter."""
+"""Factors of the optimizer's settings for a parameter."""
 
 
 def same_rates(shard: Shard) -> ParameterRates:
-    """All parameters learn alike."""
+    """Return equal rates for all parameters."""
     return PLAIN
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSlot:
-    """One slice as the optimizer holds it."""
+    """One parameter shard with its optimizer state."""
 
     shard: Shard
     weight: Tensor
-    """What forward reads, or is sent to those that do."""
+    """The shard of the model's parameter, in the model's dtype."""
 
     master: Tensor
-    """The same in fp32 or float64: the weights themselves where they are as wide."""
+    """Master weights in fp32 or float64; the weights themselves if they have this precision."""
 
     state: Mapping[str, Tensor]
-    """The rule's tensors by role, like the master."""
+    """Optimizer state by role, in the dtype of the master weights."""
 
     rates: ParameterRates = PLAIN
-    """What the optimizer's settings are multiplied by here."""
+    """Factors of the optimizer's settings for this parameter."""
 
 
 class Optimizer(Protocol):
-    """An update rule over slices of parameters; every rank holds the slots of what it owns."""
+    """Interface of optimizers over parameter shards; every rank has the slots of the shards it
+    owns."""
 
     slots: list[OptimizerSlot]
     updates: int
-    """Steps so far."""
+    """Number of updates so far."""
 
     def step(
         self,
@@ -55,18 +55,20 @@ class Optimizer(Protocol):
         scale: Tensor | None = None,
         groups: Mapping[str, GroupRates] = NO_GROUPS,
     ) -> None:
-        """Update every weight once, from one gradient per slot. `scale` multiplies the gradients
-        first, which may be overwritten; None leaves them. `groups`: by name, what their
-        parameters have in place of `lr` and `weight_decay`."""
+        """Update every weight once, from one gradient per slot.
+
+        `scale` multiplies the gradients first, which may be overwritten; None leaves them.
+        `groups`: rates of parameter groups by name, which replace `lr` and `weight_decay`.
+        """
 
     def set_updates(self, updates: int) -> None:
-        """Continue as after this many updates; tensors are loaded elsewhere."""
+        """Set the number of updates after loading a checkpoint; tensors are loaded separately."""
 
 
 def build_slot(
     shard: Shard, weight: Tensor, roles: Sequence[str], rates: ParameterRates = PLAIN
 ) -> OptimizerSlot:
-    """A slot whose state is zero."""
+    """Return a slot whose optimizer state is zero."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     master = weight if weight.dtype == wide else weight.to(wide)
     return OptimizerSlot(
@@ -75,14 +77,16 @@ def build_slot(
 
 
 def round_master_weights(slots: Sequence[OptimizerSlot]) -> None:
-    """Write the weights anew from their master weights, where they are apart."""
-    apart = [slot for slot in slots if slot.master is not slot.weight]
-    if apart:
-        torch._foreach_copy_([slot.weight for slot in apart], [slot.master for slot in apart])
+    """Copy the master weights into the weights, where these have lower precision."""
+    low_precision = [slot for slot in slots if slot.master is not slot.weight]
+    if low_precision:
+        torch._foreach_copy_(
+            [slot.weight for slot in low_precision], [slot.master for slot in low_precision]
+        )
 
 
 class SlotGroup(NamedTuple):
-    """Slots that are updated alike, and how."""
+    """Slots with the same learning rate and weight decay."""
 
     slots: list[OptimizerSlot]
     gradients: list[Tensor]
@@ -98,22 +102,22 @@ def by_rates(
     weight_decay: float,
     groups: Mapping[str, GroupRates] = NO_GROUPS,
 ) -> list[SlotGroup]:
-    """Slots with gradients, rate and decay: what decays, matrices as a rule, then what does not
-    (norms, biases)."""
-    parts = []
+    """Group slots and gradients by learning rate and weight decay; those with weight decay come
+    first."""
+    groups_of_slots = []
     for decays in (True, False):
-        alike: dict[ParameterRates, list[int]] = {}
+        indices_by_rates: dict[ParameterRates, list[int]] = {}
         for number, slot in enumerate(slots):
             if (slot.shard.inputs > 0 or slot.rates.vector_decays) == decays:
-                alike.setdefault(slot.rates, []).append(number)
-        for rates, part in alike.items():
+                indices_by_rates.setdefault(slot.rates, []).append(number)
+        for rates, indices in indices_by_rates.items():
             decay = groups[rates.decay_of].weight_decay if rates.decay_of else weight_decay
-            parts.append(
+            groups_of_slots.append(
                 SlotGroup(
-                    [slots[i] for i in part],
-                    [gradients[i] for i in part],
+                    [slots[i] for i in indices],
+                    [gradients[i] for i in indices],
                     (groups[rates.lr_of].lr if rates.lr_of else lr) * rates.lr,
                     decay * rates.decay if decays else 0.0,
                 )
             )
-    return parts
+    return groups_of_slots

@@ -1,4 +1,4 @@
-"""From a config to what a step needs: model, data-parallel engine, optimizer."""
+"""Builds what a training step needs from the config: model, gradient synchronization, optimizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """Everything one rank computes with."""
+    """Model, gradient synchronization, optimizer and loss scale of one rank."""
 
     run: TrainRun
     mesh: Mesh
@@ -40,11 +40,11 @@ class Trainer:
     data: GradSync
     optimizer: Optimizer
     loss_scale: LossScale | None
-    """Set for fp16."""
+    """Loss scaling state; None unless the run is in fp16."""
 
     @property
     def model(self) -> Decoder:
-        """The model, where it is not divided into several chunks."""
+        """The model, if this rank has only one model chunk."""
         (model,) = self.pipeline_model.chunks
         return model
 
@@ -52,17 +52,16 @@ class Trainer:
 def build_trainer(
     run: TrainRun, mesh: Mesh, device: torch.device, *, fill: bool = True, fill_frozen: bool = True
 ) -> Trainer:
-    """Build this rank's part of the model without whole tensors anywhere, and give it its first
-    weights.
+    """Build this rank's shards of the model, without allocating full tensors, and initialize them.
 
-    `fill=False` leaves weights at zero, for a checkpoint to fill; `fill_frozen=False` those that
-    are not trained.
+    `fill=False` leaves all weights at zero, for a checkpoint to load; `fill_frozen=False` leaves
+    only the frozen weights at zero.
     """
     pipeline_model = build_pipeline_model(run, mesh, device, dtype=DTYPES[run.precision.params])
     model = pipeline_model.modules
     data = build_grad_sync(run, model, mesh, device)
     if fill:
-        _give_first_weights(model, data, seed=run.seed, frozen=fill_frozen)
+        _init_weights(model, data, seed=run.seed, frozen=fill_frozen)
     for chunk in pipeline_model.chunks if run.train.compile else ():
         for layer in chunk.layers:
             layer.compile()
@@ -71,7 +70,7 @@ def build_trainer(
         return rates_in(run.model, run.optim, shard.name, shard.inputs)
 
     optimizer = build_optimizer(
-        [(owned.shard, owned.weight) for owned in data.local_params], run.optim, rates
+        [(param.shard, param.weight) for param in data.local_params], run.optim, rates
     )
     return Trainer(
         run,
@@ -87,28 +86,30 @@ def build_trainer(
 def build_grad_sync(
     run: TrainRun, model: nn.ModuleList, mesh: Mesh, device: torch.device
 ) -> GradSync:
-    """Give the parameters of my chunks memory, and a way for their gradients to be summed over
-    ranks.
+    """Allocate the parameters of this rank's model chunks and set up their gradient reduction.
 
-    Parameters with `requires_grad` False by now are frozen: they get first weights and are saved,
-    and that is all.
+    Parameters whose `requires_grad` is False are frozen: they are initialized and saved, but have
+    no gradients and no optimizer state.
     """
     p, dtype = run.parallel, DTYPES[run.precision.params]
     parameters = [
         (declared.shard, module, name) for declared, module, name in declared_parameters(model)
     ]
-    sums, watch = torch.promote_types(dtype, torch.float32), run.optim.nonfinite_grad == "raise"
+    gradient_dtype, watch = (
+        torch.promote_types(dtype, torch.float32),
+        run.optim.nonfinite_grad == "raise",
+    )
     if p.zero == 3 and divides(mesh):
         from megalith.parallel.fsdp import (
             FullyShardedDataParallel,
-        )  # here, because torch's part of it takes half a second to load
+        )  # imported here because FSDP2 takes half a second to load
 
         return FullyShardedDataParallel(
             list(model),
             parameters,
             mesh,
             device=device,
-            gradient_dtype=sums,
+            gradient_dtype=gradient_dtype,
             keep_gathered=len(model) * p.pp > 1,
             watch=watch,
             overlap=p.overlap,
@@ -118,23 +119,27 @@ def build_grad_sync(
         parameters,
         mesh,
         device=device,
-        gradient_dtype=sums,
+        gradient_dtype=gradient_dtype,
         bucket_numel=p.bucket_numel,
         overlap=p.overlap,
         sinks=not run.train.compile,
         zero=p.zero,
         reduce_dtype=torch.bfloat16 if p.reduce_dtype == "bf16" else None,
-        chunks=[] if run.train.compile else list(model),  # a graph cannot wait
+        chunks=[]
+        if run.train.compile
+        else list(model),  # a compiled graph cannot wait for a gather
         watch=watch,
     )
 
 
-def _give_first_weights(model: nn.Module, data: GradSync, *, seed: int, frozen: bool) -> None:
-    """Each rank draws the slices that it owns, and gets the others from their owners: the same
-    under every layout."""
+def _init_weights(model: nn.Module, data: GradSync, *, seed: int, frozen: bool) -> None:
+    """Initialize the shards that this rank owns and all-gather the rest.
+
+    Random values are keyed, so the weights are the same under every layout.
+    """
     init_of = {declared.shard.name: declared.init for declared, _, _ in declared_parameters(model)}
     for shard, weight in (
-        *((owned.shard, owned.weight) for owned in data.local_params),
+        *((param.shard, param.weight) for param in data.local_params),
         *(data.frozen if frozen else ()),
     ):
         init_param_(weight, shard, init_of[shard.name], seed=seed)
@@ -143,28 +148,26 @@ def _give_first_weights(model: nn.Module, data: GradSync, *, seed: int, frozen: 
 
 
 def all_gather_loaded_params(trainer: Trainer) -> None:
-    """After tensors of `checkpoint_entries` were filled: let every rank compute with the weights
-    that its peers own."""
+    """All-gather the parameters after the tensors of `checkpoint_entries` were loaded."""
     trainer.data.all_gather_params()
     trainer.data.wait_params()
 
 
 def checkpoint_entries(trainer: Trainer) -> list[CheckpointEntry]:
-    """Every tensor that a checkpoint holds, with the slice of it that this rank has; each slice is
-    written once.
+    """Return this rank's shard of every tensor that a checkpoint holds; one replica writes each
+    shard.
 
-    Adapters are saved without the weights that they are trained beside, which are somewhere
-    already.
+    A LoRA run saves only its adapters, not the frozen base weights.
     """
-    here = trainer.mesh.coordinates
+    coordinates = trainer.mesh.coordinates
     entries = []
     for slot in trainer.optimizer.slots:
         tensors: dict[str, Tensor] = {"param": slot.weight, **slot.state}
         if slot.master is not slot.weight:
             tensors["master"] = slot.master
-        mine = is_first_replica(slot.shard, here)
+        is_writer = is_first_replica(slot.shard, coordinates)
         entries += [
-            CheckpointEntry(slot.shard, role, tensor, mine) for role, tensor in tensors.items()
+            CheckpointEntry(slot.shard, role, tensor, is_writer) for role, tensor in tensors.items()
         ]
     return entries + (
         weight_entries(trainer.data.frozen, trainer.mesh) if trainer.run.lora is None else []
@@ -172,9 +175,9 @@ def checkpoint_entries(trainer: Trainer) -> list[CheckpointEntry]:
 
 
 def weight_entries(parameters: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> list[CheckpointEntry]:
-    """Weights alone, of what is not trained."""
-    here = mesh.coordinates
+    """Return the checkpoint entries of parameters that have no optimizer state."""
+    coordinates = mesh.coordinates
     return [
-        CheckpointEntry(shard, "param", tensor, is_first_replica(shard, here))
+        CheckpointEntry(shard, "param", tensor, is_first_replica(shard, coordinates))
         for shard, tensor in parameters
     ]

@@ -1,5 +1,5 @@
-"""Divergence: steps and parameters that are NaN or infinite, and how to continue from a checkpoint
-before them."""
+"""Divergence: detects NaN or infinite losses, gradients and parameters, and names the checkpoint to
+continue from."""
 
 import math
 from collections.abc import Sequence
@@ -16,9 +16,8 @@ from megalith.train.step import StepResult
 def is_divergent(result: StepResult, loss_scale: LossScale | None) -> bool:
     """Return whether a step has NaN or infinite values that a lower loss scale would not avoid.
 
-    These are a loss that is not finite, which the scale has no part in, and gradients that are not
-    finite without dynamic loss scaling or at its lowest scale. An fp16 step that overflows at a
-    higher scale is normal.
+    That is a non-finite loss, or non-finite gradients without dynamic loss scaling or at its lowest
+    scale. An fp16 step that overflows at a higher scale is normal.
     """
     if result.empty:
         return False
@@ -30,8 +29,11 @@ def is_divergent(result: StepResult, loss_scale: LossScale | None) -> bool:
 
 
 def find_nonfinite_parameters(entries: Sequence[CheckpointEntry]) -> list[str]:
-    """Return the names of the parameters whose weights or master weights, as far as this rank
-    saves them, are NaN or infinite somewhere. The host waits for the device once."""
+    """Return the names of the parameters whose weights or master weights are NaN or infinite
+    somewhere.
+
+    Checks the shards that this rank saves. The host waits for the device once.
+    """
     weights = [e for e in entries if e.role in ("param", "master") and e.mine and e.tensor.numel()]
     if not weights:
         return []
@@ -45,8 +47,8 @@ def find_nonfinite_parameters(entries: Sequence[CheckpointEntry]) -> list[str]:
 
 
 def describe_last_good_checkpoint(folder: Path, last_update: int, lr: float) -> str:
-    """Say which checkpoint in `folder` is from before a series of skipped steps, and how to
-    continue from it.
+    """Describe how to continue from the newest checkpoint in `folder` before a series of skipped
+    steps.
 
     `last_update`: the last step before the series; `lr`: schedule.lr of the run.
     """
@@ -59,11 +61,10 @@ def describe_last_good_checkpoint(folder: Path, last_update: int, lr: float) -> 
     if good == list(complete.values())[-1]:
         return (
             f"The last checkpoint from before that is {good}: run the same command again {change}, "
-            "and it continues "
-            f"from there."
+            "and it continues from there."
         )
     return (
         f"The last checkpoint from before that is {good}: to continue from it, run the same "
-        f"command again {change}, "
-        f"and with --run NAME --checkpoint.load {good} --checkpoint.load_mode all."
+        f"command again {change}, and with --run NAME --checkpoint.load {good} "
+        "--checkpoint.load_mode all."
     )

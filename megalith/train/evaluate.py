@@ -1,4 +1,5 @@
-"""Evaluation: the mean loss over held-out samples, and what it means per byte of text."""
+"""Evaluation: mean loss over held-out samples, bits per byte and multi-token prediction (MTP)
+acceptance."""
 
 import math
 import sys
@@ -34,68 +35,67 @@ from megalith.train.staged import PipelineModel, build_pipeline_model
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What held-out text costs the model."""
+    """Losses and MTP acceptance rates on held-out text."""
 
     loss: float
     """Mean of -log p(label), in nats per token."""
 
     bits_per_byte: float | None
-    """The same in bits per byte of the text that the labels decode to; None where tokens are no
-    text."""
+    """The loss in bits per byte of the text of the labels; None if tokens are not text."""
 
     num_labels: int
-    """PackedSeqParams it was measured on."""
+    """Number of labels that the loss is averaged over."""
 
     mtp_losses: tuple[float, ...] = ()
-    """The loss of every MTP depth."""
+    """Mean loss of every MTP depth."""
 
     acceptance_rates: tuple[float, ...] = ()
-    """How often the best token of every such depth is the one that came."""
+    """For every MTP depth, the share of labels that are its most likely token."""
 
     acceptance_length: float | None = None
-    """PackedSeqParams per forward for a reader who takes the next token, and after it guesses of
-    depth after depth as long as they are those that came; None where no depth predicts."""
+    """Tokens per forward pass of self-speculative decoding: the next token, and the MTP predictions
+    up to the first wrong one. None without MTP layers."""
 
     @property
     def perplexity(self) -> float:
-        """e to the loss: as uncertain as a choice among so many equally likely tokens."""
+        """Exponential of the loss, at most e^700."""
         return math.exp(min(self.loss, 700.0))
 
     def of_depths(self) -> dict[str, float | None]:
-        """What a metrics row says of MTP depths."""
+        """Return the MTP values of a metrics row."""
         if not self.acceptance_rates:
             return {}
-        both = enumerate(zip(self.mtp_losses, self.acceptance_rates, strict=True), start=1)
-        found = {f"eval_mtp_{depth}_loss": loss for depth, (loss, _) in both}
-        found |= {
+        depths = enumerate(zip(self.mtp_losses, self.acceptance_rates, strict=True), start=1)
+        metrics = {f"eval_mtp_{depth}_loss": loss for depth, (loss, _) in depths}
+        metrics |= {
             f"mtp_{depth}_acceptance_rate": share
             for depth, share in enumerate(self.acceptance_rates, start=1)
         }
-        return {**found, "mtp_acceptance_length": self.acceptance_length}
+        return {**metrics, "mtp_acceptance_length": self.acceptance_length}
 
     def depths_text(self) -> str:
-        """The same in a line for people; empty where there are none.
+        """Return the MTP acceptance as text for the end of a log line; empty without MTP layers.
 
         >>> Evaluation(2.0, None, 9, (2.5, 3.0), (0.5, 0.25), 1.625).depths_text()
-        ', further tokens guessed 50.0 %, 25.0 %, 1.62 tokens at once'
+        ', MTP acceptance rates 50.0 %, 25.0 %, acceptance length 1.62'
         """
         if not self.acceptance_rates:
             return ""
         shares = ", ".join(f"{share:.1%}".replace("%", " %") for share in self.acceptance_rates)
-        return f", further tokens guessed {shares}, {self.acceptance_length:.2f} tokens at once"
+        return f", MTP acceptance rates {shares}, acceptance length {self.acceptance_length:.2f}"
 
 
 AT_ONCE = 8
-"""Microbatches per pipeline rank that go through the pipeline together: the bubble is then an
-eighth at most."""
+"""Microbatches per pipeline rank in one forward pass of the pipeline: the bubble is at most an
+eighth."""
 
 
 DOCUMENTS = 64
-"""For each data-parallel rank that are packed at a time."""
+"""Documents per data-parallel rank that are packed at a time."""
 
 
 def nothing(rows: int) -> None:
-    """Tell nobody how many rows were read."""
+    """Ignore the number of rows that were read."""
 
 
 def evaluate(
@@ -110,13 +110,13 @@ def evaluate(
     tell: Callable[[int], None] = nothing,
     budget: Budget | None = None,
 ) -> Evaluation:
-    """Mean loss over the first `samples` samples, `rows` at a time. Collective over the whole mesh;
-    changes nothing.
+    """Return the mean loss over the first `samples` samples, `rows` at a time. Collective over the
+    mesh.
 
-    Samples are dealt out over the data-parallel ranks, some of which may have one less, but all run
-    as many batches; context-parallel ranks share theirs as `slicing` says. With a `budget` samples
-    are documents, which are packed and dealt out some at a time. What is counted comes from the
-    last stage. `tell` hears how many rows all ranks have read, as far as this one knows.
+    Samples are distributed over the data-parallel ranks; some ranks may have one less, but all run
+    the same number of batches. Context-parallel ranks split each sample as `slicing` says. With a
+    `budget`, samples are documents, which are packed and assigned in groups. The last pipeline
+    stage counts the labels. `tell` is called with the number of rows that all ranks have read.
     """
     mesh, device, depths, read = (
         pipeline_model.mesh,
@@ -126,52 +126,53 @@ def evaluate(
     )
     sums = torch.zeros(2 + 2 * depths if depths else 1, dtype=torch.float64, device=device)
     counts = torch.zeros(3 + depths, dtype=torch.float64)
-    tells = pipeline_model.has_loss and mesh.tp.rank == 0
+    counts_labels = pipeline_model.has_loss and mesh.tp.rank == 0
     if budget is None:
         batches = _batches(dataset, masks, mesh, samples, rows, device, slicing, depths)
     else:
         batches = _packs(dataset, budget, mesh, samples, device, slicing, depths)
-    while some := list(islice(batches, 1 if mesh.pp.size == 1 else AT_ONCE * mesh.pp.size)):
-        found = pipeline_model.forward(some)
-        if tells:
-            sums += found
-            counts += sum(_counts(batch, tokenizer) for batch in some)
-        mine = len(some) * rows if budget is None else sum(len(batch.lengths) for batch in some)
-        read += mine * mesh.dp.size
+    while group := list(islice(batches, 1 if mesh.pp.size == 1 else AT_ONCE * mesh.pp.size)):
+        losses = pipeline_model.forward(group)
+        if counts_labels:
+            sums += losses
+            counts += sum(_counts(batch, tokenizer) for batch in group)
+        num_local_rows = (
+            len(group) * rows if budget is None else sum(len(batch.lengths) for batch in group)
+        )
+        read += num_local_rows * mesh.dp.size
         tell(min(read, samples))
-    if read < samples:  # others had more documents than this rank
+    if read < samples:  # other ranks had more documents
         tell(samples)
     total = all_reduce_(torch.cat([sums, counts.to(device)]), mesh.world).tolist()
     return _summary(total[: len(sums)], total[len(sums) :], depths)
 
 
 def _counts(batch: Batch, tokenizer: Tokenizer) -> Tensor:
-    """Bytes and labels, labels of every MTP depth, and tokens with all of these: float64 [3 +
-    depths]."""
-    mine, mtp_inputs = (
-        batch.labels[batch.labels >= 0].tolist(),
-        [labels for _, labels in batch.mtp_inputs],
-    )
-    places = int(complete(mtp_inputs).sum()) if mtp_inputs else 0
-    labels = [int((labels >= 0).sum()) for labels in mtp_inputs]
+    """Return bytes, labels, labels of every MTP depth, and tokens with labels at all depths:
+    float64 [3 + depths]."""
+    labels = batch.labels[batch.labels >= 0].tolist()
+    mtp_labels = [depth_labels for _, depth_labels in batch.mtp_inputs]
+    num_complete = int(complete(mtp_labels).sum()) if mtp_labels else 0
+    num_mtp_labels = [int((depth_labels >= 0).sum()) for depth_labels in mtp_labels]
     return torch.tensor(
-        [tokenizer.num_bytes(mine), len(mine), *labels, places], dtype=torch.float64
+        [tokenizer.num_bytes(labels), len(labels), *num_mtp_labels, num_complete],
+        dtype=torch.float64,
     )
 
 
 def _summary(sums: Sequence[float], counts: Sequence[float], depths: int) -> Evaluation:
-    """From what `Decoder.evaluate` sums and `_counts` counts, over all ranks."""
-    num_bytes, *labels, places = counts
+    """Return the result from the sums of `Decoder.evaluate` and `_counts` over all ranks."""
+    num_bytes, *labels, num_complete = counts
     bits = sums[0] / math.log(2) / num_bytes if num_bytes else None
-    loss, *mtp_inputs = (
+    loss, *mtp_losses = (
         total / max(1.0, count) for total, count in zip(sums[: 1 + depths], labels, strict=True)
     )
-    right = tuple(
+    acceptance_rates = tuple(
         total / max(1.0, count)
         for total, count in zip(sums[1 + depths : -1], labels[1:], strict=True)
     )
-    length = 1 + sums[-1] / max(1.0, places) if depths else None
-    return Evaluation(loss, bits, int(labels[0]), tuple(mtp_inputs), right, length)
+    length = 1 + sums[-1] / max(1.0, num_complete) if depths else None
+    return Evaluation(loss, bits, int(labels[0]), tuple(mtp_losses), acceptance_rates, length)
 
 
 def run_evaluation(
@@ -184,10 +185,11 @@ def run_evaluation(
     samples: int | None,
     show: bool = False,
 ) -> Evaluation:
-    """Evaluate a run's newest checkpoint on one of its splits; `samples` unset: all of it, once.
+    """Evaluate a run's newest checkpoint on one of its splits; `samples` unset: the whole split,
+    once.
 
-    With `show` the first rank tells on standard error how far it is, so that results stand alone on
-    standard output.
+    With `show` the first rank reports its progress on standard error, so that standard output holds
+    only the results.
 
     Raises:
         CheckpointError: the run has no checkpoint yet, or it is of another model.
@@ -215,17 +217,17 @@ def run_evaluation(
             f"--split={split} has no samples in this run. Choose one of train, valid, test that "
             "has some."
         )
-    merged = replace(run, lora=None)  # adapters are added to the weights as these are read
+    merged = replace(run, lora=None)  # adapters are merged into the weights when these are loaded
     pipeline_model = build_pipeline_model(merged, mesh, device, dtype=DTYPES[run.precision.params])
     rules = CheckpointConfig(
         allow_model_changes=run.checkpoint.allow_model_changes
-    )  # all weights are needed here
+    )  # evaluation needs all weights
     entries = weight_entries(held_weights(pipeline_model), mesh)
     notes = load_pretrained(entries, str(folder.path), mesh.world, model=run.model, rules=rules)
     masks = masks_of(run.data, run.model, tokenizer.eod)
     count = dataset.num_samples if samples is None else min(samples, dataset.num_samples)
-    speaks = show and mesh.world.rank == 0
-    with StepProgress(total=count, show=speaks, noun="row", stream=sys.stderr) as progress:
+    shows_progress = show and mesh.world.rank == 0
+    with StepProgress(total=count, show=shows_progress, noun="row", stream=sys.stderr) as progress:
         for line in notes:
             progress.say(f"{folder.path}: {line}")
         progress.say(f"reading {count:,} rows of {split}")
@@ -243,10 +245,10 @@ def run_evaluation(
 
 
 def held_weights(pipeline_model: PipelineModel) -> list[tuple[Shard, Tensor]]:
-    """Give the weights of my chunks memory, still to be filled: with parallel.zero=3 my rows of
-    each, else all of it.
+    """Allocate the weights of this rank's model chunks, without gradients, and return their shards.
 
-    Collective over the mesh with parallel.zero=3. Nothing is there for gradients.
+    With parallel.zero=3 a rank allocates its shard of each weight, else all of it. Collective over
+    the mesh with parallel.zero=3.
     """
     mesh, device, p = pipeline_model.mesh, pipeline_model.device, pipeline_model.run.parallel
     model = pipeline_model.modules
@@ -256,7 +258,7 @@ def held_weights(pipeline_model: PipelineModel) -> list[tuple[Shard, Tensor]]:
     if p.zero == 3 and divides(mesh):
         from megalith.parallel.fsdp import (
             divide_for_forward,
-        )  # here: torch's part of it takes half a second to load
+        )  # imported here because FSDP2 takes half a second to load
 
         return divide_for_forward(
             pipeline_model.chunks,
@@ -279,17 +281,17 @@ def _batches(
     slicing: Slicing,
     depths: int,
 ) -> Iterator[Batch]:
-    mine = range(mesh.dp.rank, samples, mesh.dp.size)
+    local_samples = range(mesh.dp.rank, samples, mesh.dp.size)
     for start in range(
         0, -(-samples // mesh.dp.size), rows
-    ):  # as often as the rank with the most samples
-        found = [dataset.sample(k) for k in mine[start : start + rows]]
-        # Rows without labels fill up the last batch, whose tokens must still divide over
-        # sequence-parallel ranks, and are all that a rank has which must still take part in
-        # gathering weights.
-        empty = (found or [dataset.sample(0)])[0].blank()
+    ):  # as many batches as the rank with the most samples
+        batch_samples = [dataset.sample(k) for k in local_samples[start : start + rows]]
+        # The last batch is padded with rows without labels, because sequence-parallel ranks must
+        # split its tokens evenly. A rank without samples runs such rows only, because it must take
+        # part in gathering weights.
+        empty = (batch_samples or [dataset.sample(0)])[0].blank()
         yield build_batch(
-            [*found, *[empty] * (rows - len(found))],
+            [*batch_samples, *[empty] * (rows - len(batch_samples))],
             masks,
             device=device,
             slicing=slicing,
@@ -306,12 +308,14 @@ def _packs(
     slicing: Slicing,
     depths: int,
 ) -> Iterator[Batch]:
-    """Packs of documents, equally many on every rank: where there are too few, some hold
-    nothing."""
+    """Yield packs of documents, equally many on every rank; some are empty if there are too few
+    documents."""
     assert isinstance(dataset, Indexed), "only documents can be packed"
-    together = DOCUMENTS * mesh.dp.size
-    for first in range(0, samples, together):
-        lengths = [sum(dataset.lengths_of(k)) for k in range(first, min(first + together, samples))]
+    group_size = DOCUMENTS * mesh.dp.size
+    for first in range(0, samples, group_size):
+        lengths = [
+            sum(dataset.lengths_of(k)) for k in range(first, min(first + group_size, samples))
+        ]
         for pack in budget.assign_batches(lengths, mesh.dp.size, forward_only=True).of(
             mesh.dp.rank
         ):

@@ -1,4 +1,4 @@
-"""Experts over a step: the biases that even out their use, and what a run tells of it."""
+"""Expert load of a step: updates of the expert bias, routing replay and expert load metrics."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,12 @@ from megalith.parallel.mesh import Mesh
 
 
 def routers_of(model: nn.Module) -> Iterator[Router]:
-    """Every router, in the order of the layers."""
+    """Yield every router in the order of the layers."""
     return (module for module in model.modules() if isinstance(module, Router))
 
 
 def learning(model: nn.Module) -> Iterator[tuple[Router, Record]]:
-    """Routers that are trained and have counted something, and what."""
+    """Yield the trained routers that have recorded routing statistics, with their records."""
     for router in routers_of(model):
         record = router.balance.record
         if record is not None and any(
@@ -33,11 +33,11 @@ def learning(model: nn.Module) -> Iterator[tuple[Router, Record]]:
 
 
 def move_balancing_biases(model: nn.Module, mesh: Mesh) -> None:
-    """After a step, make experts that were chosen too seldom more likely to be chosen, and those
-    too often less.
+    """Update the expert bias after a step: raise it for underused experts, lower it for overused
+    ones.
 
-    Routers that are not trained keep their biases. Collective over the ranks with the same layers;
-    one message. Source: Wang et al. 2024, arXiv:2408.15664, algorithm 1.
+    Routers that are not trained keep their biases. One all-reduce over the ranks with the same
+    layers. Source: Wang et al. 2024, arXiv:2408.15664, algorithm 1.
     """
     counted = [
         (router, bias, record)
@@ -55,12 +55,12 @@ def move_balancing_biases(model: nn.Module, mesh: Mesh) -> None:
 
 
 def move_balancing_offsets(model: nn.Module, mesh: Mesh) -> None:
-    """After a step, take from the logits of experts what would have made them equally busy in it,
-    on average.
+    """Update the quantile offsets of the router logits after a step, so that experts are equally
+    loaded.
 
-    Offsets are those of the microbatches that had tokens; of these before the step `quantile_ema`
-    remains. Their mean over the experts, which changes no choice, is 0. Collective over the ranks
-    with the same layers; one message.
+    The offsets are averaged over the microbatches with tokens, smoothed by `quantile_ema`, and
+    centered to a mean of 0 over the experts, which changes no choice. One all-reduce over the ranks
+    with the same layers.
     """
     counted = [
         (router, offset, record)
@@ -74,17 +74,16 @@ def move_balancing_offsets(model: nn.Module, mesh: Mesh) -> None:
         mesh.over("dp", "cp", "tp"),
     )
     for (router, offset, _), row in zip(counted, sums, strict=True):
-        kept = router.moe.aux_loss.quantile_ema
-        fresh = kept * offset.data.double() + (1 - kept) * row[:-1] / row[-1].clamp(min=1)
-        offset.data.copy_(fresh - fresh.mean())
+        ema = router.moe.aux_loss.quantile_ema
+        updated = ema * offset.data.double() + (1 - ema) * row[:-1] / row[-1].clamp(min=1)
+        offset.data.copy_(updated - updated.mean())
 
 
 def with_routing(batches: Sequence[Batch], routing: Routing) -> list[Batch]:
-    """Microbatches whose choices of experts are written into `routing`, or follow it
-    (`routing.again()`).
+    """Return microbatches whose expert choices are recorded in `routing`, or replayed from it.
 
-    Choices are of a rank's own tokens and layers: they are replayed under the layout that they were
-    recorded under.
+    The choices are of this rank's own tokens and layers: they must be replayed under the same
+    layout.
     """
     return [
         replace(batch, tokens=replace(batch.tokens, route=Route(routing, number)))
@@ -93,45 +92,49 @@ def with_routing(batches: Sequence[Batch], routing: Routing) -> list[Batch]:
 
 
 class LayerExpertLoad(NamedTuple):
-    """What the experts of one layer did in a step."""
+    """Expert load of one layer in a step."""
 
     layer: str
-    """As its parameters are named: `layers.3`."""
+    """Name of the layer, as in its parameters: `layers.3`."""
 
     counts: tuple[float, ...]
-    """PackedSeqParams that went to each expert."""
+    """Number of tokens of each expert."""
 
     refused: float
-    """Choices that were refused."""
+    """Number of dropped choices, beyond the expert capacity."""
 
     losses: tuple[float, ...]
-    """Of balance, as in `LOSSES`, each without its weight: means over the microbatches."""
+    """Aux losses, in the order of `LOSSES`, without their coefficients: means over the
+    microbatches."""
 
     bias_range: float
-    """Largest balancing bias less the smallest; 0 without."""
+    """Largest minus smallest expert bias; 0 without an expert bias."""
 
 
 def collect_expert_load(model: nn.Module, mesh: Mesh) -> list[LayerExpertLoad]:
-    """What all layers did in the last step, in their order, the same on every rank. Collective; two
+    """Return the expert load of all layers in the last step, in their order. Collective; two
     messages.
 
-    A stage without experts takes part. Nothing was recorded before the first step: then it is
-    empty.
+    The result is the same on every rank. Pipeline stages without experts take part. Empty before
+    the first step.
     """
     routers = [router for router in routers_of(model) if router.balance.record is not None]
-    found = [_rows_of(router) for router in routers]
-    if found:
-        sums = all_reduce_(torch.stack(found), mesh.over("dp", "cp", "tp")).tolist()
-        uses = [_use_of(router, row, mesh) for router, row in zip(routers, sums, strict=True)]
+    local_rows = [_local_row(router) for router in routers]
+    if local_rows:
+        sums = all_reduce_(torch.stack(local_rows), mesh.over("dp", "cp", "tp")).tolist()
+        loads = [
+            _build_layer_load(router, row, mesh) for router, row in zip(routers, sums, strict=True)
+        ]
     else:
-        uses = []
-    every = gather_objects(uses, mesh.pp)
-    joined = [use for part in every if isinstance(part, list) for use in part]
-    return sorted(joined, key=lambda use: in_order(use.layer))
+        loads = []
+    gathered = gather_objects(loads, mesh.pp)
+    all_loads = [load for part in gathered if isinstance(part, list) for load in part]
+    return sorted(all_loads, key=lambda load: in_order(load.layer))
 
 
-def _rows_of(router: Router) -> Tensor:
-    """Counts, refused choices and losses of a step on this rank: [E + 1 + losses]."""
+def _local_row(router: Router) -> Tensor:
+    """Return token counts, dropped choices and aux losses of a step on this rank: [E + 1 +
+    losses]."""
     record = router.balance.record
     assert record is not None
     microbatches = len(record.counts)
@@ -144,7 +147,7 @@ def _rows_of(router: Router) -> Tensor:
     )
 
 
-def _use_of(router: Router, row: Sequence[float], mesh: Mesh) -> LayerExpertLoad:
+def _build_layer_load(router: Router, row: Sequence[float], mesh: Mesh) -> LayerExpertLoad:
     experts = router.moe.num_experts
     bias = router.moved
     spread = 0.0 if bias is None else float(bias.max() - bias.min())
@@ -153,13 +156,13 @@ def _use_of(router: Router, row: Sequence[float], mesh: Mesh) -> LayerExpertLoad
 
 
 def in_order(layer: str) -> tuple[bool, int]:
-    """Layers by number, and after them MTP layers."""
+    """Return the sort key of a layer name: layers by number, then MTP layers."""
     kind, number = layer.split(".")[:2]
     return kind != "layers", int(number)
 
 
 def _entropy(counts: Sequence[float]) -> float:
-    """Of shares of the choices, where 1 is that of equal shares; 1 without any."""
+    """Return the entropy of the expert shares, relative to equal shares; 1 without choices."""
     total = sum(counts)
     shares = [count / total for count in counts if count > 0]
     return (
@@ -172,12 +175,11 @@ def _entropy(counts: Sequence[float]) -> float:
 def expert_load_metrics(
     uses: Sequence[LayerExpertLoad], weights: Sequence[float], *, per_layer: bool = False
 ) -> dict[str, Value]:
-    """What metrics.jsonl tells of it; `weights`: of the losses in the config, of which the others
-    are left out.
+    """Return the expert load metrics for metrics.jsonl; aux losses with coefficient 0 are left out.
 
-    A load is how many tokens the busiest expert had, where 1 is the mean over experts; the entropy
-    of who was chosen is 1 when all are equally busy, and that of the layer where it is least.
-    `per_layer`: and what each layer did alone.
+    `weights`: coefficients of the aux losses. The load is the token count of the busiest expert
+    divided by the mean over experts. The entropy is 1 if all experts are equally loaded; the
+    minimum over layers is reported. `per_layer`: also report each layer's own metrics.
     """
     if not uses:
         return {}
@@ -185,11 +187,11 @@ def expert_load_metrics(
         use.layer: max(use.counts) * len(use.counts) / max(sum(use.counts), 1.0) for use in uses
     }
     means = [sum(use.losses[kind] for use in uses) / len(uses) for kind in range(len(LOSSES))]
-    row = _losses(means, weights)
+    row = _named_losses(means, weights)
     row["moe_max_load"] = round(max(loads.values()), 4)
     row["moe_entropy"] = round(min(_entropy(use.counts) for use in uses), 4)
     row["moe_idle_experts"] = sum(count == 0 for use in uses for count in use.counts)
-    row["moe_dropped_share"] = _share_refused(uses)
+    row["moe_dropped_share"] = _dropped_share(uses)
     if (spread := max(use.bias_range for use in uses)) > 0:
         row["moe_bias_range"] = round(spread, 6)
     row |= {f"moe_{layer.replace('.', '_')}_load": round(load, 4) for layer, load in loads.items()}
@@ -199,7 +201,7 @@ def expert_load_metrics(
 
 
 def _layer_metrics(use: LayerExpertLoad, weights: Sequence[float]) -> dict[str, Value]:
-    """The same of one layer, named after it, and the tokens of each expert."""
+    """Return the metrics of one layer, with its name in the keys, and the tokens of each expert."""
     row = expert_load_metrics([use], weights)
     own = {name: value for name, value in row.items() if not name.endswith("_load")}
     own["moe_tokens"] = [int(count) for count in use.counts]
@@ -209,13 +211,13 @@ def _layer_metrics(use: LayerExpertLoad, weights: Sequence[float]) -> dict[str, 
     }
 
 
-def _losses(values: Sequence[float], weights: Sequence[float]) -> dict[str, Value]:
-    """Those that have a weight."""
+def _named_losses(values: Sequence[float], weights: Sequence[float]) -> dict[str, Value]:
+    """Return the aux losses that have a coefficient."""
     named = zip(LOSSES, values, weights, strict=True)
     return {f"moe_{name}_loss": round(value, 6) for name, value, weight in named if weight > 0}
 
 
-def _share_refused(uses: Sequence[LayerExpertLoad]) -> float:
-    """Of all choices of some layers."""
+def _dropped_share(uses: Sequence[LayerExpertLoad]) -> float:
+    """Return the share of dropped choices among all choices of the given layers."""
     chosen = sum(sum(use.counts) + use.refused for use in uses)
     return round(sum(use.refused for use in uses) / max(chosen, 1.0), 6)

@@ -1,5 +1,4 @@
-"""How much of a step's communication stands in the way of computing, and how much is hidden behind
-it."""
+"""Exposed communication: how much of a step's communication is not overlapped with computation."""
 
 import time
 from collections import defaultdict
@@ -30,29 +29,29 @@ class MeasuredTraffic:
     """all_reduce, all_gather, reduce_scatter, all_to_all, isend, irecv."""
 
     over: str
-    """The axes of the group, as in `dp`, or `dp_cp`."""
+    """Axes of the group, such as `dp` or `dp_cp`."""
 
     per_step: float
-    """How often."""
+    """Number of operations per step."""
 
     megabytes: float
-    """What a rank puts on the wire in a step."""
+    """Megabytes that a rank sends per step."""
 
     seconds: float
-    """From each start to its result, added up: waiting for slower ranks included."""
+    """Sum of the durations from start to result, including waiting for slower ranks."""
 
     exposed: float
-    """Of these, how long a rank stood still."""
+    """Seconds of `seconds` in which the rank waited instead of computing."""
 
     @property
     def hidden(self) -> float:
-        """Which part went on while the rank computed."""
+        """Share of the communication time that overlapped with computation."""
         return max(0.0, 1 - self.exposed / self.seconds) if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ExposedCommunication:
-    """What a step spends on communication."""
+    """Communication time of a step, total and exposed."""
 
     step_seconds: float
     """Mean over ranks and steps."""
@@ -61,36 +60,40 @@ class ExposedCommunication:
 
     @property
     def exposed(self) -> float:
-        """Seconds of a step that a rank stands still for communication."""
+        """Exposed communication time of a step, in seconds."""
         return sum(each.exposed for each in self.traffic)
 
 
 def measure_exposed_communication(
     run: TrainRun, mesh: Mesh, trainer: Trainer, *, steps: int, link: SlowLink
 ) -> ExposedCommunication:
-    """Train `steps` steps on made-up data and say what went over `link`, which must be in place.
-    Collective."""
+    """Train `steps` steps on mock data and measure the transfers over `link`, which must be active.
+
+    Collective.
+    """
     loader = _loader(run, mesh, trainer, steps + 1)
-    _step(trainer, loader)  # the first one builds what is built once
-    seen = len(link.transfers)
+    _step(trainer, loader)  # the first step builds caches
+    num_warmup_transfers = len(link.transfers)
     barrier(mesh.world)
     started = time.perf_counter()
     for _ in range(steps):
         _step(trainer, loader)
     trainer.data.wait_params()
     seconds = (time.perf_counter() - started) / steps
-    return _joined(gather_objects((seconds, _table(link, seen, steps)), mesh.world))
+    return _mean_over_ranks(
+        gather_objects((seconds, _traffic_per_step(link, num_warmup_transfers, steps)), mesh.world)
+    )
 
 
 def summarize_exposed_communication(
     run: TrainRun, mesh: Mesh, device: torch.device, *, steps: int, latency: float, bandwidth: float
 ) -> ExposedCommunication:
-    """Build this rank of the run and measure it over a link that adds `latency` seconds and a time
-    per byte.
+    """Build this rank's trainer and measure it over a link with added `latency` (s) and limited
+    `bandwidth`.
 
-    Collective. On CPUs, where gloo's messages are copied by the cores that compute, a slow link
-    shows what a network would: its time passes on a thread that sleeps. On GPUs each wait is a wait
-    of the host: an upper bound.
+    Collective. On CPUs, where the cores that compute also copy gloo's messages, the slow link
+    imitates a network: its time passes on a sleeping thread. On GPUs each wait is a wait of the
+    host, so the result is an upper bound.
     """
     trainer = build_trainer(run, mesh, device)
     with slow_link(latency_seconds=latency, bytes_per_second=bandwidth) as link:
@@ -133,30 +136,31 @@ def _loader(run: TrainRun, mesh: Mesh, trainer: Trainer, steps: int) -> Loader:
     )
 
 
-def _table(link: SlowLink, seen: int, steps: int) -> dict[tuple[str, str], list[float]]:
-    """(kind, axes) -> count, bytes, seconds and exposed seconds of a step."""
+def _traffic_per_step(
+    link: SlowLink, num_skipped: int, steps: int
+) -> dict[tuple[str, str], list[float]]:
+    """Return count, bytes, seconds and exposed seconds of a step by (kind, axes)."""
     rows: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * 4)
-    for transfer in link.transfers[seen:]:
-        row = rows[transfer.kind, _axes(transfer.group)]
+    for transfer in link.transfers[num_skipped:]:
+        row = rows[transfer.kind, _group_axes(transfer.group)]
         arrived = transfer.arrived or transfer.started + transfer.exposed_seconds
-        for place, value in enumerate(
+        for column, value in enumerate(
             (1, transfer.nbytes, arrived - transfer.started, transfer.exposed_seconds)
         ):
-            row[place] += value / steps
+            row[column] += value / steps
     return dict(rows)
 
 
-def _axes(description: str) -> str:
-    """A group's axes as the settings call them, from the description that its process group was
-    made with."""
-    found = [
+def _group_axes(description: str) -> str:
+    """Return the axes of a group from the description of its process group."""
+    axes = [
         axis for axis in ("pp", *DENSE_AXES) if f"_{axis}_" in f"_{description.replace('-', '_')}_"
     ]
-    return axes_name(found) if found else description
+    return axes_name(axes) if axes else description
 
 
-def _joined(reports: list[object]) -> ExposedCommunication:
-    """Means over ranks; a rank that has nothing of a kind counts as zero."""
+def _mean_over_ranks(reports: list[object]) -> ExposedCommunication:
+    """Return means over ranks; a rank without a kind of communication counts as zero."""
     seconds = 0.0
     total: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * 4)
     for report in reports:

@@ -1,4 +1,5 @@
-"""The folder of a run: what it was started with, and what a later start may change."""
+"""The run folder: its files, the settings that a resumed run may change, and its copy of the
+tokenizer."""
 
 import contextlib
 import json
@@ -29,7 +30,8 @@ FIXED = (
     "optim.trained",
     "optim.frozen",
 )
-"""Settings that decide the weights' meaning or the order of the data: a run keeps them for life."""
+"""Settings that determine the weights' meaning or the order of the data: they cannot change during
+a run."""
 
 FREE_DATA = (
     "data.cache_path",
@@ -45,64 +47,63 @@ FREE_DATA = (
     "tokenizer.path",
     "lora.load",
 )
-"""Exceptions: files may move; that they are the same ones is checked by what is in them."""
+"""Exceptions: these files may move; a fingerprint of their contents is checked instead."""
 
 
 TIKTOKEN_FILE = "tokenizer.tiktoken"
-"""Name of the copy of a tiktoken vocabulary, whichever it had."""
+"""Name of the copy of a tiktoken vocabulary, whatever the original is called."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Where everything about one run is."""
+    """Paths of the files of one run."""
 
     path: Path
 
     @property
     def config(self) -> Path:
-        """The resolved settings; as a recipe they run it again."""
+        """The resolved settings; used as a recipe, they run it again."""
         return self.path / CONFIG_FILE
 
     @property
     def tokenizer(self) -> Path:
-        """A copy of the files of the run's tokenizer, which config.yaml names relative to the
-        folder."""
+        """Copy of the run's tokenizer files; config.yaml names them relative to the folder."""
         return self.path / "tokenizer"
 
     @property
     def log(self) -> Path:
-        """What was said, with times."""
+        """Log messages with their times."""
         return self.path / "log.txt"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per logged step."""
+        """Metrics: one JSON object per logged step."""
         return self.path / "metrics.jsonl"
 
     @property
     def routing(self) -> Path:
-        """Which experts tokens chose: rank_00000.jsonl, ..."""
+        """Folder of the routing trace: rank_00000.jsonl, ..."""
         return self.path / "routing"
 
     @property
     def parameters(self) -> Path:
-        """Of every parameter: whether it is trained, and at which rates; a JSON object for each."""
+        """One JSON object per parameter: whether it is trained, learning rate and weight decay."""
         return self.path / "parameters.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """step_0000100/, ..."""
+        """Folder of the checkpoints: step_0000100/, ..."""
         return self.path / "checkpoints"
 
     @property
     def tensorboard(self) -> Path:
-        """TensorBoard events."""
+        """Folder of the TensorBoard event files."""
         return self.path / "tensorboard"
 
 
 def run_folder(run: TrainRun, name: str | None) -> RunFolder:
-    """Return runs/NAME, or the path that `name` is: one with a slash before its end, or with a
-    leading dot."""
+    """Return runs/NAME, or the path `name` if it contains a slash before its end or starts with a
+    dot."""
     plain = (name or run.name).rstrip("/")  # shell completion appends a slash
     if name and (not plain or "/" in plain or plain.startswith(".")):
         return RunFolder(Path(name))
@@ -110,10 +111,10 @@ def run_folder(run: TrainRun, name: str | None) -> RunFolder:
 
 
 def changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
-    """What differs from the folder's own settings, one line each, if it may differ.
+    """Return one line for each setting that differs from the folder's own settings and may differ.
 
     Raises:
-        ConfigError: something differs that a run keeps for life.
+        ConfigError: a setting differs that cannot change during a run.
     """
     if not folder.config.exists():
         return []
@@ -129,33 +130,32 @@ def changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
     if fixed:
         listed = "\n".join(f"  {line}" for line in fixed)
         raise ConfigError(
-            f"{folder.path} holds a run with other settings, which decide its weights and the "
+            f"{folder.path} holds a run with other settings, which determine its weights and the "
             "order of its data:\n"
-            f"{listed}\nUse the settings it was started with, or choose another folder with --run "
-            "NAME."
+            f"{listed}\n"
+            "Use the settings it was started with, or choose another folder with --run NAME."
         )
     return list(lines.values())
 
 
 @contextlib.contextmanager
 def left_as_found(folder: RunFolder) -> Iterator[None]:
-    """Take back what a start made that is refused before the run has settings: no later command
-    meets half a run."""
-    made = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
+    """Remove the folder and log that a start created, if it fails before the run's settings are
+    written."""
+    created = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
     try:
         yield
     except BaseException:
-        if made and not folder.config.exists():
-            with contextlib.suppress(OSError):  # what others put there in the meantime stays
+        if created and not folder.config.exists():
+            with contextlib.suppress(OSError):  # files that others have put there stay
                 folder.log.unlink(missing_ok=True)
-                for path in made:
+                for path in created:
                     path.rmdir()
         raise
 
 
 def _paths_of_equal_files(before: TrainRun, run: TrainRun) -> list[str]:
-    """Return the settings that name a copy of a file in one run and the same file elsewhere in the
-    other."""
+    """Return the settings that name different paths of the same tokenizer or template files."""
     try:
         equal = read_tokenizer_files(before).contents == read_tokenizer_files(run).contents
     except (DataError, OSError):
@@ -168,18 +168,19 @@ def _paths_of_equal_files(before: TrainRun, run: TrainRun) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The files of a run's tokenizer: the run and each of its checkpoints have a copy, so that they
-    can be moved."""
+    """Files of a run's tokenizer. The run and each checkpoint have a copy, so that they can be
+    moved."""
 
     main: str | None
-    """Name of the file that tokenizer.path stands for; None: the tokenizer is read from none."""
+    """Name of the file that tokenizer.path stands for; None if the tokenizer is not read from a
+    file."""
 
     contents: Mapping[str, bytes]
-    """Of every file, by its name in the copy."""
+    """Content of every file, by its name in the copy."""
 
     def config_text(self, run: TrainRun, folder: str) -> str:
-        """Return the settings of `run` as YAML, which name the copies in `folder`, a path relative
-        to config.yaml's."""
+        """Return the settings of `run` as YAML, with paths of the copies in `folder` (relative to
+        config.yaml)."""
         data, tokenizer = run.data, run.tokenizer
         if self.main is not None:
             tokenizer = replace(tokenizer, path=str(Path(folder) / self.main))
@@ -189,13 +190,12 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(run: TrainRun) -> TokenizerFiles:
-    """Read the files that a copy of the run's tokenizer needs, under names that every later reader
-    knows.
+    """Read the files of the run's tokenizer, under the names that every loader expects.
 
-    A chat template that data.sft.template names takes the place of the tokenizer's own.
+    A chat template that data.sft.template names replaces the tokenizer's own.
 
     Raises:
-        DataError: the tokenizer is gone.
+        DataError: the tokenizer files do not exist.
     """
     files: dict[str, Path] = {}
     name, main, template = None, main_file(run.tokenizer), _template_file(run)
@@ -214,8 +214,7 @@ def read_tokenizer_files(run: TrainRun) -> TokenizerFiles:
 
 
 def _template_file(run: TrainRun) -> Path | None:
-    """Return the file that data.sft.template names; None: it names a built-in template, or no
-    file."""
+    """Return the file that data.sft.template names; None for a built-in template or no file."""
     named = run.data.sft.template
     is_file = named is not None and named not in BUILT_IN_TEMPLATES and Path(named).is_file()
     return Path(named) if is_file and named is not None else None
@@ -228,8 +227,10 @@ def _name_of_copy(tokenizer: TokenizerConfig, main: Path) -> str:
 
 
 def write_config(folder: RunFolder, run: TrainRun, tokenizer: TokenizerFiles) -> None:
-    """Save the resolved settings and the tokenizer; a run killed at any point leaves the old or the
-    new settings."""
+    """Save the resolved settings and the tokenizer files atomically.
+
+    A run killed at any point leaves the old or the new settings.
+    """
     folder.path.mkdir(parents=True, exist_ok=True)
     if tokenizer.contents:
         folder.tokenizer.mkdir(exist_ok=True)
@@ -242,18 +243,18 @@ def write_config(folder: RunFolder, run: TrainRun, tokenizer: TokenizerFiles) ->
 
 
 def write_parameters(folder: RunFolder, run: TrainRun) -> None:
-    """Save which group decides the rates of each parameter, for readers."""
+    """Save the parameter group of each parameter."""
     lines = [json.dumps(row) + "\n" for row in parameter_rows(run)]
     storage.replace_file(folder.parameters, "".join(lines).encode())
 
 
 def set_aside_metrics(folder: RunFolder) -> Path | None:
-    """Keep the metrics of a run whose checkpoints are gone, under another name; None when there are
-    none."""
+    """Rename the metrics of a run whose checkpoints are gone; return the new path, None if there
+    are none."""
     if not folder.metrics.exists() or folder.metrics.stat().st_size == 0:
         return None
     number = 1
-    while (kept := folder.metrics.with_name(f"metrics.before-{number}.jsonl")).exists():
+    while (renamed := folder.metrics.with_name(f"metrics.before-{number}.jsonl")).exists():
         number += 1
-    folder.metrics.rename(kept)
-    return kept
+    folder.metrics.rename(renamed)
+    return renamed

@@ -1,7 +1,6 @@
-"""How far the next layer's router, given what a layer's router reads, foretells what tokens choose
-there.
+"""Cross-layer routing predictability: the next layer's router, applied to a layer's router input.
 
-That is what lets experts be fetched before they are needed. Source: Eliseev and Mazur 2023,
+If it chooses the same experts, their weights can be prefetched. Source: Eliseev and Mazur 2023,
 arXiv:2312.17238, section 3.2.
 """
 
@@ -30,41 +29,41 @@ Headers = dict[str, TensorInfo]
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A layer's router on what that of a layer read, which may be the same."""
+    """A layer's router applied to the hidden states of the same or the previous layer."""
 
     layer: str
-    """Whose hidden states."""
+    """Layer that the hidden states are the router input of."""
 
     router: str
-    """Whose router, and choices."""
+    """Layer whose router is applied and whose choices are predicted."""
 
     tokens: int
     hits: float
-    """Which part of tokens' k choices it finds."""
+    """Share of the tokens' k experts that the router predicts."""
 
     load: float
-    """Cosine of how busy it says experts are, and how busy they were: 1 where these are the same up
-    to a factor."""
+    """Cosine similarity of the predicted and the actual expert load."""
 
 
 def apply_routers(folder: Path, moe: MoEConfig) -> list[Applied]:
-    """Each layer's router on its own hidden states, and on those of the layer before; nothing
-    without such sidecars.
+    """Apply each layer's router to its own hidden states and to those of the previous layer.
 
-    On its own it finds all, but for what bf16, noise and a plan of sinkhorn change.
+    Returns an empty list if the trace has no captures of hidden states and routers. On its own
+    hidden states a router predicts all choices, except for bf16 rounding, router noise and
+    sinkhorn.
 
     Raises:
-        DataError, CheckpointError: the trace or a file beside it is damaged or missing.
+        DataError, CheckpointError: the trace or a captures file is damaged or missing.
     """
-    found: dict[tuple[str, str], list[np.ndarray[tuple[int], np.dtype[np.float64]]]] = {}
+    counts_by_pair: dict[tuple[str, str], list[np.ndarray[tuple[int], np.dtype[np.float64]]]] = {}
     for _, layers in steps_of_trace(folder):
         headers = {path: read_header(path) for path in _capture_files(layers)}
         routers = {layer: _router(layer, headers.values()) for layer in layers}
         pairs = [
             (layer, layer, row, row) for layer, rows in layers.items() for row in rows.values()
         ]
-        for here, there, before, after in (*pairs, *neighbors(layers)):
-            hidden, router = _hidden(before, headers), routers[there]
+        for layer, next_layer, before, after in (*pairs, *neighbors(layers)):
+            hidden, router = _hidden(before, headers), routers[next_layer]
             if hidden is None or not router:
                 continue
             chosen = choices_of(hidden, router, moe).numpy()
@@ -73,15 +72,18 @@ def apply_routers(folder: Path, moe: MoEConfig) -> list[Applied]:
                 np.bincount(one.ravel(), minlength=moe.num_experts)
                 for one in (chosen, after.experts)
             ]
-            found.setdefault((here, there), []).append(
+            counts_by_pair.setdefault((layer, next_layer), []).append(
                 np.concatenate([row, *counts]).astype(np.float64)
             )
-    return [_applied(names, np.sum(found[names], axis=0), moe) for names in pairs_in_order(found)]
+    return [
+        _applied(names, np.sum(counts_by_pair[names], axis=0), moe)
+        for names in pairs_in_order(counts_by_pair)
+    ]
 
 
 def choices_of(hidden: Tensor, router: Mapping[str, Tensor], moe: MoEConfig) -> Tensor:
-    """What a router's own (`weight`, biases, offsets) choose after hidden states [t, h]: int64 [t,
-    k]."""
+    """Return the experts that a router (`weight`, biases, offsets) chooses for hidden states [t,
+    h]: int64 [t, k]."""
     weight = router["weight"].to(torch.promote_types(router["weight"].dtype, torch.float32))
     logits = hidden.to(weight.dtype) @ weight.t()
     if "router_bias" in router:
@@ -100,7 +102,7 @@ def _capture_files(layers: Mapping[str, dict[Place, Chosen]]) -> set[Path]:
 
 
 def _router(layer: str, headers: Iterable[Headers]) -> dict[str, Tensor]:
-    """A layer's own, from whichever rank wrote it."""
+    """Return the tensors of a layer's router, from the rank that captured them."""
     start = f"{layer}/router/"
     return {
         name.removeprefix(start): read_box(name, info, (slice(None),) * len(info.shape))
@@ -121,11 +123,11 @@ def _hidden(row: Chosen, headers: Mapping[Path, Headers]) -> Tensor | None:
 def _applied(
     names: tuple[str, str], row: np.ndarray[tuple[int], np.dtype[np.float64]], moe: MoEConfig
 ) -> Applied:
-    foretold, actual = row[2 : 2 + moe.num_experts], row[2 + moe.num_experts :]
-    both = float(np.linalg.norm(foretold) * np.linalg.norm(actual))
+    predicted, actual = row[2 : 2 + moe.num_experts], row[2 + moe.num_experts :]
+    norms = float(np.linalg.norm(predicted) * np.linalg.norm(actual))
     return Applied(
         *names,
         tokens=int(row[1]) // moe.top_k,
         hits=float(row[0] / max(row[1], 1)),
-        load=float(foretold @ actual) / both if both else 1.0,
+        load=float(predicted @ actual) / norms if norms else 1.0,
     )

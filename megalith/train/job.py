@@ -1,4 +1,4 @@
-"""One rank of a job: joins the others, builds the mesh, and leaves in order."""
+"""Start of one rank: joins the process group, builds the mesh, and leaves the group at the end."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -35,14 +35,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """My place among the ranks."""
+    """Mesh and device of this rank."""
 
     mesh: Mesh
     device: torch.device
 
     @property
     def first(self) -> bool:
-        """Whether I am the rank that speaks."""
+        """Whether this is rank 0, which prints and logs."""
         return self.mesh.world.rank == 0
 
 
@@ -50,15 +50,15 @@ class Job:
 def joined(
     run: TrainRun, environment: Mapping[str, str], folder: Path | None = None
 ) -> Iterator[Job]:
-    """Join the job that a launcher described in `environment`, or run alone.
+    """Join the process group that a launcher described in `environment`, or run on one rank.
 
-    A collective that waits longer than parallel.timeout_seconds ends this process; where every rank
-    was is then in `folder`.
+    A collective that takes longer than parallel.timeout_seconds ends this process, after a report
+    of all ranks' positions was written to `folder`.
 
     Raises:
-        ConfigError: the run does not fit the number of ranks, all broken rules at once; or other
-            ranks were started with other settings.
-        RankError: not all ranks came.
+        ConfigError: the run does not fit the number of ranks (all broken rules are listed), or
+            other ranks were started with other settings.
+        RankError: not all ranks joined in time.
     """
     worker = Worker.from_environment(environment)
     check_run(run, worker.world)
@@ -78,10 +78,8 @@ def joined(
         if worker.rank == 0 and run.parallel.zero == 3:
             _log.warning(
                 "parallel.check_collectives=true with parallel.zero=3: the collectives that "
-                "torch's FSDP2 launches to "
-                "gather weights and sum gradients are not compared, nor listed when a rank hangs. "
-                "Set parallel.zero=1 "
-                "to compare all of them."
+                "torch's FSDP2 launches to gather weights and sum gradients are not compared, nor "
+                "listed when a rank hangs. Set parallel.zero=1 to compare all of them."
             )
         flight.compare = Fingerprints(
             another_connection(store), worker.rank, partial(name_rank, grid)

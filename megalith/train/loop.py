@@ -1,4 +1,4 @@
-"""The training loop: resume, step, log, evaluate, save, stop."""
+"""The training loop: resume, train, log, evaluate, save, stop."""
 
 import logging
 import math
@@ -109,35 +109,36 @@ from megalith.train.trace import RoutingTrace, cut_traces
 _log = logging.getLogger(__name__)
 
 MOST_SKIPPED = 20
-"""Steps in a row that may change nothing before the run ends (a guess: real spikes last a few
+"""Skipped steps in a row after which the run ends (heuristic: real loss spikes last a few
 steps)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended."""
+    """How and at which step a run ended."""
 
     kind: Literal["done", "stopped"]
     step: int
     reason: str = ""
     saved: bool = True
-    """Whether `step` is saved; a run that is stopped after a step with a non-finite loss or
-    gradient is not."""
+    """Whether `step` is saved; a run that stops after a step with a non-finite loss or gradient is
+    not."""
 
 
 def run_training(
     run: TrainRun, folder: RunFolder, mesh: Mesh, device: torch.device, *, show: bool = True
 ) -> Outcome:
-    """Train until the last step, a signal or the time limit; continue where the folder's newest
-    checkpoint left off.
+    """Train until the last step, a signal or the time limit, starting from the folder's newest
+    checkpoint.
 
-    Collective over the whole mesh; the rules have been checked.
+    Collective over the whole mesh; the caller has checked the rules.
 
     Raises:
-        ConfigError: the folder holds a run with other fixed settings. CheckpointError: the folder
-        is in use, its checkpoint is of another model, or saving failed too often in a row.
+        ConfigError: the folder holds a run with other fixed settings.
+        CheckpointError: the folder is in use, its checkpoint is of another model, or saving failed
+            too often in a row.
         DataError: the data is missing, damaged, or not what the run was started with; or the run
-        has diverged.
+            has diverged.
     """
     first = mesh.world.rank == 0
     with (
@@ -149,12 +150,12 @@ def run_training(
         if first:
             for line in changed_settings(folder, run):
                 progress.say(f"changed since the run was started: {line}")
-            sweep(folder.checkpoints)  # what a run that was killed left half written
+            sweep(folder.checkpoints)  # files that a killed run left incomplete
         return _Loop(run, folder, mesh, device, progress, lock).run()
 
 
 class _Loop:
-    """One run of the loop: what it computes with, where it is, and where it writes."""
+    """State of the training loop: trainer, counters, and output files."""
 
     def __init__(
         self,
@@ -172,19 +173,19 @@ class _Loop:
             progress,
             lock,
         )
-        self.writer = mesh.world.rank == 0
+        self.is_writer = mesh.world.rank == 0
         saved = open_newest_checkpoint(folder.checkpoints, mesh.world)
         self.checkpoint_source = (
             open_checkpoint_source(run.checkpoint, mesh.world) if saved is None else None
         )
-        begun = saved or self.checkpoint_source
-        self.state = _read_train_state(begun)
+        start = saved or self.checkpoint_source
+        self.state = _read_train_state(start)
         if self.checkpoint_source is not None:
             check_steps_left(run, self.checkpoint_source, self.state)
         self.tokenizer = matching_tokenizer(run)
-        self.data = self._open_data(begun)
+        self.data = self._open_data(start)
         self.tokenizer_files = (
-            read_tokenizer_files(run) if self.writer else TokenizerFiles(None, {})
+            read_tokenizer_files(run) if self.is_writer else TokenizerFiles(None, {})
         )
         self.trainer = build_trainer(
             run,
@@ -199,18 +200,18 @@ class _Loop:
             self.data = self._open_data(saved)
             for slot in self.trainer.optimizer.slots:
                 for tensor in slot.state.values():
-                    # the damaged checkpoint may have filled it, and the older one may not have it
+                    # filled by the damaged checkpoint, and possibly missing in the older one
                     tensor.zero_()
-        if saved is not None and self.writer:
+        if saved is not None and self.is_writer:
             for warning in saved.warnings():
                 _log.warning(warning)
         _compare_replicas(self.trainer)
         _compare_stages(self.trainer)
-        if self.writer:
-            if saved is None and (kept := set_aside_metrics(folder)) is not None:
+        if self.is_writer:
+            if saved is None and (renamed := set_aside_metrics(folder)) is not None:
                 progress.say(
                     f"{folder.checkpoints} has no checkpoint: starting from the beginning; see "
-                    f"{kept}"
+                    f"{renamed}"
                 )
             write_config(folder, run, self.tokenizer_files)
             if run.observe.parameters:
@@ -223,11 +224,11 @@ class _Loop:
             run.schedule, global_batch_size=run.train.global_batch_size, total_steps=run.train.steps
         )
         self.budget = budget_of(run.train, run.parallel, run.model)
-        self.flops = 0  # of the global batch, since the last logged row
-        self.again = 0  # operations that recomputation repeated, beside these
-        self.seconds = 0.0  # in steps, since the last logged row
-        self.read = 0  # tokens, since the last logged row
-        self.learned = (
+        self.flops_since_log = 0  # of the global batch, without recomputation
+        self.recomputed_flops = 0  # FLOPs of activation recomputation, in addition
+        self.seconds_since_log = 0.0  # in steps, without evaluation and saving
+        self.tokens_since_log = 0
+        self.token_shares = (
             0.0,
             0.0,
         )  # share of the last step's tokens that are labels, and of its rows that are tokens
@@ -240,17 +241,17 @@ class _Loop:
             pipeline, pp=pp, num_layers=run.model.num_layers, depths=run.model.mtp.num_layers
         )
         self.lr = 0.0
-        self.groups: Mapping[str, GroupRates] = NO_GROUPS
-        self.peak = run.observe.peak_tflops or device_peak_tflops(
+        self.group_rates: Mapping[str, GroupRates] = NO_GROUPS
+        self.peak_tflops = run.observe.peak_tflops or device_peak_tflops(
             device, DTYPES[run.precision.params]
         )
         self.save_failures = 0
         self.diverged = False  # whether the last step that had labels was divergent
-        self.save_postponed = False
+        self.save_is_delayed = False
         self.saved_step = self.state.step if saved is not None else -1
 
     def run(self) -> Outcome:
-        """Steps until the end or a stop."""
+        """Run steps until the last step or a request to stop."""
         run, state = self.run_config, self.state
         if state.step >= run.train.steps:
             self.progress.say(
@@ -260,16 +261,20 @@ class _Loop:
         outcome = Outcome("done", run.train.steps)
         self._open_metrics()
         self.trace = self._open_trace()
-        place, on_gpu = self.mesh.pp.rank, self.trainer.device.type != "cpu"
+        pp_rank, on_gpu = self.mesh.pp.rank, self.trainer.device.type != "cpu"
         notes = unused_notes(run, self.mesh.world.size) + zero_notes(
             run.parallel, self.mesh.dp.size
         )
         notes += attention_notes(run.model.attention)
         notes += (
             [] if run.lora is not None else balance_notes(run.model)
-        )  # whose routers are frozen
+        )  # LoRA freezes the routers
         notes += run_lines(
-            run, self.mesh.world.size, pp_rank=place, tp_rank=self.mesh.tp.rank, accelerator=on_gpu
+            run,
+            self.mesh.world.size,
+            pp_rank=pp_rank,
+            tp_rank=self.mesh.tp.rank,
+            accelerator=on_gpu,
         )
         notes += describe_kernels(
             run, self.trainer.device.type, unavailable_backends(), bf16_kernels=HAS_BF16_KERNELS
@@ -294,22 +299,21 @@ class _Loop:
                         )
                         break
                     due = run.checkpoint.every > 0 and state.step % run.checkpoint.every == 0
-                    if due or self.save_postponed:
+                    if due or self.save_is_delayed:
                         self._save()
-                # before this rank leaves, others still expect its slices
+                # other ranks still need this rank's shards
                 self.trainer.data.wait_params()
                 if self.diverged and outcome.kind == "done":
                     raise self._divergence(
                         f"the last step, {state.step}, has loss {result.loss} and gradient norm "
-                        f"{result.grad_norm} and "
-                        f"is not saved."
+                        f"{result.grad_norm} and is not saved."
                     )
                 self._save(final=True)
                 outcome = replace(outcome, saved=self.saved_step == state.step)
         finally:
             self._close_metrics()
             self._close_trace()
-        if self.writer and run.observe.plots:
+        if self.is_writer and run.observe.plots:
             plot_run(self.folder.path)
             plot_experts(self.folder.path)
         return outcome
@@ -318,7 +322,7 @@ class _Loop:
         run, state = self.run_config, self.state
         self.lr = learning_rate(run.schedule, state.scheduled_samples, self.lengths)
         decay = weight_decay(run.schedule, state.scheduled_samples, self.lengths)
-        self.groups = group_rates(
+        self.group_rates = group_rates(
             run.optim.groups, run.schedule, state.scheduled_samples, self.lengths
         )
         started = time.perf_counter()
@@ -329,25 +333,34 @@ class _Loop:
         if routing is not None:
             batches = replace(batches, microbatches=with_routing(batches.microbatches, routing))
         result = train_step(
-            self.trainer, batches, lr=self.lr, weight_decay=decay, stop=stop, groups=self.groups
+            self.trainer,
+            batches,
+            lr=self.lr,
+            weight_decay=decay,
+            stop=stop,
+            groups=self.group_rates,
         )
-        self.seconds += time.perf_counter() - started
+        self.seconds_since_log += time.perf_counter() - started
         rows = run.train.global_batch_size
-        # PackedSeqParams as they were read: what slicing by document pads, or fills rows of
-        # conversations, is computed, but is nobody's work.
-        squares, windowed = _pairs(run.model, batches, self.mesh.dp.size)
-        self.flops += trained_step_flops(
+        # Only tokens that were read count as useful work, not padding of documents, of
+        # context-parallel slices or of conversations.
+        squared_lengths, windowed = _attention_pairs(run.model, batches, self.mesh.dp.size)
+        self.flops_since_log += trained_step_flops(
             run.model,
             run.lora,
             run.optim,
             tokens=batches.num_tokens,
-            squared_lengths=squares,
+            squared_lengths=squared_lengths,
             windowed=windowed,
         )
-        self.again += repeated_flops(
-            run, self.stages, tokens=batches.num_tokens, squared_lengths=squares, windowed=windowed
+        self.recomputed_flops += repeated_flops(
+            run,
+            self.stages,
+            tokens=batches.num_tokens,
+            squared_lengths=squared_lengths,
+            windowed=windowed,
         )
-        self.read += batches.num_tokens
+        self.tokens_since_log += batches.num_tokens
         state.step += 1
         state.consumed_samples += rows
         state.tokens += batches.num_tokens
@@ -361,7 +374,7 @@ class _Loop:
         else:
             state.skipped += 1
             self._note_skipped(result)
-        self.learned = (
+        self.token_shares = (
             batches.num_labels / max(1, batches.num_tokens),
             batches.num_tokens / max(1, batches.num_padded_tokens),
         )
@@ -369,16 +382,16 @@ class _Loop:
         return result
 
     def _note_skipped(self, result: StepResult) -> None:
-        """Say that a step changed nothing; too many in a row are no accident.
+        """Report a skipped step.
 
         Raises:
-            DataError: so many that waiting for a better batch makes no sense.
+            DataError: too many steps in a row were skipped.
         """
         self.state.skipped_in_a_row += 1
         scale = self.trainer.loss_scale
         lowered = "" if scale is None else f"; the loss scale is {scale.scale:g} now"
         if result.empty:
-            self.progress.say(f"step {self.state.step}: no label counts in its rows; no update")
+            self.progress.say(f"step {self.state.step}: the batch has no labels; no update")
         else:
             self.progress.say(
                 f"step {self.state.step}: loss {result.loss}, gradient norm {result.grad_norm}; no "
@@ -388,39 +401,38 @@ class _Loop:
             if scale.exhausted:
                 raise self._divergence(
                     f"loss scale at its minimum {scale.scale:g} for {scale.stuck} steps in a row: "
-                    "gradients are not "
-                    f"finite whatever the scale (in {where_not_finite(self.trainer)}).",
+                    "gradients are not finite whatever the scale (in "
+                    f"{where_not_finite(self.trainer)}).",
                     more=", or set precision.params=bf16",
                 )
         elif self.state.skipped_in_a_row >= MOST_SKIPPED:
             if result.empty:
                 raise DataError(
-                    f"{MOST_SKIPPED} steps in a row changed nothing, the last because no label "
-                    "counts in its rows. Use "
-                    "data whose masks leave something to learn (data.sft.loss_on, "
+                    f"{MOST_SKIPPED} steps in a row were skipped, the last because its batch has "
+                    "no labels. Use data whose loss masks leave labels (data.sft.loss_on, "
                     "data.eod_mask_loss)."
                 )
             raise self._divergence(
-                f"{MOST_SKIPPED} steps in a row changed nothing, the last with loss {result.loss} "
-                "and gradient norm "
-                f"{result.grad_norm} (not finite in {where_not_finite(self.trainer)})."
+                f"{MOST_SKIPPED} steps in a row were skipped, the last with loss {result.loss} and "
+                f"gradient norm {result.grad_norm} (not finite in "
+                f"{where_not_finite(self.trainer)})."
             )
 
     def _last_update(self) -> int:
-        """Return the last step before the steps that were skipped since."""
+        """Return the last step that updated the weights."""
         return self.state.step - self.state.skipped_in_a_row
 
     def _divergence(self, problem: str, *, more: str = "") -> DataError:
-        """Return the error of a run that has diverged, which says how to continue. Collective.
+        """Return the error of a divergent run, which says how to continue. Collective.
 
-        `more`: what else may help, after a comma.
+        `more`: further advice, after a comma.
         """
         folder, lr = self.folder.checkpoints, self.run_config.schedule.lr
 
         def describe() -> str:
             return (
                 describe_last_good_checkpoint(folder, self._last_update(), lr)
-                if self.writer
+                if self.is_writer
                 else ""
             )
 
@@ -435,11 +447,11 @@ class _Loop:
         if state.step % run.train.log_every and state.step != run.train.steps:
             return
         since = (state.step - 1) % run.train.log_every + 1
-        seconds, devices = self.seconds, self.mesh.world.size
-        per_second = self.read / seconds
-        tflops = tflops_per_device(self.flops, seconds=seconds, devices=devices)
-        mfu = self.peak and model_flops_utilization(
-            self.flops, seconds=seconds, devices=devices, peak_tflops=self.peak
+        seconds, devices = self.seconds_since_log, self.mesh.world.size
+        per_second = self.tokens_since_log / seconds
+        tflops = tflops_per_device(self.flops_since_log, seconds=seconds, devices=devices)
+        mfu = self.peak_tflops and model_flops_utilization(
+            self.flops_since_log, seconds=seconds, devices=devices, peak_tflops=self.peak_tflops
         )
         row: dict[str, Value] = {
             "step": state.step,
@@ -460,32 +472,37 @@ class _Loop:
                 "max_logit": result.max_logit if math.isfinite(result.max_logit) else None,
             }
         row |= {
-            f"lr_{group.name}": self.groups[group.name].lr
+            f"lr_{group.name}": self.group_rates[group.name].lr
             for group in run.optim.groups
             if group.sets_rate
         }
-        if mfu is not None and self.again:
-            row["hfu"] = round(mfu * (1 + self.again / max(1, self.flops)), 4)
+        if mfu is not None and self.recomputed_flops:
+            row["hfu"] = round(mfu * (1 + self.recomputed_flops / max(1, self.flops_since_log)), 4)
         if self.trainer.loss_scale is not None:
             row["loss_scale"] = self.trainer.loss_scale.scale
         row |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.mtp_losses, start=1)}
         if run.model.moe is not None:
             weights = [getattr(run.model.moe.aux_loss, name) for name in LOSS_COEFFS]
-            uses = collect_expert_load(self.trainer.pipeline_model.modules, self.mesh)
-            row |= expert_load_metrics(uses, weights, per_layer=run.observe.per_layer)
+            expert_loads = collect_expert_load(self.trainer.pipeline_model.modules, self.mesh)
+            row |= expert_load_metrics(expert_loads, weights, per_layer=run.observe.per_layer)
         if result.num_zeros is not None:
             row["grad_zeros"] = result.num_zeros
-        uneven, packed = self.assignment_stats[0], run.train.tokens_per_microbatch is not None
+        imbalance, packed = self.assignment_stats[0], run.train.tokens_per_microbatch is not None
         if run.data.sft.used() or packed:
             row |= {
-                "supervised_share": round(self.learned[0], 4),
-                "fill": round(self.learned[1], 4),
+                "supervised_share": round(self.token_shares[0], 4),
+                "fill": round(self.token_shares[1], 4),
             }
-        if uneven is not None:
-            row["imbalance"] = round(uneven, 4)
+        if imbalance is not None:
+            row["imbalance"] = round(imbalance, 4)
         if packed:
             row["microbatches"] = self.assignment_stats[1]
-        self.flops, self.again, self.seconds, self.read = 0, 0, 0.0, 0
+        (
+            self.flops_since_log,
+            self.recomputed_flops,
+            self.seconds_since_log,
+            self.tokens_since_log,
+        ) = 0, 0, 0.0, 0
         self._write(row)
         self.progress.step(
             state.step,
@@ -497,42 +514,46 @@ class _Loop:
         )
 
     def _write(self, row: Row) -> None:
-        """Add a row to metrics.jsonl. A full disk ends no run: the row waits in memory for the next
-        one."""
+        """Add a row to metrics.jsonl. If the disk is full, the run continues; the row is written
+        with the next one."""
         try:
             if self.metrics is not None:
                 self.metrics.write(row)
         except OSError as error:
             self.progress.say(
                 f"step {row['step']}: {self.folder.metrics} cannot be written ({error}); the run "
-                "goes on"
+                "continues"
             )
 
     def _open_trace(self) -> RoutingTrace | None:
-        """None when no step that is still to come is traced, or this rank cannot go on from the
-        lines that it has."""
-        steps, done = self.run_config.observe.routing_trace, self.state.step
+        """Return the routing trace; None if no remaining step is traced or this rank's file is
+        damaged."""
+        steps, current_step = self.run_config.observe.routing_trace, self.state.step
         try:
-            cut_traces(self.folder.routing, self.mesh, resume_at=done)
-        except (OSError, DataError) as error:  # of this rank alone: the others would wait for it
-            if done < steps:
+            cut_traces(self.folder.routing, self.mesh, resume_at=current_step)
+        except (
+            OSError,
+            DataError,
+        ) as error:  # not raised, because other ranks do not fail and would wait
+            if current_step < steps:
                 _log.warning(
-                    "this rank's routing trace ends at step %d, the run goes on: %s", done, error
+                    "this rank's routing trace ends at step %d, the run continues: %s",
+                    current_step,
+                    error,
                 )
             return None
-        if done >= steps:
+        if current_step >= steps:
             if (
                 steps
                 and self.mesh.world.rank == 0
                 and not any(self.folder.routing.glob("rank_*.jsonl"))
             ):
                 _log.warning(
-                    "observe.routing_trace=%d: nothing is traced, since this run goes on after "
-                    "step %d. Set it to %d "
-                    "or more",
+                    "observe.routing_trace=%d: nothing is traced, because this run continues after "
+                    "step %d. Set it to %d or more",
                     steps,
-                    done,
-                    done + 1,
+                    current_step,
+                    current_step + 1,
                 )
             return None
         layers, captures = (
@@ -544,17 +565,21 @@ class _Loop:
         )
 
     def _write_trace(self, routing: Routing, batches: StepBatches) -> None:
-        """Add this rank's lines. A full disk ends no run, but the trace."""
+        """Add this rank's rows to the routing trace. If the disk is full, the run continues without
+        the trace."""
         assert self.trace is not None
         try:
             self.trace.write(self.state.step, routing, batches.microbatches)
         except OSError as error:
-            text = "step %d: %s cannot be written (%s); the run goes on, and this rank's trace ends"
+            text = (
+                "step %d: %s cannot be written (%s); the run continues without this rank's routing "
+                "trace"
+            )
             _log.warning(text, self.state.step, self.trace.path, error)
             self.trace = None
 
     def _close_trace(self) -> None:
-        """A step that failed leaves nothing beside the trace."""
+        """Close the trace and remove the captures of an unfinished step."""
         with suppress(OSError):
             if self.trace is not None:
                 self.trace.close()
@@ -564,14 +589,16 @@ class _Loop:
             if self.metrics is not None:
                 self.metrics.close()
         except OSError as error:
-            self.progress.say(f"{self.folder.metrics} lacks its last rows ({error})")
+            self.progress.say(
+                f"the last rows of {self.folder.metrics} could not be written ({error})"
+            )
 
     def _evaluate_if_due(self) -> None:
         train, step = self.run_config.train, self.state.step
         due = step == train.steps or (train.eval_every and step % train.eval_every == 0)
         if not due or train.eval_steps == 0 or self.data.splits.valid is None:
             return
-        found = evaluate(
+        evaluation = evaluate(
             self.trainer.pipeline_model,
             self.data.splits.valid,
             self._masks(),
@@ -581,40 +608,49 @@ class _Loop:
             slicing=my_slicing(self.run_config.parallel, self.mesh),
             budget=self.budget,
         )
-        row = {"step": step, "eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte}
-        self._write(row | found.of_depths())
-        bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
-        self.progress.say(f"step {step}: held-out loss {found.loss:.4f}{bits}{found.depths_text()}")
+        row = {
+            "step": step,
+            "eval_loss": evaluation.loss,
+            "eval_bits_per_byte": evaluation.bits_per_byte,
+        }
+        self._write(row | evaluation.of_depths())
+        bits = (
+            ""
+            if evaluation.bits_per_byte is None
+            else f", {evaluation.bits_per_byte:.3f} bits per byte"
+        )
+        self.progress.say(
+            f"step {step}: held-out loss {evaluation.loss:.4f}{bits}{evaluation.depths_text()}"
+        )
 
     def _save(self, *, final: bool = False) -> None:
-        """Save this step, unless it is saved already; a failure is announced, and only several in a
-        row end the run.
+        """Save this step, unless it is saved already. A failed save is reported; several in a row
+        end the run.
 
-        A divergent step is not saved but the next one that is not, so that retention deletes no
-        good checkpoint.
+        A divergent step is not saved; the next step that is not divergent is saved instead, so that
+        retention deletes no good checkpoint.
 
         Raises:
-            DataError: parameters are not finite, which no further step would change.
+            DataError: parameters are NaN or infinite, which no further step would change.
         """
         if self.saved_step == self.state.step:
             return
         if self.diverged:
-            if not self.save_postponed:
+            if not self.save_is_delayed:
                 self.progress.say(
                     f"step {self.state.step}: not saved, because its loss or gradient norm is not "
-                    "finite; the next "
-                    f"step without such values is saved"
+                    "finite; the next step without such values is saved"
                 )
-            self.save_postponed = True
+            self.save_is_delayed = True
             return
-        self.save_postponed = False
+        self.save_is_delayed = False
         entries = self._saved_entries()
         nonfinite = raise_on_all_ranks(lambda: self._check_before_save(entries), self.mesh.world)
         if names := sorted({name for part in nonfinite for name in part}):
+            more = f" and {len(names) - 5} more parameters" if names[5:] else ""
             raise self._divergence(
                 f"step {self.state.step} is not saved: NaN or infinite values in "
-                f"{', '.join(names[:5])}"
-                f"{f' and {len(names) - 5} more parameters' if names[5:] else ''}."
+                f"{', '.join(names[:5])}{more}."
             )
         keep = self.run_config.checkpoint
         try:
@@ -634,16 +670,16 @@ class _Loop:
             self.save_failures += 1
             if final or self.save_failures >= keep.max_save_failures:
                 raise
-            self.progress.say(f"the run goes on without this checkpoint: {error}")
+            self.progress.say(f"the run continues without this checkpoint: {error}")
             return
         self.save_failures, self.saved_step = 0, self.state.step
         _log.info("saved %s", report)
 
     def _check_before_save(self, entries: Sequence[CheckpointEntry]) -> list[str]:
-        """Return the non-finite parameters of this rank.
+        """Return the names of the non-finite parameters of this rank.
 
         Raises:
-            CheckpointError: another run has taken the folder over, while this one was suspended.
+            CheckpointError: another run has taken over the folder, while this one was suspended.
         """
         if self.lock is not None:
             self.lock.check()
@@ -662,7 +698,7 @@ class _Loop:
         scale = self.trainer.loss_scale
         extra = (
             ({} if scale is None else {"loss_scale": scale.as_json()})
-            | ({} if self.base is None else {RECORD: self.base})
+            | ({} if self.lora_base is None else {RECORD: self.lora_base})
             | (
                 {FORCE_LOAD_BALANCING: list(self.force_load_balancing)}
                 if self.force_load_balancing
@@ -680,38 +716,42 @@ class _Loop:
         }
 
     def _load_or_find_damage(self, saved: Checkpoint | None) -> DamagedCheckpointError | None:
-        """Load what the run begins with; return the error if the run's own checkpoint, `saved`, is
-        damaged."""
+        """Load the initial weights and state; return the error if the run's own checkpoint,
+        `saved`, is damaged."""
         try:
             self._load(saved)
         except DamagedCheckpointError as error:
             if (
                 saved is None or error.path != saved.path
-            ):  # a checkpoint that the user has named: no other will do
+            ):  # the user has named this checkpoint, so there is no fallback
                 raise
             return error
         return None
 
     def _load(self, saved: Checkpoint | None) -> None:
-        """Fill weights and moments from the run's own checkpoint, or what is asked for from the one
-        it starts from."""
+        """Load weights and optimizer state from the run's own checkpoint, or as `checkpoint.load`
+        says."""
         run, rules = self.run_config, self.run_config.checkpoint
-        self.base = self._load_base(saved)
+        self.lora_base = self._load_base(saved)
         self.force_load_balancing = trained_with_forced_balancing(saved, run.model)
         self.hf_source = read_hf_source(saved)
         if saved is not None:
-            self._take_over(saved)
+            self._load_checkpoint(saved)
             self.progress.say(f"resuming {self.folder.path} at step {self.state.step}")
         elif run.lora is not None:
             if run.lora.load is not None:
-                assert self.base is not None, "a run with adapters has weights beside them"
+                assert self.lora_base is not None, "a LoRA run has base weights"
                 forced = load_adapters(
-                    self._weights(), run.lora, self.mesh.world, model=run.model, record=self.base
+                    self._weights(),
+                    run.lora,
+                    self.mesh.world,
+                    model=run.model,
+                    record=self.lora_base,
                 )
-                self._published(forced)
+                self._gather_loaded_weights(forced)
                 self.progress.say(f"adapters start from {run.lora.load}")
         elif self.checkpoint_source is not None:
-            fresh = self._take_over(self.checkpoint_source)
+            fresh = self._load_checkpoint(self.checkpoint_source)
             self.force_load_balancing = trained_with_forced_balancing(
                 self.checkpoint_source, run.model
             )
@@ -725,28 +765,27 @@ class _Loop:
             )
             for line in loaded.notes:
                 self.progress.say(f"{rules.load}: {line}")
-            self._published(loaded.forced)
+            self._gather_loaded_weights(loaded.forced)
             self.hf_source = loaded.hf_source
             self.progress.say(f"starting from {rules.load}")
 
     def _weights(self) -> list[CheckpointEntry]:
-        """What a model is without the moments of its optimizer."""
+        """Return the entries of the weights and master weights, without optimizer moments."""
         return [
             entry for entry in checkpoint_entries(self.trainer) if entry.role in ("param", "master")
         ]
 
-    def _published(self, forced: Sequence[str]) -> None:
-        """After weights were taken over from a model: what chance chose while that was trained, is
-        said of this one."""
+    def _gather_loaded_weights(self, forced: Sequence[str]) -> None:
+        """All-gather loaded weights, and record which of their layers were trained with forced load
+        balancing."""
         all_gather_loaded_params(self.trainer)
         self.force_load_balancing = tuple(dict.fromkeys((*forced, *self.force_load_balancing)))
 
-    def _take_over(self, saved: Checkpoint) -> bool:
-        """Go on where a checkpoint was saved: all of it that this run is to have; True: with an
-        optimizer begun anew.
+    def _load_checkpoint(self, saved: Checkpoint) -> bool:
+        """Load a checkpoint and continue at its step; return whether the optimizer state is new.
 
         Raises:
-            CheckpointError: it is of another tokenizer or model, or lacks something.
+            CheckpointError: the checkpoint is of another tokenizer or model, or lacks tensors.
         """
         run, rules = self.run_config, self.run_config.checkpoint
         if saved.state["tokenizer"] != self.tokenizer.fingerprint:
@@ -755,35 +794,40 @@ class _Loop:
                 f"{self.tokenizer.fingerprint}). Use that one, or choose another folder with --run "
                 "NAME."
             )
-        anew = self.checkpoint_source is not None and rules.load_mode == "progress"
-        entries = self._weights() if anew else checkpoint_entries(self.trainer)
-        theirs = open_pretrained(saved.path, base=None if self.base is None else rules.load)
+        resets_optimizer = self.checkpoint_source is not None and rules.load_mode == "progress"
+        entries = self._weights() if resets_optimizer else checkpoint_entries(self.trainer)
+        saved_run = open_pretrained(saved.path, base=None if self.lora_base is None else rules.load)
         padded = (
-            self.checkpoint_source is not None and theirs.model.vocab_size == run.model.vocab_size
-        )  # perhaps in another way
+            self.checkpoint_source is not None
+            and saved_run.model.vocab_size == run.model.vocab_size
+        )  # possibly with other padding
         report = saved.load_into(
             entries,
             self.mesh.world,
             rules=rules,
-            purpose="start" if anew else "resume",
+            purpose="start" if resets_optimizer else "resume",
             vocab_size=run.model.vocab_size if padded else None,
         )
-        # in a folder without settings no one has compared these
+        # A folder without config.yaml was not compared by changed_settings.
         for line in compare_models(
-            theirs, run.model, allow=rules.allow_model_changes, padded=padded
+            saved_run, run.model, allow=rules.allow_model_changes, padded=padded
         ):
             self.progress.say(f"{saved.path}: {line}")
-        # Moments that begin at zero now are corrected for that, as at the beginning of a run.
-        fresh = anew or report.fresh_state
+        # New moments start at zero and need bias correction from the first update.
+        fresh = resets_optimizer or report.fresh_state
         self.trainer.optimizer.set_updates(0 if fresh else int(saved.state["optimizer_updates"]))
-        if self.trainer.loss_scale is not None and "loss_scale" in saved.state and not anew:
+        if (
+            self.trainer.loss_scale is not None
+            and "loss_scale" in saved.state
+            and not resets_optimizer
+        ):
             self.trainer.loss_scale.load(saved.state["loss_scale"])
         all_gather_loaded_params(self.trainer)
         return fresh
 
     def _load_base(self, saved: Checkpoint | None) -> dict[str, str] | None:
-        """Fill the weights that adapters are trained beside, which no checkpoint of this run
-        holds."""
+        """Load the frozen base weights of LoRA adapters, which this run's checkpoints do not
+        hold."""
         run = self.run_config
         if run.lora is None:
             return None
@@ -794,18 +838,18 @@ class _Loop:
         all_gather_loaded_params(self.trainer)
         for line in notes:
             self.progress.say(f"{run.checkpoint.load}: {line}")
-        self.progress.say(f"training adapters beside {record['base']}")
+        self.progress.say(f"training LoRA adapters on the frozen weights of {record['base']}")
         return record
 
     def _open_data(self, saved: Checkpoint | None) -> "_RunData":
-        """Build the datasets. Their order follows from a count of samples: that of the first start.
+        """Build the datasets; their order depends on the number of samples at the first start.
 
-        A run that is made longer than that order goes on with further epochs; what it has read
-        stays what it was. Indices are built by whoever comes first and mapped by the others.
+        If the run was made longer since, more epochs follow; the samples read so far stay the same.
+        The first rank to arrive builds the indices, the others map them.
 
         Raises:
             CheckpointError: the data, or its order, is not what the run was started with.
-            DataError: there are too few samples, and nothing repeats.
+            DataError: there are too few samples, and they are not repeated.
         """
         rows = self.run_config.train.global_batch_size
         left = max(0, self.run_config.train.steps - self.state.step)
@@ -820,24 +864,22 @@ class _Loop:
         assert splits.train is not None
         if saved is not None:
             _check_order(saved, splits.train.fingerprint)
-        there = splits.train.num_samples
-        if there >= needed or self.run_config.data.sampler != "sequential":
+        num_available = splits.train.num_samples
+        if num_available >= needed or self.run_config.data.sampler != "sequential":
             return _RunData(splits, tuple(orders))
         longer = _RunData(self._datasets([*orders, needed]), (*orders, needed))
         assert longer.splits.train is not None
-        if (most := longer.splits.train.num_samples) < needed:
+        if (num_unique := longer.splits.train.num_samples) < needed:
             raise DataError(
                 f"train.steps={self.run_config.train.steps} reads {needed} samples, and without "
-                "weights before its "
-                f"prefixes data.path gives each of its {most} samples once. Set train.steps to at "
-                f"most {most // rows}: "
-                f"with weights the run would have begun in another order."
+                f"mixture weights data.path provides each of its {num_unique} samples only once. "
+                f"Set train.steps to at most {num_unique // rows}: with weights the samples would "
+                "be in another order."
             )
         if longer.splits.train.fingerprint != splits.train.fingerprint:
             self.progress.say(
-                f"train.steps={self.run_config.train.steps} reads {needed} samples, and the order "
-                "this run began with "
-                f"has {there}: further epochs follow, shuffled on their own"
+                f"train.steps={self.run_config.train.steps} reads {needed} samples, and this run's "
+                f"order has {num_available}: more epochs follow, each shuffled separately"
             )
         return longer
 
@@ -884,56 +926,62 @@ class _Loop:
         )
 
     def _open_metrics(self) -> None:
-        """The writer's files; what keeps it from them ends the run on every rank."""
-        wanted, world = self.run_config.observe.tensorboard, self.mesh.world
-        there = raise_on_all_ranks(lambda: has_tensorboard() if self.writer else True, world)[0]
-        if wanted and not there:
+        """Open the metrics files on rank 0; an error ends the run on every rank."""
+        tensorboard, world = self.run_config.observe.tensorboard, self.mesh.world
+        tensorboard_installed = raise_on_all_ranks(
+            lambda: has_tensorboard() if self.is_writer else True, world
+        )[0]
+        if tensorboard and not tensorboard_installed:
             raise ConfigError(
-                f"observe.tensorboard={wanted} needs the tensorboard package. Run pip install "
+                f"observe.tensorboard={tensorboard} needs the tensorboard package. Run pip install "
                 "tensorboard."
             )
-        events = self.folder.tensorboard if there and wanted is not False else None
+        events = (
+            self.folder.tensorboard if tensorboard_installed and tensorboard is not False else None
+        )
 
-        def opened() -> None:
+        def open_file() -> None:
             self.metrics = MetricsFile(
                 self.folder.metrics, resume_at=self.state.step, tensorboard=events
             )
 
-        raise_on_all_ranks(opened if self.writer else lambda: None, world)
+        raise_on_all_ranks(open_file if self.is_writer else lambda: None, world)
 
 
 @dataclass(frozen=True, slots=True)
 class _RunData:
-    """The samples of a run, and what decided their order."""
+    """Datasets of a run, and the sample counts that determine their order."""
 
     splits: Splits
     orders: tuple[int, ...]
-    """The count of training samples that the order was built for, and those that the run was made
-    longer to."""
+    """Number of training samples that the order was first built for, and later extensions."""
 
 
 def _read_train_state(checkpoint: Checkpoint | None) -> TrainState:
-    """Return the counters of a checkpoint; those of a run that begins if there is none."""
+    """Return the counters of a checkpoint; zeros if there is none."""
     return TrainState() if checkpoint is None else TrainState.from_json(checkpoint.state["train"])
 
 
 def needs_first_weights(run: TrainRun) -> bool:
-    """Whether a run that begins now draws weights: of adapters, or any that may keep what was
-    drawn."""
+    """Return whether a new run initializes any weights randomly: LoRA adapters, or weights that are
+    not loaded."""
     return (run.lora is not None and run.lora.load is None) or keeps_first_weights(run)
 
 
 def keeps_first_weights(run: TrainRun) -> bool:
-    """Whether weights of the model may stay as they were drawn: none are loaded, or loading may
-    leave some out."""
+    """Return whether model weights may keep their random initialization: some or all are not
+    loaded."""
     checkpoint = run.checkpoint
     return checkpoint.load is None or checkpoint.missing_keys != "error" or bool(checkpoint.skip)
 
 
-def _pairs(model: ModelConfig, batches: StepBatches, dp: int) -> tuple[int, int | None]:
-    """Squared lengths of the step's documents, and pairs of tokens that windows leave in them,
-    as `step_flops` wants them; None: nothing has a window. Where they are not known, other
-    ranks' documents count like mine."""
+def _attention_pairs(model: ModelConfig, batches: StepBatches, dp: int) -> tuple[int, int | None]:
+    """Return the squared lengths of the step's documents, and the query-key pairs inside attention
+    windows.
+
+    The second is None without windows. If the other ranks' lengths are unknown, this rank's are
+    used.
+    """
     lengths, ranks = batches.lengths, 1
     if lengths is None:
         lengths, ranks = (
@@ -947,68 +995,75 @@ def _pairs(model: ModelConfig, batches: StepBatches, dp: int) -> tuple[int, int 
 
 
 def _check_order(saved: Checkpoint, fingerprint: str) -> None:
-    """Refuse other data, or the same in another order, than the checkpoint was trained on.
+    """Check that the data and its order are those of the checkpoint.
 
     Raises:
-        CheckpointError: it is.
+        CheckpointError: the fingerprints differ.
     """
     if saved.state["data"] != fingerprint:
         raise CheckpointError(
-            f"{saved.path} was trained on other data or in another order:\n  then: "
-            f"{saved.state['data']}\n"
+            f"{saved.path} was trained on other data or in another order:\n"
+            f"  then: {saved.state['data']}\n"
             f"  now:  {fingerprint}\n"
             "Use the data and the data.num_train_samples that the run was started with, or choose "
-            "another folder with "
-            "--run NAME (and checkpoint.load_mode=weights, to begin at step 0 of the data there). "
-            "Keep "
-            "train.tokens_per_microbatch set or unset, as it was: rows and documents have orders "
-            "of their own."
+            "another folder with --run NAME (and checkpoint.load_mode=weights, to begin at step 0 "
+            "of the data there). Keep train.tokens_per_microbatch set or unset, as it was: rows "
+            "and documents have orders of their own."
         )
 
 
 def _compare_replicas(trainer: Trainer) -> None:
-    """Make sure that data-parallel ranks start from the same weights: keyed draws are equal on
-    equal machines only.
+    """Check that data-parallel ranks start from equal weights: keyed random numbers may differ
+    between machine types.
 
     Raises:
-        CheckpointError: on every rank, naming those that differ.
+        CheckpointError: on every rank, naming the ranks that differ.
     """
-    for mine, group in trainer.data.checksums():
-        sums = gather_objects(mine, group)
-        if len(set(sums)) > 1:
-            odd = [rank for rank, value in zip(group.ranks, sums, strict=True) if value != sums[0]]
+    for checksum, group in trainer.data.checksums():
+        checksums = gather_objects(checksum, group)
+        if len(set(checksums)) > 1:
+            different_ranks = [
+                rank
+                for rank, value in zip(group.ranks, checksums, strict=True)
+                if value != checksums[0]
+            ]
             raise CheckpointError(
-                f"ranks {odd} start from other weights than rank {group.ranks[0]}. Use machines of "
-                "one type, or set "
-                f"checkpoint.load to weights that all of them read."
+                f"ranks {different_ranks} start from other weights than rank {group.ranks[0]}. Use "
+                "machines of one type, or set checkpoint.load to weights that all of them read."
             )
 
 
 def _compare_stages(trainer: Trainer) -> None:
-    """Make sure that stages that share a table start from the same one: equal gradients then keep
-    it equal.
+    """Check that pipeline stages that share an embedding table start from equal copies.
 
     Raises:
         CheckpointError: on every rank of the pipeline, naming the table and the stages.
     """
-    mine = {
+    local_checksums = {
         param.shard.name: int(param.weight.contiguous().view(torch.uint8).sum(dtype=torch.int64))
         for param in trainer.data.local_params
         if len(param.shard.stages) > 1
     }
-    found = [sums for sums in gather_objects(mine, trainer.mesh.pp) if isinstance(sums, dict)]
-    for name in sorted({name for sums in found for name in sums}):
-        values = {rank: sums[name] for rank, sums in enumerate(found) if name in sums}
+    stage_checksums = [
+        checksums
+        for checksums in gather_objects(local_checksums, trainer.mesh.pp)
+        if isinstance(checksums, dict)
+    ]
+    for name in sorted({name for checksums in stage_checksums for name in checksums}):
+        values = {
+            rank: checksums[name]
+            for rank, checksums in enumerate(stage_checksums)
+            if name in checksums
+        }
         if len(set(values.values())) > 1:
             raise CheckpointError(
                 f"{name} is not the same on pipeline ranks {list(values)}, which share it. Use "
-                "machines of one type, "
-                f"or set checkpoint.load to weights that all of them read."
+                "machines of one type, or set checkpoint.load to weights that all of them read."
             )
 
 
 def matching_tokenizer(run: TrainRun) -> Tokenizer:
-    """The run's tokenizer, whose ids the model must know.
+    """Build the run's tokenizer and check that its ids fit the model's vocabulary.
 
     Raises:
         ConfigError: the tokenizer has more ids than the model.
@@ -1017,7 +1072,7 @@ def matching_tokenizer(run: TrainRun) -> Tokenizer:
     if tokenizer.vocab_size > run.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size={run.model.vocab_size} is smaller than the tokenizer's "
-            f"{tokenizer.vocab_size} tokens. "
-            f"Set model.vocab_size to {tokenizer.vocab_size} or more."
+            f"{tokenizer.vocab_size} tokens. Set model.vocab_size to {tokenizer.vocab_size} or "
+            "more."
         )
     return tokenizer

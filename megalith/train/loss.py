@@ -1,9 +1,8 @@
-"""What is minimized: the loss of every head; the one place where losses are scaled, and where
-those of ranks are said to be parts of one sum."""
+"""Training losses: LM and MTP losses of every head, normalized by the global number of labels."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial as with_arguments
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,64 +23,66 @@ from megalith.parallel.tensor import VocabHead
 
 
 def compute_head_losses(run: TrainRun) -> Callable[..., Tensor]:
-    """What a head minimizes. One that is to tell of its scores notes them in a record of its
-    own."""
+    """Return the loss function of the heads; it records logit statistics if the run logs them."""
     train = run.train
-    words: dict[str, Any] = (
+    loss_kwargs: dict[str, Any] = (
         {"smoothing": train.label_smoothing} if train.label_smoothing else {}
-    )  # Any: by name
-    words |= {} if train.loss_chunk is None else {"chunk": train.loss_chunk}
-    again = train.loss_backward == "recomputed"
+    )  # Any: keyword arguments
+    loss_kwargs |= {} if train.loss_chunk is None else {"chunk": train.loss_chunk}
+    recomputes = train.loss_backward == "recomputed"
     if logs_logit_stats(run):
         return LossWithLogitStats(
-            with_arguments(recomputed_measures if again else measured_cross_entropy, **words),
+            partial(recomputed_measures if recomputes else measured_cross_entropy, **loss_kwargs),
             train.z_loss,
         )
-    plain = recomputed_cross_entropy if again else linear_cross_entropy
-    return with_arguments(plain, **words) if words else plain
+    loss_fn = recomputed_cross_entropy if recomputes else linear_cross_entropy
+    return partial(loss_fn, **loss_kwargs) if loss_kwargs else loss_fn
 
 
 def logs_logit_stats(run: TrainRun) -> bool:
-    """Whether a run writes how large scores are."""
+    """Return whether the run logs the z-loss and the largest logit."""
     return run.train.z_loss > 0 or run.observe.max_logit
 
 
 @dataclass(frozen=True, slots=True)
 class StepLogitStats:
-    """What all heads saw in a step."""
+    """Logit statistics of all heads in a step."""
 
     z: Tensor
     """float64 [1 + depths]: this rank's sums of z_loss * logsumexp^2; 0 where there is no loss."""
 
     largest: Tensor
-    """float64 [1]: the largest score of the next token, over all ranks; -inf without labels."""
+    """float64 [1]: largest logit of the main head, over all ranks; -inf without labels."""
 
 
 def collect_logit_stats(
     heads: Sequence[VocabHead], mesh: Mesh, *, depths: int, device: torch.device
 ) -> StepLogitStats:
-    """What the heads of this rank, the model's first, saw since they were last asked. Collective;
-    one small message."""
+    """Return the logit statistics of this rank's heads (the main head first) and reset them.
+
+    Collective: one small all-reduce.
+    """
     z = torch.zeros(1 + depths, dtype=torch.float64, device=device)
     largest = torch.full((1,), float("-inf"), dtype=torch.float64, device=device)
     for number, head in enumerate(heads):
         assert isinstance(head.summed_loss, LossWithLogitStats)
-        cost, most = head.summed_loss.seen.taken()
-        if cost is not None and most is not None:
-            z[number] = cost
-            largest = most.unsqueeze(0) if number == 0 else largest
+        z_loss, max_logit = head.summed_loss.seen.taken()
+        if z_loss is not None and max_logit is not None:
+            z[number] = z_loss
+            largest = max_logit.unsqueeze(0) if number == 0 else largest
     return StepLogitStats(z, all_reduce_max_(largest, mesh.world))
 
 
 def normalize_loss_by_labels(
     loss: Tensor, *, num_labels: int, mesh: Mesh, scale: float = 1.0
 ) -> Tensor:
-    """My part of the mean loss over the global batch: what backward starts from.
+    """Return this microbatch's part of the mean loss over the global batch, which backward starts
+    from.
 
-    loss: the sum over the labels of my microbatch; num_labels: those that count in the global
-    batch, over all ranks. The parts of all microbatches and of all dp and cp ranks add up to the
-    mean, so gradients are summed over those ranks and never averaged. scale: of fp16, which the
-    gradients are divided by before they are used.
+    loss: sum over the labels of the microbatch. num_labels: labels of the global batch, over all
+    ranks. The parts of all microbatches and of all dp and cp ranks sum to the mean, so gradients
+    are summed over these ranks, not averaged. scale: the loss scale of fp16; the gradients are
+    divided by it before use.
     """
     share = loss / max(1, num_labels)
     return mark_partial(share if scale == 1.0 else share * scale, mesh.dp_cp)
@@ -95,14 +96,13 @@ def normalize_losses_by_labels(
     mesh: Mesh,
     scale: float = 1.0,
 ) -> Tensor:
-    """The same where losses of MTP depths follow: the mean of their means counts `weight`
-    times.
+    """Return the same with the MTP losses: the mean of the depths' means is multiplied by `weight`.
 
-    losses, num_labels: of the next token, then of each depth, which has labels of its own to be
-    divided by.
+    losses, num_labels: of the next token, then of each MTP depth, which is divided by its own
+    labels.
     """
-    own, *mtp_inputs = losses
-    mean = own / max(1, num_labels[0])
-    for loss, count in zip(mtp_inputs, num_labels[1:], strict=True):
-        mean = mean + loss * (weight / len(mtp_inputs) / max(1, count))
+    main_loss, *mtp_losses = losses
+    mean = main_loss / max(1, num_labels[0])
+    for loss, count in zip(mtp_losses, num_labels[1:], strict=True):
+        mean = mean + loss * (weight / len(mtp_losses) / max(1, count))
     return normalize_loss_by_labels(mean, num_labels=1, mesh=mesh, scale=scale)

@@ -1,5 +1,5 @@
-"""A run that begins at a step of another: which checkpoint it goes on from, and what it must be
-able to give."""
+"""`checkpoint.load` with `load_mode` progress or all: a run that continues at the step of another
+run's checkpoint."""
 
 from megalith.checkpoint.agree import raise_on_all_ranks
 from megalith.checkpoint.format import MANIFEST
@@ -14,86 +14,80 @@ from megalith.parallel.group import Group
 from megalith.train.state import TrainState
 
 PROGRESS = ("train", "optimizer_updates", "data", "order_samples", "tokenizer")
-"""What the state of a checkpoint must have for a run to go on at its step."""
+"""Keys that the state of a checkpoint must have for a run to continue at its step."""
 
 
 def open_checkpoint_source(rules: CheckpointConfig, world: Group) -> Checkpoint | None:
-    """The checkpoint at whose step a run begins; None: at step 0. Collective over `world`.
+    """Return the checkpoint at whose step a run starts; None: step 0. Collective over `world`.
 
     Raises:
-        CheckpointError: on every rank: there is none, or it is that of no run.
+        CheckpointError: on every rank: there is no such checkpoint, or it is not one of a run.
     """
     source = rules.load
     if rules.load_mode == "weights" or source is None:
         return None
     path = raise_on_all_ranks(lambda: locate(source) if world.rank == 0 else None, world)[0]
     assert path is not None
-    said = f"checkpoint.load_mode={rules.load_mode} with checkpoint.load={source}"
+    settings = f"checkpoint.load_mode={rules.load_mode} with checkpoint.load={source}"
     if not (path / MANIFEST).exists():
         raise CheckpointError(
-            f"{said}: {path} holds weights and no step to go on at. Set "
+            f"{settings}: {path} holds weights only, so there is no step to continue from. Set "
             "checkpoint.load_mode=weights."
         )
-    opened = open_checkpoint(path)
-    if RECORD in opened.state:
+    checkpoint = open_checkpoint(path)
+    if RECORD in checkpoint.state:
         raise CheckpointError(
-            f"{said}: {path} holds adapters, and this run trains a model. Set "
-            "checkpoint.load_mode=weights to begin with "
-            f"the model that they make, or go on in the run's own folder."
+            f"{settings}: {path} holds LoRA adapters, and this run trains a full model. Set "
+            "checkpoint.load_mode=weights to start from the merged model, or continue in the run's "
+            "own folder."
         )
-    if missing := [name for name in PROGRESS if name not in opened.state]:
+    if missing_keys := [name for name in PROGRESS if name not in checkpoint.state]:
         raise CheckpointError(
-            f"{said}: {path} holds weights and no step to go on at (its state lacks "
-            f"{', '.join(missing)}). Set "
-            f"checkpoint.load_mode=weights."
+            f"{settings}: {path} holds weights only, so there is no step to continue from (its "
+            f"state lacks {', '.join(missing_keys)}). Set checkpoint.load_mode=weights."
         )
-    return opened
+    return checkpoint
 
 
 def check_steps_left(run: TrainRun, checkpoint_source: Checkpoint, state: TrainState) -> None:
-    """Refuse to begin where nothing is left to do.
+    """Check that the run has steps left after the checkpoint's step.
 
     Raises:
-        ConfigError: the run would be over.
+        ConfigError: train.steps is not larger than the checkpoint's step.
     """
     if state.step >= run.train.steps:
         raise ConfigError(
             f"train.steps={run.train.steps}: {checkpoint_source.path} is of step {state.step}, "
-            "where a run "
-            "with checkpoint.load_mode="
-            f"{run.checkpoint.load_mode} goes on. Set train.steps to more than {state.step}, or "
-            "checkpoint.load_mode=weights."
+            f"where a run with checkpoint.load_mode={run.checkpoint.load_mode} continues. Set "
+            f"train.steps to more than {state.step}, or checkpoint.load_mode=weights."
         )
 
 
 def describe_checkpoint_source(
     run: TrainRun, checkpoint_source: Checkpoint, state: TrainState, *, fresh: bool
 ) -> str:
-    """Where a run begins, what of its optimizer is there (`fresh`: nothing), and which learning
-    rate follows from that.
+    """Describe where a run starts: checkpoint, step, optimizer state (`fresh`: none) and learning
+    rate.
 
-    With rows of the global batch that are more or fewer than there, also where the schedule will
-    end.
+    If the global batch size has changed, also describe where the schedule will end.
     """
     lengths = schedule_lengths(
         run.schedule, global_batch_size=run.train.global_batch_size, total_steps=run.train.steps
     )
     rate = learning_rate(run.schedule, state.scheduled_samples, lengths)
-    kept = "with an optimizer that has seen nothing" if fresh else "with its optimizer"
+    optimizer = "with a new optimizer state" if fresh else "with its optimizer state"
     rows = run.train.global_batch_size
     last = state.scheduled_samples + (run.train.steps - state.step) * rows
-    other = (
+    schedule_end = (
         ""
         if state.consumed_samples == state.step * rows
         else (
-            f"; with train.global_batch_size={rows}, which it was not before, "
-            f"train.steps={run.train.steps} end at sample "
-            f"{last} of the schedule's {run.train.steps * rows}"
+            f"; with the changed train.global_batch_size={rows}, train.steps={run.train.steps} "
+            f"ends at sample {last} of the schedule's {run.train.steps * rows}"
         )
     )
     return (
-        f"going on from {checkpoint_source.path} at step {state.step} {kept}: "
-        f"{state.consumed_samples} "
-        "samples were read, and the "
-        f"schedule stands at sample {state.scheduled_samples}, a learning rate of {rate:.3g}{other}"
+        f"continuing from {checkpoint_source.path} at step {state.step} {optimizer}: "
+        f"{state.consumed_samples} samples consumed, schedule at sample {state.scheduled_samples}, "
+        f"learning rate {rate:.3g}{schedule_end}"
     )

@@ -1,5 +1,5 @@
-"""Resuming a run: open its newest complete checkpoint, and fall back to an older one if its tensors
-are damaged."""
+"""Resuming a run: opens its newest complete checkpoint, or an older one if its tensors are
+damaged."""
 
 import logging
 from pathlib import Path
@@ -24,8 +24,8 @@ def open_newest_checkpoint(folder: Path, world: Group) -> Checkpoint | None:
     `world`.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is complete; or the newest holds no state
-        of a run.
+        CheckpointError: there are checkpoints, but none is complete; or the newest has no training
+            state.
     """
     path = raise_on_all_ranks(lambda: find_latest(folder) if world.rank == 0 else None, world)[0]
     if path is None:
@@ -36,13 +36,13 @@ def open_newest_checkpoint(folder: Path, world: Group) -> Checkpoint | None:
 
 
 def fall_back(damage: DamagedCheckpointError, world: Group) -> Checkpoint:
-    """Set a run's damaged checkpoint aside and open the newest other one. Collective over `world`.
+    """Rename a run's damaged checkpoint and open the next newest one. Collective over `world`.
 
-    `damage`: what `Checkpoint.load_into` raised, on every rank.
+    `damage`: the error that `Checkpoint.load_into` raised on every rank.
 
     Raises:
-        DamagedCheckpointError: there is no other complete checkpoint; the damaged one stays where
-        it is.
+        DamagedCheckpointError: there is no other complete checkpoint; the damaged one is not
+            renamed.
     """
     path = damage.path
     assert path is not None, "raised by Checkpoint.load_into"
@@ -52,9 +52,9 @@ def fall_back(damage: DamagedCheckpointError, world: Group) -> Checkpoint:
     if aside is None:
         raise damage
     older = open_newest_checkpoint(path.parent, world)
-    assert older is not None, "list_other_checkpoints named one"
+    assert older is not None, "list_other_checkpoints returned one"
     if world.rank == 0:
-        text = "passing over checkpoint %s: %s It was renamed to %s. Resuming from %s."
+        text = "skipping checkpoint %s: %s It was renamed to %s. Resuming from %s."
         _log.warning(text, path.name, damage.reason, aside, older.path.name)
     return older
 

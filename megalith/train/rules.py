@@ -1,5 +1,5 @@
-"""Every rule across the settings of a training run: all run before anything is built, all failures
-come together."""
+"""Rules across the settings of a training run; all run before anything is built, and all failures
+are reported together."""
 
 import math
 import re
@@ -43,25 +43,28 @@ from megalith.plan.stages import plan_stages, stages_of_rank, stages_problems
 Rule = Callable[[TrainRun, int], str | None]
 
 MOST_NAME_BYTES = 200
-"""Of a run's name: most file systems allow 255, and metrics, locks and backups add to it
-(heuristic)."""
+"""Maximum length of a run's name: most file systems allow 255 bytes, and metrics, locks and backups
+add suffixes (heuristic)."""
 
 MOST_SAMPLES = 1 << 36
-"""Of one run: their order takes half a TiB or more, and no corpus has so many rows."""
+"""Maximum samples of one run: their order takes half a TiB or more, and no corpus has as many
+rows."""
 
 
 MOST_RANKS = 1 << 20
-"""Of one axis. Heuristic: ten times the largest machines; plans build lists of ranks and stages."""
+"""Maximum size of one axis. Heuristic: ten times the largest machines; plans build lists of ranks
+and stages."""
 
 MOST_STAGES = 1 << 12
-"""Pipeline stages, and model chunks of all stages together. Heuristic: fifty times the most that
-are used."""
+"""Maximum pipeline stages, and model chunks of all stages. Heuristic: fifty times the most that are
+used."""
 
 MOST_LAYERS = 1 << 14
-"""Heuristic: a hundred times the deepest models; plans build lists of layers."""
+"""Maximum layers. Heuristic: a hundred times the deepest models; plans build lists of layers."""
 
 LARGEST_NUMBER = 1e6
-"""Of a setting that is not in LARGEST. Heuristic: no usual value comes near."""
+"""Largest absolute value of a setting that is not in LARGEST. Heuristic: far above all common
+values."""
 
 LARGEST: Mapping[str, float] = {
     "schedule.lr": 1e3,
@@ -96,23 +99,22 @@ LARGEST: Mapping[str, float] = {
     "observe.peak_tflops": 1e9,
     "data.mock_lengths.mean": 1e9,
 }
-"""Largest value of a setting. Heuristic: at least ten times what published runs use, and small
-enough that nothing overflows in fp32 in the first steps because of this setting alone."""
+"""Largest value of a setting. Heuristic: at least ten times the published values, and small enough
+that this setting alone causes no fp32 overflow in the first steps."""
 
 
 def check_run(run: TrainRun, world: int) -> None:
-    """Refuse a run that cannot work on `world` ranks, with every broken rule and a value that would
-    do.
+    """Check that a run can work on `world` ranks.
 
     Raises:
-        ConfigError: at least one rule is broken.
+        ConfigError: one line for each broken rule, with a value that works.
     """
     raise_all(run_problems(run, world))
 
 
 def run_problems(run: TrainRun, world: int) -> list[str]:
-    """Every broken rule, as texts; the rules that divide by counts wait until the counts are
-    positive."""
+    """Return the messages of all broken rules; rules that divide by counts run only if the counts
+    are positive."""
     p, others = run.parallel, _other_problems(run, world)
     others += largest_problems(run, others)
     if _count_problems(run):
@@ -125,8 +127,8 @@ def run_problems(run: TrainRun, world: int) -> list[str]:
 
 
 def _fits(run: TrainRun, known: frozenset[str], degrees: Mapping[str, int], world: int) -> bool:
-    """Whether other degrees on `world` ranks, which they divide, break no rule beside those that
-    are known already."""
+    """Return whether other parallel degrees on `world` ranks break no rule that is not already in
+    `known`."""
     p = replace(run.parallel, tp=degrees["tp"], cp=degrees["cp"], pp=degrees["pp"])
     if p.dp is not None and p.tp * p.cp * p.pp * p.dp != world:
         return False
@@ -134,12 +136,13 @@ def _fits(run: TrainRun, known: frozenset[str], degrees: Mapping[str, int], worl
 
 
 def _other_problems(run: TrainRun, world: int) -> list[str]:
-    """Every broken rule but that the degrees multiply to the world."""
+    """Return the messages of all broken rules, except that the degrees multiply to the world
+    size."""
     p, t = run.parallel, run.train
     counts = _count_problems(run)
     problems = counts + number_problems(run)
     if not counts:
-        packed = t.tokens_per_microbatch is not None  # whose rules are budget_problems
+        packed = t.tokens_per_microbatch is not None  # checked by budget_problems
         problems += context_problems(p, run.model, seq_len=2 * p.cp * p.tp if packed else t.seq_len)
         problems += budget_problems(t, p, run.data)
         problems += dropout_problems(run.model.dropout)
@@ -154,7 +157,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
                     dp=dp,
                 )
             problems += zero_problems(p, dp) + pipeline_problems(run, dp)
-        problems += fully_sharded_problems(p, run.offload) + _relations(run)
+        problems += fully_sharded_problems(p, run.offload) + _relation_problems(run)
         problems += expert_layout_problems(run.model, p, world, trains=True) + pairing_problems(
             run.model, p
         )
@@ -188,18 +191,18 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
 
 
 def pipeline_problems(run: TrainRun, dp: int) -> list[str]:
-    """Broken rules of stages and schedule; with one chunk on one rank neither matters."""
+    """Return the broken rules of pipeline stages and schedule; none with one chunk on one rank."""
     p, t = run.parallel, run.train
     if p.pp * p.pipeline.vpp == 1:
         return []
     problems = stages_problems(
         p.pipeline, pp=p.pp, num_layers=run.model.num_layers, depths=run.model.mtp.num_layers
     )
-    if t.tokens_per_microbatch is not None:  # there are as many packs as the schedule wants
+    if t.tokens_per_microbatch is not None:  # the number of packs is adapted to the schedule
         most = 4 * max(p.pipeline.group or p.pp, p.pp)
         return problems + pipeline_schedule_problems(p.pipeline, pp=p.pp, num_microbatches=most)
     rows = t.micro_batch_size * dp
-    if t.global_batch_size % rows == 0:  # else that is another rule
+    if t.global_batch_size % rows == 0:  # else another rule fails
         problems += pipeline_schedule_problems(
             p.pipeline, pp=p.pp, num_microbatches=t.global_batch_size // rows, rows=rows
         )
@@ -207,8 +210,8 @@ def pipeline_problems(run: TrainRun, dp: int) -> list[str]:
 
 
 def smallest_stage(run: TrainRun) -> int:
-    """Layers of the smallest pipeline stage, or model chunk, that has any; of the model where
-    stages are wrong."""
+    """Return the layers of the smallest nonempty pipeline stage; of the model if the stages are
+    invalid."""
     pipeline, pp, layers, depths = (
         run.parallel.pipeline,
         run.parallel.pp,
@@ -224,27 +227,30 @@ def smallest_stage(run: TrainRun) -> int:
     return min(count for count in counts if count)
 
 
-def _relations(run: TrainRun, *, trains: bool = True) -> list[str]:
-    """Settings of the model that do not go together. What a model has learned with is told
-    instead (`balance_notes`): another weight of a single expert would change what it computes."""
+def _relation_problems(run: TrainRun, *, trains: bool = True) -> list[str]:
+    """Return the model settings that contradict each other.
+
+    For a model that is loaded, the weight of a single chosen expert is not checked, because another
+    setting would change its outputs (`balance_notes` reports it).
+    """
     moe, learned = run.model.moe, run.checkpoint.load is not None
     allowed = one_choice_has_a_weight(moe) if learned and moe is not None else None
     return [text for text in relation_problems(run.model, trains=trains) if text != allowed]
 
 
 def model_problems(run: TrainRun, *, trains: bool = True) -> list[str]:
-    """Broken rules of the network and its layout alone, for commands that read no data; `trains`
-    as for `network_problems`."""
+    """Return the broken rules of the model and its layout, for commands that read no data;
+    `trains`: as in `network_problems`."""
     problems = _count_problems(run)
     if not problems:
         layout = (text for rule in LAYOUT_RULES if (text := rule(run, run.parallel.tp)) is not None)
-        problems = [*_relations(run, trains=trains), *layout]
+        problems = [*_relation_problems(run, trains=trains), *layout]
     return problems + [text for text in number_problems(run) if text.startswith("model.")]
 
 
 def _steps_to_plan_with(run: TrainRun) -> int:
-    """The run's steps; where they are refused anyway, enough for its schedule, which then has no
-    say about them."""
+    """Return the run's steps; if they are invalid, enough steps for the schedule, whose rules then
+    do not fail too."""
     schedule = run.schedule
     warmup = schedule.warmup_steps if isinstance(schedule.warmup_steps, int) else 0
     enough = max(warmup, 0) + max(schedule.wsd_decay_steps or 0, 0) + 100
@@ -286,7 +292,7 @@ def _count_problems(run: TrainRun) -> list[str]:
 
 
 def _large_count_problems(run: TrainRun) -> list[str]:
-    """Counts of things that plans list one by one."""
+    """Return the counts that are too large for plans that list their elements."""
     p, model = run.parallel, run.model
     axes = {
         "parallel.tp": p.tp,
@@ -317,25 +323,22 @@ def _large_count_problems(run: TrainRun) -> list[str]:
     ]
 
 
-def name_is_a_folder_name(run: TrainRun, world: int) -> str | None:
-    """The name of a run, which a YAML file may come from others with, leads nowhere outside
-    runs/."""
+def check_run_name(run: TrainRun, world: int) -> str | None:
+    """The run's name is a folder name under runs/, without path separators."""
     name = run.name
     leads_elsewhere = set(name) <= {"."} or "/" in name or "\\" in name
     if not leads_elsewhere and name.isprintable() and len(name.encode()) <= MOST_NAME_BYTES:
         return None
     return (
         f"name={name!r:.60} cannot be the name of a folder under runs/: it must have 1 to "
-        f"{MOST_NAME_BYTES} bytes of "
-        "printable characters without / and \\, and not only dots. Set name to one such as "
-        "my_run; to train in "
-        f"another folder, pass --run with its path."
+        f"{MOST_NAME_BYTES} bytes of printable characters without / and \\, and not only dots. Set "
+        "name to one such as my_run; to train in another folder, pass --run with its path."
     )
 
 
 def largest_problems(run: TrainRun, known: list[str]) -> list[str]:
-    """Finite numbers so large that training would overflow; `known` are the problems that other
-    rules report."""
+    """Return the finite numbers so large that training would overflow, unless `known` reports them
+    already."""
     problems = []
     for path, value in _numbers("", to_dict(run)):
         most = LARGEST.get(re.sub(r"\[\d+\]", "", path), LARGEST_NUMBER)
@@ -347,7 +350,7 @@ def largest_problems(run: TrainRun, known: list[str]) -> list[str]:
 
 
 def _numbers(path: str, value: Plain) -> Iterator[tuple[str, float]]:
-    """Every floating-point number of a tree, with its path."""
+    """Yield every floating-point number of a tree with its path."""
     if isinstance(value, float):
         yield path, value
     elif isinstance(value, dict):
@@ -359,7 +362,7 @@ def _numbers(path: str, value: Plain) -> Iterator[tuple[str, float]]:
 
 
 def key_value_heads_fit(run: TrainRun, world: int) -> str | None:
-    """A tensor-parallel rank owns whole key/value heads, or shares one with equally many other
+    """Each tensor-parallel rank has whole KV heads, or each KV head is replicated on equally many
     ranks."""
     keys, tp, heads = run.model.num_kv_heads, run.parallel.tp, run.model.num_heads
     if tp <= keys or (tp % keys == 0 and tp <= heads):
@@ -367,14 +370,13 @@ def key_value_heads_fit(run: TrainRun, world: int) -> str | None:
     fits = sorted({*range(1, min(keys, 16) + 1), *(n for n in divisors(heads) if n % keys == 0)})
     return (
         f"parallel.tp={tp} does not fit model.num_kv_heads={keys} (model.num_heads={heads}): a "
-        "rank owns whole "
-        "key/value heads, or an equal number of ranks share each. Set parallel.tp to one of "
-        f"{fits}."
+        "rank needs whole KV heads, or each KV head is replicated on an equal number of ranks. Set "
+        f"parallel.tp to one of {fits}."
     )
 
 
-def every_rank_has_features(run: TrainRun, world: int) -> str | None:
-    """No tensor-parallel rank is left without a slice."""
+def check_every_rank_has_features(run: TrainRun, world: int) -> str | None:
+    """Each tensor-parallel rank has a nonempty shard of every weight."""
     tp, rows, own = run.parallel.tp, run.model.padded_vocab_size(), run.model.layers.ffn_hidden_size
     name, features = (
         ("layers.ffn_hidden_size", min(own))
@@ -389,57 +391,53 @@ def every_rank_has_features(run: TrainRun, world: int) -> str | None:
     )
 
 
-def layers_share_heads_alike(run: TrainRun, world: int) -> str | None:
-    """Ranks share key/value heads in the same way in every layer."""
+def check_kv_head_replication_is_uniform(run: TrainRun, world: int) -> str | None:
+    """KV heads are replicated in every layer or in none."""
     keys, tp = run.model.layers.num_kv_heads, run.parallel.tp
     if not keys or tp <= min(keys) or min(keys) == max(keys):
         return None
     return (
-        f"parallel.tp={tp} with model.layers.num_kv_heads={list(keys)}: ranks would share "
-        "key/value heads in some "
-        f"layers and not, or otherwise, in others. Set parallel.tp to {min(keys)} or less."
+        f"parallel.tp={tp} with model.layers.num_kv_heads={list(keys)}: KV heads would be "
+        f"replicated in some layers and not in others. Set parallel.tp to {min(keys)} or less."
     )
 
 
-def sp_needs_tp(run: TrainRun, world: int) -> str | None:
-    """Sequence parallelism divides tokens over the tensor-parallel ranks."""
+def check_sp_needs_tp(run: TrainRun, world: int) -> str | None:
+    """Sequence parallelism shards tokens over the tensor-parallel ranks."""
     if not run.parallel.sp or run.parallel.tp > 1:
         return None
     return (
-        "parallel.sp=true needs parallel.tp > 1, whose ranks share the tokens. Set parallel.tp to "
+        "parallel.sp=true needs parallel.tp > 1, over which it shards tokens. Set parallel.tp to "
         "2, or remove parallel.sp."
     )
 
 
-def tp_comm_overlap_needs_sp(run: TrainRun, world: int) -> str | None:
-    """Only tokens that are divided travel round; and a ring is a way of overlapping."""
+def check_tp_comm_overlap_needs_sp(run: TrainRun, world: int) -> str | None:
+    """Tensor-parallel communication overlap needs sequence parallelism and overlap."""
     p = run.parallel
     if not p.tp_comm_overlap or (p.sp and p.overlap):
         return None
     return (
         "parallel.tp_comm_overlap=true needs parallel.sp=true and parallel.overlap=true (now "
-        f"sp={p.sp}, "
-        f"overlap={p.overlap}): "
-        "tokens that are divided over tp travel round while others are multiplied. Set both, or "
-        "remove parallel.tp_comm_overlap."
+        f"sp={p.sp}, overlap={p.overlap}): the collective matmul exchanges sequence-parallel "
+        "shards of the tokens. Set both, or remove parallel.tp_comm_overlap."
     )
 
 
-def fused_collective_matmul_needs_tp_comm_overlap(run: TrainRun, world: int) -> str | None:
-    """Whoever asks for fused products wants them used."""
+def check_fused_collective_matmul(run: TrainRun, world: int) -> str | None:
+    """Fused collective matmuls are part of tensor-parallel communication overlap."""
     p = run.parallel
     if p.tp_comm_overlap or p.collective_matmul != "fused":
         return None
     return (
-        f"parallel.collective_matmul={p.collective_matmul} with parallel.tp_comm_overlap=false: it "
-        "says how rings "
-        f"multiply. Set parallel.tp_comm_overlap=true, or parallel.collective_matmul=auto."
+        f"parallel.collective_matmul={p.collective_matmul} with parallel.tp_comm_overlap=false has "
+        "no effect. Set parallel.tp_comm_overlap=true, or parallel.collective_matmul=auto."
     )
 
 
-def sp_divides_tokens(run: TrainRun, world: int) -> str | None:
-    """Each tensor-parallel rank gets equally many tokens of a microbatch; `context_problems` sees
-    to it with cp."""
+def check_sp_divides_tokens(run: TrainRun, world: int) -> str | None:
+    """Sequence parallelism needs equally many tokens on each rank; with cp `context_problems`
+    checks this."""
     tp, rows, length = run.parallel.tp, run.train.micro_batch_size, run.train.seq_len
     packed = run.train.tokens_per_microbatch is not None
     if not run.parallel.sp or run.parallel.cp > 1 or packed or rows * length % tp == 0:
@@ -447,13 +445,12 @@ def sp_divides_tokens(run: TrainRun, world: int) -> str | None:
     return (
         f"train.micro_batch_size * train.seq_len = {rows} * {length} = {rows * length} tokens do "
         f"not divide over parallel.tp={tp} ranks with parallel.sp=true. Set train.seq_len to "
-        f"{-(-length // tp) * tp} or "
-        f"train.micro_batch_size to {-(-rows // tp) * tp}."
+        f"{-(-length // tp) * tp} or train.micro_batch_size to {-(-rows // tp) * tp}."
     )
 
 
-def rows_fit_the_model(run: TrainRun, world: int) -> str | None:
-    """Rows are no longer than the context the model is meant for."""
+def check_seq_len(run: TrainRun, world: int) -> str | None:
+    """train.seq_len is at most the model's context length."""
     length, limit = run.train.seq_len, run.model.max_seq_len
     if length <= limit:
         return None
@@ -463,21 +460,20 @@ def rows_fit_the_model(run: TrainRun, world: int) -> str | None:
     )
 
 
-def sequence_holds_mtp_labels(run: TrainRun, world: int) -> str | None:
-    """Rows hold tokens for every MTP depth."""
+def check_seq_len_fits_mtp(run: TrainRun, world: int) -> str | None:
+    """A row has tokens for every MTP depth."""
     length, depths = run.train.seq_len, run.model.mtp.num_layers
     if depths < length:
         return None
     return (
         f"train.seq_len={length} with model.mtp.num_layers={depths}: the deepest prediction is "
-        f"{depths + 1} tokens ahead, "
-        f"which no row has. Set train.seq_len to {depths + 1} or more, or model.mtp.num_layers to "
-        f"{length - 1} or less."
+        f"{depths + 1} tokens ahead, beyond every row. Set train.seq_len to {depths + 1} or more, "
+        f"or model.mtp.num_layers to {length - 1} or less."
     )
 
 
-def compile_needs_whole_layers(run: TrainRun, world: int) -> str | None:
-    """Collectives stay outside compiled graphs."""
+def check_compile_without_tp_and_cp(run: TrainRun, world: int) -> str | None:
+    """Compiled layers contain no collectives."""
     axes = [
         f"parallel.{axis}={size}"
         for axis in ("tp", "cp")
@@ -486,48 +482,44 @@ def compile_needs_whole_layers(run: TrainRun, world: int) -> str | None:
     if not run.train.compile or not axes:
         return None
     return (
-        f"train.compile=true with {' and '.join(axes)}: only layers that no axis cuts are "
-        f"compiled. Set one of them off."
+        f"train.compile=true with {' and '.join(axes)}: only layers without tensor or context "
+        "parallelism can be compiled. Set train.compile=false, or the degrees to 1."
     )
 
 
-def compiled_layers_have_no_experts(run: TrainRun, world: int) -> str | None:
-    """How many rows an expert has is known while it runs, and a graph would be traced for each
-    number."""
+def check_compile_without_experts(run: TrainRun, world: int) -> str | None:
+    """Compiled layers have no experts, since each token count would be compiled separately."""
     if not run.train.compile or run.model.moe is None:
         return None
     return (
-        f"train.compile=true with model.moe of {run.model.moe.num_experts} experts: how many "
-        "tokens an "
-        "expert gets differs "
-        f"from step to step, which a compiled layer cannot. Set train.compile=false."
+        f"train.compile=true with model.moe of {run.model.moe.num_experts} experts: the number of "
+        "tokens per expert changes in every step, which compiled layers do not support. Set "
+        "train.compile=false."
     )
 
 
-def compiled_backward_is_whole(run: TrainRun, world: int) -> str | None:
-    """A compiled layer gives its weights' gradients together with its input's."""
+def check_compile_without_split_backward(run: TrainRun, world: int) -> str | None:
+    """A compiled layer computes weight gradients and input gradients together."""
     pipeline = run.parallel.pipeline
     name = schedule_name(pipeline)
     if not run.train.compile or run.parallel.pp * pipeline.vpp == 1 or name not in SPLIT_SCHEDULES:
         return None
     return (
-        f"train.compile=true with parallel.pipeline.schedule={name}: this schedule adds weight "
-        "gradients apart from "
-        "the rest of backward, and a compiled layer computes both at once. Set "
-        "parallel.pipeline.schedule to one of "
-        f"gpipe, 1f1b, interleaved, or train.compile=false."
+        f"train.compile=true with parallel.pipeline.schedule={name}: this schedule defers weight "
+        "gradients, and a compiled layer computes weight and input gradients together. Set "
+        "parallel.pipeline.schedule to one of gpipe, 1f1b, interleaved, or train.compile=false."
     )
 
 
-def sharded_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
-    """Fully sharded weights are cut chunk by chunk, and a rank may have several chunks that read
-    one table."""
+def check_zero3_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
+    """With parallel.zero=3, model chunks are sharded separately, so the chunks of a rank cannot
+    share a table."""
     p, layers, depths = run.parallel, run.model.num_layers, run.model.mtp.num_layers
     alone = world // p.tp <= 1
     if p.zero != 3 or alone or p.pipeline.vpp == 1 or min(p.pp, p.pipeline.vpp) < 1:
         return None
     if stages_problems(p.pipeline, pp=p.pp, num_layers=layers, depths=depths):
-        return None  # is another rule
+        return None  # reported by another rule
     stages = plan_stages(p.pipeline, pp=p.pp, num_layers=layers, depths=depths)
     ranks = [stages_of_rank(stages, rank, p.pipeline, pp=p.pp) for rank in range(p.pp)]
     biased = any(sum(chunk.reads_biases(run.model) for chunk in chunks) > 1 for chunks in ranks)
@@ -538,9 +530,8 @@ def sharded_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
     if biased:
         return (
             f"parallel.zero={p.zero} with parallel.pipeline.vpp={p.pipeline.vpp} and "
-            "model.positions=relative: the "
-            f"chunks of a rank share one table of biases, and each chunk is cut by itself. "
-            f"Set parallel.pipeline.vpp=1, or parallel.zero=2."
+            "model.positions=relative: the chunks of a rank share one table of biases, and each "
+            "chunk is sharded separately. Set parallel.pipeline.vpp=1, or parallel.zero=2."
         )
     cause = (
         "tied_embeddings=true"
@@ -549,31 +540,30 @@ def sharded_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
     )
     return (
         f"parallel.zero={p.zero} with parallel.pp={p.pp}, parallel.pipeline.vpp={p.pipeline.vpp} "
-        "and "
-        f"model.{cause}: two chunks of a rank share the table of the vocabulary, and each chunk is "
-        f"cut by itself. Set parallel.pipeline.vpp=1, or parallel.zero=2."
+        f"and model.{cause}: two chunks of a rank share the embedding table, and each chunk is "
+        "sharded separately. Set parallel.pipeline.vpp=1, or parallel.zero=2."
     )
 
 
-def evaluation_has_steps(run: TrainRun, world: int) -> str | None:
-    """Asking for evaluations means saying how long they are."""
+def check_eval_steps(run: TrainRun, world: int) -> str | None:
+    """train.eval_every needs train.eval_steps."""
     if not run.train.eval_every or run.train.eval_steps > 0:
         return None
     return (
         f"train.eval_every={run.train.eval_every} but train.eval_steps=0: set train.eval_steps to "
-        f"10, or remove train.eval_every."
+        "10, or remove train.eval_every."
     )
 
 
-def betas_are_shares(run: TrainRun, world: int) -> str | None:
-    """The moments' memories are shares below one."""
+def check_betas(run: TrainRun, world: int) -> str | None:
+    """Optimizer betas are in [0, 1)."""
     given = {"optim.beta1": run.optim.beta1, "optim.beta2": run.optim.beta2}
     bad = [f"{name}={value}" for name, value in given.items() if not 0 <= value < 1]
     return f"{', '.join(bad)} must be in [0, 1). Use 0.9 and 0.95." if bad else None
 
 
-def weight_decay_shrinks_weights(run: TrainRun, world: int) -> str | None:
-    """A step of decoupled weight decay does not make weights larger."""
+def check_weight_decay(run: TrainRun, world: int) -> str | None:
+    """A step of decoupled weight decay does not increase weights."""
     schedule, decoupled = run.schedule, run.optim.kind == "sgd" or run.optim.decoupled_weight_decay
     names = {
         "weight_decay": schedule.weight_decay,
@@ -582,28 +572,27 @@ def weight_decay_shrinks_weights(run: TrainRun, world: int) -> str | None:
     name, decay = max(names.items(), key=lambda item: item[1])
     product = schedule.lr * decay
     in_range = schedule.lr <= LARGEST["schedule.lr"] and decay <= LARGEST["schedule.weight_decay"]
-    if not (decoupled and in_range and product > 2):  # numbers out of range are another rule's
+    if not (
+        decoupled and in_range and product > 2
+    ):  # numbers out of range are reported by another rule
         return None
     return (
         f"schedule.{name}={decay} with schedule.lr={schedule.lr}: each step multiplies weights by "
-        "1 - lr * decay = "
-        f"{1 - product:g}, so that they grow without bound. Set schedule.{name} to "
-        f"{2 / schedule.lr:g} or less."
+        f"1 - lr * decay = {1 - product:g}, so that they grow without bound. Set schedule.{name} "
+        f"to {2 / schedule.lr:g} or less."
     )
 
 
-def smoothing_is_a_share(run: TrainRun, world: int) -> str | None:
-    """A label keeps some of what it says."""
+def check_label_smoothing(run: TrainRun, world: int) -> str | None:
+    """Label smoothing is in [0, 1)."""
     share = run.train.label_smoothing
     if 0 <= share < 1:
         return None
-    return (
-        f"train.label_smoothing={share} must be in [0, 1). Use 0.1, or 0 to be sure of every label."
-    )
+    return f"train.label_smoothing={share} must be in [0, 1). Use 0.1, or 0 for no smoothing."
 
 
-def squares_of_scores_cost(run: TrainRun, world: int) -> str | None:
-    """A weight of squares is positive, and a chunk has a token."""
+def check_z_loss_and_loss_chunk(run: TrainRun, world: int) -> str | None:
+    """The z-loss coefficient is not negative, and a loss chunk has at least one token."""
     bad = []
     if not 0 <= run.train.z_loss < math.inf:
         bad.append(
@@ -618,25 +607,25 @@ def squares_of_scores_cost(run: TrainRun, world: int) -> str | None:
     return " ".join(bad) or None
 
 
-def explicit_backends_are_available(run: TrainRun, world: int) -> str | None:
-    """What is asked for by name knows the model; what a machine lacks is seen there."""
+def check_explicit_backends(run: TrainRun, world: int) -> str | None:
+    """Kernel backends that are selected by name support the model; devices are checked when the
+    model is built."""
     return " ".join(explicit_backend_problems(run)) or None
 
 
-def conversations_need_text(run: TrainRun, world: int) -> str | None:
-    """Chat templates write text."""
+def check_sft_tokenizer(run: TrainRun, world: int) -> str | None:
+    """Chat templates need a tokenizer of text."""
     kind = run.tokenizer.kind
     if not run.data.sft.used() or kind != "null":
         return None
     return (
-        f"tokenizer.kind={kind} with data.sft: conversations are text, and it knows numbers only. "
-        "Set tokenizer.kind "
-        f"to byte, or to huggingface with tokenizer.path."
+        f"tokenizer.kind={kind} with data.sft: conversations are text, which this tokenizer cannot "
+        "encode. Set tokenizer.kind to byte, or to huggingface with tokenizer.path."
     )
 
 
-def samples_can_be_counted(run: TrainRun, world: int) -> str | None:
-    """The order of the samples of a whole run is built before its first step."""
+def check_num_samples(run: TrainRun, world: int) -> str | None:
+    """The order of all samples of a run, built before its first step, fits into memory."""
     steps, rows = run.train.steps, run.train.global_batch_size
     if steps * rows <= MOST_SAMPLES:
         return None
@@ -647,49 +636,46 @@ def samples_can_be_counted(run: TrainRun, world: int) -> str | None:
     )
 
 
-def traced_models_have_experts(run: TrainRun, world: int) -> str | None:
-    """A trace of what routers choose needs routers."""
+def check_routing_trace_has_experts(run: TrainRun, world: int) -> str | None:
+    """A routing trace needs a model with routers."""
     if run.observe.routing_trace <= 0 or run.model.moe is not None:
         return None
     return (
-        f"observe.routing_trace={run.observe.routing_trace} with model.moe=null: no token chooses "
-        "among experts. Set "
-        f"model.moe, or observe.routing_trace=0."
+        f"observe.routing_trace={run.observe.routing_trace} with model.moe=null: the model has no "
+        "experts. Set model.moe, or observe.routing_trace=0."
     )
 
 
-def captures_are_of_a_trace(run: TrainRun, world: int) -> str | None:
-    """What lies beside a trace needs its rows."""
+def check_routing_captures_have_trace(run: TrainRun, world: int) -> str | None:
+    """Routing captures need a routing trace."""
     captures, steps = run.observe.routing_captures, run.observe.routing_trace
     if not captures or steps > 0:
         return None
     return (
-        f"observe.routing_captures=[{', '.join(captures)}] with observe.routing_trace={steps}: it "
-        "lies beside rows of "
-        "a trace, and there are none. Set observe.routing_trace=1 or more, or "
+        f"observe.routing_captures=[{', '.join(captures)}] with observe.routing_trace={steps}: "
+        "captures are written with a routing trace. Set observe.routing_trace=1 or more, or "
         "observe.routing_captures=[]."
     )
 
 
-def layers_told_of_have_experts(run: TrainRun, world: int) -> str | None:
-    """What is written for each layer is about its experts."""
+def check_per_layer_metrics(run: TrainRun, world: int) -> str | None:
+    """Metrics per layer are metrics of experts."""
     if not run.observe.per_layer or run.model.moe is not None:
         return None
     return (
-        f"observe.per_layer={str(run.observe.per_layer).lower()} with model.moe=null: it tells "
-        "what experts of each "
-        f"layer did. Set model.moe, or observe.per_layer=false."
+        f"observe.per_layer={str(run.observe.per_layer).lower()} with model.moe=null: these "
+        "metrics are of experts. Set model.moe, or observe.per_layer=false."
     )
 
 
 def number_problems(run: TrainRun) -> list[str]:
-    """Numbers out of their range, nan and infinity among them: one text each."""
-    above = {
+    """Return a message for each number out of its range, NaN and infinity included."""
+    positive = {
         "optim.eps": (run.optim.eps, 1e-8),
         "parallel.timeout_seconds": (run.parallel.timeout_seconds, 600.0),
         "observe.peak_tflops": (run.observe.peak_tflops, 100.0),
     }
-    least = {
+    nonnegative = {
         "optim.clip_grad": run.optim.clip_grad,
         "train.eval_steps": run.train.eval_steps,
         "train.eval_every": run.train.eval_every,
@@ -701,13 +687,13 @@ def number_problems(run: TrainRun) -> list[str]:
     return (
         model_number_problems(run.model)
         + [
-            f"{name}={value} must be a finite number above 0. Use {usual}."
-            for name, (value, usual) in above.items()
+            f"{name}={value} must be a finite number above 0. Use {example}."
+            for name, (value, example) in positive.items()
             if value is not None and not 0 < value < math.inf
         ]
         + [
             f"{name}={value} must be a finite number of at least 0. Use 0 or more."
-            for name, value in least.items()
+            for name, value in nonnegative.items()
             if value is not None and not 0 <= value < math.inf
         ]
     )
@@ -715,31 +701,31 @@ def number_problems(run: TrainRun) -> list[str]:
 
 LAYOUT_RULES: tuple[Rule, ...] = (
     key_value_heads_fit,
-    layers_share_heads_alike,
-    every_rank_has_features,
-    sp_needs_tp,
-    tp_comm_overlap_needs_sp,
-    fused_collective_matmul_needs_tp_comm_overlap,
+    check_kv_head_replication_is_uniform,
+    check_every_rank_has_features,
+    check_sp_needs_tp,
+    check_tp_comm_overlap_needs_sp,
+    check_fused_collective_matmul,
 )
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
-    name_is_a_folder_name,
-    sp_divides_tokens,
-    rows_fit_the_model,
-    sequence_holds_mtp_labels,
-    compile_needs_whole_layers,
-    compiled_layers_have_no_experts,
-    compiled_backward_is_whole,
-    squares_of_scores_cost,
-    explicit_backends_are_available,
-    sharded_chunks_share_no_table,
-    evaluation_has_steps,
-    betas_are_shares,
-    weight_decay_shrinks_weights,
-    smoothing_is_a_share,
-    samples_can_be_counted,
-    conversations_need_text,
-    traced_models_have_experts,
-    captures_are_of_a_trace,
-    layers_told_of_have_experts,
+    check_run_name,
+    check_sp_divides_tokens,
+    check_seq_len,
+    check_seq_len_fits_mtp,
+    check_compile_without_tp_and_cp,
+    check_compile_without_experts,
+    check_compile_without_split_backward,
+    check_z_loss_and_loss_chunk,
+    check_explicit_backends,
+    check_zero3_chunks_share_no_table,
+    check_eval_steps,
+    check_betas,
+    check_weight_decay,
+    check_label_smoothing,
+    check_num_samples,
+    check_sft_tokenizer,
+    check_routing_trace_has_experts,
+    check_routing_captures_have_trace,
+    check_per_layer_metrics,
 )

@@ -1,8 +1,8 @@
-"""Sidecars of the routing trace: what routers read and made of it, a safetensors file for each rank
-and step.
+"""Captures of the routing trace: router inputs and outputs, a safetensors file per rank and step.
 
-Tensors are named LAYER/MICROBATCH/KIND, as in `layers.3/0/hidden`, and have a row for each token of
-the trace's row of that layer and microbatch, in its order. Routers' own are LAYER/router/NAME.
+Tensors are named LAYER/MICROBATCH/KIND, such as `layers.3/0/hidden`, with one row per token of the
+trace row of that layer and microbatch, in the same order. Router weights are named
+LAYER/router/NAME.
 """
 
 from collections import deque
@@ -23,22 +23,22 @@ from megalith.parallel.mesh import Mesh
 from megalith.train.replay import text_of
 
 WAITING = 4
-"""Tensors that wait in host memory for the disk, before the step waits for it (a guess: a layer's
-worth)."""
+"""Tensors in host memory that wait to be written before the step blocks (heuristic: the tensors of
+one layer)."""
 
 _ENTRY_NBYTES = 256
-"""Of a tensor in a header, at most: its name, shape and place take some 150."""
+"""Upper bound of a tensor's bytes in the header: name, shape and offsets take about 150."""
 
 
 class CaptureFile:
-    """One file that grows while its tensors are found; it has its name when it is whole.
+    """One captures file, written while its tensors are captured; renamed to its final name when
+    complete.
 
-    A thread writes, and few tensors wait for it, so that neither the step nor memory has to hold
-    all of them.
+    A thread writes. At most a few tensors are queued, which limits memory.
     """
 
     def __init__(self, path: Path, *, most: int) -> None:
-        """Of at most so many tensors, for whose header there is room in front. Touches nothing."""
+        """Reserve space in front for the header of at most `most` tensors. Creates no file yet."""
         self.path, self._part = path, path.with_name(path.name + ".part")
         self._room = 8 * (128 + most * _ENTRY_NBYTES // 8)
         self._planned: list[Planned] = []
@@ -48,21 +48,22 @@ class CaptureFile:
         self._failed: OSError | None = None
 
     def put(self, name: str, values: Tensor) -> None:
-        """Add a tensor, on the host, which nobody changes any more. What the disk refuses is told
-        by `finish`."""
+        """Add a tensor in host memory, which must not change any more. `finish` raises write
+        errors."""
         if self._failed is not None:
             return
         self._planned.append(Planned(name, values.dtype, tuple(values.shape)))
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="sidecar")
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="captures")
         self._waiting.append(self._pool.submit(self._write, values))
         self._wait(at_most=WAITING)
 
     def finish(self) -> bool:
-        """Give the file its header and name; False where there was nothing to write.
+        """Write the header and rename the file to its final name; return False if there are no
+        tensors.
 
         Raises:
-            OSError: the disk refused some of it, and nothing is left.
+            OSError: a write failed; the file is removed.
         """
         self._wait(at_most=0)
         try:
@@ -81,7 +82,7 @@ class CaptureFile:
         return True
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
+        """Remove the incomplete file."""
         self._wait(at_most=0)
         self._end()
         self._part.unlink(missing_ok=True)
@@ -95,7 +96,7 @@ class CaptureFile:
             self._file.write(data)
 
     def _wait(self, *, at_most: int) -> None:
-        """StopFilter so many tensors wait."""
+        """Wait until at most this many tensors are queued."""
         while len(self._waiting) > at_most:
             try:
                 self._waiting.popleft().result()
@@ -108,12 +109,12 @@ class CaptureFile:
         if self._file is not None:
             try:
                 self._file.close()
-            except OSError as error:  # what is still in its buffer does not fit either
+            except OSError as error:  # the buffered data does not fit either
                 self._failed = self._failed or error
 
 
 class Watcher:
-    """Puts what routers show into a sidecar, once, in the order of a trace's rows and without
+    """Writes what routers expose into a captures file, once each, in the trace's order and without
     padding."""
 
     def __init__(
@@ -123,30 +124,35 @@ class Watcher:
         batches: Sequence[Batch],
         mesh: Mesh,
     ) -> None:
-        self._kinds, self._sidecar, self._batches, self._mesh = kinds, capture_file, batches, mesh
+        self._kinds, self._capture_file, self._batches, self._mesh = (
+            kinds,
+            capture_file,
+            batches,
+            mesh,
+        )
         self._done: set[tuple[str, int]] = set()
-        self._told: set[str] = set()  # layers whose router is there
+        self._captured_layers: set[str] = set()  # layers whose router weights are written
 
     def __call__(self, seen: RoutingCapture) -> None:
-        """What is shown a second time, in recomputation, is there already."""
+        """Write a router's capture; repeated calls in activation recomputation are ignored."""
         if (seen.layer, seen.microbatch) in self._done:
             return
         self._done.add((seen.layer, seen.microbatch))
         number, count = seen.microbatch, len(seen.hidden)
-        read = torch.from_numpy(text_of(self._batches[number].tokens, count, self._mesh))
+        is_text = torch.from_numpy(text_of(self._batches[number].tokens, count, self._mesh))
         for kind in ("hidden", "logits", "weights"):
             if kind in self._kinds:
                 values: Tensor = getattr(seen, kind).detach().to("cpu", torch.bfloat16, copy=True)
-                self._sidecar.put(
-                    f"{seen.layer}/{number}/{kind}", values if read.all() else values[read]
+                self._capture_file.put(
+                    f"{seen.layer}/{number}/{kind}", values if is_text.all() else values[is_text]
                 )
         if (
             "routers" in self._kinds
-            and seen.layer not in self._told
+            and seen.layer not in self._captured_layers
             and self._mesh.over("dp", "cp", "tp").rank == 0
         ):
-            self._told.add(seen.layer)  # ranks of a stage have the same
+            self._captured_layers.add(seen.layer)  # all ranks of a stage have the same weights
             for name, values in seen.routers.items():
-                self._sidecar.put(
+                self._capture_file.put(
                     f"{seen.layer}/router/{name}", values.detach().to("cpu", copy=True)
                 )

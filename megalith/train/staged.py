@@ -1,4 +1,4 @@
-"""My chunks of the model, and how microbatches go through all of it, whatever the pipeline."""
+"""This rank's model chunks, and forward and backward of microbatches through the pipeline."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,14 +42,14 @@ from megalith.plan.transfers import channels, with_transfers
 from megalith.train.loss import compute_head_losses
 
 ScaleLossFn = Callable[[Sequence[Tensor]], Tensor]
-"""The summed losses of a microbatch, of the next token and of MTP depths -> what backward
+"""The summed losses of a microbatch (next token, then MTP depths) -> the scaled loss that backward
 starts from."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineModel:
-    """This rank's chunks of the model and their place in the pipeline; without one, a chunk that is
-    all of it."""
+    """This rank's model chunks and their pipeline stages; without a pipeline, one chunk with the
+    whole model."""
 
     run: TrainRun
     mesh: Mesh
@@ -57,11 +57,11 @@ class PipelineModel:
     chunks: tuple[Decoder, ...]
     handles: Handles | None
     weights: tuple[WeightGradStore, ...] = ()
-    """By chunk: weight gradients that wait, for schedules that split backward."""
+    """Stores of deferred weight gradients by chunk, for schedules that split backward."""
 
     dual_batch: DualBatchOverlap = field(default_factory=DualBatchOverlap)
-    """How two microbatches that are computed together take turns; their exchanges with experts know
-    it."""
+    """Dual-batch overlap: switches between two microbatches while expert all-to-alls are in
+    flight."""
 
     @property
     def modules(self) -> nn.ModuleList:
@@ -70,25 +70,28 @@ class PipelineModel:
 
     @property
     def has_loss(self) -> bool:
-        """Whether losses are computed on this rank."""
+        """Whether this rank computes losses."""
         return any(chunk.stage.loss for chunk in self.chunks)
 
     @property
     def boundary_split(self) -> int:
-        """Ranks over which the tokens between stages are divided."""
+        """Number of ranks over which the tokens between stages are sharded."""
         return self.mesh.tp.size if self.run.parallel.sp else 1
 
     def forward_backward(
         self, batches: Sequence[Batch], scale_loss: ScaleLossFn, *, scale: float = 1.0
     ) -> Tensor:
-        """Every microbatch forward and backward; the sums of their losses, float64 [1 + depths],
-        and 0 where there is no loss. `scale`: the loss scale, for losses that are no part of
-        what `ending` is given."""
+        """Run forward and backward of all microbatches; return the summed losses, float64 [1 +
+        depths].
+
+        The sums are 0 on ranks without the loss. `scale`: the loss scale, for losses that
+        `scale_loss` does not receive (aux losses).
+        """
         return self._run(batches, scale_loss, scale)
 
     def forward(self, batches: Sequence[Batch]) -> Tensor:
-        """Every microbatch forward; the sums of what `Decoder.evaluate` says of them, and 0 where
-        there is no loss."""
+        """Run forward of all microbatches; return the sums of `Decoder.evaluate`, 0 on ranks
+        without the loss."""
         with torch.no_grad():
             return self._run(batches, None)
 
@@ -123,12 +126,14 @@ class PipelineModel:
             else scale / (len(batches) * self.mesh.dp.size)
         )
         pipeline.run(
-            schedule, [_Running(chunk, batches, scale_loss, total, weight) for chunk in self.chunks]
+            schedule,
+            [_ChunkStep(chunk, batches, scale_loss, total, weight) for chunk in self.chunks],
         )
         return total
 
     def _boundary(self, batches: Sequence[Batch]) -> Boundary:
-        """Every rank of a pipeline reads the same rows, so it knows what it will receive."""
+        """Return the shapes of the tensors between stages; every rank of a pipeline reads the same
+        rows."""
         model, p, chunk, parts = (
             self.run.model,
             self.run.parallel,
@@ -138,35 +143,37 @@ class PipelineModel:
         stages = plan_stages(
             p.pipeline, pp=p.pp, num_layers=model.num_layers, depths=model.mtp.num_layers
         )
-        crossings = [stage_boundary(model, stages, number) for number in range(len(stages))]
+        boundaries = [stage_boundary(model, stages, number) for number in range(len(stages))]
 
-        def of(stage: int, microbatch: int) -> Specs:
-            batch, over = batches[microbatch], crossings[stage]
+        def boundary_specs(stage: int, microbatch: int) -> Specs:
+            batch, boundary = batches[microbatch], boundaries[stage]
             shape = len(batch.ids) // parts, model.hidden_size
-            x = Spec(shape, chunk.dtype if over.normed else chunk.stream_dtype)
+            x = Spec(shape, chunk.dtype if boundary.normed else chunk.stream_dtype)
             return x, *[Spec(shape, chunk.dtype)] * (
-                over.memory + min(over.num_mtp_hidden, len(batch.mtp_inputs))
+                boundary.memory + min(boundary.num_mtp_hidden, len(batch.mtp_inputs))
             )
 
-        return of
+        return boundary_specs
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
-    """One chunk at work on the microbatches of a step."""
+class _ChunkStep:
+    """One chunk and the microbatches of a step."""
 
     model: Decoder
     batches: Sequence[Batch]
     scale_loss: ScaleLossFn | None
     total: Tensor
     balance: float | None
-    """What a mean over a microbatch counts in the losses that keep experts busy; None: there are
-    none."""
+    """Factor of the aux losses' mean over a microbatch; None without experts."""
 
     def __call__(self, microbatch: int, received: Tensors) -> Tensors:
-        """Hidden states of the stage before (none on the first), and what was handed on with
-        them -> the same, or what backward starts from."""
-        batch, given = self.batches[microbatch], self.model.received(received)
+        """Run one microbatch.
+
+        Takes the tensors from the previous stage (none on the first) and returns those for the next
+        stage, or the loss that backward starts from.
+        """
+        batch, inputs = self.batches[microbatch], self.model.received(received)
         batch = replace(batch, tokens=for_one_pass(batch.tokens))
         if self.balance is not None:
             share = BalanceShare(
@@ -174,17 +181,17 @@ class _Running:
             )
             batch = replace(batch, tokens=replace(batch.tokens, balance=share))
         if not self.model.stage.loss:
-            found = self.model(batch.ids, batch.tokens, mtp_inputs=batch.mtp_inputs, **given)
-            return found if isinstance(found, tuple) else (found,)
+            outputs = self.model(batch.ids, batch.tokens, mtp_inputs=batch.mtp_inputs, **inputs)
+            return outputs if isinstance(outputs, tuple) else (outputs,)
         if self.scale_loss is None:
             self.total.add_(
                 self.model.evaluate(
-                    batch.ids, batch.labels, batch.tokens, mtp_inputs=batch.mtp_inputs, **given
+                    batch.ids, batch.labels, batch.tokens, mtp_inputs=batch.mtp_inputs, **inputs
                 )
             )
             return ()
         losses = self.model.losses(
-            batch.ids, batch.labels, batch.tokens, mtp_inputs=batch.mtp_inputs, **given
+            batch.ids, batch.labels, batch.tokens, mtp_inputs=batch.mtp_inputs, **inputs
         )
         self.total[: len(losses)] += torch.stack([loss.detach() for loss in losses])
         return (self.scale_loss(losses),)
@@ -193,7 +200,7 @@ class _Running:
 def build_pipeline_model(
     run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torch.dtype
 ) -> PipelineModel:
-    """Build this rank's chunks, still without memory, and what their messages travel through.
+    """Build this rank's chunks, without allocating weights, and their communication channels.
     Collective."""
     products = (
         choose_collective_matmul(run.parallel.collective_matmul, mesh.tp, device)
@@ -231,7 +238,7 @@ def build_pipeline_model(
 
 
 def overlap_token_exchanges(chunks: Sequence[nn.Module], dual_batch: DualBatchOverlap) -> None:
-    """Let whoever waits for tokens that travel hand over to the other of two microbatches."""
+    """Let token dispatch and combine switch to the other of two microbatches while they wait."""
     for mixture in (
         module for chunk in chunks for module in chunk.modules() if isinstance(module, MoE)
     ):
@@ -239,8 +246,10 @@ def overlap_token_exchanges(chunks: Sequence[nn.Module], dual_batch: DualBatchOv
 
 
 def with_weight_grad_stores(pipeline_model: PipelineModel) -> PipelineModel:
-    """Let weight gradients wait where the schedule wants it; the engine must have given the layers
-    their sinks."""
+    """Add stores of deferred weight gradients if the schedule needs them.
+
+    The gradient accumulators of the layers must exist already.
+    """
     if not splits_backward(pipeline_model.run.parallel.pipeline, pipeline_model.mesh.pp.size):
         return pipeline_model
     layers = (
@@ -251,11 +260,12 @@ def with_weight_grad_stores(pipeline_model: PipelineModel) -> PipelineModel:
 
 
 def splits_backward(pipeline: PipelineConfig, pp: int) -> bool:
-    """Whether weight gradients are added apart from the rest of backward."""
+    """Return whether the schedule computes weight gradients separately from the rest of
+    backward."""
     return schedule_name(pipeline_in_use(pipeline, pp)) in SPLIT_SCHEDULES
 
 
-@lru_cache(maxsize=8)  # every step asks for the same one; evaluation for one or two more
+@lru_cache(maxsize=8)  # all steps use the same schedule, evaluation one or two others
 def planned_step(
     pipeline: PipelineConfig,
     pp: int,
@@ -265,11 +275,12 @@ def planned_step(
     forward_only: bool = False,
     paired: bool = False,
 ) -> Schedule:
-    """The action lists of a step; without a pipeline, microbatch after microbatch. `paired`: two at
-    a time.
+    """Return the pipeline schedule of a step; without a pipeline, one microbatch after the other.
+
+    `paired`: two microbatches at a time.
 
     Raises:
-        PlanError: the schedule cannot be had with these counts.
+        PlanError: the schedule does not support these counts.
     """
     used = pipeline_in_use(pipeline, pp)
     schedule = build_schedule(

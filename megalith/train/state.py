@@ -1,5 +1,5 @@
-"""What a run carries from step to step besides tensors: counters, and nothing random, since
-randomness is keyed."""
+"""The training state besides tensors: counters. There are no random states, because random numbers
+are keyed."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -7,33 +7,34 @@ from typing import Any
 
 @dataclass(slots=True)
 class TrainState:
-    """Counters of one run; saved with every checkpoint."""
+    """Counters of one run, saved with every checkpoint."""
 
     step: int = 0
-    """Steps done."""
+    """Number of finished steps."""
 
     consumed_samples: int = 0
-    """Rows read; the place in the data."""
+    """Number of rows read: the position in the data."""
 
     scheduled_samples: int = 0
-    """Rows of steps that changed the weights; the place in the schedules."""
+    """Number of rows of steps that updated the weights: the position in the schedules."""
 
     tokens: int = 0
-    """PackedSeqParams read."""
+    """Number of tokens read."""
 
     skipped: int = 0
-    """Steps that changed nothing, because a gradient was not finite."""
+    """Number of steps without an update, because a gradient was not finite or there were no
+    labels."""
 
     skipped_in_a_row: int = 0
-    """The last of them, with no update since."""
+    """Number of skipped steps since the last update."""
 
     def as_json(self) -> dict[str, int]:
-        """Plain numbers."""
+        """Return the counters as JSON: this object's state_dict."""
         return asdict(self)
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> "TrainState":  # Any: whatever JSON holds
-        """The counters that `as_json` gave; `skipped_in_a_row`, which checkpoints before 2026-11-21
-        lack, may miss."""
-        found = {"skipped_in_a_row": 0} | saved
-        return TrainState(**{name: int(found[name]) for name in TrainState.__slots__})
+        """Return the counters of `as_json`; checkpoints before 2026-11-21 have no
+        `skipped_in_a_row`."""
+        counters = {"skipped_in_a_row": 0} | saved
+        return TrainState(**{name: int(counters[name]) for name in TrainState.__slots__})

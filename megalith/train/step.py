@@ -1,4 +1,5 @@
-"""One optimizer update: microbatches forward and backward, gradients summed, clipped, applied."""
+"""One training step: gradient accumulation over microbatches, gradient clipping, optimizer
+update."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,13 @@ from megalith.train.loss import (
     normalize_losses_by_labels,
 )
 
+StepStats = Tensor
+"""float64 [3 + losses]: ranks that stop, sum of squares and zeros of the gradients, losses."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What happened in one step, the same on every rank."""
+    """Result of one step, the same on every rank."""
 
     loss: float
     """Mean of -log p(label) over the global batch, before the update."""
@@ -36,26 +40,26 @@ class StepResult:
     """Global L2 norm of the gradients before clipping, without the loss scale."""
 
     updated: bool
-    """False when the norm was not finite, or no label counted: nothing changed."""
+    """False if the gradient norm was not finite or there were no labels; then nothing changed."""
 
     stop: bool
-    """Some rank was asked to stop."""
+    """Whether some rank was asked to stop."""
 
     num_zeros: int | None = None
-    """Elements of the gradient that were zero; None unless optim.count_zeros."""
+    """Number of gradient elements that are zero; None unless optim.count_zeros."""
 
     mtp_losses: tuple[float, ...] = ()
-    """The mean of every MTP depth."""
+    """Mean loss of every MTP depth."""
 
     z_loss: float | None = None
-    """Mean over labels of train.z_loss * logsumexp^2, which is no part of `loss`; None unless
-    scores are told of."""
+    """Mean over labels of train.z_loss * logsumexp^2, not included in `loss`; None if logit
+    statistics are off."""
 
     max_logit: float | None = None
-    """The largest score of a labeled token; None unless scores are told of."""
+    """Largest logit of a labeled token; None if logit statistics are off."""
 
     empty: bool = False
-    """No label of the global batch counts, so that there was nothing to learn from."""
+    """Whether the global batch has no labels."""
 
 
 def train_step(
@@ -68,7 +72,8 @@ def train_step(
     groups: Mapping[str, GroupRates] = NO_GROUPS,
 ) -> StepResult:
     """Run one step. Collective over the whole mesh; the host waits for the device once, at the end.
-    `groups`: rates and decay of `optim.groups`.
+
+    `groups`: learning rate and weight decay of `optim.groups`.
 
     Raises:
         DataError: the gradient norm is not finite and optim.nonfinite_grad is `raise`.
@@ -83,21 +88,21 @@ def train_step(
     )
     total = trainer.pipeline_model.forward_backward(batches.microbatches, scale_loss, scale=scale)
     local_params = data.finish()
-    seen = _collect_logit_stats(trainer)
+    logit_stats = _collect_logit_stats(trainer)
     step_stats = reduce_step_stats(
         trainer,
         local_params,
-        total if seen is None else torch.cat([total - seen.z, seen.z[:1]]),
+        total if logit_stats is None else torch.cat([total - logit_stats.z, logit_stats.z[:1]]),
         stop,
     )
     stopping, squares, zeros, *sums = (
-        step_stats if seen is None else torch.cat([step_stats, seen.largest])
+        step_stats if logit_stats is None else torch.cat([step_stats, logit_stats.largest])
     ).tolist()
     grad_norm = math.sqrt(squares) / scale
     finite = math.isfinite(grad_norm)
     empty = not any(
         counts
-    )  # momentum and weight decay would still move the weights, and zeros overflow at no scale
+    )  # momentum and weight decay would still change the weights, and zeros never overflow
     if trainer.loss_scale is not None and not empty:
         trainer.loss_scale.update(overflow=not finite)
     if finite and not empty:
@@ -116,45 +121,47 @@ def train_step(
     elif not finite and trainer.run.optim.nonfinite_grad == "raise":
         raise DataError(
             f"gradient norm {grad_norm}: not finite in {where_not_finite(trainer)}. Reduce "
-            "schedule.lr, check the "
-            f"data, or set optim.nonfinite_grad=skip."
+            "schedule.lr, check the data, or set optim.nonfinite_grad=skip."
         )
-    loss, *mtp_inputs = (total / max(1, count) for total, count in zip(sums, counts, strict=False))
-    z, largest = (None, None) if seen is None else (sums[-2] / max(1, counts[0]), sums[-1])
+    loss, *mtp_losses = (total / max(1, count) for total, count in zip(sums, counts, strict=False))
+    z_loss, max_logit = (
+        (None, None) if logit_stats is None else (sums[-2] / max(1, counts[0]), sums[-1])
+    )
     return StepResult(
         loss,
         grad_norm,
         finite and not empty,
         stopping > 0,
         int(zeros) if trainer.run.optim.count_zeros else None,
-        tuple(mtp_inputs),
-        z,
-        largest,
+        tuple(mtp_losses),
+        z_loss,
+        max_logit,
         empty,
     )
 
 
 def reduce_step_stats(
     trainer: Trainer, local_params: Sequence[ShardedParam], losses: Tensor, stop: bool
-) -> Tensor:
-    """What all ranks must know, in one message: ranks that stop, sum of squares and zeros of the
-    gradient, losses."""
+) -> StepStats:
+    """All-reduce the statistics of a step in one message. Collective over the mesh."""
     mesh = trainer.mesh
-    mine = counted([(o.shard, o.gradient) for o in local_params], mesh)
+    local_gradients = counted([(o.shard, o.gradient) for o in local_params], mesh)
     zeros = (
-        num_zeros(mine, trainer.device) if trainer.run.optim.count_zeros else losses.new_zeros(())
+        num_zeros(local_gradients, trainer.device)
+        if trainer.run.optim.count_zeros
+        else losses.new_zeros(())
     )
-    # Losses are the same on every tensor-parallel rank, so the first speaks for all; and 0 before
-    # the last stage.
-    part = losses if mesh.tp.rank == 0 else torch.zeros_like(losses)
+    # Losses are equal on all tensor-parallel ranks, so only the first contributes; they are 0
+    # before the last stage.
+    local_losses = losses if mesh.tp.rank == 0 else torch.zeros_like(losses)
     step_stats = torch.stack(
-        [losses.new_tensor(float(stop)), sum_of_squares(mine, trainer.device), zeros]
+        [losses.new_tensor(float(stop)), sum_of_squares(local_gradients, trainer.device), zeros]
     )
-    return all_reduce_(torch.cat([step_stats, part]), mesh.world)
+    return all_reduce_(torch.cat([step_stats, local_losses]), mesh.world)
 
 
 def _collect_logit_stats(trainer: Trainer) -> StepLogitStats | None:
-    """What heads noted in this step, where they do. Collective then."""
+    """Return the logit statistics of the heads, if the run logs them. Collective in that case."""
     if not logs_logit_stats(trainer.run):
         return None
     heads, depths = list(heads_of(trainer.pipeline_model.chunks)), trainer.run.model.mtp.num_layers
@@ -162,8 +169,7 @@ def _collect_logit_stats(trainer: Trainer) -> StepLogitStats | None:
 
 
 def _gradient_multiplier(norm: Tensor, limit: float, scale: float) -> Tensor | None:
-    """What gradients are multiplied by: it clips them and takes the loss scale out; None when they
-    stay."""
+    """Return the factor that clips the gradients and removes the loss scale; None if it is 1."""
     factor = clip_factor(norm, limit)
     if scale == 1.0:
         return factor
@@ -171,30 +177,33 @@ def _gradient_multiplier(norm: Tensor, limit: float, scale: float) -> Tensor | N
 
 
 def where_not_finite(trainer: Trainer) -> str:
-    """The first few parameters whose gradient is not finite, and the ranks: the same text on every
-    rank, collective.
+    """Describe the first parameters with non-finite gradients and their ranks. Collective; equal on
+    all ranks.
 
-    Where the engine watched, those that were not finite before any other rank's gradient was added
-    to them.
+    If gradients were checked before their reduction, names the ranks where they were not finite
+    first.
     """
-    after = [
+    nonfinite_names = [
         o.shard.name
         for o in trainer.data.local_params
         if not bool(torch.isfinite(o.gradient).all())
     ]
     ranks = trainer.mesh.world.ranks
-    before = gather_objects(trainer.data.nonfinite(), trainer.mesh.world)
-    blamed = {
+    nonfinite_before_reduction = gather_objects(trainer.data.nonfinite(), trainer.mesh.world)
+    nonfinite_gradients = {
         rank: names
-        for rank, names in zip(ranks, before, strict=True)
+        for rank, names in zip(ranks, nonfinite_before_reduction, strict=True)
         if isinstance(names, list) and names
     }
-    if not blamed:
-        found = gather_objects(after, trainer.mesh.world)
-        blamed = {
+    if not nonfinite_gradients:
+        gathered = gather_objects(nonfinite_names, trainer.mesh.world)
+        nonfinite_gradients = {
             rank: names
-            for rank, names in zip(ranks, found, strict=True)
+            for rank, names in zip(ranks, gathered, strict=True)
             if isinstance(names, list) and names
         }
-    texts = [f"{', '.join(names[:5])} on rank {rank}" for rank, names in list(blamed.items())[:5]]
+    texts = [
+        f"{', '.join(names[:5])} on rank {rank}"
+        for rank, names in list(nonfinite_gradients.items())[:5]
+    ]
     return "; ".join(texts) or "no single gradient, only their sum of squares"

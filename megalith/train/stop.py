@@ -1,5 +1,5 @@
-"""When a run ends early: a signal, or its time limit. The step in hand is finished and saved
-first."""
+"""Early stop of a run: preemption by a signal, or the time limit. The current step is finished and
+saved first."""
 
 import os
 import select
@@ -13,7 +13,7 @@ from megalith.parallel.launch import SIGNALS, is_ignored_hangup
 
 
 class Stopper:
-    """Notes the first SIGTERM, SIGINT or SIGHUP; a second one ends the process at once.
+    """Records the first SIGTERM, SIGINT or SIGHUP; a second one ends the process immediately.
 
     Restores the handlers on exit. A SIGHUP that `nohup` ignores stays ignored.
     """
@@ -40,7 +40,7 @@ class Stopper:
 
     @property
     def reason(self) -> str | None:
-        """Why to stop, or None."""
+        """Why the run should stop, or None."""
         if (
             self._reason is None
             and self._deadline is not None
@@ -53,16 +53,16 @@ class Stopper:
         self._reason = signal.Signals(number).name
         if number == signal.SIGHUP:
             _redirect_closed_output()
-        self._say(
-            f"{self._reason}: finishing the step and saving; once more to end now without saving"
-        )
+        self._say(f"{self._reason}: finishing the step and saving; repeat it to end without saving")
         for each in self._before:
             signal.signal(each, signal.SIG_DFL)
 
 
 def _redirect_closed_output() -> None:
-    """Point standard output and error to the null device if their terminal is closed: writing to
-    it would fail, and with it the save."""
+    """Redirect standard output and error to the null device if their terminal is closed.
+
+    Writing to a closed terminal would fail, and the checkpoint would not be saved.
+    """
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor)

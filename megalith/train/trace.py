@@ -1,8 +1,7 @@
-"""The routing trace: which experts every token of a run's first steps chose, as lines of JSON, a
-file for each rank.
+"""The routing trace: the experts of every token of a run's first steps, one JSON lines file per
+rank.
 
-Beside it sidecars have what routers read and made of it, where that is asked for
-(`train/sidecars.py`).
+Captures of router inputs and outputs are written to separate files (`train/sidecars.py`).
 """
 
 import contextlib
@@ -26,8 +25,8 @@ _log = logging.getLogger(__name__)
 
 
 class RoutingTrace:
-    """Writes a rank's lines while the first steps of a run go on; its file appears with the first
-    of them."""
+    """Writes a rank's trace rows during the first steps of a run; the first row creates the
+    file."""
 
     def __init__(
         self,
@@ -38,31 +37,34 @@ class RoutingTrace:
         captures: Collection[Captured] = (),
         layers: int = 0,
     ) -> None:
-        """Of the first `steps` steps; call `cut_traces` before where a run goes on. `captures`
-        go to sidecars, of the `layers` that have experts on this rank."""
+        """Trace the first `steps` steps; a resumed run must call `cut_traces` before.
+
+        `captures`: the kinds of tensors to capture, of the `layers` with experts on this rank.
+        """
         self.path = _file_of(folder, mesh.world.rank)
         self._mesh, self._steps, self._captures, self._layers = mesh, steps, captures, layers
-        self._sidecar: CaptureFile | None = None
+        self._capture_file: CaptureFile | None = None
 
     def begin(self, step: int, batches: Sequence[Batch]) -> Routing | None:
-        """What routers write their choices into during a step; None when it is not traced."""
+        """Return the object in which routers record their choices in a step; None if it is not
+        traced."""
         if step > self._steps:
             return None
         if not self._captures:
             return Routing()
         most = self._layers * (
             len(batches) * 3 + 4
-        )  # tensors of every microbatch, and the router's own
-        self._sidecar = CaptureFile(_capture_file_of(self.path, step), most=most)
-        return Routing(watch=Watcher(self._captures, self._sidecar, batches, self._mesh))
+        )  # tensors of every microbatch, and the router's weights
+        self._capture_file = CaptureFile(_capture_file_of(self.path, step), most=most)
+        return Routing(watch=Watcher(self._captures, self._capture_file, batches, self._mesh))
 
     def write(self, step: int, routing: Routing, batches: Sequence[Batch]) -> None:
-        """Add what this rank's routers chose in a step.
+        """Write the choices of this rank's routers in a step.
 
         Raises:
-            OSError: the disk refused it, and no part of the step is there.
+            OSError: writing failed; the file has no row of the step.
         """
-        capture_file, self._sidecar = self._sidecar, None
+        capture_file, self._capture_file = self._capture_file, None
         beside = capture_file.path if capture_file is not None and capture_file.finish() else None
         name = None if beside is None else beside.name
         rows = rows_of(step, routing, batches, self._mesh, name)
@@ -82,21 +84,20 @@ class RoutingTrace:
             raise
 
     def close(self) -> None:
-        """Leave nothing of a step that did not come to its end."""
-        if self._sidecar is not None:
-            self._sidecar.abandon()
+        """Remove the captures of an unfinished step."""
+        if self._capture_file is not None:
+            self._capture_file.abandon()
 
 
 def cut_traces(folder: Path, mesh: Mesh, *, resume_at: int) -> None:
-    """Cut off lines of steps after `resume_at`, left by a run that was killed, and remove their
-    sidecars.
+    """Remove rows after step `resume_at`, which a killed run has left, and their captures.
 
-    Every rank looks after its own files, the first also after those of ranks that there are no
-    more; of these, one that is damaged stays as it is and is told.
+    Every rank edits its own files, the first rank also those of ranks that no longer exist; a
+    damaged file of these is kept, with a warning.
 
     Raises:
-        DataError, OSError: this rank's own file is damaged, or the disk refused; on this rank
-        alone.
+        DataError, OSError: this rank's own file is damaged or cannot be written; raised on this
+            rank only.
     """
     last = _file_of(folder, mesh.world.size - 1)
     for path in (
@@ -108,7 +109,8 @@ def cut_traces(folder: Path, mesh: Mesh, *, resume_at: int) -> None:
             _cut_trace(path, resume_at)
         except (OSError, DataError) as error:
             _log.warning(
-                "the routing trace of a rank that there is no more stays as it is: %s", error
+                "a routing trace of a rank that no longer exists is damaged and is unchanged: %s",
+                error,
             )
     _cut_trace(_file_of(folder, mesh.world.rank), resume_at)
 
@@ -127,28 +129,30 @@ def rows_of(
     mesh: Mesh,
     capture_file: str | None = None,
 ) -> Iterator[dict[str, Any]]:  # Any: JSON
-    """A row for each of this rank's layers with experts and microbatches, layer by layer.
+    """Yield a trace row for each of this rank's MoE layers and microbatches, layer by layer.
 
-    `experts` has the k choices of every token, best first, before experts refuse any; padding and
-    filler are left out. A layer is named as its parameters are, `mtp` is the depth of one that
-    predict further tokens, and `stage` is the rank's place along pp. Ranks of several stages that
-    are at one place along dp, cp and tp have the same tokens, in one order.
+    `experts` has the k choices of every token, best first, before token dropping, without padding
+    and filler. Layers are named as in their parameters; `mtp` is the depth of an MTP layer; `stage`
+    is the pipeline rank. Ranks of several stages with the same dp, cp and tp rank have the same
+    tokens in the same order.
     """
     place = {"dp": mesh.dp.rank, "cp": mesh.cp.rank, "tp": mesh.tp.rank}
-    found = parts(routing, batches, mesh, filler=False)
-    for part in sorted(found, key=lambda part: (in_order(part.layer), part.microbatch)):
-        ahead, number = in_order(part.layer)
+    routing_parts = parts(routing, batches, mesh, filler=False)
+    name = "sidecar"  # lint: allow old-word: field of the trace format
+    captures = {} if capture_file is None else {name: capture_file}
+    for part in sorted(routing_parts, key=lambda part: (in_order(part.layer), part.microbatch)):
+        is_mtp, number = in_order(part.layer)
         yield {
             "step": step,
             "stage": mesh.pp.rank,
             "layer": part.layer,
-            **({"mtp": number} if ahead else {}),
+            **({"mtp": number} if is_mtp else {}),
             "rank": mesh.world.rank,
             **place,
             "microbatch": part.microbatch,
             "num_tokens": len(part.experts),
             "top_k": part.experts.shape[1],
-            **({} if capture_file is None else {"sidecar": capture_file}),
+            **captures,
             "experts": part.experts.tolist(),
         }
 
@@ -158,5 +162,5 @@ def _file_of(folder: Path, rank: int) -> Path:
 
 
 def _capture_file_of(path: Path, step: int) -> Path:
-    """Of a rank's file."""
+    """Return the path of a step's captures, from the path of the rank's trace."""
     return path.with_name(f"{path.stem}_step_{step:07d}.safetensors")

@@ -36,7 +36,7 @@ def test_all_ranks_raise_the_same_text_when_one_fails(
     assert isinstance(errors[1].__cause__, OSError) and errors[0].__cause__ is None
 
 
-def test_a_cause_that_several_ranks_share_is_said_once(
+def test_error_of_several_ranks_is_reported_once(
     run_threads: Callable[..., list[Any]],
 ) -> None:
     def work() -> None:
@@ -58,7 +58,7 @@ def test_a_cause_that_several_ranks_share_is_said_once(
         (OSError("odd"), "^OSError: odd.$"),
     ],
 )
-def test_the_error_says_what_would_help(error: Exception, text: str) -> None:
+def test_error_has_advice(error: Exception, text: str) -> None:
     def work() -> None:
         raise error
 
@@ -66,7 +66,7 @@ def test_the_error_says_what_would_help(error: Exception, text: str) -> None:
         raise_on_all_ranks(work, alone("world"))
 
 
-def test_a_fault_of_ours_reaches_every_rank_and_is_no_error_of_the_users(
+def test_internal_error_reaches_every_rank_as_rank_error(
     run_threads: Callable[..., list[Any]],
 ) -> None:
     fault = ValueError("odd")

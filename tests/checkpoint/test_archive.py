@@ -65,7 +65,7 @@ def test_foreign_bytes_raise() -> None:
             saved_tensor(memoryview(data))
 
 
-def test_what_we_write_torch_reads(tmp_path: Path) -> None:
+def test_dcp_reads_our_boxes(tmp_path: Path) -> None:
     values = torch.arange(24, dtype=torch.bfloat16).view(4, 6)
     with BoxFile(tmp_path / "boxes") as file:
         first = file.add(((0, 4), (0, 6)), [values[:3], values[3:]])

@@ -63,7 +63,7 @@ def test_a_manifest_survives_its_text() -> None:
     assert parse_manifest(dump_manifest(MANIFEST, {"torch": "2.13.0"}), PATH) == MANIFEST
 
 
-def test_the_text_has_one_line_per_tensor_and_says_who_wrote_it() -> None:
+def test_manifest_has_one_line_per_tensor_and_versions() -> None:
     lines = dump_manifest(MANIFEST, {"torch": "2.13.0"}).decode().splitlines()
     assert sum('"model.' in line for line in lines) == 3
     assert '"versions": {"torch": "2.13.0"},' in lines
@@ -99,7 +99,7 @@ def test_the_text_has_one_line_per_tensor_and_says_who_wrote_it() -> None:
         (lambda m: m["tensors"]["model.w"].update(dtype="object"), "model.w is of dtype 'object'"),
         (
             lambda m: m["tensors"]["model.w"]["boxes"].pop(),
-            r"model.w: \[1:2, 0:3\] of \[2, 3\] is written by nobody",
+            r"model.w: \[1:2, 0:3\] of \[2, 3\] is not written",
         ),
         (
             lambda m: m["tensors"]["model.w"].update(shape=[1, 3]),
@@ -119,7 +119,7 @@ def test_the_text_has_one_line_per_tensor_and_says_who_wrote_it() -> None:
         (lambda m: m.update(manifest_sha256=None), "None where a SHA-256 was expected"),
     ],
 )
-def test_a_manifest_that_lies_is_refused(change: Callable[[Any], object], reason: str) -> None:
+def test_invalid_manifest_is_rejected(change: Callable[[Any], object], reason: str) -> None:
     with pytest.raises(
         CheckpointError, match=rf"c/manifest.json: this is not the manifest .*{reason}.*use another"
     ):
@@ -127,14 +127,14 @@ def test_a_manifest_that_lies_is_refused(change: Callable[[Any], object], reason
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"3", b"\xff\xfe", b"[" * 100_000])
-def test_what_is_no_manifest_is_refused(data: bytes) -> None:
+def test_invalid_manifest_text_is_rejected(data: bytes) -> None:
     with pytest.raises(
         CheckpointError, match="c/manifest.json: this is not the manifest of a checkpoint"
     ):
         parse_manifest(data, PATH)
 
 
-def test_a_newer_format_asks_for_a_newer_build() -> None:
+def test_newer_format_is_rejected() -> None:
     text = (
         rf"written in format {FORMAT + 1}, and this build reads formats up to {FORMAT}. Use a "
         rf"newer Megalith"
@@ -151,7 +151,7 @@ def test_parts_of_ranks_make_one_table() -> None:
     merged = merge_tensors([*parts, {"w": StoredTensor((2,), "float32", ())}])
     assert [box.box for box in merged["w"].boxes] == [((0, 1),), ((1, 2),)]
     with pytest.raises(
-        CheckpointError, match=r"1 tensors .*\n  w: \[1:2\] of \[2\] is written by nobody"
+        CheckpointError, match=r"1 tensors .*\n  w: \[1:2\] of \[2\] is not written"
     ):
         merge_tensors(parts[:1])
 
@@ -166,7 +166,7 @@ def test_experts_that_no_rank_wrote_are_named_by_their_numbers() -> None:
     ]
     with pytest.raises(
         CheckpointError,
-        match=r"experts.down: \[4:6, 0:3, 0:5\] of \[8, 3, 5\] is written by nobody",
+        match=r"experts.down: \[4:6, 0:3, 0:5\] of \[8, 3, 5\] is not written",
     ):
         merge_tensors(parts)
 

@@ -181,11 +181,11 @@ def test_a_box_of_a_tensor_can_be_read_in_another_dtype(
     assert checkpoint.read("model.norm.weight", ((3, 3),)).shape == (0,)
     with pytest.raises(
         CheckpointError,
-        match=r"embed.weight has shape \[7, 6\], and \[0:8, 0:6\] was asked .* Use a box",
+        match=r"embed.weight has shape \[7, 6\], and \[0:8, 0:6\] was requested.* Use a box",
     ):
         checkpoint.read("model.embed.weight", ((0, 8), (0, 6)))
     with pytest.raises(
-        CheckpointError, match=r"holds no tensor model.embed.wait. Use .* model.embed.weight"
+        CheckpointError, match=r"there is no tensor model.embed.wait. Use .* model.embed.weight"
     ):
         checkpoint.read("model.embed.wait")
 
@@ -199,7 +199,7 @@ def test_keys_name_every_role(tmp_path: Path, tiny: SimpleNamespace) -> None:
     )
 
 
-def test_weights_wanted_in_another_dtype_come_from_their_masters(
+def test_weights_in_another_dtype_are_read_from_master_weights(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     model = tiny.model()
@@ -214,7 +214,7 @@ def test_weights_wanted_in_another_dtype_come_from_their_masters(
     assert all(torch.equal(entry.tensor, model["master", entry.shard.name]) for entry in got)
 
 
-def test_masters_the_checkpoint_lacks_come_from_its_weights(
+def test_missing_master_weights_are_read_from_weights(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     weights = {"w": torch.randn(3, 4)}
@@ -237,9 +237,7 @@ def test_weights_alone_can_be_loaded(tmp_path: Path, tiny: SimpleNamespace) -> N
     )
 
 
-def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes(
-    tmp_path: Path, tiny: SimpleNamespace
-) -> None:
+def test_other_shape_is_rejected_with_both_shapes(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = saved(
         tmp_path, tiny, entries_of({"a": torch.ones(4, 6), "b": torch.ones(5), "c": torch.ones(2)})
     )
@@ -260,7 +258,7 @@ def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes(
     assert not any(entry.tensor.any() for entry in got), "nothing was changed"
 
 
-def test_missing_and_surplus_tensors_are_all_named_in_few_lines(
+def test_missing_and_unexpected_keys_are_all_named_in_few_lines(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     stored = {f"layers.{i}.attention.q": torch.ones(2) for i in range(12)} | {
@@ -286,8 +284,8 @@ def test_missing_and_surplus_tensors_are_all_named_in_few_lines(
 
 
 SIDES = {
-    "absent": ({"a": 2}, {"a": 2, "new": 3}),
-    "surplus": ({"a": 2, "old": 3}, {"a": 2}),
+    "missing": ({"a": 2}, {"a": 2, "new": 3}),
+    "unexpected": ({"a": 2, "old": 3}, {"a": 2}),
     "both": ({"a": 2, "old": 3}, {"a": 2, "new": 3}),
 }
 """Parameters and their lengths in a checkpoint and in a run."""
@@ -311,27 +309,29 @@ def test_each_answer_to_tensors_of_one_side_only(
             open_checkpoint(path).load_into(
                 entries_of(tensors), ALONE, rules=rules, purpose="start"
             )
-        assert ("only in this run: model.new" in str(raised.value)) == (sides != "surplus")
-        assert ("only in the checkpoint: model.old" in str(raised.value)) == (sides != "absent")
+        assert ("only in this run: model.new" in str(raised.value)) == (sides != "unexpected")
+        assert ("only in the checkpoint: model.old" in str(raised.value)) == (sides != "missing")
         assert tensors["a"].tolist() == [7, 7], "nothing was changed"
         return
     report = open_checkpoint(path).load_into(
         entries_of(tensors), ALONE, rules=rules, purpose="start"
     )
     assert (report.missing_keys, report.unexpected_keys) == (
-        ("model.new",) if sides != "surplus" else (),
-        ("model.old",) if sides != "absent" else (),
+        ("model.new",) if sides != "unexpected" else (),
+        ("model.old",) if sides != "missing" else (),
     )
     assert tensors["a"].tolist() == [1, 1] and tensors.get("new", torch.zeros(0)).tolist() in (
         [],
         [7, 7, 7],
     )
     assert ("1 tensors (3 parameters) kept their initial values" in caplog.text) == (
-        sides != "surplus"
+        sides != "unexpected"
     )
-    assert (f"{path} lacks model.new" in caplog.text) == (answer == "warn" and sides != "surplus")
+    assert (f"{path} lacks model.new" in caplog.text) == (
+        answer == "warn" and sides != "unexpected"
+    )
     assert (f"{path} also has model.old: not loaded" in caplog.text) == (
-        answer == "warn" and sides != "absent"
+        answer == "warn" and sides != "missing"
     )
 
 
@@ -395,7 +395,7 @@ def corrupted_pair(tmp_path: Path, tiny: SimpleNamespace) -> Path:
 
 @pytest.mark.parametrize("prefer", [False, True])
 @pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
-def test_weights_and_masters_that_disagree_are_named_once_and_one_side_wins(
+def test_weights_that_differ_from_master_weights_are_reported_once(
     tmp_path: Path,
     tiny: SimpleNamespace,
     caplog: pytest.LogCaptureFixture,
@@ -431,10 +431,10 @@ def test_weights_and_masters_that_disagree_are_named_once_and_one_side_wins(
         f"{path}: the weights of 1 parameters are not their master weights, rounded: "
         "layers.1.attention.q" in warnings[0]
     )
-    assert f"The {'weights' if prefer else 'master_weights'} are used." in warnings[0]
+    assert f"The {'weights' if prefer else 'master weights'} are used." in warnings[0]
 
 
-def test_a_run_without_masters_compares_the_two_as_well(
+def test_run_without_master_weights_compares_stored_ones_too(
     tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = corrupted_pair(tmp_path, tiny)
@@ -462,9 +462,7 @@ def test_a_sound_pair_is_not_spoken_of(
     assert not caplog.records
 
 
-def test_an_optimizer_that_the_checkpoint_does_not_have_is_refused(
-    tmp_path: Path, tiny: SimpleNamespace
-) -> None:
+def test_missing_optimizer_state_is_rejected(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = saved(
         tmp_path,
         tiny,
@@ -506,7 +504,7 @@ def test_damage_that_one_rank_meets_ends_the_load_on_all(
     } == {path}
 
 
-def test_a_flipped_bit_is_found_placed_and_said(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_flipped_bit_is_reported_with_its_position(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(64), "b": torch.ones(64)}))
     file = path / "__0_0.distcp"
     data = bytearray(file.read_bytes())
@@ -613,7 +611,7 @@ def test_edited_manifest_is_rejected_and_an_older_checkpoint_is_used(
     assert verify_checkpoint(path) == [str(raised.value)]
     assert find_latest(tmp_path) == older
     assert (
-        f"passing over checkpoint step_0000100: {path}/manifest.json: this file was changed"
+        f"skipping checkpoint step_0000100: {path}/manifest.json: this file was changed"
         in caplog.text
     )
 
@@ -666,7 +664,7 @@ def test_a_truncated_file_is_named_with_both_lengths(tmp_path: Path, tiny: Simpl
     )
 
 
-def test_a_missing_file_is_named_with_what_it_held(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_missing_file_is_named_with_its_tensors(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2), "b": torch.ones(2)}))
     (path / "__0_0.distcp").unlink()
     with pytest.raises(
@@ -689,7 +687,7 @@ def test_a_file_that_shrinks_after_opening_is_an_error_and_not_a_short_tensor(
 
 
 @pytest.mark.parametrize("how", ["pickle", "torch.save", "legacy"])
-def test_a_pickle_in_place_of_a_tensor_is_refused_and_does_not_run(
+def test_pickle_instead_of_tensor_is_rejected_without_execution(
     tmp_path: Path, tiny: SimpleNamespace, how: str
 ) -> None:
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2), "b": torch.ones(2)}))
@@ -735,7 +733,7 @@ def test_a_malicious_dcp_description_is_never_opened(tmp_path: Path, tiny: Simpl
         ({"a": torch.ones(2)}, "dict"),
     ],
 )
-def test_other_contents_than_promised_are_refused(
+def test_unexpected_tensor_contents_are_rejected(
     tmp_path: Path, tiny: SimpleNamespace, value: object, found: str
 ) -> None:
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2)}))
@@ -747,7 +745,7 @@ def test_other_contents_than_promised_are_refused(
 
 
 @pytest.mark.parametrize("state", ["[]", "{", "[" * 100_000])
-def test_a_state_that_is_no_object_is_refused(
+def test_state_that_is_not_an_object_is_rejected(
     tmp_path: Path, tiny: SimpleNamespace, state: str
 ) -> None:
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2)}))
@@ -758,7 +756,7 @@ def test_a_state_that_is_no_object_is_refused(
         open_checkpoint(path)
 
 
-def test_weights_without_the_rest_of_their_run_are_no_place_to_resume_from(
+def test_weights_without_training_state_cannot_be_resumed(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     entries = entries_of({"a": torch.ones(2)})
@@ -768,16 +766,16 @@ def test_weights_without_the_rest_of_their_run_are_no_place_to_resume_from(
     with pytest.raises(CheckpointError) as raised:
         released.require_state("train", "data", "order_samples")
     assert str(raised.value) == (
-        f"{released.path}: no run can be resumed from it, as its state.json lacks train, "
+        f"{released.path}: no run can be resumed from it, because its state.json lacks train, "
         "order_samples (found: data). "
-        f"To start from its weights, move it out of {tmp_path} and set checkpoint.load to where it "
-        "is then."
+        f"To start from its weights, move it out of {tmp_path} and set checkpoint.load to its new "
+        "path."
     )
     with pytest.raises(CheckpointError, match=r"lacks train \(found: nothing\)"):
         open_checkpoint(tiny.save(tmp_path, 3, [entries], {})).require_state("train")
 
 
-def test_a_folder_that_is_no_checkpoint_is_told_what_it_looks_like(
+def test_error_describes_folder_that_is_not_a_checkpoint(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     path = tiny.save_alone(tmp_path / "run" / "checkpoints", 100).path
@@ -803,7 +801,7 @@ def test_a_folder_that_is_no_checkpoint_is_told_what_it_looks_like(
         open_checkpoint(tmp_path / "hf")
 
 
-def test_the_newest_complete_one_is_found_whatever_the_pointer_says(
+def test_newest_complete_checkpoint_is_found_despite_pointer(
     tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert find_latest(tmp_path) is None
@@ -819,7 +817,7 @@ def test_the_newest_complete_one_is_found_whatever_the_pointer_says(
         assert find_latest(tmp_path) == paths[1]
 
 
-def test_looking_for_the_newest_writes_nothing(
+def test_find_latest_writes_nothing(
     tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (tiny.save_alone(tmp_path, step).path for step in (1, 2))
@@ -844,16 +842,16 @@ def test_looking_for_the_newest_writes_nothing(
     assert (tmp_path / "latest").read_text() == "step_0000002\n"
 
 
-def test_a_damaged_newest_one_is_passed_over_with_the_reason(
+def test_damaged_newest_checkpoint_is_skipped_with_reason(
     tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second, third = (tiny.save_alone(tmp_path, step).path for step in (1, 2, 3))
     os.truncate(third / "__0_0.distcp", 7)
     (second / "manifest.json").unlink()
     assert find_latest(tmp_path) == first
-    assert f"passing over checkpoint step_0000003: {third}/__0_0.distcp is 7 bytes" in caplog.text
+    assert f"skipping checkpoint step_0000003: {third}/__0_0.distcp is 7 bytes" in caplog.text
     assert (
-        "passing over checkpoint step_0000002" in caplog.text
+        "skipping checkpoint step_0000002" in caplog.text
         and "it has no manifest.json" in caplog.text
     )
 

@@ -56,7 +56,7 @@ def test_a_folder_is_made_held_and_given_back(tmp_path: Path) -> None:
     lock_run(folder).release()
 
 
-def test_a_second_run_in_this_process_is_refused(tmp_path: Path) -> None:
+def test_second_lock_in_this_process_is_rejected(tmp_path: Path) -> None:
     with (
         lock_run(tmp_path),
         pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} on .*Stop that"),
@@ -65,7 +65,7 @@ def test_a_second_run_in_this_process_is_refused(tmp_path: Path) -> None:
     lock_run(tmp_path).release()
 
 
-def test_a_live_process_is_refused_by_name_and_a_killed_one_is_succeeded_at_once(
+def test_lock_of_live_process_is_rejected_and_of_killed_one_taken_over(
     tmp_path: Path, other: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(
@@ -78,7 +78,7 @@ def test_a_live_process_is_refused_by_name_and_a_killed_one_is_succeeded_at_once
         time.sleep(0.01)
     with lock_run(tmp_path):
         assert holder(tmp_path).pid == os.getpid()
-    assert f"taking over {tmp_path} from process {other.pid}" in caplog.text
+    assert f"taking over the lock of {tmp_path} from process {other.pid}" in caplog.text
 
 
 def test_a_number_given_out_again_is_another_process(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_number_given_out_again_is_another_process(tmp_path: Path) -> None:
     lock_run(tmp_path).release()
 
 
-def test_a_run_on_another_machine_is_refused_until_it_was_silent_for_long(
+def test_lock_of_another_machine_is_rejected_until_heartbeat_timeout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     far = Holder("1", "node7", "another boot", 41, "5")
@@ -165,7 +165,7 @@ def test_a_lock_that_is_gone_or_cannot_be_read_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"id": 3}'])
-def test_what_a_crash_left_of_a_lock_file_holds_nothing(tmp_path: Path, text: str) -> None:
+def test_incomplete_lock_file_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / NAME).write_text(text)
     lock_run(tmp_path).release()
 

@@ -51,7 +51,7 @@ def test_last_checkpoint_before_skipped_steps_is_not_deleted(
     assert steps(tmp_path) == [5, 6], "after an update it is like any other"
 
 
-def test_a_damaged_one_counts_for_nothing_and_is_left_to_people(
+def test_damaged_checkpoint_is_not_counted_and_not_deleted(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     save_steps(tmp_path, tiny, 1, 2, 3)
@@ -108,7 +108,7 @@ def test_failing_to_delete_is_a_warning_and_the_next_call_tries_again(
     assert retention.apply(tmp_path, keep=1, keep_every=None) == [tmp_path / "step_0000001"]
 
 
-def test_leftovers_of_the_dead_are_removed_and_nothing_else(
+def test_leftovers_of_killed_saves_are_removed(
     tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_steps(tmp_path, tiny, 1)
@@ -157,7 +157,7 @@ def test_the_pointer_is_corrected_by_the_sweep(
     (tmp_path / "step_0000003" / "manifest.json").unlink()
     retention.sweep(tmp_path)
     assert (tmp_path / "latest").read_text() == "step_0000002\n"
-    assert f"{tmp_path}/latest said 'step_0000003'; corrected to step_0000002" in caplog.text
+    assert f"{tmp_path}/latest named 'step_0000003'; corrected to step_0000002" in caplog.text
     for text in ("", "\xff\n", None):
         (tmp_path / "latest").unlink() if text is None else (tmp_path / "latest").write_text(text)
         retention.sweep(tmp_path)
@@ -167,7 +167,7 @@ def test_the_pointer_is_corrected_by_the_sweep(
     assert caplog.text == "", "once is enough"
 
 
-def test_a_pointer_that_cannot_be_written_stops_nobody(
+def test_unwritable_pointer_is_a_warning(
     tmp_path: Path,
     tiny: SimpleNamespace,
     monkeypatch: pytest.MonkeyPatch,

@@ -34,7 +34,7 @@ def write(file: Path, tensors: dict[str, Tensor] = TENSORS) -> None:
     write_file(file, plan, iter(tensors.values()), {"format": "pt"})
 
 
-def test_what_is_written_the_library_reads(tmp_path: Path) -> None:
+def test_safetensors_library_reads_our_files(tmp_path: Path) -> None:
     write(tmp_path / "x.safetensors")
     read = load_file(tmp_path / "x.safetensors")
     assert read.keys() == TENSORS.keys()
@@ -44,7 +44,7 @@ def test_what_is_written_the_library_reads(tmp_path: Path) -> None:
     assert length % 8 == 0
 
 
-def test_a_header_may_come_after_what_it_tells_of(tmp_path: Path) -> None:
+def test_header_can_be_written_after_data(tmp_path: Path) -> None:
     plan = [Planned(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
     file = tmp_path / "late.safetensors"
     file.write_bytes(b"\0" * 4096)
@@ -58,7 +58,7 @@ def test_a_header_may_come_after_what_it_tells_of(tmp_path: Path) -> None:
         header_in(64, plan, {})
 
 
-def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
+def test_files_of_safetensors_library_are_read(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     save_file(TENSORS, file, metadata={"format": "pt"})
     found = read_header(file)
@@ -78,9 +78,7 @@ def test_views_of_a_larger_tensor_are_written_as_they_are_seen(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("missing", "names"), [(1, ": c cut off"), (40, ": b, c cut off"), (100, ": a, b, c cut off")]
 )
-def test_a_file_that_ends_early_names_what_is_cut_off(
-    missing: int, names: str, tmp_path: Path
-) -> None:
+def test_truncated_file_names_missing_tensors(missing: int, names: str, tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     write(file)
     data = file.read_bytes()
@@ -115,7 +113,7 @@ def test_a_file_that_ends_early_names_what_is_cut_off(
         .ljust(70),
     ],
 )
-def test_other_bytes_are_refused_in_words(data: bytes, tmp_path: Path) -> None:
+def test_invalid_safetensors_bytes_are_rejected(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(data)
     with pytest.raises(
         CheckpointError, match="x.safetensors is not a safetensors file .*Copy the folder again"
@@ -132,7 +130,7 @@ def test_other_bytes_are_refused_in_words(data: bytes, tmp_path: Path) -> None:
         ([(0, 8), (8, 16)], 3, "has 19 bytes of data, expected 16, as its header says"),
     ],
 )
-def test_tensors_that_share_bytes_or_leave_some_are_refused(
+def test_overlapping_or_unused_bytes_are_rejected(
     spans: list[tuple[int, int]], behind: int, text: str, tmp_path: Path
 ) -> None:
     entries = {
@@ -147,7 +145,7 @@ def test_tensors_that_share_bytes_or_leave_some_are_refused(
         read_header(tmp_path / "x.safetensors")
 
 
-def test_a_file_that_is_cut_off_after_its_header_was_read_is_refused(tmp_path: Path) -> None:
+def test_file_truncated_after_header_read_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     write(file)
     found = read_header(file)
@@ -163,7 +161,7 @@ def test_a_file_that_is_cut_off_after_its_header_was_read_is_refused(tmp_path: P
         read_box("a", found["a"], (slice(0, 3), slice(0, 5)))
 
 
-def test_what_is_read_is_no_way_to_write_into_the_file(tmp_path: Path) -> None:
+def test_views_of_files_are_copy_on_write(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     write(file)
     before = file.read_bytes()

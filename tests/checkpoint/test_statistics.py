@@ -45,7 +45,7 @@ def test_they_are_those_of_the_whole_tensor_however_it_is_cut(
     )
 
 
-def test_what_is_no_number_is_counted_and_left_out(tmp_path: Path) -> None:
+def test_nonfinite_elements_are_counted_and_excluded(tmp_path: Path) -> None:
     values = torch.tensor([[math.nan, math.inf], [3.0, -1.0], [math.nan, -math.inf]])
     opened = saved(tmp_path / "some", values, rows=[1, 1, 1])
     found = statistics_of(opened, "model.a.weight")
@@ -63,7 +63,7 @@ def test_what_is_no_number_is_counted_and_left_out(tmp_path: Path) -> None:
     assert math.isnan(nothing.mean) and math.isnan(nothing.least) and nothing.not_finite == 2
 
 
-def test_numbers_alone_are_told_nothing_about(tmp_path: Path) -> None:
+def test_finite_tensors_are_not_reported(tmp_path: Path) -> None:
     assert values_that_are_no_numbers(saved(tmp_path, torch.ones(3, 2), rows=[3])) == []
 
 

@@ -37,7 +37,7 @@ def test_a_master_is_its_weights_and_moments_are_the_optimizers_own() -> None:
 @pytest.mark.parametrize(
     "pattern", ["head.*", "model.head.weight", "optimizer.master.head.weight", "*.weight"]
 )
-def test_weights_are_skipped_with_their_masters(pattern: str) -> None:
+def test_weights_are_skipped_with_their_master_weights(pattern: str) -> None:
     assert is_skipped("model.head.weight", [pattern]) and is_skipped(
         "optimizer.master.head.weight", [pattern]
     )
@@ -47,7 +47,7 @@ def test_weights_are_skipped_with_their_masters(pattern: str) -> None:
     )
 
 
-def test_what_keeps_its_values_is_counted_once() -> None:
+def test_tensors_that_keep_values_are_counted_once() -> None:
     keys = ("model.a", "optimizer.master.a", "model.b", "optimizer.master.b")
     report = left_out(
         wanted(*keys), {"model.b", "optimizer.master.b", "model.c"}, skip=["b"], purpose="start"
@@ -58,7 +58,7 @@ def test_what_keeps_its_values_is_counted_once() -> None:
     assert report.kept == ("model.a", "model.b") and report.numel == 12
 
 
-def test_moments_are_surplus_to_a_run_that_resumes_with_others() -> None:
+def test_moments_are_unexpected_keys_of_resume_with_other_optimizer() -> None:
     stored = {"model.a", "optimizer.master.a", "optimizer.exp_avg.a"}
     asked = wanted("model.a", "optimizer.momentum.a")
     report = left_out(asked, stored)
@@ -78,7 +78,7 @@ def test_only_a_start_may_lack_weights(purpose: str) -> None:
     assert refused(report, CheckpointConfig(), "start") == report
 
 
-def test_a_pattern_that_names_nothing_is_refused_with_the_names_there_are() -> None:
+def test_unmatched_skip_pattern_is_rejected_with_parameter_names() -> None:
     check_patterns(
         ["head.*", "optimizer.exp_avg.*"], {"model.head.weight"}, {"optimizer.exp_avg.head.weight"}
     )
@@ -92,7 +92,7 @@ def test_names_that_differ_in_a_number_share_a_line() -> None:
     assert by_pattern(["layers.0.q", "layers.1.q", "norm"]) == ["layers.*.q (* = 0, 1)", "norm"]
 
 
-def test_experts_that_are_missing_are_told_by_their_numbers() -> None:
+def test_missing_experts_are_named_by_number() -> None:
     keys = [
         f"model.layers.{layer}.moe.experts.{word}"
         for layer in (1, 2)
@@ -110,7 +110,7 @@ def test_experts_that_are_missing_are_told_by_their_numbers() -> None:
     assert left_out(asked, {*keys}, purpose="start").num_experts == 0
 
 
-def test_single_experts_are_told_by_layer() -> None:
+def test_single_experts_are_named_by_layer() -> None:
     lost = [
         f"model.layers.0.mlp.experts.{number}.{word}.weight"
         for number in (1, 4, 5, 6)

@@ -95,6 +95,6 @@ def test_what_has_no_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture
     (folder / "routing" / "rank_00000.jsonl").unlink()
     assert main(["routing", str(folder)]) == 2
     assert (
-        "no routing trace there (rank_00000.jsonl, ...). Run with observe.routing_trace=1."
+        "no routing trace in this folder (rank_00000.jsonl, ...). Run with observe.routing_trace=1."
         in capsys.readouterr().err
     )

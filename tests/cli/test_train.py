@@ -476,7 +476,7 @@ def test_sigterm_makes_all_ranks_save_and_stop_with_75(
     assert process.returncode == 75, errors
     done = steps(folder)
     assert done == list(range(1, len(done) + 1)) and len(done) < 3000
-    assert "SIGTERM: finishing the step and saving; once more to end now without saving" in told
+    assert "SIGTERM: finishing the step and saving; repeat it to end without saving" in told
     assert (
         f"stopped at step {done[-1]} (SIGTERM) and saved; run the same command again to go on"
         in told

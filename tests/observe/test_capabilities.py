@@ -9,7 +9,7 @@ from megalith.observe import capabilities as probes
 from megalith.observe.capabilities import capabilities, cpp_compiler, has_symmetric_memory
 
 
-def test_every_capability_says_what_it_is_for_and_how_to_get_it() -> None:
+def test_every_capability_has_purpose_and_fix() -> None:
     for name, capability in capabilities().items():
         assert capability.purpose, name
         assert capability.fix, name

@@ -48,7 +48,7 @@ def test_measuring_gives_rates_above_zero(monkeypatch: pytest.MonkeyPatch) -> No
     assert rates.peak_tflops == {"fp32": None, "bf16": None}
 
 
-def test_a_machine_with_everything_only_hears_what_fits() -> None:
+def test_machine_with_all_capabilities_gets_only_model_size_advice() -> None:
     gpu = Gpu(name="NVIDIA H200", memory_gib=139.0, peers=(1,))
     text = advice(gpus=(gpu, gpu))
     assert (
@@ -57,14 +57,14 @@ def test_a_machine_with_everything_only_hears_what_fits() -> None:
     )
 
 
-def test_what_is_missing_is_told_with_its_purpose_and_fix() -> None:
+def test_missing_capability_is_reported_with_purpose_and_fix() -> None:
     compiler = Capability(present=False, purpose="train.compile=true on CPUs", fix="install one")
     assert "C++ compiler is missing, needed for train.compile=true on CPUs: install one." in advice(
         {"C++ compiler": compiler}
     )
 
 
-def test_a_cpu_machine_is_told_so_but_not_asked_for_what_gpus_need() -> None:
+def test_cpu_machine_is_not_asked_for_gpu_capabilities() -> None:
     missing = Capability(present=False, purpose="several ranks on NVIDIA GPUs", fix="x")
     text = advice({"nccl": missing, "symmetric memory": missing, "NVIDIA GPU": missing})
     assert "There is no NVIDIA GPU" in text

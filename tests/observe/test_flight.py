@@ -58,7 +58,7 @@ def test_every_group_is_counted_by_itself() -> None:
     assert flight.counts == {"1": 3, "2": 1}
 
 
-def test_an_entry_says_what_it_moves_and_who_asked_for_it() -> None:
+def test_record_describes_data_and_call_site() -> None:
     flight = Flight()
     enter(flight)
     rows = flight.enter(
@@ -78,7 +78,7 @@ def test_an_entry_says_what_it_moves_and_who_asked_for_it() -> None:
     )
 
 
-def test_only_the_last_are_remembered_but_all_are_counted() -> None:
+def test_only_last_collectives_are_recorded_but_all_are_counted() -> None:
     flight = Flight()
     for _ in range(RECORDED + 5):
         enter(flight)
@@ -106,7 +106,7 @@ class Handle:
         return self.completed
 
 
-def test_an_operation_with_a_handle_is_over_when_the_handle_says_so_or_is_dropped() -> None:
+def test_operation_is_finished_when_handle_completes_or_is_dropped() -> None:
     flight = Flight()
     handles = [Handle(), Handle(), Handle()]
     for handle in handles:
@@ -117,7 +117,7 @@ def test_an_operation_with_a_handle_is_over_when_the_handle_says_so_or_is_droppe
     assert [entry.number for entry in flight.unfinished()] == [2]
 
 
-def test_a_place_survives_the_journey_as_json_with_old_waits_and_the_newest_entries() -> None:
+def test_snapshot_json_keeps_old_waits_and_newest_entries() -> None:
     flight = Flight()
     flight.enter("barrier", ("pp",), (0, 2), "9")  # never over
     for _ in range(PUBLISHED + 7):
@@ -145,7 +145,7 @@ def test_where_a_rank_is_tells_of_the_lane_that_works() -> None:
     assert " in look" in found[0]
 
 
-def test_the_rank_that_never_came_is_named_even_if_others_wait_for_those_who_wait_for_it() -> None:
+def test_missing_rank_is_named_despite_indirect_waits() -> None:
     places = {
         0: RankSnapshot(0, {"dp": 4, "tp": 2}, [event("tp", 1, ranks=(0, 1), age=9.0)], []),
         1: RankSnapshot(1, {"dp": 4, "tp": 1}, [event("dp", 3, ranks=(1, 3), age=11.0)], []),
@@ -154,15 +154,15 @@ def test_the_rank_that_never_came_is_named_even_if_others_wait_for_those_who_wai
             3, {"dp": 3, "tp": 1}, [event("tp", 0)], ["loader.py:7 in read", "loop.py:1 in run"]
         ),
     }
-    told = describe_hang(
+    reported = describe_hang(
         places, 4, timeout_seconds=8, where=lambda rank: f"{rank} (dp={rank // 2})"
     ).splitlines()
-    assert told[0] == "rank 3 (dp=1) did not arrive at all_reduce 3 over dp, at here.py:1"
+    assert reported[0] == "rank 3 (dp=1) did not arrive at all_reduce 3 over dp, at here.py:1"
     assert (
-        told[1] == "Rank 1 (dp=0) has waited there for 11 s, which is longer than "
+        reported[1] == "Rank 1 (dp=0) has waited there for 11 s, which is longer than "
         "parallel.timeout_seconds=8."
     )
-    assert told[3:] == [
+    assert reported[3:] == [
         "  rank 1 (dp=0): in all_reduce 3 over dp, at here.py:1, for 11 s",
         "  rank 3 (dp=1): in no collective, the last was all_reduce 0 over tp; now at loader.py:7 "
         "in read < loop.py:1 "
@@ -174,14 +174,14 @@ def test_the_rank_that_never_came_is_named_even_if_others_wait_for_those_who_wai
 
 
 def test_a_rank_that_does_not_answer_is_missing() -> None:
-    told = describe_hang(
+    reported = describe_hang(
         {0: RankSnapshot(0, {"dp": 1}, [event("dp", 0, ranks=(0, 1))], [])}, 2, timeout_seconds=0.5
     )
-    assert told.startswith("rank 1 did not arrive at all_reduce 0 over dp")
-    assert "  rank 1: does not answer: dead, stopped, or holding Python's lock" in told
+    assert reported.startswith("rank 1 did not arrive at all_reduce 0 over dp")
+    assert "  rank 1: does not answer: dead, stopped, or holding Python's lock" in reported
 
 
-def test_ranks_that_wait_for_each_other_are_called_that() -> None:
+def test_deadlock_is_reported() -> None:
     places = {
         0: RankSnapshot(0, {"tp": 1}, [event("tp", 0, ranks=(0, 1))], []),
         1: RankSnapshot(1, {"dp": 1}, [event("dp", 0, ranks=(0, 1))], []),
@@ -203,7 +203,7 @@ def test_ranks_in_different_operations_of_the_same_number_are_named() -> None:
     )
     places[1] = replace(places[1], events=[event("tp", 0, ranks=(0, 1))])
     assert (
-        "all ranks entered all_reduce 0 over tp, at here.py:1, but it does not end"
+        "all ranks entered all_reduce 0 over tp, at here.py:1, but it does not finish"
         in describe_hang(places, 2, timeout_seconds=1)
     )
 
@@ -232,7 +232,7 @@ def test_a_thousand_ranks_fit_on_a_screen() -> None:
     assert lines[-1].startswith("  and ")
 
 
-def test_where_nobody_has_waited_for_that_long_there_is_nothing_to_report() -> None:
+def test_no_report_if_no_rank_waited_longer_than_timeout() -> None:
     gone_on = {
         0: RankSnapshot(0, {"dp": 1}, [event("dp", 0)], []),
         1: RankSnapshot(1, {"dp": 1}, [event("dp", 0)], []),

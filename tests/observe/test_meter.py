@@ -51,9 +51,7 @@ def test_the_peak_is_what_was_alive_together() -> None:
     assert meter.live == 0 and meter.peak == 400
 
 
-def test_what_a_recomputed_region_drops_is_not_counted_and_the_path_survives_its_second_run() -> (
-    None
-):
+def test_recomputed_region_is_not_counted() -> None:
     model, x = Twice(), torch.randn(11, 5)
     region = Recomputed(model)
     with metered(region) as meter:

@@ -37,12 +37,12 @@ def test_an_evaluation_row_of_the_last_saved_step_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["step 2", "{}", "[2]", "2", "null", '{"step": "2"}'])
-def test_a_line_that_is_no_row_is_named_and_nothing_is_cut(line: str, tmp_path: Path) -> None:
+def test_invalid_line_is_named_and_file_is_unchanged(line: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     text = '{"step": 1}\n' + line + '\n{"step": 3}\n'
     path.write_text(text)
-    told = r"metrics\.jsonl: line 2 is no row of a step \(.+\)\. Remove the line, or move"
-    with pytest.raises(DataError, match=told):
+    reported = r"metrics\.jsonl: line 2 is not a row of metrics \(.+\)\. Remove the line, or move"
+    with pytest.raises(DataError, match=reported):
         cut_after(path, 2)
     assert path.read_text() == text
 
@@ -61,8 +61,15 @@ def test_counts_are_a_list_in_the_file_and_a_histogram_with_a_bar_for_each_in_te
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     (event,) = events.Histograms("moe_layers_0_tokens")
-    told = event.histogram_value
-    assert (event.step, told.num, told.sum, told.sum_squares, told.min, told.max) == (
+    reported = event.histogram_value
+    assert (
+        event.step,
+        reported.num,
+        reported.sum,
+        reported.sum_squares,
+        reported.min,
+        reported.max,
+    ) == (
         3,
         8,
         4,
@@ -70,16 +77,16 @@ def test_counts_are_a_list_in_the_file_and_a_histogram_with_a_bar_for_each_in_te
         -0.5,
         2.5,
     )
-    assert (told.bucket_limit, told.bucket) == ([0.5, 1.5, 2.5], [6, 0, 2])
+    assert (reported.bucket_limit, reported.bucket) == ([0.5, 1.5, 2.5], [6, 0, 2])
     assert [event.value for event in events.Scalars("loss")] == [2.5]
 
 
-def test_no_file_is_nothing_to_cut(tmp_path: Path) -> None:
+def test_missing_metrics_file_is_ignored(tmp_path: Path) -> None:
     cut_after(tmp_path / "metrics.jsonl", 5)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_loss_that_is_not_finite_is_null_so_that_every_reader_of_json_can_go_on(
+def test_nonfinite_loss_is_written_as_null(
     tmp_path: Path,
 ) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl", resume_at=0)

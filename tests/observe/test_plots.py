@@ -120,7 +120,7 @@ def test_expert_and_routing_plots_explain_themselves(
     assert labels_of(figures["routing"].axes[1]).count("hits, ") == 3
 
 
-def test_without_rows_there_is_no_plot(tmp_path: Path) -> None:
+def test_no_plot_without_rows(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     assert plot_run(tmp_path) is None
 

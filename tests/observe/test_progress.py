@@ -21,21 +21,21 @@ def test_plain_lines_first_and_last(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_first_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:
     with StepProgress(total=1, show=False) as progress:
         progress.step(1, {"loss": "1.0"})
         progress.say("saved")
     assert capsys.readouterr().out == ""
 
 
-def test_what_is_counted_has_a_name_and_results_stay_alone_on_standard_output(
+def test_progress_noun_and_stream_are_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with StepProgress(total=9, show=True, noun="row", stream=sys.stderr) as progress:
         progress.step(4, {})
         progress.step(9, {})
-    said = capsys.readouterr()
-    assert said.err.splitlines() == ["row 4/9", "row 9/9"] and said.out == ""
+    output = capsys.readouterr()
+    assert output.err.splitlines() == ["row 4/9", "row 9/9"] and output.out == ""
 
 
 def test_a_terminal_gets_a_bar_with_the_count(monkeypatch: pytest.MonkeyPatch) -> None:

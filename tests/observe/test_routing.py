@@ -83,9 +83,7 @@ def test_a_permutation_tells_everything(tmp_path: Path, top_k: int) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(4000, 4), (300, 40)])
-def test_independent_choices_tell_nothing_even_if_tokens_are_few(
-    tmp_path: Path, tokens: int, experts: int
-) -> None:
+def test_independent_choices_have_no_information(tmp_path: Path, tokens: int, experts: int) -> None:
     here, there = distinct(tokens, 2, experts), distinct(tokens, 2, experts)
     found = pair(tmp_path, here, there, experts)
     assert found.information < 0.005
@@ -101,7 +99,7 @@ def test_independent_choices_tell_nothing_even_if_tokens_are_few(
     assert (of_itself > 0.3) == (tokens == 300), "by its own counts it would tell a lot"
 
 
-def test_a_noisy_choice_tells_what_shannon_says(tmp_path: Path) -> None:
+def test_noisy_choice_has_the_information_of_its_channel(tmp_path: Path) -> None:
     """Of two equal experts one in ten tokens goes to the other: 1 - H(0.1) bits of 1."""
     here = np.tile([[0], [1]], (10000, 1))
     there = np.where(DRAW.random((20000, 1)) < 0.1, 1 - here, here)
@@ -154,7 +152,7 @@ def test_ranks_of_two_stages_and_of_two_places_are_joined_by_their_tokens(tmp_pa
     ]
 
 
-def test_layers_without_a_next_one_tell_nothing(tmp_path: Path) -> None:
+def test_last_layer_has_no_predictability(tmp_path: Path) -> None:
     write(tmp_path, {"layers.4": distinct(5, 1, 3)})
     assert study_trace(tmp_path, experts=3)[1] == []
     assert in_order(["mtp.0.layer", "layers.10", "layers.9"]) == [
@@ -165,15 +163,15 @@ def test_layers_without_a_next_one_tell_nothing(tmp_path: Path) -> None:
     assert likeliest(np.eye(3), np.zeros((0, 1), dtype=np.int16), 2).shape == (0, 2)
 
 
-def test_what_is_no_trace_is_told(tmp_path: Path) -> None:
+def test_folder_without_trace_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"no routing trace there .* Run with observe.routing_trace=1"
+        DataError, match=r"no routing trace in this folder .* Run with observe.routing_trace=1"
     ):
         study_trace(tmp_path, experts=3)
     write(tmp_path, {"layers.0": np.array([[5]])})
     with pytest.raises(
         DataError,
-        match=r"step 1, layers.0: expert 5 of 3. ExpertLoad the trace .* model.moe.num_experts=3",
+        match=r"step 1, layers.0: expert 5 of 3. Use the trace .* model.moe.num_experts=3",
     ):
         study_trace(tmp_path, experts=3)
     file = tmp_path / "rank_00000.jsonl"
@@ -181,13 +179,14 @@ def test_what_is_no_trace_is_told(tmp_path: Path) -> None:
     assert [step for step, _ in steps_of_trace(tmp_path)] == [1], "a crash cut the last line short"
     file.write_text(file.read_text() + "\n")
     with pytest.raises(
-        DataError, match="line 2 is no row of a trace .JSONDecodeError: .* Remove the line, or run"
+        DataError,
+        match="line 2 is not a row of a routing trace .JSONDecodeError: .* Remove the line, or run",
     ):
         list(steps_of_trace(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "reported"),
     [
         ({"experts": [[70000]]}, "OverflowError"),
         ({"layer": 3}, "layer '3', expected layers.0"),
@@ -195,25 +194,26 @@ def test_what_is_no_trace_is_told(tmp_path: Path) -> None:
         ({"num_tokens": 7}, "ValueError"),
     ],
 )
-def test_a_damaged_row_is_told_by_its_line(
-    tmp_path: Path, changed: dict[str, Any], told: str
+def test_damaged_row_is_reported_with_its_line(
+    tmp_path: Path, changed: dict[str, Any], reported: str
 ) -> None:
     write(tmp_path, {"layers.0": np.array([[1]]), "mtp.0.layer": np.array([[2]])})
     file = tmp_path / "rank_00000.jsonl"
     first, second = file.read_text().splitlines()
     file.write_text(f"{first}\n{json.dumps(json.loads(second) | changed)}\n")
     with pytest.raises(
-        DataError, match=rf"line 2 is no row of a trace .*{told}.* Remove the line, or run"
+        DataError,
+        match=rf"line 2 is not a row of a routing trace .*{reported}.* Remove the line, or run",
     ):
         study_trace(tmp_path, experts=3)
 
 
-def test_a_number_below_zero_is_named_and_a_trace_without_rows_is_told(tmp_path: Path) -> None:
+def test_negative_expert_and_empty_trace_are_errors(tmp_path: Path) -> None:
     write(tmp_path, {"layers.0": np.array([[1, -3]])})
     with pytest.raises(DataError, match="step 1, layers.0: expert -3 of 3"):
         study_trace(tmp_path, experts=3)
     (tmp_path / "rank_00000.jsonl").write_text("")
     with pytest.raises(
-        DataError, match=r"no step is in this routing trace.* Run with observe.routing_trace=1"
+        DataError, match=r"this routing trace has no steps.* Run with observe.routing_trace=1"
     ):
         study_trace(tmp_path, experts=3)

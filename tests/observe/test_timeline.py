@@ -90,7 +90,7 @@ class Page(HTMLParser):
         self.loads += [value or "" for name, value in attributes if name in ("src", "href")]
 
 
-def test_page_shows_every_action_and_loads_nothing(chunked: Simulation) -> None:
+def test_html_shows_every_action_without_external_files(chunked: Simulation) -> None:
     text = html_timeline(chunked)
     page = Page()
     page.feed(text)
@@ -113,14 +113,16 @@ def test_the_ending_of_the_name_chooses_the_picture(
     assert target.read_bytes().startswith(start)
 
 
-def test_other_endings_and_missing_folders_are_refused(chunked: Simulation, tmp_path: Path) -> None:
+def test_unknown_suffixes_and_missing_folders_are_rejected(
+    chunked: Simulation, tmp_path: Path
+) -> None:
     with pytest.raises(
         ConfigError,
-        match="timeline .*pdf: unknown kind of picture. ExpertLoad a name that ends in one of .txt",
+        match="timeline .*pdf: unknown file format. Use a name that ends in one of .txt",
     ):
         draw_timeline(chunked, tmp_path / "timeline.pdf")
     with pytest.raises(
-        ConfigError, match="the folder .*nowhere does not exist. ExpertLoad one that does."
+        ConfigError, match="the folder .*nowhere does not exist. Use one that does."
     ):
         draw_timeline(chunked, tmp_path / "nowhere" / "timeline.png")
 

@@ -60,7 +60,7 @@ def test_fused_and_plain_updates_agree_with_torch(
         assert_equals(ours.shard.name, other.weight, torchs.detach(), tolerance)
 
 
-def test_bf16_weights_follow_fp32_masters() -> None:
+def test_bf16_weights_follow_fp32_master_weights() -> None:
     optimizer = AdamW(weights(torch.bfloat16), OptimConfig())
     slot = optimizer.slots[0]
     assert slot.master.dtype == torch.float32

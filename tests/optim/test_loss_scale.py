@@ -87,9 +87,7 @@ def test_loading_into_a_constant_scale_warns_and_keeps_it(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         scale.load(build().as_json())
     assert scale.scale == 128.0
-    assert (
-        "loss scale 4.29497e+09 is not taken over: precision.loss_scale.constant=128" in caplog.text
-    )
+    assert "loss scale 4.29497e+09 is not used: precision.loss_scale.constant=128" in caplog.text
 
 
 def test_overflows_at_minimum_scale_are_counted_across_a_restart() -> None:

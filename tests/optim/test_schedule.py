@@ -249,13 +249,15 @@ def test_a_schedule_that_works_has_no_problems(schedule: ScheduleConfig) -> None
         ),
     ],
 )
-def test_a_broken_rule_is_told_with_what_would_work(changes: dict[str, Any], text: str) -> None:
+def test_broken_rule_is_reported_with_a_value_that_works(
+    changes: dict[str, Any], text: str
+) -> None:
     problems = schedule_problems(replace(ScheduleConfig(lr=1e-3), **changes), 100)
     assert len(problems) == 1
     assert text in problems[0]
 
 
-def test_all_broken_rules_are_told_together() -> None:
+def test_all_broken_rules_are_reported_together() -> None:
     broken = ScheduleConfig(
         lr=1e-3, min_lr=1.0, warmup_steps=200, wsd_decay_steps=1, weight_decay=-1.0
     )

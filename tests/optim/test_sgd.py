@@ -45,7 +45,7 @@ def test_ten_steps_have_the_bits_of_torchs_sgd(
     assert ours.updates == 10
 
 
-def test_without_momentum_nothing_is_kept() -> None:
+def test_sgd_without_momentum_has_no_state() -> None:
     assert [
         dict(slot.state) for slot in SGD(weights(), OptimConfig(kind="sgd", momentum=0.0)).slots
     ] == [{}, {}]
@@ -54,7 +54,7 @@ def test_without_momentum_nothing_is_kept() -> None:
     ] * 2
 
 
-def test_bf16_weights_follow_fp32_masters() -> None:
+def test_bf16_weights_follow_fp32_master_weights() -> None:
     optimizer = SGD(weights(torch.bfloat16), OptimConfig(kind="sgd"))
     before = optimizer.slots[0].master.clone()
     for step in range(3):
@@ -64,7 +64,7 @@ def test_bf16_weights_follow_fp32_masters() -> None:
     assert torch.equal(slot.weight, slot.master.to(torch.bfloat16))
 
 
-def test_a_rank_that_owns_nothing_steps_too() -> None:
+def test_rank_without_shards_can_step() -> None:
     for kind in ("sgd", "adamw"):
         optimizer = build_optimizer([], OptimConfig(kind=kind))  # type: ignore[arg-type]  # one of the two
         optimizer.step([], lr=0.1, weight_decay=0.1)

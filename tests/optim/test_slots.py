@@ -18,7 +18,7 @@ from megalith.plan.shards import Shard
         (torch.float16, torch.float32),
     ],
 )
-def test_masters_are_apart_only_where_weights_are_narrow(
+def test_master_weights_are_separate_only_for_low_precision(
     dtype: torch.dtype, wide: torch.dtype
 ) -> None:
     weight = torch.ones(3, 2, dtype=dtype)
@@ -28,7 +28,7 @@ def test_masters_are_apart_only_where_weights_are_narrow(
     assert not slot.state["momentum"].any()
 
 
-def test_weights_are_the_rounding_of_their_masters() -> None:
+def test_weights_are_rounded_master_weights() -> None:
     narrow, wide = (
         build_slot(Shard.full("w", (2,)), torch.ones(2, dtype=d), ())
         for d in (torch.bfloat16, torch.float32)

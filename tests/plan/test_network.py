@@ -407,7 +407,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("changed", "said", "fix"), CASES, ids=[said for _, said, _ in CASES])
-def test_a_broken_rule_says_what_and_what_would_work(
+def test_broken_rule_names_setting_and_valid_value(
     changed: dict[str, Any], said: str, fix: str
 ) -> None:
     (problem,) = network_problems(replace(SOUND, **changed))

@@ -68,7 +68,7 @@ def test_each_precision_has_its_formats(
         assert torch.equal(slot.master.to(weights), slot.weight)
 
 
-def test_a_checkpoint_holds_weights_and_moments_and_masters_where_they_are_apart() -> None:
+def test_checkpoint_holds_weights_moments_and_separate_master_weights() -> None:
     names = {declared.shard.name for declared, _, _ in declared_parameters(build().model)}
     for params, roles in (("fp32", 3), ("bf16", 4)):
         entries = checkpoint_entries(build(precision__params=params))

@@ -88,12 +88,12 @@ def test_nonfinite_parameters_are_found_in_every_dtype(dtype: torch.dtype, value
         entry("finite", [largest, -largest, 0.0]),
         entry("none", []),
         entry("weights", [1.0, value, 2.0]),
-        entry("masters", [1.0]),
-        entry("masters", [value], "master"),
+        entry("both", [1.0]),
+        entry("both", [value], "master"),
         entry("moments", [value], "exp_avg_sq"),
         entry("replica", [value], mine=False),
     ]
-    assert find_nonfinite_parameters(entries) == ["masters", "weights"]
+    assert find_nonfinite_parameters(entries) == ["both", "weights"]
     assert find_nonfinite_parameters(entries[:2]) == find_nonfinite_parameters([]) == []
 
 
@@ -154,7 +154,7 @@ def test_diverged_run_saves_nothing_and_names_the_checkpoint_before_it(
             train(tmp_path, every_step, show=True)
     good = tmp_path / "checkpoints" / "step_0000003"
     assert str(raised.value).startswith(
-        "4 steps in a row changed nothing, the last with loss nan and gradient norm nan ("
+        "4 steps in a row were skipped, the last with loss nan and gradient norm nan ("
     )
     assert str(raised.value).endswith(
         "Reduce schedule.lr, check the data and the settings of the model. The last checkpoint "

@@ -132,8 +132,8 @@ PACKS = {
 
 
 def packed_evaluation(rank: int, world: int, capacity: str) -> tuple[Evaluation, list[int]]:
-    """The mean over some documents in packs, and how many were told to have been read."""
-    run, told = tiny_run(PACKS | {"train.tokens_per_microbatch": capacity}), list[int]()
+    """The mean over some documents in packs, and the reported numbers of documents."""
+    run, reported = tiny_run(PACKS | {"train.tokens_per_microbatch": capacity}), list[int]()
     mesh = (
         build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
         if world > 1
@@ -150,20 +150,20 @@ def packed_evaluation(rank: int, world: int, capacity: str) -> tuple[Evaluation,
         samples=SAMPLES,
         rows=1,
         tokenizer=ByteTokenizer(),
-        tell=told.append,
+        tell=reported.append,
         budget=budget,
     )
-    return found, told
+    return found, reported
 
 
-def test_packs_of_any_size_and_on_any_ranks_find_the_same_and_all_documents_are_told() -> None:
+def test_packed_evaluation_is_equal_for_any_budget_and_ranks_and_reports_all_documents() -> None:
     reference, _ = packed_evaluation(0, 1, "12")
-    for found, told in [packed_evaluation(0, 1, "40"), *run_ranks(packed_evaluation, 2, "24")]:
+    for found, reported in [packed_evaluation(0, 1, "40"), *run_ranks(packed_evaluation, 2, "24")]:
         assert found.loss == pytest.approx(reference.loss, rel=FP64.relative)
         assert (
             found.num_labels == reference.num_labels
-            and told == sorted(told)
-            and told[-1] == SAMPLES
+            and reported == sorted(reported)
+            and reported[-1] == SAMPLES
         )
 
 
@@ -175,7 +175,7 @@ MTP_MODEL = {
 }
 
 
-def test_depths_that_predict_further_are_judged_by_what_came() -> None:
+def test_mtp_losses_and_acceptance_match_plain_computation() -> None:
     run = tiny_run(MTP_MODEL)
     trainer, found = build_trainer(run, mesh_of_one(), CPU), evaluation(0, 1, run, rows=3)
     (model,) = trainer.pipeline_model.chunks
@@ -213,7 +213,7 @@ def test_depths_that_predict_further_are_judged_by_what_came() -> None:
         and row["eval_mtp_1_loss"] == found.mtp_losses[0]
     )
     assert (
-        f"mtp tokens guessed {found.acceptance_rates[0]:.1%}".replace("%", " %")
+        f"MTP acceptance rates {found.acceptance_rates[0]:.1%}".replace("%", " %")
         in found.depths_text()
     )
 
@@ -236,7 +236,7 @@ def test_depths_that_predict_further_are_judged_by_what_came() -> None:
         ),
     ],
 )
-def test_any_layout_judges_depths_alike(world: int, settings: dict[str, str]) -> None:
+def test_mtp_acceptance_is_equal_under_every_layout(world: int, settings: dict[str, str]) -> None:
     reference = evaluation(0, 1, tiny_run(MTP_MODEL), 2)
     for found in run_ranks(evaluation, world, tiny_run(MTP_MODEL | settings), 2):
         assert (found.acceptance_rates, found.acceptance_length) == (
@@ -284,7 +284,7 @@ def saved_loss(rank: int, world: int, run: TrainRun, path: Path) -> tuple[Evalua
         (4, {"parallel.pp": "2", "parallel.dp": "2"}),
     ],
 )
-def test_fully_sharded_weights_are_read_and_evaluated_without_being_whole_anywhere(
+def test_fsdp_evaluation_loads_shards_without_full_weights(
     world: int, settings: dict[str, str], tmp_path: Path
 ) -> None:
     alone = tiny_run(
@@ -302,7 +302,7 @@ def test_fully_sharded_weights_are_read_and_evaluated_without_being_whole_anywhe
         assert sum(held for _, held, _ in found) == all_of_it
 
 
-def test_a_split_without_a_share_is_refused(tmp_path: Path) -> None:
+def test_empty_split_is_rejected(tmp_path: Path) -> None:
     run = tiny_run({"data.split": "9,1"})
     with pytest.raises(
         ConfigError, match=r"data.split=9,1 gives test nothing.*Set a test share above 0"

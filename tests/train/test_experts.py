@@ -61,12 +61,12 @@ def test_experts_chosen_more_than_others_lose_and_those_chosen_less_gain() -> No
     record.counts[:] = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 0]])
     move_balancing_biases(trainer.pipeline_model.modules, trainer.mesh)
     assert torch.allclose(first.moved, torch.tensor([-2e-3, 0, 2e-3, 2e-3])), (
-        "whole steps, however small the surplus"
+        "steps of fixed size, however small the imbalance"
     )
 
 
 @pytest.mark.parametrize("why", ["no label", "not finite"])
-def test_a_step_that_updates_nothing_moves_no_bias(why: str) -> None:
+def test_skipped_step_does_not_update_expert_bias(why: str) -> None:
     run = run_with(BALANCED)
     run = replace(run, optim=replace(run.optim, nonfinite_grad="skip"))
     trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
@@ -187,7 +187,7 @@ def test_a_row_tells_of_the_busiest_expert_of_every_layer() -> None:
         assert expert_load_metrics([use], [0.0] * 4)["moe_entropy"] == 1.0
 
 
-def test_a_row_tells_of_every_layer_where_it_shall() -> None:
+def test_metrics_row_has_every_layer_with_per_layer() -> None:
     uses = [
         LayerExpertLoad("layers.2", (6.0, 2.0, 0.0, 0.0), 2.0, (0.0, 1.5, 0.0, 0.25), 0.0),
         LayerExpertLoad("mtp.0.layer", (2.0, 2.0, 2.0, 2.0), 0.0, (0.0, 1.0, 0.0, 0.75), 0.25),
@@ -203,31 +203,31 @@ def test_a_row_tells_of_every_layer_where_it_shall() -> None:
         "moe_layers_2_z_loss": 0.25,
         "moe_layers_2_entropy": 0.4056,
         "moe_layers_2_idle_experts": 2,
-        "moe_layers_2_refused": 0.2,
+        "moe_layers_2_dropped_share": 0.2,
         "moe_layers_2_tokens": [6, 2, 0, 0],
         "moe_mtp_0_layer_batch_loss": 1.0,
         "moe_mtp_0_layer_z_loss": 0.75,
         "moe_mtp_0_layer_entropy": 1.0,
         "moe_mtp_0_layer_idle_experts": 0,
-        "moe_mtp_0_layer_refused": 0.0,
+        "moe_mtp_0_layer_dropped_share": 0.0,
         "moe_mtp_0_layer_bias_range": 0.25,
         "moe_mtp_0_layer_tokens": [2, 2, 2, 2],
     }
     assert expert_load_metrics([], weights, per_layer=True) == {}
 
 
-def test_what_layers_without_experts_did_is_not_written() -> None:
+def test_per_layer_metrics_need_experts() -> None:
     assert (
         run_problems(replace(run_with(RouterConfig()), observe=ObserveConfig(per_layer=True)), 1)
         == []
     )
     (problem,) = run_problems(tiny_run({"observe.per_layer": "true"}), 1)
     assert problem.startswith(
-        "observe.per_layer=true with model.moe=null: it tells what experts of each layer did. Set "
+        "observe.per_layer=true with model.moe=null: these metrics are of experts. Set "
     )
 
 
-def test_metrics_of_a_run_tell_of_every_layer_where_it_asks_for_it(tmp_path: Path) -> None:
+def test_metrics_of_run_have_every_layer_with_per_layer(tmp_path: Path) -> None:
     run = replace(
         run_with(RouterConfig()),
         observe=ObserveConfig(per_layer=True, plots=False, peak_tflops=1.0),
@@ -240,12 +240,13 @@ def test_metrics_of_a_run_tell_of_every_layer_where_it_asks_for_it(tmp_path: Pat
     run_training(run, RunFolder(tmp_path), mesh_of_one(), torch.device("cpu"), show=False)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert {name for name in row if name.startswith("moe_layers_1_")} == {
-        f"moe_layers_1_{name}" for name in ("load", "entropy", "idle_experts", "refused", "tokens")
+        f"moe_layers_1_{name}"
+        for name in ("load", "entropy", "idle_experts", "dropped_share", "tokens")
     }
     assert [sum(row[f"moe_layers_{layer}_tokens"]) for layer in (0, 1)] == [2 * row["tokens"]] * 2
 
 
-def told(rank: int, world: int, parallel: ParallelConfig) -> list[LayerExpertLoad]:
+def reported(rank: int, world: int, parallel: ParallelConfig) -> list[LayerExpertLoad]:
     run = run_with(RouterConfig())
     assert run.model.moe is not None
     run = replace(
@@ -276,12 +277,12 @@ def told(rank: int, world: int, parallel: ParallelConfig) -> list[LayerExpertLoa
     return collect_expert_load(trainer.pipeline_model.modules, mesh)
 
 
-def test_every_rank_tells_what_one_process_tells() -> None:
-    alone = told(0, 1, ParallelConfig())
+def test_expert_load_of_ranks_matches_one_process() -> None:
+    alone = reported(0, 1, ParallelConfig())
     assert [use.layer for use in alone] == ["layers.0", "layers.1"]
     assert all(sum(use.counts) == 12 * 12 * 2 for use in alone)
     staged = ParallelConfig(dp=2, pp=2, ep=2, pipeline=PipelineConfig())
-    for uses in run_ranks(told, 4, staged):
+    for uses in run_ranks(reported, 4, staged):
         assert [(use.layer, use.counts) for use in uses] == [
             (use.layer, use.counts) for use in alone
         ]

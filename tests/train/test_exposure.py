@@ -13,7 +13,7 @@ from megalith.testing.tiny import tiny_run
 from megalith.train.exposure import (
     ExposedCommunication,
     MeasuredTraffic,
-    _axes,
+    _group_axes,
     summarize_exposed_communication,
 )
 
@@ -41,13 +41,13 @@ def test_every_rank_has_the_same_table_and_overlap_exposes_less() -> None:
     )
 
 
-def test_the_hidden_part_is_what_is_not_exposed() -> None:
+def test_hidden_share_is_the_part_that_is_not_exposed() -> None:
     assert MeasuredTraffic("all_reduce", "dp", 3, 1.0, 0.2, 0.05).hidden == pytest.approx(0.75)
     assert MeasuredTraffic("all_reduce", "dp", 0, 0.0, 0.0, 0.0).hidden == 0.0
 
 
 def test_groups_are_called_by_the_axes_of_the_settings() -> None:
-    assert _axes("dp_replica_dp_shard") == "dp"
-    assert _axes("pp-forward-up") == "pp"
-    assert _axes("tp_copy") == "tp_copy"
-    assert _axes("default_pg") == "default_pg"
+    assert _group_axes("dp_replica_dp_shard") == "dp"
+    assert _group_axes("pp-forward-up") == "pp"
+    assert _group_axes("tp_copy") == "tp_copy"
+    assert _group_axes("default_pg") == "default_pg"

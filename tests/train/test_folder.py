@@ -33,13 +33,13 @@ def started(tmp_path: Path) -> tuple[RunFolder, TrainRun]:
     return folder, run
 
 
-def test_an_unchanged_run_has_nothing_to_list(tmp_path: Path) -> None:
+def test_unchanged_settings_are_not_listed(tmp_path: Path) -> None:
     folder, run = started(tmp_path)
     assert changed_settings(folder, run) == []
     assert changed_settings(RunFolder(tmp_path / "new"), run) == []
 
 
-def test_what_may_change_is_listed(tmp_path: Path) -> None:
+def test_permitted_changes_are_listed(tmp_path: Path) -> None:
     folder, run = started(tmp_path)
     later = apply_overrides(run, {"train.steps": "80", "parallel.tp": "2", "schedule.lr": "5e-4"})
     lines = changed_settings(folder, later)
@@ -56,7 +56,7 @@ def test_what_may_change_is_listed(tmp_path: Path) -> None:
         ("data.mock_num_documents", "9"),
     ],
 )
-def test_what_a_run_keeps_for_life_is_refused_with_both_values(
+def test_changed_fixed_settings_are_rejected_with_both_values(
     tmp_path: Path, field: str, value: str
 ) -> None:
     folder, run = started(tmp_path)
@@ -143,30 +143,30 @@ def fail_after(folder: RunFolder, *steps: Callable[[], object]) -> None:
         raise ConfigError("refused")
 
 
-def test_a_refused_start_leaves_no_folder_and_one_that_began_leaves_it_all(tmp_path: Path) -> None:
+def test_failed_start_removes_new_folder_only_before_config_is_written(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "runs" / "one")
-    log = partial(folder.log.write_text, "said")
+    log = partial(folder.log.write_text, "message")
     make = partial(folder.path.mkdir, parents=True)
     fail_after(folder, make, log)
     assert list(tmp_path.iterdir()) == []
     fail_after(folder, make, log, (folder.path / "of_others").touch)
     assert [file.name for file in folder.path.iterdir()] == ["of_others"]
     fail_after(folder, log)
-    assert folder.log.read_text() == "said", "the folder was there before"
+    assert folder.log.read_text() == "message", "the folder was there before"
     again = RunFolder(tmp_path / "runs" / "two")
     fail_after(again, lambda: write_config(again, resolve("tiny_cpu"), NO_FILES))
     assert again.config.exists()
 
 
-def test_another_choice_of_trained_parameters_is_refused_and_other_rates_are_listed(
+def test_other_trained_parameters_are_rejected_and_other_rates_listed(
     tmp_path: Path,
 ) -> None:
     folder, run = started(tmp_path)
     with pytest.raises(
         ConfigError, match=r"optim.frozen: \[\] before, \['embed.weight'\] now"
-    ) as told:
+    ) as reported:
         changed_settings(folder, apply_overrides(run, {"optim.frozen": "[embed.weight]"}))
-    assert "choose another folder with --run NAME" in str(told.value)
+    assert "choose another folder with --run NAME" in str(reported.value)
     group = "[{name: table, match: [embed.weight], lr_scale: 0.1}]"
     (line,) = changed_settings(folder, apply_overrides(run, {"optim.groups": group}))
     assert line.startswith("optim.groups: []")

@@ -55,7 +55,7 @@ def mixed(*, alike: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_the_next_router_finds_what_it_reads(tmp_path: Path, alike: bool) -> None:
+def test_next_router_predicts_choices_from_equal_hidden_states(tmp_path: Path, alike: bool) -> None:
     trace_of(tmp_path, *mixed(alike=alike))
     found = {(one.layer, one.router): one for one in apply_routers(tmp_path, MOE)}
     assert list(found) == [
@@ -64,14 +64,14 @@ def test_the_next_router_finds_what_it_reads(tmp_path: Path, alike: bool) -> Non
         ("layers.1", "layers.1"),
     ]
     assert all(found[layer, layer].hits == 1.0 for layer in ("layers.0", "layers.1"))
-    ahead = found["layers.0", "layers.1"]
+    predicted = found["layers.0", "layers.1"]
     if alike:
-        assert (ahead.hits, ahead.load, ahead.tokens) == (1.0, pytest.approx(1.0), 400)
+        assert (predicted.hits, predicted.load, predicted.tokens) == (1.0, pytest.approx(1.0), 400)
     else:
-        assert ahead.hits == pytest.approx((1 + 1 / 5) / 2, abs=0.05), (
+        assert predicted.hits == pytest.approx((1 + 1 / 5) / 2, abs=0.05), (
             "the biased expert, and one of the others"
         )
-        assert 0.8 < ahead.load < 1
+        assert 0.8 < predicted.load < 1
 
 
 def test_biases_and_offsets_have_their_part() -> None:
@@ -85,7 +85,7 @@ def test_biases_and_offsets_have_their_part() -> None:
     assert choices_of(hidden, moved, moe).tolist() == [[2]]
 
 
-def test_without_hidden_states_or_routers_there_is_nothing(tmp_path: Path) -> None:
+def test_trace_without_captures_gives_no_predictions(tmp_path: Path) -> None:
     tensors, chosen = mixed(alike=True)
     for left in ("hidden", "router"):
         trace_of(
@@ -94,7 +94,7 @@ def test_without_hidden_states_or_routers_there_is_nothing(tmp_path: Path) -> No
         assert apply_routers(tmp_path, MOE) == []
 
 
-def test_a_sidecar_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_missing_captures_file_is_named(tmp_path: Path) -> None:
     trace_of(tmp_path, *mixed(alike=True))
     (tmp_path / NAME).unlink()
     with pytest.raises(CheckpointError, match=f"{NAME} cannot be read .* Copy the folder again"):

@@ -21,7 +21,7 @@ from megalith.data.loader import Loader
 from megalith.testing import inject
 from megalith.train import job, loop
 
-watches, watch, read = [], job.Watch, Loader.next
+watches, watch, read = [], job.HangWatch, Loader.next
 
 def watched(*args, **kwargs):
     watches.append(watch(*args, **kwargs))
@@ -33,7 +33,7 @@ def impatient(loader):  # from the third step on: ranks of a busy machine may st
 
 with ExitStack() as planted:
     if sys.argv[1] == "hang":
-        planted.enter_context(inject.replaced(job, "Watch", watched))
+        planted.enter_context(inject.replaced(job, "HangWatch", watched))
         planted.enter_context(inject.on_call(Loader, "next", 2, impatient))
     if sys.argv[1] == "skip" and os.environ["RANK"] == "1":
         planted.enter_context(inject.on_call(loop, "_compare_replicas", 0, inject.skip))
@@ -53,7 +53,7 @@ except RankError as error:
 
 
 def train(tmp_path: Path, how: str, settings: dict[str, str]) -> tuple[float, str]:
-    """Run it on two ranks with that fault in rank 1; how long it took and what it said."""
+    """Train on two ranks with that fault in rank 1; return the seconds and the output."""
     (tmp_path / "rank.py").write_text(RANK)
     file = tiny_yaml(tmp_path / "tiny.yaml", {"parallel.dp": "2", **settings})
     words = [str(tmp_path / "rank.py"), how, "train", str(file), "--run", str(tmp_path / "run")]
@@ -70,25 +70,25 @@ def train(tmp_path: Path, how: str, settings: dict[str, str]) -> tuple[float, st
 
 
 def test_a_hanging_rank_ends_the_run_after_the_timeout_and_is_named(tmp_path: Path) -> None:
-    _, said = train(tmp_path, "hang", {"parallel.timeout_seconds": "60"})
-    first = next(line for line in said.splitlines() if "did not arrive" in line)
+    _, output = train(tmp_path, "hang", {"parallel.timeout_seconds": "60"})
+    first = next(line for line in output.splitlines() if "did not arrive" in line)
     assert first.startswith("rank 1 (dp=1) did not arrive at all_reduce ")
     assert " over dp of int64 [2], at megalith/data/loader.py:" in first
-    assert "in hang < " in said, "where the missing rank is"
-    assert "megalith/train/loop.py:" in said
-    assert "Traceback" not in said
+    assert "in hang < " in output, "where the missing rank is"
+    assert "megalith/train/loop.py:" in output
+    assert "Traceback" not in output
     assert "did not arrive" in (tmp_path / "run" / "log.txt").read_text()
     stacks = (tmp_path / "run" / "hang_rank_1.txt").read_text()
     assert "inject.py" in stacks.partition("Stacks of all its threads:")[2]
 
 
 @pytest.mark.slow  # another start of two ranks
-def test_with_check_collectives_a_rank_that_skips_one_is_told_at_once(tmp_path: Path) -> None:
+def test_check_collectives_reports_skipped_collective_immediately(tmp_path: Path) -> None:
     settings = {"parallel.check_collectives": "true", "parallel.timeout_seconds": "120"}
-    seconds, said = train(tmp_path, "skip", settings)
+    seconds, output = train(tmp_path, "skip", settings)
     assert seconds < 60
     assert (
-        "CollectiveError: ranks [0, 1] are about to start different operations as number " in said
+        "CollectiveError: ranks [0, 1] are about to start different operations as number " in output
     )
-    assert "  rank 0 (dp=0): gather_objects " in said
-    assert "  rank 1 (dp=1): barrier " in said
+    assert "  rank 0 (dp=0): gather_objects " in output
+    assert "  rank 1 (dp=1): barrier " in output

@@ -42,7 +42,7 @@ def test_threads_are_those_of_the_settings() -> None:
         torch.set_num_threads(before)
 
 
-def test_a_run_that_does_not_fit_the_ranks_is_refused_before_they_meet() -> None:
+def test_run_that_does_not_fit_the_ranks_is_rejected_before_rendezvous() -> None:
     with (
         pytest.raises(ConfigError, match="train.global_batch_size=12 is not a multiple"),
         joined(tiny_run(), environment(0, 5, 1)),
@@ -50,22 +50,22 @@ def test_a_run_that_does_not_fit_the_ranks_is_refused_before_they_meet() -> None
         pass
 
 
-def told_to(rank: int, world: int) -> dict[str, str]:
+def reported_to(rank: int, world: int) -> dict[str, str]:
     """What our launcher tells a rank; the pool's own process group makes way."""
     server = socket.create_server(("127.0.0.1", 0))  # rank 0's is used, and stays open until then
     ports = gather_objects(server.getsockname()[1], everyone(rank, world, "world"))
     dist.barrier()  # a rank that leaves while another still connects would take it down
     dist.destroy_process_group()
-    told = environment(rank, world, int(str(ports[0])))
-    os.environ.update(told)
-    return told | ({LISTENER: str(server.detach())} if rank == 0 else {})
+    reported = environment(rank, world, int(str(ports[0])))
+    os.environ.update(reported)
+    return reported | ({LISTENER: str(server.detach())} if rank == 0 else {})
 
 
 def meet(rank: int, world: int, seeds: list[str], fail: bool) -> list[object]:
     """Join as a rank of our launcher would."""
-    told = told_to(rank, world)
+    reported = reported_to(rank, world)
     try:
-        with joined(tiny_run({"seed": seeds[rank], "parallel.tp": "2"}), told) as job:
+        with joined(tiny_run({"seed": seeds[rank], "parallel.tp": "2"}), reported) as job:
             found = gather_objects((job.mesh.coordinates["tp_kv"], job.first), job.mesh.tp)
             if fail:
                 raise ValueError("a fault of ours")
@@ -79,17 +79,17 @@ def test_two_ranks_meet_and_leave() -> None:
 
 
 def refused(rank: int, world: int) -> str:
-    """What a rank is told when the others were started with another seed."""
+    """Return the error of a rank if the others were started with another seed."""
     with pytest.raises(ConfigError) as caught:
         meet(rank, world, ["1", "2"], False)
     return str(caught.value)
 
 
-def test_ranks_with_other_settings_are_refused_with_what_differs() -> None:
-    said = run_ranks(refused, 2)
+def test_ranks_with_other_settings_are_rejected_with_the_difference() -> None:
+    output = run_ranks(refused, 2)
     assert (
-        said[0]
-        == said[1]
+        output[0]
+        == output[1]
         == (
             "ranks were started with different settings:\n  seed: 1 on rank 0; 2 on rank 1\n"
             "On every rank, use the same command and files."
@@ -108,11 +108,11 @@ def test_a_rank_that_fails_leaves_too() -> None:
 
 
 def checks(rank: int, world: int) -> str:
-    """What a rank is told that enters something else than the other, when every collective is
-    compared."""
-    told = told_to(rank, world)
+    """Return the error of a rank that starts another collective than the others, with
+    check_collectives."""
+    reported = reported_to(rank, world)
     run = tiny_run({"parallel.tp": "2", "parallel.check_collectives": "true"})
-    with pytest.raises(CollectiveError) as caught, joined(run, told) as job:
+    with pytest.raises(CollectiveError) as caught, joined(run, reported) as job:
         all_reduce_(torch.ones(3 + rank), job.mesh.tp)
     return str(caught.value)
 
@@ -125,7 +125,7 @@ def collect_warnings(rank: int, world: int, zero: str) -> list[str]:
     logging.getLogger("megalith.train.job").addHandler(handler)
     with joined(
         tiny_run({"parallel.zero": zero, "parallel.check_collectives": "true"}),
-        told_to(rank, world),
+        reported_to(rank, world),
     ):
         pass
     return messages
@@ -139,6 +139,6 @@ def test_a_run_warns_that_the_collectives_of_fsdp2_are_not_compared(zero: str) -
 
 
 def test_the_setting_turns_the_comparison_on() -> None:
-    for said in run_ranks(checks, 2):
-        assert re.search(r"rank 0 \(tp=0\): all_reduce \d+ over tp of float32 \[3\], at ", said)
-        assert re.search(r"rank 1 \(tp=1\): all_reduce \d+ over tp of float32 \[4\], at ", said)
+    for output in run_ranks(checks, 2):
+        assert re.search(r"rank 0 \(tp=0\): all_reduce \d+ over tp of float32 \[3\], at ", output)
+        assert re.search(r"rank 1 \(tp=1\): all_reduce \d+ over tp of float32 \[4\], at ", output)

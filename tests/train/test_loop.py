@@ -130,7 +130,7 @@ def test_plots_and_events_are_written_when_asked_for(tmp_path: Path) -> None:
     assert list((tmp_path / "tensorboard").iterdir())
 
 
-def test_events_without_their_package_are_refused(
+def test_tensorboard_without_package_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "has_tensorboard", lambda: False)
@@ -201,7 +201,7 @@ def test_a_run_made_longer_is_the_long_run(tmp_path: Path) -> None:
     assert hashes(tmp_path / "longer", 8) == hashes(tmp_path / "whole", 8)
 
 
-def test_a_finished_run_says_so_and_changes_nothing(
+def test_finished_run_is_reported_and_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path)
@@ -211,15 +211,15 @@ def test_a_finished_run_says_so_and_changes_nothing(
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_what_changed_since_the_start_is_listed(
+def test_changed_settings_are_listed_on_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path, {"train.steps": "2"})
     train(tmp_path, {"train.steps": "4", "schedule.lr": "0.02"}, show=True)
-    told = capsys.readouterr().out
-    assert "changed since the run was started: train.steps: 2 before, 4 now" in told
-    assert "changed since the run was started: schedule.lr: 0.01 before, 0.02 now" in told
-    assert f"resuming {tmp_path} at step 2" in told
+    reported = capsys.readouterr().out
+    assert "changed since the run was started: train.steps: 2 before, 4 now" in reported
+    assert "changed since the run was started: schedule.lr: 0.01 before, 0.02 now" in reported
+    assert f"resuming {tmp_path} at step 2" in reported
 
 
 def train_as_rank(rank: int, world: int, run: TrainRun, path: Path) -> Outcome:
@@ -228,7 +228,7 @@ def train_as_rank(rank: int, world: int, run: TrainRun, path: Path) -> Outcome:
     return run_training(run, RunFolder(path), mesh, CPU, show=False)
 
 
-def test_a_run_goes_on_under_any_other_layout(tmp_path: Path) -> None:
+def test_run_resumes_under_any_other_layout(tmp_path: Path) -> None:
     """Two ranks share weights and tokens, then one has all, then two divide optimizer state, then
     weights too."""
     fixed = CONSTANT | {"precision.params": "fp64", "optim.eps": "1e-3"}
@@ -293,9 +293,9 @@ def test_resume_falls_back_to_the_older_checkpoint_when_a_bit_of_the_newest_is_f
     flip_bit(newest / "__0_0.distcp")
     assert train(run, CONSTANT | {"train.steps": "6", "checkpoint.keep": "1"}) == Outcome("done", 6)
     (record,) = [
-        record.getMessage() for record in caplog.records if "passing over" in record.getMessage()
+        record.getMessage() for record in caplog.records if "skipping" in record.getMessage()
     ]
-    assert record.startswith(f"passing over checkpoint step_0000004: {newest}/__0_0.distcp: the ")
+    assert record.startswith(f"skipping checkpoint step_0000004: {newest}/__0_0.distcp: the ")
     assert ": damaged. SHA-256 expected " in record
     assert record.endswith(f"It was renamed to {newest}.damaged. Resuming from step_0000002.")
     assert [path.name for path in (run / "checkpoints").glob("step_*.damaged")] == [
@@ -368,7 +368,7 @@ def test_resume_warns_of_a_missing_dot_file(
     assert sum(text in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_second_run_in_the_same_folder_is_refused_by_name(tmp_path: Path) -> None:
+def test_second_run_in_the_same_folder_is_rejected(tmp_path: Path) -> None:
     with lock_run(tmp_path), pytest.raises(CheckpointError) as caught:
         train(tmp_path)
     text = str(caught.value)
@@ -377,7 +377,7 @@ def test_a_second_run_in_the_same_folder_is_refused_by_name(tmp_path: Path) -> N
     train(tmp_path, {"train.steps": "2"})
 
 
-def test_other_settings_that_decide_the_weights_are_refused(tmp_path: Path) -> None:
+def test_changed_model_settings_are_rejected(tmp_path: Path) -> None:
     train(tmp_path, {"train.steps": "2"})
     before = (tmp_path / "config.yaml").read_bytes()
     with pytest.raises(ConfigError, match="model.num_layers: 2 before, 3 now"):
@@ -385,7 +385,7 @@ def test_other_settings_that_decide_the_weights_are_refused(tmp_path: Path) -> N
     assert (tmp_path / "config.yaml").read_bytes() == before
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_rejected_with_the_differences(tmp_path: Path) -> None:
     train(tmp_path / "a", {"train.steps": "2"})
     (tmp_path / "a" / "config.yaml").unlink()
     with pytest.raises(CheckpointError) as caught:
@@ -413,7 +413,7 @@ def test_a_run_can_start_from_the_weights_of_another(
     assert rows(tmp_path / "b")[0]["step"] == 1
 
 
-def test_what_is_skipped_keeps_its_first_weights_and_a_resume_skips_nothing(
+def test_skipped_weights_keep_initialization_and_resume_skips_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(tmp_path / "a", {"train.steps": "2"})
@@ -456,7 +456,7 @@ def test_a_resume_compares_models_even_where_only_the_checkpoints_were_kept(tmp_
     assert train(tmp_path, change | {"checkpoint.allow_model_changes": "[model.rope]"}).step == 3
 
 
-def test_a_run_goes_on_with_another_optimizer_only_when_told_to(tmp_path: Path) -> None:
+def test_resume_with_another_optimizer_needs_a_setting(tmp_path: Path) -> None:
     train(tmp_path, {"train.steps": "2"})
     change: dict[str, Override] = {"train.steps": "4", "optim.kind": "sgd"}
     with pytest.raises(CheckpointError, match="only in the checkpoint: optimizer.exp_avg"):
@@ -468,7 +468,7 @@ def test_a_run_goes_on_with_another_optimizer_only_when_told_to(tmp_path: Path) 
     assert state["optimizer_updates"] == 2, "moments that began at zero are two updates old"
 
 
-def test_data_in_another_order_is_refused(tmp_path: Path) -> None:
+def test_data_in_another_order_is_rejected(tmp_path: Path) -> None:
     train(tmp_path, {"train.steps": "2"})
     with pytest.raises(CheckpointError) as caught:
         train(tmp_path, {"data.num_train_samples": "1000"})  # some epochs
@@ -477,14 +477,14 @@ def test_data_in_another_order_is_refused(tmp_path: Path) -> None:
         "step_0000002 was trained on other data or in another order:\n  then: pretrain mock" in text
     )
     assert (
-        "ExpertLoad the data and the data.num_train_samples that the run was started with, or "
+        "Use the data and the data.num_train_samples that the run was started with, or "
         "choose "
         "another" in text
     )
     assert "Keep train.tokens_per_microbatch set or unset, as it was" in text
 
 
-def test_a_run_made_longer_than_its_order_goes_on_with_further_epochs(
+def test_extended_run_continues_with_more_epochs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fixed = CONSTANT | {
@@ -495,9 +495,9 @@ def test_a_run_made_longer_than_its_order_goes_on_with_further_epochs(
     fixed |= {"checkpoint.every": "0"}
     train(tmp_path / "a", fixed | {"train.steps": "2"})
     train(tmp_path / "a", fixed | {"train.steps": "9"}, show=True)
-    told = capsys.readouterr().out
-    assert "train.steps=9 reads 108 samples, and the order this run began with has " in told
-    assert "mtp epochs follow, shuffled on their own" in told
+    reported = capsys.readouterr().out
+    assert "train.steps=9 reads 108 samples, and this run's order has " in reported
+    assert "more epochs follow, each shuffled separately" in reported
     # Stopped on the way, made shorter, and longer again: what was read stays, whatever is asked for
     # later.
     train(tmp_path / "b", fixed | {"train.steps": "2"})
@@ -515,7 +515,7 @@ def test_a_run_made_longer_than_its_order_goes_on_with_further_epochs(
     ] == [108, 228]
 
 
-def test_a_run_that_reads_every_sample_once_is_told_how_long_it_can_be(tmp_path: Path) -> None:
+def test_error_names_maximum_steps_without_repetition(tmp_path: Path) -> None:
     stores = [write_store(tmp_path / name, start) for name, start in (("x", 1), ("y", 50))]
     fixed: dict[str, Override] = {
         "data.mock": "false",
@@ -526,7 +526,7 @@ def test_a_run_that_reads_every_sample_once_is_told_how_long_it_can_be(tmp_path:
     fixed |= {"train.eval_steps": "0"} | CONSTANT
     train(tmp_path / "run", fixed | {"train.steps": "1"})
     text = (
-        r"train.steps=100 reads 1200 samples.* each of its \d+ samples once. Set train.steps "
+        r"train.steps=100 reads 1200 samples.* each of its \d+ samples only once. Set train.steps "
         r"to at most (\d+): with"
     )
     with pytest.raises(DataError, match=text) as caught:
@@ -536,7 +536,7 @@ def test_a_run_that_reads_every_sample_once_is_told_how_long_it_can_be(tmp_path:
     assert train(tmp_path / "run", fixed | {"train.steps": str(fits)}) == Outcome("done", fits)
 
 
-def test_data_too_small_for_the_run_is_refused(tmp_path: Path) -> None:
+def test_too_small_data_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the training data has .* samples, and the run reads 1200"):
         train(tmp_path, {"data.num_train_samples": "96", "train.steps": "100"})
 
@@ -549,7 +549,7 @@ def test_eval_every_0_evaluates_after_the_last_step_only(tmp_path: Path) -> None
     assert run_problems(tiny, 1) == []
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_larger_than_vocabulary_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"model.vocab_size=200 is smaller than the tokenizer's 257 tokens. Set"
     ):
@@ -569,13 +569,13 @@ def failing_saves(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     monkeypatch.setattr(loop, "save_checkpoint", maybe)
 
 
-def test_a_failed_save_is_announced_and_the_run_goes_on(
+def test_failed_save_is_reported_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing_saves(monkeypatch, {4})
     assert train(tmp_path, show=True) == Outcome("done", 8)
     assert (
-        "the run goes on without this checkpoint: step 4 was not saved" in capsys.readouterr().out
+        "the run continues without this checkpoint: step 4 was not saved" in capsys.readouterr().out
     )
     assert checkpoints(tmp_path) == [2, 6, 8]
 
@@ -605,7 +605,7 @@ def test_the_last_save_has_to_succeed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert checkpoints(tmp_path) == [2, 4, 6]
 
 
-def test_a_full_disk_stops_nothing_and_loses_nothing(
+def test_full_disk_does_not_stop_training_or_lose_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Files cannot grow beyond 1 kB from step 3 on, and can again at step 7: the same errors as
@@ -620,18 +620,18 @@ def test_a_full_disk_stops_nothing_and_loses_nothing(
         return train_step(*arguments, **options)
 
     monkeypatch.setattr(loop, "train_step", limited)
-    told: list[str] = []
+    reported: list[str] = []
     monkeypatch.setattr(
-        loop.StepProgress, "say", lambda self, text: told.append(text)
+        loop.StepProgress, "say", lambda self, text: reported.append(text)
     )  # pytest writes to files, too
     try:
         assert train(tmp_path / "full") == Outcome("done", 8)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    text = "\n".join(told)
-    assert "the run goes on without this checkpoint: step 4 was not saved" in text
+    text = "\n".join(reported)
+    assert "the run continues without this checkpoint: step 4 was not saved" in text
     assert "Earlier checkpoints are untouched; the newest is step_0000002" in text
-    assert "metrics.jsonl cannot be written ([Errno 27] File too large); the run goes on" in text
+    assert "metrics.jsonl cannot be written ([Errno 27] File too large); the run continues" in text
     assert checkpoints(tmp_path / "full") == [2, 8]
     assert rows(tmp_path / "full") == rows(tmp_path / "whole")
     assert hashes(tmp_path / "full", 8) == hashes(tmp_path / "whole", 8)
@@ -651,7 +651,7 @@ def test_a_signal_finishes_the_step_and_saves(
     assert hashes(tmp_path, 8) == hashes(tmp_path.with_name("whole"), 8)
 
 
-def test_a_step_that_changed_nothing_is_counted_and_moves_no_schedule(
+def test_skipped_step_is_counted_and_does_not_advance_schedules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     count = iter(range(1, 9))
@@ -681,7 +681,7 @@ def test_rows_are_logged_as_often_as_asked_and_at_the_end(tmp_path: Path) -> Non
     ]
 
 
-def test_what_recomputation_repeats_is_told_beside_what_is_useful(tmp_path: Path) -> None:
+def test_hfu_is_reported_with_recomputation(tmp_path: Path) -> None:
     settings = {"train.steps": "2", "observe.peak_tflops": "1e-6", "train.eval_steps": "0"}
     train(tmp_path / "plain", settings)
     assert all("hfu" not in row for row in read_metrics(tmp_path / "plain" / "metrics.jsonl"))
@@ -696,7 +696,7 @@ def test_what_recomputation_repeats_is_told_beside_what_is_useful(tmp_path: Path
         )
 
 
-def test_without_evaluation_steps_nothing_is_evaluated(tmp_path: Path) -> None:
+def test_zero_eval_steps_disables_evaluation(tmp_path: Path) -> None:
     train(tmp_path, {"train.eval_steps": "0", "train.eval_every": "none", "train.steps": "2"})
     assert all("eval_loss" not in row for row in rows(tmp_path))
 
@@ -716,7 +716,7 @@ def test_a_run_that_never_updates_ends_with_a_message(
     monkeypatch.setattr(loop, "MOST_SKIPPED", 3)
     with pytest.raises(
         DataError,
-        match=r"3 steps in a row changed nothing, .* gradient norm nan .* Reduce schedule.lr",
+        match=r"3 steps in a row were skipped, .* gradient norm nan .* Reduce schedule.lr",
     ):
         train(tmp_path)
 
@@ -731,7 +731,7 @@ def test_steps_without_update_are_counted_on_after_a_restart(
     )
     monkeypatch.setattr(loop, "MOST_SKIPPED", 3)
     assert train(tmp_path, {**CONSTANT, "train.steps": "2"}).step == 2
-    with pytest.raises(DataError, match="3 steps in a row changed nothing"):
+    with pytest.raises(DataError, match="3 steps in a row were skipped"):
         train(tmp_path, {**CONSTANT, "train.steps": "3"})
 
 
@@ -743,7 +743,7 @@ FP16 = {
 }
 
 
-def test_an_fp16_run_goes_on_with_its_loss_scale_to_the_bit(tmp_path: Path) -> None:
+def test_resumed_fp16_run_has_bitwise_equal_loss_scale(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(whole, {**CONSTANT, **FP16})
     train(parts, {**CONSTANT, **FP16, "train.steps": "4"})
@@ -786,7 +786,7 @@ def test_zeros_of_the_gradient_are_logged_when_asked_for(tmp_path: Path) -> None
     assert len(zeros) == 8 and min(zeros) > 24 * 60  # the rows of tokens that do not occur
 
 
-def test_zero_on_one_rank_runs_and_says_that_it_divides_nothing(
+def test_zero_on_one_rank_runs_with_a_note(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(tmp_path, {"parallel.zero": "1", "train.steps": "1"}, show=True).kind == "done"
@@ -802,15 +802,15 @@ def test_settings_without_effect_are_named_when_a_run_starts(
         "train.steps": "1",
     }
     assert train(tmp_path, changes, show=True).kind == "done"
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.count("no effect here") == 2
+    reported = " ".join(capsys.readouterr().out.split())
+    assert reported.count("no effect here") == 2
     assert (
         "parallel.context.kind=gather: no effect here, because with parallel.cp=1 no rows are "
-        "shared" in told
+        "shared" in reported
     )
 
 
-def test_what_is_said_stands_in_the_log_too(tmp_path: Path) -> None:
+def test_printed_messages_are_in_the_log(tmp_path: Path) -> None:
     train(tmp_path)
     train(tmp_path, {"train.steps": "8", "schedule.lr": "3e-3"})
     text = (tmp_path / "log.txt").read_text()
@@ -829,11 +829,11 @@ def test_lost_checkpoints_start_again_and_keep_the_old_rows(
     assert (tmp_path / "metrics.before-1.jsonl").read_text() == before
 
 
-def test_a_run_whose_folder_was_taken_over_saves_nothing_more(
+def test_run_without_its_lock_does_not_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def taken(self: object) -> None:
-        raise CheckpointError("taken over by process 7. ExpertLoad another folder.")
+        raise CheckpointError("taken over by process 7. Use another folder.")
 
     monkeypatch.setattr(loop.RunLock, "check", taken)
     with pytest.raises(CheckpointError, match="taken over by process 7"):
@@ -854,7 +854,7 @@ def _starts_apart(rank: int, world: int) -> str:
         loop._compare_replicas(trainer)
     except CheckpointError as error:
         return str(error)
-    return "nothing was said"
+    return "no error"
 
 
 def work_of_a_step(rank: int, world: int, run: TrainRun, path: Path) -> tuple[int, int]:
@@ -867,11 +867,13 @@ def work_of_a_step(rank: int, world: int, run: TrainRun, path: Path) -> tuple[in
     with StepProgress(total=1, show=False) as progress:
         running = loop._Loop(run, RunFolder(path), mesh, CPU, progress, None)
         running._step(running._loader(), stop=False)
-    return running.flops, running.state.tokens
+    return running.flops_since_log, running.state.tokens
 
 
 @pytest.mark.parametrize("documents", ["false", "true"])
-def test_padding_that_slicing_by_document_adds_is_no_work(documents: str, tmp_path: Path) -> None:
+def test_padding_of_document_slicing_does_not_count_as_flops(
+    documents: str, tmp_path: Path
+) -> None:
     fixed = {
         "train.seq_len": "11",
         "data.document_masking": documents,
@@ -885,9 +887,9 @@ def test_padding_that_slicing_by_document_adds_is_no_work(documents: str, tmp_pa
     assert alone[1] == 12 * 11
 
 
-def test_replicas_that_start_apart_are_refused_on_every_rank() -> None:
-    for said in run_ranks(_starts_apart, 2):
-        assert said.startswith("ranks [1] start from other weights than rank 0")
+def test_replicas_with_different_weights_are_rejected_on_every_rank() -> None:
+    for output in run_ranks(_starts_apart, 2):
+        assert output.startswith("ranks [1] start from other weights than rank 0")
 
 
 def test_operations_are_those_of_the_documents_as_they_were_read(tmp_path: Path) -> None:
@@ -903,16 +905,16 @@ def test_operations_are_those_of_the_documents_as_they_were_read(tmp_path: Path)
         "data.sft.overlong": "drop",
         "train.steps": "2",
     }
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
     right = loop.trained_step_flops
 
     def spy(*settings: Any, **documents: Any) -> int:
-        told.append(documents)
+        reported.append(documents)
         return right(*settings, **documents)
 
     run = tiny_run(sft | sizes | {"model.max_seq_len": "96", "train.eval_steps": "0"})
     with replaced(loop, "trained_step_flops", spy):
         run_training(run, RunFolder(tmp_path), mesh_of_one(), CPU, show=False)
-    assert len(told) == 2
-    for documents in told:
+    assert len(reported) == 2
+    for documents in reported:
         assert documents["windowed"] < documents["squared_lengths"] < documents["tokens"] * 96

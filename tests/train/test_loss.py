@@ -46,15 +46,15 @@ def steps_of(run: TrainRun) -> list[StepResult]:
     return [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1) for _ in range(2)]
 
 
-def test_heads_minimise_what_is_asked_for() -> None:
+def test_head_loss_follows_settings() -> None:
     assert compute_head_losses(run_with()) is linear_cross_entropy
     chunked = compute_head_losses(run_with(loss_chunk=7, label_smoothing=0.1))
     assert isinstance(chunked, partial) and chunked.func is linear_cross_entropy
     assert chunked.keywords == {"smoothing": 0.1, "chunk": 7}
     assert compute_head_losses(run_with(loss_backward="recomputed")) is recomputed_cross_entropy
-    told = compute_head_losses(run_with(z_loss=0.5))
-    assert isinstance(told, LossWithLogitStats) and told.z_loss == 0.5
-    assert isinstance(told.compute, partial) and told.compute.func is measured_cross_entropy
+    reported = compute_head_losses(run_with(z_loss=0.5))
+    assert isinstance(reported, LossWithLogitStats) and reported.z_loss == 0.5
+    assert isinstance(reported.compute, partial) and reported.compute.func is measured_cross_entropy
 
 
 def test_every_head_has_a_record_of_its_own_and_knows_whether_backward_reads_the_table() -> None:
@@ -77,19 +77,19 @@ def test_every_head_has_a_record_of_its_own_and_knows_whether_backward_reads_the
 
 
 @pytest.mark.parametrize("backward", ["kept", "recomputed"])
-def test_what_scores_cost_is_minimised_and_told_apart_from_the_loss(backward: str) -> None:
-    plain, told = (
+def test_z_loss_is_minimized_and_reported_separately(backward: str) -> None:
+    plain, reported = (
         steps_of(run_with(depths=1)),
         steps_of(run_with(depths=1, max_logit=True, loss_backward=backward)),
     )
     costly = steps_of(run_with(depths=1, z_loss=0.3, loss_backward=backward))
     assert (plain[0].z_loss, plain[0].max_logit) == (None, None)
-    for mine, theirs in zip(told, plain, strict=True):
+    for mine, theirs in zip(reported, plain, strict=True):
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-12) and mine.z_loss == 0.0
         assert mine.mtp_losses == pytest.approx(theirs.mtp_losses, rel=1e-12)
     assert costly[0].loss == pytest.approx(plain[0].loss, rel=1e-12)
     assert costly[0].mtp_losses == pytest.approx(plain[0].mtp_losses, rel=1e-12)
-    assert costly[0].max_logit == told[0].max_logit
+    assert costly[0].max_logit == reported[0].max_logit
     assert (
         costly[0].z_loss is not None and costly[0].z_loss > 0.3
     )  # log of some 300 tokens, squared, and weighed
@@ -106,7 +106,7 @@ def test_a_batch_without_labels_is_divided_by_one() -> None:
     assert normalize_loss_by_labels(torch.zeros(()), num_labels=0, mesh=mesh_of_one()) == 0.0
 
 
-def test_every_further_depth_is_divided_by_its_own_labels_and_their_mean_is_weighed() -> None:
+def test_mtp_losses_are_normalized_by_their_own_labels_and_weighted() -> None:
     losses = [torch.tensor(value, dtype=torch.float64) for value in (6.0, 4.0, 9.0)]
     share = normalize_losses_by_labels(
         losses, num_labels=(10, 8, 0), weight=0.5, mesh=mesh_of_one(), scale=4.0

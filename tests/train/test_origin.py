@@ -111,11 +111,11 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[_RunData]:
     """The data of every run that is built."""
     found: list[_RunData] = []
 
-    def remembered(splits: object, orders: tuple[int, ...]) -> _RunData:
+    def recorded(splits: object, orders: tuple[int, ...]) -> _RunData:
         found.append(_RunData(splits, orders))  # type: ignore[arg-type]
         return found[-1]
 
-    monkeypatch.setattr("megalith.train.loop._RunData", remembered)
+    monkeypatch.setattr("megalith.train.loop._RunData", recorded)
     return found
 
 
@@ -130,12 +130,11 @@ def test_progress_without_an_optimizer_is_adamw_begun_anew_at_that_step(
         "checkpoint.load_mode": "progress",
     }
     train(tmp_path / "b", begun, show=True)
-    told = capsys.readouterr().out
+    reported = capsys.readouterr().out
     assert (
-        "step_0000004 at step 4 with an optimizer that has seen nothing: 48 samples were read, and "
-        "the" in told
+        "step_0000004 at step 4 with a new optimizer state: 48 samples consumed, "
+        "schedule at sample 48, learning rate 0.00345" in reported.replace("\n", " ")
     )
-    assert "schedule stands at sample 48, a learning rate of 0.00345" in told.replace("\n", " ")
     reference, found = begun_by_hand(tmp_path / "a", kept[-1], fixed), stored(tmp_path / "b", 6)
     assert found.keys() == reference.keys()
     for key, tensor in found.items():
@@ -157,11 +156,11 @@ def test_progress_without_an_optimizer_is_adamw_begun_anew_at_that_step(
     )
 
 
-def test_everything_is_the_run_that_never_stopped(tmp_path: Path) -> None:
+def test_load_mode_all_equals_uninterrupted_run(tmp_path: Path) -> None:
     train(tmp_path / "a", LATER | {"checkpoint.every": "4"})
     begun = LATER | {
         "checkpoint.load": str(tmp_path / "a/checkpoints/step_0000004"),
-        "checkpoint.load_mode": "everything",
+        "checkpoint.load_mode": "all",
     }
     train(tmp_path / "b", begun)
     for key, tensor in stored(tmp_path / "b", 6).items():
@@ -226,7 +225,7 @@ def test_experts_move_to_other_ranks_on_the_way(tmp_path: Path) -> None:
     assert_close(stored(tmp_path / "two", 6), stored(tmp_path / "one", 6), FP64)
 
 
-def test_a_checkpoint_without_optimizer_says_how_to_go_on_and_does(tmp_path: Path) -> None:
+def test_checkpoint_without_optimizer_state_error_names_settings_that_work(tmp_path: Path) -> None:
     lean = SHORT | {
         "checkpoint.save_optimizer": "false",
         "precision.params": "bf16",
@@ -249,7 +248,7 @@ def test_a_checkpoint_without_optimizer_says_how_to_go_on_and_does(tmp_path: Pat
         "checkpoint.load": str(tmp_path / "a"),
     }
     with pytest.raises(CheckpointError, match="has no optimizer state"):
-        train(tmp_path / "b", begun | {"checkpoint.load_mode": "everything"})
+        train(tmp_path / "b", begun | {"checkpoint.load_mode": "all"})
     train(tmp_path / "b", begun | {"checkpoint.load_mode": "progress"})
     train(
         tmp_path / "a",
@@ -267,12 +266,12 @@ def test_a_checkpoint_without_optimizer_says_how_to_go_on_and_does(tmp_path: Pat
 @pytest.mark.parametrize(
     ("take", "multiple", "zero"),
     [
-        ("everything", "100", "0"),
+        ("all", "100", "0"),
         pytest.param("progress", "7", "0", marks=pytest.mark.slow),
-        pytest.param("everything", "7", "1", marks=pytest.mark.slow),
+        pytest.param("all", "7", "1", marks=pytest.mark.slow),
     ],
 )
-def test_a_vocabulary_may_be_padded_in_another_way(
+def test_loading_supports_other_vocabulary_padding(
     take: str, multiple: str, zero: str, tmp_path: Path
 ) -> None:
     fixed = LATER | WIDE | {"checkpoint.load": str(tmp_path / "a"), "checkpoint.load_mode": take}
@@ -295,37 +294,32 @@ def test_a_vocabulary_may_be_padded_in_another_way(
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_where_a_run_goes_on_is_told_and_where_its_schedule_will_end(
-    fresh: bool, tmp_path: Path
-) -> None:
+def test_description_names_start_step_and_end_of_schedule(fresh: bool, tmp_path: Path) -> None:
     train(tmp_path / "a", SHORT | {"train.steps": "2"})
     checkpoint_source = open_checkpoint(locate(str(tmp_path / "a")))
     begun, state = (
-        LATER | {"checkpoint.load_mode": "everything"},
+        LATER | {"checkpoint.load_mode": "all"},
         TrainState.from_json(checkpoint_source.state["train"]),
     )
-    told = describe_checkpoint_source(tiny_run(begun), checkpoint_source, state, fresh=fresh)
-    assert (
-        "with an optimizer that has seen nothing" in told
-    ) == fresh and "train.steps" not in told
+    reported = describe_checkpoint_source(tiny_run(begun), checkpoint_source, state, fresh=fresh)
+    assert ("with a new optimizer state" in reported) == fresh and "train.steps" not in reported
     other = describe_checkpoint_source(
         tiny_run(begun | {"train.global_batch_size": "24"}), checkpoint_source, state, fresh=fresh
     )
     assert (
-        "train.global_batch_size=24, which it was not before, train.steps=6 end at sample 120 of"
-        in other
+        "with the changed train.global_batch_size=24, train.steps=6 ends at sample 120 of" in other
     )
     assert other.endswith("the schedule's 144")
 
 
-def test_what_has_no_step_is_refused_by_name(tmp_path: Path) -> None:
+def test_checkpoint_without_step_is_rejected(tmp_path: Path) -> None:
     train(tmp_path / "a", SHORT | {"train.steps": "2"})
     source = open_pretrained(locate(str(tmp_path / "a")))
     convert(source, tmp_path / "release", "megalith")
     convert(source, tmp_path / "theirs", "huggingface")
     for name, lacks in (
         ("release", "its state lacks train, optimizer_updates"),
-        ("theirs", "and no step to go on at"),
+        ("theirs", "so there is no step to continue from"),
     ):
         begun = LATER | {
             "checkpoint.load": str(tmp_path / name),
@@ -338,7 +332,7 @@ def test_what_has_no_step_is_refused_by_name(tmp_path: Path) -> None:
             train(tmp_path / "b", begun)
     begun = {
         "checkpoint.load": str(tmp_path / "a"),
-        "checkpoint.load_mode": "everything",
+        "checkpoint.load_mode": "all",
         "train.steps": "2",
     }
     with pytest.raises(
@@ -358,7 +352,7 @@ def test_what_has_no_step_is_refused_by_name(tmp_path: Path) -> None:
         train(tmp_path / "b", LATER | other)
 
 
-def test_settings_that_make_no_sense_together_are_told() -> None:
+def test_contradicting_load_settings_are_reported() -> None:
     alone = run_problems(tiny_run({"checkpoint.load_mode": "progress"}), 1)
     assert (
         len(alone) == 1
@@ -368,7 +362,7 @@ def test_settings_that_make_no_sense_together_are_told() -> None:
     skips = run_problems(
         tiny_run(
             {
-                "checkpoint.load_mode": "everything",
+                "checkpoint.load_mode": "all",
                 "checkpoint.load": "a",
                 "checkpoint.skip": ["head.*"],
             }
@@ -383,10 +377,10 @@ def test_settings_that_make_no_sense_together_are_told() -> None:
         "checkpoint.load": "a",
         "checkpoint.new_rows": "mean",
     }
-    (told,) = run_problems(tiny_run(rows), 1)
+    (reported,) = run_problems(tiny_run(rows), 1)
     assert (
-        "checkpoint.load_mode=progress with checkpoint.new_rows=mean" in told
-        and "remove checkpoint.new_rows" in told
+        "checkpoint.load_mode=progress with checkpoint.new_rows=mean" in reported
+        and "remove checkpoint.new_rows" in reported
     )
     adapters = run_problems(
         tiny_run({"checkpoint.load_mode": "progress", "checkpoint.load": "a", "lora.rank": "2"}), 1

@@ -169,14 +169,14 @@ def trained(run: TrainRun, given: Whole | None) -> tuple[Whole, Trained]:
         if given is None
         else routing_of(given, step.microbatches, trainer.pipeline_model.modules, mesh, sp=False)
     )
-    told = train_step(
+    reported = train_step(
         trainer,
         replace(step, microbatches=with_routing(step.microbatches, routing)),
         lr=1e-2,
         weight_decay=0.0,
     )
     gradients = [param.gradient.clone() for param in trainer.data.local_params]
-    losses = [told.loss, told.grad_norm, *told.mtp_losses]
+    losses = [reported.loss, reported.grad_norm, *reported.mtp_losses]
     return whole_routing(routing, step.microbatches, mesh), (
         losses,
         gradients,
@@ -209,7 +209,7 @@ def test_following_its_own_choices_changes_no_bit_of_a_step(
     assert any(use.refused > 0 for use in uses) == refuses
 
 
-def test_choices_of_other_steps_are_refused_with_what_was_expected() -> None:
+def test_choices_of_other_steps_are_rejected() -> None:
     case = layout_case(BIASED_CHOICE, ParallelConfig(), 1, micro_batch_size=6)
     trainer = build_trainer(case.run, mesh_of_one(), CPU)
     batches = _loader(case.run, trainer.mesh, consumed=0, steps=1).next().microbatches
@@ -219,26 +219,26 @@ def test_choices_of_other_steps_are_refused_with_what_was_expected() -> None:
     few = some | {"layers.2": torch.zeros(5, 2, dtype=torch.int64)}
     with pytest.raises(
         DataError,
-        match=r"layers\.2: choices of 5 tokens for a step that reads 144. ExpertLoad those of the",
+        match=r"layers\.2: expert choices of 5 tokens for a step that reads 144. Use choices",
     ):
         routing_of(few, batches, model, mesh, sp=False)
     few.pop("layers.2")
     with pytest.raises(
         DataError,
-        match=r"layers\.2: no choices to follow \(there are: layers\.0, layers\.1, layers",
+        match=r"layers\.2: no expert choices to replay \(layers with choices: layers\.0, layers\.1",
     ):
         routing_of(few, batches, model, mesh, sp=False)
     half = Routing({("layers.0", 0): torch.zeros(72, 2, dtype=torch.int64)})
     with pytest.raises(
         DataError,
-        match=r"layers\.0: choices of 72 of the step's 144 tokens were not recorded. Record",
+        match=r"layers\.0: expert choices of 72 of the step's 144 tokens were not recorded. Record",
     ):
         whole_routing(half, batches, mesh)
 
 
-def test_choices_of_microbatches_of_several_sizes_are_refused() -> None:
+def test_choices_of_microbatches_with_different_sizes_are_rejected() -> None:
     batches = [build_batch([Sample(np.arange(size), size)], Masks(), device=CPU) for size in (5, 8)]
     with pytest.raises(
-        DataError, match=r"microbatches of \[4, 7\] tokens: .* ExpertLoad train.seq_len without"
+        DataError, match=r"microbatches of \[4, 7\] tokens: .* Use train.seq_len without"
     ):
         whole_routing(Routing(), batches, mesh_of_one())

@@ -52,9 +52,9 @@ TIED_CHUNKS = {
     "parallel__zero": "3",
     "model__tied_embeddings": "true",
 }
-FURTHER_APART = {
+MTP_SPLIT_STAGES = {
     "parallel__pipeline__layout": "Et|t|m|L",
-    "model__mtp__depths": "1",
+    "model__mtp__num_layers": "1",
     "model__num_layers": "2",
 }
 CASES = [
@@ -66,7 +66,7 @@ CASES = [
         "Set parallel.pipeline.vpp=1, or parallel.zero=2",
     ),
     (
-        {"parallel__pipeline__vpp": "2", "parallel__zero": "3", "model__mtp__depths": "1"},
+        {"parallel__pipeline__vpp": "2", "parallel__zero": "3", "model__mtp__num_layers": "1"},
         2,
         "parallel.zero=3 with parallel.pp=1, parallel.pipeline.vpp=2 and model.mtp.num_layers=1",
         "Set parallel.pipeline.vpp=1, or parallel.zero=2",
@@ -78,7 +78,7 @@ CASES = [
         "Set parallel.pipeline.vpp=1, or parallel.zero=2",
     ),
     (
-        FURTHER_APART
+        MTP_SPLIT_STAGES
         | {"parallel__pp": "2", "parallel__pipeline__vpp": "2", "parallel__zero": "3"},
         4,
         "parallel.zero=3 with parallel.pp=2, parallel.pipeline.vpp=2 and model.mtp.num_layers=1: "
@@ -87,10 +87,10 @@ CASES = [
         "Set parallel.pipeline.vpp=1, or parallel.zero=2",
     ),
     (
-        FURTHER_APART | {"parallel__pp": "4", "model__mtp__depths": "2"},
+        MTP_SPLIT_STAGES | {"parallel__pp": "4", "model__mtp__num_layers": "2"},
         4,
         "parallel.pipeline.layout=Et|t|m|L has 1 MTP layers (m), but model.mtp.num_layers=2",
-        "ExpertLoad 2, as in E|t|t|mmL",
+        "Use 2, as in E|t|t|mmL",
     ),
     (
         {"model__num_kv_heads": "3"},
@@ -108,7 +108,7 @@ CASES = [
         {"model__dropout__residual": "1.0"},
         1,
         "model.dropout.residual=1.0 must be a probability",
-        "ExpertLoad 0.1",
+        "Use 0.1",
     ),
     (
         {"model__gated": "false", "model__activation_clamp": "7.0", "model__up_offset": "1.0"},
@@ -120,12 +120,12 @@ CASES = [
         {"model__logit_softcap": "0"},
         1,
         "model.logit_softcap=0.0 must be a finite number above 0",
-        "ExpertLoad 30.0",
+        "Use 30.0",
     ),
     ({"model__head_dim": "5"}, 1, "model.head_dim=5 is odd", "Set model.head_dim to 6"),
-    ({"model__mtp__depths": "-1"}, 1, "model.mtp.num_layers=-1 must be at least 0", "ExpertLoad 0"),
+    ({"model__mtp__num_layers": "-1"}, 1, "model.mtp.num_layers=-1 must be at least 0", "Use 0"),
     (
-        {"model__mtp__depths": "32"},
+        {"model__mtp__num_layers": "32"},
         1,
         "train.seq_len=32 with model.mtp.num_layers=32",
         "Set train.seq_len to 33 or more",
@@ -139,7 +139,7 @@ CASES = [
     (
         {"model__num_kv_heads": "8", "model__layers__num_kv_heads": "[8, 2]", "parallel__tp": "4"},
         4,
-        "parallel.tp=4 with model.layers.num_kv_heads=[8, 2]: ranks would share",
+        "parallel.tp=4 with model.layers.num_kv_heads=[8, 2]: KV heads would be",
         "Set parallel.tp to 2 or less",
     ),
     (
@@ -166,25 +166,25 @@ CASES = [
     ),
     ({"parallel__sp": "true"}, 1, "parallel.sp=true needs parallel.tp > 1", "Set parallel.tp to 2"),
     (
-        {"parallel__rings": "true"},
+        {"parallel__tp_comm_overlap": "true"},
         1,
         "parallel.tp_comm_overlap=true needs parallel.sp=true",
         "Set both, or remove",
     ),
     (
-        {"parallel__ring_products": "fused"},
+        {"parallel__collective_matmul": "fused"},
         1,
         "parallel.collective_matmul=fused with parallel.tp_comm_overlap=false",
         "Set parallel.tp_comm_overlap=true, or parallel.collective_matmul=auto",
     ),
     (
-        {"parallel__replicas": "2"},
+        {"parallel__dp_replicate": "2"},
         2,
         "parallel.dp_replicate=2 with parallel.zero=0",
         "Set parallel.zero=1",
     ),
     (
-        {"parallel__replicas": "4", "parallel__zero": "1"},
+        {"parallel__dp_replicate": "4", "parallel__zero": "1"},
         6,
         "parallel.dp_replicate=4 does not divide dp=6",
         "one of [1, 2, 3, 6]",
@@ -222,13 +222,13 @@ CASES = [
         {"train__compile": "true", "parallel__tp": "2"},
         2,
         "train.compile=true with parallel.tp=2",
-        "Set one of them off",
+        "Set train.compile=false, or the degrees to 1",
     ),
     (
         {"train__compile": "true", "parallel__cp": "2"},
         2,
         "train.compile=true with parallel.cp=2",
-        "Set one of them off",
+        "Set train.compile=false, or the degrees to 1",
     ),
     (
         {"parallel__pp": "3"},
@@ -240,7 +240,7 @@ CASES = [
         {"parallel__pp": "2", "parallel__pipeline__layout": "Et|t"},
         2,
         "has no L: the loss is on no stage",
-        "ExpertLoad one L at the end.",
+        "Use one L at the end.",
     ),
     (
         {"parallel__pp": "2", "parallel__pipeline__schedule": "zb-v"},
@@ -294,7 +294,7 @@ CASES = [
         {"parallel__cp": "2", "parallel__context__layers": "[ring]"},
         2,
         "parallel.context.layers names 1 kinds for model.num_layers=2",
-        "ExpertLoad one for each",
+        "Use one for each",
     ),
     ({"parallel__cp": "0"}, 1, "parallel.cp=0 must be at least 1", "Set parallel.cp to 1 or more"),
     (
@@ -347,46 +347,46 @@ CASES = [
         {"train__eval_every": "-1"},
         1,
         "train.eval_every=-1 must be a finite number of at least 0",
-        "ExpertLoad 0 or more",
+        "Use 0 or more",
     ),
     (
         {"train__label_smoothing": "1.0"},
         1,
         "train.label_smoothing=1.0 must be in [0, 1)",
-        "ExpertLoad 0.1, or 0",
+        "Use 0.1, or 0",
     ),
     (
         {"train__z_loss": "-1"},
         1,
         "train.z_loss=-1.0 must be a finite number of at least 0",
-        "ExpertLoad 1e-4",
+        "Use 1e-4",
     ),
     (
         {"train__loss_chunk": "0"},
         1,
         "train.loss_chunk=0 must be at least 1",
-        "ExpertLoad 1024, or leave it unset",
+        "Use 1024, or leave it unset",
     ),
-    ({"optim__beta2": "1.0"}, 1, "optim.beta2=1.0 must be in [0, 1)", "ExpertLoad 0.9 and 0.95"),
-    ({"optim__eps": "0"}, 1, "optim.eps=0.0 must be a finite number above 0", "ExpertLoad 1e-08"),
+    ({"optim__beta2": "1.0"}, 1, "optim.beta2=1.0 must be in [0, 1)", "Use 0.9 and 0.95"),
+    ({"optim__eps": "0"}, 1, "optim.eps=0.0 must be a finite number above 0", "Use 1e-08"),
     (
         {"optim__clip_grad": "-1"},
         1,
         "optim.clip_grad=-1.0 must be a finite number of at least 0",
-        "ExpertLoad 0",
+        "Use 0",
     ),
-    ({"optim__eps": "inf"}, 1, "optim.eps=inf must be a finite number above 0", "ExpertLoad 1e-08"),
+    ({"optim__eps": "inf"}, 1, "optim.eps=inf must be a finite number above 0", "Use 1e-08"),
     (
         {"model__rope__factor": "0"},
         1,
         "model.rope.factor=0.0 must be a finite number above 0",
-        "ExpertLoad 8.0",
+        "Use 8.0",
     ),
     (
         {"model__rope__theta": "inf"},
         1,
         "model.rope.theta=inf must be a finite number above 0",
-        "ExpertLoad 10000.0",
+        "Use 10000.0",
     ),
     (
         {"model__rope__original_max_position": "0"},
@@ -398,37 +398,37 @@ CASES = [
         {"model__rope__scaling": "llama3", "model__rope__low_freq_factor": "5"},
         1,
         "model.rope.low_freq_factor=5.0 must be at most model.rope.high_freq_factor=4.0",
-        "ExpertLoad 1.0 and 4.0",
+        "Use 1.0 and 4.0",
     ),
     (
         {"model__init_std": "inf"},
         1,
         "model.init_std=inf must be a finite number of at least 0",
-        "ExpertLoad 0 or more",
+        "Use 0 or more",
     ),
     (
         {"model__init_std": "nan"},
         1,
         "model.init_std=nan must be a finite number of at least 0",
-        "ExpertLoad 0 or more",
+        "Use 0 or more",
     ),
     (
         {"observe__peak_tflops": "-3"},
         1,
         "observe.peak_tflops=-3.0 must be a finite number above 0",
-        "ExpertLoad 100.0",
+        "Use 100.0",
     ),
     (
         {"train__max_minutes": "-1"},
         1,
         "train.max_minutes=-1.0 must be a finite number of at least 0",
-        "ExpertLoad 0",
+        "Use 0",
     ),
     (
         {"checkpoint__every": "-1"},
         1,
         "checkpoint.every=-1 must be a finite number of at least 0",
-        "ExpertLoad 0 or more",
+        "Use 0 or more",
     ),
     (
         {"checkpoint__max_save_failures": "0"},
@@ -509,12 +509,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "world", "said", "fix"), CASES)
-def test_a_broken_rule_says_what_and_what_would_work(
-    changed: dict[str, str], world: int, said: str, fix: str
+@pytest.mark.parametrize(("changed", "world", "output", "fix"), CASES)
+def test_broken_rule_names_setting_and_valid_value(
+    changed: dict[str, str], world: int, output: str, fix: str
 ) -> None:
     problems = run_problems(run(**changed), world)
-    assert any(said in problem and fix in problem for problem in problems), problems
+    assert any(output in problem and fix in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize(
@@ -612,7 +612,7 @@ def test_all_broken_rules_come_in_one_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "settings", "world", "said"),
+    ("recipe", "settings", "world", "output"),
     [
         (
             "llama3_8b",
@@ -640,12 +640,12 @@ def test_all_broken_rules_come_in_one_error() -> None:
         ),
     ],
 )
-def test_only_what_breaks_no_other_rule_is_recommended(
-    recipe: str, settings: dict[str, str], world: int, said: str
+def test_recommended_degrees_break_no_other_rule(
+    recipe: str, settings: dict[str, str], world: int, output: str
 ) -> None:
     run = apply_overrides(resolve(recipe), settings)
     (text,) = [text for text in run_problems(run, world) if text.startswith("world_size=")]
-    assert said in text
+    assert output in text
 
 
 def test_no_number_hides_another() -> None:
@@ -658,7 +658,7 @@ def test_no_number_hides_another() -> None:
     assert len(problems) == 5
 
 
-def test_a_count_that_is_refused_does_not_blame_the_schedule() -> None:
+def test_invalid_step_count_does_not_fail_schedule_rules() -> None:
     wsd = {
         "schedule__style": "wsd",
         "schedule__wsd_decay_steps": "3",

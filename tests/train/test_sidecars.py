@@ -62,11 +62,11 @@ def test_a_file_has_its_name_when_it_is_whole_and_any_reader_reads_it(tmp_path: 
     )
 
 
-def test_without_tensors_there_is_no_file(tmp_path: Path) -> None:
+def test_captures_file_without_tensors_is_not_created(tmp_path: Path) -> None:
     assert not CaptureFile(tmp_path / "x", most=0).finish() and not [*tmp_path.iterdir()]
 
 
-def test_few_tensors_wait_for_the_disk_and_then_the_step_does(
+def test_number_of_queued_tensors_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = threading.Event()
@@ -89,7 +89,7 @@ def test_few_tensors_wait_for_the_disk_and_then_the_step_does(
     capture_file.abandon()
 
 
-def test_a_full_disk_is_told_in_the_end_and_leaves_nothing(
+def test_full_disk_is_raised_by_finish_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(values: Tensor) -> list[memoryview]:
@@ -106,7 +106,7 @@ def test_a_full_disk_is_told_in_the_end_and_leaves_nothing(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_step_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_step_leaves_no_captures(tmp_path: Path) -> None:
     capture_file = CaptureFile(tmp_path / "x", most=9)
     capture_file.put("first", torch.zeros(3))
     capture_file._wait(at_most=0)
@@ -125,7 +125,7 @@ def kept(path: Path, kinds: Any, *shown: RoutingCapture) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def test_a_second_pass_changes_nothing(tmp_path: Path) -> None:
+def test_recomputation_does_not_capture_twice(tmp_path: Path) -> None:
     again = SEEN._replace(hidden=SEEN.hidden + 1, logits=-SEEN.logits)
     found = kept(
         tmp_path / "x", ("hidden", "logits", "weights"), SEEN, again, SEEN._replace(microbatch=0)
@@ -137,7 +137,7 @@ def test_a_second_pass_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(found["layers.1/1/logits"], SEEN.logits.bfloat16())
 
 
-def test_what_is_not_asked_for_is_not_there_and_routers_are_as_they_were(tmp_path: Path) -> None:
+def test_only_requested_kinds_are_captured(tmp_path: Path) -> None:
     found = kept(tmp_path / "x", ("routers",), SEEN, SEEN._replace(microbatch=0))
     assert found.keys() == {"layers.1/router/weight", "layers.1/router/balancing_bias"}
     assert found["layers.1/router/weight"].dtype == torch.float64

@@ -105,7 +105,7 @@ def test_exchanges_with_experts_hand_over_to_the_other_lane_if_asked_to(asked: b
         )
 
 
-def test_weight_gradients_wait_only_where_the_schedule_has_a_w() -> None:
+def test_weight_gradients_are_deferred_only_for_split_schedules() -> None:
     assert splits_backward(PipelineConfig(schedule="zb-h1"), 2)
     assert not splits_backward(PipelineConfig(schedule="zb-h1"), 1)
     assert not splits_backward(PipelineConfig(vpp=2), 2)
@@ -115,13 +115,13 @@ class _Asked(Exception):
     """How long messages may take."""
 
 
-def test_groups_for_messages_wait_as_long_as_all_others_so_that_the_watch_comes_first() -> None:
+def test_message_groups_have_the_backend_timeout() -> None:
     run = tiny_run({**PIPELINES["1f1b"], "parallel.timeout_seconds": "7"})
 
-    def told(group: object, *, tags: bool, timeout_seconds: float) -> None:
+    def reported(group: object, *, tags: bool, timeout_seconds: float) -> None:
         raise _Asked(timeout_seconds)
 
-    with patch.object(staged, "handles_of", told), pytest.raises(_Asked) as asked:
+    with patch.object(staged, "handles_of", reported), pytest.raises(_Asked) as asked:
         build_pipeline_model(run, mesh_of_one(), CPU, dtype=torch.float64)
     assert asked.value.args == (backend_timeout(7),) and asked.value.args[0] > 7
 
@@ -199,7 +199,7 @@ def test_overlap_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize("kept", ["none", "full"])
-def test_what_is_made_of_a_microbatchs_masks_is_made_once_and_gone_after_its_backward(
+def test_masks_of_microbatch_are_built_once_and_freed_after_backward(
     kept: str,
 ) -> None:
     run, made, alive = (
@@ -304,11 +304,11 @@ def _differ(rank: int, world: int, run: TrainRun) -> None:
     _compare_stages(trainer)
 
 
-def test_stages_that_start_from_other_tables_are_refused() -> None:
+def test_stages_with_different_tied_tables_are_rejected() -> None:
     with pytest.raises(
         RankError,
         match=r"embed.weight is not the same on pipeline ranks \[0, 1\], which share it. "
-        r"ExpertLoad",
+        r"Use",
     ):
         run_ranks(_differ, 2, tiny_run(settings("1f1b")))
 
@@ -317,7 +317,7 @@ def _train(rank: int, world: int, run: TrainRun, folder: str) -> None:
     run_training(run, RunFolder(Path(folder)), mesh_of(run, rank, world), CPU, show=False)
 
 
-def test_a_run_goes_on_under_another_pipeline_and_without_one(tmp_path: Path) -> None:
+def test_resume_under_another_pipeline_and_without_one(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     constant = {"schedule.style": "constant", "schedule.warmup_steps": "0"}
     _train(0, 1, tiny_run({**TIED, **constant}), str(whole))

@@ -79,7 +79,7 @@ def test_a_step_is_the_mean_loss_the_clipped_gradient_and_adamw(clip: float) -> 
     results = run_steps(ours, 2)
     model = plain.model
     for module in model.modules():
-        if hasattr(module, "sink"):
+        if hasattr(module, "grad_accumulator"):
             module.grad_accumulator = None  # gradients to autograd's own `.grad`
     named = {
         declared.shard: torch.nn.Parameter(getattr(module, name).detach().clone())
@@ -138,7 +138,7 @@ def planted_nan(trainer: Trainer) -> None:
     slot.weight.view(-1)[3] = float("nan")
 
 
-def test_a_step_that_is_not_finite_changes_nothing() -> None:
+def test_nonfinite_step_changes_nothing() -> None:
     trainer = build()
     run_steps(trainer, 1)
     planted_nan(trainer)
@@ -246,7 +246,7 @@ def test_all_ranks_name_the_rank_and_the_parameters_where_a_gradient_was_not_fin
     assert "rank 0" not in texts[0] and "rank 1" not in texts[0]
 
 
-def test_a_global_batch_without_labels_changes_nothing_not_even_by_momentum_or_decay() -> None:
+def test_batch_without_labels_does_not_apply_momentum_or_decay() -> None:
     trainer = build()
     steps = loader(trainer, steps=2, masked=tuple(range(12, 24)))
     assert train_step(trainer, steps.next(), lr=LR, weight_decay=DECAY).updated
@@ -258,7 +258,7 @@ def test_a_global_batch_without_labels_changes_nothing_not_even_by_momentum_or_d
     assert_close(weights(trainer), before, EXACT)
 
 
-def test_a_global_batch_without_labels_says_nothing_about_the_loss_scale() -> None:
+def test_batch_without_labels_does_not_change_loss_scale() -> None:
     """No gradient could have overflown, so it is no reason to try a larger scale."""
     trainer = build(
         precision__params="fp16",
@@ -267,16 +267,16 @@ def test_a_global_batch_without_labels_says_nothing_about_the_loss_scale() -> No
     )
     steps = loader(trainer, steps=3, masked=tuple(range(12, 24)))
     assert trainer.loss_scale is not None
-    told = []
+    reported = []
     for _ in range(3):
         train_step(trainer, steps.next(), lr=LR, weight_decay=DECAY)
-        told.append((trainer.loss_scale.growth_tracker, trainer.loss_scale.scale))
-    first = told[0][1]
-    assert told == [(1, first), (1, first), (0, 2 * first)]
+        reported.append((trainer.loss_scale.growth_tracker, trainer.loss_scale.scale))
+    first = reported[0][1]
+    assert reported == [(1, first), (1, first), (0, 2 * first)]
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_a_wish_to_stop_comes_back_after_the_step(stop: bool) -> None:
+def test_stop_request_is_returned_by_the_step(stop: bool) -> None:
     trainer = build()
     result = train_step(
         trainer, loader(trainer, steps=1).next(), lr=LR, weight_decay=DECAY, stop=stop
@@ -298,17 +298,17 @@ def gradients(trainer: Trainer, step: StepBatches) -> dict[str, Tensor]:
 @pytest.mark.skipif(
     " " in torch.__file__, reason="torch.compile does not quote its own folder for the linker"
 )
-def test_compiled_layers_compute_what_plain_ones_do() -> None:
+def test_compiled_layers_match_eager_layers() -> None:
     eager, compiled = build(), build(train__compile="true")
     step = loader(eager, steps=1).next()
     expected, found = gradients(eager, step), gradients(compiled, step)
     assert_close(found, expected, FP32_DEEP)
 
 
-def test_losses_of_further_depths_are_told_apart_and_trained_on() -> None:
+def test_mtp_losses_are_reported_separately_and_trained_on() -> None:
     plain, deep = (
         build(precision__params="fp64"),
-        build(precision__params="fp64", model__mtp__depths="2"),
+        build(precision__params="fp64", model__mtp__num_layers="2"),
     )
     (first,) = run_steps(plain, 1)
     batches = Loader(

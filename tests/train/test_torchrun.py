@@ -70,12 +70,12 @@ def test_two_agents_equal_one_process(tmp_path: Path, layout: dict[str, str]) ->
         port = server.getsockname()[1]
     agents = [agent(port, [str(file), "--run", str(tmp_path / "two")]) for _ in range(2)]
     try:
-        said = [process.communicate(timeout=200)[0] for process in agents]
+        output = [process.communicate(timeout=200)[0] for process in agents]
     finally:
         for process in agents:
             process.kill()
-    assert [process.returncode for process in agents] == [0, 0], said
-    assert sum("done at step 8" in text for text in said) == 1, said
+    assert [process.returncode for process in agents] == [0, 0], output
+    assert sum("done at step 8" in text for text in output) == 1, output
     for name, relative in (
         ("loss", FP64.relative),
         ("eval_loss", FP64.relative),

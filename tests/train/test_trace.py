@@ -176,7 +176,7 @@ PAIRS = {
         "dp2, zero 3",
     ],
 )
-def test_every_token_is_told_once_under_every_layout(
+def test_every_token_is_traced_once_under_every_layout(
     world: int, layout: dict[str, str], whole: Path, tmp_path: Path
 ) -> None:
     run = mixture(train__steps="2", observe__routing_captures=ALL, **layout)
@@ -194,7 +194,7 @@ def test_every_token_is_told_once_under_every_layout(
         torch.testing.assert_close(mine[name], weight, rtol=1e-9, atol=0)
 
 
-def test_what_experts_refuse_is_told_as_it_was_chosen(tmp_path: Path) -> None:
+def test_trace_has_choices_before_token_dropping(tmp_path: Path) -> None:
     capacity = replace(MOE, capacity=CapacityConfig(factor=0.5))
     train(
         0, 1, mixture(capacity, train__steps="1", observe__routing_captures="[weights]"), tmp_path
@@ -211,7 +211,7 @@ def test_what_experts_refuse_is_told_as_it_was_chosen(tmp_path: Path) -> None:
     )
 
 
-def test_filler_of_packs_is_not_told(tmp_path: Path) -> None:
+def test_filler_tokens_of_packs_are_not_traced(tmp_path: Path) -> None:
     packs = {
         "train__tokens_per_microbatch": "24",
         "train__micro_batch_size": "1",
@@ -230,9 +230,7 @@ def test_filler_of_packs_is_not_told(tmp_path: Path) -> None:
     assert sum(captured(tmp_path).values()) == 3 * sum(read), "what lies beside it has as many rows"
 
 
-def test_without_it_nothing_is_written_or_watched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disabled_trace_writes_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbid(*arguments: object) -> None:
         raise AssertionError("choices are written down")
 
@@ -243,7 +241,7 @@ def test_without_it_nothing_is_written_or_watched(
         train(0, 1, mixture(), tmp_path / "traced")
 
 
-def test_a_run_that_goes_on_tells_no_step_twice(whole: Path, tmp_path: Path) -> None:
+def test_resumed_run_traces_no_step_twice(whole: Path, tmp_path: Path) -> None:
     train(0, 1, mixture(train__steps="1", observe__routing_captures=ALL), tmp_path)
     file = tmp_path / "routing" / "rank_00000.jsonl"
     first, beside = file.read_text(), file.with_name("rank_00000_step_0000001.safetensors")
@@ -265,7 +263,7 @@ def test_a_run_that_goes_on_tells_no_step_twice(whole: Path, tmp_path: Path) -> 
     assert rows(tmp_path) == rows(whole), "later steps leave it as it is"
 
 
-def test_a_run_that_goes_on_with_fewer_traced_steps_leaves_none_of_a_killed_one(
+def test_resume_with_fewer_traced_steps_removes_later_rows(
     tmp_path: Path,
 ) -> None:
     train(0, 1, mixture(train__steps="1"), tmp_path)
@@ -276,16 +274,16 @@ def test_a_run_that_goes_on_with_fewer_traced_steps_leaves_none_of_a_killed_one(
     assert file.read_text() == first
 
 
-def test_a_run_that_goes_on_after_all_traced_steps_is_told_that_it_has_no_trace(
+def test_resume_after_all_traced_steps_warns_about_missing_trace(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(0, 1, mixture(train__steps="2", observe__routing_trace="0"), tmp_path)
     train(0, 1, mixture(observe__routing_trace="1"), tmp_path)
-    said = (
-        "observe.routing_trace=1: nothing is traced, since this run goes on after step 2. Set "
+    output = (
+        "observe.routing_trace=1: nothing is traced, because this run continues after step 2. Set "
         "it to 3 or more"
     )
-    assert said in caplog.text and not any((tmp_path / "routing").glob("rank_*"))
+    assert output in caplog.text and not any((tmp_path / "routing").glob("rank_*"))
 
 
 def test_a_damaged_trace_ends_and_is_left_as_it_is(
@@ -298,21 +296,21 @@ def test_a_damaged_trace_ends_and_is_left_as_it_is(
     train(0, 1, mixture(), tmp_path)
     assert file.read_text() == damaged
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 3
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     assert (
-        "this rank's routing trace ends at step 1, the run goes on" in told
-        and "is no row of a step" in told
+        "this rank's routing trace ends at step 1, the run continues" in reported
+        and "is not a row of metrics" in reported
     )
 
 
-def test_what_is_damaged_of_a_rank_that_left_ends_no_others_trace_nor_does_one_that_is_over(
+def test_damaged_trace_of_former_rank_does_not_stop_other_traces(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(0, 1, mixture(train__steps="1", observe__routing_trace="3"), tmp_path)
     mine, gone = tmp_path / "routing/rank_00000.jsonl", tmp_path / "routing/rank_00005.jsonl"
     gone.write_text("\0\0\n{}\n")
     train(0, 1, mixture(train__steps="2", observe__routing_trace="3"), tmp_path)
-    assert "a rank that there is no more stays as it is" in capsys.readouterr().err
+    assert "a rank that no longer exists is damaged and is unchanged" in capsys.readouterr().err
     assert gone.read_text() == "\0\0\n{}\n" and '"step":2' in mine.read_text()
     mine.write_text(mine.read_text() + "\0\0\n")
     gone.unlink()
@@ -328,9 +326,10 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(
 
     monkeypatch.setattr(RoutingTrace, "write", full)
     train(0, 1, mixture(), tmp_path)
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     assert (
-        told.count("the run goes on, and this rank's trace ends") == 1 and "No space left" in told
+        reported.count("the run continues without this rank's routing trace") == 1
+        and "No space left" in reported
     )
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 3
 
@@ -357,15 +356,15 @@ def test_a_step_is_there_whole_or_not_at_all(
     assert written.begin(4, []) is None and written.begin(3, []) is not None
 
 
-def test_without_its_rows_a_step_has_no_sidecar(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_without_rows_has_no_captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden: tuple[Captured, ...] = ("hidden",)
     written = RoutingTrace(tmp_path, mesh_of_one(), steps=3, captures=hidden, layers=1)
     for step in (1, 2, 3):
         routing = written.begin(step, [])
-        assert routing is not None and routing.watch is not None and written._sidecar is not None
-        written._sidecar.put("layers.0/0/hidden", torch.zeros(2, 3))
+        assert (
+            routing is not None and routing.watch is not None and written._capture_file is not None
+        )
+        written._capture_file.put("layers.0/0/hidden", torch.zeros(2, 3))
         if step == 3:
             written.close()  # the step failed
             break
@@ -395,23 +394,22 @@ def _refusing(opened: Any) -> Any:  # of files, as they are opened
     return fail
 
 
-def test_wrong_values_are_refused_with_what_to_do() -> None:
+def test_invalid_settings_are_rejected_with_valid_ones() -> None:
     (problem,) = run_problems(mixture(observe__routing_trace="-1"), 1)
     assert (
-        problem == "observe.routing_trace=-1 must be a finite number of at least 0. ExpertLoad 0 "
-        "or more."
+        problem == "observe.routing_trace=-1 must be a finite number of at least 0. Use 0 or more."
     )
     (problem,) = run_problems(tiny_run({"observe.routing_trace": "3"}), 1)
     assert problem.startswith(
-        "observe.routing_trace=3 with model.moe=null: no token chooses among experts. Set model"
+        "observe.routing_trace=3 with model.moe=null: the model has no experts. Set model"
     )
     (problem,) = run_problems(
         mixture(observe__routing_trace="0", observe__routing_captures="[logits, hidden]"), 1
     )
     assert problem == (
-        "observe.routing_captures=[logits, hidden] with observe.routing_trace=0: it lies beside "
-        "rows of a trace, and "
-        "there are none. Set observe.routing_trace=1 or more, or observe.routing_captures=[]."
+        "observe.routing_captures=[logits, hidden] with observe.routing_trace=0: captures are "
+        "written with a routing trace. Set observe.routing_trace=1 or more, or "
+        "observe.routing_captures=[]."
     )
 
 
@@ -425,7 +423,7 @@ def test_the_code_of_the_page_reads_it(
     logits = load_file(whole / "routing" / row["sidecar"])[
         f"{row['layer']}/{row['microbatch']}/logits"
     ].float()
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == len(rows(whole))
+    reported = capsys.readouterr().out.splitlines()
+    assert len(reported) == len(rows(whole))
     second, third = logits.sort(1, descending=True).values[:, 1:3].unbind(1)
-    assert told[-1] == f"step 2, mtp.0.layer: {(second - third).mean():.3f}"
+    assert reported[-1] == f"step 2, mtp.0.layer: {(second - third).mean():.3f}"
