@@ -48,7 +48,7 @@ def test_patterns_to_skip_need_something_that_is_loaded() -> None:
     assert checkpoint_problems(CheckpointConfig(skip=("head.*",), load="first")) == []
 
 
-@pytest.mark.parametrize("take", ["progress", "everything"])
+@pytest.mark.parametrize("take", ["progress", "all"])
 def test_a_step_to_go_on_at_is_another_checkpoints_and_has_all_weights(take: Taken) -> None:
     (text,) = checkpoint_problems(CheckpointConfig(load_mode=take))
     assert (

@@ -161,7 +161,7 @@ def test_everything_is_the_run_that_never_stopped(tmp_path: Path) -> None:
     train(tmp_path / "a", LATER | {"checkpoint.every": "4"})
     begun = LATER | {
         "checkpoint.load": str(tmp_path / "a/checkpoints/step_0000004"),
-        "checkpoint.load_mode": "everything",
+        "checkpoint.load_mode": "all",
     }
     train(tmp_path / "b", begun)
     for key, tensor in stored(tmp_path / "b", 6).items():
@@ -249,7 +249,7 @@ def test_a_checkpoint_without_optimizer_says_how_to_go_on_and_does(tmp_path: Pat
         "checkpoint.load": str(tmp_path / "a"),
     }
     with pytest.raises(CheckpointError, match="has no optimizer state"):
-        train(tmp_path / "b", begun | {"checkpoint.load_mode": "everything"})
+        train(tmp_path / "b", begun | {"checkpoint.load_mode": "all"})
     train(tmp_path / "b", begun | {"checkpoint.load_mode": "progress"})
     train(
         tmp_path / "a",
@@ -301,7 +301,7 @@ def test_where_a_run_goes_on_is_told_and_where_its_schedule_will_end(
     train(tmp_path / "a", SHORT | {"train.steps": "2"})
     checkpoint_source = open_checkpoint(locate(str(tmp_path / "a")))
     begun, state = (
-        LATER | {"checkpoint.load_mode": "everything"},
+        LATER | {"checkpoint.load_mode": "all"},
         TrainState.from_json(checkpoint_source.state["train"]),
     )
     told = describe_checkpoint_source(tiny_run(begun), checkpoint_source, state, fresh=fresh)
@@ -338,7 +338,7 @@ def test_what_has_no_step_is_refused_by_name(tmp_path: Path) -> None:
             train(tmp_path / "b", begun)
     begun = {
         "checkpoint.load": str(tmp_path / "a"),
-        "checkpoint.load_mode": "everything",
+        "checkpoint.load_mode": "all",
         "train.steps": "2",
     }
     with pytest.raises(
@@ -368,7 +368,7 @@ def test_settings_that_make_no_sense_together_are_told() -> None:
     skips = run_problems(
         tiny_run(
             {
-                "checkpoint.load_mode": "everything",
+                "checkpoint.load_mode": "all",
                 "checkpoint.load": "a",
                 "checkpoint.skip": ["head.*"],
             }
