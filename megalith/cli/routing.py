@@ -89,7 +89,8 @@ def use_lines(loads: Sequence[ExpertLoad]) -> list[str]:
         ]
         busiest = ", ".join(f"{expert} {load.shares[expert]:.1%}" for expert in best)
         rows.append(
-            f"{load.layer:<14}{load.tokens:>10,}{load.load:>8.2f}{load.entropy:>9.3f}{load.half:>6}  "
+            f"{load.layer:<14}{load.tokens:>10,}{load.load:>8.2f}{load.entropy:>9.3f}"
+            f"{load.half:>6}  "
             f"{busiest}"
         )
     return [
