@@ -123,7 +123,7 @@ def recipe_summary(name: str) -> dict[str, Any]:  # Any: JSON
         "ranks": ranks,
         "tokens_per_step": run.train.global_batch_size * run.train.seq_len,
         "steps": run.train.steps,
-        "summary": (getdoc(recipe) or "").partition("\n")[0],
+        "summary": (getdoc(recipe) or "").partition("\n\n")[0].replace("\n", " "),
     }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megalith.cli.main import main
-from megalith.cli.train import _closing_words
+from megalith.cli.train import _describe_outcome
 from megalith.config.recompute import RecomputeConfig
 from megalith.config.tree import Override, apply_overrides
 from megalith.data.chat_template import find_template
@@ -105,7 +105,7 @@ def test_suggested_command_suits_what_the_run_trained_on(
     recipe: str, overrides: dict[str, str], suggestion: str
 ) -> None:
     run = apply_overrides(resolve(recipe), overrides)
-    assert _closing_words(Outcome("done", 3), "runs/x", run).endswith(f"\ntry: {suggestion}")
+    assert _describe_outcome(Outcome("done", 3), "runs/x", run).endswith(f"\ntry: {suggestion}")
 
 
 def test_what_is_computed_again_is_chosen_once_and_written_down(
