@@ -35,7 +35,11 @@ from megalith.config.fields import (
     type_name,
     unknown_setting,
 )
-from megalith.config.renamed import successor_of_value, translate_stored_settings
+from megalith.config.renamed import (
+    successor_of_setting,
+    successor_of_value,
+    translate_stored_settings,
+)
 from megalith.config.suggest import did_you_mean
 from megalith.errors import MAX_PROBLEMS, ConfigError, raise_all
 
@@ -409,7 +413,11 @@ class _Report:
     problems: list[str]
 
     def unknown(self, path: str, value: Plain) -> None:
-        """Add an unknown name."""
+        """Add an unknown name, or each unknown name of a renamed section."""
+        if isinstance(value, Mapping) and value and successor_of_setting(path) is not None:
+            for name, item in value.items():
+                self.unknown(join_path(path, str(name)), item)
+            return
         if self.root is None or len(self.problems) >= MAX_PROBLEMS:
             self.problems.append(f"{path}: there is no such setting.")
         else:
@@ -466,13 +474,13 @@ def _value(
     hint: Hint, value: Plain, path: str, report: _Report
 ) -> Any:  # Any: as dynamic as `hint`
     """Convert `value` to the type `hint`. Problems go to `report`; the result is then undefined."""
+    successor = successor_of_value(path, value)
+    if successor is not None:
+        return report.renamed(path, value, successor)
     if type(value) is hint and _scalar(hint, value) is not None:  # fast path for most values
         return value
     if value is None and type(None) in options_of(hint):
         return None
-    successor = successor_of_value(path, value)
-    if successor is not None:
-        return report.renamed(path, value, successor)
     options = [option for option in options_of(hint) if option is not type(None)]
     section = section_of(hint)
     if section is not None and isinstance(value, Mapping):

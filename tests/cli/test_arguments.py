@@ -7,6 +7,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import COMMON_SETTINGS, parse_options, split_overrides
 from megalith.config.fields import describe, setting_names
+from megalith.config.renamed import read_renamed_settings
 from megalith.config.train import TrainRun
 from megalith.config.tree import Override, apply_overrides
 from megalith.errors import ConfigError
@@ -121,6 +122,17 @@ def test_unknown_and_empty_overrides_are_told_together() -> None:
     assert "--train.lr=3: there is no such setting. Did you mean schedule.lr?" in text
 
 
+def test_a_renamed_setting_is_an_error_that_names_its_successor() -> None:
+    for old, new in read_renamed_settings().settings.items():
+        with pytest.raises(ConfigError) as error:
+            split(f"--{old} 1", TrainRun)
+        assert str(error.value) == f"--{old}=1: this setting was renamed. Use {new}.", old
+
+
+def test_common_settings_exist() -> None:
+    assert set(COMMON_SETTINGS) <= set(setting_names(TrainRun))
+
+
 def test_a_command_line_ends_in_a_run() -> None:
     rest, overrides = split(
         "tiny_cpu --parallel.tp 2 --data.document_masking --schedule.lr 3e-4", TrainRun
@@ -232,7 +244,7 @@ def test_help_shows_options_and_settings_with_the_values_of_the_recipe(
     assert "--dry-run" in text
     assert "--parallel.tp INT" in text
     assert "(default: 14336)" in text
-    assert "Tensor parallel" in text
+    assert "Tensor-parallel size" in text
 
 
 def test_help_without_a_recipe_names_what_recipes_must_give(

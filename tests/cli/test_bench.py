@@ -46,7 +46,7 @@ def test_a_slow_link_shows_in_the_table_of_two_ranks(capfd: pytest.CaptureFixtur
 
 def test_one_rank_communicates_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "overlap", *TINY, "--steps", "1"]) == 0
-    assert "communicates nothing: it has one rank" in capsys.readouterr().out
+    assert "without communication, because it has one rank" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,15 @@ def test_one_rank_communicates_nothing(capsys: pytest.CaptureFixture[str]) -> No
         (["overlap", "tiny_cpu", "--steps", "0"], "--steps=0 must be at least 1"),
         (
             ["overlap", "tiny_cpu", "--latency-ms", "-1"],
-            "--latency-ms=-1.0 must be a finite number and not negative",
+            "--latency-ms=-1.0 must be a finite number of at least 0",
         ),
         (
             ["overlap", "tiny_cpu", "--latency-ms", "nan"],
-            "--latency-ms=nan must be a finite number and not negative",
+            "--latency-ms=nan must be a finite number of at least 0",
         ),
         (
             ["overlap", "tiny_cpu", "--latency-ms", "inf"],
-            "--latency-ms=inf must be a finite number and not negative",
+            "--latency-ms=inf must be a finite number of at least 0",
         ),
         (
             ["overlap", "tiny_cpu", "--gigabytes-per-second", "0"],

@@ -95,7 +95,7 @@ def test_every_line_is_a_turn_and_the_model_remembers_until_it_begins_again(
     middle = out[len(once) : len(out) - len(once)]
     assert middle not in ("", once), "the second turn saw the first"
     assert chat(monkeypatch, capsys, "abc\n", *words, "--system", "be brief")[1] != once
-    assert "/reset begins again" in chat(monkeypatch, capsys, "/help\n", *words)[1]
+    assert "/reset starts a new conversation" in chat(monkeypatch, capsys, "/help\n", *words)[1]
 
 
 @pytest.mark.slow  # two processes of their own
@@ -145,12 +145,15 @@ def test_answers_may_be_computed_by_plain_definitions(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--greedy", "--temperature", "0.5"), "--greedy with --temperature=0.5: use one of them."),
+        (
+            ("--greedy", "--temperature", "0.5"),
+            "--greedy with --temperature=0.5: set only one of them.",
+        ),
         (("--nproc", "0"), "--nproc=0 must be at least 1. Use the number"),
-        (("--mlp-chunks", "-1"), "--mlp-chunks=-1 must be at least 1. Use 1 to read prompts whole"),
+        (("--mlp-chunks", "-1"), "--mlp-chunks=-1 must be at least 1. Use 1 for no chunks"),
         (
             ("--input", "gone.txt"),
-            "--input=gone.txt: no such file. Pass a file with a turn in every line.",
+            "--input=gone.txt: no such file. Pass a file with one turn per line.",
         ),
         (("--template", "chatlm"), "--template=chatlm: No such file or directory."),
         (("--max-new-tokens", "0"), "--max-new-tokens=0"),

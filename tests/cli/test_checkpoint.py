@@ -115,7 +115,7 @@ def test_a_sound_checkpoint_may_hold_values_that_are_no_numbers(
 def test_verify_reads_one_or_all(run: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("verify", run / where) == 0
     told = capsys.readouterr().out
-    assert told.count(": sound\n") == (1 if where.endswith("2") else 2)
+    assert told.count(": valid\n") == (1 if where.endswith("2") else 2)
 
 
 def test_verify_warns_of_a_missing_dot_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,9 +123,9 @@ def test_verify_warns_of_a_missing_dot_file(run: Path, capsys: pytest.CaptureFix
     file.unlink()
     assert call("verify", run) == 0
     printed = capsys.readouterr().out
-    assert printed.count(": sound\n") == 2
+    assert printed.count(": valid\n") == 2
     assert (
-        f"step_0000001: sound\n  warning: {file}: cannot be read" in printed
+        f"step_0000001: valid\n  warning: {file}: cannot be read" in printed
         and printed.count("warning") == 1
     )
 
@@ -135,7 +135,7 @@ def test_damage_is_named_and_ends_with_1(run: Path, capsys: pytest.CaptureFixtur
     assert call("verify", run) == 1
     told = capsys.readouterr().out
     assert "step_0000001: 1 problems\n  " in told
-    assert "step_0000002: sound" in told
+    assert "step_0000002: valid" in told
     assert call("verify", run, "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert [len(problems) for problems in found.values()] == [1, 0]
@@ -156,11 +156,12 @@ def test_an_interrupted_save_is_no_sound_checkpoint_and_not_the_newest(
     [
         (
             ("verify", "nowhere"),
-            "nowhere: no such folder, neither here nor under runs/. Use a step_NNNNNNN folder",
+            "nowhere: no such folder, neither in the working directory nor in runs/. Use a "
+            "step_NNNNNNN folder",
         ),
         (
             ("info", "file.txt"),
-            "file.txt is a file. Use the folder that it is in, or the folder of a run.",
+            "file.txt is a file. Use its folder, or the folder of a run.",
         ),
         (("diff", ".", "file.txt"), "not a complete checkpoint: it has no manifest.json"),
         (
@@ -170,7 +171,7 @@ def test_an_interrupted_save_is_no_sound_checkpoint_and_not_the_newest(
         (("info", "."), "not a complete checkpoint: it has no manifest.json"),
         (
             ("verfy", "."),
-            "verfy is not something `megalith checkpoint` does. Did you mean verify? Use one of "
+            "verfy is not a subcommand of `megalith checkpoint`. Did you mean verify? Use one of "
             "info, verify, diff.",
         ),
     ],
@@ -214,7 +215,7 @@ def test_runs_are_found_by_name(
     assert "runs/first/checkpoints/step_0000002: step 2" in capsys.readouterr().out
     assert call("info", "frist") == 2
     assert (
-        "frist: no such folder, neither here nor under runs/. Did you mean first?"
+        "frist: no such folder, neither in the working directory nor in runs/. Did you mean first?"
         in capsys.readouterr().err
     )
 
@@ -237,7 +238,7 @@ def test_diff_ends_with_a_summary_of_weights_and_optimizer_state(
         save_checkpoint(tmp_path / name, 1, entries, {}, alone("world"), config_text="", keep=None)
     assert call("diff", tmp_path / "a", tmp_path / "b") == 1
     assert capsys.readouterr().out.splitlines()[-3:] == [
-        "2 tensors are the same, 2 are not",
+        "2 tensors are equal, 2 differ",
         "  exp_avg     0 of 2 tensors differ, 1 only in one",
         "  weights     1 of 2 tensors differ: 2 of 8 elements (0.25), by 2 at most, in "
         "model.norm.weight",
@@ -259,7 +260,7 @@ def test_diff_names_what_differs_and_ends_with_1(
     assert call("diff", one, two) == 1
     told = capsys.readouterr().out
     assert "model.norm.weight: 7 of 7 elements differ, by 1 at most" in told
-    assert "1 tensors are the same, 1 are not" in told
+    assert "1 tensors are equal, 1 differ" in told
     assert call("diff", one, one) == 0 and call("diff", one, two, "--atol", "1") == 0
     assert call("diff", one, run, "--only", "optimizer.*") == 0
     capsys.readouterr()

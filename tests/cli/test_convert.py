@@ -173,11 +173,11 @@ def test_the_vocabulary_is_padded_as_asked(run: Path) -> None:
         (["RUN", "x", "--shard-gb", "0"], "--shard-gb=0.0 must be above 0. Use 5"),
         (
             ["RUN", "x", "--restart", "--take-over"],
-            "--restart=True with --take-over=True: one begins anew, the other",
+            "--restart=True with --take-over=True: one starts again, the other",
         ),
         (
             ["RUN", "x", "--to", "peft", "--keep"],
-            "--keep=True with --to=peft: adapters are written at once. Remove it.",
+            "--keep=True with --to=peft: adapters are written in one step. Remove it.",
         ),
         (
             ["RUN", "x", "--workers", "0"],
@@ -189,7 +189,8 @@ def test_the_vocabulary_is_padded_as_asked(run: Path) -> None:
         ),
         (
             ["RUN", "x", "--pad-vocab-to-multiple-of", "8"],
-            "--pad-vocab-to-multiple-of=8 is for checkpoints made from Hugging Face folders",
+            "--pad-vocab-to-multiple-of=8 applies to checkpoints converted from Hugging Face "
+            "folders",
         ),
         (
             ["RUN", "x", "--dtpye", "bf16"],

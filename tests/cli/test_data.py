@@ -95,7 +95,10 @@ def test_cat_with_another_tokenizer_is_refused(
         builder.add_document(np.array([300]), [1])
         builder.finalize()
     assert run("cat", tmp_path / "wide") == 2
-    assert "has id 300, but tokenizer byte has 257. Pass --tokenizer" in capsys.readouterr().err
+    assert (
+        "has id 300, but tokenizer byte has 257. Pass the tokenizer of the store with --tokenizer"
+        in capsys.readouterr().err
+    )
 
 
 def test_verify_answers_with_its_exit_code(
@@ -120,6 +123,6 @@ def test_unknown_actions_are_refused_and_help_names_the_known(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run("mege") == 2
-    assert "mege is not something `megalith data` does." in capsys.readouterr().err
+    assert "mege is not a subcommand of `megalith data`." in capsys.readouterr().err
     assert run() == 0
     assert "{info,verify,cat,merge,pack}" in capsys.readouterr().out

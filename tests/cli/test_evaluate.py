@@ -77,7 +77,7 @@ def test_a_name_under_runs_is_enough(
     assert capsys.readouterr().out.startswith("runs/one on valid: ")
     assert main(["evaluate", "two"]) == 2
     error = capsys.readouterr().err
-    assert "two is not the folder of a run. Use a path, or one of runs/: one." in error
+    assert "two is not the folder of a run. Use a path, or a name under runs/: one." in error
 
 
 def test_without_a_count_the_whole_split_is_read_once(
@@ -124,7 +124,7 @@ def test_a_run_of_two_ranks_is_evaluated_on_one(
         ({"tp": 2, "sp": True, "dp": 1}, 3, (), (1, False, None)),
         ({"tp": 2, "sp": True, "dp": 1}, 4, (), (2, True, None)),
         ({"dp": 8}, 3, (), (1, False, None)),
-        ({"dp": 4, "pp": 3, "cp": 2, "zero": 2, "replicas": 2}, 3, (), (1, False, None)),
+        ({"dp": 4, "pp": 3, "cp": 2, "zero": 2, "dp_replicate": 2}, 3, (), (1, False, None)),
         ({"tp": 2, "dp": 8}, 3, ("parallel.tp", "parallel.dp"), (2, False, 8)),
         ({"sp": True}, 2, ("parallel.sp",), (1, True, None)),
     ],
@@ -223,7 +223,7 @@ def test_what_only_training_divides_or_keeps_is_left_out() -> None:
     [
         (
             ["--samples", "0"],
-            "--samples=0 must be at least 1. Leave it out to read the whole split.",
+            "--samples=0 must be at least 1. Remove it to read the whole split.",
         ),
         (["--nproc", "0"], "--nproc=0 must be at least 1"),
         (["--parallel.tp", "2"], "world"),

@@ -89,7 +89,7 @@ def test_the_yaml_goes_to_a_file_that_is_never_replaced(
     printed = capsys.readouterr()
     assert printed.out == "" and f"megalith train {file}" in printed.err
     assert run(*TINY_LLAMA.split(), "--output", file) == 2
-    assert f"--output {file} exists already. Use another name" in capsys.readouterr().err
+    assert f"--output {file} already exists. Use another name" in capsys.readouterr().err
     assert run(*TINY_LLAMA.split(), "--output", str(tmp_path / "none" / "run.yaml")) == 2
     assert "Use a folder that exists" in capsys.readouterr().err
 
@@ -142,7 +142,7 @@ def test_an_unknown_argument_is_compared_with_megatrons(capsys: pytest.CaptureFi
 def test_nothing_to_translate_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 2
     assert (
-        "there are 0 arguments to translate. Pass Megatron's own, or --script FILE."
+        "0 arguments were given. Pass Megatron arguments, or --script FILE."
         in capsys.readouterr().err
     )
 
@@ -212,7 +212,7 @@ def test_a_script_that_cannot_be_used_is_refused(
 
 def test_variables_belong_to_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*TINY_LLAMA.split(), "--set", "A=1") == 2
-    assert "--set A=1 belongs to a script" in capsys.readouterr().err
+    assert "--set A=1 needs a script" in capsys.readouterr().err
     assert run("--script") == 2
     assert "--script has no value. Use --script VALUE." in capsys.readouterr().err
 
@@ -302,7 +302,7 @@ def test_the_pages_example_is_translated_as_the_page_says(
     del changed["name"]
     assert changed == yaml.safe_load(block("yaml"))
     assert "not mapped" not in error and "done differently" not in error.replace(
-        "done differently here\n  --save", ""
+        "done differently\n  --save", ""
     )
     assert "--nproc 8" in error
 
@@ -325,8 +325,8 @@ def test_a_script_without_its_option_is_offered_it(
     assert run(*words) == 2
     captured = capsys.readouterr()
     assert captured.err == (
-        "megalith from-megatron: nosuch.sh is no argument of Megatron's, and there is no such file "
-        "here. Use --script FILE to read a launch script.\n"
+        "megalith from-megatron: nosuch.sh is not a Megatron argument, and the file does not "
+        "exist. Use --script FILE to read a launch script.\n"
     )
 
 

@@ -117,7 +117,7 @@ def test_a_jsonl_file_may_hold_prompts_of_several_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("p.jsonl", b"{}\n", r'p.jsonl:1: no text under "prompt", found'),
+        ("p.jsonl", b"{}\n", r'p.jsonl:1: expected text under "prompt", found'),
         ("p.jsonl", b'"a"\n{x\n', r"p.jsonl:2: not JSON .*Use an object like"),
         (
             "p.jsonl",
@@ -126,7 +126,7 @@ def test_a_jsonl_file_may_hold_prompts_of_several_lines(tmp_path: Path) -> None:
         ),
         ("p.jsonl", b'"\\ud800"\n', r"p.jsonl:1: not JSON .*surrogates not allowed"),
         ("p.txt", b"a\xff", "byte 1 is not UTF-8. Pass a text file"),
-        (None, b"", "No such file or directory. Pass a text file with one prompt in every line"),
+        (None, b"", "No such file or directory. Pass a text file with one prompt per line"),
     ],
 )
 def test_files_that_hold_no_prompts_are_refused(
@@ -193,19 +193,19 @@ def test_a_model_without_a_tokenizer_speaks_in_ids(
     ("words", "message"),
     [
         (["gone"], "gone: no such folder"),
-        (["RUN", "--temperature", "-1"], "--temperature=-1.0 must be 0"),
+        (["RUN", "--temperature", "-1"], "--temperature=-1.0 must be at least 0"),
         (
             ["RUN", "--max-new-tokens", "0", "--top-k", "0"],
             "1. --max-new-tokens=0 must be at least 1",
         ),
         (
             ["RUN", "--greedy", "--temperature", "0.5"],
-            "--greedy with --temperature=0.5: use one of them",
+            "--greedy with --temperature=0.5: set only one of them",
         ),
         (["RUN", "--nproc", "0"], "--nproc=0 must be at least 1"),
         (
             ["RUN", "--mlp-chunks", "0"],
-            "--mlp-chunks=0 must be at least 1. Use 1 to read prompts whole",
+            "--mlp-chunks=0 must be at least 1. Use 1 for no chunks",
         ),
         (["RUN", "--nproc", "5"], "as many others share each. Set --nproc to one of 1, 2, 4, 6."),
         (["RUN", "x" * 64], "prompt 1 has 64 tokens, and the model reads at most 64"),

@@ -100,8 +100,8 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
 def test_an_unknown_command_gets_did_you_mean(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe"]) == 2
     assert capsys.readouterr().err == (
-        "megalith recipe: recipe is not a command. Did you mean recipes? Run `megalith --help` to "
-        "see them all.\n"
+        "megalith recipe: recipe is not a command. Did you mean recipes? Run `megalith --help` for "
+        "a list.\n"
     )
     assert main(["qqqq"]) == 2
     assert " Commands: " in capsys.readouterr().err

@@ -83,7 +83,7 @@ def test_the_same_seed_packs_alike_and_json_tells_the_counts(
 
 def test_what_cannot_be_packed_is_told(tmp_path: Path) -> None:
     output = packed(tmp_path)
-    with pytest.raises(ConfigError, match=r"packs.npz is there already. Pass --overwrite"):
+    with pytest.raises(ConfigError, match=r"packs.npz already exists. Pass --overwrite"):
         packed(tmp_path)
     with pytest.raises(
         ConfigError, match=r"reads no conversations \(data.sft.path=\[\]\). Set data.sft.path"
@@ -102,6 +102,6 @@ def test_what_cannot_be_packed_is_told(tmp_path: Path) -> None:
         main(["pack", str(tmp_path / "run.yaml"), "--output", f"{output}/inside"])
     with pytest.raises(
         ConfigError,
-        match=r"prepare is not something `megalith data` does. It is `megalith prepare`",
+        match=r"prepare is not a subcommand of `megalith data`. It is `megalith prepare`",
     ):
         main(["prepare"])

@@ -30,7 +30,9 @@ def test_explain_shows_grids_groups_stages_and_slices(
     told = flat(capsys.readouterr().out)
     assert "8 = tp 2 · cp 1 · dp 2 · pp 2" in told and "8 = etp 2 · ep 1 · edp 2 · pp 2" in told
     assert "0, 1 | 2, 3 | 4, 5 | 6, 7" in told and "0, 4 | 1, 5 | 2, 6 | 3, 7" in told
-    assert "embedding" in told and "loss" in told and "Schedule 1f1b: 33.3 %" in told
+    assert (
+        "embedding" in told and "loss" in told and "Schedule 1f1b: the bubble adds 33.3 %" in told
+    )
     assert "in a step: tp" in told
 
 
@@ -63,7 +65,7 @@ def test_the_405b_layout_on_16384_ranks_is_explained(capsys: pytest.CaptureFixtu
     told = flat(capsys.readouterr().out)
     assert "405.9B parameters on 16384 ranks" in told
     assert "16384 = tp 8 · cp 4 · dp 32 · pp 16" in told
-    assert "5.9 % of the computing time" in told
+    assert "adds 5.9 % to the compute time" in told
 
 
 def test_estimate_says_that_a_run_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +147,8 @@ def test_a_device_may_be_given_in_gib(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["plan", "estimate", "llama3_8b", "--world", "2", "--device", "200"]) == 0
     assert main(["plan", "estimate", "llama3_8b", "--world", "2", "--device", "0.1"]) == 1
     assert (
-        "No change tried here makes it fit on 2 ranks. Use more of them." in capsys.readouterr().out
+        "None of the tried changes makes it fit on 2 ranks. Use more ranks."
+        in capsys.readouterr().out
     )
 
 
@@ -154,7 +157,7 @@ def test_a_device_may_be_given_in_gib(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (
             "plan explian tiny_cpu",
-            ["explian is not something `megalith plan` does. Did you mean explain?"],
+            ["explian is not a subcommand of `megalith plan`. Did you mean explain?"],
         ),
         (
             "plan estimate tiny_cpu --device h10",
@@ -165,7 +168,7 @@ def test_a_device_may_be_given_in_gib(capsys: pytest.CaptureFixture[str]) -> Non
             "plan explain tiny_cpu --world abc",
             ["--world=abc is not a whole number. Use for example --world 8."],
         ),
-        ("plan explain .", ["there is no run in this folder"]),
+        ("plan explain .", ["so it is not the folder of a run"]),
         (
             "plan estimate tiny_cpu --device 1e99",
             ["--device=1e99 is no device", "or a number of GiB, at most 1048576."],

@@ -91,35 +91,34 @@ def test_experts_of_a_rank_are_told_with_what_they_are_sent(
     told = capsys.readouterr().out
     assert (
         "expert grid  16 = etp 1 · ep 8 · edp 2 · pp 1" in told
-        and "Both grids are of the same ranks; ep" in told
+        and "Both grids contain the same ranks." in told
     )
     assert (
-        "Experts: 16 layers with 64, 8 of them on each rank; a token goes to 8 and meets 1.282B "
+        "Experts: 16 layers with 64, 8 of them on each rank; a token is sent to 8 and uses 1.282B "
         "parameters." in told
     )
     assert (
-        "Their router: softmax scores in fp32, weights as scored; balanced by "
+        "Router: softmax scores in fp32, weights as scored; balanced by "
         "aux_loss.batch_coeff=0.01; "
         "nobody is" in told
     )
     assert (
-        "A rank holds up to 805.3M parameters of experts, 9.00 GiB with gradients and optimizer "
+        "A rank holds up to 805.3M expert parameters, 9.00 GiB with gradients and optimizer "
         "state." in told
     )
     assert (
-        "work on 32,768 rows if all are equally busy, on 262,144 if all tokens choose them." in told
+        "process 32,768 rows with a balanced load, 262,144 if all tokens are sent to them." in told
     )
-    assert (
-        "An exchange of rows, of 4 in each layer and microbatch, sends 112 MiB from each rank."
-        in told
-    )
+    assert "Each all-to-all, 4 per layer and microbatch, sends 112 MiB from each rank." in told
 
 
 def test_an_estimate_tells_what_crowded_experts_take(capsys: pytest.CaptureFixture[str]) -> None:
     for name, there in (("olmoe_7b", True), ("llama3_8b", False)):
         workload, device = plan_workload(resolve(name), 16), DEVICES["h100"]
         print_estimate(workload, device, memory_ledger(workload, device), [], None)
-        assert ("If all tokens go to the experts of one rank: " in capsys.readouterr().out) == there
+        assert (
+            "If all tokens are sent to the experts of one rank: " in capsys.readouterr().out
+        ) == there
 
 
 def test_with_adapters_what_is_frozen_and_what_is_trained_is_told_apart(
@@ -137,7 +136,7 @@ def test_with_adapters_what_is_frozen_and_what_is_trained_is_told_apart(
     print_layout(workload, explain(workload), ledger, [])
     told = capsys.readouterr().out
     trained = 2 * (24 + 20)
-    assert f"parameters, frozen, and {trained} of adapters, trained (" in told
+    assert f"frozen parameters and {trained} trained ones of adapters (" in told
     assert " + 0 " in told and f" + {trained} " in told, "of the first stage nothing is trained"
     assert "optimizer state " in told.splitlines()[-1] and "It holds " in told.splitlines()[-1]
 

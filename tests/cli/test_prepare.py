@@ -38,7 +38,7 @@ def test_text_becomes_a_store_and_bad_lines_are_reported(
     assert run("--input", corpus, "--output", corpus.parent / "out") == 0
     told = capsys.readouterr().out
     assert "out: 570 tokens, 60 documents (0 empty)" in told
-    assert "left out 30 lines or files: 30 not JSON. The first:" in told
+    assert "skipped 30 lines or files: 30 not JSON. The first:" in told
     assert "corpus.jsonl:3: not JSON: broken" in told
     assert IndexedDataset(str(corpus.parent / "out")).num_tokens == 570
 
@@ -65,7 +65,7 @@ def test_a_tokenizer_can_be_trained_on_the_way(
     assert IndexedDataset(str(corpus.parent / "out")).num_tokens < 570
     assert run(*words, "--output", corpus.parent / "out") == 2
     told = capsys.readouterr().err
-    assert "out.tokenizer has a tokenizer already. Pass --overwrite to replace it" in told
+    assert "out.tokenizer already has a tokenizer. Pass --overwrite to replace it" in told
     assert (
         run(
             "--input",
@@ -166,9 +166,9 @@ def test_a_tiktoken_vocabulary_makes_the_ids(
     [
         (
             ("--tokenizer-kind", "tiktoken"),
-            "--tokenizer-kind=tiktoken with --tokenizer=byte, which is read from no file",
+            "--tokenizer-kind=tiktoken with --tokenizer=byte, which has no file",
         ),
-        (("--tiktoken-pattern", "v1"), "tokenizer.pattern=v1 belongs to tiktoken vocabularies"),
+        (("--tiktoken-pattern", "v1"), "tokenizer.pattern=v1 applies to tiktoken vocabularies"),
         (
             ("--tiktoken-num-special-tokens", "0"),
             "--tiktoken-num-special-tokens=0 must be at least 1. Use 1000.",
@@ -214,7 +214,7 @@ def test_several_keys_give_several_stores(tmp_path: Path, corpus: Path) -> None:
             ["--tokenizer", "no/such"],
             "tokenizer.path=no/such: neither a folder nor a model in the local",
         ),
-        (["--eod", "</s>"], "tokenizer.eod=</s> belongs to a tokenizer read from files"),
+        (["--eod", "</s>"], "tokenizer.eod=</s> applies to tokenizers that are read from files"),
         (["--keys", "body"], "no text in 1 files"),
         (
             ["--tokenizer", "byte"],
@@ -248,7 +248,10 @@ def test_a_second_end_token_is_warned_about(
     file.write_text(json.dumps(description))
     words = ("--input", corpus, "--tokenizer", file.parent)
     assert run(*words, "--output", corpus.parent / "two") == 0
-    assert "documents get two end tokens. Pass --no-append-eod for one" in capsys.readouterr().err
+    assert (
+        "documents get two end tokens. Pass --no-append-eod to add only one"
+        in capsys.readouterr().err
+    )
     assert run(*words, "--output", corpus.parent / "one", "--no-append-eod") == 0
     assert "two end tokens" not in capsys.readouterr().err
 
@@ -270,7 +273,7 @@ def test_a_signal_exits_with_75_and_the_run_goes_on_later(
     process.send_signal(number)
     _, told = process.communicate(timeout=30)
     assert process.returncode == 75
-    assert "out.preparing keeps what is done. Pass --resume to go on" in told
+    assert "out.preparing. Pass --resume to continue" in told
     assert (
         not (tmp_path / "out.bin").exists() and (tmp_path / "out.preparing" / "state.json").exists()
     )

@@ -118,7 +118,7 @@ def test_the_sample_with_most_known_words_is_shown(
     results = [{"prompt": "def ", "text": text} for text in texts]
     outputs = {"evaluate": {"bits_per_byte": 2.0}, "generate": {"results": results}}
     monkeypatch.setattr(quickstart, "_captured", lambda name, *words: json.dumps(outputs[name]))
-    assert quickstart._look_back(shrunk, quickstart.find_local_text(), 0.0) == 0
+    assert quickstart._show_results(shrunk, quickstart.find_local_text(), 0.0) == 0
     printed = capsys.readouterr().out
     assert (
         shrunk / "sample.txt"
@@ -166,9 +166,7 @@ def test_a_run_stopped_while_preparing_goes_on(
         stopped.setattr(PrepareJournal, "finish", stop)
         assert main(words) == 75
     stopped_message = capsys.readouterr().err
-    assert stopped_message.endswith(
-        ".preparing keeps what is done. Run the same command again to continue.\n"
-    )
+    assert stopped_message.endswith(".preparing. Run the same command again to continue.\n")
     assert "--resume" not in stopped_message  # an option that quickstart does not have
     made = [data / "train.jsonl", data / "tokenizer" / "tokenizer.json"]
     before = [file.stat().st_mtime_ns for file in made]
@@ -202,7 +200,7 @@ def test_a_run_killed_before_anything_was_saved_goes_on(shrunk: Path, untrained:
         (["--nproc", "0"], "--nproc=0 must be at least 1. Use"),
         (
             ["--folder", "file/below"],
-            "--folder=file/below: nothing can be written into file/below/data",
+            "--folder=file/below: file/below/data is not writable",
         ),
     ],
 )
@@ -224,7 +222,7 @@ def test_a_data_folder_that_cannot_be_written_to_is_refused(
     (shrunk / "run").mkdir()
     (shrunk / "run" / "data").symlink_to("/proc/self")
     assert main(["quickstart", "--folder", "run"]) == 2
-    assert "--folder=run: nothing can be written into run/data (" in capsys.readouterr().err
+    assert "--folder=run: run/data is not writable (" in capsys.readouterr().err
 
 
 def test_a_text_that_cannot_be_prepared_ends_it(

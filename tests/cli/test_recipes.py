@@ -72,7 +72,7 @@ def test_diff_names_what_differs_and_answers_with_the_exit_code(
     [
         (
             "recipes shwo tiny_cpu",
-            "shwo is not something `megalith recipes` does. Did you mean show?",
+            "shwo is not a subcommand of `megalith recipes`. Did you mean show?",
         ),
         (
             "recipes show tiny_cpuu",

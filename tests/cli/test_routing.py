@@ -80,7 +80,10 @@ def test_without_sidecars_tables_say_what_would_be_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["routing", str(trained(tmp_path / "plain", "[]"))]) == 0
-    assert "routers: not there (observe.routing_captures hidden routers)" in capsys.readouterr().out
+    assert (
+        "routers: not captured (set observe.routing_captures hidden routers)"
+        in capsys.readouterr().out
+    )
 
 
 def test_what_has_no_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +91,7 @@ def test_what_has_no_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture
     run_training(dense, RunFolder(tmp_path / "dense"), mesh_of_one(), CPU, show=False)
     assert main(["routing", str(tmp_path / "dense")]) == 2
     assert (
-        "has model.moe=null: no token chooses among experts. Use a run with model.moe."
+        "has model.moe=null, so it has no experts. Use a run with model.moe."
         in capsys.readouterr().err
     )
     folder = trained(tmp_path / "plain", "[]")

@@ -99,7 +99,7 @@ def test_a_world_that_is_no_count_is_refused(
 ) -> None:
     assert main(["verify", recipe, "--world", "0"]) == 2
     assert (
-        "--world=0 must be at least 1. Use the number of ranks of the real job."
+        "--world=0 must be at least 1. Use the world size of the real job."
         in capsys.readouterr().err
     )
 
@@ -107,15 +107,15 @@ def test_a_world_that_is_no_count_is_refused(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ((), "recipe=None: there is nothing to verify. Pass a recipe's name, a YAML file or"),
-        (("tiny_cpu", "--sample"), "--sample=True chooses among all layouts. Use it with --all."),
+        ((), "recipe=None: a recipe is required. Pass the name of a recipe, a YAML file or"),
+        (("tiny_cpu", "--sample"), "--sample=True needs --all. Add --all, or remove it."),
         (
             ("tiny_cpu", "--all", "--world", "3"),
-            "--all with tiny_cpu, --world 3: all layouts have their own sizes.",
+            "--all with tiny_cpu, --world 3: layouts of --all have fixed settings.",
         ),
         (
             ("--all", "--parallel.tp", "2"),
-            "--all with --parallel.tp: all layouts have their own sizes. Use one",
+            "--all with --parallel.tp: layouts of --all have fixed settings. Remove one",
         ),
     ],
 )
@@ -174,7 +174,7 @@ def test_kernels_that_do_not_exist_are_refused_there(capsys: pytest.CaptureFixtu
 
 
 def test_no_is_not_an_error_of_the_user() -> None:
-    assert verify.NO == 1
+    assert verify.CHECK_FAILED == 1
 
 
 # 80 layers at three places of the world: about ten seconds, of which the rest is starting ranks

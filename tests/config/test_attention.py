@@ -33,6 +33,6 @@ def test_windows_are_in_all_layers_or_in_those_of_the_pattern() -> None:
 
 def test_only_attention_that_sees_the_next_token_is_warned_of() -> None:
     (note,) = attention_notes(AttentionConfig(causal=False))
-    assert "model.attention.causal=false: every token sees the one that it is to predict" in note
+    assert "model.attention.causal=false: every token attends to its own label" in note
     assert "set model.attention.causal=true" in note
     assert attention_notes(AttentionConfig(window=4)) == []

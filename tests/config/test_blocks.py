@@ -113,16 +113,18 @@ def test_every_multiple_of_256_has_a_multiplier_for_every_hidden_size() -> None:
         ),
         (
             {"attention": {"n_heads_in_group": 4, "num_query_groups": 8}},
-            "block_configs[3].attention: n_heads_in_group and num_query_groups: it must be one of "
-            "them.",
+            "block_configs[3].attention: n_heads_in_group and num_query_groups: only one of them "
+            "may "
+            "be set.",
         ),
         (
             {"attention": {"no_op": True, "replace_with_linear": True}},
-            "no_op and replace_with_linear: it must be one",
+            "no_op and replace_with_linear exclude each other",
         ),
         (
             {"attention": {"n_heads_in_group": 4, "window_length": 8192}},
-            "block_configs[3].attention.window_length=8192 is not known, expected null or false.",
+            "block_configs[3].attention.window_length=8192 is an unknown field, expected null or "
+            "false.",
         ),
         ({"attention": None}, "block_configs[3]: None: expected an object for attention."),
         (
@@ -143,7 +145,7 @@ def test_every_multiple_of_256_has_a_multiplier_for_every_hidden_size() -> None:
         ),
         (
             {"ffn": {"ffn_mult": 1.0, "moe": {"num_experts": 8}}},
-            "ffn.moe={'num_experts': 8} is not known",
+            "ffn.moe={'num_experts': 8} is an unknown field",
         ),
         (
             {"mlp": {"ffn_mult": 1.0}},
@@ -188,7 +190,7 @@ def test_an_mlp_of_no_features_is_told_with_a_multiplier_that_has_some(hidden: i
     sizes = Sizes(num_layers=4, num_heads=32, hidden_size=hidden)
     (text,) = read_blocks(with_blocks({"ffn": {"ffn_mult": 1e-9}}), sizes).problems
     start, _, least = text.removesuffix(" or more.").rpartition(" ")
-    assert start == "block_configs[3].ffn.ffn_mult=1e-09 makes an MLP of no features, expected"
+    assert start == "block_configs[3].ffn.ffn_mult=1e-09 gives an MLP of size 0, expected"
     assert width_of(float(least), hidden) == 256
     assert multiplier_of(10**12, hidden) is None
 

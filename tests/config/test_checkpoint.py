@@ -37,14 +37,14 @@ def test_settings_and_sections_of_the_model_may_be_allowed_to_change(name: str) 
 def test_a_name_that_allows_nothing_is_refused(name: str, advice: str) -> None:
     (text,) = checkpoint_problems(CheckpointConfig(allow_model_changes=(name,)))
     assert (
-        text.startswith(f"checkpoint.allow_model_changes={name}: expected settings of the model")
+        text.startswith(f"checkpoint.allow_model_changes={name}: expected names of model settings")
         and advice in text
     )
 
 
 def test_patterns_to_skip_need_something_that_is_loaded() -> None:
     (text,) = checkpoint_problems(CheckpointConfig(skip=("head.*",)))
-    assert "checkpoint.skip=['head.*'] names what is not taken from checkpoint.load" in text
+    assert "checkpoint.skip=['head.*'] needs checkpoint.load, which is unset" in text
     assert checkpoint_problems(CheckpointConfig(skip=("head.*",), load="first")) == []
 
 
@@ -52,13 +52,12 @@ def test_patterns_to_skip_need_something_that_is_loaded() -> None:
 def test_a_step_to_go_on_at_is_another_checkpoints_and_has_all_weights(take: Taken) -> None:
     (text,) = checkpoint_problems(CheckpointConfig(load_mode=take))
     assert (
-        f"checkpoint.load_mode={take} says what is taken from checkpoint.load, which is unset. Set "
+        f"checkpoint.load_mode={take} needs checkpoint.load, which is unset. Set "
         "checkpoint.lo" in text
     )
     (text,) = checkpoint_problems(CheckpointConfig(load_mode=take, load="first", skip=("head.*",)))
     assert (
-        f"checkpoint.load_mode={take} with checkpoint.skip=['head.*']: weights that are new have "
-        "no "
-        "place" in text
+        f"checkpoint.load_mode={take} with checkpoint.skip=['head.*']: a run that continues at "
+        "a step must load all weights" in text
     )
     assert checkpoint_problems(CheckpointConfig(load_mode=take, load="first")) == []

@@ -32,7 +32,7 @@ def test_exactly_one_source_is_accepted() -> None:
         (DataConfig(mock=True, split="1,-1"), "data.split=1,-1: expected one to three numbers"),
         (
             DataConfig(mock=True, mid_level_dataset_surplus=-0.1),
-            "data.mid_level_dataset_surplus=-0.1 must be 0 or more",
+            "data.mid_level_dataset_surplus=-0.1 must be at least 0",
         ),
         (DataConfig(mock=True, num_train_samples=0), "data.num_train_samples=0 must be 1 or more"),
         (
@@ -42,7 +42,7 @@ def test_exactly_one_source_is_accepted() -> None:
         (DataConfig(mock=True, mock_max_tokens=1), "data.mock_max_tokens=1 must be 2 or more"),
         (
             DataConfig(path=("1", "a", "b", "c")),
-            "data.path=1 a b c: 'b' stands where a weight must be",
+            "data.path=1 a b c: 'b' is not a weight",
         ),
     ],
 )

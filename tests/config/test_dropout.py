@@ -15,7 +15,4 @@ def test_without_a_probability_nothing_is_dropped() -> None:
 @pytest.mark.parametrize("p", [-0.1, 1.0, 3.0, math.nan])
 def test_what_is_no_probability_is_refused_by_name(p: float) -> None:
     (problem,) = dropout_problems(DropoutConfig(embedding=p))
-    assert (
-        problem
-        == f"model.dropout.embedding={p} must be a probability, at least 0 and below 1. Use 0.1."
-    )
+    assert problem == f"model.dropout.embedding={p} must be at least 0 and below 1. Use 0.1."

@@ -84,4 +84,6 @@ def test_an_unknown_name_lists_its_neighbors_when_nothing_is_near() -> None:
         "inner.qqqq=1: there is no such setting. Use one of inner.width, inner.names."
     )
     assert unknown_setting(Root, "qqqq").endswith("Use one of title, inner, maybe, by_name.")
-    assert unknown_setting(Root, "inner.width.x").endswith("inner.width is one value: set that.")
+    assert unknown_setting(Root, "inner.width.x").endswith(
+        "inner.width is a single value. Set inner.width instead."
+    )

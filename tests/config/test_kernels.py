@@ -47,7 +47,8 @@ def test_an_operation_beside_the_switch_leaves_it_as_it_is(names: list[str]) -> 
 
 def test_a_way_that_an_operation_does_not_know_is_no_choice() -> None:
     with pytest.raises(
-        ConfigError, match="kernels.rope=tiles: there is no such choice.* Use one of auto, torch"
+        ConfigError,
+        match="kernels.rope=cpu_tiled: there is no such choice.* Use one of auto, torch",
     ):
         tiny_run({"kernels.rope": "cpu_tiled"})
     with pytest.raises(

@@ -21,9 +21,9 @@ def test_all_broken_rules_are_told_at_once() -> None:
     told = "\n".join(prepare_problems(config))
     for text in (
         "tokenizer.vocab_size=None",
-        "input=() names no file",
+        "input=() is empty",
         "keys=('text', 'text'): use one or more different keys",
         "workers=0 must be 1 or more",
-        "resume=True and overwrite=True ask for opposite things: use resume to go on",
+        "resume=True and overwrite=True exclude each other. Use resume to continue",
     ):
         assert text in told

@@ -17,16 +17,16 @@ def test_sensible_settings_pass(fields: dict[str, Any]) -> None:
     [
         (
             {"max_new_tokens": 0},
-            "max_new_tokens=0 must be at least 1. Use the number of tokens to write.",
+            "max_new_tokens=0 must be at least 1. Set it to the number of tokens to generate.",
         ),
         (
             {"temperature": -0.5},
-            "temperature=-0.5 must be 0 (always the best token) or more. Use 1.",
+            "temperature=-0.5 must be at least 0 (0 is greedy decoding). Use 1.",
         ),
-        ({"temperature": float("nan")}, "temperature=nan must be 0"),
-        ({"temperature": float("inf")}, "temperature=inf must be 0"),
-        ({"top_k": 0}, "top_k=0 must be at least 1. Use 50, or leave it out."),
-        ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1. Use 0.9, or leave it out."),
+        ({"temperature": float("nan")}, "temperature=nan must be at least 0"),
+        ({"temperature": float("inf")}, "temperature=inf must be at least 0"),
+        ({"top_k": 0}, "top_k=0 must be at least 1. Use 50, or remove it."),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1. Use 0.9, or remove it."),
         ({"top_p": 1.5}, "top_p=1.5 must be above 0"),
     ],
 )

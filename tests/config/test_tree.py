@@ -137,8 +137,8 @@ def test_missing_file_names_the_files_beside_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content, text",
     [
-        (b"", "holds nothing: expected a mapping of name, rate"),
-        (b"hello", "holds only 'hello': expected a mapping"),
+        (b"", "contains nothing: expected a mapping of name, rate"),
+        (b"hello", "contains only 'hello': expected a mapping"),
         (b"a: [1", "is not YAML"),
         (b"a: [1", 'run.yaml", line 1, column 6'),
         (b"a: \x01", 'run.yaml", position 3'),
@@ -170,8 +170,8 @@ def test_a_name_written_twice_is_refused_with_everything_else(tmp_path: Path) ->
         load_yaml(file, Run)
     text = str(error.value)
     assert "3 settings" in text
-    assert "name is written more than once. Remove all but one." in text
-    assert "rate.lr is written more than once" in text
+    assert "name is set more than once. Remove all but one." in text
+    assert "rate.lr is set more than once" in text
     assert "Did you mean steps?" in text
 
 
@@ -534,7 +534,7 @@ def test_unknown_names_and_wrong_values_are_told_together() -> None:
         "rate.style=cosin: there is no such choice. Did you mean cosine? Use one of constant, "
         "cosine, none." in text
     )
-    assert "rate.lr is one value: set that." in text
+    assert "rate.lr is a single value. Set rate.lr instead." in text
 
 
 # --- looking at runs

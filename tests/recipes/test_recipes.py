@@ -105,13 +105,13 @@ def test_a_name_a_file_and_the_folder_of_a_run_are_resolved(tmp_path: Path) -> N
 def test_a_folder_without_a_run_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match="there is no run in this folder. Use the folder of a run, such as runs/NAME",
+        match="so it is not the folder of a run. Use the folder of a run, such as runs/NAME",
     ):
         resolve(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(
         ConfigError,
-        match="is a Hugging Face folder, which says nothing about a run. Run `megalith conv",
+        match="is a Hugging Face folder, which has no settings of a run. Run `megalith conv",
     ):
         resolve(str(tmp_path))
 
@@ -155,7 +155,7 @@ def test_yaml_file_cannot_choose_a_cache_folder_elsewhere(
     assert f"{file}: data.cache_path={cache} is neither below the working directory" in str(
         caught.value
     )
-    assert f"pass --data.cache_path {cache} if you want this one" in str(caught.value)
+    assert f"Pass --data.cache_path {cache} to use it" in str(caught.value)
     assert resolve_run(file, {"data.cache_path": cache}).data.cache_path == cache
     assert resolve(file).data.cache_path == cache, "which plans and shows it only"
 

@@ -181,7 +181,8 @@ def test_blocks_that_cannot_be_are_told_with_their_place(tiny: Translate) -> Non
         f"{TEXT}: block_configs[0].attention.n_heads_in_group=4 must be a whole number that "
         "divides the 6 query heads. "
         f"Use a file that says so.",
-        f"{TEXT}: block_configs[1].mlp.moe=1 is not known, expected null or false. Use a file that "
+        f"{TEXT}: block_configs[1].mlp.moe=1 is an unknown field, expected null or false. Use a "
+        "file that "
         "says so.",
     )
     (text,) = tiny(f"{TEXT} {as_word({'block_configs': BLOCKS * 2})}").problems
