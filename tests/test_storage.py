@@ -152,9 +152,9 @@ def test_a_file_system_that_cannot_be_asked_to_sync_is_told_about(
         partial(storage.replace_file, tmp_path / "a", b"y"),
     ]
     for call in calls:
-        with pytest.warns(RuntimeWarning) as told:
+        with pytest.warns(RuntimeWarning) as output:
             call()
-        assert {str(one.message) for one in told} == {
+        assert {str(one.message) for one in output} == {
             f"{tmp_path}: this file system cannot be asked to write to its disk what it was given "
             f"({os.strerror(number)}). After a power cut, files there may be incomplete: check "
             "them, or use another "

@@ -50,7 +50,7 @@ def test_one_rank_communicates_nothing(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["overlapp", "tiny_cpu"], "Did you mean overlap?"),
         (["overlap", "tiny_cpu", "--steps", "0"], "--steps=0 must be at least 1"),
@@ -82,10 +82,10 @@ def test_one_rank_communicates_nothing(capsys: pytest.CaptureFixture[str]) -> No
     ],
 )
 def test_what_the_user_can_fix_is_text(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_its_help_names_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:

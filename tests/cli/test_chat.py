@@ -74,8 +74,8 @@ def chat(
     """Exit code, what was said, and what went wrong."""
     monkeypatch.setattr("sys.stdin", io.StringIO(turns))
     code = main(["chat", *words])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    error_text = capsys.readouterr()
+    return code, error_text.out, error_text.err
 
 
 def test_default_temperature_makes_unlikely_tokens_rarer(tuned: str) -> None:
@@ -243,5 +243,5 @@ def test_an_answer_that_is_interrupted_ends_there_and_the_conversation_goes_on(
 
 def test_help_names_every_template_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--help"]) == 0
-    told = " ".join(capsys.readouterr().out.replace("│", " ").split()).replace("- ", "-")
-    assert all(name in told for name in BUILT_IN_TEMPLATES), told
+    output = " ".join(capsys.readouterr().out.replace("│", " ").split()).replace("- ", "-")
+    assert all(name in output for name in BUILT_IN_TEMPLATES), output

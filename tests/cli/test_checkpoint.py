@@ -54,13 +54,13 @@ def test_info_tells_the_step_and_what_is_in_it(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("info", run) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in (
         "step_0000002: step 2, saved by 1 ranks, ",
         "parameters  7",
         "exp_avg     1 tensors, 7 elements of float32",
     ):
-        assert text in told
+        assert text in output
     assert call("info", run / "checkpoints" / "step_0000001", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["tensors"], found["state"]) == (1, 2, ["train"])
@@ -71,17 +71,19 @@ def test_info_lists_tensors_and_tells_how_their_values_are_spread(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("info", run, "--only", "model.*") == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "  model.norm.weight  [7] bfloat16 in 1 boxes\n" in told
-        and "optimizer.exp_avg.norm.weight" not in told
+        "  model.norm.weight  [7] bfloat16 in 1 boxes\n" in output
+        and "optimizer.exp_avg.norm.weight" not in output
     )
     assert call("info", run, "--values") == 0
-    told = capsys.readouterr().out
-    assert "model.norm.weight  [7] bfloat16 in 1 boxes: mean 2, std 0, least 2, largest 2\n" in told
+    output = capsys.readouterr().out
+    assert (
+        "model.norm.weight  [7] bfloat16 in 1 boxes: mean 2, std 0, least 2, largest 2\n" in output
+    )
     assert (
         "optimizer.exp_avg.norm.weight  [7] float32 in 1 boxes: mean 0, std 0, least 0, largest 0\n"
-        in told
+        in output
     )
     assert call("info", run, "--only", "model.*", "--values", "--json") == 0
     (tensor,) = json.loads(capsys.readouterr().out)["listed"]
@@ -114,8 +116,8 @@ def test_a_sound_checkpoint_may_hold_values_that_are_no_numbers(
 @pytest.mark.parametrize("where", [".", "checkpoints", "checkpoints/step_0000002"])
 def test_verify_reads_one_or_all(run: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("verify", run / where) == 0
-    told = capsys.readouterr().out
-    assert told.count(": valid\n") == (1 if where.endswith("2") else 2)
+    output = capsys.readouterr().out
+    assert output.count(": valid\n") == (1 if where.endswith("2") else 2)
 
 
 def test_verify_warns_of_a_missing_dot_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,9 +135,9 @@ def test_verify_warns_of_a_missing_dot_file(run: Path, capsys: pytest.CaptureFix
 def test_damage_is_named_and_ends_with_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(run / "checkpoints" / "step_0000001")
     assert call("verify", run) == 1
-    told = capsys.readouterr().out
-    assert "step_0000001: 1 problems\n  " in told
-    assert "step_0000002: valid" in told
+    output = capsys.readouterr().out
+    assert "step_0000001: 1 problems\n  " in output
+    assert "step_0000002: valid" in output
     assert call("verify", run, "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert [len(problems) for problems in found.values()] == [1, 0]
@@ -258,9 +260,9 @@ def test_diff_names_what_differs_and_ends_with_1(
 ) -> None:
     one, two = (run / "checkpoints" / f"step_000000{step}" for step in (1, 2))
     assert call("diff", one, two) == 1
-    told = capsys.readouterr().out
-    assert "model.norm.weight: 7 of 7 elements differ, by 1 at most" in told
-    assert "1 tensors are equal, 1 differ" in told
+    output = capsys.readouterr().out
+    assert "model.norm.weight: 7 of 7 elements differ, by 1 at most" in output
+    assert "1 tensors are equal, 1 differ" in output
     assert call("diff", one, one) == 0 and call("diff", one, two, "--atol", "1") == 0
     assert call("diff", one, run, "--only", "optimizer.*") == 0
     capsys.readouterr()

@@ -32,13 +32,13 @@ def test_info_tells_sizes_and_the_end_token(
     prefix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("info", prefix) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in (
         "14 tokens as uint16",
         "documents  3, 1 of them empty",
         "100.0% of documents end with id 256",
     ):
-        assert text in told
+        assert text in output
     assert run("info", prefix, "--json") == 0
     assert json.loads(capsys.readouterr().out)["longest"] == 8
 

@@ -61,12 +61,12 @@ def test_the_line_names_run_split_and_figures(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", str(run), "--split", "train", "--samples", "3"]) == 0
-    told = capsys.readouterr()
-    assert told.out.startswith(f"{run} on train: loss ") and told.out.endswith(
+    output = capsys.readouterr()
+    assert output.out.startswith(f"{run} on train: loss ") and output.out.endswith(
         " bits per byte (36 tokens)\n"
     )
-    assert "perplexity" in told.out
-    assert told.err.splitlines() == ["reading 3 rows of train", "row 2/3", "row 3/3"]
+    assert "perplexity" in output.out
+    assert output.err.splitlines() == ["reading 3 rows of train", "row 2/3", "row 3/3"]
 
 
 def test_a_name_under_runs_is_enough(
@@ -219,7 +219,7 @@ def test_what_only_training_divides_or_keeps_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["--samples", "0"],
@@ -231,11 +231,11 @@ def test_what_only_training_divides_or_keeps_is_left_out() -> None:
     ],
 )
 def test_what_the_user_can_fix_is_text(
-    run: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    run: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", str(run), *words]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("megalith evaluate: ") and said in error
+    assert error.startswith("megalith evaluate: ") and message in error
 
 
 def test_a_split_that_does_not_exist_is_refused_by_the_parser(run: Path) -> None:

@@ -187,7 +187,7 @@ def test_a_whole_command_line_is_understood(capsys: pytest.CaptureFixture[str]) 
         (None, (), "cannot be read: .*Pass a bash script"),
         ("ls", (), "none of the script's 1 commands starts a training"),
         ("torchrun pretrain_t5.py --num-layers 2", (), "pretrain_t5.py trains T5"),
-        ("python pretrain_gpt.py --lr '1", (), "line 1: expected ' further on"),
+        ("python pretrain_gpt.py --lr '1", (), "line 1: expected ' later"),
         (
             "python pretrain_gpt.py --num-layers $N",
             (),

@@ -66,9 +66,9 @@ def run(tmp_path: Path) -> str:
 def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     """What `generate --json` prints."""
     assert main(["generate", *words, "--json"]) == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    found: dict[str, Any] = json.loads(said.out)
+    error_text = capsys.readouterr()
+    assert error_text.err == ""
+    found: dict[str, Any] = json.loads(error_text.out)
     return found
 
 
@@ -76,9 +76,9 @@ def test_the_prompt_and_what_follows_it_are_printed(
     run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", run, "ab", "--max-new-tokens", "9", "--greedy"]) == 0
-    said = capsys.readouterr().out
+    error_text = capsys.readouterr().out
     (result,) = document(capsys, run, "ab", "--max-new-tokens", "9", "--greedy")["results"]
-    assert said == "ab" + result["text"] + "\n"
+    assert error_text == "ab" + result["text"] + "\n"
     assert (result["prompt"], result["prompt_ids"], len(result["ids"])) == ("ab", [97, 98], 9)
 
 
@@ -219,8 +219,8 @@ def test_bad_input_is_told_in_words(
     words: list[str], message: str, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", *(run if word == "RUN" else word for word in words)]) == 2
-    said = capsys.readouterr()
-    assert message in said.err and "Traceback" not in said.err and said.out == ""
+    error_text = capsys.readouterr()
+    assert message in error_text.err and "Traceback" not in error_text.err and error_text.out == ""
 
 
 def test_a_folder_without_a_checkpoint_says_what_it_has(

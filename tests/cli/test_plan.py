@@ -27,13 +27,15 @@ def test_explain_shows_grids_groups_stages_and_slices(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "explain", recipe, "--world", "8", "--parallel.pp", "2"]) == 0
-    told = flat(capsys.readouterr().out)
-    assert "8 = tp 2 · cp 1 · dp 2 · pp 2" in told and "8 = etp 2 · ep 1 · edp 2 · pp 2" in told
-    assert "0, 1 | 2, 3 | 4, 5 | 6, 7" in told and "0, 4 | 1, 5 | 2, 6 | 3, 7" in told
+    output = flat(capsys.readouterr().out)
+    assert "8 = tp 2 · cp 1 · dp 2 · pp 2" in output and "8 = etp 2 · ep 1 · edp 2 · pp 2" in output
+    assert "0, 1 | 2, 3 | 4, 5 | 6, 7" in output and "0, 4 | 1, 5 | 2, 6 | 3, 7" in output
     assert (
-        "embedding" in told and "loss" in told and "Schedule 1f1b: the bubble adds 33.3 %" in told
+        "embedding" in output
+        and "loss" in output
+        and "Schedule 1f1b: the bubble adds 33.3 %" in output
     )
-    assert "in a step: tp" in told
+    assert "in a step: tp" in output
 
 
 def test_explain_as_json_has_the_same_and_the_memory(
@@ -53,26 +55,26 @@ def test_a_degree_that_is_no_count_is_blamed_by_its_own_name(
     command: tuple[str, str], recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, recipe, "--parallel.pp", "0"]) == 2
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert (
-        "parallel.pp=0 must be at least 1. Set parallel.pp to 1 or more." in told
-        and "--world" not in told
+        "parallel.pp=0 must be at least 1. Set parallel.pp to 1 or more." in output
+        and "--world" not in output
     )
 
 
 def test_the_405b_layout_on_16384_ranks_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "explain", "llama3_405b", "--parallel.cp", "4", "--world", "16384"]) == 0
-    told = flat(capsys.readouterr().out)
-    assert "405.9B parameters on 16384 ranks" in told
-    assert "16384 = tp 8 · cp 4 · dp 32 · pp 16" in told
-    assert "adds 5.9 % to the compute time" in told
+    output = flat(capsys.readouterr().out)
+    assert "405.9B parameters on 16384 ranks" in output
+    assert "16384 = tp 8 · cp 4 · dp 32 · pp 16" in output
+    assert "adds 5.9 % to the compute time" in output
 
 
 def test_estimate_says_that_a_run_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "estimate", "llama3_405b", "--parallel.cp", "4", "--world", "16384"]) == 0
-    told = flat(capsys.readouterr().out)
-    assert "Fits:" in told and "on rank 1024 (pp 1, tp 0)" in told
-    assert "Nearest fix" not in told
+    output = flat(capsys.readouterr().out)
+    assert "Fits:" in output and "on rank 1024 (pp 1, tp 0)" in output
+    assert "Nearest fix" not in output
     for name in (
         "weights",
         "gradients",
@@ -82,7 +84,7 @@ def test_estimate_says_that_a_run_fits(capsys: pytest.CaptureFixture[str]) -> No
         "keys, values",
         "updated weights",
     ):
-        assert name in told
+        assert name in output
 
 
 def test_estimate_chooses_what_to_compute_again_and_says_so(
@@ -118,10 +120,10 @@ def test_estimate_that_does_not_fit_is_1_with_the_nearest_fix(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["plan", "estimate", "llama3_8b", "--world", "16"]) == 1
-    told = flat(capsys.readouterr().out)
-    assert "Does not fit:" in told and "of 79.0 GiB" in told
-    assert "Nearest fix: --parallel.zero 1:" in told
-    assert "--recompute.modules '[norm]'" in told, "as a shell takes it"
+    output = flat(capsys.readouterr().out)
+    assert "Does not fit:" in output and "of 79.0 GiB" in output
+    assert "Nearest fix: --parallel.zero 1:" in output
+    assert "--recompute.modules '[norm]'" in output, "as a shell takes it"
     assert main(["plan", "estimate", "llama3_8b", "--world", "16", "--parallel.zero", "1"]) == 0
 
 
@@ -139,8 +141,8 @@ def test_ranks_on_this_cpu_share_its_memory(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "estimate", recipe, "--world", "4", "--device", "cpu"]) == 0
-    told = flat(capsys.readouterr().out)
-    assert "on 4 × cpu" in told and "library" not in told and "peak" not in told
+    output = flat(capsys.readouterr().out)
+    assert "on 4 × cpu" in output and "library" not in output and "peak" not in output
 
 
 def test_a_device_may_be_given_in_gib(capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,8 +216,8 @@ def test_the_examples_of_the_documentation_are_true(
 
 def test_the_usage_names_both(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 0
-    told = capsys.readouterr().out
-    assert "explain" in told and "estimate" in told
+    output = capsys.readouterr().out
+    assert "explain" in output and "estimate" in output
 
 
 def test_planning_the_largest_job_loads_no_torch() -> None:

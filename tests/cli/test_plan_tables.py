@@ -73,13 +73,13 @@ def test_a_layout_is_shown_with_its_parameters_and_what_a_rank_sends(
     print_layout(
         workload, explain(workload), ledger, step_traffic(workload, place.pp_rank, place.tp_rank)
     )
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "tiny: " in told
-        and "parameters on 4 ranks" in told
-        and "4 = tp 2 · cp 1 · dp 2 · pp 1" in told
+        "tiny: " in output
+        and "parameters on 4 ranks" in output
+        and "4 = tp 2 · cp 1 · dp 2 · pp 1" in output
     )
-    assert f"A rank of pp {place.pp_rank}, tp {place.tp_rank} sends in a step: tp " in told
+    assert f"A rank of pp {place.pp_rank}, tp {place.tp_rank} sends in a step: tp " in output
 
 
 def test_experts_of_a_rank_are_told_with_what_they_are_sent(
@@ -88,28 +88,29 @@ def test_experts_of_a_rank_are_told_with_what_they_are_sent(
     workload = plan_workload(resolve("olmoe_7b"), 16)
     ledger = memory_ledger(workload)
     print_layout(workload, explain(workload), ledger, [])
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "expert grid  16 = etp 1 · ep 8 · edp 2 · pp 1" in told
-        and "Both grids contain the same ranks." in told
+        "expert grid  16 = etp 1 · ep 8 · edp 2 · pp 1" in output
+        and "Both grids contain the same ranks." in output
     )
     assert (
         "Experts: 16 layers with 64, 8 of them on each rank; a token is sent to 8 and uses 1.282B "
-        "parameters." in told
+        "parameters." in output
     )
     assert (
         "Router: softmax scores in fp32, weights as scored; balanced by "
         "aux_loss.batch_coeff=0.01; "
-        "nobody is" in told
+        "nobody is" in output
     )
     assert (
         "A rank holds up to 805.3M expert parameters, 9.00 GiB with gradients and optimizer "
-        "state." in told
+        "state." in output
     )
     assert (
-        "process 32,768 rows with a balanced load, 262,144 if all tokens are sent to them." in told
+        "process 32,768 rows with a balanced load, 262,144 if all tokens are sent to them."
+        in output
     )
-    assert "Each all-to-all, 4 per layer and microbatch, sends 112 MiB from each rank." in told
+    assert "Each all-to-all, 4 per layer and microbatch, sends 112 MiB from each rank." in output
 
 
 def test_an_estimate_tells_what_crowded_experts_take(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,11 +135,11 @@ def test_with_adapters_what_is_frozen_and_what_is_trained_is_told_apart(
     workload = plan_workload(tiny_run(settings | {"parallel.pp": "2"}), 2)
     ledger = memory_ledger(workload)
     print_layout(workload, explain(workload), ledger, [])
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     trained = 2 * (24 + 20)
-    assert f"frozen parameters and {trained} trained ones of adapters (" in told
-    assert " + 0 " in told and f" + {trained} " in told, "of the first stage nothing is trained"
-    assert "optimizer state " in told.splitlines()[-1] and "It holds " in told.splitlines()[-1]
+    assert f"frozen parameters and {trained} trained ones of adapters (" in output
+    assert " + 0 " in output and f" + {trained} " in output, "of the first stage nothing is trained"
+    assert "optimizer state " in output.splitlines()[-1] and "It holds " in output.splitlines()[-1]
 
 
 def test_traffic_has_a_duration_where_the_device_has_links() -> None:

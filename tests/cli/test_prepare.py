@@ -36,10 +36,10 @@ def test_text_becomes_a_store_and_bad_lines_are_reported(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--input", corpus, "--output", corpus.parent / "out") == 0
-    told = capsys.readouterr().out
-    assert "out: 570 tokens, 60 documents (0 empty)" in told
-    assert "skipped 30 lines or files: 30 not JSON. The first:" in told
-    assert "corpus.jsonl:3: not JSON: broken" in told
+    output = capsys.readouterr().out
+    assert "out: 570 tokens, 60 documents (0 empty)" in output
+    assert "skipped 30 lines or files: 30 not JSON. The first:" in output
+    assert "corpus.jsonl:3: not JSON: broken" in output
     assert IndexedDataset(str(corpus.parent / "out")).num_tokens == 570
 
 
@@ -64,8 +64,8 @@ def test_a_tokenizer_can_be_trained_on_the_way(
     assert (corpus.parent / "out.tokenizer" / "tokenizer.json").exists()
     assert IndexedDataset(str(corpus.parent / "out")).num_tokens < 570
     assert run(*words, "--output", corpus.parent / "out") == 2
-    told = capsys.readouterr().err
-    assert "out.tokenizer already has a tokenizer. Pass --overwrite to replace it" in told
+    output = capsys.readouterr().err
+    assert "out.tokenizer already has a tokenizer. Pass --overwrite to replace it" in output
     assert (
         run(
             "--input",
@@ -162,7 +162,7 @@ def test_a_tiktoken_vocabulary_makes_the_ids(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (
             ("--tokenizer-kind", "tiktoken"),
@@ -184,10 +184,10 @@ def test_a_tiktoken_vocabulary_makes_the_ids(
     ],
 )
 def test_tokenizers_that_cannot_be_are_told(
-    words: tuple[str, ...], told: str, corpus: Path, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], output: str, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--input", corpus, "--output", corpus.parent / "out", *words) == 2
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_several_keys_give_several_stores(tmp_path: Path, corpus: Path) -> None:
@@ -217,8 +217,8 @@ def test_several_keys_give_several_stores(tmp_path: Path, corpus: Path) -> None:
         (["--eod", "</s>"], "tokenizer.eod=</s> applies to tokenizers that are read from files"),
         (["--keys", "body"], "no text in 1 files"),
         (
-            ["--tokenizer", "byte"],
-            "--tokenizer is not an option of this command. Did you mean --tokenizer",
+            ["--tokenzer", "byte"],
+            "--tokenzer is not an option of this command. Did you mean --tokenizer",
         ),
     ],
 )
@@ -271,9 +271,9 @@ def test_a_signal_exits_with_75_and_the_run_goes_on_later(
     assert process.stdout is not None
     assert process.stdout.readline() == "first block\n"
     process.send_signal(number)
-    _, told = process.communicate(timeout=30)
+    _, output = process.communicate(timeout=30)
     assert process.returncode == 75
-    assert "out.preparing. Pass --resume to continue" in told
+    assert "out.preparing. Pass --resume to continue" in output
     assert (
         not (tmp_path / "out.bin").exists() and (tmp_path / "out.preparing" / "state.json").exists()
     )

@@ -75,27 +75,27 @@ def test_everything_is_there_and_a_second_run_repeats_nothing(
 ) -> None:
     words = ["quickstart", "--folder", "runs/first", "--nproc", "1"]
     assert main(words) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     text = find_local_text(corpus)
-    assert told.startswith(f"corpus: {len(text.training)} files, 0.")
-    assert f"held out: {len(text.held_out)} files, 0.0 MB" in told
-    assert [line for line in told.splitlines() if line.startswith("$ megalith prepare")][1].count(
+    assert output.startswith(f"corpus: {len(text.training)} files, 0.")
+    assert f"held out: {len(text.held_out)} files, 0.0 MB" in output
+    assert [line for line in output.splitlines() if line.startswith("$ megalith prepare")][1].count(
         "data/valid"
     ) == 2
-    assert "$ megalith train quickstart --run ./runs/first --nproc 1" in told
-    assert "step 4/4 · loss" in told
+    assert "$ megalith train quickstart --run ./runs/first --nproc 1" in output
+    assert "step 4/4 · loss" in output
     found = {
-        name: told.split(name)[1].split()[0] for name in ("held-out files: ", "zlib -9 needs ")
+        name: output.split(name)[1].split()[0] for name in ("held-out files: ", "zlib -9 needs ")
     }
     assert 3 < float(found["held-out files: "]) < 12
     assert 1 < float(found["zlib -9 needs "]) < 5
-    assert "no effect here" not in told, "the recipe's own settings need no warning"
+    assert "no effect here" not in output, "the recipe's own settings need no warning"
     assert re.search(
         r"sample.txt, the best of 4: \d+% of its words occur in the corpus \(on average \d+%\)",
-        told,
+        output,
     )
-    assert told.rstrip().splitlines()[-5] == "try next:"
-    assert main(shlex.split(told.split("try next:\n  megalith ")[1].splitlines()[0])) == 0
+    assert output.rstrip().splitlines()[-5] == "try next:"
+    assert main(shlex.split(output.split("try next:\n  megalith ")[1].splitlines()[0])) == 0
     assert capsys.readouterr().out
     run = shrunk / "runs" / "first"
     for file in (

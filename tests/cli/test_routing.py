@@ -61,15 +61,15 @@ def test_routers_find_their_own_layers_choices(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["routing", str(run), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [layer["layer"] for layer in told["layers"]] == ["layers.0", "layers.2"]
+    output = json.loads(capsys.readouterr().out)
+    assert [layer["layer"] for layer in output["layers"]] == ["layers.0", "layers.2"]
     assert all(
         sum(layer["shares"]) == pytest.approx(1) and layer["tokens"] == 288
-        for layer in told["layers"]
+        for layer in output["layers"]
     )
-    (pair,) = told["pairs"]
+    (pair,) = output["pairs"]
     assert (pair["layer"], pair["following"], pair["tokens"]) == ("layers.0", "layers.2", 288)
-    found = {(one["layer"], one["router"]): one["hits"] for one in told["routers"]}
+    found = {(one["layer"], one["router"]): one["hits"] for one in output["routers"]}
     assert found["layers.0", "layers.0"] > 0.97 and found["layers.2", "layers.2"] > 0.97, (
         "but for bf16"
     )
@@ -81,7 +81,7 @@ def test_without_sidecars_tables_say_what_would_be_there(
 ) -> None:
     assert main(["routing", str(trained(tmp_path / "plain", "[]"))]) == 0
     assert (
-        "routers: not captured (set observe.routing_captures hidden routers)"
+        "routers: not captured (set observe.routing_captures to hidden routers)"
         in capsys.readouterr().out
     )
 

@@ -75,12 +75,12 @@ def test_it_trains_and_says_where_everything_is(
 ) -> None:
     file = tiny_yaml(tmp_path / "tiny.yaml")
     assert main(["train", str(file), "--run", str(tmp_path / "run"), "--train.steps", "3"]) == 0
-    told = capsys.readouterr().out
-    assert "step 3/3 · loss " in told
-    assert "step 3: held-out loss " in told and " bits per byte" in told
+    output = capsys.readouterr().out
+    assert "step 3/3 · loss " in output
+    assert "step 3: held-out loss " in output and " bits per byte" in output
     assert (
         f"done at step 3: {tmp_path}/run has metrics.jsonl and checkpoints/\ntry: megalith "
-        "quickstart, " in told
+        "quickstart, " in output
     )
 
 
@@ -256,10 +256,10 @@ def test_moved_run_keeps_its_own_tokenizer(
     for folder in ("release", *(["exported"] if kind == "huggingface" else [])):
         assert main(["generate", folder, "the fox", "--max-new-tokens", "2"]) == 0
     assert main(["train", "release", "--train.steps", "2"]) == 0
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     assert (
-        "resuming moved at step 3" in told.out
-        and "changed since the run was started: tokenizer" not in told.out
+        "resuming moved at step 3" in output.out
+        and "changed since the run was started: tokenizer" not in output.out
     )
 
 
@@ -377,7 +377,7 @@ def test_nan_loss_at_the_end_is_an_error_and_not_done(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["tiny_cqu"], "tiny_cqu is neither a recipe nor a file. Did you mean tiny_cpu?"),
         (["nowhere.yaml"], "nowhere.yaml: no such file"),
@@ -408,7 +408,7 @@ def test_nan_loss_at_the_end_is_an_error_and_not_done(
 )
 def test_what_the_user_can_fix_is_one_text_and_exit_code_2(
     words: list[str],
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -416,7 +416,7 @@ def test_what_the_user_can_fix_is_one_text_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     assert main(["train", *words, "--observe.peak_tflops", "1"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("megalith train: ") and said in error, error
+    assert error.startswith("megalith train: ") and message in error, error
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == [], "half a run would be met by later commands"
 
@@ -469,14 +469,14 @@ def test_sigterm_makes_all_ranks_save_and_stop_with_75(
     folder = tmp_path / "run"
     process = start(file, folder, "--nproc", "2")
     process.send_signal(signal.SIGTERM)
-    told, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    output, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 75, errors
     done = steps(folder)
     assert done == list(range(1, len(done) + 1)) and len(done) < 3000
-    assert "SIGTERM: finishing the step and saving; once more to end now without saving" in told
+    assert "SIGTERM: finishing the step and saving; once more to end now without saving" in output
     assert (
         f"stopped at step {done[-1]} (SIGTERM) and saved; run the same command again to continue"
-        in told
+        in output
     )
     assert (folder / "checkpoints" / f"step_{done[-1]:07d}" / "manifest.json").exists()
     assert (

@@ -47,10 +47,10 @@ def test_the_table_says_which_part_proves_what(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", recipe]) == 0
-    told = capsys.readouterr().out
-    assert "proof of the layout" in told and "every rule" in told and "NO" not in told
+    output = capsys.readouterr().out
+    assert "proof of the layout" in output and "every rule" in output and "NO" not in output
     assert "at its real size: (b) sees every gradient's sum, but no values" in " ".join(
-        told.split()
+        output.split()
     )
 
 
@@ -72,9 +72,9 @@ def test_broken_rules_are_all_reported_and_the_rest_is_not_tried(
     )  # as --help and docs/concepts/verify.md say
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {(row["part"], row["holds"]) for row in rows} == {("a", False)}
-    told = " ".join(row["answer"] for row in rows)
-    for said in ("parallel.tp=3", "train.seq_len=64 is more than", "optim.beta2=2.0 must be in"):
-        assert said in told
+    output = " ".join(row["answer"] for row in rows)
+    for message in ("parallel.tp=3", "train.seq_len=64 is more than", "optim.beta2=2.0 must be in"):
+        assert message in output
 
 
 def test_a_planted_problem_is_1_and_named(
@@ -105,7 +105,7 @@ def test_a_world_that_is_no_count_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         ((), "recipe=None: a recipe is required. Pass the name of a recipe, a YAML file or"),
         (("tiny_cpu", "--sample"), "--sample=True needs --all. Add --all, or remove it."),
@@ -120,10 +120,10 @@ def test_a_world_that_is_no_count_is_refused(
     ],
 )
 def test_questions_that_cannot_be_asked_are_2(
-    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_all_is_the_matrix_and_every_fault(
@@ -147,8 +147,8 @@ def test_all_is_the_matrix_and_every_fault(
         and "fault 1/1 dp_sum_averaged: refused" in printed.err
     )
     assert main(["verify", "--all", "--sample"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "2 of 2 layouts equal one process, 1 of 1 planted faults are refused" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "2 of 2 layouts equal one process, 1 of 1 planted faults are refused" in output
 
 
 def test_all_layouts_may_be_computed_by_plain_definitions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_every_multiple_of_256_has_a_multiplier_for_every_hidden_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "told"),
+    ("block", "output"),
     [
         (
             {"attention": {"n_heads_in_group": 5}},
@@ -154,9 +154,9 @@ def test_every_multiple_of_256_has_a_multiplier_for_every_hidden_size() -> None:
         ({"parallel_blocks": [WHOLE]}, "block_configs[3].parallel_blocks="),
     ],
 )
-def test_what_is_strange_in_a_block_is_told(block: dict[str, Any], told: str) -> None:
+def test_what_is_strange_in_a_block_is_told(block: dict[str, Any], output: str) -> None:
     (text,) = read_blocks(with_blocks(block), SIZES).problems
-    assert told in text
+    assert output in text
 
 
 @pytest.mark.parametrize("name", ["no_op", "replace_with_linear"])

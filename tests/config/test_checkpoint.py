@@ -7,15 +7,20 @@ from megalith.config.tree import from_dict, to_dict
 
 
 def test_by_default_everything_must_be_there_and_nothing_else() -> None:
-    usual = CheckpointConfig()
-    assert (usual.missing_keys, usual.unexpected_keys, usual.skip, usual.allow_model_changes) == (
+    defaults = CheckpointConfig()
+    assert (
+        defaults.missing_keys,
+        defaults.unexpected_keys,
+        defaults.skip,
+        defaults.allow_model_changes,
+    ) == (
         "error",
         "error",
         (),
         (),
     )
-    assert not usual.prefer_weights and checkpoint_problems(usual) == []
-    assert from_dict(CheckpointConfig, to_dict(usual)) == usual
+    assert not defaults.prefer_weights and checkpoint_problems(defaults) == []
+    assert from_dict(CheckpointConfig, to_dict(defaults)) == defaults
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from megalith.plan.schedule import schedule_name
 
 
 def test_every_setting_survives_a_file() -> None:
-    told = PipelineConfig(
+    output = PipelineConfig(
         schedule="zb-v", vpp=2, layout="Et|tL", first_layers=1, last_layers=2, count_loss=True
     )
-    assert from_dict(PipelineConfig, to_dict(told)) == told
+    assert from_dict(PipelineConfig, to_dict(output)) == output
 
 
 def test_the_default_is_no_pipeline_and_the_usual_schedule_once_there_is_one() -> None:

@@ -18,7 +18,7 @@ def test_all_broken_rules_are_told_at_once() -> None:
         overwrite=True,
         tokenizer=TokenizerConfig(kind="null"),
     )
-    told = "\n".join(prepare_problems(config))
+    printed = "\n".join(prepare_problems(config))
     for text in (
         "tokenizer.vocab_size=None",
         "input=() is empty",
@@ -26,4 +26,4 @@ def test_all_broken_rules_are_told_at_once() -> None:
         "workers=0 must be 1 or more",
         "resume=True and overwrite=True exclude each other. Use resume to continue",
     ):
-        assert text in told
+        assert text in printed

@@ -6,8 +6,8 @@ from megalith.plan.recompute import layer_spans, modules_again
 
 
 def test_every_setting_survives_a_file() -> None:
-    told = RecomputeConfig(granularity="selective", modules=("norm", "mlp_act"), check=True)
-    assert from_dict(RecomputeConfig, to_dict(told)) == told
+    output = RecomputeConfig(granularity="selective", modules=("norm", "mlp_act"), check=True)
+    assert from_dict(RecomputeConfig, to_dict(output)) == output
     assert from_dict(
         OffloadConfig, to_dict(OffloadConfig(layers=3, min_numel=10))
     ) == OffloadConfig(layers=3, min_numel=10)

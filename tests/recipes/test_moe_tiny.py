@@ -62,12 +62,12 @@ def test_fifty_steps_on_two_processes_learn_and_tell_how_busy_experts_are(tmp_pa
         losses[0],
         losses[-1],
     )
-    told = next(row for row in rows if "moe_max_load" in row)
+    output = next(row for row in rows if "moe_max_load" in row)
     assert {
         "moe_batch_loss",
         "moe_z_loss",
         "moe_entropy",
         "moe_idle_experts",
         "moe_layers_1_load",
-    } <= told.keys()
-    assert "moe_layers_0_load" not in told, "the first layer has no experts"
+    } <= output.keys()
+    assert "moe_layers_0_load" not in output, "the first layer has no experts"

@@ -75,10 +75,10 @@ def test_each_size_stands_in_the_list_once(tiny: Translate, tmp_path: Path) -> N
     file = tmp_path / "layers.json"
     file.write_text(json.dumps(FILE))
     done = tiny(f"{PATH} {file}")
-    said = [
+    message = [
         (entry.flag.split()[0], entry.value) for entry in done.entries if entry.setting in SIZES
     ]
-    assert said == [("--num-query-groups", 3), (PATH, 512)]
+    assert message == [("--num-query-groups", 3), (PATH, 512)]
     (entry,) = [entry for entry in done.entries if entry.flag.startswith("--ffn-hidden-size")]
     assert (entry.verdict, entry.text) == (
         "already",
@@ -192,16 +192,16 @@ def test_blocks_that_cannot_be_are_told_with_their_place(tiny: Translate) -> Non
 
 
 @pytest.mark.parametrize(
-    ("flag", "given", "told"),
+    ("flag", "given", "output"),
     [
         (PATH, "gone.json", f"{PATH} gone.json: "),
         (TEXT, "{", f"{TEXT} {{: "),
         (TEXT, "[]", "holds [], expected a JSON object with block_configs."),
     ],
 )
-def test_what_cannot_be_read_is_told(tiny: Translate, flag: str, given: str, told: str) -> None:
+def test_what_cannot_be_read_is_told(tiny: Translate, flag: str, given: str, output: str) -> None:
     done = tiny(f"{flag} {given}")
-    assert done.run is None and len(done.problems) == 1 and told in done.problems[0]
+    assert done.run is None and len(done.problems) == 1 and output in done.problems[0]
     assert "block_configs" in done.problems[0]
 
 

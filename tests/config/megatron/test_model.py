@@ -131,7 +131,7 @@ def test_further_predictions(tiny: Translate) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "told"),
+    ("layout", "output"),
     [
         ("E|tt|m*2|L", "with m on a stage of its own"),
         ("E|t,t|(mm)|L", "with m on a stage of its own"),
@@ -141,14 +141,14 @@ def test_further_predictions(tiny: Translate) -> None:
     ],
 )
 def test_the_layout_says_where_further_predictions_are(
-    tiny: Translate, layout: str, told: str
+    tiny: Translate, layout: str, output: str
 ) -> None:
     stages = f"--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout {layout}"
     done = tiny(f"--mtp-num-layers 2 --mtp-standalone {stages}")
     assert done.refusals(strict=True) == []
     assert done.run is not None and done.run.parallel.pipeline.layout == layout
     assert any(
-        entry.flag == "--mtp-standalone" and entry.text.endswith(told) for entry in done.entries
+        entry.flag == "--mtp-standalone" and entry.text.endswith(output) for entry in done.entries
     )
     alone = tiny("--mtp-num-layers 1 --mtp-standalone")
     assert alone.run is not None and alone.run.parallel.pipeline.layout is None

@@ -46,10 +46,10 @@ def test_sgd_keeps_its_momentum_and_leaves_adams_arguments_out(tiny: Translate) 
     done = tiny("--optimizer sgd --sgd-momentum 0.8 --adam-beta1 0.8 --no-decoupled-weight-decay")
     assert done.run is not None and done.refusals(strict=True) == []
     assert (done.run.optim.kind, done.run.optim.momentum, done.run.optim.beta1) == ("sgd", 0.8, 0.9)
-    told = {
+    output = {
         entry.flag for entry in done.entries if entry.text == "is read with --optimizer adam only"
     }
-    assert told == {"--adam-beta1 0.8", "--no-decoupled-weight-decay"}
+    assert output == {"--adam-beta1 0.8", "--no-decoupled-weight-decay"}
     adam = tiny("--sgd-momentum 0.8")
     assert (
         adam.run is not None and adam.run.optim.momentum == 0.9 and adam.run.optim.kind == "adamw"

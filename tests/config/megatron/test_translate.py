@@ -85,8 +85,8 @@ def test_every_flag_gets_an_answer(tiny: Translate, chunk: int) -> None:
         row = ROWS.get(flag)
         name = row.name if row else flag
         done = tiny(" ".join((flag, *_typed(row))))
-        told = [entry.flag for entry in done.entries] + list(done.problems)
-        assert any(text.split()[0].rstrip(":") == name for text in told), flag
+        output = [entry.flag for entry in done.entries] + list(done.problems)
+        assert any(text.split()[0].rstrip(":") == name for text in output), flag
 
 
 def test_the_tokenizer_to_be_measured_is_found() -> None:
