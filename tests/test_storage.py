@@ -137,7 +137,7 @@ def test_free_space_is_that_of_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
-def test_a_file_system_that_cannot_be_asked_to_sync_is_told_about(
+def test_file_system_without_sync_is_warned_about(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: int) -> None:

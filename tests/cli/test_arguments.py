@@ -1,4 +1,4 @@
-"""Reading command lines."""
+"""Command-line parsing."""
 
 from dataclasses import dataclass, field
 
@@ -90,7 +90,7 @@ def test_true_or_false_alone_means_true(line: str, value: str, rest: list[str]) 
     assert split(line) == (rest, {"section.flag": value})
 
 
-def test_a_word_that_is_neither_true_nor_false_is_refused_by_its_setting() -> None:
+def test_invalid_boolean_is_rejected_with_its_setting() -> None:
     rest, overrides = split("tiny_cpu --parallel.sp perhaps", TrainRun)
     assert rest == ["tiny_cpu"]
     with pytest.raises(ConfigError, match="parallel.sp=perhaps: expected true or false"):
@@ -111,7 +111,7 @@ def test_words_with_dots_that_are_values_of_other_options_stay() -> None:
     assert split(line) == (line.split(), {})
 
 
-def test_unknown_and_empty_overrides_are_told_together() -> None:
+def test_unknown_and_empty_overrides_are_reported_together() -> None:
     with pytest.raises(ConfigError) as error:
         split("--paralel.tp 2 --parallel.dp --data.path --x.y=1 --train.lr 3", TrainRun)
     text = str(error.value)
@@ -127,10 +127,6 @@ def test_a_renamed_setting_is_an_error_that_names_its_successor() -> None:
         with pytest.raises(ConfigError) as error:
             split(f"--{old} 1", TrainRun)
         assert str(error.value) == f"--{old}=1: this setting was renamed. Use {new}.", old
-
-
-def test_common_settings_exist() -> None:
-    assert set(COMMON_SETTINGS) <= set(setting_names(TrainRun))
 
 
 def test_a_command_line_ends_in_a_run() -> None:
@@ -167,7 +163,7 @@ def test_unknown_options_get_did_you_mean_from_options_and_settings() -> None:
 @pytest.mark.parametrize(
     "line", ["tiny_cpu --nproc two", "--nproc=two tiny_cpu", "tiny_cpu --nproc two --dry-run"]
 )
-def test_a_word_where_a_number_belongs_is_refused_with_an_example(line: str) -> None:
+def test_non_numeric_value_is_rejected_with_an_example(line: str) -> None:
     with pytest.raises(ConfigError) as error:
         parsed(line)
     assert str(error.value) == "--nproc=two is not a whole number. Use for example --nproc 8."

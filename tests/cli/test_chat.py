@@ -71,7 +71,7 @@ def tuned(tmp_path: Path) -> str:
 def chat(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], turns: str, *words: str
 ) -> tuple[int, str, str]:
-    """Exit code, what was said, and what went wrong."""
+    """Exit code, standard output and standard error."""
     monkeypatch.setattr("sys.stdin", io.StringIO(turns))
     code = main(["chat", *words])
     error_text = capsys.readouterr()
@@ -84,7 +84,7 @@ def test_default_temperature_makes_unlikely_tokens_rarer(tuned: str) -> None:
     assert option_problems(ChatOptions(source=tuned, greedy=True)) == []
 
 
-def test_every_line_is_a_turn_and_the_model_remembers_until_it_begins_again(
+def test_every_line_is_a_turn_and_reset_starts_a_new_conversation(
     tuned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (tuned, "--max-new-tokens", "6", "--seed", "3")
@@ -99,7 +99,7 @@ def test_every_line_is_a_turn_and_the_model_remembers_until_it_begins_again(
 
 
 @pytest.mark.slow  # two processes of their own
-def test_turns_may_come_from_a_file_and_ranks_share_the_model(
+def test_turns_from_a_file_on_two_tensor_parallel_ranks(
     tuned: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "turns.txt").write_text("abc\nxyz\n")
@@ -159,7 +159,7 @@ def test_answers_may_be_computed_by_plain_definitions(
         (("--max-new-tokens", "0"), "--max-new-tokens=0"),
     ],
 )
-def test_options_that_cannot_be_are_told(
+def test_invalid_options_are_reported(
     tuned: str,
     words: tuple[str, ...],
     message: str,
@@ -170,7 +170,7 @@ def test_options_that_cannot_be_are_told(
     assert code == 2 and message in err
 
 
-def test_a_conversation_that_outgrows_the_model_is_told(
+def test_conversation_longer_than_the_context_is_reported(
     tuned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = chat(monkeypatch, capsys, "x" * 100 + "\n", tuned)
@@ -181,7 +181,7 @@ def test_a_conversation_that_outgrows_the_model_is_told(
     )
 
 
-def test_without_a_template_it_says_where_to_put_one(
+def test_missing_template_is_reported_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = make_run(tmp_path / "plain", None)
@@ -199,7 +199,7 @@ def test_without_a_template_it_says_where_to_put_one(
     )
 
 
-def test_a_model_that_reads_numbers_cannot_talk(
+def test_model_with_null_tokenizer_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = make_run(tmp_path / "null", "identity", TokenizerConfig(kind="null", vocab_size=257))
@@ -210,7 +210,7 @@ def test_a_model_that_reads_numbers_cannot_talk(
     )
 
 
-def test_an_answer_that_is_interrupted_ends_there_and_the_conversation_goes_on(
+def test_interrupted_answer_ends_and_the_conversation_continues(
     tuned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = parse_options(ChatOptions, [tuned, "--max-new-tokens", "30", "--greedy"], prog="x")
@@ -241,7 +241,7 @@ def test_an_answer_that_is_interrupted_ends_there_and_the_conversation_goes_on(
     )
 
 
-def test_help_names_every_template_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_built_in_template(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--help"]) == 0
     output = " ".join(capsys.readouterr().out.replace("│", " ").split()).replace("- ", "-")
     assert all(name in output for name in BUILT_IN_TEMPLATES), output

@@ -50,9 +50,7 @@ def damage(step: Path) -> None:
     file.write_bytes(data)
 
 
-def test_info_tells_the_step_and_what_is_in_it(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_prints_step_and_contents(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("info", run) == 0
     output = capsys.readouterr().out
     for text in (
@@ -67,7 +65,7 @@ def test_info_tells_the_step_and_what_is_in_it(
     assert found["roles"]["weights"] == {"tensors": 1, "numel": 7, "dtypes": ["bfloat16"]}
 
 
-def test_info_lists_tensors_and_tells_how_their_values_are_spread(
+def test_info_prints_tensors_and_value_statistics(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("info", run, "--only", "model.*") == 0
@@ -92,7 +90,7 @@ def test_info_lists_tensors_and_tells_how_their_values_are_spread(
     assert "--only=head.* matches none of the tensors of" in capsys.readouterr().err
 
 
-def test_a_sound_checkpoint_may_hold_values_that_are_no_numbers(
+def test_deep_verify_reports_nan_and_infinite_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = torch.tensor([1.0, float("nan"), float("-inf"), 2.0])
@@ -114,7 +112,9 @@ def test_a_sound_checkpoint_may_hold_values_that_are_no_numbers(
 
 
 @pytest.mark.parametrize("where", [".", "checkpoints", "checkpoints/step_0000002"])
-def test_verify_reads_one_or_all(run: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_checks_one_checkpoint_or_all_of_a_run(
+    run: Path, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call("verify", run / where) == 0
     output = capsys.readouterr().out
     assert output.count(": valid\n") == (1 if where.endswith("2") else 2)
@@ -132,7 +132,7 @@ def test_verify_warns_of_a_missing_dot_file(run: Path, capsys: pytest.CaptureFix
     )
 
 
-def test_damage_is_named_and_ends_with_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_reported_with_exit_code_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(run / "checkpoints" / "step_0000001")
     assert call("verify", run) == 1
     output = capsys.readouterr().out
@@ -143,7 +143,7 @@ def test_damage_is_named_and_ends_with_1(run: Path, capsys: pytest.CaptureFixtur
     assert [len(problems) for problems in found.values()] == [1, 0]
 
 
-def test_an_interrupted_save_is_no_sound_checkpoint_and_not_the_newest(
+def test_interrupted_save_is_not_a_valid_or_latest_checkpoint(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "checkpoints" / "step_0000002" / "manifest.json").unlink()
@@ -178,7 +178,7 @@ def test_an_interrupted_save_is_no_sound_checkpoint_and_not_the_newest(
         ),
     ],
 )
-def test_what_is_no_checkpoint_is_refused(
+def test_paths_without_a_checkpoint_are_rejected(
     tmp_path: Path,
     words: tuple[str, ...],
     text: str,
@@ -255,7 +255,7 @@ def test_diff_ends_with_a_summary_of_weights_and_optimizer_state(
     )
 
 
-def test_diff_names_what_differs_and_ends_with_1(
+def test_diff_reports_differences_with_exit_code_1(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = (run / "checkpoints" / f"step_000000{step}" for step in (1, 2))

@@ -61,7 +61,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_run_goes_out_and_comes_back_the_same(
+def test_run_round_trips_through_hugging_face(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs, ours = run.parent / "theirs", run.parent / "ours"
@@ -92,9 +92,7 @@ def test_the_dry_run_lists_every_tensor_and_writes_nothing(
     assert not (run.parent / "x").exists()
 
 
-def test_a_folder_without_a_tokenizer_is_told(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_tokenizer_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs, ours = run.parent / "theirs", run.parent / "ours"
     assert main(["convert", str(run), str(theirs)]) == 0  # a run on bytes
     error_text = capsys.readouterr().out
@@ -127,7 +125,7 @@ def test_json_is_one_document(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
-def test_either_kind_can_be_asked_for(run: Path) -> None:
+def test_target_format_can_be_selected(run: Path) -> None:
     theirs, ours = run.parent / "theirs", run.parent / "ours"
     assert main(["convert", str(run), str(ours), "--to", "megalith", "--dtype", "bf16"]) == 0
     assert open_checkpoint(ours).dtype("model.norm.weight") == torch.bfloat16
@@ -152,7 +150,7 @@ def test_either_kind_can_be_asked_for(run: Path) -> None:
     )
 
 
-def test_the_vocabulary_is_padded_as_asked(run: Path) -> None:
+def test_vocabulary_is_padded_to_the_given_multiple(run: Path) -> None:
     assert main(["convert", str(run), str(run.parent / "a")]) == 0
     assert (
         main(
@@ -202,7 +200,7 @@ def test_the_vocabulary_is_padded_as_asked(run: Path) -> None:
         ),
     ],
 )
-def test_bad_input_is_told_in_words(
+def test_invalid_input_is_reported(
     words: list[str],
     message: str,
     run: Path,
@@ -324,11 +322,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "or a Hugging Face folder with config.json",
     ),
 }
-"""What is done to a folder, and the words that must be said."""
+"""Damage to a folder, and the expected part of the error message."""
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_folder_is_refused_in_words_before_anything_is_written(
+def test_damaged_folder_is_rejected_before_writing(
     kind: str, theirs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage, text = DAMAGE[kind]
@@ -345,7 +343,7 @@ def test_a_damaged_folder_is_refused_in_words_before_anything_is_written(
 
 
 @pytest.mark.parametrize("kind", ["unknown field", "cut off", "shape", "tied in words"])
-def test_training_refuses_to_start_from_it_in_the_same_words(
+def test_training_rejects_the_damaged_folder_with_the_same_message(
     kind: str, theirs: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(theirs.parent)
@@ -356,9 +354,7 @@ def test_training_refuses_to_start_from_it_in_the_same_words(
     assert text in error_text and "Traceback" not in error_text
 
 
-def test_a_head_that_is_untied_in_words_and_missing_is_named(
-    theirs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_untied_head_is_reported(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = sorted(theirs.glob("*.safetensors"))
     tensors = {
         name: tensor
@@ -437,7 +433,7 @@ def test_a_checkpoint_with_one_wrong_bit_is_refused_and_nothing_is_left(
 
 
 @pytest.mark.parametrize("to", ["huggingface", "megalith"])
-def test_a_target_inside_of_a_file_is_refused_in_words(
+def test_target_inside_a_file_is_rejected(
     to: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run.parent / "file").touch()
@@ -450,7 +446,7 @@ def test_a_target_inside_of_a_file_is_refused_in_words(
 
 
 @pytest.mark.parametrize("to", ["huggingface", "megalith"])
-def test_a_folder_whose_names_may_not_be_read_is_refused_in_words(
+def test_unreadable_folder_is_rejected(
     to: str, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = storage.list_names

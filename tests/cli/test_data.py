@@ -28,7 +28,7 @@ def run(*words: object) -> int:
     return main(["data", *map(str, words)])
 
 
-def test_info_tells_sizes_and_the_end_token(
+def test_info_prints_sizes_and_the_end_token(
     prefix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("info", prefix) == 0
@@ -88,7 +88,7 @@ def test_cat_reads_the_tokenizer_that_prepare_recorded(
     assert "neither a folder nor a model in the local Hugging Face cache" in capsys.readouterr().err
 
 
-def test_cat_with_another_tokenizer_is_refused(
+def test_cat_with_a_smaller_tokenizer_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with IndexedDatasetBuilder(str(tmp_path / "wide"), np.uint16) as builder:
@@ -101,7 +101,7 @@ def test_cat_with_another_tokenizer_is_refused(
     )
 
 
-def test_verify_answers_with_its_exit_code(
+def test_verify_exit_code_is_1_for_a_damaged_store(
     prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("verify", prefix) == 0
@@ -119,7 +119,7 @@ def test_merge_joins_stores(
     assert IndexedDataset(str(tmp_path / "twice")).verify() == []
 
 
-def test_unknown_actions_are_refused_and_help_names_the_known(
+def test_unknown_subcommands_are_rejected(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run("mege") == 2

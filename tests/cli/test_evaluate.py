@@ -1,4 +1,4 @@
-"""`megalith evaluate`: one line or one JSON document about a run's newest checkpoint."""
+"""`megalith evaluate`: results and layout."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "one"
 
 
-def test_it_finds_what_the_run_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_matches_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(run), "--samples", "12", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     logged = read_metrics(run / "metrics.jsonl")[-1]
@@ -41,7 +41,7 @@ def test_it_finds_what_the_run_found(run: Path, capsys: pytest.CaptureFixture[st
     assert found["perplexity"] > 1
 
 
-def test_it_is_computed_as_asked(
+def test_kernels_setting_is_used(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forbid(*arguments: object) -> object:
@@ -88,7 +88,7 @@ def test_without_a_count_the_whole_split_is_read_once(
     assert found["num_labels"] > 1000 and found["num_labels"] % 12 == 0
 
 
-def test_two_ranks_find_the_same(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_match_one_rank(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(run), "--samples", "7", "--json"]) == 0
     one = json.loads(capfd.readouterr().out)
     assert (
@@ -146,9 +146,7 @@ def test_the_layout_follows_the_processes_unless_it_is_given(
     ("trained", "given", "zero"),
     [(3, (), 3), (2, (), 0), (1, (), 0), (3, ("parallel.zero",), 3), (2, ("parallel.zero",), 2)],
 )
-def test_weights_that_training_divided_stay_divided(
-    trained: int, given: tuple[str, ...], zero: int
-) -> None:
+def test_zero_3_weights_stay_sharded(trained: int, given: tuple[str, ...], zero: int) -> None:
     run = tiny_run({"parallel.zero": str(trained), "parallel.dp_replicate": "2"})
     for world in (1, 2, 3):
         found = fitted(run, world, given)
@@ -165,7 +163,7 @@ def test_weights_that_training_divided_stay_divided(
         ({"ep": 4, "dp": 4, "overlap_experts": True}, {1: (1, 1), 2: (2, 1), 4: (4, None)}),
     ],
 )
-def test_experts_are_divided_over_the_processes_that_there_are(
+def test_expert_parallel_size_follows_the_number_of_processes(
     trained: dict[str, Any], found: dict[int, tuple[int, int | None]]
 ) -> None:
     run = tiny_run()
@@ -183,7 +181,7 @@ def test_experts_are_divided_over_the_processes_that_there_are(
 
 
 @pytest.mark.slow
-def test_two_processes_find_of_fully_sharded_weights_what_one_finds_of_whole_ones(
+def test_fully_sharded_evaluation_on_two_processes_matches_one(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     cut, saved = tmp_path / "cut", resolve(str(run))
@@ -199,7 +197,7 @@ def test_two_processes_find_of_fully_sharded_weights_what_one_finds_of_whole_one
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_what_only_training_divides_or_keeps_is_left_out() -> None:
+def test_settings_of_training_memory_are_reset() -> None:
     run = tiny_run(
         {
             "parallel.tp": "2",
@@ -230,7 +228,7 @@ def test_what_only_training_divides_or_keeps_is_left_out() -> None:
         (["--model.num_layers", "3"], "another model"),
     ],
 )
-def test_what_the_user_can_fix_is_text(
+def test_user_errors_are_messages(
     run: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", str(run), *words]) == 2

@@ -81,7 +81,7 @@ def test_arguments_become_yaml_that_loads_and_breaks_no_rule(
     assert "--adam-beta2 0.999 (left out)" in printed.err and "optim.beta2 = 0.999" in printed.err
 
 
-def test_the_yaml_goes_to_a_file_that_is_never_replaced(
+def test_yaml_does_not_overwrite_an_existing_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(tmp_path / "run.yaml")
@@ -106,7 +106,9 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--mock-data" not in {entry["flag"] for entry in document["already"]}
 
 
-def test_another_model_is_refused_with_all_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_of_a_different_model_are_rejected_with_all_reasons(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = [*TINY_LLAMA.split(), "--is-hybrid-model"]
     assert run(*words, "--enable-mhc-connections") == 2
     printed = capsys.readouterr()
@@ -119,7 +121,9 @@ def test_another_model_is_refused_with_all_reasons(capsys: pytest.CaptureFixture
     assert document["run"] is None and len(document["refused"]) == 1
 
 
-def test_strict_refuses_what_changes_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_strict_rejects_arguments_that_change_the_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = [*TINY_LLAMA.split(), "--qk-clip"]
     assert run(*words) == 0
     assert "not mapped, which changes the numbers\n  --qk-clip" in capsys.readouterr().err
@@ -127,7 +131,7 @@ def test_strict_refuses_what_changes_the_numbers(capsys: pytest.CaptureFixture[s
     assert "--qk-clip: not yet: clipping queries and keys" in capsys.readouterr().err
 
 
-def test_our_rules_are_told_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_violated_rules_of_the_run_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*TINY_LLAMA.split(), "--num-attention-heads", "4", "--lr-warmup-iters", "50") == 2
     error = capsys.readouterr().err
     assert "model.num_kv_heads=3 does not divide model.num_heads=4" in error
@@ -139,7 +143,7 @@ def test_an_unknown_argument_is_compared_with_megatrons(capsys: pytest.CaptureFi
     assert "Did you mean --sequence-parallel" in capsys.readouterr().err
 
 
-def test_nothing_to_translate_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_arguments_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 2
     assert (
         "0 arguments were given. Pass Megatron arguments, or --script FILE."
@@ -330,7 +334,7 @@ def test_a_script_without_its_option_is_offered_it(
     )
 
 
-def test_a_stray_word_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stray_word_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("stray", *TINY_LLAMA.split()) == 2
     assert capsys.readouterr().err.count("stray stands before the first argument") == 1
 

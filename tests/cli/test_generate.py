@@ -129,7 +129,7 @@ def test_a_jsonl_file_may_hold_prompts_of_several_lines(tmp_path: Path) -> None:
         (None, b"", "No such file or directory. Pass a text file with one prompt per line"),
     ],
 )
-def test_files_that_hold_no_prompts_are_refused(
+def test_files_without_prompts_are_rejected(
     name: str | None, data: bytes, message: str, tmp_path: Path
 ) -> None:
     file = tmp_path / (name or "gone.txt")
@@ -159,7 +159,7 @@ def test_standard_input_that_is_not_utf8_is_rejected(
         read_prompts(GenerateOptions(source="x", prompts=("-",)))
 
 
-def test_the_seed_the_temperature_and_the_filters_count(
+def test_seed_temperature_and_filters_change_the_text(
     run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ids(*words: str) -> list[int]:
@@ -180,7 +180,7 @@ def test_the_seed_the_temperature_and_the_filters_count(
     )
 
 
-def test_a_model_without_a_tokenizer_speaks_in_ids(
+def test_model_without_a_tokenizer_reads_and_writes_ids(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = make_run(tmp_path / "run", TokenizerConfig(kind="null", vocab_size=257))
@@ -215,7 +215,7 @@ def test_a_model_without_a_tokenizer_speaks_in_ids(
         ),
     ],
 )
-def test_bad_input_is_told_in_words(
+def test_invalid_input_is_reported(
     words: list[str], message: str, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", *(run if word == "RUN" else word for word in words)]) == 2
@@ -231,7 +231,7 @@ def test_a_folder_without_a_checkpoint_says_what_it_has(
     assert "has no checkpoint (found: log.txt). Use the folder of a run" in capsys.readouterr().err
 
 
-def test_control_characters_are_not_obeyed_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_are_replaced_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -294,7 +294,9 @@ def test_every_option_reaches_the_workers() -> None:
     ) == ("y", "z")
 
 
-def test_two_processes_write_what_one_writes(run: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_generate_the_same_text_as_one(
+    run: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = ["generate", run, "ab", "xyz", "--max-new-tokens", "9", "--json", "--seed", "3"]
     assert main(words) == 0
     one = json.loads(capfd.readouterr().out)

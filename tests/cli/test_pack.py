@@ -56,7 +56,7 @@ def test_a_run_reads_the_rows_that_were_packed(
     assert len(fills) == 3 and min(fills) > 0.5
 
 
-def test_a_run_that_reads_packs_is_evaluated_on_conversations_of_its_own(tmp_path: Path) -> None:
+def test_run_with_packs_is_evaluated_on_validation_conversations(tmp_path: Path) -> None:
     run = tiny_run(
         SFT | {"data.sft.packs": packed(tmp_path), "train.eval_every": "3", "train.eval_steps": "1"}
     )
@@ -64,7 +64,7 @@ def test_a_run_that_reads_packs_is_evaluated_on_conversations_of_its_own(tmp_pat
     assert any("eval_loss" in row for row in read_metrics(tmp_path / "run" / "metrics.jsonl"))
 
 
-def test_the_same_seed_packs_alike_and_json_tells_the_counts(
+def test_same_seed_gives_the_same_packs_and_json_has_the_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = dict(np.load(packed(tmp_path, "--json")))
@@ -81,7 +81,7 @@ def test_the_same_seed_packs_alike_and_json_tells_the_counts(
     assert not np.array_equal(first["documents"], other["documents"])
 
 
-def test_what_cannot_be_packed_is_told(tmp_path: Path) -> None:
+def test_invalid_packing_is_rejected(tmp_path: Path) -> None:
     output = packed(tmp_path)
     with pytest.raises(ConfigError, match=r"packs.npz already exists. Pass --overwrite"):
         packed(tmp_path)

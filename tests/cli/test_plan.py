@@ -51,7 +51,7 @@ def test_explain_as_json_has_the_same_and_the_memory(
 
 
 @pytest.mark.parametrize("command", [("plan", "explain"), ("plan", "estimate")])
-def test_a_degree_that_is_no_count_is_blamed_by_its_own_name(
+def test_invalid_parallel_size_is_reported_by_name(
     command: tuple[str, str], recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, recipe, "--parallel.pp", "0"]) == 2
@@ -87,7 +87,7 @@ def test_estimate_says_that_a_run_fits(capsys: pytest.CaptureFixture[str]) -> No
         assert name in output
 
 
-def test_estimate_chooses_what_to_compute_again_and_says_so(
+def test_estimate_resolves_recompute_auto_and_prints_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     automatic = ["--parallel.zero", "1", "--recompute.granularity", "auto", "--recompute.device"]
@@ -104,7 +104,7 @@ def test_estimate_chooses_what_to_compute_again_and_says_so(
     )
 
 
-def test_the_sizes_that_the_documentation_names_are_true(
+def test_sizes_in_the_documentation_are_current(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = (DOCS / "howto" / "plan.md").read_text()
@@ -185,7 +185,7 @@ def test_a_device_may_be_given_in_gib(capsys: pytest.CaptureFixture[str]) -> Non
         ),
     ],
 )
-def test_mistakes_are_told_all_at_once(
+def test_all_user_errors_are_reported_together(
     line: str, texts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line.split()) == 2
@@ -205,7 +205,7 @@ def documented(page: str) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("line, lines", documented("howto/plan.md"))
-def test_the_examples_of_the_documentation_are_true(
+def test_examples_in_the_documentation_are_current(
     line: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")

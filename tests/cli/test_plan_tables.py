@@ -1,5 +1,4 @@
-"""What `megalith plan` shows to people: sizes in few digits, long tables cut short, a word for
-every sort of memory."""
+"""Tables of `megalith plan`."""
 
 from dataclasses import fields
 
@@ -45,7 +44,7 @@ def test_numbers_have_the_digits_that_matter() -> None:
     assert [_count(n) for n in counts] == ["12", "1.5k", "124M", "999.9M", "1B", "405.9B"]
 
 
-def test_every_sort_of_memory_has_a_word() -> None:
+def test_every_kind_of_memory_has_a_description() -> None:
     assert list(WHAT) == [field.name for field in fields(RankMemory)]
 
 
@@ -82,7 +81,7 @@ def test_a_layout_is_shown_with_its_parameters_and_what_a_rank_sends(
     assert f"A rank of pp {place.pp_rank}, tp {place.tp_rank} sends in a step: tp " in output
 
 
-def test_experts_of_a_rank_are_told_with_what_they_are_sent(
+def test_experts_of_a_rank_are_shown_with_their_communication(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     workload = plan_workload(resolve("olmoe_7b"), 16)
@@ -113,7 +112,7 @@ def test_experts_of_a_rank_are_told_with_what_they_are_sent(
     assert "Each all-to-all, 4 per layer and microbatch, sends 112 MiB from each rank." in output
 
 
-def test_an_estimate_tells_what_crowded_experts_take(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_shows_memory_of_unbalanced_experts(capsys: pytest.CaptureFixture[str]) -> None:
     for name, there in (("olmoe_7b", True), ("llama3_8b", False)):
         workload, device = plan_workload(resolve(name), 16), DEVICES["h100"]
         print_estimate(workload, device, memory_ledger(workload, device), [], None)
@@ -122,7 +121,7 @@ def test_an_estimate_tells_what_crowded_experts_take(capsys: pytest.CaptureFixtu
         ) == there
 
 
-def test_with_adapters_what_is_frozen_and_what_is_trained_is_told_apart(
+def test_frozen_and_trained_parameters_are_shown_separately(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")

@@ -56,7 +56,7 @@ def test_json_is_one_document(corpus: Path, capsys: pytest.CaptureFixture[str]) 
     assert document["outputs"] == [str(corpus.parent / "out")]
 
 
-def test_a_tokenizer_can_be_trained_on_the_way(
+def test_tokenizer_is_trained_before_tokenization(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--input", corpus, "--train-tokenizer", 270)
@@ -183,7 +183,7 @@ def test_a_tiktoken_vocabulary_makes_the_ids(
         ),
     ],
 )
-def test_tokenizers_that_cannot_be_are_told(
+def test_invalid_tokenizers_are_rejected(
     words: tuple[str, ...], output: str, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--input", corpus, "--output", corpus.parent / "out", *words) == 2
@@ -222,7 +222,7 @@ def test_several_keys_give_several_stores(tmp_path: Path, corpus: Path) -> None:
         ),
     ],
 )
-def test_what_the_user_can_fix_exits_with_2(
+def test_user_errors_exit_with_2(
     corpus: Path, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--input", corpus, "--output", corpus.parent / "out", *words) == 2
@@ -230,9 +230,7 @@ def test_what_the_user_can_fix_exits_with_2(
     assert [path.name for path in corpus.parent.iterdir()] == ["corpus.jsonl"]
 
 
-def test_a_second_end_token_is_warned_about(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_second_end_token_is_warned_about(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--input", corpus, "--train-tokenizer", 270, "--output", corpus.parent / "out") == 0
     file = corpus.parent / "out.tokenizer" / "tokenizer.json"
     description = json.loads(file.read_text())
@@ -257,7 +255,7 @@ def test_a_second_end_token_is_warned_about(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_exits_with_75_and_the_run_goes_on_later(
+def test_signal_exits_with_75_and_resume_continues(
     tmp_path: Path, corpus: Path, number: signal.Signals
 ) -> None:
     (tmp_path / "corpus.jsonl").write_text(LINES)

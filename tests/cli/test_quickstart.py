@@ -70,7 +70,7 @@ def shrunk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path
 
 
-def test_everything_is_there_and_a_second_run_repeats_nothing(
+def test_all_outputs_exist_and_a_second_run_skips_completed_steps(
     shrunk: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["quickstart", "--folder", "runs/first", "--nproc", "1"]
@@ -148,7 +148,7 @@ def test_a_step_that_is_stopped_ends_it_with_its_code(
     assert "held-out files" not in capsys.readouterr().out
 
 
-def test_a_run_stopped_while_preparing_goes_on(
+def test_interrupted_prepare_is_resumed(
     shrunk: Path,
     untrained: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -184,7 +184,7 @@ def test_a_run_stopped_while_preparing_goes_on(
     assert [file.stat().st_mtime_ns for file in made] == before
 
 
-def test_a_run_killed_before_anything_was_saved_goes_on(shrunk: Path, untrained: None) -> None:
+def test_run_killed_before_the_first_save_is_resumed(shrunk: Path, untrained: None) -> None:
     data = shrunk / "runs" / "first" / "data"
     (data / "train.preparing").mkdir(parents=True)
     (data / "train.preparing" / "lock").write_text("")
@@ -204,7 +204,7 @@ def test_a_run_killed_before_anything_was_saved_goes_on(shrunk: Path, untrained:
         ),
     ],
 )
-def test_bad_options_are_refused_before_anything(
+def test_invalid_options_are_rejected_first(
     shrunk: Path, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (shrunk / "file").write_text("")
@@ -216,7 +216,7 @@ def test_bad_options_are_refused_before_anything(
 @pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="needs a folder that not even root can write to"
 )
-def test_a_data_folder_that_cannot_be_written_to_is_refused(
+def test_data_folder_without_write_access_is_rejected(
     shrunk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (shrunk / "run").mkdir()

@@ -1,5 +1,4 @@
-"""`megalith train`: exit codes, what it says, what it refuses, and what becomes of it when ranks
-are stopped or die."""
+"""`megalith train`: output, exit codes, and behavior when ranks are stopped or die."""
 
 import base64
 import json
@@ -70,9 +69,7 @@ def ranks_of(process: "subprocess.Popen[str]") -> list[int]:
     ]
 
 
-def test_it_trains_and_says_where_everything_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_prints_its_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tiny_yaml(tmp_path / "tiny.yaml")
     assert main(["train", str(file), "--run", str(tmp_path / "run"), "--train.steps", "3"]) == 0
     output = capsys.readouterr().out
@@ -108,7 +105,7 @@ def test_suggested_command_suits_what_the_run_trained_on(
     assert _describe_outcome(Outcome("done", 3), "runs/x", run).endswith(f"\ntry: {suggestion}")
 
 
-def test_what_is_computed_again_is_chosen_once_and_written_down(
+def test_recompute_auto_is_resolved_once_and_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     automatic = {"train.steps": "2", "recompute.granularity": "auto", "recompute.device": "80 GiB"}
@@ -159,7 +156,7 @@ def test_run_folder_is_resumed_however_its_path_is_typed(
     assert steps(Path("first")) == [1, 2, 3] and not Path("runs").exists()
 
 
-def test_yaml_file_of_others_trains_nowhere_else(
+def test_yaml_file_cannot_set_a_cache_folder_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work = tmp_path / "work"
@@ -406,7 +403,7 @@ def test_nan_loss_at_the_end_is_an_error_and_not_done(
         (["lora_tiny"], "Adapters are trained beside weights: train a run of that name first"),
     ],
 )
-def test_what_the_user_can_fix_is_one_text_and_exit_code_2(
+def test_user_errors_are_one_message_and_exit_code_2(
     words: list[str],
     message: str,
     tmp_path: Path,
@@ -421,7 +418,7 @@ def test_what_the_user_can_fix_is_one_text_and_exit_code_2(
     assert list(tmp_path.iterdir()) == [], "half a run would be met by later commands"
 
 
-def test_data_that_is_damaged_or_of_another_tokenizer_is_refused(
+def test_damaged_data_or_another_tokenizer_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

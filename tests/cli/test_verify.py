@@ -1,5 +1,4 @@
-"""`megalith verify`: rows or one JSON document; 0 if all holds, 1 if a check failed, 2 if a rule is
-violated."""
+"""`megalith verify`: tables, JSON and exit codes."""
 
 import json
 from pathlib import Path
@@ -22,7 +21,7 @@ def recipe(tmp_path: Path) -> str:
     return str(tiny_yaml(tmp_path / "tiny.yaml", {"parallel.tp": "2", "parallel.sp": "true"}))
 
 
-def test_a_layout_that_holds_is_0_and_every_part_has_its_rows(
+def test_valid_layout_exits_with_0_and_has_rows_for_every_part(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", recipe, "--world", "6", "--json"]) == 0
@@ -54,7 +53,7 @@ def test_the_table_says_which_part_proves_what(
     )
 
 
-def test_broken_rules_are_all_reported_and_the_rest_is_not_tried(
+def test_violated_rules_are_all_reported_and_end_the_verification(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
@@ -77,7 +76,7 @@ def test_broken_rules_are_all_reported_and_the_rest_is_not_tried(
         assert message in output
 
 
-def test_a_planted_problem_is_1_and_named(
+def test_injected_fault_is_reported_with_exit_code_1(
     recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A fault in the numbers, which the type check does not see."""
@@ -94,9 +93,7 @@ def test_a_planted_problem_is_1_and_named(
     assert not wrong["holds"] and "_norm.weight" in wrong["answer"]
 
 
-def test_a_world_that_is_no_count_is_refused(
-    recipe: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_world_size_is_rejected(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", recipe, "--world", "0"]) == 2
     assert (
         "--world=0 must be at least 1. Use the world size of the real job."
@@ -119,7 +116,7 @@ def test_a_world_that_is_no_count_is_refused(
         ),
     ],
 )
-def test_questions_that_cannot_be_asked_are_2(
+def test_invalid_options_exit_with_2(
     words: tuple[str, ...], output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", *words]) == 2
@@ -173,7 +170,7 @@ def test_kernels_that_do_not_exist_are_refused_there(capsys: pytest.CaptureFixtu
     )
 
 
-def test_no_is_not_an_error_of_the_user() -> None:
+def test_failed_check_has_exit_code_1() -> None:
     assert verify.CHECK_FAILED == 1
 
 

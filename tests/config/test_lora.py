@@ -27,7 +27,7 @@ def problems(**changes: Any) -> list[str]:
     return lora_problems(LoraConfig(**changes), MODEL, LOADED, compiled=False)
 
 
-def test_linear_stands_for_every_matrix_that_a_model_has() -> None:
+def test_target_linear_selects_every_linear_layer() -> None:
     assert lora_targets(LoraConfig(), MODEL) == ("q", "kv", "o", "gate_up", "down")
     assert lora_targets(LoraConfig(targets=("down", "q")), MODEL) == ("q", "down")
     other = ModelConfig(vocab_size=8, gated=False, attention=AttentionConfig(gated=True), **SIZES)
@@ -38,7 +38,7 @@ def test_linear_stands_for_every_matrix_that_a_model_has() -> None:
     assert lora_matrices(short)[:3] == ("q_down", "q_up", "kv_down")
 
 
-def test_layers_can_be_chosen_and_nothing_outside_of_them_is_meant() -> None:
+def test_adapters_are_limited_to_selected_layers() -> None:
     some = LoraConfig(targets=("q", "down"), layers=(1, 0, 1))
     assert lora_layers(LoraConfig(), MODEL) == tuple(range(MODEL.num_layers)) and lora_layers(
         some, MODEL
@@ -116,12 +116,12 @@ def test_a_run_without_adapters_has_no_problem_with_them() -> None:
         ),
     ],
 )
-def test_odd_values_are_refused_in_words(changes: dict[str, Any], text: str) -> None:
+def test_invalid_values_are_rejected(changes: dict[str, Any], text: str) -> None:
     (found,) = problems(**changes)
     assert text in found
 
 
-def test_all_of_them_are_named_at_once_among_the_rules_of_a_run() -> None:
+def test_all_problems_are_reported_with_those_of_the_run() -> None:
     run = tiny_run(
         {
             "lora.rank": "0",
@@ -140,7 +140,7 @@ def test_all_of_them_are_named_at_once_among_the_rules_of_a_run() -> None:
     assert any("would stay random" in text for text in found)
 
 
-def test_targets_that_no_chosen_layer_has_are_refused() -> None:
+def test_targets_missing_in_all_selected_layers_are_rejected() -> None:
     """Experts have no adapters; attention beside them does."""
     model = replace(MODEL, moe=MoEConfig(num_experts=4, ffn_hidden_size=6, layers=(False, True)))
     found = lora_problems(LoraConfig(targets=("down",), layers=(1,)), model, LOADED, compiled=False)
@@ -153,7 +153,7 @@ def test_targets_that_no_chosen_layer_has_are_refused() -> None:
 @pytest.mark.parametrize(
     "name", ["sequence_coeff", "batch_coeff", "global_batch_coeff", "z_loss_coeff"]
 )
-def test_losses_of_balance_are_refused_where_routers_are_frozen(name: str) -> None:
+def test_aux_losses_are_rejected_with_frozen_routers(name: str) -> None:
     balance: dict[str, Any] = {name: 0.1}
     model = replace(
         MODEL, moe=MoEConfig(num_experts=4, ffn_hidden_size=6, aux_loss=AuxLossConfig(**balance))

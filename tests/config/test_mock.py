@@ -24,12 +24,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_lengths_that_cannot_be_are_told(text: str) -> None:
+def test_invalid_lengths_are_reported(text: str) -> None:
     (problem,) = mock_problems(WRONG[text], most=99, used=True)
     assert text in problem
 
 
-def test_lengths_that_can_be_are_fine_and_need_mock_data() -> None:
+def test_valid_lengths_need_mock_data() -> None:
     for lengths in (
         MockLengths(),
         MockLengths(kind="lognormal", mean=9.5),

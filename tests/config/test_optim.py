@@ -1,4 +1,4 @@
-"""The optimizer's defaults, and what cannot work together."""
+"""Optimizer settings: defaults and rules."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def test_the_defaults_are_those_of_large_language_models() -> None:
     assert optim_problems(optim, PrecisionConfig()) == []
 
 
-def test_four_number_formats_can_be_chosen() -> None:
+def test_params_has_four_dtypes() -> None:
     params = next(setting for setting in describe(PrecisionConfig) if setting.path == "params")
     assert literal_values(params.hint) == ["fp32", "bf16", "fp16", "fp64"]
 
@@ -47,7 +47,7 @@ def test_four_number_formats_can_be_chosen() -> None:
         ),
     ],
 )
-def test_momentum_that_cannot_work_is_refused(optim: OptimConfig, text: str) -> None:
+def test_invalid_momentum_is_rejected(optim: OptimConfig, text: str) -> None:
     assert optim_problems(optim, PrecisionConfig()) == [text]
 
 
@@ -74,7 +74,7 @@ def test_momentum_that_cannot_work_is_refused(optim: OptimConfig, text: str) -> 
         ),
     ],
 )
-def test_loss_scales_out_of_their_range_are_refused_all_at_once(
+def test_loss_scales_out_of_range_are_reported_together(
     scale: dict[str, float], texts: list[str]
 ) -> None:
     precision = replace(FP16, loss_scale=LossScaleConfig(**scale))  # type: ignore[arg-type]  # counts are whole
@@ -83,7 +83,7 @@ def test_loss_scales_out_of_their_range_are_refused_all_at_once(
     ]
 
 
-def test_a_loss_scale_serves_fp16_only() -> None:
+def test_loss_scale_needs_fp16() -> None:
     precision = PrecisionConfig(params="bf16", loss_scale=LossScaleConfig(constant=1024.0))
     assert optim_problems(OptimConfig(), precision) == [
         "precision.loss_scale.constant=1024 with precision.params=bf16, which uses no loss scale. "
@@ -91,7 +91,7 @@ def test_a_loss_scale_serves_fp16_only() -> None:
     ]
 
 
-def test_overflows_of_fp16_may_not_end_the_run() -> None:
+def test_nonfinite_grad_raise_is_rejected_with_fp16() -> None:
     assert optim_problems(OptimConfig(nonfinite_grad="raise"), FP16) == [
         "optim.nonfinite_grad=raise with precision.params=fp16: overflows are part of dynamic "
         "loss scaling and must not end the run. Set optim.nonfinite_grad=skip."

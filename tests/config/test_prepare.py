@@ -1,4 +1,4 @@
-"""Which settings of prepare are refused."""
+"""Rules of the settings of prepare."""
 
 from megalith.config.prepare import PrepareConfig, prepare_problems
 from megalith.config.tokenizer import TokenizerConfig
@@ -8,7 +8,7 @@ def test_a_plain_config_is_accepted() -> None:
     assert prepare_problems(PrepareConfig(input=("a.txt",), output="a")) == []
 
 
-def test_all_broken_rules_are_told_at_once() -> None:
+def test_all_violated_rules_are_reported_together() -> None:
     config = PrepareConfig(
         input=(),
         output="a",

@@ -8,7 +8,7 @@ from megalith.config.sample import SampleConfig, sample_problems
 @pytest.mark.parametrize(
     "fields", [{}, {"temperature": 0.0}, {"top_k": 1, "top_p": 1.0}, {"top_p": 0.01}, {"seed": -5}]
 )
-def test_sensible_settings_pass(fields: dict[str, Any]) -> None:
+def test_valid_settings_are_accepted(fields: dict[str, Any]) -> None:
     assert sample_problems(SampleConfig(**fields)) == []
 
 
@@ -30,12 +30,12 @@ def test_sensible_settings_pass(fields: dict[str, Any]) -> None:
         ({"top_p": 1.5}, "top_p=1.5 must be above 0"),
     ],
 )
-def test_settings_that_cannot_be_are_named(fields: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_reported(fields: dict[str, Any], message: str) -> None:
     (problem,) = sample_problems(SampleConfig(**fields))
     assert problem.startswith(message)
 
 
-def test_all_of_them_are_named_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     assert (
         len(sample_problems(SampleConfig(max_new_tokens=0, temperature=-1, top_k=0, top_p=2))) == 4
     )

@@ -4,7 +4,7 @@ from megalith.config.data import DataConfig, data_problems
 from megalith.config.sft import SFTConfig, sft_problems
 
 
-def test_conversations_are_a_source_of_their_own() -> None:
+def test_conversations_are_a_data_source() -> None:
     assert data_problems(DataConfig(sft=SFTConfig(mock_conversations=3))) == []
     assert (
         data_problems(DataConfig(sft=SFTConfig(path=("a.jsonl",), valid_path=("b.jsonl",)))) == []
@@ -30,12 +30,12 @@ def test_conversations_are_a_source_of_their_own() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_told(sft: SFTConfig, message: str) -> None:
+def test_invalid_settings_are_reported(sft: SFTConfig, message: str) -> None:
     (problem,) = sft_problems(sft)
     assert problem.startswith(message)
 
 
-def test_settings_of_running_text_are_refused_beside_conversations() -> None:
+def test_settings_of_text_are_rejected_with_conversations() -> None:
     data = DataConfig(sft=SFTConfig(path=("a",)), document_masking=True, sampler="cyclic")
     (problem,) = data_problems(data)
     assert problem.startswith(

@@ -1,4 +1,4 @@
-"""Which settings of a tokenizer are refused."""
+"""Rules of tokenizer settings."""
 
 import pytest
 
@@ -36,5 +36,7 @@ def test_each_kind_has_a_correct_form() -> None:
         ),
     ],
 )
-def test_each_broken_rule_is_named_with_its_value(tokenizer: TokenizerConfig, text: str) -> None:
+def test_each_violated_rule_is_reported_with_its_value(
+    tokenizer: TokenizerConfig, text: str
+) -> None:
     assert [problem.startswith(text) for problem in tokenizer_problems(tokenizer)] == [True]

@@ -1,4 +1,4 @@
-"""All recipes, and how a command line finds one."""
+"""All recipes, and their lookup from the command line."""
 
 from pathlib import Path
 
@@ -102,7 +102,7 @@ def test_a_name_a_file_and_the_folder_of_a_run_are_resolved(tmp_path: Path) -> N
     assert resolve(str(tmp_path)) == run
 
 
-def test_a_folder_without_a_run_is_told_so(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match="so it is not the folder of a run. Use the folder of a run, such as runs/NAME",
@@ -124,7 +124,7 @@ def test_a_folder_without_a_run_is_told_so(tmp_path: Path) -> None:
         ("nowhere/run.yaml", "nowhere/run.yaml: no such file."),
     ],
 )
-def test_what_cannot_be_resolved_is_told_with_what_could(target: str, text: str) -> None:
+def test_unknown_recipe_is_rejected_with_similar_names(target: str, text: str) -> None:
     with pytest.raises(ConfigError) as error:
         resolve(target)
     assert text in str(error.value)

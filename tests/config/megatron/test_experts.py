@@ -105,7 +105,7 @@ def test_layers_with_experts_count_from_the_first(
 
 
 def test_a_weight_alone_is_of_the_loss_over_each_microbatch(tiny: Translate) -> None:
-    """As --moe-router-load-balancing-type is aux_loss unless told otherwise."""
+    """As --moe-router-load-balancing-type is aux_loss by default."""
     assert moe_of(tiny, "--num-experts 4 --moe-aux-loss-coeff 0.01").aux_loss == AuxLossConfig(
         batch_coeff=0.01
     )

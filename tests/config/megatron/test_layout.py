@@ -23,7 +23,7 @@ def layout(tiny: Translate, added: str, **options: Any) -> ParallelConfig:
 
 
 def output(tiny: Translate, added: str, flag: str) -> list[str]:
-    """What is said about a flag."""
+    """Reports on a flag."""
     return [entry.text for entry in tiny(added).entries if entry.flag.split()[0] == flag]
 
 
@@ -172,7 +172,9 @@ def test_absurd_layouts_are_counted_without_being_written_out() -> None:
         ),
     ],
 )
-def test_contradictions_about_chunks_are_told(tiny: Translate, added: str, problem: str) -> None:
+def test_contradictions_about_model_chunks_are_reported(
+    tiny: Translate, added: str, problem: str
+) -> None:
     problems = tiny(added).problems
     assert len(problems) == 1 and problem in problems[0]
 
@@ -243,7 +245,7 @@ def test_shared_rows_are_megatrons(
         ),
     ],
 )
-def test_wrong_exchanges_are_told(tiny: Translate, added: str, problem: str) -> None:
+def test_invalid_token_dispatchers_are_reported(tiny: Translate, added: str, problem: str) -> None:
     problems = tiny(added).problems
     assert len(problems) == 1 and problem in problems[0]
 

@@ -79,7 +79,7 @@ def test_fp16_brings_its_loss_scale_and_leaves_steps_out_that_overflow(tiny: Tra
     assert sum(entry.text == "is read with --fp16 only" for entry in left_out.entries) == 4
 
 
-def test_a_constant_loss_scale_is_kept_and_what_differs_is_said(tiny: Translate) -> None:
+def test_constant_loss_scale_is_mapped_and_differences_are_reported(tiny: Translate) -> None:
     done = tiny("--fp16 --loss-scale 512")
     assert done.run is not None and run_problems(done.run, 1) == []
     assert done.run.precision.loss_scale.constant == 512.0

@@ -26,7 +26,7 @@ def test_a_llama_becomes_a_run_that_breaks_no_rule(tiny: Translate) -> None:
     assert "num_kv_heads: 3" in dump_yaml(done.run)
 
 
-def test_everything_that_is_wrong_is_told_at_once(tiny: Translate) -> None:
+def test_all_problems_are_reported_together(tiny: Translate) -> None:
     done = tiny(
         "--hybrid-layer-pattern M* --lr fast --is-hybrid-model --nonsense --spec x",
         without=("--num-layers",),
