@@ -26,7 +26,7 @@ def dropout_problems(dropout: DropoutConfig) -> list[str]:
     """Return the violated rules as error messages."""
     shares = {field.name: getattr(dropout, field.name) for field in fields(dropout)}
     return [
-        f"model.dropout.{name}={p} must be at least 0 and below 1. Use 0.1."
+        f"model.dropout.{name}={p} must be a probability, at least 0 and below 1. Use 0.1."
         for name, p in shares.items()
         if not 0 <= p < 1
     ]

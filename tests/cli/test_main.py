@@ -152,8 +152,7 @@ def test_name_too_long_for_the_file_system_is_a_user_error(
     assert main(words) == 2
     error = capsys.readouterr().err
     assert (
-        f"{len(words[-1])} characters is too long for this file system. Use a shorter "
-        "name" in error
+        f"{len(words[-1])} characters is too long for this file system. Use a shorter name" in error
     )
     assert "a" * 81 not in error and "Traceback" not in error
 

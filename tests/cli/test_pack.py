@@ -104,6 +104,6 @@ def test_invalid_packing_is_rejected(tmp_path: Path) -> None:
         main(["pack", str(tmp_path / "run.yaml"), "--output", f"{output}/inside"])
     with pytest.raises(
         ConfigError,
-        match=r"prepare is not a subcommand of `megalith data`. It is `megalith prepare`",
+        match=r"prepare is not a subcommand of `megalith data`. Did you mean `megalith prepare`",
     ):
         main(["prepare"])

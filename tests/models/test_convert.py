@@ -325,10 +325,7 @@ def test_rows_that_are_not_new_are_refused_in_words(
             rules=rules,
         )
     (text,) = checkpoint_problems(CheckpointConfig(new_rows="mean"))
-    assert (
-        "checkpoint.new_rows=mean says what is added to the tables of checkpoint.load, which is "
-        "unset" in text
-    )
+    assert "checkpoint.new_rows=mean needs checkpoint.load, which is unset" in text
 
 
 # --- the family that a model was converted from

@@ -267,9 +267,9 @@ def test_a_checkpoint_without_optimizer_says_how_to_go_on_and_does(tmp_path: Pat
 @pytest.mark.parametrize(
     ("take", "multiple", "zero"),
     [
-        ("everything", "100", "0"),
+        ("all", "100", "0"),
         pytest.param("progress", "7", "0", marks=pytest.mark.slow),
-        pytest.param("everything", "7", "1", marks=pytest.mark.slow),
+        pytest.param("all", "7", "1", marks=pytest.mark.slow),
     ],
 )
 def test_a_vocabulary_may_be_padded_in_another_way(
