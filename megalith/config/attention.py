@@ -10,7 +10,7 @@ QKNorm = Literal["none", "head", "whole", "l2"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """Attention scores, masks, norms and gates."""
+    """Attention mechanism: scores, masks, norms and gates."""
 
     qk_norm: QKNorm = "none"
     """Normalization of queries and keys. head: over the features of each head, with one weight

@@ -9,7 +9,7 @@ Part = Literal["full", "linear", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersConfig:
-    """Per-layer attention, MLP and sizes; each field is a pattern that repeats over the layers, and
+    """Layers of different kinds or sizes. Each field is a pattern that repeats over the layers;
     empty means that all layers are equal.
 
     Source: Bercovich et al. 2024, arXiv:2411.19146 (Puzzle), section 3.1.

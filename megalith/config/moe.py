@@ -13,7 +13,7 @@ the last tokens of the sequence."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Router: how the experts of each token are selected and weighted."""
+    """Router that selects and weights the experts of each token."""
 
     score: Score = "softmax"
     """Function that turns router logits into scores. softmax: over all experts; sigmoid and
@@ -131,7 +131,8 @@ def has_aux_losses(balance: AuxLossConfig) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityConfig:
-    """Expert capacity. A dropped token skips the expert and continues in the residual stream."""
+    """Expert capacity and token dropping. A dropped token skips the expert and continues in the
+    residual stream."""
 
     factor: float | None = None
     """Capacity factor: an expert accepts at most ceil(factor K N / E) of the N tokens of a

@@ -152,7 +152,7 @@ class LossScaleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionConfig:
-    """Numeric precision of weights, activations and the loss scale."""
+    """Numeric precision and loss scaling."""
 
     params: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Dtype of weights and activations. bf16 and fp16 keep fp32 master weights and accumulate

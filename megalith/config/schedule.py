@@ -10,7 +10,7 @@ WeightDecayStyle = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
-    """Schedules of the learning rate (warmup, then constant or decay) and of the weight decay.
+    """Learning rate and weight decay schedules: warmup, then a constant rate or a decay.
 
     Lengths are in steps; the schedule counts samples, so a skipped step does not advance it.
     """
