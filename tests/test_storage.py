@@ -137,7 +137,7 @@ def test_free_space_is_that_of_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
-def test_a_file_system_that_cannot_be_asked_to_sync_is_told_about(
+def test_file_system_without_sync_is_warned_about(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: int) -> None:
@@ -152,9 +152,9 @@ def test_a_file_system_that_cannot_be_asked_to_sync_is_told_about(
         partial(storage.replace_file, tmp_path / "a", b"y"),
     ]
     for call in calls:
-        with pytest.warns(RuntimeWarning) as told:
+        with pytest.warns(RuntimeWarning) as output:
             call()
-        assert {str(one.message) for one in told} == {
+        assert {str(warning.message) for warning in output} == {
             f"{tmp_path}: this file system does not support fsync ({os.strerror(number)}). After a "
             "power failure its files may be incomplete: check them, or use another file system."
         }

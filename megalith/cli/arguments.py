@@ -1,5 +1,5 @@
-"""Command lines: dotted overrides are ours, checked against the config tree; the fixed options of a
-command are tyro's.
+"""Command-line parsing: dotted overrides are checked against the config tree; tyro parses the fixed
+options.
 
 A command that takes a run looks like this:
 
@@ -45,8 +45,7 @@ from megalith.recipes import resolve
 
 OptionsT = TypeVar("OptionsT")
 
-# Positional words are shown by name, a flag as `--json` alone, an option that may be left out
-# without "None".
+# Show positional arguments by name, flags as `--json` only, and optional values without "None".
 _STYLE = (
     tyro.conf.PositionalMetavarFromFieldName,
     tyro.conf.FlagCreatePairsOff,
@@ -81,13 +80,13 @@ COMMON_SETTINGS = (
     "checkpoint.every",
     "seed",
 )
-"""Settings that the short help lists."""
+"""Settings listed in the short help."""
 
 MAX_OPTIONS_IN_USAGE = 4
-"""Heuristic: with more options the usage line says `[OPTIONS]`."""
+"""Heuristic: with more options the usage line shows `[OPTIONS]`."""
 
 MAX_HELP_COLUMNS, MAX_OPTION_COLUMNS = 110, 36
-"""Heuristic: longer lines are hard to read, and longer options get a line of their own."""
+"""Heuristic: longer lines are hard to read, and longer options get their own line."""
 
 NO_BREAK_SPACE = "\u00a0"
 """Keeps `(default: 8)` on one line; printed as a space."""
@@ -96,23 +95,23 @@ _FLAG_WORDS = ("true", "false", "yes", "no", "on", "off", "none", "null", "unset
 
 
 def split_overrides(argv: Sequence[str], root: type) -> tuple[list[str], dict[str, Override]]:
-    """Take `--parallel.tp 2`, `--parallel.tp=2`, `--data.path a b`, `--data.document_masking` and
-    `--seed 3` out of `argv`.
+    """Extract dotted overrides such as `--parallel.tp 2`, `--parallel.tp=2`, `--data.path a b` and
+    `--seed 3` from `argv`.
 
     Every option with a dot belongs to the tree `root`, and so does one that names a leaf of the
-    root itself. A list takes all words up to the next option; true/false alone means true, and
-    takes the word behind it where that is a value or, the recipe being named already, can only be
-    meant as one; the last of two counts, as in a shell.
+    root itself. A list takes all words up to the next option. A boolean without a value is true; it
+    takes the next word if that is a boolean, or if the recipe was already given. If an option is
+    repeated, the last one applies.
 
     Returns:
-        The words that are left, and the overrides as text for `apply_overrides`.
+        The remaining words, and the overrides as text for `apply_overrides`.
 
     Raises:
-        ConfigError: names that the tree lacks and options without a value, all of them together.
+        ConfigError: unknown names and options without a value, all of them together.
     """
     top = [name for name in setting_names(root) if "." not in name]
     words, rest = list(argv), list[str]()
-    named = False  # the recipe or run has been seen
+    named = False  # whether the recipe or run was given
     overrides: dict[str, Override] = {}
     problems: list[str] = []
     while words:
@@ -138,12 +137,12 @@ def split_overrides(argv: Sequence[str], root: type) -> tuple[list[str], dict[st
 def _take_values(
     words: list[str], hint: Any, *, named: bool
 ) -> list[str]:  # Any: a type annotation
-    """Remove from the front of `words` what belongs to an option of type `hint`, and return it."""
-    ahead = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    """Remove the values of an option of type `hint` from the front of `words`, and return them."""
+    num_values = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     options = options_of(hint)
-    if bool in options and (ahead == 0 or not (named or words[0].lower() in _FLAG_WORDS)):
+    if bool in options and (num_values == 0 or not (named or words[0].lower() in _FLAG_WORDS)):
         return ["true"]
-    count = ahead if any(is_many(option) for option in options) else min(ahead, 1)
+    count = num_values if any(is_many(option) for option in options) else min(num_values, 1)
     taken = words[:count]
     del words[:count]
     return taken
@@ -152,16 +151,16 @@ def _take_values(
 def parse_options(
     cls: type[OptionsT], argv: Sequence[str], *, prog: str, root: type | None = None
 ) -> OptionsT:
-    """Read the fixed options of a command, a dataclass with documented fields; `--help` prints them
-    and exits.
+    """Parse the fixed options of a command, a dataclass with documented fields; `--help` prints
+    them and exits.
 
-    With `root`, the help also lists the most common dotted settings of that tree and its groups,
-    `--help GROUP` one group, and `--help-all` every setting, with the values of the recipe on the
-    command line if there is one. Unknown options are compared with the tree's names, too.
+    With `root`, the help also lists the most common settings of that tree and its groups, `--help
+    GROUP` one group, and `--help-all` every setting, with the values of the recipe on the command
+    line if there is one. For unknown options, names of the tree are suggested too.
 
     Raises:
-        ConfigError: unknown options, and words where numbers belong.
-        SystemExit: after `--help` (0), or a value that the option cannot take (2).
+        ConfigError: an option is unknown, or its value is not a number although it must be.
+        SystemExit: after `--help` (0), or if a value is invalid (2).
     """
     if {"--help", "-h", "--help-all"} & set(argv):
         _print_help(cls, argv, prog=prog, root=root)
@@ -174,7 +173,7 @@ def parse_options(
 
 
 def _number_problems(cls: type, argv: Sequence[str]) -> list[str]:
-    """Options that take a number and were given something else."""
+    """Return errors of numeric options with a value that is not a number."""
     hints, problems = get_type_hints(cls), []
     for place, word in enumerate(argv):
         name, equals, value = word.partition("=")
@@ -223,8 +222,8 @@ def _unknown_option(word: str, known: Sequence[str], root: type | None) -> str:
 
 
 def _print_help(cls: type, argv: Sequence[str], *, prog: str, root: type | None) -> None:
-    """Print the fixed options and, with `root`, the most common of its settings, one group of them,
-    or all."""
+    """Print the fixed options and, with `root`, its most common settings, one group of them, or
+    all."""
     group = _help_group(argv, root)
     if root is None or group is None:
         _print_fixed_options(cls, prog=prog)
@@ -250,13 +249,13 @@ def _print_help(cls: type, argv: Sequence[str], *, prog: str, root: type | None)
         )
         print(
             f"\nGroups of settings; `{prog} --help GROUP` lists one, `{prog} --help-all` "
-            "everything:"
+            "every setting:"
         )
         _print_entries(_group_entries(root))
 
 
 def _help_group(argv: Sequence[str], root: type | None) -> str | None:
-    """The group of settings that follows `--help`, as in `--help model.moe`."""
+    """Return the group of settings that follows `--help`, as in `--help model.moe`."""
     place = next((i for i, word in enumerate(argv) if word in ("--help", "-h")), len(argv))
     word = next(iter(argv[place + 1 :]), "")
     return (
@@ -265,7 +264,7 @@ def _help_group(argv: Sequence[str], root: type | None) -> str | None:
 
 
 def _print_fixed_options(cls: type, *, prog: str) -> None:
-    """Print the usage, the description and the options of a command's own dataclass."""
+    """Print the usage, the description and the options of a command's dataclass."""
     assert is_dataclass(cls)
     positional, optional = [], []
     for field in fields(cls):
@@ -298,7 +297,7 @@ def _print_fixed_options(cls: type, *, prog: str) -> None:
 def _print_sections(
     root: type, settings: Sequence[SettingLeaf], values: Mapping[str, object]
 ) -> None:
-    """Print settings under the name and the description of the section that they belong to."""
+    """Print settings under the name and the description of their section."""
     for path, members in groupby(settings, key=lambda one: one.path.rpartition(".")[0]):
         summary = _summary(section_of(hint_at(root, path)) if path else root)
         print(f"\n{path}: {summary}" if path else f"\n{summary}")
@@ -306,7 +305,7 @@ def _print_sections(
 
 
 def _group_entries(root: type, prefix: str = "") -> list[tuple[str, str]]:
-    """Every group of settings, also inside other groups, with the first clause of its
+    """Return every group of settings, including nested ones, with the first clause of its
     description."""
     entries = []
     for name, hint in hints_of(root).items():
@@ -336,7 +335,7 @@ def _setting_entry(setting: SettingLeaf, values: Mapping[str, object]) -> tuple[
 
 
 def _default_words(required: bool, value: object, *, show_none: bool) -> str:
-    """` (required)`, ` (default: 8)`; nothing for an empty list."""
+    """Return ` (required)` or ` (default: 8)`; empty for an empty list."""
     if required:
         return " (required)"
     if value in ([], {}, ()) or (value is None and not show_none):
@@ -351,7 +350,7 @@ def _value_words(value: object) -> str:
 
 
 def _metavar(hint: Any) -> str:  # Any: a type annotation
-    """The kind of value that an option takes: `INT`, `true|false`, `rms|layer`, `STR ...`."""
+    """Return the type of an option's value: `INT`, `true|false`, `rms|layer`, `STR ...`."""
     words: list[str] = []
     for option in options_of(hint):
         if option is type(None):
@@ -370,8 +369,8 @@ def _metavar(hint: Any) -> str:  # Any: a type annotation
 
 
 def _print_entries(entries: Sequence[tuple[str, str]]) -> None:
-    """Print options in two columns; an option that is too long for the first has its text on the
-    next line."""
+    """Print options in two columns; the text of an option that is too long for the first starts
+    on the next line."""
     width = min(shutil.get_terminal_size().columns, MAX_HELP_COLUMNS)
     indent = min(MAX_OPTION_COLUMNS, 4 + max((len(option) for option, _ in entries), default=0))
     for option, text in entries:
@@ -389,7 +388,7 @@ def _print_entries(entries: Sequence[tuple[str, str]]) -> None:
 
 
 def _run_on(argv: Sequence[str], root: type) -> object | None:
-    """The run that a command line names, so that its help can show this run's values."""
+    """Return the run named on a command line, so that its help can show the run's values."""
     for word in argv:
         if not word.startswith("-"):
             with suppress(ConfigError):

@@ -1,5 +1,5 @@
-"""`megalith bench overlap`: what a step's communication costs, and how much of it hides behind
-computing."""
+"""`megalith bench overlap`: measure the communication time of a step, and how much of it
+overlaps with computation."""
 
 import os
 from dataclasses import asdict, dataclass, replace
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapCommand:
-    """Train a few steps on made-up data and show what each kind of communication takes, and what of
-    it is exposed."""
+    """Train a few steps on mock data and show the total and the exposed time of each kind of
+    communication."""
 
     recipe: Positional[str]
-    """A recipe's name, a YAML file, or the folder of a run."""
+    """Name of a recipe, a YAML file, or the folder of a run."""
 
     nproc: int = 1
-    """Processes to start on this machine; under torchrun leave it out."""
+    """Number of processes to start on this machine; omit under torchrun."""
 
     steps: int = 5
-    """Steps that count; one more comes before them."""
+    """Number of measured steps, after one warmup step."""
 
     latency_ms: float = 0.0
-    """Pretend that every message takes so much longer."""
+    """Simulated additional latency of each message, in milliseconds."""
 
     gigabytes_per_second: float | None = None
-    """Pretend that a rank's link carries so much; default: as fast as it is."""
+    """Simulated bandwidth of a rank's link, in GB/s; default: no limit."""
 
     json: bool = False
     """Print one JSON document."""
@@ -52,13 +52,14 @@ def main(argv: list[str]) -> int:
         print(
             "usage: megalith bench overlap RECIPE [--nproc N] [--latency-ms MS] "
             "[--gigabytes-per-second G] [overrides]"
-            "\n\n  overlap   what each kind of communication takes in a step, and how much of it "
-            "is exposed"
+            "\n\n  overlap   total and exposed time of each kind of communication in a step"
         )
         return 0
     if argv[0] != "overlap":
         advice = did_you_mean(argv[0], ["overlap"])
-        raise ConfigError(f"{argv[0]} is not something `megalith bench` does.{advice} Use overlap.")
+        raise ConfigError(
+            f"{argv[0]} is not a subcommand of `megalith bench`.{advice} Use overlap."
+        )
     rest, overrides = split_overrides(argv[1:], TrainRun)
     command = parse_options(OverlapCommand, rest, prog="megalith bench overlap", root=TrainRun)
     _check(command)
@@ -78,14 +79,14 @@ def _check(command: OverlapCommand) -> None:
         raise ConfigError(f"--steps={command.steps} must be at least 1. Use 5.")
     if not (command.latency_ms >= 0 and isfinite(command.latency_ms)):
         raise ConfigError(
-            f"--latency-ms={command.latency_ms} must be a finite number and not negative. Use 0 "
-            "for the link as it is."
+            f"--latency-ms={command.latency_ms} must be a finite number of at least 0. Use 0 "
+            "for no added latency."
         )
     speed = command.gigabytes_per_second
     if speed is not None and not (speed > 0 and isfinite(speed)):
         raise ConfigError(
-            f"--gigabytes-per-second={speed} must be a finite number above 0. Leave it out for the "
-            "link as it is."
+            f"--gigabytes-per-second={speed} must be a finite number above 0. Remove it for no "
+            "limit."
         )
 
 
@@ -97,7 +98,7 @@ def _overlap(run: TrainRun, command: OverlapCommand) -> int:
         float("inf") if command.gigabytes_per_second is None else command.gigabytes_per_second * 1e9
     )
     with joined(run, os.environ) as job:
-        found = summarize_exposed_communication(
+        exposed = summarize_exposed_communication(
             run,
             job.mesh,
             job.device,
@@ -107,27 +108,32 @@ def _overlap(run: TrainRun, command: OverlapCommand) -> int:
         )
         first = job.first
     if first and command.json:
-        rows = [{**asdict(each), "hidden": each.hidden} for each in found.traffic]
+        rows = [{**asdict(each), "hidden": each.hidden} for each in exposed.traffic]
         print_json(
-            {"step_seconds": found.step_seconds, "exposed_seconds": found.exposed, "traffic": rows}
+            {
+                "step_seconds": exposed.step_seconds,
+                "exposed_seconds": exposed.exposed,
+                "traffic": rows,
+            }
         )
     elif first:
-        _show(found)
+        _print_table(exposed)
     return 0
 
 
-def _show(found: "ExposedCommunication") -> None:
+def _print_table(exposed: "ExposedCommunication") -> None:
     console = Console(soft_wrap=True)
-    if not found.traffic:
+    if not exposed.traffic:
         console.print(
-            f"a step takes {found.step_seconds * 1000:.1f} ms and communicates nothing: it has one "
+            f"a step takes {exposed.step_seconds * 1000:.1f} ms without communication, because it "
+            "has one "
             "rank"
         )
         return
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("what", "over", "per step", "MB", "ms on its way", "ms exposed", "hidden"):
+    for name in ("what", "over", "per step", "MB", "ms total", "ms exposed", "hidden"):
         table.add_column(name, justify="left" if name in ("what", "over") else "right")
-    for each in found.traffic:
+    for each in exposed.traffic:
         table.add_row(
             each.kind,
             each.over,
@@ -138,9 +144,9 @@ def _show(found: "ExposedCommunication") -> None:
             f"{each.hidden:.0%}",
         )
     console.print(table)
-    share = found.exposed / found.step_seconds
+    share = exposed.exposed / exposed.step_seconds
     console.print(
-        f"a step takes {found.step_seconds * 1000:.1f} ms; a rank stands still for "
-        f"{found.exposed * 1000:.1f} ms of it "
-        f"({share:.0%}), other ranks' delays included"
+        f"a step takes {exposed.step_seconds * 1000:.1f} ms; a rank waits for "
+        f"{exposed.exposed * 1000:.1f} ms of it "
+        f"({share:.0%}), including delays of other ranks"
     )

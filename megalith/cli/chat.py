@@ -1,4 +1,4 @@
-"""`megalith chat`: talk with a model in the terminal, or through a pipe, a line for each turn."""
+"""`megalith chat`: chat with a model in the terminal, or through a pipe with one line per turn."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ from megalith.config.kernels import Kernel
 from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
 
-if TYPE_CHECKING:  # help should not have to wait for torch
+if TYPE_CHECKING:  # keep --help free of the torch import
     from megalith.infer.chat import Chat
     from megalith.models.pretrained import Pretrained
     from megalith.parallel.group import Group
@@ -28,70 +28,70 @@ if TYPE_CHECKING:  # help should not have to wait for torch
 
 EXIT, RESET, HELP = "/exit", "/reset", "/help"
 DEFAULT_TEMPERATURE = (
-    0.6  # as in the generation_config.json of Llama 3 and Qwen3; at 1.0 small models make slips
+    0.6  # as in generation_config.json of Llama 3 and Qwen3; at 1.0 small models make mistakes
 )
-PATIENCE_SECONDS = 7 * 24 * 3600.0  # ranks wait for each other while a person thinks
+TIMEOUT_SECONDS = 7 * 24 * 3600.0  # collectives wait while the user types
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """Talk with a model. Ctrl-C ends an answer, /reset begins again, /exit or the end of the input
-    ends.
+    """Chat with a model. Ctrl-C interrupts an answer, /reset starts a new conversation, /exit or
+    end of input exits.
 
-    Through a pipe every line is a turn: `echo "What is 3 plus 4?" | megalith chat runs/sft_tiny`.
+    In a pipe, every line is a turn: `echo "What is 3 plus 4?" | megalith chat runs/sft_tiny`.
     """
 
     source: Positional[str]
-    """Folder of a run (its newest checkpoint), of a checkpoint, or of a Hugging Face model; or a
-    name under runs/."""
+    """Folder of a run (its latest checkpoint), a checkpoint, or a Hugging Face model; or the
+    name of a run under runs/."""
 
     system: str | None = None
-    """What the model is told before anything else; left out: nothing."""
+    """System message; default: none."""
 
     template: str | None = None
     """Chat template: chatml, llama3, identity, nemotron-h-aligned, nemotron-nano-v2, or a Jinja
-    file; left out: what the run was tuned with, else the model's own."""
+    file; default: that of the fine-tuning run, else the model's."""
 
     max_new_tokens: int = 512
-    """Tokens of an answer at most."""
+    """Maximum number of tokens of an answer."""
 
     temperature: float = DEFAULT_TEMPERATURE
-    """Logits are divided by it: below 1 unlikely tokens become rarer; 0 always takes the most
-    likely token."""
+    """Softmax temperature, by which logits are divided: values below 1 make unlikely tokens
+    rarer; 0 is greedy decoding."""
 
     top_k: int | None = None
-    """Choose among this many best tokens; left out: all."""
+    """Sample from the k most likely tokens; default: all."""
 
     top_p: float | None = None
-    """Choose among the best tokens that together have this probability; left out: all."""
+    """Sample from the smallest set of most likely tokens with this total probability; default:
+    all."""
 
     seed: int = 1234
-    """The same seed and words give the same answers."""
+    """Random seed. The same seed and input give the same answers."""
 
     greedy: bool = False
-    """Always take the best token; the same as --temperature 0."""
+    """Greedy decoding, as --temperature 0."""
 
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
-    """Compute in; left out: bf16 on a GPU, fp32 on a CPU."""
+    """Compute dtype; default: bf16 on a GPU, fp32 on a CPU."""
 
     kernels: Kernel = "auto"
-    """How operations between matmuls are computed: auto, the fastest way on this machine; torch,
-    torch operations; reference, their plain definitions."""
+    """Kernel backends. auto: the fastest on this machine; torch: torch operations; reference:
+    plain definitions."""
 
     mlp_chunks: int = 1
-    """Chunks of tokens in which MLPs read prompts: the same results in less memory, which long
-    prompts may need."""
+    """Number of chunks into which the MLP splits the tokens of a prompt: less memory for long
+    prompts, same results."""
 
     base: str | None = None
-    """For a source that holds adapters: the model they belong to; left out: where they say it
-    is."""
+    """For adapters: their base model; default: the one that the adapters name."""
 
     nproc: int = 1
-    """Processes on this machine that share the model (tensor parallel); under torchrun leave it
-    out."""
+    """Number of processes on this machine that share the model (tensor parallel); omit under
+    torchrun."""
 
     input: str | None = None
-    """File or named pipe to read turns from; left out: standard input."""
+    """File or named pipe with one turn per line; default: standard input."""
 
 
 def main(argv: list[str]) -> int:
@@ -105,30 +105,30 @@ def main(argv: list[str]) -> int:
         return talk(options)
     open_source(
         options.source, options.nproc, base=options.base
-    )  # what is wrong with it is better told once
+    )  # report errors of the source once, not per worker
     if options.input is not None:
         return run_workers(["chat", *worker_words(options)], options.nproc)
     with tempfile.TemporaryDirectory(
         prefix="megalith-"
-    ) as folder:  # workers are cut off from the terminal's input
+    ) as folder:  # workers cannot read the terminal's input
         pipe = f"{folder}/turns"
         os.mkfifo(pipe)
-        threading.Thread(target=_pass_on, args=(pipe,), daemon=True).start()
+        threading.Thread(target=_forward_stdin, args=(pipe,), daemon=True).start()
         return run_workers(["chat", *worker_words(options), f"--input={pipe}"], options.nproc)
 
 
-def _pass_on(pipe: str) -> None:
-    """Copy standard input into a named pipe until either ends."""
+def _forward_stdin(pipe: str) -> None:
+    """Copy standard input to a named pipe until either ends."""
     with suppress(OSError), open(pipe, "wb", buffering=0) as turns:
         while part := os.read(0, 1 << 16):
             turns.write(part)
 
 
 def option_problems(options: ChatOptions) -> list[str]:
-    """Every option that cannot be, as texts."""
+    """Return errors of invalid options."""
     problems = [f"--{text}".replace("_", "-") for text in sample_problems(settings(options))]
     if options.greedy and options.temperature != DEFAULT_TEMPERATURE:
-        problems.append(f"--greedy with --temperature={options.temperature}: use one of them.")
+        problems.append(f"--greedy with --temperature={options.temperature}: set only one of them.")
     problems += chunk_problems(options.mlp_chunks)
     if options.nproc < 1:
         problems.append(
@@ -138,7 +138,7 @@ def option_problems(options: ChatOptions) -> list[str]:
 
 
 def worker_words(options: ChatOptions) -> list[str]:
-    """The command line of each worker."""
+    """Return the command line of each worker."""
     words = [options.source]
     for field in fields(options):
         value = getattr(options, field.name)
@@ -149,7 +149,7 @@ def worker_words(options: ChatOptions) -> list[str]:
 
 
 def settings(options: ChatOptions) -> SampleConfig:
-    """How tokens are chosen."""
+    """Return the sampling settings."""
     return SampleConfig(
         max_new_tokens=options.max_new_tokens,
         temperature=0.0 if options.greedy else options.temperature,
@@ -160,8 +160,8 @@ def settings(options: ChatOptions) -> SampleConfig:
 
 
 def talk(options: ChatOptions) -> int:
-    """Load the model and talk, as one rank of the job that the environment describes; rank 0
-    listens and speaks."""
+    """Load the model and chat, as one rank of the job that the environment describes; rank 0
+    reads input and prints."""
     from megalith.infer.load import open_source
     from megalith.parallel.group import gather_objects
     from megalith.parallel.worker import (
@@ -175,7 +175,7 @@ def talk(options: ChatOptions) -> int:
     worker = Worker.from_environment(os.environ)
     source = open_source(options.source, worker.world, base=options.base)
     set_threads(worker, None)
-    everyone = connect(worker, timeout_seconds=PATIENCE_SECONDS)
+    everyone = connect(worker, timeout_seconds=TIMEOUT_SECONDS)
     try:
         check_consistent_settings(asdict(options), everyone)
         if worker.rank == 0:
@@ -199,8 +199,7 @@ def talk(options: ChatOptions) -> int:
 
 
 def open_chat(options: ChatOptions, source: "Pretrained", worker: "Worker") -> "Chat":
-    """The model of this rank, ready to talk; a missing template is found before any weight is
-    read."""
+    """Load this rank's model for chat; a missing template is reported before weights are read."""
     import torch
 
     from megalith.data.tokenizer import build_tokenizer
@@ -226,26 +225,27 @@ def open_chat(options: ChatOptions, source: "Pretrained", worker: "Worker") -> "
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Where lines come from."""
+    """Input of a chat, one turn per line."""
 
     file: IO[str]
     person: bool
-    """Somebody sits there, and is asked for each line."""
+    """Whether the input is interactive, so that a prompt is printed for each line."""
 
     def next(self) -> str | None:
-        """A line that is not empty; None at the end."""
+        """Return the next line that is not empty; None at the end."""
         while True:
             try:
                 line = self._line()
             except EOFError:
-                print_now("\n")  # what comes next is not said on the line of the prompt
+                print_now("\n")  # end the line of the prompt
                 return None
             except KeyboardInterrupt:
                 print_now("\n")
                 raise
             except UnicodeDecodeError as error:
                 raise DataError(
-                    f"turns: byte {error.start} is not UTF-8. Pass text, a line for each turn."
+                    f"turns: byte {error.start} is not UTF-8. Pass UTF-8 text with one turn per "
+                    "line."
                 ) from None
             if not line:
                 return None
@@ -254,7 +254,7 @@ class Turns:
 
     def _line(self) -> str:
         if self.person and self.file is sys.stdin:
-            return input("\n> ") + "\n"  # with the terminal's line editing
+            return input("\n> ") + "\n"  # input() has line editing
         if self.person:
             print_now("\n> ")
         line = self.file.readline(storage.MAX_TEXT_NBYTES + 1)
@@ -268,7 +268,7 @@ class Turns:
 
 @contextmanager
 def open_turns(path: str | None) -> Iterator[Turns]:
-    """Standard input, or a file.
+    """Open standard input, or a file.
 
     Raises:
         DataError: there is no such file.
@@ -277,14 +277,14 @@ def open_turns(path: str | None) -> Iterator[Turns]:
         yield Turns(sys.stdin, sys.stdin.isatty())
         return
     if not (Path(path).is_file() or Path(path).is_fifo()):
-        raise DataError(f"--input={path}: no such file. Pass a file with a turn in every line.")
+        raise DataError(f"--input={path}: no such file. Pass a file with one turn per line.")
     with Path(path).open(encoding="utf-8") as file:
         yield Turns(file, Path(path).is_fifo() and sys.stdout.isatty())
 
 
 def spoken(turns: Turns | None, everyone: "Group") -> Iterator[str]:
-    """What is said, line by line and the same on every rank, until the end; only the first rank has
-    `turns`."""
+    """Yield the lines of the chat, the same on every rank, until the end; only the first rank
+    has `turns`."""
     from megalith.parallel.group import gather_objects
 
     while True:
@@ -298,19 +298,20 @@ def spoken(turns: Turns | None, everyone: "Group") -> Iterator[str]:
 def take_turn(
     chat: "Chat", line: str, *, first: bool, forgiving: bool = False, stoppable: bool = False
 ) -> None:
-    """Obey a command, or answer. `forgiving`: what goes wrong is told, and the conversation goes
-    on; `stoppable`: so it does after an answer that was interrupted.
+    """Run a command, or answer. `forgiving`: print errors and continue the conversation;
+    `stoppable`: also continue after an interrupted answer.
 
     Raises:
-        DataError: where nobody sits who could do anything about it.
+        DataError: the input is invalid and the chat is not interactive.
     """
     show = print_now if first else ignore
     if line == RESET:
         chat.reset()
     elif line == HELP:
         show(
-            f"{RESET} begins again, {EXIT} ends, Ctrl-C ends an answer; anything else is said to "
-            "the model.\n"
+            f"{RESET} starts a new conversation, {EXIT} exits, Ctrl-C interrupts an answer; any "
+            "other "
+            "line is sent to the model.\n"
         )
     else:
         try:
@@ -320,7 +321,7 @@ def take_turn(
             if not forgiving:
                 raise
             show(f"{error}\n")
-        except KeyboardInterrupt:  # of several ranks each would stop at a token of its own
+        except KeyboardInterrupt:  # several ranks would stop at different tokens
             if not stoppable:
                 raise
             show(" [stopped]\n")

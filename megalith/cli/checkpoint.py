@@ -1,5 +1,5 @@
-"""`megalith checkpoint`: what one holds (`info`), if every byte is sound (`verify`), how two differ
-(`diff`)."""
+"""`megalith checkpoint`: show the contents of a checkpoint (`info`), verify its files
+(`verify`), compare two (`diff`)."""
 
 import math
 from collections import Counter
@@ -16,54 +16,54 @@ from megalith.cli.output import print_json
 from megalith.config.suggest import did_you_mean
 from megalith.errors import CheckpointError, ConfigError
 
-if TYPE_CHECKING:  # it loads torch
+if TYPE_CHECKING:  # imports torch
     from megalith.checkpoint.compare import TensorComparison
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfoOptions:
-    """What a checkpoint holds: step, ranks that saved it, tensors, sizes. Reads no tensor unless
-    asked for values."""
+    """Show the contents of a checkpoint: step, world size, tensors, sizes. Reads tensors only
+    with --values."""
 
     path: Positional[str]
-    """A step_NNNNNNN folder, or a run, its name under runs/, or a checkpoints folder: then its
-    newest one."""
+    """A step_NNNNNNN folder; or a run, its name under runs/, or a checkpoints folder: the latest
+    checkpoint in it."""
     only: str | None = None
-    """List the tensors whose names fit this pattern: "*" are all, model.* all weights."""
+    """List the tensors whose names match this pattern: "*" for all, model.* for all weights."""
     values: bool = False
-    """Read these tensors, by default all, and tell how their values are spread."""
+    """Read these tensors, by default all, and show statistics of their values."""
     json: bool = False
     """Print one JSON document."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointVerifyOptions:
-    """Read every byte: lengths, hashes, and tensors that are tensors. Exit code 1 if one is
-    damaged."""
+    """Verify checkpoints by reading every byte: file lengths, hashes and tensor formats. Exit
+    code 1 if one is damaged."""
 
     path: Positional[str]
-    """A step_NNNNNNN folder, or a run, its name under runs/, or a checkpoints folder: then all of
-    them."""
+    """A step_NNNNNNN folder; or a run, its name under runs/, or a checkpoints folder: all
+    checkpoints in it."""
     deep: bool = False
-    """Also look at every value: tensors with elements that are nan or infinite are damaged, too."""
+    """Also check all values: tensors with NaN or infinite elements count as damaged."""
     json: bool = False
     """Print one JSON document."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointDiffOptions:
-    """Compare the values of two checkpoints, whatever layouts they were saved in. Exit code 0: the
-    same, 1: not."""
+    """Compare the values of two checkpoints, which may have different layouts. Exit code 0 if
+    they are equal, 1 if not."""
 
     a: Positional[str]
-    """A step_NNNNNNN folder, or a run, its name under runs/, or a checkpoints folder: then its
-    newest one."""
+    """A step_NNNNNNN folder; or a run, its name under runs/, or a checkpoints folder: the latest
+    checkpoint in it."""
     b: Positional[str]
-    """The other one."""
+    """Checkpoint to compare with, as the first."""
     atol: float = 0.0
-    """Elements as near as this count as equal."""
+    """Absolute tolerance: elements that differ by at most this are equal."""
     only: str = "*"
-    """A pattern of tensors' names: model.* are all weights, optimizer.exp_avg.* the first
+    """Pattern of tensor names: model.* for all weights, optimizer.exp_avg.* for the first
     moments."""
     json: bool = False
     """Print one JSON document."""
@@ -80,43 +80,41 @@ def main(argv: list[str]) -> int:
     if argv[0] not in actions:
         advice = did_you_mean(argv[0], actions) or ""
         raise ConfigError(
-            f"{argv[0]} is not something `megalith checkpoint` does.{advice} Use one of "
+            f"{argv[0]} is not a subcommand of `megalith checkpoint`.{advice} Use one of "
             f"{', '.join(actions)}."
         )
     return actions[argv[0]](argv[1:])
 
 
 def show_info(argv: list[str]) -> int:
-    """Print what a checkpoint holds."""
+    """Print the contents of a checkpoint."""
     options = parse_options(CheckpointInfoOptions, argv, prog="megalith checkpoint info")
     path = newest_in(folder_named(options.path))
-    found = describe(path)
+    info = describe(path)
     if options.only is not None or options.values:
-        found["listed"] = listed(path, options.only or "*", values=options.values)
+        info["listed"] = listed(path, options.only or "*", values=options.values)
     if options.json:
-        print_json(found)
+        print_json(info)
         return 0
     print(
-        f"{found['path']}: step {found['step']:,}, saved by {found['world_size']} ranks, "
-        f"{found['nbytes']:,} bytes"
+        f"{info['path']}: step {info['step']:,}, saved by {info['world_size']} ranks, "
+        f"{info['nbytes']:,} bytes"
     )
-    print(
-        f"  tensors     {found['tensors']:,} in {found['boxes']:,} boxes in {found['files']} files"
-    )
-    print(f"  parameters  {found['parameters']:,}")
-    for role, size in found["roles"].items():
+    print(f"  tensors     {info['tensors']:,} in {info['boxes']:,} boxes in {info['files']} files")
+    print(f"  parameters  {info['parameters']:,}")
+    for role, size in info["roles"].items():
         print(
             f"  {role:<11} {size['tensors']:,} tensors, {size['numel']:,} elements of "
             f"{', '.join(size['dtypes'])}"
         )
-    for tensor in found.get("listed", []):
-        print(f"  {_tensor_in_words(tensor)}")
+    for tensor in info.get("listed", []):
+        print(f"  {_describe_tensor(tensor)}")
     return 0
 
 
 def listed(path: Path, only: str, *, values: bool) -> list[dict[str, Any]]:  # JSON
-    """Shape, dtype and number of boxes of the tensors that fit a pattern; with `values` how these
-    are spread.
+    """Return shape, dtype and number of boxes of the tensors that match a pattern; with `values`
+    also statistics.
 
     Raises:
         CheckpointError: none fits, or a file is damaged.
@@ -138,44 +136,44 @@ def listed(path: Path, only: str, *, values: bool) -> list[dict[str, Any]]:  # J
     ]
 
 
-def _tensor_in_words(tensor: dict[str, Any]) -> str:  # JSON
-    told = f"{tensor['name']}  {tensor['shape']} {tensor['dtype']} in {tensor['boxes']} boxes"
+def _describe_tensor(tensor: dict[str, Any]) -> str:  # JSON
+    text = f"{tensor['name']}  {tensor['shape']} {tensor['dtype']} in {tensor['boxes']} boxes"
     if "mean" not in tensor:
-        return told
+        return text
     spread = ", ".join(f"{word} {tensor[word]:.4g}" for word in ("mean", "std", "least", "largest"))
     lost = f", {tensor['not_finite']:,} not finite" if tensor["not_finite"] else ""
-    return f"{told}: {spread}{lost}"
+    return f"{text}: {spread}{lost}"
 
 
 def verify(argv: list[str]) -> int:
-    """Print what is wrong with some checkpoints; 1 if anything is."""
+    """Print the problems of checkpoints; return 1 if there are any."""
     from megalith.checkpoint.load import open_checkpoint, verify_checkpoint
     from megalith.checkpoint.statistics import values_that_are_no_numbers
 
     options = parse_options(CheckpointVerifyOptions, argv, prog="megalith checkpoint verify")
-    found = {
+    problems_by_path = {
         str(path): verify_checkpoint(path) for path in checkpoints_in(folder_named(options.path))
     }
     if options.deep:
-        found |= {
+        problems_by_path |= {
             path: values_that_are_no_numbers(open_checkpoint(Path(path)))
-            for path, problems in found.items()
+            for path, problems in problems_by_path.items()
             if not problems
         }
     if options.json:
-        print_json(found)
-        return int(any(found.values()))
-    for path, problems in found.items():
-        print(f"{path}: {'sound' if not problems else f'{len(problems)} problems'}")
+        print_json(problems_by_path)
+        return int(any(problems_by_path.values()))
+    for path, problems in problems_by_path.items():
+        print(f"{path}: {'valid' if not problems else f'{len(problems)} problems'}")
         for problem in problems:
             print(f"  {problem}")
         for warning in [] if problems else open_checkpoint(Path(path)).warnings():
             print(f"  warning: {warning}")
-    return int(any(found.values()))
+    return int(any(problems_by_path.values()))
 
 
 def diff(argv: list[str]) -> int:
-    """Print which tensors of two checkpoints differ, and by how much; 1 if any does."""
+    """Print which tensors of two checkpoints differ, and by how much; return 1 if any does."""
     from megalith.checkpoint.compare import compare_checkpoints
     from megalith.checkpoint.load import open_checkpoint
 
@@ -208,8 +206,8 @@ def diff(argv: list[str]) -> int:
         return int(bool(differing))
     print(f"a: {a.path}, step {a.step:,}\nb: {b.path}, step {b.step:,}")
     for each in differing:
-        print(f"  {each.name}: {_in_words(each)}")
-    print(f"{same} tensors are the same, {len(differing)} are not")
+        print(f"  {each.name}: {_describe_difference(each)}")
+    print(f"{same} tensors are equal, {len(differing)} differ")
     for role in summary:
         print(f"  {role.describe()}")
     return int(bool(differing))
@@ -269,32 +267,32 @@ def _summarize_role(role: str, members: Sequence["TensorComparison"]) -> RoleSum
 
 
 def role_of(key: str) -> str:
-    """Return what a tensor of a checkpoint is: `weights`, or the name of a part of the optimizer
-    state."""
+    """Return the role of a tensor in a checkpoint: `weights`, or the name of a part of the
+    optimizer state."""
     return "weights" if key.startswith("model.") else key.split(".")[1]
 
 
-def _in_words(found: "TensorComparison") -> str:
-    if found.kind == "values":
-        types = "" if found.a == found.b else f" ({found.a} and {found.b})"
+def _describe_difference(tensor: "TensorComparison") -> str:
+    if tensor.kind == "values":
+        types = "" if tensor.a == tensor.b else f" ({tensor.a} and {tensor.b})"
         return (
-            f"{found.differing:,} of {found.numel:,} elements differ, by {found.largest:.3g} "
+            f"{tensor.differing:,} of {tensor.numel:,} elements differ, by {tensor.largest:.3g} "
             f"at most{types}"
         )
     return (
-        f"{found.a} in a, {found.b} in b"
-        if found.kind == "shape"
-        else f"{found.kind} ({found.a or found.b})"
+        f"{tensor.a} in a, {tensor.b} in b"
+        if tensor.kind == "shape"
+        else f"{tensor.kind} ({tensor.a or tensor.b})"
     )
 
 
 def _finite(value: float) -> float | None:
-    """JSON knows no infinity."""
+    """Return None for infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def folder_named(name: str) -> Path:
-    """The folder that a person means: a path, or the name of a run under runs/.
+    """Return the folder for a path, or for the name of a run under runs/.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -304,19 +302,22 @@ def folder_named(name: str) -> Path:
         if path.is_dir():
             return path
     if Path(name).exists():
-        raise CheckpointError(
-            f"{name} is a file. Use the folder that it is in, or the folder of a run."
-        )
-    there = sorted(path.name for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
-    advice = did_you_mean(name, there) or (f" Runs: {', '.join(there)}." if there else "")
+        raise CheckpointError(f"{name} is a file. Use its folder, or the folder of a run.")
+    runs_in_folder = (
+        sorted(path.name for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
+    )
+    advice = did_you_mean(name, runs_in_folder) or (
+        f" Runs: {', '.join(runs_in_folder)}." if runs_in_folder else ""
+    )
     raise CheckpointError(
-        f"{name}: no such folder, neither here nor under {runs}/.{advice} Use a step_NNNNNNN "
-        "folder, or a run."
+        f"{name}: no such folder, neither in the working directory nor in {runs}/.{advice} Use a "
+        "step_NNNNNNN folder, or a run."
     )
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """The checkpoint that the folder `path` is, or those in it, oldest first, complete or not.
+    """Return the checkpoint at `path`, or all checkpoints in this folder, oldest first, including
+    incomplete ones.
 
     Raises:
         CheckpointError: there is nothing in it that could be a checkpoint.
@@ -326,26 +327,28 @@ def checkpoints_in(path: Path) -> list[Path]:
 
     if (path / MANIFEST).exists() or path.name.startswith("step_"):
         return [path]
-    found = [
+    checkpoints = [
         each for folder in (path / "checkpoints", path) for each in step_folders(folder).values()
     ]
-    return found or [open_checkpoint(path).path]  # which says what the folder is instead
+    return checkpoints or [open_checkpoint(path).path]  # raises an error about the folder
 
 
 def newest_in(path: Path) -> Path:
-    """The checkpoint that `path` is, or the newest complete one in it.
+    """Return the checkpoint at `path`, or the latest complete one in this folder.
 
     Raises:
         CheckpointError: there is none.
     """
     from megalith.checkpoint.load import find_latest
 
-    found = checkpoints_in(path)
-    return found[0] if found == [path] else find_latest(found[0].parent) or found[0]
+    checkpoints = checkpoints_in(path)
+    if checkpoints == [path]:
+        return path
+    return find_latest(checkpoints[0].parent) or checkpoints[0]
 
 
 def describe(path: Path) -> dict[str, Any]:  # JSON
-    """Counts and sizes from the manifest."""
+    """Return counts and sizes from the manifest."""
     from megalith.checkpoint.load import open_checkpoint
 
     opened = open_checkpoint(path)

@@ -1,5 +1,5 @@
-"""`megalith convert`: a Hugging Face folder to a checkpoint, and a checkpoint or run to a Hugging
-Face folder."""
+"""`megalith convert`: convert a Hugging Face model to a checkpoint, and a checkpoint or run to a
+Hugging Face folder."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +27,7 @@ from megalith.config.tokenizer import FILES
 from megalith.config.tree import load_yaml
 from megalith.errors import ConfigError, raise_all
 
-if TYPE_CHECKING:  # help should not have to wait for torch
+if TYPE_CHECKING:  # keep --help free of the torch import
     from megalith.models.convert import Move
     from megalith.models.pretrained import Pretrained
 
@@ -38,13 +38,13 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "flo
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Turn a Hugging Face model into a Megalith checkpoint, or a checkpoint or run into a Hugging
+    """Convert a Hugging Face model to a Megalith checkpoint, or a checkpoint or run to a Hugging
     Face folder.
 
-    Few tensors are in memory at a time; the target appears whole or not at all. A conversion that
-    was killed goes on where it was when it is run again. A checkpoint made so holds weights and the
-    tokenizer: `megalith generate` takes it, `megalith train` as a recipe, and checkpoint.load of
-    any other run.
+    Only a few tensors are in memory at a time, and the target is written atomically. An interrupted
+    conversion resumes when it is run again. A converted checkpoint has weights and a tokenizer: use
+    it with `megalith generate`, as the recipe of `megalith train`, or as checkpoint.load of another
+    run.
     """
 
     source: Positional[str]
@@ -54,65 +54,63 @@ class ConvertOptions:
     """Folder to write; it must not exist."""
 
     to: Target | None = None
-    """What to write; left out: the other kind than the source. A run that trained adapters
-    becomes a whole model, with the adapters merged into its weights; peft writes the adapters
-    alone, as the peft library has them."""
+    """Target format; default: the other one than that of the source. For a run that trained
+    adapters, huggingface writes the whole model with merged adapters, and peft only the
+    adapters in the format of the peft library."""
 
     base: str | None = None
-    """For a source that holds adapters: the model they belong to; left out: where they say it
-    is."""
+    """For adapters: their base model; default: the one that the adapters name."""
 
     family: str | None = None
     """Architecture of the Hugging Face folder to write, as a model_type such as llama or qwen2;
-    left out: the one that the model was converted from, else the first that can hold it."""
+    default: the one from which the model was converted, else the first that supports it."""
 
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
-    """Store all weights so; left out: as they are."""
+    """Dtype of the written weights; default: unchanged."""
 
     shard_gb: float = 5.0
-    """Largest file of a Hugging Face folder, in GB; one tensor may be larger."""
+    """Maximum size of a file of a Hugging Face folder in GB; a single tensor may be larger."""
 
     pad_vocab_to_multiple_of: int | None = None
-    """Pad the vocabulary of a new checkpoint to a multiple of this; left out: 64, or as it is."""
+    """Pad the vocabulary of a new checkpoint to a multiple of this; default: 64, or unchanged."""
 
     vocab_size: int | None = None
-    """Let the vocabulary of a Hugging Face folder grow to so many tokens; left out: as it is."""
+    """Extend the vocabulary of a Hugging Face model to this number of tokens; default:
+    unchanged."""
 
     new_rows: NewRows = "zero"
-    """What rows of embedding and head begin as that such a folder lacks, padding or new tokens:
-    zero, or the mean of all others."""
+    """Initial value of new embedding and head rows (padding or new tokens): zero, or the mean of
+    the existing rows."""
 
     upcycle: str | None = None
-    """Make a mixture of experts of a dense model: a YAML file with the settings of model.moe; see
-    docs/howto/experts.md."""
+    """Upcycle a dense model to a mixture of experts: a YAML file with the settings of model.moe;
+    see docs/howto/experts.md. Default: no upcycling."""
 
     upcycle_scale: Literal["spread", "down"] = "spread"
-    """Where the factor goes that experts need to answer together what the dense MLP did: into
-    all their matrices, or into the last alone, which is exact for any activation."""
+    """Where to apply the scale that makes the experts' sum equal to the dense MLP. spread: all
+    matrices; down: the last one, which is exact for any activation."""
 
     upcycle_seed: int = 0
-    """What decides the first weights of routers, and of what else no dense model has."""
+    """Random seed of new parameters such as routers."""
 
     workers: int = 2
-    """Threads that read, hash and write at the same time. What they write does not depend on it;
-    where tensors are cast or turned, each holds one."""
+    """Number of threads that read, hash and write. The output does not depend on it; each thread
+    holds a tensor if tensors are cast or transposed."""
 
     restart: bool = False
-    """Begin anew, even if an earlier conversion to this target was killed and could be gone on
-    with."""
+    """Start again, even if an interrupted conversion to this target could be resumed."""
 
     take_over: bool = False
-    """Go on also with what a conversion has left of which it is not known whether it still
-    works: another machine's, or this one's before it was started anew. What a process of this
-    machine works on is never taken."""
+    """Also resume the work of a conversion that may still be running: one of another machine, or
+    of this one before a reboot. The work of a running process of this machine is never taken
+    over."""
 
     keep: bool = False
-    """If the disk is full, or after Ctrl-C, leave what is whole for the next attempt; left out:
-    remove it. A conversion that is killed always leaves it, and so does one that went on with
-    what another had left."""
+    """After a full disk or Ctrl-C, keep finished files for the next attempt; default: remove
+    them. They are always kept if the conversion is killed, or if it resumed another one."""
 
     dry_run: bool = False
-    """Only list every tensor and what becomes of it."""
+    """Only list the tensors and their conversion."""
 
     json: bool = False
     """Print one JSON document."""
@@ -122,7 +120,7 @@ def main(argv: list[str]) -> int:
     """Run `megalith convert`."""
     options = parse_options(ConvertOptions, argv, prog="megalith convert")
     raise_all(option_problems(options))
-    import torch  # help should not have to wait for it
+    import torch  # keep --help free of the torch import
 
     from megalith.models.convert import convert, merged_into, plan_moves, recipe_of, written_names
     from megalith.models.journal import Attempt
@@ -189,7 +187,7 @@ def main(argv: list[str]) -> int:
 
 
 def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
-    """What is to be written, not yet read, and as what.
+    """Open the source without reading weights, and return it with the target format.
 
     Raises:
         ConfigError: options do not fit the source.
@@ -208,10 +206,9 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
     if options.pad_vocab_to_multiple_of is not None:
         if kind == "megalith" or to == "huggingface":
             raise ConfigError(
-                f"--pad-vocab-to-multiple-of={options.pad_vocab_to_multiple_of} is for checkpoints "
-                "made from Hugging "
-                "Face folders, whose "
-                f"vocabulary is not padded. Remove it."
+                f"--pad-vocab-to-multiple-of={options.pad_vocab_to_multiple_of} applies to "
+                "checkpoints "
+                "converted from Hugging Face folders, whose vocabulary is not padded. Remove it."
             )
         source = replace(
             source,
@@ -249,7 +246,7 @@ def _with_family(source: "Pretrained", name: str, to: Target) -> "Pretrained":
 
 
 def with_vocabulary(source: "Pretrained", options: ConvertOptions, to: Target) -> "Pretrained":
-    """A Hugging Face folder with the tokens and rows that are asked for.
+    """Return the source with the requested vocabulary size and new rows.
 
     Raises:
         ConfigError, CheckpointError: the source has tables of its own, or nothing would grow.
@@ -262,9 +259,9 @@ def with_vocabulary(source: "Pretrained", options: ConvertOptions, to: Target) -
         if kind_of(source) == "megalith" or size < source.model.vocab_size:
             raise ConfigError(
                 f"--vocab-size={size}: {source.path} has {source.model.vocab_size} tokens, and "
-                "only the vocabulary of "
-                "a Hugging Face folder grows. Use at least as many with such a folder, or remove "
-                "it."
+                "only the vocabulary of a Hugging Face folder can be extended. Use at least as "
+                "many "
+                "tokens with such a folder, or remove it."
             )
         source = replace(source, model=replace(source.model, vocab_size=size))
     if options.new_rows != "zero":
@@ -276,7 +273,7 @@ def with_vocabulary(source: "Pretrained", options: ConvertOptions, to: Target) -
 
 
 def option_problems(options: ConvertOptions) -> list[str]:
-    """Numbers that cannot be."""
+    """Return errors of invalid options."""
     problems = []
     if not 0 < options.shard_gb < math.inf:
         problems.append(f"--shard-gb={options.shard_gb} must be above 0. Use 5.")
@@ -291,20 +288,20 @@ def option_problems(options: ConvertOptions) -> list[str]:
         )
     given = {"scale": (options.upcycle_scale, "spread"), "seed": (options.upcycle_seed, 0)}
     problems += [
-        f"--upcycle-{name}={value} without --upcycle: nothing is upcycled. Set --upcycle to a YAML "
+        f"--upcycle-{name}={value} needs --upcycle. Set --upcycle to a YAML "
         f"file with the settings of model.moe, or remove it."
-        for name, (value, usual) in given.items()
-        if options.upcycle is None and value != usual
+        for name, (value, default) in given.items()
+        if options.upcycle is None and value != default
     ]
     if options.restart and options.take_over:
         problems.append(
-            f"--restart={options.restart} with --take-over={options.take_over}: one begins anew, "
-            "the other goes on. "
+            f"--restart={options.restart} with --take-over={options.take_over}: one starts again, "
+            "the other resumes. "
             f"Use one of them."
         )
     if options.to == "peft":
         problems += [
-            f"--{name}=True with --to=peft: adapters are written at once. Remove it."
+            f"--{name}=True with --to=peft: adapters are written in one step. Remove it."
             for name in ("restart", "take-over", "keep")
             if getattr(options, name.replace("-", "_"))
         ]
@@ -318,7 +315,7 @@ def option_problems(options: ConvertOptions) -> list[str]:
 
 @contextmanager
 def shown_progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere; gives the function that is told what was done."""
+    """Show a progress bar on a terminal; yields the function that adds written bytes to it."""
     console = Console(stderr=True)
     columns = (
         TextColumn("convert"),
@@ -342,8 +339,7 @@ def show_peft(
     nbytes: int,
     options: ConvertOptions,
 ) -> None:
-    """What became of adapters, or would: the linear layers of transformers that have them, and
-    every tensor."""
+    """Print the result of a conversion of adapters, or of a dry run."""
     if options.json:
         report = {
             "source": source,
@@ -368,14 +364,14 @@ def show_peft(
 def show(
     report: dict[str, Any], *, json: bool, verb: str, unknown: str | None = None
 ) -> None:  # Any: JSON
-    """Print what was done, or would be: for a program, the table of a dry run, or a line;
-    `verb`: what to try next; `unknown`: the architecture, if it is none of transformers'."""
+    """Print the result of a conversion, or the table of a dry run; `verb`: command to suggest
+    next; `unknown`: the architecture, if transformers does not have it."""
     if json:
         print_json(report)
         return
     tensors, size = report["tensors"], _size(report["nbytes"])
     count = f"{report['written']} tensors"
-    count += f", {report['left_out']} left out" if report["left_out"] else ""
+    count += f", {report['left_out']} skipped" if report["left_out"] else ""
     if not report["dry_run"]:
         print(f"wrote {report['target']}: {count}, {size}, from {report['source']}")
         if unknown is not None:
@@ -387,8 +383,7 @@ def show(
         if report["tokenizer"] is None:
             print(
                 "the model has no tokenizer files, so the folder has no tokenizer: programs that "
-                "read it must turn "
-                "text into ids themselves"
+                "read it must convert text to ids themselves"
             )
         else:
             print(f"try: megalith {verb} {report['target']}")
@@ -406,7 +401,7 @@ def _list(moves: Iterable[dict[str, Any]]) -> None:  # Any: JSON
 
 
 def _size(nbytes: int) -> str:
-    """87900 -> `87.9 kB`."""
+    """Format a size: 87900 -> `87.9 kB`."""
     unit, name = next(
         ((u, n) for u, n in ((10**9, "GB"), (10**6, "MB")) if nbytes >= 0.9995 * u), (10**3, "kB")
     )

@@ -1,5 +1,5 @@
-"""`megalith data`: `info`, `cat`, `verify` and `merge` token stores, and `pack` conversations into
-rows."""
+"""`megalith data`: `info`, `cat`, `verify` and `merge` token stores, and `pack` conversations
+into rows."""
 
 from dataclasses import asdict, dataclass
 
@@ -17,20 +17,21 @@ from megalith.errors import ConfigError, DataError
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetInfoOptions:
-    """What a store holds: documents, tokens, lengths, and the token that documents end with."""
+    """Show the contents of a token store: documents, tokens, lengths, and the last token of
+    documents."""
 
     prefix: Positional[str]
-    """The store: its path without .bin or .idx."""
+    """Prefix of the store: its path without .bin or .idx."""
     json: bool = False
     """Print one JSON document."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetVerifyOptions:
-    """Check every rule of the format. Exit code 1 if one is broken."""
+    """Verify that token stores follow the file format. Exit code 1 if one does not."""
 
     prefix: Positional[tuple[str, ...]]
-    """Stores, or folders of them."""
+    """Prefixes of stores, or folders that contain them."""
     json: bool = False
     """Print one JSON document."""
 
@@ -40,26 +41,26 @@ class CatOptions:
     """Print the text of one document."""
 
     prefix: Positional[str]
-    """The store: its path without .bin or .idx."""
+    """Prefix of the store: its path without .bin or .idx."""
     document: int = 0
-    """Its number, from 0."""
+    """Number of the document, from 0."""
     tokenizer: str | None = None
-    """`byte`, or the folder or file of a tokenizer; default: the one that `megalith prepare` wrote
-    the store with."""
+    """`byte`, or the folder or file of a tokenizer; default: the tokenizer with which `megalith
+    prepare` wrote the store."""
     ids: bool = False
-    """Print the token ids instead."""
+    """Print token ids instead of text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
-    """Join stores: the documents of the first, then those of the second, and so on."""
+    """Concatenate token stores in the given order."""
 
     input: tuple[str, ...]
-    """Stores, or folders whose stores are taken by name."""
+    """Prefixes of stores, or folders whose stores are merged in the order of their names."""
     output: str
     """Prefix of the store to write."""
     overwrite: bool = False
-    """Replace a store of that name."""
+    """Overwrite an existing store."""
 
 
 def main(argv: list[str]) -> int:
@@ -76,19 +77,19 @@ def main(argv: list[str]) -> int:
         return 0
     if argv[0] not in actions:
         advice = (
-            " It is `megalith prepare`."
+            " Did you mean `megalith prepare`?"
             if argv[0] == "prepare"
             else did_you_mean(argv[0], actions) or ""
         )
         raise ConfigError(
-            f"{argv[0]} is not something `megalith data` does.{advice} Use one of "
+            f"{argv[0]} is not a subcommand of `megalith data`.{advice} Use one of "
             f"{', '.join(actions)}."
         )
     return actions[argv[0]](argv[1:])
 
 
 def show_info(argv: list[str]) -> int:
-    """Print what a store holds."""
+    """Print the contents of a store."""
     options = parse_options(DatasetInfoOptions, argv, prog="megalith data info")
     summary = summarize(IndexedDataset(options.prefix))
     if options.json:
@@ -110,18 +111,18 @@ def show_info(argv: list[str]) -> int:
 
 
 def verify(argv: list[str]) -> int:
-    """Print what is wrong with some stores; 1 if anything is."""
+    """Print the problems of stores; return 1 if there are any."""
     options = parse_options(DatasetVerifyOptions, argv, prog="megalith data verify")
-    prefixes = [prefix for place in options.prefix for prefix in find_stores(place)]
-    found = {prefix: _problems(prefix) for prefix in prefixes}
+    prefixes = [prefix for path in options.prefix for prefix in find_stores(path)]
+    problems_by_store = {prefix: _problems(prefix) for prefix in prefixes}
     if options.json:
-        print_json(found)
+        print_json(problems_by_store)
     else:
-        for prefix, problems in found.items():
+        for prefix, problems in problems_by_store.items():
             print(f"{prefix}: {'correct' if not problems else ''}")
             for problem in problems:
                 print(f"  {problem}")
-    return int(any(found.values()))
+    return int(any(problems_by_store.values()))
 
 
 def _problems(prefix: str) -> list[str]:
@@ -141,36 +142,35 @@ def cat(argv: list[str]) -> int:
     tokenizer = (
         read_store_tokenizer(options.prefix)
         if options.tokenizer is None
-        else _named(options.tokenizer)
+        else _build_named_tokenizer(options.tokenizer)
     )
     if ids and max(ids) >= tokenizer.vocab_size:
         raise DataError(
             f"document {options.document} of {options.prefix} has id {max(ids)}, but tokenizer "
-            f"{options.tokenizer or 'byte'} has {tokenizer.vocab_size}. Pass --tokenizer with the "
-            "one that wrote the "
-            f"store, or --ids."
+            f"{options.tokenizer or 'byte'} has {tokenizer.vocab_size}. Pass the tokenizer of the "
+            f"store with --tokenizer, or --ids."
         )
     print(tokenizer.decode(ids))
     return 0
 
 
-def _named(tokenizer: str) -> Tokenizer:
+def _build_named_tokenizer(tokenizer: str) -> Tokenizer:
     if tokenizer == "byte":
         return build_tokenizer(TokenizerConfig())
     return build_tokenizer(TokenizerConfig(kind=kind_of(tokenizer), path=tokenizer))
 
 
 def pack_conversations(argv: list[str]) -> int:
-    """Decide which conversations of a run share rows."""
-    from megalith.cli.pack import pack  # here: whatever knows of conversations loads torch
+    """Pack conversations of a run into rows."""
+    from megalith.cli.pack import pack  # imports torch
 
     return pack(argv)
 
 
 def merge(argv: list[str]) -> int:
-    """Join stores."""
+    """Concatenate stores."""
     options = parse_options(MergeOptions, argv, prog="megalith data merge")
-    prefixes = [prefix for place in options.input for prefix in find_stores(place)]
+    prefixes = [prefix for path in options.input for prefix in find_stores(path)]
     merge_stores(prefixes, options.output, overwrite=options.overwrite)
     merged = IndexedDataset(options.output)
     print(

@@ -1,6 +1,6 @@
-"""`megalith doctor`: what this machine offers, how fast it is, and what is missing for what."""
+"""`megalith doctor`: hardware, measured speed, and available features of this machine."""
 
-from __future__ import annotations  # the types below come with torch, which --help does without
+from __future__ import annotations  # the types below import torch, which --help does not need
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """What this machine offers: cores, memory, GPUs, links, measured rates, and what is missing for
-    what."""
+    """Show cores, memory, GPUs, network links, measured speed, and available features of this
+    machine."""
 
     measure: bool = True
-    """Measure matrix products and memory bandwidth, about three seconds."""
+    """Measure matmul speed and memory bandwidth, which takes about three seconds."""
 
     json: bool = False
     """Print one JSON document."""
@@ -35,83 +35,83 @@ def main(argv: list[str]) -> int:
     options = parse_options(DoctorOptions, argv, prog="megalith doctor")
     from megalith.observe.capabilities import (
         capabilities,
-    )  # these load torch, which --help does without
+    )  # imports torch, which --help does not need
     from megalith.observe.checkup import advise, measure
     from megalith.observe.machine import read_machine
 
-    machine, found = read_machine(), capabilities()
+    machine, features = read_machine(), capabilities()
     rates = (
         [measure("cpu"), *(measure(f"cuda:{i}") for i in range(len(machine.gpus)))]
         if options.measure
         else []
     )
-    advice = advise(machine, found, rates)
+    advice = advise(machine, features, rates)
     if options.json:
         print_json(
-            report(machine, found, rates, advice)
+            report(machine, features, rates, advice)
             | {"kernels": [asdict(backend) for backend in list_backends(machine)]}
         )
     else:
-        print_report(machine, found, rates, advice)
+        print_report(machine, features, rates, advice)
         Console(highlight=False).print(_backends_table(list_backends(machine)))
     return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendRow:
-    """A way to compute an operation, and whether it can be had here."""
+    """Kernel backend of an operation, and whether it is available on this machine."""
 
     operation: str
     backend: str
     takes: str
     deterministic: str
-    here: str
+    here: str  # lint: allow vague-variable: key of the JSON report
 
 
 def list_backends(machine: Machine) -> list[BackendRow]:
-    """Every way that `kernels.OPERATION` can name."""
+    """Return every backend that `kernels.OPERATION` can select."""
     from megalith.kernels.engine import unavailable_backends
     from megalith.plan.kernels import GPU, find_backend_spec, list_backend_specs
 
-    lacking = unavailable_backends()
-    found = []
+    missing = unavailable_backends()
+    rows = []
     for op, name, takes, deterministic in list_backend_specs():
         absent = (
             "no GPU"
             if find_backend_spec(op, name).device == GPU and not machine.gpus
-            else lacking.get(name)
+            else missing.get(name)
         )
-        here = "yes" if absent is None else f"no: {absent}"
-        found.append(
+        available = "yes" if absent is None else f"no: {absent}"
+        rows.append(
             BackendRow(
-                operation=op, backend=name, takes=takes, deterministic=deterministic, here=here
+                operation=op, backend=name, takes=takes, deterministic=deterministic, here=available
             )
         )
-    return found
+    return rows
 
 
 def report(
-    machine: Machine, found: dict[str, Capability], rates: list[DeviceRates], advice: list[str]
+    machine: Machine, features: dict[str, Capability], rates: list[DeviceRates], advice: list[str]
 ) -> dict[str, Any]:  # Any: JSON
-    """The whole report as one JSON document."""
+    """Return the whole report as one JSON document."""
     return {
         "machine": asdict(machine),
-        "capabilities": {name: asdict(capability) for name, capability in found.items()},
+        "capabilities": {name: asdict(capability) for name, capability in features.items()},
         "rates": [asdict(rate) for rate in rates],
         "advice": advice,
     }
 
 
 def print_report(
-    machine: Machine, found: dict[str, Capability], rates: list[DeviceRates], advice: list[str]
+    machine: Machine, features: dict[str, Capability], rates: list[DeviceRates], advice: list[str]
 ) -> None:
-    """The whole report for a person."""
+    """Print the whole report as tables."""
     console = Console(highlight=False)
     console.print(_machine_table(machine))
     if rates:
         console.print(_rates_table(rates))
-    table = Table("what", "here", "for", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, capability in found.items():
+    table = Table("feature", "available", "purpose", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, capability in features.items():
         table.add_row(name, "yes" if capability.present else "[bold]no[/]", capability.purpose)
     console.print(table)
     for sentence in advice:
@@ -147,9 +147,9 @@ def _backends_table(backends: list[BackendRow]) -> Table:
     table = Table(
         "kernels.",
         "backend",
-        "takes",
-        "same bits each time",
-        "here",
+        "supports",
+        "deterministic",
+        "available",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )

@@ -1,4 +1,4 @@
-"""`megalith evaluate`: loss and bits per byte of a run's newest checkpoint on held-out text."""
+"""`megalith evaluate`: loss and bits per byte of a run's latest checkpoint on held-out text."""
 
 import os
 from collections.abc import Collection
@@ -21,19 +21,20 @@ from megalith.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateCommand:
-    """Loss, perplexity and bits per byte of a run's newest checkpoint on one of its splits."""
+    """Evaluate a run's latest checkpoint on one of its splits: loss, perplexity and bits per
+    byte."""
 
     run: Positional[str]
     """Folder of a run: a path, or its name under runs/."""
 
     split: Literal["valid", "test", "train"] = "valid"
-    """Which part of the data."""
+    """Data split."""
 
     samples: int | None = None
-    """Rows to read; default: all of the split, once."""
+    """Number of rows; default: the whole split."""
 
     nproc: int = 1
-    """Processes to start on this machine; under torchrun leave it out."""
+    """Number of processes to start on this machine; omit under torchrun."""
 
     json: bool = False
     """Print one JSON document."""
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
     command = parse_options(EvaluateCommand, rest, prog="megalith evaluate", root=TrainRun)
     if command.samples is not None and command.samples < 1:
         raise ConfigError(
-            f"--samples={command.samples} must be at least 1. Leave it out to read the whole split."
+            f"--samples={command.samples} must be at least 1. Remove it to read the whole split."
         )
     from megalith.recipes import resolve_run
 
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 
 def find_run(name: str) -> Path:
-    """The folder of a run, by path or by its name under runs/.
+    """Return the folder of a run, by path or by its name under runs/.
 
     Raises:
         ConfigError: there is none.
@@ -67,24 +68,24 @@ def find_run(name: str) -> Path:
     for folder in (Path(name), Path("runs") / name):
         if (folder / "config.yaml").is_file():
             return folder
-    there = sorted(file.parent.name for file in Path("runs").glob("*/config.yaml"))
+    runs = sorted(file.parent.name for file in Path("runs").glob("*/config.yaml"))
     raise ConfigError(
-        f"{name} is not the folder of a run. Use a path, or one of runs/: "
-        f"{', '.join(there) or 'none yet'}."
+        f"{name} is not the folder of a run. Use a path, or a name under runs/: "
+        f"{', '.join(runs) or 'none yet'}."
     )
 
 
 def fitted(run: TrainRun, world: int, given: Collection[str]) -> TrainRun:
-    """The run in a layout for `world` processes, which need not be as many as trained it.
+    """Return the run with a parallel layout for `world` processes, which may differ from that of
+    training.
 
-    The settings named in `given` stay. Else tp and sp stay where tp divides `world`, and turn off
-    where it does not; ep and etp stay where they fit, and else ranks have whole experts; rows are
-    not shared and layers not divided. Weights that training divided (zero=3) stay divided, for they
-    may fit no other way; all others are whole: no gradient or optimizer takes memory, and nothing
-    is kept for a backward. dp is the rest, and the batch one microbatch per rank, because nothing
-    is accumulated.
+    Settings named in `given` are kept. Otherwise, tp and sp are kept if tp divides `world`; ep and
+    etp are kept if possible, else experts are not tensor parallel; context and pipeline parallelism
+    are off. Weights that training sharded (zero=3) stay sharded, since they may not fit otherwise;
+    all others are replicated, because there are no gradients, optimizer state or saved activations.
+    dp takes the remaining ranks, and the batch is one microbatch per rank.
     """
-    p, whole = run.parallel, ParallelConfig()
+    p, defaults = run.parallel, ParallelConfig()
     kept = {name.split(".")[1] for name in given if name.startswith("parallel.")}
     tp = p.tp if "tp" in kept or world % max(p.tp, 1) == 0 else 1
     names = [
@@ -93,10 +94,10 @@ def fitted(run: TrainRun, world: int, given: Collection[str]) -> TrainRun:
         "pp",
         "pipeline",
         "dp",
-        "replicas",
+        "dp_replicate",
         "reduce_dtype",
-        "rings",
-        "ring_products",
+        "tp_comm_overlap",
+        "collective_matmul",
         "overlap_experts",
         *(["zero"] if p.zero < 3 else []),
     ]
@@ -104,7 +105,7 @@ def fitted(run: TrainRun, world: int, given: Collection[str]) -> TrainRun:
         p,
         tp=tp,
         sp=p.sp if "sp" in kept else p.sp and tp > 1,
-        **{name: getattr(whole, name) for name in names if name not in kept},
+        **{name: getattr(defaults, name) for name in names if name not in kept},
     )
     layout = layout if {"ep", "etp"} & kept else with_experts_divided(layout, run.model.moe, world)
     ranks = max(layout.tp, 1) * max(layout.cp, 1) * max(layout.pp, 1)
@@ -122,8 +123,8 @@ def fitted(run: TrainRun, world: int, given: Collection[str]) -> TrainRun:
 def with_experts_divided(
     layout: ParallelConfig, moe: MoEConfig | None, world: int
 ) -> ParallelConfig:
-    """The layout with experts that `world` processes can have: as they were, else whole, over as
-    many as can be."""
+    """Return the layout with expert parallelism possible for `world` processes: unchanged if it
+    fits, else the largest possible ep with etp=1."""
     ranks, parts = world // max(layout.pp, 1), layout.tp if layout.etp is None else layout.etp
     if moe is None or ranks % max(layout.ep * parts, 1) == 0:
         return layout
@@ -131,7 +132,7 @@ def with_experts_divided(
 
 
 def _world(nproc: int) -> int:
-    """Processes that evaluate: as many as the launcher says, if this is one of them."""
+    """Return the world size of the evaluation: that of the launcher in a worker, else `nproc`."""
     from megalith.parallel.launch import in_worker
     from megalith.parallel.worker import Worker
 
@@ -144,7 +145,7 @@ def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:
     from megalith.train.job import joined
 
     with joined(run, os.environ) as job:
-        found = run_evaluation(
+        result = run_evaluation(
             run,
             RunFolder(folder),
             job.mesh,
@@ -159,15 +160,15 @@ def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:
             {
                 "run": str(folder),
                 "split": command.split,
-                **asdict(found),
-                "perplexity": found.perplexity,
+                **asdict(result),
+                "perplexity": result.perplexity,
             }
         )
     elif first:
-        bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.4f} bits per byte"
+        bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.4f} bits per byte"
         print(
-            f"{folder} on {command.split}: loss {found.loss:.4f}, perplexity "
-            f"{found.perplexity:.2f}{bits}"
-            f"{found.depths_text()} ({found.num_labels:,} tokens)"
+            f"{folder} on {command.split}: loss {result.loss:.4f}, perplexity "
+            f"{result.perplexity:.2f}{bits}"
+            f"{result.depths_text()} ({result.num_labels:,} tokens)"
         )
     return 0

@@ -1,5 +1,4 @@
-"""`megalith from-megatron`: Megatron's arguments, or the script that launches it, as a run of
-ours."""
+"""`megalith from-megatron`: translate Megatron arguments, or a launch script, to a run."""
 
 import sys
 from collections.abc import Sequence
@@ -23,57 +22,57 @@ from megalith.train.rules import run_problems
 HEADINGS = (
     ("mapped", "none", "mapped"),
     ("already", "none", "nothing to do"),
-    ("explained", "none", "done differently here"),
-    ("explained", "numbers", "done differently here, which changes the numbers"),
+    ("explained", "none", "done differently"),
+    ("explained", "numbers", "done differently, which changes the numbers"),
     ("not mapped", "none", "not mapped; the numbers stay the same"),
     ("not mapped", "numbers", "not mapped, which changes the numbers"),
-    ("not mapped", "model", "not mapped, and refused: it would be another training"),
+    ("not mapped", "model", "not mapped, and rejected: the model or training would differ"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FromMegatron:
-    """Turn Megatron's arguments (all other words), or a launch script, into a run: YAML on standard
-    output.
+    """Translate Megatron arguments (all other words), or a launch script, to a run; prints YAML to
+    standard output.
 
-    What became of each argument goes to standard error. Arguments behind a script's own win over
-    those in it. Example: megalith from-megatron --script train_llama3_8b.sh --output llama3_8b.yaml
+    A report on each argument goes to standard error. Arguments after --script override those in the
+    script. Example: megalith from-megatron --script train_llama3_8b.sh --output llama3_8b.yaml
     """
 
     script: str | None = None
-    """A bash script that starts pretrain_gpt.py; it is read, never run."""
+    """Bash script that launches pretrain_gpt.py; it is parsed, not executed."""
 
     set: tuple[str, ...] = ()
-    """NAME=VALUE of variables that the script takes from outside; 1=VALUE for its first
-    argument."""
+    """NAME=VALUE for variables that the script expects from its environment; 1=VALUE for its
+    first argument."""
 
     output: str | None = None
-    """Write the YAML to this file."""
+    """File to which the YAML is written."""
 
     name: str | None = None
     """Name of the run; default: that of the script."""
 
     world: int | None = None
-    """Ranks of the job, where the command does not say: decides a global batch size that was left
-    out."""
+    """World size, if the command does not contain it; sets a missing global batch size."""
 
     strict: bool = False
-    """Refuse also what changes the numbers, not only what would be another training."""
+    """Also reject arguments that change the numbers, not only those that change the model or
+    training."""
 
     json: bool = False
-    """Print one JSON document: the run, and what became of each argument."""
+    """Print one JSON document: the run, and the report on each argument."""
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns its exit code: 2 when there is no run, or `--strict` refuses it."""
+    """Run the command; the exit code is 2 if there is no run, or `--strict` rejects it."""
     own, words = split_own(argv)
     options = parse_options(FromMegatron, own, prog="megalith from-megatron")
     launch = _launch(options, words)
-    _refuse_a_script_among(words)
+    _reject_script_among_arguments(words)
     words = with_files([*launch.arguments, *words] if options.script else launch.arguments)
     if not words:
         raise ConfigError(
-            f"there are {len(words)} arguments to translate. Pass Megatron's own, or --script FILE."
+            f"{len(words)} arguments were given. Pass Megatron arguments, or --script FILE."
         )
     translation = translate(
         words,
@@ -99,7 +98,7 @@ def main(argv: list[str]) -> int:
 
 
 def split_own(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command's own options, and the words that are Megatron's."""
+    """Split the command line into this command's options and Megatron's arguments."""
     own, words, values = [], [], []
     rest = iter(argv)
     for word in rest:
@@ -119,8 +118,8 @@ def split_own(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def report(entries: Sequence[FlagReport]) -> str:
-    """What became of each argument, under a heading for each kind of answer; arguments with one
-    answer share it."""
+    """Format the report on each argument, grouped by verdict; arguments with the same text share
+    it."""
     lines = []
     for verdict, effect, heading in HEADINGS:
         chosen = [entry for entry in entries if (entry.verdict, entry.effect) == (verdict, effect)]
@@ -144,12 +143,12 @@ def _short(text: str) -> str:
 
 
 def _launch(options: FromMegatron, words: Sequence[str]) -> Launch:
-    """The training that the script or the words start."""
+    """Return the training launch described by the script or the words."""
     variables = dict(_variable(word) for word in options.set)
     if options.script is None:
         if variables:
             raise ConfigError(
-                f"--set {' '.join(options.set)} belongs to a script. Use it with --script FILE."
+                f"--set {' '.join(options.set)} needs a script. Use it with --script FILE."
             )
         return split_command(words)
     try:
@@ -174,8 +173,8 @@ def _variable(word: str) -> tuple[str, str]:
     return name, value
 
 
-def _refuse_a_script_among(words: Sequence[str]) -> None:
-    """A script that stands before the first argument is meant to be read.
+def _reject_script_among_arguments(words: Sequence[str]) -> None:
+    """Reject a script before the first argument, which must be passed with --script.
 
     Raises:
         ConfigError: there is one.
@@ -183,16 +182,15 @@ def _refuse_a_script_among(words: Sequence[str]) -> None:
     first = list(takewhile(lambda word: not word.startswith("-"), words))
     script = next((word for word in first if word.endswith((".sh", ".bash"))), None)
     if script is not None:
-        there = "" if Path(script).is_file() else ", and there is no such file here"
+        note = "" if Path(script).is_file() else ", and the file does not exist"
         raise ConfigError(
-            f"{script} is no argument of Megatron's{there}. Use --script FILE to read a launch "
-            "script."
+            f"{script} is not a Megatron argument{note}. Use --script FILE to read a launch script."
         )
 
 
 def _tokenizer_vocab(words: Sequence[str]) -> int | None:
-    """The number of ids of the tokenizer that the arguments name; None when its files are not
-    here."""
+    """Return the vocabulary size of the tokenizer named by the arguments; None if its files are
+    not available."""
     config = named_tokenizer(words)
     if config is None:
         return None
@@ -214,13 +212,13 @@ def _document(translation: Translation, refusals: list[str]) -> dict[str, object
 
 
 def _write(path: str, text: str) -> None:
-    """Write the YAML; a file that exists is never replaced."""
+    """Write the YAML; an existing file is not overwritten."""
     try:
         with Path(path).open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
         raise ConfigError(
-            f"--output {path} exists already. Use another name, or remove that file first."
+            f"--output {path} already exists. Use another name, or remove that file first."
         ) from None
     except OSError as error:
         raise ConfigError(

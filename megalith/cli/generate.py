@@ -1,4 +1,5 @@
-"""`megalith generate`: write on from prompts with a run, a checkpoint or a Hugging Face folder."""
+"""`megalith generate`: generate text from prompts with a run, a checkpoint or a Hugging Face
+model."""
 
 import json
 import os
@@ -21,7 +22,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
 
-if TYPE_CHECKING:  # help should not have to wait for torch
+if TYPE_CHECKING:  # keep --help free of the torch import
     from megalith.infer.text import Transcript
     from megalith.models.pretrained import Pretrained
     from megalith.parallel.worker import Worker
@@ -32,62 +33,63 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """Write on from prompts with the model of a run, a checkpoint, or a Hugging Face folder.
+    """Generate text from prompts with the model of a run, a checkpoint, or a Hugging Face folder.
 
-    Without a prompt the model begins a text of its own. A model without a tokenizer reads and
-    writes ids: "17 4 99".
+    Without a prompt the model starts a new document. A model without a tokenizer reads and writes
+    ids: "17 4 99".
     """
 
     source: Positional[str]
-    """Folder of a run (its newest checkpoint), of a checkpoint, or of a Hugging Face model; or a
-    name under runs/."""
+    """Folder of a run (its latest checkpoint), a checkpoint, or a Hugging Face model; or the
+    name of a run under runs/."""
 
     prompts: Positional[tuple[str, ...]] = ()
-    """Texts to write on from, all at once; - reads one from standard input."""
+    """Prompts, processed as a batch; - reads one from standard input."""
 
     file: str | None = None
-    """File of more prompts: one in every line, or with the ending .jsonl an object with the key
-    "prompt"."""
+    """File with more prompts: one per line, or in a .jsonl file an object with the key "prompt"
+    per line."""
 
     max_new_tokens: int = 256
-    """Tokens to write at most, for each prompt."""
+    """Maximum number of tokens to generate per prompt."""
 
     temperature: float = 1.0
-    """Scores are divided by it: below 1 bolder choices get rarer; 0 always takes the best token."""
+    """Softmax temperature, by which logits are divided: values below 1 make unlikely tokens
+    rarer; 0 is greedy decoding."""
 
     top_k: int | None = None
-    """Choose among this many best tokens; left out: all."""
+    """Sample from the k most likely tokens; default: all."""
 
     top_p: float | None = None
-    """Choose among the best tokens that together have this probability; left out: all."""
+    """Sample from the smallest set of most likely tokens with this total probability; default:
+    all."""
 
     seed: int = 1234
-    """The same seed and prompts give the same text."""
+    """Random seed. The same seed and prompts give the same text."""
 
     greedy: bool = False
-    """Always take the best token; the same as --temperature 0."""
+    """Greedy decoding, as --temperature 0."""
 
     ignore_eod: bool = False
-    """Write on after the end of a document."""
+    """Continue after the end-of-document token."""
 
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
-    """Compute in; left out: bf16 on a GPU, fp32 on a CPU."""
+    """Compute dtype; default: bf16 on a GPU, fp32 on a CPU."""
 
     kernels: Kernel = "auto"
-    """How operations between matmuls are computed: auto, the fastest way on this machine; torch,
-    torch operations; reference, their plain definitions."""
+    """Kernel backends. auto: the fastest on this machine; torch: torch operations; reference:
+    plain definitions."""
 
     mlp_chunks: int = 1
-    """Chunks of tokens in which MLPs read prompts: the same results in less memory, which long
-    prompts may need."""
+    """Number of chunks into which the MLP splits the tokens of a prompt: less memory for long
+    prompts, same results."""
 
     base: str | None = None
-    """For a source that holds adapters: the model they belong to; left out: where they say it
-    is."""
+    """For adapters: their base model; default: the one that the adapters name."""
 
     nproc: int = 1
-    """Processes on this machine that share the model (tensor parallel); under torchrun leave it
-    out."""
+    """Number of processes on this machine that share the model (tensor parallel); omit under
+    torchrun."""
 
     json: bool = False
     """Print one JSON document at the end instead of streaming text."""
@@ -106,7 +108,7 @@ def main(argv: list[str]) -> int:
     path = open_source(options.source, options.nproc, base=options.base).path
     with tempfile.TemporaryDirectory(
         prefix="megalith-"
-    ) as folder:  # standard input cannot be read by each worker
+    ) as folder:  # workers cannot share standard input
         file = Path(folder) / "prompts.jsonl"
         file.write_text(
             "".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8"
@@ -115,10 +117,10 @@ def main(argv: list[str]) -> int:
 
 
 def option_problems(options: GenerateOptions) -> list[str]:
-    """Every option that cannot be, as texts."""
+    """Return errors of invalid options."""
     problems = [f"--{text}".replace("_", "-") for text in sample_problems(settings(options))]
     if options.greedy and options.temperature != 1.0:
-        problems.append(f"--greedy with --temperature={options.temperature}: use one of them.")
+        problems.append(f"--greedy with --temperature={options.temperature}: set only one of them.")
     problems += chunk_problems(options.mlp_chunks)
     if options.nproc < 1:
         problems.append(
@@ -128,17 +130,17 @@ def option_problems(options: GenerateOptions) -> list[str]:
 
 
 def chunk_problems(chunks: int) -> list[str]:
-    """What cannot be a number of chunks, as texts."""
+    """Return an error if `chunks` is not a valid number of chunks."""
     if chunks >= 1:
         return []
     return [
-        f"--mlp-chunks={chunks} must be at least 1. Use 1 to read prompts whole, or 4 for a "
+        f"--mlp-chunks={chunks} must be at least 1. Use 1 for no chunks, or 4 for a "
         "quarter of the memory."
     ]
 
 
 def worker_words(options: GenerateOptions, source: Path, file: Path) -> list[str]:
-    """The command line of each worker: the same, with all prompts in one file."""
+    """Return the command line of each worker, with all prompts in one file."""
     words = [str(source), "--file", str(file)]
     for field in fields(options):
         value = getattr(options, field.name)
@@ -150,8 +152,8 @@ def worker_words(options: GenerateOptions, source: Path, file: Path) -> list[str
 
 
 def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
-    """Load the model and write, as one rank of the job that the environment describes; rank 0
-    speaks."""
+    """Load the model and generate, as one rank of the job that the environment describes; rank 0
+    prints."""
     from megalith.infer.load import open_source
     from megalith.parallel.worker import (
         Worker,
@@ -184,8 +186,8 @@ def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
 def write_all(
     options: GenerateOptions, prompts: Sequence[str], source: "Pretrained", worker: "Worker"
 ) -> "tuple[list[Transcript], float]":
-    """Load this rank's slice of the model and write on from every prompt; the texts, and the
-    seconds for them."""
+    """Load this rank's shard of the model and generate from every prompt; return the texts and
+    the elapsed seconds."""
     import torch
 
     from megalith.infer.load import load_text_generator, writing_layout
@@ -213,20 +215,19 @@ def write_all(
 
 
 def print_now(text: str) -> None:
-    """Show text at once. On a terminal, control characters that a model may write are not
-    obeyed."""
+    """Print text immediately. On a terminal, control characters are replaced."""
     shown = CONTROL.sub("\ufffd", text) if sys.stdout.isatty() else text
     print(shown, end="", flush=True)
 
 
 def ignore(text: str) -> None:
-    """Show nothing: another rank speaks, or there will be one document at the end."""
+    """Print nothing: another rank prints, or the output is one document at the end."""
 
 
 def report(
     source: str, transcripts: "Sequence[Transcript]", seconds: float
 ) -> dict[str, Any]:  # Any: JSON
-    """Everything as one JSON document."""
+    """Return the results as one JSON document."""
     num_tokens = sum(len(transcript.ids) for transcript in transcripts)
     results = [
         {
@@ -248,12 +249,12 @@ def report(
 
 
 def summary(transcripts: "Sequence[Transcript]", seconds: float) -> str:
-    """How much was written and why it ended, in a line."""
+    """Return one line with the number of tokens, the speed and the stop reasons."""
     num_tokens = sum(len(transcript.ids) for transcript in transcripts)
     words = {
         "stop": "the end of the document",
         "length": "--max-new-tokens",
-        "context": "the model's longest context",
+        "context": "the model's context length",
     }
     ends = ", ".join(
         sorted({words[transcript.finish] for transcript in transcripts if transcript.finish})
@@ -264,7 +265,7 @@ def summary(transcripts: "Sequence[Transcript]", seconds: float) -> str:
 
 
 def settings(options: GenerateOptions) -> SampleConfig:
-    """How tokens are chosen."""
+    """Return the sampling settings."""
     return SampleConfig(
         max_new_tokens=options.max_new_tokens,
         temperature=0.0 if options.greedy else options.temperature,
@@ -275,11 +276,11 @@ def settings(options: GenerateOptions) -> SampleConfig:
 
 
 def read_prompts(options: GenerateOptions) -> list[str]:
-    """All prompts: those of the command line, then those of the file; one empty prompt where there
-    is none.
+    """Return all prompts: those of the command line, then those of the file; one empty prompt if
+    there are none.
 
     Raises:
-        DataError: the file is missing, is not text, or a line of it is no prompt.
+        DataError: the file is missing, is not text, or one of its lines is not a prompt.
     """
     texts = [_read_stdin() if text == "-" else text for text in options.prompts]
     if options.file is not None:
@@ -310,7 +311,7 @@ def _read_stdin() -> str:
 
 
 def read_prompt_file(path: Path) -> list[str]:
-    """The prompts in a file, one in every line; empty lines of a plain file are left out.
+    """Return the prompts of a file, one per line; empty lines are skipped.
 
     Raises:
         DataError: there is no such file, it is not UTF-8, or a line of a .jsonl file has no prompt.
@@ -321,7 +322,7 @@ def read_prompt_file(path: Path) -> list[str]:
         ]
     except OSError as error:
         raise DataError(
-            f"--file={path}: {error.strerror}. Pass a text file with one prompt in every line."
+            f"--file={path}: {error.strerror}. Pass a text file with one prompt per line."
         ) from None
     except UnicodeDecodeError as error:
         raise DataError(
@@ -329,10 +330,12 @@ def read_prompt_file(path: Path) -> list[str]:
         ) from None
     if path.suffix != ".jsonl":
         return [line for line in lines if line.strip()]
-    return [_prompt_of(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    return [
+        _parse_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()
+    ]
 
 
-def _prompt_of(path: Path, number: int, line: str) -> str:
+def _parse_prompt(path: Path, number: int, line: str) -> str:
     try:
         document = storage.parse_json(line)
         json.dumps(
@@ -345,6 +348,7 @@ def _prompt_of(path: Path, number: int, line: str) -> str:
     text = document.get("prompt") if isinstance(document, dict) else document
     if not isinstance(text, str):
         raise DataError(
-            f'{path}:{number}: no text under "prompt", found {line!r:.60}. Use {{"prompt": "..."}}.'
+            f'{path}:{number}: expected text under "prompt", found {line!r:.60}. '
+            'Use {"prompt": "..."}.'
         )
     return text

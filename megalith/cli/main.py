@@ -1,9 +1,9 @@
-"""The `megalith` command: finds the subcommand, runs it, and turns errors for people into text and
-an exit code.
+"""Entry point of the `megalith` command: runs the subcommand and converts user errors to a message
+and an exit code.
 
-Exit codes: 0 done; 2 for what the user can fix; 1 for a fault, or for the answer "no" of a command
-that compares; 75 stopped after a save, run the same command again; 128 + number ended by that
-signal, thus 130 after Ctrl-C.
+Exit codes: 0 success; 1 internal error, or a negative result of a command that compares; 2 user
+error; 75 stopped after saving, run the same command again; 128 + signal number if ended by a
+signal, so 130 after Ctrl-C.
 """
 
 import errno
@@ -18,25 +18,25 @@ from megalith import __version__
 from megalith.config.suggest import did_you_mean
 from megalith.errors import ConfigError, RankError, UserError
 
-# In the order of a newcomer's day. The file of a command is its name with underscores; one without
-# a file is not shown.
+# In the order in which a new user needs them. A command's module is its name with underscores; a
+# command without a module is not shown.
 SUMMARIES = {
     "quickstart": "train a small GPT on text that is already on this machine, and sample from it",
-    "prepare": "turn text into the .bin/.idx pair that training reads",
-    "data": "look into .bin/.idx pairs, check, join and blend them",
+    "prepare": "tokenize text into the .bin/.idx files that training reads",
+    "data": "inspect, verify and merge .bin/.idx files, and pack conversations",
     "train": "train a recipe; the same command resumes",
     "evaluate": "loss and bits per byte of a checkpoint on held-out text",
-    "routing": "how a run's tokens choose among experts, and how far one layer tells the next",
-    "generate": "write text with a checkpoint or a Hugging Face folder",
-    "chat": "talk with a tuned model in the terminal",
-    "recipes": "list, show and compare ready-made runs, with parameters and memory",
-    "plan": "what a layout costs, before anything starts",
-    "verify": "prove on this machine that a layout computes what one process computes",
-    "convert": "Hugging Face models to Megalith checkpoints and back",
-    "checkpoint": "look into checkpoints, and check every byte of them",
-    "from-megatron": "turn Megatron arguments or a launch script into a run",
-    "bench": "measure this machine against its own limits",
-    "doctor": "what this machine offers, and what is missing for what",
+    "routing": "expert load and cross-layer routing predictability of a run",
+    "generate": "generate text with a checkpoint or a Hugging Face model",
+    "chat": "chat with a fine-tuned model in the terminal",
+    "recipes": "list, show and compare recipes, with parameters and memory",
+    "plan": "memory, communication and compute of a parallel layout, before a run",
+    "verify": "verify on this machine that a layout gives the results of one process",
+    "convert": "convert Hugging Face models to Megalith checkpoints and back",
+    "checkpoint": "inspect, verify and compare checkpoints",
+    "from-megatron": "translate Megatron arguments or a launch script to a run",
+    "bench": "measure the communication overlap of a training step",
+    "doctor": "hardware, measured speed and available features of this machine",
 }
 
 
@@ -51,9 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] in ("-V", "--version"):
         print(f"megalith {__version__}")
         return 0
-    alone = (
-        argv is None and "RANK" not in os.environ
-    )  # of a job's worker, whoever started it hears how it ended
+    alone = argv is None and "RANK" not in os.environ  # the launcher reports errors of its workers
     try:
         return _guarded(words[0], words[1:], alone=alone)
     finally:
@@ -62,34 +60,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(name: str, argv: list[str]) -> int:
-    """Import the command's file and run it.
+    """Import the module of a command and run it.
 
     Raises:
         ConfigError: there is no such command.
     """
     if name not in available():
         advice = did_you_mean(name, available()) or f" Commands: {', '.join(available())}."
-        raise ConfigError(
-            f"{name} is not a command.{advice} Run `megalith --help` to see them all."
-        )
+        raise ConfigError(f"{name} is not a command.{advice} Run `megalith --help` for a list.")
     code = importlib.import_module(_module(name)).main(argv)
     assert isinstance(code, int), f"{name} returned {code!r} instead of an exit code"
     return code
 
 
 def available() -> list[str]:
-    """The commands that exist, in the order of the help."""
+    """Return the available commands, in the order of the help."""
     return [name for name in SUMMARIES if find_spec(_module(name)) is not None]
 
 
 def help_text() -> str:
-    """What `megalith --help` prints."""
+    """Return the output of `megalith --help`."""
     rows = "\n".join(f"  {name:<15}{SUMMARIES[name]}" for name in available())
     return (
         "Train, tune and serve transformers at any scale, from one laptop CPU to ten thousand "
         f"GPUs.\n\nusage: megalith COMMAND [...]\n\n{rows}\n\n"
         "`megalith COMMAND --help` shows the options of one command. `megalith train tiny_cpu` "
-        "trains something now."
+        "trains a small model."
     )
 
 
@@ -98,23 +94,21 @@ def _module(name: str) -> str:
 
 
 def _guarded(name: str, argv: list[str], *, alone: bool) -> int:
-    """Run a command; what a person can fix is one text on standard error, a fault keeps its
-    traceback. `alone`: the process has nothing else to do."""
+    """Run a command; print user errors to standard error, and let internal errors raise.
+    `alone`: the process ends afterwards."""
     try:
-        if "RANK" in os.environ:  # one of many: a failure is told once, by whoever started them
+        if "RANK" in os.environ:  # a worker: the launcher reports its failure once
             from megalith.parallel.launch import worker_main
 
             return worker_main(lambda: run_command(name, argv), os.environ)
         _check_encoding([name, *argv])
         code = run_command(name, argv)
-        sys.stdout.flush()  # here, where a reader that has left is known to be no fault
+        sys.stdout.flush()  # flush here, where a broken pipe is handled
         return code
     except UserError as error:
         print(f"megalith {name}: {error}", file=sys.stderr)
         return 2
-    except (
-        RankError
-    ) as error:  # its text is the traceback of the process that failed; ours would only hide it
+    except RankError as error:  # its text contains the traceback of the process that failed
         print(f"megalith {name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -122,31 +116,26 @@ def _guarded(name: str, argv: list[str], *, alone: bool) -> int:
             _end_at_next_interrupt()
         print(f"megalith {name}: interrupted.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe (`| head`) has seen enough
+    except BrokenPipeError:  # the reader of a pipe (`| head`) has exited
         return _reader_left()
     except OSError as error:
-        if (
-            error.errno != errno.ENAMETOOLONG
-        ):  # any path or name on the command line or in an input file
+        if error.errno != errno.ENAMETOOLONG:  # of any path in the arguments or in an input file
             raise
         path = f"{error.filename!s:.80}..."
         print(
-            f"megalith {name}: {path}: {len(str(error.filename))} characters are too long for a "
-            "path on this file "
-            f"system. Use a shorter name or path.",
+            f"megalith {name}: {path}: a path of {len(str(error.filename))} characters is too long "
+            f"for this file system. Use a shorter name or path.",
             file=sys.stderr,
         )
         return 2
-    except (
-        SystemExit
-    ) as stop:  # the option parser's way out: 0 after --help, 2 after a value it cannot read
-        if isinstance(stop.__context__, BrokenPipeError):  # rich turns that into exit code 1
+    except SystemExit as stop:  # from the option parser: 0 after --help, 2 after an invalid value
+        if isinstance(stop.__context__, BrokenPipeError):  # rich converts it to exit code 1
             return _reader_left()
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
 
 
 def _check_encoding(words: Sequence[str]) -> None:
-    """Reject words that are not UTF-8: no message, configuration or log could hold them.
+    """Reject words that are not UTF-8: no message, configuration or log could contain them.
 
     Raises:
         ConfigError: a word of the command line is not UTF-8.
@@ -159,12 +148,13 @@ def _check_encoding(words: Sequence[str]) -> None:
 
 
 def _end_at_next_interrupt() -> None:
-    """The process is on its way out: one more Ctrl-C ends it there and then, and Python shows no
-    traceback of what it was tidying up."""
+    """Restore the default SIGINT handler, so that another Ctrl-C ends the exiting process
+    without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _reader_left() -> int:
-    """Nobody reads what is still to be written, and Python must not complain about that at exit."""
+    """Redirect standard output to /dev/null after a broken pipe, so that Python does not report
+    it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -1,23 +1,23 @@
-"""What commands print: with `--json` exactly one document on standard output, and beside it what to
-know of a model."""
+"""Output of commands: JSON documents on standard output, and warnings about a model on standard
+error."""
 
 import json
 import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # help should not have to wait for torch
+if TYPE_CHECKING:  # keep --help free of the torch import
     from megalith.models.pretrained import Pretrained
 
 
 def print_json(document: Any) -> None:  # Any: whatever JSON can hold
-    """Write one JSON document to standard output. Numbers that JSON lacks (nan, infinity) become
-    null."""
+    """Print one JSON document to standard output. NaN and infinities become null."""
     print(json.dumps(finite(document), indent=2, ensure_ascii=False))
 
 
 def finite(value: Any) -> Any:  # Any: JSON in, JSON out
-    """The same data with nan and infinities replaced by None, tuples by lists and keys by text."""
+    """Return the data with NaN and infinities replaced by None, tuples by lists and keys by
+    text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -28,6 +28,6 @@ def finite(value: Any) -> Any:  # Any: JSON in, JSON out
 
 
 def tell_warnings(source: "Pretrained") -> None:
-    """Say on standard error what to know of a model before it is used."""
+    """Print the warnings of a model to standard error."""
     for line in source.warnings():
         print(f"{source.path}: {line}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`megalith data pack`: decide once which conversations share rows, and tell how full these are."""
+"""`megalith data pack`: pack conversations into rows and report the fill rate."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,23 +15,22 @@ from megalith.errors import raise_all
 from megalith.recipes import resolve_run
 
 WIDTH = 40
-"""Characters of the longest bar."""
+"""Length of the longest bar in characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions:
-    """Pack a run's conversations into rows, longest first, each into the first row that has room
-    for it; the run's seed decides among equally long ones. Training reads the result with
-    --data.sft.packs OUTPUT."""
+    """Pack a run's conversations into rows with first-fit decreasing; the run's seed orders
+    conversations of equal length. Training reads the result with --data.sft.packs OUTPUT."""
 
     recipe: Positional[str]
-    """A recipe's name, a YAML file, or the folder of a run that reads conversations (data.sft)."""
+    """Name of a recipe, a YAML file, or the folder of a run that reads conversations (data.sft)."""
 
     output: str
-    """The file to write."""
+    """File to write."""
 
     overwrite: bool = False
-    """Replace a file of that name."""
+    """Overwrite an existing file."""
 
     json: bool = False
     """Print one JSON document about the result."""
@@ -41,7 +40,7 @@ def pack(argv: list[str]) -> int:
     """Run `megalith data pack RECIPE --output FILE`.
 
     Raises:
-        ConfigError: the run reads no conversations, or the file is there already.
+        ConfigError: the run reads no conversations, or the file already exists.
         DataError: conversations cannot be read, or the file cannot be written.
     """
     rest, overrides = split_overrides(argv, TrainRun)
@@ -61,14 +60,14 @@ def pack(argv: list[str]) -> int:
         tokenizer_path=run.tokenizer.path,
         alone=True,
     )
-    room = dataset.room()
-    filled = pack_first_fit(room, run.seed)
-    write_packs(output, room, filled)
-    report = report_of(filled, room.lengths, room.seq_len)
+    packing_input = dataset.room()
+    packs = pack_first_fit(packing_input, run.seed)
+    write_packs(output, packing_input, packs)
+    report = report_of(packs, packing_input.lengths, packing_input.seq_len)
     if options.json:
-        print_json({"output": str(output), "seq_len": room.seq_len, **asdict(report)})
+        print_json({"output": str(output), "seq_len": packing_input.seq_len, **asdict(report)})
     else:
-        print(f"wrote {output}: {text_of(report, room.seq_len)}")
+        print(f"wrote {output}: {text_of(report, packing_input.seq_len)}")
         print(f"use it with --data.sft.packs {output}")
     return 0
 
@@ -79,23 +78,23 @@ def _problems(run: TrainRun, options: PackOptions) -> list[str]:
         problems.append(
             f"{options.recipe} reads no conversations (data.sft.path={list(run.data.sft.path)}). "
             "Set data.sft.path, or "
-            f"use another recipe; text is made ready by `megalith prepare`."
+            f"use another recipe. To tokenize text, use `megalith prepare`."
         )
     if run.train.tokens_per_microbatch is not None:
         problems.append(
             f"train.tokens_per_microbatch={run.train.tokens_per_microbatch}: conversations are "
-            "packed step by step, "
-            f"and no file is read. Set train.tokens_per_microbatch=none."
+            "packed in every step, so a file of packs is not used. Set "
+            "train.tokens_per_microbatch=none."
         )
     if Path(options.output).exists() and not options.overwrite:
         problems.append(
-            f"--output={options.output} is there already. Pass --overwrite to replace it."
+            f"--output={options.output} already exists. Pass --overwrite to replace it."
         )
     return problems
 
 
 def text_of(report: PackReport, seq_len: int) -> str:
-    """The report for people.
+    """Format the report for the terminal.
 
     >>> print(text_of(PackReport(3, 2, 4, 0.5, 4 / 3, ((1, 1, 2), (2, 2, 1))), 80))
     4 conversations in 3 rows of 80 tokens (2 at least)

@@ -1,5 +1,5 @@
-"""`megalith plan`: `explain` shows where the work of a layout goes; `estimate` whether it fits, and
-what it sends."""
+"""`megalith plan`: `explain` shows how a layout distributes the model; `estimate` shows whether
+it fits in memory, and its communication."""
 
 import sys
 from collections.abc import Sequence
@@ -25,23 +25,23 @@ from megalith.plan.times import rank_flops, repeated_share, work_seconds
 from megalith.plan.traffic import step_traffic
 from megalith.plan.workload import Workload, plan_workload
 
-NO = 1  # the exit code of "no"
+DOES_NOT_FIT = 1  # exit code
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainCommand:
-    """Where the work of a layout goes: both grids, every group, layers and slices of each rank,
-    memory and messages."""
+    """Show how a parallel layout distributes the model: rank grids, groups, layers and shards of
+    each rank, memory and communication."""
 
     recipe: Positional[str]
-    """A recipe's name, a YAML file, or the folder of a run."""
+    """Name of a recipe, a YAML file, or the folder of a run."""
 
     world: int | None = None
-    """Ranks of the job; default: the fewest that the layout can have."""
+    """World size of the job; default: the smallest of the layout."""
 
     device: str = "h100"
-    """Whose memory is told: a100, h100, h200, b200, cpu (this machine, which the ranks share), or
-    the GiB of one."""
+    """Device for the memory estimate: a100, h100, h200, b200, cpu (this machine, shared by the
+    ranks), or a size in GiB."""
 
     json: bool = False
     """Print one JSON document."""
@@ -49,18 +49,17 @@ class ExplainCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateCommand:
-    """Whether a run fits its devices, what the worst rank holds, the cheapest changes, and what
-    each axis sends in a step. Exit code 1 if it does not fit."""
+    """Estimate whether a run fits in device memory, the memory of the worst rank, the cheapest
+    changes that help, and the communication of each axis. Exit code 1 if it does not fit."""
 
     recipe: Positional[str]
-    """A recipe's name, a YAML file, or the folder of a run."""
+    """Name of a recipe, a YAML file, or the folder of a run."""
 
     world: int | None = None
-    """Ranks of the job; default: the fewest that the layout can have."""
+    """World size of the job; default: the smallest of the layout."""
 
     device: str = "h100"
-    """a100, h100, h200, b200, cpu (this machine, which the ranks share), or the GiB of one
-    device."""
+    """Device: a100, h100, h200, b200, cpu (this machine, shared by the ranks), or a size in GiB."""
 
     json: bool = False
     """Print one JSON document."""
@@ -72,17 +71,18 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(
             "usage: megalith plan {explain,estimate} RECIPE [--world N] [overrides] [--json]\n\n"
-            "  explain    where the work of a layout goes: grids, groups, layers, slices, memory, "
-            "messages\n"
-            "  estimate   whether it fits a device, the cheapest changes, and what each axis "
-            "sends\n\n"
+            "  explain    how a layout distributes the model: grids, groups, layers, shards, "
+            "memory, "
+            "communication\n"
+            "  estimate   whether it fits in device memory, the cheapest changes, and the "
+            "communication\n\n"
             "`megalith plan explain --help` and `megalith plan estimate --help` show the options."
         )
         return 0
     if argv[0] not in actions:
         advice = did_you_mean(argv[0], actions)
         raise ConfigError(
-            f"{argv[0]} is not something `megalith plan` does.{advice} Use explain or estimate."
+            f"{argv[0]} is not a subcommand of `megalith plan`.{advice} Use explain or estimate."
         )
     return actions[argv[0]](argv[1:])
 
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
 def checked_workload(
     recipe: str, overrides: dict[str, Any], world: int | None
 ) -> Workload:  # Any: as typed
-    """The run on its ranks, once every rule holds.
+    """Return the workload of a run on its ranks after all rules were checked.
 
     Raises:
         ConfigError: a rule is broken; all of them together.
@@ -102,7 +102,7 @@ def checked_workload(
     ranks = world if world is not None else fewest_ranks(run.parallel)
     if ranks < 1:
         raise ConfigError(
-            f"--world={ranks} must be at least 1. Use the number of ranks of the real job."
+            f"--world={ranks} must be at least 1. Use the world size of the real job."
         )
     check_run(run, ranks)
     chosen = chosen_recompute(run, ranks)
@@ -112,7 +112,7 @@ def checked_workload(
 
 
 def explain_layout(argv: list[str]) -> int:
-    """Print where the work goes."""
+    """Print how the layout distributes the model."""
     rest, overrides = split_overrides(argv, TrainRun)
     command = parse_options(ExplainCommand, rest, prog="megalith plan explain", root=TrainRun)
     from megalith.observe.limits import available_memory
@@ -131,7 +131,7 @@ def explain_layout(argv: list[str]) -> int:
 
 
 def estimate(argv: list[str]) -> int:
-    """Print whether it fits."""
+    """Print whether the run fits in memory."""
     rest, overrides = split_overrides(argv, TrainRun)
     command = parse_options(EstimateCommand, rest, prog="megalith plan estimate", root=TrainRun)
     from megalith.observe.limits import available_memory
@@ -148,7 +148,7 @@ def estimate(argv: list[str]) -> int:
         print_json(_estimate_json(workload, device, ledger, fixes, fix))
     else:
         print_estimate(workload, device, ledger, fixes, fix)
-    return NO if answer == "does not fit" else 0
+    return DOES_NOT_FIT if answer == "does not fit" else 0
 
 
 def _estimate_json(
@@ -173,8 +173,12 @@ def _estimate_json(
         "notes": notes(workload, device),
         "traffic": [
             asdict(row)
-            | {"passage": None if way is None else asdict(way) | {"exposed": way.exposed}}
-            for row, way in passages(workload, place, device)
+            | {
+                "passage": None
+                if transfer is None
+                else asdict(transfer) | {"exposed": transfer.exposed}
+            }
+            for row, transfer in passages(workload, place, device)
         ],
         "flops_per_rank": rank_flops(workload),
         "repeated_share": repeated_share(workload),

@@ -1,5 +1,4 @@
-"""What `megalith plan` shows to people: tables and sentences about a layout, and about the memory
-that it takes."""
+"""Tables and sentences of `megalith plan` about a parallel layout and its memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -18,7 +17,7 @@ from megalith.plan.traffic import Traffic, step_traffic
 from megalith.plan.workload import Workload
 
 SHOWN = 9
-"""Stages or places in a table; of more, the first, the last and the worst."""
+"""Maximum rows of stages or ranks; longer tables show the first, the last and the worst."""
 
 
 # --- explain
@@ -30,7 +29,7 @@ def print_layout(
     ledger: Sequence[PlaceMemory],
     traffic: Sequence[Traffic],
 ) -> None:
-    """Grids, groups, stages and slices; `traffic`: of the worst place."""
+    """Print grids, groups, stages and shards; `traffic` is that of the worst rank."""
     console, place = _console(), worst(ledger)
     for line in _grid_lines(workload, layout):
         console.print(line)
@@ -63,9 +62,9 @@ def _grid_lines(workload: Workload, layout: Explanation) -> Iterator[str]:
     else:
         share = 100 * layout.trained / layout.parameters
         yield (
-            f"{run.name}: {_count(layout.parameters)} parameters, frozen, and "
-            f"{_count(layout.trained)} of adapters, "
-            f"trained ({share:.2g} % of them), on {layout.world} ranks"
+            f"{run.name}: {_count(layout.parameters)} frozen parameters and "
+            f"{_count(layout.trained)} trained ones of adapters "
+            f"({share:.2g} % of them), on {layout.world} ranks"
         )
     yield f"  layers: {layout.kind}"
     for name, rows in (("dense ", layout.dense), ("expert", layout.expert)):
@@ -74,12 +73,12 @@ def _grid_lines(workload: Workload, layout: Explanation) -> Iterator[str]:
         yield f"  {name} grid  {layout.world} = {product}" + (
             f"   (rank numbers apart: {strides})" if strides else ""
         )
-    told = (
-        "The model has no experts; ep"
+    grids = (
+        "The model has no experts."
         if layout.experts is None
-        else "Both grids are of the same ranks; ep"
+        else "Both grids contain the same ranks."
     )
-    yield f"  {told} divides ranks that the dense grid has already, and is no factor of its own."
+    yield f"  {grids} ep divides the ranks of the dense grid and is not a factor of the world size."
 
 
 def _group_table(groups: Sequence[GroupRow]) -> Table:
@@ -112,7 +111,7 @@ def _stage_table(workload: Workload, layout: Explanation, ledger: Sequence[Place
             (num_mtp_layers, row.num_mtp_layers),
             ("loss", row.loss),
         )
-        ends = " + ".join(name for name, here in parts if here)
+        ends = " + ".join(name for name, count in parts if count)
         added = "" if workload.run.lora is None else f" + {_count(row.trained)}"
         table.add_row(
             str(row.stage),
@@ -128,7 +127,7 @@ def _stage_table(workload: Workload, layout: Explanation, ledger: Sequence[Place
 
 
 def _some(rows: Sequence[StageRow]) -> Iterator[StageRow | None]:
-    """All rows, or the first and the last few with None between."""
+    """Return all rows, or the first and the last few with None between."""
     if len(rows) <= 2 * SHOWN:
         yield from rows
         return
@@ -138,7 +137,7 @@ def _some(rows: Sequence[StageRow]) -> Iterator[StageRow | None]:
 
 
 def _part_table(layout: Explanation) -> Table:
-    table = _table("tp rank", "query heads", "key/value heads", "ffn features", "vocabulary rows")
+    table = _table("tp rank", "query heads", "KV heads", "ffn features", "vocabulary rows")
     for row in layout.parts:
         shared = f" (on {row.kv_copies} ranks)" if row.kv_copies > 1 else ""
         table.add_row(
@@ -148,32 +147,31 @@ def _part_table(layout: Explanation) -> Table:
 
 
 def _expert_lines(layout: Explanation) -> Iterator[str]:
-    """Experts of a rank, what they take and what they are sent."""
+    """Describe the experts of a rank and their communication."""
     e = layout.experts
     if e is None:
         return
     yield (
         f"Experts: {e.layers} layers with {e.experts}, {e.experts_here} of them on each rank; a "
-        f"token goes to {e.top_k} and meets {_count(e.active)} parameters."
+        f"token is sent to {e.top_k} and uses {_count(e.active)} parameters."
     )
-    yield f"Their router: {e.router}."
+    yield f"Router: {e.router}."
     yield (
-        f"A rank holds up to {_count(e.parameters)} parameters of experts, {_gib(e.state)} GiB "
-        "with gradients and "
-        f"optimizer state."
+        f"A rank holds up to {_count(e.parameters)} expert parameters, {_gib(e.state)} GiB "
+        "with gradients and optimizer state."
     )
     yield (
-        f"In a microbatch its experts of a layer work on {e.rows:,} rows if all are equally busy, "
-        f"on {e.crowded_rows:,} if all tokens choose them."
+        f"In a microbatch its experts of a layer process {e.rows:,} rows with a balanced load, "
+        f"{e.crowded_rows:,} if all tokens are sent to them."
     )
     if e.exchanged:
         yield (
-            "An exchange of rows, of 4 in each layer and microbatch, sends "
+            "Each all-to-all, 4 per layer and microbatch, sends "
             f"{_bytes(e.exchanged)} from each rank."
         )
     if e.gathered:
         yield (
-            f"A gather of tokens, of 4 in each layer and microbatch, sends {_bytes(e.gathered)} "
+            f"Each all-gather of tokens, 4 per layer and microbatch, sends {_bytes(e.gathered)} "
             "from each rank."
         )
 
@@ -186,32 +184,32 @@ def _rhythm_lines(layout: Explanation) -> Iterator[str]:
         f"(microbatches × tokens). Up to {r.tokens_in_flight:,} are in flight on the first "
         "pipeline rank."
     )
-    yield f"Schedule {r.schedule}: {100 * r.bubble:.1f} % of the computing time is added as bubble."
+    yield f"Schedule {r.schedule}: the bubble adds {100 * r.bubble:.1f} % to the compute time."
 
 
 def _traffic_lines(traffic: Sequence[Traffic], place: PlaceMemory) -> Iterator[str]:
-    """Bytes of each axis."""
+    """Describe the bytes sent per axis."""
     sums: dict[str, int] = {}
     for row in traffic:
         sums[row.axis] = sums.get(row.axis, 0) + row.nbytes
-    told = ", ".join(f"{axis} {_bytes(nbytes)}" for axis, nbytes in sums.items()) or "nothing"
-    yield f"A rank of pp {place.pp_rank}, tp {place.tp_rank} sends in a step: {told}."
+    sent = ", ".join(f"{axis} {_bytes(nbytes)}" for axis, nbytes in sums.items()) or "nothing"
+    yield f"A rank of pp {place.pp_rank}, tp {place.tp_rank} sends in a step: {sent}."
 
 
 def _adapter_lines(workload: Workload, place: PlaceMemory) -> Iterator[str]:
-    """What frozen weights and what is trained beside them take in memory."""
+    """Describe the memory of frozen and trained parameters."""
     if trains_all(workload.run):
         return
-    held = workload.parameters(place.pp_rank, place.tp_rank)
+    parameters = workload.parameters(place.pp_rank, place.tp_rank)
     frozen, own = (
-        sum(one.numel for one in held if one.frozen is is_frozen) for is_frozen in (True, False)
+        sum(one.numel for one in parameters if one.frozen is is_frozen)
+        for is_frozen in (True, False)
     )
     m = place.memory
     yield (
         f"It holds {_count(frozen)} frozen and {_count(own)} trained parameters: weights "
-        f"{_gib(m.weights)} GiB, and of "
-        f"the trained alone gradients {_gib(m.gradients)} and optimizer state "
-        f"{_gib(m.master + m.moments)} GiB."
+        f"{_gib(m.weights)} GiB; gradients {_gib(m.gradients)} GiB and optimizer state "
+        f"{_gib(m.master + m.moments)} GiB of the trained ones."
     )
 
 
@@ -225,7 +223,8 @@ def print_estimate(
     fixes: Sequence[Change],
     fix: Change | None,
 ) -> None:
-    """The worst rank's memory, the verdict, what would change it, and what each axis sends."""
+    """Print the memory of the worst rank, the verdict, possible changes, and the traffic of each
+    axis."""
     console, place = _console(), worst(ledger)
     axes = " · ".join(f"{axis} {workload.grid.size(axis)}" for axis in ("tp", "cp", "pp", "dp"))
     console.print(
@@ -238,12 +237,14 @@ def print_estimate(
         console.print(_places_table(ledger))
     console.print(_verdict_line(workload, device, place))
     if (crowded := crowded_bytes(workload, device)) is not None:
-        console.print(f"If all tokens go to the experts of one rank: {_gib(crowded)} GiB there.")
+        console.print(
+            f"If all tokens are sent to the experts of one rank: {_gib(crowded)} GiB on it."
+        )
     host = max(one.host for one in ledger)
     if host:
         console.print(
-            f"In host memory: {_gib(host)} GiB of activations a rank, {_gib(host * device.node)} "
-            "GiB a node."
+            f"In host memory: {_gib(host)} GiB of activations per rank, {_gib(host * device.node)} "
+            "GiB per node."
         )
     if fix is not None:
         console.print(
@@ -251,7 +252,7 @@ def print_estimate(
         )
     elif fixes or verdict(place.memory.total, device) != "fits":
         console.print(
-            f"No change tried here makes it fit on {workload.world} ranks. Use more of them."
+            f"None of the tried changes makes it fit on {workload.world} ranks. Use more ranks."
         )
     if fixes:
         console.print(_changes_table(fixes))
@@ -262,7 +263,7 @@ def print_estimate(
 
 
 def _memory_table(place: PlaceMemory) -> Table:
-    table = _table("held by the worst rank", "GiB", "what it is")
+    table = _table("memory of the worst rank", "GiB", "what it is")
     for field in fields(place.memory):
         nbytes = getattr(place.memory, field.name)
         if nbytes:
@@ -273,21 +274,21 @@ def _memory_table(place: PlaceMemory) -> Table:
 
 
 WHAT = {
-    "weights": "as the layers compute with them",
-    "gradients": "the buffer they are summed in",
-    "master": "fp32 copies of the weights",
-    "moments": "the optimizer's running means",
-    "activations": "kept by the layers for backward",
-    "loss": "kept by the output head for backward",
-    "working": "of the layer at work, of sums on their way",
-    "messages": "on the way between stages",
-    "library": "context, communicators, scratch space",
-    "slack": "held by the allocator between tensors",
+    "weights": "in the compute dtype",
+    "gradients": "gradient buffers",
+    "master": "fp32 master weights",
+    "moments": "optimizer moments",
+    "activations": "saved by the layers for backward",
+    "loss": "saved by the output head for backward",
+    "working": "temporary buffers of the current layer and of reductions",
+    "messages": "sent between pipeline stages",
+    "library": "CUDA context, communicators, workspaces",
+    "slack": "fragmentation of the allocator",
 }
 
 
 def _places_table(ledger: Sequence[PlaceMemory]) -> Table:
-    """Total of every place, or of the first ones, the worst and the last."""
+    """Totals of every rank position, or of the first, the worst and the last."""
     table = _table(
         "pp rank", "tp rank", "state GiB", "activations GiB", "in flight", "total GiB", ""
     )
@@ -305,7 +306,7 @@ def _places_table(ledger: Sequence[PlaceMemory]) -> Table:
             "worst" if one is most else "",
         )
     if len(shown) < len(ledger):
-        table.caption = f"{len(ledger) - len(shown)} others hold no more than the worst"
+        table.caption = f"{len(ledger) - len(shown)} others need no more than the worst"
     return table
 
 
@@ -319,38 +320,38 @@ def _verdict_line(workload: Workload, device: Device, place: PlaceMemory) -> str
         return f"{_gib(total)} GiB on {where}."
     held = f"{_gib(total)} of {_gib(device.memory)} GiB on {where}"
     if answer == "tight":
-        return f"Tight: {held}, more than the {100 * USABLE:.0f} % that a plan can be sure of."
+        return f"Tight: {held}, more than the {100 * USABLE:.0f} % that are safe to use."
     return f"{'Fits' if answer == 'fits' else 'Does not fit'}: {held}."
 
 
 def _changes_table(fixes: Sequence[Change]) -> Table:
     table = _table("single change", "GiB", "saves", "price", "")
     for one in fixes:
-        told = one.verdict if one.verdict in ("fits", "tight") else ""
-        table.add_row(_spelled(one.overrides), _gib(one.nbytes), _gib(one.saved), one.price, told)
+        fits = one.verdict if one.verdict in ("fits", "tight") else ""
+        table.add_row(_spelled(one.overrides), _gib(one.nbytes), _gib(one.saved), one.price, fits)
     return table
 
 
 def _traffic_table(workload: Workload, place: PlaceMemory, device: Device) -> Table:
     table = _table(
-        "axis", "sent by that rank in a step", "bytes", "link", "ms", "ms left", "can hide behind"
+        "axis", "sent by that rank in a step", "bytes", "link", "ms", "ms left", "can overlap with"
     )
-    for row, way in passages(workload, place, device):
+    for row, transfer in passages(workload, place, device):
         times = (
             ("", "", "")
-            if way is None
-            else ("near" if way.near else "far", _ms(way.seconds), _ms(way.exposed))
+            if transfer is None
+            else ("near" if transfer.near else "far", _ms(transfer.seconds), _ms(transfer.exposed))
         )
         table.add_row(row.axis, row.what, _bytes(row.nbytes), *times, row.behind or "nothing")
     if not table.row_count:
-        table.add_row("", "nothing: ranks share no work", *[""] * 5)
+        table.add_row("", "nothing: no communication", *[""] * 5)
     return table
 
 
 def passages(
     workload: Workload, place: PlaceMemory, device: Device
 ) -> list[tuple[Traffic, Passage | None]]:
-    """What that rank sends in a step, and how long it takes; None where that is not known."""
+    """Return what that rank sends in a step and how long it takes; None if the time is unknown."""
     pp, tp = place.pp_rank, place.tp_rank
     rows = step_traffic(workload, pp, tp)
     return [(row, passage(workload, row, pp_rank=pp, tp_rank=tp, device=device)) for row in rows]
@@ -358,13 +359,13 @@ def passages(
 
 def _work_line(workload: Workload, device: Device) -> str:
     seconds, again = work_seconds(workload, device), repeated_share(workload)
-    told = f"A rank computes {rank_flops(workload) / 1e12:,.1f} TFLOP a step"
-    told += f" and {100 * again:.1f} % of that again" if again else ""
+    work = f"A rank computes {rank_flops(workload) / 1e12:,.1f} TFLOP a step"
+    work += f", and recomputes {100 * again:.1f} % of that" if again else ""
     if seconds is None:
-        return told + "."
+        return work + "."
     return (
-        f"{told}: {seconds:.2f} s at {100 * EFFICIENCY:.0f} % of {device.name}'s peak, without the "
-        f"bubble. Times are for comparing axes, not predictions."
+        f"{work}: {seconds:.2f} s at {100 * EFFICIENCY:.0f} % of {device.name}'s peak, without the "
+        f"bubble. Use these times to compare axes, not as predictions."
     )
 
 
@@ -372,7 +373,7 @@ def _work_line(workload: Workload, device: Device) -> str:
 
 
 def _console() -> Console:
-    """Without markup: settings like `[mlp]` are text."""
+    """Return a console without markup, since settings such as `[mlp]` are text."""
     return Console(highlight=False, markup=False, soft_wrap=True)
 
 
@@ -384,7 +385,7 @@ def _table(*columns: str) -> Table:
             "which ranks",
             "what it is",
             "price",
-            "can hide behind",
+            "can overlap with",
             "link",
             "layers",
             "",
@@ -416,6 +417,6 @@ def _ms(seconds: float) -> str:
 
 def _count(count: int) -> str:
     for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= 0.99995 * unit:  # which four digits of the next smaller unit round to
+        if count >= 0.99995 * unit:  # rounds to 1 at four digits
             return f"{count / unit:.4g}{name}"
     return str(count)

@@ -1,5 +1,5 @@
-"""`megalith prepare`: text files to the .bin/.idx pair that training reads, with a new tokenizer if
-one is wanted."""
+"""`megalith prepare`: tokenize text files into the .bin/.idx files that training reads, and
+optionally train a tokenizer."""
 
 import os
 import signal
@@ -25,70 +25,73 @@ from megalith.data.prepare import Progress, output_prefixes, prepare
 from megalith.data.tokenizer import build_tokenizer, ends_texts_itself, kind_of
 from megalith.errors import ConfigError, raise_all
 
-STOPPED = 75  # as of a training run that was stopped after a save: run it again to go on
+STOPPED = 75  # exit code of stopped runs that can be resumed, as in `megalith train`
 _LINE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareCommand:
-    """Text files to a token store: OUTPUT.bin and OUTPUT.idx, which training reads with --data.path
-    OUTPUT.
+    """Tokenize text files into a token store, OUTPUT.bin and OUTPUT.idx, which training reads with
+    --data.path OUTPUT.
 
-    One JSON object per line is a document (.jsonl), or one file is (.txt and others); .gz and .zst
-    are unpacked on the way. Ctrl-C leaves nothing half-done under the final names, and --resume
-    goes on later.
+    A document is a JSON object per line (.jsonl) or a file (.txt and others); .gz and .zst are
+    decompressed. Ctrl-C leaves no incomplete store, and --resume continues later.
     """
 
     input: tuple[str, ...]
     """Files, folders and globs."""
     output: str
-    """Prefix of the store; with several keys, OUTPUT_KEY for each."""
+    """Prefix of the store; OUTPUT_KEY for each key if there are several."""
     tokenizer: str = "byte"
     """`byte`, a folder with tokenizer.json, a hub name in the local cache, a GPT-2 vocab.json
-    with its merges.txt beside it, a SentencePiece tokenizer.model, or a tiktoken vocabulary."""
+    beside its merges.txt, a SentencePiece tokenizer.model, or a tiktoken vocabulary."""
     tokenizer_kind: FileKind | None = None
-    """What reads that file; unset: by its name. A tiktoken vocabulary in JSON has to be named."""
+    """Type of the tokenizer file; default: by its name. Required for a tiktoken vocabulary in
+    JSON."""
     tiktoken_pattern: SplitPattern | None = None
-    """How text is cut before bytes are paired; unset: v2."""
+    """Pattern that splits text before byte-pair encoding; default: v2."""
     tiktoken_special_tokens: tuple[str, ...] = ()
-    """Texts of the special tokens, in order."""
+    """Texts of the special tokens, in order of their ids."""
     tiktoken_num_special_tokens: int | None = None
-    """Ids at the beginning that a JSON vocabulary keeps for special tokens; unset: 1000."""
+    """Number of ids reserved for special tokens at the start of a JSON vocabulary; default:
+    1000."""
     tiktoken_vocab_size: int | None = None
-    """Ids of a JSON vocabulary, special tokens included; unset: all."""
+    """Number of ids of a JSON vocabulary, including special tokens; default: all."""
     train_tokenizer: int | None = None
-    """Train byte-level BPE with so many ids on the input first, into --tokenizer FOLDER or
-    OUTPUT.tokenizer."""
+    """Vocabulary size of a byte-level BPE tokenizer to train on the input first; written to
+    --tokenizer FOLDER or OUTPUT.tokenizer. Default: train none."""
     train_tokenizer_mib: int = 1024
-    """Read at most so much of the input to train the tokenizer; of a larger input, blocks spread
-    over all of it."""
+    """Maximum amount of input in MiB for training the tokenizer; larger inputs are sampled
+    evenly."""
     eod: str | None = None
-    """Text of the token that ends a document. Unset: the tokenizer's own end-of-text token."""
+    """Text of the end-of-document token; default: the tokenizer's end-of-text token."""
     add_special_tokens: bool = True
-    """Let the tokenizer put its own first and last tokens around each text."""
+    """Add the tokenizer's BOS and EOS tokens around each text."""
     append_eod: bool = True
-    """Put the end-of-document token behind every document that is not empty."""
+    """Append the end-of-document token to every document that is not empty."""
     format: Literal["auto", "jsonl", "text"] = "auto"
-    """Whether lines (jsonl) or whole files (text) are documents; auto goes by the ending."""
+    """Input format: each line (jsonl) or each file (text) is a document; auto: by the file
+    extension."""
     keys: tuple[str, ...] = ("text",)
-    """The keys of a JSON object whose text is taken, each into a store of its own."""
+    """JSON keys whose text is tokenized, each into its own store."""
     workers: int = 1
-    """Processes that tokenize."""
+    """Number of tokenizer processes."""
     strict: bool = False
-    """Refuse the first line or file that cannot be used, instead of counting it."""
+    """Raise an error at the first line or file that cannot be used, instead of skipping and
+    counting it."""
     resume: bool = False
-    """Go on where a stopped run of the same command left off."""
+    """Continue an interrupted run of the same command."""
     overwrite: bool = False
-    """Replace a store, or unfinished work, of the same name."""
+    """Overwrite an existing store, or an unfinished one, of the same name."""
     json: bool = False
-    """Print one JSON document about the result."""
+    """Print one JSON document with the result."""
 
 
-def main(argv: list[str], *, resume_advice: str = "Pass --resume to go on.") -> int:
+def main(argv: list[str], *, resume_advice: str = "Pass --resume to continue.") -> int:
     """Run `megalith prepare` and return its exit code. `resume_advice` ends the message of an
     interrupted run."""
     command = parse_options(PrepareCommand, argv, prog="megalith prepare")
-    # Processes are how this command uses cores; threads inside them would only compete.
+    # This command uses one process per core; tokenizer threads would compete with them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, _interrupt)
     config = config_of(command)
@@ -96,13 +99,13 @@ def main(argv: list[str], *, resume_advice: str = "Pass --resume to go on.") -> 
     try:
         if command.train_tokenizer is not None:
             _train_tokenizer(command, config)
-        _warn_of_two_ends(config)
+        _warn_of_two_end_tokens(config)
         started = time.monotonic()
         with Display() as display:
             totals = prepare(config, report=display.show)
     except KeyboardInterrupt:
         print(
-            f"stopped; {config.output}.preparing keeps what is done. {resume_advice}",
+            f"stopped; finished parts are in {config.output}.preparing. {resume_advice}",
             file=sys.stderr,
         )
         return STOPPED
@@ -111,7 +114,7 @@ def main(argv: list[str], *, resume_advice: str = "Pass --resume to go on.") -> 
 
 
 def option_problems(command: PrepareCommand) -> list[str]:
-    """What cannot be, besides what the settings say."""
+    """Return errors of options that the settings do not check."""
     size, kind, count = (
         command.train_tokenizer_mib,
         command.tokenizer_kind,
@@ -122,20 +125,19 @@ def option_problems(command: PrepareCommand) -> list[str]:
         problems.append(f"--tiktoken-num-special-tokens={count} must be at least 1. Use 1000.")
     if kind is not None and command.tokenizer == "byte":
         problems.append(
-            f"--tokenizer-kind={kind} with --tokenizer=byte, which is read from no file. Remove "
-            "one of them."
+            f"--tokenizer-kind={kind} with --tokenizer=byte, which has no file. Remove one of them."
         )
     if kind not in (None, "huggingface") and command.train_tokenizer is not None:
         problems.append(
             f"--tokenizer-kind={kind} with --train-tokenizer={command.train_tokenizer}, which "
-            "makes a tokenizer.json. "
+            "writes a tokenizer.json. "
             f"Remove one of them."
         )
     return problems
 
 
 def config_of(command: PrepareCommand) -> PrepareConfig:
-    """The settings behind a command line."""
+    """Return the settings of a command line."""
     path = command.tokenizer
     if command.train_tokenizer is not None and path == "byte":
         path = f"{command.output}.tokenizer"
@@ -171,15 +173,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _train_tokenizer(command: PrepareCommand, config: PrepareConfig) -> None:
     folder = Path(config.tokenizer.path or "")
-    if os.path.exists(folder / "tokenizer.json"):  # no error where looking is not allowed
+    if os.path.exists(folder / "tokenizer.json"):  # False instead of PermissionError
         if command.resume:
-            return  # trained by the run that was stopped
+            return  # trained by the interrupted run
         if not command.overwrite:
             raise ConfigError(
-                f"--train-tokenizer {command.train_tokenizer}: {folder} has a tokenizer already. "
+                f"--train-tokenizer {command.train_tokenizer}: {folder} already has a tokenizer. "
                 "Pass --overwrite to "
-                f"replace it, or leave out --train-tokenizer and pass --tokenizer {folder} to use "
-                "it."
+                f"replace it, or use it with --tokenizer {folder} instead of --train-tokenizer."
             )
     assert command.train_tokenizer is not None
     sources = find_sources(config.input, config.format)
@@ -189,28 +190,29 @@ def _train_tokenizer(command: PrepareCommand, config: PrepareConfig) -> None:
     print(f"wrote {folder}: {tokenizer.vocab_size} ids", file=sys.stderr)
 
 
-def _warn_of_two_ends(config: PrepareConfig) -> None:
+def _warn_of_two_end_tokens(config: PrepareConfig) -> None:
     if config.append_eod and ends_texts_itself(build_tokenizer(config.tokenizer)):
         print(
-            f"warning: {config.tokenizer.path} ends every text by itself, so documents get two end "
-            f"tokens. Pass --no-append-eod for one.",
+            f"warning: {config.tokenizer.path} appends an end token to every text, so documents "
+            "get two end "
+            f"tokens. Pass --no-append-eod to add only one.",
             file=sys.stderr,
         )
 
 
 class Display:
-    """A progress bar with the time left on a terminal; elsewhere a plain line every few seconds."""
+    """Progress display: a progress bar on a terminal, else a line every few seconds."""
 
     def __init__(self) -> None:
-        self._started = self._said = time.monotonic()
+        self._started = self._last_printed = time.monotonic()
         self._bar: Bar | None = None
         if sys.stderr.isatty():
             columns = (TextColumn("prepare"), BarColumn(), TextColumn("{task.fields[status]}"))
             self._bar = Bar(
                 *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)
             )
-            # Without a total the bar pulses: worker processes start, and the first block may be one
-            # large document.
+            # Without a total the bar pulses until the first block, which may be one large document,
+            # is done.
             self._task: TaskID = self._bar.add_task(
                 "prepare", total=None, status="tokenizing the first block"
             )
@@ -234,8 +236,8 @@ class Display:
             self._bar.update(
                 self._task, completed=progress.nbytes, total=progress.total_nbytes, status=status
             )
-        elif time.monotonic() - self._said > _LINE_SECONDS:
-            self._said = time.monotonic()
+        elif time.monotonic() - self._last_printed > _LINE_SECONDS:
+            self._last_printed = time.monotonic()
             share = progress.nbytes / max(progress.total_nbytes, 1)
             left = seconds * (1 - share) / share if share else float("nan")
             print(
@@ -264,6 +266,6 @@ def _print_result(config: PrepareConfig, totals: Totals, seconds: float, *, json
         reasons = ", ".join(
             f"{count:,} {reason}" for reason, count in sorted(totals.rejected.items())
         )
-        print(f"left out {sum(totals.rejected.values()):,} lines or files: {reasons}. The first:")
+        print(f"skipped {sum(totals.rejected.values()):,} lines or files: {reasons}. The first:")
         for example in totals.examples:
             print(f"  {example}")

@@ -1,7 +1,7 @@
-"""`megalith quickstart`: tokenizer, token store, a small GPT on two processes, a plot and a sample,
+"""`megalith quickstart`: train a tokenizer and a small GPT on two processes, evaluate and sample,
 in minutes.
 
-It runs the commands a person would type, and shows each before it runs.
+Runs the commands that a user would type, and prints each before it runs.
 """
 
 import contextlib
@@ -29,24 +29,24 @@ from megalith.errors import ConfigError
 VOCABULARY = 4096
 
 NUM_SAMPLES = 4
-"""Heuristic: single samples of this small model vary between half and nine tenths of known words
-(docs/log.md)."""
+"""Heuristic: in single samples of this small model, between half and nine tenths of the words
+are known (docs/log.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuickstartCommand:
-    """Train a small GPT on text that is already on this machine, on two processes, and let it
-    write."""
+    """Train a small GPT on text that is already on this machine, on two processes, and generate
+    a sample."""
 
     folder: str = "runs/quickstart"
-    """Where everything goes; the same command resumes there."""
+    """Output folder; the same command resumes there."""
 
     nproc: int = 2
-    """Processes that train."""
+    """Number of training processes."""
 
 
 def main(argv: list[str]) -> int:
-    """Run every step; a step that is done already is not repeated."""
+    """Run every step; completed steps are skipped."""
     command = parse_options(QuickstartCommand, argv, prog="megalith quickstart")
     if command.nproc < 1:
         raise ConfigError(
@@ -57,30 +57,28 @@ def main(argv: list[str]) -> int:
     data = run / "data"
     try:
         data.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=data).close()  # one that is there may still be somebody else's
+        tempfile.TemporaryFile(dir=data).close()  # an existing folder may belong to another user
     except OSError as error:
         raise ConfigError(
-            f"--folder={command.folder}: nothing can be written into {data} ({error}). Use a "
-            "folder that you can write "
-            f"to."
+            f"--folder={command.folder}: {data} is not writable ({error}). Use a writable folder."
         ) from error
     print(
         f"corpus: {_describe(text.training)} of this Python's standard library; held out: "
         f"{_describe(text.held_out)}"
     )
     code = _prepare(data, text) or _train(run, data, command.nproc)
-    return code or _look_back(run, text, started)
+    return code or _show_results(run, text, started)
 
 
 def _prepare(data: Path, text: LocalText) -> int:
-    """Tokenizer and token stores; each step that an earlier run finished is kept, and one it began
-    is gone on with."""
+    """Create the tokenizer and the token stores; completed steps are skipped, and an interrupted
+    one is resumed."""
     lists = {"train": text.training, "valid": text.held_out}
     for name, files in lists.items():
         if store_exists(f"{data}/{name}"):
             continue
         trained = (data / "tokenizer" / "tokenizer.json").exists()
-        begun = (data / f"{name}.preparing").exists()
+        interrupted = (data / f"{name}.preparing").exists()
         _write_corpus(data / f"{name}.jsonl", files)
         words = [
             "--input",
@@ -92,7 +90,7 @@ def _prepare(data: Path, text: LocalText) -> int:
             *([] if trained else ["--train-tokenizer", str(VOCABULARY)]),
             "--workers",
             "2",
-            *(["--resume"] if begun else []),
+            *(["--resume"] if interrupted else []),
         ]
         _print_command("prepare", *words)
         code = prepare.main(words, resume_advice="Run the same command again to continue.")
@@ -124,9 +122,9 @@ def _train(run: Path, data: Path, nproc: int) -> int:
     )
 
 
-def _look_back(run: Path, text: LocalText, started: float) -> int:
-    """What came out of it, and what to try next."""
-    found = json.loads(_captured("evaluate", str(run), "--json"))
+def _show_results(run: Path, text: LocalText, started: float) -> int:
+    """Evaluate and sample, and print the results and the next commands."""
+    evaluation = json.loads(_captured("evaluate", str(run), "--json"))
     results = json.loads(
         _captured("generate", str(run), *sample_words(seed=1, count=NUM_SAMPLES), "--json")
     )["results"]
@@ -140,17 +138,18 @@ def _look_back(run: Path, text: LocalText, started: float) -> int:
     (run / "sample.txt").write_text(sample, encoding="utf-8")
     print(f"\n{sample[:600]}\n")
     print(
-        f"held-out files: {found['bits_per_byte']:.3f} bits per byte; "
+        f"held-out files: {evaluation['bits_per_byte']:.3f} bits per byte; "
         f"zlib -9 needs {zlib_bits_per_byte(text.held_out):.3f}\n"
         f"sample: {run}/sample.txt, the best of {NUM_SAMPLES}: {shares[sample]:.0%} of its words "
         "occur in the corpus "
         f"(on average {sum(shares.values()) / len(shares):.0%})\n"
         f"loss plot: {run}/plots/loss.png\n"
-        f"all of it took {time.monotonic() - started:.0f} s\n\n"
+        f"total time: {time.monotonic() - started:.0f} s\n\n"
         f"try next:\n  megalith generate {run} 'class ' --temperature 0.8 --top-p 0.9\n"
-        f"  megalith train {run} --run {run} --train.steps 2000      # goes on where it stopped\n"
-        f"  megalith verify {run} --parallel.tp 2 --parallel.dp 2    # prove another layout on "
-        f"this machine\n  megalith recipes                                         # larger models"
+        f"  megalith train {run} --run {run} --train.steps 2000      # continues the run\n"
+        f"  megalith verify {run} --parallel.tp 2 --parallel.dp 2    # verify another layout "
+        "on this machine\n  megalith recipes                                         # larger "
+        "models"
     )
     return 0
 
@@ -192,7 +191,7 @@ def _captured(*words: str) -> str:
 
 
 def _write_corpus(path: Path, files: Sequence[Path]) -> None:
-    """Write the documents once and whole: `prepare` goes on only with the file it began with."""
+    """Write the documents atomically: `prepare` resumes only with the file it started with."""
     if path.exists():
         return
     temporary = path.with_name(f"{path.name}.writing")

@@ -1,5 +1,5 @@
-"""`megalith recipes`: the ready-made runs with their parameters and memory; `show` prints one,
-`diff` compares two."""
+"""`megalith recipes`: list the recipes with parameters and memory; `show` prints one, `diff`
+compares two."""
 
 from dataclasses import dataclass, replace
 from inspect import getdoc
@@ -26,8 +26,8 @@ from megalith.recipes import recipes, resolve
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
-    """List the recipes, with parameters and the memory of one rank. `show NAME` prints one, `diff A
-    B` compares two."""
+    """List the recipes with their number of parameters and memory per rank. `show NAME` prints
+    one, `diff A B` compares two."""
 
     json: bool = False
     """Print one JSON document."""
@@ -35,13 +35,13 @@ class ListOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions:
-    """Every setting of a run: its value, its default where that differs, and what it means."""
+    """Show every setting of a run with its value, default and meaning."""
 
     recipe: Positional[str]
-    """Recipe, YAML file, or folder of a run."""
+    """Name of a recipe, a YAML file, or the folder of a run."""
 
     yaml: bool = False
-    """Print the YAML file that repeats the run, to start a file of your own."""
+    """Print YAML that reproduces the run, as a starting point for your own file."""
 
     json: bool = False
     """Print one JSON document."""
@@ -49,13 +49,13 @@ class ShowOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeDiffOptions:
-    """The settings in which two runs differ. Exit code 1 if there are any."""
+    """Show the settings that differ between two runs. Exit code 1 if there are any."""
 
     left: Positional[str]
-    """Recipe, YAML file, or folder of a run."""
+    """Name of a recipe, a YAML file, or the folder of a run."""
 
     right: Positional[str]
-    """Another one."""
+    """Recipe, file or run to compare with."""
 
     json: bool = False
     """Print one JSON document."""
@@ -69,13 +69,13 @@ def main(argv: list[str]) -> int:
     if argv[0] not in actions:
         advice = did_you_mean(argv[0], actions)
         raise ConfigError(
-            f"{argv[0]} is not something `megalith recipes` does.{advice} Use list, show or diff."
+            f"{argv[0]} is not a subcommand of `megalith recipes`.{advice} Use list, show or diff."
         )
     return actions[argv[0]](argv[1:])
 
 
 def list_recipes(argv: list[str]) -> int:
-    """Print every recipe in a line."""
+    """Print one line per recipe."""
     options = parse_options(ListOptions, argv, prog="megalith recipes")
     rows = [recipe_summary(name) for name in recipes()]
     if options.json:
@@ -83,8 +83,8 @@ def list_recipes(argv: list[str]) -> int:
         return 0
     table = Table("recipe", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("parameters", justify="right")
-    table.add_column("GiB a rank", justify="right")
-    table.add_column("what it is")
+    table.add_column("GiB per rank", justify="right")
+    table.add_column("description")
     for row in rows:
         ranks = f" ×{row['ranks']}" if row["ranks"] > 1 else ""
         memory = f"{row['memory_gib_per_rank']:.1f}{ranks}"
@@ -92,9 +92,12 @@ def list_recipes(argv: list[str]) -> int:
     console = Console()
     console.print(table)
     console.print(
-        "GiB a rank: weights, gradients, optimizer and activations; ×8: one replica takes 8 ranks."
+        "GiB per rank: weights, gradients, optimizer state and activations; ×8: a replica has 8 "
+        "ranks."
     )
-    console.print("`megalith plan estimate NAME --world N` says more, and what would make it fit.")
+    console.print(
+        "`megalith plan estimate NAME --world N` shows details, and changes that make it fit."
+    )
     console.print(
         "`megalith recipes show NAME` prints every setting, `megalith train NAME` trains it."
     )
@@ -102,17 +105,17 @@ def list_recipes(argv: list[str]) -> int:
 
 
 def recipe_summary(name: str) -> dict[str, Any]:  # Any: JSON
-    """What the list says about one recipe: sizes, memory of a rank in GiB with a single replica,
-    and its first line."""
+    """Return a recipe's row of the list: sizes, memory per rank in GiB with one replica, and
+    first docstring line."""
     recipe = recipes()[name]
     run = recipe()
     p, t = run.parallel, run.train
     ranks = fewest_ranks(p)
     rows = t.micro_batch_size * ranks // (p.tp * p.cp * p.pp)
-    few = replace(
+    short_step = replace(
         t, global_batch_size=min(t.global_batch_size, 4 * p.pp * rows)
-    )  # as much is in flight
-    memory = worst(memory_ledger(plan_workload(replace(run, train=few), ranks))).memory
+    )  # the number of microbatches in flight is the same
+    memory = worst(memory_ledger(plan_workload(replace(run, train=short_step), ranks))).memory
     return {
         "name": name,
         "parameters": num_parameters(run.model),
@@ -120,12 +123,12 @@ def recipe_summary(name: str) -> dict[str, Any]:  # Any: JSON
         "ranks": ranks,
         "tokens_per_step": run.train.global_batch_size * run.train.seq_len,
         "steps": run.train.steps,
-        "summary": (getdoc(recipe) or "").partition("\n")[0],
+        "summary": (getdoc(recipe) or "").partition("\n\n")[0].replace("\n", " "),
     }
 
 
 def show_run(argv: list[str]) -> int:
-    """Print every setting of one run, overrides applied."""
+    """Print every setting of one run after overrides."""
     rest, overrides = split_overrides(argv, TrainRun)
     options = parse_options(ShowOptions, rest, prog="megalith recipes show", root=TrainRun)
     run = apply_overrides(resolve(options.recipe), overrides)
@@ -139,7 +142,7 @@ def show_run(argv: list[str]) -> int:
 
 
 def diff_runs(argv: list[str]) -> int:
-    """Print the settings in which two runs differ."""
+    """Print the settings that differ between two runs."""
     options = parse_options(RecipeDiffOptions, argv, prog="megalith recipes diff")
     rows = differences(resolve(options.left), resolve(options.right))
     if options.json:
@@ -152,8 +155,8 @@ def diff_runs(argv: list[str]) -> int:
 
 
 def _short_count(count: int) -> str:
-    """123551232 -> `124M`."""
+    """Format a count: 123551232 -> `124M`."""
     for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= 0.9995 * unit:  # which three digits of the next smaller unit round to
+        if count >= 0.9995 * unit:  # rounds to 1 at three digits
             return f"{count / unit:.3g}{name}"
     return str(count)

@@ -1,4 +1,5 @@
-"""`megalith routing`: what a run's routing trace tells of its experts."""
+"""`megalith routing`: expert load and cross-layer routing predictability from a run's routing
+trace."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,16 +13,16 @@ from megalith.cli.output import print_json
 from megalith.errors import ConfigError
 from megalith.observe.routing import ExpertLoad, RoutingPredictability, study_trace
 
-if TYPE_CHECKING:  # it loads torch
+if TYPE_CHECKING:  # imports torch
     from megalith.train.foresight import Applied
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingCommand:
-    """How choices of experts concentrate, and how far a layer's tell those of the next: from
-    observe.routing_trace.
+    """Show how tokens are distributed over experts, and how well a layer's routing predicts that of
+    the next layer.
 
-    Draws plots/routing.png.
+    Needs a run with observe.routing_trace; draws plots/routing.png.
     """
 
     run: Positional[str]
@@ -41,22 +42,23 @@ def main(argv: list[str]) -> int:
     moe = resolve(str(folder)).model.moe
     if moe is None:
         raise ConfigError(
-            f"{folder} has model.moe=null: no token chooses among experts. ExpertLoad a run with "
-            "model.moe."
+            f"{folder} has model.moe=null, so it has no experts. Use a run with model.moe."
         )
-    uses, pairs = study_trace(folder / "routing", experts=moe.num_experts)
+    loads, pairs = study_trace(folder / "routing", experts=moe.num_experts)
     from megalith.train.foresight import apply_routers
 
     applied = apply_routers(folder / "routing", moe)
-    plot = plot_routing(folder, uses, pairs, {(one.layer, one.router): one.hits for one in applied})
+    plot = plot_routing(
+        folder, loads, pairs, {(one.layer, one.router): one.hits for one in applied}
+    )
     if command.json:
         print_json(
             {
                 "run": str(folder),
                 "plot": str(plot),
                 "layers": [
-                    asdict(use) | {"load": use.load, "entropy": use.entropy, "half": use.half}
-                    for use in uses
+                    asdict(load) | {"load": load.load, "entropy": load.entropy, "half": load.half}
+                    for load in loads
                 ],
                 "pairs": [asdict(pair) for pair in pairs],
                 "routers": [asdict(one) for one in applied],
@@ -66,7 +68,7 @@ def main(argv: list[str]) -> int:
         print(
             "\n".join(
                 [
-                    *use_lines(uses),
+                    *use_lines(loads),
                     "",
                     *predictability_lines(pairs),
                     *router_lines(applied),
@@ -77,26 +79,30 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def use_lines(uses: Sequence[ExpertLoad]) -> list[str]:
-    """A table of how choices concentrate: the busiest experts, their load, the entropy, and who has
-    half."""
+def use_lines(loads: Sequence[ExpertLoad]) -> list[str]:
+    """Format a table of expert load: the busiest experts, their load, the entropy, and the
+    number of experts with half of the tokens."""
     rows = [f"{'layer':<14}{'tokens':>10}{'load':>8}{'entropy':>9}{'half':>6}  busiest"]
-    for use in uses:
-        best = sorted(range(len(use.shares)), key=lambda expert: (-use.shares[expert], expert))[:3]
-        busiest = ", ".join(f"{expert} {use.shares[expert]:.1%}" for expert in best)
+    for load in loads:
+        best = sorted(range(len(load.shares)), key=lambda expert: (-load.shares[expert], expert))[
+            :3
+        ]
+        busiest = ", ".join(f"{expert} {load.shares[expert]:.1%}" for expert in best)
         rows.append(
-            f"{use.layer:<14}{use.tokens:>10,}{use.load:>8.2f}{use.entropy:>9.3f}{use.half:>6}  "
+            f"{load.layer:<14}{load.tokens:>10,}{load.load:>8.2f}{load.entropy:>9.3f}"
+            f"{load.half:>6}  "
             f"{busiest}"
         )
     return [
         *rows,
-        "load: of the busiest, mean 1; entropy: 1 when all are equally busy; half: experts with "
-        "half of it",
+        "load: load of the busiest expert (mean 1); entropy: 1 for a balanced load; half: number "
+        "of "
+        "experts with half of the tokens",
     ]
 
 
 def predictability_lines(pairs: Sequence[RoutingPredictability]) -> list[str]:
-    """A table of how far the choices of a layer tell those of the next."""
+    """Format a table of how well a layer's routing predicts that of the next layer."""
     if not pairs:
         return []
     rows = [
@@ -109,21 +115,23 @@ def predictability_lines(pairs: Sequence[RoutingPredictability]) -> list[str]:
     ]
     return [
         *rows,
-        "known: of the information in the best choice; best, all k: share guessed by counts of "
-        "other tokens,",
-        "blind: without knowing the choices before",
+        "known: mutual information / entropy of the top expert; best, all k: accuracy of "
+        "predictions from other tokens;",
+        "blind: the same without the previous layer's experts",
         "",
     ]
 
 
 def router_lines(applied: Sequence["Applied"]) -> list[str]:
-    """A table of what routers find in hidden states, of their own layer and of the one before."""
+    """Format a table of routers applied to the hidden states of their own and the previous
+    layer."""
     if not applied:
-        return ["routers: not there (observe.routing_captures hidden routers)", ""]
+        return ["routers: not captured (set observe.routing_captures to hidden routers)", ""]
     rows = [f"{'hidden of':<14}{'router of':<14}{'finds':>7}{'load':>8}"]
     rows += [f"{one.layer:<14}{one.router:<14}{one.hits:>7.1%}{one.load:>8.3f}" for one in applied]
     return [
         *rows,
-        "finds: share of tokens' k choices; load: cosine of how busy experts are by it, and are",
+        "finds: share of the selected experts; load: cosine similarity of predicted and actual "
+        "load",
         "",
     ]

@@ -1,4 +1,4 @@
-"""`megalith train`: train a recipe, resume it, on one process or on many."""
+"""`megalith train`: train a recipe or resume a run, on one or many processes."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ from megalith.plan.automatic import chosen_recompute, chosen_words
 if TYPE_CHECKING:
     from megalith.train.loop import Outcome
 
-STOPPED = 75  # "try again later", which schedulers requeue on
+STOPPED = 75  # EX_TEMPFAIL, on which schedulers requeue a job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,18 +24,18 @@ class TrainCommand:
     """Train a recipe until its last step; the same command resumes it."""
 
     recipe: Positional[str]
-    """A recipe's name (see `megalith recipes`), a YAML file, or the folder of an earlier run."""
+    """Name of a recipe (see `megalith recipes`), a YAML file, or the folder of a run."""
 
     run: str | None = None
-    """Name of a folder under runs/, or a path with a slash or a leading dot; default: the recipe's
-    name."""
+    """Output folder: a name under runs/, or a path with a slash or a leading dot; default: the
+    name of the recipe."""
 
     nproc: int = 1
-    """Processes to start on this machine; under torchrun leave it out."""
+    """Number of processes to start on this machine; omit under torchrun."""
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns its exit code: 0 done, 75 stopped after a save."""
+    """Run the command and return its exit code: 0 done, 75 stopped after saving."""
     rest, overrides = split_overrides(argv, TrainRun)
     command = parse_options(TrainCommand, rest, prog="megalith train", root=TrainRun)
     from megalith.recipes import resolve_run
@@ -61,10 +61,10 @@ def _select_folder(run: TrainRun, command: TrainCommand) -> Path:
 
 
 def must_start_workers(run: TrainRun, nproc: int) -> bool:
-    """Whether this process only starts others; the run is checked before it does.
+    """Return whether this process only starts workers; the run is checked before that.
 
     Raises:
-        ConfigError: --nproc is not a count, or a rule is broken.
+        ConfigError: --nproc is below 1, or a rule is violated.
     """
     from megalith.parallel.launch import in_worker
     from megalith.train.rules import check_run
@@ -81,8 +81,8 @@ def must_start_workers(run: TrainRun, nproc: int) -> bool:
 
 
 def with_recompute_chosen(run: TrainRun) -> TrainRun:
-    """The run of this rank with a choice in place of recompute.granularity=auto; the first rank
-    says which."""
+    """Return this rank's run with recompute.granularity=auto resolved; the first rank prints the
+    choice."""
     if run.recompute.granularity != "auto":
         return run
     from megalith.parallel.worker import Worker
@@ -102,41 +102,39 @@ def _train(run: TrainRun, path: Path) -> int:
     from megalith.train.job import joined
     from megalith.train.loop import matching_tokenizer, run_training
 
-    matching_tokenizer(run)  # before anything is made or anyone waits
+    matching_tokenizer(run)  # before the folder is created and other ranks wait
     with joined(run, os.environ, path) as job:
         outcome = run_training(run, RunFolder(path), job.mesh, job.device)
         first = job.first
     if first:
-        print(_closing_words(outcome, str(path), run), flush=True)
+        print(_describe_outcome(outcome, str(path), run), flush=True)
     return 0 if outcome.kind == "done" else STOPPED
 
 
-def _closing_words(outcome: "Outcome", folder: str, run: TrainRun) -> str:
+def _describe_outcome(outcome: "Outcome", folder: str, run: TrainRun) -> str:
     if outcome.kind == "stopped" and not outcome.saved:
         return (
-            f"stopped at step {outcome.step} ({outcome.reason}) without a save, because its loss "
+            f"stopped at step {outcome.step} ({outcome.reason}) without saving, because the loss "
             "or gradient norm is "
-            f"not finite; run the same command again to go on from the newest checkpoint"
+            f"NaN or infinite; run the same command again to continue from the latest checkpoint"
         )
     if outcome.kind == "stopped":
         return (
             f"stopped at step {outcome.step} ({outcome.reason}) and saved; run the same "
-            "command again to go on"
+            "command again to continue"
         )
-    found = (
+    outputs = (
         "metrics.jsonl, plots/ and checkpoints/"
         if run.observe.plots
         else "metrics.jsonl and checkpoints/"
     )
-    return f"done at step {outcome.step}: {folder} has {found}\ntry: {_next_command(folder, run)}"
+    return f"done at step {outcome.step}: {folder} has {outputs}\ntry: {_next_command(folder, run)}"
 
 
 def _next_command(folder: str, run: TrainRun) -> str:
-    """The command that shows what the model has learned."""
+    """Return the command that shows what the model has learned."""
     if run.data.sft.used():
         return f"megalith chat {folder}"
-    if (
-        run.data.mock and run.tokenizer.kind != "null"
-    ):  # mock documents are numbers: as text they are no characters
+    if run.data.mock and run.tokenizer.kind != "null":  # mock documents are numbers, not text
         return "megalith quickstart, which trains on text; the mock data of this run are numbers"
     return f"megalith generate {folder}"

@@ -1,4 +1,5 @@
-"""`megalith verify`: prove on this machine that a layout computes what one process computes."""
+"""`megalith verify`: verify on this machine that a parallel layout gives the results of one
+process."""
 
 import sys
 import time
@@ -14,56 +15,54 @@ from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
 from megalith.plan.layout import fewest_ranks
 
-NO = 1  # the exit code of "no"
-RULE_VIOLATED = 2  # such a run cannot be built: its settings have to be changed first
+CHECK_FAILED = 1  # exit code
+RULE_VIOLATED = 2  # exit code: the run cannot be built with these settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyCommand:
-    """Prove a layout: (a) every rule; (b) the types of every gradient and (c) the pipeline's lists,
-    both at the real world size and on paper; (d) tiny copies in float64 on real processes equal one
-    process. Nothing needs a GPU.
+    """Verify a parallel layout: (a) all rules; (b) the sharding types of all gradients and (c) the
+    pipeline schedule, both at the real world size without processes; (d) small float64 models on
+    real processes match one process. Needs no GPU.
 
-    Exit code 0: all holds; 1: a check failed; 2: the settings violate a rule, or the options are
-    invalid.
+    Exit code 0: all checks pass; 1: a check failed; 2: the settings violate a rule, or the options
+    are invalid.
     """
 
     recipe: Positional[str | None] = None
-    """A recipe's name, a YAML file, or the folder of a run."""
+    """Name of a recipe, a YAML file, or the folder of a run."""
 
     world: int | None = None
-    """Ranks of the real job; default: the fewest that the layout can have."""
+    """World size of the real job; default: the smallest of the layout."""
 
     all: bool = False
-    """Instead of one recipe: every layout of the matrix, and every fault that can be planted,
-    which must be refused. Some ten minutes on two cores. With --kernels layouts are computed so,
-    and faults as always."""
+    """Instead of one recipe: verify every layout of the matrix, and that every injected fault is
+    detected. Takes about ten minutes on two cores. --kernels applies to the layouts only."""
 
     sample: bool = False
-    """With --all: the layouts that together have everything once."""
+    """With --all: a subset of layouts that covers every feature once."""
 
     json: bool = False
     """Print one JSON document."""
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; 0 if all holds, 1 if a check failed, 2 if the settings violate a rule."""
+    """Run the command; 0 if all checks pass, 1 if a check failed, 2 if the settings violate a
+    rule."""
     rest, overrides = split_overrides(argv, TrainRun)
     command = parse_options(VerifyCommand, rest, prog="megalith verify", root=TrainRun)
     if command.all:
-        _refuse_beside_all(command, [name for name in overrides if name != "kernels"])
+        _reject_with_all(command, [name for name in overrides if name != "kernels"])
         return _verify_all(
             sample=command.sample,
             json=command.json,
-            kernels=apply_overrides(_AsComputed(), overrides).kernels,
+            kernels=apply_overrides(_KernelOverrides(), overrides).kernels,
         )
     if command.sample:
-        raise ConfigError(
-            f"--sample={command.sample} chooses among all layouts. Use it with --all."
-        )
+        raise ConfigError(f"--sample={command.sample} needs --all. Add --all, or remove it.")
     if command.recipe is None:
         raise ConfigError(
-            f"recipe={command.recipe}: there is nothing to verify. Pass a recipe's name, a YAML "
+            f"recipe={command.recipe}: a recipe is required. Pass the name of a recipe, a YAML "
             "file or --all."
         )
     from megalith.recipes import resolve
@@ -72,24 +71,25 @@ def main(argv: list[str]) -> int:
     world = command.world if command.world is not None else fewest_ranks(run.parallel)
     if world < 1:
         raise ConfigError(
-            f"--world={world} must be at least 1. Use the number of ranks of the real job."
+            f"--world={world} must be at least 1. Use the world size of the real job."
         )
     return _verify(run, world, json=command.json)
 
 
-def _refuse_beside_all(command: VerifyCommand, overrides: list[str]) -> None:
-    beside = [command.recipe] if command.recipe is not None else []
-    beside += [f"--world {command.world}"] if command.world is not None else []
-    beside += [f"--{name}" for name in overrides]
-    if beside:
+def _reject_with_all(command: VerifyCommand, overrides: list[str]) -> None:
+    conflicting = [command.recipe] if command.recipe is not None else []
+    conflicting += [f"--world {command.world}"] if command.world is not None else []
+    conflicting += [f"--{name}" for name in overrides]
+    if conflicting:
         raise ConfigError(
-            f"--all with {', '.join(beside)}: all layouts have their own sizes. Use one or the "
-            "other."
+            f"--all with {', '.join(conflicting)}: layouts of --all have fixed settings. Remove "
+            "one of "
+            "them."
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AsComputed:
+class _KernelOverrides:
     kernels: Kernel = "auto"
 
 
@@ -108,7 +108,7 @@ def _verify(run: TrainRun, world: int, *, json: bool) -> int:
         console.print(LEGEND, highlight=False)
     if any(row.part == "a" and not row.holds for row in rows):
         return RULE_VIOLATED
-    return 0 if all(row.holds for row in rows) else NO
+    return 0 if all(row.holds for row in rows) else CHECK_FAILED
 
 
 def _verify_all(*, sample: bool, json: bool, kernels: Kernel) -> int:
@@ -118,7 +118,7 @@ def _verify_all(*, sample: bool, json: bool, kernels: Kernel) -> int:
     from megalith.verify.report import fault_summary, matrix_json, problem_lines, summary_table
 
     started = time.perf_counter()
-    results, verdicts = prove_all(sample=sample, tell=_tell, kernels=kernels)
+    results, verdicts = prove_all(sample=sample, tell=_print_progress, kernels=kernels)
     document = matrix_json(results, verdicts)
     if json:
         print_json(document)
@@ -133,14 +133,13 @@ def _verify_all(*, sample: bool, json: bool, kernels: Kernel) -> int:
             sum(verdict.refused for verdict in verdicts),
         )
         console.print(
-            f"{held} of {len(results)} layouts equal one process, {refused} of {len(verdicts)} "
-            "planted faults are "
-            f"refused; {time.perf_counter() - started:.0f} s",
+            f"{held} of {len(results)} layouts match one process, {refused} of {len(verdicts)} "
+            f"injected faults were detected; {time.perf_counter() - started:.0f} s",
             highlight=False,
         )
-    return 0 if document["holds"] else NO
+    return 0 if document["holds"] else CHECK_FAILED
 
 
-def _tell(text: str) -> None:
-    """How far it is, beside what is printed at the end."""
+def _print_progress(text: str) -> None:
+    """Print progress to standard error."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""When checkpoints are written, how many are kept, and what reading one may leave out."""
+"""Checkpoint settings: frequency, retention, and what is loaded from a checkpoint."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,77 +7,76 @@ from megalith.config.fields import hint_at, unknown_setting
 from megalith.config.model import ModelConfig
 
 Answer = Literal["error", "warn", "ignore"]
-"""To a tensor that only one side has: end the run, go on and name it, or go on."""
+"""Handling of missing or unexpected keys: raise an error, warn, or ignore."""
 
-Taken = Literal["weights", "progress", "everything"]
-"""What a run that begins takes from another's checkpoint: its weights; its place in data and
-schedules, too; and its optimizer's state as well."""
+Taken = Literal["weights", "progress", "all"]
+"""State loaded by a new run: weights; also the progress in data and schedules; also the
+optimizer state."""
 
 NewRows = Literal["zero", "mean"]
-"""What rows of a vocabulary begin as that those who trained it had not."""
+"""Initial value of vocabulary rows that the loaded model does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints of one run, under `RUN/checkpoints/`."""
+    """Checkpoints of a run, saved in `RUN/checkpoints/`."""
 
     every: int = 100
-    """Steps between checkpoints; 0 writes only the last one."""
+    """Steps between checkpoints; 0: only after the last step."""
 
     keep: int | None = 3
-    """Newest checkpoints that stay; unset keeps all."""
+    """Number of latest checkpoints to keep. Unset: all."""
 
     keep_every: int | None = None
-    """Checkpoints whose step is a multiple of this stay for good; unset: none do."""
+    """Checkpoints at multiples of this step are never deleted. Unset: none."""
 
     load: str | None = None
-    """Start from this checkpoint or Hugging Face folder when the run folder has none; unset: fresh
-    weights."""
+    """Checkpoint, run or Hugging Face folder from which a new run starts; not used when the run
+    resumes. Unset: random initial weights."""
 
     load_mode: Taken = "weights"
-    """What `load` gives a run that begins. weights: it begins at step 0; progress: it goes on at
-    the checkpoint's step, with its place in the data and in the schedule of the learning rate,
-    and an optimizer that has seen nothing; everything: with its optimizer, too. A run that
-    resumes takes all that its own checkpoint has."""
+    """State that a new run loads from `load`. weights: weights only, starting at step 0;
+    progress: also the step, with the position in the data and in the schedules, but a new
+    optimizer; all: also the optimizer state. A run that resumes always loads its full state."""
 
     missing_keys: Answer = "error"
-    """Tensors that the run has and the checkpoint lacks keep their initial values, unless this
-    is error. A run that resumes always needs all of its weights: there it speaks of the
-    optimizer's tensors only."""
+    """Handling of tensors that the checkpoint does not have. error: raise an error; warn,
+    ignore: keep their initial values. When a run resumes, weights are always required, and
+    this applies to optimizer state only."""
 
     unexpected_keys: Answer = "error"
-    """Tensors that the checkpoint has and the run lacks; a run that resumes may leave out the
-    optimizer's only."""
+    """Handling of checkpoint tensors that the run does not have. error: raise an error; warn,
+    ignore: skip them. When a run resumes, this applies to optimizer state only."""
 
     skip: tuple[str, ...] = ()
-    """Patterns of parameters that are not taken from `load` and keep their initial values, such as
-    head.*"""
+    """Patterns of parameters that are not loaded from `load` and keep their initial values, such
+    as head.*"""
 
     new_rows: NewRows = "zero"
-    """Rows of embedding and head that a Hugging Face folder in `load` lacks: zero, or the mean
-    of those that it has. They are padding, or tokens where model.vocab_size may grow
-    (`allow_model_changes`)."""
+    """Initial value of embedding and head rows that the Hugging Face folder in `load` does not
+    have: zero, or the mean of the existing rows. These rows are padding, or new tokens if
+    model.vocab_size may change (`allow_model_changes`)."""
 
     prefer_weights: bool = False
-    """Where a checkpoint's weights are not its fp32 master weights, rounded, believe the weights;
-    otherwise the master weights."""
+    """If a checkpoint's weights are not its rounded fp32 master weights, load the weights. Off:
+    load the master weights."""
 
     allow_model_changes: tuple[str, ...] = ()
-    """Settings of the model, or sections of them, that may differ from those the weights were
-    trained with, such as model.rope."""
+    """Model settings, or sections of them, that may differ from those of the loaded checkpoint,
+    such as model.rope."""
 
     save_optimizer: bool = True
-    """False writes checkpoints without master weights and moments: a run resumes from them with
-    checkpoint.missing_keys=warn only, its weights rounded to what they are stored in and its
-    moments at zero."""
+    """Save master weights and optimizer state. Off: a run can resume only with
+    checkpoint.missing_keys=warn, from weights rounded to their stored dtype and with zero
+    moments."""
 
     max_save_failures: int = 3
-    """A failed save is announced and the run goes on with the previous checkpoint; this many in a
-    row end the run."""
+    """Number of consecutive failed saves after which the run ends. Before that, each failed save
+    is reported and the run continues."""
 
 
 def checkpoint_problems(checkpoint: CheckpointConfig) -> list[str]:
-    """Every broken rule, as texts."""
+    """Return the violated rules as error messages."""
     problems = []
     for name in checkpoint.allow_model_changes:
         section, _, setting = name.partition(".")
@@ -87,52 +86,44 @@ def checkpoint_problems(checkpoint: CheckpointConfig) -> list[str]:
         is_setting = hint_at(ModelConfig, known) is not None
         advice = f"Use model.{known}." if is_setting else unknown_setting(ModelConfig, known)
         problems.append(
-            f"checkpoint.allow_model_changes={name}: expected settings of the model, each with "
-            f"model. before it. {advice}"
+            f"checkpoint.allow_model_changes={name}: expected names of model settings that start "
+            f"with model. {advice}"
         )
     if checkpoint.skip and checkpoint.load is None:
         problems.append(
-            f"checkpoint.skip={list(checkpoint.skip)} names what is not taken from "
-            "checkpoint.load, which is unset. "
-            f"Set checkpoint.load, or remove checkpoint.skip."
+            f"checkpoint.skip={list(checkpoint.skip)} needs checkpoint.load, which is "
+            f"unset. Set checkpoint.load, or remove checkpoint.skip."
         )
     if checkpoint.new_rows != "zero" and checkpoint.load is None:
         problems.append(
-            f"checkpoint.new_rows={checkpoint.new_rows} says what is added to the tables of "
-            "checkpoint.load, which is "
+            f"checkpoint.new_rows={checkpoint.new_rows} needs checkpoint.load, which is "
             f"unset. Set checkpoint.load to a Hugging Face folder, or remove checkpoint.new_rows."
         )
-    return problems + _taking_problems(checkpoint)
+    return problems + _load_mode_problems(checkpoint)
 
 
-def _taking_problems(checkpoint: CheckpointConfig) -> list[str]:
-    """What a run that begins is to take, and from where."""
+def _load_mode_problems(checkpoint: CheckpointConfig) -> list[str]:
+    """Rules of `load_mode`."""
     if checkpoint.load_mode == "weights":
         return []
     problems = []
     if checkpoint.load is None:
         problems.append(
-            f"checkpoint.load_mode={checkpoint.load_mode} says what is taken from checkpoint.load, "
-            "which is "
-            "unset. Set "
-            "checkpoint.load to a run or a checkpoint, or remove checkpoint.load_mode: a run "
-            "resumes "
-            "from its own anyway."
+            f"checkpoint.load_mode={checkpoint.load_mode} needs checkpoint.load, which is "
+            "unset. Set checkpoint.load to a run or a checkpoint, or remove checkpoint.load_mode: "
+            "a run always resumes from its own checkpoints."
         )
     if checkpoint.skip:
         problems.append(
             f"checkpoint.load_mode={checkpoint.load_mode} with "
             f"checkpoint.skip={list(checkpoint.skip)}: "
-            "weights that are new "
-            "have no place in a run to go on at. Set checkpoint.load_mode=weights, or remove "
-            "checkpoint.skip."
+            "a run that continues at a step must load all weights. Set "
+            "checkpoint.load_mode=weights, or remove checkpoint.skip."
         )
     if checkpoint.new_rows != "zero":
         problems.append(
             f"checkpoint.load_mode={checkpoint.load_mode} with "
-            f"checkpoint.new_rows={checkpoint.new_rows}: a "
-            "run that goes on at "
-            "a step has all of its rows. Set checkpoint.load_mode=weights, or remove "
-            "checkpoint.new_rows."
+            f"checkpoint.new_rows={checkpoint.new_rows}: a run that continues at a step has no new "
+            "rows. Set checkpoint.load_mode=weights, or remove checkpoint.new_rows."
         )
     return problems

@@ -1,4 +1,4 @@
-"""How the tokens of a row divide over ranks, and how attention sees those of other ranks."""
+"""Context parallelism: how tokens are split over ranks, and how attention communicates."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,19 +8,20 @@ ContextKind = Literal["ring", "gather", "a2a", "a2a+ring"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextConfig:
-    """Slices and exchange of context parallelism; nothing here matters with parallel.cp=1."""
+    """Context parallelism settings; ignored with parallel.cp=1."""
 
     kind: ContextKind = "ring"
-    """ring: keys and values go round; gather: every rank gets them all; a2a: each rank gets all
-    tokens of some heads; a2a+ring: a2a among neighbors, a ring across them."""
+    """Communication of attention. ring: ring attention, keys and values are sent around the
+    ring; gather: keys and values are all-gathered; a2a: all-to-all of heads (Ulysses);
+    a2a+ring: a2a among neighboring ranks, ring across them."""
 
     layers: tuple[ContextKind, ...] = ()
-    """Kind of each layer, where they differ; empty: `kind` for all."""
+    """Kind of each layer, if layers differ. Empty: `kind` for all."""
 
     a2a: int | None = None
-    """a2a+ring: neighbors that exchange heads; the ring has cp / a2a members. Unset: no kind is
-    a2a+ring."""
+    """a2a+ring: number of neighboring ranks in the all-to-all; the ring has cp / a2a ranks.
+    Unset: a2a+ring is not used."""
 
     slicing: Literal["row", "document"] = "row"
-    """Each rank gets an early and a late chunk, so that all have equal work: of each row, or of
+    """Load-balanced (zig-zag) split: each rank gets an early and a late chunk of each row, or of
     each document."""

@@ -1,5 +1,4 @@
-"""Which tokens a run reads: the source, its splits, its blend, and where the index of samples is
-kept."""
+"""Data settings: source, splits, blend, sample order and index cache."""
 
 import math
 import re
@@ -23,82 +22,86 @@ MOCK_SPLIT = "1,1,1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """What is read: exactly one of `mock`, `path`, the three paths per split, or the conversations
-    of `sft`."""
+    """Training data. Exactly one source is required: `mock`, `path`, the paths per split, or the
+    conversations of `sft`."""
 
     mock: bool = False
-    """Made-up documents that count upwards: no files, no tokenizer."""
+    """Use mock documents, which need no files and no tokenizer."""
     path: tuple[str, ...] = ()
-    """Prefixes of .bin/.idx pairs, plain (`a b`) or with weights (`0.3 a 0.7 b`); `split` divides
-    each of them."""
+    """Prefixes of .bin/.idx files, either plain (`a b`) or with weights (`0.3 a 0.7 b`); `split`
+    divides each of them."""
     train_path: tuple[str, ...] = ()
-    """The training prefixes when every split has files of its own; the same grammar as `path`."""
+    """Prefixes of the training split, if each split has its own files; same syntax as `path`."""
     valid_path: tuple[str, ...] = ()
-    """The validation prefixes, beside `train_path`."""
+    """Prefixes of the validation split, used with `train_path`."""
     test_path: tuple[str, ...] = ()
-    """The test prefixes, beside `train_path`."""
+    """Prefixes of the test split, used with `train_path`."""
     split: str | None = None
-    """Shares of train, valid and test. Unset: 969,30,1 for `path`, and 1,1,1 for `mock`."""
+    """Relative sizes of the train, valid and test splits. Unset: 969,30,1 for `path`, and 1,1,1
+    for `mock`."""
     document_masking: bool = False
-    """Start a new document after each end-of-document token. Off: a row of seq_len tokens is one
-    document."""
+    """Mask attention across document boundaries and restart position ids after each
+    end-of-document token. Off: a row of seq_len tokens is treated as one document."""
     eod_mask_loss: bool = False
-    """Leave out the loss where the input token is the end-of-document token."""
+    """Mask the loss where the input token is the end-of-document token."""
     keep_partial_valid: bool = False
-    """Keep the last, padded window of the validation split instead of dropping it."""
+    """Keep the last, padded sample of the validation split instead of dropping it."""
     num_train_samples: int | None = None
-    """Build the training order for this many samples. Unset: as many as the run's steps need.
+    """Number of samples for which the training order is built. Unset: the number of samples of the
+    run's steps.
 
     The number of epochs, and with it the order, follows from this count. A run keeps the order of
-    its first start; made longer than that has samples, it goes on with further epochs, shuffled on
-    their own. Set this at the first start to what the longest run will read to have the one order
-    of that.
+    its first start; if it is extended beyond that order, it continues with more epochs, which are
+    shuffled separately. To get one order for the longest run, set this at the first start to the
+    number of samples of that run.
     """
     sampler: Sampler = "sequential"
-    """How samples are taken from that order. sequential: one after the other, until they are
-    used up. cyclic: shuffled again in every epoch, without end. cyclic_per_rank: each
-    data-parallel rank shuffles a part of its own, so that what a step reads depends on
-    parallel.dp and train.micro_batch_size. Shuffles depend on the epoch alone, not on seed."""
+    """Order of samples. sequential: in order, until they are used up. cyclic: reshuffled in
+    every epoch, without end. cyclic_per_rank: each data-parallel rank shuffles its own part,
+    so that the samples of a step depend on parallel.dp and train.micro_batch_size. Shuffles
+    depend on the epoch only, not on seed."""
     mid_level_dataset_surplus: float = 0.005
-    """Extra share of samples that every member of a weighted blend is built for, against
+    """Extra fraction of samples built for every dataset of a weighted blend, as a margin for
     rounding."""
     cache_path: str | None = None
     """Folder for built indices. Unset: PREFIX/cache beside the data, .cache beside
-    conversations; blends and mock data are then not kept."""
+    conversations; indices of blends and mock data are then not saved."""
     mmap: bool = True
-    """Map .bin files into memory. Off: positioned reads, for file systems that map badly."""
+    """Memory-map .bin files. Off: positioned reads, for file systems on which memory maps are
+    slow."""
     mock_num_documents: int = 100_000
-    """How many documents the mock corpus has."""
+    """Number of mock documents."""
     mock_max_tokens: int = 4096
-    """Mock documents are shorter than this."""
+    """Mock documents are shorter than this number of tokens."""
     mock_lengths: MockLengths = field(default_factory=MockLengths)
-    """How long mock documents are."""
+    """Length distribution of mock documents."""
     overlong: Overlong = "error"
-    """With train.tokens_per_microbatch, what becomes of a document of text that is longer than
-    train.seq_len: refused, cut at its end, or left out; both are counted."""
+    """With train.tokens_per_microbatch: treatment of text documents longer than train.seq_len.
+    error: raise an error; truncate: cut at the end; drop: skip. Truncated and dropped
+    documents are counted."""
     sft: SFTConfig = field(default_factory=SFTConfig)
-    """Conversations to be fine-tuned on."""
+    """Conversations for supervised fine-tuning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """Prefixes, with one weight each or with none at all."""
+    """Prefixes of a blend, each with a weight, or all without."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
 
 
 def parse_blend(field: str, words: Sequence[str]) -> Blend:
-    """Read a list of prefixes, or of weights and prefixes in turn.
+    """Parse a list of prefixes, or of alternating weights and prefixes.
 
-    An odd number of words is all prefixes. In an even one the words 0, 2, 4 … are either all
-    numbers (weights) or none of them is.
+    A list of odd length contains prefixes only. In one of even length, items 0, 2, 4 … are either
+    all numbers (weights) or none is.
 
     >>> parse_blend("data.path", ["3", "a", "1", "b"])
     Blend(prefixes=('a', 'b'), weights=(3.0, 1.0))
 
     Raises:
-        ConfigError: some but not all of those words are numbers, or the weights cannot be
+        ConfigError: some but not all of these items are numbers, or the weights cannot be
         normalized.
     """
     if len(words) % 2 == 1:
@@ -110,8 +113,8 @@ def parse_blend(field: str, words: Sequence[str]) -> Blend:
     if len(weights) < len(numbers):
         odd = words[2 * numbers.index(None)]
         raise ConfigError(
-            f"{field}={' '.join(words)}: {odd!r} stands where a weight must be, because other "
-            "prefixes have weights. "
+            f"{field}={' '.join(words)}: {odd!r} is not a weight, but other prefixes "
+            "have weights. "
             f"Use `weight prefix` pairs for all, or prefixes only."
         )
     if any(not math.isfinite(weight) or weight < 0 for weight in weights) or not any(weights):
@@ -130,8 +133,8 @@ def _number(word: str) -> float | None:
 
 
 def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
-    """Turn shares such as `8,1,1` into the (low, high) fractions of train, valid and test; None for
-    a share of 0.
+    """Convert relative sizes such as `8,1,1` to the (low, high) fractions of train, valid and test;
+    None for a size of 0.
 
     >>> parse_split("8,1,1")[0]
     (0.0, 0.8)
@@ -147,7 +150,7 @@ def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
             f"data.split={split}: expected one to three numbers for train, valid and test, "
             f"not negative and not all zero. Use for example data.split={DEFAULT_SPLIT}."
         )
-    # Divided first and summed after, in float64: the ends then round to Megatron's.
+    # Divide first, then sum, in float64: the boundaries then round as in Megatron.
     ends = [0.0]
     for share in known + [0.0] * (3 - len(known)):
         ends.append(ends[-1] + share / sum(known))
@@ -155,20 +158,19 @@ def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
 
 
 def split_of(data: DataConfig) -> str:
-    """The split in force: the one given, or the default of the source."""
+    """Return the effective split: the setting, or the default of the source."""
     return data.split or (MOCK_SPLIT if data.mock else DEFAULT_SPLIT)
 
 
 def per_split_paths(data: DataConfig) -> dict[str, tuple[str, ...]]:
-    """The prefixes given for single splits, by split name; empty when `path` or `mock` is the
-    source."""
+    """Return the prefixes per split name; empty if the source is `path` or `mock`."""
     paths = {"train": data.train_path, "valid": data.valid_path, "test": data.test_path}
     return {name: words for name, words in paths.items() if words}
 
 
 def data_problems(data: DataConfig) -> list[str]:
-    """Every rule that this config breaks, as texts. Touches no file: missing files are found when
-    they are opened."""
+    """Return the violated rules as error messages. Accesses no file; missing files are reported
+    when they are opened."""
     problems = (
         _source_problems(data)
         + _number_problems(data)
@@ -180,13 +182,13 @@ def data_problems(data: DataConfig) -> list[str]:
     }
     for name, words in fields.items():
         if words:
-            problems += _refusal(partial(parse_blend, f"data.{name}", words))
+            problems += _error_messages(partial(parse_blend, f"data.{name}", words))
     if data.split is not None:
-        problems += _refusal(partial(parse_split, data.split))
+        problems += _error_messages(partial(parse_split, data.split))
     return problems
 
 
-def _refusal(check: Callable[[], object]) -> list[str]:
+def _error_messages(check: Callable[[], object]) -> list[str]:
     try:
         check()
     except ConfigError as error:
@@ -209,15 +211,14 @@ def _source_problems(data: DataConfig) -> list[str]:
     if data.split is not None and per_split_paths(data):
         problems.append(
             f"data.split={data.split} divides one corpus, but data.train_path, valid_path or "
-            "test_path name one "
-            f"per split. Remove data.split, or use data.path."
+            f"test_path set one per split. Remove data.split, or use data.path."
         )
     return problems
 
 
 def _text_problems(data: DataConfig) -> list[str]:
-    """Settings of running text, which conversations have no use for."""
-    usual = DataConfig()
+    """Settings of running text that conversations do not use."""
+    defaults = DataConfig()
     names = (
         "split",
         "document_masking",
@@ -230,23 +231,23 @@ def _text_problems(data: DataConfig) -> list[str]:
     given = [
         f"data.{name}={getattr(data, name)}"
         for name in names
-        if getattr(data, name) != getattr(usual, name)
+        if getattr(data, name) != getattr(defaults, name)
     ]
     if not data.sft.used() or not given:
         return []
     return [
-        f"{' and '.join(given)} with data.sft: conversations have documents, masks and an order of "
-        "their own "
-        f"(data.sft.shuffle). Remove {'it' if len(given) == 1 else 'them'}, or use data.path."
+        f"{' and '.join(given)} with data.sft: these settings apply to text, not to "
+        "conversations (data.sft.shuffle sets their order). "
+        f"Remove {'it' if len(given) == 1 else 'them'}, or use data.path."
     ]
 
 
 def _number_problems(data: DataConfig) -> list[str]:
     problems = []
-    surplus = data.mid_level_dataset_surplus
-    if not (math.isfinite(surplus) and surplus >= 0):
+    margin = data.mid_level_dataset_surplus
+    if not (math.isfinite(margin) and margin >= 0):
         problems.append(
-            f"data.mid_level_dataset_surplus={surplus} must be 0 or more. Use the default, 0.005."
+            f"data.mid_level_dataset_surplus={margin} must be at least 0. Use the default, 0.005."
         )
     if data.num_train_samples is not None and data.num_train_samples < 1:
         problems.append(

@@ -1,30 +1,29 @@
-"""Dropout: which activations are dropped while training."""
+"""Dropout probabilities."""
 
 from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropoutConfig:
-    """Probabilities of being set to zero. What is dropped depends on seed, step, layer, token
-    and feature, so it is the same under every layout, when backward computes again, and after a
-    resume."""
+    """Dropout probabilities. The masks depend on seed, step, layer, token and feature only, so
+    they are the same under every parallel layout, in recomputation and after a resume."""
 
     embedding: float = 0.0
-    """Of the embeddings."""
+    """Dropout probability of the embeddings."""
 
     residual: float = 0.0
-    """Of what attention and MLP add to the residual stream."""
+    """Dropout probability of the outputs of attention and MLP."""
 
     attention: float = 0.0
-    """Of attention's weights."""
+    """Dropout probability of the attention weights."""
 
     def drops(self) -> bool:
-        """Whether anything is dropped."""
+        """Return whether any probability is above 0."""
         return max(self.embedding, self.residual, self.attention) > 0
 
 
 def dropout_problems(dropout: DropoutConfig) -> list[str]:
-    """What keeps a run from dropping what it is asked to, as messages for the user."""
+    """Return the violated rules as error messages."""
     shares = {field.name: getattr(dropout, field.name) for field in fields(dropout)}
     return [
         f"model.dropout.{name}={p} must be a probability, at least 0 and below 1. Use 0.1."

@@ -1,5 +1,5 @@
-"""Which settings a tree of config dataclasses has: dotted names, types in words, defaults and
-documentation."""
+"""Introspection of config dataclasses: dotted names, types, defaults and documentation of their
+settings."""
 
 import ast
 import functools
@@ -13,44 +13,42 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 from megalith.config.renamed import successor_of_setting
 from megalith.config.suggest import did_you_mean
 
-Hint: TypeAlias = (
-    Any  # a type as an annotation has it: a class, `int | None`, `Literal[...]`, `tuple[str, ...]`
-)
-Plain: TypeAlias = Any  # what JSON and YAML hold: None, bool, int, float, str, list, dict
+Hint: TypeAlias = Any  # a type annotation: a class, `int | None`, `Literal[...]`, `tuple[str, ...]`
+Plain: TypeAlias = Any  # JSON or YAML data: None, bool, int, float, str, list, dict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingLeaf:
-    """One leaf of a tree of dataclasses."""
+    """One setting (leaf field) of a config tree."""
 
     path: str
-    """Its dotted name."""
+    """Dotted name."""
 
     hint: Hint
-    """Its type."""
+    """Type annotation."""
 
     required: bool
-    """It has no default."""
+    """Whether it has no default."""
 
     default: Plain
-    """Its default as plain data; None when required."""
+    """Default value as plain data; None if required."""
 
     doc: str
-    """What it means, in one line."""
+    """Docstring, in one line."""
 
 
 def describe(cls: type) -> tuple[SettingLeaf, ...]:
-    """Return every leaf of `cls`, in the order of the fields."""
+    """Return every setting of `cls`, in the order of the fields."""
     return _describe(cls, "")
 
 
 def setting_names(cls: type) -> list[str]:
-    """The dotted name of every leaf of `cls`."""
+    """Return the dotted name of every setting of `cls`."""
     return [setting.path for setting in describe(cls)]
 
 
 def hint_at(cls: type, path: str) -> Hint | None:
-    """The type of the section or leaf at a dotted path; None when there is no such name."""
+    """Return the type of the section or setting at a dotted path; None if it does not exist."""
     hint: Hint = cls
     for part in path.split("."):
         section = section_of(hint)
@@ -65,8 +63,8 @@ def hint_at(cls: type, path: str) -> Hint | None:
 
 
 def unknown_setting(cls: type, path: str, value: str | None = None) -> str:
-    """The message about a dotted name that `cls` does not have, with the names it could have
-    been."""
+    """Return the error message for a dotted name that `cls` does not have, with its successor or
+    similar names."""
     given = path if value is None else f"{path}={value}"
     successor = successor_of_setting(path)
     if successor is not None and hint_at(cls, successor) is not None:
@@ -82,7 +80,7 @@ def unknown_setting(cls: type, path: str, value: str | None = None) -> str:
         advice = (
             f" Use one of {', '.join(names)}."
             if section or hint is None
-            else f" {prefix} is one value: set that."
+            else f" {prefix} is a single value. Set {prefix} instead."
         )
     return f"{given}: there is no such setting.{advice}"
 
@@ -101,16 +99,16 @@ def default_of(field: "Field[Any]") -> Any:
 
 @functools.cache
 def hints_of(cls: type) -> Mapping[str, Hint]:
-    """The type of every field of a dataclass."""
+    """Return the type of every field of a dataclass."""
     return get_type_hints(cls)
 
 
 @functools.cache
 def docs_of(cls: type) -> Mapping[str, str]:
-    """The string under each field of a dataclass, in one line."""
+    """Return the docstring of each field of a dataclass, in one line."""
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    except OSError:  # a frozen application carries no source: its help goes without these texts
+    except OSError:  # a frozen application has no source files, so its help has no docstrings
         return {}
     assert isinstance(tree, ast.ClassDef)
     docs = {}
@@ -124,7 +122,7 @@ def docs_of(cls: type) -> Mapping[str, str]:
 
 
 def plain(value: object) -> Plain:
-    """Nested dataclasses, mappings and tuples as dicts and lists."""
+    """Convert nested dataclasses, mappings and tuples to dicts and lists."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -135,7 +133,7 @@ def plain(value: object) -> Plain:
 
 
 def join_path(prefix: str, name: str) -> str:
-    """A dotted name; the root has none."""
+    """Join a dotted prefix and a name; the prefix of the root is empty."""
     return f"{prefix}.{name}" if prefix else name
 
 
@@ -154,13 +152,13 @@ def _describe(cls: type, prefix: str) -> tuple[SettingLeaf, ...]:
         )
         settings += (
             () if section is None else _describe(section, path)
-        )  # one word, or each by itself
+        )  # the section may be a single word or a mapping
     return tuple(settings)
 
 
 def type_name(hint: Hint) -> str:
-    """A type in words: `a whole number`, `true or false`, `one of a, b`, `a list of text`, `a
-    number or null`."""
+    """Describe a type in words: `a whole number`, `true or false`, `one of a, b`, `a list of
+    text`, `a number or null`."""
     options = options_of(hint)
     if len(options) > 1:
         return " or ".join(type_name(option) for option in options)
@@ -189,12 +187,12 @@ def type_name(hint: Hint) -> str:
 
 
 def options_of(hint: Hint) -> tuple[Hint, ...]:
-    """The alternatives of a union; any other type is its only alternative."""
+    """Return the alternatives of a union; any other type is its only alternative."""
     return get_args(hint) if origin_of(hint) in (Union, types.UnionType) else (hint,)
 
 
 def literal_values(hint: Hint) -> list[Plain]:
-    """The values that a `Literal` among the alternatives allows."""
+    """Return the values that a `Literal` among the alternatives allows."""
     return [
         value
         for option in options_of(hint)
@@ -205,23 +203,23 @@ def literal_values(hint: Hint) -> list[Plain]:
 
 @functools.cache
 def section_of(hint: Hint) -> type | None:
-    """The dataclass of a section, also of one that may be unset; None for a leaf."""
+    """Return the dataclass of a section, also if it is optional; None for a leaf."""
     return next((option for option in options_of(hint) if is_section(option)), None)
 
 
 def is_section(option: Hint) -> bool:
-    """Is this type a dataclass?"""
+    """Return whether this type is a dataclass."""
     return isinstance(option, type) and is_dataclass(option)
 
 
 def is_many(option: Hint) -> bool:
-    """Is this type a list or a tuple?"""
+    """Return whether this type is a list or a tuple."""
     return origin_of(option) in (list, tuple)
 
 
 def item_hints(option: Hint, count: int) -> list[Hint]:
-    """The type of each of `count` items of a list or tuple; a tuple of fixed length keeps its own
-    length."""
+    """Return the type of each of `count` items of a list or tuple; a tuple of fixed length has
+    its own count."""
     arguments = get_args(option)
     if origin_of(option) is list or arguments[-1:] == (Ellipsis,):
         return [arguments[0]] * count
@@ -230,5 +228,5 @@ def item_hints(option: Hint, count: int) -> list[Hint]:
 
 @functools.cache  # called for every value of every config that is built
 def origin_of(hint: Hint) -> Any:  # Any: list, tuple, dict, Literal or Union, which share no type
-    """`list` for `list[str]`, `Literal` for `Literal[1]`, None for a plain class."""
+    """Return `list` for `list[str]`, `Literal` for `Literal[1]`, None for a plain class."""
     return get_origin(hint)

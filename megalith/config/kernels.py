@@ -1,12 +1,12 @@
-"""How operations are computed: the fastest way, in torch's operations, by their definitions, or in
-a way by name."""
+"""Backend selection of each operation: the fastest available, torch operations, the reference,
+or a backend by name."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 Kernel = Literal["auto", "torch", "reference"]
-"""auto: the fastest way on this machine; torch: torch operations with our own backward;
-reference: the plain definition, whose backward is autograd's."""
+"""auto: the fastest backend on this machine; torch: torch operations with our own backward;
+reference: the plain definition with autograd's backward."""
 
 BackendName = Literal[
     "auto",
@@ -24,7 +24,7 @@ BackendName = Literal[
     "batched",
     "upcast",
 ]
-"""Every way that some operation knows."""
+"""Every backend that some operation has."""
 
 Op = Literal[
     "norm", "rope", "activation", "dropout", "attention", "experts", "cross_entropy", "matmul"
@@ -36,49 +36,51 @@ FusedBackendSetting = Literal["auto", "torch", "reference", "numba", "triton"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelsConfig:
-    """How each operation is computed. One that is named, and is not here or does not take what
-    comes, is an error."""
+    """Backend of each operation. An error is raised if an explicitly named backend is
+    unavailable or does not support an input."""
 
     shorthand: ClassVar[str] = "all"
-    """What `kernels: torch` sets."""
+    """Field that `kernels: torch` sets."""
 
     all: Kernel = "auto"
-    """Of operations that are left at auto: auto, the fastest way on this machine; torch;
-    reference."""
+    """Backend of operations left at auto. auto: the fastest backend on this machine; torch:
+    torch operations; reference: plain definitions."""
 
     norm: FusedBackendSetting = "auto"
-    """RMSNorm and LayerNorm, alone and after a residual: numba (CPUs), triton (NVIDIA GPUs)."""
+    """Backend of RMSNorm and LayerNorm, also fused with the residual addition: numba (CPUs),
+    triton (NVIDIA GPUs)."""
 
     rope: FusedBackendSetting = "auto"
-    """RotaryEmbedding by position: numba (CPUs), triton (NVIDIA GPUs)."""
+    """Backend of rotary position embedding: numba (CPUs), triton (NVIDIA GPUs)."""
 
     activation: FusedBackendSetting = "auto"
-    """Gates and activations, also those of experts with their weights: numba (CPUs), triton (NVIDIA
-    GPUs)."""
+    """Backend of activations and gated activations, also those of experts with router weights:
+    numba (CPUs), triton (NVIDIA GPUs)."""
 
     dropout: Literal["auto", "torch", "reference", "numba"] = "auto"
-    """Of hidden states: numba (CPUs)."""
+    """Backend of dropout of hidden states: numba (CPUs)."""
 
     attention: Literal[
         "auto", "torch", "reference", "cpu_tiled", "sdpa", "split_kv", "varlen", "flex"
     ] = "auto"
-    """cpu_tiled (CPUs), sdpa (torch's kernel), split_kv (intervals of keys), varlen and flex
-    (NVIDIA GPUs); torch: sdpa where it knows the scores, else the definition."""
+    """Backend of attention: cpu_tiled (CPUs), sdpa (torch's kernel), split_kv (intervals of
+    keys), varlen and flex (NVIDIA GPUs). torch: sdpa where it supports the scores, else the
+    reference."""
 
     experts: Literal["auto", "torch", "reference", "loop", "grouped", "batched"] = "auto"
-    """Their matmuls: loop (one by one), grouped (torch's grouped_mm), batched (equal groups);
-    torch: as auto."""
+    """Backend of the experts' matmuls: loop (one expert at a time), grouped (torch's
+    grouped_mm), batched (equal numbers of tokens per expert). torch: the same as auto."""
 
     cross_entropy: FusedBackendSetting = "auto"
-    """Softmax and gradients of the loss: numba (CPUs), triton (NVIDIA GPUs)."""
+    """Backend of softmax cross-entropy and its gradient: numba (CPUs), triton (NVIDIA GPUs)."""
 
     matmul: Literal["auto", "torch", "reference", "upcast"] = "auto"
-    """Matmuls of bf16 on CPUs, those of attention and experts too: upcast (fp32 on upcast
-    operands, rounded to bf16); torch and reference: torch's bf16 kernels; auto: upcast on CPUs
-    for which torch has no bf16 kernels."""
+    """Backend of bf16 matmuls on CPUs, including those of attention and experts. upcast: fp32
+    matmul of upcast operands, rounded to bf16; torch and reference: torch's bf16 kernels;
+    auto: upcast on CPUs for which torch has no bf16 kernels."""
 
     def of(self, op: Op) -> BackendName:
-        """How an operation is computed."""
+        """Return the configured backend of an operation; `all` where it is auto."""
         own: BackendName = getattr(self, op)
         return self.all if own == "auto" else own
 
@@ -87,25 +89,27 @@ KernelSetting = Kernel | KernelsConfig
 
 
 def kernels_of(setting: KernelSetting) -> KernelsConfig:
-    """Of each operation, where one word may stand for all."""
+    """Return the backend of each operation for a setting that may be a single word."""
     return setting if isinstance(setting, KernelsConfig) else KernelsConfig(all=setting)
 
 
 def switch_of(setting: KernelSetting) -> Kernel:
-    """What goes for operations that are not named."""
+    """Return the backend of operations that are not set individually."""
     return kernels_of(setting).all
 
 
 def plainly(setting: KernelSetting) -> KernelSetting:
-    """The same with auto for ways by name, which do not take every dtype and device."""
+    """Return the setting with explicitly named backends replaced by auto, since they do not
+    support every dtype and device."""
     if not isinstance(setting, KernelsConfig):
         return setting
-    left: dict[str, Any] = {
+    replaced: dict[str, Any] = {
         op: "auto" for op in OPS if is_explicit_backend(getattr(setting, op))
-    }  # Any: all know that word
-    return replace(setting, **left)
+    }  # Any: each field has its own Literal
+    return replace(setting, **replaced)
 
 
-def is_explicit_backend(form: BackendName) -> bool:
-    """Whether this is a way of some operations only, which must be had."""
-    return form not in get_args(Kernel)
+def is_explicit_backend(backend: BackendName) -> bool:
+    """Return whether this backend exists for some operations only, so that it must be available
+    if it is named."""
+    return backend not in get_args(Kernel)

@@ -1,35 +1,34 @@
-"""Layers that are not all alike: other sizes, and parts that are left out or replaced, as patterns
-over the layers."""
+"""Settings of layers that differ from each other, as patterns repeated over the layers."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Part = Literal["full", "linear", "none"]
-"""What a layer has for attention, or for its MLP: all of it, one matrix [h, h] in its place, or
-nothing."""
+"""Attention or MLP of a layer: full, a linear layer [h, h] in its place, or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersConfig:
-    """What single layers have of their own, each a pattern that repeats over the layers; unset: all
-    are alike.
+    """Layers of different kinds or sizes. Each field is a pattern that repeats over the layers;
+    empty means that all layers are equal.
 
     Source: Bercovich et al. 2024, arXiv:2411.19146 (Puzzle), section 3.1.
     """
 
     attention: tuple[Part, ...] = ()
-    """full: attention; linear: one matrix in its place, with the same norms; none: neither it nor
-    its norms."""
+    """Attention of each layer. full: attention; linear: a linear layer in its place, with the
+    same norms; none: neither attention nor its norms."""
 
     mlp: tuple[Part, ...] = ()
-    """The same of the MLP."""
+    """MLP of each layer. full: MLP; linear: a linear layer in its place, with the same norms;
+    none: neither the MLP nor its norms."""
 
     num_kv_heads: tuple[int, ...] = ()
-    """Key/value heads; model.num_kv_heads is the largest."""
+    """Number of KV heads of each layer; model.num_kv_heads is the largest."""
 
     ffn_hidden_size: tuple[int, ...] = ()
-    """Features inside the MLP; model.ffn_hidden_size is the largest."""
+    """Intermediate size of each layer's MLP; model.ffn_hidden_size is the largest."""
 
 
 ALIKE = LayersConfig()
-"""All layers are what the model says."""
+"""Default: all layers are equal."""

@@ -1,4 +1,4 @@
-"""How long made-up documents are."""
+"""Settings of the document lengths of mock data."""
 
 import math
 from dataclasses import dataclass
@@ -7,44 +7,45 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MockLengths:
-    """Lengths of the mock corpus, in tokens with the one that ends a document."""
+    """Distribution of document lengths in mock data, in tokens including the end-of-document
+    token."""
 
     kind: Literal["uniform", "lognormal", "file"] = "uniform"
-    """uniform: from 1 token on, as in Megatron; lognormal: many short and few long ones, as real
-    texts are; file: those that stand in `path`, from the first again after the last."""
+    """Distribution. uniform: from 1 token to data.mock_max_tokens, as in Megatron; lognormal:
+    many short and few long documents, as in real text; file: the lengths listed in `path`,
+    repeated."""
     mean: float | None = None
-    """Of lognormal lengths, before those that are too short or too long are moved to the nearest
-    end; unset: for the other kinds, which have none."""
+    """lognormal: mean length in tokens, before lengths are clamped to the valid range. Unset
+    with the other kinds."""
     sigma: float = 1.0
-    """Of the logarithms of lognormal lengths."""
+    """lognormal: standard deviation of the logarithm of the lengths."""
     shortest: int = 1
-    """Lognormal lengths are not below this; data.mock_max_tokens ends them above."""
+    """lognormal: minimum length in tokens; the maximum is data.mock_max_tokens - 1."""
     path: str | None = None
-    """A file of whole numbers with blanks, commas or new lines between them; unset: for the other
-    kinds."""
+    """file: a text file of whole numbers separated by spaces, commas or newlines. Unset with the
+    other kinds."""
 
 
 def mock_problems(lengths: MockLengths, *, most: int, used: bool) -> list[str]:
-    """Every rule that this config breaks, as texts; `most`: tokens of the longest document. Touches
-    no file."""
-    usual, name = MockLengths(), "data.mock_lengths"
+    """Return the violated rules as error messages; `most` is the longest document in tokens.
+    Accesses no file."""
+    defaults, name = MockLengths(), "data.mock_lengths"
     if not used:
         return (
             []
-            if lengths == usual
-            else [f"{name}.kind={lengths.kind} without data.mock=true. Set it, or remove it."]
+            if lengths == defaults
+            else [f"{name}.kind={lengths.kind} needs data.mock=true. Set it, or remove {name}."]
         )
     read = {"lognormal": ("mean", "sigma", "shortest"), "file": ("path",)}.get(lengths.kind, ())
     problems = [
-        f"{name}.{field}={getattr(lengths, field)} with {name}.kind={lengths.kind}, which does not "
-        "read it. Remove it, "
-        f"or set {name}.kind={'file' if field == 'path' else 'lognormal'}."
+        f"{name}.{field}={getattr(lengths, field)} is not used by {name}.kind={lengths.kind}. "
+        f"Remove it, or set {name}.kind={'file' if field == 'path' else 'lognormal'}."
         for field in ("mean", "sigma", "shortest", "path")
-        if field not in read and getattr(lengths, field) != getattr(usual, field)
+        if field not in read and getattr(lengths, field) != getattr(defaults, field)
     ]
     if lengths.kind == "file" and lengths.path is None:
         problems.append(
-            f"{name}.kind={lengths.kind} without {name}.path. Set it to a file of lengths."
+            f"{name}.kind={lengths.kind} needs {name}.path. Set it to a file of lengths."
         )
     if lengths.kind != "lognormal":
         return problems
@@ -54,7 +55,7 @@ def mock_problems(lengths: MockLengths, *, most: int, used: bool) -> list[str]:
             f"data.mock_max_tokens={most + 1}."
         )
     if not (math.isfinite(lengths.sigma) and lengths.sigma >= 0):
-        problems.append(f"{name}.sigma={lengths.sigma} must be 0 or more. Use 1.0.")
+        problems.append(f"{name}.sigma={lengths.sigma} must be at least 0. Use 1.0.")
     if not 1 <= lengths.shortest <= most:
         problems.append(
             f"{name}.shortest={lengths.shortest} must be from 1 to {most}, below "

@@ -1,73 +1,73 @@
-"""A mixture of experts in place of an MLP: how many, who chooses them, and what keeps them equally
-busy."""
+"""Mixture-of-experts settings: experts, router, aux losses, expert capacity."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
-"""What makes a router's logits scores of experts."""
+"""Functions that turn router logits into scores."""
 
 Drop = Literal["least", "last"]
-"""Which choices an expert refuses beyond its capacity: those of least weight, or the last of the
-sequence."""
+"""Token dropping policy beyond the expert capacity: the tokens with the least router weight, or
+the last tokens of the sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """How a token chooses its experts, and how much each counts."""
+    """Router that selects and weights the experts of each token."""
 
     score: Score = "softmax"
-    """Scores of a token's experts: shares of one (softmax), or each by itself (sigmoid, or √log(1 +
-    exp(logit)))."""
+    """Function that turns router logits into scores. softmax: over all experts; sigmoid and
+    sqrt_softplus, √log(1 + exp(logit)): per expert."""
 
     norm_topk_prob: bool = True
-    """The weights of a token's chosen experts are divided by their sum; otherwise they are their
+    """Normalize the weights of a token's top_k experts to sum to 1. Off: the weights are the
     scores."""
 
     routed_scaling_factor: float = 1.0
-    """What the weights are multiplied by."""
+    """Factor applied to the router weights."""
 
     num_groups: int | None = None
-    """Experts, in order, form so many groups, and only those of the best `topk_groups` are chosen
-    from; unset: all. Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.2.2."""
+    """Group-limited routing: number of groups of consecutive experts; experts are selected only
+    from a token's best `topk_groups` groups. Unset: no groups. Source: DeepSeek-AI 2024,
+    arXiv:2405.04434, section 2.2.2."""
 
     topk_groups: int | None = None
-    """Groups that a token chooses from; unset: all, as `groups`."""
+    """Number of groups from which a token's experts are selected. Unset, as `num_groups`: no
+    groups."""
 
     group_score: Literal["top", "max"] = "top"
-    """A group is as good as the sum of its best top_k / topk_groups scores (DeepSeek-V3), or as its
-    best (V2)."""
+    """Score of a group. top: sum of its best top_k / topk_groups scores (DeepSeek-V3); max: its
+    best score (DeepSeek-V2)."""
 
     bias: bool = False
-    """Add a learned number per expert to the logits."""
+    """Add a learned bias per expert to the logits."""
 
     expert_bias: bool = False
-    """With sigmoid or sqrt_softplus: add to scores, for the choice alone, a number per expert
-    that each step moves by `expert_bias_update_rate` towards equal use. Source: Wang et al. 2024,
-    arXiv:2408.15664."""
+    """Aux-loss-free load balancing, with score sigmoid or sqrt_softplus: add to the scores, for
+    the selection only, an expert bias that each step moves by `expert_bias_update_rate`
+    towards equal load. Source: Wang et al. 2024, arXiv:2408.15664."""
 
     expert_bias_update_rate: float = 1e-3
-    """What a step moves the balancing bias by."""
+    """Step size of the expert bias."""
 
     dtype: Literal["fp32", "fp64", "model"] = "fp32"
-    """What logits and scores are computed in; model: logits as the model's activations are."""
+    """Dtype of logits and scores. model: the dtype of the model's activations."""
 
     jitter: float = 0.0
-    """While training, the router's input is multiplied by numbers from 1 - jitter to 1 + jitter.
-    Source: Fedus et al. 2021, arXiv:2101.03961, section 2.4."""
+    """Input jitter: in training, the router's input is multiplied by random factors from 1 -
+    jitter to 1 + jitter. Source: Fedus et al. 2021, arXiv:2101.03961, section 2.4."""
 
     force_load_balancing: bool = False
-    """For measuring alone: experts are chosen at random, so that all are equally busy. The model
-    learns nothing."""
+    """For benchmarks only: select experts at random, so that their load is balanced. The model
+    does not learn."""
 
     force_biased: float = 0.0
-    """For measuring alone: while training, logits are moved by random numbers of this standard
-    deviation, one for each expert of a layer and the same in every step, so that some are far
-    busier than others."""
+    """For benchmarks only: in training, add to the logits a random bias per expert and layer
+    with this standard deviation, the same in every step, so that the load is unbalanced."""
 
     def forced_settings(self) -> tuple[str, ...]:
-        """The settings under which chance chooses, as a person writes them; none in a run that
-        learns."""
+        """Return the active benchmark-only routing settings as SETTING=VALUE; empty in a normal
+        run."""
         balance = (
             ("model.moe.router.force_load_balancing=true",) if self.force_load_balancing else ()
         )
@@ -78,76 +78,80 @@ class RouterConfig:
         )
 
     def draws(self) -> bool:
-        """Whether a choice depends on random numbers while training."""
+        """Return whether routing in training uses random numbers."""
         return self.jitter > 0 or self.force_load_balancing or self.force_biased > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuxLossConfig:
-    """What is added to the loss so that experts are equally busy. A weight of 0 leaves a loss out.
+    """Load-balancing aux losses and other balancing methods. A coefficient of 0 disables a loss.
 
-    Each is 1, before its weight, when all experts are equally busy. With E experts, K of them
-    chosen by a token, N tokens, f_i of them sent to expert i and s_ti its score for token t: E / (K
-    N²) Σ_i f_i Σ_t s_ti. Source: Fedus et al. 2021, arXiv:2101.03961, section 2.2; over the global
+    Each loss is 1, before its coefficient, for a balanced load. With E experts, K experts per
+    token, N tokens, f_i tokens sent to expert i and score s_ti of expert i for token t: E / (K N²)
+    Σ_i f_i Σ_t s_ti. Source: Fedus et al. 2021, arXiv:2101.03961, section 2.2; over the global
     batch: Qiu et al. 2025, arXiv:2501.11873.
     """
 
     sequence_coeff: float = 0.0
-    """Weight of the loss over each row, or with data.document_masking each document, by itself."""
+    """Coefficient of the aux loss per sequence: per row, or per document with
+    data.document_masking."""
 
     batch_coeff: float = 0.0
-    """Weight of the loss over each microbatch of a data-parallel rank."""
+    """Coefficient of the aux loss per microbatch of a data-parallel rank."""
 
     global_batch_coeff: float = 0.0
-    """Weight of the loss whose f_i are of all microbatches of the step so far, over all ranks."""
+    """Coefficient of the aux loss whose f_i are summed over all ranks and all microbatches of
+    the step so far."""
 
     z_loss_coeff: float = 0.0
-    """Weight of the mean square of log Σ_i exp(logit_i), which keeps logits small.
-    Source: Zoph et al. 2022, arXiv:2202.08906."""
+    """Coefficient of the router z-loss, the mean square of log Σ_i exp(logit_i), which keeps
+    logits small. Source: Zoph et al. 2022, arXiv:2202.08906."""
 
     of_choices: bool = False
-    """The f_i of these losses are of the experts that tokens ask for, with groups, biases and
-    noise, before any refuses; otherwise of the best by score alone."""
+    """Compute f_i from the experts that the router selects, including groups, biases and noise,
+    before tokens are dropped. Off: from the top_k experts by score alone."""
 
     sinkhorn: bool = False
-    """While training, experts are chosen by a plan that sends all equally many tokens.
-    Source: Clark et al. 2022, arXiv:2202.01169."""
+    """In training, select experts by Sinkhorn routing, which balances the load. Source: Clark et
+    al. 2022, arXiv:2202.01169."""
 
     quantile: bool = False
-    """Experts are chosen by logits less an offset per expert, which each step sets to what would
-    have sent all experts equally many tokens. Source: as Megatron-LM has it."""
+    """Select experts by logits minus an offset per expert; each step sets the offset to the
+    value that would have balanced its load. Source: Megatron-LM."""
 
     quantile_ema: float = 0.0
-    """What of the offsets before a step remains in those after it."""
+    """Decay rate of the exponential moving average of the `quantile` offsets, 0 to 1; 0: no
+    averaging."""
 
 
 def has_aux_losses(balance: AuxLossConfig) -> bool:
-    """Whether a loss keeps experts equally busy."""
+    """Return whether a load-balancing aux loss is enabled."""
     return max(balance.sequence_coeff, balance.batch_coeff, balance.global_batch_coeff) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityConfig:
-    """How many tokens an expert takes. What it refuses goes on without it, in the residual
-    stream."""
+    """Expert capacity and token dropping. A dropped token skips the expert and continues in the
+    residual stream."""
 
     factor: float | None = None
-    """An expert takes ceil(factor K N / E) of a microbatch's N tokens; unset: all that choose
-    it."""
+    """Capacity factor: an expert accepts at most ceil(factor K N / E) of the N tokens of a
+    microbatch. Unset: dropless, no token is dropped."""
 
     drop: Drop = "least"
-    """Which it refuses: padding first, and then those that weigh least, or that come last."""
+    """Token dropping policy: padding first, then the tokens with the least router weight (least)
+    or the last tokens of the sequence (last)."""
 
     pad: bool = False
-    """While training, every expert computes equally many rows, zeros where fewer chose it, so
-    that no shape depends on the choices and no counts travel. Of a rank's n tokens, of N that
-    ranks share, each of the E experts gets min(n, ceil(factor K N / E)) rows: with ep and etp a
-    rank computes E etp times as many."""
+    """In training, pad every expert's input to its capacity with zeros, so that no shape depends
+    on the routing and no counts are communicated. With n tokens per rank, of N tokens of the
+    ranks that share them, each of the E experts gets min(n, ceil(factor K N / E)) rows; with
+    ep and etp a rank computes E etp times as many rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """A mixture of experts in place of an MLP. Activation, gate, clamp and offset are those of the
+    """Mixture of experts that replaces an MLP. Activation, gate, clamp and offset are those of the
     model's MLP.
 
     Source: Shazeer et al. 2017, arXiv:1701.06538; shared experts: Dai et al. 2024,
@@ -155,40 +159,40 @@ class MoEConfig:
     """
 
     num_experts: int
-    """Experts of a layer (E)."""
+    """Number of experts per layer (E)."""
 
     top_k: int = 2
-    """Experts that a token goes to (K)."""
+    """Number of experts per token (K)."""
 
     ffn_hidden_size: int
-    """Features inside an expert (f)."""
+    """Intermediate size of each expert (f)."""
 
     layers: tuple[bool, ...] = ()
-    """Which layers have experts, as a pattern that repeats over the layers; unset: all."""
+    """Layers that have experts, as a pattern that repeats over the layers. Empty: all."""
 
     biases: bool = False
-    """Experts add biases after both of their matmuls."""
+    """Add biases to both linear layers of the experts."""
 
     apply_router_weight_on_input: bool = False
-    """With top_k=1: a token is multiplied by its weight before the expert, and not what comes out
-    of it."""
+    """With top_k=1: multiply the expert's input by the router weight, instead of its output."""
 
     shared_ffn_hidden_size: int | None = None
-    """Inner features of an MLP for all tokens, beside the experts; of several, their sum. Unset:
-    none."""
+    """Total intermediate size of the shared experts, which process all tokens. Unset: no shared
+    experts."""
 
     shared_gate: bool = False
-    """Multiply what it gives by the sigmoid of a learned product with the token."""
+    """Multiply the output of the shared experts by the sigmoid of a learned projection of the
+    token."""
 
     latent_size: int | None = None
-    """Experts work on so many features, which a matmul takes out of the token's and another brings
-    back; unset: all."""
+    """Size of the latent space in which experts work, between a down projection before and an up
+    projection after them. Unset: experts work on hidden_size features."""
 
     router: RouterConfig = field(default_factory=RouterConfig)
-    """How a token chooses."""
+    """Router: selection and weights of experts."""
 
     aux_loss: AuxLossConfig = field(default_factory=AuxLossConfig)
-    """What keeps experts equally busy."""
+    """Aux losses and load balancing."""
 
     capacity: CapacityConfig = field(default_factory=CapacityConfig)
-    """How many tokens an expert takes."""
+    """Expert capacity and token dropping."""

@@ -1,17 +1,17 @@
-"""Multi-token prediction: layers beyond the last that learn to predict further tokens."""
+"""Multi-token prediction (MTP) settings."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MTPConfig:
-    """Heads that predict the tokens after the next one.
+    """Multi-token prediction: additional layers that predict the tokens after the next one.
 
     Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2.
     """
 
     num_layers: int = 0
-    """How many tokens further than the next are predicted, by one more layer each; 0: none."""
+    """Number of MTP layers, each of which predicts one more token after the next; 0: none."""
 
     loss_weight: float = 0.1
-    """The mean of their losses is added to the loss with this weight."""
+    """Weight of the mean MTP loss in the total loss."""

@@ -1,26 +1,26 @@
-"""muP: how weights and rates change with a model's width, so that what a narrow one was tuned to
-fits a wide one."""
+"""Maximal update parametrization (muP): initialization and learning rates that transfer from a
+narrow to a wide model."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuPConfig:
-    """Maximal update parametrization. With m = hidden_size / base_hidden_size: matrices of layers
-    start 1 / sqrt(m) as wide, scores of the vocabulary are divided by m, and Adam's rate and eps of
-    those matrices too; under SGD the rate of all others is multiplied by m. Tables, vectors and the
-    head start as they do at the base.
+    """Maximal update parametrization (muP). With m = hidden_size / base_hidden_size, weight
+    matrices of layers are initialized with std / sqrt(m), logits are divided by m, and so are
+    Adam's learning rate and eps of these matrices; with SGD the learning rate of all other
+    parameters is multiplied by m. Embeddings, vectors and the output head are initialized as in
+    the base model.
 
     Source: Yang et al. 2022, arXiv:2203.03466, table 8; Lingle 2024, arXiv:2404.05728.
     """
 
     base_hidden_size: int
-    """Hidden size of the model that init_std and learning rate were tuned on."""
+    """Hidden size of the base model, on which init_std and the learning rate were tuned."""
 
     base_head_dim: int | None = None
-    """Its features per head, at which scores of attention are as without muP; unset: they are
-    divided by head_dim ** attention_scale_power alone."""
+    """Head size of the base model, at which attention scores are scaled as without muP. Unset:
+    scores are divided by head_dim ** attention_scale_power."""
 
     attention_scale_power: float = 1.0
-    """Scores of attention are multiplied by sqrt(base_head_dim) / head_dim **
-    attention_scale_power."""
+    """Exponent p of the attention scale sqrt(base_head_dim) / head_dim ** p."""

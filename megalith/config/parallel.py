@@ -1,4 +1,4 @@
-"""How the ranks divide the work."""
+"""Parallelism: sizes of the parallel groups, communication overlap, ZeRO and gradient buckets."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,90 +8,93 @@ from megalith.config.pipeline import PipelineConfig
 
 CollectiveMatmulName = Literal["auto", "ring_exchange", "fused"]
 DispatcherName = str
-"""alltoall, allgather, reference, or what an installed package calls its own."""
+"""Token dispatcher: alltoall, allgather, reference, or one registered by an installed package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How the ranks divide the work; the degrees multiply to the world size."""
+    """Parallelism; tp · cp · pp · dp is the world size."""
 
     tp: int = 1
-    """Tensor parallel: ranks that split every weight matrix. Keep inside one node."""
+    """Tensor-parallel size: ranks over which weight matrices are sharded. Keep within one node."""
 
     sp: bool = False
-    """Sequence parallel: between tensor-parallel regions each rank keeps only its part of the
-    tokens. Needs tp > 1."""
+    """Sequence parallelism: outside the tensor-parallel linear layers, activations are sharded
+    over tp ranks along the tokens. Needs tp > 1."""
 
     tp_comm_overlap: bool = False
-    """With sp: gather and scatter tokens step by step around the tp ranks, each step behind a
-    part of a matmul. Adds up in another order, so the last digits differ."""
+    """With sp: collective matmul, which splits the all-gather and reduce-scatter of tokens over
+    tp ranks into steps that overlap with parts of the matmul. The order of summation changes,
+    so results differ in the last digits."""
 
     collective_matmul: CollectiveMatmulName = "auto"
-    """With rings: messages between matmuls, on any device, or torch's products that are fused
-    with them, on GPUs of one machine that read each other's memory. auto: fused where every tp
-    rank can."""
+    """Implementation of tp_comm_overlap. ring_exchange: point-to-point messages between partial
+    matmuls, on any device; fused: torch's fused all-gather and reduce-scatter matmuls, on
+    GPUs of one machine with peer access; auto: fused if every tp rank supports it."""
 
     cp: int = 1
-    """Context parallel: ranks that share the tokens of each row."""
+    """Context-parallel size: ranks over which the tokens of each row are split."""
 
     context: ContextConfig = field(default_factory=ContextConfig)
-    """How cp ranks slice rows and exchange keys and values."""
+    """Context parallelism: split of rows and communication of keys and values."""
 
     pp: int = 1
-    """Pipeline parallel: ranks that each hold some of the layers."""
+    """Pipeline-parallel size: ranks over which the layers are split."""
 
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    """How layers divide into stages, and the schedule."""
+    """Pipeline stages and schedule."""
 
     ep: int = 1
-    """Expert parallel: ranks that divide the experts of each layer. No factor of the world: with
-    etp and edp it divides the ranks of a pipeline stage once more."""
+    """Expert-parallel size: ranks over which the experts of each layer are split. Not a factor
+    of the world size: the ranks of a pipeline stage are also divided as ep · etp · edp."""
 
     etp: int | None = None
-    """Expert tensor parallel: ranks that split every expert's matrices; unset: as tp."""
+    """Expert-tensor-parallel size: ranks over which the matrices of each expert are sharded.
+    Unset: tp."""
 
     dispatcher: DispatcherName = "alltoall"
-    """How tokens reach the ranks with their experts: each its own (exchange, an all-to-all), or
-    all tokens every rank (gather); a plain way that proves others (reference); or one that an
-    installed package brings, by its name."""
+    """Token dispatcher. alltoall: send tokens to the ranks of their experts; allgather: send all
+    tokens to all ranks; reference: a simple implementation for tests; or the name of one
+    registered by an installed package."""
 
     overlap_experts: bool = False
-    """Compute the forward of one microbatch together with the backward of another, each while
-    the tokens of the other travel to experts and back. Same numbers; needs ep > 1, and memory
-    for one or more microbatches more."""
+    """Overlap the token communication of one microbatch with the computation of another: forward
+    and backward of two microbatches run together. Same results; needs ep > 1 and the
+    activation memory of one or more additional microbatches."""
 
     dp: int | None = None
-    """Data parallel: ranks that read different rows of the batch; unset: world size / (tp · cp ·
-    pp)."""
+    """Data-parallel size: ranks that process different rows of the batch. Unset: world size /
+    (tp · cp · pp)."""
 
     zero: Literal[0, 1, 2, 3] = 0
-    """What dp · cp ranks divide instead of each holding all: 1 optimizer state, 2 gradients too, 3
-    weights too."""
+    """ZeRO stage: what is sharded over dp · cp ranks. 0: nothing; 1: optimizer state; 2: also
+    gradients; 3: also weights."""
 
     dp_replicate: int = 1
-    """With zero > 0: groups of dp ranks that each hold everything once (HSDP). Must divide dp."""
+    """With zero > 0: number of replicas (HSDP). State is sharded over dp / dp_replicate ranks
+    and replicated across these groups. Must divide dp."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """What gradients travel in. bf16 halves the traffic; each rank still adds what it receives in
-    fp32."""
+    """Dtype of communicated gradients. bf16 halves the traffic; each rank still accumulates
+    received gradients in fp32."""
 
     order: str = "tp-cp-ep-dp-pp"
-    """Which axis varies fastest over neighboring ranks, fastest first."""
+    """Order of the parallel axes over ranks; the first varies fastest."""
 
     bucket_numel: int = 4_000_000
-    """Gradients are summed over dp in buckets of at least this many elements, each as soon as it is
-    full."""
+    """Minimum number of elements of a gradient bucket; each bucket is reduced over dp as soon as
+    its gradients are ready."""
 
     overlap: bool = True
-    """Communicate while computing: gradient sums behind backward, weights behind forward,
-    stages' messages behind other microbatches, keys and values around cp ranks behind attention.
-    Same numbers either way."""
+    """Overlap communication with computation: gradient reduction with backward, parameter
+    all-gather with forward, pipeline messages with other microbatches, ring attention
+    messages with attention. Same results."""
 
     check_collectives: bool = False
-    """Compare what all ranks are about to do before every collective, so that a mismatch is an
-    error and not a hang; slow. The collectives that torch's FSDP2 launches under zero=3 are not
+    """Compare the arguments of every collective across ranks before it runs, so that a mismatch
+    raises an error instead of hanging; slow. Collectives of torch's FSDP2 (zero=3) are not
     compared."""
 
     timeout_seconds: float = 600.0
-    """A collective that waits longer than this ends the run and names the ranks that did not
-    arrive."""
+    """Timeout of a collective in seconds, after which the run ends with an error that names the
+    ranks that did not join it."""

@@ -1,4 +1,4 @@
-"""Relative positions: a learned number for each head and each bucket of distances, added to the
+"""Relative position biases: a learned bias per head and distance bucket, added to attention
 scores."""
 
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelativeConfig:
-    """Biases by distance, the same in all layers.
+    """Relative position biases, shared by all layers.
 
     Source: Raffel et al. 2020, arXiv:1910.10683, section 2.1.
     """
 
     buckets: int = 32
-    """Of distances; near ones have a bucket each, further ones share. Where tokens look both
-    ways, later keys have the second half."""
+    """Number of distance buckets. Small distances have one bucket each, larger ones share
+    buckets. Without a causal mask, keys after the query use the second half."""
 
     max_distance: int = 128
-    """Distances of so many tokens and more share the last bucket."""
+    """Distance in tokens from which all distances share the last bucket."""

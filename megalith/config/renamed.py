@@ -29,7 +29,7 @@ def read_renamed_settings() -> RenamedSettings:
 
 
 def successor_of_setting(path: str) -> str | None:
-    """Return the name that replaces the dotted name `path`, None where it was never renamed.
+    """Return the name that replaces the dotted name `path`, or None if it was not renamed.
 
     >>> successor_of_setting("model.mtp.depths"), successor_of_setting("model.hidden_size")
     ('model.mtp.num_layers', None)
@@ -44,8 +44,8 @@ def successor_of_setting(path: str) -> str | None:
 
 
 def successor_of_value(path: str, value: object) -> str | None:
-    """Return what replaces the value of a setting, by its new name; None where the value was never
-    renamed."""
+    """Return the value that replaces `value` of the setting `path` (its current name), or None
+    if it was not renamed."""
     return (
         read_renamed_settings().values.get(path, {}).get(value) if isinstance(value, str) else None
     )
@@ -53,9 +53,9 @@ def successor_of_value(path: str, value: object) -> str | None:
 
 def translate_stored_settings(
     data: Any,
-) -> Any:  # YAML of any shape; what is no mapping is returned as it is
-    """Return the settings of an older version's config.yaml under their names of today; unknown
-    names stay."""
+) -> Any:  # parsed YAML of any shape; anything but a mapping is returned unchanged
+    """Return the settings of a stored config.yaml with renamed settings and values translated;
+    unknown names are unchanged."""
     if not isinstance(data, Mapping):
         return data
     translated: dict[str, Any] = {}

@@ -1,5 +1,4 @@
-"""Supervised fine-tuning on conversations: where they are, how they become text, and how rows are
-filled."""
+"""Supervised fine-tuning data: conversations, chat template, loss mask and packing."""
 
 from dataclasses import dataclass
 from datetime import date
@@ -12,50 +11,53 @@ BUILT_IN_TEMPLATES = ("chatml", "llama3", "identity", "nemotron-h-aligned", "nem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTConfig:
-    """Conversations instead of running text; used when `path` or `mock_conversations` is set."""
+    """Conversations for supervised fine-tuning; used if `path` or `mock_conversations` is set."""
 
     path: tuple[str, ...] = ()
-    """Files, folders or globs of conversations: JSONL (also .gz and .zst) or Parquet, with the
+    """Conversation files, folders or globs: JSONL (also .gz and .zst) or Parquet, with the
     columns `messages`, `conversations` (ShareGPT), `instruction` and `output` (Alpaca), or
     `prompt` and `completion` (TRL)."""
     valid_path: tuple[str, ...] = ()
-    """The same for the validation split; with `mock_conversations` there is one of its own."""
+    """Conversation files of the validation split, as `path`. Mock conversations have their own
+    validation split."""
     mock_conversations: int | None = None
-    """So many made-up conversations about sums instead of files; unset: none."""
+    """Number of generated conversations about sums, used instead of files. Unset: none."""
     template: str | None = None
-    """Chat template: chatml, llama3, identity (contents alone), nemotron-h-aligned,
-    nemotron-nano-v2, or a Jinja file. Unset: the one that came with the tokenizer."""
+    """Chat template: chatml, llama3, identity (contents only), nemotron-h-aligned,
+    nemotron-nano-v2, or a Jinja file. Unset: the tokenizer's template."""
     loss_on: Literal["assistant", "all"] = "assistant"
-    """Which tokens are learned: what the assistant says and the end of its turn, or everything."""
+    """Loss mask. assistant: train on the assistant's messages and their end-of-turn tokens; all:
+    train on all tokens."""
     packing: Packing = "best_fit"
-    """How conversations share rows. best_fit: each where it leaves the least room; greedy: one
-    after the other until the next does not fit; row: the conversations of one line of the file
-    have a row of their own."""
+    """Sequence packing of conversations into rows. best_fit: put each where it leaves the least
+    space; greedy: fill a row until the next conversation does not fit; row: the conversations
+    of each input line form a row."""
     packs: str | None = None
-    """A file of `megalith data pack`, which says what conversations share rows. Unset: `packing`
-    does."""
+    """File of `megalith data pack` that assigns conversations to rows. Unset: rows are packed by
+    `packing`."""
     overlong: Overlong = "error"
-    """What becomes of a conversation that is longer than a row: refused, cut at its end, or left
-    out; both are counted."""
+    """Treatment of conversations longer than a row. error: raise an error; truncate: cut at the
+    end; drop: skip. Truncated and dropped conversations are counted."""
     shuffle: Literal["epoch", "none"] = "epoch"
-    """Shuffle again in every epoch, or keep the order of the files, as Megatron does."""
+    """Order of conversations. epoch: reshuffle in every epoch; none: the order of the files, as
+    in Megatron."""
     date: str = "2024-07-26"
-    """What templates that ask for today are told, so that a run's tokens never depend on the day
-    (this one is the date that Llama 3.1's template has of its own)."""
+    """Date passed to chat templates that use the current date, so that tokens do not depend on
+    the day (the default is that of Llama 3.1's template)."""
 
     def used(self) -> bool:
-        """Whether the run reads conversations."""
+        """Return whether the run reads conversations."""
         return bool(self.path) or self.mock_conversations is not None
 
 
 def sft_problems(sft: SFTConfig) -> list[str]:
-    """Every rule that this config breaks, as texts. Touches no file."""
+    """Return the violated rules as error messages. Accesses no file."""
     problems = []
     if sft.path and sft.mock_conversations is not None:
         problems.append(
             f"data.sft.mock_conversations={sft.mock_conversations} with "
             f"data.sft.path={' '.join(sft.path)}: "
-            f"use one of them."
+            f"set only one of them."
         )
     if sft.mock_conversations is not None and sft.mock_conversations < 1:
         problems.append(
@@ -63,18 +65,16 @@ def sft_problems(sft: SFTConfig) -> list[str]:
         )
     if sft.valid_path and not sft.path:
         problems.append(
-            f"data.sft.valid_path={' '.join(sft.valid_path)} without data.sft.path: it is the "
-            "validation split of one. "
-            f"Set data.sft.path, or remove it."
+            f"data.sft.valid_path={' '.join(sft.valid_path)} needs data.sft.path, the training "
+            "split. Set data.sft.path, or remove data.sft.valid_path."
         )
     if sft.packs is not None and sft.packing != SFTConfig().packing:
         problems.append(
-            f"data.sft.packing={sft.packing} with data.sft.packs={sft.packs}: the file says which "
-            "conversations share "
-            f"rows. Remove one of them."
+            f"data.sft.packing={sft.packing} with data.sft.packs={sft.packs}: the file already "
+            "assigns conversations to rows. Remove one of them."
         )
     if not _is_date(sft.date):
-        problems.append(f"data.sft.date={sft.date!r} must be a date like 2024-07-26.")
+        problems.append(f"data.sft.date={sft.date!r} must be an ISO date such as 2024-07-26.")
     return problems
 
 

@@ -1,5 +1,4 @@
-"""A run on a screen: every setting with its value, the ones that differ from their default
-marked."""
+"""Tables of settings for the terminal."""
 
 import json
 
@@ -12,8 +11,8 @@ from megalith.config.tree import flatten
 
 
 def run_table(run: object) -> Table:
-    """Every leaf of a tree: dotted name, value, meaning. Values other than the default are bold,
-    with the default."""
+    """Return a table of every setting: dotted name, value, meaning. Values that differ from the
+    default are bold and show the default."""
     settings = {setting.path: setting for setting in describe(type(run))}
     table = Table("setting", "value", "meaning", box=box.SIMPLE_HEAD, pad_edge=False)
     section = ""
@@ -31,7 +30,7 @@ def run_table(run: object) -> Table:
 
 
 def difference_table(rows: list[tuple[str, Plain, Plain]], left: str, right: str) -> Table:
-    """The settings in which two runs differ, one column per run."""
+    """Return a table of the settings that differ between two runs, one column per run."""
     table = Table("setting", left, right, box=box.SIMPLE_HEAD, pad_edge=False)
     for path, a, b in rows:
         table.add_row(path, Text(shown_value(a)), Text(shown_value(b)))
@@ -39,7 +38,7 @@ def difference_table(rows: list[tuple[str, Plain, Plain]], left: str, right: str
 
 
 def shown_value(value: Plain) -> str:
-    """A value as one would write it in YAML, except that unset values say so."""
+    """Format a value as in YAML; None becomes `unset`."""
     if value is None:
         return "unset"
     if isinstance(value, str) and value:

@@ -1,52 +1,53 @@
-"""Which tokenizer turns text into token ids."""
+"""Tokenizer settings, and the rules they must satisfy."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 SplitPattern = Literal["v1", "v2", "cl100k"]
-"""Known ways to cut text before bytes are paired."""
+"""Regular expressions that split text before byte-pair encoding."""
 
 FileKind = Literal["huggingface", "sentencepiece", "tiktoken"]
-"""Kinds that are read from files."""
+"""Tokenizer kinds that are read from files."""
 
 FILES: tuple[FileKind, ...] = get_args(FileKind)
 
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
-"""What the names of the two files of a GPT-2 tokenizer end with."""
+"""File name suffixes of the vocabulary and the merges of a GPT-2 tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerConfig:
-    """A tokenizer: bytes, one read from files, or none for made-up data."""
+    """Tokenizer of a run: bytes, a tokenizer read from files, or none (`null`) for mock data."""
 
     kind: Literal["byte", "huggingface", "sentencepiece", "tiktoken", "null"] = "byte"
-    """`byte` needs no file; `huggingface`, `sentencepiece` and `tiktoken` read `path`; `null`
-    writes ids as digits and goes with mock data."""
+    """Tokenizer type. byte: UTF-8 bytes, needs no file; huggingface, sentencepiece and tiktoken:
+    read from `path`; null: writes ids as digits, for mock data."""
     path: str | None = None
-    """huggingface: folder with tokenizer.json, that file, a hub name already in the local cache,
-    or the vocab.json of a GPT-2 tokenizer with its merges.txt beside it; sentencepiece:
-    tokenizer.model, or its folder; tiktoken: a .tiktoken file or a JSON vocabulary; unset with
+    """Tokenizer files. huggingface: a folder with tokenizer.json, that file, a hub name in the
+    local cache, or the vocab.json of a GPT-2 tokenizer beside its merges.txt; sentencepiece:
+    tokenizer.model or its folder; tiktoken: a .tiktoken file or a JSON vocabulary. Unset with
     the other kinds."""
     vocab_size: int | None = None
-    """Number of ids of the `null` tokenizer, the last of which ends documents, or of a tiktoken
-    vocabulary in JSON; unset: the others know their own."""
+    """Vocabulary size of the `null` tokenizer, whose last id ends documents, or of a tiktoken
+    vocabulary in JSON. Unset: the tokenizer's own size."""
     eod: str | None = None
-    """Text of the token that ends a document. Unset: the tokenizer's own end-of-text token."""
+    """Text of the end-of-document token. Unset: the tokenizer's end-of-text token."""
     add_special_tokens: bool = True
-    """Let the tokenizer put its own first and last tokens around a text, as its authors meant it
-    to."""
+    """Add the tokenizer's BOS and EOS tokens around a text if its files define them."""
     pattern: SplitPattern = "v2"
-    """tiktoken: how text is cut before bytes are paired; cl100k is that of GPT-4 and Llama 3."""
+    """tiktoken: pattern that splits text before byte-pair encoding; cl100k is that of GPT-4 and
+    Llama 3."""
     special_tokens: tuple[str, ...] = ()
-    """tiktoken: texts of the special tokens, in order; in a .tiktoken file they follow the
-    vocabulary."""
+    """tiktoken: texts of the special tokens, in order of their ids; in a .tiktoken file they
+    follow the vocabulary."""
     num_special_tokens: int = 1000
-    """tiktoken: ids at the beginning that a JSON vocabulary keeps for special tokens."""
+    """tiktoken: number of ids reserved for special tokens at the start of a JSON vocabulary."""
 
 
 def merges_beside(vocabulary: str) -> str | None:
-    """Where the merges of a GPT-2 vocabulary are looked for; None: its file is not named as one.
+    """Return the path of the merges file of a GPT-2 vocabulary; None if the file name is not that
+    of a vocabulary.
 
     >>> merges_beside("gpt2/gpt2-vocab.json"), merges_beside("tokenizer.json")
     ('gpt2/gpt2-merges.txt', None)
@@ -59,8 +60,8 @@ def merges_beside(vocabulary: str) -> str | None:
 
 
 def locate_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> TokenizerConfig:
-    """Return the tokenizer of the config.yaml in `folder`, read from the copy there if `path` names
-    a file in it.
+    """Return the tokenizer of the config.yaml in `folder`; `path` becomes absolute if it names a
+    file in that folder.
 
     Runs and checkpoints have a copy of their tokenizer and name it relative to their folder, so
     that it moves with them. Any other relative path is relative to the working directory.
@@ -71,11 +72,13 @@ def locate_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> TokenizerConfi
 
 
 def tokenizer_problems(tokenizer: TokenizerConfig) -> list[str]:
-    """Every rule that this config breaks, as texts. Touches no file."""
+    """Return the violated rules as error messages. Accesses no file."""
     problems = []
     kind = tokenizer.kind
     if kind in FILES and not tokenizer.path:
-        problems.append(f"tokenizer.kind={kind} needs tokenizer.path. Set it to {_wanted(kind)}.")
+        problems.append(
+            f"tokenizer.kind={kind} needs tokenizer.path. Set it to {_describe_path(kind)}."
+        )
     if kind not in FILES:
         given = [
             f"tokenizer.{name}={value}"
@@ -83,43 +86,42 @@ def tokenizer_problems(tokenizer: TokenizerConfig) -> list[str]:
             if value is not None
         ]
         problems += [
-            f"{field} belongs to a tokenizer read from files, but tokenizer.kind={kind}. "
+            f"{field} applies to tokenizers that are read from files, but tokenizer.kind={kind}. "
             f"Set tokenizer.kind to one of {', '.join(FILES)}, or remove it."
             for field in given
         ]
-    usual = TokenizerConfig()
+    defaults = TokenizerConfig()
     if kind != "tiktoken":
         problems += [
-            f"tokenizer.{name}={getattr(tokenizer, name)} belongs to tiktoken vocabularies, but "
+            f"tokenizer.{name}={getattr(tokenizer, name)} applies to tiktoken vocabularies, but "
             f"tokenizer.kind={kind}. "
             f"Set tokenizer.kind=tiktoken, or remove it."
             for name in ("pattern", "special_tokens", "num_special_tokens")
-            if getattr(tokenizer, name) != getattr(usual, name)
+            if getattr(tokenizer, name) != getattr(defaults, name)
         ]
     elif (
         len(tokenizer.special_tokens) > tokenizer.num_special_tokens
         or tokenizer.num_special_tokens < 1
     ):
         problems.append(
-            f"tokenizer.num_special_tokens={tokenizer.num_special_tokens} must be 1 or more, and "
-            "as many as are named. "
+            f"tokenizer.num_special_tokens={tokenizer.num_special_tokens} must be at least 1 and "
+            "at least the number of tokenizer.special_tokens. "
             f"Set it to {max(1, len(tokenizer.special_tokens))} or more."
         )
     if kind == "null" and (tokenizer.vocab_size or 0) < 2:
         problems.append(
-            f"tokenizer.vocab_size={tokenizer.vocab_size}: the null tokenizer has no vocabulary of "
-            f"its own. Set tokenizer.vocab_size to 2 or more."
+            f"tokenizer.vocab_size={tokenizer.vocab_size}: the null tokenizer needs a vocabulary "
+            f"size. Set tokenizer.vocab_size to 2 or more."
         )
     if kind not in ("null", "tiktoken") and tokenizer.vocab_size is not None:
         problems.append(
-            f"tokenizer.vocab_size={tokenizer.vocab_size}: a {kind} tokenizer knows its own size. "
-            f"Remove it, or set tokenizer.kind=null."
+            f"tokenizer.vocab_size={tokenizer.vocab_size}: a {kind} tokenizer defines its own "
+            f"size. Remove it, or set tokenizer.kind=null."
         )
     return problems
 
 
-def _wanted(kind: str) -> str:
-    """What `path` is for a kind, in words."""
+def _describe_path(kind: str) -> str:
     return {
         "huggingface": "a folder with tokenizer.json or to a hub name",
         "sentencepiece": "a tokenizer.model or its folder",

@@ -1,4 +1,4 @@
-"""The root of a training run: everything that decides what `megalith train` does."""
+"""Root config of a training run, with all settings of `megalith train`."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,71 +17,74 @@ from megalith.config.tokenizer import TokenizerConfig, locate_tokenizer
 from megalith.config.tree import load_yaml
 
 CONFIG_FILE = "config.yaml"
-"""The settings of a run, in its folder and in each of its checkpoints."""
+"""Name of the settings file in the folder of a run and of each checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """The training loop: batch sizes, length, and when it looks at itself."""
+    """Training loop: number of steps, batch sizes, losses, logging and evaluation."""
 
     steps: int
-    """Optimizer updates in the whole run."""
+    """Number of optimizer steps of the whole run."""
 
     global_batch_size: int
     """Rows per step over all ranks."""
 
     micro_batch_size: int = 1
-    """Rows that one rank computes at once; the rest of its share is accumulated."""
+    """Rows per microbatch of one rank; a rank with more rows per step uses gradient
+    accumulation."""
 
     seq_len: int = 1024
-    """Tokens per row; with `tokens_per_microbatch`, of the longest document."""
+    """Sequence length: tokens per row, or maximum tokens per document with
+    `tokens_per_microbatch`."""
 
     tokens_per_microbatch: int | None = None
-    """Read whole documents, or conversations, in packs of at most so many tokens instead of
-    rows: those that one rank computes at once (ranks along cp share packs of cp times as many).
-    A step then has `global_batch_size` documents in as many microbatches as they need, and ranks
-    along dp work alike. Unset: rows of `seq_len`."""
+    """Variable-length packing: instead of rows, pack whole documents or conversations into
+    microbatches of at most this number of tokens per rank (cp ranks share a pack of cp times
+    as many). A step has `global_batch_size` documents in as many microbatches as they need,
+    with balanced load over dp ranks. Unset: rows of `seq_len`."""
 
     balance_rows: bool = False
-    """BatchAssignment rows of conversations to ranks along dp so that they cost them alike; the
-    rows of a step stay the same."""
+    """Load-balanced batching: assign rows of conversations to dp ranks so that their compute
+    cost is equal; the rows of a step are the same."""
 
     label_smoothing: float = 0.0
-    """Share of each label that all other tokens of the vocabulary divide evenly, in the losses
-    that are minimized and logged while training; evaluation measures -log p(label) all the same.
-    Source: arXiv:1512.00567, section 7."""
+    """Label smoothing: probability that is spread evenly over all other tokens, in the training
+    loss (optimized and logged); evaluation uses -log p(label). Source: arXiv:1512.00567,
+    section 7."""
 
     z_loss: float = 0.0
-    """What the square of each labeled token's log of the sum of exp(score) adds to the loss of
-    every head; logged as `z_loss`, beside `max_logit`, and no part of `loss`. 1e-4 is usual:
+    """Coefficient of the z-loss, the mean square of logsumexp(logits) per label, of every head;
+    logged as `z_loss`, with `max_logit`, and not part of the logged `loss`. 1e-4 is common:
     arXiv:2204.02311, section 5."""
 
     loss_chunk: int | None = None
-    """Tokens whose logits there are at a time; unset: as many as fill a few MiB."""
+    """Number of tokens per chunk of the loss, whose logits exist at a time. Unset: as many as
+    fit a few MiB."""
 
     loss_backward: Literal["kept", "recomputed"] = "kept"
-    """Gradients of hidden states and of the head: formed beside the loss and kept until
-    backward, or there, from logits that are computed again."""
+    """Gradients of the loss. kept: computed with the loss and stored until backward; recomputed:
+    computed in backward from recomputed logits."""
 
     log_every: int = 1
-    """Steps between rows of metrics.jsonl; a row has the loss of its own step, and times since the
-    last one."""
+    """Steps between rows of metrics.jsonl. A row has the loss of its step, and times since the
+    previous row."""
 
     eval_every: int | None = None
-    """Steps between evaluations on the validation split; 0 or unset: only after the last step."""
+    """Steps between evaluations on the validation split. Unset or 0: only after the last step."""
 
     eval_steps: int = 0
-    """Global batches per evaluation; 0 turns evaluation off."""
+    """Number of global batches per evaluation; 0: no evaluation."""
 
     compile: bool = False
-    """Compile each layer with torch.compile (needs tp = 1 and a C++ compiler on CPUs)."""
+    """Compile each layer with torch.compile (needs tp = 1, and a C++ compiler on CPUs)."""
 
     threads: int | None = None
-    """CPU threads per rank; unset: cores / ranks on this machine."""
+    """CPU threads per rank. Unset: number of cores / ranks on this machine."""
 
     max_minutes: float | None = None
-    """Stop after this many minutes with a save and exit code 75; the same command goes on. Unset:
-    no limit."""
+    """Time limit in minutes, after which the run saves a checkpoint and exits with code 75; the
+    same command resumes it. Unset: no limit."""
 
 
 Captured = Literal["hidden", "logits", "weights", "routers"]
@@ -89,97 +92,97 @@ Captured = Literal["hidden", "logits", "weights", "routers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserveConfig:
-    """What is written down besides metrics.jsonl."""
+    """Outputs of a run besides metrics.jsonl."""
 
     tensorboard: bool | None = None
-    """Write TensorBoard events; unset: when the package is installed."""
+    """Write TensorBoard events. Unset: if the package is installed."""
 
     plots: bool = True
-    """Draw plots/loss.png when the run ends or is stopped."""
+    """Write plots/loss.png when the run ends or is stopped."""
 
     max_logit: bool = False
-    """Write the largest score of a labeled token in each step; with train.z_loss it is always
-    written."""
+    """Log the largest logit of each step; always logged with train.z_loss."""
 
     per_layer: bool = False
-    """Write what experts did for each layer, too: losses of balance, entropy, idle experts,
-    refused choices, the range of balancing biases, and the tokens of every expert."""
+    """Log metrics of experts per layer: aux losses, entropy, idle experts, dropped tokens, the
+    range of expert biases, and tokens per expert."""
 
     routing_trace: int = 0
-    """Write which experts every token chose in so many first steps to routing/, a file for each
-    rank; 0: in none."""
+    """Number of first steps whose selected experts are written to routing/, one file per rank;
+    0: none."""
 
     routing_captures: tuple[Captured, ...] = ()
-    """What else to write of these steps, for each rank and step a safetensors file: `hidden`,
-    what routers read; `logits`; `weights` of the chosen; all in bf16. And `routers`, their own
-    weights, as they are."""
+    """Additional data to write for the steps of `routing_trace`, one safetensors file per rank
+    and step: hidden (inputs of the routers), logits, weights (of the selected experts), all
+    in bf16, and routers (their parameters, unconverted)."""
 
     parameters: bool = False
-    """Write to parameters.jsonl, when the run starts, for every parameter whether it is trained
-    and which group decides its learning rate and its weight decay."""
+    """Write parameters.jsonl at the start of the run: for each parameter, whether it is trained
+    and which group sets its learning rate and weight decay."""
 
     peak_tflops: float | None = None
-    """Peak rate of one device, for the MFU; unset: measured on CPUs, from a table on known GPUs."""
+    """Peak TFLOP/s of one device, for the MFU. Unset: measured on CPUs, from a table on known
+    GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRun:
-    """One training run."""
+    """Settings of a training run."""
 
     name: str
-    """Its folder is runs/NAME unless --run says otherwise."""
+    """Name of the run; its folder is runs/NAME unless --run is given."""
 
     model: ModelConfig
-    """The network."""
+    """Model."""
 
     data: DataConfig
-    """Where tokens come from."""
+    """Training data."""
 
     train: LoopConfig
-    """Batches and steps."""
+    """Training loop."""
 
     schedule: ScheduleConfig
-    """Learning rate and weight decay over the run."""
+    """Learning rate and weight decay schedules."""
 
     lora: LoraConfig | None = None
-    """Train adapters beside the weights of checkpoint.load; unset: train the weights themselves."""
+    """LoRA adapters, trained beside the frozen weights of checkpoint.load. Unset: train the
+    weights."""
 
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    """How text becomes tokens; used by evaluation in bits per byte and by generate."""
+    """Tokenizer; used by generation and by evaluation in bits per byte."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How the ranks divide the work."""
+    """Parallelism."""
 
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """The optimizer."""
+    """Optimizer."""
 
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    """Number formats."""
+    """Numeric precision."""
 
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    """What backward computes again instead of keeping it."""
+    """Activation checkpointing."""
 
     offload: OffloadConfig = field(default_factory=OffloadConfig)
-    """What waits in host memory between forward and backward."""
+    """Activation offload to host memory."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """When to save."""
+    """Saving and loading of checkpoints."""
 
     observe: ObserveConfig = field(default_factory=ObserveConfig)
-    """Plots, TensorBoard, MFU."""
+    """Plots, TensorBoard, MFU and captures."""
 
     kernels: KernelSetting = "auto"
-    """How operations between matmuls are computed: auto, the fastest way on this machine; torch,
-    torch operations with our own backward; reference, their plain definitions. Or for each
-    operation, as kernels.norm."""
+    """Kernel backends. auto: the fastest on this machine; torch: torch operations with our own
+    backward; reference: plain definitions; or a backend per operation, such as kernels.norm."""
 
     seed: int = 1234
-    """Decides initial weights, data order and sampling."""
+    """Random seed of initial weights, data order and sampling."""
 
 
 def load_run(file: Path) -> TrainRun:
-    """Read a run from a YAML file; that of a run or checkpoint, config.yaml, may name copies beside
-    it.
+    """Read a run from a YAML file. In the config.yaml of a run or checkpoint, paths may be relative
+    to its folder.
 
     Raises:
         ConfigError: the file does not describe a run.
@@ -194,7 +197,7 @@ def load_run(file: Path) -> TrainRun:
 
 
 def dropout_seed(run: TrainRun) -> int | None:
-    """What masks of dropout and a router's noise are drawn from; None: there are none."""
+    """Return the seed of dropout masks and router noise; None if the run has neither."""
     drops = run.model.dropout.drops() or (run.lora is not None and run.lora.dropout > 0)
     noisy = run.model.moe is not None and run.model.moe.router.draws()
     return run.seed if drops or noisy else None

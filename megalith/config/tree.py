@@ -1,8 +1,9 @@
-"""Trees of frozen dataclasses to and from plain dicts, YAML files and dotted overrides, checked
-field by field.
+"""Conversion of config trees (nested frozen dataclasses) from and to dicts, YAML files and dotted
+overrides, with type checks.
 
-Every function takes any root dataclass made of dataclasses, numbers, text, `Literal`s, `X | None`,
-lists, tuples and dicts. All problems of one input are reported together, each with its dotted path.
+Every function accepts any root dataclass made of dataclasses, numbers, text, `Literal`s, `X |
+None`, lists, tuples and dicts. All problems of an input are reported together, each with its dotted
+path.
 """
 
 import re
@@ -34,33 +35,37 @@ from megalith.config.fields import (
     type_name,
     unknown_setting,
 )
-from megalith.config.renamed import successor_of_value, translate_stored_settings
+from megalith.config.renamed import (
+    successor_of_setting,
+    successor_of_value,
+    translate_stored_settings,
+)
 from megalith.config.suggest import did_you_mean
 from megalith.errors import MAX_PROBLEMS, ConfigError, raise_all
 
-Override: TypeAlias = str | list[str]  # one value as it was typed, or several for a list
+Override: TypeAlias = str | list[str]  # one value as typed, or several for a list
 T = TypeVar("T")
 
 MAX_YAML_CHARACTERS = 2**19
-"""Of a YAML text, and again of its keys and values after aliases are expanded. Heuristic: a run has
-10 thousand."""
+"""Maximum number of characters of a YAML text, and of its keys and values after aliases are
+expanded. Heuristic: a run has 10 thousand."""
 
 MAX_YAML_NODES = 20_000
-"""Keys, values, lists and mappings of a YAML text, aliases expanded. Heuristic: PyYAML reads about
-as many a second."""
+"""Maximum number of keys, values, lists and mappings of a YAML text after aliases are expanded.
+Heuristic: PyYAML reads about as many per second."""
 
 MAX_YAML_DEPTH = 50
-"""Of nested mappings and lists, aliases expanded. Heuristic: the settings of a run nest five
-deep."""
+"""Maximum nesting of mappings and lists after aliases are expanded. Heuristic: the settings of a
+run nest five deep."""
 
 _MAX_SHOWN = 200
-"""Characters of a wrong value that a message shows."""
+"""Maximum number of characters of a wrong value in a message."""
 
-# YAML 1.1 takes 3e-4 (no point) for text, where people mean a number.
+# YAML 1.1 reads 3e-4 (without a point) as text; users mean a number.
 _EXPONENT = re.compile(r"[+-]?\d[\d_]*(\.\d*)?[eE][+-]?\d+")
 _NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
 MAX_INT = 2**63 - 1
-"""Largest whole number of a setting: torch and NumPy hold no larger ones."""
+"""Largest whole number of a setting: the largest int64 of torch and NumPy."""
 
 _BOOL_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _NONE_WORDS = ("none", "null", "unset")
@@ -79,22 +84,21 @@ def from_dict(cls: type[T], data: Mapping[str, Plain]) -> T:
 
 
 def to_dict(run: object) -> dict[str, Plain]:
-    """The tree as nested plain data; tuples become lists. `from_dict(type(run), to_dict(run)) ==
-    run`."""
+    """Convert the tree to nested plain data; tuples become lists. `from_dict(type(run),
+    to_dict(run)) == run`."""
     data = plain(run)
     assert isinstance(data, dict), f"{type(run).__name__} is not a dataclass"
     return data
 
 
 def flatten(run: object) -> dict[str, Plain]:
-    """Every leaf of the tree under its dotted path, in the order of the fields; a list is one
-    leaf."""
+    """Return every leaf of the tree by its dotted path, in the order of the fields; a list is
+    one leaf."""
     return _flatten(to_dict(run), "")
 
 
 def differences(a: object, b: object) -> list[tuple[str, Plain, Plain]]:
-    """(path, value in a, value in b) of every leaf that differs; a leaf that one side lacks is None
-    there."""
+    """Return (path, value in a, value in b) of every leaf that differs; a missing leaf is None."""
     left, right = flatten(a), flatten(b)
     paths = dict.fromkeys([*left, *right])
     return [
@@ -118,7 +122,7 @@ def _flatten(data: Mapping[str, Plain], prefix: str) -> dict[str, Plain]:
 def load_yaml(path: str | Path, cls: type[T], *, stored: bool = False) -> T:
     """Read a tree of type `cls` from a YAML file.
 
-    `stored`: a run wrote the file, perhaps with an older version, so renamed settings are
+    `stored`: a run wrote the file, possibly with an older version, so renamed settings are
     translated. In a user's file they are errors that name the successor.
 
     Raises:
@@ -135,13 +139,13 @@ def load_yaml(path: str | Path, cls: type[T], *, stored: bool = False) -> T:
             f"{path} is not YAML: {reason}. The file must be a mapping of settings."
         ) from None
     if not isinstance(data, Mapping):
-        found = "nothing" if data is None else f"only {data!r:.60}"
+        content = "nothing" if data is None else f"only {data!r:.60}"
         raise ConfigError(
-            f"{path} holds {found}: expected a mapping of "
+            f"{path} contains {content}: expected a mapping of "
             f"{', '.join(f.name for f in _fields(cls))}."
         )
     problems = [
-        f"{name:.{_MAX_SHOWN}} is written more than once. Remove all but one." for name in repeated
+        f"{name:.{_MAX_SHOWN}} is set more than once. Remove all but one." for name in repeated
     ]
     try:
         return _build(cls, translate_stored_settings(data) if stored else data, problems)
@@ -150,13 +154,12 @@ def load_yaml(path: str | Path, cls: type[T], *, stored: bool = False) -> T:
 
 
 def save_yaml(run: object, path: str | Path) -> None:
-    """Write the whole tree, defaults included, so that the file alone repeats the run; `load_yaml`
-    gives it back."""
+    """Write the whole tree, including defaults, to a YAML file; `load_yaml` reads it."""
     Path(path).write_text(dump_yaml(run), encoding="utf-8")
 
 
 def dump_yaml(run: object) -> str:
-    """The tree as YAML text, in the order of the fields."""
+    """Return the tree as YAML text, in the order of the fields."""
     return str(yaml.safe_dump(to_dict(run), sort_keys=False, allow_unicode=True, width=100))
 
 
@@ -187,8 +190,7 @@ def parse_yaml(text: str | bytes) -> Plain:
 
 
 def parse_stored_settings(text: str | bytes) -> Plain:
-    """Parse the text of a config.yaml that a run wrote; settings that were renamed since then get
-    the names they have now.
+    """Parse the text of a config.yaml that a run wrote, and translate renamed settings.
 
     Raises:
         yaml.YAMLError: as for `parse_yaml`.
@@ -198,8 +200,7 @@ def parse_stored_settings(text: str | bytes) -> Plain:
 
 
 def _parse_document(text: str | bytes) -> tuple[Plain, list[str]]:
-    """Return the data of a YAML text and the dotted paths of keys that occur more than once in
-    their mapping."""
+    """Return the data of a YAML text and the dotted paths of repeated keys."""
     if len(text) > MAX_YAML_CHARACTERS:
         raise yaml.YAMLError(
             f"it has {len(text):,} characters, and the limit is {MAX_YAML_CHARACTERS:,}"
@@ -217,8 +218,8 @@ def _parse_document(text: str | bytes) -> tuple[Plain, list[str]]:
 
 
 class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no types
-    """YAML loader of plain data that rejects deep nesting, and reports values that do not fit their
-    tag."""
+    """YAML loader of plain data that rejects deep nesting and reports values that do not match
+    their tag."""
 
     def __init__(self, text: str | bytes) -> None:
         super().__init__(text)
@@ -227,7 +228,7 @@ class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no 
     def compose_node(
         self, parent: yaml.Node | None, index: Any
     ) -> yaml.Node | None:  # Any: PyYAML's own type
-        """Read one node; called again for each nested one."""
+        """Read one node; called recursively for nested nodes."""
         self._num_nodes += 1
         _check_limits(self._depth, self._num_nodes, 0, self.peek_event().start_mark)
         self._depth += 1
@@ -247,11 +248,11 @@ class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no 
             LookupError,
             TypeError,
             ValueError,
-        ) as error:  # of int("abc") and such
+        ) as error:  # raised by int("abc"), for example
             value = f"{node.value!r:.60}" if isinstance(node, yaml.ScalarNode) else "this value"
             reason = (
                 f" ({error})" if isinstance(error, ValueError) else ""
-            )  # the others are PyYAML's own
+            )  # other errors are internal to PyYAML
             text = f"{value} is not a valid {node.tag.rpartition(':')[2]}{reason:.80}"
             raise MarkedYAMLError(None, None, text, node.start_mark) from None
         return data
@@ -279,7 +280,7 @@ def _check_limits(depth: int, num_nodes: int, num_characters: int, mark: yaml.Ma
 
 
 class _KeyChecker:
-    """Visits every node of a document with its aliases expanded, within the limits, and collects
+    """Visits every node of a document, with aliases expanded and within the limits, and collects
     repeated keys.
 
     YAML by itself keeps the last of several equal keys without a warning.
@@ -318,11 +319,12 @@ class _KeyChecker:
 
 
 def apply_overrides(run: T, overrides: Mapping[str, Override]) -> T:
-    """A copy of `run` with dotted fields replaced by values given as text: `{"parallel.tp": "2"}`.
+    """Return a copy of `run` with dotted fields replaced by values given as text: `{"parallel.tp":
+    "2"}`.
 
-    Numbers, `true`/`false`, `none` for a field that may be unset, a list of texts for a list;
-    anything nested may also be YAML in one text (`"[a, b]"`, `"{theta: 500000}"`). A mapping
-    replaces the whole section.
+    Values are numbers, `true`/`false`, `none` for an optional field, or a list of texts for a list;
+    nested values may also be YAML in one text (`"[a, b]"`, `"{theta: 500000}"`). A mapping replaces
+    the whole section.
 
     Raises:
         ConfigError: unknown names and values of the wrong type, all of them together.
@@ -343,9 +345,8 @@ def _typed(text: Override) -> str:
 
 
 def _put(cls: type, data: dict[str, Plain], path: str, value: Plain) -> None:
-    """Set one leaf. A section that was unset on the way becomes one whose other fields are
-    defaults; of one that was a single word that word stays, where its class says what it stands
-    for."""
+    """Set one leaf. An unset section on its path is created with defaults; a section given as a
+    single word keeps that word in its `shorthand` field."""
     *sections, leaf = path.split(".")
     for number, section in enumerate(sections, 1):
         before = data.get(section)
@@ -357,8 +358,8 @@ def _put(cls: type, data: dict[str, Plain], path: str, value: Plain) -> None:
 
 
 def _parse(hint: Hint, text: Override) -> Plain:
-    """Text as plain data of type `hint`; text that does not fit stays as it is, to be reported with
-    its path."""
+    """Parse text as plain data of type `hint`; text that does not fit is returned unchanged and
+    reported later with its path."""
     if isinstance(text, list):
         many = next((option for option in options_of(hint) if is_many(option)), None)
         if many is None:
@@ -405,25 +406,29 @@ def _parse_one(option: Hint, text: str) -> Plain:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """Where problems go while a tree of type `root` is built; without a root only their number
+    """Collects problems while a tree of type `root` is built; without a root only their number
     matters."""
 
     root: type | None
     problems: list[str]
 
     def unknown(self, path: str, value: Plain) -> None:
-        """Note a name that the tree does not have."""
+        """Add an unknown name, or each unknown name of a renamed section."""
+        if isinstance(value, Mapping) and value and successor_of_setting(path) is not None:
+            for name, item in value.items():
+                self.unknown(join_path(path, str(name)), item)
+            return
         if self.root is None or len(self.problems) >= MAX_PROBLEMS:
             self.problems.append(f"{path}: there is no such setting.")
         else:
             self.problems.append(unknown_setting(self.root, path, f"{value!r:.60}"))
 
     def renamed(self, path: str, value: Plain, successor: str) -> None:
-        """Note a value that has another name now."""
+        """Add a value that was renamed."""
         self.problems.append(f"{path}={value}: this value was renamed. Use {path}={successor}.")
 
     def mismatch(self, path: str, hint: Hint, value: Plain) -> None:
-        """Note a value of the wrong type."""
+        """Add a value of the wrong type."""
         if self.root is None or len(self.problems) >= MAX_PROBLEMS:
             self.problems.append(f"{path}: wrong type.")
         else:
@@ -431,7 +436,7 @@ class _Report:
 
 
 def _build(cls: type[T], data: Mapping[str, Plain], problems: list[str]) -> T:
-    """Build a tree, or raise `problems` and all that is wrong with `data`."""
+    """Build a tree, or raise `problems` together with all problems of `data`."""
     run: T = _section(cls, data, "", _Report(cls, problems))
     raise_all(problems)
     return run
@@ -468,15 +473,14 @@ def _missing(cls: type, name: str, path: str) -> str:
 def _value(
     hint: Hint, value: Plain, path: str, report: _Report
 ) -> Any:  # Any: as dynamic as `hint`
-    """`value` as the type `hint` asks for. Problems go to `report`; the result then means
-    nothing."""
-    if type(value) is hint and _scalar(hint, value) is not None:  # most values; only faster
-        return value
-    if value is None and type(None) in options_of(hint):
-        return None
+    """Convert `value` to the type `hint`. Problems go to `report`; the result is then undefined."""
     successor = successor_of_value(path, value)
     if successor is not None:
         return report.renamed(path, value, successor)
+    if type(value) is hint and _scalar(hint, value) is not None:  # fast path for most values
+        return value
+    if value is None and type(None) in options_of(hint):
+        return None
     options = [option for option in options_of(hint) if option is not type(None)]
     section = section_of(hint)
     if section is not None and isinstance(value, Mapping):
@@ -515,7 +519,7 @@ def _many(
 
 
 def _scalar(option: Hint, value: Plain) -> Plain:
-    """`value` as a bool, int, float, text or literal; None when it is none of that type."""
+    """Return `value` as a bool, int, float, text or literal; None if it is not of that type."""
     if origin_of(option) is Literal:
         return next(
             (word for word in get_args(option) if word == value and type(word) is type(value)), None
@@ -576,8 +580,8 @@ def _mismatch(path: str, hint: Hint, value: Plain) -> str:
 
 
 def _nearest_choice(hint: Hint, value: Plain) -> str:
-    """Which choice was meant: the same spelled in another way, else names that look alike; no
-    number looks alike."""
+    """Suggest the intended choice: a different spelling of it, else similar names (not for
+    numbers)."""
     words = literal_values(hint)
     if value in [str(word) for word in words]:
         return " Remove the quotes."
@@ -590,7 +594,7 @@ def _nearest_choice(hint: Hint, value: Plain) -> str:
 
 
 def _advice(hint: Hint, value: Plain) -> str:
-    """A sentence with a value that would work, where one can be told."""
+    """Suggest a value that would work, if there is an obvious one."""
     options = options_of(hint)
     many = next((option for option in options if is_many(option)), None)
     if isinstance(value, str) and literal_values(hint):

@@ -1,5 +1,4 @@
-"""Complete runs, ready to train: one file per family, one function per run; a YAML file is as good
-as a recipe."""
+"""Recipes: complete run configs, one module per model family and one function per run."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -83,16 +82,16 @@ _RECIPES = (
 
 
 def recipes() -> dict[str, Callable[[], TrainRun]]:
-    """Every recipe under its name, smallest first."""
+    """Return all recipes by name, smallest first."""
     return {recipe.__name__: recipe for recipe in _RECIPES}
 
 
 def resolve(target: str) -> TrainRun:
-    """The run that a command line means: a recipe's name, a YAML file, or the folder of an earlier
-    run.
+    """Return the run for a command-line target: the name of a recipe, a YAML file, or the folder of
+    a run.
 
     Raises:
-        ConfigError: it is none of them, or the file does not describe a run.
+        ConfigError: the target is none of these, or the file does not describe a run.
     """
     if target in recipes():
         return recipes()[target]()
@@ -100,35 +99,38 @@ def resolve(target: str) -> TrainRun:
     if path.is_dir():
         if not (path / "config.yaml").is_file() and (path / "config.json").is_file():
             raise ConfigError(
-                f"{target} is a Hugging Face folder, which says nothing about a run. Run `megalith "
-                f"convert {target} "
-                "NAME` and train NAME, or use a recipe of the same model with --checkpoint.load "
+                f"{target} is a Hugging Face folder, which has no settings of a run. Run `megalith "
+                f"convert {target} NAME` and train NAME, or use a recipe of the same model with "
+                "--checkpoint.load "
                 f"{target}."
             )
         if not (path / "config.yaml").is_file():
             raise ConfigError(
-                f"{target} has no config.yaml: there is no run in this folder. Use the folder of a "
-                f"run, such as runs/NAME, a recipe's name, or the path of a YAML file."
+                f"{target} has no config.yaml, so it is not the folder of a run. Use the folder "
+                "of a "
+                f"run, such as runs/NAME, the name of a recipe, or a YAML file."
             )
         return load_run(path / "config.yaml")
     if path.is_file() or path.suffix in (".yaml", ".yml"):
         return load_run(path)
     advice = did_you_mean(target, recipes()) or f" Recipes: {', '.join(recipes())}."
     raise ConfigError(
-        f"{target} is neither a recipe nor a file.{advice} Use a recipe's name or the path of a "
+        f"{target} is neither a recipe nor a file.{advice} Use the name of a recipe or the path "
+        "of a "
         "YAML file."
     )
 
 
 def resolve_run(target: str, overrides: Mapping[str, Override]) -> TrainRun:
-    """Return the run that a command line means, with its overrides, for a command that reads the
-    run's data.
+    """Return the run for a command-line target after overrides, for commands that read the run's
+    data.
 
-    A YAML file may come from others, and the cache is written to. So a file names a cache below the
-    working directory or below the folder of its data; the command line may name any.
+    The cache is written to, and a YAML file may come from an untrusted source. So in a file,
+    data.cache_path must be below the working directory or the folder of its data; on the command
+    line it may be any folder.
 
     Raises:
-        ConfigError: as `resolve` and `apply_overrides`, or the file names a cache elsewhere.
+        ConfigError: as `resolve` and `apply_overrides`, or the file sets another cache folder.
     """
     run = apply_overrides(resolve(target), overrides)
     if (
@@ -145,9 +147,8 @@ def resolve_run(target: str, overrides: Mapping[str, Override]) -> TrainRun:
     raise ConfigError(
         f"{target}: data.cache_path={run.data.cache_path} is neither below the working directory "
         f"{Path.cwd()} nor "
-        "below a folder of the data. A file that may come from others chooses no other folder to "
-        "write to: pass "
-        f"--data.cache_path {run.data.cache_path} if you want this one, or remove it to keep the "
+        "below a folder of the data. A YAML file may not set another folder to write to. Pass "
+        f"--data.cache_path {run.data.cache_path} to use it, or remove it to keep the "
         "cache beside the data."
     )
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, in the sizes that their reports give.
+"""DeepSeek-V2 and V3 with the sizes of their reports.
 
 Source: DeepSeek-AI 2024, arXiv:2405.04434 (V2, section 3.1; V2-Lite, appendix B) and
 arXiv:2412.19437 (V3).
@@ -19,10 +19,11 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def deepseek_v2_lite() -> TrainRun:
-    """DeepSeek-V2-Lite over 8 GPUs, 8 of the 64 experts of each layer on each.
+    """DeepSeek-V2-Lite on 8 GPUs: ep 8, with 8 of the 64 experts of each layer per GPU.
 
-    A token meets 2.7 of 15.7 billion parameters. Batch, learning rate and balance are the authors',
-    who lowered the rate in two steps, and read rows of 4096 tokens before positions were stretched.
+    2.7B of 15.7B parameters are active per token. Batch size, learning rate and load balancing are
+    those of the report, which decayed the learning rate in two steps and used rows of 4096 tokens
+    before context extension.
     """
     model = ModelConfig(
         vocab_size=102_400,
@@ -53,12 +54,13 @@ def deepseek_v2_lite() -> TrainRun:
 
 
 def deepseek_v2() -> TrainRun:
-    """DeepSeek-V2 over 128 GPUs or more: 20 of the 160 experts of each layer on each of 8, the
-    layers in 16 stages.
+    """DeepSeek-V2 on 128 GPUs or more: ep 8, with 20 of the 160 experts of each layer per GPU, and
+    16 pipeline stages.
 
-    A token meets 21.4 of 235.7 billion parameters, of experts from 3 of 8 groups. Layout, the
-    largest batch, learning rate and the balance of experts are the authors', who began with a
-    quarter of the batch, lowered the rate in two steps, and also balanced what devices do and send.
+    21.4B of 235.7B parameters are active per token, with experts from 3 of 8 groups. Layout, final
+    batch size, learning rate and aux losses are those of the report, which started with a quarter
+    of the batch, decayed the learning rate in two steps, and also balanced computation and
+    communication of devices.
     """
     model = ModelConfig(
         vocab_size=102_400,
@@ -88,7 +90,7 @@ def deepseek_v2() -> TrainRun:
             aux_loss=AuxLossConfig(sequence_coeff=3e-3),
         ),
     )
-    # A token costs in the head what it does in one layer and a half.
+    # The output head costs as much compute as 1.5 layers.
     stages = PipelineConfig(layout=f"Ettt|{'tttt|' * 13}ttt|ttL")
     parallel = ParallelConfig(ep=8, pp=16, pipeline=stages, zero=1)
     run = pretraining(
@@ -98,13 +100,12 @@ def deepseek_v2() -> TrainRun:
 
 
 def deepseek_v3() -> TrainRun:
-    """DeepSeek-V3 over 1024 GPUs or more: 4 of the 256 experts of each layer on each of 64, the
-    layers in 16 stages.
+    """DeepSeek-V3 on 1024 GPUs or more: ep 64, with 4 of the 256 experts of each layer per GPU, and
+    16 pipeline stages.
 
-    A token meets 37.6 of 671.0 billion parameters, those of the multi-token prediction not counted.
-    Batch, learning rate and balance as in sections 4.2 and 4.3 of the report, which trained on 2048
-    GPUs and held the rate for long before it fell. As there, rows are 4096 tokens long before
-    positions are stretched.
+    37.6B of 671.0B parameters are active per token, without the MTP layer. Batch size, learning
+    rate and load balancing as in sections 4.2 and 4.3 of the report, which used 2048 GPUs and a
+    long constant phase before the decay. Rows have 4096 tokens, as before context extension.
     """
     model = ModelConfig(
         vocab_size=129_280,
@@ -135,8 +136,7 @@ def deepseek_v3() -> TrainRun:
         ),
         mtp=MTPConfig(num_layers=1, loss_weight=0.3),
     )
-    # The last stage has one layer beside the head and the prediction, which is a layer and the head
-    # once more.
+    # The last stage has one layer, the head and the MTP layer, which computes the head again.
     stages = PipelineConfig(layout=f"Etttt|{'tttt|' * 14}tmL")
     parallel = ParallelConfig(ep=64, pp=16, pipeline=stages, zero=1)
     run = pretraining(

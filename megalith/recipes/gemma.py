@@ -1,8 +1,7 @@
 """Gemma 1, 2 and 3 in some of their published sizes.
 
 Source: Gemma Team 2024, arXiv:2403.08295; 2024, arXiv:2408.00118; 2025, arXiv:2503.19786. Learning
-rates are ours: the authors of the first told none, and of the later ones those up to 9B were
-distilled.
+rates are ours: the first report gives none, and the later models up to 9B were distilled.
 """
 
 from megalith.config.attention import AttentionConfig
@@ -16,23 +15,21 @@ _FIVE_OF_SIX = (True, True, True, True, True, False)
 
 
 def gemma_2b() -> TrainRun:
-    """Gemma 2B: all heads share one key and value, and the embedding, a fifth of the weights,
-    serves as head."""
+    """Gemma 2B: multi-query attention, tied embeddings (a fifth of the weights)."""
     model = _gemma(hidden=2048, layers=18, heads=8, kv_heads=1, ffn=16_384)
     return pretraining("gemma_2b", model, warmed_cosine(4e-4), seq_len=8192)
 
 
 def gemma_7b() -> TrainRun:
-    """Gemma 7B, split over 4 GPUs: 16 heads of 256 features, together wider than the residual
-    stream."""
+    """Gemma 7B on 4 GPUs (tp 4): 16 heads of size 256, together larger than hidden_size."""
     model = _gemma(hidden=3072, layers=28, heads=16, kv_heads=16, ffn=24_576)
     parallel = ParallelConfig(tp=4, sp=True)
     return pretraining("gemma_7b", model, warmed_cosine(3e-4), seq_len=8192, parallel=parallel)
 
 
 def gemma2_2b() -> TrainRun:
-    """Gemma 2 2B: a window of 4096 tokens in every other layer, soft caps, norms before and
-    after."""
+    """Gemma 2 2B: sliding window of 4096 tokens in every other layer, logit soft caps, norms
+    before and after."""
     return pretraining(
         "gemma2_2b",
         _gemma2(hidden=2304, layers=26, heads=8, kv_heads=4, ffn=9216),
@@ -41,7 +38,7 @@ def gemma2_2b() -> TrainRun:
 
 
 def gemma2_9b() -> TrainRun:
-    """Gemma 2 9B, split over 4 GPUs."""
+    """Gemma 2 9B on 4 GPUs (tp 4)."""
     model = _gemma2(hidden=3584, layers=42, heads=16, kv_heads=8, ffn=14_336)
     return pretraining(
         "gemma2_9b", model, warmed_cosine(3e-4), parallel=ParallelConfig(tp=4, sp=True)
@@ -49,8 +46,8 @@ def gemma2_9b() -> TrainRun:
 
 
 def gemma3_270m() -> TrainRun:
-    """Gemma 3 270M: five of six layers see 512 tokens; more than half of its weights are its
-    vocabulary."""
+    """Gemma 3 270M: sliding window of 512 tokens in five of six layers; embeddings are more than
+    half of the weights."""
     return pretraining("gemma3_270m", _gemma3(hidden=640, layers=18, ffn=2048), warmed_cosine(1e-3))
 
 

@@ -1,5 +1,5 @@
-"""GPT-2 in its smallest size. Source: Radford et al. 2019, "Language models are unsupervised
-multitask learners"."""
+"""GPT-2 in its smallest size. Source: Radford et al. 2019, "Language Models are Unsupervised
+Multitask Learners"."""
 
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
@@ -8,10 +8,10 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def gpt2_124m() -> TrainRun:
-    """GPT-2 small: learned positions, LayerNorm, biases, dropout.
+    """GPT-2 small: learned position embeddings, LayerNorm, biases, dropout.
 
-    The learning rate, which the authors did not tell, is that of the same size in Brown et al.
-    2020, arXiv:2005.14165, table 2.1.
+    The learning rate is not in the paper; it is that of the same size in Brown et al. 2020,
+    arXiv:2005.14165, table 2.1.
     """
     model = ModelConfig(
         vocab_size=50_257,

@@ -1,4 +1,4 @@
-"""gpt-oss 20B, in the size that its card gives. Source: OpenAI 2025, arXiv:2508.10925."""
+"""gpt-oss 20B with the sizes of its model card. Source: OpenAI 2025, arXiv:2508.10925."""
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
@@ -10,10 +10,10 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def gpt_oss_20b() -> TrainRun:
-    """gpt-oss 20B over 8 GPUs, 4 of the 32 experts of each layer on each.
+    """gpt-oss 20B on 8 GPUs: ep 8, with 4 of the 32 experts of each layer per GPU.
 
-    A token meets 4.2 of 20.9 billion parameters, the table of tokens counted. How it was trained
-    its authors did not tell: learning rate and balance are ours.
+    4.2B of 20.9B parameters, including embeddings, are active per token. Training settings are not
+    published: the learning rate and the aux loss are ours.
     """
     model = ModelConfig(
         vocab_size=201_088,

@@ -9,8 +9,8 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def granite_2b() -> TrainRun:
-    """Granite 3 2B: embeddings, scores, residuals and logits have scales of their own; the learning
-    rate is ours."""
+    """Granite 3 2B: scaled embeddings, attention scores, residuals and logits; the learning rate
+    is ours."""
     model = ModelConfig(
         vocab_size=49_155,
         hidden_size=2048,

@@ -1,7 +1,8 @@
 """Llama 2 in two of its published sizes. Source: Touvron et al. 2023, arXiv:2307.09288, section
 2.2.
 
-Learning rates, warm-up, eps, 4 million tokens a step and 2 trillion in all are the authors'.
+Learning rates, warmup, eps, batches of 4 million tokens and 2 trillion tokens in total are those of
+the paper.
 """
 
 from dataclasses import replace
@@ -14,15 +15,15 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def llama2_7b() -> TrainRun:
-    """Llama 2 7B, split over 2 GPUs."""
+    """Llama 2 7B on 2 GPUs (tp 2)."""
     model = _model(hidden=4096, layers=32, heads=32, kv_heads=32, ffn=11_008)
     return _run("llama2_7b", model, ParallelConfig(tp=2, sp=True), lr=3e-4)
 
 
 def llama2_70b() -> TrainRun:
-    """Llama 2 70B, split over 8 GPUs: the first Llama whose heads share keys and values.
+    """Llama 2 70B on 8 GPUs (tp 8): the first Llama with grouped-query attention.
 
-    From 16 replicas on, which divide the optimizer's state, it fits 80 GB.
+    From 16 data-parallel replicas on, which shard the optimizer state, it fits in 80 GB.
     """
     model = _model(hidden=8192, layers=80, heads=64, kv_heads=8, ffn=28_672)
     return _run("llama2_70b", model, ParallelConfig(tp=8, sp=True, zero=1), lr=1.5e-4)

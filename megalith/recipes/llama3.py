@@ -1,7 +1,7 @@
 """Llama 3.1 and 3.2 in their published sizes, with the learning rates of Grattafiori et al. 2024,
 arXiv:2407.21783.
 
-They train on made-up tokens until text is given: `--data.mock false --data.path PREFIX` and a
+They train on mock data unless text is given: `--data.mock false --data.path PREFIX` and a
 tokenizer.
 """
 
@@ -20,11 +20,11 @@ from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import LoopConfig, TrainRun
 
 _VOCAB_SIZE = 128_256
-_CONTEXT = 131_072  # reached by the rope scaling; the first training reads 8192 tokens
+_CONTEXT = 131_072  # reached with RoPE scaling; pretraining uses 8192 tokens
 
 
 def llama3_1b() -> TrainRun:
-    """Llama 3.2 1B, with a tied head."""
+    """Llama 3.2 1B, with tied embeddings."""
     model = ModelConfig(
         vocab_size=_VOCAB_SIZE,
         hidden_size=2048,
@@ -36,12 +36,12 @@ def llama3_1b() -> TrainRun:
         rope=_rope(factor=32.0),
         tied_embeddings=True,
     )
-    # The published 1B model was distilled; a learning rate of ours, that of the 8B model.
+    # The published 1B model was distilled; we use the learning rate of the 8B model.
     return _run("llama3_1b", model, ParallelConfig(), global_batch_size=512, lr=3e-4, min_lr=3e-6)
 
 
 def llama3_8b() -> TrainRun:
-    """Llama 3.1 8B, split over 2 GPUs."""
+    """Llama 3.1 8B on 2 GPUs (tp 2)."""
     model = ModelConfig(
         vocab_size=_VOCAB_SIZE,
         hidden_size=4096,
@@ -63,9 +63,9 @@ def llama3_8b() -> TrainRun:
 
 
 def llama3_70b() -> TrainRun:
-    """Llama 3.1 70B, split over 8 GPUs.
+    """Llama 3.1 70B on 8 GPUs.
 
-    Up to 2048 replicas, each with the GPUs of one node.
+    Up to 2048 replicas, each on the GPUs of one node.
     """
     model = ModelConfig(
         vocab_size=_VOCAB_SIZE,
@@ -88,7 +88,7 @@ def llama3_70b() -> TrainRun:
 
 
 def llama3_405b() -> TrainRun:
-    """Llama 3.1 405B, a replica over 128 GPUs: each layer split over 8, the layers over 16 stages.
+    """Llama 3.1 405B on 128 GPUs per replica: tp 8, pp 16.
 
     Trained on 16,384 GPUs with 16 million tokens a step; the first and the last stage have one
     layer less each (arXiv:2407.21783, section 3.3.2). For rows of 131,072 tokens: parallel.cp=16,
@@ -107,8 +107,8 @@ def llama3_405b() -> TrainRun:
     stages = PipelineConfig(vpp=4, count_embedding=True, count_loss=True)
     parallel = ParallelConfig(tp=8, sp=True, pp=16, pipeline=stages, zero=1)
     run = _run("llama3_405b", model, parallel, global_batch_size=2048, lr=8e-5, min_lr=8e-7)
-    # With these, under 1 % more work, it fits 80 GB; see `megalith plan estimate llama3_405b
-    # --world 16384`.
+    # With this, at less than 1 % more compute, it fits in 80 GB; see `megalith plan estimate
+    # llama3_405b --world 16384`.
     return replace(
         run, recompute=RecomputeConfig(granularity="selective", modules=("norm", "mlp_act"))
     )
@@ -127,8 +127,8 @@ def _run(
     lr: float,
     min_lr: float,
 ) -> TrainRun:
-    """8000 steps of warm-up and a cosine to a hundredth, as published; the number of steps is
-    ours."""
+    """Warmup of 8000 steps and cosine decay to 1 % of the peak, as published; the number of
+    steps is ours."""
     return TrainRun(
         name=name,
         model=model,

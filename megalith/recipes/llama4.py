@@ -1,4 +1,5 @@
-"""Llama 4 Scout's text, in the size of its release. Source: Meta 2025, "The Llama 4 herd"."""
+"""Llama 4 Scout (text model) with the sizes of its release. Source: Meta 2025, "The Llama 4
+herd"."""
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
@@ -12,11 +13,11 @@ _THREE_OF_FOUR = (True, True, True, False)
 
 
 def llama4_scout() -> TrainRun:
-    """Llama 4 Scout without its tower for pictures, over 64 GPUs: an expert of each layer on each
-    of 16, attention over 4, the layers in 4 stages.
+    """Llama 4 Scout without its vision encoder, on 64 GPUs: tp 4, ep 16 with one expert of each
+    layer per GPU, and 4 pipeline stages.
 
-    A token meets 17.2 of 107.8 billion parameters. Rows are as long as a chunk of attention; how it
-    was trained its authors did not tell: learning rate and balance are ours.
+    17.2B of 107.8B parameters are active per token. Rows have the length of an attention chunk.
+    Training settings are not published: the learning rate and the aux loss are ours.
     """
     model = ModelConfig(
         vocab_size=202_048,

@@ -1,5 +1,5 @@
-"""Adapters for the small model that answers sums: seconds on any machine, once `sft_tiny` has been
-trained."""
+"""LoRA adapters for the small arithmetic model of `sft_tiny`; trains in seconds after
+`sft_tiny`."""
 
 from dataclasses import replace
 
@@ -13,11 +13,10 @@ from megalith.recipes.sft_tiny import sft_tiny
 
 
 def lora_tiny() -> TrainRun:
-    """More sums, of which adapters beside the weights of runs/sft_tiny learn; these stay as they
-    are.
+    """LoRA fine-tuning of the frozen model of runs/sft_tiny on more sums.
 
-    Set `data.sft.path` and `checkpoint.load` to tune a model of your own, whose folder or
-    checkpoint is its recipe.
+    To tune your own model, set `data.sft.path` and `checkpoint.load`; the recipe is the model's run
+    folder or checkpoint.
     """
     base = sft_tiny()
     return replace(

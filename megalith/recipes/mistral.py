@@ -1,4 +1,4 @@
-"""Mistral 7B, in the size that its paper gives. Source: Jiang et al. 2023, arXiv:2310.06825."""
+"""Mistral 7B with the sizes of its paper. Source: Jiang et al. 2023, arXiv:2310.06825."""
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
@@ -8,10 +8,10 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def mistral_7b() -> TrainRun:
-    """Mistral 7B (v0.1) over 2 GPUs: every layer sees the last 4096 tokens, and rows are twice as
-    long.
+    """Mistral 7B (v0.1) on 2 GPUs: sliding window of 4096 tokens in every layer, rows of twice that
+    length.
 
-    The learning rate, which the authors did not tell, is ours.
+    The learning rate is not in the paper; it is ours.
     """
     model = ModelConfig(
         vocab_size=32_000,

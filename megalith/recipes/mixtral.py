@@ -1,4 +1,4 @@
-"""Mixtral 8x7B, in the size that its paper gives. Source: Jiang et al. 2024, arXiv:2401.04088."""
+"""Mixtral 8x7B with the sizes of its paper. Source: Jiang et al. 2024, arXiv:2401.04088."""
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, MoEConfig
@@ -9,10 +9,10 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def mixtral_8x7b() -> TrainRun:
-    """Mixtral 8x7B over 32 GPUs: an expert of each layer on each of 8, the layers in 4 stages.
+    """Mixtral 8x7B on 32 GPUs: ep 8, one expert of each layer per GPU, and 4 pipeline stages.
 
-    A token meets 12.9 of 46.7 billion parameters. The learning rate, which the authors did not
-    tell, is ours; the weight of the balancing loss is that of the released settings.
+    12.9B of 46.7B parameters are active per token. The learning rate is not in the paper and is
+    ours; the aux loss coefficient is that of the released config.
     """
     model = ModelConfig(
         vocab_size=32_000,

@@ -1,4 +1,4 @@
-"""A small mixture of experts on two processes, minutes on two CPU cores."""
+"""A small mixture of experts on two processes; trains in minutes on two CPU cores."""
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
@@ -11,9 +11,9 @@ from megalith.config.train import LoopConfig, TrainRun
 
 
 def moe_tiny() -> TrainRun:
-    """Eight experts and a shared one, divided over two processes: `--nproc 2`.
+    """Eight experts and a shared expert, with ep 2: run with `--nproc 2`.
 
-    The data is made up; docs/howto/experts.md puts the corpus of `make quickstart` in its place.
+    Uses mock data; docs/howto/experts.md shows how to train on the corpus of `megalith quickstart`.
     """
     vocab_size = 4096
     return TrainRun(
@@ -32,13 +32,13 @@ def moe_tiny() -> TrainRun:
                 top_k=2,
                 ffn_hidden_size=128,
                 shared_ffn_hidden_size=128,
-                shared_gate=True,  # as Qwen2-MoE, which it can be exported as
+                shared_gate=True,  # as in Qwen2-MoE, to which it can be exported
                 layers=(
                     False,
                     True,
                     True,
                     True,
-                ),  # as DeepSeek-V3: the first layer's tokens are not told apart yet
+                ),  # as in DeepSeek-V3, the first layer is dense
                 aux_loss=AuxLossConfig(batch_coeff=0.01, z_loss_coeff=1e-3),
             ),
         ),

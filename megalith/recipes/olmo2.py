@@ -1,6 +1,6 @@
 """OLMo 2 in three of its published sizes. Source: OLMo Team 2024, arXiv:2501.00656.
 
-Rows, batches, learning rates and a warm-up over 8.4 billion tokens are those of the configs
+Rows, batch sizes, learning rates and the warmup over 8.4 billion tokens are those of the configs
 released with the weights.
 """
 
@@ -13,13 +13,13 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def olmo2_1b() -> TrainRun:
-    """OLMo 2 1B: 2 million tokens a step."""
+    """OLMo 2 1B: 2 million tokens per step."""
     model = _model(hidden=2048, layers=16, heads=16, ffn=8192)
     return pretraining("olmo2_1b", model, warmed_cosine(4e-4, warmup=4000), global_batch_size=512)
 
 
 def olmo2_7b() -> TrainRun:
-    """OLMo 2 7B, split over 2 GPUs: 4 million tokens a step."""
+    """OLMo 2 7B on 2 GPUs (tp 2): 4 million tokens per step."""
     model = _model(hidden=4096, layers=32, heads=32, ffn=11_008)
     parallel = ParallelConfig(tp=2, sp=True)
     return pretraining(
@@ -28,7 +28,7 @@ def olmo2_7b() -> TrainRun:
 
 
 def olmo2_13b() -> TrainRun:
-    """OLMo 2 13B, split over 4 GPUs: 8 million tokens a step."""
+    """OLMo 2 13B on 4 GPUs (tp 4): 8 million tokens per step."""
     model = _model(hidden=5120, layers=40, heads=40, ffn=13_824)
     parallel = ParallelConfig(tp=4, sp=True)
     return pretraining(

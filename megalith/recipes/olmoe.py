@@ -1,4 +1,4 @@
-"""OLMoE, in the size that its paper gives. Source: Muennighoff et al. 2024, arXiv:2409.02060."""
+"""OLMoE with the sizes of its paper. Source: Muennighoff et al. 2024, arXiv:2409.02060."""
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
@@ -9,10 +9,10 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def olmoe_7b() -> TrainRun:
-    """OLMoE 1B-7B over 8 GPUs, 8 of the 64 experts of each layer on each.
+    """OLMoE 1B-7B on 8 GPUs: ep 8, with 8 of the 64 experts of each layer per GPU.
 
-    A token meets 1.3 of 6.9 billion parameters. 4 million tokens a step, the learning rate and the
-    losses of balance are the authors' (appendix B).
+    1.3B of 6.9B parameters are active per token. 4 million tokens per step, the learning rate and
+    the aux losses are those of the paper (appendix B).
     """
     model = ModelConfig(
         vocab_size=50_304,

@@ -8,7 +8,7 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def phi3_mini() -> TrainRun:
-    """Phi-3 mini (4k), split over 2 GPUs; the learning rate is ours."""
+    """Phi-3 mini (4k) on 2 GPUs (tp 2); the learning rate is ours."""
     model = ModelConfig(
         vocab_size=32_064,
         hidden_size=3072,

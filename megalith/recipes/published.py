@@ -1,7 +1,6 @@
-"""What runs of published models have in common: their own sizes, made-up tokens until text is
-given, bf16, checkpoints.
+"""Shared parts of recipes of published models: pretraining on mock data until text is given.
 
-A learning rate is that of the authors where they told it, and ours where a recipe says so.
+Learning rates are those of the authors where published, and ours where a recipe says so.
 """
 
 from megalith.config.checkpoint import CheckpointConfig
@@ -26,9 +25,8 @@ def pretraining(
     steps: int = 100_000,
     parallel: ParallelConfig = ALONE,
 ) -> TrainRun:
-    """Training of a published model from its first weights; `--data.mock false --data.path
-    PREFIX` and a tokenizer make it real. The number of steps is ours, unless a recipe says
-    otherwise."""
+    """Return a pretraining run of a published model from random weights; for text, pass
+    `--data.mock false --data.path PREFIX`."""
     return TrainRun(
         name=name,
         model=model,
@@ -43,5 +41,5 @@ def pretraining(
 
 
 def warmed_cosine(lr: float, *, warmup: int = 2000) -> ScheduleConfig:
-    """So many steps of warm-up, and a cosine to a tenth."""
+    """Return a schedule of linear warmup and cosine decay to 10 % of the peak."""
     return ScheduleConfig(lr=lr, min_lr=lr / 10, warmup_steps=warmup)

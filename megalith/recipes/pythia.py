@@ -8,7 +8,7 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def pythia_160m() -> TrainRun:
-    """Pythia 160M: attention and MLP side by side, a quarter of the features turned; 143000 steps
+    """Pythia 160M: parallel attention and MLP, RoPE on a quarter of the features; 143000 steps
     of 2M tokens."""
     model = ModelConfig(
         vocab_size=50_304,

@@ -1,4 +1,4 @@
-"""The run of `make quickstart`: a small GPT on real text, minutes on two CPU cores."""
+"""Recipe of `megalith quickstart`: a small GPT on text, trained in minutes on two CPU cores."""
 
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
@@ -8,9 +8,9 @@ from megalith.config.train import LoopConfig, TrainRun
 
 
 def quickstart() -> TrainRun:
-    """The small GPT of `make quickstart`.
+    """Small GPT of `megalith quickstart`.
 
-    1.0M tokens; the command puts its own corpus and tokenizer in place of the made-up data.
+    1.0M tokens; the command replaces the mock data with its own corpus and tokenizer.
     """
     vocab_size = 4096
     return TrainRun(

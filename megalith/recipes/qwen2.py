@@ -1,7 +1,6 @@
-"""Qwen2, and Qwen1.5 with experts, in a published size each. Source: Yang et al. 2024,
-arXiv:2407.10671.
+"""Qwen2 7B and Qwen1.5-MoE-A2.7B. Source: Yang et al. 2024, arXiv:2407.10671.
 
-The authors told no learning rates; those here are ours.
+The reports give no learning rates; those here are ours.
 """
 
 from megalith.config.model import ModelConfig
@@ -13,8 +12,8 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def qwen2_7b() -> TrainRun:
-    """Qwen2 7B, split over 2 GPUs: 28 heads with biases share 4 keys and values. Qwen2.5 7B has the
-    same sizes."""
+    """Qwen2 7B on 2 GPUs (tp 2): 28 query heads with biases, 4 KV heads. Qwen2.5 7B has the same
+    sizes."""
     model = ModelConfig(
         vocab_size=152_064,
         hidden_size=3584,
@@ -33,11 +32,11 @@ def qwen2_7b() -> TrainRun:
 
 
 def qwen1_5_moe_a2_7b() -> TrainRun:
-    """Qwen1.5-MoE-A2.7B over 8 GPUs: 15 of the 60 experts of each layer on each of 4, the layers in
-    2 stages.
+    """Qwen1.5-MoE-A2.7B on 8 GPUs: ep 4, with 15 of the 60 experts of each layer per GPU, and 2
+    pipeline stages.
 
-    A token meets 2.7 of 14.3 billion parameters. Four shared experts are one MLP behind a gate; the
-    weight of the balancing loss is that of the released settings.
+    2.7B of 14.3B parameters are active per token. Four shared experts are one gated MLP; the aux
+    loss coefficient is that of the released config.
     """
     model = ModelConfig(
         vocab_size=151_936,

@@ -10,9 +10,9 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def qwen3_0_6b() -> TrainRun:
-    """Qwen3 0.6B: heads of 128 features, whose queries and keys are normed, and a tied head.
+    """Qwen3 0.6B: heads of size 128, QK norm, tied embeddings.
 
-    The learning rate is ours: the authors say only that scaling laws gave theirs.
+    The learning rate is ours: the report says only that theirs follows scaling laws.
     """
     model = ModelConfig(
         vocab_size=151_936,
@@ -32,7 +32,7 @@ def qwen3_0_6b() -> TrainRun:
 
 
 def qwen3_8b() -> TrainRun:
-    """Qwen3 8B, split over 2 GPUs; the learning rate is ours."""
+    """Qwen3 8B on 2 GPUs (tp 2); the learning rate is ours."""
     model = ModelConfig(
         vocab_size=151_936,
         hidden_size=4096,
@@ -52,11 +52,11 @@ def qwen3_8b() -> TrainRun:
 
 
 def qwen3_30b_a3b() -> TrainRun:
-    """Qwen3 30B-A3B over 16 GPUs: 16 of the 128 experts of each layer on each of 8, the layers in 2
-    stages.
+    """Qwen3 30B-A3B on 16 GPUs: ep 8, with 16 of the 128 experts of each layer per GPU, and 2
+    pipeline stages.
 
-    A token meets 3.4 of 30.5 billion parameters. Experts are balanced over the global batch, as the
-    report says; the weight of that and the learning rate are ours.
+    3.4B of 30.5B parameters are active per token. Aux loss over the global batch, as in the report;
+    its coefficient and the learning rate are ours.
     """
     model = ModelConfig(
         vocab_size=151_936,

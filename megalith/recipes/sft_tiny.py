@@ -1,4 +1,4 @@
-"""Fine-tuning on made-up conversations: a minute on two CPU cores, nothing to fetch."""
+"""Fine-tuning on mock conversations; trains in a minute on two CPU cores, without downloads."""
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
@@ -9,16 +9,16 @@ from megalith.config.train import LoopConfig, TrainRun
 
 
 def sft_tiny() -> TrainRun:
-    """Sums of two digits, answered from packed conversations.
+    """Supervised fine-tuning on packed conversations about sums of two digits.
 
-    The number of steps is measured (2-core x86-64, 2026-11): after 60 the answers have their form
-    and end, after 400 11 of 12 repeat the question, and half of the sums are right (held-out loss
-    0.06). Set `data.sft.path`, `checkpoint.load` and a tokenizer to tune a model of your own.
+    The number of steps is measured (2-core x86-64, 2026-11): after 60, answers have the right form
+    and end; after 400, 11 of 12 repeat the question and half of the sums are correct (held-out loss
+    0.06). To tune your own model, set `data.sft.path`, `checkpoint.load` and a tokenizer.
     """
     return TrainRun(
         name="sft_tiny",
         model=ModelConfig(
-            vocab_size=257,  # the byte tokenizer: 256 bytes and the end of a document
+            vocab_size=257,  # byte tokenizer: 256 bytes and the end-of-document token
             hidden_size=128,
             num_layers=4,
             num_heads=4,

@@ -1,6 +1,6 @@
-"""Llama-class models of 6M to 350M parameters: for benchmarks, experiments and one GPU.
+"""Llama models of 6M to 350M parameters for benchmarks, experiments and one GPU.
 
-They train on made-up tokens until text is given: `--data.mock false --data.path PREFIX` and a
+They train on mock data unless text is given: `--data.mock false --data.path PREFIX` and a
 tokenizer.
 """
 
@@ -15,7 +15,7 @@ from megalith.config.train import LoopConfig, TrainRun
 
 
 def llama_6m() -> TrainRun:
-    """For benchmarks: 8 rows of 256 tokens."""
+    """Llama with 6M parameters for benchmarks: 8 rows of 256 tokens per step."""
     model = ModelConfig(
         vocab_size=4096,
         hidden_size=256,
@@ -32,7 +32,7 @@ def llama_6m() -> TrainRun:
 
 
 def llama_29m() -> TrainRun:
-    """For benchmarks: 4 rows of 512 tokens."""
+    """Llama with 29M parameters for benchmarks: 4 rows of 512 tokens per step."""
     model = ModelConfig(
         vocab_size=4096,
         hidden_size=512,
@@ -49,7 +49,7 @@ def llama_29m() -> TrainRun:
 
 
 def llama_125m() -> TrainRun:
-    """As large as GPT-2 small."""
+    """Llama with the size of GPT-2 small."""
     return _gpt2_sized(
         "llama_125m",
         hidden_size=768,
@@ -62,7 +62,7 @@ def llama_125m() -> TrainRun:
 
 
 def llama_350m() -> TrainRun:
-    """As large as GPT-2 medium."""
+    """Llama with the size of GPT-2 medium."""
     return _gpt2_sized(
         "llama_350m",
         hidden_size=1024,
@@ -84,7 +84,7 @@ def _gpt2_sized(
     lr: float,
     min_lr: float,
 ) -> TrainRun:
-    """Depth, width and vocabulary of a GPT-2 in Llama's layers.
+    """Return a Llama run with the depth, width and vocabulary of a GPT-2 model.
 
     Learning rates and the batch of half a million tokens are those of GPT-3 (arXiv:2005.14165,
     table 2.1).

@@ -1,5 +1,5 @@
-"""SmolLM: models for phones and laptops. Source: the cards of SmolLM-135M (2024) and SmolLM3-3B
-(2025)."""
+"""SmolLM: small models for phones and laptops. Source: the model cards of SmolLM-135M (2024) and
+SmolLM3-3B (2025)."""
 
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
@@ -14,7 +14,7 @@ from megalith.recipes.published import pretraining
 def smollm_135m() -> TrainRun:
     """SmolLM 135M: deep and narrow.
 
-    600B tokens, the last fifth of them with a falling learning rate.
+    600B tokens, the last fifth with a decaying learning rate.
     """
     vocab_size = 49_152
     return TrainRun(
@@ -46,10 +46,10 @@ def smollm_135m() -> TrainRun:
 
 
 def smollm3_3b() -> TrainRun:
-    """SmolLM3 3B: every fourth layer knows no positions.
+    """SmolLM3 3B: no RoPE in every fourth layer.
 
-    2.4 million tokens a step, 11T in all, the last tenth of them with a falling learning rate. The
-    model is the one that reads 65,536 tokens in the end; its theta was 50,000 while rows had 4096.
+    2.4 million tokens per step, 11T in total, the last tenth with a decaying learning rate. The
+    context is that of the final model, 65,536 tokens; its theta was 50,000 while rows had 4096.
     """
     model = ModelConfig(
         vocab_size=128_256,

@@ -9,8 +9,8 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def starcoder2_3b() -> TrainRun:
-    """StarCoder2 3B: two key/value heads, a window in every layer, an MLP without a gate. The
-    learning rate is ours."""
+    """StarCoder2 3B: two KV heads, sliding window in every layer, ungated MLP. The learning rate
+    is ours."""
     model = ModelConfig(
         vocab_size=49_152,
         hidden_size=3072,

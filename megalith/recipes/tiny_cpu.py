@@ -1,4 +1,4 @@
-"""The first run: a small model on made-up data, seconds on any machine."""
+"""First run: a small model on mock data; trains in seconds on any machine."""
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
@@ -8,14 +8,14 @@ from megalith.config.train import LoopConfig, TrainRun
 
 
 def tiny_cpu() -> TrainRun:
-    """Counting, learned in half a minute on a CPU.
+    """Small model that learns to count in half a minute on a CPU.
 
-    The data is made up, so there is no file to fetch.
+    Uses mock data, so nothing is downloaded.
     """
     return TrainRun(
         name="tiny_cpu",
         model=ModelConfig(
-            vocab_size=257,  # the byte tokenizer: 256 bytes and the end of a document
+            vocab_size=257,  # byte tokenizer: 256 bytes and the end-of-document token
             hidden_size=256,
             num_layers=6,
             num_heads=8,

@@ -1,4 +1,4 @@
-"""Reading command lines."""
+"""Command-line parsing."""
 
 from dataclasses import dataclass, field
 
@@ -7,6 +7,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import COMMON_SETTINGS, parse_options, split_overrides
 from megalith.config.fields import describe, setting_names
+from megalith.config.renamed import read_renamed_settings
 from megalith.config.train import TrainRun
 from megalith.config.tree import Override, apply_overrides
 from megalith.errors import ConfigError
@@ -89,7 +90,7 @@ def test_true_or_false_alone_means_true(line: str, value: str, rest: list[str]) 
     assert split(line) == (rest, {"section.flag": value})
 
 
-def test_a_word_that_is_neither_true_nor_false_is_refused_by_its_setting() -> None:
+def test_invalid_boolean_is_rejected_with_its_setting() -> None:
     rest, overrides = split("tiny_cpu --parallel.sp perhaps", TrainRun)
     assert rest == ["tiny_cpu"]
     with pytest.raises(ConfigError, match="parallel.sp=perhaps: expected true or false"):
@@ -110,7 +111,7 @@ def test_words_with_dots_that_are_values_of_other_options_stay() -> None:
     assert split(line) == (line.split(), {})
 
 
-def test_unknown_and_empty_overrides_are_told_together() -> None:
+def test_unknown_and_empty_overrides_are_reported_together() -> None:
     with pytest.raises(ConfigError) as error:
         split("--paralel.tp 2 --parallel.dp --data.path --x.y=1 --train.lr 3", TrainRun)
     text = str(error.value)
@@ -119,6 +120,13 @@ def test_unknown_and_empty_overrides_are_told_together() -> None:
     assert "--parallel.dp has no value. Use --parallel.dp VALUE." in text
     assert "--data.path has no value" in text
     assert "--train.lr=3: there is no such setting. Did you mean schedule.lr?" in text
+
+
+def test_a_renamed_setting_is_an_error_that_names_its_successor() -> None:
+    for old, new in read_renamed_settings().settings.items():
+        with pytest.raises(ConfigError) as error:
+            split(f"--{old} 1", TrainRun)
+        assert str(error.value) == f"--{old}=1: this setting was renamed. Use {new}.", old
 
 
 def test_a_command_line_ends_in_a_run() -> None:
@@ -155,7 +163,7 @@ def test_unknown_options_get_did_you_mean_from_options_and_settings() -> None:
 @pytest.mark.parametrize(
     "line", ["tiny_cpu --nproc two", "--nproc=two tiny_cpu", "tiny_cpu --nproc two --dry-run"]
 )
-def test_a_word_where_a_number_belongs_is_refused_with_an_example(line: str) -> None:
+def test_non_numeric_value_is_rejected_with_an_example(line: str) -> None:
     with pytest.raises(ConfigError) as error:
         parsed(line)
     assert str(error.value) == "--nproc=two is not a whole number. Use for example --nproc 8."
@@ -232,7 +240,7 @@ def test_help_shows_options_and_settings_with_the_values_of_the_recipe(
     assert "--dry-run" in text
     assert "--parallel.tp INT" in text
     assert "(default: 14336)" in text
-    assert "Tensor parallel" in text
+    assert "Tensor-parallel size" in text
 
 
 def test_help_without_a_recipe_names_what_recipes_must_give(

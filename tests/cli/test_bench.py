@@ -1,5 +1,4 @@
-"""`megalith bench overlap` on real ranks: every kind of communication has its row, and wrong words
-are text."""
+"""`megalith bench overlap` on real ranks: rows of the table and error messages."""
 
 import json
 
@@ -22,7 +21,9 @@ TINY = (
 )
 
 
-def test_a_slow_link_shows_in_the_table_of_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_simulated_latency_shows_in_the_table_of_two_ranks(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     words = [
         "bench",
         "overlap",
@@ -44,27 +45,27 @@ def test_a_slow_link_shows_in_the_table_of_two_ranks(capfd: pytest.CaptureFixtur
     assert 0 < found["exposed_seconds"] <= found["step_seconds"] * 1.1
 
 
-def test_one_rank_communicates_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_has_no_communication(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "overlap", *TINY, "--steps", "1"]) == 0
-    assert "communicates nothing: it has one rank" in capsys.readouterr().out
+    assert "without communication, because it has one rank" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["overlapp", "tiny_cpu"], "Did you mean overlap?"),
         (["overlap", "tiny_cpu", "--steps", "0"], "--steps=0 must be at least 1"),
         (
             ["overlap", "tiny_cpu", "--latency-ms", "-1"],
-            "--latency-ms=-1.0 must be a finite number and not negative",
+            "--latency-ms=-1.0 must be a finite number of at least 0",
         ),
         (
             ["overlap", "tiny_cpu", "--latency-ms", "nan"],
-            "--latency-ms=nan must be a finite number and not negative",
+            "--latency-ms=nan must be a finite number of at least 0",
         ),
         (
             ["overlap", "tiny_cpu", "--latency-ms", "inf"],
-            "--latency-ms=inf must be a finite number and not negative",
+            "--latency-ms=inf must be a finite number of at least 0",
         ),
         (
             ["overlap", "tiny_cpu", "--gigabytes-per-second", "0"],
@@ -81,13 +82,13 @@ def test_one_rank_communicates_nothing(capsys: pytest.CaptureFixture[str]) -> No
         (["overlap", "tiny_cpu", "--parallel.tp", "3"], "parallel.tp"),
     ],
 )
-def test_what_the_user_can_fix_is_text(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_user_errors_are_messages(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_its_help_names_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 0
     assert "megalith bench overlap RECIPE" in capsys.readouterr().out

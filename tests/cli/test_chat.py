@@ -71,11 +71,11 @@ def tuned(tmp_path: Path) -> str:
 def chat(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], turns: str, *words: str
 ) -> tuple[int, str, str]:
-    """Exit code, what was said, and what went wrong."""
+    """Exit code, standard output and standard error."""
     monkeypatch.setattr("sys.stdin", io.StringIO(turns))
     code = main(["chat", *words])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    error_text = capsys.readouterr()
+    return code, error_text.out, error_text.err
 
 
 def test_default_temperature_makes_unlikely_tokens_rarer(tuned: str) -> None:
@@ -84,7 +84,7 @@ def test_default_temperature_makes_unlikely_tokens_rarer(tuned: str) -> None:
     assert option_problems(ChatOptions(source=tuned, greedy=True)) == []
 
 
-def test_every_line_is_a_turn_and_the_model_remembers_until_it_begins_again(
+def test_every_line_is_a_turn_and_reset_starts_a_new_conversation(
     tuned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (tuned, "--max-new-tokens", "6", "--seed", "3")
@@ -95,11 +95,11 @@ def test_every_line_is_a_turn_and_the_model_remembers_until_it_begins_again(
     middle = out[len(once) : len(out) - len(once)]
     assert middle not in ("", once), "the second turn saw the first"
     assert chat(monkeypatch, capsys, "abc\n", *words, "--system", "be brief")[1] != once
-    assert "/reset begins again" in chat(monkeypatch, capsys, "/help\n", *words)[1]
+    assert "/reset starts a new conversation" in chat(monkeypatch, capsys, "/help\n", *words)[1]
 
 
 @pytest.mark.slow  # two processes of their own
-def test_turns_may_come_from_a_file_and_ranks_share_the_model(
+def test_turns_from_a_file_on_two_tensor_parallel_ranks(
     tuned: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "turns.txt").write_text("abc\nxyz\n")
@@ -145,18 +145,21 @@ def test_answers_may_be_computed_by_plain_definitions(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--greedy", "--temperature", "0.5"), "--greedy with --temperature=0.5: use one of them."),
+        (
+            ("--greedy", "--temperature", "0.5"),
+            "--greedy with --temperature=0.5: set only one of them.",
+        ),
         (("--nproc", "0"), "--nproc=0 must be at least 1. Use the number"),
-        (("--mlp-chunks", "-1"), "--mlp-chunks=-1 must be at least 1. Use 1 to read prompts whole"),
+        (("--mlp-chunks", "-1"), "--mlp-chunks=-1 must be at least 1. Use 1 for no chunks"),
         (
             ("--input", "gone.txt"),
-            "--input=gone.txt: no such file. Pass a file with a turn in every line.",
+            "--input=gone.txt: no such file. Pass a file with one turn per line.",
         ),
         (("--template", "chatlm"), "--template=chatlm: No such file or directory."),
         (("--max-new-tokens", "0"), "--max-new-tokens=0"),
     ],
 )
-def test_options_that_cannot_be_are_told(
+def test_invalid_options_are_reported(
     tuned: str,
     words: tuple[str, ...],
     message: str,
@@ -167,7 +170,7 @@ def test_options_that_cannot_be_are_told(
     assert code == 2 and message in err
 
 
-def test_a_conversation_that_outgrows_the_model_is_told(
+def test_conversation_longer_than_the_context_is_reported(
     tuned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = chat(monkeypatch, capsys, "x" * 100 + "\n", tuned)
@@ -178,7 +181,7 @@ def test_a_conversation_that_outgrows_the_model_is_told(
     )
 
 
-def test_without_a_template_it_says_where_to_put_one(
+def test_missing_template_is_reported_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = make_run(tmp_path / "plain", None)
@@ -196,7 +199,7 @@ def test_without_a_template_it_says_where_to_put_one(
     )
 
 
-def test_a_model_that_reads_numbers_cannot_talk(
+def test_model_with_null_tokenizer_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = make_run(tmp_path / "null", "identity", TokenizerConfig(kind="null", vocab_size=257))
@@ -204,7 +207,7 @@ def test_a_model_that_reads_numbers_cannot_talk(
     assert code == 2 and "tokenizer.kind=null, so it has no text. Use a model with" in err
 
 
-def test_an_answer_that_is_interrupted_ends_there_and_the_conversation_goes_on(
+def test_interrupted_answer_ends_and_the_conversation_continues(
     tuned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = parse_options(ChatOptions, [tuned, "--max-new-tokens", "30", "--greedy"], prog="x")
@@ -235,7 +238,7 @@ def test_an_answer_that_is_interrupted_ends_there_and_the_conversation_goes_on(
     )
 
 
-def test_help_names_every_template_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_built_in_template(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--help"]) == 0
-    told = " ".join(capsys.readouterr().out.replace("│", " ").split()).replace("- ", "-")
-    assert all(name in told for name in BUILT_IN_TEMPLATES), told
+    output = " ".join(capsys.readouterr().out.replace("│", " ").split()).replace("- ", "-")
+    assert all(name in output for name in BUILT_IN_TEMPLATES), output

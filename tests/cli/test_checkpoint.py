@@ -50,38 +50,38 @@ def damage(step: Path) -> None:
     file.write_bytes(data)
 
 
-def test_info_tells_the_step_and_what_is_in_it(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_prints_step_and_contents(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("info", run) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in (
         "step_0000002: step 2, saved by 1 ranks, ",
         "parameters  7",
         "exp_avg     1 tensors, 7 elements of float32",
     ):
-        assert text in told
+        assert text in output
     assert call("info", run / "checkpoints" / "step_0000001", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["tensors"], found["state"]) == (1, 2, ["train"])
     assert found["roles"]["weights"] == {"tensors": 1, "numel": 7, "dtypes": ["bfloat16"]}
 
 
-def test_info_lists_tensors_and_tells_how_their_values_are_spread(
+def test_info_prints_tensors_and_value_statistics(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("info", run, "--only", "model.*") == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "  model.norm.weight  [7] bfloat16 in 1 boxes\n" in told
-        and "optimizer.exp_avg.norm.weight" not in told
+        "  model.norm.weight  [7] bfloat16 in 1 boxes\n" in output
+        and "optimizer.exp_avg.norm.weight" not in output
     )
     assert call("info", run, "--values") == 0
-    told = capsys.readouterr().out
-    assert "model.norm.weight  [7] bfloat16 in 1 boxes: mean 2, std 0, least 2, largest 2\n" in told
+    output = capsys.readouterr().out
+    assert (
+        "model.norm.weight  [7] bfloat16 in 1 boxes: mean 2, std 0, least 2, largest 2\n" in output
+    )
     assert (
         "optimizer.exp_avg.norm.weight  [7] float32 in 1 boxes: mean 0, std 0, least 0, largest 0\n"
-        in told
+        in output
     )
     assert call("info", run, "--only", "model.*", "--values", "--json") == 0
     (tensor,) = json.loads(capsys.readouterr().out)["listed"]
@@ -90,7 +90,7 @@ def test_info_lists_tensors_and_tells_how_their_values_are_spread(
     assert "--only=head.* matches none of the tensors of" in capsys.readouterr().err
 
 
-def test_a_sound_checkpoint_may_hold_values_that_are_no_numbers(
+def test_deep_verify_reports_nan_and_infinite_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = torch.tensor([1.0, float("nan"), float("-inf"), 2.0])
@@ -112,10 +112,12 @@ def test_a_sound_checkpoint_may_hold_values_that_are_no_numbers(
 
 
 @pytest.mark.parametrize("where", [".", "checkpoints", "checkpoints/step_0000002"])
-def test_verify_reads_one_or_all(run: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_checks_one_checkpoint_or_all_of_a_run(
+    run: Path, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call("verify", run / where) == 0
-    told = capsys.readouterr().out
-    assert told.count(": sound\n") == (1 if where.endswith("2") else 2)
+    output = capsys.readouterr().out
+    assert output.count(": valid\n") == (1 if where.endswith("2") else 2)
 
 
 def test_verify_warns_of_a_missing_dot_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,25 +125,25 @@ def test_verify_warns_of_a_missing_dot_file(run: Path, capsys: pytest.CaptureFix
     file.unlink()
     assert call("verify", run) == 0
     printed = capsys.readouterr().out
-    assert printed.count(": sound\n") == 2
+    assert printed.count(": valid\n") == 2
     assert (
-        f"step_0000001: sound\n  warning: {file}: cannot be read" in printed
+        f"step_0000001: valid\n  warning: {file}: cannot be read" in printed
         and printed.count("warning") == 1
     )
 
 
-def test_damage_is_named_and_ends_with_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_reported_with_exit_code_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(run / "checkpoints" / "step_0000001")
     assert call("verify", run) == 1
-    told = capsys.readouterr().out
-    assert "step_0000001: 1 problems\n  " in told
-    assert "step_0000002: sound" in told
+    output = capsys.readouterr().out
+    assert "step_0000001: 1 problems\n  " in output
+    assert "step_0000002: valid" in output
     assert call("verify", run, "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert [len(problems) for problems in found.values()] == [1, 0]
 
 
-def test_an_interrupted_save_is_no_sound_checkpoint_and_not_the_newest(
+def test_interrupted_save_is_not_a_valid_or_latest_checkpoint(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "checkpoints" / "step_0000002" / "manifest.json").unlink()
@@ -156,11 +158,12 @@ def test_an_interrupted_save_is_no_sound_checkpoint_and_not_the_newest(
     [
         (
             ("verify", "nowhere"),
-            "nowhere: no such folder, neither here nor under runs/. Use a step_NNNNNNN folder",
+            "nowhere: no such folder, neither in the working directory nor in runs/. Use a "
+            "step_NNNNNNN folder",
         ),
         (
             ("info", "file.txt"),
-            "file.txt is a file. Use the folder that it is in, or the folder of a run.",
+            "file.txt is a file. Use its folder, or the folder of a run.",
         ),
         (("diff", ".", "file.txt"), "not a complete checkpoint: it has no manifest.json"),
         (
@@ -170,12 +173,12 @@ def test_an_interrupted_save_is_no_sound_checkpoint_and_not_the_newest(
         (("info", "."), "not a complete checkpoint: it has no manifest.json"),
         (
             ("verfy", "."),
-            "verfy is not something `megalith checkpoint` does. Did you mean verify? Use one of "
+            "verfy is not a subcommand of `megalith checkpoint`. Did you mean verify? Use one of "
             "info, verify, diff.",
         ),
     ],
 )
-def test_what_is_no_checkpoint_is_refused(
+def test_paths_without_a_checkpoint_are_rejected(
     tmp_path: Path,
     words: tuple[str, ...],
     text: str,
@@ -214,7 +217,7 @@ def test_runs_are_found_by_name(
     assert "runs/first/checkpoints/step_0000002: step 2" in capsys.readouterr().out
     assert call("info", "frist") == 2
     assert (
-        "frist: no such folder, neither here nor under runs/. Did you mean first?"
+        "frist: no such folder, neither in the working directory nor in runs/. Did you mean first?"
         in capsys.readouterr().err
     )
 
@@ -237,7 +240,7 @@ def test_diff_ends_with_a_summary_of_weights_and_optimizer_state(
         save_checkpoint(tmp_path / name, 1, entries, {}, alone("world"), config_text="", keep=None)
     assert call("diff", tmp_path / "a", tmp_path / "b") == 1
     assert capsys.readouterr().out.splitlines()[-3:] == [
-        "2 tensors are the same, 2 are not",
+        "2 tensors are equal, 2 differ",
         "  exp_avg     0 of 2 tensors differ, 1 only in one",
         "  weights     1 of 2 tensors differ: 2 of 8 elements (0.25), by 2 at most, in "
         "model.norm.weight",
@@ -252,14 +255,14 @@ def test_diff_ends_with_a_summary_of_weights_and_optimizer_state(
     )
 
 
-def test_diff_names_what_differs_and_ends_with_1(
+def test_diff_reports_differences_with_exit_code_1(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = (run / "checkpoints" / f"step_000000{step}" for step in (1, 2))
     assert call("diff", one, two) == 1
-    told = capsys.readouterr().out
-    assert "model.norm.weight: 7 of 7 elements differ, by 1 at most" in told
-    assert "1 tensors are the same, 1 are not" in told
+    output = capsys.readouterr().out
+    assert "model.norm.weight: 7 of 7 elements differ, by 1 at most" in output
+    assert "1 tensors are equal, 1 differ" in output
     assert call("diff", one, one) == 0 and call("diff", one, two, "--atol", "1") == 0
     assert call("diff", one, run, "--only", "optimizer.*") == 0
     capsys.readouterr()

@@ -61,14 +61,14 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_run_goes_out_and_comes_back_the_same(
+def test_run_round_trips_through_hugging_face(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs, ours = run.parent / "theirs", run.parent / "ours"
     assert main(["convert", str(run), str(theirs), "--shard-gb", "1e-5"]) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith(f"wrote {theirs}: 21 tensors, ")
-    assert said.err == "" and len(list(theirs.glob("*.safetensors"))) > 1
+    error_text = capsys.readouterr()
+    assert error_text.out.startswith(f"wrote {theirs}: 21 tensors, ")
+    assert error_text.err == "" and len(list(theirs.glob("*.safetensors"))) > 1
     assert main(["convert", str(theirs), str(ours)]) == 0
     before, after = open_checkpoint(run / "checkpoints" / "step_0000007"), open_checkpoint(ours)
     keys = before.keys()
@@ -92,16 +92,14 @@ def test_the_dry_run_lists_every_tensor_and_writes_nothing(
     assert not (run.parent / "x").exists()
 
 
-def test_a_folder_without_a_tokenizer_is_told(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_tokenizer_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs, ours = run.parent / "theirs", run.parent / "ours"
     assert main(["convert", str(run), str(theirs)]) == 0  # a run on bytes
-    said = capsys.readouterr().out
-    assert " tensors, " in said and " kB, from " in said
+    error_text = capsys.readouterr().out
+    assert " tensors, " in error_text and " kB, from " in error_text
     assert (
-        "the folder has no tokenizer: programs that read it must" in said
-        and "megalith generate" not in said
+        "the folder has no tokenizer: programs that read it must" in error_text
+        and "megalith generate" not in error_text
     )
     assert not (theirs / "tokenizer.json").exists()
     assert main(["convert", str(run), str(ours), "--to", "megalith"]) == 0
@@ -111,19 +109,23 @@ def test_a_folder_without_a_tokenizer_is_told(
 def test_json_is_one_document(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = run.parent / "x"
     assert main(["convert", str(run), str(target), "--json", "--dtype", "bf16"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["source"], said["target"]) == (
+    error_text = json.loads(capsys.readouterr().out)
+    assert (error_text["source"], error_text["target"]) == (
         str(run / "checkpoints" / "step_0000007"),
         str(target),
     )
-    assert (said["to"], said["dry_run"], len(said["tensors"])) == ("huggingface", False, 21)
-    assert said["tokenizer"] is None
+    assert (error_text["to"], error_text["dry_run"], len(error_text["tensors"])) == (
+        "huggingface",
+        False,
+        21,
+    )
+    assert error_text["tokenizer"] is None
     tensors = load_file(target / "model.safetensors")
-    assert said["nbytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert error_text["nbytes"] == sum(tensor.nbytes for tensor in tensors.values())
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
-def test_either_kind_can_be_asked_for(run: Path) -> None:
+def test_target_format_can_be_selected(run: Path) -> None:
     theirs, ours = run.parent / "theirs", run.parent / "ours"
     assert main(["convert", str(run), str(ours), "--to", "megalith", "--dtype", "bf16"]) == 0
     assert open_checkpoint(ours).dtype("model.norm.weight") == torch.bfloat16
@@ -148,7 +150,7 @@ def test_either_kind_can_be_asked_for(run: Path) -> None:
     )
 
 
-def test_the_vocabulary_is_padded_as_asked(run: Path) -> None:
+def test_vocabulary_is_padded_to_the_given_multiple(run: Path) -> None:
     assert main(["convert", str(run), str(run.parent / "a")]) == 0
     assert (
         main(
@@ -173,11 +175,11 @@ def test_the_vocabulary_is_padded_as_asked(run: Path) -> None:
         (["RUN", "x", "--shard-gb", "0"], "--shard-gb=0.0 must be above 0. Use 5"),
         (
             ["RUN", "x", "--restart", "--take-over"],
-            "--restart=True with --take-over=True: one begins anew, the other",
+            "--restart=True with --take-over=True: one starts again, the other",
         ),
         (
             ["RUN", "x", "--to", "peft", "--keep"],
-            "--keep=True with --to=peft: adapters are written at once. Remove it.",
+            "--keep=True with --to=peft: adapters are written in one step. Remove it.",
         ),
         (
             ["RUN", "x", "--workers", "0"],
@@ -189,7 +191,8 @@ def test_the_vocabulary_is_padded_as_asked(run: Path) -> None:
         ),
         (
             ["RUN", "x", "--pad-vocab-to-multiple-of", "8"],
-            "--pad-vocab-to-multiple-of=8 is for checkpoints made from Hugging Face folders",
+            "--pad-vocab-to-multiple-of=8 applies to checkpoints converted from Hugging Face "
+            "folders",
         ),
         (
             ["RUN", "x", "--dtpye", "bf16"],
@@ -197,7 +200,7 @@ def test_the_vocabulary_is_padded_as_asked(run: Path) -> None:
         ),
     ],
 )
-def test_bad_input_is_told_in_words(
+def test_invalid_input_is_reported(
     words: list[str],
     message: str,
     run: Path,
@@ -206,8 +209,8 @@ def test_bad_input_is_told_in_words(
 ) -> None:
     monkeypatch.chdir(run.parent)
     assert main(["convert", *(str(run) if word == "RUN" else word for word in words)]) == 2
-    said = capsys.readouterr()
-    assert message in said.err and "Traceback" not in said.err and said.out == ""
+    error_text = capsys.readouterr()
+    assert message in error_text.err and "Traceback" not in error_text.err and error_text.out == ""
 
 
 def test_an_unsupported_architecture_is_named_with_the_supported_ones(
@@ -215,9 +218,10 @@ def test_an_unsupported_architecture_is_named_with_the_supported_ones(
 ) -> None:
     change(theirs, architectures=["BloomForCausalLM"])
     assert main(["convert", str(theirs), str(theirs.parent / "x")]) == 2
-    said = capsys.readouterr().err
+    error_text = capsys.readouterr().err
     assert (
-        "the architecture BloomForCausalLM is not supported. Use one of LlamaForCausalLM," in said
+        "the architecture BloomForCausalLM is not supported. Use one of LlamaForCausalLM,"
+        in error_text
     )
 
 
@@ -318,41 +322,39 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "or a Hugging Face folder with config.json",
     ),
 }
-"""What is done to a folder, and the words that must be said."""
+"""Damage to a folder, and the expected part of the error message."""
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_folder_is_refused_in_words_before_anything_is_written(
+def test_damaged_folder_is_rejected_before_writing(
     kind: str, theirs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage, text = DAMAGE[kind]
     damage(theirs)
     before = sorted(os.listdir(theirs.parent))
     assert main(["convert", str(theirs), str(theirs.parent / "x")]) == 2
-    said = capsys.readouterr()
+    error_text = capsys.readouterr()
     assert (
-        said.err.startswith("megalith convert: ")
-        and text in said.err
-        and "Traceback" not in said.err
+        error_text.err.startswith("megalith convert: ")
+        and text in error_text.err
+        and "Traceback" not in error_text.err
     )
-    assert said.out == "" and sorted(os.listdir(theirs.parent)) == before
+    assert error_text.out == "" and sorted(os.listdir(theirs.parent)) == before
 
 
 @pytest.mark.parametrize("kind", ["unknown field", "cut off", "shape", "tied in words"])
-def test_training_refuses_to_start_from_it_in_the_same_words(
+def test_training_rejects_the_damaged_folder_with_the_same_message(
     kind: str, theirs: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(theirs.parent)
     damage, text = DAMAGE[kind]
     damage(theirs)
     assert main(["train", "tiny_cpu", "--checkpoint.load", str(theirs)]) == 2
-    said = capfd.readouterr().err
-    assert text in said and "Traceback" not in said
+    error_text = capfd.readouterr().err
+    assert text in error_text and "Traceback" not in error_text
 
 
-def test_a_head_that_is_untied_in_words_and_missing_is_named(
-    theirs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_untied_head_is_reported(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = sorted(theirs.glob("*.safetensors"))
     tensors = {
         name: tensor
@@ -404,13 +406,13 @@ def test_a_conversion_that_ends_early_leaves_nothing_behind(
         main(["convert", str(theirs), str(theirs.parent / "x"), "--to", to, "--shard-gb", "1e-5"])
         == wanted
     )
-    said = capsys.readouterr().err
+    error_text = capsys.readouterr().err
     text = {"no room": "has 12 kB free, but", "interrupted": "megalith convert: interrupted."}
     assert (
         text.get(fault, "No space left on device). Free some space, or choose another target")
-        in said
+        in error_text
     )
-    assert "Traceback" not in said and sorted(os.listdir(theirs.parent)) == before
+    assert "Traceback" not in error_text and sorted(os.listdir(theirs.parent)) == before
 
 
 def test_a_checkpoint_with_one_wrong_bit_is_refused_and_nothing_is_left(
@@ -421,27 +423,30 @@ def test_a_checkpoint_with_one_wrong_bit_is_refused_and_nothing_is_left(
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     assert main(["convert", str(run), str(run.parent / "x")]) == 2
-    said = capsys.readouterr().err
+    error_text = capsys.readouterr().err
     assert (
-        "damaged. SHA-256 expected" in said
-        and "Copy the checkpoint again" in said
-        and "Traceback" not in said
+        "damaged. SHA-256 expected" in error_text
+        and "Copy the checkpoint again" in error_text
+        and "Traceback" not in error_text
     )
     assert os.listdir(run.parent) == ["run"]
 
 
 @pytest.mark.parametrize("to", ["huggingface", "megalith"])
-def test_a_target_inside_of_a_file_is_refused_in_words(
+def test_target_inside_a_file_is_rejected(
     to: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run.parent / "file").touch()
     assert main(["convert", str(run), str(run.parent / "file" / "x"), "--to", to]) == 2
-    said = capsys.readouterr().err
-    assert "file, which is a file. Choose another target" in said and "Traceback" not in said
+    error_text = capsys.readouterr().err
+    assert (
+        "file, which is a file. Choose another target" in error_text
+        and "Traceback" not in error_text
+    )
 
 
 @pytest.mark.parametrize("to", ["huggingface", "megalith"])
-def test_a_folder_whose_names_may_not_be_read_is_refused_in_words(
+def test_unreadable_folder_is_rejected(
     to: str, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = storage.list_names
@@ -454,11 +459,11 @@ def test_a_folder_whose_names_may_not_be_read_is_refused_in_words(
     (run.parent / "drop").mkdir()
     monkeypatch.setattr(storage, "list_names", guarded)
     assert main(["convert", str(run), str(run.parent / "drop" / "x"), "--to", to]) == 2
-    said = capsys.readouterr().err
+    error_text = capsys.readouterr().err
     assert (
-        "x: not written (" in said
-        and "Permission denied" in said
-        and "Choose another target" in said
+        "x: not written (" in error_text
+        and "Permission denied" in error_text
+        and "Choose another target" in error_text
     )
 
 

@@ -28,17 +28,17 @@ def run(*words: object) -> int:
     return main(["data", *map(str, words)])
 
 
-def test_info_tells_sizes_and_the_end_token(
+def test_info_prints_sizes_and_the_end_token(
     prefix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("info", prefix) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in (
         "14 tokens as uint16",
         "documents  3, 1 of them empty",
         "100.0% of documents end with id 256",
     ):
-        assert text in told
+        assert text in output
     assert run("info", prefix, "--json") == 0
     assert json.loads(capsys.readouterr().out)["longest"] == 8
 
@@ -88,17 +88,20 @@ def test_cat_reads_the_tokenizer_that_prepare_recorded(
     assert "neither a folder nor a model in the local Hugging Face cache" in capsys.readouterr().err
 
 
-def test_cat_with_another_tokenizer_is_refused(
+def test_cat_with_a_smaller_tokenizer_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with IndexedDatasetBuilder(str(tmp_path / "wide"), np.uint16) as builder:
         builder.add_document(np.array([300]), [1])
         builder.finalize()
     assert run("cat", tmp_path / "wide") == 2
-    assert "has id 300, but tokenizer byte has 257. Pass --tokenizer" in capsys.readouterr().err
+    assert (
+        "has id 300, but tokenizer byte has 257. Pass the tokenizer of the store with --tokenizer"
+        in capsys.readouterr().err
+    )
 
 
-def test_verify_answers_with_its_exit_code(
+def test_verify_exit_code_is_1_for_a_damaged_store(
     prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("verify", prefix) == 0
@@ -116,10 +119,10 @@ def test_merge_joins_stores(
     assert IndexedDataset(str(tmp_path / "twice")).verify() == []
 
 
-def test_unknown_actions_are_refused_and_help_names_the_known(
+def test_unknown_subcommands_are_rejected(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run("mege") == 2
-    assert "mege is not something `megalith data` does." in capsys.readouterr().err
+    assert "mege is not a subcommand of `megalith data`." in capsys.readouterr().err
     assert run() == 0
     assert "{info,verify,cat,merge,pack}" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`megalith evaluate`: one line or one JSON document about a run's newest checkpoint."""
+"""`megalith evaluate`: results and layout."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "one"
 
 
-def test_it_finds_what_the_run_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_matches_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(run), "--samples", "12", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     logged = read_metrics(run / "metrics.jsonl")[-1]
@@ -41,7 +41,7 @@ def test_it_finds_what_the_run_found(run: Path, capsys: pytest.CaptureFixture[st
     assert found["perplexity"] > 1
 
 
-def test_it_is_computed_as_asked(
+def test_kernels_setting_is_used(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forbid(*arguments: object) -> object:
@@ -61,12 +61,12 @@ def test_the_line_names_run_split_and_figures(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", str(run), "--split", "train", "--samples", "3"]) == 0
-    told = capsys.readouterr()
-    assert told.out.startswith(f"{run} on train: loss ") and told.out.endswith(
+    output = capsys.readouterr()
+    assert output.out.startswith(f"{run} on train: loss ") and output.out.endswith(
         " bits per byte (36 tokens)\n"
     )
-    assert "perplexity" in told.out
-    assert told.err.splitlines() == ["reading 3 rows of train", "row 2/3", "row 3/3"]
+    assert "perplexity" in output.out
+    assert output.err.splitlines() == ["reading 3 rows of train", "row 2/3", "row 3/3"]
 
 
 def test_a_name_under_runs_is_enough(
@@ -77,7 +77,7 @@ def test_a_name_under_runs_is_enough(
     assert capsys.readouterr().out.startswith("runs/one on valid: ")
     assert main(["evaluate", "two"]) == 2
     error = capsys.readouterr().err
-    assert "two is not the folder of a run. Use a path, or one of runs/: one." in error
+    assert "two is not the folder of a run. Use a path, or a name under runs/: one." in error
 
 
 def test_without_a_count_the_whole_split_is_read_once(
@@ -88,7 +88,7 @@ def test_without_a_count_the_whole_split_is_read_once(
     assert found["num_labels"] > 1000 and found["num_labels"] % 12 == 0
 
 
-def test_two_ranks_find_the_same(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_match_one_rank(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(run), "--samples", "7", "--json"]) == 0
     one = json.loads(capfd.readouterr().out)
     assert (
@@ -124,7 +124,7 @@ def test_a_run_of_two_ranks_is_evaluated_on_one(
         ({"tp": 2, "sp": True, "dp": 1}, 3, (), (1, False, None)),
         ({"tp": 2, "sp": True, "dp": 1}, 4, (), (2, True, None)),
         ({"dp": 8}, 3, (), (1, False, None)),
-        ({"dp": 4, "pp": 3, "cp": 2, "zero": 2, "replicas": 2}, 3, (), (1, False, None)),
+        ({"dp": 4, "pp": 3, "cp": 2, "zero": 2, "dp_replicate": 2}, 3, (), (1, False, None)),
         ({"tp": 2, "dp": 8}, 3, ("parallel.tp", "parallel.dp"), (2, False, 8)),
         ({"sp": True}, 2, ("parallel.sp",), (1, True, None)),
     ],
@@ -146,9 +146,7 @@ def test_the_layout_follows_the_processes_unless_it_is_given(
     ("trained", "given", "zero"),
     [(3, (), 3), (2, (), 0), (1, (), 0), (3, ("parallel.zero",), 3), (2, ("parallel.zero",), 2)],
 )
-def test_weights_that_training_divided_stay_divided(
-    trained: int, given: tuple[str, ...], zero: int
-) -> None:
+def test_zero_3_weights_stay_sharded(trained: int, given: tuple[str, ...], zero: int) -> None:
     run = tiny_run({"parallel.zero": str(trained), "parallel.dp_replicate": "2"})
     for world in (1, 2, 3):
         found = fitted(run, world, given)
@@ -165,7 +163,7 @@ def test_weights_that_training_divided_stay_divided(
         ({"ep": 4, "dp": 4, "overlap_experts": True}, {1: (1, 1), 2: (2, 1), 4: (4, None)}),
     ],
 )
-def test_experts_are_divided_over_the_processes_that_there_are(
+def test_expert_parallel_size_follows_the_number_of_processes(
     trained: dict[str, Any], found: dict[int, tuple[int, int | None]]
 ) -> None:
     run = tiny_run()
@@ -183,7 +181,7 @@ def test_experts_are_divided_over_the_processes_that_there_are(
 
 
 @pytest.mark.slow
-def test_two_processes_find_of_fully_sharded_weights_what_one_finds_of_whole_ones(
+def test_fully_sharded_evaluation_on_two_processes_matches_one(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     cut, saved = tmp_path / "cut", resolve(str(run))
@@ -199,7 +197,7 @@ def test_two_processes_find_of_fully_sharded_weights_what_one_finds_of_whole_one
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_what_only_training_divides_or_keeps_is_left_out() -> None:
+def test_settings_of_training_memory_are_reset() -> None:
     run = tiny_run(
         {
             "parallel.tp": "2",
@@ -219,23 +217,23 @@ def test_what_only_training_divides_or_keeps_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["--samples", "0"],
-            "--samples=0 must be at least 1. Leave it out to read the whole split.",
+            "--samples=0 must be at least 1. Remove it to read the whole split.",
         ),
         (["--nproc", "0"], "--nproc=0 must be at least 1"),
         (["--parallel.tp", "2"], "world"),
         (["--model.num_layers", "3"], "another model"),
     ],
 )
-def test_what_the_user_can_fix_is_text(
-    run: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_user_errors_are_messages(
+    run: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", str(run), *words]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("megalith evaluate: ") and said in error
+    assert error.startswith("megalith evaluate: ") and message in error
 
 
 def test_a_split_that_does_not_exist_is_refused_by_the_parser(run: Path) -> None:

@@ -81,7 +81,7 @@ def test_arguments_become_yaml_that_loads_and_breaks_no_rule(
     assert "--adam-beta2 0.999 (left out)" in printed.err and "optim.beta2 = 0.999" in printed.err
 
 
-def test_the_yaml_goes_to_a_file_that_is_never_replaced(
+def test_yaml_does_not_overwrite_an_existing_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(tmp_path / "run.yaml")
@@ -89,7 +89,7 @@ def test_the_yaml_goes_to_a_file_that_is_never_replaced(
     printed = capsys.readouterr()
     assert printed.out == "" and f"megalith train {file}" in printed.err
     assert run(*TINY_LLAMA.split(), "--output", file) == 2
-    assert f"--output {file} exists already. Use another name" in capsys.readouterr().err
+    assert f"--output {file} already exists. Use another name" in capsys.readouterr().err
     assert run(*TINY_LLAMA.split(), "--output", str(tmp_path / "none" / "run.yaml")) == 2
     assert "Use a folder that exists" in capsys.readouterr().err
 
@@ -106,7 +106,9 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--mock-data" not in {entry["flag"] for entry in document["already"]}
 
 
-def test_another_model_is_refused_with_all_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_of_a_different_model_are_rejected_with_all_reasons(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = [*TINY_LLAMA.split(), "--is-hybrid-model"]
     assert run(*words, "--enable-mhc-connections") == 2
     printed = capsys.readouterr()
@@ -119,7 +121,9 @@ def test_another_model_is_refused_with_all_reasons(capsys: pytest.CaptureFixture
     assert document["run"] is None and len(document["refused"]) == 1
 
 
-def test_strict_refuses_what_changes_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_strict_rejects_arguments_that_change_the_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = [*TINY_LLAMA.split(), "--qk-clip"]
     assert run(*words) == 0
     assert "not mapped, which changes the numbers\n  --qk-clip" in capsys.readouterr().err
@@ -127,7 +131,7 @@ def test_strict_refuses_what_changes_the_numbers(capsys: pytest.CaptureFixture[s
     assert "--qk-clip: not yet: clipping queries and keys" in capsys.readouterr().err
 
 
-def test_our_rules_are_told_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_violated_rules_of_the_run_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*TINY_LLAMA.split(), "--num-attention-heads", "4", "--lr-warmup-iters", "50") == 2
     error = capsys.readouterr().err
     assert "model.num_kv_heads=3 does not divide model.num_heads=4" in error
@@ -139,10 +143,10 @@ def test_an_unknown_argument_is_compared_with_megatrons(capsys: pytest.CaptureFi
     assert "Did you mean --sequence-parallel" in capsys.readouterr().err
 
 
-def test_nothing_to_translate_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_arguments_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 2
     assert (
-        "there are 0 arguments to translate. Pass Megatron's own, or --script FILE."
+        "0 arguments were given. Pass Megatron arguments, or --script FILE."
         in capsys.readouterr().err
     )
 
@@ -187,7 +191,7 @@ def test_a_whole_command_line_is_understood(capsys: pytest.CaptureFixture[str]) 
         (None, (), "cannot be read: .*Pass a bash script"),
         ("ls", (), "none of the script's 1 commands starts a training"),
         ("torchrun pretrain_t5.py --num-layers 2", (), "pretrain_t5.py trains T5"),
-        ("python pretrain_gpt.py --lr '1", (), "line 1: expected ' further on"),
+        ("python pretrain_gpt.py --lr '1", (), "line 1: expected ' later"),
         (
             "python pretrain_gpt.py --num-layers $N",
             (),
@@ -212,7 +216,7 @@ def test_a_script_that_cannot_be_used_is_refused(
 
 def test_variables_belong_to_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*TINY_LLAMA.split(), "--set", "A=1") == 2
-    assert "--set A=1 belongs to a script" in capsys.readouterr().err
+    assert "--set A=1 needs a script" in capsys.readouterr().err
     assert run("--script") == 2
     assert "--script has no value. Use --script VALUE." in capsys.readouterr().err
 
@@ -302,7 +306,7 @@ def test_the_pages_example_is_translated_as_the_page_says(
     del changed["name"]
     assert changed == yaml.safe_load(block("yaml"))
     assert "not mapped" not in error and "done differently" not in error.replace(
-        "done differently here\n  --save", ""
+        "done differently\n  --save", ""
     )
     assert "--nproc 8" in error
 
@@ -325,12 +329,12 @@ def test_a_script_without_its_option_is_offered_it(
     assert run(*words) == 2
     captured = capsys.readouterr()
     assert captured.err == (
-        "megalith from-megatron: nosuch.sh is no argument of Megatron's, and there is no such file "
-        "here. Use --script FILE to read a launch script.\n"
+        "megalith from-megatron: nosuch.sh is not a Megatron argument, and the file does not "
+        "exist. Use --script FILE to read a launch script.\n"
     )
 
 
-def test_a_stray_word_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stray_word_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("stray", *TINY_LLAMA.split()) == 2
     assert capsys.readouterr().err.count("stray stands before the first argument") == 1
 

@@ -66,9 +66,9 @@ def run(tmp_path: Path) -> str:
 def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     """What `generate --json` prints."""
     assert main(["generate", *words, "--json"]) == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    found: dict[str, Any] = json.loads(said.out)
+    error_text = capsys.readouterr()
+    assert error_text.err == ""
+    found: dict[str, Any] = json.loads(error_text.out)
     return found
 
 
@@ -76,9 +76,9 @@ def test_the_prompt_and_what_follows_it_are_printed(
     run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", run, "ab", "--max-new-tokens", "9", "--greedy"]) == 0
-    said = capsys.readouterr().out
+    error_text = capsys.readouterr().out
     (result,) = document(capsys, run, "ab", "--max-new-tokens", "9", "--greedy")["results"]
-    assert said == "ab" + result["text"] + "\n"
+    assert error_text == "ab" + result["text"] + "\n"
     assert (result["prompt"], result["prompt_ids"], len(result["ids"])) == ("ab", [97, 98], 9)
 
 
@@ -117,7 +117,7 @@ def test_a_jsonl_file_may_hold_prompts_of_several_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("p.jsonl", b"{}\n", r'p.jsonl:1: no text under "prompt", found'),
+        ("p.jsonl", b"{}\n", r'p.jsonl:1: expected text under "prompt", found'),
         ("p.jsonl", b'"a"\n{x\n', r"p.jsonl:2: not JSON .*Use an object like"),
         (
             "p.jsonl",
@@ -126,10 +126,10 @@ def test_a_jsonl_file_may_hold_prompts_of_several_lines(tmp_path: Path) -> None:
         ),
         ("p.jsonl", b'"\\ud800"\n', r"p.jsonl:1: not JSON .*surrogates not allowed"),
         ("p.txt", b"a\xff", "byte 1 is not UTF-8. Pass a text file"),
-        (None, b"", "No such file or directory. Pass a text file with one prompt in every line"),
+        (None, b"", "No such file or directory. Pass a text file with one prompt per line"),
     ],
 )
-def test_files_that_hold_no_prompts_are_refused(
+def test_files_without_prompts_are_rejected(
     name: str | None, data: bytes, message: str, tmp_path: Path
 ) -> None:
     file = tmp_path / (name or "gone.txt")
@@ -159,7 +159,7 @@ def test_standard_input_that_is_not_utf8_is_rejected(
         read_prompts(GenerateOptions(source="x", prompts=("-",)))
 
 
-def test_the_seed_the_temperature_and_the_filters_count(
+def test_seed_temperature_and_filters_change_the_text(
     run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ids(*words: str) -> list[int]:
@@ -180,7 +180,7 @@ def test_the_seed_the_temperature_and_the_filters_count(
     )
 
 
-def test_a_model_without_a_tokenizer_speaks_in_ids(
+def test_model_without_a_tokenizer_reads_and_writes_ids(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = make_run(tmp_path / "run", TokenizerConfig(kind="null", vocab_size=257))
@@ -193,19 +193,19 @@ def test_a_model_without_a_tokenizer_speaks_in_ids(
     ("words", "message"),
     [
         (["gone"], "gone: no such folder"),
-        (["RUN", "--temperature", "-1"], "--temperature=-1.0 must be 0"),
+        (["RUN", "--temperature", "-1"], "--temperature=-1.0 must be at least 0"),
         (
             ["RUN", "--max-new-tokens", "0", "--top-k", "0"],
             "1. --max-new-tokens=0 must be at least 1",
         ),
         (
             ["RUN", "--greedy", "--temperature", "0.5"],
-            "--greedy with --temperature=0.5: use one of them",
+            "--greedy with --temperature=0.5: set only one of them",
         ),
         (["RUN", "--nproc", "0"], "--nproc=0 must be at least 1"),
         (
             ["RUN", "--mlp-chunks", "0"],
-            "--mlp-chunks=0 must be at least 1. Use 1 to read prompts whole",
+            "--mlp-chunks=0 must be at least 1. Use 1 for no chunks",
         ),
         (
             ["RUN", "--nproc", "5"],
@@ -218,12 +218,12 @@ def test_a_model_without_a_tokenizer_speaks_in_ids(
         ),
     ],
 )
-def test_bad_input_is_told_in_words(
+def test_invalid_input_is_reported(
     words: list[str], message: str, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", *(run if word == "RUN" else word for word in words)]) == 2
-    said = capsys.readouterr()
-    assert message in said.err and "Traceback" not in said.err and said.out == ""
+    error_text = capsys.readouterr()
+    assert message in error_text.err and "Traceback" not in error_text.err and error_text.out == ""
 
 
 def test_a_folder_without_a_checkpoint_says_what_it_has(
@@ -234,7 +234,7 @@ def test_a_folder_without_a_checkpoint_says_what_it_has(
     assert "has no checkpoint (found: log.txt). Use the folder of a run" in capsys.readouterr().err
 
 
-def test_control_characters_are_not_obeyed_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_are_replaced_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -297,7 +297,9 @@ def test_every_option_reaches_the_workers() -> None:
     ) == ("y", "z")
 
 
-def test_two_processes_write_what_one_writes(run: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_generate_the_same_text_as_one(
+    run: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = ["generate", run, "ab", "xyz", "--max-new-tokens", "9", "--json", "--seed", "3"]
     assert main(words) == 0
     one = json.loads(capfd.readouterr().out)

@@ -92,7 +92,7 @@ def test_help_of_a_command_is_its_own(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("name", available())
-def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     assert f"usage: megalith {name}" in capsys.readouterr().out
 
@@ -100,8 +100,8 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
 def test_an_unknown_command_gets_did_you_mean(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe"]) == 2
     assert capsys.readouterr().err == (
-        "megalith recipe: recipe is not a command. Did you mean recipes? Run `megalith --help` to "
-        "see them all.\n"
+        "megalith recipe: recipe is not a command. Did you mean recipes? Run `megalith --help` for "
+        "a list.\n"
     )
     assert main(["qqqq"]) == 2
     assert " Commands: " in capsys.readouterr().err
@@ -126,7 +126,7 @@ def test_arguments_and_exit_code_pass_through(monkeypatch: pytest.MonkeyPatch) -
         (SystemExit(None), 0, ""),
     ],
 )
-def test_errors_for_people_are_text_and_an_exit_code(
+def test_user_errors_are_a_message_and_an_exit_code(
     error: BaseException,
     code: int,
     text: str,
@@ -152,8 +152,7 @@ def test_name_too_long_for_the_file_system_is_a_user_error(
     assert main(words) == 2
     error = capsys.readouterr().err
     assert (
-        f"{len(words[-1])} characters are too long for a path on this file system. Use a shorter "
-        "name" in error
+        f"{len(words[-1])} characters is too long for this file system. Use a shorter name" in error
     )
     assert "a" * 81 not in error and "Traceback" not in error
 
@@ -166,7 +165,7 @@ def test_word_that_is_not_utf8_is_a_user_error(capsys: pytest.CaptureFixture[str
     )
 
 
-def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(argv: list[str]) -> NoReturn:
         raise ZeroDivisionError("a bug")
 
@@ -188,7 +187,7 @@ def test_a_closed_pipe_ends_quietly() -> None:
 @pytest.mark.parametrize(
     "words", [["recipes"], ["recipes", "show", "tiny_cpu", "--yaml"], ["recipes", "--json"]]
 )
-def test_a_reader_that_left_before_the_first_line_is_no_failure(words: list[str]) -> None:
+def test_closed_pipe_before_the_first_line_is_not_an_error(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "megalith", *words]
@@ -237,7 +236,7 @@ def test_a_second_ctrl_c_ends_at_once_and_without_a_traceback() -> None:
     )  # 130 in a shell
 
 
-def test_a_program_that_calls_a_command_keeps_its_own_way_with_ctrl_c(
+def test_sigint_handler_of_a_calling_program_is_unchanged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(signal.SIGINT)

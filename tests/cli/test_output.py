@@ -1,4 +1,4 @@
-"""What commands print for programs."""
+"""Output of commands for programs."""
 
 import json
 from types import SimpleNamespace
@@ -16,14 +16,14 @@ def test_one_document_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "größe" in text
 
 
-def test_numbers_that_json_lacks_become_null() -> None:
+def test_nan_and_infinity_become_null() -> None:
     assert finite({"a": float("nan"), "b": [float("inf"), 1.0, True]}) == {
         "a": None,
         "b": [None, 1.0, True],
     }
 
 
-def test_what_to_know_of_a_model_goes_beside_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_warnings_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     source: Any = SimpleNamespace(
         path="there", warnings=lambda: ["its head is tied", "its tokenizer is older"]
     )

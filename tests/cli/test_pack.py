@@ -40,11 +40,11 @@ def test_a_run_reads_the_rows_that_were_packed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = packed(tmp_path)
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        "rows of 120 tokens" in told
-        and f"use it with --data.sft.packs {output}" in told
-        and "####" in told
+        "rows of 120 tokens" in printed
+        and f"use it with --data.sft.packs {output}" in printed
+        and "####" in printed
     )
     run = tiny_run({**SFT, "data.sft.packs": output})
     run_training(run, RunFolder(tmp_path / "run"), mesh_of_one(), torch.device("cpu"), show=False)
@@ -56,7 +56,7 @@ def test_a_run_reads_the_rows_that_were_packed(
     assert len(fills) == 3 and min(fills) > 0.5
 
 
-def test_a_run_that_reads_packs_is_evaluated_on_conversations_of_its_own(tmp_path: Path) -> None:
+def test_run_with_packs_is_evaluated_on_validation_conversations(tmp_path: Path) -> None:
     run = tiny_run(
         SFT | {"data.sft.packs": packed(tmp_path), "train.eval_every": "3", "train.eval_steps": "1"}
     )
@@ -64,32 +64,34 @@ def test_a_run_that_reads_packs_is_evaluated_on_conversations_of_its_own(tmp_pat
     assert any("eval_loss" in row for row in read_metrics(tmp_path / "run" / "metrics.jsonl"))
 
 
-def test_the_same_seed_packs_alike_and_json_tells_the_counts(
+def test_same_seed_gives_the_same_packs_and_json_has_the_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = dict(np.load(packed(tmp_path, "--json")))
-    told = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
     assert (
-        told["rows"] >= told["fewest"]
-        and told["conversations"] == len(first["documents"]) == first["starts"][-1]
+        printed["rows"] >= printed["fewest"]
+        and printed["conversations"] == len(first["documents"]) == first["starts"][-1]
     )
-    assert sum(count for *_, count in told["histogram"]) == told["rows"]
-    assert told["mean"] == pytest.approx(told["conversations"] / told["rows"])
+    assert sum(count for *_, count in printed["histogram"]) == printed["rows"]
+    assert printed["mean"] == pytest.approx(printed["conversations"] / printed["rows"])
     again = dict(np.load(packed(tmp_path, "--overwrite")))
     assert all((first[name] == again[name]).all() for name in first)
     other = dict(np.load(packed(tmp_path, "--overwrite", "--seed", "7")))
     assert not np.array_equal(first["documents"], other["documents"])
 
 
-def test_what_cannot_be_packed_is_told(tmp_path: Path) -> None:
+def test_invalid_packing_is_rejected(tmp_path: Path) -> None:
     output = packed(tmp_path)
-    with pytest.raises(ConfigError, match=r"packs.npz is there already. Pass --overwrite"):
+    with pytest.raises(ConfigError, match=r"packs.npz already exists. Pass --overwrite"):
         packed(tmp_path)
     with pytest.raises(
         ConfigError, match=r"reads no conversations \(data.sft.path=\[\]\). Set data.sft.path"
     ):
         main(["pack", str(tiny_yaml(tmp_path / "text.yaml")), "--output", str(tmp_path / "x")])
-    with pytest.raises(ConfigError, match=r"train.tokens_per_microbatch=240: .* no file is read"):
+    with pytest.raises(
+        ConfigError, match=r"train.tokens_per_microbatch=240: .* a file of packs is not used"
+    ):
         packed(
             tmp_path,
             "--overwrite",
@@ -102,6 +104,6 @@ def test_what_cannot_be_packed_is_told(tmp_path: Path) -> None:
         main(["pack", str(tmp_path / "run.yaml"), "--output", f"{output}/inside"])
     with pytest.raises(
         ConfigError,
-        match=r"prepare is not something `megalith data` does. It is `megalith prepare`",
+        match=r"prepare is not a subcommand of `megalith data`. Did you mean `megalith prepare`",
     ):
         main(["prepare"])

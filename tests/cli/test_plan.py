@@ -27,11 +27,15 @@ def test_explain_shows_grids_groups_stages_and_slices(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "explain", recipe, "--world", "8", "--parallel.pp", "2"]) == 0
-    told = flat(capsys.readouterr().out)
-    assert "8 = tp 2 · cp 1 · dp 2 · pp 2" in told and "8 = etp 2 · ep 1 · edp 2 · pp 2" in told
-    assert "0, 1 | 2, 3 | 4, 5 | 6, 7" in told and "0, 4 | 1, 5 | 2, 6 | 3, 7" in told
-    assert "embedding" in told and "loss" in told and "Schedule 1f1b: 33.3 %" in told
-    assert "in a step: tp" in told
+    output = flat(capsys.readouterr().out)
+    assert "8 = tp 2 · cp 1 · dp 2 · pp 2" in output and "8 = etp 2 · ep 1 · edp 2 · pp 2" in output
+    assert "0, 1 | 2, 3 | 4, 5 | 6, 7" in output and "0, 4 | 1, 5 | 2, 6 | 3, 7" in output
+    assert (
+        "embedding" in output
+        and "loss" in output
+        and "Schedule 1f1b: the bubble adds 33.3 %" in output
+    )
+    assert "in a step: tp" in output
 
 
 def test_explain_as_json_has_the_same_and_the_memory(
@@ -47,30 +51,30 @@ def test_explain_as_json_has_the_same_and_the_memory(
 
 
 @pytest.mark.parametrize("command", [("plan", "explain"), ("plan", "estimate")])
-def test_a_degree_that_is_no_count_is_blamed_by_its_own_name(
+def test_invalid_parallel_size_is_reported_by_name(
     command: tuple[str, str], recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, recipe, "--parallel.pp", "0"]) == 2
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert (
-        "parallel.pp=0 must be at least 1. Set parallel.pp to 1 or more." in told
-        and "--world" not in told
+        "parallel.pp=0 must be at least 1. Set parallel.pp to 1 or more." in output
+        and "--world" not in output
     )
 
 
 def test_the_405b_layout_on_16384_ranks_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "explain", "llama3_405b", "--parallel.cp", "4", "--world", "16384"]) == 0
-    told = flat(capsys.readouterr().out)
-    assert "405.9B parameters on 16384 ranks" in told
-    assert "16384 = tp 8 · cp 4 · dp 32 · pp 16" in told
-    assert "5.9 % of the computing time" in told
+    output = flat(capsys.readouterr().out)
+    assert "405.9B parameters on 16384 ranks" in output
+    assert "16384 = tp 8 · cp 4 · dp 32 · pp 16" in output
+    assert "adds 5.9 % to the compute time" in output
 
 
 def test_estimate_says_that_a_run_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "estimate", "llama3_405b", "--parallel.cp", "4", "--world", "16384"]) == 0
-    told = flat(capsys.readouterr().out)
-    assert "Fits:" in told and "on rank 1024 (pp 1, tp 0)" in told
-    assert "Nearest fix" not in told
+    output = flat(capsys.readouterr().out)
+    assert "Fits:" in output and "on rank 1024 (pp 1, tp 0)" in output
+    assert "Nearest fix" not in output
     for name in (
         "weights",
         "gradients",
@@ -80,10 +84,10 @@ def test_estimate_says_that_a_run_fits(capsys: pytest.CaptureFixture[str]) -> No
         "keys, values",
         "updated weights",
     ):
-        assert name in told
+        assert name in output
 
 
-def test_estimate_chooses_what_to_compute_again_and_says_so(
+def test_estimate_resolves_recompute_auto_and_prints_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     automatic = ["--parallel.zero", "1", "--recompute.granularity", "auto", "--recompute.device"]
@@ -100,7 +104,7 @@ def test_estimate_chooses_what_to_compute_again_and_says_so(
     )
 
 
-def test_the_sizes_that_the_documentation_names_are_true(
+def test_sizes_in_the_documentation_are_current(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = (DOCS / "howto" / "plan.md").read_text()
@@ -116,10 +120,10 @@ def test_estimate_that_does_not_fit_is_1_with_the_nearest_fix(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["plan", "estimate", "llama3_8b", "--world", "16"]) == 1
-    told = flat(capsys.readouterr().out)
-    assert "Does not fit:" in told and "of 79.0 GiB" in told
-    assert "Nearest fix: --parallel.zero 1:" in told
-    assert "--recompute.modules '[norm]'" in told, "as a shell takes it"
+    output = flat(capsys.readouterr().out)
+    assert "Does not fit:" in output and "of 79.0 GiB" in output
+    assert "Nearest fix: --parallel.zero 1:" in output
+    assert "--recompute.modules '[norm]'" in output, "as a shell takes it"
     assert main(["plan", "estimate", "llama3_8b", "--world", "16", "--parallel.zero", "1"]) == 0
 
 
@@ -137,15 +141,16 @@ def test_ranks_on_this_cpu_share_its_memory(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "estimate", recipe, "--world", "4", "--device", "cpu"]) == 0
-    told = flat(capsys.readouterr().out)
-    assert "on 4 × cpu" in told and "library" not in told and "peak" not in told
+    output = flat(capsys.readouterr().out)
+    assert "on 4 × cpu" in output and "library" not in output and "peak" not in output
 
 
 def test_a_device_may_be_given_in_gib(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "estimate", "llama3_8b", "--world", "2", "--device", "200"]) == 0
     assert main(["plan", "estimate", "llama3_8b", "--world", "2", "--device", "0.1"]) == 1
     assert (
-        "No change tried here makes it fit on 2 ranks. Use more of them." in capsys.readouterr().out
+        "None of the tried changes makes it fit on 2 ranks. Use more ranks."
+        in capsys.readouterr().out
     )
 
 
@@ -154,7 +159,7 @@ def test_a_device_may_be_given_in_gib(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (
             "plan explian tiny_cpu",
-            ["explian is not something `megalith plan` does. Did you mean explain?"],
+            ["explian is not a subcommand of `megalith plan`. Did you mean explain?"],
         ),
         (
             "plan estimate tiny_cpu --device h10",
@@ -165,7 +170,7 @@ def test_a_device_may_be_given_in_gib(capsys: pytest.CaptureFixture[str]) -> Non
             "plan explain tiny_cpu --world abc",
             ["--world=abc is not a whole number. Use for example --world 8."],
         ),
-        ("plan explain .", ["there is no run in this folder"]),
+        ("plan explain .", ["so it is not the folder of a run"]),
         (
             "plan estimate tiny_cpu --device 1e99",
             ["--device=1e99 is no device", "or a number of GiB, at most 1048576."],
@@ -180,7 +185,7 @@ def test_a_device_may_be_given_in_gib(capsys: pytest.CaptureFixture[str]) -> Non
         ),
     ],
 )
-def test_mistakes_are_told_all_at_once(
+def test_all_user_errors_are_reported_together(
     line: str, texts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line.split()) == 2
@@ -200,7 +205,7 @@ def documented(page: str) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("line, lines", documented("howto/plan.md"))
-def test_the_examples_of_the_documentation_are_true(
+def test_examples_in_the_documentation_are_current(
     line: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
@@ -211,8 +216,8 @@ def test_the_examples_of_the_documentation_are_true(
 
 def test_the_usage_names_both(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 0
-    told = capsys.readouterr().out
-    assert "explain" in told and "estimate" in told
+    output = capsys.readouterr().out
+    assert "explain" in output and "estimate" in output
 
 
 def test_planning_the_largest_job_loads_no_torch() -> None:

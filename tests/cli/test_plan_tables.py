@@ -1,5 +1,4 @@
-"""What `megalith plan` shows to people: sizes in few digits, long tables cut short, a word for
-every sort of memory."""
+"""Tables of `megalith plan`."""
 
 from dataclasses import fields
 
@@ -45,7 +44,7 @@ def test_numbers_have_the_digits_that_matter() -> None:
     assert [_count(n) for n in counts] == ["12", "1.5k", "124M", "999.9M", "1B", "405.9B"]
 
 
-def test_every_sort_of_memory_has_a_word() -> None:
+def test_every_kind_of_memory_has_a_description() -> None:
     assert list(WHAT) == [field.name for field in fields(RankMemory)]
 
 
@@ -73,56 +72,56 @@ def test_a_layout_is_shown_with_its_parameters_and_what_a_rank_sends(
     print_layout(
         workload, explain(workload), ledger, step_traffic(workload, place.pp_rank, place.tp_rank)
     )
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "tiny: " in told
-        and "parameters on 4 ranks" in told
-        and "4 = tp 2 · cp 1 · dp 2 · pp 1" in told
+        "tiny: " in output
+        and "parameters on 4 ranks" in output
+        and "4 = tp 2 · cp 1 · dp 2 · pp 1" in output
     )
-    assert f"A rank of pp {place.pp_rank}, tp {place.tp_rank} sends in a step: tp " in told
+    assert f"A rank of pp {place.pp_rank}, tp {place.tp_rank} sends in a step: tp " in output
 
 
-def test_experts_of_a_rank_are_told_with_what_they_are_sent(
+def test_experts_of_a_rank_are_shown_with_their_communication(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     workload = plan_workload(resolve("olmoe_7b"), 16)
     ledger = memory_ledger(workload)
     print_layout(workload, explain(workload), ledger, [])
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "expert grid  16 = etp 1 · ep 8 · edp 2 · pp 1" in told
-        and "Both grids are of the same ranks; ep" in told
+        "expert grid  16 = etp 1 · ep 8 · edp 2 · pp 1" in output
+        and "Both grids contain the same ranks." in output
     )
     assert (
-        "Experts: 16 layers with 64, 8 of them on each rank; a token goes to 8 and meets 1.282B "
-        "parameters." in told
+        "Experts: 16 layers with 64, 8 of them on each rank; a token is sent to 8 and uses 1.282B "
+        "parameters." in output
     )
     assert (
-        "Their router: softmax scores in fp32, weights as scored; balanced by "
+        "Router: softmax scores in fp32, weights as scored; balanced by "
         "aux_loss.batch_coeff=0.01; "
-        "nobody is" in told
+        "nobody is" in output
     )
     assert (
-        "A rank holds up to 805.3M parameters of experts, 9.00 GiB with gradients and optimizer "
-        "state." in told
+        "A rank holds up to 805.3M expert parameters, 9.00 GiB with gradients and optimizer "
+        "state." in output
     )
     assert (
-        "work on 32,768 rows if all are equally busy, on 262,144 if all tokens choose them." in told
+        "process 32,768 rows with a balanced load, 262,144 if all tokens are sent to them."
+        in output
     )
-    assert (
-        "An exchange of rows, of 4 in each layer and microbatch, sends 112 MiB from each rank."
-        in told
-    )
+    assert "Each all-to-all, 4 per layer and microbatch, sends 112 MiB from each rank." in output
 
 
-def test_an_estimate_tells_what_crowded_experts_take(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_shows_memory_of_unbalanced_experts(capsys: pytest.CaptureFixture[str]) -> None:
     for name, there in (("olmoe_7b", True), ("llama3_8b", False)):
         workload, device = plan_workload(resolve(name), 16), DEVICES["h100"]
         print_estimate(workload, device, memory_ledger(workload, device), [], None)
-        assert ("If all tokens go to the experts of one rank: " in capsys.readouterr().out) == there
+        assert (
+            "If all tokens are sent to the experts of one rank: " in capsys.readouterr().out
+        ) == there
 
 
-def test_with_adapters_what_is_frozen_and_what_is_trained_is_told_apart(
+def test_frozen_and_trained_parameters_are_shown_separately(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -135,11 +134,11 @@ def test_with_adapters_what_is_frozen_and_what_is_trained_is_told_apart(
     workload = plan_workload(tiny_run(settings | {"parallel.pp": "2"}), 2)
     ledger = memory_ledger(workload)
     print_layout(workload, explain(workload), ledger, [])
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     trained = 2 * (24 + 20)
-    assert f"parameters, frozen, and {trained} of adapters, trained (" in told
-    assert " + 0 " in told and f" + {trained} " in told, "of the first stage nothing is trained"
-    assert "optimizer state " in told.splitlines()[-1] and "It holds " in told.splitlines()[-1]
+    assert f"frozen parameters and {trained} trained ones of adapters (" in output
+    assert " + 0 " in output and f" + {trained} " in output, "of the first stage nothing is trained"
+    assert "optimizer state " in output.splitlines()[-1] and "It holds " in output.splitlines()[-1]
 
 
 def test_traffic_has_a_duration_where_the_device_has_links() -> None:

@@ -36,10 +36,10 @@ def test_text_becomes_a_store_and_bad_lines_are_reported(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--input", corpus, "--output", corpus.parent / "out") == 0
-    told = capsys.readouterr().out
-    assert "out: 570 tokens, 60 documents (0 empty)" in told
-    assert "left out 30 lines or files: 30 not JSON. The first:" in told
-    assert "corpus.jsonl:3: not JSON: broken" in told
+    output = capsys.readouterr().out
+    assert "out: 570 tokens, 60 documents (0 empty)" in output
+    assert "skipped 30 lines or files: 30 not JSON. The first:" in output
+    assert "corpus.jsonl:3: not JSON: broken" in output
     assert IndexedDataset(str(corpus.parent / "out")).num_tokens == 570
 
 
@@ -56,7 +56,7 @@ def test_json_is_one_document(corpus: Path, capsys: pytest.CaptureFixture[str]) 
     assert document["outputs"] == [str(corpus.parent / "out")]
 
 
-def test_a_tokenizer_can_be_trained_on_the_way(
+def test_tokenizer_is_trained_before_tokenization(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--input", corpus, "--train-tokenizer", 270)
@@ -64,8 +64,8 @@ def test_a_tokenizer_can_be_trained_on_the_way(
     assert (corpus.parent / "out.tokenizer" / "tokenizer.json").exists()
     assert IndexedDataset(str(corpus.parent / "out")).num_tokens < 570
     assert run(*words, "--output", corpus.parent / "out") == 2
-    told = capsys.readouterr().err
-    assert "out.tokenizer has a tokenizer already. Pass --overwrite to replace it" in told
+    output = capsys.readouterr().err
+    assert "out.tokenizer already has a tokenizer. Pass --overwrite to replace it" in output
     assert (
         run(
             "--input",
@@ -162,13 +162,13 @@ def test_a_tiktoken_vocabulary_makes_the_ids(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (
             ("--tokenizer-kind", "tiktoken"),
-            "--tokenizer-kind=tiktoken with --tokenizer=byte, which is read from no file",
+            "--tokenizer-kind=tiktoken with --tokenizer=byte, which has no file",
         ),
-        (("--tiktoken-pattern", "v1"), "tokenizer.pattern=v1 belongs to tiktoken vocabularies"),
+        (("--tiktoken-pattern", "v1"), "tokenizer.pattern=v1 applies to tiktoken vocabularies"),
         (
             ("--tiktoken-num-special-tokens", "0"),
             "--tiktoken-num-special-tokens=0 must be at least 1. Use 1000.",
@@ -183,11 +183,11 @@ def test_a_tiktoken_vocabulary_makes_the_ids(
         ),
     ],
 )
-def test_tokenizers_that_cannot_be_are_told(
-    words: tuple[str, ...], told: str, corpus: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_tokenizers_are_rejected(
+    words: tuple[str, ...], output: str, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--input", corpus, "--output", corpus.parent / "out", *words) == 2
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_several_keys_give_several_stores(tmp_path: Path, corpus: Path) -> None:
@@ -214,15 +214,15 @@ def test_several_keys_give_several_stores(tmp_path: Path, corpus: Path) -> None:
             ["--tokenizer", "no/such"],
             "tokenizer.path=no/such: neither a folder nor a model in the local",
         ),
-        (["--eod", "</s>"], "tokenizer.eod=</s> belongs to a tokenizer read from files"),
+        (["--eod", "</s>"], "tokenizer.eod=</s> applies to tokenizers that are read from files"),
         (["--keys", "body"], "no text in 1 files"),
         (
-            ["--tokenizer", "byte"],
-            "--tokenizer is not an option of this command. Did you mean --tokenizer",
+            ["--tokenzer", "byte"],
+            "--tokenzer is not an option of this command. Did you mean --tokenizer",
         ),
     ],
 )
-def test_what_the_user_can_fix_exits_with_2(
+def test_user_errors_exit_with_2(
     corpus: Path, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--input", corpus, "--output", corpus.parent / "out", *words) == 2
@@ -230,9 +230,7 @@ def test_what_the_user_can_fix_exits_with_2(
     assert [path.name for path in corpus.parent.iterdir()] == ["corpus.jsonl"]
 
 
-def test_a_second_end_token_is_warned_about(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_second_end_token_is_warned_about(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--input", corpus, "--train-tokenizer", 270, "--output", corpus.parent / "out") == 0
     file = corpus.parent / "out.tokenizer" / "tokenizer.json"
     description = json.loads(file.read_text())
@@ -248,13 +246,16 @@ def test_a_second_end_token_is_warned_about(
     file.write_text(json.dumps(description))
     words = ("--input", corpus, "--tokenizer", file.parent)
     assert run(*words, "--output", corpus.parent / "two") == 0
-    assert "documents get two end tokens. Pass --no-append-eod for one" in capsys.readouterr().err
+    assert (
+        "documents get two end tokens. Pass --no-append-eod to add only one"
+        in capsys.readouterr().err
+    )
     assert run(*words, "--output", corpus.parent / "one", "--no-append-eod") == 0
     assert "two end tokens" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_exits_with_75_and_the_run_goes_on_later(
+def test_signal_exits_with_75_and_resume_continues(
     tmp_path: Path, corpus: Path, number: signal.Signals
 ) -> None:
     (tmp_path / "corpus.jsonl").write_text(LINES)
@@ -268,9 +269,9 @@ def test_a_signal_exits_with_75_and_the_run_goes_on_later(
     assert process.stdout is not None
     assert process.stdout.readline() == "first block\n"
     process.send_signal(number)
-    _, told = process.communicate(timeout=30)
+    _, output = process.communicate(timeout=30)
     assert process.returncode == 75
-    assert "out.preparing keeps what is done. Pass --resume to go on" in told
+    assert "out.preparing. Pass --resume to continue" in output
     assert (
         not (tmp_path / "out.bin").exists() and (tmp_path / "out.preparing" / "state.json").exists()
     )

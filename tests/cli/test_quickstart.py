@@ -70,32 +70,32 @@ def shrunk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path
 
 
-def test_everything_is_there_and_a_second_run_repeats_nothing(
+def test_all_outputs_exist_and_a_second_run_skips_completed_steps(
     shrunk: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["quickstart", "--folder", "runs/first", "--nproc", "1"]
     assert main(words) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     text = find_local_text(corpus)
-    assert told.startswith(f"corpus: {len(text.training)} files, 0.")
-    assert f"held out: {len(text.held_out)} files, 0.0 MB" in told
-    assert [line for line in told.splitlines() if line.startswith("$ megalith prepare")][1].count(
+    assert output.startswith(f"corpus: {len(text.training)} files, 0.")
+    assert f"held out: {len(text.held_out)} files, 0.0 MB" in output
+    assert [line for line in output.splitlines() if line.startswith("$ megalith prepare")][1].count(
         "data/valid"
     ) == 2
-    assert "$ megalith train quickstart --run ./runs/first --nproc 1" in told
-    assert "step 4/4 · loss" in told
+    assert "$ megalith train quickstart --run ./runs/first --nproc 1" in output
+    assert "step 4/4 · loss" in output
     found = {
-        name: told.split(name)[1].split()[0] for name in ("held-out files: ", "zlib -9 needs ")
+        name: output.split(name)[1].split()[0] for name in ("held-out files: ", "zlib -9 needs ")
     }
     assert 3 < float(found["held-out files: "]) < 12
     assert 1 < float(found["zlib -9 needs "]) < 5
-    assert "no effect here" not in told, "the recipe's own settings need no warning"
+    assert "no effect here" not in output, "the recipe's own settings need no warning"
     assert re.search(
         r"sample.txt, the best of 4: \d+% of its words occur in the corpus \(on average \d+%\)",
-        told,
+        output,
     )
-    assert told.rstrip().splitlines()[-5] == "try next:"
-    assert main(shlex.split(told.split("try next:\n  megalith ")[1].splitlines()[0])) == 0
+    assert output.rstrip().splitlines()[-5] == "try next:"
+    assert main(shlex.split(output.split("try next:\n  megalith ")[1].splitlines()[0])) == 0
     assert capsys.readouterr().out
     run = shrunk / "runs" / "first"
     for file in (
@@ -118,7 +118,7 @@ def test_the_sample_with_most_known_words_is_shown(
     results = [{"prompt": "def ", "text": text} for text in texts]
     outputs = {"evaluate": {"bits_per_byte": 2.0}, "generate": {"results": results}}
     monkeypatch.setattr(quickstart, "_captured", lambda name, *words: json.dumps(outputs[name]))
-    assert quickstart._look_back(shrunk, quickstart.find_local_text(), 0.0) == 0
+    assert quickstart._show_results(shrunk, quickstart.find_local_text(), 0.0) == 0
     printed = capsys.readouterr().out
     assert (
         shrunk / "sample.txt"
@@ -148,7 +148,7 @@ def test_a_step_that_is_stopped_ends_it_with_its_code(
     assert "held-out files" not in capsys.readouterr().out
 
 
-def test_a_run_stopped_while_preparing_goes_on(
+def test_interrupted_prepare_is_resumed(
     shrunk: Path,
     untrained: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -166,9 +166,7 @@ def test_a_run_stopped_while_preparing_goes_on(
         stopped.setattr(PrepareJournal, "finish", stop)
         assert main(words) == 75
     stopped_message = capsys.readouterr().err
-    assert stopped_message.endswith(
-        ".preparing keeps what is done. Run the same command again to continue.\n"
-    )
+    assert stopped_message.endswith(".preparing. Run the same command again to continue.\n")
     assert "--resume" not in stopped_message  # an option that quickstart does not have
     made = [data / "train.jsonl", data / "tokenizer" / "tokenizer.json"]
     before = [file.stat().st_mtime_ns for file in made]
@@ -186,7 +184,7 @@ def test_a_run_stopped_while_preparing_goes_on(
     assert [file.stat().st_mtime_ns for file in made] == before
 
 
-def test_a_run_killed_before_anything_was_saved_goes_on(shrunk: Path, untrained: None) -> None:
+def test_run_killed_before_the_first_save_is_resumed(shrunk: Path, untrained: None) -> None:
     data = shrunk / "runs" / "first" / "data"
     (data / "train.preparing").mkdir(parents=True)
     (data / "train.preparing" / "lock").write_text("")
@@ -202,11 +200,11 @@ def test_a_run_killed_before_anything_was_saved_goes_on(shrunk: Path, untrained:
         (["--nproc", "0"], "--nproc=0 must be at least 1. Use"),
         (
             ["--folder", "file/below"],
-            "--folder=file/below: nothing can be written into file/below/data",
+            "--folder=file/below: file/below/data is not writable",
         ),
     ],
 )
-def test_bad_options_are_refused_before_anything(
+def test_invalid_options_are_rejected_first(
     shrunk: Path, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (shrunk / "file").write_text("")
@@ -218,13 +216,13 @@ def test_bad_options_are_refused_before_anything(
 @pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="needs a folder that not even root can write to"
 )
-def test_a_data_folder_that_cannot_be_written_to_is_refused(
+def test_data_folder_without_write_access_is_rejected(
     shrunk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (shrunk / "run").mkdir()
     (shrunk / "run" / "data").symlink_to("/proc/self")
     assert main(["quickstart", "--folder", "run"]) == 2
-    assert "--folder=run: nothing can be written into run/data (" in capsys.readouterr().err
+    assert "--folder=run: run/data is not writable (" in capsys.readouterr().err
 
 
 def test_a_text_that_cannot_be_prepared_ends_it(

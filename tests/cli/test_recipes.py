@@ -55,7 +55,7 @@ def test_show_prints_a_run_three_ways(capsys: pytest.CaptureFixture[str], tmp_pa
     assert load_yaml(tmp_path / "mine.yaml", TrainRun) == resolve("tiny_cpu")
 
 
-def test_diff_names_what_differs_and_answers_with_the_exit_code(
+def test_diff_prints_differences_and_exits_with_1(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["recipes", "diff", "llama3_8b", "llama3_70b"]) == 1
@@ -72,7 +72,7 @@ def test_diff_names_what_differs_and_answers_with_the_exit_code(
     [
         (
             "recipes shwo tiny_cpu",
-            "shwo is not something `megalith recipes` does. Did you mean show?",
+            "shwo is not a subcommand of `megalith recipes`. Did you mean show?",
         ),
         (
             "recipes show tiny_cpuu",
@@ -82,7 +82,7 @@ def test_diff_names_what_differs_and_answers_with_the_exit_code(
         ("recipes show tiny_cpu --parallel.tp two", "parallel.tp=two: expected a whole number"),
     ],
 )
-def test_mistakes_are_told_with_the_way_out(
+def test_user_errors_are_reported_with_advice(
     line: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line.split()) == 2

@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("runs") / "tiny", "[hidden, routers]")
 
 
-def test_tables_tell_of_layers_and_of_pairs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_show_layers_and_pairs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["routing", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     starts = [" ".join(line.split()[:2]) for line in lines]
@@ -57,38 +57,43 @@ def test_tables_tell_of_layers_and_of_pairs(run: Path, capsys: pytest.CaptureFix
     assert (run / "plots" / "routing.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_routers_find_their_own_layers_choices(
+def test_routers_predict_the_experts_of_their_own_layer(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["routing", str(run), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [layer["layer"] for layer in told["layers"]] == ["layers.0", "layers.2"]
+    output = json.loads(capsys.readouterr().out)
+    assert [layer["layer"] for layer in output["layers"]] == ["layers.0", "layers.2"]
     assert all(
         sum(layer["shares"]) == pytest.approx(1) and layer["tokens"] == 288
-        for layer in told["layers"]
+        for layer in output["layers"]
     )
-    (pair,) = told["pairs"]
+    (pair,) = output["pairs"]
     assert (pair["layer"], pair["following"], pair["tokens"]) == ("layers.0", "layers.2", 288)
-    found = {(one["layer"], one["router"]): one["hits"] for one in told["routers"]}
+    found = {(one["layer"], one["router"]): one["hits"] for one in output["routers"]}
     assert found["layers.0", "layers.0"] > 0.97 and found["layers.2", "layers.2"] > 0.97, (
         "but for bf16"
     )
     assert 0.5 <= found["layers.0", "layers.2"] < 0.97
 
 
-def test_without_sidecars_tables_say_what_would_be_there(
+def test_missing_captures_are_mentioned_in_the_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["routing", str(trained(tmp_path / "plain", "[]"))]) == 0
-    assert "routers: not there (observe.routing_captures hidden routers)" in capsys.readouterr().out
+    assert (
+        "routers: not captured (set observe.routing_captures to hidden routers)"
+        in capsys.readouterr().out
+    )
 
 
-def test_what_has_no_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_a_trace_is_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     dense = tiny_run(SETTINGS | {"observe.routing_trace": "0"})
     run_training(dense, RunFolder(tmp_path / "dense"), mesh_of_one(), CPU, show=False)
     assert main(["routing", str(tmp_path / "dense")]) == 2
     assert (
-        "has model.moe=null: no token chooses among experts. Use a run with model.moe."
+        "has model.moe=null, so it has no experts. Use a run with model.moe."
         in capsys.readouterr().err
     )
     folder = trained(tmp_path / "plain", "[]")

@@ -1,5 +1,4 @@
-"""`megalith train`: exit codes, what it says, what it refuses, and what becomes of it when ranks
-are stopped or die."""
+"""`megalith train`: output, exit codes, and behavior when ranks are stopped or die."""
 
 import base64
 import json
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from megalith.cli.main import main
-from megalith.cli.train import _closing_words
+from megalith.cli.train import _describe_outcome
 from megalith.config.recompute import RecomputeConfig
 from megalith.config.tree import Override, apply_overrides
 from megalith.data.chat_template import find_template
@@ -70,17 +69,15 @@ def ranks_of(process: "subprocess.Popen[str]") -> list[int]:
     ]
 
 
-def test_it_trains_and_says_where_everything_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_prints_its_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tiny_yaml(tmp_path / "tiny.yaml")
     assert main(["train", str(file), "--run", str(tmp_path / "run"), "--train.steps", "3"]) == 0
-    told = capsys.readouterr().out
-    assert "step 3/3 · loss " in told
-    assert "step 3: held-out loss " in told and " bits per byte" in told
+    output = capsys.readouterr().out
+    assert "step 3/3 · loss " in output
+    assert "step 3: held-out loss " in output and " bits per byte" in output
     assert (
         f"done at step 3: {tmp_path}/run has metrics.jsonl and checkpoints/\ntry: megalith "
-        "quickstart, " in told
+        "quickstart, " in output
     )
 
 
@@ -105,10 +102,10 @@ def test_suggested_command_suits_what_the_run_trained_on(
     recipe: str, overrides: dict[str, str], suggestion: str
 ) -> None:
     run = apply_overrides(resolve(recipe), overrides)
-    assert _closing_words(Outcome("done", 3), "runs/x", run).endswith(f"\ntry: {suggestion}")
+    assert _describe_outcome(Outcome("done", 3), "runs/x", run).endswith(f"\ntry: {suggestion}")
 
 
-def test_what_is_computed_again_is_chosen_once_and_written_down(
+def test_recompute_auto_is_resolved_once_and_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     automatic = {"train.steps": "2", "recompute.granularity": "auto", "recompute.device": "80 GiB"}
@@ -159,7 +156,7 @@ def test_run_folder_is_resumed_however_its_path_is_typed(
     assert steps(Path("first")) == [1, 2, 3] and not Path("runs").exists()
 
 
-def test_yaml_file_of_others_trains_nowhere_else(
+def test_yaml_file_cannot_set_a_cache_folder_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work = tmp_path / "work"
@@ -172,10 +169,7 @@ def test_yaml_file_of_others_trains_nowhere_else(
     )
     file = tiny_yaml(tmp_path / "tiny.yaml", {"data.cache_path": str(tmp_path / "outside")})
     assert main(["train", str(file)]) == 2
-    assert (
-        "A file that may come from others chooses no other folder to write to"
-        in capsys.readouterr().err
-    )
+    assert "A YAML file may not set another folder to write to" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["tiny.yaml", "work"]
 
 
@@ -259,10 +253,10 @@ def test_moved_run_keeps_its_own_tokenizer(
     for folder in ("release", *(["exported"] if kind == "huggingface" else [])):
         assert main(["generate", folder, "the fox", "--max-new-tokens", "2"]) == 0
     assert main(["train", "release", "--train.steps", "2"]) == 0
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     assert (
-        "resuming moved at step 3" in told.out
-        and "changed since the run was started: tokenizer" not in told.out
+        "resuming moved at step 3" in output.out
+        and "changed since the run was started: tokenizer" not in output.out
     )
 
 
@@ -345,7 +339,7 @@ def test_a_time_limit_ends_it_with_75(tmp_path: Path, capsys: pytest.CaptureFixt
     words = ["train", str(tiny_yaml(tmp_path / "tiny.yaml")), "--run", str(tmp_path / "run")]
     assert main([*words, "--train.max_minutes", "0"]) == 75
     assert (
-        "stopped at step 1 (time limit) and saved; run the same command again to go on"
+        "stopped at step 1 (time limit) and saved; run the same command again to continue"
         in capsys.readouterr().out
     )
     assert main(words) == 0
@@ -374,13 +368,13 @@ def test_nan_loss_at_the_end_is_an_error_and_not_done(
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
     assert main([*words, "--train.max_minutes", "0"]) == 75
     assert (
-        "stopped at step 1 (time limit) without a save, because its loss or gradient norm"
+        "stopped at step 1 (time limit) without saving, because the loss or gradient norm"
         in capsys.readouterr().out
     )
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["tiny_cqu"], "tiny_cqu is neither a recipe nor a file. Did you mean tiny_cpu?"),
         (["nowhere.yaml"], "nowhere.yaml: no such file"),
@@ -409,9 +403,9 @@ def test_nan_loss_at_the_end_is_an_error_and_not_done(
         (["lora_tiny"], "Adapters need base weights: train a run of that name first"),
     ],
 )
-def test_what_the_user_can_fix_is_one_text_and_exit_code_2(
+def test_user_errors_are_one_message_and_exit_code_2(
     words: list[str],
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -419,12 +413,12 @@ def test_what_the_user_can_fix_is_one_text_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     assert main(["train", *words, "--observe.peak_tflops", "1"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("megalith train: ") and said in error, error
+    assert error.startswith("megalith train: ") and message in error, error
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == [], "half a run would be met by later commands"
 
 
-def test_data_that_is_damaged_or_of_another_tokenizer_is_refused(
+def test_damaged_data_or_another_tokenizer_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -472,14 +466,14 @@ def test_sigterm_makes_all_ranks_save_and_stop_with_75(
     folder = tmp_path / "run"
     process = start(file, folder, "--nproc", "2")
     process.send_signal(signal.SIGTERM)
-    told, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    output, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 75, errors
     done = steps(folder)
     assert done == list(range(1, len(done) + 1)) and len(done) < 3000
-    assert "SIGTERM: finishing the step and saving; repeat it to end without saving" in told
+    assert "SIGTERM: finishing the step and saving; repeat it to end without saving" in output
     assert (
-        f"stopped at step {done[-1]} (SIGTERM) and saved; run the same command again to go on"
-        in told
+        f"stopped at step {done[-1]} (SIGTERM) and saved; run the same command again to continue"
+        in output
     )
     assert (folder / "checkpoints" / f"step_{done[-1]:07d}" / "manifest.json").exists()
     assert (

@@ -1,5 +1,4 @@
-"""`megalith verify`: rows or one JSON document; 0 if all holds, 1 if a check failed, 2 if a rule is
-violated."""
+"""`megalith verify`: tables, JSON and exit codes."""
 
 import json
 from pathlib import Path
@@ -22,7 +21,7 @@ def recipe(tmp_path: Path) -> str:
     return str(tiny_yaml(tmp_path / "tiny.yaml", {"parallel.tp": "2", "parallel.sp": "true"}))
 
 
-def test_a_layout_that_holds_is_0_and_every_part_has_its_rows(
+def test_valid_layout_exits_with_0_and_has_rows_for_every_part(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", recipe, "--world", "6", "--json"]) == 0
@@ -47,14 +46,14 @@ def test_the_table_says_which_part_proves_what(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", recipe]) == 0
-    told = capsys.readouterr().out
-    assert "proof of the layout" in told and "every rule" in told and "NO" not in told
+    output = capsys.readouterr().out
+    assert "proof of the layout" in output and "every rule" in output and "NO" not in output
     assert "at its real size: (b) sees every gradient's sum, but no values" in " ".join(
-        told.split()
+        output.split()
     )
 
 
-def test_broken_rules_are_all_reported_and_the_rest_is_not_tried(
+def test_violated_rules_are_all_reported_and_end_the_verification(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
@@ -72,12 +71,12 @@ def test_broken_rules_are_all_reported_and_the_rest_is_not_tried(
     )  # as --help and docs/concepts/verify.md say
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {(row["part"], row["holds"]) for row in rows} == {("a", False)}
-    told = " ".join(row["answer"] for row in rows)
-    for said in ("parallel.tp=3", "train.seq_len=64 is more than", "optim.beta2=2.0 must be in"):
-        assert said in told
+    output = " ".join(row["answer"] for row in rows)
+    for message in ("parallel.tp=3", "train.seq_len=64 is more than", "optim.beta2=2.0 must be in"):
+        assert message in output
 
 
-def test_a_planted_problem_is_1_and_named(
+def test_injected_fault_is_reported_with_exit_code_1(
     recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A fault in the numbers, which the type check does not see."""
@@ -94,36 +93,34 @@ def test_a_planted_problem_is_1_and_named(
     assert not wrong["holds"] and "_norm.weight" in wrong["answer"]
 
 
-def test_a_world_that_is_no_count_is_refused(
-    recipe: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_world_size_is_rejected(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", recipe, "--world", "0"]) == 2
     assert (
-        "--world=0 must be at least 1. Use the number of ranks of the real job."
+        "--world=0 must be at least 1. Use the world size of the real job."
         in capsys.readouterr().err
     )
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
-        ((), "recipe=None: there is nothing to verify. Pass a recipe's name, a YAML file or"),
-        (("tiny_cpu", "--sample"), "--sample=True chooses among all layouts. Use it with --all."),
+        ((), "recipe=None: a recipe is required. Pass the name of a recipe, a YAML file or"),
+        (("tiny_cpu", "--sample"), "--sample=True needs --all. Add --all, or remove it."),
         (
             ("tiny_cpu", "--all", "--world", "3"),
-            "--all with tiny_cpu, --world 3: all layouts have their own sizes.",
+            "--all with tiny_cpu, --world 3: layouts of --all have fixed settings.",
         ),
         (
             ("--all", "--parallel.tp", "2"),
-            "--all with --parallel.tp: all layouts have their own sizes. Use one",
+            "--all with --parallel.tp: layouts of --all have fixed settings. Remove one",
         ),
     ],
 )
-def test_questions_that_cannot_be_asked_are_2(
-    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_options_exit_with_2(
+    words: tuple[str, ...], output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_all_is_the_matrix_and_every_fault(
@@ -147,8 +144,8 @@ def test_all_is_the_matrix_and_every_fault(
         and "fault 1/1 dp_sum_averaged: refused" in printed.err
     )
     assert main(["verify", "--all", "--sample"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "2 of 2 layouts equal one process, 1 of 1 planted faults are refused" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "2 of 2 layouts equal one process, 1 of 1 planted faults are refused" in output
 
 
 def test_all_layouts_may_be_computed_by_plain_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,8 +170,8 @@ def test_kernels_that_do_not_exist_are_refused_there(capsys: pytest.CaptureFixtu
     )
 
 
-def test_no_is_not_an_error_of_the_user() -> None:
-    assert verify.NO == 1
+def test_failed_check_has_exit_code_1() -> None:
+    assert verify.CHECK_FAILED == 1
 
 
 # 80 layers at three places of the world: about ten seconds, of which the rest is starting ranks

@@ -1,5 +1,4 @@
-"""What attention does beside comparing, by default nothing; and layers told by patterns that
-repeat."""
+"""Attention settings and their patterns over layers."""
 
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ def windows(**attention: object) -> list[bool]:
     return [model.has_window(layer) for layer in range(7)]
 
 
-def test_windows_are_in_all_layers_or_in_those_of_the_pattern() -> None:
+def test_sliding_window_applies_to_all_layers_or_the_pattern() -> None:
     assert windows() == [False] * 7
     assert windows(window=3) == [True] * 7
     assert windows(window=3, window_layers=(True, True, False)) == [
@@ -31,8 +30,8 @@ def test_windows_are_in_all_layers_or_in_those_of_the_pattern() -> None:
     assert windows(window_layers=(True, False)) == [False] * 7
 
 
-def test_only_attention_that_sees_the_next_token_is_warned_of() -> None:
+def test_non_causal_attention_is_warned_about() -> None:
     (note,) = attention_notes(AttentionConfig(causal=False))
-    assert "model.attention.causal=false: every token sees the one that it is to predict" in note
+    assert "model.attention.causal=false: every token attends to its own label" in note
     assert "set model.attention.causal=true" in note
     assert attention_notes(AttentionConfig(window=4)) == []

@@ -1,5 +1,4 @@
-"""Lists of blocks: what they mean in layers of ours, and that everything strange in them is told at
-once."""
+"""Conversion of block_configs to layer settings, and its error messages."""
 
 from copy import deepcopy
 from typing import Any
@@ -18,7 +17,7 @@ def with_blocks(*changed: dict[str, Any]) -> list[dict[str, Any]]:
     return [*[deepcopy(WHOLE)] * (4 - len(changed)), *({**WHOLE, **change} for change in changed)]
 
 
-def test_equal_blocks_are_the_models_sizes_and_nothing_else() -> None:
+def test_equal_blocks_give_model_sizes_without_patterns() -> None:
     found = read_blocks(with_blocks(), SIZES)
     assert (found.layers, found.num_kv_heads, found.ffn_hidden_size, found.problems) == (
         ALIKE,
@@ -28,7 +27,7 @@ def test_equal_blocks_are_the_models_sizes_and_nothing_else() -> None:
     )
 
 
-def test_what_is_missing_replaced_or_smaller_becomes_patterns() -> None:
+def test_missing_replaced_or_smaller_blocks_become_patterns() -> None:
     entries = [
         {"attention": {"no_op": True}, "mlp": {"ffn_hidden_size": 100}},
         {
@@ -56,13 +55,13 @@ def test_what_is_missing_replaced_or_smaller_becomes_patterns() -> None:
     )
 
 
-def test_patterns_that_repeat_are_said_once_and_groups_need_not_be_the_same_everywhere() -> None:
+def test_repeating_patterns_are_shortened() -> None:
     few = {"attention": {"n_heads_in_group": 16}}
     found = read_blocks([WHOLE, {**WHOLE, **few}] * 2, SIZES)
     assert found.layers == LayersConfig(num_kv_heads=(8, 2)) and found.problems == ()
 
 
-def test_the_model_says_what_a_block_leaves_out_if_it_does() -> None:
+def test_sizes_missing_in_a_block_come_from_the_model() -> None:
     bare: list[object] = [{"attention": {}, "ffn": {}}] * 4
     found = read_blocks(
         bare, Sizes(num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3, ffn_hidden_size=20)
@@ -99,7 +98,7 @@ def test_every_multiple_of_256_has_a_multiplier_for_every_hidden_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "told"),
+    ("block", "output"),
     [
         (
             {"attention": {"n_heads_in_group": 5}},
@@ -113,16 +112,18 @@ def test_every_multiple_of_256_has_a_multiplier_for_every_hidden_size() -> None:
         ),
         (
             {"attention": {"n_heads_in_group": 4, "num_query_groups": 8}},
-            "block_configs[3].attention: n_heads_in_group and num_query_groups: it must be one of "
-            "them.",
+            "block_configs[3].attention: n_heads_in_group and num_query_groups: only one of them "
+            "may "
+            "be set.",
         ),
         (
             {"attention": {"no_op": True, "replace_with_linear": True}},
-            "no_op and replace_with_linear: it must be one",
+            "no_op and replace_with_linear exclude each other",
         ),
         (
             {"attention": {"n_heads_in_group": 4, "window_length": 8192}},
-            "block_configs[3].attention.window_length=8192 is not known, expected null or false.",
+            "block_configs[3].attention.window_length=8192 is an unknown field, expected null or "
+            "false.",
         ),
         ({"attention": None}, "block_configs[3]: None: expected an object for attention."),
         (
@@ -143,7 +144,7 @@ def test_every_multiple_of_256_has_a_multiplier_for_every_hidden_size() -> None:
         ),
         (
             {"ffn": {"ffn_mult": 1.0, "moe": {"num_experts": 8}}},
-            "ffn.moe={'num_experts': 8} is not known",
+            "ffn.moe={'num_experts': 8} is an unknown field",
         ),
         (
             {"mlp": {"ffn_mult": 1.0}},
@@ -152,9 +153,9 @@ def test_every_multiple_of_256_has_a_multiplier_for_every_hidden_size() -> None:
         ({"parallel_blocks": [WHOLE]}, "block_configs[3].parallel_blocks="),
     ],
 )
-def test_what_is_strange_in_a_block_is_told(block: dict[str, Any], told: str) -> None:
+def test_invalid_block_is_reported(block: dict[str, Any], output: str) -> None:
     (text,) = read_blocks(with_blocks(block), SIZES).problems
-    assert told in text
+    assert output in text
 
 
 @pytest.mark.parametrize("name", ["no_op", "replace_with_linear"])
@@ -162,9 +163,7 @@ def test_what_is_strange_in_a_block_is_told(block: dict[str, Any], told: str) ->
 @pytest.mark.parametrize(
     ("value", "works"), [("false", "false"), ("True", "true"), (0, "false"), (1, "true")]
 )
-def test_switches_are_true_or_false_and_no_word_or_number(
-    half: str, name: str, value: object, works: str
-) -> None:
+def test_flags_must_be_booleans(half: str, name: str, value: object, works: str) -> None:
     (text,) = read_blocks(with_blocks({half: {**WHOLE[half], name: value}}), SIZES).problems
     assert text == (
         f"block_configs[3].{half}.{name}={value!r} must be true, false or null, without quotes. "
@@ -177,23 +176,23 @@ def test_switches_are_true_or_false_and_no_word_or_number(
 @pytest.mark.parametrize(
     "multiplier", [1e308, 10**400, 1_000_001, float("inf"), float("nan"), True]
 )
-def test_multipliers_that_nobody_can_compute_with_are_told(multiplier: float) -> None:
+def test_multiplier_out_of_range_is_reported(multiplier: float) -> None:
     (text,) = read_blocks(with_blocks({"ffn": {"ffn_mult": multiplier}}), SIZES).problems
     assert text.startswith(f"block_configs[3].ffn.ffn_mult={multiplier!r:.60}"), text
     assert text.endswith(" must be a number above 0 and at most 1000000.")
 
 
 @pytest.mark.parametrize("hidden", [6, 24, 1000, 4096, 5120])
-def test_an_mlp_of_no_features_is_told_with_a_multiplier_that_has_some(hidden: int) -> None:
+def test_mlp_of_size_zero_is_reported_with_a_valid_multiplier(hidden: int) -> None:
     sizes = Sizes(num_layers=4, num_heads=32, hidden_size=hidden)
     (text,) = read_blocks(with_blocks({"ffn": {"ffn_mult": 1e-9}}), sizes).problems
     start, _, least = text.removesuffix(" or more.").rpartition(" ")
-    assert start == "block_configs[3].ffn.ffn_mult=1e-09 makes an MLP of no features, expected"
+    assert start == "block_configs[3].ffn.ffn_mult=1e-09 gives an MLP of size 0, expected"
     assert width_of(float(least), hidden) == 256
     assert multiplier_of(10**12, hidden) is None
 
 
-def test_a_model_without_any_attention_or_mlp_keeps_the_sizes_that_it_says() -> None:
+def test_model_without_attention_or_mlp_keeps_its_sizes() -> None:
     nothing = {"attention": {"no_op": True}, "ffn": {"no_op": True}}
     found = read_blocks(
         [nothing] * 4,
@@ -207,7 +206,7 @@ def test_a_model_without_any_attention_or_mlp_keeps_the_sizes_that_it_says() -> 
     ("entries", "shown"),
     [(None, "None"), ({"0": WHOLE}, "{'0'"), ([WHOLE] * 3, "3 entries"), ([WHOLE] * 5, "5 ent")],
 )
-def test_there_is_a_block_for_every_layer(entries: object, shown: str) -> None:
+def test_number_of_blocks_must_match_number_of_layers(entries: object, shown: str) -> None:
     (text,) = read_blocks(entries, SIZES).problems
     assert (
         text.startswith(f"block_configs has {shown}")
@@ -215,7 +214,7 @@ def test_there_is_a_block_for_every_layer(entries: object, shown: str) -> None:
     )
 
 
-def test_everything_is_told_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     wrong = {"attention": {"n_heads_in_group": 3, "window_length": 5}, "ffn": {"ffn_mult": "wide"}}
     found = read_blocks([wrong, WHOLE, 7, wrong], SIZES)
     assert [text.split("]")[0] for text in found.problems].count("block_configs[2") == 2

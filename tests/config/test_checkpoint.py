@@ -1,4 +1,4 @@
-"""The settings of checkpoints: strict unless told otherwise, and none that would be ignored."""
+"""Checkpoint settings: defaults and rules."""
 
 import pytest
 
@@ -6,22 +6,27 @@ from megalith.config.checkpoint import CheckpointConfig, Taken, checkpoint_probl
 from megalith.config.tree import from_dict, to_dict
 
 
-def test_by_default_everything_must_be_there_and_nothing_else() -> None:
-    usual = CheckpointConfig()
-    assert (usual.missing_keys, usual.unexpected_keys, usual.skip, usual.allow_model_changes) == (
+def test_missing_and_unexpected_keys_are_errors_by_default() -> None:
+    defaults = CheckpointConfig()
+    assert (
+        defaults.missing_keys,
+        defaults.unexpected_keys,
+        defaults.skip,
+        defaults.allow_model_changes,
+    ) == (
         "error",
         "error",
         (),
         (),
     )
-    assert not usual.prefer_weights and checkpoint_problems(usual) == []
-    assert from_dict(CheckpointConfig, to_dict(usual)) == usual
+    assert not defaults.prefer_weights and checkpoint_problems(defaults) == []
+    assert from_dict(CheckpointConfig, to_dict(defaults)) == defaults
 
 
 @pytest.mark.parametrize(
     "name", ["model.rope", "model.rope.theta", "model.mla.kv_rank", "model.norm_eps"]
 )
-def test_settings_and_sections_of_the_model_may_be_allowed_to_change(name: str) -> None:
+def test_model_settings_and_sections_can_be_allowed_to_change(name: str) -> None:
     assert checkpoint_problems(CheckpointConfig(allow_model_changes=(name,))) == []
 
 
@@ -34,31 +39,30 @@ def test_settings_and_sections_of_the_model_may_be_allowed_to_change(name: str) 
         ("train.steps", "there is no such setting"),
     ],
 )
-def test_a_name_that_allows_nothing_is_refused(name: str, advice: str) -> None:
+def test_unknown_name_in_allow_model_changes_is_rejected(name: str, advice: str) -> None:
     (text,) = checkpoint_problems(CheckpointConfig(allow_model_changes=(name,)))
     assert (
-        text.startswith(f"checkpoint.allow_model_changes={name}: expected settings of the model")
+        text.startswith(f"checkpoint.allow_model_changes={name}: expected names of model settings")
         and advice in text
     )
 
 
-def test_patterns_to_skip_need_something_that_is_loaded() -> None:
+def test_skip_needs_load() -> None:
     (text,) = checkpoint_problems(CheckpointConfig(skip=("head.*",)))
-    assert "checkpoint.skip=['head.*'] names what is not taken from checkpoint.load" in text
+    assert "checkpoint.skip=['head.*'] needs checkpoint.load, which is unset" in text
     assert checkpoint_problems(CheckpointConfig(skip=("head.*",), load="first")) == []
 
 
-@pytest.mark.parametrize("take", ["progress", "everything"])
-def test_a_step_to_go_on_at_is_another_checkpoints_and_has_all_weights(take: Taken) -> None:
+@pytest.mark.parametrize("take", ["progress", "all"])
+def test_load_mode_needs_load_and_all_weights(take: Taken) -> None:
     (text,) = checkpoint_problems(CheckpointConfig(load_mode=take))
     assert (
-        f"checkpoint.load_mode={take} says what is taken from checkpoint.load, which is unset. Set "
+        f"checkpoint.load_mode={take} needs checkpoint.load, which is unset. Set "
         "checkpoint.lo" in text
     )
     (text,) = checkpoint_problems(CheckpointConfig(load_mode=take, load="first", skip=("head.*",)))
     assert (
-        f"checkpoint.load_mode={take} with checkpoint.skip=['head.*']: weights that are new have "
-        "no "
-        "place" in text
+        f"checkpoint.load_mode={take} with checkpoint.skip=['head.*']: a run that continues at "
+        "a step must load all weights" in text
     )
     assert checkpoint_problems(CheckpointConfig(load_mode=take, load="first")) == []

@@ -1,4 +1,4 @@
-"""Which settings of data are refused, and how blends and splits are read."""
+"""Data settings: rules, blends and splits."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_exactly_one_source_is_accepted() -> None:
         (DataConfig(mock=True, split="1,-1"), "data.split=1,-1: expected one to three numbers"),
         (
             DataConfig(mock=True, mid_level_dataset_surplus=-0.1),
-            "data.mid_level_dataset_surplus=-0.1 must be 0 or more",
+            "data.mid_level_dataset_surplus=-0.1 must be at least 0",
         ),
         (DataConfig(mock=True, num_train_samples=0), "data.num_train_samples=0 must be 1 or more"),
         (
@@ -42,7 +42,7 @@ def test_exactly_one_source_is_accepted() -> None:
         (DataConfig(mock=True, mock_max_tokens=1), "data.mock_max_tokens=1 must be 2 or more"),
         (
             DataConfig(path=("1", "a", "b", "c")),
-            "data.path=1 a b c: 'b' stands where a weight must be",
+            "data.path=1 a b c: 'b' is not a weight",
         ),
     ],
 )
@@ -50,7 +50,7 @@ def test_each_broken_rule_is_named_with_its_value(data: DataConfig, text: str) -
     assert any(text in problem for problem in data_problems(data)), data_problems(data)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     assert len(data_problems(DataConfig(path=("0", "a"), split="0", num_train_samples=-1))) == 3
 
 
@@ -64,12 +64,12 @@ def test_all_problems_are_told_at_once() -> None:
         ("0 a 2 b", Blend(("a", "b"), (0.0, 2.0))),
     ],
 )
-def test_a_blend_is_prefixes_or_pairs(words: str, blend: Blend) -> None:
+def test_blend_is_prefixes_or_weight_prefix_pairs(words: str, blend: Blend) -> None:
     assert parse_blend("data.path", words.split()) == blend
 
 
 @pytest.mark.parametrize("words", ["nan a 1 b", "inf a 1 b", "-1 a 2 b", "0 a 0 b"])
-def test_weights_that_cannot_be_normalized_are_refused(words: str) -> None:
+def test_weights_that_cannot_be_normalized_are_rejected(words: str) -> None:
     with pytest.raises(
         ConfigError,
         match=r"data\.path=.*must be finite, not negative, and not all zero\. Set at least",
@@ -77,21 +77,21 @@ def test_weights_that_cannot_be_normalized_are_refused(words: str) -> None:
         parse_blend("data.path", words.split())
 
 
-def test_a_split_becomes_fractions_with_none_for_nothing() -> None:
+def test_split_becomes_fractions_and_none_for_empty_splits() -> None:
     assert parse_split("8,1,1") == ((0.0, 0.8), (0.8, 0.9), (0.9, 1.0))
     assert parse_split(" 98, 2 ") == ((0.0, 0.98), (0.98, 1.0), None)
     assert parse_split("0,1,0") == (None, (0.0, 1.0), None)
 
 
 @pytest.mark.parametrize("split", ["1,1,1,1", "a", "1,b", "0,0,0", "-1,2", "", "1..2"])
-def test_a_split_that_is_no_split_is_refused(split: str) -> None:
+def test_invalid_split_is_rejected(split: str) -> None:
     with pytest.raises(
         ConfigError, match=r"expected one to three numbers .* Use for example data.split=969,30,1"
     ):
         parse_split(split)
 
 
-def test_defaults_follow_the_source() -> None:
+def test_default_split_depends_on_the_source() -> None:
     assert split_of(DataConfig(path=("a",))) == "969,30,1"
     assert split_of(DataConfig(mock=True)) == "1,1,1"
     assert split_of(DataConfig(mock=True, split="9,1")) == "9,1"

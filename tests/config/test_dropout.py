@@ -5,7 +5,7 @@ import pytest
 from megalith.config.dropout import DropoutConfig, dropout_problems
 
 
-def test_without_a_probability_nothing_is_dropped() -> None:
+def test_dropout_is_off_by_default() -> None:
     assert not DropoutConfig().drops()
     assert all(
         DropoutConfig(**{name: 0.1}).drops() for name in ("embedding", "residual", "attention")
@@ -13,7 +13,7 @@ def test_without_a_probability_nothing_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 3.0, math.nan])
-def test_what_is_no_probability_is_refused_by_name(p: float) -> None:
+def test_invalid_probability_is_rejected_by_name(p: float) -> None:
     (problem,) = dropout_problems(DropoutConfig(embedding=p))
     assert (
         problem

@@ -1,4 +1,4 @@
-"""What the fields of a config tree are."""
+"""Introspection of config trees."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -53,7 +53,7 @@ def test_a_setting_knows_its_default_and_its_documentation_in_one_line() -> None
     assert settings["inner.names"].doc == ""
 
 
-def test_types_are_found_through_sections_that_may_be_unset_and_through_mappings() -> None:
+def test_hint_at_resolves_optional_sections_and_mappings() -> None:
     assert hint_at(Root, "maybe.width") is int
     assert hint_at(Root, "by_name.anything") is int
     assert hint_at(Root, "inner") is Inner
@@ -75,13 +75,15 @@ def test_types_are_found_through_sections_that_may_be_unset_and_through_mappings
         (Inner, "a mapping"),
     ],
 )
-def test_types_are_told_in_words(hint: object, words: str) -> None:
+def test_types_are_described_in_words(hint: object, words: str) -> None:
     assert type_name(hint) == words
 
 
-def test_an_unknown_name_lists_its_neighbors_when_nothing_is_near() -> None:
+def test_unknown_name_without_similar_names_lists_its_section() -> None:
     assert unknown_setting(Root, "inner.qqqq", "1") == (
         "inner.qqqq=1: there is no such setting. Use one of inner.width, inner.names."
     )
     assert unknown_setting(Root, "qqqq").endswith("Use one of title, inner, maybe, by_name.")
-    assert unknown_setting(Root, "inner.width.x").endswith("inner.width is one value: set that.")
+    assert unknown_setting(Root, "inner.width.x").endswith(
+        "inner.width is a single value. Set inner.width instead."
+    )

@@ -1,4 +1,4 @@
-"""One word for all operations, or a word for each; read, written and overridden."""
+"""Kernel backend settings: one word, or one per operation."""
 
 from typing import get_type_hints
 
@@ -17,7 +17,7 @@ from megalith.errors import ConfigError
 from megalith.testing.tiny import tiny_run
 
 
-def test_the_switch_goes_for_what_is_not_named() -> None:
+def test_all_applies_to_operations_left_at_auto() -> None:
     kernels = KernelsConfig(all="torch", norm="numba")
     assert (kernels.of("norm"), kernels.of("rope")) == ("numba", "torch")
     assert (
@@ -31,7 +31,7 @@ def test_the_switch_goes_for_what_is_not_named() -> None:
     )
 
 
-def test_one_word_and_single_operations_are_read_and_written_as_they_are() -> None:
+def test_single_word_and_per_operation_settings_round_trip() -> None:
     plain = tiny_run({"kernels": "reference"})
     assert plain.kernels == "reference" and to_dict(plain)["kernels"] == "reference"
     own = tiny_run({"kernels.norm": "numba"})
@@ -40,14 +40,15 @@ def test_one_word_and_single_operations_are_read_and_written_as_they_are() -> No
 
 
 @pytest.mark.parametrize("names", [["kernels", "kernels.norm"], ["kernels.all", "kernels.norm"]])
-def test_an_operation_beside_the_switch_leaves_it_as_it_is(names: list[str]) -> None:
+def test_setting_one_operation_keeps_all(names: list[str]) -> None:
     run = apply_overrides(tiny_run(), dict(zip(names, ["torch", "numba"], strict=True)))
     assert run.kernels == KernelsConfig(all="torch", norm="numba")
 
 
-def test_a_way_that_an_operation_does_not_know_is_no_choice() -> None:
+def test_backend_of_another_operation_is_rejected() -> None:
     with pytest.raises(
-        ConfigError, match="kernels.rope=tiles: there is no such choice.* Use one of auto, torch"
+        ConfigError,
+        match="kernels.rope=cpu_tiled: there is no such choice.* Use one of auto, torch",
     ):
         tiny_run({"kernels.rope": "cpu_tiled"})
     with pytest.raises(
@@ -68,7 +69,7 @@ def test_every_operation_has_a_setting() -> None:
     }
 
 
-def test_ways_by_name_can_be_left_to_the_switch() -> None:
+def test_explicit_backends_can_be_reset_to_auto() -> None:
     assert plainly("reference") == "reference"
     assert plainly(KernelsConfig(all="torch", norm="numba", rope="reference")) == KernelsConfig(
         all="torch", rope="reference"

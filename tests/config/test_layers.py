@@ -1,4 +1,4 @@
-"""Layers of their own: one layer is a model of layers that are all like it."""
+"""Per-layer settings."""
 
 from dataclasses import replace
 
@@ -19,11 +19,11 @@ OWN = LayersConfig(
 )
 
 
-def test_layers_that_are_all_alike_are_the_model_itself() -> None:
+def test_model_with_equal_layers_is_returned_unchanged() -> None:
     assert MODEL.at(3) is MODEL
 
 
-def test_patterns_repeat_over_the_layers_and_one_layer_has_one_place_of_them() -> None:
+def test_patterns_repeat_over_the_layers() -> None:
     model = replace(MODEL, layers=OWN)
     assert [model.attention_part(layer) for layer in range(5)] == [
         "full",
@@ -49,13 +49,13 @@ def test_patterns_repeat_over_the_layers_and_one_layer_has_one_place_of_them() -
     assert third.num_layers == 5
 
 
-def test_layers_without_attention_neither_turn_nor_have_a_window() -> None:
+def test_layers_without_attention_have_no_rope_or_window() -> None:
     model = replace(MODEL, layers=OWN, attention=AttentionConfig(window=3))
     assert [model.uses_rope(layer) for layer in range(3)] == [True, False, True]
     assert [model.has_window(layer) for layer in range(3)] == [True, False, True]
 
 
-def test_layers_without_an_mlp_have_no_experts_in_its_place() -> None:
+def test_layers_without_an_mlp_have_no_experts() -> None:
     own = LayersConfig(mlp=("full", "linear", "full", "none"))
     model = replace(
         MODEL,

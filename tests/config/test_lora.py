@@ -27,7 +27,7 @@ def problems(**changes: Any) -> list[str]:
     return lora_problems(LoraConfig(**changes), MODEL, LOADED, compiled=False)
 
 
-def test_linear_stands_for_every_matrix_that_a_model_has() -> None:
+def test_target_linear_selects_every_linear_layer() -> None:
     assert lora_targets(LoraConfig(), MODEL) == ("q", "kv", "o", "gate_up", "down")
     assert lora_targets(LoraConfig(targets=("down", "q")), MODEL) == ("q", "down")
     other = ModelConfig(vocab_size=8, gated=False, attention=AttentionConfig(gated=True), **SIZES)
@@ -38,7 +38,7 @@ def test_linear_stands_for_every_matrix_that_a_model_has() -> None:
     assert lora_matrices(short)[:3] == ("q_down", "q_up", "kv_down")
 
 
-def test_layers_can_be_chosen_and_nothing_outside_of_them_is_meant() -> None:
+def test_adapters_are_limited_to_selected_layers() -> None:
     some = LoraConfig(targets=("q", "down"), layers=(1, 0, 1))
     assert lora_layers(LoraConfig(), MODEL) == tuple(range(MODEL.num_layers)) and lora_layers(
         some, MODEL
@@ -80,16 +80,16 @@ def test_a_run_without_adapters_has_no_problem_with_them() -> None:
     ("changes", "text"),
     [
         ({"rank": 0}, "lora.rank=0 must be at least 1. Use 16."),
-        ({"alpha": 0.0}, "lora.alpha=0.0 must be above 0. Use twice lora.rank."),
-        ({"alpha": float("inf")}, "lora.alpha=inf must be above 0. Use twice lora.rank."),
-        ({"alpha": float("nan")}, "lora.alpha=nan must be above 0. Use twice lora.rank."),
+        ({"alpha": 0.0}, "lora.alpha=0.0 must be above 0. Use 2 * lora.rank."),
+        ({"alpha": float("inf")}, "lora.alpha=inf must be above 0. Use 2 * lora.rank."),
+        ({"alpha": float("nan")}, "lora.alpha=nan must be above 0. Use 2 * lora.rank."),
         (
             {"dropout": 1.0},
-            "lora.dropout=1.0 must be a probability, at least 0 and below 1. Use 0.05.",
+            "lora.dropout=1.0 must be at least 0 and below 1. Use 0.05.",
         ),
         (
             {"dropout": float("nan")},
-            "lora.dropout=nan must be a probability, at least 0 and below 1. Use 0.05.",
+            "lora.dropout=nan must be at least 0 and below 1. Use 0.05.",
         ),
         (
             {"layers": (0, 2)},
@@ -98,30 +98,30 @@ def test_a_run_without_adapters_has_no_problem_with_them() -> None:
         (
             {"layers": ()},
             "lora.layers=[]: model.num_layers=2 has layers 0 to 1. Use one or more of them, or "
-            "leave",
+            "remove",
         ),
         (
             {"targets": ()},
-            "lora.targets=[] leaves nothing to train. Use one or more of ['q', 'kv', 'o', "
+            "lora.targets=[] selects nothing to train. Use one or more of ['q', 'kv', 'o', "
             "'gate_up', ",
         ),
         (
             {"targets": ("gate_upp",)},
-            "lora.targets=gate_upp: no matrix of this model that can have adapters. Did you ",
+            "lora.targets=gate_upp: this model has no such target for adapters. Did you ",
         ),
         (
             {"targets": ("up",)},
-            "lora.targets=up: no matrix of this model that can have adapters. Use one or more of "
+            "lora.targets=up: this model has no such target for adapters. Use one or more of "
             "['q', 'kv', 'o'",
         ),
     ],
 )
-def test_odd_values_are_refused_in_words(changes: dict[str, Any], text: str) -> None:
+def test_invalid_values_are_rejected(changes: dict[str, Any], text: str) -> None:
     (found,) = problems(**changes)
     assert text in found
 
 
-def test_all_of_them_are_named_at_once_among_the_rules_of_a_run() -> None:
+def test_all_problems_are_reported_with_those_of_the_run() -> None:
     run = tiny_run(
         {
             "lora.rank": "0",
@@ -133,19 +133,19 @@ def test_all_of_them_are_named_at_once_among_the_rules_of_a_run() -> None:
     found = [text for text in run_problems(run, 1) if "lora" in text]
     assert len(found) == 5
     assert any(
-        text.startswith("checkpoint.load=None with lora.rank=0: adapters are trained beside")
+        text.startswith("checkpoint.load=None with lora.rank=0: adapters need a pretrained")
         for text in found
     )
     assert any("Set train.compile=false." in text for text in found)
-    assert any("would stay as they were drawn" in text for text in found)
+    assert any("would stay random" in text for text in found)
 
 
-def test_targets_that_no_chosen_layer_has_are_refused() -> None:
+def test_targets_missing_in_all_selected_layers_are_rejected() -> None:
     """Experts have no adapters; attention beside them does."""
     model = replace(MODEL, moe=MoEConfig(num_experts=4, ffn_hidden_size=6, layers=(False, True)))
     found = lora_problems(LoraConfig(targets=("down",), layers=(1,)), model, LOADED, compiled=False)
     assert [text.split(":")[0] for text in found] == ["lora.targets=['down']"]
-    assert "set lora.layers to others" in found[0]
+    assert "set lora.layers to other layers" in found[0]
     for good in (LoraConfig(targets=("down",)), LoraConfig(layers=(1,))):
         assert lora_problems(good, model, LOADED, compiled=False) == []
 
@@ -153,14 +153,13 @@ def test_targets_that_no_chosen_layer_has_are_refused() -> None:
 @pytest.mark.parametrize(
     "name", ["sequence_coeff", "batch_coeff", "global_batch_coeff", "z_loss_coeff"]
 )
-def test_losses_of_balance_are_refused_where_routers_are_frozen(name: str) -> None:
+def test_aux_losses_are_rejected_with_frozen_routers(name: str) -> None:
     balance: dict[str, Any] = {name: 0.1}
     model = replace(
         MODEL, moe=MoEConfig(num_experts=4, ffn_hidden_size=6, aux_loss=AuxLossConfig(**balance))
     )
     (text,) = lora_problems(LoraConfig(rank=3), model, LOADED, compiled=False)
     assert text == (
-        f"model.moe.aux_loss.{name}=0.1 with lora.rank=3: routers are not trained, and the loss "
-        "would move the layers "
-        f"below them. Set model.moe.aux_loss.{name}=0."
+        f"model.moe.aux_loss.{name}=0.1 with lora.rank=3: routers are frozen, so the loss would "
+        f"only change the adapters below them. Set model.moe.aux_loss.{name}=0."
     )

@@ -1,4 +1,4 @@
-"""Latent attention decides the sizes of heads by itself."""
+"""Head sizes of multi-head latent attention."""
 
 from dataclasses import replace
 

@@ -9,27 +9,27 @@ WRONG = {
         kind="lognormal"
     ),
     "data.mock_lengths.mean=120 must be from 1 to 99": MockLengths(kind="lognormal", mean=120),
-    "data.mock_lengths.sigma=-1 must be 0 or more. Use 1.0": MockLengths(
+    "data.mock_lengths.sigma=-1 must be at least 0. Use 1.0": MockLengths(
         kind="lognormal", mean=9, sigma=-1
     ),
     "data.mock_lengths.shortest=100 must be from 1 to 99": MockLengths(
         kind="lognormal", mean=9, shortest=100
     ),
-    "data.mock_lengths.kind=file without data.mock_lengths.path. Set it": MockLengths(kind="file"),
-    "data.mock_lengths.mean=9 with data.mock_lengths.kind=uniform, which does not read it. Remove "
+    "data.mock_lengths.kind=file needs data.mock_lengths.path. Set it": MockLengths(kind="file"),
+    "data.mock_lengths.mean=9 is not used by data.mock_lengths.kind=uniform. Remove "
     "it, or set data.mock_lengths.kind=lognormal": MockLengths(mean=9),
-    "data.mock_lengths.path=a with data.mock_lengths.kind=uniform, which does not read it. Remove "
+    "data.mock_lengths.path=a is not used by data.mock_lengths.kind=uniform. Remove "
     "it, or set data.mock_lengths.kind=file": MockLengths(path="a"),
 }
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_lengths_that_cannot_be_are_told(text: str) -> None:
+def test_invalid_lengths_are_reported(text: str) -> None:
     (problem,) = mock_problems(WRONG[text], most=99, used=True)
     assert text in problem
 
 
-def test_lengths_that_can_be_are_fine_and_need_mock_data() -> None:
+def test_valid_lengths_need_mock_data() -> None:
     for lengths in (
         MockLengths(),
         MockLengths(kind="lognormal", mean=9.5),
@@ -38,4 +38,7 @@ def test_lengths_that_can_be_are_fine_and_need_mock_data() -> None:
         assert not mock_problems(lengths, most=99, used=True)
     assert not mock_problems(MockLengths(), most=99, used=False)
     (problem,) = mock_problems(MockLengths(kind="file", path="a"), most=99, used=False)
-    assert "data.mock_lengths.kind=file without data.mock=true. Set it, or remove it" in problem
+    assert (
+        "data.mock_lengths.kind=file needs data.mock=true. Set it, or remove data.mock_lengths"
+        in problem
+    )

@@ -1,4 +1,4 @@
-"""Which layers have experts, and which settings need random numbers."""
+"""Layers with experts, and settings that need random numbers."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def test_a_model_with_experts_is_written_and_read() -> None:
     assert from_dict(ModelConfig, to_dict(model)) == model
 
 
-def test_noise_of_a_router_needs_the_seed() -> None:
+def test_router_noise_needs_the_seed() -> None:
     run = tiny_run()
     plain = replace(run, model=replace(run.model, moe=MOE))
     noisy = replace(

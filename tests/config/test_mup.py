@@ -1,4 +1,4 @@
-"""How many times wider than its base a model is."""
+"""Width factor of muP."""
 
 from dataclasses import replace
 
@@ -11,12 +11,12 @@ MODEL = ModelConfig(
 )
 
 
-def test_without_a_base_a_model_is_as_wide_as_itself() -> None:
+def test_width_factor_is_1_without_mup() -> None:
     assert MODEL.width_factor() == 1.0
     assert replace(MODEL, mup=MuPConfig(base_hidden_size=16)).width_factor() == 1.5
 
 
-def test_it_and_the_patterns_of_first_values_can_be_typed() -> None:
+def test_mup_and_init_overrides_can_be_set_on_the_command_line() -> None:
     typed = {
         "mup.base_hidden_size": "12",
         "init_overrides": "[['*.down', 0.5]]",

@@ -1,4 +1,4 @@
-"""The optimizer's defaults, and what cannot work together."""
+"""Optimizer settings: defaults and rules."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def test_the_defaults_are_those_of_large_language_models() -> None:
     assert optim_problems(optim, PrecisionConfig()) == []
 
 
-def test_four_number_formats_can_be_chosen() -> None:
+def test_params_has_four_dtypes() -> None:
     params = next(setting for setting in describe(PrecisionConfig) if setting.path == "params")
     assert literal_values(params.hint) == ["fp32", "bf16", "fp16", "fp64"]
 
@@ -37,18 +37,17 @@ def test_four_number_formats_can_be_chosen() -> None:
         ),
         (
             OptimConfig(nesterov=True),
-            "optim.nesterov=true is for optim.kind=sgd, and optim.kind=adamw. Set optim.kind=sgd, "
+            "optim.nesterov=true needs optim.kind=sgd, but optim.kind=adamw. Set optim.kind=sgd, "
             "or remove optim.nesterov.",
         ),
         (
             OptimConfig(kind="sgd", momentum=0.0, nesterov=True),
-            "optim.nesterov=true looks ahead along the momentum, and optim.momentum=0.0 keeps "
-            "none. Set optim.momentum "
+            "optim.nesterov=true needs momentum, but optim.momentum=0.0. Set optim.momentum "
             "to 0.9, or remove optim.nesterov.",
         ),
     ],
 )
-def test_momentum_that_cannot_work_is_refused(optim: OptimConfig, text: str) -> None:
+def test_invalid_momentum_is_rejected(optim: OptimConfig, text: str) -> None:
     assert optim_problems(optim, PrecisionConfig()) == [text]
 
 
@@ -61,7 +60,7 @@ def test_momentum_that_cannot_work_is_refused(optim: OptimConfig, text: str) -> 
         (
             {"min": 8.0, "initial": 4.0},
             [
-                "min=8 is above precision.loss_scale.initial=4, where the scale starts. Set "
+                "min=8 is above precision.loss_scale.initial=4, the initial scale. Set "
                 "precision.loss_scale.min to 4 "
                 "or less."
             ],
@@ -75,7 +74,7 @@ def test_momentum_that_cannot_work_is_refused(optim: OptimConfig, text: str) -> 
         ),
     ],
 )
-def test_loss_scales_out_of_their_range_are_refused_all_at_once(
+def test_loss_scales_out_of_range_are_reported_together(
     scale: dict[str, float], texts: list[str]
 ) -> None:
     precision = replace(FP16, loss_scale=LossScaleConfig(**scale))  # type: ignore[arg-type]  # counts are whole
@@ -84,17 +83,16 @@ def test_loss_scales_out_of_their_range_are_refused_all_at_once(
     ]
 
 
-def test_a_loss_scale_serves_fp16_only() -> None:
+def test_loss_scale_needs_fp16() -> None:
     precision = PrecisionConfig(params="bf16", loss_scale=LossScaleConfig(constant=1024.0))
     assert optim_problems(OptimConfig(), precision) == [
-        "precision.loss_scale.constant=1024 with precision.params=bf16, whose range needs no loss "
-        "scale. Set precision.params=fp16, or remove precision.loss_scale.constant."
+        "precision.loss_scale.constant=1024 with precision.params=bf16, which uses no loss scale. "
+        "Set precision.params=fp16, or remove precision.loss_scale.constant."
     ]
 
 
-def test_overflows_of_fp16_may_not_end_the_run() -> None:
+def test_nonfinite_grad_raise_is_rejected_with_fp16() -> None:
     assert optim_problems(OptimConfig(nonfinite_grad="raise"), FP16) == [
-        "optim.nonfinite_grad=raise with precision.params=fp16, where gradients overflow in good "
-        "runs too and lower "
-        "the loss scale. Set optim.nonfinite_grad=skip."
+        "optim.nonfinite_grad=raise with precision.params=fp16: overflows are part of dynamic "
+        "loss scaling and must not end the run. Set optim.nonfinite_grad=skip."
     ]

@@ -1,4 +1,4 @@
-"""How the ranks divide the work, by default."""
+"""Defaults of the parallelism settings."""
 
 from megalith.config.parallel import ParallelConfig
 from megalith.plan.grid import dense_problems

@@ -1,5 +1,4 @@
-"""The pipeline's settings: plain values that a run's file can hold, and defaults that mean no
-pipeline."""
+"""Pipeline settings: round trip and defaults."""
 
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
@@ -7,14 +6,14 @@ from megalith.config.tree import from_dict, to_dict
 from megalith.plan.schedule import schedule_name
 
 
-def test_every_setting_survives_a_file() -> None:
-    told = PipelineConfig(
+def test_every_setting_round_trips_through_yaml() -> None:
+    output = PipelineConfig(
         schedule="zb-v", vpp=2, layout="Et|tL", first_layers=1, last_layers=2, count_loss=True
     )
-    assert from_dict(PipelineConfig, to_dict(told)) == told
+    assert from_dict(PipelineConfig, to_dict(output)) == output
 
 
-def test_the_default_is_no_pipeline_and_the_usual_schedule_once_there_is_one() -> None:
+def test_default_is_no_pipeline_and_schedule_auto() -> None:
     assert (ParallelConfig().pp, ParallelConfig().pipeline) == (1, PipelineConfig())
     assert schedule_name(PipelineConfig()) == "1f1b"
     assert schedule_name(PipelineConfig(vpp=2)) == "interleaved"

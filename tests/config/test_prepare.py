@@ -1,4 +1,4 @@
-"""Which settings of prepare are refused."""
+"""Rules of the settings of prepare."""
 
 from megalith.config.prepare import PrepareConfig, prepare_problems
 from megalith.config.tokenizer import TokenizerConfig
@@ -8,7 +8,7 @@ def test_a_plain_config_is_accepted() -> None:
     assert prepare_problems(PrepareConfig(input=("a.txt",), output="a")) == []
 
 
-def test_all_broken_rules_are_told_at_once() -> None:
+def test_all_violated_rules_are_reported_together() -> None:
     config = PrepareConfig(
         input=(),
         output="a",
@@ -18,12 +18,12 @@ def test_all_broken_rules_are_told_at_once() -> None:
         overwrite=True,
         tokenizer=TokenizerConfig(kind="null"),
     )
-    told = "\n".join(prepare_problems(config))
+    printed = "\n".join(prepare_problems(config))
     for text in (
         "tokenizer.vocab_size=None",
-        "input=() names no file",
+        "input=() is empty",
         "keys=('text', 'text'): use one or more different keys",
         "workers=0 must be 1 or more",
-        "resume=True and overwrite=True ask for opposite things: use resume to go on",
+        "resume=True and overwrite=True exclude each other. Use resume to continue",
     ):
-        assert text in told
+        assert text in printed

@@ -1,4 +1,4 @@
-"""Rotary positions: which layers turn, and how many features."""
+"""Layers with RoPE and their rotary size."""
 
 from dataclasses import replace
 
@@ -11,14 +11,14 @@ MODEL = ModelConfig(
 )
 
 
-def test_layers_without_positions_are_a_pattern_that_repeats() -> None:
+def test_layers_without_rope_are_a_repeating_pattern() -> None:
     every_fourth = replace(MODEL, rope=RopeConfig(skip=(False, False, False, True)))
     assert [every_fourth.uses_rope(layer) for layer in range(5)] == [True, True, True, False, True]
     assert [MODEL.uses_rope(layer) for layer in range(5)] == [True] * 5
     assert not replace(MODEL, positions="none").uses_rope(0)
 
 
-def test_features_that_turn_are_a_part_of_a_head_or_those_of_latent_attention() -> None:
+def test_rotary_size_is_a_fraction_of_the_head_or_that_of_mla() -> None:
     assert MODEL.rotary_size() == 12
     assert replace(MODEL, rope=RopeConfig(fraction=0.34)).rotary_size() == 4
     assert replace(MODEL, mla=MLAConfig(kv_rank=4, rope_dim=6)).rotary_size() == 6

@@ -8,7 +8,7 @@ from megalith.config.sample import SampleConfig, sample_problems
 @pytest.mark.parametrize(
     "fields", [{}, {"temperature": 0.0}, {"top_k": 1, "top_p": 1.0}, {"top_p": 0.01}, {"seed": -5}]
 )
-def test_sensible_settings_pass(fields: dict[str, Any]) -> None:
+def test_valid_settings_are_accepted(fields: dict[str, Any]) -> None:
     assert sample_problems(SampleConfig(**fields)) == []
 
 
@@ -17,25 +17,25 @@ def test_sensible_settings_pass(fields: dict[str, Any]) -> None:
     [
         (
             {"max_new_tokens": 0},
-            "max_new_tokens=0 must be at least 1. Use the number of tokens to write.",
+            "max_new_tokens=0 must be at least 1. Set it to the number of tokens to generate.",
         ),
         (
             {"temperature": -0.5},
-            "temperature=-0.5 must be 0 (always the best token) or more. Use 1.",
+            "temperature=-0.5 must be at least 0 (0 is greedy decoding). Use 1.",
         ),
-        ({"temperature": float("nan")}, "temperature=nan must be 0"),
-        ({"temperature": float("inf")}, "temperature=inf must be 0"),
-        ({"top_k": 0}, "top_k=0 must be at least 1. Use 50, or leave it out."),
-        ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1. Use 0.9, or leave it out."),
+        ({"temperature": float("nan")}, "temperature=nan must be at least 0"),
+        ({"temperature": float("inf")}, "temperature=inf must be at least 0"),
+        ({"top_k": 0}, "top_k=0 must be at least 1. Use 50, or remove it."),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1. Use 0.9, or remove it."),
         ({"top_p": 1.5}, "top_p=1.5 must be above 0"),
     ],
 )
-def test_settings_that_cannot_be_are_named(fields: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_reported(fields: dict[str, Any], message: str) -> None:
     (problem,) = sample_problems(SampleConfig(**fields))
     assert problem.startswith(message)
 
 
-def test_all_of_them_are_named_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     assert (
         len(sample_problems(SampleConfig(max_new_tokens=0, temperature=-1, top_k=0, top_p=2))) == 4
     )

@@ -4,7 +4,7 @@ from megalith.config.data import DataConfig, data_problems
 from megalith.config.sft import SFTConfig, sft_problems
 
 
-def test_conversations_are_a_source_of_their_own() -> None:
+def test_conversations_are_a_data_source() -> None:
     assert data_problems(DataConfig(sft=SFTConfig(mock_conversations=3))) == []
     assert (
         data_problems(DataConfig(sft=SFTConfig(path=("a.jsonl",), valid_path=("b.jsonl",)))) == []
@@ -20,26 +20,26 @@ def test_conversations_are_a_source_of_their_own() -> None:
     [
         (
             SFTConfig(path=("a",), mock_conversations=3),
-            "data.sft.mock_conversations=3 with data.sft.path=a: use one",
+            "data.sft.mock_conversations=3 with data.sft.path=a: set only one",
         ),
         (SFTConfig(mock_conversations=0), "data.sft.mock_conversations=0 must be 1 or more"),
-        (SFTConfig(valid_path=("b",)), "data.sft.valid_path=b without data.sft.path"),
+        (SFTConfig(valid_path=("b",)), "data.sft.valid_path=b needs data.sft.path"),
         (
             SFTConfig(date="26 Jul 2024"),
-            "data.sft.date='26 Jul 2024' must be a date like 2024-07-26.",
+            "data.sft.date='26 Jul 2024' must be an ISO date such as 2024-07-26.",
         ),
     ],
 )
-def test_what_cannot_be_is_told(sft: SFTConfig, message: str) -> None:
+def test_invalid_settings_are_reported(sft: SFTConfig, message: str) -> None:
     (problem,) = sft_problems(sft)
     assert problem.startswith(message)
 
 
-def test_settings_of_running_text_are_refused_beside_conversations() -> None:
+def test_settings_of_text_are_rejected_with_conversations() -> None:
     data = DataConfig(sft=SFTConfig(path=("a",)), document_masking=True, sampler="cyclic")
     (problem,) = data_problems(data)
     assert problem.startswith(
-        "data.document_masking=True and data.sampler=cyclic with data.sft: conversations have "
-        "documents"
+        "data.document_masking=True and data.sampler=cyclic with data.sft: these settings "
+        "apply to text"
     )
     assert problem.endswith("Remove them, or use data.path.")

@@ -1,4 +1,4 @@
-"""A run on a screen."""
+"""Tables of settings."""
 
 from dataclasses import dataclass, field
 

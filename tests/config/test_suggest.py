@@ -1,4 +1,4 @@
-"""Near names."""
+"""Suggestions of similar names."""
 
 from megalith.config.suggest import did_you_mean, nearest
 

@@ -1,4 +1,4 @@
-"""Which settings of a tokenizer are refused."""
+"""Rules of tokenizer settings."""
 
 import pytest
 
@@ -20,18 +20,23 @@ def test_each_kind_has_a_correct_form() -> None:
         ),
         (
             TokenizerConfig(path="gpt2"),
-            "tokenizer.path=gpt2 belongs to a tokenizer read from files",
+            "tokenizer.path=gpt2 applies to tokenizers that are read from files",
         ),
-        (TokenizerConfig(eod="x"), "tokenizer.eod=x belongs to a tokenizer read from files"),
+        (
+            TokenizerConfig(eod="x"),
+            "tokenizer.eod=x applies to tokenizers that are read from files",
+        ),
         (
             TokenizerConfig(kind="null"),
-            "tokenizer.vocab_size=None: the null tokenizer has no vocabulary of its own",
+            "tokenizer.vocab_size=None: the null tokenizer needs a vocabulary size",
         ),
         (
             TokenizerConfig(vocab_size=300),
-            "tokenizer.vocab_size=300: a byte tokenizer knows its own size",
+            "tokenizer.vocab_size=300: a byte tokenizer defines its own size",
         ),
     ],
 )
-def test_each_broken_rule_is_named_with_its_value(tokenizer: TokenizerConfig, text: str) -> None:
+def test_each_violated_rule_is_reported_with_its_value(
+    tokenizer: TokenizerConfig, text: str
+) -> None:
     assert [problem.startswith(text) for problem in tokenizer_problems(tokenizer)] == [True]

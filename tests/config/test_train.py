@@ -1,4 +1,4 @@
-"""The root of a training run, and what holds for every setting below it."""
+"""The root config of a run, and properties of every setting."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def test_a_setting_that_may_be_unset_says_what_unset_means() -> None:
     assert silent == []
 
 
-def test_only_what_has_no_usual_value_must_be_given() -> None:
+def test_only_settings_without_a_default_are_required() -> None:
     assert [setting.path for setting in SETTINGS if setting.required] == [
         "name",
         "model.vocab_size",
@@ -52,7 +52,7 @@ def test_no_setting_is_named_like_another_section() -> None:
     assert {name for name in names if "." not in name} == {"kernels", "name", "seed"}
 
 
-def test_a_run_never_changes() -> None:
+def test_configs_are_frozen() -> None:
     run = resolve("tiny_cpu")
     with pytest.raises(FrozenInstanceError):
         run.seed = 2  # type: ignore[misc]  # that is the point

@@ -137,8 +137,8 @@ def test_missing_file_names_the_files_beside_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content, text",
     [
-        (b"", "holds nothing: expected a mapping of name, rate"),
-        (b"hello", "holds only 'hello': expected a mapping"),
+        (b"", "contains nothing: expected a mapping of name, rate"),
+        (b"hello", "contains only 'hello': expected a mapping"),
         (b"a: [1", "is not YAML"),
         (b"a: [1", 'run.yaml", line 1, column 6'),
         (b"a: \x01", 'run.yaml", position 3'),
@@ -146,7 +146,7 @@ def test_missing_file_names_the_files_beside_it(tmp_path: Path) -> None:
         (b"name: !!python/object/apply:os.system ['true']\n", "is not YAML"),
     ],
 )
-def test_a_file_that_is_no_config_is_refused_by_name(
+def test_file_that_is_not_a_config_is_rejected_by_name(
     content: bytes, text: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "run.yaml"
@@ -163,15 +163,15 @@ def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
         load_yaml(tmp_path, Run)
 
 
-def test_a_name_written_twice_is_refused_with_everything_else(tmp_path: Path) -> None:
+def test_repeated_key_is_reported_with_all_other_problems(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("name: x\nrate: {lr: 1, lr: 2}\nstep: 3\nname: y\n")
     with pytest.raises(ConfigError) as error:
         load_yaml(file, Run)
     text = str(error.value)
     assert "3 settings" in text
-    assert "name is written more than once. Remove all but one." in text
-    assert "rate.lr is written more than once" in text
+    assert "name is set more than once. Remove all but one." in text
+    assert "rate.lr is set more than once" in text
     assert "Did you mean steps?" in text
 
 
@@ -316,7 +316,7 @@ def test_fuzzed_yaml_and_overrides_are_read_or_rejected_with_config_error(tmp_pa
 # --- wrong data
 
 
-def test_all_problems_are_told_together_with_their_paths() -> None:
+def test_all_problems_are_reported_together_with_their_paths() -> None:
     text = refused({"name": 3, "rate": {"lr": "fast", "stile": "cosine"}, "steps": True, "nmae": 1})
     assert text.startswith("5 settings must be changed before this can run:")
     assert "name=3: expected text, found a whole number. Put it in quotes: '3'." in text
@@ -393,7 +393,7 @@ def test_missing_settings_are_named_with_what_they_mean() -> None:
         ({"either": []}, "either=[]: expected text or a number, found a list."),
     ],
 )
-def test_a_wrong_type_is_told_with_path_expected_and_found(
+def test_wrong_type_is_reported_with_path_and_expected_type(
     change: dict[str, Any], text: str
 ) -> None:
     assert text in refused({"name": "x", "rate": {"lr": 0.1}} | change)
@@ -502,7 +502,7 @@ def test_one_word_or_an_empty_list_make_a_list() -> None:
     )
 
 
-def test_none_is_a_word_where_the_field_knows_it() -> None:
+def test_none_is_a_value_if_the_literal_has_it() -> None:
     assert apply_overrides(SMALL, {"mood": "none"}).mood == "none"
     assert apply_overrides(SMALL, {"mood": "null"}).mood is None
 
@@ -516,7 +516,7 @@ def test_a_mapping_replaces_a_whole_section() -> None:
     assert apply_overrides(FULL, {"rate": "{lr: 2e-3}"}).rate == Rate(lr=2e-3)
 
 
-def test_unknown_names_and_wrong_values_are_told_together() -> None:
+def test_unknown_names_and_wrong_values_are_reported_together() -> None:
     text = overridden(
         rate__lt="3",
         steps="ten",
@@ -534,7 +534,7 @@ def test_unknown_names_and_wrong_values_are_told_together() -> None:
         "rate.style=cosin: there is no such choice. Did you mean cosine? Use one of constant, "
         "cosine, none." in text
     )
-    assert "rate.lr is one value: set that." in text
+    assert "rate.lr is a single value. Set rate.lr instead." in text
 
 
 # --- looking at runs

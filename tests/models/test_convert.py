@@ -327,10 +327,7 @@ def test_new_rows_without_added_rows_are_rejected(
             rules=rules,
         )
     (text,) = checkpoint_problems(CheckpointConfig(new_rows="mean"))
-    assert (
-        "checkpoint.new_rows=mean says what is added to the tables of checkpoint.load, which is "
-        "unset" in text
-    )
+    assert "checkpoint.new_rows=mean needs checkpoint.load, which is unset" in text
 
 
 # --- the family that a model was converted from

@@ -1,4 +1,4 @@
-"""The published sizes of DeepSeek-V2 and V3."""
+"""Published sizes of DeepSeek-V2 and V3."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -91,7 +91,7 @@ LITE = SECOND | {
     ],
     ids=["V2", "V2-Lite"],
 )
-def test_a_second_model_is_the_one_that_its_authors_published(
+def test_v2_model_matches_the_published_config(
     recipe: Callable[[], TrainRun], raw: dict[str, Any], numbers: tuple[int, int]
 ) -> None:
     """But for the longer context and what the released settings leave out, as below."""
@@ -113,7 +113,7 @@ def test_sixteen_stages_of_the_second_have_all_layers() -> None:
     assert [len(stage.layers) for stage in stages] == [3, *[4] * 13, 3, 2]
 
 
-def test_the_model_is_the_one_that_its_authors_published() -> None:
+def test_v3_model_matches_the_published_config() -> None:
     """But for what came after the first training, a longer context; and for what the released
     settings leave out."""
     model, published = deepseek_v3().model, DEEPSEEK_V3.read_config(RAW)

@@ -1,4 +1,4 @@
-"""The recipe of adapters goes on from the run of the other one, on ranks as in one process."""
+"""The recipe lora_tiny continues from sft_tiny, on ranks as in one process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ def small(run: TrainRun, folder: Path) -> TrainRun:
     return replace(apply_overrides(run, SHORT), model=model, checkpoint=checkpoint)
 
 
-def test_it_trains_beside_the_run_that_it_names(tmp_path: Path) -> None:
+def test_adapters_train_on_the_base_run(tmp_path: Path) -> None:
     for recipe in (sft_tiny(), lora_tiny()):
         path = tmp_path / "runs" / recipe.name
         run_training(

@@ -1,4 +1,4 @@
-"""The small mixture of experts."""
+"""The recipe moe_tiny."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from megalith.recipes.moe_tiny import moe_tiny
 from megalith.train.rules import run_problems
 
 
-def test_moe_tiny_divides_its_experts_over_two_processes() -> None:
+def test_moe_tiny_uses_expert_parallelism_over_two_processes() -> None:
     run = moe_tiny()
     assert run.parallel.ep == 2 and run_problems(run, world=2) == []
     assert 1e6 < num_parameters(run.model) < 3e6
@@ -21,7 +21,7 @@ def test_moe_tiny_divides_its_experts_over_two_processes() -> None:
 
 
 @pytest.mark.slow  # 30 s on one busy core
-def test_fifty_steps_on_two_processes_learn_and_tell_how_busy_experts_are(tmp_path: Path) -> None:
+def test_fifty_steps_on_two_processes_learn_and_log_expert_load(tmp_path: Path) -> None:
     """From the loss of a guess, ln v, with a vocabulary that so few tokens fill."""
     small = {
         "model.vocab_size": "64",
@@ -62,12 +62,12 @@ def test_fifty_steps_on_two_processes_learn_and_tell_how_busy_experts_are(tmp_pa
         losses[0],
         losses[-1],
     )
-    told = next(row for row in rows if "moe_max_load" in row)
+    output = next(row for row in rows if "moe_max_load" in row)
     assert {
         "moe_batch_loss",
         "moe_z_loss",
         "moe_entropy",
         "moe_idle_experts",
         "moe_layers_1_load",
-    } <= told.keys()
-    assert "moe_layers_0_load" not in told, "the first layer has no experts"
+    } <= output.keys()
+    assert "moe_layers_0_load" not in output, "the first layer has no experts"

@@ -1,4 +1,4 @@
-"""The run of `make quickstart`."""
+"""The recipe quickstart."""
 
 from megalith.plan.costs import num_parameters
 from megalith.recipes.quickstart import quickstart

@@ -1,4 +1,4 @@
-"""All recipes, and how a command line finds one."""
+"""All recipes, and their lookup from the command line."""
 
 from pathlib import Path
 
@@ -102,16 +102,16 @@ def test_a_name_a_file_and_the_folder_of_a_run_are_resolved(tmp_path: Path) -> N
     assert resolve(str(tmp_path)) == run
 
 
-def test_a_folder_without_a_run_is_told_so(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match="there is no run in this folder. Use the folder of a run, such as runs/NAME",
+        match="so it is not the folder of a run. Use the folder of a run, such as runs/NAME",
     ):
         resolve(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(
         ConfigError,
-        match="is a Hugging Face folder, which says nothing about a run. Run `megalith conv",
+        match="is a Hugging Face folder, which has no settings of a run. Run `megalith conv",
     ):
         resolve(str(tmp_path))
 
@@ -124,7 +124,7 @@ def test_a_folder_without_a_run_is_told_so(tmp_path: Path) -> None:
         ("nowhere/run.yaml", "nowhere/run.yaml: no such file."),
     ],
 )
-def test_what_cannot_be_resolved_is_told_with_what_could(target: str, text: str) -> None:
+def test_unknown_recipe_is_rejected_with_similar_names(target: str, text: str) -> None:
     with pytest.raises(ConfigError) as error:
         resolve(target)
     assert text in str(error.value)
@@ -155,7 +155,7 @@ def test_yaml_file_cannot_choose_a_cache_folder_elsewhere(
     assert f"{file}: data.cache_path={cache} is neither below the working directory" in str(
         caught.value
     )
-    assert f"pass --data.cache_path {cache} if you want this one" in str(caught.value)
+    assert f"Pass --data.cache_path {cache} to use it" in str(caught.value)
     assert resolve_run(file, {"data.cache_path": cache}).data.cache_path == cache
     assert resolve(file).data.cache_path == cache, "which plans and shows it only"
 

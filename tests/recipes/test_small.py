@@ -1,4 +1,4 @@
-"""The small models."""
+"""Recipes of small Llama models."""
 
 from collections.abc import Callable
 

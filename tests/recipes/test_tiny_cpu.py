@@ -1,4 +1,4 @@
-"""The first run."""
+"""The recipe tiny_cpu."""
 
 from megalith.plan.costs import num_parameters, step_flops
 from megalith.recipes.tiny_cpu import tiny_cpu

@@ -356,8 +356,7 @@ def test_contradicting_load_settings_are_reported() -> None:
     alone = run_problems(tiny_run({"checkpoint.load_mode": "progress"}), 1)
     assert (
         len(alone) == 1
-        and "checkpoint.load_mode=progress says what is taken from checkpoint.load, which is un"
-        in alone[0]
+        and "checkpoint.load_mode=progress needs checkpoint.load, which is un" in alone[0]
     )
     skips = run_problems(
         tiny_run(
@@ -386,6 +385,6 @@ def test_contradicting_load_settings_are_reported() -> None:
         tiny_run({"checkpoint.load_mode": "progress", "checkpoint.load": "a", "lora.rank": "2"}), 1
     )
     assert any(
-        "checkpoint.load_mode=progress with lora.rank=2: adapters that begin have no step" in t
+        "checkpoint.load_mode=progress with lora.rank=2: new adapters start at step 0" in t
         for t in adapters
     )

@@ -198,7 +198,7 @@ CASES = [
     (
         {"optim__nesterov": "true"},
         1,
-        "optim.nesterov=true is for optim.kind=sgd",
+        "optim.nesterov=true needs optim.kind=sgd",
         "Set optim.kind=sgd",
     ),
     (

@@ -77,13 +77,13 @@ def known_flags() -> list[str]:
 
 def read_arguments(words: Sequence[str]) -> Arguments:
     """The flags of a list of arguments. Nothing is raised: all that is wrong is in `problems`."""
-    found: dict[str, tuple[str, ...]] = {}
+    words_by_flag: dict[str, tuple[str, ...]] = {}
     problems: list[str] = []
     for name, behind in _flags(words, problems):
         if name in ROWS:
-            found[ROWS[name].name] = behind
+            words_by_flag[ROWS[name].name] = behind
         elif name in UNMAPPED:
-            found[name] = behind
+            words_by_flag[name] = behind
             problems += [_stray(name, behind)] if UNMAPPED[name].alone and behind else []
         elif name in FILE_FLAGS:
             problems.append(
@@ -94,12 +94,12 @@ def read_arguments(words: Sequence[str]) -> Arguments:
             advice = near or " Remove it, or use the name that Megatron gives it."
             problems.append(f"{_shown(name, behind)}: Megatron has no such argument.{advice}")
     values: dict[str, Plain] = {}
-    for name, behind in found.items():
+    for name, behind in words_by_flag.items():
         if name in ROWS:
             value, problem = _value(ROWS[name], behind)
             problems += [problem] if problem else []
             values |= {} if problem else {name: value}
-    return Arguments(found, values, tuple(problems))
+    return Arguments(words_by_flag, values, tuple(problems))
 
 
 def with_files(words: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ LAYERS_ASK: tuple[tuple[str, str, object, str], ...] = (
     ("--position-embedding-type", "model.positions", "rope", "--position-embedding-type rope"),
     ("--rotary-percent", "model.rope.fraction", 1.0, "--rotary-percent 1.0"),
 )
-"""(flag, setting, the value that it must have, how that is said): what Megatron demands beside such
+"""(flag, setting, the required value, the flag that sets it): what Megatron requires beside such
 a file."""
 
 FILE_SAYS: tuple[tuple[str, str, str], ...] = (
@@ -42,7 +42,7 @@ TEXT_ALONE = (
 
 def translate_blocks(draft: Draft) -> None:
     """What a file, or its text, says of each layer; nothing where there is none. All that does not
-    fit is told.
+    fit is reported.
 
     Megatron reads the file where there is no text, and gives layers sizes of their own where a file
     is named.
@@ -50,17 +50,17 @@ def translate_blocks(draft: Draft) -> None:
     flag = PATH if draft.arguments.value(TEXT) is None else TEXT
     if draft.arguments.value(flag) is None:
         return
-    found = _document(draft, flag)
-    if found is None:
+    document = _document(draft, flag)
+    if document is None:
         return
     if flag == TEXT and draft.arguments.given(PATH):
         draft.say("already", PATH, f"{TEXT} is read in its place")
-    draft.problems += [f"{flag}: {text}" for text in (*_asked(draft), *_unequal(draft, found))]
+    draft.problems += [f"{flag}: {text}" for text in (*_asked(draft), *_unequal(draft, document))]
     if all(draft.sure(name) for name in COUNTS):
-        _put(draft, flag, found)
+        _put(draft, flag, document)
 
 
-def _put(draft: Draft, flag: str, found: Mapping[str, Any]) -> None:
+def _put(draft: Draft, flag: str, document: Mapping[str, Any]) -> None:
     layers, heads, hidden = (draft.number(name) for name in COUNTS)
     keys, width = (draft.settings.get(f"model.{name}") for name in SETTINGS[2:])
     sizes = Sizes(
@@ -70,15 +70,15 @@ def _put(draft: Draft, flag: str, found: Mapping[str, Any]) -> None:
         num_kv_heads=keys if isinstance(keys, int) else None,
         ffn_hidden_size=width if isinstance(width, int) else None,
     )
-    blocks = read_blocks(found.get("block_configs"), sizes)
+    blocks = read_blocks(document.get("block_configs"), sizes)
     if blocks.problems:
         draft.problems += [f"{flag}: {text} Use a file that says so." for text in blocks.problems]
         return
     draft.problems += [
-        f"{flag}: {text}" for text in _other_groups(draft, found, blocks.num_kv_heads)
+        f"{flag}: {text}" for text in _other_groups(draft, document, blocks.num_kv_heads)
     ]
-    said = {f"model.layers.{name}": list(getattr(blocks.layers, name)) for name in SETTINGS}
-    for setting, pattern in said.items():
+    patterns = {f"model.layers.{name}": list(getattr(blocks.layers, name)) for name in SETTINGS}
+    for setting, pattern in patterns.items():
         if pattern:
             draft.put(flag, setting, pattern)
     changed = [
@@ -89,7 +89,11 @@ def _put(draft: Draft, flag: str, found: Mapping[str, Any]) -> None:
     ]
     if changed[1] and draft.arguments.given(WIDTH):
         draft.say("already", WIDTH, f"is read for layers that have no width in {flag} only")
-    if flag == TEXT and not draft.arguments.given(PATH) and (any(changed) or any(said.values())):
+    if (
+        flag == TEXT
+        and not draft.arguments.given(PATH)
+        and (any(changed) or any(patterns.values()))
+    ):
         draft.entries.append(
             FlagReport(verdict="explained", flag=TEXT, text=TEXT_ALONE, effect="numbers")
         )
@@ -110,16 +114,16 @@ def _document(draft: Draft, flag: str) -> Mapping[str, Any] | None:
     given = str(draft.arguments.value(flag))
     try:
         text = storage.read_text(Path(given), allow_pipe=True) if flag == PATH else given
-        found = storage.parse_json(text)
+        document = storage.parse_json(text)
     except (OSError, ValueError) as error:
         draft.problems.append(
             f"{flag} {given:.60}: {error}. Pass a JSON object with block_configs."
         )
         return None
-    if isinstance(found, dict):
-        return found
+    if isinstance(document, dict):
+        return document
     draft.problems.append(
-        f"{flag} {given:.60} holds {found!r:.40}, expected a JSON object with block_configs."
+        f"{flag} {given:.60} holds {document!r:.40}, expected a JSON object with block_configs."
     )
     return None
 
@@ -127,7 +131,7 @@ def _document(draft: Draft, flag: str) -> Mapping[str, Any] | None:
 def _asked(draft: Draft) -> list[str]:
     """What such layers need and the other arguments say otherwise."""
     settings = draft.settings
-    found = {
+    problems = {
         f"these layers need {how}, and {setting} would be {settings[setting]!r}. Pass {how}.": None
         for flag, setting, value, how in LAYERS_ASK
         if settings.get(setting, value) != value
@@ -135,34 +139,39 @@ def _asked(draft: Draft) -> list[str]:
     for flag in ("--multi-latent-attention", "--num-experts"):
         if draft.arguments.value(flag):
             typed = draft.arguments.typed(flag)
-            found[f"blocks have no word for {typed}. Remove {flag}, or the file of layers."] = None
-    return list(found)
+            problems[f"blocks have no word for {typed}. Remove {flag}, or the file of layers."] = (
+                None
+            )
+    return list(problems)
 
 
-def _unequal(draft: Draft, found: Mapping[str, Any]) -> list[str]:
+def _unequal(draft: Draft, document: Mapping[str, Any]) -> list[str]:
     """Where the file and the other arguments describe two models."""
     problems = [
-        f"{field}={found[field]!r}, and {flag} makes it {draft.settings[setting]!r}. Set {flag} to "
-        f"{found[field]!r}."
+        f"{field}={document[field]!r}, and {flag} makes it {draft.settings[setting]!r}. Set {flag} "
+        f"to {document[field]!r}."
         for field, flag, setting in FILE_SAYS
-        if found.get(field) is not None
+        if document.get(field) is not None
         and setting in draft.settings
-        and draft.settings[setting] != found[field]
+        and draft.settings[setting] != document[field]
     ]
     flag, tied = (
         "--untie-embeddings-and-output-weights",
         draft.settings.get("model.tied_embeddings"),
     )
-    if isinstance(found.get("tie_word_embeddings"), bool) and found["tie_word_embeddings"] != tied:
+    if (
+        isinstance(document.get("tie_word_embeddings"), bool)
+        and document["tie_word_embeddings"] != tied
+    ):
         what = "Remove" if tied is False else "Pass"
         problems.append(
-            f"tie_word_embeddings={found['tie_word_embeddings']}, the other way round. {what} "
+            f"tie_word_embeddings={document['tie_word_embeddings']}, the other way round. {what} "
             f"{flag}."
         )
-    return problems + _scaled_otherwise(draft, found.get("rope_scaling"))
+    return problems + _scaled_otherwise(draft, document.get("rope_scaling"))
 
 
-def _other_groups(draft: Draft, found: Mapping[str, Any], most: int) -> list[str]:
+def _other_groups(draft: Draft, document: Mapping[str, Any], most: int) -> list[str]:
     """Key/value heads, where the other arguments have the same query heads but not as many of
     these."""
     setting, heads = "model.num_kv_heads", draft.settings["model.num_heads"]
@@ -170,7 +179,7 @@ def _other_groups(draft: Draft, found: Mapping[str, Any], most: int) -> list[str
     if (
         not draft.sure(setting)
         or ours == most
-        or found.get("num_attention_heads") not in (None, heads)
+        or document.get("num_attention_heads") not in (None, heads)
     ):
         return []
     if draft.arguments.value("--group-query-attention"):

@@ -135,30 +135,30 @@ def tokenizer_settings(arguments: Arguments) -> dict[str, tuple[str, Plain]]:
     if kind is None:
         return {}
     flag = _named_by(arguments)
-    found: dict[str, tuple[str, Plain]] = {
+    fields_by_name: dict[str, tuple[str, Plain]] = {
         "kind": ("--tokenizer-type", kind),
         "path": (flag, arguments.value(flag)),
     }
     if arguments.value("--tokenizer-hf-no-include-special-tokens"):
-        found["add_special_tokens"] = ("--tokenizer-hf-no-include-special-tokens", False)
+        fields_by_name["add_special_tokens"] = ("--tokenizer-hf-no-include-special-tokens", False)
     if kind == "sentencepiece" and arguments.value("--tokenizer-type") != "Llama2Tokenizer":
-        found["add_special_tokens"] = ("--tokenizer-type", False)
+        fields_by_name["add_special_tokens"] = ("--tokenizer-type", False)
     if kind == "tiktoken":
         flags = {
             "pattern": "--tiktoken-pattern",
             "num_special_tokens": "--tiktoken-num-special-tokens",
             "special_tokens": "--tiktoken-special-tokens",
         }
-        found |= {
+        fields_by_name |= {
             name: (flag, arguments.value(flag))
             for name, flag in flags.items()
             if arguments.given(flag)
         }
-        found["vocab_size"] = (
+        fields_by_name["vocab_size"] = (
             "--vocab-size",
             arguments.value("--vocab-size") or TIKTOKEN_VOCABULARY,
         )
-    return found
+    return fields_by_name
 
 
 def _named_by(arguments: Arguments) -> str:

@@ -1,4 +1,4 @@
-"""A run under translation: the settings found so far, and what is said about every argument."""
+"""A run under translation: the settings so far, and a report on every argument."""
 
 import functools
 from collections.abc import Iterable, Mapping
@@ -45,7 +45,7 @@ class Draft:
     """Values by dotted name."""
 
     entries: list[FlagReport] = field(default_factory=list)
-    """What is said about the arguments."""
+    """Reports on the arguments."""
 
     problems: list[str] = field(default_factory=list)
     """What keeps the run from being written at all."""
@@ -55,7 +55,7 @@ class Draft:
     shown to nobody."""
 
     silent: set[str] = field(default_factory=set)
-    """Arguments of which nothing is said for that reason."""
+    """Arguments that are not reported for that reason."""
 
     def put(
         self, flag: str, setting: str, value: Plain, text: str = "", *, of: Iterable[str] = ()
@@ -143,11 +143,11 @@ def judge_unmapped(draft: Draft) -> None:
 
 
 def mention_the_rest(draft: Draft) -> None:
-    """An entry for every argument that nothing was said about: others decided what it could
+    """Add an entry for every argument without one: other arguments decided what it could
     have."""
-    said = {entry.flag.split()[0] for entry in draft.entries}
+    reported = {entry.flag.split()[0] for entry in draft.entries}
     for name in draft.arguments.values:
-        if name not in said and name not in draft.silent:
+        if name not in reported and name not in draft.silent:
             draft.say("already", name, "decides nothing beside the other arguments")
 
 

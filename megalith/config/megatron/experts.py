@@ -48,7 +48,7 @@ def translate_experts(draft: Draft) -> None:
 
 
 def _width(draft: Draft) -> None:
-    """Inner features of an expert: those of the MLP, unless they are said."""
+    """Inner features of an expert: those of the MLP, unless they are given."""
     flag = "--moe-ffn-hidden-size"
     if draft.arguments.value(flag) is not None:
         draft.copy(flag)
@@ -216,7 +216,7 @@ CAPTURES = {
 
 
 def translate_trace(draft: Draft) -> None:
-    """What routers choose, written down in the first steps or, as Megatron does unless told, in
+    """What routers choose, written in the first steps or, as Megatron does by default, in
     all; and beside it what they read and made of it."""
     path, most = "--moe-routing-trace-path", "--moe-routing-trace-max-training-iters"
     if not draft.arguments.value("--num-experts") or draft.arguments.value(path) is None:

@@ -60,7 +60,7 @@ class _Block:
     kind: Literal["if", "loop", "case", "group"]
     line: int
     runs: bool | None
-    """Does the part that is being read run? None: it cannot be told."""
+    """Does the part that is being read run? None: unknown."""
 
     testing: bool = False
     """The condition is being read."""
@@ -115,12 +115,12 @@ def read_script(text: str, variables: Mapping[str, str]) -> Launch:
         )
     shell = _Shell(Variables(variables))
     shell.read(list(tokens(text)))
-    found = [
+    trainings = [
         launch
         for launch in shell.launches
         if {"--micro-batch-size", "--num-layers"} & set(launch.arguments)
     ]
-    distinct = list(dict.fromkeys(found or shell.launches))
+    distinct = list(dict.fromkeys(trainings or shell.launches))
     if not distinct:
         raise ConfigError(
             f"none of the script's {shell.count} commands starts a training: expected a Python "
@@ -315,7 +315,7 @@ class _Shell:
         return not command
 
     def start(self, command: list[Word | ArrayLiteral]) -> bool | None:
-        """Note a command that starts a training; how others end cannot be told."""
+        """Note a command that starts a training; how others end is unknown."""
         words = [
             value
             for word in command
@@ -437,10 +437,10 @@ def _assignment(word: Word | ArrayLiteral) -> tuple[str, bool, Word | ArrayLiter
     """Name, whether it appends, and value of NAME=value, NAME+=value or an array."""
     if isinstance(word, ArrayLiteral):
         return word.name, word.append, word
-    found = _ASSIGNMENT.match(_letters(word))
-    assert found is not None
+    match = _ASSIGNMENT.match(_letters(word))
+    assert match is not None
     return (
-        found[1],
-        bool(found[2]),
-        Word(word.parts[found.end() :], word.line),
+        match[1],
+        bool(match[2]),
+        Word(word.parts[match.end() :], word.line),
     )  # an unquoted letter is one part

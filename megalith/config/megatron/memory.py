@@ -108,15 +108,15 @@ def _check_range(draft: Draft, flag: str, *, least: int, most: int) -> None:
 
 def _modules(draft: Draft) -> list[str]:
     """Our names of the modules that are recomputed, each once."""
-    there = {
+    model_specific_names = {
         word: name for word, (flag, name) in _OF_SOME_MODELS.items() if draft.arguments.value(flag)
     }
-    names, found, others = _NAMES | there, [], []
+    names, modules, others = _NAMES | model_specific_names, [], []
     words = draft.arguments.value(_MODULES) or ["core_attn"]
     for word in [*words, "moe"] if draft.arguments.value(_OF_EXPERTS) else words:
         if word in names:
-            found.append(names[word])
-        elif word == "moe_act" and "moe" in there:
+            modules.append(names[word])
+        elif word == "moe_act" and "moe" in model_specific_names:
             draft.say(
                 "already",
                 _MODULES,
@@ -131,4 +131,4 @@ def _modules(draft: Draft) -> list[str]:
             )
     if others:
         draft.say("already", _MODULES, f"this model has no {', '.join(others)}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(modules))

@@ -158,12 +158,12 @@ def _mtp(draft: Draft) -> None:
     if draft.arguments.given("--mtp-standalone"):
         alone = _stage_of_its_own(draft.arguments.value("--pipeline-model-parallel-layout"))
         decides = "--pipeline-model-parallel-layout decides, as in Megatron"
-        there = (
+        reason = (
             "with m on a stage of its own"
             if alone
             else "which has no stage with m and nothing else"
         )
-        draft.say("already", "--mtp-standalone", f"{decides}, {there}")
+        draft.say("already", "--mtp-standalone", f"{decides}, {reason}")
 
 
 def _stage_of_its_own(layout: Plain) -> bool:

@@ -32,10 +32,12 @@ def pattern_of(draft: Draft, flag: str) -> list[bool] | None:
 def _marks(text: str) -> list[bool] | None:
     """A list such as ([0]*3+[1])*4, of which sums and products are computed and nothing else."""
     try:
-        found = _value(ast.parse(text.strip(), mode="eval").body)
+        values = _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError):
         return None
-    return [one == 1 for one in found] if isinstance(found, list) and set(found) <= {0, 1} else None
+    return (
+        [one == 1 for one in values] if isinstance(values, list) and set(values) <= {0, 1} else None
+    )
 
 
 def _value(node: ast.expr) -> int | list[int]:

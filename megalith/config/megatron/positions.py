@@ -122,7 +122,7 @@ def _yarn(draft: Draft) -> None:
         draft.copy(flag)
     if draft.arguments.value("--no-yarn-correction-range-round-to-int"):
         draft.put("--no-yarn-correction-range-round-to-int", "model.rope.whole_pairs", False)
-    _sharpening(draft, factor)
+    _set_attention_temperature(draft, factor)
 
 
 def _sections(draft: Draft) -> None:
@@ -174,7 +174,7 @@ def translate_yarn_of_latents(draft: Draft, *, original: int) -> None:
     draft.put("--rope-type", "model.rope.scaling", "yarn")
     draft.put("--rotary-scaling-factor", "model.rope.factor", factor)
     draft.put("--rope-type", "model.rope.original_max_position", original)
-    _sharpening(draft, factor)
+    _set_attention_temperature(draft, factor)
     if whole and not arguments.value("--use-mup"):
         draft.put("--mscale-all-dim", "model.mla.yarn_mscale", whole)
 
@@ -186,7 +186,7 @@ def _scores_of_latents(draft: Draft, flag: str, factor: float, text: str) -> Non
     draft.put(flag, "model.attention.scale", scale, text)
 
 
-def _sharpening(draft: Draft, factor: float) -> None:
+def _set_attention_temperature(draft: Draft, factor: float) -> None:
     """What turned queries and keys are multiplied by."""
     part, whole = (
         _sharper(_number(draft, flag), factor) for flag in ("--mscale", "--mscale-all-dim")

@@ -7,8 +7,8 @@ _STYLES = {"inverse-square-root": "inverse_square_root", "WSD": "wsd"}
 
 
 def translate_schedule(draft: Draft) -> None:
-    """Learning rate and weight decay over the run. What the style ignores is left out, and said to
-    be."""
+    """Learning rate and weight decay over the run. What the style ignores is left out
+    and reported."""
     draft.need("--lr", "the highest learning rate")
     draft.copy("--lr")
     style = str(draft.arguments.value("--lr-decay-style"))
@@ -47,7 +47,7 @@ def _steps(draft: Draft, name: str) -> tuple[str, float] | None:
 def _put_steps(
     draft: Draft, flag: str, setting: str, steps: float, *, of: tuple[str, ...] = ()
 ) -> None:
-    """A length in whole steps; a fraction of one is rounded, and said to be."""
+    """A length in whole steps; a fraction of one is rounded, and reported."""
     whole, of = round(steps), (*of, "train.global_batch_size") if flag.endswith("-samples") else of
     draft.put(flag, setting, whole, of=of)
     if setting not in draft.unsure and abs(whole - steps) > 1e-6 * max(steps, 1.0):

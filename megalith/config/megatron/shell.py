@@ -1,4 +1,4 @@
-"""The words of a shell script: quotes, variables, arrays and comments told apart. Nothing is
+"""The words of a shell script: quotes, variables, arrays and comments. Nothing is
 run."""
 
 import re
@@ -110,10 +110,10 @@ class _Reader:
             self.heredocs.append("".join(part.text for part in self.word()))
         elif text == "\n" and self.heredocs:
             for end in self.heredocs:
-                found = re.compile(rf"^[ \t]*{re.escape(end)}$", re.MULTILINE).search(
+                match = re.compile(rf"^[ \t]*{re.escape(end)}$", re.MULTILINE).search(
                     self.text, self.at
                 )
-                self.at = found.end() if found else len(self.text)
+                self.at = match.end() if match else len(self.text)
             self.heredocs = []
         return Operator(text, line, glued)
 
@@ -242,6 +242,6 @@ class _Reader:
         place = self.text.find(text, start)
         if place < 0:
             raise ConfigError(
-                f"line {self.line}: expected {text} further on. Use it to close what opens there."
+                f"line {self.line}: expected {text} later. Use it to close what opens there."
             )
         return place

@@ -51,7 +51,7 @@ class FlagGroup:
     """Flags that become nothing here, for one reason."""
 
     verdict: Verdict
-    """What their reader is told."""
+    """Text of the report."""
 
     effect: Effect
     """What is missing without them."""

@@ -1,4 +1,4 @@
-"""What the variables of a shell script hold, as far as it can be told without running it."""
+"""What the variables of a shell script hold, as far as it is known without running it."""
 
 import ast
 import fnmatch
@@ -156,10 +156,10 @@ class Variables:
         if part.kind == "arithmetic":
             value = self.arithmetic(part.text)
             return [f"$(({part.text}))"] if value is None else [str(value)]
-        found = _EXPANSION.fullmatch(part.text)
-        if found is None:
+        match = _EXPANSION.fullmatch(part.text)
+        if match is None:
             return [f"${{{part.text}}}"]
-        length, name, index, operation, rest = found.groups()
+        length, name, index, operation, rest = match.groups()
         values = self.lookup(name, index)
         self.charge(sum(1 + len(value) for value in values or ()))
         if length or (rest and not operation):
@@ -231,7 +231,7 @@ class Variables:
         raise ValueError(f"{ast.dump(node)} is not followed: use whole numbers and + - * / %")
 
     def test(self, words: Sequence[Word]) -> bool | None:
-        """The answer of `[ ... ]`, `[[ ... ]]` or `test ...`; None when it cannot be told."""
+        """The answer of `[ ... ]`, `[[ ... ]]` or `test ...`; None if unknown."""
         texts = [self.joined(word.parts) for word in words]
         if any(name in self.unsure for word in words for name in names_in(word)) or any(
             "$" in text for text in texts
@@ -245,8 +245,8 @@ class Variables:
 
 def names_in(word: Word) -> list[str]:
     """The variables that a word uses."""
-    found = [_EXPANSION.fullmatch(part.text) for part in word.parts if part.kind == "variable"]
-    return [match[2] for match in found if match]
+    matches = [_EXPANSION.fullmatch(part.text) for part in word.parts if part.kind == "variable"]
+    return [match[2] for match in matches if match]
 
 
 def _judge(words: list[str]) -> bool | None:

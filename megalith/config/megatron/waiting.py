@@ -652,7 +652,7 @@ MODEL = (
     FlagGroup(
         verdict="not mapped",
         effect="model",
-        reason="not yet: quantising, pruning and distilling with NVIDIA ModelOpt. Remove it",
+        reason="not yet: quantizing, pruning and distilling with NVIDIA ModelOpt. Remove it",
         flags="""
             --ammo-convert-te-to-local-spec! --ammo-load-classic-megatron-to-mcore! --ammo-quant-cfg
             --enable-gpt-oss! --export-default-te-spec! --export-draft-vocab-size

@@ -70,7 +70,7 @@ def test_flags_that_need_nothing_refuse_nothing_even_when_strict(tiny: Translate
     done = tiny(added)
     assert done.run == tiny().run
     assert done.refusals(strict=True) == []
-    said = {
+    message = {
         entry.flag.split()[0] for entry in done.entries if entry.verdict in ("already", "explained")
     }
-    assert {word for word in added.split() if word.startswith("--")} <= said
+    assert {word for word in added.split() if word.startswith("--")} <= message

@@ -151,12 +151,12 @@ def test_scores_of_latent_attention_are_scaled_where_megatron_scales_them(
 
 def test_latent_attention_turns_all_features_of_positions(tiny: Translate) -> None:
     without = ("--group-query-attention", "--num-query-groups")
-    (said,) = tiny(f"{LATENT} --rope-type rope --rotary-percent 0.5", without=without).refusals(
+    (message,) = tiny(f"{LATENT} --rope-type rope --rotary-percent 0.5", without=without).refusals(
         strict=False
     )
     assert (
         "--rotary-percent 0.5: latent attention here turns all features that it keeps for positions"
-        in said
+        in message
     )
     yarn = tiny(f"{LATENT} --rotary-percent 0.5", without=without)
     assert yarn.refusals(strict=True) == [], "which Megatron's yarn does not read"
@@ -209,5 +209,7 @@ def test_latent_attention_norms_its_vectors_as_the_model_norms(tiny: Translate) 
 def test_what_latent_attention_cannot_have_is_refused(
     tiny: Translate, added: str, refusal: str
 ) -> None:
-    (said,) = tiny(f"{LATENT} {added}", without=("--group-query-attention",)).refusals(strict=False)
-    assert refusal in said
+    (message,) = tiny(f"{LATENT} {added}", without=("--group-query-attention",)).refusals(
+        strict=False
+    )
+    assert refusal in message

@@ -54,7 +54,7 @@ def test_a_text_goes_before_its_file_which_is_not_even_looked_for(tiny: Translat
     assert text.startswith(f"{TEXT} nothing: Expecting value")
 
 
-def test_a_text_without_a_file_is_told_to_be_equal_layers_in_megatron(tiny: Translate) -> None:
+def test_text_without_a_file_is_reported_as_equal_layers_in_megatron(tiny: Translate) -> None:
     done = tiny(f"{TEXT} {as_word(FILE)}")
     (entry,) = [entry for entry in done.entries if entry.flag == TEXT]
     assert (
@@ -75,10 +75,10 @@ def test_each_size_stands_in_the_list_once(tiny: Translate, tmp_path: Path) -> N
     file = tmp_path / "layers.json"
     file.write_text(json.dumps(FILE))
     done = tiny(f"{PATH} {file}")
-    said = [
+    message = [
         (entry.flag.split()[0], entry.value) for entry in done.entries if entry.setting in SIZES
     ]
-    assert said == [("--num-query-groups", 3), (PATH, 512)]
+    assert message == [("--num-query-groups", 3), (PATH, 512)]
     (entry,) = [entry for entry in done.entries if entry.flag.startswith("--ffn-hidden-size")]
     assert (entry.verdict, entry.text) == (
         "already",
@@ -89,7 +89,7 @@ def test_each_size_stands_in_the_list_once(tiny: Translate, tmp_path: Path) -> N
     assert [entry.value for entry in left_out.entries if entry.setting == SIZES[1]] == [512]
 
 
-def test_other_key_value_heads_than_the_arguments_have_are_told(tiny: Translate) -> None:
+def test_different_number_of_kv_heads_is_reported(tiny: Translate) -> None:
     fewer = {
         **FILE,
         "block_configs": [{"attention": {"n_heads_in_group": 3}, "mlp": {}}, BLOCKS[1]],
@@ -139,7 +139,7 @@ def test_the_known_layers_of_llama_3_are_stretched_as_the_file_says(tiny: Transl
     assert "positions would be stretched by llama3, 4.0. Pass" in text
 
 
-def test_every_mismatch_is_told_at_once(tiny: Translate) -> None:
+def test_all_mismatches_are_reported_together(tiny: Translate) -> None:
     other = {
         **FILE,
         "hidden_size": 100,
@@ -169,7 +169,7 @@ def test_every_mismatch_is_told_at_once(tiny: Translate) -> None:
     ]
 
 
-def test_blocks_that_cannot_be_are_told_with_their_place(tiny: Translate) -> None:
+def test_invalid_blocks_are_reported_with_their_index(tiny: Translate) -> None:
     wrong = {
         "block_configs": [
             {"attention": {"n_heads_in_group": 4}, "mlp": {}},
@@ -181,7 +181,8 @@ def test_blocks_that_cannot_be_are_told_with_their_place(tiny: Translate) -> Non
         f"{TEXT}: block_configs[0].attention.n_heads_in_group=4 must be a whole number that "
         "divides the 6 query heads. "
         f"Use a file that says so.",
-        f"{TEXT}: block_configs[1].mlp.moe=1 is not known, expected null or false. Use a file that "
+        f"{TEXT}: block_configs[1].mlp.moe=1 is an unknown field, expected null or false. Use a "
+        "file that "
         "says so.",
     )
     (text,) = tiny(f"{TEXT} {as_word({'block_configs': BLOCKS * 2})}").problems
@@ -191,20 +192,20 @@ def test_blocks_that_cannot_be_are_told_with_their_place(tiny: Translate) -> Non
 
 
 @pytest.mark.parametrize(
-    ("flag", "given", "told"),
+    ("flag", "given", "output"),
     [
         (PATH, "gone.json", f"{PATH} gone.json: "),
         (TEXT, "{", f"{TEXT} {{: "),
         (TEXT, "[]", "holds [], expected a JSON object with block_configs."),
     ],
 )
-def test_what_cannot_be_read_is_told(tiny: Translate, flag: str, given: str, told: str) -> None:
+def test_unreadable_file_is_reported(tiny: Translate, flag: str, given: str, output: str) -> None:
     done = tiny(f"{flag} {given}")
-    assert done.run is None and len(done.problems) == 1 and told in done.problems[0]
+    assert done.run is None and len(done.problems) == 1 and output in done.problems[0]
     assert "block_configs" in done.problems[0]
 
 
-def test_missing_sizes_are_told_by_their_own_names_alone(tiny: Translate) -> None:
+def test_missing_sizes_are_reported_once_by_name(tiny: Translate) -> None:
     done = tiny(f"{TEXT} {as_word({'block_configs': BLOCKS})}", without=("--num-layers",))
     assert [
         text for text in done.problems if "block" in text

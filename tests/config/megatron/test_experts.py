@@ -105,7 +105,7 @@ def test_layers_with_experts_count_from_the_first(
 
 
 def test_a_weight_alone_is_of_the_loss_over_each_microbatch(tiny: Translate) -> None:
-    """As --moe-router-load-balancing-type is aux_loss unless told otherwise."""
+    """As --moe-router-load-balancing-type is aux_loss by default."""
     assert moe_of(tiny, "--num-experts 4 --moe-aux-loss-coeff 0.01").aux_loss == AuxLossConfig(
         batch_coeff=0.01
     )
@@ -211,8 +211,8 @@ def test_traces_are_of_so_many_steps_or_of_all(
     assert found.run.observe.routing_trace == (found.run.train.steps if steps is None else steps)
     assert run_problems(found.run, 1) == []
     flags = [word for word in added.split() if word.startswith("--moe-routing")]
-    said = " ".join(entry.flag for entry in found.entries)
-    assert all(flag in said for flag in flags)
+    message = " ".join(entry.flag for entry in found.entries)
+    assert all(flag in message for flag in flags)
 
 
 def test_beside_a_trace_is_what_was_asked_for(tiny: Translate) -> None:
@@ -232,14 +232,14 @@ def test_beside_a_trace_is_what_was_asked_for(tiny: Translate) -> None:
         found = tiny(f"{PLAIN} {without} {flags}")
         assert found.run is not None and found.run.observe.routing_captures == ()
         assert found.refusals(strict=True) == [] and run_problems(found.run, 1) == []
-        told = {entry.flag: entry.text for entry in found.entries}
+        output = {entry.flag: entry.text for entry in found.entries}
         needed = "--num-experts" if "path" in without else "--moe-routing-trace-path"
-        assert all(told[flag] == f"is read with {needed} only" for flag in flags.split())
+        assert all(output[flag] == f"is read with {needed} only" for flag in flags.split())
 
 
 def test_what_each_layer_did_is_written_where_there_are_experts(tiny: Translate) -> None:
     interval = "--save-tokens-per-expert-interval 5"
-    for added, told in (
+    for added, output in (
         ("--num-experts 4 --moe-per-layer-logging", True),
         ("--moe-per-layer-logging", False),
         (f"--num-experts 4 {interval}", True),
@@ -248,7 +248,7 @@ def test_what_each_layer_did_is_written_where_there_are_experts(tiny: Translate)
         found = tiny(f"{PLAIN} {added}")
         assert (
             found.run is not None
-            and found.run.observe.per_layer is told
+            and found.run.observe.per_layer is output
             and found.refusals(strict=True) == []
         )
         assert run_problems(found.run, 1) == []
@@ -266,8 +266,10 @@ def test_overlap_is_asked_for_with_experts_alone_and_shared_experts_need_no_word
     )
     plain = tiny(f"{PLAIN} {added}").run
     assert plain is not None and not plain.parallel.overlap_experts
-    (told,) = (entry.text for entry in found.entries if entry.flag == "--moe-shared-expert-overlap")
-    assert told.startswith("experts for all tokens always compute while tokens are on their way")
+    (output,) = (
+        entry.text for entry in found.entries if entry.flag == "--moe-shared-expert-overlap"
+    )
+    assert output.startswith("experts for all tokens always compute while tokens are on their way")
 
 
 def test_biases_of_mlps_stay_where_there_are_any(tiny: Translate) -> None:

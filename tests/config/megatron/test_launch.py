@@ -128,7 +128,7 @@ def test_variables_set_from_outside_win_over_the_script() -> None:
         ),
     ],
 )
-def test_usual_ways_of_writing_a_launch_are_understood(script: str, expected: str) -> None:
+def test_common_forms_of_launch_scripts_are_parsed(script: str, expected: str) -> None:
     assert arguments(script) == expected
 
 
@@ -161,7 +161,7 @@ def test_the_branch_whose_condition_holds_is_taken(kind: str, expected: str) -> 
         'if [ -f x ]; then A=1; fi\nsrun bash -c "python pretrain_gpt.py --num-layers $A"',
     ],
 )
-def test_arguments_that_hang_on_what_cannot_be_told_are_refused(script: str) -> None:
+def test_arguments_that_depend_on_unknown_values_are_rejected(script: str) -> None:
     with pytest.raises(
         ConfigError, match=r"is changed under a condition, at line 1.*--set|at line 2.*--set"
     ):

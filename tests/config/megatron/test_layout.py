@@ -22,8 +22,8 @@ def layout(tiny: Translate, added: str, **options: Any) -> ParallelConfig:
     return done.run.parallel
 
 
-def told(tiny: Translate, added: str, flag: str) -> list[str]:
-    """What is said about a flag."""
+def output(tiny: Translate, added: str, flag: str) -> list[str]:
+    """Reports on a flag."""
     return [entry.text for entry in tiny(added).entries if entry.flag.split()[0] == flag]
 
 
@@ -172,7 +172,9 @@ def test_absurd_layouts_are_counted_without_being_written_out() -> None:
         ),
     ],
 )
-def test_contradictions_about_chunks_are_told(tiny: Translate, added: str, problem: str) -> None:
+def test_contradictions_about_model_chunks_are_reported(
+    tiny: Translate, added: str, problem: str
+) -> None:
     problems = tiny(added).problems
     assert len(problems) == 1 and problem in problems[0]
 
@@ -182,12 +184,12 @@ def test_what_is_gone_or_decided_by_the_schedule_is_explained(tiny: Translate) -
         assert len(tiny(flag).refusals(strict=False)) == 1
     later = tiny("--delay-wgrad-compute --no-overlap-p2p-communication --overlap-param-gather")
     assert later.refusals(strict=True) == []
-    assert told(tiny, "--delay-wgrad-compute", "--delay-wgrad-compute")[0].endswith(
+    assert output(tiny, "--delay-wgrad-compute", "--delay-wgrad-compute")[0].endswith(
         "moves them into the bubble"
     )
     assert (
         "parallel.overlap=false"
-        in told(tiny, "--overlap-param-gather", "--overlap-param-gather")[0]
+        in output(tiny, "--overlap-param-gather", "--overlap-param-gather")[0]
     )
 
 
@@ -243,7 +245,7 @@ def test_shared_rows_are_megatrons(
         ),
     ],
 )
-def test_wrong_exchanges_are_told(tiny: Translate, added: str, problem: str) -> None:
+def test_invalid_token_dispatchers_are_reported(tiny: Translate, added: str, problem: str) -> None:
     problems = tiny(added).problems
     assert len(problems) == 1 and problem in problems[0]
 
@@ -322,7 +324,9 @@ def test_gradients_travel_in_bf16_where_something_is_sharded(tiny: Translate) ->
     )
     assert layout(tiny, "--grad-reduce-in-bf16", world=2).reduce_dtype == "fp32"
     assert layout(tiny, "--use-torch-fsdp2 --grad-reduce-in-bf16", world=2).reduce_dtype == "fp32"
-    assert "which is more exact" in told(tiny, "--grad-reduce-in-bf16", "--grad-reduce-in-bf16")[0]
+    assert (
+        "which is more exact" in output(tiny, "--grad-reduce-in-bf16", "--grad-reduce-in-bf16")[0]
+    )
 
 
 def test_states_divided_over_replicas_are_not_there_yet(tiny: Translate) -> None:
@@ -330,7 +334,7 @@ def test_states_divided_over_replicas_are_not_there_yet(tiny: Translate) -> None
         ("no_shard", "asks for what is so here anyway"),
         ("optim", "not yet: dividing optimizer"),
     ):
-        texts = told(
+        texts = output(
             tiny,
             f"--use-megatron-fsdp --outer-dp-sharding-strategy {added}",
             "--outer-dp-sharding-strategy",

@@ -57,7 +57,7 @@ def test_recomputation_is_megatrons(tiny: Translate, added: str, expected: Recom
     assert run_problems(done.run, done.ranks) == []
 
 
-def test_what_is_passed_over_is_said(tiny: Translate) -> None:
+def test_ignored_arguments_are_reported(tiny: Translate) -> None:
     texts = [entry.text for entry in tiny("--recompute-method block").entries]
     assert "is read with --recompute-granularity only" in texts
     texts = [
@@ -138,7 +138,7 @@ def test_an_unknown_module_is_refused(tiny: Translate) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_told_with_the_words_of_the_rules(
+def test_invalid_settings_are_reported_as_by_the_rules(
     tiny: Translate, added: str, rule: str
 ) -> None:
     run = tiny(added).run

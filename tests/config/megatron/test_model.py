@@ -120,7 +120,7 @@ def test_dropout_that_was_left_out_is_megatrons(tiny: Translate) -> None:
     assert off is not None and not off.model.dropout.drops()
 
 
-def test_further_predictions(tiny: Translate) -> None:
+def test_multi_token_prediction(tiny: Translate) -> None:
     two, none = (
         tiny("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3").run,
         tiny("--mtp-num-layers 0").run,
@@ -131,7 +131,7 @@ def test_further_predictions(tiny: Translate) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "told"),
+    ("layout", "output"),
     [
         ("E|tt|m*2|L", "with m on a stage of its own"),
         ("E|t,t|(mm)|L", "with m on a stage of its own"),
@@ -140,15 +140,13 @@ def test_further_predictions(tiny: Translate) -> None:
         ("E(t|)*2(|mm)L", "which has no stage with m and nothing else"),
     ],
 )
-def test_the_layout_says_where_further_predictions_are(
-    tiny: Translate, layout: str, told: str
-) -> None:
+def test_layout_places_the_mtp_layers(tiny: Translate, layout: str, output: str) -> None:
     stages = f"--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout {layout}"
     done = tiny(f"--mtp-num-layers 2 --mtp-standalone {stages}")
     assert done.refusals(strict=True) == []
     assert done.run is not None and done.run.parallel.pipeline.layout == layout
     assert any(
-        entry.flag == "--mtp-standalone" and entry.text.endswith(told) for entry in done.entries
+        entry.flag == "--mtp-standalone" and entry.text.endswith(output) for entry in done.entries
     )
     alone = tiny("--mtp-num-layers 1 --mtp-standalone")
     assert alone.run is not None and alone.run.parallel.pipeline.layout is None

@@ -46,10 +46,10 @@ def test_sgd_keeps_its_momentum_and_leaves_adams_arguments_out(tiny: Translate) 
     done = tiny("--optimizer sgd --sgd-momentum 0.8 --adam-beta1 0.8 --no-decoupled-weight-decay")
     assert done.run is not None and done.refusals(strict=True) == []
     assert (done.run.optim.kind, done.run.optim.momentum, done.run.optim.beta1) == ("sgd", 0.8, 0.9)
-    told = {
+    output = {
         entry.flag for entry in done.entries if entry.text == "is read with --optimizer adam only"
     }
-    assert told == {"--adam-beta1 0.8", "--no-decoupled-weight-decay"}
+    assert output == {"--adam-beta1 0.8", "--no-decoupled-weight-decay"}
     adam = tiny("--sgd-momentum 0.8")
     assert (
         adam.run is not None and adam.run.optim.momentum == 0.9 and adam.run.optim.kind == "adamw"
@@ -79,7 +79,7 @@ def test_fp16_brings_its_loss_scale_and_leaves_steps_out_that_overflow(tiny: Tra
     assert sum(entry.text == "is read with --fp16 only" for entry in left_out.entries) == 4
 
 
-def test_a_constant_loss_scale_is_kept_and_what_differs_is_said(tiny: Translate) -> None:
+def test_constant_loss_scale_is_mapped_and_differences_are_reported(tiny: Translate) -> None:
     done = tiny("--fp16 --loss-scale 512")
     assert done.run is not None and run_problems(done.run, 1) == []
     assert done.run.precision.loss_scale.constant == 512.0

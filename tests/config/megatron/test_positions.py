@@ -100,8 +100,8 @@ def test_layers_without_positions(tiny: Translate, typed: str, skip: tuple[bool,
 def test_positions_that_cannot_be_had_are_refused(
     tiny: Translate, added: str, refusal: str
 ) -> None:
-    (said,) = tiny(added).refusals(strict=False)
-    assert refusal in said
+    (message,) = tiny(added).refusals(strict=False)
+    assert refusal in message
 
 
 def test_yarn_is_megatrons(tiny: Translate) -> None:

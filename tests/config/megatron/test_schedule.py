@@ -40,7 +40,7 @@ def test_what_a_style_reads_is_copied_and_the_rest_is_left_out(
     assert schedule_problems(s, done.run.train.steps) == []
 
 
-def test_wsd_falls_as_in_megatron_unless_told_otherwise(tiny: Translate) -> None:
+def test_wsd_decay_style_has_the_default_of_megatron(tiny: Translate) -> None:
     default = tiny("--lr-decay-style WSD --lr-wsd-decay-iters 10").run
     given = tiny("--lr-decay-style WSD --lr-wsd-decay-iters 10 --lr-wsd-decay-style minus_sqrt").run
     assert default is not None and default.schedule.wsd_decay_style == "exponential"
@@ -56,7 +56,7 @@ def test_lengths_in_samples_become_steps(tiny: Translate) -> None:
     assert (done.run.schedule.decay_steps, done.run.schedule.warmup_steps) == (80, 10)
 
 
-def test_a_warm_up_that_ends_inside_a_step_is_rounded_and_said_to_be(tiny: Translate) -> None:
+def test_warmup_that_ends_inside_a_step_is_rounded_and_reported(tiny: Translate) -> None:
     done = tiny("--train-samples 600 --lr-warmup-samples 62", without=("--train-iters",))
     assert done.run is not None and done.run.schedule.warmup_steps == 10
     assert (

@@ -68,11 +68,11 @@ def test_a_default_is_read_as_between_quotes() -> None:
     ("text", "message"),
     [
         ('\na "b', 'line 2: the quote " is not closed'),
-        ("a 'b", "line 1: expected ' further on"),
+        ("a 'b", "line 1: expected ' later"),
         ("A=(b", r"line 1: the array that \( opens is not closed"),
         ("${A", r"\${ is not closed"),
-        ("$((1", r"expected \)\) further on"),
-        ("`a", "expected ` further on"),
+        ("$((1", r"expected \)\) later"),
+        ("`a", "expected ` later"),
     ],
 )
 def test_what_is_not_closed_is_named_with_its_line(text: str, message: str) -> None:

@@ -110,8 +110,8 @@ def test_other_first_weights_are_refused(tiny: Translate) -> None:
     )  # Megatron reads them with --load only
 
 
-def test_nothing_is_told_of_values_that_follow_from_missing_or_wrong_ones(tiny: Translate) -> None:
-    def told(translation: Translation) -> dict[str | None, object]:
+def test_values_derived_from_missing_or_wrong_ones_are_not_reported(tiny: Translate) -> None:
+    def output(translation: Translation) -> dict[str | None, object]:
         assert translation.run is None and translation.problems
         return {
             entry.setting: entry.value for entry in translation.entries if entry.verdict == "mapped"
@@ -129,7 +129,7 @@ def test_nothing_is_told_of_values_that_follow_from_missing_or_wrong_ones(tiny: 
             "schedule.warmup_steps",
             "data.num_train_samples",
         }
-        assert hidden.isdisjoint(told(samples))
+        assert hidden.isdisjoint(output(samples))
         assert not any("--train-samples" in entry.flag for entry in samples.entries)
         assert not any("rounded" in entry.text for entry in samples.entries)
     wide = tiny(
@@ -141,14 +141,14 @@ def test_nothing_is_told_of_values_that_follow_from_missing_or_wrong_ones(tiny: 
             "--group-query-attention",
         ),
     )
-    assert {"model.ffn_hidden_size", "model.num_kv_heads"}.isdisjoint(told(wide))
+    assert {"model.ffn_hidden_size", "model.num_kv_heads"}.isdisjoint(output(wide))
     known = tiny(
         "--train-samples 100 --micro-batch-size x", without=("--micro-batch-size", "--train-iters")
     )
-    assert told(known)["train.steps"] == 16, "what follows from known ones is still told"
+    assert output(known)["train.steps"] == 16, "values derived from known ones are still set"
 
 
-def test_what_is_wrong_with_a_length_is_told_as_it_was_typed(tiny: Translate) -> None:
+def test_invalid_length_is_reported_as_typed(tiny: Translate) -> None:
     (text,) = tiny("", without=("--train-iters",)).problems
     assert (
         text

@@ -26,7 +26,7 @@ def test_a_llama_becomes_a_run_that_breaks_no_rule(tiny: Translate) -> None:
     assert "num_kv_heads: 3" in dump_yaml(done.run)
 
 
-def test_everything_that_is_wrong_is_told_at_once(tiny: Translate) -> None:
+def test_all_problems_are_reported_together(tiny: Translate) -> None:
     done = tiny(
         "--hybrid-layer-pattern M* --lr fast --is-hybrid-model --nonsense --spec x",
         without=("--num-layers",),
@@ -85,8 +85,8 @@ def test_every_flag_gets_an_answer(tiny: Translate, chunk: int) -> None:
         row = ROWS.get(flag)
         name = row.name if row else flag
         done = tiny(" ".join((flag, *_typed(row))))
-        told = [entry.flag for entry in done.entries] + list(done.problems)
-        assert any(text.split()[0].rstrip(":") == name for text in told), flag
+        output = [entry.flag for entry in done.entries] + list(done.problems)
+        assert any(text.split()[0].rstrip(":") == name for text in output), flag
 
 
 def test_the_tokenizer_to_be_measured_is_found() -> None:
