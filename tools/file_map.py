@@ -50,7 +50,8 @@ def first_sentence(text: str) -> str:
 
 
 def files_of(package: Path) -> list[Path]:
-    """Every file of the package: its own first, then folder by folder in the order of the rows."""
+    """Return every file of the package: top-level files first, then folder by folder in import
+    order."""
     return sorted(package.rglob("*.py"), key=lambda file: _order(file.relative_to(package)))
 
 
@@ -61,7 +62,7 @@ def _order(path: Path) -> tuple[int, str, bool, str]:
 
 
 def build_map(package: Path) -> str:
-    """Markdown: a heading line per folder, a line per file."""
+    """Return Markdown with a heading per folder and a line per file."""
     lines = []
     for file in files_of(package):
         path = file.relative_to(package.parent).as_posix()

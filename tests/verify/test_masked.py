@@ -1,4 +1,4 @@
-"""Masks are proved under every axis and every kind of exchange, beside causality and in its place,
+"""Masks are compare_in_float64 under every axis and every kind of exchange, beside causality and in its place,
 and type-check."""
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The parts of the proof are asked one after the other, and what fails in any of them is told."""
+"""All parts of the verification run in order, and failures of each are reported."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.testing.tiny import tiny_run
 from megalith.verify import prove
 from megalith.verify.matrix import MATRIX
-from megalith.verify.prove import prove_row, prove_run, proved, schedule_of
+from megalith.verify.prove import compare_in_float64, prove_row, prove_run, schedule_of
 from megalith.verify.ranks import Difference, LayoutCase
 from megalith.verify.rows import Layout
 from megalith.verify.types import type_check
@@ -41,7 +41,7 @@ def test_rows_are_proved_as_they_are_to_be_computed(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_what_the_types_are_of_is_said_where_it_is_something_else() -> None:
+def test_report_notes_that_types_are_of_other_kernels() -> None:
     rows = [
         row.answer for row in prove_run(tiny_run({"kernels": "reference"}), 1) if row.part == "b"
     ]
@@ -57,29 +57,27 @@ def test_a_row_that_breaks_a_rule_is_not_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "fault", "told"),
+    ("row", "fault", "message"),
     [
         (DP2, "dp_sum_averaged", "d: gradients off by "),
         (PP2, "tied_sum_left_out", "d: gradients off by "),
         (DP2, "no_such_fault", "d: "),
     ],
 )
-def test_a_fault_on_the_ranks_is_told(
-    row: Layout, fault: str, told: str, monkeypatch: pytest.MonkeyPatch
+def test_fault_on_the_ranks_is_reported(
+    row: Layout, fault: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = replace(row.case(), fault=fault)
     monkeypatch.setattr(Layout, "case", lambda self: case)
     result = prove_row(row)
-    assert any(problem.startswith(told) for problem in result.problems), result.problems
+    assert any(problem.startswith(message) for problem in result.problems), result.problems
     if fault == "no_such_fault":
-        assert "there is no such fault to plant" in result.problems[0] and result.error == float(
-            "inf"
-        )
+        assert "unknown fault" in result.problems[0] and result.error == float("inf")
 
 
 def test_ranks_that_fail_are_an_answer() -> None:
-    found = proved(LayoutCase(DP2.case().run, 2, fault="no_such_fault"))
-    assert isinstance(found, str) and "there is no such fault to plant" in found
+    found = compare_in_float64(LayoutCase(DP2.case().run, 2, fault="no_such_fault"))
+    assert isinstance(found, str) and "unknown fault" in found
 
 
 def test_schedules_are_those_of_the_run() -> None:

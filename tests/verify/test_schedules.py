@@ -38,7 +38,7 @@ def test_chunks_count_as_parts_of_a_microbatch() -> None:
     assert list(v.peak_live) == [4] * 4 and "at most 4 microbatches alive" in v.summary()
 
 
-def test_pairs_are_run_on_paper_and_told_by_their_memory() -> None:
+def test_paired_schedules_are_simulated_with_their_peak_memory() -> None:
     plain, paired = (
         check_schedule(PipelineConfig(), pp=4, num_microbatches=8, paired=each)
         for each in (False, True)
@@ -66,7 +66,7 @@ def test_a_broken_rule_is_a_problem_and_nothing_is_run() -> None:
     report = check_schedule(PipelineConfig(vpp=2), pp=4, num_microbatches=6, rows=3)
     assert not report.ok and report.bubble is None
     assert "Set train.global_batch_size to 12 or 24" in report.problems[0]
-    assert report.summary() == "interleaved on 4 ranks, 6 microbatches: cannot be run"
+    assert report.summary() == "interleaved on 4 ranks, 6 microbatches: cannot run"
 
 
 ReportRow = list[Action]
@@ -166,7 +166,7 @@ def test_two_sends_that_are_swapped_are_legal_with_tags_and_refused_without() ->
     swapped = changed(good, 0, [f0, f1, s1, s0])
     assert find_problems(swapped) == []
     report = check_lists(swapped)
-    assert not report.ok and report.summary().endswith("cannot be run")
+    assert not report.ok and report.summary().endswith("cannot run")
     assert report.problems == (
         "over NCCL, rank 0, action 2 (send_forward of microbatch 1 to rank 1) would be taken by "
         "rank 1, action 0 "

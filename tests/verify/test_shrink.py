@@ -319,7 +319,7 @@ def test_a_pipeline_keeps_its_schedule_and_its_way_of_dividing(
         ("Et*12|t*12|t*12|t*11|tmmmL", "Ett|t|tmmL"),
     ],
 )
-def test_further_predictions_keep_their_kind_of_stage(layout: str, expected: str) -> None:
+def test_mtp_layers_keep_their_kind_of_stage(layout: str, expected: str) -> None:
     parallel = staged(5, layout=layout)
     run = replace(
         large(parallel), model=replace(large(parallel).model, mtp=MTPConfig(num_layers=3))

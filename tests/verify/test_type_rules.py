@@ -204,7 +204,7 @@ def test_r_and_i_stand_for_each_other_where_no_gradient_flows() -> None:
         assert types_of(autograd.scatter_to_sp(tensor(R, grad=False), GROUP))["tp_kv"] is V
         with torch.no_grad():
             assert types_of(autograd.copy_to_tp(tensor(R), GROUP))["tp_kv"] is R
-        with pytest.raises(SpmdTypeError, match="but was given V"):
+        with pytest.raises(SpmdTypeError, match="but got V"):
             autograd.copy_to_tp(tensor(V, grad=False), GROUP)
 
 
@@ -212,9 +212,7 @@ def test_a_tensor_of_one_part_of_tp_cannot_move_over_the_whole_of_it() -> None:
     x = torch.empty(8, 2, device="meta")
     with (
         checking(),
-        pytest.raises(
-            SpmdTypeError, match="gather over MeshAxis\\(2:1\\) expects V .* but was given R"
-        ),
+        pytest.raises(SpmdTypeError, match="gather over MeshAxis\\(2:1\\) expects V .* but got R"),
     ):
         checker.assert_type(x, {AXES["dp"]: V, AXES["tp_kv"]: V, AXES["tp_copy"]: R})
         autograd.all_gather(x, GROUP)
@@ -223,9 +221,7 @@ def test_a_tensor_of_one_part_of_tp_cannot_move_over_the_whole_of_it() -> None:
 def test_a_tensor_without_types_is_refused() -> None:
     with (
         checking(),
-        pytest.raises(
-            SpmdTypeError, match="leave over .* but was given \\? \\(made outside the check"
-        ),
+        pytest.raises(SpmdTypeError, match="leave over .* but got \\? \\(made outside the check"),
     ):
         autograd.reduce_from_tp(torch.empty(8, 2, device="meta"), GROUP)
 
@@ -236,7 +232,7 @@ def test_a_group_whose_size_is_not_that_of_its_axes_is_refused() -> None:
         autograd.copy_to_tp(tensor(I), half)
 
 
-def test_tokens_from_another_factorisation_of_the_ranks_are_read_in_this_one() -> None:
+def test_tokens_from_another_factorization_of_the_ranks_are_read_in_this_one() -> None:
     with checking():
         x = torch.empty(8, 2, device="meta")
         with checker.set_current_mesh({"edp": MeshAxis.of(2, 16), "ep": MeshAxis.of(16, 1)}):

@@ -42,13 +42,13 @@ from megalith.verify.faults import FAULTS, changed_model, planted
 from megalith.verify.ranks import layout_case
 from megalith.verify.type_rules import our_functions, types_of
 from megalith.verify.types import (
-    Question,
+    ChildRequest,
     TypeReport,
     _shards_of,
     declare,
     mesh_axes,
-    places,
-    spots,
+    representative_positions,
+    representative_ranks,
     type_check,
     type_check_in_child,
 )
@@ -184,14 +184,16 @@ def test_stages_whose_layers_exchange_in_other_ways_are_other_kinds() -> None:
     parallel = ParallelConfig(pp=6, cp=2, context=ContextConfig(layers=layers))
     model = replace(MODEL, num_layers=6)
     grid = model_grid(parallel, model, 12)
-    looked_at = {grid.coordinates(rank)["pp"] for rank, _ in spots(grid, parallel, model)}
+    looked_at = {
+        grid.coordinates(rank)["pp"] for rank, _ in representative_positions(grid, parallel, model)
+    }
     assert looked_at == {0, 1, 3, 5}, "the embedding, a ring, the one that gathers, the loss"
 
 
 def test_every_kind_of_stage_is_looked_at_at_three_places_of_the_other_axes() -> None:
     parallel = ParallelConfig(pp=4, tp=2, pipeline=PipelineConfig(vpp=2))
     grid = model_grid(parallel, replace(MODEL, num_layers=16), 64)
-    found = spots(grid, parallel, replace(MODEL, num_layers=16))
+    found = representative_positions(grid, parallel, replace(MODEL, num_layers=16))
     places_of = {(grid.coordinates(rank)["pp"], chunk): set() for rank, chunk in found}
     for rank, chunk in found:
         here = grid.coordinates(rank)
@@ -301,15 +303,19 @@ def test_the_collectives_of_a_forward_pass_are_counted() -> None:
     assert split == {"gather over tp": 5, "loss_sum over tp": 1, "reduce_scatter over tp": 5}
 
 
-def test_axes_of_one_rank_are_said_to_be_unproved() -> None:
+def test_axes_of_one_rank_are_reported_as_unproved() -> None:
     assert type_check(MODEL, ParallelConfig(tp=2), world=2).unproved == ("dp", "cp")
     assert type_check(MODEL, ParallelConfig(), world=2).unproved == ("cp", "tp")
 
 
 def test_the_first_the_middle_and_the_last_rank_are_checked() -> None:
     grid = model_grid(ParallelConfig(tp=4), MODEL, 4096)
-    assert places(grid) == (0, 512 * 4 + 3, 4095)  # tp_kv 1 of 2, tp_copy 1 of 2, dp 512 of 1024
-    assert places(model_grid(ParallelConfig(), MODEL, 1)) == (0,)
+    assert representative_ranks(grid) == (
+        0,
+        512 * 4 + 3,
+        4095,
+    )  # tp_kv 1 of 2, tp_copy 1 of 2, dp 512 of 1024
+    assert representative_ranks(model_grid(ParallelConfig(), MODEL, 1)) == (0,)
 
 
 def test_the_example_of_the_page_about_types_prints_what_the_page_says(
@@ -337,7 +343,7 @@ def test_the_page_about_types_has_the_refusal_and_every_fault_with_the_proof_tha
     assert f"```\n{problem}\n```" in page
     for fault in FAULTS:
         verdict = (
-            "not seen: numbers" if fault.found_by == "numbers" else f"refused: {fault.found_by}"
+            "not detected: numbers" if fault.found_by == "numbers" else f"refused: {fault.found_by}"
         )
         assert re.search(rf"^\| `{fault.name}`: [^|]+ \| {verdict} \|", page, re.MULTILINE), (
             fault.name
@@ -382,7 +388,7 @@ def test_deepseek_v3_on_2048_ranks_is_checked_on_both_grids_within_two_minutes_a
 # --- problems
 
 
-def test_problems_of_several_ranks_are_told_once() -> None:
+def test_problems_of_several_ranks_are_reported_once() -> None:
     with changed_model(invariant_norms):
         (problem,) = type_check(MODEL, ParallelConfig(tp=2, sp=True), world=4).problems
     assert problem.ranks == (0, 3)
@@ -454,7 +460,7 @@ def test_a_sum_that_nobody_declared_pending_is_refused() -> None:
         (problem,) = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).problems
     assert problem.where == "embed"
     assert (
-        "leave over tp expects P (parts of a sum that is still to be taken), but was given V"
+        "leave over tp expects P (parts of a sum that is still to be taken), but got V"
         in problem.what
     )
     assert "Use `partial` in the line that contracts a cut dimension" in problem.what
@@ -645,7 +651,7 @@ def test_attention_that_runs_again_is_looked_at_again(monkeypatch: pytest.Monkey
     assert problem.where == "backward" and "expected PerMeshAxisLocalSpmdType.P" in problem.what
 
 
-def test_what_waits_in_host_memory_is_said_to_be_unseen() -> None:
+def test_activation_offload_is_reported_as_unseen() -> None:
     report = type_check(
         MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), offload=OffloadConfig(layers=1)
     )
@@ -671,8 +677,10 @@ def test_a_sum_that_only_the_second_pass_forgets_is_refused() -> None:
             MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), recompute=full
         ).problems
     assert problem.where == "layers.1" and "Found types: [I, P]" in problem.what
-    asked = Question(model=MODEL, parallel=ParallelConfig(), world=2, recompute=full, offload=away)
-    assert from_dict(Question, to_dict(asked)) == asked  # so a child is asked the same
+    asked = ChildRequest(
+        model=MODEL, parallel=ParallelConfig(), world=2, recompute=full, offload=away
+    )
+    assert from_dict(ChildRequest, to_dict(asked)) == asked  # so a child is asked the same
 
 
 def test_what_keeps_experts_busy_is_checked_but_for_plans_that_ask_for_numbers() -> None:
