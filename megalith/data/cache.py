@@ -75,7 +75,7 @@ class _CachedArrays:
             files = json.loads(self.path(".json").read_text())["files"]
             return {name: self._load_array(name, digest) for name, digest in files.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.warning("%s is damaged (%s): rebuilding the index", self.path(".json"), error)
+            _log.warning("%s is damaged (%s): building the index again", self.path(".json"), error)
             return None
 
     def _load_array(self, name: str, digest: str) -> NDArray[Any]:

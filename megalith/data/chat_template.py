@@ -59,9 +59,8 @@ BUILT_IN = {
         "endif %}{% endfor %}"
     ),
     # /think and /no_think are options of the caller, and are not part of the prompt.
-    # lint: allow old-word: the source of a template is part of fingerprints
     "nemotron-nano-v2": (
-        "{% for message in messages %}{% set text = message['content'] | trim %}"
+        "{% for message in messages %}{% set text = message['content'] | trim %}"  # lint: allow old-word: hashed
         "{% set told = message['content'] | replace('/think', '') | replace('/no_think', '') | "
         "trim %}{% if message['role'] == 'assistant' %}{{ '<SPECIAL_11>Assistant\n' }}"
         "{% generation %}{{ text + '\n<SPECIAL_12>\n' }}{% endgeneration %}"

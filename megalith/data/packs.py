@@ -186,7 +186,7 @@ class PackReport:
     """Lower bound of the number of rows."""
 
     conversations: int
-    fill: float
+    fill: float  # lint: allow old-word: a key of the JSON report
     """Fraction of the rows that is not padding."""
 
     mean: float
@@ -208,5 +208,5 @@ def report_of(packed: PackedDocuments, lengths: NDArray[np.int64], seq_len: int)
         (1 + width * bar, width * (bar + 1), bars[bar]) for bar in range(max(bars, default=-1) + 1)
     )
     count = len(packed.documents)
-    fill_ratio, mean = tokens / max(1, rows * seq_len), count / max(1, rows)
-    return PackReport(rows, -(-tokens // seq_len), count, fill_ratio, mean, histogram)
+    packing_efficiency, mean = tokens / max(1, rows * seq_len), count / max(1, rows)
+    return PackReport(rows, -(-tokens // seq_len), count, packing_efficiency, mean, histogram)

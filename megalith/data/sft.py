@@ -90,7 +90,7 @@ class Report:
     """Row length; 0 without packing."""
 
     def __str__(self) -> str:
-        share, fill_ratio = (
+        share, packing_efficiency = (
             self.supervised / max(1, self.tokens),
             self.tokens / max(1, self.rows * self.seq_len),
         )
@@ -101,7 +101,7 @@ class Report:
         }
         excluded = "".join(f", {count} {what}" for what, count in counts.items() if count)
         rows = (
-            f"{self.rows} rows per epoch, {fill_ratio:.1%} filled"
+            f"{self.rows} rows per epoch, {packing_efficiency:.1%} filled"
             if self.seq_len
             else f"{self.rows} per epoch"
         )

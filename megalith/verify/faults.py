@@ -613,7 +613,7 @@ FAULTS: tuple[Fault, ...] = (
         "The loss of one rank is used as the loss of all ranks.",
         "types",
         ("dp",),
-        lambda: replaced(loss, "partial", lambda x, group: x),
+        lambda: replaced(loss, "mark_partial", lambda x, group: x),
     ),
     Fault(
         "dp_sum_averaged",
@@ -740,7 +740,7 @@ FAULTS: tuple[Fault, ...] = (
         "Deferred weight gradients are never accumulated.",
         "numbers",
         ("pp", "split backward"),
-        lambda: replaced(WeightGradStore, "add_up", pipeline_faults.never_added),
+        lambda: replaced(WeightGradStore, "run_deferred", pipeline_faults.never_added),
     ),
     Fault(
         "stale_weights",
@@ -980,7 +980,7 @@ FAULTS: tuple[Fault, ...] = (
         "The initial weights of an expert depend on the number of local experts.",
         "numbers",
         ("dp", "ep"),
-        lambda: replaced(build, "fill", expert_faults.init_as_if_first_experts),
+        lambda: replaced(build, "init_param_", expert_faults.init_as_if_first_experts),
     ),
     Fault(
         "router_invariant",
@@ -1002,7 +1002,7 @@ FAULTS: tuple[Fault, ...] = (
         "Partial expert outputs over etp are not declared partial, but summed.",
         "types",
         ("dp", "etp"),
-        lambda: replaced(expert, "partial", lambda x, group: x),
+        lambda: replaced(expert, "mark_partial", lambda x, group: x),
     ),
     Fault(
         "answers_in_wrong_order",

@@ -36,8 +36,8 @@ HINTS: Mapping[tuple[Type, Type | None], str] = {
     (
         P,
         V,
-    ): "Use `partial` in the line that contracts a sharded dimension, or the group of the axis "
-    "that shards it.",
+    ): "Use `mark_partial` in the line that contracts a sharded dimension, or the group of the "
+    "axis that shards it.",
     (P, R): "Every rank has the full value: a sum would count it once per rank.",
     (P, I): "Every rank has the full value: a sum would count it once per rank.",
     (I, R): "It was passed to `copy_to_tp` already: use it unchanged.",
@@ -176,7 +176,7 @@ class Rule:
         moves: tuple[str, str] = self.cls.moves  # type: ignore[attr-defined]  # rules are created only for classes with `moves`
         self.before, self.after = TYPES[moves[0]], TYPES[moves[1]]
         self.function = re.sub(
-            r"(?<!^)([A-Z])", r"_\1", self.cls.__name__.removesuffix("Function")
+            r"(?<=[a-z])([A-Z])", r"_\1", self.cls.__name__.removesuffix("Function")
         ).lower()
 
     def count(self, group: Group) -> None:

@@ -78,7 +78,7 @@ WORDS = (
     (r"convert\(tensor, (\S+), src=I, dst=R\)", r"copy_to_tp over \1"),
     (r"all_reduce\(tensor, (\S+), src=P, dst=I\)", r"reduce_from_tp over \1"),
     (r"all_reduce\(tensor, (\S+), src=P, dst=R\)", r"all_reduce over \1"),
-    (r"reinterpret\(loss, (\S+), src=V, dst=P\)", r"partial over \1"),
+    (r"reinterpret\(loss, (\S+), src=V, dst=P\)", r"mark_partial over \1"),
     (
         r"^ *convert\(tensor, \S+, src=[IR], dst=P\).*\n?",
         "",
@@ -842,7 +842,7 @@ def _run(rank_model: RankModel, counts: Counter[str]) -> Iterator[Problem]:
         )
     except RuntimeError as error:
         if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
-            # An operation without a meta kernel, or one that reads values: our bug, not the layout's.
+            # An operation without a meta kernel, or one that reads values: a bug of ours.
             raise
         yield Problem(
             where=watch.where(phase), what=f"shape mismatch: {error}", ranks=(rank_model.mesh.rank,)

@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ConfigError,
-        match=r"indices cannot be written to .*file/cache.*Set data\.cache_path to a writable folder",
+        match=r"indices cannot be written to .*file/cache.*Set data\.cache_path to a writable",
     ):
         load_or_build(tmp_path / "file" / "cache", "x", Builder())
 

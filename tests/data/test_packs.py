@@ -92,7 +92,8 @@ def test_a_file_for_others_is_refused(tmp_path: Path) -> None:
     ):
         write_packs(path, ROOM, wrong)
         with pytest.raises(
-            DataError, match="does not contain each of the 7 conversations once, in rows of at most 10"
+            DataError,
+            match="does not contain each of the 7 conversations once, in rows of at",
         ):
             read_packs(str(path), ROOM)
     write_packs(path, ROOM, pack_first_fit(ROOM, 1))
@@ -106,7 +107,7 @@ def test_a_file_for_others_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     for name in ("packs.npz", "cut.npz", "bit.npz", "none"):
         with pytest.raises(
-            DataError, match=r"is not a file of packs \(.*\). Make it with `megalith data pack`"
+            DataError, match=r"is not a file of packs \(.*\). Create it with `megalith data pack`"
         ):
             read_packs(str(tmp_path / name), ROOM)
 

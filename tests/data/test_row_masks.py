@@ -86,7 +86,7 @@ def test_rows_that_fill_up_a_batch_ask_for_no_way_that_knows_masks() -> None:
     ).tokens
     assert tokens.visible is None
     x = torch.randn(24, 2, 8)
-    assert attention(x, x, x, tokens, Scores(causal=False), kernel="tiles").isfinite().all()
+    assert attention(x, x, x, tokens, Scores(causal=False), kernel="cpu_tiled").isfinite().all()
 
 
 def test_whether_padding_is_hidden_follows_from_the_model() -> None:
@@ -198,7 +198,7 @@ MISTAKES = {
     ),
     "numbers": (
         [RowMask(np.ones(4))],
-        "the mask of row 0 has dtype float64: expected bool, True where a token may be attended to.",
+        "the mask of row 0 has dtype float64: expected bool, True where a token may be attended",
     ),  # type: ignore[arg-type]  # the mistake
     "two kinds": (
         [RowMask(np.ones((4, 4), bool), alone=True), None],

@@ -255,7 +255,7 @@ def test_a_rank_that_packs_in_another_way_is_told_on_all_ranks_before_any_waits(
     texts = run_ranks(_told, 2, settings)
     assert len(set(texts)) == 1
     assert (
-        "ranks have dealt out the documents of a step in different ways (microbatches:" in texts[0]
+        "ranks assigned the documents of a step differently (microbatches:" in texts[0]
     )
     assert (
         "on rank 0" in texts[0]

@@ -42,17 +42,17 @@ REFUSALS = {
     "column_enter_removed": (
         "layers.0.attention.qkv",
         "Found types: [I, V]",
-        "enter over tp_copy on the Invariant",
+        "copy_to_tp over tp_copy on the Invariant",
     ),
     "row_sum_removed": (
         "layers.0.attention.out",
         "Found types: [P, ",
-        "over tp_copy on the MarkPartial operand",
+        "over tp_copy on the Partial operand",
     ),
     "row_sum_over_dp": (
         "layers.0.attention.out",
         "over dp expects P",
-        "was given V (every rank has its own). Use",
+        "got V (varying: every rank has its own). Use",
     ),
     "embedding_not_summed": (
         "layers.0",
@@ -62,7 +62,7 @@ REFUSALS = {
     "bias_before_sum": (
         "layers.0.attention.out",
         "Found types: [P, ",
-        "over tp_copy on the MarkPartial operand",
+        "over tp_copy on the Partial operand",
     ),
     "sp_gather_removed": (
         "layers.0.attention",
@@ -77,22 +77,22 @@ REFUSALS = {
     "vocab_loss_local": (
         "loss",
         "losses must be I",
-        "over tp_kv, but they are V (every rank has its own)",
+        "over tp_kv, but they are V (varying: every rank has its own)",
     ),
     "second_sum_removed": (
         "layers.0.attention.out",
         "Found types: [P, ",
-        "over tp_copy on the MarkPartial operand",
+        "over tp_copy on the Partial operand",
     ),
     "whole_norm_local": (
         "layers.0.attention.norms.q_norm",
         "Found types: [P, ",
-        "over tp_copy on the MarkPartial operand",
+        "over tp_copy on the Partial operand",
     ),
     "latent_key_not_entered": (
         "layers.0.attention",
         "Found types: [V, I]",
-        "enter over tp on the Invariant operand",
+        "copy_to_tp over tp on the Invariant operand",
     ),
     "adapter_invariant": (
         "layers.0.attention.qkv",
@@ -102,17 +102,17 @@ REFUSALS = {
     "router_invariant": (
         "layers.0.mlp.router.gate",
         "Found types: [V, I]",
-        "enter over tp_copy on the Invariant",
+        "copy_to_tp over tp_copy on the Invariant",
     ),
     "etp_sum_removed": (
         "layers.0.mlp",
         "Found types: [P]",
-        "leave over etp on the MarkPartial operand",
+        "reduce_from_tp over etp on the Partial operand",
     ),
     "etp_part_not_declared": (
         "layers.0.mlp",
         "reduce_scatter over etp expects P",
-        "was given V (every rank has its",
+        "got V (varying: every rank has its",
     ),
     "loss_not_partial": ("backward", "Varying loss on axis dp", "Use partial over dp to declare"),
 }

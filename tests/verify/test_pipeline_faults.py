@@ -66,9 +66,9 @@ def test_a_memory_comes_one_microbatch_late(link: SimpleNamespace) -> None:
 
 
 def test_weights_that_wait_are_forgotten() -> None:
-    deferred = SimpleNamespace(_aside={0: [1], 1: [2]})
+    deferred = SimpleNamespace(_deferred={0: [1], 1: [2]})
     never_added(deferred, 0)  # type: ignore[arg-type]  # has what is read
-    assert deferred._aside == {1: [2]}
+    assert deferred._deferred == {1: [2]}
 
 
 def test_middle_of_three_replicas_is_not_summed() -> None:

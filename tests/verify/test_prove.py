@@ -33,7 +33,7 @@ def test_rows_are_proved_as_they_are_to_be_computed(monkeypatch: pytest.MonkeyPa
         asked.append(case.run.kernels)
         return [Difference("first loss", "", 0.0, True)]
 
-    monkeypatch.setattr(prove, "proved", note)
+    monkeypatch.setattr(prove, "compare_in_float64", note)
     assert (
         prove_row(DP2, "reference").holds
         and prove_row(DP2).holds
@@ -45,7 +45,7 @@ def test_report_notes_that_types_are_of_other_kernels() -> None:
     rows = [
         row.answer for row in prove_run(tiny_run({"kernels": "reference"}), 1) if row.part == "b"
     ]
-    assert "kernels=reference: these are the types of kernels=auto" in rows
+    assert "kernels=reference: types were checked with kernels=auto" in rows
 
 
 def test_a_row_that_breaks_a_rule_is_not_run() -> None:
@@ -104,7 +104,7 @@ def test_the_parts_of_a_run_come_in_order_and_a_fault_fails_only_the_last(
     assert any(not row.holds and "_norm.weight" in row.answer for row in rows), [
         row.answer for row in rows
     ]
-    monkeypatch.setattr(prove, "proved", lambda case: "rank 1 raised")
+    monkeypatch.setattr(prove, "compare_in_float64", lambda case: "rank 1 raised")
     failed = prove_run(run, 2)
     assert not failed[-1].holds and failed[-1].answer.endswith("rank 1 raised")
 
@@ -118,7 +118,7 @@ def test_what_a_run_leaves_open_to_compute_again_is_proved_as_it_is_chosen(
         cases.append(case)
         return "not run"
 
-    monkeypatch.setattr(prove, "proved", noted)
+    monkeypatch.setattr(prove, "compare_in_float64", noted)
     monkeypatch.setattr(prove, "type_check_in_child", type_check)
     prove_run(tiny_run({"recompute.granularity": "auto", "recompute.device": "80"}), 2)
     assert {case.run.recompute.granularity for case in cases} == {"none"}

@@ -262,7 +262,7 @@ def test_expert_choices_are_compared_first_by_step_and_layer(with_experts: RankR
     got, wanted = ([int(count) for count in each] for each in (counts, use.counts))
     assert found == Difference(
         "choices of experts",
-        f"step 1, layers.0: experts got {got} tokens and not {wanted}",
+        f"step 1, layers.0: experts got {got} tokens instead of {wanted}",
         float("inf"),
         False,
     )

@@ -26,7 +26,7 @@ def test_1f1b_is_reported_with_its_bubble_and_memory() -> None:
     assert report.summary() == (
         "1f1b on 4 ranks, 8 microbatches: 160 actions, 48 messages, no deadlock with tags (gloo) "
         "or without (NCCL); "
-        "bubble 27.3% of the step; at most 1 to 4 microbatches alive per rank"
+        "bubble 27.3% of the step; at most 1 to 4 live microbatches per rank"
     )
 
 
@@ -35,7 +35,7 @@ def test_chunks_count_as_parts_of_a_microbatch() -> None:
     assert report.name == "interleaved" and report.bubble == Fraction(3, 16)
     assert report.peak_live[0] == Fraction(11, 2)
     v = check_schedule(PipelineConfig(schedule="zb-v", vpp=2), pp=4, num_microbatches=8)
-    assert list(v.peak_live) == [4] * 4 and "at most 4 microbatches alive" in v.summary()
+    assert list(v.peak_live) == [4] * 4 and "at most 4 live microbatches" in v.summary()
 
 
 def test_paired_schedules_are_simulated_with_their_peak_memory() -> None:
@@ -46,7 +46,7 @@ def test_paired_schedules_are_simulated_with_their_peak_memory() -> None:
     assert paired.ok and paired.bubble == plain.bubble
     assert (
         list(paired.peak_live) == [8, 6, 4, 2]
-        and "at most 2 to 8 microbatches alive" in paired.summary()
+        and "at most 2 to 8 live microbatches" in paired.summary()
     )
 
 
