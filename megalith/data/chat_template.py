@@ -60,7 +60,8 @@ BUILT_IN = {
     ),
     # /think and /no_think are options of the caller, and are not part of the prompt.
     "nemotron-nano-v2": (
-        "{% for message in messages %}{% set text = message['content'] | trim %}"  # lint: allow old-word: hashed
+        "{% for message in messages %}"  # lint: allow old-word: the source is part of fingerprints
+        "{% set text = message['content'] | trim %}"
         "{% set told = message['content'] | replace('/think', '') | replace('/no_think', '') | "
         "trim %}{% if message['role'] == 'assistant' %}{{ '<SPECIAL_11>Assistant\n' }}"
         "{% generation %}{{ text + '\n<SPECIAL_12>\n' }}{% endgeneration %}"
