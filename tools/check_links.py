@@ -67,7 +67,7 @@ def anchors(text: str) -> set[str]:
 
 
 def slug_of(heading: str) -> str:
-    """GitHub's anchor of a heading.
+    """Return GitHub's anchor of a heading.
 
     >>> slug_of("What `make test` does (and why)")
     'what-make-test-does-and-why'

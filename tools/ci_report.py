@@ -1,14 +1,13 @@
-"""What `.ci/run` prints: the versions it ran with, and one table of its stages, with tests counted
-and skips explained.
+"""Reports of `.ci/run`: package versions, and a table of the stages with test counts and skips.
 
 usage: ci_report.py versions
        ci_report.py summary FOLDER
        ci_report.py coverage FILE
 
 FOLDER holds `stages.tsv` (stage, exit code, seconds) and, for stages that ran pytest, STAGE.xml in
-JUnit form. The summary is also written there as `ci-report.json`. It ends with 1 when a stage
-failed, when a test was skipped without a reason, or when the tests of a stage did not reject every
-planted fault of `megalith verify`: a run that tests nothing must not pass. It also prints the share
+JUnit form. The summary is also written there as `ci-report.json`. The exit code is 1 if a
+stage failed, a test was skipped without a reason, or the tests of a stage did not reject every
+planted fault of `megalith verify`. It also prints the share
 of each test package in the test time, and `coverage` prints the line coverage of each package from
 a JSON report of coverage.py; neither fails a run.
 """

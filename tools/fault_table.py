@@ -1,4 +1,4 @@
-"""Plants every fault, one at a time, and prints which part of the proof refuses it.
+"""Plants every fault, one at a time, and prints which part of the verification detects it.
 
 usage: fault_table.py
 """

@@ -1,11 +1,9 @@
-"""The map of the code: one line per file of the package, from the first sentence of each file's
-docstring.
+"""Code map of the README: one line per module with the first sentence of its docstring.
 
 usage: file_map.py [--write | --check]
 
-Without an option it prints the map. `--write` puts it into README.md between `<!-- map -->` and
-`<!-- /map -->`; `--check` ends with 1 when README.md is not current, or when a file opens without a
-sentence.
+Without an option it prints the map. `--write` writes it to README.md between `<!-- map -->` and
+`<!-- /map -->`; `--check` exits with 1 if README.md is not current, or a docstring has no sentence.
 """
 
 import argparse

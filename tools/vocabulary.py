@@ -28,7 +28,7 @@ def split_words(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class OldWord:
-    """One entry of tools/old_words.yaml: a word and what replaces it."""
+    """One entry of tools/old_words.yaml: an old word and its replacement."""
 
     word: str
     use: str
