@@ -36,7 +36,7 @@ MAX_FILE_STATEMENTS = 560
 """Statements, because the formatter decides how many lines they take."""
 
 COLLECTIVE_FOLDERS = ("megalith/parallel/", "megalith/testing/", "megalith/verify/")
-"""Where collectives may be launched: parallel/ has the groups, the others create and check ranks."""
+"""Where collectives may be launched: parallel/ has the groups, the others create and check them."""
 
 CUDA_FILES = (
     "megalith/observe/capabilities.py",
