@@ -114,7 +114,11 @@ REFUSALS = {
         "reduce_scatter over etp expects P",
         "got V (varying: every rank has its",
     ),
-    "loss_not_partial": ("backward", "Varying loss on axis dp", "Use mark_partial over dp to declare"),
+    "loss_not_partial": (
+        "backward",
+        "Varying loss on axis dp",
+        "Use mark_partial over dp to declare",
+    ),
 }
 """Of each fault that types or shapes find: where, and two parts of the text."""
 
