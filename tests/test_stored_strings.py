@@ -38,7 +38,7 @@ from megalith.config.sft import SFTConfig
 from megalith.data.build import Splits, build_datasets
 from megalith.data.cache import load_or_build
 from megalith.data.chat_template import ChatTemplate
-from megalith.data.conversations import made_up
+from megalith.data.conversations import generate_mock_conversations
 from megalith.data.indexed import IndexedDatasetBuilder
 from megalith.data.packs import pack_first_fit, write_packs
 from megalith.data.sample import Dataset
@@ -196,7 +196,7 @@ def record_data_keys(folder: Path) -> list[str]:
     """Return the keys of made-up conversations, packing, the orders of epochs, documents and
     sampling."""
     with recorded_keys() as texts:
-        list(made_up(2, 7))
+        list(generate_mock_conversations(2, 7))
         rows = conversations("best_fit")
         write_packs(folder / "packs.npz", rows.room(), pack_first_fit(rows.room(), 4))
         mock_splits(whole_documents=True, overlong="truncate")
@@ -206,7 +206,7 @@ def record_data_keys(folder: Path) -> list[str]:
 
 def describe_made_up(_: Path) -> list[str]:
     """Return the texts of two made-up conversations."""
-    return [json.dumps(conversation.messages) for conversation in made_up(2, 7)]
+    return [json.dumps(conversation.messages) for conversation in generate_mock_conversations(2, 7)]
 
 
 def mock_splits(*, whole_documents: bool = False, **settings: Any) -> Splits:  # Any: of DataConfig

@@ -35,7 +35,7 @@ OUR_FILE = re.compile(
 
 
 def without_code(text: str) -> list[str]:
-    """The lines of a page, those inside fenced code blocks emptied."""
+    """Return the lines of a page, with those in fenced code blocks emptied."""
     lines, fence = [], ""
     for line in text.splitlines():
         mark = re.match(r"\s*(`{3,}|~{3,})", line)
@@ -51,7 +51,7 @@ def without_code(text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that a renderer gives to a page's headings, and those written as HTML."""
+    """Return the anchors of headings, and those written as HTML."""
     found: set[str] = set()
     for line in without_code(text):
         heading = re.match(r"#{1,6}\s+(.*?)\s*#*$", line)
@@ -67,7 +67,7 @@ def anchors(text: str) -> set[str]:
 
 
 def slug_of(heading: str) -> str:
-    """GitHub's anchor of a heading.
+    """Return GitHub's anchor of a heading.
 
     >>> slug_of("What `make test` does (and why)")
     'what-make-test-does-and-why'
@@ -77,7 +77,7 @@ def slug_of(heading: str) -> str:
 
 
 def links(text: str) -> Iterator[tuple[int, str, bool]]:
-    """(line number, target, whether it is a code quote rather than a link)."""
+    """Yield (line number, target, whether it is a code quote rather than a link)."""
     for number, line in enumerate(without_code(text), 1):
         yield from ((number, name, True) for name in OUR_FILE.findall(line))
         plain = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", lambda quote: "x" * len(quote.group()), line)
@@ -86,7 +86,7 @@ def links(text: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def broken(page: Path, root: Path) -> list[str]:
-    """What is wrong with the links of one page, as `page:line: what`."""
+    """Return the broken links of one page as `page:line: what`."""
     name, found = page.relative_to(root).as_posix(), []
     for number, target, quoted in links(page.read_text()):
         if quoted:
@@ -117,7 +117,7 @@ def _wrong_target(page: Path, root: Path, target: str) -> str:
 
 
 def pages_of(root: Path) -> list[Path]:
-    """Every Markdown file that belongs to the repository."""
+    """Return every Markdown file of the repository."""
     files = (file for file in root.rglob("*.md") if not SKIPPED & set(file.relative_to(root).parts))
     return sorted(
         file
@@ -127,7 +127,7 @@ def pages_of(root: Path) -> list[Path]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check the pages; 1 when a link is broken."""
+    """Check the pages; return 1 if a link is broken."""
     pages = [Path(name).resolve() for name in arguments] or pages_of(ROOT)
     found = [line for page in pages for line in broken(page, ROOT)]
     print("\n".join([*found, f"check_links: {len(pages)} pages, {len(found)} broken links"]))

@@ -1,14 +1,13 @@
-"""What `.ci/run` prints: the versions it ran with, and one table of its stages, with tests counted
-and skips explained.
+"""Reports of `.ci/run`: package versions, and a table of the stages with test counts and skips.
 
 usage: ci_report.py versions
        ci_report.py summary FOLDER
        ci_report.py coverage FILE
 
 FOLDER holds `stages.tsv` (stage, exit code, seconds) and, for stages that ran pytest, STAGE.xml in
-JUnit form. The summary is also written there as `ci-report.json`. It ends with 1 when a stage
-failed, when a test was skipped without a reason, or when the tests of a stage did not reject every
-planted fault of `megalith verify`: a run that tests nothing must not pass. It also prints the share
+JUnit form. The summary is also written there as `ci-report.json`. The exit code is 1 if a
+stage failed, a test was skipped without a reason, or the tests of a stage did not reject every
+planted fault of `megalith verify`. It also prints the share
 of each test package in the test time, and `coverage` prints the line coverage of each package from
 a JSON report of coverage.py; neither fails a run.
 """
@@ -42,7 +41,7 @@ TEST_STAGES = ("test", "test-all")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The outcome of one stage; `problems` is empty when it passed."""
+    """Outcome of one stage; `problems` is empty if it passed."""
 
     name: str
     seconds: int
@@ -55,7 +54,7 @@ class Stage:
 
 
 def versions() -> str:
-    """One line per thing whose version can change a result."""
+    """Return the versions of packages that can change results."""
     lines = [f"python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores"]
     for name in SHOWN:
         try:
@@ -66,7 +65,7 @@ def versions() -> str:
 
 
 def planted_faults() -> list[str]:
-    """Names of the faults that the tests must reject."""
+    """Return the names of the faults that tests must reject."""
     from megalith.verify.faults import (
         FAULTS,
     )  # imports torch, and only the summary of a test stage needs it
@@ -75,7 +74,7 @@ def planted_faults() -> list[str]:
 
 
 def read_stages(folder: Path) -> list[Stage]:
-    """The stages in the order they ran."""
+    """Return the stages in the order they ran."""
     rows = [line.split("\t") for line in (folder / "stages.tsv").read_text().splitlines()]
     return [_read_stage(folder, name, int(code), int(seconds)) for name, code, seconds in rows]
 
@@ -111,7 +110,7 @@ def _read_stage(folder: Path, name: str, code: int, seconds: int) -> Stage:
 
 
 def _rejected_faults(cases: Sequence[ElementTree.Element]) -> list[str]:
-    """Names that passing tests recorded with `record_property("rejected_fault", name)`."""
+    """Return names that passing tests recorded with `record_property("rejected_fault", name)`."""
     properties = [entry for case in cases for entry in case.iter("property")]
     return sorted(
         entry.get("value", "") for entry in properties if entry.get("name") == "rejected_fault"
@@ -119,7 +118,7 @@ def _rejected_faults(cases: Sequence[ElementTree.Element]) -> list[str]:
 
 
 def _package_seconds(cases: Sequence[ElementTree.Element]) -> dict[str, float]:
-    """Seconds of the tests in each folder of tests/, the longest first."""
+    """Return the seconds of the tests per folder of tests/, the longest first."""
     seconds: dict[str, float] = {}
     for case in cases:
         parts = case.get("classname", "").split(".")
@@ -129,7 +128,7 @@ def _package_seconds(cases: Sequence[ElementTree.Element]) -> dict[str, float]:
 
 
 def _count(cases: Sequence[ElementTree.Element]) -> tuple[Counter[str], Counter[str]]:
-    """Outcomes, and skips by reason."""
+    """Count outcomes, and skips by reason."""
     outcomes: Counter[str] = Counter()
     skips: Counter[str] = Counter()
     for case in cases:
@@ -144,7 +143,7 @@ def _count(cases: Sequence[ElementTree.Element]) -> tuple[Counter[str], Counter[
 
 
 def table(stages: Sequence[Stage]) -> str:
-    """The summary for people."""
+    """Return the summary of the stages."""
     lines = [f"{'stage':10} {'result':7} {'seconds':>7} {'passed':>7} {'failed':>7} {'skipped':>7}"]
     for stage in stages:
         result = "failed" if stage.problems else "ok"
@@ -159,7 +158,7 @@ def table(stages: Sequence[Stage]) -> str:
 
 
 def time_table(stage: Stage) -> str:
-    """Each test package's share of the time of all tests, in one line."""
+    """Return each test package's share of the test time in one line."""
     total = sum(stage.package_seconds.values())
     shares = [
         f"{name} {seconds / total:.0%}" for name, seconds in stage.package_seconds.items() if total
@@ -168,7 +167,7 @@ def time_table(stage: Stage) -> str:
 
 
 def coverage_table(file: Path) -> str:
-    """Line coverage of each package of megalith/, the lowest first, from a JSON report of
+    """Return the line coverage per package of megalith/, lowest first, from a JSON report of
     coverage.py."""
     if not file.exists():
         return (
@@ -198,7 +197,7 @@ def coverage_table(file: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one of the three commands; 1 when a stage has a problem."""
+    """Run one of the three commands; return 1 if a stage has a problem."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("command", choices=("versions", "summary", "coverage"))
     parser.add_argument("path", nargs="?", type=Path)

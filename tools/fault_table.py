@@ -1,4 +1,4 @@
-"""Plants every fault, one at a time, and prints which part of the proof refuses it.
+"""Plants every fault, one at a time, and prints which part of the verification detects it.
 
 usage: fault_table.py
 """
@@ -9,7 +9,7 @@ from megalith.verify.fault_table import as_markdown, fault_table
 
 
 def main() -> int:
-    """Print the table; 1 when a fault got through."""
+    """Print the table; return 1 if a fault was not detected."""
     verdicts = fault_table()
     print(as_markdown(verdicts))
     return int(not all(verdict.refused for verdict in verdicts))

@@ -1,11 +1,9 @@
-"""The map of the code: one line per file of the package, from the first sentence of each file's
-docstring.
+"""Code map of the README: one line per module with the first sentence of its docstring.
 
 usage: file_map.py [--write | --check]
 
-Without an option it prints the map. `--write` puts it into README.md between `<!-- map -->` and
-`<!-- /map -->`; `--check` ends with 1 when README.md is not current, or when a file opens without a
-sentence.
+Without an option it prints the map. `--write` writes it to README.md between `<!-- map -->` and
+`<!-- /map -->`; `--check` exits with 1 if README.md is not current, or a docstring has no sentence.
 """
 
 import argparse
@@ -50,7 +48,8 @@ def first_sentence(text: str) -> str:
 
 
 def files_of(package: Path) -> list[Path]:
-    """Every file of the package: its own first, then folder by folder in the order of the rows."""
+    """Return every file of the package: top-level files first, then folder by folder in import
+    order."""
     return sorted(package.rglob("*.py"), key=lambda file: _order(file.relative_to(package)))
 
 
@@ -61,7 +60,7 @@ def _order(path: Path) -> tuple[int, str, bool, str]:
 
 
 def build_map(package: Path) -> str:
-    """Markdown: a heading line per folder, a line per file."""
+    """Return Markdown with a heading per folder and a line per file."""
     lines = []
     for file in files_of(package):
         path = file.relative_to(package.parent).as_posix()

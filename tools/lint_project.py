@@ -1,19 +1,18 @@
-"""The project's own rules, for what ruff and mypy cannot know: who may start collectives, load
-pickles, or grow long.
+"""Project-specific lint rules that ruff and mypy cannot check, such as where collectives may be
+launched, what may be unpickled, and how long functions may be.
 
 usage: lint_project.py [FILE_OR_FOLDER ...]   (default: the folders of the repository that hold
 Python)
 
-Files are parsed, never run. A finding is waived, in its line, by a comment with the rule's name and
-a reason:
+Files are parsed, never executed. A comment with the rule's name and a reason suppresses findings in
+its line:
 
     exec(code, scope)  # lint: allow eval-exec: the snippets are our own README
 
 Old words are listed in tools/old_words.yaml, with the terms of docs/glossary.md that replace them.
 Markdown files are searched for them too, in code between backticks and in fenced blocks.
 
-What the rules do not try: telling an `assert` about user input from one about our own bugs, and
-finding network access at import. Reviews look for those.
+Not covered: assertions about user input instead of bugs, and network access at import.
 """
 
 import ast
@@ -37,19 +36,17 @@ MAX_FILE_STATEMENTS = 560
 """Statements, because the formatter decides how many lines they take."""
 
 COLLECTIVE_FOLDERS = ("megalith/parallel/", "megalith/testing/", "megalith/verify/")
-"""Where collectives may be started: the groups live in parallel/, the other two build and check
-worlds of ranks."""
+"""Where collectives may be launched: parallel/ has the groups, the others create and check them."""
 
 CUDA_FILES = (
     "megalith/observe/capabilities.py",
     "megalith/observe/machine.py",
     "megalith/parallel/launch.py",
 )
-"""Files that may name the device "cuda": what the machine has, and which device a rank gets. Others
-are given one."""
+"""Files that may contain the device name "cuda"; others take the device as an argument."""
 
 CHECKER_FILES = ("megalith/verify/types.py", "megalith/verify/type_rules.py")
-"""The one file that knows the type checker of layouts."""
+"""The only files that import the type checker of layouts."""
 
 VAGUE_NAMES = ("utils.py", "util.py", "helpers.py", "common.py", "misc.py")
 OPTIONAL_PACKAGES = (
@@ -749,7 +746,7 @@ def _code_of(text: str) -> Iterator[tuple[int, str]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check the named files and folders; 1 when anything was found."""
+    """Check the given files and folders; return 1 if there are findings."""
     targets = [Path(name).resolve() for name in arguments] or [ROOT / name for name in FOLDERS]
     files = sorted({file for target in targets for file in _files_in(target)})
     paths = {file: _path_of(file) for file in files}

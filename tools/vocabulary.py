@@ -28,7 +28,7 @@ def split_words(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class OldWord:
-    """One entry of tools/old_words.yaml: a word and what replaces it."""
+    """One entry of tools/old_words.yaml: an old word and its replacement."""
 
     word: str
     use: str
@@ -52,7 +52,8 @@ class OldWord:
         """Whether `text` names this setting, with or without the sections above it.
 
         >>> old = OldWord("moe.experts", "moe.num_experts")
-        >>> [old.is_setting_in(text) for text in ("model.moe.experts=8", "layers.1.moe.experts", "moe.experts.up")]
+        >>> texts = "model.moe.experts=8", "layers.1.moe.experts", "moe.experts.up"
+        >>> [old.is_setting_in(text) for text in texts]
         [True, False, False]
         """
         return (
@@ -206,7 +207,8 @@ def find_american_spelling(word: str) -> str | None:
 
     Words in -ise and -our, unless listed as American too, and a list of words that follow no rule.
 
-    >>> [find_american_spelling(word) for word in ("initialised", "raising", "neighbours", "four", "rowwise")]
+    >>> words = "initialised", "raising", "neighbours", "four", "rowwise"
+    >>> [find_american_spelling(word) for word in words]
     ['initialized', None, 'neighbors', None, None]
     """
     spellings = read_vocabulary().spellings

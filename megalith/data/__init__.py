@@ -1,2 +1,2 @@
-"""Text to tokens to samples: tokenizers, the .bin/.idx store, the order of samples, blends and
+"""Datasets: tokenizers, the .bin/.idx token store, sample order, blends, fine-tuning data and
 `prepare`."""

@@ -1,4 +1,4 @@
-"""Blends: several datasets read in fixed proportions, in Megatron's order."""
+"""Blended datasets: several datasets sampled by weight, in Megatron's order."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from megalith.data.cache import Arrays
 from megalith.data.documents import DocumentDataset
-from megalith.data.loops import fill_exhaustive_order, fill_weighted_order, loop_for
+from megalith.data.loops import compile_if_long, compute_exhaustive_order, compute_weighted_order
 from megalith.data.sample import Dataset, Indexed, Row
 from megalith.errors import DataError
 
@@ -18,7 +18,7 @@ MAX_MEMBERS = 32766  # the member of each sample is an int16
 
 @dataclass(frozen=True, slots=True)
 class BlendOrder:
-    """Which sample of which member each sample of a blend is."""
+    """Maps each sample of a blend to a member dataset and one of its samples."""
 
     members: NDArray[np.int16]  # [n]
     samples: NDArray[np.int64]  # [n]
@@ -26,51 +26,60 @@ class BlendOrder:
 
 @dataclass(frozen=True, slots=True)
 class MemberSizes:
-    """How many samples each member of a weighted blend gives, and how many it is built for."""
+    """Number of samples that a weighted blend takes from each member, and that the member is built
+    with."""
 
     targets: tuple[int, ...]
-    built_for: tuple[int, ...]  # with the surplus, against rounding
+    built_for: tuple[int, ...]  # target plus the margin, against rounding
 
     @property
     def total(self) -> int:
-        """Samples of the blend: the sum of the targets, slightly more than was asked for."""
+        """Number of samples of the blend: the sum of the targets, which are rounded up."""
         return sum(self.targets)
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """The weights as shares of 1, in float64."""
+    """Return the weights divided by their sum, in float64."""
     values = np.array(weights, np.float64)
     shares: list[float] = (values / values.sum()).tolist()
     return shares
 
 
-def member_sizes(weights: Sequence[float], num_samples: int, surplus: float) -> MemberSizes:
-    """Samples per member: its share rounded up.
+def member_sizes(weights: Sequence[float], num_samples: int, margin: float) -> MemberSizes:
+    """Return the number of samples per member: its share of `num_samples`, rounded up.
+
+    `margin` is the relative number of samples that each member is built with in addition.
 
     >>> member_sizes([0.5, 0.5], 101, 0.005)
     MemberSizes(targets=(51, 51), built_for=(52, 52))
     """
     targets = [math.ceil(num_samples * share) for share in normalized(weights)]
     return MemberSizes(
-        tuple(targets), tuple(math.ceil(target * (1 + surplus)) for target in targets)
+        tuple(targets), tuple(math.ceil(target * (1 + margin)) for target in targets)
     )
 
 
 def weighted_order(weights: Sequence[float], num_samples: int) -> BlendOrder:
-    """At each step the member furthest behind its share, the first of equals: no randomness, and no
-    end in view."""
+    """Return an order in which each sample comes from the member furthest behind its share.
+
+    Ties go to the first member. The order is deterministic, and does not depend on `num_samples`
+    except for its length.
+    """
     order = _empty_order(num_samples)
-    fill = loop_for(fill_weighted_order, rounds=num_samples * len(weights))
+    compute_order = compile_if_long(compute_weighted_order, rounds=num_samples * len(weights))
     shares = np.array(normalized(weights), np.float64)
-    fill(shares, np.zeros(len(weights), np.int64), order.members, order.samples)
+    compute_order(shares, np.zeros(len(weights), np.int64), order.members, order.samples)
     return order
 
 
 def exhaustive_order(sizes: Sequence[int]) -> BlendOrder:
-    """Every sample of every member once, with even shares until members run out."""
+    """Return an order that contains every sample of every member once, in proportion to their
+    sizes."""
     order = _empty_order(sum(sizes))
-    fill = loop_for(fill_exhaustive_order, rounds=sum(sizes) * len(sizes))
-    fill(np.array(sizes, np.int64), np.zeros(len(sizes), np.int64), order.members, order.samples)
+    compute_order = compile_if_long(compute_exhaustive_order, rounds=sum(sizes) * len(sizes))
+    compute_order(
+        np.array(sizes, np.int64), np.zeros(len(sizes), np.int64), order.members, order.samples
+    )
     return order
 
 
@@ -79,20 +88,22 @@ def _empty_order(num_samples: int) -> BlendOrder:
 
 
 def order_arrays(order: BlendOrder) -> Arrays:
-    """The order as named arrays, for the cache."""
+    """Return the order as named arrays for the cache."""
     return {"members": order.members, "samples": order.samples}
 
 
 class BlendedDataset:
-    """Samples of several datasets in the order of a blend."""
+    """Dataset that reads its samples from several datasets in the order of a blend."""
 
     def __init__(
         self, members: Sequence[Dataset], names: Sequence[str], order: BlendOrder, fingerprint: str
     ) -> None:
-        """`names` are the members' names for messages.
+        """Check that each member has the samples that `order` takes from it.
+
+        `names` identify the members in error messages.
 
         Raises:
-            DataError: too many members, or one has fewer samples than the order takes from it.
+            DataError: there are too many members, or one has too few samples.
         """
         self.num_samples = len(order.members)
         self.fingerprint = fingerprint
@@ -100,11 +111,12 @@ class BlendedDataset:
         self._order = order
         if len(members) > MAX_MEMBERS:
             raise DataError(
-                f"a blend of {len(members)} members: use at most {MAX_MEMBERS}; merge small stores "
-                "first."
+                f"the blend has {len(members)} datasets, and the maximum is {MAX_MEMBERS}. Merge "
+                "small "
+                "stores with `megalith data merge`."
             )
-        taken = np.bincount(order.members, minlength=len(members)).tolist()
-        for name, member, count in zip(names, members, taken):
+        counts = np.bincount(order.members, minlength=len(members)).tolist()
+        for name, member, count in zip(names, members, counts):
             if count > member.num_samples:
                 raise DataError(
                     f"{name} has {member.num_samples} samples, and the blend takes {count} of "
@@ -126,29 +138,30 @@ class BlendedDataset:
     def _check(self, k: int) -> None:
         if not 0 <= k < self.num_samples:
             raise DataError(
-                f"the blend has {self.num_samples} samples, and sample {k} was asked for. "
-                "Use more data, or set train.steps, or train.eval_steps, to a value that needs "
-                "fewer."
+                f"sample {k} was requested, and the blend has {self.num_samples} samples. "
+                "Use more data, or set train.steps or train.eval_steps to a lower value."
             )
 
 
 class BlendedDocuments(BlendedDataset):
-    """The same of members that read whole documents."""
+    """Blended dataset whose samples are whole documents."""
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """What became of each member's documents, for people."""
+        """Per member: how many documents are read, truncated and dropped."""
         return tuple(
-            f"{one.name}: {one.report}" for one in self._members if isinstance(one, DocumentDataset)
+            f"{member.name}: {member.report}"
+            for member in self._members
+            if isinstance(member, DocumentDataset)
         )
 
     def lengths_of(self, k: int) -> tuple[int, ...]:
-        """Tokens that are read of document k.
+        """Return the number of input tokens of document k.
 
         Raises:
             DataError: there is no document k.
         """
         self._check(k)
         member = self._members[int(self._order.members[k])]
-        assert isinstance(member, Indexed), "members of one kind"
+        assert isinstance(member, Indexed), "all members of a document blend are DocumentDatasets"
         return member.lengths_of(int(self._order.samples[k]))

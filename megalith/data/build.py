@@ -1,4 +1,4 @@
-"""Settings to datasets: opens the stores, cuts them into splits, and joins blends."""
+"""Builds the datasets of a run from its settings: opens stores, applies splits and blends them."""
 
 import hashlib
 import logging
@@ -32,27 +32,25 @@ from megalith.data.cache import load_or_build
 from megalith.data.documents import DocumentDataset
 from megalith.data.indexed import IndexedDataset, missing_store_message
 from megalith.data.mock import MockStore
-from megalith.data.pretrain import PretrainDataset, WindowPlan, check_ids, continued
+from megalith.data.pretrain import PretrainDataset, WindowPlan, build_extended_dataset, check_ids
 from megalith.data.sample import Dataset, TokenStore
 from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
 
 _log = logging.getLogger(__name__)
-_PROBES = (
-    64  # sequences looked at before a run starts; every sample is checked again when it is read
-)
+_NUM_PROBES = 64  # sequences checked before a run starts (heuristic); reading checks every sample
 
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The datasets of a run; None for a split of which no sample was asked for."""
+    """Training, validation and test dataset of a run; None where no samples are requested."""
 
     train: Dataset | None
     valid: Dataset | None
     test: Dataset | None
     notes: tuple[str, ...] = ()
-    """What a person should know about them."""
+    """Messages about the datasets for the log."""
 
 
 def build_datasets(
@@ -70,19 +68,21 @@ def build_datasets(
     tokenizer: Tokenizer | None = None,
     tokenizer_path: str | None = None,
 ) -> Splits:
-    """Build the three splits: for so many samples each, one epoch for None, nothing for 0.
+    """Build the train, validation and test datasets.
 
-    `train_longer`: the counts that a run was made longer to since it began with `train_samples`,
-    ascending. What comes first stays as it is, whatever follows; where every sample is read once
-    there may be fewer than the last count. `whole_documents`: a sample is a document, or a
-    conversation, of at most seq_len tokens, and no row of so many. Every process may call this at
-    once: indices are built by one of them and mapped by all. `eod` ends the documents of mock data;
-    stored data has its own. `tokenizer` and where it lies are for conversations, which are text
-    still.
+    The number of samples per split is a minimum; None reads one epoch, and 0 builds no dataset.
+    `train_longer`: higher sample counts that the run was extended to after it began with
+    `train_samples`, ascending; the order of the earlier samples does not change. A sampler that
+    reads every sample once may provide fewer than the last count. `whole_documents`: a sample is
+    one document or conversation of at most seq_len tokens instead of a row of seq_len tokens. All
+    processes may call this concurrently: one builds the indices, the others map them. `eod` ends
+    the documents of mock data. `tokenizer` and `tokenizer_path` are for conversations, which are
+    stored as text.
 
     Raises:
-        ConfigError: the settings break a rule. DataError: files are missing or damaged, a split is
-        too small, or token ids do not fit the vocabulary.
+        ConfigError: the settings are inconsistent.
+        DataError: files are missing or damaged, a split is too small, or a token id is outside the
+            vocabulary.
     """
     raise_all([*data_problems(data), *_seed_problems(seed)])
     if data.sft.used():
@@ -102,38 +102,36 @@ def build_datasets(
         return _conversation_splits(counts, build)
     missing = _missing_stores(data)
     if missing:
-        raise DataError(
-            "\n".join(f"data: expected a token store at {message}" for message in missing)
-        )
-    kind = _Documents if whole_documents else _Builder
-    builder = kind(data, seq_len=seq_len, seed=seed, vocab_size=vocab_size, eod=eod)
+        raise DataError("\n".join(f"data: no token store at {message}" for message in missing))
+    builder_class = _DocumentBuilder if whole_documents else _Builder
+    builder = builder_class(data, seq_len=seq_len, seed=seed, vocab_size=vocab_size, eod=eod)
     pinned = data.num_train_samples if train_samples else None
     train = builder.split("train", pinned or train_samples, train_longer)
-    ends = data.sampler == "sequential"
+    single_pass = data.sampler == "sequential"
     if (
-        ends
+        single_pass
         and train is not None
         and train_samples is not None
         and train.num_samples < train_samples
     ):
         raise DataError(
-            f"the training data has {train.num_samples} samples, and the run reads "
+            f"the training data has {train.num_samples} samples, and the run needs "
             f"{train_samples}. "
             + (
-                f"Set data.num_train_samples={pinned} higher or remove it."
+                f"Increase or remove data.num_train_samples={pinned}."
                 if pinned
-                else "Set weights in front of the prefixes so that they repeat, or set train.steps "
-                "lower."
+                else "Set weights in front of the prefixes so that stores repeat, or decrease "
+                "train.steps."
             )
         )
     valid, test = builder.split("valid", valid_samples), builder.split("test", test_samples)
-    made = {"train": train, "valid": valid, "test": test}.items()
-    notes = tuple(f"{name}: {text}" for name, one in made for text in _told(one))
+    datasets = {"train": train, "valid": valid, "test": test}.items()
+    notes = tuple(f"{name}: {text}" for name, one in datasets for text in _report_lines(one))
     return Splits(train, valid, test, notes)
 
 
-def _told(dataset: Dataset | None) -> tuple[str, ...]:
-    """What became of whole documents, of each store where several are blended."""
+def _report_lines(dataset: Dataset | None) -> tuple[str, ...]:
+    """Return the reports of a dataset of whole documents, one per blended store."""
     if isinstance(dataset, DocumentDataset):
         return (dataset.report,)
     return dataset.reports if isinstance(dataset, BlendedDocuments) else ()
@@ -142,20 +140,19 @@ def _told(dataset: Dataset | None) -> tuple[str, ...]:
 def _conversation_splits(
     counts: Mapping[str, int | None], build: Callable[..., ConversationDataset]
 ) -> Splits:
-    """The splits of which samples were asked for; what became of their conversations is told."""
-    made = {
+    """Build the requested splits of conversations, with their reports as notes."""
+    datasets = {
         name: build(split=name, num_samples=count) for name, count in counts.items() if count != 0
     }
-    notes = tuple(f"{name}: {dataset.report}" for name, dataset in made.items())
-    return Splits(made.get("train"), made.get("valid"), made.get("test"), notes)
+    notes = tuple(f"{name}: {dataset.report}" for name, dataset in datasets.items())
+    return Splits(datasets.get("train"), datasets.get("valid"), datasets.get("test"), notes)
 
 
 def _seed_problems(seed: int) -> list[str]:
     if 0 <= seed < 2**32:
         return []
     return [
-        f"seed={seed}: the order of samples needs a seed of 0 to {2**32 - 1}. Set seed inside that "
-        "range."
+        f"seed={seed}: the sample order needs a seed from 0 to {2**32 - 1}. Set seed in that range."
     ]
 
 
@@ -177,7 +174,7 @@ def _missing_stores(data: DataConfig) -> list[str]:
 class _Builder:
     """Builds the splits of one run, opening each store once."""
 
-    blended = BlendedDataset
+    blend_class = BlendedDataset
 
     def __init__(
         self, data: DataConfig, *, seq_len: int, seed: int, vocab_size: int, eod: int
@@ -192,8 +189,8 @@ class _Builder:
     def split(
         self, name: str, num_samples: int | None, longer: Sequence[int] = ()
     ) -> Dataset | None:
-        """One split, None when no sample of it was asked for; `longer`: counts that it goes on
-        to."""
+        """Build one split; None if no samples are requested. `longer`: later, higher sample
+        counts."""
         if num_samples == 0:
             return None
         words = per_split_paths(self._data)
@@ -209,7 +206,7 @@ class _Builder:
         share = parse_split(split_of(self._data))[SPLIT_NAMES.index(name)]
         if share is None:
             raise ConfigError(
-                f"data.split={split_of(self._data)} gives {name} nothing, but the run reads "
+                f"data.split={split_of(self._data)} assigns no data to {name}, but the run reads "
                 f"{num_samples or 'all'} "
                 f"{name} samples. Set a {name} share above 0."
             )
@@ -235,7 +232,7 @@ class _Builder:
             )
         if num_samples is None:
             raise ConfigError(
-                f"data weights {list(blend.weights)} cannot be honored over the whole {name} "
+                f"data weights {list(blend.weights)} cannot be applied to the whole {name} "
                 "split, which reads every "
                 f"sample once. Remove the weights, or set a number of {name} samples."
             )
@@ -249,28 +246,36 @@ class _Builder:
         share: tuple[float, float],
         counts: Sequence[int],
     ) -> Dataset:
-        """Every prefix as often as its weight says, for the last of `counts`; those before it
-        are where a run was made longer. The order of a blend for more samples begins with its
-        order for fewer; that of a member is continued."""
-        used = [place for place, weight in enumerate(weights) if weight > 0]
-        for place in sorted(set(range(len(weights))) - set(used)):
-            _log.info("%s: %s has weight 0 and is not read", name, prefixes[place])
-        kept = [weights[place] for place in used]
+        """Blend the stores by weight, for the last of `counts`.
+
+        The earlier counts are those that a run was extended from. The order of a blend of more
+        samples begins with the order of a blend of fewer; the order of a member is extended by
+        `build_extended_dataset`.
+        """
+        used_indices = [index for index, weight in enumerate(weights) if weight > 0]
+        for index in sorted(set(range(len(weights))) - set(used_indices)):
+            _log.info("%s: %s has weight 0 and is not read", name, prefixes[index])
+        used_weights = [weights[index] for index in used_indices]
         sizes = [
-            member_sizes(kept, count, self._data.mid_level_dataset_surplus) for count in counts
+            member_sizes(used_weights, count, self._data.mid_level_dataset_surplus)
+            for count in counts
         ]
         members = [
-            self._member(name, prefixes[place], share, first, longer, repeat_short=True)
-            for place, (first, *longer) in zip(used, zip(*(size.built_for for size in sizes)))
+            self._member(name, prefixes[index], share, first, longer, repeat_short=True)
+            for index, (first, *longer) in zip(
+                used_indices, zip(*(size.built_for for size in sizes))
+            )
         ]
-        fingerprint = _blend_fingerprint(members, kept)
+        fingerprint = _blend_fingerprint(members, used_weights)
         arrays = load_or_build(
             self._blend_folder(),
             f"{fingerprint} samples={sizes[-1].total}",
-            lambda: order_arrays(weighted_order(kept, sizes[-1].total)),
+            lambda: order_arrays(weighted_order(used_weights, sizes[-1].total)),
         )
         order = BlendOrder(arrays["members"], arrays["samples"])
-        return self.blended(members, [prefixes[place] for place in used], order, fingerprint)
+        return self.blend_class(
+            members, [prefixes[index] for index in used_indices], order, fingerprint
+        )
 
     def _unweighted(
         self,
@@ -279,7 +284,7 @@ class _Builder:
         share: tuple[float, float],
         num_samples: int | None,
     ) -> Dataset:
-        """Every prefix once, in proportion to its size."""
+        """Blend the stores in proportion to their sizes, each sample once."""
         members = [self._member(name, prefix, share, None) for prefix in prefixes]
         sizes = [member.num_samples for member in members]
         fingerprint = _blend_fingerprint(members, None if num_samples is None else sizes)
@@ -292,7 +297,7 @@ class _Builder:
             ),
         )
         order = BlendOrder(arrays["members"], arrays["samples"])
-        return self.blended(members, prefixes, order, fingerprint)
+        return self.blend_class(members, prefixes, order, fingerprint)
 
     def _member(
         self,
@@ -321,7 +326,7 @@ class _Builder:
             cache=None if folder is None else Path(folder),
             repeat_short=repeat_short,
         )
-        return continued(build, plan, longer)
+        return build_extended_dataset(build, plan, longer)
 
     def _store(self, prefix: str) -> TokenStore:
         if prefix not in self._stores:
@@ -342,10 +347,10 @@ class _Builder:
         return None if self._data.cache_path is None else Path(self._data.cache_path)
 
 
-class _Documents(_Builder):
-    """The same, where a sample is a whole document."""
+class _DocumentBuilder(_Builder):
+    """Builds splits whose samples are whole documents."""
 
-    blended = BlendedDocuments
+    blend_class = BlendedDocuments
 
     def _member(
         self,
@@ -370,11 +375,13 @@ class _Documents(_Builder):
 
 
 def _probe(store: TokenStore, vocab_size: int) -> None:
-    """Look at some sequences, so that data of another tokenizer is refused before the run
+    """Check the token ids of some sequences, to reject data of another tokenizer before the run
     starts."""
     lengths = store.sequence_lengths
     for index in (
-        np.unique(np.linspace(0, len(lengths) - 1, _PROBES, dtype=np.int64)) if len(lengths) else ()
+        np.unique(np.linspace(0, len(lengths) - 1, _NUM_PROBES, dtype=np.int64))
+        if len(lengths)
+        else ()
     ):
         check_ids(store.get(int(index), 0, min(int(lengths[index]), 4096)), vocab_size, store.name)
 

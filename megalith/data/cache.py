@@ -1,8 +1,7 @@
-"""Built indices kept on disk: one process builds, the others map the same files.
+"""Cache of built index arrays: one process builds them, the others map the same files.
 
-An entry is some .npy files and a .json that is written last and says what they were built from, how
-large they are and what they hash to. An entry that does not match its .json is built again, with a
-warning.
+An entry consists of .npy files and a .json that is written last, with what the arrays were built
+from and the hash of each file. An entry that does not match its .json is rebuilt with a warning.
 """
 
 import fcntl
@@ -26,19 +25,18 @@ Arrays = dict[str, NDArray[Any]]
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
-_SAY_SECONDS = 30.0
+_LOG_SECONDS = 30.0
 
 
 def load_or_build(folder: Path | None, description: str, build: Callable[[], Arrays]) -> Arrays:
-    """The arrays that belong to `description`: mapped from `folder` if they are there, else built
-    and kept.
+    """Return the arrays of `description`, mapped from `folder` or else built and saved.
 
-    Without a folder they are built in memory. `description` names everything they depend on, so it
-    is the key.
+    `description` is the cache key, and must name everything that the arrays depend on. Without a
+    folder, the arrays are built in memory.
 
     Raises:
-        ConfigError: the folder cannot be written.
-        DataError: the disk is full.
+        ConfigError: the folder is not writable.
+        DataError: the files cannot be written.
     """
     if folder is None:
         return build()
@@ -47,8 +45,10 @@ def load_or_build(folder: Path | None, description: str, build: Callable[[], Arr
     if arrays is not None:
         return arrays
     _make_folder(folder)
-    with _only_builder(entry.path(".lock")):
-        arrays = entry.load()  # another process may have built it while this one waited
+    with _build_lock(entry.path(".lock")):
+        arrays = (
+            entry.load()
+        )  # another process may have built it while this one waited for the lock
         if arrays is None:
             entry.save(build())
             arrays = entry.load()
@@ -57,54 +57,53 @@ def load_or_build(folder: Path | None, description: str, build: Callable[[], Arr
 
 
 class _CachedArrays:
-    """The files of one description."""
+    """Files of one cache entry."""
 
     def __init__(self, folder: Path, description: str) -> None:
         self._folder = folder
         self._description = description
         self._key = hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
 
-    def path(self, ending: str) -> Path:
-        return self._folder / f"{self._key}{ending}"
+    def path(self, suffix: str) -> Path:
+        return self._folder / f"{self._key}{suffix}"
 
     def load(self) -> Arrays | None:
-        """The arrays, mapped; None when there is no entry or it is damaged."""
+        """Return the mapped arrays; None if there is no entry or it is damaged."""
         if not self.path(".json").is_file():
             return None
         try:
             files = json.loads(self.path(".json").read_text())["files"]
             return {name: self._load_array(name, digest) for name, digest in files.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.warning("%s is damaged (%s): the index is built again", self.path(".json"), error)
+            _log.warning("%s is damaged (%s): building the index again", self.path(".json"), error)
             return None
 
     def _load_array(self, name: str, digest: str) -> NDArray[Any]:
         path = self.path(f"-{name}.npy")
         if file_digest(path) != digest:
-            raise ValueError(
-                f"{path.name} is not the file that was written; expected hash {digest}"
-            )
+            raise ValueError(f"the hash of {path.name} is not {digest}")
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
         return array
 
     def save(self, arrays: Arrays) -> None:
         try:
             for name, array in arrays.items():
-                _write_whole(self.path(f"-{name}.npy"), array)
+                _write_atomically(self.path(f"-{name}.npy"), array)
             files = {name: file_digest(self.path(f"-{name}.npy")) for name in arrays}
-            _write_whole(
+            _write_atomically(
                 self.path(".json"),
                 json.dumps({"built_from": self._description, "files": files}, indent=1),
             )
         except OSError as error:
             raise DataError(
-                f"{self._folder}: the index of samples cannot be kept ({error}). Free some space, "
-                f"or set data.cache_path to another folder."
+                f"{self._folder}: the sample index cannot be written ({error}). Free some space, "
+                "or "
+                f"set data.cache_path to another folder."
             ) from error
 
 
-def _write_whole(path: Path, content: NDArray[Any] | str) -> None:
-    """Write to a name of this process, flush, rename: the file is whole whenever it is there."""
+def _write_atomically(path: Path, content: NDArray[Any] | str) -> None:
+    """Write a temporary file, flush it to disk and rename it."""
     temporary = path.with_name(f"{path.name}.writing-{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -127,24 +126,24 @@ def _make_folder(folder: Path) -> None:
         writable = False
     if not writable:
         raise ConfigError(
-            f"data.cache_path: indices cannot be kept in {folder}, which this user cannot write. "
-            f"Set data.cache_path to a folder that all ranks can read and this one can write."
+            f"data.cache_path: indices cannot be written to {folder}, which is not writable. Set "
+            f"data.cache_path to a writable folder that all ranks can read."
         )
 
 
 @contextmanager
-def _only_builder(lock: Path) -> Iterator[None]:
-    """Wait until no other process builds the same entry; say so every 30 s."""
+def _build_lock(lock: Path) -> Iterator[None]:
+    """Hold the lock of an entry while building it; log a warning every 30 s while waiting."""
     with lock.open("w") as file:
-        started = said = time.monotonic()
+        started = last_log = time.monotonic()
         while not _try_lock(file.fileno(), lock):
             time.sleep(_POLL_SECONDS)
-            if time.monotonic() - said > _SAY_SECONDS:
-                said = time.monotonic()
+            if time.monotonic() - last_log > _LOG_SECONDS:
+                last_log = time.monotonic()
                 _log.warning(
-                    "waiting %.0f s for another process to build %s", said - started, lock.stem
+                    "waiting %.0f s for another process to build %s", last_log - started, lock.stem
                 )
-        yield  # closing the file gives the lock back, as does the end of the process
+        yield  # closing the file releases the lock, and so does the end of the process
 
 
 def _try_lock(descriptor: int, lock: Path) -> bool:
@@ -153,8 +152,10 @@ def _try_lock(descriptor: int, lock: Path) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        # Renames keep every file whole, so without locks several processes merely do the same work.
+        # Files are replaced by renaming, so without locks processes only repeat the same work.
         _log.warning(
-            "%s: no locks on this file system (%s): every process builds for itself", lock, error
+            "%s: no file locks on this file system (%s): every process builds the index",
+            lock,
+            error,
         )
     return True

@@ -1,7 +1,7 @@
-"""Chat templates: conversations as text, and which of the text is learned.
+"""Chat templates: render conversations as text, and select the text that is trained on.
 
-A template is a Jinja program that comes with a model and is run in a sandbox. Templates find the
-same names here as in transformers, so that both render the same text.
+A template is a Jinja program that comes with a model and runs in a sandbox. Templates have the same
+variables and functions as in transformers, and render the same text.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from megalith.errors import DataError
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
-# Noncharacters: no text that is meant for others has them (Unicode 16.0, section 23.7).
+# Noncharacters, which do not occur in interchanged text (Unicode 16.0, section 23.7).
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 
 BUILT_IN = {
@@ -48,7 +48,7 @@ BUILT_IN = {
         "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
         "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
     ),
-    # The user's turn ends with what asks for an answer, and nothing but a line's end ends that.
+    # The user turn ends with the generation prompt; a newline ends the assistant turn.
     "nemotron-h-aligned": (
         "{% for message in messages %}{% set text = message['content'] | trim %}"
         "{% if message['role'] == 'assistant' %}{% generation %}{{ text + '\n' }}{% endgeneration "
@@ -58,9 +58,10 @@ BUILT_IN = {
         "{% else %}{{ raise_exception('it has no words for the role ' + message['role']) }}{% "
         "endif %}{% endfor %}"
     ),
-    # Words that turn thinking on and off are for who renders the prompt, and are left out of it.
+    # /think and /no_think are options of the caller, and are not part of the prompt.
     "nemotron-nano-v2": (
-        "{% for message in messages %}{% set text = message['content'] | trim %}"
+        "{% for message in messages %}"  # lint: allow old-word: the source is part of fingerprints
+        "{% set text = message['content'] | trim %}"
         "{% set told = message['content'] | replace('/think', '') | replace('/no_think', '') | "
         "trim %}{% if message['role'] == 'assistant' %}{{ '<SPECIAL_11>Assistant\n' }}"
         "{% generation %}{{ text + '\n<SPECIAL_12>\n' }}{% endgeneration %}"
@@ -77,7 +78,7 @@ Message = Mapping[str, Any]  # JSON
 
 
 class TextPiece(NamedTuple):
-    """Some of a conversation's text."""
+    """Part of the rendered text, and whether it is trained on."""
 
     text: str
     learned: bool
@@ -85,23 +86,23 @@ class TextPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template with what it may ask for."""
+    """Chat template with its special tokens and date."""
 
     name: str
-    """What messages call it: its file, or the name of a built-in one."""
+    """Name in messages: the path of the file, or the name of a built-in template."""
 
     source: str
     specials: Mapping[str, str] = field(default_factory=dict)
-    """bos_token, eos_token and others, as texts."""
+    """Texts of special tokens by variable name, such as bos_token and eos_token."""
 
     today: datetime | None = None
-    """What `strftime_now` tells; None: the clock."""
+    """Result of `strftime_now`; None: the current time."""
 
     @property
     def fingerprint(self) -> str:
-        """A text that changes when what it renders may."""
-        told = json.dumps([self.source, dict(self.specials), str(self.today)])
-        return f"template-{hashlib.blake2b(told.encode(), digest_size=16).hexdigest()}"
+        """Hash of the source, special tokens and date."""
+        contents = json.dumps([self.source, dict(self.specials), str(self.today)])
+        return f"template-{hashlib.blake2b(contents.encode(), digest_size=16).hexdigest()}"
 
     def render(
         self,
@@ -110,23 +111,24 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         prompt: bool = False,
     ) -> str:
-        """The text of a conversation; with `prompt` up to where the assistant is to speak.
+        """Return the text of a conversation; with `prompt`, add the generation prompt.
 
         Raises:
-            DataError: the template refuses the messages, or fails.
+            DataError: the template raises an error.
         """
         return self._render(messages, tools, prompt=prompt).replace(_OPEN, "").replace(_CLOSE, "")
 
     def pieces(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
     ) -> list[TextPiece]:
-        """The text of a conversation, cut where learning begins and ends: at the template's
-        generation blocks if it has any, else turn by turn, from where an assistant's turn departs
-        from what asks for it.
+        """Split the text of a conversation into parts that are trained on and parts that are not.
+
+        The parts trained on are the template's generation blocks if it has any. Otherwise they are
+        the assistant turns, from where the text differs from the generation prompt.
 
         Raises:
-            DataError: the template fails, or what it makes of the first turns is not how the whole
-            begins.
+            DataError: the template fails, or the text of the first turns is not a prefix of the
+                whole text.
         """
         marked = self._render(messages, tools, prompt=False)
         if _OPEN in marked:
@@ -134,7 +136,7 @@ class ChatTemplate:
         return self._turns(marked, messages, tools)
 
     def turn_end(self) -> str:
-        """The first line of what the template puts behind an assistant's turn; often a special
+        """Return the first line that the template writes after an assistant turn; often a special
         token."""
         answer = "\x02"
         text = self.render(
@@ -145,14 +147,14 @@ class ChatTemplate:
     def _marked_pieces(self, marked: str, messages: Sequence[Message]) -> list[TextPiece]:
         parts = [
             part.partition(_CLOSE) for part in marked.split(_OPEN)
-        ]  # each: learned text, then what follows
+        ]  # each: text trained on, then the text after it
         answers = [message for message in messages if message["role"] == "assistant"]
         if len(parts) - 1 != len(answers) and any("train" in message for message in answers):
             raise DataError(
                 f"{self.name}: {len(parts) - 1} generation blocks for {len(answers)} assistant "
-                "turns, so that "
-                '"train" of a message has no block. Use one block for each turn, or remove '
-                '"train".'
+                "turns, so "
+                '"train" of a message cannot be assigned to a block. Use one block per turn, or '
+                'remove "train".'
             )
         flags = (
             [message.get("train", True) for message in answers]
@@ -165,7 +167,7 @@ class ChatTemplate:
                 TextPiece(learned, bool(flags[number]) if flags else True),
                 TextPiece(rest, False),
             ]
-        return _joined(pieces)
+        return _merge_pieces(pieces)
 
     def _turns(
         self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None
@@ -174,23 +176,24 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            asked = self.render(messages[:number], tools=tools, prompt=True)
-            told = self.render(messages[: number + 1], tools=tools)
-            if not whole.startswith(told):
-                place = _common(told, whole)
+            prompt_text = self.render(messages[:number], tools=tools, prompt=True)
+            turn_text = self.render(messages[: number + 1], tools=tools)
+            if not whole.startswith(turn_text):
+                index = _common_prefix_length(turn_text, whole)
                 raise DataError(
-                    f"{self.name}: the first {number + 1} messages alone are not how the whole "
-                    "conversation begins: at "
-                    f"character {place} they have {told[place : place + 30]!r}, the whole has "
-                    f"{whole[place : place + 30]!r}. Use a template with generation blocks, or "
-                    "conversations in which "
-                    f"nothing of an earlier turn is left out."
+                    f"{self.name}: the text of the first {number + 1} messages is not a prefix of "
+                    "the "
+                    "text of the whole conversation: at "
+                    f"character {index} it has {turn_text[index : index + 30]!r}, the whole text "
+                    "has "
+                    f"{whole[index : index + 30]!r}. Use a template with generation blocks, or "
+                    "conversations from whose earlier turns the template removes nothing."
                 )
-            ends += [max(_common(asked, told), ends[-1]), len(told)]
+            ends += [max(_common_prefix_length(prompt_text, turn_text), ends[-1]), len(turn_text)]
         flags = [bool(m.get("train", True)) for m in messages if m["role"] == "assistant"]
         for number, (start, end) in enumerate(pairwise([*ends, len(whole)])):
             pieces.append(TextPiece(whole[start:end], number % 2 == 1 and flags[number // 2]))
-        return _joined(pieces)
+        return _merge_pieces(pieces)
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool
@@ -209,12 +212,10 @@ class ChatTemplate:
         }
         try:
             text: str = environment.render(template, variables)
-        except (
-            Exception
-        ) as error:  # a template is a program of strangers, which may fail of anything
+        except Exception as error:  # an untrusted program may raise any exception
             raise DataError(
-                f"{self.name}: the chat template refuses the conversation ({type(error).__name__}: "
-                f"{error}). Use conversations as it expects them, or set another template."
+                f"{self.name}: the chat template rejects the conversation ({type(error).__name__}: "
+                f"{error}). Use conversations of the format it expects, or another template."
             ) from error
         return text
 
@@ -241,22 +242,22 @@ class ChatTemplate:
             ) from error
 
 
-def _common(a: str, b: str) -> int:
-    """Characters that two texts begin with alike."""
+def _common_prefix_length(a: str, b: str) -> int:
+    """Return the number of characters in the common prefix of two texts."""
     if b.startswith(a):
         return len(a)
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def _joined(pieces: Sequence[TextPiece]) -> list[TextPiece]:
-    """Neighbors of one kind together, and none without text."""
-    found: list[TextPiece] = []
+def _merge_pieces(pieces: Sequence[TextPiece]) -> list[TextPiece]:
+    """Merge adjacent pieces with the same flag and remove empty ones."""
+    merged: list[TextPiece] = []
     for piece in pieces:
-        if found and found[-1].learned == piece.learned:
-            found[-1] = TextPiece(found[-1].text + piece.text, piece.learned)
+        if merged and merged[-1].learned == piece.learned:
+            merged[-1] = TextPiece(merged[-1].text + piece.text, piece.learned)
         elif piece.text:
-            found.append(piece)
-    return found
+            merged.append(piece)
+    return merged
 
 
 def find_template(
@@ -267,12 +268,12 @@ def find_template(
     setting: str,
     today: datetime | None = None,
 ) -> ChatTemplate:
-    """The template that a setting names, or the tokenizer's own.
+    """Return the template that a setting selects, or the template of the tokenizer.
 
-    setting: what it is called, for messages.
+    `wanted`: value of the setting. `setting`: its name, for error messages.
 
     Raises:
-        DataError: there is no such file, or no template came with the tokenizer.
+        DataError: the file does not exist, or the tokenizer has no template.
     """
     settings = _tokenizer_settings(tokenizer_path)
     specials = _own_specials(tokenizer) | _specials(settings)
@@ -291,9 +292,8 @@ def find_template(
         raise DataError(
             f"{tokenizer_path or 'the tokenizer'} has no chat template. Put one into "
             f"{where}/{TEMPLATE_FILE}, or under "
-            f'"chat_template" of its {CONFIG_FILE}; or set {setting} to one of '
-            f"{', '.join(BUILT_IN)}, or to a Jinja "
-            f"file."
+            f'"chat_template" in its {CONFIG_FILE}, or set {setting} to one of '
+            f"{', '.join(BUILT_IN)} or a Jinja file."
         )
     return ChatTemplate(f"{folder}/{CONFIG_FILE}", own, specials, today)
 
@@ -312,9 +312,9 @@ def _template_file(wanted: str, setting: str) -> str:
         return storage.read_text(Path(wanted))
     except (OSError, UnicodeDecodeError) as error:
         advice = did_you_mean(wanted, BUILT_IN) or ""
-        told = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise DataError(
-            f"{setting}={wanted}: {told}.{advice} Set it to one of {', '.join(BUILT_IN)}, or to a "
+            f"{setting}={wanted}: {reason}.{advice} Set it to one of {', '.join(BUILT_IN)} or to a "
             "Jinja file."
         ) from error
 
@@ -343,8 +343,8 @@ def _tokenizer_settings(tokenizer_path: str | None) -> Mapping[str, Any]:  # JSO
 
 
 def _specials(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of special tokens that templates may ask for: each a text, or an object that has
-    it."""
+    """Return the texts of the special tokens, each stored as a text or as an object with
+    `content`."""
     entries = {name: value for name, value in settings.items() if name.endswith("_token")}
     texts = {
         name: value.get("content") if isinstance(value, dict) else value
@@ -354,19 +354,19 @@ def _specials(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _own_specials(tokenizer: Tokenizer) -> dict[str, str]:
-    """Where a document begins and ends, as the tokenizer writes it."""
+    """Return bos_token and eos_token of the tokenizer."""
     texts = {number: text for text, number in tokenizer.specials.items()}
     try:
         ids = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eod}
-    except DataError:  # it has no end: templates that ask for it get nothing
+    except DataError:  # no end-of-document token: eos_token is undefined in templates
         ids = {"bos_token": tokenizer.bos}
     return {name: texts[number] for name, number in ids.items() if number in texts}
 
 
-def _default_of(found: Any) -> str | None:  # JSON: a text, or a list of named ones
-    if isinstance(found, list):
+def _default_of(value: Any) -> str | None:  # JSON: a text, or a list of named templates
+    if isinstance(value, list):
         named = {
-            entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)
+            entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)
         }
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+        value = named.get("default")
+    return value if isinstance(value, str) else None

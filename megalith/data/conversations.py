@@ -1,5 +1,5 @@
-"""Conversations: read from JSONL or Parquet in the shapes that people publish, checked turn by
-turn, or made up."""
+"""Conversations: read from JSONL or Parquet in common formats and checked, or generated as mock
+data."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ SCHEMAS = (
     "input and output "
     "(Alpaca), or prompt and completion"
 )
-MADE_UP = "made-up conversations"
+MOCK_SOURCE = "made-up conversations"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Message = dict[str, Any]  # Any: JSON; templates may use more than role and content
@@ -49,38 +49,38 @@ Message = dict[str, Any]  # Any: JSON; templates may use more than role and cont
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One conversation, checked."""
+    """One checked conversation."""
 
     path: str
     row: int
-    """In the file, from 1; a row may hold several conversations."""
+    """Row of the file, from 1; a row may contain several conversations."""
 
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] | None = None  # JSON schemas
 
     @property
     def where(self) -> str:
-        """File and row, for messages."""
+        """File and row, for error messages."""
         return f"{self.path}:{self.row}"
 
 
 def read_conversations(inputs: Sequence[str]) -> Iterator[Conversation]:
-    """All conversations of files, folders and globs, in order.
+    """Yield all conversations of files, folders and globs, in order.
 
     Raises:
-        DataError: a file is missing or cannot be read, or a row is no conversation; the text has
-        file and row.
+        DataError: a file is missing or cannot be read, or a row is not a conversation. The message
+            states file and row.
     """
     for block in read_blocks(conversation_sources(inputs), Position()):
         for number, row in _rows(block):
-            yield from conversations_of_row(row, block.paths[0], number)
+            yield from parse_row(row, block.paths[0], number)
 
 
 def conversation_sources(inputs: Sequence[str]) -> list[Source]:
-    """The files that are meant.
+    """Return the files that `inputs` match.
 
     Raises:
-        DataError: there are none, or one is of a kind that holds no conversations.
+        DataError: there are none, or one is plain text.
     """
     sources = find_sources(inputs)
     for source in sources:
@@ -93,7 +93,7 @@ def conversation_sources(inputs: Sequence[str]) -> list[Source]:
 
 
 def _rows(block: LineBlock) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(number of the row, the row as an object); blank lines are passed over."""
+    """Yield (row number, row as an object); blank lines are skipped."""
     path = block.paths[0]
     if block.rows is not None:
         for number, row in enumerate(read_rows(path, *block.rows, COLUMNS), block.first_line):
@@ -103,21 +103,21 @@ def _rows(block: LineBlock) -> Iterator[tuple[int, Mapping[str, Any]]]:
     lines = block.lines.removeprefix(_BYTE_ORDER_MARK) if block.first_line == 1 else block.lines
     for number, text in enumerate(lines.removesuffix(b"\n").split(b"\n"), block.first_line):
         if text.strip():
-            yield number, _parsed(text, f"{path}:{number}")
+            yield number, _parse_line(text, f"{path}:{number}")
 
 
 def _without_none(value: Any) -> Any:
-    """Parquet fills the fields that a row lacks with None."""
+    """Remove the None that Parquet stores for missing fields."""
     if isinstance(value, dict):
         return {name: _without_none(part) for name, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list) else value
 
 
-def _parsed(text: bytes, where: str) -> Mapping[str, Any]:
+def _parse_line(text: bytes, where: str) -> Mapping[str, Any]:
     shown = text[:60].decode(errors="replace")
     try:
         row = json.loads(text.decode())
-        json.dumps(row, ensure_ascii=False).encode()  # no halves of surrogate pairs
+        json.dumps(row, ensure_ascii=False).encode()  # rejects lone surrogates
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{where}: not JSON in UTF-8 ({type(error).__name__}): {shown!r}. Use one object in "
@@ -125,17 +125,17 @@ def _parsed(text: bytes, where: str) -> Mapping[str, Any]:
         ) from error
     if not isinstance(row, dict):
         raise DataError(
-            f"{where}: {type(row).__name__} where an object must be: {shown!r}. Use {SCHEMAS}."
+            f"{where}: expected an object, not {type(row).__name__}: {shown!r}. Use {SCHEMAS}."
         )
     return row
 
 
-def conversations_of_row(row: Mapping[str, Any], path: str, number: int) -> list[Conversation]:
-    """The conversations of one row: a new one starts at each system message that is not the first
-    message.
+def parse_row(row: Mapping[str, Any], path: str, number: int) -> list[Conversation]:
+    """Return the conversations of one row; each system message after the first message starts a new
+    one.
 
     Raises:
-        DataError: the row has no known shape, or a turn that cannot be.
+        DataError: the row has no known format, or its turns are invalid.
     """
     where = f"{path}:{number}"
     messages = _messages(row, where)
@@ -171,7 +171,10 @@ def _messages(row: Mapping[str, Any], where: str) -> list[Message]:
             for number, entry in enumerate(_from_alpaca(row, where), 1)
         ]
     if "prompt" in row and "completion" in row:
-        turns = [*_said(row["prompt"], "user"), *_said(row["completion"], "assistant")]
+        turns = [
+            *_as_messages(row["prompt"], "user"),
+            *_as_messages(row["completion"], "assistant"),
+        ]
         return [_message(entry, where, number) for number, entry in enumerate(turns, 1)]
     raise DataError(f"{where}: no `messages` among the keys {list(row)[:10]}. Use {SCHEMAS}.")
 
@@ -186,17 +189,19 @@ def _list(row: Mapping[str, Any], name: str, where: str) -> list[Any]:
 def _tools(row: Mapping[str, Any], where: str) -> tuple[Any, ...] | None:
     if row.get("tools") is None:
         return None
-    found = row["tools"]
-    if isinstance(found, str):  # as many data sets keep them, since every tool has other fields
+    tools = row["tools"]
+    if isinstance(
+        tools, str
+    ):  # many data sets store JSON text, since the fields differ between tools
         try:
-            found = storage.parse_json(found)
+            tools = storage.parse_json(tools)
         except ValueError as error:
             raise DataError(
-                f"{where}: 'tools' is no JSON ({error}): {found[:60]!r}. Use a list of schemas."
+                f"{where}: 'tools' is not JSON ({error}): {tools[:60]!r}. Use a list of schemas."
             ) from error
-    if not isinstance(found, list):
-        raise DataError(f"{where}: 'tools' is {type(found).__name__}. Use a list of JSON schemas.")
-    return tuple(found)
+    if not isinstance(tools, list):
+        raise DataError(f"{where}: 'tools' is {type(tools).__name__}. Use a list of JSON schemas.")
+    return tuple(tools)
 
 
 def _from_sharegpt(entry: Any) -> Any:
@@ -225,16 +230,16 @@ def _from_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
     ]
 
 
-def _said(value: Any, role: str) -> list[Any]:
-    """Messages as they are, or a text as one message."""
+def _as_messages(value: Any, role: str) -> list[Any]:
+    """Return a list of messages unchanged, and a text as a list of one message."""
     return value if isinstance(value, list) else [{"role": role, "content": value}]
 
 
 def _message(entry: Any, where: str, number: int) -> Message:
-    """One message with a known role and a text.
+    """Check one message: it has a known role and a text.
 
     Raises:
-        DataError: it has not.
+        DataError: it does not.
     """
     place = f"{where}: message {number}"
     if not isinstance(entry, dict):
@@ -251,7 +256,9 @@ def _message(entry: Any, where: str, number: int) -> Message:
         raise DataError(
             f"{place} ({role}) has {type(content).__name__} as its content. Use a text."
         )
-    if "weight" in entry and "train" not in entry:  # OpenAI's word: 0 leaves a turn out
+    if (
+        "weight" in entry and "train" not in entry
+    ):  # OpenAI's field: 0 excludes the turn from the loss
         entry = {**entry, "train": entry["weight"] != 0} if role == "assistant" else entry
     train = entry.get("train", role == "assistant")
     if not isinstance(train, bool) or (train and role != "assistant"):
@@ -270,8 +277,7 @@ def _check_turns(messages: Sequence[Message], where: str) -> None:
             if not message["content"].strip() and not message.get("tool_calls"):
                 raise DataError(
                     f"{where}: message {number} is an empty assistant turn "
-                    f"({message['content']!r}). Use a text to be "
-                    f"learned, or remove the row."
+                    f"({message['content']!r}). Add text to train on, or remove the row."
                 )
             if before not in ANSWERS_TO:
                 raise DataError(
@@ -282,8 +288,9 @@ def _check_turns(messages: Sequence[Message], where: str) -> None:
         before = role
 
 
-def made_up(count: int, seed: int) -> Iterator[Conversation]:
-    """Conversations of one to three questions about sums: no files, and soon learned."""
+def generate_mock_conversations(count: int, seed: int) -> Iterator[Conversation]:
+    """Yield mock conversations of one to three questions about sums, which a model learns
+    quickly."""
     for number in range(1, count + 1):
         draw = np.random.default_rng(key(seed, "sft", "made up", number))
         messages: list[Message] = []
@@ -293,4 +300,4 @@ def made_up(count: int, seed: int) -> Iterator[Conversation]:
                 {"role": "user", "content": f"What is {a} plus {b}?"},
                 {"role": "assistant", "content": f"{a} plus {b} is {a + b}."},
             ]
-        yield Conversation(MADE_UP, number, tuple(messages))
+        yield Conversation(MOCK_SOURCE, number, tuple(messages))

@@ -1,4 +1,4 @@
-"""Raw text: which files an input names, and their documents, block by block and in order."""
+"""Raw text corpora: find the input files and read their documents in blocks, in order."""
 
 import difflib
 import glob
@@ -18,9 +18,7 @@ from megalith.errors import DataError
 Format = Literal["auto", "jsonl", "text"]
 JSONL_ENDINGS = (".jsonl", ".json", ".ndjson")
 _UNREADABLE = (".arrow", ".bin", ".idx")
-_BLOCK_BYTES = (
-    1 << 20
-)  # a worker's piece of work: about a second of tokenizing, a millisecond to send
+_BLOCK_BYTES = 1 << 20  # task of a worker: about 1 s of tokenization, 1 ms to send
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Reason = Literal["not UTF-8", "not JSON", "lacks a key", "not text", "blank"]
@@ -38,8 +36,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place between two documents: files read whole, then lines (or rows) and unpacked bytes of
-    the next."""
+    """Position between two documents: complete files, then lines (or rows) and decompressed bytes
+    of the next file."""
 
     sources: int = 0
     lines: int = 0
@@ -48,20 +46,20 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class LineBlock:
-    """Some neighboring documents: lines of one JSONL file, rows of one Parquet file, or whole text
+    """Consecutive documents: lines of one JSONL file, rows of one Parquet file, or complete text
     files."""
 
     paths: tuple[str, ...]
-    lines: bytes | None  # None: the worker reads rows, or files that are documents themselves
+    lines: bytes | None  # None: the worker reads rows or text files
     first_line: int
     end: Position
-    nbytes_done: int  # of all inputs as they lie on disk, for the progress bar
+    nbytes_done: int  # on-disk bytes of all inputs, for the progress bar
     rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: for every key its texts, which become one sequence each."""
+    """One document: per key its texts, each of which becomes one sequence."""
 
     where: str
     texts: tuple[tuple[str, ...], ...]
@@ -69,7 +67,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A line or file that is no document, and why."""
+    """A line or file that is not a document, and the reason."""
 
     where: str
     reason: Reason
@@ -80,11 +78,11 @@ class Rejected:
 
 
 def find_sources(inputs: Sequence[str], form: Format = "auto") -> list[Source]:
-    """The files that inputs name, each once: files as given, folders and globs in the order of
-    their names.
+    """Return the files that the inputs match, without duplicates: files as given, folders and globs
+    sorted by name.
 
     Raises:
-        DataError: an input matches nothing, or is of a kind that cannot be read.
+        DataError: an input matches no file, or has a file type that cannot be read.
     """
     paths = dict.fromkeys(path for pattern in inputs for path in _expand(pattern))
     return [_source(path, form) for path in paths]
@@ -95,37 +93,37 @@ def _expand(pattern: str) -> list[str]:
     if path.is_file():
         return [pattern]
     if path.is_dir():
-        found = [
+        files = [
             str(file)
             for file in sorted(path.rglob("*"))
             if file.is_file()
             and not any(part.startswith(".") for part in file.relative_to(path).parts)
         ]
     else:
-        found = [
+        files = [
             file for file in sorted(glob.glob(pattern, recursive=True)) if Path(file).is_file()
         ]
-    if found:
-        return found
+    if files:
+        return files
     near = difflib.get_close_matches(
         path.name, [entry.name for entry in path.parent.glob("*")], cutoff=0.5
     )
     raise DataError(
-        f"input {pattern}: no file there. Use a file, a folder or a glob"
+        f"input {pattern}: no such file. Use a file, a folder or a glob"
         + (f", such as {near}." if near else ".")
     )
 
 
 def _source(path: str, form: Format) -> Source:
-    ending = Path(path.removesuffix(".gz").removesuffix(".zst")).suffix.lower()
-    if ending in _UNREADABLE:
+    suffix = Path(path.removesuffix(".gz").removesuffix(".zst")).suffix.lower()
+    if suffix in _UNREADABLE:
         raise DataError(
-            f"input {path}: {ending} files hold no plain text. Use JSONL or text files."
+            f"input {path}: {suffix} files do not contain plain text. Use JSONL or text files."
         )
     status = Path(path).stat()
-    jsonl = ending in JSONL_ENDINGS if form == "auto" else form == "jsonl"
+    jsonl = suffix in JSONL_ENDINGS if form == "auto" else form == "jsonl"
     kind: Literal["jsonl", "text", "parquet"] = (
-        "parquet" if ending == ".parquet" else "jsonl" if jsonl else "text"
+        "parquet" if suffix == ".parquet" else "jsonl" if jsonl else "text"
     )
     return Source(path, kind, status.st_size, status.st_mtime_ns)
 
@@ -133,7 +131,7 @@ def _source(path: str, form: Format) -> Source:
 def read_blocks(
     sources: Sequence[Source], start: Position, *, block_bytes: int = _BLOCK_BYTES
 ) -> Iterator[LineBlock]:
-    """All documents from `start` on, in order, in blocks of about `block_bytes`."""
+    """Yield all documents from `start` on, in order, in blocks of about `block_bytes`."""
     done = sum(source.nbytes for source in sources[: start.sources])
     number = start.sources
     while number < len(sources):
@@ -144,7 +142,7 @@ def read_blocks(
             yield from _row_blocks(sources[number], number, start, done)
             count = 1
         else:
-            count = _text_files_together(sources[number:], block_bytes)
+            count = _count_text_files(sources[number:], block_bytes)
             files = sources[number : number + count]
             nbytes_done = done + sum(file.nbytes for file in files)
             yield LineBlock(
@@ -155,8 +153,8 @@ def read_blocks(
         start = Position(number)
 
 
-def _text_files_together(sources: Sequence[Source], block_bytes: int) -> int:
-    """How many text files make one block: at least one."""
+def _count_text_files(sources: Sequence[Source], block_bytes: int) -> int:
+    """Return how many text files form one block: at least one."""
     nbytes = 0
     for count, source in enumerate(sources):
         if source.kind != "text" or (nbytes >= block_bytes and count):
@@ -197,30 +195,29 @@ def _row_blocks(source: Source, number: int, start: Position, done: int) -> Iter
 
 
 def open_unpacked(raw: BinaryIO, path: str) -> BinaryIO:
-    """The file itself, or what is packed in a .gz or .zst."""
+    """Return the file, decompressed if it is a .gz or .zst."""
     if path.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]  # it has all that BinaryIO is used for here
+        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]  # it has the methods used here
     if path.endswith(".zst"):
         return io.BufferedReader(_ZstdReader(raw), 1 << 20)
     return raw
 
 
 class _ZstdReader(io.RawIOBase):
-    """All frames of a .zst, one after another. The library's own reader takes a file cut short for
-    a whole one."""
+    """Reads all frames of a .zst. The library's own reader does not detect a truncated file."""
 
     def __init__(self, raw: BinaryIO) -> None:
         super().__init__()
         self._raw = raw
         self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self._begun = False  # the frame has some input
+        self._begun = False  # part of the frame was read
         self._packed = b""
         self._unpacked = b""
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:  # whatever can be written to
+    def readinto(self, buffer: Any) -> int:  # any writable buffer
         while not self._unpacked:
             self._packed = self._packed or self._raw.read(1 << 18)
             if not self._packed:
@@ -250,13 +247,13 @@ def _skip(file: BinaryIO, nbytes: int, *, packed: bool) -> None:
 
 def _unpack_error(path: str, error: Exception) -> DataError:
     return DataError(
-        f"input {path}: cannot be read to its end ({error}). Copy or pack the file again, or run "
-        "without it."
+        f"input {path}: cannot be read completely ({error}). Copy or compress the file again, or "
+        "run without it."
     )
 
 
 def block_documents(block: LineBlock, keys: Sequence[str]) -> Iterator[Document | Rejected]:
-    """The documents of a block, in order; in place of one that cannot be used, the reason."""
+    """Yield the documents of a block in order, and a Rejected for each that cannot be used."""
     if block.rows is not None:
         for number, row in enumerate(
             read_rows(block.paths[0], *block.rows, keys), block.first_line
@@ -299,24 +296,24 @@ def _line_document(line: bytes, where: str, keys: Sequence[str]) -> Document | R
         return Rejected(where, "not JSON", shown)
     if not isinstance(entry, dict):
         return Rejected(
-            where, "not JSON", f"an object is expected, not {type(entry).__name__}: {shown}"
+            where, "not JSON", f"expected an object, not {type(entry).__name__}: {shown}"
         )
-    found = _entry_document(entry, where, keys)
-    if b"\\u" in line and isinstance(found, Document):
-        halves = [
+    document = _entry_document(entry, where, keys)
+    if b"\\u" in line and isinstance(document, Document):
+        invalid_keys = [
             key
-            for key, texts in zip(keys, found.texts, strict=True)
+            for key, texts in zip(keys, document.texts, strict=True)
             if not all(map(_encodable, texts))
         ]
-        if halves:
-            return Rejected(where, "not UTF-8", f"half a surrogate pair in {halves[0]!r}: {shown}")
-    return found
+        if invalid_keys:
+            return Rejected(where, "not UTF-8", f"lone surrogate in {invalid_keys[0]!r}: {shown}")
+    return document
 
 
 def _entry_document(
     entry: Mapping[str, Any], where: str, keys: Sequence[str]
 ) -> Document | Rejected:
-    """The texts under the keys: each a text, or a list of texts."""
+    """Return the texts under the keys; each value is a text or a list of texts."""
     texts = []
     for key in keys:
         if key not in entry:
@@ -344,8 +341,8 @@ def _encodable(text: str) -> bool:
 
 
 def read_texts(sources: Sequence[Source], keys: Sequence[str], *, max_bytes: int) -> Iterator[str]:
-    """Texts to train a tokenizer on: all of them, or of a corpus above `max_bytes` every n-th
-    block."""
+    """Yield texts to train a tokenizer on: all, or every n-th block of a corpus larger than
+    `max_bytes`."""
     total = sum(source.nbytes for source in sources)
     stride = max(1, -(-total // max_bytes))
     for number, block in enumerate(read_blocks(sources, Position())):

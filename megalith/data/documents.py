@@ -1,4 +1,4 @@
-"""Documents of running text as samples: each is read whole, epoch after epoch, in a new order."""
+"""Dataset whose samples are whole documents, in a new random order each epoch."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from megalith.plan.keys import key
 
 
 class DocumentDataset:
-    """One split of one store; sample k is one document, a function of k alone."""
+    """One split of one store; sample k is one document, determined by k alone."""
 
     def __init__(
         self,
@@ -25,15 +25,16 @@ class DocumentDataset:
         num_samples: int | None,
         vocab_size: int,
     ) -> None:
-        """`num_samples`: at least so many, in whole epochs; None: one epoch.
+        """`num_samples`: the minimum, rounded up to whole epochs; None: one epoch.
 
         Raises:
-            DataError: the split has no document to read, or one that is too long and must not be.
+            DataError: the split has no usable document, or a document is too long and
+                overlong=error.
         """
         self._store, self._split, self._seed, self._vocab_size = store, split, seed, vocab_size
         self.name = store.name
         self._first, end = split_range(share, len(store.sequence_lengths))
-        self._lengths, self._kept, self._told = _readable(
+        self._lengths, self._kept, self._excluded = _select_documents(
             store.sequence_lengths[self._first : end],
             seq_len,
             overlong,
@@ -50,37 +51,36 @@ class DocumentDataset:
 
     @property
     def report(self) -> str:
-        """What became of the documents, for people."""
+        """How many documents are read, truncated and dropped."""
         mean = self._lengths[self._kept].mean()
-        return f"{len(self._kept):,} documents of {mean:,.1f} tokens on average{self._told}"
+        return f"{len(self._kept):,} documents of {mean:,.1f} tokens on average{self._excluded}"
 
     def __len__(self) -> int:
         return self.num_samples
 
     def lengths_of(self, k: int) -> tuple[int, ...]:
-        """Tokens that are read of document k of the order."""
-        return (int(self._lengths[self._number(k)]),)
+        """Return the number of input tokens of document k."""
+        return (int(self._lengths[self._document_index(k)]),)
 
     def sample(self, k: int) -> PackedSample:
-        """Document k of the order, in a row of its own length; its last token is predicted and not
-        read.
+        """Return document k as a row of its own length; its last token is only a label.
 
         Raises:
-            DataError: there is no sample k, or a token id does not fit the vocabulary.
+            DataError: there is no sample k, or a token id is outside the vocabulary.
         """
-        number = self._number(k)
+        number = self._document_index(k)
         length = int(self._lengths[number])
         ids = self._store.get(self._first + number, 0, length + 1).astype(np.int64)
         check_ids(ids, self._vocab_size, self._store.name)
         return PackedSample(ids[:-1], ids[1:], (length,), length)
 
-    def _number(self, k: int) -> int:
-        """Which document of the split sample k is."""
+    def _document_index(self, k: int) -> int:
+        """Return the index of the document in the split."""
         if not 0 <= k < self.num_samples:
             raise DataError(
                 f"the {self._split} split of {self._store.name} has {self.num_samples} documents, "
-                f"and document {k} was "
-                f"asked for. Use more data, or set train.steps to a value that needs fewer."
+                f"and document {k} was requested. Use more data, or set train.steps to a lower "
+                "value."
             )
         epoch, place = divmod(k, len(self._kept))
         if epoch not in self._orders:
@@ -91,13 +91,13 @@ class DocumentDataset:
         return int(self._orders[epoch][place])
 
 
-def _readable(
+def _select_documents(
     sequences: NDArray[np.int32], seq_len: int, overlong: Overlong, name: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], str]:
-    """Tokens that are read of each document, which documents are, and what became of the others.
+    """Return the input tokens of each document, the usable documents, and a text about the others.
 
     Raises:
-        DataError: none can be read, or one is too long and `overlong` is error.
+        DataError: no document is usable, or one is too long and `overlong` is error.
     """
     lengths = np.maximum(sequences.astype(np.int64) - 1, 0)
     long, short = lengths > seq_len, lengths == 0
@@ -105,23 +105,23 @@ def _readable(
         first = int(np.flatnonzero(long)[0])
         raise DataError(
             f"{name}: document {first} has {int(lengths[first]) + 1} tokens, and "
-            f"train.seq_len={seq_len} lets one "
-            f"have {seq_len + 1} with the last label; {int(long.sum())} of {len(long)} are too "
+            f"train.seq_len={seq_len} "
+            f"allows {seq_len + 1} with the last label; {int(long.sum())} of {len(long)} are too "
             "long. Set train.seq_len "
             f"to {int(lengths.max())}, or data.overlong to truncate or drop."
         )
     kept = np.flatnonzero(~short & ~long if overlong == "drop" else ~short).astype(np.int64)
     if len(kept) == 0:
         raise DataError(
-            f"{name} has {len(kept)} documents to read of {len(lengths)}: {int(long.sum())} are "
+            f"{name} has {len(kept)} usable documents of {len(lengths)}: {int(long.sum())} are "
             "too long for "
             f"train.seq_len={seq_len}, and {int(short.sum())} have no token to predict. Use more "
             f"data, or set data.overlong=truncate."
         )
     counts = {
-        "cut": int(long.sum()) if overlong == "truncate" else 0,
-        "left out as too long": int(long.sum()) if overlong == "drop" else 0,
-        "left out with nothing to predict": int(short.sum()),
+        "truncated": int(long.sum()) if overlong == "truncate" else 0,
+        "dropped as too long": int(long.sum()) if overlong == "drop" else 0,
+        "dropped with nothing to predict": int(short.sum()),
     }
-    told = "".join(f", {count:,} {words}" for words, count in counts.items() if count)
-    return np.minimum(lengths, seq_len), kept, told
+    excluded = "".join(f", {count:,} {reason}" for reason, count in counts.items() if count)
+    return np.minimum(lengths, seq_len), kept, excluded

@@ -20,25 +20,24 @@ from megalith.data.marked import TokenSpans
 from megalith.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
-# What well-known tokenizers call it, for folders whose tokenizer_config.json does not say.
-_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-_OF_OTHERS = ("add_prefix_space", "add_bos_token", "add_eos_token")  # which GPT-2 does not
-_OF_GPT2 = (
-    None,
-    "GPT2Tokenizer",
-    "GPT2TokenizerFast",
-)  # whose two files say all; others cut texts in another way
+# Names of common tokenizers, for folders whose tokenizer_config.json has no eos_token.
+_EOD_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+_NON_GPT2_OPTIONS = ("add_prefix_space", "add_bos_token", "add_eos_token")
+# Classes fully defined by vocab.json and merges.txt; others split texts differently.
+_GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, or a GPT-2 vocabulary and its merges. `eod` is the token named, else the
-    end-of-sequence token of its tokenizer_config.json."""
+    """Tokenizer of a tokenizer.json, or of a GPT-2 vocabulary and its merges.
+
+    `eod` is the given token, else the end-of-sequence token of tokenizer_config.json.
+    """
 
     def __init__(
         self, path: str, *, eod: str | None = None, add_special_tokens: bool = True
     ) -> None:
-        """`path` is a folder, a tokenizer.json, a hub name in the local cache, or a vocab.json
-        beside its merges.txt.
+        """`path` is a folder, a tokenizer.json, a hub name in the local cache, or a vocab.json next
+        to its merges.txt.
 
         Raises:
             DataError: there is no tokenizer, it cannot be read, or it has no token `eod`.
@@ -65,28 +64,28 @@ class HuggingFaceTokenizer:
 
     @property
     def eod(self) -> int:
-        """The id that ends a document.
+        """Id of the end-of-document token.
 
         Raises:
-            DataError: the files name none.
+            DataError: the files do not name one.
         """
         if self._eod is None:
             raise DataError(
-                f"tokenizer.path={self.path}: no end-of-document token is named in it. "
-                f"Set tokenizer.eod to the text of one of its tokens."
+                f"tokenizer.path={self.path}: the files name no end-of-document token. "
+                "Set tokenizer.eod to the text of one of its tokens."
             )
         return self._eod
 
     def written(self) -> dict[str, bytes]:
-        """The same tokenizer as the files that all libraries read, by their names."""
+        """Return the tokenizer as files {name: contents} that all libraries can read."""
         eod = None if self._eod is None else self._tokenizer.id_to_token(self._eod)
         return {
             "tokenizer.json": self._tokenizer.to_str(pretty=True).encode(),
-            "tokenizer_config.json": _settings_of(eod).encode(),
+            "tokenizer_config.json": _build_tokenizer_config(eod).encode(),
         }
 
     def encode(self, text: str) -> list[int]:
-        """The ids of one text."""
+        """Return the ids of one text."""
         ids: list[int] = self._tokenizer.encode(
             text, add_special_tokens=self._add_special_tokens
         ).ids
@@ -94,37 +93,38 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def specials(self) -> Mapping[str, int]:
-        """Ids of the special tokens, by their texts."""
+        """Ids of the special tokens by text."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
 
     def encode_marked(self, text: str) -> list[int]:
-        """The ids of a text in which special tokens are written out; nothing is put around it."""
+        """Return the ids of a text that contains special tokens; none are added."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_spans(self, text: str) -> TokenSpans:
-        """The same ids, and the characters that each stands for.
+        """Return the same ids, with the characters of each token.
 
-        Where a tokenizer leaves spaces out of what it tells, a token of spaces alone is said to lie
-        behind them.
+        Where a tokenizer reports an empty span for a token of spaces, the span is the character
+        before.
         """
-        found = self._tokenizer.encode(text, add_special_tokens=False)
-        places = [
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        spans = [
             (start, end) if start < end else (max(0, start - 1), max(1, end))
-            for start, end in found.offsets
+            for start, end in encoding.offsets
         ]
-        return TokenSpans(found.ids, places)
+        return TokenSpans(encoding.ids, spans)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of several texts; on several threads unless TOKENIZERS_PARALLELISM=false."""
+        """Return the ids of several texts; uses several threads unless
+        TOKENIZERS_PARALLELISM=false."""
         batch = self._tokenizer.encode_batch_fast(
             list(texts), add_special_tokens=self._add_special_tokens
         )
         return [encoding.ids for encoding in batch]
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The ids of all texts one after another, and how many each has."""
+        """Return the concatenated ids of all texts and the number of ids per text."""
         batch = self.encode_batch(texts)
         lengths = np.array([len(ids) for ids in batch], np.int32)
         return np.fromiter(
@@ -132,21 +132,21 @@ class HuggingFaceTokenizer:
         ), lengths
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids, special tokens left out."""
+        """Return the text of the ids without special tokens."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def num_bytes(self, ids: Sequence[int]) -> int:
-        """UTF-8 bytes of text that the ids stand for: exact where tokens are runs of bytes, else of
-        the decoding."""
+        """Return the UTF-8 bytes of the text of the ids: exact for byte-level tokens, else of the
+        decoded text."""
         if self._byte_lengths is None:
             return len(self.decode(ids).encode())
         return int(self._byte_lengths[np.asarray(ids, np.int64)].sum())
 
     @cached_property
     def _byte_lengths(self) -> NDArray[np.int64] | None:
-        """Bytes of each id of a byte-level tokenizer, whose tokens have a character per byte; None
-        for others."""
+        """Bytes per id of a byte-level tokenizer, whose tokens have one character per byte; else
+        None."""
         description = json.loads(self._tokenizer.to_str())
         if (description["decoder"] or {}).get("type") != "ByteLevel":
             return None
@@ -165,10 +165,10 @@ class HuggingFaceTokenizer:
             raise DataError(
                 f"tokenizer.eod={wanted!r} is not a token of {self.path}. Set it to one of its "
                 "tokens, such as "
-                f"{[token for token in (named, *_END_NAMES) if self._id(token) is not None]}."
+                f"{[token for token in (named, *_EOD_NAMES) if self._id(token) is not None]}."
             )
-        found = (self._id(token) for token in (wanted, named, *_END_NAMES))
-        return next((number for number in found if number is not None), None)
+        candidate_ids = (self._id(token) for token in (wanted, named, *_EOD_NAMES))
+        return next((number for number in candidate_ids if number is not None), None)
 
 
 def _reopen(path: str, eod: str | None, add_special_tokens: bool) -> HuggingFaceTokenizer:
@@ -176,24 +176,24 @@ def _reopen(path: str, eod: str | None, add_special_tokens: bool) -> HuggingFace
 
 
 def find_tokenizer_file(path: str) -> Path:
-    """The tokenizer.json of a folder, of a file name, or of a hub name in the local cache; or a
-    GPT-2 vocab.json.
+    """Return the tokenizer.json of a folder, file name or hub name in the local cache; or a GPT-2
+    vocab.json.
 
     Raises:
         DataError: there is none.
     """
-    place = Path(path)
+    folder = Path(path)
     for file in (
-        place,
-        place / "tokenizer.json",
-        *([place / VOCABULARY] if (place / MERGES).is_file() else []),
+        folder,
+        folder / "tokenizer.json",
+        *([folder / VOCABULARY] if (folder / MERGES).is_file() else []),
     ):
         if file.is_file():
             return file
-    if place.is_dir():
-        there = sorted(entry.name for entry in place.iterdir())[:8]
+    if folder.is_dir():
+        names = sorted(entry.name for entry in folder.iterdir())[:8]
         raise DataError(
-            f"tokenizer.path={path}: the folder has no tokenizer.json, only {there}. Use a folder "
+            f"tokenizer.path={path}: the folder has no tokenizer.json, only {names}. Use a folder "
             f"written by `megalith prepare --train-tokenizer` or by transformers' save_pretrained."
         )
     cached = _cached_file(path)
@@ -208,7 +208,7 @@ def find_tokenizer_file(path: str) -> Path:
 
 
 def _cached_file(name: str) -> Path | None:
-    """Where the hub's cache keeps the tokenizer of a model; nothing is downloaded."""
+    """Return the path of a model's tokenizer in the hub's cache; nothing is downloaded."""
     from huggingface_hub import try_to_load_from_cache  # only for hub names: a slow import
     from huggingface_hub.errors import HFValidationError
 
@@ -219,10 +219,10 @@ def _cached_file(name: str) -> Path | None:
     return Path(file) if isinstance(file, str) else None
 
 
-def _read(file: Path) -> Any:  # tokenizers.Tokenizer, which has no type information
+def _read(file: Path) -> Any:  # tokenizers.Tokenizer, which has no type annotations
     merges = merges_beside(str(file))
     if merges is not None:
-        return _of_gpt2(file, Path(merges))
+        return _read_gpt2(file, Path(merges))
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
@@ -233,34 +233,33 @@ def _read(file: Path) -> Any:  # tokenizers.Tokenizer, which has no type informa
         ) from error
 
 
-def _of_gpt2(vocabulary: Path, merges: Path) -> Any:  # tokenizers.Tokenizer
-    """Byte-level BPE as GPT-2 has it, of a vocabulary and its merges. Source: Radford et al. 2019,
+def _read_gpt2(vocabulary: Path, merges: Path) -> Any:  # tokenizers.Tokenizer
+    """Return GPT-2's byte-level BPE of a vocabulary and its merges. Source: Radford et al. 2019,
     section 2.2."""
     kind = _read_settings(vocabulary.with_name("tokenizer_config.json")).get("tokenizer_class")
-    if kind not in _OF_GPT2:
+    if kind not in _GPT2_CLASSES:
         raise DataError(
-            f"{vocabulary}: of a {kind}, which does more than vocabulary and merges say. Use its "
-            "tokenizer.json, as "
-            f"transformers' save_pretrained writes it."
+            f"{vocabulary}: its tokenizer_class is {kind}, which is not defined by vocabulary and "
+            "merges "
+            "alone. Use the tokenizer.json that transformers' save_pretrained writes."
         )
-    if said := _beyond_gpt2(vocabulary.parent):
+    if differences := _find_non_gpt2_settings(vocabulary.parent):
         raise DataError(
-            f"{vocabulary}: files beside it say {', '.join(said)}, which vocabulary and merges "
-            "alone do not. Use its "
-            f"tokenizer.json, as transformers' save_pretrained writes it."
+            f"{vocabulary}: the folder also sets {', '.join(differences)}, which vocabulary and "
+            "merges "
+            "do not contain. Use the tokenizer.json that transformers' save_pretrained writes."
         )
     if not merges.is_file():
         raise DataError(
-            f"tokenizer.path={vocabulary}: its merges {merges.name} must be beside it. Copy them "
+            f"tokenizer.path={vocabulary}: {merges.name} is missing in the same folder. Copy it "
             "there."
         )
     try:
         model = tokenizers.models.BPE.from_file(str(vocabulary), str(merges))
     except Exception as error:  # the library raises bare Exceptions
         raise DataError(
-            f"tokenizer.path={vocabulary}: with {merges.name} no vocabulary of byte pairs "
-            f"({error}). Use the two files "
-            f"that came together."
+            f"tokenizer.path={vocabulary}: not a BPE vocabulary with {merges.name} "
+            f"({error}). Use two files of the same tokenizer."
         ) from error
     tokenizer = _byte_level(model)
     if tokenizer.token_to_id(END_OF_TEXT) is not None:
@@ -268,14 +267,14 @@ def _of_gpt2(vocabulary: Path, merges: Path) -> Any:  # tokenizers.Tokenizer
     return tokenizer
 
 
-def _beyond_gpt2(folder: Path) -> list[str]:
-    """What a folder says of its tokenizer that would give texts other ids than GPT-2's, in
-    words."""
+def _find_non_gpt2_settings(folder: Path) -> list[str]:
+    """Return descriptions of the settings in a folder that would change the ids of GPT-2's
+    tokenizer."""
     settings, added = (
         _read_settings(folder / "tokenizer_config.json"),
         _read_settings(folder / "added_tokens.json"),
     )
-    found = [f"{name}=true" for name in _OF_OTHERS if settings.get(name)]
+    options = [f"{name}=true" for name in _NON_GPT2_OPTIONS if settings.get(name)]
     named = _read_settings(folder / "special_tokens_map.json") | settings
     decoder = settings.get("added_tokens_decoder")
     entries = [value for name, value in named.items() if name.endswith("_token")]
@@ -284,29 +283,29 @@ def _beyond_gpt2(folder: Path) -> list[str]:
     texts = dict.fromkeys(
         text for entry in entries if (text := _token_text(entry)) not in (None, END_OF_TEXT)
     )
-    return found + [f"a token {text!r}" for text in texts]
+    return options + [f"a token {text!r}" for text in texts]
 
 
 def is_gpt2(folder: Path) -> bool:
-    """Whether a folder has the two files of a GPT-2 tokenizer, and says of no other that they are
-    its."""
-    there = all((folder / name).is_file() for name in (VOCABULARY, MERGES))
+    """Return whether a folder has the two files of a GPT-2 tokenizer, and no other tokenizer
+    class."""
+    has_files = all((folder / name).is_file() for name in (VOCABULARY, MERGES))
     return (
-        there
-        and _read_settings(folder / "tokenizer_config.json").get("tokenizer_class") in _OF_GPT2
+        has_files
+        and _read_settings(folder / "tokenizer_config.json").get("tokenizer_class") in _GPT2_CLASSES
     )
 
 
 def _byte_level(model: Any) -> Any:  # a model and a Tokenizer of the library
-    """Any text survives encoding and decoding."""
+    """Return a byte-level tokenizer of a model, which encodes and decodes any text without loss."""
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     return tokenizer
 
 
-def _settings_of(eod: str | None) -> str:
-    """A tokenizer_config.json."""
+def _build_tokenizer_config(eod: str | None) -> str:
+    """Return the contents of a tokenizer_config.json."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eod,
@@ -330,35 +329,33 @@ def _read_settings(file: Path) -> dict[str, Any]:
 
 
 def _token_text(entry: object) -> str | None:
-    """Files name a token by its text, or by an object that has it under `content`."""
+    """Return the text of a token entry: a text, or an object with `content`."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     return text if isinstance(text, str) else None
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str) -> HuggingFaceTokenizer:
-    """Train byte-level BPE on texts and write the folder `path`; any text survives encoding and
-    decoding.
+    """Train byte-level BPE on texts and write it to the folder `path`.
 
-    `vocab_size` counts the 256 bytes and the end token. Small corpora may give fewer ids.
+    `vocab_size` includes the 256 bytes and the end-of-document token. Small corpora may yield fewer
+    ids.
 
     Raises:
-        DataError: vocab_size leaves no room for a merge, or the folder cannot be made.
+        DataError: vocab_size is too small, or the folder is not writable.
     """
     if vocab_size < 258:
         raise DataError(
-            f"vocab_size={vocab_size}: bytes and the end token alone are 257 ids. Use 258 or more."
+            f"vocab_size={vocab_size}: bytes and end-of-document token take 257 ids. Use 258 or "
+            "more."
         )
     folder = Path(path)
     try:
-        folder.mkdir(
-            parents=True, exist_ok=True
-        )  # before the work: a place that cannot be written should cost none
+        folder.mkdir(parents=True, exist_ok=True)  # fail before the training
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise DataError(
-            f"tokenizer {path}: cannot be written ({error}). Use a folder, old or new, that you "
-            "can write to."
+            f"tokenizer {path}: cannot be written ({error}). Use a writable folder."
         ) from error
     tokenizer = _byte_level(tokenizers.models.BPE())
     trainer = tokenizers.trainers.BpeTrainer(
@@ -368,12 +365,12 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str) -> HuggingFac
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    _write_whole(folder / "tokenizer_config.json", _settings_of(END_OF_TEXT))
-    _write_whole(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    _write_atomically(folder / "tokenizer_config.json", _build_tokenizer_config(END_OF_TEXT))
+    _write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     return HuggingFaceTokenizer(path)
 
 
-def _write_whole(file: Path, text: str) -> None:
+def _write_atomically(file: Path, text: str) -> None:
     temporary = file.with_name(f"{file.name}.writing")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(file)

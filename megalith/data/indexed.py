@@ -1,10 +1,10 @@
-"""The .idx/.bin pair: token sequences on disk, byte for byte the format of Megatron, read through
-memory maps.
+"""Token stores: .idx/.bin file pairs in Megatron's format, byte for byte, read through memory maps.
 
-`PREFIX.bin` is raw tokens. `PREFIX.idx` is, little-endian and packed: 9 bytes of magic, version, a
-code for the token type, the number n of sequences, the length m of the document index, int32
-lengths [n], int64 byte offsets [n], int64 document index [m] (the sequence at which each document
-ends, after a leading 0), and one mode byte per sequence in multimodal files (0 tokens, 1 an image).
+`PREFIX.bin` contains raw tokens. `PREFIX.idx` is, little-endian and packed: 9 bytes of magic,
+version, a code for the token type, the number n of sequences, the length m of the document index,
+int32 lengths [n], int64 byte offsets [n], int64 document index [m] (the sequence at which each
+document ends, after a leading 0), and one mode byte per sequence in multimodal files (0 tokens, 1
+an image).
 """
 
 import difflib
@@ -32,52 +32,49 @@ DTYPES: dict[int, np.dtype[Any]] = {
     for code, name in enumerate(["u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2"], start=1)
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-_DIGEST_WHOLE = (
-    64 << 20
-)  # files up to this size are hashed whole; larger ones in 64 pieces of 1 MiB
-_PIECES = 64
-_SEQUENCES_AT_ONCE = 1 << 20  # checked in one piece: some tens of MiB
+_MAX_FULLY_HASHED_NBYTES = 64 << 20  # of larger files, _NUM_HASHED_PIECES of 1 MiB are hashed
+_NUM_HASHED_PIECES = 64
+_CHECK_CHUNK = 1 << 20  # sequences checked at once: some tens of MiB
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type that holds every id: two bytes below 65500 ids, else four. Megatron's rule, so that
-    files agree."""
+    """Return the token type: uint16 below 65500 ids, else int32, as in Megatron."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def index_path(prefix: str) -> Path:
-    """`PREFIX.idx`."""
+    """Return the path `PREFIX.idx`."""
     return Path(f"{prefix}.idx")
 
 
 def tokens_path(prefix: str) -> Path:
-    """`PREFIX.bin`."""
+    """Return the path `PREFIX.bin`."""
     return Path(f"{prefix}.bin")
 
 
 def store_exists(prefix: str) -> bool:
-    """Whether both files are there."""
+    """Return whether both files of a store exist."""
     return index_path(prefix).is_file() and tokens_path(prefix).is_file()
 
 
 def file_digest(path: Path) -> str:
-    """A hash of a file's size and contents; of a file above 64 MiB, of 64 evenly spaced MiB of
-    it."""
+    """Return a hash of a file's size and contents; of a file above 64 MiB, of 64 evenly spaced
+    MiB."""
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as file:
-        if size <= _DIGEST_WHOLE:
+        if size <= _MAX_FULLY_HASHED_NBYTES:
             digest.update(file.read())
             return digest.hexdigest()
-        for piece in range(_PIECES):
-            file.seek((size - (1 << 20)) * piece // (_PIECES - 1))
+        for piece in range(_NUM_HASHED_PIECES):
+            file.seek((size - (1 << 20)) * piece // (_NUM_HASHED_PIECES - 1))
             digest.update(file.read(1 << 20))
     return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What the header of an .idx says, and where its arrays lie."""
+    """Header of an .idx, and the byte ranges of its arrays."""
 
     dtype: np.dtype[Any]
     num_sequences: int
@@ -104,40 +101,42 @@ class _Layout:
 
 
 def missing_store_message(prefix: str) -> str | None:
-    """Why a prefix cannot be opened, with near matches; None when both files are there."""
+    """Return why a prefix cannot be opened, with similar names; None if both files exist."""
     if store_exists(prefix):
         return None
     folder = Path(prefix).parent
-    there = sorted(
+    prefixes = sorted(
         str(path.with_suffix(""))
         for path in folder.glob("*.idx")
         if path.with_suffix(".bin").is_file()
     )
-    near = [name for name in there if Path(name).name.startswith(Path(prefix).name)]
-    near += [
-        name for name in difflib.get_close_matches(prefix, there, cutoff=0.5) if name not in near
+    similar = [name for name in prefixes if Path(name).name.startswith(Path(prefix).name)]
+    similar += [
+        name
+        for name in difflib.get_close_matches(prefix, prefixes, cutoff=0.5)
+        if name not in similar
     ]
-    absent = " and ".join(
+    missing = " and ".join(
         str(path) for path in (index_path(prefix), tokens_path(prefix)) if not path.is_file()
     )
-    if near:
-        hint = f"Use one of {near[:4]}."
+    if similar:
+        hint = f"Use one of {similar[:4]}."
     elif prefix.endswith((".bin", ".idx")):
-        hint = f"Use the prefix without the ending: {prefix[:-4]}."
+        hint = f"Use the prefix without the file extension: {prefix[:-4]}."
     else:
         hint = "Set the path to a prefix that `megalith prepare --output` wrote."
-    return f"{prefix}: {absent} not found. {hint}"
+    return f"{prefix}: {missing} not found. {hint}"
 
 
 def _read_layout(path: Path, contents: bytes | mmap.mmap, multimodal: bool | None) -> _Layout:
     """Read and check the header.
 
     Raises:
-        DataError: it is not an index, or its size is not what the header says.
+        DataError: it is not an index, or its size does not match the header.
     """
     if len(contents) < HEADER.size:
         raise DataError(
-            f"{path}: {len(contents)} bytes, but a header alone has {HEADER.size}. It is a "
+            f"{path}: {len(contents)} bytes, but the header alone has {HEADER.size}. It is a "
             f"truncated copy: copy the file again, or run `megalith prepare` again."
         )
     magic, version, code, num_sequences, num_ends = HEADER.unpack(contents[: HEADER.size])
@@ -165,23 +164,22 @@ def _read_layout(path: Path, contents: bytes | mmap.mmap, multimodal: bool | Non
 
 
 def _check_size(
-    path: Path, found: int, expected: int, without_and_with_modes: tuple[int, int]
+    path: Path, actual: int, expected: int, without_and_with_modes: tuple[int, int]
 ) -> None:
-    if found == expected:
+    if actual == expected:
         return
-    if found in without_and_with_modes:
+    if actual in without_and_with_modes:
         cause = (
-            "the multimodal setting differs from the file's: pass multimodal=None to read it "
-            "from the size"
+            "multimodal does not match the file: pass multimodal=None to detect it from the size"
         )
-    elif found < expected:
+    elif actual < expected:
         cause = "a truncated copy: copy the file again, or run `megalith prepare` again"
     else:
         cause = (
             "the header or the end is corrupt: copy the file again, or run `megalith prepare` again"
         )
     raise DataError(
-        f"{path}: {found} bytes found, {expected} expected from its header. Likely {cause}."
+        f"{path}: {actual} bytes found, {expected} expected from its header. Likely {cause}."
     )
 
 
@@ -193,18 +191,17 @@ def _map(path: Path) -> mmap.mmap | bytes:
 
 
 class IndexedDataset:
-    """Sequences of a store, read in any order. Pickling keeps the arguments only and opens the
-    files again."""
+    """Token store with random access to sequences. It is pickled by its arguments, and reopened."""
 
     def __init__(self, prefix: str, *, multimodal: bool | None = None, mmap: bool = True) -> None:
-        """Open `PREFIX.idx` and `PREFIX.bin` and check that they belong together.
+        """Open `PREFIX.idx` and `PREFIX.bin` and check that they match.
 
-        `multimodal` None tells from the file's size; `mmap` False reads .bin by position instead of
-        mapping it.
+        `multimodal`: None detects it from the file size. `mmap`: False reads .bin with pread
+        instead of a memory map.
 
         Raises:
-            DataError: a file is missing, truncated, corrupt, or no token store. The lengths and
-                offsets of all sequences are read for it, a second per hundred million of them.
+            DataError: a file is missing, truncated, corrupt or not a token store. Lengths and
+                offsets of all sequences are checked, which takes a second per hundred million.
         """
         problem = missing_store_message(prefix)
         if problem:
@@ -234,32 +231,31 @@ class IndexedDataset:
 
     @property
     def name(self) -> str:
-        """What messages call it: the prefix."""
+        """Prefix of the store, for messages."""
         return self.path_prefix
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of both files: the lengths of all sequences, and the tokens, of a large .bin
-        samples of them."""
+        """Hash of both files; of a large .bin, of samples."""
         index, tokens = (file_digest(path(self.path_prefix)) for path in (index_path, tokens_path))
         return f"idx-{index} bin-{tokens}"
 
     @property
     def num_documents(self) -> int:
-        """Documents, empty ones included."""
+        """Number of documents, including empty ones."""
         return len(self.document_indices) - 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all sequences."""
+        """Number of tokens in all sequences."""
         return self._expected_nbytes() // self.dtype.itemsize
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """`length` tokens of sequence `index` from `offset` on; the rest of it when length is None.
+        """Return `length` tokens of sequence `index` from `offset` on; length None: to its end.
 
         Raises:
-            IndexError: no such sequence, or it is shorter.
-            DataError: .bin does not hold it; a file was changed after it was opened.
+            IndexError: there is no such sequence, or it is shorter.
+            DataError: .bin is too short, because it changed after it was opened.
         """
         if not 0 <= index < len(self):
             raise IndexError(
@@ -274,15 +270,16 @@ class IndexedDataset:
             )
         itemsize = self.dtype.itemsize
         start = int(self.sequence_pointers[index]) + offset * itemsize
-        found = self._read(start, count * itemsize) if start >= 0 else b""
-        if start < 0 or len(found) != count * itemsize:
+        contents = self._read(start, count * itemsize) if start >= 0 else b""
+        if start < 0 or len(contents) != count * itemsize:
             raise DataError(
-                f"{tokens_path(self.path_prefix)}: {len(found)} bytes of sequence {index} found at "
+                f"{tokens_path(self.path_prefix)}: {len(contents)} bytes of sequence {index} "
+                "found at "
                 f"byte {start}, "
                 f"{count * itemsize} expected. Copy both files again, or run `megalith prepare` "
                 "again."
             )
-        return np.frombuffer(found, dtype=self.dtype)
+        return np.frombuffer(contents, dtype=self.dtype)
 
     def __getitem__(self, key: int | slice) -> NDArray[Any] | list[NDArray[Any]]:
         if isinstance(key, slice):
@@ -294,7 +291,7 @@ class IndexedDataset:
         return self.get(key + len(self) if key < 0 else key)
 
     def document(self, number: int) -> NDArray[Any]:
-        """All tokens of one document."""
+        """Return all tokens of one document."""
         if not 0 <= number < self.num_documents:
             raise DataError(
                 f"{self.path_prefix} has no document {number}: choose one of 0 to "
@@ -306,15 +303,13 @@ class IndexedDataset:
         )
 
     def verify(self) -> list[str]:
-        """Every broken invariant that opening does not refuse, as texts, and those that may have
-        broken since."""
+        """Return descriptions of broken invariants, including those that opening the store does not
+        check."""
         problems = self._end_problems()
         path = index_path(self.path_prefix)
-        falls = np.flatnonzero(np.diff(self.document_indices) < 0)
-        if len(falls):
-            problems.append(
-                f"{path}: the document index falls after document {falls[0]}, expected it never to"
-            )
+        decreases = np.flatnonzero(np.diff(self.document_indices) < 0)
+        if len(decreases):
+            problems.append(f"{path}: the document index decreases after document {decreases[0]}")
         return problems
 
     def _expected_nbytes(self) -> int:
@@ -341,39 +336,41 @@ class IndexedDataset:
                 f"{path}: the document index ends with {last}, expected {len(self)}; the index is "
                 "corrupt"
             )
-        found, expected = tokens.stat().st_size, self._expected_nbytes()
-        if found != expected:
+        actual, expected = tokens.stat().st_size, self._expected_nbytes()
+        if actual != expected:
             cause = (
                 "a truncated copy"
-                if found < expected
-                else "the two files are not of the same store"
+                if actual < expected
+                else "the two files belong to different stores"
             )
             problems.append(
-                f"{tokens}: {found} bytes found, {expected} expected from {path}; likely {cause}"
+                f"{tokens}: {actual} bytes found, {expected} expected from {path}; likely {cause}"
             )
         return problems
 
     def _sum_problems(self) -> list[str]:
-        """The first negative length, and the first offset that is not the bytes of all sequences
+        """Find the first negative length, or the first offset that is not the sum of the lengths
         before it."""
         path, before = index_path(self.path_prefix), 0
-        for first in range(0, len(self), _SEQUENCES_AT_ONCE):
-            lengths = self.sequence_lengths[first : first + _SEQUENCES_AT_ONCE]
+        for first in range(0, len(self), _CHECK_CHUNK):
+            lengths = self.sequence_lengths[first : first + _CHECK_CHUNK]
             negative = np.flatnonzero(lengths < 0)
             if len(negative):
-                place = int(negative[0])
+                position = int(negative[0])
                 return [
-                    f"{path}: sequence {first + place} has {lengths[place]} tokens, expected 0 or "
+                    f"{path}: sequence {first + position} has {lengths[position]} tokens, "
+                    "expected 0 or "
                     "more"
                 ]
-            offsets = self.sequence_pointers[first : first + _SEQUENCES_AT_ONCE]
+            offsets = self.sequence_pointers[first : first + _CHECK_CHUNK]
             expected = byte_offsets(lengths, self.dtype) + before
             wrong = np.flatnonzero(offsets != expected)
             if len(wrong):
-                place = int(wrong[0])
+                position = int(wrong[0])
                 return [
-                    f"{path}: sequence {first + place} starts at byte {offsets[place]}, expected "
-                    f"{expected[place]}, "
+                    f"{path}: sequence {first + position} starts at byte {offsets[position]}, "
+                    "expected "
+                    f"{expected[position]}, "
                     f"the sum of the lengths before it; the index is corrupt"
                 ]
             before = int(expected[-1]) + int(lengths[-1]) * self.dtype.itemsize
@@ -385,7 +382,7 @@ def _reopen(arguments: dict[str, Any]) -> IndexedDataset:
 
 
 def _view(contents: mmap.mmap | bytes, part: slice, dtype: type[Any]) -> NDArray[Any]:
-    """An array over a part of the file: no copy."""
+    """Return an array over part of the file, without a copy."""
     little = np.dtype(dtype).newbyteorder("<")
     return np.frombuffer(contents, little, (part.stop - part.start) // little.itemsize, part.start)
 
@@ -401,10 +398,10 @@ def _positioned_reader(path: Path) -> Callable[[int, int], bytes]:
 
 
 def _read_exactly(file: BinaryIO, start: int, nbytes: int) -> bytes:
-    """Read by position, so that threads do not disturb each other.
+    """Read with pread, which is safe with several threads.
 
     Raises:
-        DataError: the file ends early; it was cut after it was opened.
+        DataError: the file is too short, because it changed after it was opened.
     """
     parts = []
     while nbytes:
@@ -420,7 +417,7 @@ def _read_exactly(file: BinaryIO, start: int, nbytes: int) -> bytes:
 
 
 def byte_offsets(lengths: NDArray[np.int32], dtype: np.dtype[Any]) -> NDArray[np.int64]:
-    """Where each sequence starts in .bin: the bytes of all before it."""
+    """Return the byte offset of each sequence in .bin."""
     offsets = np.zeros(len(lengths), np.int64)
     np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
     offsets *= dtype.itemsize
@@ -435,8 +432,8 @@ def write_index(
     document_index: NDArray[np.int64],
     modes: NDArray[np.int8] | None = None,
 ) -> None:
-    """Write an .idx: lengths [n], document_index [documents + 1], modes [n] in multimodal stores
-    only."""
+    """Write an .idx: lengths [n], document_index [documents + 1], modes [n] only in multimodal
+    stores."""
     file.write(HEADER.pack(MAGIC, 1, CODES[dtype], len(lengths), len(document_index)))
     for values, kind in (
         (lengths, "<i4"),
@@ -449,7 +446,8 @@ def write_index(
 
 
 def publish_store(prefix: str, *, tokens: Path, index: Path) -> None:
-    """Give finished files their names, .idx last: a store without an .idx does not exist."""
+    """Rename finished files to their final names, .idx last: a store without .idx does not
+    exist."""
     for path in (tokens, index):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -459,15 +457,17 @@ def publish_store(prefix: str, *, tokens: Path, index: Path) -> None:
 
 
 class IndexedDatasetBuilder:
-    """Writes a store under temporary names; `finalize` gives it its own. Leaving the `with` without
-    it removes all."""
+    """Writes a store under temporary names, which `finalize` replaces.
+
+    Leaving the `with` block without `finalize` removes the files.
+    """
 
     def __init__(self, prefix: str, dtype: DTypeLike, *, multimodal: bool = False) -> None:
         self.prefix = prefix
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in CODES:
             raise DataError(
-                f"token type {self.dtype} has no code: use one of {sorted(str(d) for d in CODES)}."
+                f"unsupported token type {self.dtype}: use one of {sorted(str(d) for d in CODES)}."
             )
         self._lengths = array("i")
         self._ends = array("q", [0])
@@ -479,8 +479,7 @@ class IndexedDatasetBuilder:
             self._file = self._tokens_temporary.open("wb")
         except OSError as error:
             raise DataError(
-                f"output {prefix}: cannot be written ({error}). Use an output in a folder you can "
-                "write to."
+                f"output {prefix}: cannot be written ({error}). Use an output in a writable folder."
             ) from error
 
     def __enter__(self) -> Self:
@@ -497,21 +496,20 @@ class IndexedDatasetBuilder:
         self._index_temporary.unlink(missing_ok=True)
 
     def add_item(self, tokens: NDArray[Any], mode: int = 0) -> None:
-        """Add one sequence to the document being written."""
+        """Append one sequence to the current document."""
         self._file.write(np.ascontiguousarray(tokens, self.dtype).data)
         self._lengths.append(len(tokens))
         if self._modes is not None:
             self._modes.append(mode)
 
     def end_document(self) -> None:
-        """End the document; without a sequence since the last end, it is an empty one."""
+        """End the current document, which may be empty."""
         self._ends.append(len(self._lengths))
 
     def add_document(
         self, ids: NDArray[Any], lengths: list[int], modes: list[int] | None = None
     ) -> None:
-        """Add one whole document: the ids of its sequences, one after another, and their
-        lengths."""
+        """Append a document: the concatenated ids of its sequences, and their lengths."""
         if sum(lengths) != len(ids):
             raise DataError(
                 f"document with {len(ids)} ids but lengths {lengths}: expected lengths that sum to "
@@ -527,16 +525,16 @@ class IndexedDatasetBuilder:
         """Append every document of another store.
 
         Raises:
-            DataError: it has another token type, or modes where this has none.
+            DataError: its token type or its modality differs.
         """
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype or (
             other.multimodal != (self._modes is not None) and len(other)
         ):
             raise DataError(
-                f"{prefix} holds {other.dtype} tokens, multimodal={other.multimodal}, but "
+                f"{prefix} has {other.dtype} tokens, multimodal={other.multimodal}, but "
                 f"{self.prefix} is written as "
-                f"{self.dtype}, multimodal={self._modes is not None}. Use stores of one kind."
+                f"{self.dtype}, multimodal={self._modes is not None}. Use stores of the same type."
             )
         self._file.flush()
         with tokens_path(prefix).open("rb") as source:

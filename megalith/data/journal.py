@@ -1,8 +1,8 @@
-"""Stores that are being written: files that only grow, and a note of how much of them counts.
+"""Resumable writing of token stores: append-only files and a record of how much of them is valid.
 
-They lie in a folder of their own until they are whole. `state.json` in it names the place in the
-input that was reached and the size of every file at that moment; going on means cutting the files
-there and reading on from that place.
+The files are in a temporary folder until they are complete. Its `state.json` stores the position in
+the input and the size of every file at that moment; to resume, the files are truncated to these
+sizes and the input is read from that position.
 """
 
 import fcntl
@@ -24,13 +24,13 @@ from megalith.data.corpus import Position, Source
 from megalith.data.indexed import index_path, tokens_path, write_index
 from megalith.errors import DataError
 
-_SAVE_SECONDS = 10.0  # what a crash costs at most
-_EXAMPLES = 5
+_SAVE_SECONDS = 10.0  # work that a crash loses at most
+_MAX_EXAMPLES = 5
 
 
 @dataclass(slots=True)
 class Totals:
-    """What has been read and written so far."""
+    """Counts of what was read and written so far."""
 
     documents: int = 0
     empty_documents: int = 0
@@ -38,7 +38,7 @@ class Totals:
     tokens: int = 0
     text_bytes: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
-    examples: list[str] = field(default_factory=list)  # the first rejected lines, in words
+    examples: list[str] = field(default_factory=list)  # messages about the first rejected lines
 
     def __add__(self, other: "Totals") -> "Totals":
         reasons = dict.fromkeys([*self.rejected, *other.rejected])
@@ -52,36 +52,35 @@ class Totals:
                 reason: self.rejected.get(reason, 0) + other.rejected.get(reason, 0)
                 for reason in reasons
             },
-            examples=(self.examples + other.examples)[:_EXAMPLES],
+            examples=(self.examples + other.examples)[:_MAX_EXAMPLES],
         )
 
     def reject(self, reason: str, message: str) -> None:
-        """Count one line or file that is no document."""
+        """Count one line or file that is not a document."""
         self.rejected[reason] = self.rejected.get(reason, 0) + 1
-        self.examples = [*self.examples, message][:_EXAMPLES]
+        self.examples = [*self.examples, message][:_MAX_EXAMPLES]
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedKey:
-    """The tokens of one key of some documents."""
+    """Tokens of some documents for one key."""
 
-    ids: NDArray[Any]  # in the store's type
-    lengths: NDArray[np.int32]  # tokens of each sequence
-    sequences: NDArray[np.int32]  # sequences of each document, 0 for an empty one
+    ids: NDArray[Any]  # in the token type of the store
+    lengths: NDArray[np.int32]  # tokens per sequence
+    sequences: NDArray[np.int32]  # sequences per document, 0 for an empty one
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
-    """A moment at which everything up to a place in the input was written: replaced as a whole,
-    never changed."""
+class _Checkpoint:
+    """Position in the input and the file sizes at that position; immutable, replaced atomically."""
 
     position: Position
     totals: Totals
-    sizes: tuple[tuple[int, ...], ...]  # bytes of the growing files of each store
+    sizes: tuple[tuple[int, ...], ...]  # bytes of the three files of each store
 
 
 class _GrowingStore:
-    """The three growing files of one store, and the index made of them at the end."""
+    """Three append-only files of one store, and the index that is built from them."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self.tokens, self.lengths, self.sequences = (
@@ -91,29 +90,28 @@ class _GrowingStore:
         self._files: list[BinaryIO] = []
 
     def open(self, sizes: Sequence[int]) -> None:
-        """Cut the files to the sizes that count, and go on behind them.
+        """Truncate the files to the recorded sizes and open them for appending.
 
         Raises:
-            DataError: a file is shorter than it was.
+            DataError: a file is shorter than recorded.
         """
         for path, size in zip((self.tokens, self.lengths, self.sequences), sizes):
             file = path.open("ab")
             self._files.append(file)
             if file.tell() < size:
                 raise DataError(
-                    f"{path}: {file.tell()} bytes, {size} expected. Pass --overwrite to start "
-                    "again."
+                    f"{path}: {file.tell()} bytes, {size} expected. Pass --overwrite to restart."
                 )
             file.truncate(size)
 
     def append(self, encoded: EncodedKey) -> tuple[int, ...]:
-        """Write one block; returns the sizes of the files after it."""
+        """Append one block; return the sizes of the files."""
         for file, values in zip(self._files, (encoded.ids, encoded.lengths, encoded.sequences)):
             file.write(np.ascontiguousarray(values).data)
         return tuple(file.tell() for file in self._files)
 
     def sync(self) -> None:
-        """Wait until all of it is on the disk."""
+        """Flush the files to disk."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
@@ -129,7 +127,7 @@ class _GrowingStore:
             os.fsync(file.fileno())
 
     def publish(self, prefix: str) -> None:
-        """Move both files to their names, .idx last; doing it twice is harmless."""
+        """Rename both files to their final names, .idx last; idempotent."""
         if self.tokens.exists():
             index_path(prefix).unlink(missing_ok=True)
             self.tokens.replace(tokens_path(prefix))
@@ -138,21 +136,21 @@ class _GrowingStore:
 
     def close(self) -> None:
         for file in self._files:
-            with suppress(OSError):  # a full disk was reported already; closing flushes once more
+            with suppress(OSError):  # a full disk was reported already, and closing flushes again
                 file.close()
 
 
 class PrepareJournal:
-    """The stores of one `prepare`, one per key, and the place in the input up to which they are
-    safe."""
+    """Stores of one `prepare` run, one per key, and the input position up to which they are
+    saved."""
 
     def __init__(
         self, folder: Path, keys: Sequence[str], settings: dict[str, Any], sources: Sequence[Source]
     ) -> None:
-        """`settings` is all that decides the tokens besides the input; a run that goes on must have
-        the same."""
+        """`settings`: everything besides the input that determines the tokens; a resumed run must
+        have the same."""
         self.finished = False
-        self._done = _Done(Position(), Totals(), ((0, 0, 0),) * len(keys))
+        self._checkpoint = _Checkpoint(Position(), Totals(), ((0, 0, 0),) * len(keys))
         self._folder = folder
         self._settings = settings
         self._sources = [asdict(source) for source in sources]
@@ -160,44 +158,41 @@ class PrepareJournal:
         self._state = folder / "state.json"
         self._saved = time.monotonic()
         self._lock: BinaryIO | None = None
-        self._fits = False  # what is in the folder is known to be of this run
+        self._is_own_folder = False  # the contents of the folder are known to belong to this run
 
     @property
     def position(self) -> Position:
-        """Where in the input to go on."""
-        return self._done.position
+        """Position in the input to continue from."""
+        return self._checkpoint.position
 
     @property
     def totals(self) -> Totals:
-        """What has been written, in this run and those before it."""
-        return self._done.totals
+        """Counts of this run and of the runs that it resumes."""
+        return self._checkpoint.totals
 
     def start(self, *, resume: bool, overwrite: bool) -> None:
-        """Take the folder: a fresh one, what is left of an earlier run with `resume`, or its place
-        with `overwrite`.
+        """Lock the folder; create it, resume from it, or overwrite it.
 
         Raises:
-            DataError: it is another process's, holds unfinished work, does not fit these settings,
-            or cannot be made.
+            DataError: another process holds the lock, the folder contains an unfinished run or one
+                with other settings, or it cannot be created.
         """
-        there = os.path.exists(
-            self._folder
-        )  # unlike Path.exists, no error where looking is not allowed
-        lock = _take(self._folder)
-        if there and not (resume or overwrite):
+        exists = os.path.exists(self._folder)  # unlike Path.exists, no PermissionError
+        lock = _lock_folder(self._folder)
+        if exists and not (resume or overwrite):
             lock.close()
             raise DataError(
-                f"{self._folder} holds an unfinished run. Pass --resume to go on, or --overwrite "
-                "to start again."
+                f"{self._folder} contains an unfinished run. Pass --resume to continue it, or "
+                "--overwrite to restart it."
             )
         self._lock = lock
         if overwrite:
             self._state.unlink(missing_ok=True)
         if self._state.exists():
             self._load()
-        self._fits = True
+        self._is_own_folder = True
         if not self.finished:
-            for store, sizes in zip(self._stores, self._done.sizes):
+            for store, sizes in zip(self._stores, self._checkpoint.sizes):
                 store.open(sizes)
 
     def _load(self) -> None:
@@ -206,46 +201,45 @@ class PrepareJournal:
             name for name, value in self._settings.items() if state["settings"].get(name) != value
         ]
         position = Position(**state["position"])
-        begun = position.sources + (position.lines > 0)
-        if differing or state["sources"][:begun] != self._sources[:begun]:
+        num_started = position.sources + (position.lines > 0)
+        if differing or state["sources"][:num_started] != self._sources[:num_started]:
             what = ", ".join(differing) or "the files read so far"
             raise DataError(
-                f"{self._folder} was begun with other settings or files ({what} differ). Use the "
-                "same ones to resume, "
-                f"or pass --overwrite to start again."
+                f"{self._folder} was written with other settings or files ({what} differ). Use the "
+                "same ones to resume, or pass --overwrite to restart."
             )
         self.finished = state["finished"]
-        self._done = _Done(
+        self._checkpoint = _Checkpoint(
             position, Totals(**state["totals"]), tuple(tuple(sizes) for sizes in state["sizes"])
         )
 
     def append(self, end: Position, keys: Sequence[EncodedKey], totals: Totals) -> None:
-        """Add the documents up to `end`; from time to time, make sure that they are safe.
+        """Append the documents up to `end`; save periodically.
 
         Raises:
-            DataError: the disk is full.
+            DataError: the files cannot be written.
         """
         try:
             sizes = tuple(store.append(encoded) for store, encoded in zip(self._stores, keys))
-            # One assignment: an interrupt before it leaves bytes that do not count, and never a
-            # count without bytes.
-            self._done = _Done(end, self.totals + totals, sizes)
+            # One assignment: an interrupt before it leaves extra bytes, which are truncated on
+            # resume, but never counts missing bytes.
+            self._checkpoint = _Checkpoint(end, self.totals + totals, sizes)
             if time.monotonic() - self._saved > _SAVE_SECONDS:
                 self.save()
         except OSError as error:
             raise DataError(
-                f"{self._folder}: {error}. Free some space, and pass --resume to go on."
+                f"{self._folder}: {error}. Free some space, and pass --resume to continue."
             ) from error
 
     def save(self) -> None:
-        """Note what is on the disk now."""
+        """Flush the files and save the state."""
         for store in self._stores:
             store.sync()
         state = {
             "settings": self._settings,
             "sources": self._sources,
             "finished": self.finished,
-            **asdict(self._done),
+            **asdict(self._checkpoint),
         }
         temporary = self._state.with_suffix(".writing")
         with temporary.open("w") as file:
@@ -256,8 +250,7 @@ class PrepareJournal:
         self._saved = time.monotonic()
 
     def finish(self, dtype: np.dtype[Any]) -> None:
-        """Write the indices; from here on only renames are left, which a later run can make up
-        for."""
+        """Write the indices; afterwards only renames remain, which a resumed run can repeat."""
         try:
             for store in self._stores:
                 store.sync()
@@ -266,11 +259,11 @@ class PrepareJournal:
             self.save()
         except OSError as error:
             raise DataError(
-                f"{self._folder}: {error}. Free some space, and pass --resume to go on."
+                f"{self._folder}: {error}. Free some space, and pass --resume to continue."
             ) from error
 
     def publish(self, prefixes: Sequence[str]) -> None:
-        """Give the stores their names and remove the folder."""
+        """Rename the stores to their final names and remove the folder."""
         for store, prefix in zip(self._stores, prefixes):
             store.publish(prefix)
         shutil.rmtree(self._folder)
@@ -291,38 +284,37 @@ class PrepareJournal:
             self.save()
         for store in self._stores:
             store.close()
-        useful = self._state.exists() and (self.totals.tokens or not self._fits)
+        useful = self._state.exists() and (self.totals.tokens or not self._is_own_folder)
         if kind is not None and not useful:
-            shutil.rmtree(
-                self._folder, ignore_errors=True
-            )  # nothing in it that a later run could use
+            shutil.rmtree(self._folder, ignore_errors=True)  # nothing to resume from
         self._lock.close()
 
 
-def _take(folder: Path) -> BinaryIO:
-    """Make the folder if it is missing, and hold it until the file is closed.
+def _lock_folder(folder: Path) -> BinaryIO:
+    """Create the folder if it is missing, and lock it until the returned file is closed.
 
     Raises:
-        DataError: another process holds it, or it cannot be made or locked.
+        DataError: another process holds the lock, or the folder cannot be created or locked.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("wb")
     except OSError as error:
         raise DataError(
-            f"{folder}: cannot be written ({error}). Use an output in a folder you can write to."
+            f"{folder}: cannot be written ({error}). Use an output in a writable folder."
         ) from error
     try:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock.close()
         raise DataError(
-            f"{folder}: another process is writing it ({error}). Wait for it, or use another "
+            f"{folder}: another process is writing to it ({error}). Wait for it, or use another "
             "output."
         ) from error
     except OSError as error:
         lock.close()
         raise DataError(
-            f"{folder}: cannot be locked ({error}). Use an output on a file system with locks."
+            f"{folder}: cannot be locked ({error}). Use an output on a file system that supports "
+            "locks."
         ) from error
     return lock

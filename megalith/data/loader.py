@@ -1,5 +1,5 @@
-"""The loader: the microbatches one rank computes in a step, and how many labels the global batch
-has."""
+"""Data loader: reads the microbatches of one rank per step, and counts the labels of the global
+batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalith.config.data import DataConfig, Sampler
 from megalith.config.model import ModelConfig
-from megalith.data.packs import joined, numbers_of
+from megalith.data.packs import pack_documents, token_numbers
 from megalith.data.row_masks import masks_of_rows, with_row_masks
 from megalith.data.sample import Dataset, Indexed, PackedSample, Row, Sample
 from megalith.errors import DataError
@@ -41,90 +41,90 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One microbatch: t = rows * seq_len tokens, row after row; or my share of them, where ranks
-    share rows."""
+    """One microbatch: t = rows * seq_len tokens, row after row; under context parallelism, the
+    local shard of them."""
 
     ids: Tensor
     """int64 [t]."""
 
     labels: Tensor
-    """int64 [t]: the next token; -1 where there is no loss."""
+    """int64 [t]: the next token; -1 where the loss mask excludes it."""
 
     tokens: PackedSeqParams
-    """Which document each token belongs to."""
+    """Document boundaries, position ids and masks of the tokens."""
 
     num_labels: int
-    """Labels that count, in this microbatch, over all ranks that share it."""
+    """Labels that are not masked, over all ranks that share the microbatch."""
 
     lengths: tuple[int, ...]
-    """Of its documents as they were read, over the same ranks: padding and filler are no work."""
+    """Document lengths without padding, over the same ranks, for FLOP counts."""
 
     num_tokens: int = 0
-    """Tokens as they were read, without filler, over the same ranks."""
+    """Input tokens without padding, over the same ranks."""
 
     mtp_inputs: tuple[tuple[Tensor, Tensor], ...] = ()
-    """(ids, labels), each [t], of every MTP depth: those one, two, ...
-    tokens further on in the same document; where it ends first, token 0 and no label."""
+    """(ids, labels), each [t], per MTP depth: shifted by 1, 2, ... tokens within the document; past
+    its end, token 0 and label -1."""
 
     num_mtp_labels: tuple[int, ...] = ()
-    """Labels of each depth that count, as `num_labels`."""
+    """Labels per MTP depth that are not masked, as `num_labels`."""
 
     part: float = 1.0
-    """How many of the step's tokens it has, as a multiple of an even part; rows all have the
-    same."""
+    """Its tokens divided by the mean per microbatch of the step; 1 for unpacked rows."""
 
     @property
     def squared_lengths(self) -> int:
-        """Sum of the squares of its documents' lengths."""
+        """Sum of the squared document lengths."""
         return sum(length**2 for length in self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatches:
-    """What one rank computes in one step."""
+    """Microbatches of one rank in one step."""
 
     microbatches: list[Batch]
     num_labels: int
-    """Labels that count in the global batch, over all ranks: what the summed loss is divided by."""
+    """Labels of the global batch that are not masked, over all ranks: the divisor of the summed
+    loss."""
 
     num_mtp_labels: tuple[int, ...] = ()
-    """The same for every MTP depth."""
+    """The same per MTP depth."""
 
     num_tokens: int = 0
-    """Tokens of the global batch as they were read, without filler."""
+    """Input tokens of the global batch without padding."""
 
     num_padded_tokens: int = 0
-    """The same with filler."""
+    """Input tokens of the global batch with padding."""
 
     lengths: tuple[int, ...] | None = None
-    """Of all documents of the global batch, where they are known before they are read."""
+    """Lengths of all documents of the global batch; None if unknown before reading."""
 
     imbalance: float | None = None
-    """How much longer the busiest data-parallel rank works than all do on average, as a share,
-    where that is known."""
+    """Relative excess of the most loaded data-parallel rank's cost over the mean; None if
+    unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masks:
-    """Which labels count, and where documents begin."""
+    """Settings of the loss mask and of document boundaries."""
 
     eod: int | None = None
-    """The token that ends a document; None when the data has none."""
+    """End-of-document token; None if the data has none."""
 
     documents: bool = False
-    """Start a new document after each end-of-document token, and drop the label that crosses the
-    border."""
+    """Start a new document after each end-of-document token, and mask the label across the
+    boundary."""
 
     eod_mask_loss: bool = False
-    """Drop the label of each end-of-document token."""
+    """Mask the label of each end-of-document token."""
 
     padding: bool = False
-    """Let no token see the padding at the end of a row: for models that look at later tokens.
-    Others see none."""
+    """Mask padding at the end of a row in attention, for bidirectional models; causal ones never
+    attend to it."""
 
 
 def masks_of(data: DataConfig, model: ModelConfig, eod: int | None) -> Masks:
-    """What the settings of a run say of it."""
+    """Return the mask settings of a run."""
     return Masks(
         eod=eod,
         documents=data.document_masking,
@@ -134,10 +134,10 @@ def masks_of(data: DataConfig, model: ModelConfig, eod: int | None) -> Masks:
 
 
 class Loader:
-    """Reads the samples of each step, a step ahead, so that counting the labels of all ranks keeps
-    no one waiting.
+    """Reads the samples of each step one step ahead, so that the all-reduce of label counts
+    overlaps.
 
-    Its whole state is how many samples have been consumed: order is a function of that number.
+    Its whole state is the number of consumed samples, which determines the order.
     """
 
     def __init__(
@@ -160,10 +160,12 @@ class Loader:
         cost: DocumentCost | None = None,
         balanced: bool = False,
     ) -> None:
-        """`dropout_seed`: the seed of a run that trains with dropout; unset: nothing is dropped.
-        `further`: MTP depths. `budget`: the dataset's samples are
-        documents, to be packed by it; `everyone`: all ranks, which then make sure that they deal
-        alike. `cost`: what the ranks' work is compared by; `balanced`: rows are dealt by it."""
+        """Create a loader that reads `steps` steps from sample `consumed` on.
+
+        `dropout_seed`: set if training uses dropout. `num_mtp_layers`: MTP depths. `budget`:
+        sequence packing of samples that are documents; `everyone`: all ranks, which check that they
+        packed alike. `cost`: measure of the ranks' work; `balanced`: assign rows to ranks by it.
+        """
         self.dataset, self.masks, self.dp, self.device, self.slicing = (
             dataset,
             masks,
@@ -177,17 +179,17 @@ class Loader:
         self.cost = DocumentCost() if cost is None else cost
         self._position = consumed
         self._left = steps
-        self._ahead = self._read()
+        self._prefetched = self._read()
 
     def next(self) -> StepBatches:
-        """The next step's microbatches; the step after it is read on the way.
+        """Return the next step's microbatches, and prefetch the step after it.
 
         Raises:
-            DataError: ranks have packed the documents of the step in different ways.
+            DataError: ranks have packed the documents of the step differently.
         """
-        assert self._ahead is not None, "more steps asked for than the loader was made for"
-        step, count, assignment, works = self._ahead
-        self._ahead = self._read()
+        assert self._prefetched is not None, "more steps requested than the loader was created for"
+        step, count, assignment, works = self._prefetched
+        self._prefetched = self._read()
         for work in works:
             work.wait()
         if assignment is not None:
@@ -197,8 +199,9 @@ class Loader:
         read, own, *mtp_inputs = count[: 2 + self.num_mtp_layers].tolist()
         return replace(step, num_labels=own, num_mtp_labels=tuple(mtp_inputs), num_tokens=read)
 
-    def _read(self) -> "_Ahead | None":
-        """Read a step, and start counting its labels over the data-parallel ranks."""
+    def _read(self) -> "_PrefetchedStep | None":
+        """Read a step, and start the all-reduce of its label counts over the data-parallel
+        ranks."""
         if self._left == 0:
             return None
         self._left -= 1
@@ -212,18 +215,20 @@ class Loader:
             for batch in step.microbatches
         ]
         sums = [sum(depth) for depth in zip(*counts, strict=True)]
-        seen = [] if assignment is None else [assignment.digest(), assignment.digest() ** 2]
-        count = torch.tensor([*sums, *seen], device=self.device)
+        digests = [] if assignment is None else [assignment.digest(), assignment.digest() ** 2]
+        count = torch.tensor([*sums, *digests], device=self.device)
         works = [start_all_reduce_(count[: len(sums)], self.dp)]
-        works += [start_all_reduce_(count[len(sums) :], self.everyone)] if seen else []
-        return _Ahead(step, count, assignment, [work for work in works if work is not None])
+        works += [start_all_reduce_(count[len(sums) :], self.everyone)] if digests else []
+        return _PrefetchedStep(
+            step, count, assignment, [work for work in works if work is not None]
+        )
 
     def _read_rows(self) -> StepBatches:
-        """My rows of the next step."""
-        rows, places, told = self._rows(), self._places(), StepBatches([], 0)
+        """Read this rank's rows of the next step."""
+        rows, positions, stats = self._rows(), self._places(), StepBatches([], 0)
         if isinstance(self.dataset, Indexed):
-            rows, told = self._known_rows(self.dataset)
-            places = rows
+            rows, stats = self._assign_rows(self.dataset)
+            positions = rows
         samples = [[self.dataset.sample(k) for k in ids] for ids in rows]
         batches = [
             build_batch(
@@ -238,14 +243,14 @@ class Loader:
         if self.dropout_seed is not None:
             batches = [
                 with_dropout(batch, at, seed=self.dropout_seed)
-                for batch, at in zip(batches, places)
+                for batch, at in zip(batches, positions)
             ]
         size = len(samples[0][0].ids) - isinstance(samples[0][0], Sample)
-        return replace(told, microbatches=batches, num_padded_tokens=self.global_batch_size * size)
+        return replace(stats, microbatches=batches, num_padded_tokens=self.global_batch_size * size)
 
-    def _known_rows(self, dataset: Indexed) -> tuple[list[list[int]], StepBatches]:
-        """My rows of the next step, by microbatch, and what is known of all ranks' before they are
-        read."""
+    def _assign_rows(self, dataset: Indexed) -> tuple[list[list[int]], StepBatches]:
+        """Return this rank's rows of the next step per microbatch, and statistics of all ranks'
+        rows."""
         dp, count = self.dp, self.global_batch_size
         lengths = [dataset.lengths_of(self._position + number) for number in range(count)]
         costs = [sum(map(self.cost, row)) for row in lengths]
@@ -256,18 +261,22 @@ class Loader:
             sum(costs[row] for rows in assignment[rank :: dp.size] for row in rows)
             for rank in range(dp.size)
         ]
-        mine = [[self._position + row for row in rows] for rows in assignment[dp.rank :: dp.size]]
-        return mine, StepBatches([], 0, lengths=tuple(chain(*lengths)), imbalance=imbalance(ranks))
+        local_rows = [
+            [self._position + row for row in rows] for rows in assignment[dp.rank :: dp.size]
+        ]
+        return local_rows, StepBatches(
+            [], 0, lengths=tuple(chain(*lengths)), imbalance=imbalance(ranks)
+        )
 
     def _read_packs(self, budget: Budget) -> tuple[StepBatches, BatchAssignment]:
-        """My packs of the next step's documents."""
+        """Read this rank's packs of the next step's documents."""
         first, dataset = self._position, self.dataset
         assert isinstance(dataset, Indexed), "only documents can be packed"
         lengths = [
             sum(dataset.lengths_of(first + number)) for number in range(self.global_batch_size)
         ]
         assignment = budget.assign_batches(lengths, self.dp.size)
-        even = sum(lengths) / len(assignment.packs)
+        mean_tokens = sum(lengths) / len(assignment.packs)
         batches = [
             build_pack(
                 dataset,
@@ -277,17 +286,17 @@ class Loader:
                 slicing=self.slicing,
                 num_mtp_layers=self.num_mtp_layers,
                 dropout_seed=self.dropout_seed,
-                even=even,
+                even=mean_tokens,
             )
             for pack in assignment.of(self.dp.rank)
         ]
-        places = len(assignment.packs) * budget.capacity
+        num_padded_tokens = len(assignment.packs) * budget.capacity
         return StepBatches(
-            batches, 0, (), 0, places, tuple(lengths), assignment.imbalance
+            batches, 0, (), 0, num_padded_tokens, tuple(lengths), assignment.imbalance
         ), assignment
 
     def _rows(self) -> list[list[int]]:
-        """The samples of the next step that this rank reads, microbatch by microbatch."""
+        """Return the samples that this rank reads in the next step, per microbatch."""
         if self.sampler == "sequential":
             return self._places(total=self.dataset.num_samples)
         return cyclic_sample_ids(
@@ -302,7 +311,8 @@ class Loader:
         )
 
     def _places(self, *, total: int | None = None) -> list[list[int]]:
-        """Which rows of the whole run those are: the samples themselves in the sequential order."""
+        """Return the positions of those rows in the whole run: the samples themselves in sequential
+        order."""
         return sample_ids(
             consumed=self._position,
             global_batch_size=self.global_batch_size,
@@ -313,13 +323,13 @@ class Loader:
         )
 
 
-class _Ahead(NamedTuple):
-    """A step that has been read, whose labels are being counted."""
+class _PrefetchedStep(NamedTuple):
+    """A step that was read, with the pending all-reduce of its counts."""
 
     step: StepBatches
     sums: Tensor
-    """int64: tokens read, labels, those of every MTP depth; with a deal, its digest and the
-    square of that."""
+    """int64: input tokens, labels, labels per MTP depth; with packing, the digest and its
+    square."""
 
     assignment: BatchAssignment | None
     works: list[dist.Work]
@@ -328,31 +338,31 @@ class _Ahead(NamedTuple):
 def check_batches_consistent_across_ranks(
     microbatches: int, sums: Sequence[int], everyone: Group
 ) -> None:
-    """Make sure that all ranks have dealt alike, before any waits for a microbatch that another
-    does not have.
+    """Check that all ranks assigned the documents alike, before a rank waits for a missing
+    microbatch.
 
-    sums: of the digests of all ranks, and of their squares: only equal numbers have (Σ d)² = ranks
-    · Σ d². Collective over `everyone` where they differ.
+    `sums`: sums over all ranks of the digests and of their squares: only equal numbers satisfy (Σ
+    d)² = ranks · Σ d². Collective over `everyone` where they differ.
 
     Raises:
-        DataError: on every rank, with the counts of those that differ.
+        DataError: on every rank, with the differing counts.
     """
     total, squares = sums
     if total**2 == everyone.size * squares:
         return
-    found = dict(zip(everyone.ranks, gather_objects(microbatches, everyone), strict=True))
-    counts = ", ".join(f"{count} on rank {rank}" for rank, count in list(found.items())[:8])
+    counts_by_rank = dict(zip(everyone.ranks, gather_objects(microbatches, everyone), strict=True))
+    counts = ", ".join(
+        f"{count} on rank {rank}" for rank, count in list(counts_by_rank.items())[:8]
+    )
     raise DataError(
-        f"ranks have dealt out the documents of a step in different ways (microbatches: {counts}). "
-        "Make sure that all "
-        f"of them run the same version and read the same files, and run the same command again."
+        f"ranks assigned the documents of a step differently (microbatches: {counts}). "
+        "Use the same version and the same files on all ranks, and run the same command again."
     )
 
 
 @lru_cache(maxsize=2)  # a step may end one epoch and begin the next
 def shuffle_of_epoch(length: int, epoch: int) -> NDArray[np.int64]:
-    """The numbers 0 to length - 1 in the order in which Megatron's cyclic sampler shuffles them in
-    an epoch."""
+    """Return 0 to length - 1 in the order of Megatron's cyclic sampler in an epoch."""
     order: NDArray[np.int64] = torch.randperm(
         length, generator=torch.Generator().manual_seed(epoch)
     ).numpy()
@@ -367,14 +377,13 @@ def build_batch(
     slicing: Slicing = WHOLE,
     num_mtp_layers: int = 0,
 ) -> Batch:
-    """Rows of one microbatch as packed tokens, of which one rank gets its slice: here and nowhere
-    else.
+    """Build one microbatch of packed tokens from rows, and take this rank's context-parallel shard.
 
-    Rows that were filled document by document know their own labels; `masks` is for the others.
+    Rows packed by document have their own labels; `masks` applies to the others.
     """
     packed = [sample for sample in samples if isinstance(sample, PackedSample)]
     plain = [sample for sample in samples if isinstance(sample, Sample)]
-    assert not (packed and plain), "rows of two kinds in one microbatch"
+    assert not (packed and plain), "packed and unpacked rows in one microbatch"
     inputs, labels, lengths = _packed_rows(packed) if packed else _plain_rows(plain, masks)
     read = (
         tuple(length for row in packed for length in row.read_lengths) if packed else tuple(lengths)
@@ -391,7 +400,7 @@ def build_batch(
     if (places := _places(samples, lengths)) is not None:
         tokens = with_places(tokens, places)
     hidden = masks_of_rows(samples, padding=masks.padding)
-    tokens = _without_filler(with_row_masks(tokens, hidden, lengths), packed)
+    tokens = _mask_padding(with_row_masks(tokens, hidden, lengths), packed)
     (own_ids, own_labels), *others = [
         (_flat(ids, device), _flat(labels, device)) for ids, labels in shared
     ]
@@ -418,24 +427,23 @@ def build_pack(
     dropout_seed: int | None = None,
     even: float = 0.0,
 ) -> Batch:
-    """One microbatch of these documents, or of none; filler is padding, to which experts pay no
-    heed.
+    """Build one microbatch of these documents, possibly none; padding is not routed to experts.
 
-    `even`: tokens that a microbatch of the step has on average.
+    `even`: mean number of tokens per microbatch of the step.
     """
     samples = [dataset.sample(k) for k in documents]
-    row = joined([sample for sample in samples if isinstance(sample, PackedSample)], budget)
+    row = pack_documents([sample for sample in samples if isinstance(sample, PackedSample)], budget)
     batch = build_batch(
         [row], Masks(), device=device, slicing=slicing, num_mtp_layers=num_mtp_layers
     )
     tokens = _with_numbers(
-        batch.tokens, numbers_of(documents, row, budget.longest), seed=dropout_seed
+        batch.tokens, token_numbers(documents, row, budget.longest), seed=dropout_seed
     )
     return replace(batch, tokens=tokens, part=row.num_valid / even if even else 1.0)
 
 
-def _without_filler(tokens: PackedSeqParams, rows: Sequence[PackedSample]) -> PackedSeqParams:
-    """The tokens of rows whose filler is padding, to which experts pay no heed."""
+def _mask_padding(tokens: PackedSeqParams, rows: Sequence[PackedSample]) -> PackedSeqParams:
+    """Mark the padding of packed rows, which is not routed to experts."""
     if all(row.num_valid == len(row.ids) for row in rows):
         return tokens
     text = [np.arange(len(row.ids)) < row.num_valid for row in rows]
@@ -443,15 +451,17 @@ def _without_filler(tokens: PackedSeqParams, rows: Sequence[PackedSample]) -> Pa
 
 
 def _with_numbers(tokens: PackedSeqParams, numbers: Ids, *, seed: int | None) -> PackedSeqParams:
-    """The tokens with padding where `numbers` [t], of all that was read, are below 0; with dropout
-    if it has a seed."""
+    """Mark tokens whose `numbers` [t] (of all ranks' input) are negative as padding; set the
+    dropout key if there is a seed."""
     context = tokens.context
     source = None if context is None else context.slices.source
-    every = numbers if source is None else np.where(source >= 0, numbers[source], -1)
-    mine = every if context is None else every[context.slices.numbers[context.rank]]
+    reordered = numbers if source is None else np.where(source >= 0, numbers[source], -1)
+    local_numbers = (
+        reordered if context is None else reordered[context.slices.numbers[context.rank]]
+    )
     if context is not None:
-        context = replace(context, whole=_marked(context.whole, every, seed))
-    return replace(_marked(tokens, mine, seed), context=context)
+        context = replace(context, whole=_marked(context.whole, reordered, seed))
+    return replace(_marked(tokens, local_numbers, seed), context=context)
 
 
 def _marked(tokens: PackedSeqParams, numbers: Ids, seed: int | None) -> PackedSeqParams:
@@ -461,7 +471,7 @@ def _marked(tokens: PackedSeqParams, numbers: Ids, seed: int | None) -> PackedSe
 
 
 def _plain_rows(samples: Sequence[Sample], masks: Masks) -> tuple[Ids, Ids, list[int]]:
-    """Inputs and labels [rows, s] of running text, and the lengths of its documents."""
+    """Return inputs and labels [rows, s] of unpacked rows, and the lengths of their documents."""
     ids = np.stack([sample.ids for sample in samples])
     valid = np.stack([sample.valid for sample in samples])
     inputs, labels, counted = ids[:, :-1], ids[:, 1:].copy(), valid[:, 1:]
@@ -477,7 +487,8 @@ def _plain_rows(samples: Sequence[Sample], masks: Masks) -> tuple[Ids, Ids, list
 
 
 def _packed_rows(samples: Sequence[PackedSample]) -> tuple[Ids, Ids, list[int]]:
-    """The same of rows that were filled document by document, filler included."""
+    """Return inputs and labels [rows, s] of packed rows, and the lengths of their documents with
+    padding."""
     inputs, labels = (
         np.stack([sample.ids for sample in samples]),
         np.stack([sample.labels for sample in samples]),
@@ -488,7 +499,7 @@ def _packed_rows(samples: Sequence[PackedSample]) -> tuple[Ids, Ids, list[int]]:
 def _shift_within_documents(
     ids: Ids, labels: Ids, lengths: list[int], depth: int
 ) -> tuple[Ids, Ids]:
-    """What a depth reads and predicts: ids and labels that many tokens further on in the same
+    """Return the ids and labels of one MTP depth, shifted by `depth` tokens within each
     document."""
     source = shift_tokens_within_documents(lengths, depth)
     return np.where(source >= 0, ids.reshape(-1)[source], 0), np.where(
@@ -497,10 +508,10 @@ def _shift_within_documents(
 
 
 def _places(samples: Sequence[Row], lengths: list[int]) -> Ids | None:
-    """[3, t]: where every token is in time, height and width; in rows of text three times its place
-    in the document.
+    """Return [3, t]: position ids by time, height and width; in text, all three are the position in
+    the document.
 
-    None where all rows are text.
+    Returns None if all rows are text.
     """
     if all(sample.places is None for sample in samples):
         return None
@@ -513,7 +524,7 @@ def _places(samples: Sequence[Row], lengths: list[int]) -> Ids | None:
 
 
 def with_dropout(batch: Batch, rows: Sequence[int], *, seed: int) -> Batch:
-    """The batch as training with dropout needs it; `rows`: which rows of the whole run it has."""
+    """Set the dropout keys of a batch; `rows`: positions of its rows in the whole run."""
     context, device = batch.tokens.context, batch.ids.device
     source = None if context is None else context.slices.source
     read = batch.tokens.whole.num_tokens if source is None else np.count_nonzero(source >= 0)
@@ -525,10 +536,10 @@ def with_dropout(batch: Batch, rows: Sequence[int], *, seed: int) -> Batch:
         return replace(
             batch, tokens=replace(batch.tokens, dropout=DropoutKey(seed, _flat(numbers, device)))
         )
-    mine = context.slices.as_read(context.rank)
-    every = numbers if source is None else np.where(source >= 0, numbers[source], -1)
-    numbers = np.where(mine >= 0, numbers[mine], -1)
-    own, whole = (DropoutKey(seed, _flat(one, device)) for one in (numbers, every))
+    local_indices = context.slices.as_read(context.rank)
+    reordered = numbers if source is None else np.where(source >= 0, numbers[source], -1)
+    numbers = np.where(local_indices >= 0, numbers[local_indices], -1)
+    own, whole = (DropoutKey(seed, _flat(one, device)) for one in (numbers, reordered))
     context = replace(context, whole=replace(context.whole, dropout=whole))
     return replace(batch, tokens=replace(batch.tokens, dropout=own, context=context))
 
@@ -536,19 +547,19 @@ def with_dropout(batch: Batch, rows: Sequence[int], *, seed: int) -> Batch:
 def _share(
     pairs: list[tuple[Ids, Ids]], lengths: list[int], slicing: Slicing, device: torch.device
 ) -> tuple[list[tuple[Ids, Ids]], PackedSeqParams]:
-    """One rank's (ids, labels) and tokens of rows with documents of these lengths; padding is token
-    0, without a label.
+    """Return the local (ids, labels) of this context-parallel rank, and the packing parameters.
 
-    Labels are the next tokens of the text already, so that no token needs its neighbor.
+    Padding is token 0 without a label. Labels are shifted before sharding, so that no token needs
+    its neighbor.
     """
     if slicing.ranks == 1:
         return pairs, tokens_of_lengths(lengths, device=device)
     slices = plan_slices(lengths, row=pairs[0][0].shape[1], slicing=slicing)
-    mine = slices.as_read(slicing.rank)
+    local_indices = slices.as_read(slicing.rank)
     shared = [
         (
-            np.where(mine >= 0, ids.reshape(-1)[mine], 0),
-            np.where(mine >= 0, labels.reshape(-1)[mine], -1),
+            np.where(local_indices >= 0, ids.reshape(-1)[local_indices], 0),
+            np.where(local_indices >= 0, labels.reshape(-1)[local_indices], -1),
         )
         for ids, labels in pairs
     ]

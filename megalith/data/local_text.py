@@ -1,5 +1,4 @@
-"""Real text that is already on every machine: the source and documentation of Python's own standard
-library."""
+"""Text corpus available on every machine: source and documentation of Python's standard library."""
 
 import hashlib
 import sysconfig
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from megalith.errors import DataError
 
-LEFT_OUT = (
+EXCLUDED_FOLDERS = (
     "site-packages",
     "dist-packages",
     "test",
@@ -20,11 +19,10 @@ LEFT_OUT = (
     "lib2to3",
     "encodings",
 )
-"""Folders whose files are not what a person would write: other packages, test data, tables of
-characters."""
+"""Folders without prose or ordinary code: other packages, test data, character tables."""
 
 ENDINGS = (".py", ".txt", ".rst")
-HELD_OUT_ONE_IN = 25  # files, by a hash of their name, so that the choice is the same everywhere
+HELD_OUT_ONE_IN = 25  # files, by a hash of their name, for the same choice on all machines
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class LocalText:
 
 
 def find_local_text(folder: Path | None = None) -> LocalText:
-    """The standard library's text files, one in 25 held out.
+    """Return the standard library's text files, with one in 25 held out.
 
     Raises:
         DataError: the folder has too little text.
@@ -44,31 +42,31 @@ def find_local_text(folder: Path | None = None) -> LocalText:
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(_text_files(folder))
     held_out = tuple(
-        file for file in files if _number(file.relative_to(folder)) % HELD_OUT_ONE_IN == 0
+        file for file in files if _hash_path(file.relative_to(folder)) % HELD_OUT_ONE_IN == 0
     )
     training = tuple(file for file in files if file not in set(held_out))
     if len(held_out) < 3:
         raise DataError(
             f"{folder} has only {len(files)} text files. Install Python's standard library, or use "
-            f"`megalith prepare` on text of your own."
+            f"`megalith prepare` on your own text."
         )
     return LocalText(training, held_out)
 
 
 def zlib_bits_per_byte(files: Sequence[Path]) -> float:
-    """What `zlib -9` needs for these files, one after the other: a yardstick for a model of the
-    same text."""
+    """Return the bits per byte of `zlib -9` on these files, a baseline for a model of the same
+    text."""
     text = b"".join(file.read_bytes() for file in files)
     return 8 * len(zlib.compress(text, 9)) / len(text)
 
 
 def words_in(text: str) -> list[str]:
-    """Runs of letters, digits and underscores."""
+    """Split a text into runs of letters, digits and underscores."""
     return "".join(c if c.isalnum() or c == "_" else " " for c in text).split()
 
 
 def share_of_known_words(sample: str, files: Sequence[Path]) -> float:
-    """Which part of a sample's words occurs in the files."""
+    """Return the fraction of the words of a sample that occur in the files."""
     known: set[str] = set()
     for file in files:
         known.update(words_in(file.read_text(encoding="utf-8", errors="replace")))
@@ -81,7 +79,7 @@ def _text_files(folder: Path) -> Iterator[Path]:
         inside = file.relative_to(folder).parts[:-1]
         if (
             file.suffix in ENDINGS
-            and not set(inside) & set(LEFT_OUT)
+            and not set(inside) & set(EXCLUDED_FOLDERS)
             and file.is_file()
             and _is_utf8(file)
         ):
@@ -95,7 +93,7 @@ def _is_utf8(file: Path) -> bool:
         return False
 
 
-def _number(path: Path) -> int:
+def _hash_path(path: Path) -> int:
     return int.from_bytes(
         hashlib.blake2b(path.as_posix().encode(), digest_size=4).digest(), "little"
     )

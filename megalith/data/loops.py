@@ -1,8 +1,7 @@
-"""The loops over millions of documents and samples, written once in plain Python and compiled by
-numba for long inputs.
+"""Index-building loops over millions of documents and samples, compiled by numba for long inputs.
 
-The plain function is the definition; the compiled one is the same source, tested to give the same
-arrays. Nothing is compiled for short inputs: importing numba takes longer than running them.
+The plain Python function is the definition; tests compare its arrays with those of the compiled
+one. Short inputs are not compiled, because importing numba takes longer than running them.
 """
 
 from collections.abc import Callable
@@ -15,38 +14,37 @@ from numpy.typing import NDArray
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_WORTH_COMPILING = (
-    50_000  # rounds that plain Python does in the half second that importing numba takes: measured
+_MIN_COMPILED_ITERATIONS = (
+    50_000  # measured: plain Python runs these while numba is imported (0.5 s)
 )
 
 
-def loop_for(function: Callable[P, R], *, rounds: int) -> Callable[P, R]:
-    """The function itself for a short loop, its compiled form for a long one."""
-    return compiled(function) if rounds >= _WORTH_COMPILING else function
+def compile_if_long(function: Callable[P, R], *, rounds: int) -> Callable[P, R]:
+    """Return the function itself for a short loop, and its compiled form for a long one."""
+    return compiled(function) if rounds >= _MIN_COMPILED_ITERATIONS else function
 
 
 @cache
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Machine code for one of the loops below, kept on disk between runs; it releases the
-    interpreter lock."""
+    """Compile one of the loops below, cached on disk; it releases the GIL."""
     from numba import njit  # half a second: only when a long loop needs it
 
     result: Callable[P, R] = njit(cache=True, nogil=True)(function)
     return result
 
 
-def fill_sample_index(
+def compute_sample_index(
     lengths: NDArray[np.int32],
     documents: NDArray[np.int32],
     seq_len: int,
     extra: int,
     index: NDArray[Any],
 ) -> None:
-    """Write where each sample starts, as rows (position in `documents`, offset), and where the last
-    one ends.
+    """Write the start of each sample to `index` as (position in `documents`, offset), and the end
+    of the last one.
 
-    A sample takes seq_len + extra tokens, and the next starts `extra` tokens before its end. The
-    last window may be short: its end is then the end of the last document.
+    A sample has seq_len + extra tokens, and the next one starts `extra` tokens before its end. The
+    last window may be short and end at the end of the last document.
     """
     position = 0
     offset = 0
@@ -70,16 +68,17 @@ def fill_sample_index(
         index[row, 1] = offset
 
 
-def fill_weighted_order(
+def compute_weighted_order(
     weights: NDArray[np.float64],
     counts: NDArray[np.int64],
     member: NDArray[np.int16],
     sample: NDArray[np.int64],
 ) -> None:
-    """Write which member each sample of a blend comes from: the one furthest behind its share, the
-    first of equals.
+    """Write the member and sample index of each sample of a blend: the member furthest behind its
+    share, ties to the first.
 
-    `weights` [m] sum to 1; `counts` [m], zeros at the start, ends as the samples taken from each.
+    `weights` [m] sum to 1; `counts` [m], initially zero, are the number of samples taken per
+    member.
     """
     for i in range(len(member)):
         total = float(max(i, 1))
@@ -95,14 +94,13 @@ def fill_weighted_order(
         counts[best] += 1
 
 
-def fill_exhaustive_order(
+def compute_exhaustive_order(
     sizes: NDArray[np.int64],
     counts: NDArray[np.int64],
     member: NDArray[np.int16],
     sample: NDArray[np.int64],
 ) -> None:
-    """Write an order that uses every sample of every member once, keeping the shares even until
-    members run out."""
+    """Write an order of every sample of every member once, in proportion to the member sizes."""
     total_size = len(member)
     for i in range(total_size):
         total = float(max(i, 1))

@@ -1,5 +1,5 @@
-"""Text in which special tokens are written out, as chat templates make it: its ids, and where in it
-each token lies."""
+"""Encoding of text that contains special tokens, as chat templates render it: ids and character
+spans."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,8 +10,8 @@ import numpy as np
 
 
 class TokenSpans(NamedTuple):
-    """The ids of a text, and the characters [start, end) that each stands for: at least one, and
-    one may have several tokens."""
+    """Ids of a text, and the characters [start, end) of each token; a character may belong to
+    several tokens."""
 
     ids: list[int]
     places: list[tuple[int, int]]
@@ -20,8 +20,7 @@ class TokenSpans(NamedTuple):
 def encode_parts(
     text: str, specials: Mapping[str, int], encode: Callable[[str], Sequence[int]]
 ) -> list[int]:
-    """Ids of a text: those of the special tokens where they stand in it, and `encode` of what lies
-    between.
+    """Return the ids of a text: special tokens by lookup, the text between them by `encode`.
 
     >>> encode_parts("a<end>b", {"<end>": 256}, lambda text: list(text.encode()))
     [97, 256, 98]
@@ -35,28 +34,29 @@ def encode_parts(
 def spans_of_parts(
     text: str, specials: Mapping[str, int], encode: Callable[[str], TokenSpans]
 ) -> TokenSpans:
-    """The same with the place of each token; `encode` counts from the beginning of what it is
-    given.
+    """Return ids and character span of each token; the spans of `encode` are relative to its
+    argument.
 
-    >>> spans_of_parts("a<end>b", {"<end>": 256}, lambda text: Spans([ord(text)], [(0, 1)]))
-    Spans(ids=[97, 256, 98], places=[(0, 1), (1, 6), (6, 7)])
+    >>> spans_of_parts("a<end>b", {"<end>": 256}, lambda text: TokenSpans([ord(text)], [(0, 1)]))
+    TokenSpans(ids=[97, 256, 98], places=[(0, 1), (1, 6), (6, 7)])
     """
-    found, first = TokenSpans([], []), 0
+    result, offset = TokenSpans([], []), 0
     for part in _parts(text, specials):
         ids, places = (
             TokenSpans([specials[part]], [(0, len(part))]) if part in specials else encode(part)
         )
-        found.ids.extend(ids)
-        found.places.extend((first + start, first + end) for start, end in places)
-        first += len(part)
-    return found
+        result.ids.extend(ids)
+        result.places.extend((offset + start, offset + end) for start, end in places)
+        offset += len(part)
+    return result
 
 
-def places_of_bytes(text: str, lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Where tokens lie whose UTF-8 bytes are the text's, one after the other; `lengths`: bytes of
-    each.
+def char_spans_of_bytes(text: str, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the character spans of tokens whose concatenated UTF-8 bytes are the text.
 
-    >>> places_of_bytes("aé", [1, 1, 1])
+    `lengths`: bytes per token.
+
+    >>> char_spans_of_bytes("aé", [1, 1, 1])
     [(0, 1), (1, 2), (1, 2)]
     """
     characters = np.repeat(
@@ -67,7 +67,7 @@ def places_of_bytes(text: str, lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _parts(text: str, specials: Mapping[str, int]) -> Iterator[str]:
-    """Special tokens and what lies between; of two that begin alike the longer one."""
+    """Yield special tokens and the text between them; the longest special token wins."""
     longest_first = sorted(specials, key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if specials else [text]
     return (part for part in parts if part)

@@ -1,4 +1,4 @@
-"""A made-up corpus of counting documents, so that a run needs no file."""
+"""Mock dataset of counting documents, for runs without data files."""
 
 import hashlib
 import math
@@ -16,11 +16,11 @@ from megalith.errors import DataError
 
 @dataclass(frozen=True)
 class MockStore:
-    """Documents of random lengths; one of length L is 1, 2 … L-1, each modulo the vocabulary, then
-    the end token.
+    """Mock token store; a document of length L is 1, 2 … L-1 modulo the vocabulary size, then the
+    end token.
 
-    Unless others are asked for, lengths and contents are those of Megatron's mock data, so both
-    read the same samples.
+    The default lengths and contents are those of Megatron's mock data, so that both read the same
+    samples.
     """
 
     vocab_size: int
@@ -31,25 +31,25 @@ class MockStore:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return "the mock corpus"
 
     @property
     def fingerprint(self) -> str:
-        """All that decides the tokens."""
+        """Text that changes when the tokens do."""
         sizes = f"documents={self.num_documents},max={self.max_tokens}"
-        made_of = f"{sizes},vocab={self.vocab_size},eod={self.eod}"
+        contents = f"{sizes},vocab={self.vocab_size},eod={self.eod}"
         if self.lengths.kind == "uniform":
-            return f"mock({made_of})"
+            return f"mock({contents})"
         digest = hashlib.blake2b(self.sequence_lengths.tobytes(), digest_size=16).hexdigest()
-        return f"mock({made_of},lengths={digest})"
+        return f"mock({contents},lengths={digest})"
 
     @cached_property
     def sequence_lengths(self) -> NDArray[np.int32]:
-        """[num_documents], from 1 to max_tokens - 1; those of a file as they stand there.
+        """int32 [num_documents]: from 1 to max_tokens - 1, or read from a file.
 
         Raises:
-            DataError: the file of lengths is missing, or holds something else.
+            DataError: the file of lengths is missing or invalid.
         """
         draw, count = np.random.default_rng(0), self.num_documents
         if self.lengths.kind == "file":
@@ -61,7 +61,7 @@ class MockStore:
         return draw.integers(1, self.max_tokens, size=count, dtype=np.int32)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[np.int64]:
-        """`length` tokens of document `index` from `offset` on."""
+        """Return `length` tokens of document `index` from `offset` on."""
         total = int(self.sequence_lengths[index])
         end = total if length is None else offset + length
         tokens = np.arange(offset + 1, end + 1, dtype=np.int64) % self.vocab_size
@@ -73,32 +73,31 @@ class MockStore:
 def lognormal_lengths(
     lengths: MockLengths, draw: np.random.Generator, count: int, *, most: int
 ) -> NDArray[np.int32]:
-    """[count] whole numbers whose logarithms are normal, with the mean asked for before the ends
-    cut them off."""
+    """Return [count] lognormal integers; `lengths.mean` is the mean before clipping."""
     assert lengths.mean is not None
     drawn = draw.lognormal(math.log(lengths.mean) - lengths.sigma**2 / 2, lengths.sigma, count)
     return np.clip(np.rint(drawn), lengths.shortest, most).astype(np.int32)
 
 
 def read_lengths(path: str) -> NDArray[np.int32]:
-    """The lengths in a file, at least one.
+    """Read lengths from a file.
 
     Raises:
-        DataError: there is no such file, or not whole numbers from 1 on in it.
+        DataError: the file does not exist, or does not contain positive integers.
     """
     try:
         words = storage.read_text(Path(path)).replace(",", " ").split()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"data.mock_lengths.path={path} cannot be read ({error}). Set it to a file of numbers."
+            f"data.mock_lengths.path={path} cannot be read ({error}). Set it to a text file of "
+            "integers."
         ) from error
     wrong = next(
         (word for word in words if not (word.isdecimal() and 1 <= int(word) < 2**31)), None
     )
     if wrong is not None or not words:
         raise DataError(
-            f"data.mock_lengths.path={path} holds {wrong if words else 'nothing'!r}: expected "
-            "whole numbers from 1 on. "
-            f"Use for example: 17 240 1003."
+            f"data.mock_lengths.path={path} contains {wrong if words else 'nothing'!r}: expected "
+            "positive integers. Example: 17 240 1003."
         )
     return np.array(words, np.int64).astype(np.int32)

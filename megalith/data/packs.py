@@ -1,4 +1,4 @@
-"""Packs: several documents in one row, joined for a step, or decided beforehand and kept in a
+"""Sequence packing: several documents in one row, packed per step or ahead of time and stored in a
 file."""
 
 import hashlib
@@ -14,38 +14,40 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.data.row_masks import joined_masks
+from megalith.data.row_masks import join_masks
 from megalith.data.sample import PackedSample
 from megalith.errors import DataError
 from megalith.plan.deal import Budget
 from megalith.plan.fill import PackedDocuments, fill_first
 from megalith.plan.keys import key
 
-BARS = 12
-"""Lines of a histogram at most."""
+MAX_BARS = 12
+"""Maximum number of lines of a histogram."""
 
 
-def joined(documents: Sequence[PackedSample], budget: Budget) -> PackedSample:
-    """Single documents one after the other, and filler after the last up to the capacity; of
-    nothing, all filler.
+def pack_documents(documents: Sequence[PackedSample], budget: Budget) -> PackedSample:
+    """Concatenate documents and pad them to the capacity; without documents, the row is all
+    padding.
 
-    Where each is padded before ranks share it, there is less filler by that.
+    Where each document is padded for context parallelism, there is less padding at the end.
     """
     lengths = [len(document.ids) for document in documents]
     filler = budget.filler(budget.capacity - sum(map(budget.padded, lengths)))
-    end, size = sum(lengths), sum(lengths) + sum(filler)
+    num_tokens, size = sum(lengths), sum(lengths) + sum(filler)
     ids, labels = np.zeros(size, np.int64), np.full(size, -1, np.int64)
     if documents:
-        ids[:end] = np.concatenate([document.ids for document in documents])
-        labels[:end] = np.concatenate([document.labels for document in documents])
-    mask = joined_masks([document.mask for document in documents], lengths, size)
-    return PackedSample(ids, labels, (*lengths, *filler), end, mask=mask)
+        ids[:num_tokens] = np.concatenate([document.ids for document in documents])
+        labels[:num_tokens] = np.concatenate([document.labels for document in documents])
+    mask = join_masks([document.mask for document in documents], lengths, size)
+    return PackedSample(ids, labels, (*lengths, *filler), num_tokens, mask=mask)
 
 
-def numbers_of(documents: Sequence[int], row: PackedSample, longest: int) -> NDArray[np.int64]:
-    """[t]: which token of the whole run each is: (document, counted from the run's first) ·
-    longest + place in it; -1 for filler. It does not depend on what a document shares a pack
-    with."""
+def token_numbers(documents: Sequence[int], row: PackedSample, longest: int) -> NDArray[np.int64]:
+    """Return [t]: number of each token in the whole run, -1 for padding.
+
+    It is (document, counted from the first of the run) * longest + position in it, and does not
+    depend on which documents share a pack.
+    """
     own = [
         np.arange(length) + number * longest
         for number, length in zip(documents, row.read_lengths, strict=True)
@@ -53,45 +55,45 @@ def numbers_of(documents: Sequence[int], row: PackedSample, longest: int) -> NDA
     return np.concatenate([*own, np.full(len(row.ids) - row.num_valid, -1)]).astype(np.int64)
 
 
-# --- decided beforehand
+# --- packed ahead of time
 
 
 class PackingInput(NamedTuple):
-    """What a packing is made for: conversations, and rows for them."""
+    """Conversations and row length that a packing is computed from."""
 
     digest: str
-    """Of the conversations as tokens."""
+    """Hash of the tokenized conversations."""
 
     seq_len: int
     overlong: str
     lengths: NDArray[np.int64]
-    """Tokens that are read of each."""
+    """Input tokens of each conversation."""
 
     kept: NDArray[np.int64]
-    """Which are read."""
+    """Indices of the conversations that are used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packs:
-    """Rows of whole conversations for one epoch."""
+    """Packed rows of whole conversations for one epoch."""
 
-    filled: PackedDocuments
+    packed: PackedDocuments
     digest: str
-    """Of the rows."""
+    """Hash of the rows."""
 
 
-def pack_first_fit(room: PackingInput, seed: int) -> PackedDocuments:
-    """First-fit decreasing; among equally long conversations the seed decides who comes first.
+def pack_first_fit(inputs: PackingInput, seed: int) -> PackedDocuments:
+    """Pack by first-fit decreasing; the seed orders conversations of equal length.
 
     Source: Johnson 1973, "Near-optimal bin packing algorithms".
     """
-    order = np.random.default_rng(key(seed, "sft", "packs")).permutation(room.kept)
-    filled = fill_first(room.lengths[order].tolist(), room.seq_len)
-    return PackedDocuments(order[filled.documents].astype(np.int64), filled.starts)
+    order = np.random.default_rng(key(seed, "sft", "packs")).permutation(inputs.kept)
+    packed = fill_first(inputs.lengths[order].tolist(), inputs.seq_len)
+    return PackedDocuments(order[packed.documents].astype(np.int64), packed.starts)
 
 
-def write_packs(path: Path, room: PackingInput, filled: PackedDocuments) -> None:
-    """Keep a packing; the file is whole whenever it is there.
+def write_packs(path: Path, inputs: PackingInput, packed: PackedDocuments) -> None:
+    """Write a packing to a file atomically.
 
     Raises:
         DataError: it cannot be written.
@@ -102,11 +104,11 @@ def write_packs(path: Path, room: PackingInput, filled: PackedDocuments) -> None
         with temporary.open("wb") as file:
             np.savez(
                 file,
-                documents=filled.documents,
-                starts=filled.starts,
-                conversations=np.array(room.digest),
-                seq_len=np.array(room.seq_len),
-                overlong=np.array(room.overlong),
+                documents=packed.documents,
+                starts=packed.starts,
+                conversations=np.array(inputs.digest),
+                seq_len=np.array(inputs.seq_len),
+                overlong=np.array(inputs.overlong),
             )
         temporary.replace(path)
     except OSError as error:
@@ -118,16 +120,16 @@ def write_packs(path: Path, room: PackingInput, filled: PackedDocuments) -> None
             temporary.unlink()
 
 
-def read_packs(path: str, room: PackingInput) -> Packs:
-    """A packing that was made for these conversations and rows.
+def read_packs(path: str, inputs: PackingInput) -> Packs:
+    """Read a packing, and check that it was computed for these conversations and rows.
 
     Raises:
-        DataError: there is none, it is damaged, or it was made for others.
+        DataError: the file is missing, damaged, or was computed for other input.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
-            made_for = str(file["conversations"]), int(file["seq_len"]), str(file["overlong"])
-            filled = PackedDocuments(
+            stored_values = str(file["conversations"]), int(file["seq_len"]), str(file["overlong"])
+            packed = PackedDocuments(
                 file["documents"].astype(np.int64), file["starts"].astype(np.int64)
             )
     except (
@@ -140,68 +142,71 @@ def read_packs(path: str, room: PackingInput) -> Packs:
         zipfile.BadZipFile,
     ) as error:
         raise DataError(
-            f"data.sft.packs={path} is not a file of packs ({error}). Make it with `megalith data "
+            f"data.sft.packs={path} is not a file of packs ({error}). Create it with `megalith "
+            "data "
             "pack`."
         ) from error
     names = (
-        "other conversations or another template or tokenizer",
+        "conversations, template or tokenizer",
         "train.seq_len",
         "data.sft.overlong",
     )
-    wanted = room.digest, room.seq_len, room.overlong
-    for name, there, here in zip(names, made_for, wanted, strict=True):
-        if there != here:
+    expected_values = inputs.digest, inputs.seq_len, inputs.overlong
+    for name, stored, expected in zip(names, stored_values, expected_values, strict=True):
+        if stored != expected:
             raise DataError(
-                f"data.sft.packs={path} was made for {name}: {there} there, {here} here. Make it "
-                f"again with `megalith data pack` and the settings of this run."
+                f"data.sft.packs={path} was packed with other {name}: {stored} in the file, "
+                f"{expected} in this "
+                "run. Create it again with `megalith data pack` and the settings of this run."
             )
     sizes = (
-        np.add.reduceat(room.lengths[filled.documents], filled.starts[:-1])
-        if filled.num_rows
+        np.add.reduceat(inputs.lengths[packed.documents], packed.starts[:-1])
+        if packed.num_rows
         else np.zeros(1)
     )
-    if sorted(filled.documents.tolist()) != room.kept.tolist() or sizes.max() > room.seq_len:
+    if sorted(packed.documents.tolist()) != inputs.kept.tolist() or sizes.max() > inputs.seq_len:
         raise DataError(
-            f"data.sft.packs={path} does not hold each of the {len(room.kept)} conversations once, "
+            f"data.sft.packs={path} does not contain each of the {len(inputs.kept)} conversations "
+            "once, "
             "in rows of at most "
-            f"{room.seq_len} tokens. Make it again with `megalith data pack`."
+            f"{inputs.seq_len} tokens. Create it again with `megalith data pack`."
         )
     digest = hashlib.blake2b(
-        filled.documents.tobytes() + filled.starts.tobytes(), digest_size=16
+        packed.documents.tobytes() + packed.starts.tobytes(), digest_size=16
     ).hexdigest()
-    return Packs(filled, digest)
+    return Packs(packed, digest)
 
 
 @dataclass(frozen=True, slots=True)
 class PackReport:
-    """How well a packing fills its rows."""
+    """Statistics of a packing."""
 
     rows: int
     fewest: int
-    """Rows that there would be at least."""
+    """Lower bound of the number of rows."""
 
     conversations: int
-    fill: float
-    """Share of the rows that conversations are."""
+    fill: float  # lint: allow old-word: a key of the JSON report
+    """Fraction of the rows that is not padding."""
 
     mean: float
-    """Conversations in a row."""
+    """Conversations per row."""
 
     histogram: tuple[tuple[int, int, int], ...]
-    """(from, to, rows): how many rows have so many conversations."""
+    """(from, to, rows): number of rows with that many conversations."""
 
 
-def report_of(filled: PackedDocuments, lengths: NDArray[np.int64], room: int) -> PackReport:
-    """Count what a packing has come to."""
-    tokens, rows = int(lengths[filled.documents].sum()), filled.num_rows
-    sizes = Counter(np.diff(filled.starts).tolist())
-    width = max(-(-max(sizes, default=1) // BARS), 1)
+def report_of(packed: PackedDocuments, lengths: NDArray[np.int64], seq_len: int) -> PackReport:
+    """Compute the statistics of a packing."""
+    tokens, rows = int(lengths[packed.documents].sum()), packed.num_rows
+    sizes = Counter(np.diff(packed.starts).tolist())
+    width = max(-(-max(sizes, default=1) // MAX_BARS), 1)
     bars: Counter[int] = Counter()
     for size, count in sizes.items():
         bars[(size - 1) // width] += count
     histogram = tuple(
         (1 + width * bar, width * (bar + 1), bars[bar]) for bar in range(max(bars, default=-1) + 1)
     )
-    count = len(filled.documents)
-    fill, mean = tokens / max(1, rows * room), count / max(1, rows)
-    return PackReport(rows, -(-tokens // room), count, fill, mean, histogram)
+    count = len(packed.documents)
+    packing_efficiency, mean = tokens / max(1, rows * seq_len), count / max(1, rows)
+    return PackReport(rows, -(-tokens // seq_len), count, packing_efficiency, mean, histogram)

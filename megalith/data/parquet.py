@@ -1,4 +1,4 @@
-"""Parquet files as a corpus: rows in order, some of their columns; the one file that imports
+"""Parquet files as a text corpus: selected columns, rows in order. The only module that imports
 pyarrow."""
 
 import importlib
@@ -10,24 +10,23 @@ from megalith.errors import DataError
 
 
 class Rows(NamedTuple):
-    """Neighboring rows of one row group, which are read together."""
+    """Consecutive rows of one row group, read together."""
 
     start: int
     stop: int
     nbytes_done: int
-    """Of the file as it lies on disk, up to `stop`."""
+    """On-disk bytes of the file up to `stop`."""
 
 
 BATCH_ROWS = 1024
-"""Rows that are unpacked at once (guess: a megabyte or two of text)."""
+"""Rows decoded at once (heuristic: 1 to 2 MB of text)."""
 
 
 def row_ranges(path: str, start: int) -> Iterator[Rows]:
-    """The rows of a file from `start` on, a row group at a time, because a part of one costs as
-    much as all of it.
+    """Yield the rows from `start` on per row group, because part of one costs as much as all of it.
 
     Raises:
-        DataError: it is no Parquet file, or pyarrow is not installed.
+        DataError: it is not a Parquet file, or pyarrow is not installed.
     """
     with _open(path) as file:
         first, done = 0, 0
@@ -43,27 +42,27 @@ def row_ranges(path: str, start: int) -> Iterator[Rows]:
 
 
 def read_rows(path: str, start: int, stop: int, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Rows `start` to `stop`, which lie in one row group, as {column: value}; columns the file
-    lacks are left out.
+    """Yield rows `start` to `stop` of one row group as {column: value}; missing columns are
+    omitted.
 
     Raises:
         DataError: the file is damaged, or pyarrow is not installed.
     """
     with _open(path) as file:
-        there = [name for name in columns if name in file.schema_arrow.names]
+        present = [name for name in columns if name in file.schema_arrow.names]
         number, first = _group_of(file, start)
         try:
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=[number], columns=there):
-                values = [batch.column(name).to_pylist() for name in there]
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=[number], columns=present):
+                values = [batch.column(name).to_pylist() for name in present]
                 for row in range(max(0, start - first), min(batch.num_rows, stop - first)):
-                    yield {name: column[row] for name, column in zip(there, values, strict=True)}
+                    yield {name: column[row] for name, column in zip(present, values, strict=True)}
                 first += batch.num_rows
-        except Exception as error:  # pyarrow raises several of its own
+        except Exception as error:  # pyarrow raises several exception types
             raise _unreadable(path, error) from error
 
 
 def _group_of(file: Any, row: int) -> tuple[int, int]:
-    """The row group that has a row, and the first of its rows."""
+    """Return the row group that contains a row, and the group's first row."""
     first = 0
     for number in range(file.metadata.num_row_groups):
         rows = file.metadata.row_group(number).num_rows
@@ -73,7 +72,7 @@ def _group_of(file: Any, row: int) -> tuple[int, int]:
     raise AssertionError(f"row {row} of {first}")
 
 
-def _open(path: str) -> Any:  # a pyarrow.parquet.ParquetFile, which ships no types
+def _open(path: str) -> Any:  # a pyarrow.parquet.ParquetFile, which has no type annotations
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
@@ -84,12 +83,13 @@ def _open(path: str) -> Any:  # a pyarrow.parquet.ParquetFile, which ships no ty
         ) from error
     try:
         return parquet.ParquetFile(Path(path))
-    except Exception as error:  # pyarrow raises several of its own
+    except Exception as error:  # pyarrow raises several exception types
         raise _unreadable(path, error) from error
 
 
 def _unreadable(path: str, error: Exception) -> DataError:
-    told = str(error).splitlines()[0] if str(error) else type(error).__name__
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return DataError(
-        f"input {path}: cannot be read as Parquet ({told}). Copy the file again, or run without it."
+        f"input {path}: cannot be read as Parquet ({reason}). Copy the file again, or run without "
+        "it."
     )

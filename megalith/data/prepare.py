@@ -1,5 +1,5 @@
-"""Text files to token stores: workers tokenize blocks of documents, one process writes them in
-order."""
+"""Tokenizes text files into token stores: workers tokenize blocks of documents, one process writes
+them in order."""
 
 import os
 import signal
@@ -34,12 +34,12 @@ from megalith.data.stores import write_tokenizer_record
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import DataError, raise_all
 
-_BLOCKS_IN_FLIGHT = 4  # per worker: enough that none waits while the writer is busy
+_BLOCKS_IN_FLIGHT = 4  # per worker, so that workers stay busy while the writer writes
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is; `nbytes` counts input files as they lie on disk."""
+    """Progress of a run; `nbytes` counts on-disk bytes of input files."""
 
     nbytes: int
     total_nbytes: int
@@ -48,7 +48,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class PrepareWork:
-    """What a worker must know besides the block."""
+    """Settings that a worker needs."""
 
     tokenizer: TokenizerConfig
     keys: tuple[str, ...]
@@ -58,21 +58,22 @@ class PrepareWork:
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
-    """One block as tokens, and what was counted on the way."""
+    """Tokens of one block, and its counts."""
 
     keys: list[EncodedKey]
     totals: Totals
 
 
 def prepare(config: PrepareConfig, *, report: Callable[[Progress], None] | None = None) -> Totals:
-    """Tokenize the input into `config.output`. The files depend on input, keys and tokenizer alone.
+    """Tokenize the input into `config.output`; the files depend only on input, keys and tokenizer.
 
-    `report` is called after every block. Stopping leaves nothing under the final names, and a run
-    with `resume` goes on from the last saved place.
+    `report` is called after every block. An interrupted run leaves no files under the final names,
+    and a run with `resume` continues from the last saved position.
 
     Raises:
-        ConfigError: the settings break a rule.
-        DataError: no input, no text in it, an output in the way, or with `strict` a bad line.
+        ConfigError: the settings are inconsistent.
+        DataError: there is no input or no text in it, the output exists, or with `strict` a line
+            is invalid.
     """
     raise_all(prepare_problems(config))
     sources = find_sources(config.input, config.format)
@@ -83,17 +84,17 @@ def prepare(config: PrepareConfig, *, report: Callable[[Progress], None] | None 
     ) as journal:
         journal.start(resume=config.resume, overwrite=config.overwrite)
         if not journal.finished:
-            _refuse_existing(outputs, overwrite=config.overwrite)
+            _reject_existing(outputs, overwrite=config.overwrite)
             _tokenize(journal, sources, config, report)
             journal.finish(token_dtype(tokenizer.vocab_size))
-        for prefix in outputs:  # before the stores have their names: a resumed run repeats both
+        for prefix in outputs:  # before `publish`, so that a resumed run repeats both
             write_tokenizer_record(prefix, config.tokenizer, tokenizer.fingerprint)
         journal.publish(outputs)
         return journal.totals
 
 
 def output_prefixes(config: PrepareConfig) -> list[str]:
-    """The store of each key."""
+    """Return the store prefix of each key."""
     return (
         [config.output]
         if len(config.keys) == 1
@@ -102,7 +103,7 @@ def output_prefixes(config: PrepareConfig) -> list[str]:
 
 
 def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """All that decides the tokens besides the files."""
+    """Return everything besides the files that determines the tokens."""
     return {
         "tokenizer": tokenizer.fingerprint,
         "format": config.format,
@@ -111,13 +112,13 @@ def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _refuse_existing(outputs: Sequence[str], *, overwrite: bool) -> None:
-    there = [
+def _reject_existing(outputs: Sequence[str], *, overwrite: bool) -> None:
+    existing = [
         prefix for prefix in outputs if index_path(prefix).exists() or tokens_path(prefix).exists()
     ]
-    if there and not overwrite:
+    if existing and not overwrite:
         raise DataError(
-            f"output {there[0]}: a store of that name exists. Use another name, or pass "
+            f"output {existing[0]}: the store already exists. Use another name, or pass "
             "--overwrite."
         )
 
@@ -140,14 +141,14 @@ def _tokenize(
         rejected = "; ".join(journal.totals.examples) or "all documents are empty"
         raise DataError(
             f"input {' '.join(config.input)}: no text in {len(sources)} files ({rejected}). "
-            f"Use other files, or set --keys to the names that hold the text."
+            f"Use other files, or set --keys to the fields with the text."
         )
 
 
 def _encode_in_order(
     blocks: Iterator[LineBlock], work: PrepareWork, workers: int
 ) -> Iterator[tuple[LineBlock, EncodedBlock]]:
-    """Every block with its tokens, in the order of the blocks; a single worker is this process."""
+    """Yield every block with its tokens, in order; one worker means this process."""
     if workers == 1:
         for block in blocks:
             yield block, encode_block(block, work)
@@ -173,17 +174,15 @@ def _first_done(
         return block, future.result()
     except BrokenProcessPool as error:
         raise DataError(
-            f"a worker died at {block.paths[0]}:{block.first_line}; often the machine ran out of "
+            f"a worker process died at {block.paths[0]}:{block.first_line}; possibly out of "
             f"memory. Use fewer --workers."
         ) from error
 
 
 def _start_worker() -> None:
-    """Set up a worker process: Ctrl-C is the writer's to handle, and without the writer there is
-    nothing to do."""
+    """Initialize a worker process: it ignores Ctrl-C, and exits with the parent process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # One process per core already: the tokenizer's own threads would compete with the other
-    # workers.
+    # There is one process per core, so the tokenizer's own threads would compete with workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -197,7 +196,7 @@ def _end_with_parent() -> None:
 
 @cache
 def _tokenizer_of(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer, read once per process."""
+    """Build the tokenizer once per process."""
     return build_tokenizer(config)
 
 
@@ -205,8 +204,7 @@ def encode_block(block: LineBlock, work: PrepareWork) -> EncodedBlock:
     """Tokenize the documents of a block.
 
     Raises:
-        DataError: with `strict`, a document that cannot be used; else only an id outside the
-        tokenizer's vocabulary.
+        DataError: an id is outside the vocabulary, or with `strict` a document is invalid.
     """
     totals = Totals()
     documents = []
@@ -214,7 +212,7 @@ def encode_block(block: LineBlock, work: PrepareWork) -> EncodedBlock:
         if isinstance(document, Document):
             documents.append(document)
         else:
-            _refuse_if_strict(document, work)
+            _reject_if_strict(document, work)
             totals.reject(document.reason, str(document))
     tokenizer = _tokenizer_of(work.tokenizer)
     keys = [
@@ -233,7 +231,7 @@ def _count(
     empty = np.flatnonzero(np.sum([key.sequences for key in keys], axis=0) == 0)
     if len(empty):
         where = documents[int(empty[0])].where
-        _refuse_if_strict(Rejected(where, "blank", "the document has no tokens"), work)
+        _reject_if_strict(Rejected(where, "blank", "the document has no tokens"), work)
     totals.documents = len(documents)
     totals.empty_documents = len(empty)
     totals.sequences = sum(len(key.lengths) for key in keys)
@@ -243,19 +241,18 @@ def _count(
     )
 
 
-def _refuse_if_strict(rejected: Rejected, work: PrepareWork) -> None:
+def _reject_if_strict(rejected: Rejected, work: PrepareWork) -> None:
     if work.strict:
         raise DataError(
-            f"{rejected}. Correct it, or run without --strict to count such documents and leave "
-            "them out."
+            f"{rejected}. Correct it, or run without --strict to skip and count such documents."
         )
 
 
 def _encode_key(
     texts: Sequence[tuple[str, ...]], tokenizer: Tokenizer, *, append_eod: bool
 ) -> EncodedKey:
-    """One key's texts as sequences: those without tokens are dropped, and the last of a document
-    gets the end token."""
+    """Encode the texts of one key: empty sequences are dropped, and each document ends with the end
+    token."""
     document_of = np.repeat(np.arange(len(texts)), [len(parts) for parts in texts])
     ids, lengths = tokenizer.encode_joined([text for parts in texts for text in parts])
     _check_range(ids, tokenizer)
@@ -272,7 +269,6 @@ def _encode_key(
 def _check_range(ids: NDArray[np.int64], tokenizer: Tokenizer) -> None:
     if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
         raise DataError(
-            f"the tokenizer gave id {int(ids.max())}, but its vocabulary has "
-            f"{tokenizer.vocab_size} ids. "
-            f"Use a tokenizer whose files belong together."
+            f"the tokenizer returned id {int(ids.max())}, but its vocabulary has "
+            f"{tokenizer.vocab_size} ids. Use tokenizer files of the same version."
         )

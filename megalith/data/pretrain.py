@@ -1,8 +1,8 @@
-"""The order of pretraining samples: documents shuffled, joined into one stream, cut into windows,
-windows shuffled.
+"""Pretraining samples: shuffled documents are concatenated and split into windows, which are
+shuffled.
 
-All of it follows from the lengths of the documents, the sequence length, the number of samples and
-a seed, in exactly Megatron's order of random draws, so that the same corpus gives the same samples.
+The order depends on the document lengths, the sequence length, the number of samples and a seed.
+The random draws are Megatron's, so that the same corpus yields the same samples.
 """
 
 import logging
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.data.cache import Arrays, load_or_build
-from megalith.data.loops import fill_sample_index, loop_for
+from megalith.data.loops import compile_if_long, compute_sample_index
 from megalith.data.sample import Sample, TokenStore
 from megalith.errors import DataError
 
@@ -26,11 +26,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
-    """How a split is cut into samples: everything that decides the order, besides the document
-    lengths."""
+    """Settings that determine the samples of a split, besides the document lengths."""
 
     seq_len: int
-    extra: int = 1  # tokens that a sample shares with the next: 1 for the label of the last
+    extra: int = 1  # tokens that consecutive samples share: 1, the label of the last token
     num_samples: int | None  # None: one epoch
     seed: int
     keep_partial: bool = False
@@ -38,31 +37,29 @@ class WindowPlan:
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """How often the documents are repeated, and whether the last repetition is shuffled apart."""
+    """Number of epochs, and whether the last epoch is shuffled separately."""
 
     tokens_per_epoch: int
     epochs: int
-    # the last epoch is used for less than 80 %: shuffled on its own, so no document comes early
-    # twice
     separate: bool
-    samples_before_last: (
-        int  # samples that need nothing of the last epoch; only meaningful when separate
-    )
+    """Less than 80 % of the last epoch is used; it is shuffled separately, so that its documents
+    are not repeated early."""
+
+    samples_before_last: int
+    """Samples without tokens of the last epoch; used only if `separate`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleIndex:
-    """The three arrays that say which tokens sample k has."""
+    """Arrays that map sample k to its tokens."""
 
-    documents: NDArray[
-        np.int32
-    ]  # [epochs * documents], sequences of the store in the order they are read
-    samples: NDArray[Any]  # [n + 1, 2], where each window starts: (position in `documents`, offset)
-    shuffle: NDArray[Any]  # [n], which window sample k is
+    documents: NDArray[np.int32]  # [epochs * documents], shuffled sequence indices
+    samples: NDArray[Any]  # [n + 1, 2], start of each window: (position in `documents`, offset)
+    shuffle: NDArray[Any]  # [n], window of sample k
 
 
 def split_range(share: tuple[float, float], num_sequences: int) -> tuple[int, int]:
-    """The sequences of a split, rounded half to even as Megatron rounds them.
+    """Return the sequences of a split, rounded half to even as in Megatron.
 
     >>> split_range((0.8, 0.9), 10)
     (8, 9)
@@ -72,7 +69,7 @@ def split_range(share: tuple[float, float], num_sequences: int) -> tuple[int, in
 
 
 def plan_epochs(tokens_per_epoch: int, plan: WindowPlan) -> EpochPlan:
-    """The least number of epochs that gives the samples asked for."""
+    """Return the smallest number of epochs with enough samples."""
     if plan.num_samples is None:
         return EpochPlan(tokens_per_epoch, 1, False, 0)
     need = plan.num_samples * plan.seq_len + plan.extra
@@ -89,11 +86,10 @@ def plan_epochs(tokens_per_epoch: int, plan: WindowPlan) -> EpochPlan:
 def build_sample_index(
     lengths: NDArray[np.int32], indices: NDArray[np.int32], plan: WindowPlan
 ) -> SampleIndex:
-    """Build the three arrays. lengths [store], indices [split]: the sequences that belong to the
-    split.
+    """Build the three arrays. lengths [store]; indices [split]: the sequences of the split.
 
-    The random draws, in this order: the documents of all epochs (or of all but the last, then of
-    the last), then the windows in the same one or two parts.
+    Random draws, in this order: the documents of all epochs (or of all but the last, then of the
+    last), then the windows in the same one or two parts.
     """
     epoch = plan_epochs(int(lengths[indices].sum(dtype=np.int64)), plan)
     draw = np.random.RandomState(plan.seed)
@@ -122,8 +118,8 @@ def _window_starts(
     index = np.empty(
         (count + 1, 2), dtype=np.int32 if largest <= np.iinfo(np.int32).max else np.int64
     )
-    fill = loop_for(fill_sample_index, rounds=count + len(documents))
-    fill(lengths, documents, plan.seq_len, plan.extra, index)
+    compute_index = compile_if_long(compute_sample_index, rounds=count + len(documents))
+    compute_index(lengths, documents, plan.seq_len, plan.extra, index)
     return index
 
 
@@ -136,8 +132,7 @@ def _shuffled_windows(count: int, epoch: EpochPlan, draw: np.random.RandomState)
 
 
 class PretrainDataset:
-    """One split of one store: `num_samples` windows of seq_len tokens and a label, in their
-    shuffled order."""
+    """One split of one store: shuffled windows of seq_len tokens and a label."""
 
     def __init__(
         self,
@@ -150,14 +145,13 @@ class PretrainDataset:
         cache: Path | None = None,
         repeat_short: bool = False,
     ) -> None:
-        """`share` (low, high) is the part of the store's sequences that is read; `cache` keeps the
-        index if given.
+        """`share` (low, high): fraction of the store's sequences; `cache`: folder of the index.
 
-        `repeat_short` lets a part that is shorter than one sample repeat inside it, as small
-        members of a blend must.
+        `repeat_short`: repeat a split that is shorter than one sample, for small members of a
+        blend.
 
         Raises:
-            DataError: the part is empty, or too short for one sample.
+            DataError: the split is empty, or too short for one sample.
         """
         self._store = store
         self._plan = plan
@@ -193,7 +187,7 @@ class PretrainDataset:
             )
         if 0 < tokens < size and repeat_short:
             _log.warning(
-                "the %s split of %s has %d tokens: they repeat inside each sample",
+                "the %s split of %s has only %d tokens, which repeat inside each sample",
                 split,
                 name,
                 tokens,
@@ -210,28 +204,27 @@ class PretrainDataset:
         return self.num_samples
 
     def sample(self, k: int) -> Sample:
-        """Sample k, a function of k alone.
+        """Return sample k, which depends on k alone.
 
         Raises:
-            DataError: there is no sample k, or a token id does not fit the vocabulary.
+            DataError: there is no sample k, or a token id is outside the vocabulary.
         """
         if not 0 <= k < self.num_samples:
             raise DataError(
                 f"the {self._split} split of {self._store.name} has {self.num_samples} samples, "
-                f"and sample {k} was "
-                f"asked for. Use more data, or set train.steps to a value that needs fewer."
+                f"and sample {k} was requested. Use more data, or set train.steps to a lower value."
             )
         size = self._plan.seq_len + self._plan.extra
         ids = np.zeros(size, dtype=np.int64)
-        filled = 0
-        for document, offset, length in self._pieces(int(self._index.shuffle[k])):
-            ids[filled : filled + length] = self._store.get(document, offset, length)
-            filled += length
+        end = 0
+        for document, offset, length in self._window_parts(int(self._index.shuffle[k])):
+            ids[end : end + length] = self._store.get(document, offset, length)
+            end += length
         check_ids(ids, self._vocab_size, self._store.name)
-        return Sample(ids, filled)
+        return Sample(ids, end)
 
-    def _pieces(self, window: int) -> list[tuple[int, int, int]]:
-        """(sequence, offset, tokens) of the documents that a window touches, in order."""
+    def _window_parts(self, window: int) -> list[tuple[int, int, int]]:
+        """Return (sequence, offset, tokens) of the documents that a window overlaps, in order."""
         (first, start), (last, end) = self._index.samples[window : window + 2].tolist()
         documents = self._index.documents[first : last + 1].tolist()
         ends = [int(self._store.sequence_lengths[document]) for document in documents[:-1]]
@@ -244,12 +237,11 @@ class PretrainDataset:
         ]
 
 
-class ContinuedDataset:
-    """A split that was made longer: its first order to the end, and then further epochs, each part
-    in its own order.
+class ExtendedDataset:
+    """A split that was extended by more epochs, each part with its own order.
 
     Megatron shuffles the documents of all epochs together, so the order for more epochs does not
-    begin with the order for fewer. Here what has been read stays what it was.
+    begin with the order for fewer. Here the order of earlier samples does not change.
     """
 
     def __init__(self, parts: Sequence[PretrainDataset]) -> None:
@@ -262,37 +254,35 @@ class ContinuedDataset:
         return self.num_samples
 
     def sample(self, k: int) -> Sample:
-        """Sample k, a function of k alone.
+        """Return sample k, which depends on k alone.
 
         Raises:
-            DataError: there is no sample k, or a token id does not fit the vocabulary.
+            DataError: there is no sample k, or a token id is outside the vocabulary.
         """
         number = bisect_right(self._ends, k) if k >= 0 else 0
         if number == len(self._parts):
             raise DataError(
-                f"the split and its further epochs have {self.num_samples} samples, and sample {k} "
-                f"was asked for. Use more data, or set train.steps to a value that needs fewer."
+                f"the extended split has {self.num_samples} samples, and sample {k} was requested. "
+                f"Use more data, or set train.steps to a lower value."
             )
         return self._parts[number].sample(k - (self._ends[number - 1] if number else 0))
 
 
-def continued(
+def build_extended_dataset(
     build: Callable[[WindowPlan], PretrainDataset], plan: WindowPlan, longer: Sequence[int]
-) -> PretrainDataset | ContinuedDataset:
-    """The split for `plan`, continued for each count in `longer` that it has too few samples for,
-    one after the other.
+) -> PretrainDataset | ExtendedDataset:
+    """Build the split for `plan`, and extend it for each count in `longer` that exceeds its size.
 
-    What follows has a seed of its own, so that no two parts are alike. The first samples never
-    depend on `longer`.
+    Each extension has its own seed. The first samples do not depend on `longer`.
     """
     parts = [build(plan)]
     for count in longer:
-        lacking = count - sum(part.num_samples for part in parts)
-        if lacking > 0:
+        num_missing = count - sum(part.num_samples for part in parts)
+        if num_missing > 0:
             parts.append(
-                build(replace(plan, num_samples=lacking, seed=(plan.seed + len(parts)) % 2**32))
+                build(replace(plan, num_samples=num_missing, seed=(plan.seed + len(parts)) % 2**32))
             )
-    return parts[0] if len(parts) == 1 else ContinuedDataset(parts)
+    return parts[0] if len(parts) == 1 else ExtendedDataset(parts)
 
 
 def _index_arrays(
@@ -303,10 +293,10 @@ def _index_arrays(
 
 
 def check_ids(ids: NDArray[Any], vocab_size: int, name: str) -> None:
-    """Refuse tokens that the model has no row for.
+    """Check that the token ids are in the vocabulary.
 
     Raises:
-        DataError: an id is negative or not below vocab_size.
+        DataError: an id is negative or at least vocab_size.
     """
     if len(ids) == 0:
         return

@@ -1,4 +1,5 @@
-"""Masks of rows: from what a dataset says of each row to what tokens carry of each document."""
+"""Attention masks of rows: converts the masks of dataset rows to the per-document masks of the
+tokens."""
 
 from collections.abc import Sequence
 
@@ -15,12 +16,12 @@ RowMaskKind = NDArray[np.bool_]
 
 
 def masks_of_rows(rows: Sequence[Row], *, padding: bool) -> list[RowMask | None]:
-    """What rows say of their tokens; with `padding` no token sees that at the end of a row of text.
+    """Return the attention mask of each row; with `padding`, padding of unpacked rows is masked.
 
-    In rows of which nothing is read, and so nothing learned, nothing more is hidden: they need no
-    way that knows masks.
+    Rows without input tokens get no further mask, so that they run on backends without mask
+    support.
     """
-    found = []
+    masks = []
     for row in rows:
         mask = row.mask
         if padding and isinstance(row, Sample) and 0 < row.num_valid < len(row.ids) - 1:
@@ -29,20 +30,22 @@ def masks_of_rows(rows: Sequence[Row], *, padding: bool) -> list[RowMask | None]
                 mask = RowMask(text if mask is None else mask.seen & text)
             else:
                 mask = mask._replace(text=text if mask.text is None else mask.text & text)
-        found.append(mask)
-    return found
+        masks.append(mask)
+    return masks
 
 
-def _text(row: RowMask | None) -> RowMaskKind | None:
-    """What of a row is no padding: [s]; None: all."""
+def _non_padding(row: RowMask | None) -> RowMaskKind | None:
+    """Return bool [s], False for padding; None: no padding."""
     if row is None:
         return None
     return row.seen if row.seen.ndim == 1 else row.text
 
 
-def _texts(rows: Sequence[RowMask | None], lengths: Sequence[int]) -> RowMaskKind | None:
-    """The same of rows of these lengths, one after the other."""
-    texts = [_text(row) for row in rows]
+def _concat_non_padding(
+    rows: Sequence[RowMask | None], lengths: Sequence[int]
+) -> RowMaskKind | None:
+    """Return the same for several rows of these lengths, concatenated."""
+    texts = [_non_padding(row) for row in rows]
     if all(text is None for text in texts):
         return None
     return np.concatenate(
@@ -56,18 +59,17 @@ def _texts(rows: Sequence[RowMask | None], lengths: Sequence[int]) -> RowMaskKin
 def with_row_masks(
     tokens: PackedSeqParams, rows: Sequence[RowMask | None], lengths: Sequence[int]
 ) -> PackedSeqParams:
-    """The tokens of rows, whose documents have these lengths as they were read, with the masks of
-    the rows.
+    """Add the masks of rows to the tokens, whose documents have these lengths.
 
     Raises:
-        DataError: a mask has not the shape of its row, or masks of several kinds are in one
-        microbatch.
+        DataError: a mask does not have the shape of its row, or one microbatch has several kinds
+            of masks.
     """
     if all(row is None for row in rows):
         return tokens
     size, device = sum(lengths) // len(rows), tokens.position_ids.device
     _check(rows, size)
-    if (text := _texts(rows, [size] * len(rows))) is not None:
+    if (text := _concat_non_padding(rows, [size] * len(rows))) is not None:
         tokens = with_padding(tokens, torch.from_numpy(text).to(device))
     masks, end = list[torch.Tensor | None](), 0
     for length in lengths:
@@ -80,29 +82,29 @@ def with_row_masks(
     return with_masks(tokens, masks, alone=any(row is not None and row.alone for row in rows))
 
 
-def joined_masks(
-    rows: Sequence[RowMask | None], lengths: Sequence[int], size: int
-) -> RowMask | None:
-    """Masks of short rows of these lengths as that of one row of `size` tokens, in which they
-    follow one another.
+def join_masks(rows: Sequence[RowMask | None], lengths: Sequence[int], size: int) -> RowMask | None:
+    """Return the block-diagonal mask of short rows that are concatenated to one row of `size`
+    tokens.
 
-    Filler behind them sees nothing and is seen by none.
+    Padding at the end attends to nothing and is attended to by nothing.
 
     Raises:
-        DataError: masks of several kinds are to be joined.
+        DataError: the rows have several kinds of masks.
     """
     if all(row is None for row in rows):
         return None
     for row, length in zip(rows, lengths, strict=True):
         _check([row], length)
-    alone, text = _alone(rows), _texts(rows, lengths)
+    alone, text = _alone(rows), _concat_non_padding(rows, lengths)
     text = None if text is None else np.pad(text, (0, size - len(text)))
     if text is not None and all(row is None or row.seen.ndim == 1 for row in rows):
         return RowMask(text)
     whole, end = np.zeros((size, size), np.bool_), 0
     for row, length in zip(rows, lengths, strict=True):
         own = slice(end, end + length)
-        whole[own, own] = True if row is None else row.seen  # padding is the same for all queries
+        whole[own, own] = (
+            True if row is None else row.seen
+        )  # a padding mask is the same for all queries
         end += length
     return RowMask(whole, alone, text)
 
@@ -111,26 +113,26 @@ def _check(rows: Sequence[RowMask | None], size: int) -> None:
     for number, row in enumerate(rows):
         if row is not None and row.seen.shape not in ((size,), (size, size)):
             raise DataError(
-                f"the mask of row {number} is {list(row.seen.shape)}: a row of {size} tokens must "
-                f"have [{size}, {size}], or [{size}] for padding. Pass one of such a shape."
+                f"the mask of row {number} has shape {list(row.seen.shape)}: a row of {size} "
+                "tokens "
+                f"needs [{size}, {size}], or [{size}] for padding. Pass a mask of that shape."
             )
         if row is not None and row.text is not None and row.text.shape != (size,):
             raise DataError(
-                f"the padding of row {number} is {list(row.text.shape)}: a row of {size} tokens "
-                f"must have [{size}]. "
-                f"Pass one of that shape."
+                f"the padding mask of row {number} has shape {list(row.text.shape)}: a row of "
+                f"{size} "
+                f"tokens needs [{size}]. Pass a mask of that shape."
             )
         if row is not None and row.seen.dtype != np.bool_:
             raise DataError(
-                f"the mask of row {number} is {row.seen.dtype}: expected bool, True where a token "
-                "may be seen. Use "
-                f"seen.astype(bool)."
+                f"the mask of row {number} has dtype {row.seen.dtype}: expected bool, True where a "
+                "token may be attended to. Use seen.astype(bool)."
             )
     _alone(rows)
 
 
 def _alone(rows: Sequence[RowMask | None]) -> bool:
-    """Whether masks take the place of causality."""
+    """Return whether the masks replace the causal mask."""
     kinds = {row is not None and row.alone for row in rows}
     padding = [
         number
@@ -140,9 +142,8 @@ def _alone(rows: Sequence[RowMask | None]) -> bool:
     if len(kinds) > 1 or padding:
         raise DataError(
             f"rows of one microbatch have alone={[row is not None and row.alone for row in rows]}: "
-            "masks that take the "
-            "place of causality must be in all of its rows, and of all pairs. Use "
-            "np.tril(np.ones((s, s), bool)) for "
-            f"rows of s tokens that are causal."
+            "masks that replace the causal mask need shape [s, s] in every row of the microbatch. "
+            "Use "
+            "np.tril(np.ones((s, s), bool)) for causal rows of s tokens."
         )
     return kinds == {True}

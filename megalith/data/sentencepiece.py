@@ -1,5 +1,5 @@
-"""SentencePiece models: the tokenizer.model of Llama 2, Mistral or Gemma. The one file that imports
-the library."""
+"""SentencePiece tokenizers, such as those of Llama 2 and Gemma. The only module that imports the
+library."""
 
 import hashlib
 import importlib
@@ -19,24 +19,24 @@ MODEL = "tokenizer.model"
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model. `eod` is the piece named, else the model's own end of a sentence."""
+    """SentencePiece tokenizer. `eod` is the given piece, else the model's end-of-sentence piece."""
 
     def __init__(
         self, path: str, *, eod: str | None = None, add_special_tokens: bool = True
     ) -> None:
-        """`path`: the model, or a folder with tokenizer.model. `add_special_tokens`: begin texts
-        with its first token.
+        """`path`: the model, or a folder with tokenizer.model. `add_special_tokens`: add bos before
+        texts.
 
         Raises:
-            DataError: there is no such model, it cannot be read, or it has no piece `eod`.
+            DataError: the model is missing or cannot be read, or has no piece `eod`.
         """
         file = find_model_file(path)
         self.path = path
         self._eod_text, self._add_special_tokens = eod, add_special_tokens
         self._model = _read(file)
         self.vocab_size: int = self._model.get_piece_size()
-        self.bos = _known(self._model.bos_id())
-        self._eod = _known(self._model.eos_id()) if eod is None else self._piece(eod)
+        self.bos = _id_or_none(self._model.bos_id())
+        self._eod = _id_or_none(self._model.eos_id()) if eod is None else self._piece(eod)
         contents = file.read_bytes() + f"eod={self._eod} special={add_special_tokens}".encode()
         self.fingerprint = f"sentencepiece-{hashlib.blake2b(contents, digest_size=16).hexdigest()}"
 
@@ -45,7 +45,7 @@ class SentencePieceTokenizer:
 
     @property
     def eod(self) -> int:
-        """The id that ends a document.
+        """Id of the end-of-document token.
 
         Raises:
             DataError: the model has none.
@@ -59,30 +59,30 @@ class SentencePieceTokenizer:
         return self._eod
 
     def encode(self, text: str) -> list[int]:
-        """The ids of one text."""
+        """Return the ids of one text."""
         return self.encode_batch([text])[0]
 
     @cached_property
     def specials(self) -> Mapping[str, int]:
-        """Control pieces, which text never becomes by itself."""
+        """Ids of the control pieces, which ordinary text is never encoded to."""
         controls = [number for number in range(self.vocab_size) if self._model.is_control(number)]
         return {self._model.id_to_piece(number): number for number in controls}
 
     def encode_marked(self, text: str) -> list[int]:
-        """The ids of a text in which control pieces are written out; nothing is put around it."""
+        """Return the ids of a text that contains control pieces; none are added."""
         return encode_parts(text, self.specials, self._model.encode)
 
     def encode_spans(self, text: str) -> TokenSpans:
-        """The same ids, and the characters that each stands for."""
+        """Return the same ids, with the characters of each token."""
         return spans_of_parts(text, self.specials, self._spans)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of several texts."""
+        """Return the ids of several texts."""
         first = [self.bos] if self._add_special_tokens and self.bos is not None else []
         return [first + ids for ids in self._model.encode(list(texts), out_type=int)]
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The ids of all texts one after another, and how many each has."""
+        """Return the concatenated ids of all texts and the number of ids per text."""
         batch = self.encode_batch(texts)
         lengths = np.array([len(ids) for ids in batch], np.int32)
         return np.fromiter(
@@ -90,22 +90,26 @@ class SentencePieceTokenizer:
         ), lengths
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids, control pieces left out."""
+        """Return the text of the ids without control pieces."""
         text: str = self._model.decode(
             [int(token) for token in ids if not self._model.is_control(int(token))]
         )
         return text
 
     def num_bytes(self, ids: Sequence[int]) -> int:
-        """UTF-8 bytes of the text that the ids stand for."""
+        """Return the UTF-8 bytes of the text of the ids."""
         return len(self.decode(ids).encode())
 
     def _spans(self, text: str) -> TokenSpans:
-        """Of several bytes of one character only the last has it; a space that is put before the
-        text lies nowhere. Both are given the character that follows."""
-        found = self._model.encode(text, return_type="offset_mapping")
+        """Return ids and spans, empty spans extended by one character.
+
+        Only the last byte piece of a character has a span, and the space added before the text has
+        none.
+        """
+        encoding = self._model.encode(text, return_type="offset_mapping")
         return TokenSpans(
-            list(found["ids"]), [(start, max(end, start + 1)) for start, end in found["offsets"]]
+            list(encoding["ids"]),
+            [(start, max(end, start + 1)) for start, end in encoding["offsets"]],
         )
 
     def _piece(self, text: str) -> int:
@@ -123,37 +127,41 @@ def _reopen(path: str, eod: str | None, add_special_tokens: bool) -> SentencePie
     return SentencePieceTokenizer(path, eod=eod, add_special_tokens=add_special_tokens)
 
 
-def _known(number: int) -> int | None:
-    """Models say -1 for a piece that they lack."""
+def _id_or_none(number: int) -> int | None:
+    """Convert the library's -1 for a missing piece to None."""
     return number if number >= 0 else None
 
 
 def find_model_file(path: str) -> Path:
-    """The model itself, or the tokenizer.model of a folder.
+    """Return the model file, or tokenizer.model of a folder.
 
     Raises:
-        DataError: there is none.
+        DataError: it does not exist.
     """
     file = Path(path) / MODEL if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise DataError(
-            f"tokenizer.path={path}: there is no {MODEL}. Set it to a SentencePiece model, or to a "
+            f"tokenizer.path={path}: no {MODEL} found. Set it to a SentencePiece model, or to a "
             "folder that has one."
         )
     return file
 
 
 def is_sentencepiece(place: Path) -> bool:
-    """Whether a folder has a SentencePiece model, or a file is one; Llama 3's of the same name is
-    lines of text."""
+    """Return whether a file, or tokenizer.model of a folder, is a SentencePiece model.
+
+    Llama 3 has a tokenizer.model of text lines.
+    """
     try:
         with (place / MODEL if place.is_dir() else place).open("rb") as file:
-            return file.read(1) == b"\n"  # a protocol buffer whose first field is a list of pieces
+            return (
+                file.read(1) == b"\n"
+            )  # a protocol buffer whose first field is the list of pieces
     except OSError:
         return False
 
 
-def _read(file: Path) -> Any:  # a SentencePieceProcessor, which ships no types
+def _read(file: Path) -> Any:  # a SentencePieceProcessor, which has no type annotations
     try:
         library = importlib.import_module("sentencepiece")
     except ImportError as error:

@@ -1,5 +1,5 @@
-"""Fine-tuning samples: conversations as tokens and what of them is learned, and rows filled with
-them."""
+"""Fine-tuning datasets: tokenized conversations with a loss mask, and sequence packing into
+rows."""
 
 import hashlib
 import logging
@@ -17,10 +17,10 @@ from megalith.config.sft import SFTConfig
 from megalith.data.cache import Arrays, load_or_build
 from megalith.data.chat_template import ChatTemplate, TextPiece, find_template
 from megalith.data.conversations import (
-    MADE_UP,
+    MOCK_SOURCE,
     Conversation,
     conversation_sources,
-    made_up,
+    generate_mock_conversations,
     read_conversations,
 )
 from megalith.data.packs import PackingInput, read_packs
@@ -32,117 +32,121 @@ from megalith.plan.fill import PackedDocuments, fill_apart, fill_best, fill_by_g
 from megalith.plan.keys import key
 
 _log = logging.getLogger(__name__)
-_SAY_SECONDS = 30.0
+_LOG_SECONDS = 30.0
 CACHE = ".cache"
-"""Beside the first file; hidden, because a folder may be named as the source."""
+"""Cache folder next to the first file; hidden, because the source may be a folder."""
 
-MADE_UP_VALID = 100
-"""Conversations of the made-up validation split."""
+NUM_MOCK_VALID = 100
+"""Number of conversations of the mock validation split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """Conversations as tokens, one after the other."""
+    """Concatenated tokens of conversations."""
 
     tokens: NDArray[np.int32]
     learned: NDArray[np.bool_]
-    """Of each token: whether it is to be predicted."""
+    """Loss mask: True for tokens that are trained on."""
 
     starts: NDArray[np.int64]
-    """[conversations + 1]: where each begins."""
+    """[conversations + 1]: start of each conversation."""
 
     files: NDArray[np.int32]
-    """[conversations]: which of `paths` each came from."""
+    """[conversations]: index in `paths`."""
 
     rows: NDArray[np.int64]
-    """[conversations]: and which row of it."""
+    """[conversations]: row of the file."""
 
     paths: tuple[str, ...]
 
     digest: str
-    """Of all but the paths."""
+    """Hash of everything except the paths."""
 
     def where(self, number: int) -> str:
-        """File and row of a conversation."""
+        """Return file and row of a conversation."""
         return f"{self.paths[self.files[number]]}:{self.rows[number]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of the conversations of a split."""
+    """Statistics of the conversations of a split."""
 
     conversations: int
     truncated: int
     dropped: int
     masked: int
-    """Without a token to learn; left out."""
+    """Conversations without a token to train on, which are dropped."""
 
     rows: int
-    """In the first epoch."""
+    """Rows of the first epoch."""
 
     tokens: int
-    """Of conversations in those rows."""
+    """Tokens of conversations in those rows."""
 
     supervised: int
-    """Of these, predicted."""
+    """Tokens that are trained on."""
 
     seq_len: int
-    """Of rows; 0 where each conversation is by itself."""
+    """Row length; 0 without packing."""
 
     def __str__(self) -> str:
-        share, fill = (
+        share, packing_efficiency = (
             self.supervised / max(1, self.tokens),
             self.tokens / max(1, self.rows * self.seq_len),
         )
-        lost = {
-            "cut": self.truncated,
-            "left out as too long": self.dropped,
-            "left out without a token to learn": self.masked,
+        counts = {
+            "truncated": self.truncated,
+            "dropped as too long": self.dropped,
+            "dropped without a token to train on": self.masked,
         }
-        told = "".join(f", {count} {what}" for what, count in lost.items() if count)
+        excluded = "".join(f", {count} {what}" for what, count in counts.items() if count)
         rows = (
-            f"{self.rows} rows an epoch, {fill:.1%} filled"
+            f"{self.rows} rows per epoch, {packing_efficiency:.1%} filled"
             if self.seq_len
-            else f"{self.rows} an epoch"
+            else f"{self.rows} per epoch"
         )
         return (
-            f"{self.conversations} conversations{told}; {rows}, {share:.1%} of their tokens learned"
+            f"{self.conversations} conversations{excluded}; {rows}, {share:.1%} of their tokens "
+            "trained on"
         )
 
 
 def tokenize(
     conversation: Conversation, template: ChatTemplate, tokenizer: Tokenizer, *, everything: bool
 ) -> Arrays:
-    """Tokens of one conversation, and which of them are learned: `everything`, or what the template
-    says.
+    """Return the tokens of one conversation and their loss mask.
 
-    A token across the border of what is learned is learned: it holds the first or the last of what
-    the assistant wrote, which nothing else would teach.
+    With `everything`, all tokens are trained on, else those that the template selects. A token
+    across the boundary is trained on, because it contains text of the assistant.
 
     Raises:
-        DataError: the template refuses it, or makes no text of it; the message has file and row.
+        DataError: the template rejects the conversation or renders no text; the message states
+            file and row.
     """
     try:
         pieces = _pieces(conversation, template, everything)
-        ids, places = tokenizer.encode_spans("".join(piece.text for piece in pieces))
+        ids, spans = tokenizer.encode_spans("".join(piece.text for piece in pieces))
     except DataError as error:
         raise DataError(
             f"{conversation.where}: {error} Use other text there, or remove the row."
         ) from error
     if not ids:
         raise DataError(
-            f"{conversation.where}: {template.name} makes {len(ids)} tokens of its "
-            f"{len(conversation.messages)} "
-            f"messages. Use a template that writes them down, or remove the row."
+            f"{conversation.where}: {template.name} renders its {len(conversation.messages)} "
+            "messages "
+            f"as {len(ids)} tokens. Use a template that renders them, or remove the row."
         )
     characters = np.repeat(
         [piece.learned for piece in pieces], [len(piece.text) for piece in pieces]
     )
-    before = np.concatenate([[0], np.cumsum(characters)])
+    num_learned_before = np.concatenate([[0], np.cumsum(characters)])
     starts, ends = np.minimum(
-        np.array(places, np.int64).T, [[len(characters) - 1], [len(characters)]]
+        np.array(spans, np.int64).T, [[len(characters) - 1], [len(characters)]]
     )
-    return {"tokens": np.array(ids, np.int32), "learned": before[ends] > before[starts]}
+    return {
+        "tokens": np.array(ids, np.int32),
+        "learned": num_learned_before[ends] > num_learned_before[starts],
+    }
 
 
 def _pieces(
@@ -152,7 +156,7 @@ def _pieces(
         return template.pieces(conversation.messages, tools=conversation.tools)
     if any("train" in message for message in conversation.messages):
         raise DataError(
-            f'"train" says what is learned, and data.sft.loss_on=all learns everything. '
+            f'"train" selects turns to train on, but data.sft.loss_on=all trains on everything. '
             f"Set data.sft.loss_on=assistant, or remove it from {conversation.where}."
         )
     return [TextPiece(template.render(conversation.messages, tools=conversation.tools), True)]
@@ -166,33 +170,33 @@ def tokenize_all(
     *,
     everything: bool,
 ) -> Arrays:
-    """The arrays of `Tokenized`, and their hash; paths: of the files, in order.
+    """Return the arrays of `Tokenized` and their hash; `paths`: the files in order.
 
     Raises:
-        DataError: there are none, or one cannot be tokenized.
+        DataError: there are no conversations, or one cannot be tokenized.
     """
-    tokens, learned, places = [], [], []
-    said = time.monotonic()
+    tokens, learned, sources = [], [], []
+    last_log = time.monotonic()
     for conversation in conversations:
-        found = tokenize(conversation, template, tokenizer, everything=everything)
-        tokens.append(found["tokens"])
-        learned.append(found["learned"])
-        places.append((paths.index(conversation.path), conversation.row))
-        if time.monotonic() - said > _SAY_SECONDS:
-            said = time.monotonic()
-            _log.info("%d conversations are tokens", len(tokens))
+        arrays_of_one = tokenize(conversation, template, tokenizer, everything=everything)
+        tokens.append(arrays_of_one["tokens"])
+        learned.append(arrays_of_one["learned"])
+        sources.append((paths.index(conversation.path), conversation.row))
+        if time.monotonic() - last_log > _LOG_SECONDS:
+            last_log = time.monotonic()
+            _log.info("%d conversations tokenized", len(tokens))
     if not tokens:
         named = ", ".join(paths[:5]) + (" ..." if len(paths) > 5 else "")
         raise DataError(
-            f"data.sft.path: {len(tokens)} conversations were found in {named}. Set it to files "
-            "that have some."
+            f"data.sft.path: {len(tokens)} conversations found in {named}. Set it to files with "
+            "conversations."
         )
     arrays: Arrays = {
         "tokens": np.concatenate(tokens),
         "learned": np.concatenate(learned),
         "starts": np.cumsum([0, *map(len, tokens)], dtype=np.int64),
-        "files": np.array([file for file, _ in places], np.int32),
-        "rows": np.array([row for _, row in places], np.int64),
+        "files": np.array([file for file, _ in sources], np.int32),
+        "rows": np.array([row for _, row in sources], np.int64),
     }
     digest = hashlib.blake2b(digest_size=16)
     for name in arrays:
@@ -201,8 +205,7 @@ def tokenize_all(
 
 
 class ConversationDataset:
-    """Rows filled with whole conversations, epoch after epoch; sample k is a function of k
-    alone."""
+    """Rows of whole conversations, epoch after epoch; sample k depends on k alone."""
 
     def __init__(
         self,
@@ -217,12 +220,13 @@ class ConversationDataset:
         cache: Path | None = None,
         alone: bool = False,
     ) -> None:
-        """`num_samples`: at least so many rows, in whole epochs; None: one epoch. `alone`: each
-        conversation in a row of its own length.
+        """`num_samples`: minimum number of rows, rounded up to whole epochs; None: one epoch.
+
+        `alone`: each conversation is a row of its own length.
 
         Raises:
-            DataError: a conversation is too long and must not be, none has anything to learn, or
-                token ids do not fit the vocabulary.
+            DataError: a conversation is too long and overlong=error, none has a token to train on,
+                or a token id is outside the vocabulary.
         """
         self._name, self._store, self._sft, self._seq_len, self._seed = (
             name,
@@ -232,7 +236,7 @@ class ConversationDataset:
             seed,
         )
         check_ids(store.tokens, vocab_size, f"data.sft ({name})")
-        self._lengths, self._kept, counts = _usable(store, sft, seq_len, name)
+        self._lengths, self._kept, counts = _select_conversations(store, sft, seq_len, name)
         self._alone = alone
         self._packs = None if sft.packs is None else read_packs(sft.packs, self.room())
         packing = (
@@ -258,7 +262,7 @@ class ConversationDataset:
         return self.num_samples
 
     def sample(self, k: int) -> PackedSample:
-        """Row k.
+        """Return row k.
 
         Raises:
             DataError: there is no row k.
@@ -266,8 +270,7 @@ class ConversationDataset:
         if not 0 <= k < self.num_samples:
             raise DataError(
                 f"the {self._name} conversations were packed into {self.num_samples} rows, and row "
-                f"{k} was asked for. "
-                f"Set train.steps to a value that needs fewer."
+                f"{k} was requested. Set train.steps to a lower value."
             )
         size = sum(self.lengths_of(k)) if self._alone else self._seq_len
         ids, labels = np.zeros(size, np.int64), np.full(size, -1, np.int64)
@@ -285,17 +288,17 @@ class ConversationDataset:
         return PackedSample(ids, labels, (*lengths, *filler), end)
 
     def lengths_of(self, k: int) -> tuple[int, ...]:
-        """Tokens that are read of each conversation of row k."""
+        """Return the number of input tokens of each conversation of row k."""
         return tuple(self._lengths[self._rows.row(k)].tolist())
 
     def room(self) -> PackingInput:
-        """What a packing is made for."""
+        """Return the input of a packing."""
         return PackingInput(
             self._store.digest, self._seq_len, self._sft.overlong, self._lengths, self._kept
         )
 
     def _epochs(self, num_samples: int | None) -> Arrays:
-        """Epochs until there are as many rows."""
+        """Pack epochs until there are enough rows."""
         epochs = [self._epoch(0)]
         while num_samples is not None and sum(epoch.num_rows for epoch in epochs) < num_samples:
             epochs.append(self._epoch(len(epochs)))
@@ -307,31 +310,30 @@ class ConversationDataset:
         }
 
     def _epoch(self, epoch: int) -> PackedDocuments:
-        """The rows of one epoch."""
+        """Pack the rows of one epoch."""
         sft, shuffled = self._sft, self._sft.shuffle == "epoch"
         draw = np.random.default_rng(key(self._seed, "sft", "epoch", epoch))
-        raise_on_all_ranks = sft.packing == "row" and not self._alone
-        order = draw.permutation(self._kept) if shuffled and not raise_on_all_ranks else self._kept
+        pack_by_row = sft.packing == "row" and not self._alone
+        order = draw.permutation(self._kept) if shuffled and not pack_by_row else self._kept
         lengths = self._lengths[order].tolist()
         if self._packs is not None:
-            order, filled = np.arange(len(self._lengths)), self._packs.filled
+            order, packed = np.arange(len(self._lengths)), self._packs.packed
         elif self._alone:
-            filled = fill_apart(lengths)
-        elif raise_on_all_ranks:
-            filled = fill_by_group(lengths, self._lines(), self._seq_len)
+            packed = fill_apart(lengths)
+        elif pack_by_row:
+            packed = fill_by_group(lengths, self._lines(), self._seq_len)
         else:
-            filled = (fill_best if sft.packing == "best_fit" else fill_in_order)(
+            packed = (fill_best if sft.packing == "best_fit" else fill_in_order)(
                 lengths, self._seq_len
             )
-        # Rows of many short conversations have small first numbers: without this they would come
-        # early.
-        rows = draw.permutation(filled.num_rows) if shuffled else np.arange(filled.num_rows)
-        parts = [order[filled.row(number)] for number in rows.tolist()]
+        # Rows are shuffled too, because rows of many short conversations tend to come first.
+        rows = draw.permutation(packed.num_rows) if shuffled else np.arange(packed.num_rows)
+        parts = [order[packed.row(number)] for number in rows.tolist()]
         starts = np.cumsum([0, *map(len, parts)], dtype=np.int64)
         return PackedDocuments(np.concatenate(parts).astype(np.int64), starts)
 
     def _lines(self) -> list[tuple[int, int]]:
-        """(file, row) of each conversation that is read."""
+        """Return (file, row) of each conversation that is used."""
         store, kept = self._store, self._kept
         return list(zip(store.files[kept].tolist(), store.rows[kept].tolist()))
 
@@ -357,41 +359,42 @@ class _Counts:
     supervised: NDArray[np.int64]
 
 
-def _usable(
+def _select_conversations(
     store: Tokenized, sft: SFTConfig, seq_len: int, name: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], _Counts]:
-    """Tokens that are read of each conversation, which conversations are, and what became of the
+    """Return the input tokens of each conversation, the usable conversations, and counts of the
     others.
 
-    The last token of a conversation is predicted and not read.
+    The last token of a conversation is only a label.
     """
     lengths = np.diff(store.starts) - 1
     long = lengths > seq_len
     if sft.overlong == "error" and long.any():
         first = int(np.flatnonzero(long)[0])
         raise DataError(
-            f"{store.where(first)}: a conversation of {int(lengths[first]) + 1} tokens, and a row "
+            f"{store.where(first)}: a conversation has {int(lengths[first]) + 1} tokens, and a row "
             "of "
-            f"train.seq_len={seq_len} holds {seq_len + 1} with the last label; {int(long.sum())} "
+            f"train.seq_len={seq_len} has {seq_len + 1} with the last label; {int(long.sum())} "
             f"of {len(long)} are "
             f"too long. Set train.seq_len to {int(lengths.max())}, or data.sft.overlong to "
             "truncate or drop."
         )
     read = np.minimum(lengths, seq_len)
-    before = np.concatenate([[0], np.cumsum(store.learned, dtype=np.int64)])
-    firsts = (
-        store.starts[:-1] + 1
-    )  # the first token of a conversation follows nothing, so it cannot be learned
-    supervised = before[np.maximum(firsts + read, firsts)] - before[firsts]
+    num_learned_before = np.concatenate([[0], np.cumsum(store.learned, dtype=np.int64)])
+    first_labels = store.starts[:-1] + 1  # the first token of a conversation is never a label
+    supervised = (
+        num_learned_before[np.maximum(first_labels + read, first_labels)]
+        - num_learned_before[first_labels]
+    )
     dropped = long if sft.overlong == "drop" else np.zeros_like(long)
     masked = (supervised == 0) & ~dropped
     kept = np.flatnonzero(~dropped & ~masked)
     if len(kept) == 0:
         raise DataError(
             f"data.sft ({name}): of {len(long)} conversations {int(dropped.sum())} are too long "
-            f"and {int(masked.sum())} have nothing to learn, which leaves 0 (the first is "
+            f"and {int(masked.sum())} have no token to train on, which leaves 0 (the first is "
             f"{store.where(0)}). Use "
-            "conversations with assistant turns that are trained, or set "
+            "conversations with assistant turns, or set "
             "data.sft.overlong=truncate."
         )
     counts = _Counts(
@@ -412,13 +415,15 @@ def build_conversations(
     tokenizer_path: str | None,
     alone: bool = False,
 ) -> ConversationDataset:
-    """One split of a fine-tuning run.
+    """Build one split of a fine-tuning run.
 
     Raises:
         ConfigError: the split has no conversations.
-        DataError: files are missing, or hold no conversations; there is no chat template.
+        DataError: files are missing or contain no conversations, or there is no chat template.
     """
-    sft = data.sft if split == "train" else replace(data.sft, packs=None)  # packs are of the others
+    sft = (
+        data.sft if split == "train" else replace(data.sft, packs=None)
+    )  # packs are for the training split
     paths = {"train": sft.path, "valid": sft.valid_path}.get(split, ())
     if not paths and (sft.mock_conversations is None or split == "test"):
         raise ConfigError(
@@ -431,23 +436,27 @@ def build_conversations(
         sft.template, tokenizer, tokenizer_path, setting="data.sft.template", today=today
     )
     everything = sft.loss_on == "all"
-    told = f"{template.fingerprint} {tokenizer.fingerprint} everything={everything}"
+    cache_key = f"{template.fingerprint} {tokenizer.fingerprint} everything={everything}"
     if paths:
         sources = conversation_sources(paths)
-        told += "".join(f"\n{source.path} {source.nbytes} {source.mtime_ns}" for source in sources)
+        cache_key += "".join(
+            f"\n{source.path} {source.nbytes} {source.mtime_ns}" for source in sources
+        )
         names = tuple(source.path for source in sources)
         cache = Path(data.cache_path) if data.cache_path else Path(sources[0].path).parent / CACHE
-        found: Iterable[Conversation] = read_conversations(paths)
+        conversations: Iterable[Conversation] = read_conversations(paths)
     else:
         assert sft.mock_conversations is not None
-        cache, names = None, (MADE_UP,)
-        found = (
-            made_up(sft.mock_conversations, 0) if split == "train" else made_up(MADE_UP_VALID, 1)
+        cache, names = None, (MOCK_SOURCE,)
+        conversations = (
+            generate_mock_conversations(sft.mock_conversations, 0)
+            if split == "train"
+            else generate_mock_conversations(NUM_MOCK_VALID, 1)
         )
     arrays = load_or_build(
         cache,
-        f"conversations {told}",
-        lambda: tokenize_all(found, names, template, tokenizer, everything=everything),
+        f"conversations {cache_key}",
+        lambda: tokenize_all(conversations, names, template, tokenizer, everything=everything),
     )
     return ConversationDataset(
         split,

@@ -1,4 +1,4 @@
-"""Whole token stores: what one holds, which tokenizer wrote it, and several joined into one."""
+"""Operations on token stores: summarize, merge, and record the tokenizer that wrote them."""
 
 import os
 from collections.abc import Sequence
@@ -20,14 +20,12 @@ from megalith.data.indexed import (
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import DataError
 
-_LOOKED_AT = (
-    100_000  # documents whose last token is read: enough for a share, and seconds on a slow disk
-)
+_MAX_SAMPLED_DOCUMENTS = 100_000  # documents whose last token is read: seconds on a slow disk
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSummary:
-    """What `megalith data info` tells about one store."""
+    """Statistics of one store, printed by `megalith data info`."""
 
     prefix: str
     token_type: str
@@ -40,15 +38,13 @@ class StoreSummary:
     mean_length: float
     longest: int
     common_last_token: int | None  # of documents; None when all are empty
-    common_last_share: (
-        float  # of the documents that are not empty: 1 when each ends with the end token
-    )
+    common_last_share: float  # of non-empty documents: 1 if each ends with the end token
     bin_nbytes: int
     idx_nbytes: int
 
 
 def summarize(store: IndexedDataset) -> StoreSummary:
-    """Count and measure one store. Lengths are in tokens per sequence."""
+    """Compute the statistics of one store. Lengths are in tokens per sequence."""
     lengths = store.sequence_lengths
     token, share = _common_last_token(store)
     return StoreSummary(
@@ -70,9 +66,9 @@ def summarize(store: IndexedDataset) -> StoreSummary:
 
 
 def _common_last_token(store: IndexedDataset) -> tuple[int | None, float]:
-    """The token that most documents end with, and how many of those looked at do."""
+    """Return the most frequent last token of documents, and its share among the sampled ones."""
     ends = store.document_indices[1:][np.diff(store.document_indices) > 0]
-    step = max(1, len(ends) // _LOOKED_AT)
+    step = max(1, len(ends) // _MAX_SAMPLED_DOCUMENTS)
     lasts = [
         int(store.get(int(end) - 1)[-1]) for end in ends[::step] if store.sequence_lengths[end - 1]
     ]
@@ -84,48 +80,47 @@ def _common_last_token(store: IndexedDataset) -> tuple[int | None, float]:
 
 
 def find_stores(place: str) -> list[str]:
-    """The prefix itself, or where there is no such store every store in a folder, by name.
+    """Return the prefix itself, or every store of a folder sorted by name.
 
     Raises:
-        DataError: there is none, or one of the two files of a store is missing.
+        DataError: there is none, or a store lacks one of its two files.
     """
     if (
         store_exists(place) or not Path(place).is_dir()
-    ):  # training puts a folder PREFIX/cache beside a store
+    ):  # training creates a folder PREFIX/cache next to a store
         return [place]
     stems = sorted(
         {
             str(path.with_suffix(""))
-            for ending in ("idx", "bin")
-            for path in Path(place).glob(f"*.{ending}")
+            for suffix in ("idx", "bin")
+            for path in Path(place).glob(f"*.{suffix}")
         }
     )
     broken = [stem for stem in stems if not store_exists(stem)]
     if broken or not stems:
         what = f"{broken[0]} has only one of its two files" if broken else "no .idx and .bin files"
-        raise DataError(f"{place}: {what}. Use a folder whose stores are whole.")
+        raise DataError(f"{place}: {what}. Use a folder of complete stores.")
     return stems
 
 
 def merge_stores(prefixes: Sequence[str], output: str, *, overwrite: bool = False) -> None:
-    """Write one store with the documents of several, in their order: what preparing all texts at
-    once would give.
+    """Write one store with the documents of several, in order, as if all texts had been prepared at
+    once.
 
     Raises:
-        DataError: no store, one of another kind than the first, or the output is in the way.
+        DataError: there is no store, the stores have different token types, or the output exists.
     """
     if not prefixes:
         raise DataError(
             f"nothing to merge into {output}. Use one or more prefixes or folders of stores."
         )
-    if (
-        os.path.exists(index_path(output)) and not overwrite
-    ):  # no error where looking is not allowed
+    # os.path.exists, unlike Path.exists, raises no PermissionError
+    if os.path.exists(index_path(output)) and not overwrite:
         raise DataError(
-            f"output {output}: a store of that name exists. Use another name, or pass --overwrite."
+            f"output {output}: the store already exists. Use another name, or pass --overwrite."
         )
     stores = [IndexedDataset(prefix) for prefix in prefixes]
-    _refuse_other_kinds(stores)
+    _check_same_type(stores)
     with IndexedDatasetBuilder(output, stores[0].dtype, multimodal=stores[0].multimodal) as builder:
         for prefix in prefixes:
             builder.add_index(prefix)
@@ -137,21 +132,21 @@ def merge_stores(prefixes: Sequence[str], output: str, *, overwrite: bool = Fals
         write_tokenizer_record(output, records[0].tokenizer, records[0].fingerprint)
 
 
-def _refuse_other_kinds(stores: Sequence[IndexedDataset]) -> None:
+def _check_same_type(stores: Sequence[IndexedDataset]) -> None:
     kinds = [f"{store.dtype.name}{' with modes' if store.multimodal else ''}" for store in stores]
     others = [
         f"{store.path_prefix} ({kind})" for store, kind in zip(stores, kinds) if kind != kinds[0]
     ]
     if others:
         raise DataError(
-            f"{', '.join(others)}: not of the same token type as {stores[0].path_prefix} "
+            f"{', '.join(others)}: not the token type of {stores[0].path_prefix} "
             f"({kinds[0]}). Use stores of one tokenizer."
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreTokenizer:
-    """Which tokenizer wrote a store: the contents of PREFIX.tokenizer.yaml."""
+    """Tokenizer that wrote a store: the contents of PREFIX.tokenizer.yaml."""
 
     fingerprint: str
     """Changes when the ids of any text would."""
@@ -160,12 +155,12 @@ class StoreTokenizer:
 
 
 def tokenizer_record(prefix: str) -> Path:
-    """Return the file beside a store that says which tokenizer wrote it."""
+    """Return the path of the tokenizer record of a store."""
     return Path(f"{prefix}.tokenizer.yaml")
 
 
 def write_tokenizer_record(prefix: str, config: TokenizerConfig, fingerprint: str) -> None:
-    """Write down which tokenizer wrote a store."""
+    """Record which tokenizer wrote a store."""
     file = tokenizer_record(prefix)
     if config.path is not None and Path(config.path).exists():  # else it is a hub name
         config = replace(config, path=os.path.relpath(config.path, file.parent))
@@ -175,11 +170,11 @@ def write_tokenizer_record(prefix: str, config: TokenizerConfig, fingerprint: st
 
 
 def read_store_tokenizer(prefix: str) -> Tokenizer:
-    """Build the tokenizer that wrote a store: the recorded one, or bytes where no record exists.
+    """Build the tokenizer that wrote a store; bytes if none is recorded.
 
     Raises:
         ConfigError: the record is damaged.
-        DataError: the tokenizer is gone, or is another one now.
+        DataError: the tokenizer is missing or has changed.
     """
     record = _read_record(prefix)
     if record is None:
@@ -190,15 +185,14 @@ def read_store_tokenizer(prefix: str) -> Tokenizer:
             f"{tokenizer_record(prefix)}: the store was written by the tokenizer "
             f"{record.fingerprint}, and "
             f"{record.tokenizer.path} is {tokenizer.fingerprint} now. Pass --tokenizer with the "
-            "one that wrote it, or "
-            f"--ids."
+            "original tokenizer, or --ids."
         )
     return tokenizer
 
 
 def _read_record(prefix: str) -> StoreTokenizer | None:
-    """Read the record of a store, with the path of the tokenizer as it is from here; None: the
-    store has none."""
+    """Return the record of a store with the tokenizer path made relative to the working directory;
+    None without one."""
     file = tokenizer_record(prefix)
     if not file.is_file():
         return None

@@ -1,10 +1,10 @@
-"""Jinja sandbox for chat templates: work, memory and output of a template are limited. The one file
-that imports Jinja.
+"""Jinja sandbox for chat templates, which limits work, memory and output. The only module that
+imports Jinja.
 
-A chat template is a program from an untrusted source. Jinja's sandbox keeps it away from Python
-objects, but not from endless loops or strings of many GB. Here every loop iteration, call, filter,
-test and growing operator is charged to a budget in proportion to the size of its operands, before
-it runs. Nothing is computed while the template is compiled.
+A chat template is a program from an untrusted source. Jinja's sandbox blocks access to Python
+objects, but not endless loops or strings of many GB. Here every loop iteration, call, filter, test
+and growing operator is charged to a budget in proportion to the size of its operands, before it
+runs. Nothing is computed while the template is compiled.
 """
 
 import json
@@ -27,8 +27,8 @@ MAX_SOURCE = 2**17
 """Characters of a template. Heuristic: published ones have up to 30,000."""
 
 MAX_COST = 300_000
-"""Cost of rendering one conversation. Heuristic: about a second; usual conversations cost less than
-a thousandth."""
+"""Cost of rendering one conversation. Heuristic: about a second; typical conversations cost less
+than a thousandth."""
 
 MAX_OPERATION = 2**16
 """Cost of one call, filter or operator: 64 MiB of text."""
@@ -49,7 +49,7 @@ call, on a CPU."""
 _MAX_INT_BITS = 4096
 _CONTAINERS = (list, tuple, dict, set, frozenset, range, KeysView, ValuesView, ItemsView)
 
-Value = Any  # whatever a template computes with
+Value = Any  # any value of a template
 
 
 class TemplateLimitError(Exception):
@@ -57,7 +57,7 @@ class TemplateLimitError(Exception):
 
 
 class _Budget(threading.local):
-    """Cost of the rendering in progress, for each thread."""
+    """Cost of the current rendering, per thread."""
 
     spent = 0
 
@@ -77,10 +77,10 @@ class _Budget(threading.local):
             )
 
     def size(self, value: Value) -> int:
-        """Return the characters of a text, or of everything in a container, each use of a shared
-        part counted.
+        """Return the characters of a text or of all items of a container; shared items count each
+        time.
 
-        The visit is charged. It ends at the size that no single operation may have.
+        The traversal is charged, and stops at the maximum size of one operation.
         """
         if isinstance(value, str | bytes):
             return len(value)
@@ -103,15 +103,15 @@ class _Budget(threading.local):
         return size
 
     def magnitude(self, value: Value) -> int:
-        """Return the size of an argument; a whole number counts with its value."""
+        """Return the size of an argument; the size of an integer is its value."""
         return min(abs(value), 2**40) if isinstance(value, int) else self.size(value)
 
 
 def build_environment(today: datetime | None, marks: tuple[str, str]) -> "TemplateEnvironment":
-    """Return a sandbox in which templates find the names that transformers gives them.
+    """Return a sandbox with the functions that transformers provides to templates.
 
-    today: the time of `strftime_now`; None: the clock. marks: texts around the output of a
-    generation block.
+    `today`: the time of `strftime_now`; None: the current time. `marks`: texts around the output of
+    a generation block.
     """
     environment = TemplateEnvironment(
         trim_blocks=True,
@@ -132,7 +132,7 @@ def build_environment(today: datetime | None, marks: tuple[str, str]) -> "Templa
 
 
 class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Sandbox that charges what a template does to a budget."""
+    """Sandbox that charges the operations of a template to a budget."""
 
     intercepted_binops = frozenset({"+", "*", "%", "**"})
     marks = ("", "")
@@ -159,7 +159,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
         Raises:
             TemplateLimitError: the template exceeds the budget. It may raise any other exception,
-            too.
+                too.
         """
         self.budget.spent = 0
         return template.render(variables)
@@ -194,14 +194,14 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(
         self, context: jinja2.runtime.Context, operator: str, left: Value, right: Value
     ) -> Value:
-        """Compute one of the operators whose results may be far larger than their operands."""
+        """Compute an operator whose result may be much larger than its operands."""
         if (
             operator == "+"
             and isinstance(left, str)
             and isinstance(right, str)
             and len(left) + len(right) < _UNIT
         ):
-            return left + right  # charged with the body that it is part of
+            return left + right  # charged as part of its body
         if isinstance(left, int) and isinstance(right, int):
             bits = (
                 left.bit_length() * right
@@ -222,13 +222,13 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def getitem(self, obj: Value, argument: Value) -> Value:
-        """Return an item or attribute. Hashing a tuple visits everything in it."""
+        """Return an item or attribute. Hashing a tuple traverses all of it."""
         if isinstance(argument, tuple):
             self.budget.charge(1 + self.budget.size(argument) // _UNIT)
         return super().getitem(obj, argument)
 
     def without_iterator(self, value: Value) -> Value:
-        """Return an iterator's items as a list, whose size is known; any other value as it is."""
+        """Convert an iterator to a list, whose size is known; return any other value unchanged."""
         if not isinstance(value, Iterator):
             return value
         items = []
@@ -245,11 +245,11 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         *,
         widths: bool = False,
     ) -> None:
-        """Charge an operation whose result, or whose work, may be as large as the product of its
-        operands.
+        """Charge an operation whose cost is at most proportional to the product of its operands'
+        sizes.
 
-        measure: the size of an argument. widths: the subject is a format, in which numbers are
-        widths of texts.
+        `measure`: returns the size of an argument. `widths`: the subject is a format string, in
+        which numbers are widths.
         """
         size = sum(map(measure, arguments))
         if widths and isinstance(subject, str):
@@ -261,19 +261,19 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.budget.charge(self.budget.size(value) // _UNIT)
         return value
 
-    # which also keeps Jinja from computing constant expressions when it compiles a template
+    # pass_context also prevents Jinja from computing constant expressions at compile time
     @jinja2.pass_context
     def charge_output(self, context: jinja2.runtime.Context, value: Value) -> Value:
         """Charge and return a value that becomes output."""
         if isinstance(value, str) and len(value) < _UNIT_OF_OUTPUT:
-            return value  # charged with the body that it is part of
+            return value  # charged as part of its body
         self.budget.charge(1 + self.budget.size(value) // _UNIT_OF_OUTPUT)
         return value
 
 
 class _Limits(jinja2.ext.Extension):
-    """Inserts charges into the syntax tree of a template. Its methods cannot be replaced by names
-    of the template."""
+    """Inserts charges into the syntax tree of a template, which templates cannot override by
+    name."""
 
     environment: TemplateEnvironment
 
@@ -337,7 +337,7 @@ class _Limits(jinja2.ext.Extension):
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`: marks the text inside it, wherever in a macro or loop it stands."""
+    """`{% generation %}` tag: marks the text inside it, including in macros and loops."""
 
     tags = {"generation"}  # noqa: RUF012  # Jinja's own attribute
     environment: TemplateEnvironment
@@ -359,11 +359,11 @@ def _charged(
     """Return a filter or test (`function`: any callable) that is charged before it runs."""
     passed = (
         1 if hasattr(function, "jinja_pass_arg") else 0
-    )  # context or environment come before the subject
+    )  # context or environment precede the subject
     budget = environment.budget
     measure = (
         budget.size if is_test or name in ("default", "d") else budget.magnitude
-    )  # these return no larger value
+    )  # the result is no larger than the operands
 
     @wraps(function)
     def charged(*args: Value, **kwargs: Value) -> Value:

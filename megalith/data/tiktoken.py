@@ -1,5 +1,5 @@
-"""Byte-pair vocabularies of the tiktoken library: of Llama 3, or a list in JSON. The one file that
-imports it."""
+"""tiktoken tokenizers: .tiktoken files such as Llama 3's, or a vocabulary in JSON. The only module
+that imports tiktoken."""
 
 import base64
 import binascii
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megalith import storage
 from megalith.config.tokenizer import SplitPattern
-from megalith.data.marked import TokenSpans, encode_parts, places_of_bytes, spans_of_parts
+from megalith.data.marked import TokenSpans, char_spans_of_bytes, encode_parts, spans_of_parts
 from megalith.errors import DataError
 
 PATTERNS: dict[SplitPattern, str] = {
@@ -26,19 +26,19 @@ PATTERNS: dict[SplitPattern, str] = {
     "cl100k": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-"""How text is cut before bytes are paired: v1 and v2 as Mistral's and NVIDIA's models, cl100k as
-GPT-4 and Llama 3."""
+"""Pre-tokenization patterns: v1 and v2 of Mistral's and NVIDIA's models, cl100k of GPT-4 and Llama
+3."""
 
-USUAL_SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-"""First special tokens of a vocabulary in JSON, where none are named."""
+DEFAULT_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+"""First special tokens of a vocabulary in JSON if none are set."""
 
-END_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>")
-FIRST_NAMES = ("<s>", "<|begin_of_text|>")
+EOD_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>")
+BOS_NAMES = ("<s>", "<|begin_of_text|>")
 
 
 class TiktokenTokenizer:
-    """A byte-pair vocabulary, and special tokens: before it in a JSON vocabulary, behind it in a
-    .tiktoken file."""
+    """BPE vocabulary with special tokens: before it in a JSON vocabulary, after it in a .tiktoken
+    file."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class TiktokenTokenizer:
         eod: str | None = None,
         add_special_tokens: bool = True,
     ) -> None:
-        """`num_special`: ids that a JSON vocabulary keeps for special tokens; those without a name
-        get one. `vocab_size`: of a JSON vocabulary, all ids together; unset: all that it has.
+        """`num_special`: ids reserved for special tokens in a JSON vocabulary; unnamed ones get a
+        name. `vocab_size`: total number of ids of a JSON vocabulary; unset: all of them.
 
         Raises:
-            DataError: the file is no vocabulary, or there is no special token `eod`.
+            DataError: the file is not a vocabulary, or there is no special token `eod`.
         """
         self.path = path
         self._options = {
@@ -69,22 +69,23 @@ class TiktokenTokenizer:
         file = Path(path)
         contents = _contents(file)
         if contents.lstrip()[:1] == b"[":
-            specials = _named(special_tokens or USUAL_SPECIALS, num_special)
-            ranks = _ranks_of_json(file, contents)
-            kept = (
+            specials = _name_special_tokens(special_tokens or DEFAULT_SPECIAL_TOKENS, num_special)
+            ranks = _parse_json(file, contents)
+            num_kept = (
                 len(ranks)
                 if vocab_size is None
-                else _kept(file, vocab_size - num_special, len(ranks), num_special)
+                else _check_num_kept(file, vocab_size - num_special, len(ranks), num_special)
             )
             self._shift = num_special
-            ranks = {token: rank for token, rank in ranks.items() if rank < kept}
+            ranks = {token: rank for token, rank in ranks.items() if rank < num_kept}
             self._specials = {text: number for number, text in enumerate(specials)}
         else:
-            ranks, self._shift = _ranks_of_lines(file, contents), 0
+            ranks, self._shift = _parse_lines(file, contents), 0
             if vocab_size is not None:
                 raise DataError(
-                    f"tokenizer.vocab_size={vocab_size}: {file} has {len(ranks)} tokens, and those "
-                    "in tokenizer.special_tokens follow. Remove tokenizer.vocab_size; it is for "
+                    f"tokenizer.vocab_size={vocab_size}: {file} has {len(ranks)} tokens, followed "
+                    "by "
+                    "tokenizer.special_tokens. Remove tokenizer.vocab_size, which is for "
                     "vocabularies in JSON."
                 )
             self._specials = {
@@ -95,20 +96,20 @@ class TiktokenTokenizer:
         self._encoding = _library(file).Encoding(
             file.name, pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={}
         )
-        self.bos = self._first(FIRST_NAMES)
-        self._eod = self._first(END_NAMES) if eod is None else self._special(eod)
-        told = contents + repr(sorted(self._options.items())).encode()
-        self.fingerprint = f"tiktoken-{hashlib.blake2b(told, digest_size=16).hexdigest()}"
+        self.bos = self._first(BOS_NAMES)
+        self._eod = self._first(EOD_NAMES) if eod is None else self._special(eod)
+        hashed = contents + repr(sorted(self._options.items())).encode()
+        self.fingerprint = f"tiktoken-{hashlib.blake2b(hashed, digest_size=16).hexdigest()}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.path, self._options)
 
     @property
     def eod(self) -> int:
-        """The id that ends a document.
+        """Id of the end-of-document token.
 
         Raises:
-            DataError: no special token is known to.
+            DataError: no special token is known to end documents.
         """
         if self._eod is None:
             raise DataError(
@@ -120,22 +121,22 @@ class TiktokenTokenizer:
         return self._eod
 
     def encode(self, text: str) -> list[int]:
-        """The ids of one text; special tokens written in it are text like any other."""
+        """Return the ids of one text; special tokens in it are encoded as ordinary text."""
         ids: list[int] = self._encoding.encode_ordinary(text)
         first = [self.bos] if self._options["add_special_tokens"] and self.bos is not None else []
         return first + ([token + self._shift for token in ids] if self._shift else ids)
 
     @property
     def specials(self) -> Mapping[str, int]:
-        """Ids of the special tokens, by their texts."""
+        """Ids of the special tokens by text."""
         return self._specials
 
     def encode_marked(self, text: str) -> list[int]:
-        """The ids of a text in which special tokens are written out; nothing is put around it."""
+        """Return the ids of a text that contains special tokens; none are added."""
         return encode_parts(text, self._specials, self._ordinary)
 
     def encode_spans(self, text: str) -> TokenSpans:
-        """The same ids, and the characters that each stands for."""
+        """Return the same ids, with the characters of each token."""
         return spans_of_parts(text, self._specials, self._spans)
 
     def _spans(self, text: str) -> TokenSpans:
@@ -143,17 +144,17 @@ class TiktokenTokenizer:
         lengths = [
             len(self._encoding.decode_single_token_bytes(token - self._shift)) for token in ids
         ]
-        return TokenSpans(ids, places_of_bytes(text, lengths))
+        return TokenSpans(ids, char_spans_of_bytes(text, lengths))
 
     def _ordinary(self, text: str) -> list[int]:
         return [token + self._shift for token in self._encoding.encode_ordinary(text)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of several texts."""
+        """Return the ids of several texts."""
         return [self.encode(text) for text in texts]
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The ids of all texts one after another, and how many each has."""
+        """Return the concatenated ids of all texts and the number of ids per text."""
         batch = self.encode_batch(texts)
         lengths = np.array([len(ids) for ids in batch], np.int32)
         return np.fromiter(
@@ -161,11 +162,11 @@ class TiktokenTokenizer:
         ), lengths
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids, special tokens left out."""
+        """Return the text of the ids without special tokens."""
         return self._bytes(ids).decode(errors="replace")
 
     def num_bytes(self, ids: Sequence[int]) -> int:
-        """UTF-8 bytes of the text that the ids stand for."""
+        """Return the UTF-8 bytes of the text of the ids."""
         return len(self._bytes(ids))
 
     def _bytes(self, ids: Sequence[int]) -> bytes:
@@ -191,22 +192,22 @@ def _reopen(path: str, options: Mapping[str, Any]) -> TiktokenTokenizer:
     return TiktokenTokenizer(path, **options)
 
 
-def _kept(file: Path, kept: int, found: int, num_special: int) -> int:
-    """How many of a vocabulary's tokens are used: every byte at least, and no more than there
-    are."""
-    if not 256 <= kept <= found:
+def _check_num_kept(file: Path, num_kept: int, num_tokens: int, num_special: int) -> int:
+    """Return `num_kept` if it includes all bytes and is at most the size of the vocabulary."""
+    if not 256 <= num_kept <= num_tokens:
         raise DataError(
-            f"tokenizer.vocab_size={kept + num_special}: {file} has {found} tokens, of which 256 "
-            "are needed, beside "
+            f"tokenizer.vocab_size={num_kept + num_special}: {file} has {num_tokens} tokens, of "
+            "which 256 "
+            "are required in addition to "
             f"tokenizer.num_special_tokens={num_special}. Set it to a number from "
             f"{256 + num_special} to "
-            f"{found + num_special}."
+            f"{num_tokens + num_special}."
         )
-    return kept
+    return num_kept
 
 
-def _named(names: Sequence[str], count: int) -> list[str]:
-    """Texts of `count` special tokens, of which the first have names."""
+def _name_special_tokens(names: Sequence[str], count: int) -> list[str]:
+    """Return `count` special tokens, the first with the given names."""
     return [
         names[number] if number < len(names) else f"<SPECIAL_{number}>" for number in range(count)
     ]
@@ -222,18 +223,18 @@ def _contents(file: Path) -> bytes:
         ) from error
 
 
-def _ranks_of_lines(file: Path, contents: bytes) -> dict[bytes, int]:
-    """A line for each token: base64, a space, its rank."""
+def _parse_lines(file: Path, contents: bytes) -> dict[bytes, int]:
+    """Parse one token per line: base64, a space, its rank."""
     try:
         pairs = [line.split() for line in contents.splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except (ValueError, binascii.Error) as error:
-        raise _no_vocabulary(file, error) from error
-    return _checked(file, ranks)
+        raise _vocabulary_error(file, error) from error
+    return _check_ranks(file, ranks)
 
 
-def _ranks_of_json(file: Path, contents: bytes) -> dict[bytes, int]:
-    """A list of {rank, token_bytes: base64, token_str}."""
+def _parse_json(file: Path, contents: bytes) -> dict[bytes, int]:
+    """Parse a list of {rank, token_bytes: base64, token_str}."""
     try:
         entries = storage.parse_json(contents)
         ranks = {
@@ -241,25 +242,24 @@ def _ranks_of_json(file: Path, contents: bytes) -> dict[bytes, int]:
             for entry in entries
         }
     except (ValueError, KeyError, TypeError, binascii.Error) as error:
-        raise _no_vocabulary(file, error) from error
-    return _checked(file, ranks)
+        raise _vocabulary_error(file, error) from error
+    return _check_ranks(file, ranks)
 
 
-def _checked(file: Path, ranks: dict[bytes, int]) -> dict[bytes, int]:
-    """Ranks must be 0, 1, 2 …, and every byte must be a token, or some text could not be
-    written."""
-    lost = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if lost or sorted(ranks.values()) != list(range(len(ranks))):
-        found = f"no token for byte {lost[0]}" if lost else "ranks with gaps"
-        raise _no_vocabulary(file, ValueError(found))
+def _check_ranks(file: Path, ranks: dict[bytes, int]) -> dict[bytes, int]:
+    """Check that ranks are 0, 1, 2 …, and that every byte is a token, so that any text can be
+    encoded."""
+    missing_bytes = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing_bytes or sorted(ranks.values()) != list(range(len(ranks))):
+        problem = f"no token for byte {missing_bytes[0]}" if missing_bytes else "ranks with gaps"
+        raise _vocabulary_error(file, ValueError(problem))
     return ranks
 
 
-def _no_vocabulary(file: Path, error: Exception) -> DataError:
+def _vocabulary_error(file: Path, error: Exception) -> DataError:
     return DataError(
-        f"tokenizer.path={file}: not a byte-pair vocabulary ({error}). Use lines of base64 and "
-        "rank (.tiktoken), or a "
-        f"JSON list of rank and token_bytes."
+        f"tokenizer.path={file}: not a BPE vocabulary ({error}). Use lines of base64 and "
+        "rank (.tiktoken), or a JSON list of rank and token_bytes."
     )
 
 

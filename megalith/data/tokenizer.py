@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, a tokenizer read from files, or digits for made-up data."""
+"""Tokenizers: the interface, bytes, numbers for mock data, and selection by config."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from megalith.config.tokenizer import (
     tokenizer_problems,
 )
 from megalith.data.huggingface import END_OF_TEXT, HuggingFaceTokenizer, find_tokenizer_file
-from megalith.data.marked import TokenSpans, encode_parts, places_of_bytes, spans_of_parts
+from megalith.data.marked import TokenSpans, char_spans_of_bytes, encode_parts, spans_of_parts
 from megalith.data.sentencepiece import (
     MODEL,
     SentencePieceTokenizer,
@@ -28,7 +28,7 @@ from megalith.errors import DataError, raise_all
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer can do. Ids run from 0 to vocab_size - 1."""
+    """Interface of all tokenizers. Ids are 0 to vocab_size - 1."""
 
     @property
     def vocab_size(self) -> int:
@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
 
     @property
     def eod(self) -> int:
-        """The id that ends a document.
+        """Id of the end-of-document token.
 
         Raises:
             DataError: the tokenizer has none.
@@ -44,43 +44,42 @@ class Tokenizer(Protocol):
 
     @property
     def bos(self) -> int | None:
-        """The id that the tokenizer puts before a text; None when it has none."""
+        """Id that the tokenizer adds before a text; None if it has none."""
 
     @property
     def fingerprint(self) -> str:
-        """A text that changes when the ids of any text would."""
+        """Text that changes when the ids of any text would."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of one text."""
+        """Return the ids of one text."""
 
     @property
     def specials(self) -> Mapping[str, int]:
-        """Ids of the special tokens, by their texts."""
+        """Ids of the special tokens by text."""
 
     def encode_marked(self, text: str) -> list[int]:
-        """The ids of a text in which special tokens are written out, as chat templates do; nothing
-        is put around it."""
+        """Return the ids of a text that contains special tokens, as chat templates render it; none
+        are added."""
 
     def encode_spans(self, text: str) -> TokenSpans:
-        """The same ids, and the characters that each stands for."""
+        """Return the same ids, with the characters of each token."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of several texts, in order."""
+        """Return the ids of several texts, in order."""
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The ids of all texts one after another, and how many each has: the form that files
-        take."""
+        """Return the concatenated ids of all texts and the number of ids per text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of the ids without special tokens; invalid UTF-8 becomes U+FFFD."""
 
     def num_bytes(self, ids: Sequence[int]) -> int:
-        """UTF-8 bytes of text that the ids stand for; special tokens stand for none. 0 where ids
-        are no text at all."""
+        """Return the UTF-8 bytes of the text of the ids; 0 for special tokens and for ids without
+        text."""
 
 
 class ByteTokenizer:
-    """The 256 bytes of UTF-8, and id 256 to end documents."""
+    """Tokenizer of the 256 bytes of UTF-8, with id 256 as end-of-document token."""
 
     vocab_size = 257
     eod = 256
@@ -88,48 +87,48 @@ class ByteTokenizer:
     fingerprint = "byte"
 
     def encode(self, text: str) -> list[int]:
-        """The UTF-8 bytes of the text."""
+        """Return the UTF-8 bytes of the text."""
         return list(text.encode())
 
     @property
     def specials(self) -> Mapping[str, int]:
-        """The end token, as GPT-2 writes it."""
+        """The end token, written as in GPT-2."""
         return {END_OF_TEXT: self.eod}
 
     def encode_marked(self, text: str) -> list[int]:
-        """The UTF-8 bytes of the text, and the end token where it is written out."""
+        """Return the UTF-8 bytes of the text, and the end token where the text contains it."""
         return encode_parts(text, self.specials, self.encode)
 
     def encode_spans(self, text: str) -> TokenSpans:
-        """The same, and the character of each byte."""
+        """Return the same ids, with the character of each byte."""
         return spans_of_parts(text, self.specials, self._spans)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The UTF-8 bytes of each text."""
+        """Return the UTF-8 bytes of each text."""
         return [self.encode(text) for text in texts]
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The UTF-8 bytes of all texts, and how many each has."""
+        """Return the UTF-8 bytes of all texts and the number of bytes per text."""
         parts = [text.encode() for text in texts]
         ids = np.frombuffer(b"".join(parts), np.uint8).astype(np.int64)
         return ids, np.array([len(part) for part in parts], np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the bytes; the end token is left out."""
+        """Return the text of the bytes without the end token."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
     def num_bytes(self, ids: Sequence[int]) -> int:
-        """Every id but the end is a byte."""
+        """Return the number of ids other than the end token."""
         return sum(token < 256 for token in ids)
 
     def _spans(self, text: str) -> TokenSpans:
         ids = self.encode(text)
-        return TokenSpans(ids, places_of_bytes(text, [1] * len(ids)))
+        return TokenSpans(ids, char_spans_of_bytes(text, [1] * len(ids)))
 
 
 class NullTokenizer:
-    """Ids written as numbers with spaces between; the last id ends documents. It goes with mock
-    data."""
+    """Tokenizer for mock data: ids written as numbers separated by spaces; the last id ends
+    documents."""
 
     bos = None
 
@@ -139,7 +138,7 @@ class NullTokenizer:
         self.fingerprint = f"null-{vocab_size}"
 
     def encode(self, text: str) -> list[int]:
-        """The numbers in the text.
+        """Return the numbers in the text.
 
         Raises:
             DataError: a word is not one of the ids.
@@ -148,11 +147,11 @@ class NullTokenizer:
 
     @property
     def specials(self) -> Mapping[str, int]:
-        """None that text could name."""
+        """Empty: text cannot contain special tokens."""
         return {}
 
     def encode_marked(self, text: str) -> list[int]:
-        """The numbers in the text.
+        """Return the numbers in the text.
 
         Raises:
             DataError: a word is not one of the ids.
@@ -160,7 +159,7 @@ class NullTokenizer:
         return self.encode(text)
 
     def encode_spans(self, text: str) -> TokenSpans:
-        """The numbers in the text, and their digits' places.
+        """Return the numbers in the text, with the characters of each.
 
         Raises:
             DataError: a word is not one of the ids.
@@ -168,22 +167,22 @@ class NullTokenizer:
         return TokenSpans(self.encode(text), [word.span() for word in re.finditer(r"\S+", text)])
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The numbers in each text."""
+        """Return the numbers in each text."""
         return [self.encode(text) for text in texts]
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The numbers in all texts, and how many each has."""
+        """Return the numbers in all texts and their number per text."""
         batch = self.encode_batch(texts)
         return np.array([token for ids in batch for token in ids], np.int64), np.array(
             [len(i) for i in batch], np.int32
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The ids as numbers; the end token is left out."""
+        """Return the ids as numbers, without the end token."""
         return " ".join(str(token) for token in ids if token != self.eod)
 
     def num_bytes(self, ids: Sequence[int]) -> int:
-        """Made-up ids are no text."""
+        """Return 0, because mock ids have no text."""
         return 0
 
     def _id(self, word: str) -> int:
@@ -197,25 +196,23 @@ class NullTokenizer:
 
 
 class StreamDecoder:
-    """Text of ids that arrive one at a time: whole characters come out as soon as they are
+    """Incremental detokenizer: returns the text of each id as soon as its characters are
     complete."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._context: list[
-            int
-        ] = []  # ids whose text is out, kept because decoders treat a first token differently
+        # ids of returned text, needed because decoders treat the first token differently
+        self._context: list[int] = []
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
-        """Take one id; return the text that is now certain, often empty in the middle of a
-        character."""
+        """Add one id; return the new complete text, empty in the middle of a character."""
         self._pending.append(token)
         text = self._new_text()
         return "" if text.endswith("\ufffd") else self._accept(text)
 
     def finish(self) -> str:
-        """The text still held back, with U+FFFD for a character that never became whole."""
+        """Return the remaining text, with U+FFFD for an incomplete character."""
         return self._accept(self._new_text())
 
     def _new_text(self) -> str:
@@ -229,11 +226,11 @@ class StreamDecoder:
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that the config names.
+    """Build the tokenizer of a config.
 
     Raises:
-        ConfigError: the config breaks a rule.
-        DataError: its files are missing or are no tokenizer.
+        ConfigError: the config is inconsistent.
+        DataError: its files are missing or invalid.
     """
     raise_all(tokenizer_problems(config))
     if config.kind == "null":
@@ -261,8 +258,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def kind_of(path: str) -> FileKind:
-    """Which library reads a tokenizer, by its file's name, and its first byte where the name says
-    too little."""
+    """Return the library that reads a tokenizer, detected by file name and first byte."""
     place = Path(path)
     if place.is_dir():
         plain = (place / "tokenizer.json").is_file() or not is_sentencepiece(place)
@@ -273,10 +269,10 @@ def kind_of(path: str) -> FileKind:
 
 
 def main_file(config: TokenizerConfig) -> Path | None:
-    """The file that a tokenizer is read from; None for those that need none.
+    """Return the file of a tokenizer; None for those without files.
 
     Raises:
-        DataError: it is gone.
+        DataError: it is missing.
     """
     if config.path is None:
         return None
@@ -286,7 +282,7 @@ def main_file(config: TokenizerConfig) -> Path | None:
 
 
 def moved_to(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
-    """The same tokenizer, read from a folder that its main file was copied to."""
+    """Return the config of the tokenizer after its main file was copied to `folder`."""
     file = None if config.path is None else main_file(config)
     if file is None:
         return config
@@ -294,8 +290,7 @@ def moved_to(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
 
 
 def brought_along(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
-    """Return the tokenizer read from its copy in a model's folder, wherever that is now; unchanged
-    without one."""
+    """Return the config of the tokenizer's copy in a model folder; unchanged if there is none."""
     located = locate_tokenizer(config, folder)
     if config.path is None or located != config:
         return located
@@ -313,7 +308,7 @@ def brought_along(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
 
 
 def ends_texts_itself(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer puts the end token behind every text of its own accord."""
+    """Return whether the tokenizer appends the end token to every text."""
     return not isinstance(tokenizer, NullTokenizer) and tokenizer.encode("a")[-1:] == [
         tokenizer.eod
     ]

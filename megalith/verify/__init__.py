@@ -1,2 +1,1 @@
-"""The proof of a layout, on a laptop: its rules, the types of its tensors, and its numbers in
-float64."""
+"""Verification of a layout before training: rules, tensor types, schedules and float64 runs."""

@@ -1,5 +1,4 @@
-"""What faults in attention across ranks put in place of the right functions; see
-`verify/faults.py`."""
+"""Faulty replacement functions for context-parallel attention; see `verify/faults.py`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,29 +20,29 @@ from megalith.testing.inject import replaced
 
 
 def heads_of_the_first_rank(weight: Tensor | None, group: Group) -> Tensor | None:
-    """After an exchange of heads, every rank takes what was learned for those of the first."""
+    """After the all-to-all over heads, use the first rank's per-head parameters on every rank."""
     return None if weight is None else weight.unflatten(-1, (group.size, -1))[..., 0, :]
 
 
 def nothing_found_without_the_extra_score(
     q: Tensor, width: int, sinks: Tensor | None = None, *, off_by_one: bool = False
 ) -> Result:
-    """A ring begins as if only keys took part in softmax."""
+    """Start ring attention without the additional softmax score."""
     return nothing_found(q, width, sinks)
 
 
 def one_document_across_ranks(
     queries: Numbers, keys: Numbers, starts: Numbers, **others: Any
 ) -> KeySpans:
-    """Documents begin with the row where keys are of other ranks. `others`: as `plan_spans` has
-    them."""
+    """Ignore document boundaries where the keys belong to another rank. `others`: as in
+    `plan_spans`."""
     own = np.array_equal(queries, keys)
     return plan_spans(queries, keys, starts if own else np.zeros_like(starts), **others)
 
 
 def chunks_of_rows(queries: Numbers, keys: Numbers, starts: Numbers, **others: Any) -> KeySpans:
-    """Chunks are counted from the first token of all documents. `others`: as `plan_spans` has
-    them."""
+    """Count attention chunks from the first token of all documents. `others`: as in
+    `plan_spans`."""
     seen, size = plan_spans(queries, keys, starts, **others), others["window"]
     return (
         plan_spans(queries, keys, np.maximum(starts, np.arange(len(starts)) // size * size))
@@ -53,7 +52,7 @@ def chunks_of_rows(queries: Numbers, keys: Numbers, starts: Numbers, **others: A
 
 
 def rows_of_the_first_rank(context: Context, near: int) -> list[VisiblePairs] | None:
-    """Masks let see what they let the first rank's tokens see."""
+    """Use the attention-mask rows of the first rank's tokens on every rank."""
     seen = seen_of_groups(context, near)
     first = context.numbers_of_groups(near)[0]
     return (
@@ -62,12 +61,12 @@ def rows_of_the_first_rank(context: Context, near: int) -> list[VisiblePairs] | 
 
 
 def known_to_the_first(context: Context, near: int) -> list[VisiblePairs] | None:
-    """Masks hide something on the first rank alone."""
+    """Apply attention masks on the first rank only."""
     return seen_of_groups(context, near) if context.rank == 0 else None
 
 
 class SinksInEveryStep:
-    """A ring whose every step lets the sinks take part in softmax once more."""
+    """Ring attention in which every step adds the attention sinks to the softmax again."""
 
     def __init__(self) -> None:
         self.first = True
@@ -76,7 +75,7 @@ class SinksInEveryStep:
     def nothing_found(
         self, q: Tensor, width: int, sinks: Tensor | None = None, **others: bool
     ) -> Result:
-        """The result before the first step of the ring."""
+        """Return the result before the first step of the ring."""
         result = nothing_found(q, width, sinks, **others)
         self.first, self.sinks = True, result.lse.clone()
         return result
@@ -102,7 +101,7 @@ class SinksInEveryStep:
 
 @contextmanager
 def sinks_in_every_step() -> Iterator[None]:
-    """Count the attention sinks once for each step of a ring."""
+    """Count the attention sinks once per step of the ring."""
     steps = SinksInEveryStep()
     with replaced(context_parallel, "nothing_found", steps.nothing_found):
         with replaced(context_parallel, "attend", steps.attend):

@@ -1,4 +1,4 @@
-"""What faults in what is trained, and at which rates, put in place of the right functions; see
+"""Faulty replacement functions for frozen parameters and parameter groups; see
 `verify/faults.py`."""
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from megalith.plan.shards import Shard
 
 
 def decaying_frozen(self: BucketedDataParallel) -> Sequence[ShardedParam]:
-    """When the sums of a step are there, what is not trained has become a little smaller."""
+    """Shrink frozen weights slightly when the gradient sums of a step are complete."""
     for _, weight in self.frozen:
         weight.mul_(0.999)
     return ORIGINAL_FINISH(self)
@@ -31,14 +31,14 @@ def rates_of_slot_before(
     weight_decay: float,
     groups: Mapping[str, GroupRates] = NO_GROUPS,
 ) -> list[SlotGroup]:
-    """Every slot is updated at the rates of the one before it in the flat buffer."""
+    """Update every slot with the rates of the slot before it in the flat buffer."""
     before = [slots[-1], *slots[:-1]] if slots else []
     moved = [replace(slot, rates=other.rates) for slot, other in zip(slots, before, strict=True)]
     return by_rates(moved, gradients, lr=lr, weight_decay=weight_decay, groups=groups)
 
 
 def whole_gradient(weight: Shard, adapters: LoraConfig, tp_comm: TPComm) -> tuple[Shard, Shard]:
-    """The whole half of an adapter says that every rank has its whole gradient."""
+    """Declare the replicated half of an adapter as invariant, as if its gradient were complete."""
     a, b = ORIGINAL_ADAPTER(weight, adapters, tp_comm)
     return replace(a, invariant=frozenset(tp_comm.group.axes)), b
 

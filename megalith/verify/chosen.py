@@ -1,4 +1,4 @@
-"""Rows of the matrix in which not all parameters are trained, or not all alike."""
+"""Rows of the matrix with frozen parameters or parameter groups."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,10 +16,10 @@ EXPERTS = replace(
     num_kv_heads=6,
     moe=MoEConfig(num_experts=4, ffn_hidden_size=10, shared_ffn_hidden_size=9),
 )
-"""Experts in all layers, without losses for their routers."""
+"""Experts in all layers, without aux losses."""
 
 BALANCED = replace(EXPERTS, moe=replace(EXPERTS.moe, aux_loss=AuxLossConfig(batch_coeff=0.2)))  # type: ignore[type-var]
-"""With one."""
+"""Experts with an aux loss."""
 
 FIRST_STAGE = OptimConfig(frozen=("embed.weight", "layers.[01].*"))
 UPPER = OptimConfig(
@@ -33,14 +33,14 @@ RATES = OptimConfig(
     ),
     decayed_vectors=("*.mlp_norm.weight",),
 )
-"""ParameterRates and decay that are far apart in neighbors."""
+"""Learning rates and weight decay that differ strongly between neighboring parameters."""
 
 Row = tuple[ModelConfig, ParallelConfig, OptimConfig]
 
 
 def chosen_parameters() -> Iterator[Layout]:
-    """Frozen stages, experts, routers and tables, parts of one matmul, and groups, under every way
-    to divide state."""
+    """Yield layouts with frozen stages, experts, routers and tables, with parts of one matmul
+    frozen, and with parameter groups."""
     rows: dict[str, Row] = {
         "frozen stage, tp2 pp2": (FOUR, staged(2, tp=2, sp=True), FIRST_STAGE),
         "frozen stage, pp2 dp2, zero 3": (FOUR, staged(2, dp=2, zero=3), FIRST_STAGE),

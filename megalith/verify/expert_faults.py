@@ -1,5 +1,4 @@
-"""What faults in mixtures of experts put in place of the right functions; `verify/faults.py` names
-and plants them."""
+"""Faulty replacement functions for mixture of experts; see `verify/faults.py`."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -28,17 +27,17 @@ from megalith.testing.inject import replaced
 
 
 def division_of_dense(zero: int, mesh: Mesh, grid: str = "dense") -> Division:
-    """Experts are summed and divided over the ranks of the dense grid."""
+    """Reduce expert gradients over the ranks of the dense grid."""
     return division_of(zero, mesh)
 
 
 def division_by_ep_alone(zero: int, mesh: Mesh, grid: str = "dense") -> Division:
-    """Experts have a grid of their own only where ep divides them."""
+    """Use the expert grid only if ep > 1."""
     return division_of(zero, mesh, grid if mesh.over("ep").size > 1 else "dense")
 
 
-def fill_as_if_mine_were_all(parameter: Tensor, shard: Shard, init: Init, *, seed: int) -> None:
-    """A rank's experts are drawn as if they were the first."""
+def init_as_if_first_experts(parameter: Tensor, shard: Shard, init: Init, *, seed: int) -> None:
+    """Initialize a rank's experts as if they were the first ones."""
     first = Shard.full(
         shard.name, tuple(stop - start for start, stop in shard.box), inputs=shard.inputs
     )
@@ -51,18 +50,15 @@ def fill_as_if_mine_were_all(parameter: Tensor, shard: Shard, init: Init, *, see
 
 
 def without_replicas_of_rows() -> AbstractContextManager[None]:
-    """Under zero 3 nothing is summed over replicas, neither rows nor experts that nobody
-    divides."""
-    from megalith.parallel import (
-        fsdp,
-    )  # here, because torch's part of it takes half a second to load
+    """Under zero 3, reduce neither sharded rows nor unsharded experts over replicas."""
+    from megalith.parallel import fsdp  # torch's FSDP takes 0.5 s to import
 
     return replaced(fsdp, "start_all_reduce_", lambda x, group: None)
 
 
 def whole_experts_overwritten() -> AbstractContextManager[None]:
-    """Of experts that nobody else holds under zero 3, a microbatch's gradient replaces those before
-    it."""
+    """Under zero 3, overwrite the accumulated gradient of unsharded experts with each
+    microbatch's."""
     from megalith.parallel import fsdp
 
     put = fsdp.Unit._put
@@ -76,34 +72,34 @@ def whole_experts_overwritten() -> AbstractContextManager[None]:
     return replaced(fsdp.Unit, "_put", overwrite)
 
 
-# --- on the way to experts and back
+# --- dispatch and combine
 
 
 def parts_of_own_rank(x: Tensor, group: Group, *, sizes: Sequence[int] | None = None) -> Tensor:
-    """My rows of the part that this rank has, and no sum."""
+    """Return the local rows without the sum over ranks."""
     each = sizes or [len(x) // len(group.ranks)] * len(group.ranks)
     return x.narrow(0, sum(each[: group.rank]), each[group.rank])
 
 
 def never_undone(sizes: Sequence[int], order: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Answers go back in the order in which experts worked on them."""
+    """Combine expert outputs in the order in which experts computed them."""
     return [sizes[chunk] for chunk in order], list(range(len(order)))
 
 
 def read_early(self: AsyncAllToAll, started: Tensor) -> Tensor:
-    """Rows as they were before they arrived."""
+    """Return zeros, as if rows were read before they arrived."""
     early = torch.zeros_like(started)
     ORIGINAL_WAIT(self, started)
     return early
 
 
 def weighted_twice(self: Experts, sent: DispatchedTokens) -> Tensor:
-    """The weight of a row multiplies its answer once more."""
+    """Multiply expert outputs by the router weights a second time."""
     return ORIGINAL_EXPERTS(self, sent) * sent.weights.unsqueeze(1)
 
 
 def refused_by_each_rank(self: Router, choice: Choice, tokens: PackedSeqParams) -> Choice:
-    """Every rank fills its own part of an expert's seats, whatever the others' tokens weigh."""
+    """Apply the expert capacity per rank, without the tokens of the ranks that share it."""
     with replaced(self, "sharing", alone(*self.sharing.axes)):
         return ORIGINAL_WITHIN_CAPACITY(self, choice, replace(tokens, context=None))
 
@@ -121,7 +117,7 @@ ORIGINAL_EXPERTS, ORIGINAL_WAIT, ORIGINAL_WITHIN_CAPACITY = (
 def counted_before_refusal(
     self: Balance, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
 ) -> Choice:
-    """Counts choices as they were before experts refused some."""
+    """Count the router's choices before token dropping."""
     balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)
     record, share = self.record, tokens.balance
     if record is not None and share is not None:
@@ -134,12 +130,12 @@ def counted_before_refusal(
 
 
 def scaled_by_sharing_ranks(self: Balance, *arguments: object) -> list[tuple[int, Tensor]]:
-    """Each of the ranks that share tokens takes its part of a loss for all of it."""
+    """Multiply the aux loss by the number of ranks that share tokens."""
     return [(kind, loss * self.sharing.size) for kind, loss in ORIGINAL_LOSSES(self, *arguments)]  # type: ignore[arg-type]  # as they came
 
 
 def offsets_of_own(self: Router, logits: Tensor, tokens: PackedSeqParams) -> None:
-    """Each rank makes experts equally busy with its part of a microbatch."""
+    """Compute expert offsets from the rank's own tokens."""
     sharing, self.sharing = self.sharing, alone(*self.sharing.axes)
     ORIGINAL_OFFSETS(self, logits, tokens)
     self.sharing = sharing
@@ -153,21 +149,20 @@ def step_of_own_tokens(
     tokens: PackedSeqParams,
     record: Record,
 ) -> Tensor:
-    """The loss over the global batch knows of a rank's own microbatches alone, not of those along
-    dp."""
+    """Compute the aux loss over the global batch from the rank's own microbatches only."""
     with replaced(self, "everyone", self.sharing):
         return ORIGINAL_GLOBAL_LOSS(self, shares, counts, valid, tokens, record)
 
 
 def own_counts_alone(x: Tensor, group: Group) -> Tensor:
-    """No sum over other ranks."""
+    """Return the local counts without the sum over ranks."""
     return x
 
 
 def counted_again(
     self: Balance, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
 ) -> Choice:
-    """A microbatch that comes again in backward counts a second time."""
+    """Count a microbatch again when backward recomputes it."""
     balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)
     record: Record | None = self.record
     if (

@@ -1,5 +1,5 @@
-"""Rows of the matrix with experts: every dispatcher, ep and etp against every axis, and state that
-is divided."""
+"""Rows of the matrix with experts: every dispatcher, ep and etp with every axis, and sharded
+states."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ GATHER: DispatcherName = "allgather"
 MIXTURE = replace(PARTS, modules=("mlp",))
 
 Mixed = Mapping[str, tuple[ModelConfig, ParallelConfig, int, RecomputeConfig]]
-"""Rows with experts by name, with the rows of a microbatch."""
+"""Rows with experts by name: model, layout, rows per microbatch, recomputation."""
 
 
 def _experts_under_one_axis() -> Mixed:
@@ -230,7 +230,7 @@ def _experts_under_several_axes() -> Mixed:
 
 
 def _experts_with_few_seats() -> Mixed:
-    """Experts that refuse tokens of packed documents by their weights, with filler and without."""
+    """Return layouts with token dropping in packed documents, with and without padding."""
     every = replace(staged(2, tp=2, dp=2, sp=True, schedule="zb-h1"), ep=2, etp=1)
     return {
         "narrow, cp2 tp2 sp ep4 etp1, documents": (
@@ -252,7 +252,8 @@ def _experts_with_few_seats() -> Mixed:
 
 
 def _experts_fully_sharded() -> Mixed:
-    """Rows of experts over edp, the rest over dp and cp; either may have nothing to divide."""
+    """Return layouts with experts sharded over edp and other parameters over dp and cp; either may
+    have nothing to shard."""
     tp2, both = (
         ParallelConfig(tp=2, sp=True, zero=3),
         ParallelConfig(tp=2, dp=2, sp=True, ep=2, zero=3),
@@ -276,7 +277,7 @@ def _experts_fully_sharded() -> Mixed:
         ),
         "narrow, cp2 dp2 ep2, zero 3": (NARROW, ParallelConfig(cp=2, dp=2, ep=2, zero=3), 1, FULL),
         "biased choice, pp2 dp2, zero 3": (BIASED_CHOICE, staged(2, dp=2, zero=3), 1, FULL),
-        # The first stage has nothing to divide at all.
+        # The first stage has nothing to shard.
         "noisy, tp2 pp2 sp etp1, zero 3": (
             replace(NOISY, num_layers=2),
             replace(staged(2, tp=2, sp=True, zero=3), etp=1),
@@ -293,7 +294,7 @@ def _experts_fully_sharded() -> Mixed:
 
 
 def _experts_in_pairs() -> Mixed:
-    """A forward and a backward computed together, under every schedule that has pairs."""
+    """Return layouts with dual-batch overlap, under every schedule that supports it."""
     layouts: dict[str, tuple[ModelConfig, ParallelConfig, int, RecomputeConfig]] = {
         "biased choice, dp2 ep2, pairs, zero 1": (
             BIASED_CHOICE,
@@ -336,7 +337,7 @@ def _experts_in_pairs() -> Mixed:
 
 
 def _experts_and_latent_attention() -> Mixed:
-    """Latent attention, experts and a multi-token prediction in one model."""
+    """Return layouts of a model with latent attention, experts and MTP."""
     up_again = replace(PARTS, modules=("mla_up_proj", "shared_experts"))
     paired = replace(staged(2, dp=2, zero=1), ep=2, overlap_experts=True)
     return {
@@ -364,8 +365,7 @@ def _experts_and_latent_attention() -> Mixed:
 
 
 def _experts_by_plan() -> Mixed:
-    """A plan of all ranks on stages, with experts in slices, gathered tokens and two experts for
-    each token."""
+    """Return layouts with Sinkhorn routing over all ranks, pipeline stages and top-2 experts."""
     sliced = replace(staged(2, tp=2, sp=True), dp=2, ep=2)
     return {
         "planned pairs, tp2 pp2 dp2 sp ep2 etp2": (PLANNED_PAIRS, sliced, 2, NO),
@@ -379,10 +379,13 @@ def _experts_by_plan() -> Mixed:
 
 
 def expert_rows() -> Iterator[Layout]:
-    """Experts on their own grid: every dispatcher, ep and etp against every axis, state that is
-    divided, layers run again. Rows of `NOISY` have dp 1, since it balances over the global batch
-    and refuses by microbatch. First tokens of packed documents weigh alike but for rounding,
-    which decides no seat: weights are compared with fewer bits."""
+    """Yield layouts with experts: every dispatcher, ep and etp with every axis, sharded states,
+    recomputation.
+
+    Rows of `NOISY` have dp 1, since it has an aux loss over the global batch and drops tokens per
+    microbatch. The first tokens of packed documents have equal router weights up to rounding, which
+    must not decide which is dropped: weights are compared with fewer bits.
+    """
     rows = {
         **_experts_under_one_axis(),
         **_experts_under_several_axes(),

@@ -1,4 +1,4 @@
-"""The planted-fault table: which part of the proof refuses which mistake."""
+"""Table of planted faults: which part of the verification detects which fault."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -44,27 +44,27 @@ Outcome = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one fault."""
+    """Result of one planted fault."""
 
     fault: Fault
     by_types: str | None
-    """Where the type check refused it; None: it did not."""
+    """Where the type check rejected it; None: not rejected."""
 
     numbers: Outcome
-    """The first thing that was wrong on processes in float64."""
+    """First wrong result of the float64 run."""
 
     detail: str
-    """How far off it was, and where."""
+    """Error and parameter name."""
 
     @property
     def refused(self) -> bool:
-        """Whether any part of the proof saw it."""
+        """Whether any part of the verification detected the fault."""
         return self.by_types is not None or self.numbers != "no effect"
 
 
 def judge(fault: Fault) -> Verdict:
-    """Plant a fault into the smallest layout in which it matters, and ask both parts of the
-    proof."""
+    """Plant a fault into the smallest layout that it affects, and run type check and float64
+    comparison."""
     model, parallel = smallest_layout(fault)
     world = parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1)
     recompute, offload = memory_settings(fault)
@@ -94,17 +94,17 @@ def judge(fault: Fault) -> Verdict:
             case.run, recompute=recompute, offload=offload, lora=adapters_of(fault), optim=optim
         )
         run = replace(run, train=replace(run.train, z_loss=0.1 if "z loss" in fault.needs else 0.0))
-        found = prove_layout(
+        differences = prove_layout(
             replace(case, run=run, masks="alone" if "masks" in fault.needs else None)
         )
-        return Verdict(fault, where, *_first_difference(found))
+        return Verdict(fault, where, *_first_difference(differences))
     except RankError as error:
-        told = str(error).split("\nthen:")[0].splitlines()[-1]
-        return Verdict(fault, where, "wrong shapes", told)
+        message = str(error).split("\nthen:")[0].splitlines()[-1]
+        return Verdict(fault, where, "wrong shapes", message)
 
 
 def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
-    """Two ranks on every axis that the fault needs, and a model with what it needs."""
+    """Return the smallest model and layout that the fault affects: two ranks per required axis."""
     needs = fault.needs
     tp, cp, dp, pp = (2 if axis in needs else 1 for axis in ("tp", "cp", "dp", "pp"))
     pp = 3 if "own stage" in needs else pp
@@ -160,7 +160,7 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
 
 
 def with_attention(model: ModelConfig, fault: Fault) -> ModelConfig:
-    """The model with the kind of attention that the fault needs."""
+    """Return the model with the attention variant that the fault affects."""
     if "latent" in fault.needs:
         latent = MLAConfig(kv_rank=7, nope_dim=5, rope_dim=4, value_dim=3)
         return replace(model, num_kv_heads=model.num_heads, head_dim=None, mla=latent)
@@ -171,7 +171,7 @@ def with_attention(model: ModelConfig, fault: Fault) -> ModelConfig:
         window=3 if "window" in fault.needs else None,
         chunked="chunks of documents" in fault.needs,
     )
-    if "places" in fault.needs:  # scores are large enough for all three places to matter
+    if "places" in fault.needs:  # large scores, so that all three position ids matter
         return replace(
             model,
             attention=replace(kind, scale=30.0),
@@ -183,14 +183,14 @@ def with_attention(model: ModelConfig, fault: Fault) -> ModelConfig:
 EXPERT_NEEDS = frozenset(
     {"experts", "ep", "etp", "capacity", "balancing bias", "balancing offset", "balance over ranks"}
 )
-"""Of which a fault in a mixture of experts has at least one."""
+"""Requirements that imply a mixture of experts."""
 
 
 def with_experts(model: ModelConfig, fault: Fault) -> ModelConfig:
-    """The model with the experts that the fault needs: four, of which each token chooses two."""
+    """Return the model with four experts, top-2, if the fault affects experts."""
     if not EXPERT_NEEDS & {*fault.needs}:
         return model
-    biased, moved = "balancing bias" in fault.needs, "balancing offset" in fault.needs
+    biased, has_offset = "balancing bias" in fault.needs, "balancing offset" in fault.needs
     over_ranks = "balance over ranks" in fault.needs
     losses = AuxLossConfig(global_batch_coeff=0.5) if over_ranks else AuxLossConfig(batch_coeff=0.5)
     return replace(
@@ -198,7 +198,7 @@ def with_experts(model: ModelConfig, fault: Fault) -> ModelConfig:
         moe=MoEConfig(
             num_experts=4,
             ffn_hidden_size=10,
-            aux_loss=AuxLossConfig(quantile=True) if moved else losses,
+            aux_loss=AuxLossConfig(quantile=True) if has_offset else losses,
             router=RouterConfig(
                 score="sigmoid" if biased else "softmax",
                 expert_bias=biased,
@@ -210,14 +210,13 @@ def with_experts(model: ModelConfig, fault: Fault) -> ModelConfig:
 
 
 def adapters_of(fault: Fault) -> LoraConfig | None:
-    """The adapters that the fault needs."""
+    """Return the LoRA config that the fault affects."""
     dropped = 0.2 if "dropout" in fault.needs else 0.0
     return LoraConfig(rank=3, dropout=dropped) if "adapters" in fault.needs else None
 
 
 def choice_of(fault: Fault) -> OptimConfig:
-    """The optimizer that the fault needs, and the parameters that are frozen or have rates of their
-    own."""
+    """Return the optimizer config that the fault affects, with frozen parameters or groups."""
     frozen = ("*.mlp.*",) if "frozen" in fault.needs else ()
     group = GroupConfig(name="queries", match=("*.q",), lr_scale=0.1, weight_decay=0.7)
     kind: Literal["adamw", "sgd"] = "sgd" if "sgd" in fault.needs else "adamw"
@@ -225,30 +224,29 @@ def choice_of(fault: Fault) -> OptimConfig:
 
 
 def memory_settings(fault: Fault) -> tuple[RecomputeConfig, OffloadConfig]:
-    """What the fault needs to be computed again, or to wait in host memory."""
+    """Return the activation checkpointing and offload configs that the fault affects."""
     again = RecomputeConfig(granularity="full" if "recompute" in fault.needs else "none")
     return again, OffloadConfig(layers=int("offload" in fault.needs), min_numel=1)
 
 
 def fault_table() -> list[Verdict]:
-    """Every fault that can be planted, judged; about a second each."""
+    """Judge every fault; takes about a second per fault."""
     return [judge(fault) for fault in FAULTS]
 
 
 def as_markdown(verdicts: Sequence[Verdict]) -> str:
-    """A table for people."""
+    """Format verdicts as a Markdown table."""
     lines = ["| planted fault | (b) types | (d) float64 on processes |", "|---|---|---|"]
     for verdict in verdicts:
-        types = f"refused at `{verdict.by_types}`" if verdict.by_types else "not seen"
+        types = f"rejected at `{verdict.by_types}`" if verdict.by_types else "not detected"
         numbers = f"{verdict.numbers}: {verdict.detail}" if verdict.detail else verdict.numbers
         lines.append(f"| `{verdict.fault.name}`: {verdict.fault.what} | {types} | {numbers} |")
     return "\n".join(lines)
 
 
-def _first_difference(found: Sequence[Difference]) -> tuple[Outcome, str]:
-    """The first thing that went wrong: a loss, a gradient under a loss that was right, or only what
-    came of them."""
-    wrong = {difference.what: difference for difference in found if not difference.holds}
+def _first_difference(differences: Sequence[Difference]) -> tuple[Outcome, str]:
+    """Return the first wrong result, in the order of `ORDER`."""
+    wrong = {difference.what: difference for difference in differences if not difference.holds}
     if not wrong:
         return "no effect", ""
     first = wrong[next((what for what in ORDER if what in wrong), next(iter(wrong)))]
@@ -270,4 +268,4 @@ ORDER: dict[str, Outcome] = {
     "checkpoint under another layout": "wrong checkpoint",
     "reloaded weights against torch.optim": "wrong checkpoint",
 }
-"""What is looked at first, and what it means."""
+"""Order of comparison, and the outcome that each difference means."""

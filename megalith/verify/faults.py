@@ -1,8 +1,8 @@
-"""Faults that can be planted in the running process, one at a time, to ask which proof refuses it.
+"""Faults that can be planted into the running process one at a time, to test that verification
+detects them.
 
-A proof that nothing can fail proves nothing. Each fault is a mistake that people make, and changes
-the behavior of existing classes until its context ends; nothing here is ever reached without
-`planted`.
+Each fault is a realistic mistake, which patches existing classes until its context ends. Code
+outside of `planted` never reaches it.
 """
 
 import functools
@@ -71,7 +71,7 @@ from megalith.verify import (
 )
 
 Change = Callable[[Decoder, Mesh], None]
-"""What a faulty model does to itself after it was built."""
+"""Modifies a model after it was built."""
 Proof = Literal["types", "shapes", "numbers"]
 Need = Literal[
     "tp",
@@ -128,38 +128,36 @@ Need = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One mistake."""
+    """One planted mistake."""
 
     name: str
     what: str
-    """The mistake in one sentence."""
+    """Describes the mistake in one sentence."""
 
     found_by: Proof
-    """`types` and `shapes` are refused by the type check, `numbers` by running ranks in float64."""
+    """`types` and `shapes` are rejected by the type check, `numbers` by the float64 run."""
 
     needs: tuple[Need, ...]
-    """What a run has to have for it to matter: more than one rank on an axis, tokens split over
-    tp or not (`whole tokens`), more tp ranks than key/value heads (`shared heads`), a bias after
-    the attention or the MLP, a table that two stages share (`tied`), three chunks per rank, a
-    schedule with a W (`split backward`), layers that backward runs again (`recompute`), whose
-    activations wait in host memory (`offload`), or are dropped (`dropout`, of attention's
-    weights `dropped weights`), or a MTP layer (`further`), two on a
-    stage of their own (`own stage`); a kind of exchange over cp other than the ring, packed
-    documents, matmuls in rings, gradients that are divided, too (`zero 2`), queries and keys
-    that are normed over all heads (`whole norms`), and what else attention and embeddings can
-    have; experts, which may be divided (`ep`), have parts (`etp`), or refuse (`capacity`),
-    balancing biases or offsets, or a loss of balance over the global batch (`balance over
-    ranks`); SGD instead of AdamW (`sgd`)."""
+    """What a run must have to be affected: more than one rank on an axis, tokens sharded over tp or
+    not (`whole tokens`), more tp ranks than KV heads (`shared heads`), a bias after attention or
+    MLP, tied embeddings on two stages (`tied`), three model chunks per rank, a schedule with W
+    (`split backward`), activation checkpointing (`recompute`), activation offload (`offload`),
+    dropout (`dropout`, of attention weights `dropped weights`), MTP layers (`mtp`), two of them on
+    a separate stage (`own stage`); context parallelism other than the ring, packed documents,
+    collective matmul (`rings`), sharded gradients (`zero 2`), QK norms over all heads (`whole
+    norms`), and other variants of attention and embeddings; experts with ep, etp, capacity, expert
+    bias or offsets (`balancing bias`, `balancing offset`), or an aux loss over the global batch
+    (`balance over ranks`); SGD instead of AdamW (`sgd`)."""
 
     context: Callable[[], AbstractContextManager[None]]
-    """In which it is in place."""
+    """Context manager in which the fault is active."""
 
     everywhere: bool = False
     """Whether the one process that ranks are compared with makes the mistake, too."""
 
 
 def fault_named(name: str) -> Fault:
-    """The fault of that name.
+    """Return the fault of that name.
 
     Raises:
         ConfigError: there is none.
@@ -167,15 +165,12 @@ def fault_named(name: str) -> Fault:
     by_name = {fault.name: fault for fault in FAULTS}
     if name not in by_name:
         advice = did_you_mean(name, list(by_name)) or ""
-        raise ConfigError(
-            f"fault={name}: there is no such fault to plant.{advice} Use one of "
-            f"{', '.join(by_name)}."
-        )
+        raise ConfigError(f"fault={name}: unknown fault.{advice} Use one of {', '.join(by_name)}.")
     return by_name[name]
 
 
 def planted(name: str | None) -> AbstractContextManager[None]:
-    """A context in which the named fault is in place; None: nothing changes.
+    """Return a context in which the named fault is active; None: no fault.
 
     Raises:
         ConfigError: there is no such fault.
@@ -184,8 +179,8 @@ def planted(name: str | None) -> AbstractContextManager[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Detour:
-    """A region with its ways replaced."""
+class PatchedTPComm:
+    """TPComm with replaced functions."""
 
     prepare_input: Callable[[LayerInput], LayerInput]
     reduce_output: Callable[[Tensor], Tensor]
@@ -195,11 +190,11 @@ class Detour:
     tp_comm_overlap: bool = False
 
 
-# --- faults in the model: they change it right after it was built
+# --- faults in the model, applied right after it was built
 
 
 def changed_model(change: Change) -> AbstractContextManager[None]:
-    """Every `Decoder` built inside is changed by `change`."""
+    """Apply `change` to every `Decoder` that is built in this context."""
     build = Decoder.__init__
 
     def build_and_change(self: Decoder, config: Any, mesh: Mesh, **others: Any) -> None:
@@ -209,7 +204,7 @@ def changed_model(change: Change) -> AbstractContextManager[None]:
     return replaced(Decoder, "__init__", build_and_change)
 
 
-def _detour(
+def _patch_tp_comm(
     layers: nn.Module,
     kind: type[nn.Module],
     *,
@@ -217,56 +212,54 @@ def _detour(
     reduce_output: Callable[[Tensor], Tensor] | None = None,
     group: Group | None = None,
 ) -> None:
-    """Send all layers of one kind another way into or out of divided work."""
+    """Replace the tensor-parallel communication of all layers of one class."""
     for layer in layers.modules():
         if isinstance(layer, kind):
             old: TPComm = layer.tp_comm  # type: ignore[assignment]  # every kind passed here has one
-            detour = Detour(
+            patched = PatchedTPComm(
                 prepare_input or old.prepare_input,
                 reduce_output or old.reduce_output,
                 group or old.group,
                 old.invariant,
             )
-            layer.tp_comm = detour  # type: ignore[assignment]  # it is a plain attribute, where mypy expects a module
+            layer.tp_comm = patched  # type: ignore[assignment]  # it is a plain attribute, where mypy expects a module
 
 
-def _as_it_is(
-    x: Any,
-) -> Any:  # Any: it stands for ways in, which take inputs, and for ways out, which take tensors
+def _identity(x: Any) -> Any:  # Any: used for prepare_input (inputs) and reduce_output (tensors)
     return x
 
 
-def _no_enter(model: Decoder, mesh: Mesh) -> None:
-    _detour(model, ColumnLinear, prepare_input=_as_it_is)
+def _skip_prepare_input(model: Decoder, mesh: Mesh) -> None:
+    _patch_tp_comm(model, ColumnLinear, prepare_input=_identity)
 
 
-def _shared_key_not_entered(model: Decoder, mesh: Mesh) -> None:
-    _detour(model, LatentAttention, prepare_input=_as_it_is)
+def _skip_prepare_latent_key(model: Decoder, mesh: Mesh) -> None:
+    _patch_tp_comm(model, LatentAttention, prepare_input=_identity)
 
 
-def _no_sum(model: Decoder, mesh: Mesh) -> None:
-    _detour(model, RowLinear, reduce_output=_as_it_is)
+def _skip_reduce_output(model: Decoder, mesh: Mesh) -> None:
+    _patch_tp_comm(model, RowLinear, reduce_output=_identity)
 
 
-def _no_second_sum(model: Decoder, mesh: Mesh) -> None:
-    _detour(
+def _skip_recomputed_reduce(model: Decoder, mesh: Mesh) -> None:
+    _patch_tp_comm(
         model,
         RowLinear,
-        reduce_output=functools.partial(_leave_in_forward, model.tp_comm.reduce_output),
+        reduce_output=functools.partial(_reduce_in_forward, model.tp_comm.reduce_output),
     )
 
 
-def _leave_in_forward(reduce_output: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _reduce_in_forward(reduce_output: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     in_backward = torch._C._current_graph_task_id() != -1
     return x if in_backward else reduce_output(x)
 
 
-def _blank(self: Away) -> torch.UntypedStorage:
+def _zero_storage(self: Away) -> torch.UntypedStorage:
     return torch.zeros_like(self.host).to(self.device).untyped_storage()
 
 
 def _embedding_not_summed(model: Decoder, mesh: Mesh) -> None:
-    _detour(model, VocabEmbedding, reduce_output=_as_it_is)
+    _patch_tp_comm(model, VocabEmbedding, reduce_output=_identity)
 
 
 def _sum_over_dp(model: Decoder, mesh: Mesh) -> None:
@@ -275,14 +268,14 @@ def _sum_over_dp(model: Decoder, mesh: Mesh) -> None:
         if isinstance(model.tp_comm, SequenceParallelComm)
         else TensorParallelComm(mesh.dp)
     )
-    _detour(model, RowLinear, reduce_output=wrong.reduce_output)
+    _patch_tp_comm(model, RowLinear, reduce_output=wrong.reduce_output)
 
 
 def _local_vocabulary(model: Decoder, mesh: Mesh) -> None:
-    _detour(model, VocabHead, group=alone(*mesh.tp.axes))
+    _patch_tp_comm(model, VocabHead, group=alone(*mesh.tp.axes))
 
 
-def _call_invariant(model: Decoder, mesh: Mesh, kind: type[nn.Module]) -> None:
+def _declare_invariant(model: Decoder, mesh: Mesh, kind: type[nn.Module]) -> None:
     for declared, module, name in list(declared_parameters(model)):
         if isinstance(module, kind):
             shard = replace(declared.shard, invariant=frozenset(mesh.tp.axes))
@@ -302,7 +295,7 @@ def _bias_before_sum(self: RowLinear, x: Tensor) -> Tensor:
 def _local_mean(
     self: Decoder, ids: Tensor, labels: Tensor, tokens: Any, **received: Any
 ) -> tuple[Tensor, ...]:
-    """Each rank divides by its own number of labels, as if all had as many."""
+    """Divide the loss by the rank's own number of labels."""
     own, *mtp_inputs = ORIGINAL_LOSSES(self, ids, labels, tokens, **received)
     return own if labels.is_meta else own * labels.numel() / max(
         1, int((labels >= 0).sum())
@@ -317,7 +310,7 @@ def _depths_over_own_labels(
     mesh: Mesh,
     scale: float = 1.0,
 ) -> Tensor:
-    """Further losses are divided by a rank's part of the labels instead of by the count of all."""
+    """Divide MTP losses by the rank's part of the labels instead of the global count."""
     counts = [num_labels[0], *(count // mesh.dp_cp.size for count in num_labels[1:])]
     return normalize_losses_by_labels(
         losses, num_labels=counts, weight=weight, mesh=mesh, scale=scale
@@ -327,7 +320,7 @@ def _depths_over_own_labels(
 ORIGINAL_LOSSES = Decoder.losses
 
 
-# --- faults in the sums of gradients
+# --- faults in gradient reduction
 
 
 def _without_sum(left_out: Callable[[Shard], bool]) -> AbstractContextManager[None]:
@@ -345,14 +338,14 @@ def _averaged() -> AbstractContextManager[None]:
 
     def wrong(self: data.BucketedDataParallel) -> Sequence[engine.ShardedParam]:
         local_params = finish(self)
-        for one in local_params:
-            one.gradient.div_(self.mesh.dp.size)
+        for param in local_params:
+            param.gradient.div_(self.mesh.dp.size)
         return local_params
 
     return replaced(data.BucketedDataParallel, "finish", wrong)
 
 
-# --- faults in dividing optimizer state and gradients
+# --- faults in the distributed optimizer
 
 
 def _slice_shifted() -> AbstractContextManager[None]:
@@ -377,7 +370,8 @@ def _over_dp_alone(zero: int, mesh: Mesh, grid: str) -> data.Division:
 
 
 def _last_microbatch_alone(self: data.BucketedDataParallel, most: int) -> None:
-    """What earlier microbatches have added to a slice is gone when the next one's sum arrives."""
+    """Discard the accumulated gradient of a slice when the sum of the next microbatch is
+    complete."""
     while len(self._sums) > most:
         index = self._sums[0][0] % len(self.plan.buckets)
         first, _ = self._slice(index)
@@ -391,22 +385,20 @@ ORIGINAL_COMPLETE = data.BucketedDataParallel._complete
 
 
 def _fsdp_takes_means() -> AbstractContextManager[None]:
-    from megalith.parallel import (
-        fsdp,
-    )  # here, because torch's part of it takes half a second to load
+    from megalith.parallel import fsdp  # torch's FSDP takes 0.5 s to import
 
     return replaced(fsdp, "DIVIDE_BY", 2.0)
 
 
-# --- faults in sharing tokens over context-parallel ranks
+# --- faults in context parallelism
 
 
 def _own_keys_for_all(x: Tensor, group: Group) -> Started:
     return Started(x.clone())
 
 
-def _gradients_stay(sums: Tensor, travelling: Started | None, group: Group) -> Started:
-    return Started(sums if travelling is None else sums + travelling.x, None)
+def _gradients_stay(sums: Tensor, pending: Started | None, group: Group) -> Started:
+    return Started(sums if pending is None else sums + pending.x, None)
 
 
 def _positions_of_slices(*arguments: Any, **others: Any) -> PackedSeqParams:
@@ -461,14 +453,14 @@ ORIGINAL_WITH_DROPOUT = loader.with_dropout
 def _numbers_of_queries(
     tokens: PackedSeqParams, scores: Scores, near: int
 ) -> list[DroppedWeights] | None:
-    found = ORIGINAL_DROPPED(tokens, scores, near)
-    return found and [replace(one, keys=one.queries) for one in found]
+    dropped = ORIGINAL_DROPPED(tokens, scores, near)
+    return dropped and [replace(one, keys=one.queries) for one in dropped]
 
 
 ORIGINAL_DROPPED = context.dropped_of_groups
 
 
-# --- faults in rings, in what is computed again, and in layers of other kinds
+# --- faults in collective matmul, activation checkpointing and other layers
 
 
 def _parts_of_the_next_rank(
@@ -490,8 +482,8 @@ ORIGINAL_ENTERED, ORIGINAL_LEFT = (
 )
 
 
-class _Stale:
-    """Regions whose second pass reads what was put into the region before."""
+class _StaleRecompute:
+    """Recomputation whose second pass reads the input of an earlier call."""
 
     def __init__(self) -> None:
         self.last: Tensor | None = None
@@ -502,10 +494,10 @@ class _Stale:
         now = output_tensor(x)
         before = now if self.last is None or self.last.shape != now.shape else self.last
         self.last = now.detach().requires_grad_(now.requires_grad)
-        return ORIGINAL_RECOMPUTE(_ThenStale(function, before), x, *others, check=check)
+        return ORIGINAL_RECOMPUTE(_StaleInSecondPass(function, before), x, *others, check=check)
 
 
-class _ThenStale:
+class _StaleInSecondPass:
     def __init__(self, function: Callable[..., Tensor], before: Tensor) -> None:
         self.function, self.before, self.first = function, before, True
 
@@ -534,17 +526,17 @@ def _is_shared_head(shard: Shard) -> bool:
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "column_enter_removed",
-        "A column-parallel layer's backward does not sum the gradient of its input.",
+        "Backward of a column-parallel layer does not all-reduce the gradient of its input.",
         "types",
         ("tp", "whole tokens"),
-        lambda: changed_model(_no_enter),
+        lambda: changed_model(_skip_prepare_input),
     ),
     Fault(
         "row_sum_removed",
-        "A row-parallel layer hands on its own part instead of the sum.",
+        "A row-parallel layer returns its partial output instead of the sum over tp.",
         "types",
         ("tp",),
-        lambda: changed_model(_no_sum),
+        lambda: changed_model(_skip_reduce_output),
     ),
     Fault(
         "row_sum_over_dp",
@@ -555,73 +547,73 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "embedding_not_summed",
-        "The embedding hands on its own rows' part instead of the sum.",
+        "The vocabulary-parallel embedding returns its partial output instead of the sum.",
         "types",
         ("tp",),
         lambda: changed_model(_embedding_not_summed),
     ),
     Fault(
         "bias_before_sum",
-        "A row-parallel layer's bias is added by every rank, before the sum.",
+        "Every rank adds the bias of a row-parallel layer, before the sum over tp.",
         "types",
         ("tp", "bias"),
         lambda: replaced(RowLinear, "forward", _bias_before_sum),
     ),
     Fault(
         "overlapped_sum_removed",
-        "The gradient of a column-parallel layer's input is handed on before it is summed.",
+        "The input gradient of a column-parallel layer is used before its all-reduce.",
         "numbers",
         ("tp", "whole tokens"),
         lambda: replaced(tensor, "start_sum", lambda x, group: Started(x)),
     ),
     Fault(
         "sp_gather_removed",
-        "A column-parallel layer works on its own tokens only.",
+        "A column-parallel layer does not all-gather the tokens under sequence parallelism.",
         "shapes",
         ("tp", "sp"),
-        lambda: changed_model(_no_enter),
+        lambda: changed_model(_skip_prepare_input),
     ),
     Fault(
         "sp_norm_invariant",
-        "Norms say that every rank has their whole gradient, which under sp it has not.",
+        "Norm weights are declared invariant, although under sp each rank has a partial gradient.",
         "types",
         ("tp", "sp"),
-        lambda: changed_model(functools.partial(_call_invariant, kind=RMSNorm)),
+        lambda: changed_model(functools.partial(_declare_invariant, kind=RMSNorm)),
     ),
     Fault(
         "sp_norm_not_summed",
-        "The gradients of norms under sp are left out of the sum over tp.",
+        "Norm gradients under sp are not summed over tp.",
         "numbers",
         ("tp", "sp"),
         lambda: _without_sum(_is_norm),
     ),
     Fault(
         "kv_copies_not_summed",
-        "Gradients of key/value heads that ranks share are left out of the sum over them.",
+        "Gradients of KV heads that several ranks replicate are not summed over these ranks.",
         "numbers",
         ("tp", "shared heads"),
         lambda: _without_sum(_is_shared_head),
     ),
     Fault(
         "vocab_loss_local",
-        "The loss normalizes over the rank's own part of the vocabulary.",
+        "The softmax of the loss covers only the rank's vocabulary shard.",
         "types",
         ("tp",),
         lambda: changed_model(_local_vocabulary),
     ),
     Fault(
         "z_loss_of_own_rows",
-        "What the size of scores costs is found from the rank's own part of the vocabulary.",
+        "The z-loss is computed from the rank's vocabulary shard only.",
         "numbers",
         ("tp", "z loss"),
         lambda: replaced(cross_entropy, "softmax_over_ranks", loss_faults.logsumexp_of_own_rows),
     ),
     Fault(
         "loss_not_partial",
-        "The loss of one rank is taken for the loss of all.",
+        "The loss of one rank is used as the loss of all ranks.",
         "types",
         ("dp",),
-        lambda: replaced(loss, "partial", lambda x, group: x),
+        lambda: replaced(loss, "mark_partial", lambda x, group: x),
     ),
     Fault(
         "dp_sum_averaged",
@@ -639,70 +631,71 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "mtp_loss_scaled_per_rank",
-        "Losses of tokens further ahead are divided by a rank's part of their labels.",
+        "MTP losses are divided by a rank's part of the labels.",
         "numbers",
         ("dp", "mtp"),
         lambda: replaced(step, "normalize_losses_by_labels", _depths_over_own_labels),
     ),
     Fault(
         "mtp_table_not_summed",
-        "The last stage's copy of the table that multi-token predictions read is not summed.",
+        "The gradient of the last stage's copy of the embedding, which MTP layers use, is not "
+        "summed.",
         "numbers",
         ("pp", "mtp"),
         lambda: replaced(engine, "_stages", lambda shard: (0,)),
     ),
     Fault(
         "ring_never_turned",
-        "Context-parallel ranks never exchange keys and values, and use their own for all.",
+        "Ring attention never exchanges keys and values.",
         "numbers",
         ("cp",),
         lambda: replaced(context, "start_passing", _own_keys_for_all),
     ),
     Fault(
         "ring_gradients_kept",
-        "Gradients of keys and values stay with the rank that computed them.",
+        "Gradients of keys and values are not sent back to the rank that owns them.",
         "numbers",
         ("cp",),
         lambda: replaced(context, "_send_home", _gradients_stay),
     ),
     Fault(
         "cp_positions_local",
-        "Positions count the tokens of a context-parallel rank's slice, not of the document.",
+        "Position ids count tokens of the context-parallel slice, not of the document.",
         "numbers",
         ("cp",),
         lambda: replaced(loader, "tokens_of_slices", _positions_of_slices),
     ),
     Fault(
         "cp_places_of_the_first_slice",
-        "Every context-parallel rank takes the first tokens' places in a picture.",
+        "Every context-parallel rank uses the multimodal position ids of the first slice.",
         "numbers",
         ("cp", "places"),
         lambda: replaced(loader, "with_places", _places_of_the_first_slice),
     ),
     Fault(
         "cp_chunks_swapped",
-        "A context-parallel rank reads its late chunk of each row first.",
+        "A context-parallel rank swaps its two zig-zag chunks.",
         "numbers",
         ("cp",),
         lambda: replaced(Slices, "as_read", _late_chunk_first),
     ),
     Fault(
         "cp_weights_dropped_by_own_numbers",
-        "A ring drops weights as if every rank's keys were the rank's own tokens.",
+        "Ring attention uses the rank's own token numbers for the attention dropout of all keys.",
         "numbers",
         ("cp", "dropped weights"),
         lambda: replaced(context, "dropped_of_groups", _numbers_of_queries),
     ),
     Fault(
         "dropout_per_rank",
-        "Every rank numbers its rows from zero, so that all drop the same of different tokens.",
+        "Every rank numbers its rows from zero, so that all use the same dropout masks.",
         "numbers",
         ("dp", "dropout"),
         lambda: replaced(loader, "with_dropout", _rows_from_zero),
     ),
     Fault(
         "tied_sum_left_out",
-        "The two stages that share the vocabulary table do not add up its gradients.",
+        "Gradients of tied embeddings are not summed over the two stages.",
         "numbers",
         ("pp", "tied"),
         lambda: replaced(engine, "_stages", lambda shard: (0,)),
@@ -716,64 +709,63 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "memory_gradient_kept",
-        "What a memory gets as gradient does not go back over the border of stages.",
+        "The gradient of cross-layer source states is not sent to the previous stage.",
         "numbers",
         ("pp", "memory"),
         lambda: replaced(StageLink, "send", pipeline_faults.gradient_of_memory_stays),
     ),
     Fault(
         "memory_of_another_microbatch",
-        "A stage looks at the memory of the microbatch before.",
+        "A stage uses the cross-layer source states of the previous microbatch.",
         "numbers",
         ("pp", "memory"),
         lambda: replaced(StageLink, "send", pipeline_faults.stale_memory()),
     ),
     Fault(
         "memory_of_later_tokens",
-        "PackedSeqParams look at the memory of those after them, whose labels it has seen.",
+        "Cross-layer attention is not causal, so tokens attend to later ones.",
         "numbers",
         ("cp", "memory"),
         lambda: replaced(CrossLayerAttention, "attend", pipeline_faults.memory_of_later_tokens),
     ),
     Fault(
         "chunks_swapped",
-        "A rank runs one of its chunks where another is due.",
+        "A rank runs its model chunks in the wrong order.",
         "numbers",
         ("pp", "chunks"),
         lambda: replaced(Pipeline, "run", pipeline_faults.other_chunk),
     ),
     Fault(
         "weights_part_left_out",
-        "Weight gradients that were put aside are never added.",
+        "Deferred weight gradients are never accumulated.",
         "numbers",
         ("pp", "split backward"),
-        lambda: replaced(WeightGradStore, "add_up", pipeline_faults.never_added),
+        lambda: replaced(WeightGradStore, "run_deferred", pipeline_faults.never_added),
     ),
     Fault(
         "stale_weights",
-        "Ranks compute with weights that the ranks that own them have updated, and do not "
-        "get them.",
+        "The all-gather of parameters is skipped, so ranks compute with stale weights.",
         "numbers",
         ("dp", "zero"),
         lambda: replaced(publish, "start_gather", lambda *_, **__: Works([])),
     ),
     Fault(
         "slice_off_by_one",
-        "A rank's slice of the gradient lies one element further than its slice of the weights.",
+        "The gradient slice of a rank is offset by one element from its weight slice.",
         "numbers",
         ("dp", "zero"),
         _slice_shifted,
     ),
     Fault(
         "replicas_not_summed",
-        "Slices are summed over the ranks that divide them, and not over the replicas.",
+        "Gradient slices are not summed over dp replicas.",
         "numbers",
         ("dp", "zero", "replicas"),
         _without_replicas,
     ),
     Fault(
         "slices_not_summed_over_tp",
-        "Slices of norms under sp are left out of the sum over tp.",
+        "Norm gradient slices under sp are not summed over tp.",
         "numbers",
         ("tp", "sp", "dp", "zero"),
         lambda: _without_sum(_is_norm),
@@ -794,99 +786,98 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "microbatch_overwritten",
-        "A microbatch's gradients take the place of the earlier ones' in a slice.",
+        "The gradients of a microbatch overwrite the accumulated ones in a slice.",
         "numbers",
         ("dp", "zero", "zero 2"),
         lambda: replaced(data.BucketedDataParallel, "_complete", _last_microbatch_alone),
     ),
     Fault(
         "cp_left_out_of_sum",
-        "Gradients are summed over dp, and not over the ranks that share rows.",
+        "Gradients are summed over dp, but not over cp.",
         "numbers",
         ("cp",),
         lambda: replaced(data, "division_of", _over_dp_alone),
     ),
     Fault(
         "cp_gather_unsorted",
-        "Gathered keys and values stay in the order of ranks, each an early and a late chunk.",
+        "All-gathered keys and values are not reordered from zig-zag chunks.",
         "numbers",
         ("cp", "gather"),
         lambda: replaced(context, "reorder", lambda x, join: x),
     ),
     Fault(
         "a2a_heads_swapped",
-        "Heads come back from the exchange in the places of another rank's.",
+        "The all-to-all returns heads at the positions of another rank's heads.",
         "numbers",
         ("cp", "a2a"),
         lambda: replaced(context, "tokens_for_heads", _heads_of_the_next_rank),
     ),
     Fault(
         "chunks_of_rows",
-        "Chunks that attention stays inside are counted from the first token of all documents.",
+        "Attention chunks are counted from the first token of all documents.",
         "numbers",
         ("cp", "documents", "window", "chunks of documents"),
         lambda: replaced(tokens, "plan_spans", attention_faults.chunks_of_rows),
     ),
     Fault(
         "documents_joined_across_ranks",
-        "PackedSeqParams see other documents, where the keys are those of another rank.",
+        "Document boundaries are ignored where the keys belong to another rank.",
         "numbers",
         ("cp", "documents"),
         lambda: replaced(tokens, "plan_spans", attention_faults.one_document_across_ranks),
     ),
     Fault(
         "ring_gather_owner",
-        "PackedSeqParams that came round a ring are taken for those of the rank before "
-        "their owner.",
+        "The collective matmul's all-gather assigns tokens to the wrong rank.",
         "numbers",
         ("tp", "sp", "rings"),
         lambda: replaced(SequenceParallelComm, "all_gather_matmul", _parts_of_the_next_rank),
     ),
     Fault(
         "ring_scatter_owner",
-        "Sums that go round a ring end at the rank before the one whose tokens they are for.",
+        "The collective matmul's reduce-scatter returns the sums to the wrong rank.",
         "numbers",
         ("tp", "sp", "rings"),
         lambda: replaced(SequenceParallelComm, "matmul_reduce_scatter", _sums_for_the_next_rank),
     ),
     Fault(
         "window_lost_in_ring",
-        "A layer with a window sees everything that goes round.",
+        "Ring attention ignores the sliding window.",
         "numbers",
         ("cp", "window"),
         lambda: replaced(tokens.Context, "spans_of_groups", _no_window),
     ),
     Fault(
         "sinks_in_every_step",
-        "Sinks take part in softmax once for each step of the ring.",
+        "Attention sinks are added to the softmax in each step of the ring.",
         "numbers",
         ("cp", "sinks"),
         attention_faults.sinks_in_every_step,
     ),
     Fault(
         "distances_within_a_rank",
-        "Biases by distance count how far apart tokens lie on their ranks, not in the text.",
+        "Relative position biases use distances on the rank, not in the document.",
         "numbers",
         ("cp", "biases by distance"),
         lambda: replaced(tokens.Context, "numbers_of_groups", _numbers_of_each_rank_alone),
     ),
     Fault(
         "biases_not_summed_over_stages",
-        "Stages that hold the table of biases do not add up its gradients.",
+        "Gradients of the relative-bias table are not summed over stages.",
         "numbers",
         ("pp", "biases by distance"),
         lambda: replaced(engine, "_stages", lambda shard: (0,)),
     ),
     Fault(
         "biases_of_other_heads",
-        "After an exchange of heads every rank reads the biases of the first rank's heads.",
+        "After the all-to-all over heads, every rank uses the biases of the first rank's heads.",
         "numbers",
         ("cp", "a2a", "biases by distance"),
         lambda: replaced(context, "of_my_heads", attention_faults.heads_of_the_first_rank),
     ),
     Fault(
         "extra_score_left_out",
-        "The score of softmax off by one takes no part in the ring.",
+        "Ring attention omits the additional score of off-by-one softmax.",
         "numbers",
         ("cp", "off by one"),
         lambda: replaced(
@@ -895,196 +886,197 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "whole_norm_local",
-        "Queries and keys are normed over the rank's own heads.",
+        "QK norms over all heads are computed over the rank's own heads.",
         "types",
         ("tp", "whole norms"),
         lambda: replaced(qk_norm, "all_reduce", lambda x, group: x),
     ),
     Fault(
         "masks_of_another_rank",
-        "Every rank looks at the rows of masks that are of the first rank's tokens.",
+        "Every rank uses the attention-mask rows of the first rank's tokens.",
         "numbers",
         ("cp", "masks"),
         lambda: replaced(context, "seen_of_groups", attention_faults.rows_of_the_first_rank),
     ),
     Fault(
         "masks_forgotten",
-        "All ranks but the first forget that tokens have masks.",
+        "Attention masks are applied on the first rank only.",
         "numbers",
         ("cp", "masks"),
         lambda: replaced(context, "seen_of_groups", attention_faults.known_to_the_first),
     ),
     Fault(
         "latent_key_not_entered",
-        "The key that all heads of latent attention share does not enter divided work.",
+        "Backward of the shared latent-attention key does not sum its gradient over tp.",
         "types",
         ("tp", "whole tokens", "latent"),
-        lambda: changed_model(_shared_key_not_entered),
+        lambda: changed_model(_skip_prepare_latent_key),
     ),
     Fault(
         "positions_of_first_rank",
-        "Each rank's part of the tokens gets the learned positions of the first part.",
+        "Under sp, each rank adds the learned positions of the first slice.",
         "numbers",
         ("tp", "sp", "learned positions"),
         lambda: replaced(LearnedPositions, "forward", _positions_of_the_first_rank),
     ),
     Fault(
         "adapter_invariant",
-        "The whole half of an adapter says under sp that its gradient is whole, too.",
+        "The replicated half of an adapter is declared invariant under sp.",
         "types",
         ("tp", "sp", "adapters"),
         lambda: replaced(lora, "column_adapter", choice_faults.whole_gradient),
     ),
     Fault(
         "adapter_mask_of_first_slice",
-        "Every rank drops those of an adapter's features that the first rank does.",
+        "Every rank uses the first rank's dropout mask for the input of an adapter.",
         "numbers",
         ("tp", "adapters", "dropout"),
         lambda: replaced(lora, "first_input", lambda weight: 0),
     ),
     Fault(
         "stale_input_recomputed",
-        "What backward computes again reads an earlier microbatch.",
+        "Recomputation in backward reads the input of an earlier microbatch.",
         "numbers",
         ("dp", "recompute"),
-        lambda: replaced(recompute, "recompute", _Stale().recompute),
+        lambda: replaced(recompute, "recompute", _StaleRecompute().recompute),
     ),
     Fault(
         "second_sum_removed",
-        "What backward computes again leaves out the sum over tp.",
+        "Recomputation in backward omits the sum over tp.",
         "types",
         ("tp", "whole tokens", "recompute"),
-        lambda: changed_model(_no_second_sum),
+        lambda: changed_model(_skip_recomputed_reduce),
     ),
     Fault(
         "host_copy_lost",
-        "What waited in host memory comes back as zeros.",
+        "Offloaded activations are restored as zeros.",
         "numbers",
         ("dp", "offload"),
-        lambda: replaced(Away, "storage", _blank),
+        lambda: replaced(Away, "storage", _zero_storage),
     ),
     Fault(
         "experts_summed_over_dp",
-        "Experts' gradients are summed over ranks with the same dense weights.",
+        "Expert gradients are summed over the data-parallel ranks of dense weights.",
         "numbers",
         ("dp", "ep"),
         lambda: replaced(data, "division_of", expert_faults.division_of_dense),
     ),
     Fault(
         "whole_experts_overwritten",
-        "A microbatch's gradient of experts that are not divided replaces earlier ones'.",
+        "The gradient of unsharded experts is overwritten by each microbatch.",
         "numbers",
         ("dp", "zero", "fsdp", "ep"),
         expert_faults.whole_experts_overwritten,
     ),
     Fault(
         "etp_alone_on_dense_grid",
-        "Without ep experts are taken for dense weights, though etp is not tp.",
+        "Without ep, experts use the dense grid, although etp differs from tp.",
         "numbers",
         ("dp", "etp"),
         lambda: replaced(data, "division_of", expert_faults.division_by_ep_alone),
     ),
     Fault(
         "experts_drawn_by_place",
-        "The first weights of an expert depend on how many experts a rank has.",
+        "The initial weights of an expert depend on the number of local experts.",
         "numbers",
         ("dp", "ep"),
-        lambda: replaced(build, "fill", expert_faults.fill_as_if_mine_were_all),
+        lambda: replaced(build, "init_param_", expert_faults.init_as_if_first_experts),
     ),
     Fault(
         "router_invariant",
-        "Routers say that every rank has their whole gradient, which under sp it has not.",
+        "Router weights are declared invariant, although under sp each rank has a partial "
+        "gradient.",
         "types",
         ("tp", "sp", "experts"),
-        lambda: changed_model(functools.partial(_call_invariant, kind=RouterGate)),
+        lambda: changed_model(functools.partial(_declare_invariant, kind=RouterGate)),
     ),
     Fault(
         "etp_sum_removed",
-        "An expert's answer is the part of it that one rank along etp has.",
+        "Expert outputs are not summed over etp.",
         "types",
         ("dp", "etp"),
         lambda: replaced(expert, "reduce_scatter", expert_faults.parts_of_own_rank),
     ),
     Fault(
         "etp_part_not_declared",
-        "What one rank along etp has of an answer is taken for all of it, and still summed.",
+        "Partial expert outputs over etp are not declared partial, but summed.",
         "types",
         ("dp", "etp"),
-        lambda: replaced(expert, "partial", lambda x, group: x),
+        lambda: replaced(expert, "mark_partial", lambda x, group: x),
     ),
     Fault(
         "answers_in_wrong_order",
-        "Answers go back to ranks in the order in which experts gave them.",
+        "Expert outputs are combined in the order in which they were computed.",
         "numbers",
         ("dp", "ep"),
         lambda: replaced(expert, "undone", expert_faults.never_undone),
     ),
     Fault(
         "rows_read_early",
-        "Experts work on what was there before rows arrived.",
+        "Experts read dispatched tokens before the all-to-all is complete.",
         "numbers",
         ("dp", "ep"),
         lambda: replaced(AsyncAllToAll, "wait", expert_faults.read_early),
     ),
     Fault(
         "experts_weighted_twice",
-        "A choice's weight multiplies its expert's answer a second time.",
+        "Expert outputs are multiplied by router weights twice.",
         "numbers",
         ("dp", "experts"),
         lambda: replaced(Experts, "forward", expert_faults.weighted_twice),
     ),
     Fault(
         "refused_by_each_rank",
-        "Ranks that share tokens each fill their own part of an expert's seats.",
+        "Expert capacity is applied per rank instead of over the ranks that share tokens.",
         "numbers",
         ("cp", "capacity"),
         lambda: replaced(Router, "within_capacity", expert_faults.refused_by_each_rank),
     ),
     Fault(
         "counted_before_refusal",
-        "Choices that experts refuse count as their tokens.",
+        "Dropped tokens are included in the expert load.",
         "numbers",
         ("dp", "capacity"),
         lambda: replaced(Balance, "__call__", expert_faults.counted_before_refusal),
     ),
     Fault(
         "balance_of_own_tokens",
-        "Losses of balance take a rank's own tokens for all that ranks share.",
+        "Aux losses use only a rank's own tokens.",
         "numbers",
         ("cp", "experts"),
         lambda: replaced(balance, "all_reduce_", expert_faults.own_counts_alone),
     ),
     Fault(
         "balance_scaled_with_cp",
-        "Every rank that shares tokens takes its part of a balance loss for the whole.",
+        "Aux losses are scaled by the number of cp ranks.",
         "numbers",
         ("cp", "experts"),
         lambda: replaced(Balance, "losses", expert_faults.scaled_by_sharing_ranks),
     ),
     Fault(
         "step_of_own_tokens",
-        "The loss of balance over the global batch knows of a rank's own microbatches alone.",
+        "The aux loss over the global batch covers only the rank's own microbatches.",
         "numbers",
         ("dp", "balance over ranks"),
         lambda: replaced(Balance, "global_loss", expert_faults.step_of_own_tokens),
     ),
     Fault(
         "bias_moved_by_own_tokens",
-        "Balancing biases move by what a rank's own tokens chose.",
+        "Expert biases are updated with the load of a rank's own tokens.",
         "numbers",
         ("dp", "balancing bias"),
         lambda: replaced(experts, "all_reduce_", expert_faults.own_counts_alone),
     ),
     Fault(
         "offset_of_own_tokens",
-        "Offsets of experts are what would make them equally busy with a rank's own tokens.",
+        "Expert offsets balance only a rank's own tokens.",
         "numbers",
         ("cp", "balancing offset"),
         lambda: replaced(Router, "note_offsets", expert_faults.offsets_of_own),
     ),
     Fault(
         "second_pass_counted",
-        "PackedSeqParams count once more when backward computes their layer again.",
+        "Recomputation counts the expert load of tokens again.",
         "numbers",
         ("dp", "recompute", "experts"),
         lambda: replaced(Balance, "__call__", expert_faults.counted_again),
@@ -1098,17 +1090,17 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "rates_of_the_neighbor",
-        "A group's rates go to the slot behind the one that they are for.",
+        "The rates of a parameter group are applied to the next slot.",
         "numbers",
         ("dp", "zero", "groups"),
         lambda: replaced(adamw, "by_rates", choice_faults.rates_of_slot_before),
     ),
     Fault(
         "norm_counts_copies",
-        "The gradient norm counts what several ranks hold several times, and clips too much.",
+        "The gradient norm counts replicated parameters several times.",
         "numbers",
         ("dp",),
-        lambda: replaced(clip, "is_first_replica", lambda shard, here: True),
+        lambda: replaced(clip, "is_first_replica", lambda shard, coordinates: True),
     ),
     *(
         Fault(name, what, "numbers", ("pp", "tied", "own stage"), how)

@@ -1,4 +1,4 @@
-"""Rows of the matrix in which tokens have masks, some of which let a token see nothing."""
+"""Rows of the matrix with attention masks, some of which mask all keys of a query."""
 
 from collections.abc import Iterator
 
@@ -25,8 +25,8 @@ FEW = tiny(num_kv_heads=2)
 
 
 def masked_rows() -> Iterator[Layout]:
-    """Masks beside causality and in its place, under every axis, with the kinds of layers that take
-    other ways."""
+    """Yield layouts with masks in addition to the causal mask and instead of it, on every axis and
+    layer type."""
     rows: dict[str, Row] = {
         "masks, tp2": ("beside", FEW, ParallelConfig(tp=2)),
         "masks alone, tp2 sp": ("alone", FEW, ParallelConfig(tp=2, sp=True)),
@@ -58,7 +58,7 @@ def masked_rows() -> Iterator[Layout]:
         "masks, sinks, tp2": ("beside", SINKS, ParallelConfig(tp=2)),
         "masks, relative, cp2 tp2": ("beside", RELATIVE, ParallelConfig(cp=2, tp=2)),
         "masks alone, chunked, cp2": ("alone", CHUNKED, ParallelConfig(cp=2)),
-        "masks, looking back, pp2 cp2": ("beside", CROSS_LAYER, staged(2, cp=2)),
+        "masks, cross-layer, pp2 cp2": ("beside", CROSS_LAYER, staged(2, cp=2)),
         "masks, experts, cp2 dp2, ep2": ("beside", BIASED_CHOICE, ParallelConfig(cp=2, dp=2, ep=2)),
     }
     for name, (masks, model, parallel) in rows.items():

@@ -1,8 +1,8 @@
-"""The matrix of layouts that must equal one process: every axis, every kind of every axis, and the
-axes together.
+"""Matrix of layouts that must equal one process: every axis, its variants, and combinations of
+axes.
 
-The tests of layouts and `megalith verify --all` prove the same rows. Sizes are no powers of two
-where that is possible.
+The layout tests and `megalith verify --all` use the same rows. Sizes are no powers of two where
+possible.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +19,8 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.verify.chosen import chosen_parameters
 from megalith.verify.expert_rows import expert_rows
-from megalith.verify.further import mtp_stage_rows
 from megalith.verify.masked import masked_rows
+from megalith.verify.mtp_rows import mtp_stage_rows
 from megalith.verify.rows import (
     BIASED,
     BLOCK,
@@ -296,7 +296,8 @@ def _exchange(
 
 
 def _kinds_of_exchange() -> Iterator[Layout]:
-    """Every kind at every size, for rows, packed documents, and each document sliced."""
+    """Yield every kind of context parallelism at every size, for rows, packed documents, and
+    slicing by document."""
     model = tiny(num_heads=12, num_kv_heads=2)
     kinds: Mapping[ContextKind, Sequence[int]] = {
         "ring": (2, 3, 4),
@@ -491,7 +492,7 @@ def _all_axes() -> Iterator[Layout]:
 
 
 def _variants() -> Iterator[Layout]:
-    """Every kind of layer under every axis."""
+    """Yield every layer variant under every axis."""
     kinds: tuple[ContextKind, ...] = ("ring", "a2a", "gather")
     staged_and_gathered = replace(staged(2, cp=3), context=_exchange("gather"))
     for number, (variant, model) in enumerate(VARIANTS.items()):
@@ -523,7 +524,7 @@ def _variants() -> Iterator[Layout]:
 
 
 def _variants_at_the_ends() -> Iterator[Layout]:
-    """Further predictions and latent attention, where tables are shared, and other losses."""
+    """Yield MTP and latent attention with tied embeddings, and other losses."""
     both = replace(LATENT, mtp=MTP_MODEL.mtp, tied_embeddings=True)
     ends: dict[str, LayoutEntry] = {
         "mtp, pp2 zb-v": (MTP_MODEL, staged(2, schedule="zb-v", vpp=2), 3),
@@ -555,7 +556,7 @@ def _variants_at_the_ends() -> Iterator[Layout]:
 
 
 def _other_losses() -> Iterator[Layout]:
-    """Smoothed labels, and scores whose size costs something, in every head."""
+    """Yield label smoothing and z-loss with every implementation of the head."""
     smoothed = replace(VARIANTS["normed around"], num_kv_heads=3, mtp=MTP_MODEL.mtp)
     divided = {
         "tp2 dp2": ParallelConfig(tp=2, dp=2),
@@ -604,8 +605,7 @@ def _latents_without_norms() -> Iterator[Layout]:
 
 
 def _mtp_positions() -> Iterator[Layout]:
-    """MTP layers with positions of every kind; rows as long as learned ones
-    reach."""
+    """Yield MTP layers with every kind of positions; rows have the maximum learned length."""
     mtp_inputs = MTP_MODEL.mtp
     learned = replace(
         VARIANTS["learned positions"], mtp=mtp_inputs, max_seq_len=12, tied_embeddings=False
@@ -658,8 +658,7 @@ def _mtp_positions() -> Iterator[Layout]:
 
 
 def _variants_and_others() -> Iterator[Layout]:
-    """Kinds of layers with what divides unevenly, packs rows, drops, keeps less and computes
-    again."""
+    """Yield layer variants with uneven shards, packing, dropout and recomputation."""
     everywhere = DropoutConfig(embedding=0.1, residual=0.2, attention=0.2)
     dropping, three = (
         replace(MTP_MODEL, dropout=everywhere),
@@ -778,8 +777,8 @@ def _variants_and_others() -> Iterator[Layout]:
 
 
 def _adapters() -> Iterator[Layout]:
-    """Adapters beside frozen weights: shared heads, uneven parts, stages, contexts, divided state,
-    layers run again."""
+    """Yield LoRA adapters with shared KV heads, uneven shards, stages, cp, ZeRO and "
+    "recomputation."""
     uneven = replace(FOUR, num_heads=6, num_kv_heads=3)
     every, few = LoraConfig(rank=3), LoraConfig(rank=2, rslora=True, targets=("q", "o", "gate_up"))
     dropping, last = LoraConfig(rank=3, dropout=0.2), LoraConfig(rank=3, layers=(3,))
@@ -848,8 +847,7 @@ def _adapters() -> Iterator[Layout]:
 
 
 def _cross_layer_rows() -> Iterator[Layout]:
-    """A memory that crosses stages, is shared over cp, dropped, computed from again, kept thin, and
-    read by experts."""
+    """Yield cross-layer attention over stages and cp, with dropout, recomputation and experts."""
     everywhere = DropoutConfig(embedding=0.1, residual=0.2, attention=0.2)
     dropping, early = (
         replace(CROSS_LAYER, dropout=everywhere),
@@ -908,7 +906,7 @@ def _cross_layer_rows() -> Iterator[Layout]:
     for name, (model, parallel, recompute, adapters) in rows.items():
         yield Layout(
             area="variants",
-            name=f"looking back, {name}",
+            name=f"cross-layer, {name}",
             model=model,
             parallel=parallel,
             recompute=recompute,
@@ -939,10 +937,9 @@ MATRIX: tuple[Layout, ...] = (
     *chosen_parameters(),
     *mtp_stage_rows(),
 )
-"""Every layout that is proved."""
+"""Every layout of the matrix."""
 
 
 def rows_of_matrix(*, sample: bool) -> list[Layout]:
-    """The rows to prove, those with few processes first, so that workers are started when they are
-    needed."""
+    """Return the rows, those with few processes first, so that workers are started when needed."""
     return sorted((row for row in MATRIX if row.sample or not sample), key=lambda row: row.world)

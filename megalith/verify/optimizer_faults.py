@@ -1,5 +1,5 @@
-"""Faults in optimizer updates, gradient clipping and checkpoint loading, which every layout has
-alike; see `verify/faults.py`."""
+"""Faults in optimizer, gradient clipping and checkpoint loading that affect every layout; see
+`verify/faults.py`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -31,7 +31,7 @@ def bias_correction_of_next_step(
     weight_decay: float,
     scale: Tensor | None,
 ) -> None:
-    """Moments are corrected as after one more step."""
+    """Correct the moments for one step too many."""
     self.updates += 1
     self._step += 1
     try:
@@ -49,15 +49,15 @@ def decay_of_everything(
     weight_decay: float,
     groups: Mapping[str, GroupRates] = NO_GROUPS,
 ) -> list[SlotGroup]:
-    """Vectors decay as matrices do."""
+    """Apply weight decay to vectors as to matrices."""
     parts = by_rates(slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups)
     return [part._replace(weight_decay=weight_decay) for part in parts]
 
 
 @contextmanager
 def decay_added_to_gradient() -> Iterator[None]:
-    """The fused kernel of Adam with L2 runs in place of that of AdamW, and so does its plain
-    definition."""
+    """Run fused Adam with L2 instead of fused AdamW, and change the reference implementation
+    alike."""
     update = adamw.update
 
     def coupled(
@@ -81,7 +81,7 @@ def damped_momentum(
     weight_decay: float,
     scale: Tensor | None,
 ) -> None:
-    """The gradient enters the momentum with a factor of 1 - momentum, as it does in Adam."""
+    """Multiply the gradient by 1 - momentum, as Adam does."""
     for slot in slots:
         slot.state["momentum"].mul_(1 / (1 - self.config.momentum))
     ORIGINAL_SGD_UPDATE(
@@ -92,7 +92,7 @@ def damped_momentum(
 
 
 def count_final_norm(times: int) -> Callable[[Sequence[tuple[Shard, Tensor]], Mesh], list[Tensor]]:
-    """The gradient of the last norm counts so many times in the global norm."""
+    """Count the gradient of the last norm `times` times in the global norm."""
 
     def counted(gradients: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> list[Tensor]:
         final = [pair for pair in gradients if pair[0].name == "norm.weight"]
@@ -103,7 +103,7 @@ def count_final_norm(times: int) -> Callable[[Sequence[tuple[Shard, Tensor]], Me
 
 
 def other_moment(self: Checkpoint, entry: CheckpointEntry) -> str:
-    """One moment is read from where the other is stored."""
+    """Load each moment from the entry of the other."""
     role = SWAPPED_MOMENTS.get(entry.role, entry.role)
     return ORIGINAL_SOURCE(
         self,
@@ -114,7 +114,7 @@ def other_moment(self: Checkpoint, entry: CheckpointEntry) -> str:
 
 
 def first_values_of_box(piece: TensorPiece, box: Box) -> Tensor:
-    """A part of a box is taken from where the box begins."""
+    """Read part of a stored box from its beginning."""
     return inner_view(
         piece, tuple((o, o + b - a) for (a, b), (o, _) in zip(box, piece.box, strict=True))
     )
@@ -188,5 +188,5 @@ EVERYWHERE: tuple[tuple[str, str, bool, Callable[[], AbstractContextManager[None
         lambda: replaced(AdamW, "set_updates", lambda self, updates: None),
     ),
 )
-"""Name, mistake and whether it is one in SGD, of faults that one process has, too; numbers reject
-all of them."""
+"""(name, mistake, needs SGD, context) of faults that also affect one process; float64 detects all
+of them."""

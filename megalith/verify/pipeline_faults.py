@@ -1,5 +1,4 @@
-"""What faults between stages, and in what they hand on, put in place of the right functions; see
-`verify/faults.py`."""
+"""Faulty replacement functions for pipeline stages and their messages; see `verify/faults.py`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +23,7 @@ from megalith.testing.inject import replaced
 
 
 def other_microbatch(self: StageLink, message: StageMessage, tensors: Tensors, target: int) -> None:
-    """The messages of two microbatches change places on their way forward."""
+    """Swap the forward messages of two microbatches."""
     other = message.microbatch ^ 1
     swapped = message.direction == "forward" and other < self.num_microbatches
     ORIGINAL_SEND(self, message._replace(microbatch=other) if swapped else message, tensors, target)
@@ -33,34 +32,33 @@ def other_microbatch(self: StageLink, message: StageMessage, tensors: Tensors, t
 def other_chunk(
     self: Pipeline, schedule: Schedule, chunks: Sequence[Chunk], boundary: Any = None
 ) -> None:
-    """The first rank runs its second chunk where its third is due, and the other way round."""
+    """Swap the second and third model chunk of the first rank."""
     run = [chunks[0], chunks[2], chunks[1]] if self.rank == 0 and len(chunks) == 3 else chunks
     ORIGINAL_RUN(self, schedule, run, boundary)
 
 
 def never_added(self: WeightGradStore, microbatch: int) -> None:
-    """Weight gradients that were put aside are forgotten."""
+    """Discard deferred weight gradients."""
     self._deferred.pop(microbatch)
 
 
 def gradient_of_memory_stays(
     self: StageLink, message: StageMessage, tensors: Tensors, target: int
 ) -> None:
-    """Of what goes back over a border, only the gradient of the residual stream says something."""
+    """Send zeros as the gradients of everything but the residual stream."""
     if message.direction == "backward":
         tensors = (*tensors[:1], *(torch.zeros_like(other) for other in tensors[1:]))
     ORIGINAL_SEND(self, message, tensors, target)
 
 
 def stale_memory() -> Callable[[StageLink, StageMessage, Tensors, int], None]:
-    """A way to send with which a microbatch's hidden states go over a border with the memory of the
-    one before."""
-    kept: list[Tensors] = []
+    """Return a send function that sends the cross-layer source of the previous microbatch."""
+    sources: list[Tensors] = []
 
     def send(self: StageLink, message: StageMessage, tensors: Tensors, target: int) -> None:
         if message.direction == "forward":
-            kept.append(tensors[1:])
-            tensors = (*tensors[:1], *kept[-2:][0])
+            sources.append(tensors[1:])
+            tensors = (*tensors[:1], *sources[-2:][0])
         ORIGINAL_SEND(self, message, tensors, target)
 
     return send
@@ -69,13 +67,13 @@ def stale_memory() -> Callable[[StageLink, StageMessage, Tensors, int], None]:
 def memory_of_later_tokens(
     self: CrossLayerAttention, x: LayerInput, k: Tensor, v: Tensor, tokens: PackedSeqParams
 ) -> Tensor:
-    """Nothing is hidden from a token that looks back."""
+    """Run cross-layer attention without the causal mask."""
     self.scores = replace(self.scores, causal=False)
     return ORIGINAL_ATTEND(self, x, k, v, tokens)
 
 
-def middle_holder_left_out(x: Tensor, group: Group, members: Sequence[int]) -> Tensor:
-    """Of the stages that hold a table only the first and the last add up its gradient."""
+def skip_middle_replica(x: Tensor, group: Group, members: Sequence[int]) -> Tensor:
+    """Sum the gradient of a shared table over the first and last of its stages only."""
     ends = [member for member in members if member in (min(members), max(members))]
     return ORIGINAL_SUM(x, group, ends if group.rank in ends else [group.rank])
 
@@ -83,7 +81,7 @@ def middle_holder_left_out(x: Tensor, group: Group, members: Sequence[int]) -> T
 def depths_in_other_order(
     self: StageLink, message: StageMessage, tensors: Tensors, target: int
 ) -> None:
-    """What goes onward beside the residual stream comes in the other order."""
+    """Send the states after the residual stream in reverse order."""
     if message.direction == "forward":
         tensors = (*tensors[:1], *reversed(tensors[1:]))
     ORIGINAL_SEND(self, message, tensors, target)
@@ -92,18 +90,18 @@ def depths_in_other_order(
 def before_their_norms(
     self: MTPBlock, x: Tensor, mtp_inputs: MTPInputs, tokens: PackedSeqParams
 ) -> tuple[Tensor, ...]:
-    """Depths hand on what their norms read."""
-    found: list[Tensor] = []
+    """Return the hidden states of MTP layers before their norms."""
+    states: list[Tensor] = []
     for prediction, (ids, _) in zip(self.layers, mtp_inputs, strict=True):
         assert isinstance(prediction, MTPLayer)
-        with watched_inputs(prediction.norm, found):
+        with watched_inputs(prediction.norm, states):
             x = prediction(x, ids, tokens)
-    return tuple(found)
+    return tuple(states)
 
 
 @contextmanager
 def watched_inputs(module: nn.Module, seen: list[Tensor]) -> Iterator[None]:
-    """Note what a module reads."""
+    """Record the inputs of a module."""
     handle = module.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
     try:
         yield
@@ -121,24 +119,24 @@ ORIGINAL_SUM = sum_over_members_
 OWN_STAGE: tuple[tuple[str, str, Callable[[], AbstractContextManager[None]]], ...] = (
     (
         "mtp_copy_not_summed",
-        "The copy of the table on the stage of multi-token predictions is left out of its sum.",
-        lambda: replaced(engine, "sum_over_members_", middle_holder_left_out),
+        "The gradient of the embedding copy on the MTP stage is not summed.",
+        lambda: replaced(engine, "sum_over_members_", skip_middle_replica),
     ),
     (
         "depths_in_other_order",
-        "The loss gets the hidden states of multi-token predictions in the other order.",
+        "The loss receives the hidden states of MTP layers in reverse order.",
         lambda: replaced(StageLink, "send", depths_in_other_order),
     ),
     (
         "depths_gradients_kept",
-        "Gradients of multi-token predictions' hidden states stay with the loss.",
+        "Gradients of the hidden states of MTP layers are not sent to their stage.",
         lambda: replaced(StageLink, "send", gradient_of_memory_stays),
     ),
     (
         "depths_before_their_norms",
-        "The loss gets hidden states of multi-token predictions from before their norms.",
+        "The loss receives the hidden states of MTP layers before their norms.",
         lambda: replaced(MTPBlock, "states", before_their_norms),
     ),
 )
-"""Name and mistake of what matters with multi-token predictions on a stage of their own, all of
-which numbers find."""
+"""(name, mistake, context) of faults with MTP layers on a separate stage; float64 detects all of
+them."""

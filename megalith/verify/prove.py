@@ -1,5 +1,5 @@
-"""The whole proof, part by part: of one run at its real size and in tiny copies, and of every
-layout of the matrix."""
+"""Runs all parts of the verification: for one run at its real size and in tiny copies, and for the
+matrix of layouts."""
 
 import time
 from collections.abc import Callable
@@ -32,10 +32,10 @@ from megalith.verify.types import type_check, type_check_in_child
 
 
 def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[ReportRow]:
-    """Everything about a run on `world` ranks, as rows; with a broken rule, that alone. `fault`:
-    for part (d)."""
+    """Verify a run on `world` ranks; if a rule is violated, return only that. `fault`: planted in
+    part (d)."""
     rows = rule_rows(run_problems(run, world))
-    if not all(row.holds for row in rows):  # the other parts need a layout that can be built
+    if not all(row.holds for row in rows):  # the other parts need a valid layout
         return rows
     run = chosen_recompute(run, world)
     types = type_check_in_child(
@@ -48,27 +48,26 @@ def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[Re
         optim=run.optim,
     )
     words = describe_kernel_setting(run.kernels)
-    other = () if words == "auto" else (f"kernels={words}: these are the types of kernels=auto",)
-    rows += type_rows(replace(types, unseen=(*types.unseen, *other)))
+    notes = () if words == "auto" else (f"kernels={words}: types were checked with kernels=auto",)
+    rows += type_rows(replace(types, unseen=(*types.unseen, *notes)))
     rows += schedule_rows(schedule_of(run, world))
     for case in shrink(run, world, fault=fault):
-        words, found = shrunk_words(run, world, case), proved(case)
-        if isinstance(found, str):
-            rows.append(failure_row(case.world, words, found))
+        words, differences = shrunk_words(run, world, case), compare_in_float64(case)
+        if isinstance(differences, str):
+            rows.append(failure_row(case.world, words, differences))
         else:
-            rows += difference_rows(case.world, words, found)
+            rows += difference_rows(case.world, words, differences)
     return rows
 
 
 def prove_row(row: Layout, kernels: Kernel = "auto") -> LayoutResult:
-    """Rules, types, schedules and float64 of one row; the last with both sides computed by
-    `kernels`."""
+    """Verify one row of the matrix; `kernels` applies to both sides of the float64 comparison."""
     started = time.perf_counter()
     case = row.case()
     case = replace(case, run=replace(case.run, kernels=kernels))
     problems = [f"a: {text}" for text in run_problems(case.run, row.world)]
     error = 0.0
-    if not problems:  # the rest needs a layout that can be built
+    if not problems:  # the other parts need a valid layout
         types = type_check(
             row.model,
             row.parallel,
@@ -79,16 +78,20 @@ def prove_row(row: Layout, kernels: Kernel = "auto") -> LayoutResult:
             optim=case.run.optim,
             masked=row.masks is not None,
         )
-        problems += [f"b: {found}" for found in types.problems]
+        problems += [f"b: {outcome}" for outcome in types.problems]
         schedule = schedule_of(case.run, row.world)
         problems += [f"c: {text}" for text in (schedule.problems if schedule else ())]
-        found = proved(case)
+        outcome = compare_in_float64(case)
         problems += (
-            [f"d: {found}"]
-            if isinstance(found, str)
-            else [_told(one) for one in found if not one.holds]
+            [f"d: {outcome}"]
+            if isinstance(outcome, str)
+            else [_describe(difference) for difference in outcome if not difference.holds]
         )
-        error = float("inf") if isinstance(found, str) else max(one.error for one in found)
+        error = (
+            float("inf")
+            if isinstance(outcome, str)
+            else max(difference.error for difference in outcome)
+        )
     seconds = time.perf_counter() - started
     return LayoutResult(
         area=row.area,
@@ -101,7 +104,7 @@ def prove_row(row: Layout, kernels: Kernel = "auto") -> LayoutResult:
 
 
 def schedule_of(run: TrainRun, world: int) -> ScheduleReport | None:
-    """The pipeline lists of a run, checked on paper; None where there is one stage."""
+    """Check the pipeline schedule of a run; None if there is one stage."""
     p, t = run.parallel, run.train
     if p.pp * p.pipeline.vpp == 1:
         return None
@@ -116,24 +119,27 @@ def schedule_of(run: TrainRun, world: int) -> ScheduleReport | None:
     )
 
 
-def proved(case: LayoutCase) -> list[Difference] | str:
-    """What float64 found, or why ranks failed before there was anything to compare."""
+def compare_in_float64(case: LayoutCase) -> list[Difference] | str:
+    """Return the float64 differences, or why ranks failed before the comparison."""
     try:
         return prove_layout(case)
     except RankError as error:
         return str(error).split("\nthen:")[0].strip()
 
 
-def _told(found: Difference) -> str:
-    return f"d: {found.what} off by {found.error:.1e}{f' in {found.name}' if found.name else ''}"
+def _describe(difference: Difference) -> str:
+    where = f" in {difference.name}" if difference.name else ""
+    return f"d: {difference.what} off by {difference.error:.1e}{where}"
 
 
 def prove_all(
     *, sample: bool, tell: Callable[[str], None], kernels: Kernel = "auto"
 ) -> tuple[list[LayoutResult], list[Verdict]]:
-    """Every row, or the sample, computed by `kernels`, and every planted fault, computed as
-    always, since many are in what plain definitions replace; `tell` hears of each when it is
-    done."""
+    """Verify every row of the matrix (or the sample) with `kernels`, and every planted fault;
+    `tell` logs each result.
+
+    Faults use the default kernels, since many of them patch functions of these.
+    """
     results, rows = [], rows_of_matrix(sample=sample)
     for number, row in enumerate(rows, 1):
         results.append(prove_row(row, kernels))
@@ -144,6 +150,6 @@ def prove_all(
         verdicts.append(judge(fault))
         tell(
             f"fault {number}/{len(FAULTS)} {fault.name}: "
-            f"{'refused' if verdicts[-1].refused else 'NOT SEEN'}"
+            f"{'rejected' if verdicts[-1].refused else 'NOT DETECTED'}"
         )
     return results, verdicts

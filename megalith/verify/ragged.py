@@ -1,4 +1,4 @@
-"""Made-up documents with uneven losses, for proofs of packs."""
+"""Mock documents with random loss masks, for verification of sequence packing."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from megalith.plan.keys import key
 
 @dataclass(frozen=True, slots=True)
 class RaggedDocuments:
-    """Documents of 1 to `longest` tokens: each keeps about half of its labels, some none at all."""
+    """Documents of 1 to `longest` tokens, of which about half have a label; some have none."""
 
     longest: int
     vocab_size: int
@@ -20,7 +20,7 @@ class RaggedDocuments:
 
     @property
     def fingerprint(self) -> str:
-        """What it is made of."""
+        """Text of all arguments."""
         return " ".join(
             [
                 "ragged documents",
@@ -32,12 +32,12 @@ class RaggedDocuments:
         return self.num_samples
 
     def lengths_of(self, k: int) -> tuple[int, ...]:
-        """PackedSeqParams of document k."""
+        """Return the number of tokens of document k."""
         draw = np.random.default_rng(key(0, "verify", "lengths", k))
         return (int(draw.integers(1, self.longest + 1)),)
 
     def sample(self, k: int) -> PackedSample:
-        """Document k, the same for everyone."""
+        """Return document k, the same on all ranks."""
         (length,) = self.lengths_of(k)
         draw = np.random.default_rng(key(0, "verify", "documents", k))
         ids = draw.integers(0, self.vocab_size, length + 1)

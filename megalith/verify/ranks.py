@@ -1,10 +1,10 @@
-"""The float64 proof: a layout, run on real processes, computes what one process computes.
+"""Float64 verification: a layout that runs on real processes computes what one process computes.
 
-Float64 turns rounding into about 1e-15, so whatever is left is a fault. Loss, every gradient, the
-first weights, the weights after three steps, and a fourth step after saving and loading are
-compared; of experts also, and first, how many tokens each was chosen by. What one process computes
-could be wrong in the same way, so torch.optim computes the updates once more, and the checkpoint is
-also read under another layout and compared with what was saved.
+In float64, rounding errors are about 1e-15, so any larger difference is a fault. Compared are loss,
+all gradients, initial weights, weights after three steps, and a fourth step after saving and
+loading; for experts also, and first, the expert load. Since one process could have the same fault,
+torch.optim computes the updates as well, and the checkpoint is also loaded under another layout and
+compared with the saved state.
 """
 
 import functools
@@ -57,16 +57,15 @@ from megalith.verify.reshard import resharded_run
 from megalith.verify.torch_optim import RecordingOptimizer, TorchUpdate, torch_updates
 
 STEPS = 3
-"""Steps before saving; gradients are compared in the first."""
+"""Number of steps before saving; gradients are compared in the first."""
 
 DECAY = 0.1
-"""Weight decay of what has none of its own."""
+"""Weight decay of parameters without a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedRows:
-    """Made-up rows with uneven losses: each row keeps a random part of its labels, some rows none
-    at all."""
+    """Mock rows with random loss masks: each row has a random number of labels, some have none."""
 
     seq_len: int
     vocab_size: int
@@ -75,20 +74,20 @@ class RaggedRows:
     """Samples without any label."""
 
     eod: int | None = None
-    """This token, about every fifth, ends a document; None: rows are documents."""
+    """End-of-document token, about every fifth; None: each row is one document."""
 
     places: bool = False
-    """PackedSeqParams have random places in time, height and width, in all rows but every third,
-    which are text."""
+    """Use random position ids by time, height and width, except in every third row, which is
+    text."""
 
     masks: "MaskKind | None" = None
-    """Random masks of pairs, some of which let a token see nothing, in all rows; or beside
-    causality in every third row, and padding in another third."""
+    """`alone`: random [s, s] masks in all rows; `beside`: such masks in a third of the rows, and
+    padding masks in another third."""
 
     @property
     def fingerprint(self) -> str:
-        """What it is made of."""
-        made_of = (
+        """Text of all arguments."""
+        arguments = (
             self.seq_len,
             self.vocab_size,
             self.num_samples,
@@ -97,13 +96,13 @@ class RaggedRows:
             self.places,
             self.masks,
         )
-        return " ".join(["ragged rows", *map(str, made_of)])
+        return " ".join(["ragged rows", *map(str, arguments)])
 
     def __len__(self) -> int:
         return self.num_samples
 
     def sample(self, k: int) -> Sample:
-        """ReportRow k, the same for everyone."""
+        """Return row k, the same on all ranks."""
         draw = np.random.default_rng(key(0, "verify", "rows", k))
         ids = draw.integers(0, self.vocab_size, self.seq_len + 1)
         kept = 0 if k in self.masked else int(draw.integers(2, self.seq_len + 2))
@@ -125,23 +124,23 @@ class RaggedRows:
 
 
 MaskKind = Literal["beside", "alone"]
-"""Whether masks hide more than causality does, or take its place."""
+"""Whether masks are applied in addition to the causal mask, or replace it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutCase:
-    """One layout to prove: a tiny float64 run, and how its ranks divide the work."""
+    """One layout to verify: a tiny float64 run and its parallel layout."""
 
     run: TrainRun
     world: int
     fault: str | None = None
-    """Name of a planted fault; None: the code as it is."""
+    """Name of a planted fault; None: no fault."""
 
     masks: MaskKind | None = None
-    """Of tokens; None: they have none."""
+    """Attention masks of the tokens; None: no masks."""
 
     resharded: TrainRun | None = None
-    """The run under another layout, which reads the checkpoint; None: no other one does."""
+    """The run under another layout, which loads the checkpoint; None: not tested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,29 +156,28 @@ Gathered = dict[str, Boxes]
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What one rank computed, or all ranks (`join_ranks`)."""
+    """Results of one rank, or of all ranks (`join_ranks`)."""
 
     losses: list[float]
     grad_norms: list[float]
     scores: list[float]
-    """What the size of scores cost and the largest score, step by step; empty unless a run tells of
-    them."""
+    """z-loss and maximum logit per step; empty unless the run reports them."""
 
     initial: Gathered
     gradients: Gathered
     weights: Gathered
     stored: dict[str, Tensor]
-    """Of the checkpoint, as rank 0 reads it."""
+    """Checkpoint contents, read by rank 0."""
 
     reloaded: Gathered
     uses: list[list[LayerExpertLoad]]
-    """By step: what the experts of every layer did; empty lists without experts."""
+    """Expert load of every layer per step; empty lists without experts."""
 
     biases: dict[str, list[Tensor]]
-    """Balancing biases after the last step, by layer: one per rank that has the layer."""
+    """Expert biases after the last step, by layer: one per rank that has the layer."""
 
     still: Gathered
-    """After the last step: weights that are not trained; empty with adapters."""
+    """Frozen weights after the last step; empty with adapters."""
 
     saved: Gathered
     """Every tensor of the checkpoint as the ranks held it before saving, and the optimizer's step
@@ -189,15 +187,15 @@ class RankResult:
     """The same after loading."""
 
     reads_other_layout: bool
-    """Whether `resharded` is of another layout than `saved`."""
+    """Whether `resharded` was loaded under another layout than `saved`."""
 
     expected: list[TorchUpdate]
-    """What torch.optim makes of the gradients of all steps; empty but for one process."""
+    """Updates that torch.optim computes from the gradients; only on one process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The worst disagreement of one kind of value."""
+    """Largest difference of one kind of value."""
 
     what: str
     name: str
@@ -215,11 +213,11 @@ def layout_case(
     documents: bool = False,
     fault: str | None = None,
 ) -> LayoutCase:
-    """A tiny run of `model` in float64 under `parallel`: 12 rows a step, which dp 1, 2, 3 and 4
-    divide.
+    """Return a tiny float64 run of `model` under `parallel`, with 12 rows per step, which dp 1, 2,
+    3 and 4 divide.
 
-    With `documents` rows are packed with documents of a few tokens each, and attention stays inside
-    them.
+    With `documents`, rows are packed with short documents, and attention is masked at their
+    boundaries.
     """
     run = TrainRun(
         name="verify",
@@ -240,13 +238,12 @@ def layout_case(
 
 
 def choose_micro_batch_size(parallel: ParallelConfig) -> int:
-    """Return the rows of a microbatch that give each data-parallel rank three or four microbatches
-    in a step.
+    """Return the rows per microbatch such that each data-parallel rank has three or four
+    microbatches per step.
 
-    So many show an error in the accumulation of gradients, and more only cost time. Context
-    parallelism alone keeps microbatches of one row, in which one rank can have no label while
-    another has some. So do longer pipelines and other schedules, which need more microbatches than
-    stages.
+    This is enough to detect errors in gradient accumulation. Context parallelism alone uses
+    microbatches of one row, in which a rank may have no label while another has some. So do longer
+    pipelines and other schedules, which need more microbatches than stages.
     """
     p, pipeline = parallel, parallel.pipeline
     has_other_schedule = p.pp > 2 or pipeline.vpp > 1 or pipeline.schedule not in ("auto", "1f1b")
@@ -256,7 +253,7 @@ def choose_micro_batch_size(parallel: ParallelConfig) -> int:
 
 
 def prove_layout(case: LayoutCase, *, timeout: float = 120.0) -> list[Difference]:
-    """Run the case on its processes and on one, and compare; the caller looks at `holds`."""
+    """Run the case on its processes and on one, and compare; the caller checks `holds`."""
     on_ranks = replace(case, resharded=resharded_run(case.run, case.world))
     with tempfile.TemporaryDirectory() as folder:
         result = join_ranks(run_ranks(run_case, case.world, on_ranks, folder, timeout=timeout))
@@ -266,23 +263,21 @@ def prove_layout(case: LayoutCase, *, timeout: float = 120.0) -> list[Difference
     )
 
 
-@functools.lru_cache(
-    maxsize=32
-)  # neighboring rows of the matrix and most planted faults have the same model
+# Adjacent rows of the matrix and most planted faults have the same model.
+@functools.lru_cache(maxsize=32)
 def compute_reference(case: LayoutCase) -> RankResult:
-    """Return what one process computes; the result is shared by all layouts of one model and must
-    not be modified."""
+    """Return the results of one process; they are shared by all layouts of a model and must not be
+    modified."""
     with tempfile.TemporaryDirectory() as folder:
         return run_case(0, 1, case, folder)
 
 
 def run_of_one(case: LayoutCase) -> TrainRun:
-    """Return the run of one process that the case is compared with.
+    """Return the one-process run that the case is compared with.
 
-    It has all rows of a step in one microbatch, so that it accumulates nothing, unless a loss or
-    the choice of experts depends on the microbatch. Then its microbatches have the rows of one
-    microbatch of a rank, or, if balance over the global batch counts what data-parallel ranks see
-    at once, of all of these ranks. Packs are as small as they can be.
+    It has all rows of a step in one microbatch, unless a loss or token dropping depends on the
+    microbatch. Then its microbatches have the rows of one microbatch of a rank, or, if an aux loss
+    covers the global batch, of all data-parallel ranks. Packs are as small as possible.
     """
     run, p = case.run, case.run.parallel
     dp = p.dp or case.world // (p.tp * p.cp * p.pp)
@@ -312,22 +307,24 @@ def run_of_one(case: LayoutCase) -> TrainRun:
 
 
 def balances_over_ranks(model: ModelConfig) -> bool:
-    """Whether experts are kept busy by what data-parallel ranks see together."""
+    """Return whether an aux loss covers all data-parallel ranks."""
     return model.moe is not None and model.moe.aux_loss.global_batch_coeff > 0
 
 
 def balances_by_microbatch(moe: MoEConfig, *, documents: bool) -> bool:
-    """Whether anything depends on what a microbatch has, so that with other rows in each it is
-    another model: losses over it, or over documents of which it has now more and now fewer; room
-    for its tokens; plans and offsets."""
+    """Return whether results depend on the composition of a microbatch.
+
+    This is the case with aux losses over a microbatch, or over documents that may span
+    microbatches, with expert capacity, and with Sinkhorn routing or offsets.
+    """
     balance = moe.aux_loss
-    over_it = (
+    per_microbatch = (
         balance.batch_coeff > 0
         or balance.quantile
         or balance.sinkhorn
         or moe.capacity.factor is not None
     )
-    return over_it or (documents and balance.sequence_coeff > 0)
+    return per_microbatch or (documents and balance.sequence_coeff > 0)
 
 
 def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult:
@@ -352,9 +349,9 @@ def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult
 def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult:
     device = torch.device("cpu")
     trainer = _recording(build_trainer(case.run, mesh, device))
-    _give_adapters_values(trainer)
+    _init_adapters(trainer)
     initial, groups = _weights(trainer) | _still(trainer), _group_rates(case.run)
-    losses, norms, uses, gradients = [], [], [], {}
+    losses, grad_norms, expert_loads, gradients = [], [], [], {}
     unclipped: list[dict[str, Tensor]] = []
     loader = _loader(case.run, mesh, consumed=0, steps=STEPS, masks=case.masks)
     scores: list[float] = []
@@ -363,13 +360,12 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult:
             trainer, loader.next(), lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups
         )
         losses.append(result.loss)
-        norms.append(result.grad_norm)
+        grad_norms.append(result.grad_norm)
         scores += [value for value in (result.z_loss, result.max_logit) if value is not None]
-        uses.append(collect_expert_load(trainer.pipeline_model.modules, mesh))
+        expert_loads.append(collect_expert_load(trainer.pipeline_model.modules, mesh))
         unclipped += _unclipped_gradients(trainer)
         if step == 0:
-            # The optimizer has clipped these in place; they are compared as they were applied, all
-            # by the same factor.
+            # The optimizer clipped these in place, all by the same factor.
             gradients = _slices([(o.shard, o.gradient) for o in trainer.data.local_params])
     trainer.data.wait_params()
     weights, saved = _weights(trainer), _state(trainer)
@@ -378,28 +374,29 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult:
         folder, STEPS, checkpoint_entries(trainer), state, mesh.world, config_text="", keep=None
     )
     checkpoint = open_checkpoint(folder / f"step_{STEPS:07d}")
-    again = build_trainer(
-        case.run, mesh, device, fill=case.run.lora is not None
-    )  # the base is in no checkpoint
-    again = _recording(again)
-    _load(checkpoint, again)
+    # With adapters, the checkpoint does not contain the base weights.
+    resumed = build_trainer(case.run, mesh, device, fill=case.run.lora is not None)
+    resumed = _recording(resumed)
+    _load(checkpoint, resumed)
     resharded = (
-        _state(again) if case.resharded is None else _read_under(case.resharded, checkpoint, mesh)
+        _state(resumed) if case.resharded is None else _read_under(case.resharded, checkpoint, mesh)
     )
     rows = case.run.train.global_batch_size
     batches = _loader(case.run, mesh, consumed=STEPS * rows, steps=1, masks=case.masks).next()
     losses.append(
-        train_step(again, batches, lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups).loss
+        train_step(
+            resumed, batches, lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups
+        ).loss
     )
-    uses.append(collect_expert_load(again.pipeline_model.modules, mesh))
-    unclipped += _unclipped_gradients(again)
-    again.data.wait_params()
+    expert_loads.append(collect_expert_load(resumed.pipeline_model.modules, mesh))
+    unclipped += _unclipped_gradients(resumed)
+    resumed.data.wait_params()
     names = checkpoint.keys() if mesh.world.rank == 0 else ()
     stored = {name: checkpoint.read(name) for name in names}
     expected = (
         torch_updates(
             case.run,
-            _joined(initial),
+            _assemble(initial),
             unclipped,
             lr=case.run.schedule.lr,
             weight_decay=DECAY,
@@ -410,16 +407,16 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult:
     )
     return RankResult(
         losses,
-        norms,
+        grad_norms,
         scores,
         initial,
         gradients,
         weights,
         stored,
-        _weights(again),
-        uses,
-        _biases(again),
-        _still(again),
+        _weights(resumed),
+        expert_loads,
+        _biases(resumed),
+        _still(resumed),
         saved,
         resharded,
         case.resharded is not None,
@@ -428,7 +425,7 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult:
 
 
 def join_ranks(results: Sequence[RankResult]) -> RankResult:
-    """Return the slices of all ranks by name, and what every rank knows as rank 0 has it."""
+    """Return the slices of all ranks by name, and rank 0's copy of values that all ranks have."""
     biases: dict[str, list[Tensor]] = {}
     for result in results:
         for name, values in result.biases.items():
@@ -447,30 +444,30 @@ def join_ranks(results: Sequence[RankResult]) -> RankResult:
 
 
 def _recording(trainer: Trainer) -> Trainer:
-    """The trainer with an optimizer that records its gradients, on one process."""
+    """On one process, wrap the optimizer to record its gradients."""
     if trainer.mesh.world.size > 1:
         return trainer
     return replace(trainer, optimizer=RecordingOptimizer(trainer.optimizer))
 
 
 def _unclipped_gradients(trainer: Trainer) -> list[dict[str, Tensor]]:
-    """The gradients of the last step before they were clipped, if they were recorded."""
+    """Return the recorded gradients of the last step before clipping."""
     optimizer = trainer.optimizer
     if not isinstance(optimizer, RecordingOptimizer):
         return []
     shards = [slot.shard for slot in optimizer.slots]
-    return [_joined(_slices(list(zip(shards, optimizer.gradients, strict=True))))]
+    return [_assemble(_slices(list(zip(shards, optimizer.gradients, strict=True))))]
 
 
 def _load(checkpoint: Checkpoint, trainer: Trainer) -> None:
-    """Fill weights and optimizer, as a run that resumes. Collective."""
+    """Load weights and optimizer state, as a resumed run does. Collective."""
     checkpoint.load_into(checkpoint_entries(trainer), trainer.mesh.world)
     trainer.optimizer.set_updates(int(checkpoint.state["optimizer_updates"]))
     all_gather_loaded_params(trainer)
 
 
 def _read_under(run: TrainRun, checkpoint: Checkpoint, mesh: Mesh) -> Gathered:
-    """My part of what the checkpoint holds under the layout of `run`. Collective."""
+    """Return this rank's part of the checkpoint under the layout of `run`. Collective."""
     other = build_mesh(model_grid(run.parallel, run.model, mesh.world.size), rank=mesh.world.rank)
     trainer = build_trainer(run, other, torch.device("cpu"), fill=False)
     _load(checkpoint, trainer)
@@ -478,38 +475,42 @@ def _read_under(run: TrainRun, checkpoint: Checkpoint, mesh: Mesh) -> Gathered:
 
 
 def compare_results(result: RankResult, reference: RankResult) -> list[Difference]:
-    """Every kind of value, its worst disagreement, and whether it is within the tolerance."""
+    """Return the largest difference per kind of value, and whether it is within the tolerance."""
     read_under = f"checkpoint under {'another' if result.reads_other_layout else 'the same'} layout"
     rows = [
-        *_experts(result, reference),
-        *_frozen(result, reference),
+        *_compare_experts(result, reference),
+        *_compare_frozen(result, reference),
         _scalars("first loss", result.losses[:1], reference.losses[:1]),
         _scalars("losses of all steps", result.losses, reference.losses),
         _scalars("gradient norm", result.grad_norms, reference.grad_norms),
         *(
-            [_scalars("z losses, largest scores", result.scores, reference.scores)]
+            [_scalars("z losses, largest logits", result.scores, reference.scores)]
             if reference.scores
             else []
         ),
-        _tensors("first weights", _joined(result.initial), _joined(reference.initial), exact=True),
-        _tensors("gradients", _joined(result.gradients), _joined(reference.gradients)),
         _tensors(
-            f"weights after {STEPS} steps", _joined(result.weights), _joined(reference.weights)
+            "first weights", _assemble(result.initial), _assemble(reference.initial), exact=True
+        ),
+        _tensors("gradients", _assemble(result.gradients), _assemble(reference.gradients)),
+        _tensors(
+            f"weights after {STEPS} steps", _assemble(result.weights), _assemble(reference.weights)
         ),
         _tensors(
             "checkpoint",
-            *(_trained_ones(each.stored, reference.still) for each in (result, reference)),
+            *(_without_frozen(each.stored, reference.still) for each in (result, reference)),
         ),
         _tensors(
-            "weights one step after reload", _joined(result.reloaded), _joined(reference.reloaded)
+            "weights one step after reload",
+            _assemble(result.reloaded),
+            _assemble(reference.reloaded),
         ),
         *_against_torch(result, reference.expected),
-        _tensors(read_under, _joined(result.resharded), _joined(result.saved), exact=True),
+        _tensors(read_under, _assemble(result.resharded), _assemble(result.saved), exact=True),
     ]
     copies = [
         name
-        for name, mine in result.biases.items()
-        if any(not torch.equal(mine[0], one) for one in mine)
+        for name, copies_of_bias in result.biases.items()
+        if any(not torch.equal(copies_of_bias[0], copy) for copy in copies_of_bias)
     ]
     parts = (result.gradients, result.weights, result.resharded)
     copies += [name for part in parts for name in _unequal_copies(part)]
@@ -517,79 +518,88 @@ def compare_results(result: RankResult, reference: RankResult) -> list[Differenc
     return [*rows, Difference("copies agree", ", ".join(copies[:3]), error, not copies)]
 
 
-def _experts(result: RankResult, reference: RankResult) -> Iterator[Difference]:
-    """Choices before all else, since where these differ nothing that follows can agree; nothing
-    without experts."""
+def _compare_experts(result: RankResult, reference: RankResult) -> Iterator[Difference]:
+    """Compare expert loads first, since all later values depend on them; yields nothing without
+    experts."""
     if not any(reference.uses):
         return
-    told = list(_other_choices(result.uses, reference.uses))
+    choice_differences = list(_describe_choice_differences(result.uses, reference.uses))
     yield Difference(
-        "choices of experts", told[0] if told else "", float("inf") if told else 0.0, not told
+        "choices of experts",
+        choice_differences[0] if choice_differences else "",
+        float("inf") if choice_differences else 0.0,
+        not choice_differences,
     )
-    mine, theirs = (
+    losses, reference_losses = (
         [loss for uses in each.uses for use in uses for loss in use.losses]
         for each in (result, reference)
     )
-    if any(theirs):
-        yield _scalars("balance losses", mine, theirs)
+    if any(reference_losses):
+        yield _scalars("balance losses", losses, reference_losses)
     if reference.biases:
-        ours, others = (
-            {name: each[0] for name, each in one.biases.items()} for one in (result, reference)
+        biases, reference_biases = (
+            {name: each[0] for name, each in result_of.biases.items()}
+            for result_of in (result, reference)
         )
-        yield _tensors("balancing biases", ours, others, exact=True)
+        yield _tensors("balancing biases", biases, reference_biases, exact=True)
 
 
 def _against_torch(result: RankResult, expected: Sequence[TorchUpdate]) -> Iterator[Difference]:
-    """Gradient norms, weights and moments, as torch computes them from the gradients of one
+    """Compare gradient norms, weights and moments with those that torch.optim computes on one
     process."""
     last, reloaded = expected[STEPS - 1 :]
     yield _scalars(
         "gradient norm against torch",
         result.grad_norms,
-        [one.grad_norm for one in expected[:STEPS]],
+        [update.grad_norm for update in expected[:STEPS]],
     )
-    yield _tensors("weights against torch.optim", _joined(result.weights), last.weights)
+    yield _tensors("weights against torch.optim", _assemble(result.weights), last.weights)
     moments = {
         name: tensor for name, tensor in result.stored.items() if name.startswith("optimizer.")
     }
     if moments or last.states:
         yield _tensors("moments against torch.optim", moments, last.states)
     yield _tensors(
-        "reloaded weights against torch.optim", _joined(result.reloaded), reloaded.weights
+        "reloaded weights against torch.optim", _assemble(result.reloaded), reloaded.weights
     )
 
 
-def _frozen(result: RankResult, reference: RankResult) -> Iterator[Difference]:
-    """What is not trained has the bits that it began with; nothing where all is trained."""
+def _compare_frozen(result: RankResult, reference: RankResult) -> Iterator[Difference]:
+    """Check that frozen weights keep their initial bits; yields nothing if all are trained."""
     if reference.still:
-        first = _joined({name: reference.initial[name] for name in reference.still})
-        yield _tensors("weights that are not trained", _joined(result.still), first, exact=True)
+        first = _assemble({name: reference.initial[name] for name in reference.still})
+        yield _tensors("weights that are not trained", _assemble(result.still), first, exact=True)
 
 
-def _trained_ones(stored: Mapping[str, Tensor], still: Gathered) -> dict[str, Tensor]:
-    """What a checkpoint holds but for weights that are not trained, some of which are all zero;
-    they were read back."""
+def _without_frozen(stored: Mapping[str, Tensor], still: Gathered) -> dict[str, Tensor]:
+    """Return checkpoint tensors without frozen weights, some of which are all zero; they are
+    compared elsewhere."""
     return {
         name: tensor for name, tensor in stored.items() if name.removeprefix("model.") not in still
     }
 
 
-def _other_choices(
-    mine: Sequence[Sequence[LayerExpertLoad]], reference: Sequence[Sequence[LayerExpertLoad]]
+def _describe_choice_differences(
+    loads: Sequence[Sequence[LayerExpertLoad]], reference: Sequence[Sequence[LayerExpertLoad]]
 ) -> Iterator[str]:
-    """Where experts were not chosen as often as on one process, the first step and layer first."""
-    for step, (uses, others) in enumerate(zip(mine, reference, strict=True), 1):
-        for use, other in zip(uses, others, strict=True):
-            where = f"step {step}, {use.layer}"
-            if use.layer != other.layer or use.counts != other.counts:
-                counts, wanted = ([int(count) for count in one.counts] for one in (use, other))
-                yield f"{where}: experts got {counts} tokens and not {wanted}"
-            elif use.refused != other.refused:
-                yield f"{where}: {use.refused:.0f} choices were refused and not {other.refused:.0f}"
+    """Yield where expert loads differ from those of one process, ordered by step and layer."""
+    for step, (layer_loads, reference_loads) in enumerate(zip(loads, reference, strict=True), 1):
+        for load, reference_load in zip(layer_loads, reference_loads, strict=True):
+            where = f"step {step}, {load.layer}"
+            if load.layer != reference_load.layer or load.counts != reference_load.counts:
+                counts, expected = (
+                    [int(count) for count in each.counts] for each in (load, reference_load)
+                )
+                yield f"{where}: experts got {counts} tokens instead of {expected}"
+            elif load.refused != reference_load.refused:
+                yield (
+                    f"{where}: {load.refused:.0f} choices were dropped instead of "
+                    f"{reference_load.refused:.0f}"
+                )
 
 
 def _biases(trainer: Trainer) -> dict[str, list[Tensor]]:
-    """Return this rank's balancing biases by layer."""
+    """Return this rank's expert biases by layer."""
     return {
         router.layer: [router.moved.detach().clone()]
         for router in routers_of(trainer.pipeline_model.modules)
@@ -597,24 +607,33 @@ def _biases(trainer: Trainer) -> dict[str, list[Tensor]]:
     }
 
 
-def _scalars(what: str, mine: Sequence[float], reference: Sequence[float]) -> Difference:
+def _scalars(what: str, values: Sequence[float], reference: Sequence[float]) -> Difference:
     largest = max(abs(value) for value in reference)
-    error = max(abs(a - b) for a, b in zip(mine, reference, strict=True)) / largest
+    error = max(abs(a - b) for a, b in zip(values, reference, strict=True)) / largest
     return Difference(what, "", error, error <= FP64.relative)
 
 
 def _tensors(
-    what: str, mine: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, exact: bool = False
+    what: str,
+    tensors: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
+    *,
+    exact: bool = False,
 ) -> Difference:
-    found = compare(mine, reference)
-    if exact:  # biases start at zero
-        return Difference(what, found.worst, found.error, found.error == 0.0 and not found.unpaired)
-    name = f"{found.zeros[0]} is all zero" if found.zeros else found.worst
-    return Difference(what, name, found.error, found.within(FP64))
+    comparison = compare(tensors, reference)
+    if exact:  # expert biases start at zero
+        return Difference(
+            what,
+            comparison.worst,
+            comparison.error,
+            comparison.error == 0.0 and not comparison.unpaired,
+        )
+    name = f"{comparison.zeros[0]} is all zero" if comparison.zeros else comparison.worst
+    return Difference(what, name, comparison.error, comparison.within(FP64))
 
 
-def _give_adapters_values(trainer: Trainer) -> None:
-    """Half of each adapter starts at zero, and nothing of the other half would show."""
+def _init_adapters(trainer: Trainer) -> None:
+    """Initialize both halves of adapters, since with one at zero the other has no gradient."""
     for slot in trainer.optimizer.slots if trainer.run.lora is not None else ():
         init_param_(slot.weight, slot.shard, Init(0.1), seed=trainer.run.seed)
         if slot.master is not slot.weight:
@@ -626,13 +645,13 @@ def _loader(
     run: TrainRun, mesh: Mesh, *, consumed: int, steps: int, masks: MaskKind | None = None
 ) -> Loader:
     train = run.train
-    # The first microbatch of one rank and the second row of the run have no label at all.
+    # The first microbatch of one rank and the second row of the run have no label.
     eod = 7 if run.data.document_masking else None
     budget = budget_of(train, run.parallel, run.model)
-    made_of = train.seq_len, run.model.vocab_size, 12 * (STEPS + 1), (0, 1, 2, 17)
-    dataset: Dataset = RaggedDocuments(*made_of)
+    arguments = train.seq_len, run.model.vocab_size, 12 * (STEPS + 1), (0, 1, 2, 17)
+    dataset: Dataset = RaggedDocuments(*arguments)
     if budget is None:
-        dataset = RaggedRows(*made_of, eod=eod, places=bool(run.model.rope.sections), masks=masks)
+        dataset = RaggedRows(*arguments, eod=eod, places=bool(run.model.rope.sections), masks=masks)
     return Loader(
         dataset,
         Masks(eod=eod, documents=run.data.document_masking),
@@ -655,24 +674,23 @@ def _weights(trainer: Trainer) -> Gathered:
 
 
 def _state(trainer: Trainer) -> Gathered:
-    """My slices of what a checkpoint holds, by their names in it, and the step count of the
-    optimizer."""
+    """Return this rank's slices of all checkpoint entries, and the optimizer's step count."""
     updates = Boxes((), [((), torch.tensor(float(trainer.optimizer.updates), dtype=torch.float64))])
-    found: Gathered = {"optimizer step": updates}
+    slices: Gathered = {"optimizer step": updates}
     for entry in checkpoint_entries(trainer):
-        found.setdefault(entry.key, Boxes(entry.shard.shape, [])).parts.extend(_parts(entry))
-    return found
+        slices.setdefault(entry.key, Boxes(entry.shard.shape, [])).parts.extend(_parts(entry))
+    return slices
 
 
 def _still(trainer: Trainer) -> Gathered:
-    """Weights that stay as they are; adapters are trained beside ones that no checkpoint of theirs
-    holds."""
+    """Return frozen weights; with adapters none, because their checkpoint does not contain base
+    weights."""
     frozen = [] if trainer.run.lora is not None else trainer.data.frozen
     return _slices([(shard, weight) for shard, weight in frozen if ".balancing_" not in shard.name])
 
 
 def _group_rates(run: TrainRun) -> dict[str, GroupRates]:
-    """Of groups, which have them for all steps, as the schedule of a case is constant."""
+    """Return the rates of parameter groups, which are constant in a case."""
     lengths = schedule_lengths(
         run.schedule, global_batch_size=run.train.global_batch_size, total_steps=STEPS
     )
@@ -680,13 +698,13 @@ def _group_rates(run: TrainRun) -> dict[str, GroupRates]:
 
 
 def _slices(pairs: Sequence[tuple[Shard, Tensor]]) -> Gathered:
-    """My slices as boxes; a flat one is several."""
-    found: Gathered = {}
+    """Return this rank's slices as boxes; a flat slice is several."""
+    slices: Gathered = {}
     for shard, tensor in pairs:
-        found.setdefault(shard.name, Boxes(shard.shape, [])).parts.extend(
+        slices.setdefault(shard.name, Boxes(shard.shape, [])).parts.extend(
             _parts(CheckpointEntry(shard, "param", tensor))
         )
-    return found
+    return slices
 
 
 def _parts(entry: CheckpointEntry) -> list[tuple[Box, Tensor]]:
@@ -702,9 +720,8 @@ def _join_slices(parts: Sequence[Gathered]) -> Gathered:
     return joined
 
 
-def _joined(gathered: Gathered) -> dict[str, Tensor]:
-    """Whole tensors from slices; where several ranks hold one, the last counts (they are compared
-    apart)."""
+def _assemble(gathered: Gathered) -> dict[str, Tensor]:
+    """Assemble whole tensors from slices; replicas are compared separately."""
     whole = {}
     for name, boxes in gathered.items():
         whole[name] = torch.full(boxes.shape, float("nan"), dtype=torch.float64)
@@ -714,13 +731,13 @@ def _joined(gathered: Gathered) -> dict[str, Tensor]:
 
 
 def _unequal_copies(gathered: Gathered) -> list[str]:
-    """Parameters of which two ranks hold the same box with other numbers."""
-    bad = []
+    """Return parameters whose replicas differ between ranks."""
+    unequal = []
     for name, boxes in gathered.items():
         first: dict[Box, Tensor] = {}
         for box, values in boxes.parts:
-            same = first.setdefault(box, values)
-            # Sums may run in another order on each rank; a missing sum is far above rounding.
-            if not torch.allclose(same, values, rtol=FP64.relative, atol=1e-14):
-                bad.append(name)
-    return bad
+            first_copy = first.setdefault(box, values)
+            # The order of summation may differ between ranks; a missing sum is far above rounding.
+            if not torch.allclose(first_copy, values, rtol=FP64.relative, atol=1e-14):
+                unequal.append(name)
+    return unequal

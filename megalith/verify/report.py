@@ -1,5 +1,4 @@
-"""The proof of a layout as rows a person can read: what was asked, what was found, and which part
-proved it."""
+"""Formats verification results as tables and JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,22 +14,22 @@ from megalith.verify.schedules import ScheduleReport
 from megalith.verify.types import TypeReport
 
 LEGEND = (
-    "(a), (b) and (c) look at the layout itself, at its real size: (b) sees every gradient's sum, "
-    "but no values, (c) "
-    "the order of actions and messages. (d) sees values, scale factors, buckets, the optimizer and "
-    "the checkpoint, on "
-    "tiny copies. Together they are the proof."
+    "(a), (b) and (c) check the layout itself, at its real size: (b) the reduction of every "
+    "gradient, but no values, (c) "
+    "the order of actions and messages. (d) compares values, scale factors, buckets, the optimizer "
+    "and the checkpoint, on "
+    "tiny copies."
 )
-"""What each part can see."""
+"""What each part checks."""
 
 
 DETAIL = "  "
-"""What the questions about one kind of value begin with."""
+"""Prefix of the questions about one kind of value."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """One question and its answer."""
+    """One question of the report and its answer."""
 
     part: str
     """a: rules; b: types at the real size; c: schedules at the real size; d: float64 on
@@ -42,14 +41,14 @@ class ReportRow:
 
 
 def rule_rows(problems: Sequence[str]) -> list[ReportRow]:
-    """Part (a)."""
+    """Return the rows of part (a)."""
     if not problems:
         return [ReportRow("a", "every rule across the settings", "holds", True)]
     return [ReportRow("a", "a rule is broken", problem, False) for problem in problems]
 
 
 def type_rows(report: TypeReport) -> list[ReportRow]:
-    """Part (b)."""
+    """Return the rows of part (b)."""
     asked = f"every gradient meets the sum it needs, at world {report.world:,}"
     axes = ", ".join(_axes_as_typed(report.axes)) or "no axis"
     done = (
@@ -61,20 +60,18 @@ def type_rows(report: TypeReport) -> list[ReportRow]:
     rows += [ReportRow("b", "type error", str(problem), False) for problem in report.problems]
     if report.unproved:
         rows.append(
-            ReportRow(
-                "b", "nothing is proved about axes of one rank", ", ".join(report.unproved), True
-            )
+            ReportRow("b", "axes of one rank are not checked", ", ".join(report.unproved), True)
         )
     rows += [
-        ReportRow("b", "has no types, and is proved in (d) alone", text, True)
+        ReportRow("b", "has no types, and is checked only in (d)", text, True)
         for text in report.unseen
     ]
     return rows
 
 
 def _axes_as_typed(axes: Mapping[str, int]) -> list[str]:
-    """The axes of more than one rank under the names of their settings; parts of an axis are none
-    of its own."""
+    """Return axes of more than one rank by the names of their settings; parts of an axis are not
+    listed."""
     parts = {part for pair in PARTS.values() for part in pair}
     copies = axes.get("tp_copy", 1)
     shared = f" ({copies} ranks share each key/value head)" if copies > 1 else ""
@@ -83,37 +80,42 @@ def _axes_as_typed(axes: Mapping[str, int]) -> list[str]:
 
 
 def schedule_rows(report: ScheduleReport | None) -> list[ReportRow]:
-    """Part (c); None: there is one stage."""
+    """Return the rows of part (c); None: there is one stage."""
     if report is None:
-        return [ReportRow("c", "no rank waits for ever", "one stage: there is no pipeline", True)]
-    rows = [
-        ReportRow(
-            "c", "no rank waits for ever, in training and evaluation", report.summary(), report.ok
-        )
-    ]
+        return [ReportRow("c", "no deadlock", "one stage: there is no pipeline", True)]
+    rows = [ReportRow("c", "no deadlock, in training and evaluation", report.summary(), report.ok)]
     return rows + [
         ReportRow("c", "the lists cannot be run", problem, False) for problem in report.problems
     ]
 
 
-def difference_rows(world: int, words: str, differences: Sequence[Difference]) -> list[ReportRow]:
-    """Part (d): one copy on `world` processes; `words` says what became of the run in it."""
+def difference_rows(
+    world: int, description: str, differences: Sequence[Difference]
+) -> list[ReportRow]:
+    """Return the rows of part (d) for one copy on `world` processes, described by `words`."""
     holds, worst = (
-        all(found.holds for found in differences),
-        max(found.error for found in differences),
+        all(difference.holds for difference in differences),
+        max(difference.error for difference in differences),
     )
-    rows = [ReportRow("d", _copy_words(world), f"{words}; worst difference {worst:.1e}", holds)]
-    for found in differences:
-        where = f" at worst, in {found.name}" if found.name else ""
+    rows = [
+        ReportRow("d", _copy_words(world), f"{description}; worst difference {worst:.1e}", holds)
+    ]
+    for difference in differences:
+        where = f" at worst, in {difference.name}" if difference.name else ""
         rows.append(
-            ReportRow("d", f"{DETAIL}{found.what}", f"{found.error:.1e}{where}", found.holds)
+            ReportRow(
+                "d",
+                f"{DETAIL}{difference.what}",
+                f"{difference.error:.1e}{where}",
+                difference.holds,
+            )
         )
     return rows
 
 
-def failure_row(world: int, words: str, told: str) -> ReportRow:
-    """Part (d), of a copy that failed before there was anything to compare."""
-    return ReportRow("d", _copy_words(world), f"{words}: {told}", False)
+def failure_row(world: int, description: str, message: str) -> ReportRow:
+    """Return the row of part (d) for a copy that failed before the comparison."""
+    return ReportRow("d", _copy_words(world), f"{description}: {message}", False)
 
 
 def _copy_words(world: int) -> str:
@@ -123,7 +125,8 @@ def _copy_words(world: int) -> str:
 
 
 def as_table(rows: Sequence[ReportRow]) -> Table:
-    """For a terminal; of several copies, what was compared is shown where it differs."""
+    """Format rows for a terminal; with several copies, kinds of values are shown only where they
+    differ."""
     table = Table(box=box.SIMPLE, title="proof of the layout")
     for column in ("part", "question", "found", "holds"):
         table.add_column(column, overflow="fold")
@@ -135,7 +138,7 @@ def as_table(rows: Sequence[ReportRow]) -> Table:
 
 
 def as_json(rows: Sequence[ReportRow]) -> dict[str, Any]:  # Any: JSON
-    """For programs."""
+    """Return the rows as JSON."""
     return {"holds": all(row.holds for row in rows), "rows": [asdict(row) for row in rows]}
 
 
@@ -144,56 +147,57 @@ def as_json(rows: Sequence[ReportRow]) -> dict[str, Any]:  # Any: JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutResult:
-    """What became of one layout of the matrix."""
+    """Result of one layout of the matrix."""
 
     area: str
     name: str
     world: int
 
     problems: tuple[str, ...]
-    """Everything that does not hold, as `part: text`; empty: proved."""
+    """Failures as `part: text`; empty: verified."""
 
     error: float
-    """The worst relative difference to one process."""
+    """Largest relative difference from one process."""
 
     seconds: float
 
     @property
     def holds(self) -> bool:
-        """Every part does."""
+        """Whether all parts passed."""
         return not self.problems
 
 
 def summary_table(results: Sequence[LayoutResult]) -> Table:
-    """Layouts by area: how many there are, how many hold, and the worst of what was compared."""
+    """Return a table of layouts by area: how many there are, how many pass, and the largest
+    difference."""
     table = Table(box=box.SIMPLE, title="every layout equals one process")
     for column in ("area", "layouts", "hold", "processes", "worst difference", "in", "seconds"):
         table.add_column(
             column, justify="left" if column in ("area", "in") else "right", overflow="fold"
         )
     for area in dict.fromkeys(result.area for result in results):
-        found = [result for result in results if result.area == area]
-        worst = max(found, key=lambda result: result.error)
-        worlds = sorted({result.world for result in found})
+        area_results = [result for result in results if result.area == area]
+        worst = max(area_results, key=lambda result: result.error)
+        worlds = sorted({result.world for result in area_results})
         table.add_row(
             area,
-            str(len(found)),
-            str(sum(result.holds for result in found)),
+            str(len(area_results)),
+            str(sum(result.holds for result in area_results)),
             ", ".join(map(str, worlds)),
             f"{worst.error:.0e}",
             worst.name,
-            f"{sum(result.seconds for result in found):.0f}",
+            f"{sum(result.seconds for result in area_results):.0f}",
         )
     return table
 
 
 def fault_summary(verdicts: Sequence[Verdict]) -> Table:
-    """Planted faults, and which part refused each."""
-    table = Table(box=box.SIMPLE, title="every planted fault is refused")
-    for column in ("fault", "(b) types", "(d) float64", "refused"):
+    """Return a table of planted faults, and which part detects each."""
+    table = Table(box=box.SIMPLE, title="every planted fault is rejected")
+    for column in ("fault", "(b) types", "(d) float64", "rejected"):
         table.add_column(column, overflow="fold")
     for verdict in verdicts:
-        types = f"refused at {verdict.by_types}" if verdict.by_types else "not seen"
+        types = f"rejected at {verdict.by_types}" if verdict.by_types else "not detected"
         table.add_row(
             verdict.fault.name, types, verdict.numbers, "yes" if verdict.refused else "NO"
         )
@@ -201,11 +205,11 @@ def fault_summary(verdicts: Sequence[Verdict]) -> Table:
 
 
 def problem_lines(results: Sequence[LayoutResult], verdicts: Sequence[Verdict]) -> list[str]:
-    """Everything that does not hold, one text each."""
+    """Return one line per failure."""
     return [
         f"{result.area}, {result.name}: {text}" for result in results for text in result.problems
     ] + [
-        f"the planted fault {verdict.fault.name} was not seen: {verdict.fault.what}"
+        f"the planted fault {verdict.fault.name} was not detected: {verdict.fault.what}"
         for verdict in verdicts
         if not verdict.refused
     ]
@@ -214,7 +218,7 @@ def problem_lines(results: Sequence[LayoutResult], verdicts: Sequence[Verdict]) 
 def matrix_json(
     results: Sequence[LayoutResult], verdicts: Sequence[Verdict]
 ) -> dict[str, Any]:  # Any: JSON
-    """Both tables for programs."""
+    """Return both tables as JSON."""
     faults = [
         {
             "name": verdict.fault.name,

@@ -1,5 +1,4 @@
-"""The layout under which the float64 proof reads a checkpoint back: another one than it was saved
-under."""
+"""Chooses another layout under which the float64 verification loads a checkpoint."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,16 +10,16 @@ from megalith.config.train import TrainRun
 from megalith.train.rules import run_problems
 
 LEVELS: tuple[Literal[0, 1, 3], ...] = (0, 1, 3)
-"""ZeRO levels that differ in what a rank holds of weights and optimizer states; 2 also divides
+"""ZeRO levels that differ in the sharding of weights and optimizer states; 2 also shards
 gradients."""
 
 
 def resharded_run(run: TrainRun, world: int) -> TrainRun | None:
-    """Return `run` under the layout on `world` ranks that differs most from its own; None if no
-    other layout fits.
+    """Return `run` under the most different layout of `world` ranks; None if there is no other
+    valid layout.
 
-    The weights and the optimizer states are then cut along other dimensions, over other ranks and
-    at other offsets. The result is built and loaded, not trained, so its batch fits any layout.
+    Weights and optimizer states are then sharded along other dimensions, over other ranks and at
+    other offsets. The run is built and loaded, not trained, so its batch fits any layout.
     """
     known = set(run_problems(run, world))
     for parallel in reload_layouts(run.parallel, world):
@@ -46,8 +45,8 @@ def resharded_run(run: TrainRun, world: int) -> TrainRun | None:
 
 
 def reload_layouts(saved: ParallelConfig, world: int) -> Iterator[ParallelConfig]:
-    """Yield every other layout of `world` ranks by tp, pp, dp, ZeRO level and ep, the most
-    different first.
+    """Yield all other layouts of `world` ranks by tp, pp, dp, ZeRO level and ep, the most different
+    first.
 
     >>> for saved in ParallelConfig(tp=2), ParallelConfig(pp=2), ParallelConfig(dp=2, zero=1):
     ...     first = next(reload_layouts(saved, 2))
@@ -73,19 +72,18 @@ def reload_layouts(saved: ParallelConfig, world: int) -> Iterator[ParallelConfig
         for ep in _divisors(world // pp)
         for sp in ((False, True) if tp > 1 else (False,))
     ]
-    level = 3 if saved.pp > 1 else 1  # so that both are read
+    level = 3 if saved.pp > 1 else 1  # so that both levels are tested
 
     def changes(layout: ParallelConfig) -> int:
         return sum(a != b for a, b in zip(before, _degrees(layout, world), strict=True))
 
-    # Of layouts that differ as much, those with more tensor-parallel ranks cut the most tensors
-    # along other dimensions.
+    # Of equally different layouts, those with more tensor-parallel ranks reshard the most tensors.
     layouts.sort(key=lambda p: (-changes(p), -p.tp, p.pp, p.zero != level, p.zero, p.ep, p.sp))
     yield from (layout for layout in layouts if changes(layout) > 0)
 
 
 def _degrees(p: ParallelConfig, world: int) -> tuple[object, ...]:
-    """What decides which part of the weights and of the optimizer state a rank holds."""
+    """Return what determines which part of weights and optimizer states a rank holds."""
     return p.tp, p.pp, p.dp or world // (p.tp * p.cp * p.pp), p.cp, p.zero > 0, p.ep
 
 

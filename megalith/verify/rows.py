@@ -1,4 +1,4 @@
-"""What a row of the matrix of layouts is, and the models and layouts that many rows are made of."""
+"""Row of the matrix of layouts, and the models and layouts that many rows share."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -35,49 +35,49 @@ Area = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One row: a tiny model, and how its ranks divide the work."""
+    """One row of the matrix: a tiny model and its parallel layout."""
 
     area: Area
     name: str
     model: ModelConfig
     parallel: ParallelConfig
     rows: int | None = None
-    """Of a microbatch, of the 12 of a step; None: `choose_micro_batch_size`."""
+    """Rows per microbatch, of 12 per step; None: `choose_micro_batch_size`."""
 
     seq_len: int = 12
     budget: int | None = None
-    """Whole documents in packs of so many tokens for each rank along cp, instead of rows."""
+    """Tokens per cp rank of a pack of whole documents; None: rows."""
 
     documents: bool = False
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
     smoothing: float = 0.0
-    """Of labels."""
+    """Label smoothing."""
 
     z_loss: float = 0.0
     recomputed_loss: bool = False
-    """Backward computes logits again."""
+    """Recompute logits in backward."""
 
     lora: LoraConfig | None = None
     optim: OptimConfig = TRAIN_ALL
-    """What is trained, and at which rates."""
+    """Frozen parameters and parameter groups."""
 
     masks: MaskKind | None = None
-    """Of tokens."""
+    """Attention masks of the tokens."""
 
     sample: bool = False
-    """One of the few that together have everything once, on at most four processes: in `make
-    test`, and in `megalith verify --all --sample`."""
+    """Part of the small sample that covers every feature on at most four processes, for `make test`
+    and `megalith verify --all --sample`."""
 
     @property
     def world(self) -> int:
-        """Its processes."""
+        """Number of processes."""
         p = self.parallel
         return p.tp * p.cp * p.pp * (p.dp or 1)
 
     def case(self) -> LayoutCase:
-        """What is run in float64."""
+        """Return the float64 case of this row."""
         case = layout_case(
             self.model,
             self.parallel,
@@ -86,9 +86,8 @@ class Layout:
             documents=self.documents,
             micro_batch_size=self.rows or choose_micro_batch_size(self.parallel),
         )
-        base = CheckpointConfig(
-            load=None if self.lora is None else "base"
-        )  # which a rule asks for; it is drawn here
+        # A rule requires the base checkpoint of adapters; here it is initialized randomly.
+        base = CheckpointConfig(load=None if self.lora is None else "base")
         run = replace(
             case.run,
             recompute=self.recompute,
@@ -116,8 +115,8 @@ def tiny(
     tied: bool = False,
     bias: bool = False,
 ) -> ModelConfig:
-    """Sizes that are no powers of two, a padded vocabulary, and parts that tp 3 divides
-    unevenly."""
+    """Return a model with sizes that are no powers of two, a padded vocabulary, and dimensions that
+    tp 3 does not divide."""
     return ModelConfig(
         vocab_size=61,
         pad_vocab_to_multiple_of=4,
@@ -135,8 +134,8 @@ def tiny(
 
 
 TIED, BIASED = tiny(tied=True), tiny(bias=True)
-SHARED = tiny(num_heads=8, num_kv_heads=2)  # tp 4 has two ranks per key/value head
-UNEVEN = tiny(num_heads=6, num_kv_heads=2)  # and with 6 heads they have two query heads and one
+SHARED = tiny(num_heads=8, num_kv_heads=2)  # tp 4 has two ranks per KV head
+UNEVEN = tiny(num_heads=6, num_kv_heads=2)  # and with 6 heads these have two query heads and one
 FOUR = tiny(num_kv_heads=2, num_layers=4)
 FOUR_TIED = replace(FOUR, tied_embeddings=True)
 THREE_TIED, SIX_LAYERS = replace(FOUR_TIED, num_layers=3), replace(FOUR, num_layers=6)
@@ -159,26 +158,25 @@ def staged(
     zero: Literal[0, 1, 2, 3] = 0,
     **pipeline: object,
 ) -> ParallelConfig:
-    """A layout with a pipeline; what is left over are its settings."""
+    """Return a layout with a pipeline; other keyword arguments are pipeline settings."""
     settings = PipelineConfig(**pipeline)  # type: ignore[arg-type]  # by name
     return ParallelConfig(tp=tp, cp=cp, pp=pp, dp=dp, sp=sp, zero=zero, pipeline=settings)
 
 
 def row_of(parallel: ParallelConfig) -> int:
-    """PackedSeqParams of a row that the ranks can share."""
+    """Return the tokens per row that the ranks can shard."""
     parts = 2 * parallel.cp * (parallel.tp if parallel.sp else 1)
     return -(-12 // parts) * parts if parallel.cp > 1 else 12
 
 
 LayoutEntry = tuple[ModelConfig, ParallelConfig] | tuple[ModelConfig, ParallelConfig, int]
-"""What a row is but for its name; with the rows of a microbatch, of the 12 rows of a step, if not
-the default."""
+"""Model and layout of a row, and the rows per microbatch if not the default."""
 
 
 def table(
     area: Area, layouts: Mapping[str, LayoutEntry], *, sample: Collection[str] = ()
 ) -> Iterator[Layout]:
-    """The rows of a table by name; `sample` names those in the sample."""
+    """Yield the rows of a table by name; `sample`: names of those in the sample."""
     for name, entry in layouts.items():
         model, parallel = entry[:2]
         yield Layout(
@@ -193,15 +191,15 @@ def table(
 
 
 def packed_rows() -> Iterator[Layout]:
-    """Documents packed by a budget of tokens, whose microbatches differ in number from step to
-    step."""
-    by_document, drops = (
+    """Yield layouts with sequence packing by a token budget, in which the number of microbatches
+    varies."""
+    by_document, dropout = (
         ContextConfig(slicing="document"),
         DropoutConfig(residual=0.2, attention=0.2),
     )
     experts = MoEConfig(
         num_experts=4, ffn_hidden_size=10, aux_loss=AuxLossConfig(z_loss_coeff=0.3)
-    )  # a mean over tokens, not packs
+    )  # z-loss is a mean over tokens, not packs
     layouts = {
         "tp2 dp2 sp": (BIASED, ParallelConfig(tp=2, dp=2, sp=True), 24),
         "dp3, zero 3": (TIED, ParallelConfig(dp=3, zero=3), 16),
@@ -209,7 +207,7 @@ def packed_rows() -> Iterator[Layout]:
         "tp2 cp2 sp": (tiny(), ParallelConfig(tp=2, cp=2, sp=True), 12),
         "pp2 vpp2 dp2": (FOUR, staged(2, dp=2, vpp=2), 24),
         "pp3 zb-h1 dp2, zero 1": (THREE_TIED, staged(3, dp=2, zero=1, schedule="zb-h1"), 12),
-        "dropout, cp2 dp2": (replace(tiny(), dropout=drops), ParallelConfig(cp=2, dp=2), 24),
+        "dropout, cp2 dp2": (replace(tiny(), dropout=dropout), ParallelConfig(cp=2, dp=2), 24),
         "mtp, pp2 dp2": (replace(tiny(), mtp=MTPConfig(num_layers=2)), staged(2, dp=2), 24),
         "experts, dp2 ep2": (replace(tiny(), moe=experts), ParallelConfig(dp=2, ep=2), 24),
     }

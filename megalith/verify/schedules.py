@@ -1,8 +1,7 @@
-"""The pipeline lists of all ranks, run on paper: the part of the proof that no rank waits for ever.
+"""Simulates the pipeline schedules of all ranks, to verify that they do not deadlock.
 
-It sees the order of actions and messages and what is alive when; it sees no values. Messages run
-twice: told apart by tags, as on gloo, and as queues whose operations wait for each other, as on
-NCCL.
+It checks the order of actions and messages and the live activations, but no values. Messages are
+simulated twice: matched by tags, as in gloo, and as queues of blocking operations, as in NCCL.
 """
 
 from dataclasses import dataclass
@@ -19,48 +18,47 @@ from megalith.plan.transfers import with_transfers
 
 @dataclass(frozen=True, slots=True)
 class ScheduleReport:
-    """What a pipeline does in one step, and whether it can."""
+    """Properties of a pipeline step, and whether it can run."""
 
     name: ScheduleName
     num_ranks: int
     num_chunks: int
     num_microbatches: int
     problems: tuple[str, ...]
-    """Rules that are broken, or rank and action where the lists cannot be run; empty: proved."""
+    """Violated rules, or rank and action of a deadlock; empty: verified."""
 
     num_actions: int = 0
-    """Of all ranks, messages included."""
+    """Actions of all ranks, including messages."""
 
     num_messages: int = 0
 
     bubble: Fraction | None = None
-    """Idle time over computing time; None: the lists cannot be run."""
+    """Idle time over compute time; None: the schedule cannot run."""
 
     bubble_of_total: Fraction | None = None
-    """Idle time over all time."""
+    """Idle time over total time."""
 
     peak_live: tuple[Fraction, ...] = ()
-    """By rank: the most microbatches whose activations are held at once; one chunk of v counts
-    1/v."""
+    """Per rank: the largest number of microbatches whose activations are live; one of v chunks
+    counts 1/v."""
 
     @property
     def ok(self) -> bool:
-        """Whether the lists run to their end, over gloo and over NCCL."""
+        """Whether the schedule completes with gloo and with NCCL."""
         return not self.problems
 
     def summary(self) -> str:
-        """One line for people."""
+        """Return a one-line summary."""
         where = f"{self.name} on {self.num_ranks} ranks, {self.num_microbatches} microbatches"
         if self.bubble_of_total is None:
-            return f"{where}: cannot be run"
+            return f"{where}: cannot run"
         live = [float(peak) for peak in self.peak_live]
         span = f"{max(live):g}" if max(live) == min(live) else f"{min(live):g} to {max(live):g}"
         return (
             f"{where}: {self.num_actions:,} actions, {self.num_messages:,} messages, no deadlock "
             "with tags (gloo) or "
             f"without (NCCL); bubble {float(self.bubble_of_total):.1%} of the step; at most {span} "
-            "microbatches alive "
-            "per rank"
+            "live microbatches per rank"
         )
 
 
@@ -74,12 +72,12 @@ def check_schedule(
     paired: bool = False,
     costs: Costs | None = None,
 ) -> ScheduleReport:
-    """Build the lists a run would obey, for training and for evaluation, and run them on paper.
+    """Build the schedules of training and evaluation, and simulate them.
 
-    rows: see `plan/schedule.schedule_problems`. overlap: parallel.overlap, which decides where
-    receives are posted. paired: parallel.overlap_experts, under which microbatches are computed two
-    at a time; on paper, that saves no time. costs: of the stages; unset: F, I and W take equally
-    long and messages no time.
+    `rows`: see `plan/schedule.schedule_problems`. `overlap`: parallel.overlap, which determines
+    where receives are posted. `paired`: parallel.overlap_experts, which computes microbatches in
+    pairs; the simulation shows no speedup. `costs`: of the stages; unset: F, I and W take equally
+    long, and messages no time.
     """
     name = schedule_name(pipeline)
     problems = schedule_problems(pipeline, pp=pp, num_microbatches=num_microbatches, rows=rows)
@@ -102,8 +100,7 @@ def check_schedule(
 
 
 def check_lists(schedule: Schedule, costs: Costs | None = None) -> ScheduleReport:
-    """Run given lists on paper, over messages with tags and without; they must contain their
-    messages."""
+    """Simulate a given schedule, which includes its messages, with tags and without."""
     sizes = schedule.name, schedule.num_ranks, schedule.num_chunks, schedule.num_microbatches
     problems = find_problems(schedule) or queue_problems(schedule)
     if problems:

@@ -1,5 +1,5 @@
-"""Tiny copies of a user's run that keep what makes its layout hard: shared heads, uneven parts,
-ties, stages, kinds."""
+"""Tiny copies of a run that keep the difficult properties of its layout: shared KV heads, uneven
+shards, ties, stages."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -33,13 +33,13 @@ from megalith.train.rules import smallest_stage
 from megalith.verify.ranks import LayoutCase, balances_by_microbatch, layout_case
 
 MOST_RANKS = 8
-"""Processes that a laptop still runs in seconds."""
+"""Number of processes that a laptop runs in seconds."""
 
 ROWS = 12
-"""Of a step of a tiny copy, which 1, 2, 3 and 4 data-parallel ranks divide."""
+"""Rows per step of a tiny copy, which 1, 2, 3 and 4 data-parallel ranks divide."""
 
 MOST_DEPTHS = 2
-"""Of multi-token predictions, which show that there are several."""
+"""MTP layers of a copy: two, to include several."""
 
 Axes = tuple[str, ...]
 T = TypeVar("T")
@@ -48,22 +48,21 @@ T = TypeVar("T")
 def shrink(
     run: TrainRun, world: int, *, most: int = MOST_RANKS, fault: str | None = None
 ) -> list[LayoutCase]:
-    """Float64 cases of at most `most` ranks that have the layout of `run` on `world` ranks, every
-    axis at its smallest.
+    """Return float64 cases of at most `most` ranks with the layout of `run` on `world` ranks, and
+    the smallest sizes per axis.
 
-    Where the axes do not fit together, each case leaves some of them out, and all that fit together
-    are in one of them. The cases recompute and offload as the run does. The run must break no rule.
+    If not all axes fit into `most` ranks, each case omits some, and every combination that fits is
+    in one of them. The cases recompute and offload as the run does. The run must be valid.
     """
-    smallest = _smallest_sizes(run, _sizes(run, world))
+    smallest = _min_sizes(run, _sizes(run, world))
     return [
         _copy(run, world, sizes, fault)
-        for sizes in _that_fit(smallest, _sizes(run, world), run, most)
+        for sizes in _fitting_sizes(smallest, _sizes(run, world), run, most)
     ]
 
 
 def shrunk_words(run: TrainRun, world: int, case: LayoutCase) -> str:
-    """What of the run became what in a tiny copy, such as `tp 2 of 8, sp, pp 2 of 16, vpp 2 of 4, 4
-    of 80 layers`."""
+    """Describe a tiny copy, such as `tp 2 of 8, sp, pp 2 of 16, vpp 2 of 4, 4 of 80 layers`."""
     before, after, p = _sizes(run, world), _sizes(case.run, case.world), case.run.parallel
     words = [_size_words(axis, after[axis], before[axis]) for axis in before if before[axis] > 1]
     words.insert(1, "sp") if p.sp else None
@@ -74,7 +73,7 @@ def shrunk_words(run: TrainRun, world: int, case: LayoutCase) -> str:
     if p.pp > 1 and p.pipeline.layout is not None:
         words.append(f"stages {p.pipeline.layout}")
     if p.cp > 1:
-        words.append(f"exchange {', '.join(dict.fromkeys(p.context.layers or (p.context.kind,)))}")
+        words.append(f"context {', '.join(dict.fromkeys(p.context.layers or (p.context.kind,)))}")
     words += [f"zero {p.zero}"] if p.zero else []
     words += (
         [_size_words("replicas", p.dp_replicate, run.parallel.dp_replicate)]
@@ -102,7 +101,7 @@ def _expert_words(run: TrainRun, case: LayoutCase) -> list[str]:
     words += [_size_words("etp", p.etp, run.parallel.etp or 1)] if p.etp is not None else []
     words.append(f"{after.num_experts} of {before.num_experts} experts")
     moved = before.aux_loss.global_batch_coeff > 0 and after.aux_loss.global_batch_coeff == 0
-    return [*words, "balance by microbatch, as other parts of it are"] if moved else words
+    return [*words, "aux loss per microbatch, as other parts of it are"] if moved else words
 
 
 def _size_words(axis: str, now: int, before: int) -> str:
@@ -119,15 +118,14 @@ def _sizes(run: TrainRun, world: int) -> dict[str, int]:
     return {"tp": p.tp, "cp": p.cp, "pp": p.pp, "dp": p.dp or world // (p.tp * p.cp * p.pp)}
 
 
-def _smallest_sizes(run: TrainRun, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The fewest ranks along each axis that has several, with which it still is what it was."""
+def _min_sizes(run: TrainRun, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the smallest size of each axis with several ranks that keeps its properties."""
     keys, p = run.model.num_kv_heads, run.parallel
-    shared = keys > 1 and key_value_ranks(keys, p.tp) < p.tp  # two heads, and two ranks for each
-    groups = "a2a+ring" in (*p.context.layers, p.context.kind)  # two neighbors, and two groups
-    divided = 1 < p.dp_replicate < sizes["dp"]  # two replicas, and two ranks in each
-    alone = p.tp == p.cp == 1 and 1 < p.ep < sizes["dp"] // (
-        p.etp or 1
-    )  # ranks with other experts, and with the same
+    shared = keys > 1 and key_value_ranks(keys, p.tp) < p.tp  # two KV heads with two ranks each
+    groups = "a2a+ring" in (*p.context.layers, p.context.kind)  # two groups of two ranks
+    divided = 1 < p.dp_replicate < sizes["dp"]  # two replicas of two ranks
+    # two ranks with different experts, and two with the same
+    alone = p.tp == p.cp == 1 and 1 < p.ep < sizes["dp"] // (p.etp or 1)
     least = {
         "tp": 4 if shared else 2,
         "cp": 4 if groups else 2,
@@ -137,26 +135,26 @@ def _smallest_sizes(run: TrainRun, sizes: Mapping[str, int]) -> dict[str, int]:
     return {axis: min(least[axis], size) for axis, size in sizes.items() if size > 1}
 
 
-def _that_fit(
+def _fitting_sizes(
     smallest: Mapping[str, int], sizes: Mapping[str, int], run: TrainRun, most: int
 ) -> list[dict[str, int]]:
-    """Sizes of the axes of each case: every largest set of axes that fits, grown where there is
-    room."""
-    fits = [
+    """Return the axis sizes of each case: every maximal set of axes that fits, enlarged if
+    possible."""
+    fitting = [
         axes
         for count in range(len(smallest), -1, -1)
         for axes in combinations(smallest, count)
         if prod(smallest[axis] for axis in axes) <= most
     ]
-    largest = [axes for axes in fits if not any(set(axes) < set(other) for other in fits)]
-    return [_grown({axis: smallest[axis] for axis in axes}, sizes, run, most) for axes in largest]
+    maximal = [axes for axes in fitting if not any(set(axes) < set(other) for other in fitting)]
+    return [_enlarge({axis: smallest[axis] for axis in axes}, sizes, run, most) for axes in maximal]
 
 
-def _grown(
+def _enlarge(
     chosen: dict[str, int], sizes: Mapping[str, int], run: TrainRun, most: int
 ) -> dict[str, int]:
-    """Three ranks instead of two where the run has a multiple of three, or a middle stage; or three
-    of dp alone."""
+    """Use three ranks instead of two where the run has a multiple of three or a middle stage, or
+    for dp alone."""
     wanted = {
         "pp": sizes["pp"] % 3 == 0 or (sizes["pp"] > 2 and run.parallel.pipeline.vpp == 1),
         "cp": sizes["cp"] % 3 == 0,
@@ -165,7 +163,7 @@ def _grown(
     for axis, three in wanted.items():
         if three and chosen.get(axis) == 2 and prod(chosen.values()) // 2 * 3 <= most:
             chosen[axis] = 3
-    if "tp" in chosen:  # knows about heads
+    if "tp" in chosen:  # depends on the number of heads
         room = most // prod(size for axis, size in chosen.items() if axis != "tp")
         chosen["tp"] = _shrink_heads(run.model, sizes["tp"], most=room)[0]
     return chosen
@@ -175,7 +173,7 @@ def _grown(
 
 
 def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | None) -> LayoutCase:
-    """The run with these sizes, 1 for axes that are left out."""
+    """Return the run with these sizes; axes that are not in `chosen` have size 1."""
     tp, cp, pp, dp = (chosen.get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
     p, before = run.parallel, _sizes(run, world)
     _, model = _shrink_heads(run.model, p.tp if tp > 1 else 1, most=tp)
@@ -206,7 +204,7 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     )
     assert isinstance(parallel, ParallelConfig)
     if cp > 1 and context_problems(parallel, model, seq_len=_row_of(run, parallel)):
-        model = replace(model, num_heads=model.num_heads * cp)  # heads go round, too
+        model = replace(model, num_heads=model.num_heads * cp)  # Ulysses also shards heads
     parallel, rows = _fit_microbatches(run, parallel, before)
     case = layout_case(
         model,
@@ -219,7 +217,7 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     )
     offload = replace(
         run.offload, layers=min(run.offload.layers, 1), min_numel=1
-    )  # no tensor of a copy is large
+    )  # copies have no large tensors
     tiny = replace(
         case.run,
         recompute=_shrink_recompute(run, tp),
@@ -236,15 +234,18 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
             micro_batch_size=rows if run.train.tokens_per_microbatch is None else 1,
         ),
         lora=run.lora and _shrink_adapters(run.lora, run.model.num_layers, layers),
-        # A rule asks for the base of adapters; here it is drawn.
+        # A rule requires the base checkpoint of adapters; here it is initialized randomly.
         checkpoint=replace(case.run.checkpoint, load="base" if run.lora else None),
     )
     return replace(case, run=tiny)
 
 
 def _shrink_expert_ranks(run: TrainRun, *, tp: int, ranks: int) -> tuple[int | None, int]:
-    """etp and ep of a copy whose stages have so many ranks: experts are divided if the run's
-    are, and the ranks with the same ones are several if the run's are and there is room."""
+    """Return etp and ep of a copy with `ranks` ranks per stage.
+
+    Experts are sharded if those of the run are, and replicated if those of the run are and there
+    are enough ranks.
+    """
     p, etp = run.parallel, run.parallel.etp
     if etp is not None:
         etp = tp if etp == p.tp else next((n for n in (2, 3, 1) if n <= etp and ranks % n == 0), 1)
@@ -255,12 +256,12 @@ def _shrink_expert_ranks(run: TrainRun, *, tp: int, ranks: int) -> tuple[int | N
 def _shrink_experts(
     moe: MoEConfig, run: TrainRun, *, ep: int, etp: int, layers: int, dp: int
 ) -> MoEConfig:
-    """The same kind of mixture: one expert or several on each rank, groups, uneven parts, and
-    layers with and without.
+    """Return the same kind of MoE: one expert or several per rank, groups, uneven shards, layers
+    with and without experts.
 
-    Balance over the global batch makes one of the microbatches that data-parallel ranks see at
-    once. Where other parts depend on each of them, no process has both, so copies with dp balance
-    each microbatch.
+    An aux loss over the global batch needs the microbatches of all data-parallel ranks as one.
+    Where other parts depend on single microbatches, one process cannot do both, so copies with dp
+    use an aux loss per microbatch.
     """
     p, router, balance = run.parallel, moe.router, moe.aux_loss
     top_k, single = (
@@ -300,25 +301,29 @@ def _shrink_experts(
 
 
 def _shrink_choice(optim: OptimConfig, before: int, model: ModelConfig) -> OptimConfig:
-    """The same choice of parameters, where patterns name layers by number, in the layers that
-    lie where theirs lay; all are trained where a copy has none of those that are."""
-    moved = partial(_moved, before=before, layers=model.num_layers)
-    groups = tuple(replace(group, match=moved(group.match)) for group in optim.groups)
-    found = replace(optim, trained=moved(optim.trained), frozen=moved(optim.frozen), groups=groups)
-    return found if trained_names(model, found) else replace(found, trained=("*",), frozen=())
+    """Return the same frozen parameters and groups, with layer numbers scaled to the copy; all are
+    trained if the copy lacks the trained ones."""
+    scale_layers = partial(_scale_layer_numbers, before=before, layers=model.num_layers)
+    groups = tuple(replace(group, match=scale_layers(group.match)) for group in optim.groups)
+    small = replace(
+        optim, trained=scale_layers(optim.trained), frozen=scale_layers(optim.frozen), groups=groups
+    )
+    return small if trained_names(model, small) else replace(small, trained=("*",), frozen=())
 
 
-def _moved(patterns: Sequence[str], *, before: int, layers: int) -> tuple[str, ...]:
-    """Patterns of layers by number, for a model with fewer."""
-    places = [(re.match(r"layers\.(\d+)(?=\.)", one), one) for one in patterns]
+def _scale_layer_numbers(patterns: Sequence[str], *, before: int, layers: int) -> tuple[str, ...]:
+    """Scale layer numbers in patterns to a model with fewer layers."""
+    matches = [(re.match(r"layers\.(\d+)(?=\.)", pattern), pattern) for pattern in patterns]
     return tuple(
-        one if at is None else f"layers.{int(at[1]) * layers // before}{one[at.end() :]}"
-        for at, one in places
+        pattern
+        if match is None
+        else f"layers.{int(match[1]) * layers // before}{pattern[match.end() :]}"
+        for match, pattern in matches
     )
 
 
 def _shrink_adapters(lora: LoraConfig, before: int, layers: int) -> LoraConfig:
-    """Thinner ones, in the layers that lie where those with adapters lay."""
+    """Return adapters of lower rank in the corresponding layers."""
     chosen = (
         None
         if lora.layers is None
@@ -328,8 +333,8 @@ def _shrink_adapters(lora: LoraConfig, before: int, layers: int) -> LoraConfig:
 
 
 def _shrink_heads(model: ModelConfig, tp: int, *, most: int) -> tuple[int, ModelConfig]:
-    """The tensor-parallel degree and a model for it: ranks share key/value heads, or parts are
-    uneven, as before."""
+    """Return the tp degree and a model for it, with shared KV heads or uneven shards as in the
+    run."""
     per_key = model.num_heads // model.num_kv_heads
     if key_value_ranks(model.num_kv_heads, tp) < tp:
         sharing = tp // model.num_kv_heads
@@ -357,9 +362,11 @@ def _shrink_heads(model: ModelConfig, tp: int, *, most: int) -> tuple[int, Model
 
 
 def _shrink_kinds(model: ModelConfig) -> ModelConfig:
-    """The same kinds of layers and positions in the sizes of a copy: windows shorter than rows,
-    patterns with all kinds of layers, scaling that begins within a row, and as many further
-    predictions as show that there are several."""
+    """Return the same kinds of layers and positions in the sizes of a copy.
+
+    Windows are shorter than rows, patterns have all kinds of layers, RoPE scaling begins within a
+    row, and there are up to MOST_DEPTHS MTP layers.
+    """
     attention, mla, layers = model.attention, model.mla, model.num_layers
     small_mla = mla and replace(
         mla,
@@ -390,9 +397,10 @@ def _shrink_kinds(model: ModelConfig) -> ModelConfig:
 
 
 def _shrink_rope(model: ModelConfig, layers: int) -> RopeConfig:
-    """The same kind of positions for the six features of a small head, or as many as turn of it."""
+    """Return the same kind of RoPE for the six features of a small head, or its rotated
+    fraction."""
     rope = model.rope
-    part = 0.67 if rope.scaling == "dynamic" else 0.34  # which asks for two pairs
+    part = 0.67 if rope.scaling == "dynamic" else 0.34  # dynamic scaling needs two pairs
     fraction = 1.0 if rope.fraction == 1 else part
     pairs = 2 if model.mla is not None else int(6 * fraction) // 2
     return replace(
@@ -408,7 +416,7 @@ def _shrink_rope(model: ModelConfig, layers: int) -> RopeConfig:
 
 
 def _shrink_layers(model: ModelConfig) -> ModelConfig:
-    """One layer of each kind of parts, in their order, if there is room; and two sizes where there
+    """Return one layer of each kind in order if there are enough layers, and two sizes where there
     were several."""
     own, heads, keys, ffn = model.layers, model.num_heads, model.num_kv_heads, model.ffn_hidden_size
     count = max(len(own.attention), 1) * max(len(own.mlp), 1)
@@ -429,9 +437,11 @@ def _shrink_layers(model: ModelConfig) -> ModelConfig:
 
 
 def _shrink_cross(run: TrainRun, model: ModelConfig, stages: Sequence[Stage]) -> CrossConfig | None:
-    """A memory that is taken as early as in the run, or so much earlier that it crosses borders
-    of stages as it does there; and of the layers behind it, one that looks for each kind there
-    is."""
+    """Return cross-layer attention whose source layer is as early as in the run.
+
+    It is earlier if needed to cross stage boundaries as in the run. Of the layers after it, one of
+    each kind uses it.
+    """
     own, p = run.model.cross, run.parallel
     if own is None:
         return None
@@ -440,23 +450,23 @@ def _shrink_cross(run: TrainRun, model: ModelConfig, stages: Sequence[Stage]) ->
     pattern = _shrink_pattern(own.layers, model.num_layers) or (True,)
     latest = min(own.memory * model.num_layers // run.model.num_layers, model.num_layers - 1)
     for memory in range(latest, -1, -1):
-        looks = [
+        uses_source = [
             pattern[number % len(pattern)]
             and "none" not in (model.attention_part(layer), model.mlp_part(layer))
             for number, layer in enumerate(range(memory, model.num_layers))
         ]
-        found = CrossConfig(memory=memory, layers=() if all(looks) else tuple(looks))
-        small = replace(model, cross=found)
-        if any(looks) and (
+        cross = CrossConfig(memory=memory, layers=() if all(uses_source) else tuple(uses_source))
+        small = replace(model, cross=cross)
+        if any(uses_source) and (
             not crosses
             or any(small.needs_cross_layer_source(stage.layers.start) for stage in stages)
         ):
-            return found
+            return cross
     return CrossConfig(memory=0)
 
 
 def _shrink_pattern(pattern: Sequence[T], num_layers: int) -> tuple[T, ...]:
-    """One layer of each kind, in their order, if there is room; else the first.
+    """Return one layer of each kind in order if there are enough layers; else the first ones.
 
     >>> one_in_four = [False, False, False, True]
     >>> _shrink_pattern(one_in_four, 4), _shrink_pattern([True, False], 1), _shrink_pattern([], 3)
@@ -466,7 +476,7 @@ def _shrink_pattern(pattern: Sequence[T], num_layers: int) -> tuple[T, ...]:
 
 
 def _shrink_context(parallel: ParallelConfig, cp: int, num_layers: int) -> ContextConfig:
-    """The same kinds, each on some layer."""
+    """Return the same kinds of context parallelism, each on some layer."""
     context, kinds = parallel.context, tuple(dict.fromkeys(parallel.context.layers))
     layers = tuple(kinds[layer % len(kinds)] for layer in range(num_layers)) if kinds else ()
     if cp == 1:
@@ -476,7 +486,7 @@ def _shrink_context(parallel: ParallelConfig, cp: int, num_layers: int) -> Conte
 
 
 def _shrink_packs(run: TrainRun, parallel: ParallelConfig) -> int | None:
-    """Packs that hold two of the longest documents, where the run has packs."""
+    """Return packs of two of the longest documents; None without packing."""
     if run.train.tokens_per_microbatch is None:
         return None
     parts = 2 * parallel.cp * (parallel.tp if parallel.sp else 1)
@@ -485,7 +495,7 @@ def _shrink_packs(run: TrainRun, parallel: ParallelConfig) -> int | None:
 
 
 def _row_of(run: TrainRun, parallel: ParallelConfig) -> int:
-    """PackedSeqParams of a row that divide as the run's do, or leave padding as the run's do."""
+    """Return the tokens per row, which divide evenly or need padding as those of the run do."""
     p = run.parallel
     if parallel.cp == 1:
         return 12
@@ -494,8 +504,7 @@ def _row_of(run: TrainRun, parallel: ParallelConfig) -> int:
 
 
 def _shrink_recompute(run: TrainRun, tp: int) -> RecomputeConfig:
-    """Counts of layers are 1 or 2, of the two that a stage has: some stay some, and all stay
-    all."""
+    """Set layer counts to 1 or 2, of the two layers of a stage: some stay some, all stay all."""
     recompute = run.recompute
     some = recompute.method == "block" and recompute.num_layers < smallest_stage(run)
     count = 1 if some else min(recompute.num_layers, 2)
@@ -512,7 +521,7 @@ def _shrink_recompute(run: TrainRun, tp: int) -> RecomputeConfig:
 
 
 def _shrink_pipeline(run: TrainRun, pp: int, *, kinds: int) -> tuple[PipelineConfig, int]:
-    """The same way of dividing layers over fewer stages, and the layers that it takes."""
+    """Return the same kind of pipeline layout with fewer stages, and its number of layers."""
     pipeline = run.parallel.pipeline
     vpp = min(pipeline.vpp, 2)
     whole = pp * vpp == 1 or (pp == 1 and run.parallel.pp > 1)
@@ -527,7 +536,7 @@ def _shrink_pipeline(run: TrainRun, pp: int, *, kinds: int) -> tuple[PipelineCon
         place = len(counts) - 1
         if (
             run.model.mtp.num_layers and not stages[-1].num_mtp_layers and place > 1
-        ):  # predictions apart from the loss, as before
+        ):  # MTP layers on another stage than the loss, as in the run
             place -= 1
             counts[place] = (
                 counts[place]
@@ -544,8 +553,7 @@ def _shrink_pipeline(run: TrainRun, pp: int, *, kinds: int) -> tuple[PipelineCon
 
 
 def _shrink_counts(counts: Sequence[int], num_stages: int, each: int) -> list[int]:
-    """Layers of fewer stages: none at an end or in the middle where there were none, uneven where
-    they were."""
+    """Return the layers per stage: empty at an end or in the middle, and uneven, as in the run."""
     small = [each] * num_stages
     for end in (0, -1):
         small[end] = each if counts[end] else 0
@@ -559,7 +567,8 @@ def _shrink_counts(counts: Sequence[int], num_stages: int, each: int) -> list[in
 
 
 def _layout(counts: Sequence[int], *, place: int, depths: int) -> str:
-    """Stages with so many layers; `place`: the one with MTP layers."""
+    """Return the layout string of stages with these layer counts; `place`: the stage of the MTP
+    layers."""
     ends, last = list(accumulate(counts)), len(counts) - 1
     return layout_of(
         [
@@ -579,8 +588,8 @@ def _stages(pipeline: PipelineConfig, pp: int, model: ModelConfig) -> tuple[Stag
 
 
 def _shrink_ends(pipeline: PipelineConfig, pp: int, each: int) -> tuple[PipelineConfig, int]:
-    """The named ends have half as many layers as the others; of two ranks with two named ends, the
-    first does."""
+    """Give the configured end stages half as many layers as the others; of two such ranks, the
+    first."""
     few, many = pipeline.vpp * each, 2 * pipeline.vpp * each
     first = None if pipeline.first_layers is None else few
     last = None if pipeline.last_layers is None else many if pp == 2 and first is not None else few
@@ -593,7 +602,7 @@ def _shrink_ends(pipeline: PipelineConfig, pp: int, each: int) -> tuple[Pipeline
 def _fit_microbatches(
     run: TrainRun, parallel: ParallelConfig, before: Mapping[str, int]
 ) -> tuple[ParallelConfig, int]:
-    """Rows of a microbatch, so that there are fewer microbatches than stages, as many, or more, as
+    """Return the rows per microbatch that give fewer, as many, or more microbatches than stages, as
     in the run."""
     pp, dp = parallel.pp, parallel.dp or 1
     if pp * parallel.pipeline.vpp == 1:

@@ -1,9 +1,7 @@
-"""The optimizer's updates computed once more by torch.optim, from the recorded gradients of one
-process in float64.
+"""Reference optimizer updates by torch.optim, from the recorded float64 gradients of one process.
 
-No code of `megalith.optim` computes anything here. A mistake in its bias correction, weight decay
-groups, momentum or gradient clipping, which is the same under every layout, is therefore a
-difference too.
+This uses no code of `megalith.optim`, and so detects faults in its bias correction, weight decay
+groups, momentum or gradient clipping that are the same in every layout.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,20 +21,20 @@ STATE_NAMES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "mo
 
 @dataclass(frozen=True, slots=True)
 class TorchUpdate:
-    """One optimizer step as torch computes it."""
+    """One optimizer step as computed by torch."""
 
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
 
     weights: dict[str, Tensor]
-    """By parameter name, after the step."""
+    """Weights after the step by parameter name."""
 
     states: dict[str, Tensor]
-    """Moments after the step, by their names in a checkpoint."""
+    """Moments after the step by checkpoint key."""
 
 
 class RecordingOptimizer:
-    """An optimizer that records the gradients it is given, before they are clipped."""
+    """Optimizer wrapper that records the gradients before they are clipped."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -59,7 +57,7 @@ class RecordingOptimizer:
         self.updates = self.optimizer.updates
 
     def set_updates(self, updates: int) -> None:
-        """Continue as after this many updates."""
+        """Set the number of completed updates."""
         self.optimizer.set_updates(updates)
         self.updates = self.optimizer.updates
 
@@ -73,7 +71,7 @@ def torch_updates(
     weight_decay: float,
     groups: Mapping[str, GroupRates],
 ) -> list[TorchUpdate]:
-    """Return what torch makes of first weights and the unclipped gradients of each step, by
+    """Return torch's updates from initial weights and the unclipped gradients of each step, by
     parameter name."""
     parameters = {name: torch.nn.Parameter(weights[name].clone()) for name in gradients[0]}
     optimizer = _build_optimizer(run, parameters, lr, weight_decay, groups)
@@ -96,7 +94,7 @@ def _build_optimizer(
     weight_decay: float,
     groups: Mapping[str, GroupRates],
 ) -> torch.optim.Optimizer:
-    """torch's optimizer with one parameter group for each parameter."""
+    """Build torch's optimizer with one parameter group per parameter."""
     options = []
     for name, parameter in parameters.items():
         rates = rates_in(run.model, run.optim, name, int(is_matrix(name, parameter)))
@@ -119,10 +117,10 @@ def _build_optimizer(
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter decays by default: norms, biases and attention sinks are vectors, and do
-    not.
+    """Return whether a parameter decays by default: norms, biases and attention sinks are vectors,
+    which do not.
 
-    Those of several experts, heads or projections are vectors on top of one another.
+    Stacked vectors of several experts, heads or projections are still vectors.
     """
     return parameter.ndim > 1 and not name.endswith(("bias", "norm.weight"))
 
@@ -130,7 +128,7 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 def _states(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, Tensor]:
-    """The moments by their names in a checkpoint."""
+    """Return the moments by checkpoint key."""
     return {
         f"optimizer.{role}.{name}": optimizer.state[parameter][state].clone()
         for name, parameter in parameters.items()

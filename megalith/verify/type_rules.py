@@ -1,6 +1,6 @@
-"""The typing rule of every autograd function of ours, in the form in which the checker calls it.
+"""Typing rules of our autograd functions, in the form that the checker calls.
 
-Beside verify/types.py this is the only file that knows the checker library, `spmd_types`.
+Only this file and verify/types.py use the checker library, `spmd_types`.
 """
 
 import functools
@@ -26,48 +26,48 @@ from megalith.parallel.group import Group
 
 TYPES: Mapping[str, Type] = {"R": R, "I": I, "V": V, "P": P}
 IN_WORDS: Mapping[Type | None, str] = {
-    R: "R (the same on every rank, for different work)",
-    I: "I (the same on every rank, for the same work)",
-    V: "V (every rank has its own)",
-    P: "P (parts of a sum that is still to be taken)",
-    None: "? (made outside the check)",
+    R: "R (replicated, used for different work)",
+    I: "I (replicated, used for the same work)",
+    V: "V (varying: every rank has its own)",
+    P: "P (partial sum)",
+    None: "? (created outside of the check)",
 }
 HINTS: Mapping[tuple[Type, Type | None], str] = {
     (
         P,
         V,
-    ): "Use `partial` in the line that contracts a cut dimension, or the group of the axis that "
-    "was cut.",
-    (P, R): "Every rank has the whole already: a sum would count it once per rank.",
-    (P, I): "Every rank has the whole already: a sum would count it once per rank.",
-    (I, R): "It has entered divided work already: use it as it is.",
-    (I, V): "Use gather for what each rank has its own part of.",
-    (V, P): "Use leave or reduce_scatter first, which take the sum.",
-    (V, R): "Every rank has the same: use it as it is.",
-    (V, I): "Every rank has the same: use split, or enter and no gather.",
+    ): "Use `mark_partial` in the line that contracts a sharded dimension, or the group of the "
+    "axis that shards it.",
+    (P, R): "Every rank has the full value: a sum would count it once per rank.",
+    (P, I): "Every rank has the full value: a sum would count it once per rank.",
+    (I, R): "It was passed to `copy_to_tp` already: use it unchanged.",
+    (I, V): "Use gather, since each rank has a shard.",
+    (V, P): "Use reduce_from_tp or reduce_scatter first, which sum it.",
+    (V, R): "It is replicated: use it unchanged.",
+    (V, I): "It is replicated: use split, or copy_to_tp and no gather.",
     (R, V): "Use gather first.",
-    (R, I): "Use enter first, whose backward takes the sum.",
+    (R, I): "Use copy_to_tp first, whose backward sums the gradient.",
 }
 
 
 def types_of(x: Tensor) -> dict[str, Type]:
-    """The type of `x` along every axis of more than one rank, by our names; axes on which it has
-    none are missing."""
+    """Return the type of `x` along every axis of more than one rank; axes without a type are
+    missing."""
     known = checker.get_local_type(x)
     return {name: known[axis] for name, axis in axes_here().items() if axis in known}
 
 
 def move(out: Tensor, x: Tensor, group: Group, *, before: Type, after: Type, function: str) -> None:
-    """The rule of every collective: along the axes of `group`, x has to be `before` and out becomes
+    """Check a collective: along the axes of `group`, x must have type `before`, and out gets type
     `after`.
 
-    R and I may stand for each other where no gradient flows. What comes from another factorization
-    of the ranks is read in the current one, where that has a meaning.
+    R and I are interchangeable where no gradient flows. Types of another factorization of the ranks
+    are converted to the current one if possible.
     """
-    rules.ignore(x)  # which is to say: looked after, here
+    rules.ignore(x)  # this rule checks x itself
     types = _types_here(x)
     for axis in _axes_of(group):
-        _demand(types.get(axis), before, x, axis, function)
+        _require_type(types.get(axis), before, x, axis, function)
         types[axis] = after
     checker.assert_type(out, types)
 
@@ -83,11 +83,11 @@ def vocabulary_loss(
     after: Type,
     function: str,
 ) -> None:
-    """The rule of the loss over a vocabulary that `group` divides, and of what it measures: x R,
-    weight `before`, labels R -> all `after`.
+    """Check a vocabulary-parallel loss: x R, weight `before`, labels R -> all outputs `after`.
 
-    Each rank scores the same tokens against other rows, so its gradient of x is a part of a sum;
-    the loss itself is summed inside. Along all other axes it is an ordinary product.
+    Each rank computes the logits of the same tokens for its vocabulary shard, so its gradient of x
+    is a partial sum; the loss itself is summed inside. Along all other axes it is an ordinary
+    product.
     """
     axes = _axes_of(group)
     for axis in axes:
@@ -96,7 +96,9 @@ def vocabulary_loss(
             ("weight", weight, before),
             ("labels", labels, R),
         ):
-            _demand(_types_here(tensor).get(axis), wanted, tensor, axis, f"{function}, {name}")
+            _require_type(
+                _types_here(tensor).get(axis), wanted, tensor, axis, f"{function}, {name}"
+            )
     for out in outs:
         scores = rules.einsum("th,vh,t->t" if out.dim() else "th,vh,t->", x, weight, labels)
         types: dict[Any, Type] = {
@@ -116,12 +118,12 @@ def shared_attention(
     after: Type,
     function: str,
 ) -> None:
-    """The rule of attention to tokens that `group` shares: along its axes q, k and v are `before`
-    and out is `after`.
+    """Check context-parallel attention: along the axes of `group`, q, k and v have type `before`,
+    out has `after`.
 
-    What other ranks find about my keys and values comes back to me, so their gradients are my own,
-    not parts of a sum; of what was `learned` for each head [n, ...], which is R there, each rank
-    finds a part. Along all other axes it is an ordinary product.
+    Gradients of keys and values are sent back to the rank that owns them, so they are not partial
+    sums. Per-head parameters `learned` [n, ...] are R, and their gradients are partial sums. Along
+    all other axes it is an ordinary product.
     """
     axes, given = (
         _axes_of(group),
@@ -130,7 +132,9 @@ def shared_attention(
     for axis in axes:
         for name, tensor in {**inputs, **given}.items():
             wanted = R if name in given else before
-            _demand(_types_here(tensor).get(axis), wanted, tensor, axis, f"{function}, {name}")
+            _require_type(
+                _types_here(tensor).get(axis), wanted, tensor, axis, f"{function}, {name}"
+            )
     others = "".join(",n" if tensor.dim() == 1 else ",nb" for tensor in given.values())
     product = rules.einsum(f"tnd,tgd,tge{others}->tne", *inputs.values(), *given.values())
     types: dict[Any, Type] = {
@@ -141,65 +145,62 @@ def shared_attention(
 
 
 def typed_by(reference: Callable[..., Any]) -> Callable[[type[Function]], type[Function]]:
-    """Class decorator: an autograd function has the types of the plain composition that it stands
-    for."""
+    """Return a class decorator that types an autograd function by its plain PyTorch composition."""
 
-    def give(cls: type[Function]) -> type[Function]:
+    def register(cls: type[Function]) -> type[Function]:
         checker.register_decomposition(cls, functools.partial(_for_its_types, reference))
         return cls
 
-    return give
+    return register
 
 
 def _for_its_types(reference: Callable[..., Any], *given: Any) -> Any:
-    """What a composition gives. What it saves for a backward that nobody runs is its own affair:
-    a region that is computed again must not count it among what it saved the first time."""
-    with saved_tensors_hooks(_itself, _itself):
+    """Run a composition without recording its saved tensors, which must not count as those of a
+    recomputed region."""
+    with saved_tensors_hooks(_identity, _identity):
         return reference(*given)
 
 
-def _itself(saved: Tensor) -> Tensor:
+def _identity(saved: Tensor) -> Tensor:
     return saved
 
 
 @dataclass(eq=False)
 class Rule:
-    """The typing rule of one autograd function, in the form in which the checker calls it; counts
-    its calls."""
+    """Typing rule of one autograd function, called by the checker; counts its calls."""
 
     cls: type[Function]
     counts: Counter[str]
 
     def __post_init__(self) -> None:
-        moves: tuple[str, str] = self.cls.moves  # type: ignore[attr-defined]  # that it has them is what chose this rule
+        moves: tuple[str, str] = self.cls.moves  # type: ignore[attr-defined]  # rules are created only for classes with `moves`
         self.before, self.after = TYPES[moves[0]], TYPES[moves[1]]
         self.function = re.sub(
-            r"(?<!^)([A-Z])", r"_\1", self.cls.__name__.removesuffix("Function")
+            r"(?<=[a-z])([A-Z])", r"_\1", self.cls.__name__.removesuffix("Function")
         ).lower()
 
     def count(self, group: Group) -> None:
-        """One more call, unless it only declares something, or ends what was counted when it
-        began."""
+        """Count one call, except of declarations and of the end of an asynchronous operation."""
         if self.after is not P and not hasattr(self.cls, "ends"):
             self.counts[f"{self.function} over {'_'.join(group.axes)}"] += 1
 
 
 class MoveRule(Rule):
-    """`move`, for the functions of parallel/autograd.py."""
+    """Applies `move` to the functions of parallel/autograd.py."""
 
     def __call__(self, out: Tensor, *, x: Tensor, group: Group) -> None:
-        """After `cls.apply` has returned `out`."""
+        """Check types after `cls.apply` has returned `out`."""
         self.count(group)
         move(out, x, group, before=self.before, after=self.after, function=self.function)
 
 
 class VocabularyRule(Rule):
-    """`vocabulary_loss`, for those of kernels/cross_entropy.py."""
+    """Applies `vocabulary_loss` to the functions of kernels/cross_entropy.py."""
 
     def __call__(
         self, outs: tuple[Tensor, ...], *, x: Tensor, weight: Tensor, labels: Tensor, group: Group
     ) -> None:
-        """After `cls.apply` has returned `outs`."""
+        """Check types after `cls.apply` has returned `outs`."""
         self.count(group)
         vocabulary_loss(
             outs,
@@ -214,7 +215,7 @@ class VocabularyRule(Rule):
 
 
 class ContextRule(Rule):
-    """`shared_attention`, for the ring of parallel/context.py."""
+    """Applies `shared_attention` to ring attention of parallel/context.py."""
 
     def __call__(
         self,
@@ -230,7 +231,7 @@ class ContextRule(Rule):
         dropped: object,
         values: Tensor | None,
     ) -> None:
-        """After `cls.apply` has returned `out`."""
+        """Check types after `cls.apply` has returned `out`."""
         self.count(group)
         shared_attention(
             out,
@@ -248,25 +249,25 @@ RULES: Mapping[type[Function], type[VocabularyRule | ContextRule]] = {
     TokenLossesFunction: VocabularyRule,
     RingAttention: ContextRule,
 }
-"""Of the functions that have a rule of their own; the others move one tensor."""
+"""Functions with their own rule; the others map one tensor."""
 
 
 def our_functions() -> list[type[Function]]:
-    """Every autograd function of this package that has been imported."""
+    """Return every imported autograd function of this package."""
     return [cls for cls in Function.__subclasses__() if cls.__module__.startswith("megalith.")]
 
 
 @contextmanager
 def installed_rules(counts: Counter[str]) -> Iterator[None]:
-    """Give every autograd function of ours its rule, and take it away again.
+    """Install the rules of all our autograd functions in this context.
 
-    One that has neither `moves` nor a `reference` is refused by the checker when it is called.
+    The checker rejects calls of a function that has neither `moves` nor a `reference`.
     """
     with ExitStack() as undo:
         for cls in our_functions():
             if hasattr(cls, "moves"):
                 rule = RULES.get(cls, MoveRule)(cls, counts)
-                setattr(cls, "spmd_typecheck", rule)  # noqa: B010  # a name that mypy does not know there
+                setattr(cls, "spmd_typecheck", rule)  # noqa: B010  # an attribute that mypy does not know
                 undo.callback(delattr, cls, "spmd_typecheck")
             elif hasattr(cls, "reference"):
                 typed_by(cls.reference)(cls)
@@ -275,36 +276,37 @@ def installed_rules(counts: Counter[str]) -> Iterator[None]:
 
 
 def axes_here() -> Mapping[str, MeshAxis]:
-    """The axes of more than one rank of the mesh that is being checked, by name."""
+    """Return the axes of more than one rank of the current mesh by name."""
     return checker.current_mesh_names() or {}
 
 
 def _axes_of(group: Group) -> list[MeshAxis]:
-    """The checker's axes that `group` spans. A group of one rank spans none, whatever it is
-    called."""
+    """Return the checker's axes that `group` spans; none for a group of one rank."""
     axes = (
         [axes_here()[name] for name in group.axes if name in axes_here()] if group.size > 1 else []
     )
     if prod(axis.size() for axis in axes) != group.size:
         raise SpmdTypeError(
-            f"{group!r} has {group.size} ranks, which its axes do not. Pass the mesh's own group."
+            f"{group!r} has {group.size} ranks, but its axes do not. Pass a group of the mesh."
         )
     return axes
 
 
 def _types_here(x: Tensor) -> dict[MeshAxis, Type]:
-    """The types of `x`, read in the current mesh."""
+    """Return the types of `x` in the current mesh."""
     mesh, types = checker.current_mesh(), checker.get_local_type(x)
     if mesh is not None and not types.keys() <= mesh:
         types = checker.get_local_type(checker.reinterpret_mesh(x, mesh))
     return {axis: kind for axis, kind in types.items() if isinstance(axis, MeshAxis)}
 
 
-def _demand(found: Type | None, wanted: Type, x: Tensor, axis: MeshAxis, function: str) -> None:
+def _require_type(
+    actual: Type | None, expected: Type, x: Tensor, axis: MeshAxis, function: str
+) -> None:
     no_gradient = not (torch.is_grad_enabled() and x.requires_grad)
-    if found is wanted or (no_gradient and {found, wanted} == {R, I}):
+    if actual is expected or (no_gradient and {actual, expected} == {R, I}):
         return
     raise SpmdTypeError(
-        f"{function} over {axis!r} expects {IN_WORDS[wanted]}, but was given {IN_WORDS[found]}. "
-        + HINTS.get((wanted, found), "")
+        f"{function} over {axis!r} expects {IN_WORDS[expected]}, but got {IN_WORDS[actual]}. "
+        + HINTS.get((expected, actual), "")
     )

@@ -1,12 +1,12 @@
-"""The type check of a layout: does every gradient meet the sum it needs?
+"""Type check of a layout: is every gradient reduced as it must be?
 
-The model is built on meta tensors at several places of a world of any size, without a process
-group, and run forward and backward as a training step does, while a checker follows which of four
-types (R, I, V, P: see parallel/autograd.py) every tensor has along every axis of the grid.
-docs/concepts/types.md tells the story.
+The model is built on meta tensors at several ranks of a world of any size, without a process group,
+and runs forward and backward as in a training step. A checker tracks which of four types (R, I, V,
+P: see parallel/autograd.py) every tensor has along every axis of the grid. See
+docs/concepts/types.md.
 
-This file and verify/type_rules.py alone know the checker library, `spmd_types`; training never
-loads it. What we rely on in it is held by tests/verify/test_types_contract.py.
+Only this file and verify/type_rules.py use the checker library, `spmd_types`; training never
+imports it. tests/verify/test_types_contract.py checks what we rely on in it.
 """
 
 import functools
@@ -75,36 +75,36 @@ WORDS = (
         r"Are you missing a collective or a reinterpret/convert call\? e\.g\.,",
         "Is a collective missing? For example:",
     ),
-    (r"convert\(tensor, (\S+), src=I, dst=R\)", r"enter over \1"),
-    (r"all_reduce\(tensor, (\S+), src=P, dst=I\)", r"leave over \1"),
+    (r"convert\(tensor, (\S+), src=I, dst=R\)", r"copy_to_tp over \1"),
+    (r"all_reduce\(tensor, (\S+), src=P, dst=I\)", r"reduce_from_tp over \1"),
     (r"all_reduce\(tensor, (\S+), src=P, dst=R\)", r"all_reduce over \1"),
-    (r"reinterpret\(loss, (\S+), src=V, dst=P\)", r"partial over \1"),
+    (r"reinterpret\(loss, (\S+), src=V, dst=P\)", r"mark_partial over \1"),
     (
         r"^ *convert\(tensor, \S+, src=[IR], dst=P\).*\n?",
         "",
-    ),  # zeros everywhere but on rank 0: we have no such thing
+    ),  # zeros on all ranks but 0: we have no such operation
 )
-"""What the checker's advice is called here."""
+"""Replacements of terms in the checker's messages by our function names."""
 
 
-# --- the answer
+# --- report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Something that does not type-check, found at one place of the model on one or more ranks."""
+    """Type error at one place of the model, on one or more ranks."""
 
     where: str
-    """The module that was running, or the phase outside of modules."""
+    """Module that was running, or the phase outside of modules."""
 
     what: str
-    """Why it is refused."""
+    """Reason of the error."""
 
     detail: str = ""
-    """The operation and the types of what it was given, on the first of these ranks."""
+    """Operation and types of its operands, on the first of these ranks."""
 
     ranks: tuple[int, ...]
-    """Ranks that found it."""
+    """Ranks with this problem."""
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
@@ -115,47 +115,46 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeReport:
-    """What the type check of a layout found."""
+    """Result of the type check of a layout."""
 
     world: int
-    """Ranks of the layout."""
+    """World size of the layout."""
 
     axes: dict[str, int]
-    """Ranks along each axis, and along its two parts where both have several; with experts, along
-    theirs, too."""
+    """Ranks along each axis, along its two parts where both have several, and along the expert
+    axes."""
 
     ranks: tuple[int, ...]
-    """The places of the world at which the model was built and run."""
+    """Ranks at which the model was built and run."""
 
     parameters: int
-    """Parameters whose gradients were followed, per rank."""
+    """Checked parameters per rank."""
 
     collectives: dict[str, int]
-    """Calls of each differentiable collective in a forward pass, as `gather over tp`; backward runs
-    the conjugates."""
+    """Calls of each differentiable collective in a forward pass, such as `all_gather over tp`;
+    backward runs the conjugates."""
 
     problems: tuple[Problem, ...]
-    """Empty when every gradient meets the sum it needs."""
+    """Empty if every gradient is reduced correctly."""
 
     unseen: tuple[str, ...] = ()
-    """What training does and this check does not: left to the proof in float64, one sentence
-    each."""
+    """Operations of training that this check does not cover, one sentence each; float64
+    verification does."""
 
     seconds: float
-    """Of wall time, without importing."""
+    """Wall time without imports."""
 
     peak_gib: float
-    """Largest memory of the process that checked, imports included."""
+    """Peak memory of the process, including imports."""
 
     @property
     def ok(self) -> bool:
-        """No problem was found."""
+        """Whether no problem was found."""
         return not self.problems
 
     @property
     def unproved(self) -> tuple[str, ...]:
-        """Axes of one rank: every collective over them is free, so the check has nothing to say
-        about them."""
+        """Axes of one rank, over which collectives are no-ops, so that nothing is checked."""
         return tuple(axis for axis in PARTS if self.axes[axis] == 1)
 
 
@@ -171,32 +170,33 @@ def type_check(
     optim: OptimConfig = TRAIN_ALL,
     masked: bool = False,
 ) -> TypeReport:
-    """Check a layout of `world` ranks at some of its ranks; unset: the first, one in the middle and
-    the last.
+    """Check a layout of `world` ranks at some of its ranks; unset: the first, a middle one and the
+    last.
 
-    In a pipeline, every kind of stage there is checked at each of them. Every second place reads
+    In a pipeline, every kind of stage is checked at each of them. Every second position uses
     documents of uneven lengths instead of rows. What `recompute` runs again in backward is checked
-    a second time there. With `masked`, tokens have masks. Replaces `torch.autograd.Function.apply`
-    while it runs, and puts it back. Not for a process that computes in other threads: use
-    `type_check_in_child` there.
+    again. With `masked`, tokens have attention masks. Patches `torch.autograd.Function.apply` while
+    it runs. In a process with other computing threads, use `type_check_in_child` instead.
 
     Raises:
         PlanError: the degrees do not multiply to the world size, or a rank is not in it.
     """
-    started, asked = time.perf_counter(), parallel.dispatcher
-    parallel = parallel if asked in BUILT_IN else replace(parallel, dispatcher="alltoall")
-    grid = model_grid(parallel, model, world)
-    still = first_trained_layer(model, optim)
-    chosen = (
-        spots(grid, parallel, model, still)
-        if ranks is None
-        else spots_of(grid, parallel, model, ranks, still)
+    started, requested_dispatcher = time.perf_counter(), parallel.dispatcher
+    parallel = (
+        parallel if requested_dispatcher in BUILT_IN else replace(parallel, dispatcher="alltoall")
     )
-    found: dict[tuple[str, str], Problem] = {}
+    grid = model_grid(parallel, model, world)
+    num_frozen_layers = first_trained_layer(model, optim)
+    positions = (
+        representative_positions(grid, parallel, model, num_frozen_layers)
+        if ranks is None
+        else positions_of_ranks(grid, parallel, model, ranks, num_frozen_layers)
+    )
+    problems_by_key: dict[tuple[str, str], Problem] = {}
     calls: dict[Kind, Counter[str]] = {}
     names: set[str] = set()
-    for number, (rank, chunk) in enumerate(chosen):
-        place = _build(
+    for number, (rank, chunk) in enumerate(positions):
+        rank_model = _build(
             model,
             parallel,
             grid,
@@ -208,7 +208,7 @@ def type_check(
             optim=optim,
             masked=masked,
         )
-        names |= place.shards.keys()
+        names |= rank_model.shards.keys()
         kind = kind_of(
             stages_of(parallel, model),
             _stage_number(grid, parallel, rank, chunk),
@@ -217,20 +217,22 @@ def type_check(
         )
         counts = calls[kind] = Counter[str]()
         for problem in [
-            *_shard_problems(place, model, parallel, lora, optim),
-            *_run(place, counts),
+            *_shard_problems(rank_model, model, parallel, lora, optim),
+            *_run(rank_model, counts),
         ]:
-            known = found.setdefault((problem.where, problem.what), problem)
-            found[problem.where, problem.what] = _also_on(known, rank)
+            known = problems_by_key.setdefault((problem.where, problem.what), problem)
+            problems_by_key[problem.where, problem.what] = _also_on(known, rank)
     counts = sum(calls.values(), Counter[str]())
     return TypeReport(
         world=world,
         axes=_sizes(grid),
-        ranks=tuple(dict.fromkeys(rank for rank, _ in chosen)),
+        ranks=tuple(dict.fromkeys(rank for rank, _ in positions)),
         parameters=len(names),
-        collectives={_in_our_words(name, grid): number for name, number in sorted(counts.items())},
-        problems=tuple(found.values()),
-        unseen=tuple(unseen(recompute, offload, model, dispatcher=asked)),
+        collectives={
+            _translate_message(name, grid): number for name, number in sorted(counts.items())
+        },
+        problems=tuple(problems_by_key.values()),
+        unseen=tuple(unseen(recompute, offload, model, dispatcher=requested_dispatcher)),
         seconds=time.perf_counter() - started,
         peak_gib=_peak_gib(),
     )
@@ -243,30 +245,29 @@ def unseen(
     *,
     dispatcher: str = "alltoall",
 ) -> list[str]:
-    """What of these settings has no types: it moves or compares bytes, and sums nothing; or asks
-    for numbers."""
+    """Return the operations of these settings without types: they copy or compare bytes, or depend
+    on values."""
     planned = model is not None and model.moe is not None and model.moe.aux_loss.sinkhorn
-    found = {
+    is_used = {
         f"offload.layers={offload.layers}: copies to host memory and back": offload.layers > 0,
-        "recompute.shard_inputs: an input put together from slices is "
-        "taken for what it was": recompute.shard_inputs,
-        "recompute.check: compares bits, of which there are none here": recompute.check,
-        f"parallel.dispatcher={dispatcher}: is of another package; an exchange instead": dispatcher
+        "recompute.shard_inputs: the type of an input that is all-gathered again is not "
+        "checked": recompute.shard_inputs,
+        "recompute.check: compares values, which meta tensors do not have": recompute.check,
+        f"parallel.dispatcher={dispatcher}: external package; checked with alltoall": dispatcher
         not in BUILT_IN,
-        "model.moe.aux_loss.sinkhorn: turns until numbers settle; experts are chosen by scores "
-        "instead": planned,
+        "model.moe.aux_loss.sinkhorn: iterates until values converge; checked with top-k "
+        "routing": planned,
     }
     if recompute.granularity == "selective" and (
         as_recomputed := {"norm", "mlp_act"} & {*recompute.modules}
     ):
-        found[
-            f"recompute.modules={sorted(as_recomputed)}: what one reader computes again for itself"
-        ] = True
-    return [text for text, there in found.items() if there]
+        is_used[f"recompute.modules={sorted(as_recomputed)}: outputs recomputed in backward"] = True
+    return [text for text, used in is_used.items() if used]
 
 
-def places(grid: Grid) -> tuple[int, ...]:
-    """The first rank, the one in the middle of every axis, and the last, each once."""
+def representative_ranks(grid: Grid) -> tuple[int, ...]:
+    """Return the first rank, the one in the middle of every axis, and the last, without
+    duplicates."""
     middle = grid.rank_at(
         {axis: size // 2 for axis, size in zip(grid.axes, grid.sizes, strict=True)}
     )
@@ -279,15 +280,14 @@ Kind = tuple[
     StageBoundary,
     StageBoundary,
 ]
-"""Kinds of stages that differ in what they compute: with the embedding, the last norm, further
-predictions, the loss; with which layers; and what comes in, and goes on."""
+"""Properties in which stages differ: embedding, last norm, MTP layers and loss; types of layers;
+states received and sent."""
 
 
 def kind_of(
     stages: Sequence[Stage], number: int, context: ContextConfig, model: ModelConfig
 ) -> Kind:
-    """Which kind a stage is of; layers differ in how they see other ranks' tokens, and in their
-    parts and sizes."""
+    """Return the kind of a stage; layers differ in context parallelism, parts and sizes."""
     stage = stages[number]
     layers = frozenset(
         (
@@ -308,53 +308,59 @@ def kind_of(
 
 
 def stages_of(parallel: ParallelConfig, model: ModelConfig) -> tuple[Stage, ...]:
-    """Every stage of the layout."""
+    """Return every stage of the layout."""
     return plan_stages(
         parallel.pipeline, pp=parallel.pp, num_layers=model.num_layers, depths=model.mtp.num_layers
     )
 
 
-def spots(
-    grid: Grid, parallel: ParallelConfig, model: ModelConfig, still: int = 0
+def representative_positions(
+    grid: Grid, parallel: ParallelConfig, model: ModelConfig, num_frozen: int = 0
 ) -> list[tuple[int, int]]:
-    """(rank, chunk) of a stage of every kind, at the first, the middle and the last place of all
-    other axes; stages whose layers are all among the first `still`, which are not trained, are
-    kinds of their own."""
+    """Return (rank, chunk) of every kind of stage at the first, middle and last position of all
+    other axes.
+
+    Stages within the first `num_frozen` layers, which are frozen, are separate kinds.
+    """
     placement = placement_of(schedule_name(parallel.pipeline))
     stages = stages_of(parallel, model)
     first_of_kind: dict[tuple[Kind, bool], int] = {}
     for number, stage in enumerate(stages):
-        kind = kind_of(stages, number, parallel.context, model), stage.layers.stop <= still
+        kind = kind_of(stages, number, parallel.context, model), stage.layers.stop <= num_frozen
         first_of_kind.setdefault(kind, number)
-    found = []
-    for rank in places(grid):
+    positions = []
+    for rank in representative_ranks(grid):
         for number in first_of_kind.values():
             pipeline_rank, chunk = place_of(number, num_ranks=parallel.pp, placement=placement)
-            found.append((grid.rank_at(grid.coordinates(rank) | {"pp": pipeline_rank}), chunk))
-    return list(dict.fromkeys(found))
+            positions.append((grid.rank_at(grid.coordinates(rank) | {"pp": pipeline_rank}), chunk))
+    return list(dict.fromkeys(positions))
 
 
-def spots_of(
-    grid: Grid, parallel: ParallelConfig, model: ModelConfig, ranks: Sequence[int], still: int = 0
+def positions_of_ranks(
+    grid: Grid,
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    ranks: Sequence[int],
+    num_frozen: int = 0,
 ) -> list[tuple[int, int]]:
-    """(rank, chunk) of every kind of stage that these ranks hold."""
+    """Return (rank, chunk) of every kind of stage on these ranks."""
     stages = stages_of(parallel, model)
-    found = []
+    positions = []
     for rank in ranks:
         chunk_of_kind: dict[tuple[Kind, bool], int] = {}
         for chunk in range(parallel.pipeline.vpp):
             number = _stage_number(grid, parallel, rank, chunk)
             kind = (
                 kind_of(stages, number, parallel.context, model),
-                stages[number].layers.stop <= still,
+                stages[number].layers.stop <= num_frozen,
             )
             chunk_of_kind.setdefault(kind, chunk)
-        found += [(rank, chunk) for chunk in sorted(chunk_of_kind.values())]
-    return found
+        positions += [(rank, chunk) for chunk in sorted(chunk_of_kind.values())]
+    return positions
 
 
 def _stage_number(grid: Grid, parallel: ParallelConfig, rank: int, chunk: int) -> int:
-    """Which stage a chunk of a rank is."""
+    """Return the stage of a chunk of a rank."""
     placement = placement_of(schedule_name(parallel.pipeline))
     return stage_of(grid.coordinates(rank)["pp"], chunk, num_ranks=parallel.pp, placement=placement)
 
@@ -375,15 +381,17 @@ def _also_on(problem: Problem, rank: int) -> Problem:
 
 def _peak_gib() -> float:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes there, KiB elsewhere
+    return (
+        peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+    )  # bytes on macOS, KiB elsewhere
 
 
-# --- what a rank has, on paper
+# --- model of one rank on meta tensors
 
 
 @dataclass(frozen=True, slots=True)
 class PaperBatch:
-    """One microbatch without numbers."""
+    """One microbatch of meta tensors."""
 
     ids: Tensor
     labels: Tensor
@@ -394,24 +402,23 @@ class PaperBatch:
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """One rank of the layout: its groups without processes, one chunk of its model without
-    memory."""
+    """One rank of the layout: groups without processes, and its model chunks on meta tensors."""
 
     mesh: Mesh
     chunks: nn.ModuleList
-    """Every chunk of the rank: the one that is checked may use a table of another."""
+    """All chunks of the rank: the checked one may use an embedding of another."""
 
     chunk: int
     batch: PaperBatch
     hidden: Mapping[str, Type]
-    """What hidden states have to be between layers and between stages."""
+    """Expected types of hidden states between layers and between stages."""
 
     received: tuple[Tensor, ...]
-    """Hidden states from the stage before, and what was handed on with them: a memory, or the
-    hidden states of multi-token predictions; nothing where the embedding makes them."""
+    """Hidden states from the previous stage, with cross-layer source or MTP states; empty on the
+    first stage."""
 
     gradients: tuple[Tensor, ...]
-    """What the next stage sends back; nothing where the loss is."""
+    """Gradients from the next stage; empty on the last stage."""
 
     @property
     def model(self) -> Decoder:
@@ -422,7 +429,7 @@ class RankModel:
 
     @property
     def shards(self) -> dict[str, Shard]:
-        """My slice of every parameter, by name."""
+        """Shard of every parameter by name."""
         return _shards_of(self.model)
 
 
@@ -439,10 +446,9 @@ def _build(
     optim: OptimConfig = TRAIN_ALL,
     masked: bool = False,
 ) -> RankModel:
-    """Build one rank, outside of the check: an operation on a tensor without types would be refused
-    in it.
+    """Build one rank outside of the check, which would reject operations on tensors without types.
 
-    As training does, but for what has nothing to do without numbers: see `unseen`.
+    It is built as in training, except for what `unseen` lists.
     """
     mesh = mesh_on_paper(grid, rank=rank)
     chunks = _chunks(model, mesh, parallel, replace(recompute, check=False), lora, optim)
@@ -499,11 +505,10 @@ def paper_batch(
     balanced: bool = False,
     masked: bool = False,
 ) -> PaperBatch:
-    """Eight tokens for each of `parts` ranks, or a few more for padding: two rows, or documents of
-    uneven lengths.
+    """Return eight tokens per rank, plus padding: two rows, or documents of uneven lengths.
 
-    `balanced`: as in training, with what keeps experts busy; `masked`: with a mask for all
-    documents but the second, and padding.
+    `balanced`: with the inputs of aux losses; `masked`: with padding and a mask for all documents
+    but the second.
     """
     count = 8 * parts * slicing.ranks
     lengths = [3, 1, count - 4] if documents else [count // 2] * 2
@@ -531,18 +536,16 @@ def paper_batch(
 
 
 def mesh_axes(grid: Grid, names: Sequence[str] = DENSE_AXES) -> dict[str, MeshAxis]:
-    """The axes of the grid as the checker knows them: (size, stride). It ignores those of one
-    rank."""
+    """Return the checker's axes of the grid: (size, stride). It ignores axes of one rank."""
     return {axis: MeshAxis.of(*grid.strides(axis)) for axis in names}
 
 
 @contextmanager
 def experts_on_their_grid(grid: Grid) -> Iterator[None]:
-    """Let what lies between a dispatcher's two ends be typed along the axes that experts are
-    divided over.
+    """Type operations between dispatch and combine along the expert axes.
 
-    A rank's own tokens, V on every axis, are V on every axis of the other grid as well; those that
-    ranks share are refused there.
+    A rank's own tokens, V on every axis, are V on every axis of the other grid; tokens that ranks
+    share are rejected there.
     """
     if grid.experts is None:
         yield
@@ -568,7 +571,7 @@ EXPERT_WORK: tuple[tuple[type, str], ...] = (
     (transports.ReferenceDispatcher, "__call__"),
     (transports.ReferenceCombiner, "combine"),
 )
-"""What happens on the experts' grid."""
+"""Methods that run on the expert grid."""
 
 
 def _within(
@@ -577,17 +580,17 @@ def _within(
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
         with checker.set_current_mesh(axes):
-            given = [_read_in(axes, one) for one in arguments]
-            found = function(*given)
-        return _read_in(back, found) if function.__name__ == "back" else found
+            inputs = [_read_in(axes, argument) for argument in arguments]
+            result = function(*inputs)
+        return _read_in(back, result) if function.__name__ == "combine" else result
 
     return run
 
 
 def _read_in(axes: dict[str, MeshAxis], value: Any) -> Any:
-    """A tensor, or several, as another factorization of the ranks sees them."""
+    """Convert tensors to another factorization of the ranks."""
     if isinstance(value, Choice):
-        return Choice(*(_read_in(axes, one) for one in value))
+        return Choice(*(_read_in(axes, part) for part in value))
     if not isinstance(value, Tensor):
         return value
     with checker.set_current_mesh(axes):
@@ -598,15 +601,15 @@ def _read_in(axes: dict[str, MeshAxis], value: Any) -> Any:
         )
 
 
-# --- what everything starts as
+# --- initial types
 
 
 def declare(model: nn.Module, grid: Grid) -> None:
-    """Type the parameters, read off their `Shard`s: V where the box is cut; where it is whole, I if
-    declared, else R.
+    """Set the types of parameters from their `Shard`s: V if sharded; else I if declared invariant,
+    else R.
 
-    So V is never a layer's own word: a whole weight called V would type-check, and its gradient
-    would never be summed. Other tensors that modules keep are constants that every rank computes
+    The type V is derived, never declared: a replicated weight declared V would type-check, and its
+    gradient would never be summed. Other tensors of modules are constants that all ranks compute
     alike: R.
     """
     for declared, module, name in declared_parameters(model):
@@ -622,21 +625,19 @@ def declare(model: nn.Module, grid: Grid) -> None:
 
 
 def declare_inputs(batch: PaperBatch) -> None:
-    """Type a batch: every dp and cp rank has its own, every tensor-parallel rank the same for
-    different work.
+    """Set the types of a batch: V over dp and cp, R over tp.
 
-    The order of all tokens that cp ranks share is known to each of them, and the same; so are their
-    masks.
+    The order of the tokens that cp ranks share, and their masks, are replicated over cp.
     """
     tensors = [getattr(batch.tokens, field.name) for field in fields(batch.tokens)]
     context = batch.tokens.context
-    near, everyone = (
+    local, shared = (
         ((), ()) if context is None else (_orders(context.neighbors), _orders(context.everyone))
     )
     visible = batch.tokens.whole.visible
     masks = () if visible is None else (visible.keys, visible.pairs, visible.rows)
-    near, everyone = (
-        (near, (*everyone, *masks)) if context is not None else ((*near, *masks), everyone)
+    local, shared = (
+        (local, (*shared, *masks)) if context is not None else ((*local, *masks), shared)
     )
     mtp_inputs = [value for pair in batch.mtp_inputs for value in pair]
     for value in (
@@ -645,11 +646,11 @@ def declare_inputs(batch: PaperBatch) -> None:
         *mtp_inputs,
         *tensors,
         *(batch.tokens.dropout or ()),
-        *near,
+        *local,
     ):
         if isinstance(value, Tensor):
             checker.assert_type(value, _by_axis(lambda axis: V if axis in DATA_AXES else R))
-    for value in everyone:
+    for value in shared:
         if isinstance(value, Tensor):
             checker.assert_type(value, _by_axis(lambda axis: V if axis in PARTS["dp"] else R))
 
@@ -673,47 +674,46 @@ def _shards_of(model: nn.Module) -> dict[str, Shard]:
 
 
 def _shard_problems(
-    place: RankModel,
+    rank_model: RankModel,
     model: ModelConfig,
     parallel: ParallelConfig,
     lora: LoraConfig | None,
     optim: OptimConfig,
 ) -> Iterator[Problem]:
-    """Shards that call themselves cut along an axis where the next rank has the same box, or the
-    other way round.
+    """Check `Shard.cut`: ranks along a cut axis must have different boxes, and along others the
+    same.
 
-    The checker believes `cut`, and takes V for anything; so the boxes themselves have to bear it
-    out.
+    The checker relies on `cut` and accepts V anywhere.
     """
-    grid, rank = place.mesh.grid, place.mesh.rank
-    here = grid.coordinates(rank)
-    every = DENSE_AXES if grid.experts is None else DENSE_AXES + EXPERT_AXES
-    for axis in (axis for axis in every if grid.size(axis) > 1):
-        step = (here[axis] + 1) % grid.size(axis) - here[axis]
+    grid, rank = rank_model.mesh.grid, rank_model.mesh.rank
+    coordinates = grid.coordinates(rank)
+    axes = DENSE_AXES if grid.experts is None else DENSE_AXES + EXPERT_AXES
+    for axis in (axis for axis in axes if grid.size(axis) > 1):
+        step = (coordinates[axis] + 1) % grid.size(axis) - coordinates[axis]
         neighbor = rank + step * grid.strides(axis)[1]
         other = mesh_on_paper(grid, rank=neighbor)
-        theirs = _shards_of(_chunks(model, other, parallel, KEEP_ALL, lora, optim)[place.chunk])
-        for name, mine in place.shards.items():
-            if axis not in (EXPERT_AXES if mine.grid == "expert" else DENSE_AXES):
+        neighbor_shards = _shards_of(
+            _chunks(model, other, parallel, KEEP_ALL, lora, optim)[rank_model.chunk]
+        )
+        for name, shard in rank_model.shards.items():
+            if axis not in (EXPERT_AXES if shard.grid == "expert" else DENSE_AXES):
                 continue
-            same, cut = mine.box == theirs[name].box, axis in mine.cut
-            if same == cut and mine.numel > 0:
+            same, cut = shard.box == neighbor_shards[name].box, axis in shard.cut
+            if same == cut and shard.numel > 0:
                 what = (
                     f"its shard is {'cut' if cut else 'whole'} along {axis}, but the next rank "
-                    "there holds "
-                    f"{'the same' if same else 'another'} box. Use cut_dim with exactly the axes "
-                    "that divide it: the "
-                    f"sum of gradients is read off them."
+                    f"along it has {'the same' if same else 'another'} box. Use Shard.split_dim "
+                    "with exactly the axes "
+                    "that shard it, because they determine the reduction of gradients."
                 )
                 yield Problem(where=name, what=what, ranks=(rank,))
 
 
-# --- running it
+# --- run
 
 
 class TypeWatch:
-    """Knows which module is running, and holds hidden states between layers to what they have to
-    be."""
+    """Tracks the running module, and checks the types of hidden states between layers."""
 
     def __init__(self, place: RankModel) -> None:
         self.path: list[str] = []
@@ -724,36 +724,37 @@ class TypeWatch:
                 r"(?<=^layers\.)\d+", lambda number: str(int(number[0]) + first), local_name
             )
             if name:
-                module.register_forward_pre_hook(functools.partial(self._enters, name))
-                module.register_forward_hook(functools.partial(self._leaves, name))
+                module.register_forward_pre_hook(functools.partial(self._before_forward, name))
+                module.register_forward_hook(functools.partial(self._after_forward, name))
 
     def where(self, phase: str) -> str:
-        """The innermost module that has begun and not ended, else the phase."""
+        """Return the innermost running module, else the phase."""
         return self.path[-1] if self.path else phase
 
-    def _enters(self, name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
+    def _before_forward(self, name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
         self.path.append(name)
         if isinstance(module, Layer):
             expect(f"hidden states before {name}", given[0], self.hidden)
 
-    def _leaves(self, name: str, module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+    def _after_forward(
+        self, name: str, module: nn.Module, given: tuple[Tensor, ...], out: Tensor
+    ) -> None:
         if isinstance(module, Layer) or name == "norm":
             expect(f"hidden states after {name}", out, self.hidden)
         self.path.pop()
 
 
 @dataclass(eq=False)
-class TypedTwice:
-    """A region that backward runs again: torch gives the second pass new tensors, which have the
-    types of the first."""
+class TypedRecompute:
+    """Recomputed region whose new tensors in the second pass get the types of the first."""
 
     function: Callable[..., Tensor]
     watch: TypeWatch
-    first: list[Mapping[Any, Type]] | None = None  # keys: as the checker has them
+    first: list[Mapping[Any, Type]] | None = None  # keys: the checker's
     mode: TorchFunctionMode | None = None
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Run it, in the first pass or in a later one."""
+        """Run the region, in the first pass or in a recomputation."""
         if self.first is None:
             self.first, self.mode = (
                 [checker.get_local_type(x) for x in tensors],
@@ -761,172 +762,171 @@ class TypedTwice:
             )
             return self.function(*tensors)
         path = list(self.watch.path)
-        assert self.mode is not None, "a region ran outside of the check"
+        assert self.mode is not None, "a recomputed region ran outside of the check"
         try:
-            with (
-                self.mode
-            ):  # to the checker `backward` is one call, inside which it does not look by itself
+            with self.mode:  # the checker does not look inside `backward` by itself
                 for x, types in zip(tensors, self.first, strict=True):
                     checker.assert_type(x, dict(types))
                 return self.function(*tensors)
         except SpmdTypeError:
             raise
-        except (
-            BaseException
-        ):  # torch ends a second pass as soon as it has what it needs: modules are left behind
+        # torch stops a recomputation early by an exception, so modules are not exited
+        except BaseException:
             self.watch.path[:] = path
             raise
 
 
 @contextmanager
 def second_passes_typed(watch: TypeWatch) -> Iterator[None]:
-    """Let every region that is computed again keep its types."""
+    """Type every recomputed region in this context."""
 
-    plain = recomputation.recompute
+    original = recomputation.recompute
 
-    def again(
+    def typed_recompute(
         function: Callable[..., Tensor], x: LayerInput, *others: Tensor, check: bool = False
     ) -> Tensor:
-        return plain(TypedTwice(function, watch), x, *others, check=check)
+        return original(TypedRecompute(function, watch), x, *others, check=check)
 
-    with replaced(recomputation, "recompute", again):
+    with replaced(recomputation, "recompute", typed_recompute):
         yield
 
 
-def expect(what: str, x: Tensor, wanted: Mapping[str, Type]) -> None:
-    """Refuse `x` unless its types are the wanted ones: nothing crosses a border on trust."""
-    found = types_of(x)
+def expect(what: str, x: Tensor, expected: Mapping[str, Type]) -> None:
+    """Raise an error unless `x` has the expected types."""
+    types = types_of(x)
     for name, axis in axes_here().items():
-        if found.get(name) is not wanted[name]:
+        if types.get(name) is not expected[name]:
             raise SpmdTypeError(
-                f"{what} must be {IN_WORDS[wanted[name]]} over {axis!r}, but they are "
-                f"{IN_WORDS[found.get(name)]}."
+                f"{what} must be {IN_WORDS[expected[name]]} over {axis!r}, but they are "
+                f"{IN_WORDS[types.get(name)]}."
             )
 
 
-def _run(place: RankModel, counts: Counter[str]) -> Iterator[Problem]:
-    """Forward and backward at one place. What follows a problem is not looked at: it would be
-    guesswork."""
-    watch, axes = TypeWatch(place), mesh_axes(place.mesh.grid)
+def _run(rank_model: RankModel, counts: Counter[str]) -> Iterator[Problem]:
+    """Run forward and backward at one position, up to the first problem."""
+    watch, axes = TypeWatch(rank_model), mesh_axes(rank_model.mesh.grid)
     phase = "loss"
     try:
         with (
             installed_rules(counts),
             second_passes_typed(watch),
-            experts_on_their_grid(place.mesh.grid),
-            checker.traceback_filtering(
-                "off"
-            ),  # else messages end with advice about the library's own settings
+            experts_on_their_grid(rank_model.mesh.grid),
+            checker.traceback_filtering("off"),  # no advice about the library's own settings
             typecheck(),
             checker.set_current_mesh(axes),
         ):
-            declare(place.chunks, place.mesh.grid)
-            declare_inputs(place.batch)
-            for x in (*place.received, *place.gradients):
-                checker.assert_type(x, _by_axis(place.hidden.__getitem__))
-            ends = _forward(place)
+            declare(rank_model.chunks, rank_model.mesh.grid)
+            declare_inputs(rank_model.batch)
+            for x in (*rank_model.received, *rank_model.gradients):
+                checker.assert_type(x, _by_axis(rank_model.hidden.__getitem__))
+            ends = _forward(rank_model)
             phase, forward = "backward", counts.copy()
             roots = [
                 (x, dx)
-                for x, dx in zip(ends, place.gradients or (None,), strict=True)
+                for x, dx in zip(ends, rank_model.gradients or (None,), strict=True)
                 if x.requires_grad
             ]
-            if (
-                len(roots) == 1
-            ):  # the only one that may be a partial sum, which the checker lets `backward` have
+            if len(roots) == 1:  # only a single root may be a partial sum
                 roots[0][0].backward(roots[0][1])
-            elif roots:  # none of a stage below every adapter
+            elif roots:  # empty for a stage below all adapters
                 torch.autograd.backward([x for x, _ in roots], [dx for _, dx in roots])
             counts.clear()
-            counts.update(forward)  # without those of second passes
+            counts.update(forward)  # without those of recomputation
     except SpmdTypeError as error:
         what, detail = (
-            _in_our_words(text, place.mesh.grid)
+            _translate_message(text, rank_model.mesh.grid)
             for text in (str(error.args[0]), error.context or "")
         )
-        yield Problem(where=watch.where(phase), what=what, detail=detail, ranks=(place.mesh.rank,))
+        yield Problem(
+            where=watch.where(phase), what=what, detail=detail, ranks=(rank_model.mesh.rank,)
+        )
     except RuntimeError as error:
         if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
-            # an operation without a meta kernel, or one that reads numbers: a fault of ours, not of
-            # the layout
+            # An operation without a meta kernel, or one that reads values: a bug of ours.
             raise
         yield Problem(
-            where=watch.where(phase), what=f"shapes do not fit: {error}", ranks=(place.mesh.rank,)
+            where=watch.where(phase), what=f"shape mismatch: {error}", ranks=(rank_model.mesh.rank,)
         )
     else:
-        yield from _without_gradient(place)
+        yield from _without_gradient(rank_model)
 
 
-def _forward(place: RankModel) -> tuple[Tensor, ...]:
-    """What backward starts from: this rank's part of the mean loss; before the last stage, what the
-    next one gets."""
-    batch, stage, given = place.batch, place.model.stage, place.model.received(place.received)
+def _forward(rank_model: RankModel) -> tuple[Tensor, ...]:
+    """Return the roots of backward: this rank's part of the mean loss, or the states for the next
+    stage."""
+    batch, stage, given = (
+        rank_model.batch,
+        rank_model.model.stage,
+        rank_model.model.received(rank_model.received),
+    )
     if not stage.loss:
-        found = place.model(batch.ids, batch.tokens, mtp_inputs=batch.mtp_inputs, **given)
-        ends = found if isinstance(found, tuple) else (found,)
-        for x, what in zip(ends, _names(place), strict=False):
-            expect(f"{what} for the next stage", x, place.hidden)
+        result = rank_model.model(batch.ids, batch.tokens, mtp_inputs=batch.mtp_inputs, **given)
+        ends = result if isinstance(result, tuple) else (result,)
+        for x, what in zip(ends, _names(rank_model), strict=False):
+            expect(f"{what} for the next stage", x, rank_model.hidden)
         return ends
-    losses = place.model.losses(
+    losses = rank_model.model.losses(
         batch.ids, batch.labels, batch.tokens, mtp_inputs=batch.mtp_inputs, **given
     )
     for loss in losses:
         expect("losses", loss, {axis: V if axis in DATA_AXES else I for axis in DENSE_AXES})
     return (
         normalize_losses_by_labels(
-            losses, num_labels=[1000] * len(losses), weight=1.0, mesh=place.mesh
+            losses, num_labels=[1000] * len(losses), weight=1.0, mesh=rank_model.mesh
         ),
     )
 
 
-def _names(place: RankModel) -> Iterator[str]:
-    """What stages hand on."""
+def _names(rank_model: RankModel) -> Iterator[str]:
+    """Yield the names of the states that stages send."""
     yield "hidden states"
-    depths = place.model.config.mtp.num_layers
+    depths = rank_model.model.config.mtp.num_layers
     yield from [f"hidden states of depth {depth}" for depth in range(1, depths + 1)] or ["memory"]
 
 
-def _without_gradient(place: RankModel) -> Iterator[Problem]:
-    wanted = not isinstance(
-        place.model.run_layers, BelowTrained
+def _without_gradient(rank_model: RankModel) -> Iterator[Problem]:
+    is_needed = not isinstance(
+        rank_model.model.run_layers, BelowTrained
     )  # else nothing before these layers is trained
-    for x, where in zip(place.received if wanted else (), _names(place), strict=False):
+    for x, where in zip(rank_model.received if is_needed else (), _names(rank_model), strict=False):
         if x.grad is None:
-            what = f"no gradient reached the {where} of the stage before. Use them in the stage."
-            yield Problem(where=where, what=what, ranks=(place.mesh.rank,))
-    for declared, module, name in declared_parameters(place.model):
+            what = f"the {where} of the previous stage got no gradient. Use them in this stage."
+            yield Problem(where=where, what=what, ranks=(rank_model.mesh.rank,))
+    for declared, module, name in declared_parameters(rank_model.model):
         parameter = getattr(module, name)
         if parameter.requires_grad and parameter.grad is None:
             yield Problem(
                 where=declared.shard.name,
-                what="no gradient reached this parameter. Use it in the loss, or remove it.",
-                ranks=(place.mesh.rank,),
+                what="this parameter got no gradient. Use it in the loss, or remove it.",
+                ranks=(rank_model.mesh.rank,),
             )
 
 
-def _in_our_words(text: str, grid: Grid) -> str:
-    """The checker's text with our names of axes and collectives: tp for `MeshAxis(8:1)`, leave for
-    a P -> I sum."""
+def _translate_message(text: str, grid: Grid) -> str:
+    """Replace the checker's names of axes and collectives: tp for `MeshAxis(8:1)`, reduce_from_tp
+    for a P -> I sum."""
     names = {part: part for part in DENSE_AXES + EXPERT_AXES}
     for axis, parts in (PARTS if grid.experts is None else PARTS | EXPERT_PARTS).items():
         text = text.replace("_".join(parts), axis)
-        if min(map(grid.size, parts)) == 1:  # then only one part is left, and is all of it
+        if min(map(grid.size, parts)) == 1:  # then the other part is the whole axis
             names |= dict.fromkeys(parts, axis)
-    places = mesh_axes(grid) | (mesh_axes(grid, EXPERT_AXES) if grid.experts is not None else {})
-    for name, place in places.items():
-        text = text.replace(repr(place), names[name])
+    representative_ranks = mesh_axes(grid) | (
+        mesh_axes(grid, EXPERT_AXES) if grid.experts is not None else {}
+    )
+    for name, mesh_axis in representative_ranks.items():
+        text = text.replace(repr(mesh_axis), names[name])
         text = re.sub(rf"\b{name}\b", names[name], text)
-    for theirs, ours in WORDS:
-        text = re.sub(theirs, ours, text, flags=re.MULTILINE)
+    for pattern, replacement in WORDS:
+        text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
     return text.strip()
 
 
-# --- in a process of its own
+# --- in a child process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What a child process is asked."""
+class ChildRequest:
+    """Input of the child process."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -940,8 +940,7 @@ class Question:
 
 
 PROGRAM = "from megalith.verify.types import answer; answer()"
-"""What the child runs. This file must not be its `__main__`, or there would be two of each
-class."""
+"""Code of the child. This file must not be its `__main__`, or its classes would exist twice."""
 
 
 def type_check_in_child(
@@ -957,8 +956,8 @@ def type_check_in_child(
     fault: str | None = None,
     timeout_seconds: float = 600.0,
 ) -> TypeReport:
-    """`type_check` in a process of its own, which the checker may change as it likes; with a fault
-    planted, if named.
+    """Run `type_check` in a child process, which the checker may modify; with a planted fault, if
+    named.
 
     Raises:
         PlanError: the degrees do not multiply to the world size, or a rank is not in it.
@@ -966,10 +965,10 @@ def type_check_in_child(
     """
     grid = model_grid(parallel, model, world)
     for rank in ranks or ():
-        grid.coordinates(rank)  # refuses a rank that is not there, before a process is started
+        grid.coordinates(rank)  # rejects invalid ranks before a process is started
     if fault is not None:
         fault_named(fault)
-    question = Question(
+    request = ChildRequest(
         model=model,
         parallel=parallel,
         world=world,
@@ -985,7 +984,7 @@ def type_check_in_child(
     }
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        input=json.dumps(to_dict(question)),
+        input=json.dumps(to_dict(request)),
         capture_output=True,
         text=True,
         env=environment | {"OMP_NUM_THREADS": "1"},
@@ -994,25 +993,25 @@ def type_check_in_child(
     )
     if done.returncode != 0:
         raise RuntimeError(
-            f"the type check ended with code {done.returncode}; this is what it "
-            f"said:\n{done.stderr}"
+            f"the type check ended with exit code {done.returncode}; its standard error "
+            f"is:\n{done.stderr}"
         )
     return from_dict(TypeReport, json.loads(done.stdout))
 
 
 def answer() -> None:
-    """The life of the child: a question as JSON on standard input, a report as JSON on standard
-    output."""
-    question = from_dict(Question, json.load(sys.stdin))
-    with planted(question.fault):
+    """Main function of the child: read a request as JSON from standard input, write a report to
+    standard output."""
+    request = from_dict(ChildRequest, json.load(sys.stdin))
+    with planted(request.fault):
         report = type_check(
-            question.model,
-            question.parallel,
-            world=question.world,
-            ranks=question.ranks,
-            recompute=question.recompute,
-            offload=question.offload,
-            lora=question.lora,
-            optim=question.optim,
+            request.model,
+            request.parallel,
+            world=request.world,
+            ranks=request.ranks,
+            recompute=request.recompute,
+            offload=request.offload,
+            lora=request.lora,
+            optim=request.optim,
         )
     json.dump(to_dict(report), sys.stdout)

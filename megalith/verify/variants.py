@@ -1,5 +1,4 @@
-"""Tiny models of every kind of layer, for the matrix of layouts: sizes as in verify/matrix.py, all
-weights at work."""
+"""Tiny models with every layer variant, for the matrix of layouts."""
 
 from dataclasses import replace
 
@@ -26,7 +25,7 @@ PLAIN = ModelConfig(
     ffn_hidden_size=20,
     max_seq_len=48,
 )
-"""What the others change."""
+"""Base model of the variants."""
 
 NORMED_AROUND = replace(
     PLAIN,
@@ -41,13 +40,13 @@ NORMED_AROUND = replace(
         qk_norm="head", softcap=2.0, window=5, window_layers=(True, False), scale=0.3
     ),
 )
-"""As Gemma 2 and 3: norms before and after, caps, windows in every other layer, positions of two
-kinds."""
+"""Like Gemma 2 and 3: norms before and after, softcap, sliding window in every other layer, two
+RoPE bases."""
 
 NORMED_AFTER = replace(
     PLAIN, fp32_residual=True, norm_placement="after", attention=AttentionConfig(qk_norm="whole")
 )
-"""As OLMo 2: norms only after, queries and keys normed over all heads."""
+"""Like OLMo 2: norms only after the layers, QK norm over all heads."""
 
 PARALLEL = replace(
     PLAIN,
@@ -60,8 +59,7 @@ PARALLEL = replace(
     mlp_bias=True,
     rope=RopeConfig(fraction=0.34),
 )
-"""As GPT-NeoX: attention and MLP side by side, LayerNorm, a third of the features turned,
-biases."""
+"""Like GPT-NeoX: parallel attention and MLP, LayerNorm, RoPE on a third of the features, biases."""
 
 ONE_NORM = replace(
     PARALLEL,
@@ -73,7 +71,7 @@ ONE_NORM = replace(
     embedding_init_std=0.1,
     init_overrides=(("*.mlp.down", 0.3),),
 )
-"""As Falcon, with one norm for both; and muP, three times as wide as its base."""
+"""Like Falcon: one norm for attention and MLP; with muP at three times the base width."""
 
 LEARNED = replace(
     PARALLEL,
@@ -84,7 +82,7 @@ LEARNED = replace(
     rope=RopeConfig(),
     dropout=DropoutConfig(embedding=0.1, residual=0.2),
 )
-"""As GPT-2: a learned vector for every place, and dropout."""
+"""Like GPT-2: learned positions, and dropout."""
 
 SINKS = replace(
     PLAIN,
@@ -99,16 +97,15 @@ SINKS = replace(
     ),
     attention=AttentionConfig(sinks=True, window=4, window_layers=(True, False)),
 )
-"""As gpt-oss: sinks, windows in every other layer, yarn, a clamped gate; and pairs of neighbors
-turn."""
+"""Like gpt-oss: attention sinks, sliding window in every other layer, YaRN, clamped gate,
+interleaved RoPE."""
 
 GATED = replace(
     PLAIN,
     attention=AttentionConfig(gated=True, qk_norm="l2"),
     rope=RopeConfig(skip=(False, True), sections=(1, 1, 1)),
 )
-"""Attention with a gate, L2 norms, every other layer without positions, the rest with places in
-time, height, width."""
+"""Gated attention, L2 norms, every other layer without RoPE, the others with multimodal RoPE."""
 
 BOTH_WAYS = replace(
     PLAIN,
@@ -121,8 +118,7 @@ BOTH_WAYS = replace(
     ),
     dropout=DropoutConfig(attention=0.2),
 )
-"""As an encoder: tokens see what comes after them, too; softmax off by one, and some of its weights
-are dropped."""
+"""Encoder: bidirectional attention, off-by-one softmax, attention dropout."""
 
 RELATIVE = replace(
     PLAIN,
@@ -134,8 +130,7 @@ RELATIVE = replace(
     attention=AttentionConfig(scale=1.0),
     tied_embeddings=True,
 )
-"""As a T5 decoder: biases by distance, from one table for all layers, and scores that are not
-scaled."""
+"""Like a T5 decoder: relative position biases from one table for all layers, unscaled attention."""
 
 CHUNKED = replace(
     PLAIN,
@@ -148,8 +143,8 @@ CHUNKED = replace(
         chunked=True,
     ),
 )
-"""As Llama 4: chunks of documents and L2 norms where layers turn; elsewhere no positions, and
-queries that grow."""
+"""Like Llama 4: chunked attention and L2 norms in layers with RoPE; others without positions, with
+attention temperature."""
 
 LATENT = replace(
     PLAIN,
@@ -166,11 +161,10 @@ LATENT = replace(
     ),
     rope=RopeConfig(interleaved=True, scaling="yarn", factor=4.0, original_max_position=16),
 )
-"""As DeepSeek-V2: keys and values of all heads from a short vector."""
+"""Like DeepSeek-V2: multi-head latent attention."""
 
 MTP_MODEL = replace(PLAIN, mtp=MTPConfig(num_layers=2, loss_weight=0.5))
-"""As DeepSeek-V3: layers that predict two tokens further ahead, and a table that both ends of a
-pipeline need."""
+"""Like DeepSeek-V3: two MTP layers, and embeddings that both ends of a pipeline need."""
 
 HETEROGENEOUS = replace(
     PLAIN,
@@ -187,8 +181,8 @@ HETEROGENEOUS = replace(
         ffn_hidden_size=(14, 22, 20, 9),
     ),
 )
-"""As Nemotron's found by search: parts of layers left out, replaced by one matrix, or of other
-sizes."""
+"""Like Nemotron models found by architecture search: parts of layers removed, replaced by a linear
+layer, or of other sizes."""
 
 CROSS_LAYER = replace(
     PLAIN,
@@ -197,8 +191,7 @@ CROSS_LAYER = replace(
     output_bias=True,
     attention=AttentionConfig(window=4, window_layers=(True, False), scale=1.0, softcap=3.0),
 )
-"""As YOCO: layers that look at what an earlier one made of the same tokens; here after one layer,
-and not the next."""
+"""Like YOCO: layers that attend to the hidden states of an earlier layer."""
 
 VARIANTS = {
     "normed around": NORMED_AROUND,
@@ -214,7 +207,7 @@ VARIANTS = {
     "heterogeneous": HETEROGENEOUS,
     "chunked": CHUNKED,
     "relative": RELATIVE,
-    "looking back": CROSS_LAYER,
+    "cross-layer": CROSS_LAYER,
 }
 
 # --- mixtures of experts
@@ -231,7 +224,7 @@ NARROW = replace(
         aux_loss=AuxLossConfig(batch_coeff=0.2, z_loss_coeff=0.05),
     ),
 )
-"""Experts of few features in every other layer, which refuse what goes beyond their share."""
+"""Small experts in every other layer, with expert capacity."""
 
 PADDED = replace(
     NARROW,
@@ -244,7 +237,7 @@ PADDED = replace(
         capacity=CapacityConfig(factor=0.9, pad=True),
     ),
 )
-"""The same with fewer seats, and equally many rows for every expert, whatever tokens choose."""
+"""The same with lower capacity, and experts padded to it."""
 
 BIASED_CHOICE = replace(
     PLAIN,
@@ -267,8 +260,7 @@ BIASED_CHOICE = replace(
         aux_loss=AuxLossConfig(sequence_coeff=0.1, batch_coeff=0.2, z_loss_coeff=0.05),
     ),
 )
-"""As DeepSeek-V3: sigmoid scores, groups, a balancing bias; an MLP for all tokens, here with a gate
-of its own."""
+"""Like DeepSeek-V3: sigmoid scores, groups, expert bias, and a gated shared expert."""
 
 NOISY = replace(
     PLAIN,
@@ -282,9 +274,12 @@ NOISY = replace(
         aux_loss=AuxLossConfig(global_batch_coeff=0.3, sequence_coeff=0.1, of_choices=True),
     ),
 )
-"""As Switch Transformer: noise on what routers read, experts that refuse the last of a
-microbatch and compute equally many rows; and balance over the global batch, which makes one of
-the microbatches that data-parallel ranks see at once: no process has both, so there is no dp."""
+"""Like Switch Transformer: router input noise, token dropping by position, padding to capacity, and
+an aux loss over the global batch.
+
+That loss needs the microbatches of all data-parallel ranks as one, and the capacity single ones;
+one process cannot do both, so there is no dp.
+"""
 
 OVER_THE_STEP = replace(
     PLAIN,
@@ -297,7 +292,7 @@ OVER_THE_STEP = replace(
         aux_loss=AuxLossConfig(global_batch_coeff=0.7, sequence_coeff=0.1, z_loss_coeff=0.05),
     ),
 )
-"""Balance over the global batch, with nothing beside it that depends on what a microbatch has."""
+"""Aux loss over the global batch, with nothing that depends on single microbatches."""
 
 PLANNED = replace(
     PLAIN,
@@ -312,8 +307,8 @@ PLANNED = replace(
         aux_loss=AuxLossConfig(sinkhorn=True),
     ),
 )
-"""One expert for each token, chosen by a plan of all ranks, and weighed before it: as Llama 4, but
-for the plan."""
+"""Like Llama 4, top-1 experts with the router weight applied to the input; routed by Sinkhorn over
+all ranks."""
 
 OFFSET = replace(
     PLAIN,
@@ -326,8 +321,8 @@ OFFSET = replace(
         aux_loss=AuxLossConfig(quantile=True, quantile_ema=0.3, z_loss_coeff=0.05),
     ),
 )
-"""Experts whose logits are moved after each step to what would have made them equally busy in
-it; scores of square roots."""
+"""Experts whose logits get offsets after each step that would have balanced it; square-root
+scores."""
 
 CLAMPED = replace(
     PLAIN,
@@ -343,12 +338,12 @@ CLAMPED = replace(
         aux_loss=AuxLossConfig(batch_coeff=0.1),
     ),
 )
-"""As gpt-oss: experts and routers with biases."""
+"""Like gpt-oss: experts and routers with biases."""
 
 MTP_EXPERTS = replace(
     BIASED_CHOICE, tied_embeddings=True, mtp=MTPConfig(num_layers=2, loss_weight=0.5)
 )
-"""Layers with experts that predict further tokens."""
+"""Layers with experts, and MTP."""
 
 WHOLE_LATENT = replace(
     LATENT,
@@ -370,9 +365,8 @@ WHOLE_LATENT = replace(
     ),
     mtp=MTPConfig(num_layers=1, loss_weight=0.5),
 )
-"""DeepSeek-V3 whole: latent attention, experts beside a shared one in all layers but the first,
-judged in groups by the sum of their best, and one layer with experts that predicts a token
-further."""
+"""Complete DeepSeek-V3: latent attention, shared expert, group-limited routing in all layers but
+the first, and one MTP layer with experts."""
 
 PLANNED_PAIRS = replace(
     PLAIN,
@@ -385,7 +379,7 @@ PLANNED_PAIRS = replace(
         aux_loss=AuxLossConfig(sinkhorn=True),
     ),
 )
-"""Two experts for each token, chosen by a plan of all ranks, and an MLP for all tokens."""
+"""Sinkhorn-routed top-2 experts, and a shared expert."""
 
 MIXTURES = {
     "narrow": NARROW,

@@ -82,7 +82,7 @@ def test_cat_reads_the_tokenizer_that_prepare_recorded(
     assert run("cat", "moved/a") == 2
     error = capsys.readouterr().err
     assert "moved/a.tokenizer.yaml: the store was written by the tokenizer huggingface-" in error
-    assert "Pass --tokenizer with the one that wrote it, or --ids." in error
+    assert "Pass --tokenizer with the original tokenizer, or --ids." in error
     shutil.rmtree("moved/words")
     assert run("cat", "moved/a") == 2 and run("cat", "moved/a", "--ids") == 0
     assert "neither a folder nor a model in the local Hugging Face cache" in capsys.readouterr().err

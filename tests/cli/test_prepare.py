@@ -179,7 +179,7 @@ def test_a_tiktoken_vocabulary_makes_the_ids(
         ),
         (
             ("--tokenizer", "nowhere.model"),
-            "there is no tokenizer.model. Set it to a SentencePiece model",
+            "no tokenizer.model found. Set it to a SentencePiece model",
         ),
     ],
 )

@@ -48,7 +48,7 @@ def test_the_table_says_which_part_proves_what(
     assert main(["verify", recipe]) == 0
     output = capsys.readouterr().out
     assert "proof of the layout" in output and "every rule" in output and "NO" not in output
-    assert "at its real size: (b) sees every gradient's sum, but no values" in " ".join(
+    assert "at its real size: (b) the reduction of every gradient, but no values" in " ".join(
         output.split()
     )
 
@@ -141,7 +141,7 @@ def test_all_is_the_matrix_and_every_fault(
     ]
     assert (
         "layout 2/2 pp2 gpipe: holds, " in printed.err
-        and "fault 1/1 dp_sum_averaged: refused" in printed.err
+        and "fault 1/1 dp_sum_averaged: rejected" in printed.err
     )
     assert main(["verify", "--all", "--sample"]) == 0
     output = " ".join(capsys.readouterr().out.split())

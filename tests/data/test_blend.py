@@ -70,7 +70,7 @@ def test_samples_come_from_the_member_and_place_of_the_order() -> None:
     assert blend.sample(1).ids.tolist() == parts[1].sample(0).ids.tolist()
     assert blend.sample(2).ids.tolist() == parts[0].sample(1).ids.tolist()
     with pytest.raises(
-        DataError, match=r"the blend has 30 samples, and sample 30 was asked for\. Use more data"
+        DataError, match=r"sample 30 was requested, and the blend has 30 samples\. Use more data"
     ):
         blend.sample(30)
 
@@ -88,5 +88,5 @@ def test_a_member_that_is_too_short_is_named() -> None:
 
 def test_too_many_members_are_refused() -> None:
     part = members(1, 10)[0]
-    with pytest.raises(DataError, match="a blend of 32767 members: use at most 32766"):
+    with pytest.raises(DataError, match="the blend has 32767 datasets, and the maximum is 32766"):
         BlendedDataset([part] * 32767, ["a"] * 32767, weighted_order([1], 2), "print")

@@ -148,7 +148,7 @@ def test_a_blend_without_weights_reads_each_once(tmp_path: Path) -> None:
     inputs = [int(token) for k in range(48) for token in train.sample(k).ids[:-1]]
     assert len(inputs) == len(set(inputs))
     text = (
-        r"training data has 48 samples, and the run reads 49\. Set weights in front of the prefixes"
+        r"training data has 48 samples, and the run needs 49\. Set weights in front of the prefixes"
     )
     with pytest.raises(DataError, match=text):
         build(data, train_samples=49, valid_samples=0)
@@ -158,7 +158,7 @@ def test_a_whole_split_cannot_be_weighted(tmp_path: Path) -> None:
     data = DataConfig(path=("1", write(tmp_path, "a"), "2", write(tmp_path, "b")), split="1,1,0")
     with pytest.raises(
         ConfigError,
-        match=r"data weights \[1\.0, 2\.0\] cannot be honored over the whole valid split",
+        match=r"data weights \[1\.0, 2\.0\] cannot be applied to the whole valid split",
     ):
         build(data, valid_samples=None)
 
@@ -220,7 +220,7 @@ def test_a_longer_run_can_keep_the_order_it_began_with(tmp_path: Path) -> None:
     assert kept.sample(39).ids.tolist() == short.sample(39).ids.tolist()
     with pytest.raises(
         DataError,
-        match=r"has 64 samples, and the run reads 70\. Set data\.num_train_samples=40 higher",
+        match=r"has 64 samples, and the run needs 70\. Increase or remove data\.num_train_samples",
     ):
         build(pinned, train_samples=70, valid_samples=0)
 
@@ -285,10 +285,10 @@ def test_every_missing_store_is_named_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes, text",
     [
-        ({"seed": -1}, r"seed=-1: the order of samples needs a seed of 0 to 4294967295\. Set seed"),
+        ({"seed": -1}, r"seed=-1: the sample order needs a seed from 0 to 4294967295\. Set seed"),
         (
             {"test_samples": 5},
-            r"data\.split=1,1,0 gives test nothing, but the run reads 5 test samples\. Set a test",
+            r"data\.split=1,1,0 assigns no data to test, but the run reads 5 test samples\. Set",
         ),
         (
             {"seq_len": 500},

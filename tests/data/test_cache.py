@@ -120,12 +120,12 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ConfigError,
-        match=r"indices cannot be kept in .*file/cache.*Set data\.cache_path to a folder",
+        match=r"indices cannot be written to .*file/cache.*Set data\.cache_path to a writable",
     ):
         load_or_build(tmp_path / "file" / "cache", "x", Builder())
 
 
-def test_a_full_disk_is_told_and_leaves_no_entry(
+def test_full_disk_is_reported_and_leaves_no_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_space(*arguments: object, **options: object) -> None:
@@ -134,7 +134,7 @@ def test_a_full_disk_is_told_and_leaves_no_entry(
     monkeypatch.setattr(np, "save", no_space)
     with pytest.raises(
         DataError,
-        match=r"cannot be kept \(.*No space left on device\)\. Free some space, or set data",
+        match=r"cannot be written \(.*No space left on device\)\. Free some space, or set data",
     ):
         load_or_build(tmp_path, "x", Builder())
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
@@ -149,4 +149,4 @@ def test_without_locks_everyone_builds_and_says_so(
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with caplog.at_level(logging.WARNING):
         assert load_or_build(tmp_path, "x", Builder())["a"].tolist() == [0, 1, 2, 3, 4]
-    assert "every process builds for itself" in caplog.text
+    assert "every process builds the index" in caplog.text

@@ -67,7 +67,7 @@ def test_the_text_is_that_of_transformers(source: str, prompt: bool) -> None:
     assert ChatTemplate("t", source, specials).render(TALK, tools=tools, prompt=prompt) == expected
 
 
-def test_generation_blocks_are_what_is_learnt_and_the_pieces_are_the_whole() -> None:
+def test_generation_blocks_are_what_is_learned_and_the_pieces_are_the_whole() -> None:
     template = ChatTemplate("chatml", BUILT_IN["chatml"])
     assert learned(template) == ["yo<|im_end|>", "no<|im_end|>"]
     assert "".join(piece.text for piece in template.pieces(TALK)) == template.render(TALK)
@@ -114,12 +114,12 @@ def test_nemotrons_formats_are_megatrons(
     assert template.render(SPOKEN).startswith(template.render(SPOKEN[:-1], prompt=True))
     assert template.turn_end() == ("<SPECIAL_12>" if prompt else "")
     with pytest.raises(
-        DataError, match=rf"{name}: .*it has no words for the role tool.*or set another template"
+        DataError, match=rf"{name}: .*it has no words for the role tool.*or another template"
     ):
         template.render([*SPOKEN[:2], {"role": "tool", "content": "7"}])
 
 
-def test_without_blocks_turns_are_learnt_from_where_they_depart_from_the_prompt() -> None:
+def test_without_blocks_turns_are_learned_from_where_they_depart_from_the_prompt() -> None:
     template = ChatTemplate("t", WITHOUT_BLOCKS, {"eos_token": "</s>"})
     assert learned(template) == ["yo</s>", "no</s>"]
     assert template.pieces(TALK)[0] == TextPiece(
@@ -139,15 +139,15 @@ def test_a_message_can_be_left_out(source: str) -> None:
     assert template.render(talk) == template.render(TALK), "templates do not see it"
 
 
-def test_a_template_that_forgets_earlier_turns_is_refused_with_the_first_difference() -> None:
+def test_template_that_removes_earlier_turns_is_rejected_with_the_first_difference() -> None:
     forgets = (
         "{% for m in messages %}{{ '[' + m.role + ']' + (m.content if loop.last or m.role "
         "== 'user' else '-') }}"
     )
     template = ChatTemplate("t.jinja", forgets + "{% endfor %}")
     message = (
-        r"t.jinja: the first 3 messages alone are not how .* at character \d+ they have "
-        r"'yo', the whole has '-.user"
+        r"t.jinja: the text of the first 3 messages is not a prefix .* at character \d+ it has "
+        r"'yo', the whole text has '-.user"
     )
     with pytest.raises(DataError, match=message):
         template.pieces(TALK)
@@ -158,19 +158,19 @@ def test_a_template_that_forgets_earlier_turns_is_refused_with_the_first_differe
     [
         (
             "{{ raise_exception('no tools here') }}",
-            r"t: the chat template refuses .*TemplateError: no tools here",
+            r"t: the chat template rejects .*TemplateError: no tools here",
         ),
         (
             "{{ messages[99].content }}",
-            r"t: the chat template refuses the conversation \(UndefinedError",
+            r"t: the chat template rejects the conversation \(UndefinedError",
         ),
         (
             "{{ messages.append(1) }}",
-            r"t: the chat template refuses the conversation \(SecurityError",
+            r"t: the chat template rejects the conversation \(SecurityError",
         ),
         (
             "{{ ''.__class__.__mro__ }}",
-            r"t: the chat template refuses the conversation \(SecurityError",
+            r"t: the chat template rejects the conversation \(SecurityError",
         ),
         (
             "{% for %}",
@@ -179,7 +179,7 @@ def test_a_template_that_forgets_earlier_turns_is_refused_with_the_first_differe
         ),
     ],
 )
-def test_templates_that_fail_or_do_what_they_should_not_are_told(source: str, message: str) -> None:
+def test_templates_that_fail_or_are_unsafe_are_reported(source: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         ChatTemplate("t", source).render(TALK)
 
@@ -240,7 +240,7 @@ TWICE = TRIPLE + TRIPLE.replace("x", "y")
 )
 def test_template_that_takes_too_much_time_or_memory_is_stopped(source: str) -> None:
     with pytest.raises(
-        DataError, match=r"^t: the chat template refuses the conversation \(TemplateLimitError: .*"
+        DataError, match=r"^t: the chat template rejects the conversation \(TemplateLimitError: .*"
     ):
         ChatTemplate("t", source).render(TALK)
 
@@ -295,7 +295,7 @@ def test_train_needs_a_block_for_each_turn() -> None:
         ChatTemplate("t", one).pieces([*TALK[:4], {**TALK[4], "train": False}])
 
 
-def test_a_day_that_is_set_is_told_instead_of_today() -> None:
+def test_strftime_now_returns_the_configured_date() -> None:
     source = '{{ strftime_now("%d %b %Y") }}'
     assert ChatTemplate("t", source, today=datetime(2024, 7, 26)).render([]) == "26 Jul 2024"
     assert (

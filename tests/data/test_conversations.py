@@ -1,5 +1,4 @@
-"""Conversations are read in the shapes that people publish; what is wrong is told with file and
-row."""
+"""Conversations are read in common formats; errors state file and row."""
 
 import gzip
 import json
@@ -12,8 +11,8 @@ import zstandard
 from megalith.data.conversations import (
     Conversation,
     _message,
-    conversations_of_row,
-    made_up,
+    generate_mock_conversations,
+    parse_row,
     read_conversations,
 )
 from megalith.errors import DataError
@@ -22,7 +21,7 @@ HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
 
 def of(row: dict[str, Any]) -> list[Conversation]:
-    return conversations_of_row(row, "f.jsonl", 7)
+    return parse_row(row, "f.jsonl", 7)
 
 
 def test_published_shapes_are_the_same_conversation() -> None:
@@ -110,11 +109,11 @@ def test_files_packed_or_not_and_parquet_give_the_same(tmp_path: Path) -> None:
             r'message 2 \(assistant\) has "train": 0. Use false',
         ),
         ({"instruction": "a", "output": 3}, "f.jsonl:7: 'output' is int, not a text"),
-        ({"messages": HI, "tools": "{"}, "f.jsonl:7: 'tools' is no JSON"),
+        ({"messages": HI, "tools": "{"}, "f.jsonl:7: 'tools' is not JSON"),
         ({"messages": HI, "tools": "{}"}, "f.jsonl:7: 'tools' is dict. Use a list"),
     ],
 )
-def test_what_is_no_conversation_is_told_with_file_and_row(
+def test_invalid_conversations_are_reported_with_file_and_row(
     row: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
@@ -130,10 +129,10 @@ def test_what_is_no_conversation_is_told_with_file_and_row(
         ),
         (b'{"a": "\xff"}', "a.jsonl:2: not JSON in UTF-8"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "a.jsonl:2: not JSON in UTF-8"),
-        (b"[1]", "a.jsonl:2: list where an object must be: '.1.'. Use messages"),
+        (b"[1]", "a.jsonl:2: expected an object, not list: '.1.'. Use messages"),
     ],
 )
-def test_damaged_lines_are_told_with_file_and_row(
+def test_damaged_lines_are_reported_with_file_and_row(
     line: bytes, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a.jsonl").write_bytes(json.dumps({"messages": HI}).encode() + b"\n" + line + b"\n")
@@ -148,8 +147,12 @@ def test_plain_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_made_up_ones_are_sums_that_are_right_and_the_same_every_time() -> None:
-    found = list(made_up(20, 1))
-    assert found == list(made_up(20, 1)) != list(made_up(20, 2))
+    found = list(generate_mock_conversations(20, 1))
+    assert (
+        found
+        == list(generate_mock_conversations(20, 1))
+        != list(generate_mock_conversations(20, 2))
+    )
     for conversation in found:
         for question, answer in zip(conversation.messages[::2], conversation.messages[1::2]):
             a, b = (int(word) for word in question["content"].rstrip("?").split() if word.isdigit())

@@ -112,12 +112,12 @@ def test_where_a_document_came_from_is_known(tmp_path: Path) -> None:
     "line, reason, text",
     [
         (b"{broken", "not JSON", "{broken"),
-        (b"[1, 2]", "not JSON", "an object is expected, not list"),
+        (b"[1, 2]", "not JSON", "expected an object, not list"),
         (b'{"body": "x", "id": 3}', "lacks a key", "no 'text' among the keys ['body', 'id']"),
         (b'{"text": 5}', "not text", "'text' is int, not a text or a list of texts"),
         (b'{"text": ["a", 5]}', "not text", "'text' is list"),
         (b'{"text": "\xff"}', "not UTF-8", "invalid start byte at byte 10"),
-        (b'{"text": "\\ud83e"}', "not UTF-8", "half a surrogate pair in 'text'"),
+        (b'{"text": "\\ud83e"}', "not UTF-8", "lone surrogate in 'text'"),
         (b"   ", "blank", "an empty line"),
         (b"[" * 100_000, "not JSON", "[[[["),
     ],
@@ -165,11 +165,11 @@ def test_files_folders_and_globs_name_each_file_once(tmp_path: Path) -> None:
 def test_inputs_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "corpus.jsonl", b"")
     with pytest.raises(
-        DataError, match=r"corpsu\.jsonl: no file there\. Use a file, .*such as \['corpus\.jsonl'\]"
+        DataError, match=r"corpsu\.jsonl: no such file\. Use a file, .*such as \['corpus\.jsonl'\]"
     ):
         find_sources([str(tmp_path / "corpsu.jsonl")])
     with pytest.raises(
-        DataError, match=r"\.arrow files hold no plain text\. Use JSONL or text files"
+        DataError, match=r"\.arrow files do not contain plain text\. Use JSONL or text files"
     ):
         find_sources([write(tmp_path / "x.arrow", b"")])
 
@@ -181,7 +181,7 @@ def test_packed_files_that_are_damaged_are_refused(tmp_path: Path, name: str) ->
     for damaged in (contents[: len(contents) // 3], b"not packed at all"):
         path.write_bytes(damaged)
         with pytest.raises(
-            DataError, match=rf"{name}: cannot be read to its end .*Copy or pack the file again"
+            DataError, match=rf"{name}: cannot be read completely .*Copy or compress the file again"
         ):
             documents(find_sources([str(path)]))
 

@@ -57,7 +57,7 @@ def test_every_document_with_a_token_to_predict_is_read_whole_once_an_epoch(tmp_
     }
     assert len(orders) > 1, "epochs are shuffled anew"
     assert (
-        "4 documents of 6.2 tokens on average, 1 left out with nothing to predict" in dataset.report
+        "4 documents of 6.2 tokens on average, 1 dropped with nothing to predict" in dataset.report
     )
 
 
@@ -85,11 +85,12 @@ def test_documents_that_are_too_long_are_refused_cut_or_left_out(tmp_path: Path)
         documents(store(tmp_path), seq_len=6, overlong=how) for how in ("truncate", "drop")
     )
     assert (
-        sorted(cut.lengths_of(k)[0] for k in range(4)) == [2, 4, 6, 6] and ", 2 cut" in cut.report
+        sorted(cut.lengths_of(k)[0] for k in range(4)) == [2, 4, 6, 6]
+        and ", 2 truncated" in cut.report
     )
     assert (
         sorted(less.lengths_of(k)[0] for k in range(2)) == [2, 4]
-        and ", 2 left out as too long" in less.report
+        and ", 2 dropped as too long" in less.report
     )
     whole = next(cut.sample(k) for k in range(4) if len(cut.sample(k).ids) == 6)
     assert whole.labels.tolist() == [2, 3, 4, 5, 6, 7]
@@ -99,14 +100,14 @@ def test_documents_that_are_too_long_are_refused_cut_or_left_out(tmp_path: Path)
     )
 
 
-def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_invalid_documents_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
-        match=r"has 0 documents to read of 2: 0 are too long .* 2 have no token to predict",
+        match=r"has 0 usable documents of 2: 0 are too long .* 2 have no token to predict",
     ):
         documents(store(tmp_path, "1 1"))
     with pytest.raises(
-        DataError, match=r"has 4 documents, and document 4 was asked for. Use more data"
+        DataError, match=r"has 4 documents, and document 4 was requested. Use more data"
     ):
         documents(store(tmp_path)).sample(4)
     with pytest.raises(DataError, match="token id 59 is outside the vocabulary of 59 ids"):
@@ -135,7 +136,7 @@ def test_splits_and_mock_settings_make_documents_of_text(tmp_path: Path) -> None
     assert np.all(splits.train.sample(0).ids >= 0)
 
 
-def test_a_blend_tells_what_became_of_each_stores_documents_and_when_there_are_no_more(
+def test_blend_reports_documents_of_each_store(
     tmp_path: Path,
 ) -> None:
     for name, lengths in {"a": (3, 9, 4), "b": (12, 5)}.items():
@@ -158,10 +159,10 @@ def test_a_blend_tells_what_became_of_each_stores_documents_and_when_there_are_n
         whole_documents=True,
     )
     assert [note.split(": ")[0] for note in splits.notes] == ["train", "train"]
-    assert all(note.endswith(", 1 left out as too long") for note in splits.notes)
+    assert all(note.endswith(", 1 dropped as too long") for note in splits.notes)
     assert isinstance(splits.train, Indexed) and len(splits.train) == 3
     assert sorted(splits.train.lengths_of(k) for k in range(3)) == [(2,), (3,), (4,)]
     with pytest.raises(
-        DataError, match=r"the blend has 3 samples, and sample 3 was asked for. Use more data"
+        DataError, match=r"sample 3 was requested, and the blend has 3 samples. Use more data"
     ):
         splits.train.lengths_of(3)

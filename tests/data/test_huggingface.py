@@ -91,19 +91,19 @@ def test_two_files_that_do_not_make_a_tokenizer_of_gpt2_are_refused(
     file = two_files(folder, tmp_path / "two")
     (file.parent / "tokenizer_config.json").write_text('{"tokenizer_class": "CodeGenTokenizer"}')
     with pytest.raises(
-        DataError, match=r"of a CodeGenTokenizer, which does more .* Use its tokenizer\.json"
+        DataError, match=r"its tokenizer_class is CodeGenTokenizer, .* Use the tokenizer\.json"
     ):
         HuggingFaceTokenizer(str(file))
     (file.parent / "tokenizer_config.json").unlink()
     (file.parent / "merges.txt").write_text("not in the vocabulary\n")
     with pytest.raises(
         DataError,
-        match=r"with merges\.txt no vocabulary of byte pairs .*Use the two files that came",
+        match=r"not a BPE vocabulary with merges\.txt .*Use two files of the same tokenizer",
     ):
         HuggingFaceTokenizer(str(file))
     (file.parent / "merges.txt").unlink()
     with pytest.raises(
-        DataError, match=r"its merges merges\.txt must be beside it\. Copy them there"
+        DataError, match=r"merges\.txt is missing in the same folder\. Copy it there"
     ):
         HuggingFaceTokenizer(str(file))
     with pytest.raises(
@@ -113,7 +113,7 @@ def test_two_files_that_do_not_make_a_tokenizer_of_gpt2_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "told"),
+    ("name", "contents", "message"),
     [
         ("tokenizer_config.json", {"add_prefix_space": True}, "add_prefix_space=true"),
         (
@@ -126,22 +126,26 @@ def test_two_files_that_do_not_make_a_tokenizer_of_gpt2_are_refused(
             {"added_tokens_decoder": {"300": {"content": "<|pad|>"}}},
             "a token '<|pad|>'",
         ),
-        ("special_tokens_map.json", {"eos_token": "!", "pad_token": "!"}, "say a token '!', which"),
+        (
+            "special_tokens_map.json",
+            {"eos_token": "!", "pad_token": "!"},
+            "sets a token '!', which",
+        ),
         ("added_tokens.json", {"<|pad|>": 300}, "a token '<|pad|>'"),
     ],
 )
 def test_what_gives_texts_other_ids_than_two_files_do_is_refused(
-    name: str, said: dict[str, object], told: str, folder: str, tmp_path: Path
+    name: str, contents: dict[str, object], message: str, folder: str, tmp_path: Path
 ) -> None:
     file = two_files(folder, tmp_path / "two")
-    usual = {
+    defaults = {
         "tokenizer_class": "GPT2Tokenizer",
         "add_prefix_space": False,
         "unk_token": "<|endoftext|>",
     }
-    rest = usual if name == "tokenizer_config.json" else {}
-    (file.parent / "tokenizer_config.json").write_text(json.dumps(usual))
-    (file.parent / name).write_text(json.dumps(rest | said))
+    rest = defaults if name == "tokenizer_config.json" else {}
+    (file.parent / "tokenizer_config.json").write_text(json.dumps(defaults))
+    (file.parent / name).write_text(json.dumps(rest | contents))
     before = HuggingFaceTokenizer(str(two_files(folder, tmp_path / "plain")))
     theirs = transformers.GPT2Tokenizer.from_pretrained(file.parent)
     text = "It was!<|pad|>"
@@ -149,7 +153,7 @@ def test_what_gives_texts_other_ids_than_two_files_do_is_refused(
         "reason enough"
     )
     with pytest.raises(
-        DataError, match=rf"{re.escape(told)}.* Use its tokenizer\.json, as transformers"
+        DataError, match=rf"{re.escape(message)}.* Use the tokenizer\.json that transformers"
     ):
         HuggingFaceTokenizer(str(file))
     (file.parent / name).write_text(json.dumps(rest))
@@ -191,7 +195,7 @@ def test_a_tokenizer_without_end_token_says_so_when_asked(tmp_path: Path) -> Non
     tokenizer = HuggingFaceTokenizer(str(tmp_path))
     assert tokenizer.vocab_size == 2
     with pytest.raises(
-        DataError, match=r"no end-of-document token is named in it\. Set tokenizer\.eod to the text"
+        DataError, match=r"the files name no end-of-document token\. Set tokenizer\.eod to the text"
     ):
         _ = tokenizer.eod
 
@@ -259,11 +263,13 @@ def test_files_that_are_no_tokenizer_are_refused(folder: str, tmp_path: Path) ->
 def test_a_vocabulary_without_room_for_merges_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
-        match=r"vocab_size=257: bytes and the end token alone are 257 ids\. Use 258 or more",
+        match=r"vocab_size=257: bytes and end-of-document token take 257 ids\. Use 258 or more",
     ):
         train_bpe([TEXT], vocab_size=257, path=str(tmp_path))
 
 
 def test_a_tokenizer_is_not_trained_into_a_file(folder: str) -> None:
-    with pytest.raises(DataError, match=r"tokenizer\.json: cannot be written .*Use a folder"):
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json: cannot be written .*Use a writable folder"
+    ):
         train_bpe(["text"], vocab_size=300, path=f"{folder}/tokenizer.json")

@@ -113,9 +113,9 @@ def test_modes_are_inferred_from_the_size(tmp_path: Path) -> None:
         and store.sequence_modes is not None
         and store.sequence_modes.tolist() == [0, 1]
     )
-    with pytest.raises(DataError, match="the multimodal setting differs"):
+    with pytest.raises(DataError, match="multimodal does not match the file"):
         IndexedDataset(prefix, multimodal=False)
-    with pytest.raises(DataError, match="the multimodal setting differs"):
+    with pytest.raises(DataError, match="multimodal does not match the file"):
         IndexedDataset(write_golden(tmp_path), multimodal=True)
 
 
@@ -193,13 +193,13 @@ def test_truncated_files_are_refused(tmp_path: Path) -> None:
     prefix = write_golden(tmp_path)
     index_path(prefix).write_bytes(bytes.fromhex(GOLDEN_IDX)[:20])
     with pytest.raises(
-        DataError, match="20 bytes, but a header alone has 34. It is a truncated copy"
+        DataError, match="20 bytes, but the header alone has 34. It is a truncated copy"
     ):
         IndexedDataset(prefix)
     index_path(prefix).write_bytes(bytes.fromhex(GOLDEN_IDX))
     tokens_path(prefix).write_bytes(bytes.fromhex(GOLDEN_BIN) + b"\0\0")
     with pytest.raises(
-        DataError, match="12 bytes found, 10 expected .* the two files are not of the same store"
+        DataError, match="12 bytes found, 10 expected .* the two files belong to different stores"
     ):
         IndexedDataset(prefix)
 
@@ -212,17 +212,15 @@ def test_a_file_cut_after_opening_is_noticed(tmp_path: Path) -> None:
         store.get(1)
 
 
-def test_verify_finds_what_opening_does_not(tmp_path: Path) -> None:
+def test_verify_reports_problems_that_opening_does_not_check(tmp_path: Path) -> None:
     prefix = str(tmp_path / "long")
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for _ in range(4):
             builder.add_document(np.arange(5), [2, 3])
         builder.finalize()
     damaged(prefix, 34 + 12 * 8 + 16, struct.pack("<q", 1))
-    told = IndexedDataset(prefix).verify()
-    assert told == [
-        f"{prefix}.idx: the document index falls after document 1, expected it never to"
-    ]
+    problems = IndexedDataset(prefix).verify()
+    assert problems == [f"{prefix}.idx: the document index decreases after document 1"]
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 1 << 20])
@@ -254,7 +252,7 @@ def test_damage_in_the_middle_is_refused_at_opening(
     text: str,
     at_once: int,
 ) -> None:
-    monkeypatch.setattr(indexed, "_SEQUENCES_AT_ONCE", at_once)
+    monkeypatch.setattr(indexed, "_CHECK_CHUNK", at_once)
     prefix = str(tmp_path / "long")
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for _ in range(4):
@@ -267,7 +265,7 @@ def test_damage_in_the_middle_is_refused_at_opening(
 
 
 @pytest.mark.parametrize("start", [-4, 8])
-def test_tokens_that_are_not_there_are_told(tmp_path: Path, start: int) -> None:
+def test_missing_tokens_are_reported(tmp_path: Path, start: int) -> None:
     store = IndexedDataset(write_golden(tmp_path))
     store.sequence_pointers = np.array(
         [0, start]
@@ -290,7 +288,7 @@ def test_a_missing_store_is_named_with_near_matches(tmp_path: Path) -> None:
         DataError, match="Set the path to a prefix that `megalith prepare --output` wrote"
     ):
         IndexedDataset(str(tmp_path / "zzz" / "zzz"))
-    with pytest.raises(DataError, match="Use the prefix without the ending: .*other"):
+    with pytest.raises(DataError, match="Use the prefix without the file extension: .*other"):
         IndexedDataset(str(tmp_path / "zzz" / "other.bin"))
 
 
@@ -321,7 +319,7 @@ def test_joining_stores_equals_writing_them_at_once(tmp_path: Path) -> None:
         ).read_bytes()
     with IndexedDatasetBuilder(str(tmp_path / "wide"), np.int32) as builder:
         with pytest.raises(
-            DataError, match="holds uint16 tokens.*is written as int32.*Use stores of one kind"
+            DataError, match="has uint16 tokens.*is written as int32.*Use stores of the same type"
         ):
             builder.add_index(first)
 
@@ -333,7 +331,7 @@ def test_lengths_that_do_not_fit_and_unknown_types_are_refused(tmp_path: Path) -
             match=r"document with 5 ids but lengths \[2, 2\]: expected lengths that sum to 5",
         ):
             builder.add_document(np.arange(5), [2, 2])
-    with pytest.raises(DataError, match="token type float16 has no code: use one of"):
+    with pytest.raises(DataError, match="unsupported token type float16: use one of"):
         IndexedDatasetBuilder(str(tmp_path / "x"), np.float16)
 
 
@@ -365,6 +363,6 @@ def test_the_fingerprint_follows_the_tokens_too(tmp_path: Path) -> None:
 def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        DataError, match=r"output .*file/x: cannot be written .*Use an output in a folder"
+        DataError, match=r"output .*file/x: cannot be written .*Use an output in a writable folder"
     ):
         IndexedDatasetBuilder(str(tmp_path / "file" / "x"), np.uint16)

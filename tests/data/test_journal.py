@@ -83,7 +83,11 @@ def test_unfinished_work_is_kept_when_the_next_run_does_not_fit(tmp_path: Path) 
     interrupted(tmp_path)
     others = [Source("a", "jsonl", 101, 1), SOURCES[1]]
     for work, options, text in (
-        (journal(tmp_path), {"resume": False}, r"holds an unfinished run\. Pass --resume to go on"),
+        (
+            journal(tmp_path),
+            {"resume": False},
+            r"contains an unfinished run\. Pass --resume to continue",
+        ),
         (
             journal(tmp_path, settings="x"),
             {"resume": True},
@@ -139,7 +143,7 @@ def test_work_of_another_process_is_not_called_unfinished(tmp_path: Path, resume
         first.start(resume=False, overwrite=False)
         first.append(Position(1), [block([1, 2])], Totals(documents=1, tokens=2))
         with (
-            pytest.raises(DataError, match=r"work: another process is writing it .*Wait for it"),
+            pytest.raises(DataError, match=r"work: another process is writing to it .*Wait for it"),
             journal(tmp_path) as w,
         ):
             w.start(resume=resume, overwrite=False)
@@ -148,7 +152,7 @@ def test_work_of_another_process_is_not_called_unfinished(tmp_path: Path, resume
     assert IndexedDataset(str(tmp_path / "out")).get(0).tolist() == [1, 2]
 
 
-def test_a_place_that_cannot_be_written_is_told(
+def test_folder_that_cannot_be_written_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -158,7 +162,9 @@ def test_a_place_that_cannot_be_written_is_told(
 
     monkeypatch.setattr(Path, "exists", refuse)
     with (
-        pytest.raises(DataError, match=r"file/work: cannot be written .*Use an output in a folder"),
+        pytest.raises(
+            DataError, match=r"file/work: cannot be written .*Use an output in a writable folder"
+        ),
         journal(tmp_path / "file") as work,
     ):
         work.start(resume=False, overwrite=False)

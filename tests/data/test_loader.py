@@ -110,7 +110,7 @@ def test_cyclic_samplers_go_round_in_megatrons_order() -> None:
 
 
 def _rows_read(rank: int, world: int) -> tuple[list[int], int]:
-    """First token of every row that one rank reads, and the count of labels it was told."""
+    """First token of every row that one rank reads, and its global label count."""
     step = loader(
         build_mesh(model_grid(ParallelConfig(), tiny_run().model, world), rank=rank).dp
     ).next()
@@ -142,7 +142,7 @@ def test_documents_start_after_each_end_and_drop_the_label_that_crosses() -> Non
     assert batch.num_labels == 4
 
 
-def test_further_depths_read_and_predict_tokens_further_on_in_the_same_document() -> None:
+def test_mtp_inputs_are_shifted_within_the_document() -> None:
     sample = Sample(np.array([5, 6, 9, 7, 8, 9, 4], dtype=np.int64), 7)
     (first, second), whole = (
         build_batch(
@@ -156,7 +156,7 @@ def test_further_depths_read_and_predict_tokens_further_on_in_the_same_document(
 
 
 @pytest.mark.parametrize("by", ["row", "document"])
-def test_ranks_that_share_rows_share_what_further_depths_read(
+def test_context_parallel_ranks_shard_mtp_inputs(
     by: Literal["row", "document"],
 ) -> None:
     draw = np.random.default_rng(0)
@@ -447,7 +447,7 @@ def test_a_pack_of_nothing_is_filler() -> None:
 def test_sums_of_digests_tell_ranks_that_deal_alike() -> None:
     check_batches_consistent_across_ranks(3, [5, 25], alone("dp"))
     with pytest.raises(
-        DataError, match=r"in different ways \(microbatches: 3 on rank 0\). Make sure that all"
+        DataError, match=r"differently \(microbatches: 3 on rank 0\). Use the same version"
     ):
         check_batches_consistent_across_ranks(3, [5, 24], alone("dp"))
 

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from megalith.data.loops import (
+    compile_if_long,
     compiled,
-    fill_exhaustive_order,
-    fill_sample_index,
-    fill_weighted_order,
-    loop_for,
+    compute_exhaustive_order,
+    compute_sample_index,
+    compute_weighted_order,
 )
 
 
 def test_sample_indices_are_equal_compiled_and_plain() -> None:
-    fast = compiled(fill_sample_index)
+    fast = compiled(compute_sample_index)
     for case in range(200):
         draw = np.random.default_rng(case)
         lengths = draw.integers(0, 20, draw.integers(1, 30)).astype(np.int32)
@@ -27,18 +27,18 @@ def test_sample_indices_are_equal_compiled_and_plain() -> None:
             continue
         plain = np.zeros((count + 1, 2), np.int32)
         made = np.zeros_like(plain)
-        fill_sample_index(lengths, documents, seq_len, extra, plain)
+        compute_sample_index(lengths, documents, seq_len, extra, plain)
         fast(lengths, documents, seq_len, extra, made)
         assert made.tolist() == plain.tolist()
 
 
-@pytest.mark.parametrize("fill", [fill_weighted_order, fill_exhaustive_order])
+@pytest.mark.parametrize("fill", [compute_weighted_order, compute_exhaustive_order])
 def test_blend_orders_are_equal_compiled_and_plain(fill: Callable[..., None]) -> None:
     fast = compiled(fill)
     for case in range(50):
         draw = np.random.default_rng(case)
         sizes = draw.integers(1, 40, draw.integers(1, 9))
-        shares = sizes / sizes.sum() if fill is fill_weighted_order else sizes
+        shares = sizes / sizes.sum() if fill is compute_weighted_order else sizes
         made = []
         for run in (fill, fast):
             counts, members = np.zeros(len(sizes), np.int64), np.zeros(sizes.sum(), np.int16)
@@ -51,10 +51,10 @@ def test_blend_orders_are_equal_compiled_and_plain(fill: Callable[..., None]) ->
 def test_read_only_views_of_files_can_be_compiled_for() -> None:
     lengths = np.frombuffer(b"\0\0" + np.array([3, 4, 5], np.int32).tobytes(), np.int32, 3, 2)
     index = np.zeros((3, 2), np.int32)
-    compiled(fill_sample_index)(lengths, np.arange(3, dtype=np.int32), 5, 1, index)
+    compiled(compute_sample_index)(lengths, np.arange(3, dtype=np.int32), 5, 1, index)
     assert index.tolist() == [[0, 0], [1, 2], [2, 3]]
 
 
 def test_short_loops_are_not_compiled() -> None:
-    assert loop_for(fill_sample_index, rounds=100) is fill_sample_index
-    assert loop_for(fill_sample_index, rounds=10**7) is compiled(fill_sample_index)
+    assert compile_if_long(compute_sample_index, rounds=100) is compute_sample_index
+    assert compile_if_long(compute_sample_index, rounds=10**7) is compiled(compute_sample_index)

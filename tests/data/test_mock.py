@@ -64,7 +64,9 @@ def test_lengths_of_a_file_come_in_turn(tmp_path: Path) -> None:
 def test_a_file_of_anything_else_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lengths.txt"
     path.write_text(text)
-    with pytest.raises(DataError, match=r"expected whole numbers from 1 on. Use for example: 17"):
+    with pytest.raises(DataError, match=r"expected positive integers. Example: 17"):
         read_lengths(str(path))
-    with pytest.raises(DataError, match=r"none cannot be read .* Set it to a file of numbers"):
+    with pytest.raises(
+        DataError, match=r"none cannot be read .* Set it to a text file of integers"
+    ):
         read_lengths(str(tmp_path / "none"))

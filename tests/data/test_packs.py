@@ -8,11 +8,11 @@ import pytest
 
 from megalith.data.packs import (
     PackingInput,
-    joined,
-    numbers_of,
+    pack_documents,
     pack_first_fit,
     read_packs,
     report_of,
+    token_numbers,
     write_packs,
 )
 from megalith.data.sample import PackedSample
@@ -27,20 +27,22 @@ def document(first: int, length: int) -> PackedSample:
 
 
 def test_documents_follow_one_another_and_filler_them() -> None:
-    row = joined([document(10, 3), document(50, 2)], Budget(capacity=12, longest=4))
+    row = pack_documents([document(10, 3), document(50, 2)], Budget(capacity=12, longest=4))
     assert (
         row.ids.tolist() == [10, 11, 12, 50, 51] + [0] * 7
         and row.labels.tolist() == [11, 12, 13, 51, 52] + [-1] * 7
     )
     assert row.lengths == (3, 2, 4, 3) and row.read_lengths == (3, 2) and row.num_valid == 5
-    assert numbers_of([7, 2], row, 100).tolist() == [700, 701, 702, 200, 201] + [-1] * 7
-    empty = joined([], Budget(capacity=12, longest=8))
+    assert token_numbers([7, 2], row, 100).tolist() == [700, 701, 702, 200, 201] + [-1] * 7
+    empty = pack_documents([], Budget(capacity=12, longest=8))
     assert empty.lengths == (8, 4) and empty.read_lengths == () and (empty.labels == -1).all()
-    assert numbers_of([], empty, 100).tolist() == [-1] * 12
+    assert token_numbers([], empty, 100).tolist() == [-1] * 12
 
 
 def test_documents_that_will_be_padded_leave_room_for_it() -> None:
-    row = joined([document(10, 3), document(50, 5)], Budget(capacity=24, longest=8, multiple=4))
+    row = pack_documents(
+        [document(10, 3), document(50, 5)], Budget(capacity=24, longest=8, multiple=4)
+    )
     padded = sum(length + -length % 4 for length in row.lengths)
     assert row.read_lengths == (3, 5) and padded == 24 and sum(row.lengths) == 20
 
@@ -62,8 +64,8 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     path, filled = tmp_path / "packs.npz", pack_first_fit(ROOM, 1)
     write_packs(path, ROOM, filled)
     found = read_packs(str(path), ROOM)
-    assert (found.filled.documents == filled.documents).all() and (
-        found.filled.starts == filled.starts
+    assert (found.packed.documents == filled.documents).all() and (
+        found.packed.starts == filled.starts
     ).all()
     assert len(found.digest) == 32 and list(tmp_path.iterdir()) == [path]
 
@@ -72,15 +74,16 @@ def test_a_file_for_others_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "packs.npz"
     write_packs(path, ROOM, pack_first_fit(ROOM, 1))
     others = {
-        "other conversations or another template or tokenizer: abc there, xyz here": ROOM._replace(
+        "conversations, template or tokenizer: abc in the file, xyz in this run": ROOM._replace(
             digest="xyz"
         ),
-        "train.seq_len: 10 there, 12 here": ROOM._replace(seq_len=12),
-        "data.sft.overlong: drop there, error here": ROOM._replace(overlong="error"),
+        "train.seq_len: 10 in the file, 12 in this run": ROOM._replace(seq_len=12),
+        "data.sft.overlong: drop in the file, error in this run": ROOM._replace(overlong="error"),
     }
     for text, room in others.items():
         with pytest.raises(
-            DataError, match=f"was made for {text}. Make it again with `megalith data pack`"
+            DataError,
+            match=f"was packed with other {text}. Create it again with `megalith data pack`",
         ):
             read_packs(str(path), room)
     for wrong in (
@@ -89,7 +92,8 @@ def test_a_file_for_others_is_refused(tmp_path: Path) -> None:
     ):
         write_packs(path, ROOM, wrong)
         with pytest.raises(
-            DataError, match="does not hold each of the 7 conversations once, in rows of at most 10"
+            DataError,
+            match="does not contain each of the 7 conversations once, in rows of at",
         ):
             read_packs(str(path), ROOM)
     write_packs(path, ROOM, pack_first_fit(ROOM, 1))
@@ -103,7 +107,7 @@ def test_a_file_for_others_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     for name in ("packs.npz", "cut.npz", "bit.npz", "none"):
         with pytest.raises(
-            DataError, match=r"is not a file of packs \(.*\). Make it with `megalith data pack`"
+            DataError, match=r"is not a file of packs \(.*\). Create it with `megalith data pack`"
         ):
             read_packs(str(tmp_path / name), ROOM)
 

@@ -146,7 +146,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(
         with (tmp_path / "out.preparing" / "text.tokens").open("ab") as file:
             file.write(b"what was written after the last save")
     with pytest.raises(
-        DataError, match=r"out\.preparing holds an unfinished run\. Pass --resume to go on"
+        DataError, match=r"out\.preparing contains an unfinished run\. Pass --resume to continue"
     ):
         prepare(config(tmp_path))
     totals = prepare(config(tmp_path, resume=True))
@@ -233,7 +233,8 @@ def test_resuming_with_other_settings_or_files_is_refused(
     with pytest.raises(Stop):
         prepare(config(tmp_path), report=StopAfter(3))
     with pytest.raises(
-        DataError, match=r"begun with other settings or files \(append_eod differ\)\. Use the same"
+        DataError,
+        match=r"written with other settings or files \(append_eod differ\)\. Use the same",
     ):
         prepare(config(tmp_path, resume=True, append_eod=False))
     os.utime(tmp_path / "corpus.jsonl", ns=(0, 0))
@@ -251,19 +252,20 @@ def test_two_runs_cannot_write_one_output(tmp_path: Path) -> None:
 
     def second(progress: Progress) -> None:
         with pytest.raises(
-            DataError, match=r"out\.preparing: another process is writing it .*use another output"
+            DataError,
+            match=r"out\.preparing: another process is writing to it .*use another output",
         ):
             prepare(config(tmp_path, resume=True))
 
     prepare(config(tmp_path), report=second)
 
 
-def test_an_existing_store_is_kept_unless_told(tmp_path: Path) -> None:
+def test_existing_store_is_kept_without_overwrite(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     prepare(config(tmp_path))
     before = hashes(tmp_path / "out")
     with pytest.raises(
-        DataError, match=r"out: a store of that name exists\. Use another name, or pass --overwrite"
+        DataError, match=r"out: the store already exists\. Use another name, or pass --overwrite"
     ):
         prepare(config(tmp_path, append_eod=False))
     assert hashes(tmp_path / "out") == before and not (tmp_path / "out.preparing").exists()
@@ -274,7 +276,7 @@ def test_an_existing_store_is_kept_unless_told(tmp_path: Path) -> None:
 BAD = ["{broken", '{"body": 1}', '{"text": 5}', "", '{"text": ""}']
 
 
-def test_bad_lines_are_counted_and_told(tmp_path: Path) -> None:
+def test_bad_lines_are_counted_and_reported(tmp_path: Path) -> None:
     lines = [*BAD, '{"text": "good"}', "also broken"]
     (tmp_path / "corpus.jsonl").write_bytes("\n".join(lines).encode() + b'\n{"text": "\xff"}\n')
     totals = prepare(config(tmp_path))
@@ -298,7 +300,8 @@ def test_bad_lines_are_counted_and_told(tmp_path: Path) -> None:
 def test_strict_refuses_the_first_bad_line_and_leaves_nothing(tmp_path: Path, line: str) -> None:
     (tmp_path / "corpus.jsonl").write_text(f'{{"text": "good"}}\n{line}\n')
     with pytest.raises(
-        DataError, match=r"corpus\.jsonl:2: .*\. Correct it, or run without --strict to count"
+        DataError,
+        match=r"corpus\.jsonl:2: .*\. Correct it, or run without --strict to skip and count",
     ):
         prepare(config(tmp_path, strict=True))
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
@@ -320,7 +323,7 @@ def test_input_without_text_is_refused_and_leaves_nothing(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 
 
-def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_corpus(tmp_path)
 
     def full(*arguments: object) -> None:
@@ -328,7 +331,7 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(
-        DataError, match=r"No space left on device\. Free some space, and pass --resume to go on"
+        DataError, match=r"No space left on device\. Free some space, and pass --resume to continue"
     ):
         prepare(config(tmp_path))
     assert not (tmp_path / "out.bin").exists()
@@ -341,7 +344,7 @@ def test_ids_beyond_the_stated_vocabulary_are_refused(
     monkeypatch.setattr(ByteTokenizer, "vocab_size", 100)
     with pytest.raises(
         DataError,
-        match=r"the tokenizer gave id \d+, but its vocabulary has 100 ids\. Use a tokenizer",
+        match=r"the tokenizer returned id \d+, but its vocabulary has 100 ids\. Use tokenizer files",
     ):
         prepare(config(tmp_path))
 

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from megalith.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megalith.data.mock import MockStore
 from megalith.data.pretrain import (
-    ContinuedDataset,
+    ExtendedDataset,
     PretrainDataset,
     WindowPlan,
+    build_extended_dataset,
     build_sample_index,
-    continued,
     plan_epochs,
     split_range,
 )
@@ -208,7 +208,7 @@ def test_a_short_member_of_a_blend_repeats_with_a_warning(
     assert dataset.num_samples >= 4 and set(dataset.sample(3).ids.tolist()) == {0, 1, 2, 100, 101}
     assert (
         "the train split of" in caplog.text
-        and "has 5 tokens: they repeat inside each sample" in caplog.text
+        and "has only 5 tokens, which repeat inside each sample" in caplog.text
     )
     with pytest.raises(DataError, match="has 5 tokens in 2 sequences, and one sample needs 9"):
         PretrainDataset(store, plan(None), vocab_size=1000, repeat_short=True)
@@ -232,7 +232,7 @@ def test_a_sample_past_the_end_is_refused(tmp_path: Path) -> None:
     dataset = PretrainDataset(store_of(tmp_path, LENGTHS), plan(None), vocab_size=500)
     with pytest.raises(
         DataError,
-        match=r"train split of .*corpus has 4 samples, and sample 4 was asked for\. Use more",
+        match=r"train split of .*corpus has 4 samples, and sample 4 was requested\. Use more",
     ):
         dataset.sample(4)
 
@@ -270,7 +270,7 @@ def test_mock_samples_need_no_file() -> None:
     assert follows.all()
 
 
-def read(dataset: PretrainDataset | ContinuedDataset, count: int | None = None) -> list[list[int]]:
+def read(dataset: PretrainDataset | ExtendedDataset, count: int | None = None) -> list[list[int]]:
     return [
         dataset.sample(k).ids.tolist()
         for k in range(dataset.num_samples if count is None else count)
@@ -299,9 +299,9 @@ def test_what_was_read_stays_however_often_a_split_is_made_longer(
     def build(part: WindowPlan) -> PretrainDataset:
         return PretrainDataset(store, part, vocab_size=2000)
 
-    before: PretrainDataset | ContinuedDataset = build(plan(counts[0]))
+    before: PretrainDataset | ExtendedDataset = build(plan(counts[0]))
     for number in range(1, 5):
-        longer = continued(build, plan(counts[0]), counts[1:number])
+        longer = build_extended_dataset(build, plan(counts[0]), counts[1:number])
         assert longer.num_samples == len(longer) >= counts[number - 1]
         assert read(longer, before.num_samples) == read(before)
         assert longer.fingerprint.startswith(before.fingerprint)
@@ -311,16 +311,16 @@ def test_what_was_read_stays_however_often_a_split_is_made_longer(
         before = longer
     with pytest.raises(
         DataError,
-        match=f"and sample {before.num_samples} was asked for. Use more data, or set train.",
+        match=f"and sample {before.num_samples} was requested. Use more data, or set train.",
     ):
         before.sample(before.num_samples)
-    with pytest.raises(DataError, match="sample -1 was asked for"):
+    with pytest.raises(DataError, match="sample -1 was requested"):
         before.sample(-1)
 
 
 def test_what_follows_reads_every_document_again_in_another_order(tmp_path: Path) -> None:
     store = store_of(tmp_path, [9] * 20)
-    longer = continued(
+    longer = build_extended_dataset(
         lambda part: PretrainDataset(store, part, vocab_size=2000), plan(22, extra=0), [44, 66]
     )
     samples, size = read(longer), longer.num_samples // 3

@@ -13,8 +13,8 @@ from megalith.config.attention import AttentionConfig
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
 from megalith.data.loader import Masks, build_batch, masks_of
-from megalith.data.packs import joined
-from megalith.data.row_masks import joined_masks, with_row_masks
+from megalith.data.packs import pack_documents
+from megalith.data.row_masks import join_masks, with_row_masks
 from megalith.data.sample import PackedSample, RowMask, Sample
 from megalith.errors import DataError
 from megalith.kernels.attention import attention
@@ -86,7 +86,7 @@ def test_rows_that_fill_up_a_batch_ask_for_no_way_that_knows_masks() -> None:
     ).tokens
     assert tokens.visible is None
     x = torch.randn(24, 2, 8)
-    assert attention(x, x, x, tokens, Scores(causal=False), kernel="tiles").isfinite().all()
+    assert attention(x, x, x, tokens, Scores(causal=False), kernel="cpu_tiled").isfinite().all()
 
 
 def test_whether_padding_is_hidden_follows_from_the_model() -> None:
@@ -135,13 +135,13 @@ def test_joined_rows_have_their_masks_side_by_side_and_filler_sees_nothing() -> 
             (4, RowMask(np.arange(4) != 1)),
         )
     ]
-    row = joined(documents, Budget(capacity=12, longest=8))
+    row = pack_documents(documents, Budget(capacity=12, longest=8))
     assert row.mask is not None and not row.mask.alone
     expected = np.zeros((12, 12), bool)
     expected[:3, :3], expected[3:5, 3:5], expected[5:9, 5:9] = np.eye(3), True, np.arange(4) != 1
     assert np.array_equal(row.mask.seen, expected)
     assert (
-        joined(
+        pack_documents(
             [replace(document, mask=None) for document in documents], Budget(capacity=12, longest=8)
         ).mask
         is None
@@ -153,17 +153,17 @@ def test_joined_rows_have_their_masks_side_by_side_and_filler_sees_nothing() -> 
         True,
         *[False] * 3,
     ]
-    every = joined_masks([RowMask(np.ones((2, 2), bool), alone=True)] * 2, [2, 2], 5)
+    every = join_masks([RowMask(np.ones((2, 2), bool), alone=True)] * 2, [2, 2], 5)
     assert every is not None and every.alone and every.seen.sum() == 8 and every.text is None
 
 
 def test_padding_in_joined_rows_is_padding_as_in_rows_of_their_own() -> None:
     text, rest = np.arange(4) != 1, np.arange(8) < 7
-    row = joined_masks([RowMask(text), None], [4, 3], 8)
+    row = join_masks([RowMask(text), None], [4, 3], 8)
     assert row is not None and row.seen.tolist() == [*text, *[True] * 3, False], (
         "no [8, 8] for what [8] says"
     )
-    pairs = joined_masks([RowMask(np.eye(4, dtype=bool), text=text), None], [4, 3], 8)
+    pairs = join_masks([RowMask(np.eye(4, dtype=bool), text=text), None], [4, 3], 8)
     assert (
         pairs is not None
         and pairs.text is not None
@@ -190,24 +190,24 @@ def test_rows_in_which_nothing_is_read_keep_the_kind_of_mask() -> None:
 MISTAKES = {
     "shape": (
         [RowMask(np.ones((3, 4), bool))],
-        "the mask of row 0 is [3, 4]: a row of 4 tokens must have [4, 4], or [4]",
+        "the mask of row 0 has shape [3, 4]: a row of 4 tokens needs [4, 4], or [4]",
     ),
     "padding": (
         [RowMask(np.ones((4, 4), bool), text=np.ones(3, bool))],
-        "the padding of row 0 is [3]: a row of 4 tokens must",
+        "the padding mask of row 0 has shape [3]: a row of 4 tokens needs",
     ),
     "numbers": (
         [RowMask(np.ones(4))],
-        "the mask of row 0 is float64: expected bool, True where a token may be seen.",
+        "the mask of row 0 has dtype float64: expected bool, True where a token may be attended",
     ),  # type: ignore[arg-type]  # the mistake
     "two kinds": (
         [RowMask(np.ones((4, 4), bool), alone=True), None],
-        "rows of one microbatch have alone=[True, False]: masks that take the place of causality "
-        "must be in all",
+        "rows of one microbatch have alone=[True, False]: masks that replace the causal mask need "
+        "shape [s, s]",
     ),
     "padding alone": (
         [RowMask(np.ones(4, bool), alone=True)],
-        "must be in all of its rows, and of all pairs. Use np.tril",
+        "in every row of the microbatch. Use np.tril",
     ),
 }
 
@@ -219,4 +219,4 @@ def test_what_does_not_fit_is_named(mistake: str) -> None:
         with_row_masks(tokens_of_lengths([4] * len(rows)), rows, [4] * len(rows))
     assert text in str(refused.value)
     with pytest.raises(DataError):
-        joined_masks(rows, [4] * len(rows), 8)
+        join_masks(rows, [4] * len(rows), 8)

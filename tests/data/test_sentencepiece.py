@@ -79,7 +79,7 @@ def test_wrong_files_and_pieces_are_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        DataError, match=r"there is no tokenizer\.model\. Set it to a SentencePiece model"
+        DataError, match=r"no tokenizer\.model found\. Set it to a SentencePiece model"
     ):
         SentencePieceTokenizer(str(tmp_path))
     (tmp_path / "tokenizer.model").write_bytes(b"nothing of the kind")

@@ -63,7 +63,7 @@ def of_files(*paths: str, **settings: Any) -> DataConfig:
     return DataConfig(sft=SFTConfig(path=paths, template="identity", **settings))
 
 
-def test_a_row_is_read_and_learnt_document_by_document_and_ends_in_filler(tmp_path: Path) -> None:
+def test_a_row_is_read_and_learned_document_by_document_and_ends_in_filler(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", talk("abc", "de"), talk("f", "gh"))
     row = build(of_files(path, shuffle="none", packing="greedy")).sample(0)
     assert row.lengths == (5, 3, 8) and row.num_valid == 8
@@ -75,7 +75,7 @@ def test_a_row_is_read_and_learnt_document_by_document_and_ends_in_filler(tmp_pa
     assert row.blank().lengths == (16,) and (row.blank().labels == -1).all()
 
 
-def test_the_end_of_a_turn_is_learnt_even_where_it_is_the_padding_token(tmp_path: Path) -> None:
+def test_the_end_of_a_turn_is_learned_even_where_it_is_the_padding_token(tmp_path: Path) -> None:
     class EndIsZero(ByteTokenizer):
         eod = 0
 
@@ -89,7 +89,7 @@ def test_the_end_of_a_turn_is_learnt_even_where_it_is_the_padding_token(tmp_path
     ]
 
 
-def test_everything_can_be_learnt_and_single_turns_can_not(tmp_path: Path) -> None:
+def test_everything_can_be_learned_and_single_turns_can_not(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", talk("abc", "de"))
     assert build(of_files(path, loss_on="all")).sample(0).labels[:5].tolist() == [
         98,
@@ -102,7 +102,7 @@ def test_everything_can_be_learnt_and_single_turns_can_not(tmp_path: Path) -> No
     dataset = build(of_files(path))
     assert dataset.report.masked == 1 and dataset.sample(0).lengths == (3, 13)
     with pytest.raises(
-        DataError, match=r"b.jsonl:1: \"train\" says what .*Set data.sft.loss_on=assistant"
+        DataError, match=r"b.jsonl:1: \"train\" selects turns .*Set data.sft.loss_on=assistant"
     ):
         build(of_files(path, loss_on="all"))
 
@@ -161,7 +161,7 @@ def test_conversations_that_are_too_long_are_refused_cut_or_left_out_and_counted
         tmp_path / "a.jsonl", talk("ab", "c"), talk("a" * 6, "b" * 20), talk("a" * 30, "b")
     )
     message = (
-        r"a.jsonl:2: a conversation of 27 tokens.*train.seq_len=16 holds 17.*2 of 3.*Set "
+        r"a.jsonl:2: a conversation has 27 tokens.*train.seq_len=16 has 17.*2 of 3.*Set "
         r"train.seq_len to 31, or"
     )
     with pytest.raises(DataError, match=message):
@@ -170,7 +170,7 @@ def test_conversations_that_are_too_long_are_refused_cut_or_left_out_and_counted
     assert (cut.report.truncated, cut.report.dropped, cut.report.masked) == (1, 0, 1)
     assert sorted(cut.sample(k).num_valid for k in range(2)) == [3, 16]
     assert str(cut.report).startswith(
-        "3 conversations, 1 cut, 1 left out without a token to learn; 2 rows an epoch, 59"
+        "3 conversations, 1 truncated, 1 dropped without a token to train on; 2 rows per epoch, 59"
     )
     left = build(of_files(path, overlong="drop"))
     assert (left.report.truncated, left.report.dropped, left.num_samples) == (0, 2, 1)
@@ -183,17 +183,16 @@ def test_without_anything_to_learn_the_run_is_refused(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "x"}]},
     )
     with pytest.raises(
-        DataError, match=r"of 2 conversations 0 are too long and 2 have nothing to learn.*a.jsonl:1"
+        DataError,
+        match=r"of 2 conversations 0 are too long and 2 have no token to train on.*a.jsonl:1",
     ):
         build(of_files(path))
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(
-        DataError, match=r"0 conversations were found in .*empty.jsonl. Set it to files"
-    ):
+    with pytest.raises(DataError, match=r"0 conversations found in .*empty.jsonl. Set it to files"):
         build(of_files(str(tmp_path / "empty.jsonl")))
 
 
-def test_a_token_across_the_border_of_a_turn_is_learnt_and_the_tokens_are_those_of_the_whole_text(
+def test_a_token_across_the_border_of_a_turn_is_learned_and_the_tokens_are_those_of_the_whole_text(
     tmp_path: Path,
 ) -> None:
     tokenizer = train_bpe(
@@ -212,7 +211,7 @@ def test_a_token_across_the_border_of_a_turn_is_learnt_and_the_tokens_are_those_
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("nemotron-h-aligned", 0), ("nemotron-nano-v2", 3)])
-def test_of_nemotrons_formats_the_tokens_are_learnt_that_megatron_learns(
+def test_of_nemotrons_formats_the_tokens_are_learned_that_megatron_learns(
     tmp_path: Path, name: str, prefix: int
 ) -> None:
     """Those of the assistant's turns, each rendered alone, but for the first three where turns have
@@ -287,7 +286,7 @@ def test_a_conversation_that_becomes_no_text_is_refused_by_its_place(tmp_path: P
     )
     with pytest.raises(
         DataError,
-        match=r"a.jsonl:2: identity makes 0 tokens of its 1 messages. Use a template that",
+        match=r"a.jsonl:2: identity renders its 1 messages as 0 tokens. Use a template that",
     ):
         build(of_files(path))
 
@@ -373,7 +372,7 @@ def test_conversations_alone_have_rows_of_their_own_length() -> None:
         rows.sample(k).num_valid for k in range(len(rows))
     )
     assert alone.fingerprint != rows.fingerprint
-    assert "; 30 an epoch, " in str(alone.report) and "filled" not in str(alone.report)
+    assert "; 30 per epoch, " in str(alone.report) and "filled" not in str(alone.report)
 
 
 def test_rows_of_a_file_of_packs_are_read_and_shuffled_in_each_epoch(tmp_path: Path) -> None:

@@ -50,11 +50,11 @@ def test_a_folder_stands_for_its_stores_by_name(tmp_path: Path) -> None:
     assert find_stores(prefixes[0]) == [prefixes[0]]
     (tmp_path / "a.bin").unlink()
     with pytest.raises(
-        DataError, match=r"a has only one of its two files\. Use a folder whose stores are whole"
+        DataError, match=r"a has only one of its two files\. Use a folder of complete stores"
     ):
         find_stores(str(tmp_path))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"no \.idx and \.bin files\. Use a folder whose"):
+    with pytest.raises(DataError, match=r"no \.idx and \.bin files\. Use a folder of"):
         find_stores(str(tmp_path / "empty"))
 
 
@@ -71,12 +71,10 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     a, b = write(tmp_path, "a", [[1]]), write(tmp_path, "b", [[1]], "int32")
     with pytest.raises(
         DataError,
-        match=r"b \(int32\): not of the same token type as .*a \(uint16\)\. Use stores of one",
+        match=r"b \(int32\): not the token type of .*a \(uint16\)\. Use stores of one",
     ):
         merge_stores([a, b], str(tmp_path / "c"))
-    with pytest.raises(
-        DataError, match=r"output .*b: a store of that name exists\. Use another name"
-    ):
+    with pytest.raises(DataError, match=r"output .*b: the store already exists\. Use another name"):
         merge_stores([a], b)
     with pytest.raises(DataError, match=r"nothing to merge into .*c\. Use one or more prefixes"):
         merge_stores([], str(tmp_path / "c"))
@@ -90,10 +88,10 @@ def test_a_store_with_a_cache_beside_it_is_still_that_store(tmp_path: Path) -> N
     assert find_stores(prefix) == [prefix]
 
 
-def test_an_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_output_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     prefix = write(tmp_path, "a", [[1]])
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        DataError, match=r"output .*file/b: cannot be written .*Use an output in a folder"
+        DataError, match=r"output .*file/b: cannot be written .*Use an output in a writable folder"
     ):
         merge_stores([prefix], str(tmp_path / "file" / "b"))

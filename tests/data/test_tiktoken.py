@@ -111,16 +111,16 @@ def test_it_travels_to_other_processes_and_is_built_from_a_config(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("contents", "told"),
+    ("contents", "message"),
     [
-        (b"AA== 0\n", r"not a byte-pair vocabulary \(no token for byte 1\)"),
-        (b"not base64 at all", "not a byte-pair vocabulary"),
+        (b"AA== 0\n", r"not a BPE vocabulary \(no token for byte 1\)"),
+        (b"not base64 at all", "not a BPE vocabulary"),
         (b"[1, 2]", r"JSON list of rank and token_bytes"),
     ],
 )
-def test_other_files_are_refused(contents: bytes, told: str, tmp_path: Path) -> None:
+def test_other_files_are_refused(contents: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(contents)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         TiktokenTokenizer(str(tmp_path / "m"))
 
 
@@ -132,7 +132,7 @@ def test_sizes_that_no_vocabulary_has_are_refused(size: int, tmp_path: Path) -> 
     ):
         TiktokenTokenizer(listed(tmp_path / "m.json"), num_special=10, vocab_size=size)
     with pytest.raises(
-        DataError, match=rf"vocab_size={size}: .* follow\. Remove tokenizer\.vocab_size"
+        DataError, match=rf"vocab_size={size}: .* followed by .*\. Remove tokenizer\.vocab_size"
     ):
         TiktokenTokenizer(lines(tmp_path / "m"), vocab_size=size)
 

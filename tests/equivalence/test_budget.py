@@ -257,7 +257,7 @@ def test_different_packing_is_reported_on_all_ranks_before_a_collective(
     texts = run_ranks(_assignment_error, 2, settings)
     assert len(set(texts)) == 1
     assert (
-        "ranks have dealt out the documents of a step in different ways (microbatches:" in texts[0]
+        "ranks assigned the documents of a step differently (microbatches:" in texts[0]
     )
     assert (
         "on rank 0" in texts[0]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalith.config.data import DataConfig
 from megalith.config.sft import SFTConfig
-from megalith.data.conversations import Conversation, made_up
+from megalith.data.conversations import Conversation, generate_mock_conversations
 from megalith.data.loader import Batch, Masks, StepBatches, build_batch
 from megalith.data.sample import PackedSample
 from megalith.data.sft import ConversationDataset, build_conversations
@@ -200,7 +200,7 @@ def test_padding_has_no_effect() -> None:
 
 
 ROOM = 192
-TALKS = tuple(made_up(9, 0))
+TALKS = tuple(generate_mock_conversations(9, 0))
 
 
 def build_sample(talk: Conversation) -> PackedSample:

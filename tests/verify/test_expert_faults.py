@@ -11,7 +11,7 @@ from megalith.plan.shards import Shard
 from megalith.verify.expert_faults import (
     division_by_ep_alone,
     division_of_dense,
-    fill_as_if_mine_were_all,
+    init_as_if_first_experts,
     never_undone,
     own_counts_alone,
     parts_of_own_rank,
@@ -22,9 +22,9 @@ def test_experts_of_the_second_rank_are_drawn_as_the_first_ranks() -> None:
     second = Shard.full("experts.down", (4, 3, 2), inputs=2).split_dim(0, [2, 2], 1, ("ep",))
     right, wrong, dense = (torch.zeros(second.matrix_shape) for _ in range(3))
     init_param_(right, second, Init(1.0), seed=0)
-    fill_as_if_mine_were_all(dense, second, Init(1.0), seed=0)
+    init_as_if_first_experts(dense, second, Init(1.0), seed=0)
     assert torch.equal(right, dense), "what lies on the dense grid is drawn as it should be"
-    fill_as_if_mine_were_all(
+    init_as_if_first_experts(
         wrong,
         type(second)(
             second.name, second.shape, second.box, second.cut, grid="expert", inputs=second.inputs

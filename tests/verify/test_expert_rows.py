@@ -49,7 +49,7 @@ def test_experts_meet_every_axis_and_every_way_to_send_tokens() -> None:
     )
 
 
-def test_latent_attention_meets_experts_and_a_further_prediction_under_every_axis() -> None:
+def test_latent_attention_with_experts_and_mtp_is_tested_under_every_axis() -> None:
     rows = [row for row in ROWS if row.model.mla and row.model.moe and row.model.mtp.num_layers]
     assert all(
         any((getattr(row.parallel, axis) or 1) > 1 for row in rows)

@@ -161,7 +161,7 @@ def test_the_page_about_types_says_the_same() -> None:
     assert set(rows) == set(EXPECTED)
     for name, row in rows.items():
         types, numbers = row.split(" | ")
-        assert types.startswith("refused: " if EXPECTED[name][0] else "not seen"), name
+        assert types.startswith("rejected: " if EXPECTED[name][0] else "not detected"), name
         assert types.endswith(fault_named(name).found_by), name
         assert numbers.startswith(EXPECTED[name][1]), name
 

@@ -42,17 +42,17 @@ REFUSALS = {
     "column_enter_removed": (
         "layers.0.attention.qkv",
         "Found types: [I, V]",
-        "enter over tp_copy on the Invariant",
+        "copy_to_tp over tp_copy on the Invariant",
     ),
     "row_sum_removed": (
         "layers.0.attention.out",
         "Found types: [P, ",
-        "over tp_copy on the MarkPartial operand",
+        "over tp_copy on the Partial operand",
     ),
     "row_sum_over_dp": (
         "layers.0.attention.out",
         "over dp expects P",
-        "was given V (every rank has its own). Use",
+        "got V (varying: every rank has its own). Use",
     ),
     "embedding_not_summed": (
         "layers.0",
@@ -62,11 +62,11 @@ REFUSALS = {
     "bias_before_sum": (
         "layers.0.attention.out",
         "Found types: [P, ",
-        "over tp_copy on the MarkPartial operand",
+        "over tp_copy on the Partial operand",
     ),
     "sp_gather_removed": (
         "layers.0.attention",
-        "shapes do not fit",
+        "shape mismatch",
         "should be broadcastable to [8, 1, 3]",
     ),
     "sp_norm_invariant": (
@@ -77,22 +77,22 @@ REFUSALS = {
     "vocab_loss_local": (
         "loss",
         "losses must be I",
-        "over tp_kv, but they are V (every rank has its own)",
+        "over tp_kv, but they are V (varying: every rank has its own)",
     ),
     "second_sum_removed": (
         "layers.0.attention.out",
         "Found types: [P, ",
-        "over tp_copy on the MarkPartial operand",
+        "over tp_copy on the Partial operand",
     ),
     "whole_norm_local": (
         "layers.0.attention.norms.q_norm",
         "Found types: [P, ",
-        "over tp_copy on the MarkPartial operand",
+        "over tp_copy on the Partial operand",
     ),
     "latent_key_not_entered": (
         "layers.0.attention",
         "Found types: [V, I]",
-        "enter over tp on the Invariant operand",
+        "copy_to_tp over tp on the Invariant operand",
     ),
     "adapter_invariant": (
         "layers.0.attention.qkv",
@@ -102,19 +102,23 @@ REFUSALS = {
     "router_invariant": (
         "layers.0.mlp.router.gate",
         "Found types: [V, I]",
-        "enter over tp_copy on the Invariant",
+        "copy_to_tp over tp_copy on the Invariant",
     ),
     "etp_sum_removed": (
         "layers.0.mlp",
         "Found types: [P]",
-        "leave over etp on the MarkPartial operand",
+        "reduce_from_tp over etp on the Partial operand",
     ),
     "etp_part_not_declared": (
         "layers.0.mlp",
         "reduce_scatter over etp expects P",
-        "was given V (every rank has its",
+        "got V (varying: every rank has its",
     ),
-    "loss_not_partial": ("backward", "Varying loss on axis dp", "Use partial over dp to declare"),
+    "loss_not_partial": (
+        "backward",
+        "Varying loss on axis dp",
+        "Use mark_partial over dp to declare",
+    ),
 }
 """Of each fault that types or shapes find: where, and two parts of the text."""
 
@@ -205,9 +209,7 @@ def test_nothing_is_left_of_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_fault_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(
-        ConfigError, match="fault=row_sum: there is no such fault to plant. Did you mean row_sum_"
-    ):
+    with pytest.raises(ConfigError, match="fault=row_sum: unknown fault. Did you mean row_sum_"):
         planted("row_sum")
     with pytest.raises(ConfigError, match="fault=zzz: .* Use one of column_enter_removed, "):
         fault_named("zzz")

@@ -1,5 +1,4 @@
-"""Masks are proved under every axis and every kind of exchange, beside causality and in its place,
-and type-check."""
+"""Attention masks are verified on every axis, in addition to the causal mask and instead of it."""
 
 from dataclasses import replace
 

@@ -11,9 +11,9 @@ from megalith.verify import pipeline_faults
 from megalith.verify.pipeline_faults import (
     depths_in_other_order,
     gradient_of_memory_stays,
-    middle_holder_left_out,
     never_added,
     other_microbatch,
+    skip_middle_replica,
     stale_memory,
     watched_inputs,
 )
@@ -66,16 +66,16 @@ def test_a_memory_comes_one_microbatch_late(link: SimpleNamespace) -> None:
 
 
 def test_weights_that_wait_are_forgotten() -> None:
-    postponed = SimpleNamespace(_aside={0: [1], 1: [2]})
-    never_added(postponed, 0)  # type: ignore[arg-type]  # has what is read
-    assert postponed._aside == {1: [2]}
+    deferred = SimpleNamespace(_deferred={0: [1], 1: [2]})
+    never_added(deferred, 0)  # type: ignore[arg-type]  # has what is read
+    assert deferred._deferred == {1: [2]}
 
 
-def test_of_three_holders_the_one_in_the_middle_adds_up_nothing() -> None:
+def test_middle_of_three_replicas_is_not_summed() -> None:
     found: list[list[int]] = []
     with replaced(pipeline_faults, "ORIGINAL_SUM", lambda x, group, members: found.append(members)):
         for rank in (0, 2, 3):
-            middle_holder_left_out(torch.ones(1), SimpleNamespace(rank=rank), (0, 2, 3))  # type: ignore[arg-type]  # has what is read
+            skip_middle_replica(torch.ones(1), SimpleNamespace(rank=rank), (0, 2, 3))  # type: ignore[arg-type]  # has what is read
     assert found == [[0, 3], [2], [0, 3]]
 
 

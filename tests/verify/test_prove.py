@@ -1,4 +1,4 @@
-"""The parts of the proof are asked one after the other, and what fails in any of them is told."""
+"""All parts of the verification run in order, and failures of each are reported."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.testing.tiny import tiny_run
 from megalith.verify import prove
 from megalith.verify.matrix import MATRIX
-from megalith.verify.prove import prove_row, prove_run, proved, schedule_of
+from megalith.verify.prove import compare_in_float64, prove_row, prove_run, schedule_of
 from megalith.verify.ranks import Difference, LayoutCase
 from megalith.verify.rows import Layout
 from megalith.verify.types import type_check
@@ -33,7 +33,7 @@ def test_rows_are_proved_as_they_are_to_be_computed(monkeypatch: pytest.MonkeyPa
         asked.append(case.run.kernels)
         return [Difference("first loss", "", 0.0, True)]
 
-    monkeypatch.setattr(prove, "proved", note)
+    monkeypatch.setattr(prove, "compare_in_float64", note)
     assert (
         prove_row(DP2, "reference").holds
         and prove_row(DP2).holds
@@ -41,11 +41,11 @@ def test_rows_are_proved_as_they_are_to_be_computed(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_what_the_types_are_of_is_said_where_it_is_something_else() -> None:
+def test_report_notes_that_types_are_of_other_kernels() -> None:
     rows = [
         row.answer for row in prove_run(tiny_run({"kernels": "reference"}), 1) if row.part == "b"
     ]
-    assert "kernels=reference: these are the types of kernels=auto" in rows
+    assert "kernels=reference: types were checked with kernels=auto" in rows
 
 
 def test_a_row_that_breaks_a_rule_is_not_run() -> None:
@@ -57,29 +57,27 @@ def test_a_row_that_breaks_a_rule_is_not_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "fault", "told"),
+    ("row", "fault", "message"),
     [
         (DP2, "dp_sum_averaged", "d: gradients off by "),
         (PP2, "tied_sum_left_out", "d: gradients off by "),
         (DP2, "no_such_fault", "d: "),
     ],
 )
-def test_a_fault_on_the_ranks_is_told(
-    row: Layout, fault: str, told: str, monkeypatch: pytest.MonkeyPatch
+def test_fault_on_the_ranks_is_reported(
+    row: Layout, fault: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = replace(row.case(), fault=fault)
     monkeypatch.setattr(Layout, "case", lambda self: case)
     result = prove_row(row)
-    assert any(problem.startswith(told) for problem in result.problems), result.problems
+    assert any(problem.startswith(message) for problem in result.problems), result.problems
     if fault == "no_such_fault":
-        assert "there is no such fault to plant" in result.problems[0] and result.error == float(
-            "inf"
-        )
+        assert "unknown fault" in result.problems[0] and result.error == float("inf")
 
 
 def test_ranks_that_fail_are_an_answer() -> None:
-    found = proved(LayoutCase(DP2.case().run, 2, fault="no_such_fault"))
-    assert isinstance(found, str) and "there is no such fault to plant" in found
+    found = compare_in_float64(LayoutCase(DP2.case().run, 2, fault="no_such_fault"))
+    assert isinstance(found, str) and "unknown fault" in found
 
 
 def test_schedules_are_those_of_the_run() -> None:
@@ -106,7 +104,7 @@ def test_the_parts_of_a_run_come_in_order_and_a_fault_fails_only_the_last(
     assert any(not row.holds and "_norm.weight" in row.answer for row in rows), [
         row.answer for row in rows
     ]
-    monkeypatch.setattr(prove, "proved", lambda case: "rank 1 raised")
+    monkeypatch.setattr(prove, "compare_in_float64", lambda case: "rank 1 raised")
     failed = prove_run(run, 2)
     assert not failed[-1].holds and failed[-1].answer.endswith("rank 1 raised")
 
@@ -120,7 +118,7 @@ def test_what_a_run_leaves_open_to_compute_again_is_proved_as_it_is_chosen(
         cases.append(case)
         return "not run"
 
-    monkeypatch.setattr(prove, "proved", noted)
+    monkeypatch.setattr(prove, "compare_in_float64", noted)
     monkeypatch.setattr(prove, "type_check_in_child", type_check)
     prove_run(tiny_run({"recompute.granularity": "auto", "recompute.device": "80"}), 2)
     assert {case.run.recompute.granularity for case in cases} == {"none"}

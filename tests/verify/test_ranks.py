@@ -209,8 +209,8 @@ def test_a_gradient_that_is_zero_in_both_proves_nothing(reference: RankResult) -
 
 
 def test_a_missing_tensor_and_a_hole_are_found(reference: RankResult) -> None:
-    lacking = {name: boxes for name, boxes in reference.gradients.items() if name != NAME}
-    assert failing(compare_results(replace(reference, gradients=lacking), reference)) == {
+    missing = {name: boxes for name, boxes in reference.gradients.items() if name != NAME}
+    assert failing(compare_results(replace(reference, gradients=missing), reference)) == {
         "gradients"
     }
     boxes = reference.gradients[NAME]
@@ -252,7 +252,7 @@ def with_experts(tmp_path_factory: pytest.TempPathFactory) -> RankResult:
     return result
 
 
-def test_choices_are_compared_first_and_told_by_step_and_layer(with_experts: RankResult) -> None:
+def test_expert_choices_are_compared_first_by_step_and_layer(with_experts: RankResult) -> None:
     assert failing(compare_results(with_experts, with_experts)) == set()
     first, *others = with_experts.uses
     (use, last) = first
@@ -262,14 +262,14 @@ def test_choices_are_compared_first_and_told_by_step_and_layer(with_experts: Ran
     got, wanted = ([int(count) for count in each] for each in (counts, use.counts))
     assert found == Difference(
         "choices of experts",
-        f"step 1, layers.0: experts got {got} tokens and not {wanted}",
+        f"step 1, layers.0: experts got {got} tokens instead of {wanted}",
         float("inf"),
         False,
     )
     refusing = replace(with_experts, uses=[[use, last._replace(refused=2.0)], *others])
     assert (
         compare_results(refusing, with_experts)[0].name
-        == "step 1, layers.1: 2 choices were refused and not 0"
+        == "step 1, layers.1: 2 choices were dropped instead of 0"
     )
 
 

@@ -33,7 +33,7 @@ REPORT = TypeReport(
     axes={"dp": 512, "cp": 1, "tp": 8},
     ranks=(0, 2052, 4095),
     parameters=9,
-    collectives={"enter over tp": 4, "leave over tp": 5},
+    collectives={"copy_to_tp over tp": 4, "reduce_from_tp over tp": 5},
     problems=(),
     seconds=1.25,
     peak_gib=0.3,
@@ -56,16 +56,16 @@ def test_the_type_check_says_what_it_looked_at() -> None:
     assert row.answer.startswith(
         "dp 512, tp 8; ranks 0, 2052, 4095; 9 parameters, 9 collectives; 1.2 s, 0.30 GiB"
     )
-    assert unproved == ReportRow("b", "nothing is proved about axes of one rank", "cp", True)
+    assert unproved == ReportRow("b", "axes of one rank are not checked", "cp", True)
 
 
-def test_what_has_no_types_is_said() -> None:
+def test_operations_without_types_are_reported() -> None:
     *_, row = type_rows(
         replace(REPORT, unseen=("offload.layers=1: copies to host memory and back",))
     )
     assert row == ReportRow(
         "b",
-        "has no types, and is proved in (d) alone",
+        "has no types, and is checked only in (d)",
         "offload.layers=1: copies to host memory and back",
         True,
     )
@@ -128,7 +128,7 @@ def test_schedules_are_one_row_and_one_for_each_problem() -> None:
     )
     (row,) = schedule_rows(good)
     assert row.holds and row.part == "c" and "1f1b on 2 ranks, 4 microbatches" in row.answer
-    assert "bubble 20.0% of the step; at most 1 to 2 microbatches alive" in row.answer
+    assert "bubble 20.0% of the step; at most 1 to 2 live microbatches" in row.answer
     bad = schedule_rows(ScheduleReport("1f1b", 2, 1, 4, ("rank 1 waits for ever",)))
     assert [row.holds for row in bad] == [False, False] and bad[1].answer == "rank 1 waits for ever"
     assert schedule_rows(None)[0].holds
@@ -165,14 +165,14 @@ def test_the_matrix_is_summed_up_by_area() -> None:
     assert ["pipeline", "2", "1", "2,", "3", "2e+00", "pp3", "3"] in lines
     assert ["shared", "rows", "1", "1", "2", "0e+00", "cp2", "3"] in lines
     faults = text_of(fault_summary([SEEN, UNSEEN]))
-    assert "refused at layers.0" in faults and "not seen" in faults and "NO" in faults
+    assert "rejected at layers.0" in faults and "not detected" in faults and "NO" in faults
 
 
-def test_whatever_does_not_hold_is_told() -> None:
+def test_failures_are_reported() -> None:
     lines = problem_lines(RESULTS, [SEEN, UNSEEN])
     assert lines[0] == "pipeline, pp3: d: loss off by 2"
     assert lines[1].startswith(
-        "the planted fault dp_sum_averaged was not seen: Gradients are averaged over dp"
+        "the planted fault dp_sum_averaged was not detected: Gradients are averaged over dp"
     )
     assert len(lines) == 2
 

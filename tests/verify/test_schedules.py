@@ -26,7 +26,7 @@ def test_1f1b_is_reported_with_its_bubble_and_memory() -> None:
     assert report.summary() == (
         "1f1b on 4 ranks, 8 microbatches: 160 actions, 48 messages, no deadlock with tags (gloo) "
         "or without (NCCL); "
-        "bubble 27.3% of the step; at most 1 to 4 microbatches alive per rank"
+        "bubble 27.3% of the step; at most 1 to 4 live microbatches per rank"
     )
 
 
@@ -35,10 +35,10 @@ def test_chunks_count_as_parts_of_a_microbatch() -> None:
     assert report.name == "interleaved" and report.bubble == Fraction(3, 16)
     assert report.peak_live[0] == Fraction(11, 2)
     v = check_schedule(PipelineConfig(schedule="zb-v", vpp=2), pp=4, num_microbatches=8)
-    assert list(v.peak_live) == [4] * 4 and "at most 4 microbatches alive" in v.summary()
+    assert list(v.peak_live) == [4] * 4 and "at most 4 live microbatches" in v.summary()
 
 
-def test_pairs_are_run_on_paper_and_told_by_their_memory() -> None:
+def test_paired_schedules_are_simulated_with_their_peak_memory() -> None:
     plain, paired = (
         check_schedule(PipelineConfig(), pp=4, num_microbatches=8, paired=each)
         for each in (False, True)
@@ -46,7 +46,7 @@ def test_pairs_are_run_on_paper_and_told_by_their_memory() -> None:
     assert paired.ok and paired.bubble == plain.bubble
     assert (
         list(paired.peak_live) == [8, 6, 4, 2]
-        and "at most 2 to 8 microbatches alive" in paired.summary()
+        and "at most 2 to 8 live microbatches" in paired.summary()
     )
 
 
@@ -66,7 +66,7 @@ def test_a_broken_rule_is_a_problem_and_nothing_is_run() -> None:
     report = check_schedule(PipelineConfig(vpp=2), pp=4, num_microbatches=6, rows=3)
     assert not report.ok and report.bubble is None
     assert "Set train.global_batch_size to 12 or 24" in report.problems[0]
-    assert report.summary() == "interleaved on 4 ranks, 6 microbatches: cannot be run"
+    assert report.summary() == "interleaved on 4 ranks, 6 microbatches: cannot run"
 
 
 ReportRow = list[Action]
@@ -166,7 +166,7 @@ def test_two_sends_that_are_swapped_are_legal_with_tags_and_refused_without() ->
     swapped = changed(good, 0, [f0, f1, s1, s0])
     assert find_problems(swapped) == []
     report = check_lists(swapped)
-    assert not report.ok and report.summary().endswith("cannot be run")
+    assert not report.ok and report.summary().endswith("cannot run")
     assert report.problems == (
         "over NCCL, rank 0, action 2 (send_forward of microbatch 1 to rank 1) would be taken by "
         "rank 1, action 0 "

@@ -319,7 +319,7 @@ def test_a_pipeline_keeps_its_schedule_and_its_way_of_dividing(
         ("Et*12|t*12|t*12|t*11|tmmmL", "Ett|t|tmmL"),
     ],
 )
-def test_further_predictions_keep_their_kind_of_stage(layout: str, expected: str) -> None:
+def test_mtp_layers_keep_their_kind_of_stage(layout: str, expected: str) -> None:
     parallel = staged(5, layout=layout)
     run = replace(
         large(parallel), model=replace(large(parallel).model, mtp=MTPConfig(num_layers=3))
@@ -397,7 +397,7 @@ def test_axes_that_do_not_fit_together_are_in_several_copies() -> None:
     ]
     words = [shrunk_words(run, 512, case) for case in cases]
     assert words[0] == (
-        "tp 2 of 4, sp, cp 2 of 4, pp 2 of 8, no dp (in another copy), exchange ring, 2 of 48 "
+        "tp 2 of 4, sp, cp 2 of 4, pp 2 of 8, no dp (in another copy), context ring, 2 of 48 "
         "layers, 16 tokens a row"
     )
 
@@ -502,7 +502,7 @@ def test_adapters_stay_where_they_lay() -> None:
 
 def with_experts(settings: dict[str, str], moe: dict[str, str] | None = None) -> TrainRun:
     """A run with 64 experts, of which a token chooses 8."""
-    mixture = {"experts": "64", "top_k": "8", "ffn_hidden_size": "96"} | (moe or {})
+    mixture = {"num_experts": "64", "top_k": "8", "ffn_hidden_size": "96"} | (moe or {})
     given = {
         "train.global_batch_size": "128",
         "train.seq_len": "16",
@@ -526,7 +526,7 @@ MIXED = {
     "etp 1": ({"tp": "4", "sp": "true", "dp": "8", "ep": "16", "etp": "1"}, {}, (2, 1, 4)),
     "etp 2 without tp": ({"dp": "8", "ep": "2", "etp": "2"}, {}, (2, 2, 4)),
     "stages": ({"pp": "4", "dp": "16", "ep": "8", "zero": "1"}, {}, (2, None, 8)),
-    "replicas": ({"dp": "16", "ep": "4", "zero": "1", "replicas": "2"}, {}, (2, None, 4)),
+    "replicas": ({"dp": "16", "ep": "4", "zero": "1", "dp_replicate": "2"}, {}, (2, None, 4)),
     "contexts": ({"cp": "4", "dp": "2", "ep": "8"}, {}, (2, None, 4)),
     "groups": (
         {"dp": "16", "ep": "8"},
@@ -576,7 +576,7 @@ def test_a_copy_keeps_layers_without_experts_and_all_parts_of_a_mixture() -> Non
     )
     assert mixture.shared_gate and mixture.capacity.drop == "least"
     assert (mixture.aux_loss.global_batch_coeff, mixture.aux_loss.batch_coeff) == (0.0, 0.1)
-    assert "balance by microbatch, as other parts of it are" in shrunk_words(run, 4, case)
+    assert "aux loss per microbatch, as other parts of it are" in shrunk_words(run, 4, case)
 
 
 def test_a_copy_keeps_balance_over_the_global_batch_if_one_process_can_have_it() -> None:
@@ -596,7 +596,7 @@ def test_a_copy_keeps_balance_over_the_global_batch_if_one_process_can_have_it()
         mixture = case.run.model.moe
         assert mixture is not None and mixture.aux_loss.global_batch_coeff == kept
         assert mixture.aux_loss.batch_coeff == pytest.approx(0.0 if kept else 0.3)
-        assert ("balance by microbatch" in shrunk_words(run, 4, case)) == (not kept)
+        assert ("aux loss per microbatch" in shrunk_words(run, 4, case)) == (not kept)
         rows = run_of_one(case).train.micro_batch_size
         assert rows == case.run.train.micro_batch_size * (
             (case.run.parallel.dp or 1) if kept else 1

@@ -52,8 +52,8 @@ def in_two(x: Tensor) -> Tensor:
 
 
 CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Any, Any, tuple[int, int]]] = {
-    "enter": (lambda x: autograd.copy_to_tp(x, GROUP), I, R, (8, 2)),
-    "leave": (lambda x: autograd.reduce_from_tp(x, GROUP), P, I, (8, 2)),
+    "copy_to_tp": (lambda x: autograd.copy_to_tp(x, GROUP), I, R, (8, 2)),
+    "reduce_from_tp": (lambda x: autograd.reduce_from_tp(x, GROUP), P, I, (8, 2)),
     "all_reduce": (lambda x: autograd.all_reduce(x, GROUP), P, R, (8, 2)),
     "gather": (lambda x: autograd.all_gather(x, GROUP, dim=1), V, R, (8, 16)),
     "gather_uneven": (lambda x: autograd.all_gather(x, GROUP, sizes=[8] * 7 + [4]), V, R, (60, 2)),
@@ -65,14 +65,14 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Any, Any, tuple[int, int]]] =
         (1, 2),
     ),
     "all_gather_invariant": (lambda x: autograd.all_gather_invariant(x, GROUP), V, I, (64, 2)),
-    "split": (lambda x: autograd.scatter_to_sp(x, GROUP), I, V, (1, 2)),
+    "scatter_to_sp": (lambda x: autograd.scatter_to_sp(x, GROUP), I, V, (1, 2)),
     "all_to_all": (
         lambda x: autograd.all_to_all(x, GROUP, send=SIZES, receive=[2] * 8),
         V,
         V,
         (16, 2),
     ),
-    "depart": (lambda x: in_two(x), V, V, (16, 2)),
+    "start_all_to_all": (lambda x: in_two(x), V, V, (16, 2)),
     "partial": (lambda x: autograd.mark_partial(x, GROUP), V, P, (8, 2)),
 }
 
@@ -154,7 +154,7 @@ def test_a_ring_refuses_what_ranks_have_alike_or_in_parts(name: str, given: Any)
     with (
         checking(),
         pytest.raises(
-            SpmdTypeError, match=f"ring_attention, {name} over MeshAxis.* expects V .* given"
+            SpmdTypeError, match=f"ring_attention, {name} over MeshAxis.* expects V .* got"
         ),
     ):
         ring(**{name: given})
@@ -167,7 +167,7 @@ def test_sinks_in_a_ring_are_the_same_on_all_its_ranks() -> None:
         with (
             checking(),
             pytest.raises(
-                SpmdTypeError, match="ring_attention, sinks over MeshAxis.* expects R .* given"
+                SpmdTypeError, match="ring_attention, sinks over MeshAxis.* expects R .* got"
             ),
         ):
             ring(sinks=given)
@@ -179,7 +179,7 @@ def test_biases_by_distance_in_a_ring_are_the_same_on_all_its_ranks() -> None:
     for given in (V, I, P):
         with (
             checking(),
-            pytest.raises(SpmdTypeError, match="ring_attention, values over .* expects R .* given"),
+            pytest.raises(SpmdTypeError, match="ring_attention, values over .* expects R .* got"),
         ):
             ring(values=given)
 
@@ -204,7 +204,7 @@ def test_r_and_i_stand_for_each_other_where_no_gradient_flows() -> None:
         assert types_of(autograd.scatter_to_sp(tensor(R, grad=False), GROUP))["tp_kv"] is V
         with torch.no_grad():
             assert types_of(autograd.copy_to_tp(tensor(R), GROUP))["tp_kv"] is R
-        with pytest.raises(SpmdTypeError, match="but was given V"):
+        with pytest.raises(SpmdTypeError, match="but got V"):
             autograd.copy_to_tp(tensor(V, grad=False), GROUP)
 
 
@@ -212,9 +212,7 @@ def test_a_tensor_of_one_part_of_tp_cannot_move_over_the_whole_of_it() -> None:
     x = torch.empty(8, 2, device="meta")
     with (
         checking(),
-        pytest.raises(
-            SpmdTypeError, match="gather over MeshAxis\\(2:1\\) expects V .* but was given R"
-        ),
+        pytest.raises(SpmdTypeError, match="gather over MeshAxis\\(2:1\\) expects V .* but got R"),
     ):
         checker.assert_type(x, {AXES["dp"]: V, AXES["tp_kv"]: V, AXES["tp_copy"]: R})
         autograd.all_gather(x, GROUP)
@@ -224,7 +222,8 @@ def test_a_tensor_without_types_is_refused() -> None:
     with (
         checking(),
         pytest.raises(
-            SpmdTypeError, match="leave over .* but was given \\? \\(made outside the check"
+            SpmdTypeError,
+            match="over .* but got \\? \\(created outside of the check",
         ),
     ):
         autograd.reduce_from_tp(torch.empty(8, 2, device="meta"), GROUP)
@@ -232,11 +231,11 @@ def test_a_tensor_without_types_is_refused() -> None:
 
 def test_a_group_whose_size_is_not_that_of_its_axes_is_refused() -> None:
     half = Group(axes=("tp_kv", "tp_copy"), ranks=(8, 9), rank=0, name="paper")
-    with checking(), pytest.raises(SpmdTypeError, match="has 2 ranks, which its axes do not"):
+    with checking(), pytest.raises(SpmdTypeError, match="has 2 ranks, but its axes do not"):
         autograd.copy_to_tp(tensor(I), half)
 
 
-def test_tokens_from_another_factorisation_of_the_ranks_are_read_in_this_one() -> None:
+def test_tokens_from_another_factorization_of_the_ranks_are_read_in_this_one() -> None:
     with checking():
         x = torch.empty(8, 2, device="meta")
         with checker.set_current_mesh({"edp": MeshAxis.of(2, 16), "ep": MeshAxis.of(16, 1)}):
@@ -268,8 +267,8 @@ def test_the_loss_of_each_token_is_the_same_on_every_rank_of_the_vocabulary() ->
 @pytest.mark.parametrize(
     ("x", "weight", "labels", "text"),
     [
-        (I, V, R, "token_losses, x over .* expects R .* was given I .* Use enter first"),
-        (V, V, R, "token_losses, x over .* expects R .* was given V .* Use gather first"),
+        (I, V, R, "token_losses, x over .* expects R .* got I .* Use copy_to_tp first"),
+        (V, V, R, "token_losses, x over .* expects R .* got V .* Use gather first"),
         (R, R, R, "token_losses, weight over .* expects V"),
         (R, V, V, "token_losses, labels over .* expects R"),
     ],

@@ -42,13 +42,13 @@ from megalith.verify.faults import FAULTS, changed_model, planted
 from megalith.verify.ranks import layout_case
 from megalith.verify.type_rules import our_functions, types_of
 from megalith.verify.types import (
-    Question,
+    ChildRequest,
     TypeReport,
     _shards_of,
     declare,
     mesh_axes,
-    places,
-    spots,
+    representative_positions,
+    representative_ranks,
     type_check,
     type_check_in_child,
 )
@@ -133,7 +133,11 @@ def test_a_right_pipeline_has_no_problem_on_any_kind_of_stage(
 CONTEXTS = [
     (ParallelConfig(cp=2), 2, {"ring_attention over cp": 2}),
     (ParallelConfig(cp=3, tp=2, sp=True), 12, {"ring_attention over cp": 2}),
-    (ParallelConfig(cp=4, tp=2, context=ContextConfig(kind="gather")), 8, {"gather over cp": 2}),
+    (
+        ParallelConfig(cp=4, tp=2, context=ContextConfig(kind="gather")),
+        8,
+        {"all_gather over cp": 2},
+    ),
     (ParallelConfig(cp=3, tp=2, context=ContextConfig(kind="a2a")), 12, {"all_to_all over cp": 4}),
     (
         ParallelConfig(cp=6, tp=2, sp=True, context=ContextConfig(kind="a2a+ring", a2a=3)),
@@ -143,7 +147,7 @@ CONTEXTS = [
     (
         ParallelConfig(cp=3, context=ContextConfig(layers=("ring", "gather"), slicing="document")),
         3,
-        {"ring_attention over cp": 1, "gather over cp": 1},
+        {"ring_attention over cp": 1, "all_gather over cp": 1},
     ),
     (
         ParallelConfig(cp=2, tp=4, sp=True),
@@ -184,14 +188,16 @@ def test_stages_whose_layers_exchange_in_other_ways_are_other_kinds() -> None:
     parallel = ParallelConfig(pp=6, cp=2, context=ContextConfig(layers=layers))
     model = replace(MODEL, num_layers=6)
     grid = model_grid(parallel, model, 12)
-    looked_at = {grid.coordinates(rank)["pp"] for rank, _ in spots(grid, parallel, model)}
+    looked_at = {
+        grid.coordinates(rank)["pp"] for rank, _ in representative_positions(grid, parallel, model)
+    }
     assert looked_at == {0, 1, 3, 5}, "the embedding, a ring, the one that gathers, the loss"
 
 
 def test_every_kind_of_stage_is_looked_at_at_three_places_of_the_other_axes() -> None:
     parallel = ParallelConfig(pp=4, tp=2, pipeline=PipelineConfig(vpp=2))
     grid = model_grid(parallel, replace(MODEL, num_layers=16), 64)
-    found = spots(grid, parallel, replace(MODEL, num_layers=16))
+    found = representative_positions(grid, parallel, replace(MODEL, num_layers=16))
     places_of = {(grid.coordinates(rank)["pp"], chunk): set() for rank, chunk in found}
     for rank, chunk in found:
         here = grid.coordinates(rank)
@@ -248,7 +254,7 @@ def test_a_stage_that_forgets_what_it_received_is_refused() -> None:
     with replaced(Decoder, "forward", forgets):
         (problem,) = type_check(STAGED, ParallelConfig(pp=2), world=4, ranks=(2,)).problems
     assert str(problem).startswith(
-        "hidden states (rank 2): no gradient reached the hidden states of the stage before."
+        "hidden states (rank 2): the hidden states of the previous stage got no gradient."
     )
 
 
@@ -270,7 +276,7 @@ def test_a_memory_is_typed_at_the_borders_of_stages_and_one_that_is_forgotten_is
     with replaced(Decoder, "forward", detached):
         (problem,) = type_check(early, ParallelConfig(pp=4), world=4, ranks=(3,)).problems
     assert str(problem).startswith(
-        "memory (rank 3): no gradient reached the memory of the stage before."
+        "memory (rank 3): the memory of the previous stage got no gradient."
     )
 
     def kept(self: Decoder, *arguments: Any, **rest: Any) -> Any:
@@ -279,9 +285,7 @@ def test_a_memory_is_typed_at_the_borders_of_stages_and_one_that_is_forgotten_is
 
     with replaced(Decoder, "forward", kept):
         (problem,) = type_check(CROSS_LAYER, ParallelConfig(pp=2), world=2, ranks=(0,)).problems
-    assert str(problem).startswith(
-        "memory_norm.weight (rank 0): no gradient reached this parameter."
-    )
+    assert str(problem).startswith("memory_norm.weight (rank 0): this parameter got no gradient.")
     for fault in (
         "column_enter_removed",
         "row_sum_removed",
@@ -302,20 +306,24 @@ def test_the_collectives_of_a_forward_pass_are_counted() -> None:
     """The embedding and both halves of each of two layers leave divided work; they and the head
     enter it."""
     whole = type_check(MODEL, ParallelConfig(tp=4), world=8).collectives
-    assert whole == {"enter over tp": 5, "leave over tp": 5, "loss_sum over tp": 1}
+    assert whole == {"copy_to_tp over tp": 5, "reduce_from_tp over tp": 5, "loss_sum over tp": 1}
     split = type_check(MODEL, ParallelConfig(tp=2, sp=True), world=4).collectives
-    assert split == {"gather over tp": 5, "loss_sum over tp": 1, "reduce_scatter over tp": 5}
+    assert split == {"all_gather over tp": 5, "loss_sum over tp": 1, "reduce_scatter over tp": 5}
 
 
-def test_axes_of_one_rank_are_said_to_be_unproved() -> None:
+def test_axes_of_one_rank_are_reported_as_unproved() -> None:
     assert type_check(MODEL, ParallelConfig(tp=2), world=2).unproved == ("dp", "cp")
     assert type_check(MODEL, ParallelConfig(), world=2).unproved == ("cp", "tp")
 
 
 def test_the_first_the_middle_and_the_last_rank_are_checked() -> None:
     grid = model_grid(ParallelConfig(tp=4), MODEL, 4096)
-    assert places(grid) == (0, 512 * 4 + 3, 4095)  # tp_kv 1 of 2, tp_copy 1 of 2, dp 512 of 1024
-    assert places(model_grid(ParallelConfig(), MODEL, 1)) == (0,)
+    assert representative_ranks(grid) == (
+        0,
+        512 * 4 + 3,
+        4095,
+    )  # tp_kv 1 of 2, tp_copy 1 of 2, dp 512 of 1024
+    assert representative_ranks(model_grid(ParallelConfig(), MODEL, 1)) == (0,)
 
 
 def test_the_example_of_the_page_about_types_prints_what_the_page_says(
@@ -343,7 +351,9 @@ def test_the_page_about_types_has_the_refusal_and_every_fault_with_the_proof_tha
     assert f"```\n{problem}\n```" in page
     for fault in FAULTS:
         verdict = (
-            "not seen: numbers" if fault.found_by == "numbers" else f"refused: {fault.found_by}"
+            "not detected: numbers"
+            if fault.found_by == "numbers"
+            else f"rejected: {fault.found_by}"
         )
         assert re.search(rf"^\| `{fault.name}`: [^|]+ \| {verdict} \|", page, re.MULTILINE), (
             fault.name
@@ -388,7 +398,7 @@ def test_deepseek_v3_on_2048_ranks_is_checked_on_both_grids_within_two_minutes_a
 # --- problems
 
 
-def test_problems_of_several_ranks_are_told_once() -> None:
+def test_problems_of_several_ranks_are_reported_once() -> None:
     with changed_model(invariant_norms):
         (problem,) = type_check(MODEL, ParallelConfig(tp=2, sp=True), world=4).problems
     assert problem.ranks == (0, 3)
@@ -419,8 +429,8 @@ def test_shared_heads_that_are_called_cut_are_refused() -> None:
         (problem,) = type_check(MODEL, ParallelConfig(tp=4), world=4, ranks=(2,)).problems
     assert problem.where == "layers.0.attention.kv"
     assert (
-        "cut along tp_copy, but the next rank there holds the same box. Use cut_dim with exactly"
-        in problem.what
+        "cut along tp_copy, but the next rank along it has the same box. Use Shard.split_dim with "
+        "exactly" in problem.what
     )
 
 
@@ -433,7 +443,7 @@ def test_a_cut_weight_that_is_called_whole_is_refused() -> None:
     assert [(problem.where, problem.what[:70]) for problem in problems] == [
         (
             "layers.1.mlp.down",
-            "its shard is whole along tp_kv, but the next rank there holds another box"[:70],
+            "its shard is whole along tp_kv, but the next rank along it has another box"[:70],
         )
     ]
 
@@ -450,20 +460,15 @@ def test_a_parameter_that_no_gradient_reaches_is_named() -> None:
         ),  # the MLP's norm is used by `after_adding`
         "norm.weight",
     ]
-    assert "no gradient reached this parameter. Use it in the loss, or remove it." in str(
-        problems[0]
-    )
+    assert "this parameter got no gradient. Use it in the loss, or remove it." in str(problems[0])
 
 
 def test_a_sum_that_nobody_declared_pending_is_refused() -> None:
-    with replaced(layers, "partial", lambda x, group: x):
+    with replaced(layers, "mark_partial", lambda x, group: x):
         (problem,) = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).problems
     assert problem.where == "embed"
-    assert (
-        "leave over tp expects P (parts of a sum that is still to be taken), but was given V"
-        in problem.what
-    )
-    assert "Use `partial` in the line that contracts a cut dimension" in problem.what
+    assert "reduce_from_tp over tp expects P (partial sum), but got V" in problem.what
+    assert "Use `mark_partial` in the line that contracts a sharded dimension" in problem.what
 
 
 def test_hidden_states_of_the_wrong_type_are_stopped_at_the_border_of_a_layer() -> None:
@@ -478,8 +483,8 @@ def test_hidden_states_of_the_wrong_type_are_stopped_at_the_border_of_a_layer() 
         (problem,) = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).problems
     assert problem.where == "layers.0"
     assert problem.what == (
-        "hidden states after layers.0 must be I (the same on every rank, for the same work) over "
-        "tp, but they are R (the same on every rank, for different work)."
+        "hidden states after layers.0 must be I (replicated, used for the same work) over "
+        "tp, but they are R (replicated, used for different work)."
     )
 
 
@@ -507,7 +512,7 @@ def test_a_layout_that_cannot_be_is_refused_with_the_values_that_would_work() ->
         type_check(MODEL, ParallelConfig(tp=3), world=4)
     with pytest.raises(PlanError, match="rank=4 is not in this grid. Pass one of ranks 0 to 3."):
         type_check_in_child(MODEL, ParallelConfig(), world=4, ranks=(4,))
-    with pytest.raises(ConfigError, match="fault=none: there is no such fault"):
+    with pytest.raises(ConfigError, match="fault=none: unknown fault"):
         type_check_in_child(MODEL, ParallelConfig(), world=4, fault="none")
 
 
@@ -651,7 +656,7 @@ def test_attention_that_runs_again_is_looked_at_again(monkeypatch: pytest.Monkey
     assert problem.where == "backward" and "expected PerMeshAxisLocalSpmdType.P" in problem.what
 
 
-def test_what_waits_in_host_memory_is_said_to_be_unseen() -> None:
+def test_activation_offload_is_reported_as_unseen() -> None:
     report = type_check(
         MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), offload=OffloadConfig(layers=1)
     )
@@ -662,9 +667,7 @@ def test_what_waits_in_host_memory_is_said_to_be_unseen() -> None:
 def test_an_exchange_is_typed_in_the_place_of_what_another_package_brings() -> None:
     report = type_check(NARROW, ParallelConfig(dp=2, ep=2, dispatcher="fast"), world=2, ranks=(0,))
     assert report.ok
-    assert report.unseen == (
-        "parallel.dispatcher=fast: is of another package; an exchange instead",
-    )
+    assert report.unseen == ("parallel.dispatcher=fast: external package; checked with alltoall",)
 
 
 def test_a_sum_that_only_the_second_pass_forgets_is_refused() -> None:
@@ -677,8 +680,10 @@ def test_a_sum_that_only_the_second_pass_forgets_is_refused() -> None:
             MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), recompute=full
         ).problems
     assert problem.where == "layers.1" and "Found types: [I, P]" in problem.what
-    asked = Question(model=MODEL, parallel=ParallelConfig(), world=2, recompute=full, offload=away)
-    assert from_dict(Question, to_dict(asked)) == asked  # so a child is asked the same
+    asked = ChildRequest(
+        model=MODEL, parallel=ParallelConfig(), world=2, recompute=full, offload=away
+    )
+    assert from_dict(ChildRequest, to_dict(asked)) == asked  # so a child is asked the same
 
 
 def test_what_keeps_experts_busy_is_checked_but_for_plans_that_ask_for_numbers() -> None:

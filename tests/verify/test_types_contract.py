@@ -26,7 +26,7 @@ def checking() -> Iterator[None]:
 
 
 def tensor(tp: Any, *shape: int, dp: Any = R, grad: bool = True) -> Tensor:
-    """A leaf of those types; [4, 4] unless told."""
+    """Return a leaf of those types, of shape [4, 4] by default."""
     x = torch.empty(shape or (4, 4), device="meta", requires_grad=grad)
     checker.assert_type(x, {DP: dp, TP: tp})
     return x
@@ -168,7 +168,7 @@ def test_an_axis_is_its_size_and_stride() -> None:
     assert repr(TP) == "MeshAxis(8:1)"
 
 
-def test_varying_tokens_cross_to_another_factorisation_of_the_ranks_and_mixed_ones_do_not(
+def test_varying_tokens_cross_to_another_factorization_of_the_ranks_and_mixed_ones_do_not(
     checking: None,
 ) -> None:
     other = frozenset({MeshAxis.of(2, 16), MeshAxis.of(16, 1)})

@@ -46,7 +46,7 @@ def test_every_choice_of_a_mixture_is_in_one_of_them() -> None:
     mixtures = [model.moe for model in MIXTURES.values() if model.moe is not None]
     plain = MoEConfig(num_experts=4, ffn_hidden_size=10)
     changed = {path for moe in mixtures for path, _, _ in differences(plain, moe)}
-    parts = {"router": RouterConfig, "balance": AuxLossConfig, "capacity": CapacityConfig}
+    parts = {"router": RouterConfig, "aux_loss": AuxLossConfig, "capacity": CapacityConfig}
     choices = {f"{part}.{field.name}" for part, kind in parts.items() for field in fields(kind)}
     choices |= {field.name for field in fields(MoEConfig)} - set(parts)
     assert choices - changed == {

@@ -1,5 +1,4 @@
-"""Rows of the matrix in which MTP layers are on another pipeline stage than
-the loss."""
+"""Rows of the matrix in which MTP layers are on a different pipeline stage than the loss."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,8 +14,8 @@ SAMPLE = "tied, pp3, behind the last layers"
 
 
 def mtp_stage_rows() -> Iterator[Layout]:
-    """Stages of their own, with the last layers, with the loss alone, and with empty stages around;
-    over all axes."""
+    """Yield layouts with MTP layers on a separate stage, with the last layers, with the loss, and
+    next to empty stages."""
     latent = replace(LATENT, mtp=MTP_MODEL.mtp, tied_embeddings=True)
     learned = replace(VARIANTS["learned positions"], mtp=MTP_MODEL.mtp, max_seq_len=12)
     places, relative, wide = (

@@ -2,11 +2,11 @@
 and the loss are both."""
 
 from megalith.plan.stages import plan_stages
-from megalith.verify.further import mtp_stage_rows
 from megalith.verify.matrix import MATRIX
+from megalith.verify.mtp_rows import mtp_stage_rows
 
 
-def test_no_row_has_further_predictions_where_layers_and_loss_are_both() -> None:
+def test_no_row_has_mtp_layers_on_a_stage_with_layers_and_loss() -> None:
     rows = list(mtp_stage_rows())
     for row in rows:
         p, depths = row.parallel, row.model.mtp.num_layers
