@@ -219,7 +219,7 @@ class Decoder(nn.Module):
             return {}
         x, *rest = tensors
         looked_at = self.config.needs_cross_layer_source(self.stage.layers.start)
-        return {"x": x} | ({"memory": rest[0]} if looked_at else {"ahead": tuple(rest)})
+        return {"x": x} | ({"memory": rest[0]} if looked_at else {"mtp_hidden": tuple(rest)})
 
     def _read_on(self, x: Tensor, tokens: PackedSeqParams, caches: Sequence[LayerCache]) -> Tensor:
         """All layers, with a cache for every attention in their order."""

@@ -177,7 +177,7 @@ def expected(setting: ActivationSetting) -> Counter[str]:
             found["" if input_of_span else f"layers.{index}.{row.region}".rstrip(".")] += row.nbytes
     for row in kept.ends:
         if row.region != "shared":  # whichever layer comes first
-            found[row.region.split(".depths")[0].replace("mtp", "")] += row.nbytes
+            found["" if row.region.startswith("mtp.") else row.region] += row.nbytes
     return found
 
 

@@ -153,7 +153,7 @@ def test_a_broken_rule_is_told(changed: dict[str, Any], text: str) -> None:
     [
         (
             {"router": RouterConfig(expert_bias_update_rate=0.1)},
-            "model.moe.router.expert_bias_update_rate=0.1 with model.moe.router.bal",
+            "model.moe.router.expert_bias_update_rate=0.1 with model.moe.router.exp",
         ),
         (
             {"aux_loss": AuxLossConfig(quantile_ema=0.1)},
@@ -255,7 +255,7 @@ def test_a_run_says_when_nothing_balances_its_experts() -> None:
     (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, top_k=1)))
     assert (
         "the weight of a single expert is always 1" in note
-        and "gives routers no gradient: only balance" in note
+        and "gives routers no gradient: only aux_loss" in note
     )
     (note,) = balance_notes(
         replace(MODEL, moe=replace(GOOD, router=RouterConfig(force_load_balancing=True)))

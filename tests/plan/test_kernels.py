@@ -151,7 +151,7 @@ def test_a_run_says_which_way_each_operation_takes_and_why_not_a_faster_one() ->
     run = run_with({"model.norm": "layer"})
     told, reason = describe_kernels(run, "cpu", {})
     assert told.startswith("kernels: auto: norm torch, rope numba, activation numba, attention ")
-    assert reason == "kernels: norm fall back: loops: model.norm=layer has no compiled loop"
+    assert reason == "kernels: norm fall back: numba: model.norm=layer has no Numba kernel"
     lines = describe_kernels(run_with({"precision.params": "fp64"}), "cpu", {})
     assert "rope torch" in lines[0] and lines[1].startswith(
         "kernels: norm, rope, activation, cross_entropy fall back"

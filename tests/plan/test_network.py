@@ -228,7 +228,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"mtp": MTPConfig(loss_weight=0.3)},
         "model.mtp.loss_weight=0.3 with model.mtp.num_layers=0",
-        "depths to 1 or more",
+                "model.mtp.num_layers to 1 or more",
     ),
     (
         rope(scaling="yarn", theta=1.0),

@@ -25,7 +25,7 @@ def test_a_package_that_is_installed_brings_its_own_and_takes_no_name(package: P
 
 
 def test_a_way_that_is_not_there_is_answered_with_those_that_are(package: Path) -> None:
-    assert transport_problems("exchang") == [
-        "parallel.dispatcher=exchang is no way for tokens to reach experts. Did you mean exchange? "
-        "Use one of exchange, gather, reference, fast, or install the package that brings it."
+    assert transport_problems("alltoal") == [
+        "parallel.dispatcher=alltoal is not a known token dispatcher. Did you mean alltoall? Use "
+        "one of alltoall, allgather, reference, fast, or install the package that provides it."
     ]
