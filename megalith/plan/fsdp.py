@@ -16,8 +16,9 @@ def rows_of(shard: Shard, rank: int, ranks: int, axes: tuple[str, ...]) -> Shard
     All ranks store equally many rows except the last ones, which store the remainder, possibly
     nothing.
 
-    >>> from megalith.plan.shards import whole
-    >>> [rows_of(whole("w", (5, 4)), rank, 4, ("dp_shard",)).flat for rank in range(4)]
+    >>> from megalith.plan.shards import Shard
+    >>> full = Shard.full("w", (5, 4))
+    >>> [rows_of(full, rank, 4, ("dp_shard",)).flat for rank in range(4)]
     [(0, 8), (8, 16), (16, 20), (20, 20)]
     """
     rows = shard.matrix_shape[0]

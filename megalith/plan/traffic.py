@@ -35,7 +35,7 @@ from megalith.plan.memory import (
     gathered_units,
     keeps_gathered,
     mixture_of,
-    saved_activation_rows,
+    sharded_rows,
 )
 from megalith.plan.parameters import tensor_part
 from megalith.plan.recompute import layer_spans, mlp_in_chunks, modules_again
@@ -805,7 +805,7 @@ def _sharded_traffic(
     width, grid = WIDTHS[run.precision.params], workload.grid
     padded, summed = (
         [
-            sum(saved_activation_rows(one, 0, ranks) * one.columns for one in some(unit.parameters))
+            sum(sharded_rows(one, 0, ranks) * one.columns for one in some(unit.parameters))
             * ranks
             for unit in units
         ]
