@@ -212,11 +212,14 @@ def stage_activations(
         setting.model.mtp.num_layers * loss if num_mtp_layers is None else num_mtp_layers,
     )
     modules, first = modules_again(setting.recompute), setting.first_layer
-    layer_tensors = [tuple(layer_rows(setting, modules, first + layer)) for layer in range(num_layers)]
+    layer_tensors = [
+        tuple(layer_rows(setting, modules, first + layer)) for layer in range(num_layers)
+    ]
     layers: list[tuple[SavedTensor, ...]] = []
     host: list[tuple[SavedTensor, ...]] = []
     transient = max(
-        (_recomputed_bytes(setting, first + n, rows) for n, rows in enumerate(layer_tensors)), default=0
+        (_recomputed_bytes(setting, first + n, rows) for n, rows in enumerate(layer_tensors)),
+        default=0,
     )
     for span in _layer_spans(setting, num_layers):
         span_tensors = layer_tensors[span.start : span.stop]
@@ -352,12 +355,14 @@ def _mlp_branch(setting: ActivationSetting, layer: int, again: Sequence[str]) ->
     elif before and model.block == "sequential":
         rows += _residual_norm_rows(setting, "mlp_norm")
     elif before and model.block == "parallel":
-        rows += _stream_norm_rows(setting, "mlp_norm")[1:]    # the input of attention_norm
+        rows += _stream_norm_rows(setting, "mlp_norm")[1:]  # the input of attention_norm
     has_own_input = (
         alone or model.block == "sequential" or (before and model.block == "parallel")
-    )    # else attention saves the same input
+    )  # else attention saves the same input
     if model.has_experts(layer):
-        reads = saves_input and not (_reads_only_jittered_input(model, again) and not setting.mixture.rows_stay)
+        reads = saves_input and not (
+            _reads_only_jittered_input(model, again) and not setting.mixture.rows_stay
+        )
         rows += _mixture_rows(setting, again, kept=has_own_input and reads)
         return rows + (_norm_rows(setting, "mlp_out.norm") if after else [])
     full, up = model.mlp_part(layer) == "full", "mlp.gate_up" if model.gated else "mlp.up"
@@ -555,8 +560,8 @@ def _head_rows(setting: ActivationSetting, region: str) -> list[SavedTensor]:
 
 
 def _mtp_rows(setting: ActivationSetting, region: str) -> Iterator[SavedTensor]:
-    """Yield the saved tensors of one MTP layer: a layer like the last one, its inputs and its norm.
-    """
+    """Yield the saved tensors of one MTP layer: a layer like the last one, its inputs and its
+    norm."""
     last, width = setting.model.num_layers - 1, 2 * setting.own_tokens * setting.model.hidden_size
     yield from _lookup_rows(f"{region}.embed", setting.tokens)
     if setting.model.positions == "learned":
@@ -579,13 +584,16 @@ def _shared_rows(setting: ActivationSetting, num_layers: int, ends: _Ends) -> It
     pairs = model.rotary_size() // 2 * t
     num_mtp_layers = [model.num_layers - 1] if ends.num_mtp_layers else []
     for local in sorted(
-        _rope_tables(setting, range(first, first + num_layers)) | _rope_tables(setting, num_mtp_layers)
+        _rope_tables(setting, range(first, first + num_layers))
+        | _rope_tables(setting, num_mtp_layers)
     ):
         for what in ("cosines", "sines"):
             yield SavedTensor(
                 "shared", f"{what}{' of windows' * local}", pairs, pairs * setting.element
             )
-    if _saves_aux_loss(setting, range(first, first + num_layers)) or _saves_aux_loss(setting, num_mtp_layers):
+    if _saves_aux_loss(setting, range(first, first + num_layers)) or _saves_aux_loss(
+        setting, num_mtp_layers
+    ):
         yield SavedTensor("shared", "which tokens count", t, t)
     counts = (num_layers, len(num_mtp_layers))
     spans = [
@@ -663,14 +671,20 @@ def _attention_rows(
         rows.append(
             SavedTensor("attention", "growth of queries", setting.tokens, setting.tokens * w)
         )
-    if model.attention.gated:  # the gate saves the output of attention, the projection its own input
+    if (
+        model.attention.gated
+    ):  # the gate saves the output of attention, the projection its own input
         rows += (
-            [] if saves_output else [SavedTensor("attention", "output before the gate", inner, inner * e)]
+            []
+            if saves_output
+            else [SavedTensor("attention", "output before the gate", inner, inner * e)]
         )
         rows.append(SavedTensor("attention", "gate", inner, inner * w))
         rows += [SavedTensor("attention", "gate, rounded", inner, inner * e)] if e != w else []
         saves_output = False
-    return rows if saves_output else [*rows, SavedTensor("attention.out", "input", inner, inner * e)]
+    return (
+        rows if saves_output else [*rows, SavedTensor("attention.out", "input", inner, inner * e)]
+    )
 
 
 def _projection_numel(setting: ActivationSetting) -> int:
@@ -718,7 +732,12 @@ def _qk_norm_rows(setting: ActivationSetting) -> list[SavedTensor]:
     }
     if setting.element == w:
         rows.append(
-            SavedTensor(regions["q"], "projection", _projection_numel(setting), _projection_numel(setting) * w)
+            SavedTensor(
+                regions["q"],
+                "projection",
+                _projection_numel(setting),
+                _projection_numel(setting) * w,
+            )
         )
     for name, count in heads.items():
         width, statistics = count * d * t, t if kind == "whole" else count * t
@@ -742,7 +761,9 @@ def _core_rows(setting: ActivationSetting, layer: int, again: bool) -> list[Save
         return rows
     if setting.cp > 1:
         return _context_rows(setting, layer)
-    return _local_attention_rows(setting, layer, setting.part.heads, setting.part.kv_heads, separate=False)
+    return _local_attention_rows(
+        setting, layer, setting.part.heads, setting.part.kv_heads, separate=False
+    )
 
 
 def _reads_projection(setting: ActivationSetting, layer: int) -> bool:
@@ -780,18 +801,25 @@ def _local_attention_rows(
     if backend == "cpu_tiled":
         saves_probabilities = max(setting.lengths) <= KEPT_LENGTH
         numels = (
-            _tile_numels(setting.lengths, heads, kv_heads, model.attention.causal) if saves_probabilities else ()
+            _tile_numels(setting.lengths, heads, kv_heads, model.attention.causal)
+            if saves_probabilities
+            else ()
         )
         return rows + [
             SavedTensor("attention", "probabilities", numel, numel * e) for numel in numels
         ]
     if backend == "split_kv":
         rows.append(SavedTensor("attention", "log-sum", heads * t, heads * t * setting.wide))
-        output_name = output_name if separate or _reads_saved_output(setting, heads) else "output by head"
+        output_name = (
+            output_name if separate or _reads_saved_output(setting, heads) else "output by head"
+        )
         return [*rows, SavedTensor("attention", output_name, heads * d * t, heads * d * t * e)]
     if _reads_projection(setting, layer) and not separate:
         whole = SavedTensor(
-            "attention", "queries, keys, values", _projection_numel(setting), _projection_numel(setting) * e
+            "attention",
+            "queries, keys, values",
+            _projection_numel(setting),
+            _projection_numel(setting) * e,
         )
         rows = [rows[0], whole] if model.has_attention_temperature(layer) else [whole]
     calls = kernel_lengths(setting.lengths)
@@ -832,8 +860,8 @@ def _biased_rows(setting: ActivationSetting, layer: int, heads: int) -> list[Sav
 
 
 def _reads_saved_output(setting: ActivationSetting, heads: int) -> bool:
-    """Return whether the projection reads the saved output itself and not a copy ordered by token.
-    """
+    """Return whether the projection reads the saved output itself and not a copy ordered by
+    token."""
     return len(setting.lengths) > len(kernel_lengths(setting.lengths)) or heads == 1
 
 
@@ -938,8 +966,8 @@ def _distance_rows(setting: ActivationSetting, heads: int) -> list[SavedTensor]:
 
 
 def tiled(setting: ActivationSetting) -> bool:
-    """Return whether attention over these documents is computed in tiles; else by torch's kernel.
-    """
+    """Return whether attention over these documents is computed in tiles; else by torch's
+    kernel."""
     lengths = kernel_lengths(setting.lengths)
     typical = sum(lengths) // max(1, sum(length > 0 for length in lengths))
     shortest = (

@@ -71,7 +71,9 @@ def trained_step_flops(
     computed by backward although it is not used.
     """
     seen = TokenCounts(tokens, squared_lengths, windowed)
-    all_flops = step_flops(config, tokens=tokens, squared_lengths=squared_lengths, windowed=windowed)
+    all_flops = step_flops(
+        config, tokens=tokens, squared_lengths=squared_lengths, windowed=windowed
+    )
     if lora is None:
         return all_flops if optim.trains_all() else frozen_step_flops(config, optim, seen)
     numbers = range(config.num_layers)
@@ -135,11 +137,15 @@ def _trained_layer(config: ModelConfig, lora: LoraConfig, layer: int, seen: Toke
     if layer < first:
         return whole // 3
     added = 6 * seen.tokens * sum(one.numel for one in _adapters(config, lora, layer))
-    spared = _unneeded_flops(config, lora, layer, tokens=seen.tokens, core=core) if layer == first else 0
+    spared = (
+        _unneeded_flops(config, lora, layer, tokens=seen.tokens, core=core) if layer == first else 0
+    )
     return core + (whole - core) * 2 // 3 + added - spared
 
 
-def _unneeded_flops(config: ModelConfig, lora: LoraConfig, layer: int, *, tokens: int, core: int) -> int:
+def _unneeded_flops(
+    config: ModelConfig, lora: LoraConfig, layer: int, *, tokens: int, core: int
+) -> int:
     """Return the unneeded input gradients in the first layer with adapters, and of core attention
     if unneeded."""
     unneeded = {word for word, wanted in _needs_input_gradient(config, lora).items() if not wanted}
@@ -149,7 +155,7 @@ def _unneeded_flops(config: ModelConfig, lora: LoraConfig, layer: int, *, tokens
     ]
     readers = [
         one for one in readers if ".cross." not in one.name
-    ]    # attention and its adapters come before cross-layer attention
+    ]  # attention and its adapters come before cross-layer attention
     spared = sum(2 * tokens * met(config, one) for one in readers if _word(one) in unneeded)
     return spared + (core * 2 // 3 if "core" in unneeded else 0)
 

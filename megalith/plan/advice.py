@@ -68,7 +68,9 @@ def changes(workload: Workload, device: Device, problems: Problems) -> list[Chan
     for overrides, price in _list_candidate_settings(workload, device):
         nbytes = tried(workload, overrides, device, problems)
         if nbytes is not None and nbytes < before:
-            useful_changes.append(Change(overrides, price, nbytes, before - nbytes, verdict(nbytes, device)))
+            useful_changes.append(
+                Change(overrides, price, nbytes, before - nbytes, verdict(nbytes, device))
+            )
     return useful_changes
 
 
@@ -98,7 +100,7 @@ def _combine_changes(
     for change in single:
         kept = [
             one for one in chosen if not one.overrides.keys() & change.overrides.keys()
-        ]    # a later value overrides
+        ]  # a later value overrides
         overrides = {
             name: value for one in [*kept, change] for name, value in one.overrides.items()
         }
@@ -127,7 +129,9 @@ def tried(
         return None
 
 
-def _list_candidate_settings(workload: Workload, device: Device) -> Iterator[tuple[dict[str, str], str]]:
+def _list_candidate_settings(
+    workload: Workload, device: Device
+) -> Iterator[tuple[dict[str, str], str]]:
     """Yield settings to try, the cheapest first, each with its cost."""
     run, p = workload.run, workload.run.parallel
     granularity = run.recompute.granularity
@@ -153,7 +157,7 @@ def _list_candidate_settings(workload: Workload, device: Device) -> Iterator[tup
         sp = {"parallel.sp": "true"} if not p.sp else {}
         yield (
             {"parallel.tp": str(2 * p.tp)} | sp,
-                        "more tensor-parallel communication, smaller matmuls",
+            "more tensor-parallel communication, smaller matmuls",
         )
     yield {"parallel.cp": str(2 * p.cp)}, "keys and values sent between ranks"
     yield {"parallel.pp": str(2 * p.pp)}, "a larger bubble"
@@ -223,7 +227,8 @@ def notes(workload: Workload, device: Device) -> list[str]:
         )
     if p.tp > device.node:
         lines.append(
-            f"parallel.tp={p.tp} spans nodes of {device.node}: every layer has tensor-parallel communication between nodes. "
+            f"parallel.tp={p.tp} spans nodes of {device.node}: every layer has tensor-parallel "
+            "communication between nodes. "
             f"Set parallel.tp to {device.node} and use parallel.pp or parallel.cp for the rest."
         )
     if p.pp > 1 and workload.num_microbatches < 4 * p.pp and p.pipeline.schedule == "auto":
@@ -242,8 +247,9 @@ def notes(workload: Workload, device: Device) -> list[str]:
         lines.append(
             f"train.tokens_per_microbatch={run.train.tokens_per_microbatch}: these figures are for "
             "documents that all "
-                        f"have train.seq_len={run.train.seq_len} tokens; shorter documents need fewer microbatches. "
-                        "Use a smaller train.seq_len to estimate a typical step."
+            f"have train.seq_len={run.train.seq_len} tokens; shorter documents need fewer "
+            "microbatches. "
+            "Use a smaller train.seq_len to estimate a typical step."
         )
     if run.data.document_masking and workload.document_multiple > 1:
         lines.append(_padding_note(workload))
@@ -278,7 +284,8 @@ def _expert_notes(workload: Workload, device: Device) -> list[str]:
         )
     if moe is not None and etp > 1 and moe.num_experts % (p.ep * etp) == 0:
         lines.append(
-            f"parallel.etp={etp} sends every token to {etp} ranks per expert. Set parallel.etp=1 and "
+            f"parallel.etp={etp} sends every token to {etp} ranks per expert. Set "
+            "parallel.etp=1 and "
             f"parallel.ep to {p.ep * etp}, which stores as few expert weights per rank."
         )
     return lines
@@ -290,9 +297,7 @@ def _offload_notes(workload: Workload, device: Device) -> list[str]:
     if not layers or seconds is None:
         return []
     offload, forward = seconds
-    text = (
-        f"offload.layers={layers}: offload takes {offload:.2g} s per microbatch"
-    )
+    text = f"offload.layers={layers}: offload takes {offload:.2g} s per microbatch"
     if offload <= forward:
         return [f"{text}, which overlaps with {forward:.2g} s of forward."]
     fits = int(layers * forward / offload)
@@ -310,11 +315,12 @@ def _padding_note(workload: Workload) -> str:
     return (
         f"parallel.context.slicing=document pads each document to a multiple of {multiple} tokens; "
         "the figures here "
-                    f"count a row as one document. Each other document of a row adds up to {multiple - 1} tokens "
-                    "of computation and "
-                    f"saved activations: with documents of {4 * multiple} tokens about "
+        f"count a row as one document. Each other document of a row adds up to {multiple - 1} "
+        "tokens "
+        "of computation and "
+        f"saved activations: with documents of {4 * multiple} tokens about "
         f"{100 * (multiple - 1) / (8 * multiple):.0f} % more. "
-                    "Set parallel.context.slicing=row if documents are short."
+        "Set parallel.context.slicing=row if documents are short."
     )
 
 

@@ -17,8 +17,8 @@ Permutation = Callable[[int, int], Sequence[int] | NDArray[np.int64]]
 
 
 def batch_problems(*, global_batch_size: int, micro_batch_size: int, dp: int) -> list[str]:
-    """Return an error text if the global batch cannot be split over dp ranks in whole microbatches.
-    """
+    """Return an error text if the global batch cannot be split over dp ranks in whole
+    microbatches."""
     sizes = {
         "train.global_batch_size": global_batch_size,
         "train.micro_batch_size": micro_batch_size,
@@ -47,7 +47,8 @@ def num_microbatches(*, global_batch_size: int, micro_batch_size: int, dp: int) 
     """Return the number of microbatches of each rank per step.
 
     Raises:
-        PlanError: the global batch is not a multiple of micro_batch_size · dp; the message has the nearest multiples.
+        PlanError: the global batch is not a multiple of micro_batch_size · dp; the message has
+            the nearest multiples.
     """
     problems = batch_problems(
         global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp
@@ -118,7 +119,9 @@ def cyclic_sample_ids(
         global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp
     )
     _check_rank(dp, dp_rank)
-    group_start = next_group(consumed=consumed, total=total, micro_batch_size=micro_batch_size, dp=dp)
+    group_start = next_group(
+        consumed=consumed, total=total, micro_batch_size=micro_batch_size, dp=dp
+    )
     if group_start != consumed:
         raise PlanError(
             f"consumed={consumed} is inside a group of micro_batch_size · dp = "

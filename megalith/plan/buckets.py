@@ -21,8 +21,8 @@ class BucketSlot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Elements `start` to `stop` of the flat buffer, reduced together once all members are ready.
-    """
+    """Elements `start` to `stop` of the flat buffer, reduced together once all members are
+    ready."""
 
     start: int
     stop: int
@@ -121,7 +121,8 @@ def plan_buckets(
     Unset: all are of one kind.
 
     Raises:
-        PlanError: a size is negative, an alignment is below one, or `alone`, `together` and `kinds` contradict each other.
+        PlanError: a size is negative, an alignment is below one, or `alone`, `together` and
+            `kinds` contradict each other.
     """
     kinds = [None] * len(sizes) if kinds is None else kinds
     _check(sizes, bucket_numel, align, end_align, alone, together, kinds)
@@ -239,7 +240,7 @@ def _check(
     both = sorted(set(alone) & {number for run in together if len(run) > 1 for number in run})
     if both:
         raise PlanError(
-                        f"parameters {both} are in `alone` and in a run of `together`. Remove them from one."
+            f"parameters {both} are in `alone` and in a run of `together`. Remove them from one."
         )
     mixed = [list(run) for run in together if len({kinds[number] for number in run}) > 1]
     if mixed:
@@ -255,7 +256,8 @@ def zero_problems(parallel: ParallelConfig, dp: int) -> list[str]:
     p, problems = parallel, []
     if p.dp_replicate > 1 and p.zero == 0:
         problems.append(
-            f"parallel.dp_replicate={p.dp_replicate} with parallel.zero={p.zero}: nothing is sharded "
+            f"parallel.dp_replicate={p.dp_replicate} with parallel.zero={p.zero}: nothing is "
+            "sharded "
             "without ZeRO. Set parallel.zero=1, or remove parallel.dp_replicate."
         )
     elif p.dp_replicate < 1 or dp % p.dp_replicate:
@@ -268,7 +270,8 @@ def zero_problems(parallel: ParallelConfig, dp: int) -> list[str]:
         )
     if p.reduce_dtype == "bf16" and p.zero == 0:
         problems.append(
-            f"parallel.reduce_dtype={p.reduce_dtype} with parallel.zero={p.zero}: bf16 gradients are "
+            f"parallel.reduce_dtype={p.reduce_dtype} with parallel.zero={p.zero}: bf16 "
+            "gradients are "
             "added in fp32 by the rank that owns the shard, and without ZeRO there are no shards. "
             "Set parallel.zero=1, or parallel.reduce_dtype=fp32."
         )
@@ -276,7 +279,7 @@ def zero_problems(parallel: ParallelConfig, dp: int) -> list[str]:
         problems.append(
             f"parallel.reduce_dtype={p.reduce_dtype} with dp={dp}, parallel.cp={p.cp} and "
             "parallel.dp_replicate="
-                        f"{p.dp_replicate}: one rank owns each whole gradient, so none is sent in bf16. Set "
+            f"{p.dp_replicate}: one rank owns each whole gradient, so none is sent in bf16. Set "
             "parallel.reduce_dtype=fp32"
             f"{'' if p.dp_replicate == 1 else ', or parallel.dp_replicate=1'}."
         )

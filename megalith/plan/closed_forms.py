@@ -161,11 +161,15 @@ def gpt_first_stage_bytes(
     it also saves the inputs of the last norm and the head, and fp32 logits: 4·s·b·h/tp · (1 + v/h).
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.3.
     """
-    interleaving_factor = 1 + Fraction(num_ranks - 1, num_ranks * num_chunks) if num_chunks > 1 else Fraction(1)
+    interleaving_factor = (
+        1 + Fraction(num_ranks - 1, num_ranks * num_chunks) if num_chunks > 1 else Fraction(1)
+    )
     nbytes = num_layers * gpt_layer_bytes(layer, tp=tp, sp=True, again=again) * interleaving_factor
     nbytes += Fraction(layer.features * num_ranks, tp)
     if num_ranks == 1:
-        nbytes += Fraction(4 * layer.length * layer.sequences * (layer.hidden_size + vocab_size), tp)
+        nbytes += Fraction(
+            4 * layer.length * layer.sequences * (layer.hidden_size + vocab_size), tp
+        )
     return nbytes
 
 

@@ -39,7 +39,9 @@ def num_parameters_per_rank(config: ModelConfig, *, tp: int) -> int:
 def _held(config: ModelConfig, tp: int, rank: int) -> int:
     ends = held_parameters(config, tp=tp, tp_rank=rank, layers=(), embedding=True, loss=True)
     numel = sum(one.numel for one in ends if one.counts)
-    if config.positions == "relative" and not config.mtp.num_layers:    # with MTP layers, `ends` contains it
+    if (
+        config.positions == "relative" and not config.mtp.num_layers
+    ):  # with MTP layers, `ends` contains it
         numel += bias_table(config, tp=tp, tp_rank=rank).numel
     numel += sum(one.numel for one in memory_norm(config))
     for first, count in _kinds(config).items():
@@ -136,20 +138,29 @@ def latent_flops(
     squared_lengths: int,
     windowed: int | None = None,
 ) -> int:
-    """Return the model FLOPs of latent attention from its compressed vectors to the heads' outputs.
-    """
+    """Return the model FLOPs of latent attention from its compressed vectors to the heads'
+    outputs."""
     pairs = attention_flops(
         config, layer, tokens=tokens, squared_lengths=squared_lengths, windowed=windowed
     )
     queries = "q" if config.mla is None or config.mla.q_rank is None else "q_up"
-    up = sum(_active_matrix_elements(config, layer, f"attention.{word}") for word in (queries, "kv_up"))
+    up = sum(
+        _active_matrix_elements(config, layer, f"attention.{word}") for word in (queries, "kv_up")
+    )
     return 6 * tokens * up + pairs
 
 
 def mlp_flops(config: ModelConfig, layer: int, tokens: int) -> int:
     """Return the model FLOPs of a layer's MLP, or of its router, selected experts and shared
     experts."""
-    return 6 * tokens * (_active_matrix_elements(config, layer, "mlp.") + _active_matrix_elements(config, layer, "moe."))
+    return (
+        6
+        * tokens
+        * (
+            _active_matrix_elements(config, layer, "mlp.")
+            + _active_matrix_elements(config, layer, "moe.")
+        )
+    )
 
 
 def shared_flops(config: ModelConfig, layer: int, tokens: int) -> int:
@@ -205,7 +216,9 @@ class _DocumentCounts(NamedTuple):
 
 
 def _layer_flops(config: ModelConfig, layer: int, seen: _DocumentCounts) -> int:
-    return 6 * seen.tokens * _active_matrix_elements(config, layer) + _core_flops(config, layer, seen)
+    return 6 * seen.tokens * _active_matrix_elements(config, layer) + _core_flops(
+        config, layer, seen
+    )
 
 
 def _mtp_flops(config: ModelConfig, seen: _DocumentCounts) -> int:
@@ -264,7 +277,7 @@ class _Widths:
     """Bytes per parameter or activation of one precision."""
 
     value: int  # weights and activations
-    sums: int    # accumulation dtype: gradients, moments, statistics and logits
+    sums: int  # accumulation dtype: gradients, moments, statistics and logits
     master: int
 
 

@@ -44,7 +44,8 @@ def _kind_problems(model: ModelConfig, own: CrossConfig) -> Iterator[str]:
     given = f"model.cross.memory={own.memory}"
     if model.block != "sequential":
         yield (
-            f"{given} with model.block={model.block}: a layer attends to the source layer after its "
+            f"{given} with model.block={model.block}: a layer attends to the source layer after "
+            "its "
             "attention and before its "
             f"MLP. Set model.block=sequential, or remove model.cross."
         )
@@ -70,7 +71,8 @@ def _kind_problems(model: ModelConfig, own: CrossConfig) -> Iterator[str]:
         yield (
             f"{given} with model.layers.attention={shown(model.layers.attention)} and "
             "model.layers.mlp="
-            f"{shown(model.layers.mlp)}: layer {incomplete_layers[0]} attends to the source layer and has no "
+            f"{shown(model.layers.mlp)}: layer {incomplete_layers[0]} attends to the source "
+            "layer and has no "
             "attention or MLP. Set both "
             f"to full or linear there, or set its value in model.cross.layers to false."
         )

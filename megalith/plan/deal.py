@@ -64,7 +64,10 @@ def document_cost(model: ModelConfig) -> DocumentCost:
     pair_with_window = step_flops(model, tokens=0, squared_lengths=1)
     windowed = model.attention.window is not None
     return DocumentCost(
-        token, pair if windowed else pair_with_window, pair_with_window - pair if windowed else 0, model.attention
+        token,
+        pair if windowed else pair_with_window,
+        pair_with_window - pair if windowed else 0,
+        model.attention,
     )
 
 
@@ -179,10 +182,14 @@ def _split_packs(
     return split_packs + [()] * (count - len(split_packs))
 
 
-def _split_in_halves(pack: tuple[int, ...], costs: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _split_in_halves(
+    pack: tuple[int, ...], costs: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     before = np.cumsum([costs[number] for number in pack[:-1]], dtype=object)
     total = sum(costs[number] for number in pack)
-    cut = 1 + min(range(len(before)), key=lambda position: (abs(total - 2 * before[position]), position))
+    cut = 1 + min(
+        range(len(before)), key=lambda position: (abs(total - 2 * before[position]), position)
+    )
     return pack[:cut], pack[cut:]
 
 
@@ -230,7 +237,7 @@ def assign_rows(costs: Sequence[int], *, dp: int, rows: int, balanced: bool) -> 
     ]
 
 
-@lru_cache(maxsize=64)    # most steps ask for the same few counts
+@lru_cache(maxsize=64)  # most steps ask for the same few counts
 def microbatches_that_fit(pipeline: PipelineConfig, pp: int, least: int) -> int:
     """Return the smallest number of microbatches that the pipeline schedule accepts, from `least`
     on.
@@ -306,7 +313,7 @@ def budget_problems(train: LoopConfig, parallel: ParallelConfig, data: DataConfi
             (["2"] if parallel.cp > 1 else []) + ([f"parallel.tp={tp}"] if tp > 1 else [])
         )
         problems.append(
-                        f"{name}={size} is not divisible by {product} = {parts}, over which packs are split. "
+            f"{name}={size} is not divisible by {product} = {parts}, over which packs are split. "
             f"Set {name} to {size + -size % parts}."
         )
     multiple = document_multiple(parallel)
@@ -315,7 +322,8 @@ def budget_problems(train: LoopConfig, parallel: ParallelConfig, data: DataConfi
         least = -(-padded // parallel.cp)
         longest = size * parallel.cp // multiple * multiple
         problems.append(
-                        f"{name}={size} * parallel.cp={parallel.cp} = {size * parallel.cp} tokens do not hold a "
+            f"{name}={size} * parallel.cp={parallel.cp} = {size * parallel.cp} tokens do not "
+            "hold a "
             "document of "
             f"train.seq_len={train.seq_len}. Set {name} to {least + -least % parts} or more"
             + (f", or train.seq_len to {longest} or less." if longest else ".")
@@ -330,7 +338,9 @@ def _rows_problems(train: LoopConfig, data: DataConfig) -> list[str]:
             "train.balance_rows=true without data.sft: rows of pretraining text have the same "
             "estimated cost. Set train.balance_rows=false."
         )
-    if data.overlong != DataConfig().overlong and not data.sft.used():    # another rule reports these with SFT
+    if (
+        data.overlong != DataConfig().overlong and not data.sft.used()
+    ):  # another rule reports these with SFT
         problems.append(
             f"data.overlong={data.overlong} without train.tokens_per_microbatch: rows of text are "
             "cut anywhere. Remove "
@@ -343,7 +353,9 @@ def _find_row_settings(data: DataConfig, defaults: DataConfig) -> Iterator[str]:
     """Yield an error for each row setting that has no effect on whole documents."""
     for field_name in ("document_masking", "eod_mask_loss", "keep_partial_valid", "sampler"):
         value = getattr(data, field_name)
-        if value != getattr(defaults, field_name) and not data.sft.used():    # another rule reports these with SFT
+        if (
+            value != getattr(defaults, field_name) and not data.sft.used()
+        ):  # another rule reports these with SFT
             yield (
                 f"data.{field_name}={value}: a sample is a whole document, shuffled in each "
                 "epoch. Remove it."

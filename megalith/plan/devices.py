@@ -59,19 +59,19 @@ USABLE = 0.94
 """Fraction of a device's memory that a plan may fill; the rest is for memory that the ledger does
 not count."""
 
-CONTEXT = 0.6 * GIB    # heuristic: a CUDA context takes 0.4 to 0.7 GiB
-NEAR_COMMUNICATOR = 0.1 * GIB    # heuristic: NCCL's buffers depend on its version and settings
+CONTEXT = 0.6 * GIB  # heuristic: a CUDA context takes 0.4 to 0.7 GiB
+NEAR_COMMUNICATOR = 0.1 * GIB  # heuristic: NCCL's buffers depend on its version and settings
 FAR_COMMUNICATOR = 0.25 * GIB
 WORKSPACE = (
     64 * 2**20
 )  # torch's scratch space for matmuls on Hopper: 32 MiB for cuBLAS and for cuBLASLt each
-SLACK = 0.04    # heuristic: fragmentation with expandable segments
+SLACK = 0.04  # heuristic: fragmentation with expandable segments
 
 EFFICIENCY = 0.4
 """Fraction of the peak rate that training steps reach; the published 405B run reached 0.38 to 0.43
 (arXiv:2407.21783)."""
 
-LINK_EFFICIENCY = 0.8    # of the link rate, for large messages; nccl-tests show 0.75 to 0.9
+LINK_EFFICIENCY = 0.8  # of the link rate, for large messages; nccl-tests show 0.75 to 0.9
 
 
 def device_named(text: str, *, world: int, host_memory: int) -> Device:

@@ -43,7 +43,10 @@ def plan_exchange(table: Table, *, ep_rank: int, etp_rank: int) -> ExchangePlan:
     sent_rows = table[etp_rank][ep_rank]
     chunks = [list(chunk) for chunk in chain.from_iterable(received_rows)]
     return ExchangePlan(
-        sent=tuple(sum(sent_rows[rank * experts_per_rank : (rank + 1) * experts_per_rank]) for rank in range(ranks)),
+        sent=tuple(
+            sum(sent_rows[rank * experts_per_rank : (rank + 1) * experts_per_rank])
+            for rank in range(ranks)
+        ),
         received=tuple(sum(row) for row in received_rows[etp_rank]),
         gathered=tuple(sum(map(sum, rows)) for rows in received_rows),
         chunks=tuple(chain.from_iterable(chunks)),

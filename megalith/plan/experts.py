@@ -63,7 +63,7 @@ def moe_number_problems(moe: MoEConfig) -> list[str]:
     }
     problems = [
         f"model.moe.{name}={value} must be a finite number of at least 0. Use 0.01, or 0 to "
-                "disable it."
+        "disable it."
         for name, value in weights.items()
         if not isinstance(value, bool) and not 0 <= value < math.inf
     ]
@@ -158,7 +158,8 @@ def _groups_have_enough(moe: MoEConfig, groups: int, chosen: int) -> str | None:
     each = moe.num_experts // groups
     if chosen * each < moe.top_k:
         return (
-            f"model.moe.top_k={moe.top_k} is more than the experts of model.moe.router.topk_groups={chosen} "
+            f"model.moe.top_k={moe.top_k} is more than the experts of "
+            f"model.moe.router.topk_groups={chosen} "
             f"groups of {each}. "
             f"Set model.moe.router.topk_groups to {-(-moe.top_k // each)} or more."
         )
@@ -166,7 +167,7 @@ def _groups_have_enough(moe: MoEConfig, groups: int, chosen: int) -> str | None:
         fits = [n for n in divisors(moe.top_k) if n <= groups and n * each >= moe.top_k]
         return (
             f"model.moe.router.topk_groups={chosen} does not divide model.moe.top_k={moe.top_k}: a "
-                        "group's score is the sum of "
+            "group's score is the sum of "
             "its best top_k / topk_groups experts. Set model.moe.router.topk_groups to one of "
             f"{fits}, or model.moe.router.group_score=max."
         )
@@ -184,15 +185,19 @@ def plans_go_alone(moe: MoEConfig) -> str | None:
     }
     conflicts = {name: value for name, value in losses.items() if value}
     conflicts |= {"aux_loss.quantile": "true"} if len(balancers) > 1 else {}
-    conflicts |= {"router.num_groups": moe.router.num_groups} if moe.router.num_groups is not None else {}
+    conflicts |= (
+        {"router.num_groups": moe.router.num_groups} if moe.router.num_groups is not None else {}
+    )
     conflicts |= {"router.expert_bias": "true"} if moe.router.expert_bias else {}
     conflicts |= {"capacity.factor": moe.capacity.factor} if moe.capacity.factor is not None else {}
     if not conflicts:
         return None
     given = ", ".join(f"model.moe.{name}={value}" for name, value in conflicts.items())
     return (
-        f"{given} with model.moe.aux_loss.{balancers[0]}=true, which balances all experts by itself. "
-        f"Remove {'them' if len(conflicts) > 1 else 'it'}, or set model.moe.aux_loss.{balancers[0]}=false."
+        f"{given} with model.moe.aux_loss.{balancers[0]}=true, which balances all experts by "
+        "itself. "
+        f"Remove {'them' if len(conflicts) > 1 else 'it'}, or set "
+        f"model.moe.aux_loss.{balancers[0]}=false."
     )
 
 
@@ -288,7 +293,7 @@ def expert_layout_problems(
     results += [_check_tp_needs_sp(p)] if trains else []
     problems = [text for text in results if text is not None]
     if world % (p.tp * p.cp * p.pp):
-                return problems  # another rule reports this
+        return problems  # another rule reports this
     return problems + stage_problems(
         dense_grid(world=world, tp=p.tp, cp=p.cp, pp=p.pp, order=p.order), grid
     )
@@ -296,7 +301,9 @@ def expert_layout_problems(
 
 def _find_moe_settings_without_moe(p: ParallelConfig) -> list[str]:
     given = {"ep": (p.ep, 1), "etp": (p.etp, None), "dispatcher": (p.dispatcher, "alltoall")}
-    changed = [f"parallel.{name}={value}" for name, (value, default) in given.items() if value != default]
+    changed = [
+        f"parallel.{name}={value}" for name, (value, default) in given.items() if value != default
+    ]
     if not changed:
         return []
     return [
@@ -376,7 +383,12 @@ def balance_notes(model: ModelConfig) -> list[str]:
     moe = model.moe
     if moe is None:
         return []
-    return [*_random_routing_notes(moe), *_router_dtype_notes(moe), *_single_expert_notes(moe), *_no_balancing_notes(moe)]
+    return [
+        *_random_routing_notes(moe),
+        *_router_dtype_notes(moe),
+        *_single_expert_notes(moe),
+        *_no_balancing_notes(moe),
+    ]
 
 
 def _random_routing_notes(moe: MoEConfig) -> list[str]:
@@ -468,7 +480,10 @@ def router_text(moe: MoEConfig) -> str:
     if capacity.factor is not None:
         dropped = "those of least weight" if capacity.drop == "least" else "the last tokens"
         dropping = f"capacity factor {capacity.factor:g}, drops {dropped}"
-    return f"{', '.join(parts)}; balanced by {', '.join(_list_load_balancing(moe)) or 'nothing'}; {dropping}"
+    return (
+        f"{', '.join(parts)}; balanced by "
+        f"{', '.join(_list_load_balancing(moe)) or 'nothing'}; {dropping}"
+    )
 
 
 def _list_load_balancing(moe: MoEConfig) -> list[str]:

@@ -202,7 +202,7 @@ def explain(workload: Workload) -> Explanation:
     )
     c = workload.run.model
     parameters, stages = num_parameters(c), tuple(stage_rows(workload))
-        # Not the sum of the stages, which count shared tables several times.
+    # Not the sum of the stages, which count shared tables several times.
     whole = held_parameters(
         c, tp=1, tp_rank=0, layers=range(c.num_layers), embedding=True, loss=True
     )
@@ -236,7 +236,7 @@ def kind_text(model: ModelConfig) -> str:
     words.append(positions.get(model.positions, f"{model.positions} positions"))
     words.append(f"{'gated ' * model.gated}{model.activation}")
     words += [*_mixture_text(model), *_cross_text(model), *_layer_differences_text(model)]
-    words += [f"{model.mtp.num_layers}  MTP layers"] if model.mtp.num_layers else []
+    words += [f"{model.mtp.num_layers} MTP layers"] if model.mtp.num_layers else []
     return ", ".join(words + (["dropout"] if model.dropout.drops() else []))
 
 
@@ -261,7 +261,9 @@ def _cross_text(model: ModelConfig) -> Iterator[str]:
             sum(model.uses_cross_layer_source(layer) for layer in range(model.num_layers)),
             model.cross.memory,
         )
-        yield f"cross-layer attention to layer {source_layer} in {count} of {model.num_layers} layers"
+        yield (
+            f"cross-layer attention to layer {source_layer} in {count} of {model.num_layers} layers"
+        )
 
 
 def _layer_differences_text(model: ModelConfig) -> Iterator[str]:
@@ -294,13 +296,16 @@ def _attention_text(model: ModelConfig) -> str:
         )
     else:
         text = (
-            f"{model.num_heads}  heads on {model.num_kv_heads} KV heads of  {model.head_size()} features"
+            f"{model.num_heads} heads on {model.num_kv_heads} KV heads of  "
+            f"{model.head_size()} features"
         )
     if kind.window is not None:
         count = sum(model.has_window(layer) for layer in range(model.num_layers))
         where = "" if count == model.num_layers else f" in {count} of {model.num_layers} layers"
         right_text = "" if kind.window_right is None else f" and {kind.window_right} after it"
-        text += f", {'chunks' if kind.chunked else 'window'} of {kind.window} tokens{right_text}{where}"
+        text += (
+            f", {'chunks' if kind.chunked else 'window'} of {kind.window} tokens{right_text}{where}"
+        )
     extras = {
         f"QK norm ({kind.qk_norm})": kind.qk_norm != "none",
         "softcap": kind.softcap is not None,

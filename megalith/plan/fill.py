@@ -66,8 +66,8 @@ def fill_best(lengths: Sequence[int], room: int) -> PackedDocuments:
     """
     _check_lengths(lengths, room)
     rows: list[list[int]] = []
-    spaces: list[int] = []    # distinct remaining spaces, ascending
-    rows_by_space: dict[int, list[int]] = {}    # rows by remaining space, newest last
+    spaces: list[int] = []  # distinct remaining spaces, ascending
+    rows_by_space: dict[int, list[int]] = {}  # rows by remaining space, newest last
     for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         position = bisect_left(spaces, lengths[number])
         if position == len(spaces):
@@ -102,7 +102,9 @@ def fill_first(lengths: Sequence[int], room: int) -> PackedDocuments:
     """
     _check_lengths(lengths, room)
     size = 1 << max(len(lengths) - 1, 0).bit_length()
-    max_space = [room] * (2 * size)    # segment tree: largest remaining space of the rows below a node
+    max_space = [room] * (
+        2 * size
+    )  # segment tree: largest remaining space of the rows below a node
     rows: list[list[int]] = [[] for _ in lengths]
     for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         node = 1

@@ -14,7 +14,8 @@ BEFORE_LAYERS = ("embed.weight", "positions.weight", "relative.weight")
 """Lookup tables that all layers read."""
 
 READ_BY_ATTENTION, READ_BY_MLP = 1, 8
-"""Positions in a layer, in the order of `_position_in_layer`, of the matrices that read the norms' outputs."""
+"""Positions in a layer, in the order of `_position_in_layer`, of the matrices that read the
+norms' outputs."""
 
 CORE = 3
 """Position of core attention."""
@@ -31,11 +32,13 @@ def with_frozen(held: Sequence[HeldParameter], optim: OptimConfig) -> list[HeldP
     for one in held:
         frozen = one.frozen or not optim.trains(one.name)
         previous_is_frozen = bool(parameters) and parameters[-1].frozen
-        parameters.append(replace(one, frozen=frozen, stacked=one.stacked and not previous_is_frozen))
+        parameters.append(
+            replace(one, frozen=frozen, stacked=one.stacked and not previous_is_frozen)
+        )
     return parameters
 
 
-@lru_cache(maxsize=8)    # called once per step
+@lru_cache(maxsize=8)  # called once per step
 def trained_names(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
     """Return the names of the trained parameters of a model."""
     held = held_parameters(
@@ -47,7 +50,8 @@ def trained_names(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
 def first_trained_layer(model: ModelConfig, optim: OptimConfig) -> int:
     """Return the first layer that backward has to reach; num_layers if it reaches none."""
     return min(
-        (_last_layer_of_backward(name, model) for name in trained_names(model, optim)), default=model.num_layers
+        (_last_layer_of_backward(name, model) for name in trained_names(model, optim)),
+        default=model.num_layers,
     )
 
 
@@ -96,7 +100,9 @@ def frozen_step_flops(config: ModelConfig, optim: OptimConfig, seen: TokenCounts
     return (
         layers
         + heads
-        + sum(_mtp_flops(config, optim, depth, seen, heads) for depth in range(config.mtp.num_layers))
+        + sum(
+            _mtp_flops(config, optim, depth, seen, heads) for depth in range(config.mtp.num_layers)
+        )
     )
 
 
@@ -109,17 +115,29 @@ def frozen_layer_flops(
         trained = [-1]  # something below it
     else:
         trained = [
-            _position_in_layer(one.name) for one in layer_parameters(config, layer) if optim.trains(one.name)
+            _position_in_layer(one.name)
+            for one in layer_parameters(config, layer)
+            if optim.trains(one.name)
         ]
-    total = _core_flops(config, layer, seen) // 3 * (1 + 2 * _needs_input_gradient(CORE, trained, config))
+    total = (
+        _core_flops(config, layer, seen)
+        // 3
+        * (1 + 2 * _needs_input_gradient(CORE, trained, config))
+    )
     for one in layer_parameters(config, layer):
         if one.matrix:
-            parts = 1 + _needs_input_gradient(_position_in_layer(one.name), trained, config) + optim.trains(one.name)
+            parts = (
+                1
+                + _needs_input_gradient(_position_in_layer(one.name), trained, config)
+                + optim.trains(one.name)
+            )
             total += 2 * seen.tokens * met(config, one) * parts
     return total
 
 
-def _mtp_flops(config: ModelConfig, optim: OptimConfig, depth: int, seen: TokenCounts, head: int) -> int:
+def _mtp_flops(
+    config: ModelConfig, optim: OptimConfig, depth: int, seen: TokenCounts, head: int
+) -> int:
     """Return the FLOPs of one MTP layer: a layer like the last one, a projection of 2·h·h, and the
     head. Its inputs always have gradients."""
     last = config.num_layers - 1
@@ -147,7 +165,10 @@ def _needs_input_gradient(place: int, trained: Sequence[int], config: ModelConfi
     """Return whether a trained parameter comes before a position of its layer; attention and MLP
     may be parallel."""
     is_parallel_mlp = config.block != "sequential" and place >= READ_BY_MLP - 1
-    return any(one < place and (one < 0 or not is_parallel_mlp or one >= READ_BY_MLP - 1) for one in trained)
+    return any(
+        one < place and (one < 0 or not is_parallel_mlp or one >= READ_BY_MLP - 1)
+        for one in trained
+    )
 
 
 def _position_in_layer(name: str) -> int:

@@ -1,5 +1,5 @@
-"""Plan FSDP (ZeRO-3): the rows of a parameter that each rank stores, and unsupported combinations.
-"""
+"""Plan FSDP (ZeRO-3): the rows of a parameter that each rank stores, and unsupported
+combinations."""
 
 from dataclasses import replace
 
@@ -28,8 +28,8 @@ def rows_of(shard: Shard, rank: int, ranks: int, axes: tuple[str, ...]) -> Shard
 
 
 def padded_numel(shard: Shard, ranks: int) -> int:
-    """Return the number of elements that every rank sends of a parameter: that of the first rank.
-    """
+    """Return the number of elements that every rank sends of a parameter: that of the first
+    rank."""
     rows = shard.matrix_shape[0]
     return -(-rows // ranks) * (shard.numel // rows)
 
@@ -42,7 +42,8 @@ def fully_sharded_problems(parallel: ParallelConfig, offload: OffloadConfig) -> 
         return problems
     if p.reduce_dtype == "bf16":
         problems.append(
-            f"parallel.reduce_dtype={p.reduce_dtype} with parallel.zero={p.zero}: its reduce-scatter "
+            f"parallel.reduce_dtype={p.reduce_dtype} with parallel.zero={p.zero}: its "
+            "reduce-scatter "
             "is torch's, which would also add in bf16. Set parallel.reduce_dtype=fp32, or "
             "parallel.zero=2."
         )
@@ -55,7 +56,8 @@ def fully_sharded_problems(parallel: ParallelConfig, offload: OffloadConfig) -> 
         )
     if offload.layers > 0:
         problems.append(
-            f"offload.layers={offload.layers} with parallel.zero={p.zero}: the tensors a layer saves "
+            f"offload.layers={offload.layers} with parallel.zero={p.zero}: the tensors a layer "
+            "saves "
             "for backward include its gathered weights, which would be offloaded too. Set "
             "offload.layers=0, or parallel.zero=2."
         )

@@ -104,8 +104,10 @@ class Grid:
             remaining, coordinates[axis] = divmod(remaining, size)
         for entry in reversed(
             self.factored
-        ):    # the last first, since its axis may be part of an earlier one
-            coordinates[entry.axis] = coordinates[entry.outer] * self.size(entry.inner) + coordinates[entry.inner]
+        ):  # the last first, since its axis may be part of an earlier one
+            coordinates[entry.axis] = (
+                coordinates[entry.outer] * self.size(entry.inner) + coordinates[entry.inner]
+            )
         return coordinates if self.experts is None else self.experts.coordinates(rank) | coordinates
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
@@ -115,7 +117,8 @@ class Grid:
         Coordinates of the expert grid follow from the others and are ignored.
 
         Raises:
-            PlanError: an axis is unknown, missing, out of range, or given twice with different values.
+            PlanError: an axis is unknown, missing, out of range, or given twice with different
+                values.
         """
         given = {
             axis: place for axis, place in coordinates.items() if not self._is_of_experts((axis,))
@@ -169,7 +172,8 @@ class Grid:
         heads and inner ("tp_copy", 2) the copies.
 
         Raises:
-            PlanError: the axis is unknown or split already, a name is taken, or the sizes do not multiply to it.
+            PlanError: the axis is unknown or split already, a name is taken, or the sizes do not
+                multiply to it.
         """
         if axis not in self.axes:
             raise PlanError(f"axis={axis!r} cannot be factored. Choose one of {list(self.axes)}.")
@@ -249,7 +253,8 @@ def dense_grid(
     (tp · cp · pp).
 
     Raises:
-        PlanError: the degrees do not multiply to the world size, or the order is invalid; lists all problems.
+        PlanError: the degrees do not multiply to the world size, or the order is invalid; lists
+            all problems.
     """
     _raise_problems(
         dense_problems(world=world, tp=tp, cp=cp, pp=pp, dp=dp, order=order), world, order
@@ -273,7 +278,8 @@ def expert_grid(
     In `order`, tp stands for etp and dp for edp.
 
     Raises:
-        PlanError: the degrees do not divide the world size, or the order is invalid; lists all problems.
+        PlanError: the degrees do not divide the world size, or the order is invalid; lists all
+            problems.
     """
     _raise_problems(expert_problems(world=world, etp=etp, ep=ep, pp=pp, order=order), world, order)
     sizes = {"tp": etp, "ep": ep, "dp": world // (etp * ep * pp), "pp": pp}
@@ -329,7 +335,8 @@ def stage_problems(dense: Grid, expert: Grid) -> list[str]:
     if dense.ranks == expert.ranks and set(dense.groups(["pp"])) == set(expert.groups(["pp"])):
         return []
     return [
-                "parallel.order: the dense and the expert grid have different pipeline groups over the same "
+        "parallel.order: the dense and the expert grid have different pipeline groups over the "
+        "same "
         "ranks: "
         f"dense {dense.table()}; expert {expert.table()}. Put pp last in parallel.order, or choose "
         "ep and etp so that pp has the same stride in both."
@@ -337,8 +344,8 @@ def stage_problems(dense: Grid, expert: Grid) -> list[str]:
 
 
 def order_problems(order: str, sizes: Mapping[str, int]) -> list[str]:
-    """Return the errors of an order string for axes of these sizes (by token: tp, cp, ep, dp, pp).
-    """
+    """Return the errors of an order string for axes of these sizes (by token: tp, cp, ep, dp,
+    pp)."""
     tokens = order.lower().split("-")
     unknown = sorted({token for token in tokens if token and token not in TOKENS})
     twice = sorted({token for token in tokens if token in TOKENS and tokens.count(token) > 1})
@@ -358,7 +365,7 @@ def order_problems(order: str, sizes: Mapping[str, int]) -> list[str]:
         problems.append(f"parallel.order={order!r}: an axis name is empty. {hint}")
     for axis in missing:
         problems.append(
-                        f"parallel.order={order} has no {axis}, whose size is {sizes[axis]}. Add {axis} to it."
+            f"parallel.order={order} has no {axis}, whose size is {sizes[axis]}. Add {axis} to it."
         )
     return problems
 
@@ -431,7 +438,10 @@ def _axis_fixes(world: int, degrees: Mapping[str, int], fits: Fits) -> list[str]
                 if fits({**degrees, axis: degree}, world)
             ]
             fixes += (
-                [f"set parallel.{axis} to {f'one of {valid_degrees}' if valid_degrees[1:] else valid_degrees[0]}"]
+                [
+                    f"set parallel.{axis} to "
+                    f"{f'one of {valid_degrees}' if valid_degrees[1:] else valid_degrees[0]}"
+                ]
                 if valid_degrees
                 else []
             )

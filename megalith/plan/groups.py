@@ -34,8 +34,8 @@ def is_trained(one: HeldParameter, optim: OptimConfig, lora: LoraConfig | None) 
 
 
 def rates_in(model: ModelConfig, optim: OptimConfig, name: str, inputs: int) -> ParameterRates:
-    """Return the rates of a parameter with `inputs` input dims: of its groups, times muP's factors.
-    """
+    """Return the rates of a parameter with `inputs` input dims: of its groups, times muP's
+    factors."""
     rate, decay = _find_groups(optim.groups, name, _rate), _find_groups(optim.groups, name, _decay)
     return rates_of(model, optim.kind, name, inputs)._replace(
         lr_of=rate[0].name if rate else "",
@@ -108,7 +108,10 @@ def _frozen_problems(
     ]
     yield from problems
     if not problems and not any(optim.trains(one.name) for one in held):
-        yield f"{chosen} leave no trained parameter. Remove one of the patterns, or use a narrower one."
+        yield (
+            f"{chosen} leave no trained parameter. Remove one of the patterns, or use a "
+            "narrower one."
+        )
     elif not problems:
         yield from _find_frozen_routers_with_aux_loss(optim, model)
 
@@ -136,7 +139,8 @@ def _find_frozen_routers_with_aux_loss(optim: OptimConfig, model: ModelConfig) -
         weight = getattr(model.moe.aux_loss, name)
         if weight > 0 and frozen_router is not None:
             yield (
-                f"model.moe.aux_loss.{name}={weight} where {frozen_router} is not trained: the loss would "
+                f"model.moe.aux_loss.{name}={weight} where {frozen_router} is not trained: the "
+                "loss would "
                 "move what comes "
                 f"before it instead. Set model.moe.aux_loss.{name}=0, or train the router."
             )
@@ -179,7 +183,7 @@ def _group_problems(group: GroupConfig, schedule: ScheduleConfig) -> Iterator[st
         )
     if not any(_rate(group)) and not any(_decay(group)):
         yield (
-                        f"{where} with match={list(group.match)} has no effect. Set {where}.lr or "
+            f"{where} with match={list(group.match)} has no effect. Set {where}.lr or "
             f"{where}.weight_decay."
         )
     for value, scale, rest in (
@@ -189,11 +193,13 @@ def _group_problems(group: GroupConfig, schedule: ScheduleConfig) -> Iterator[st
         given, by, end = (getattr(group, field) for field in (value, scale, rest))
         if given is not None and by is not None:
             yield (
-                f"{where}.{value}={given} and {where}.{scale}={by}  are both set. Remove one of them."
+                f"{where}.{value}={given} and {where}.{scale}={by} are both set. Remove one of "
+                "them."
             )
         if end is not None and given is None:
             yield (
-                                f"{where}.{rest}={end} has an effect only with {where}.{value}. Set {where}.{value} "
+                f"{where}.{rest}={end} has an effect only with {where}.{value}. Set "
+                f"{where}.{value} "
                 "as well."
             )
         for field, number in ((value, given), (scale, by), (rest, end)):
@@ -254,13 +260,13 @@ def _without_effect(
         one.matrix or fits(one.name, optim.decayed_vectors) for one in reached
     ):
         yield (
-                        f"{where} sets the weight decay of {reached[0].name} and other vectors, which do "
+            f"{where} sets the weight decay of {reached[0].name} and other vectors, which do "
             f"not decay. Set optim.decayed_vectors to {list(group.match)}, or remove it."
         )
     elif any(_decay(group)) and not any(_decays(one, optim, model) for one in reached):
         table = next(one.name for one in reached if one.matrix)
         yield (
-                        f"{where} sets the weight decay of {table}, which does not decay with "
+            f"{where} sets the weight decay of {table}, which does not decay with "
             "model.embedding_init_std="
             f"{model.embedding_init_std}. Remove it, or leave model.embedding_init_std unset."
         )
@@ -355,4 +361,6 @@ def _candidates(names: Sequence[str]) -> list[str]:
         if part[0] != "layers" or part[1] in ends
     ]
     candidates += [f"layers.{layer}.*" for layer in sorted(set(layers))]
-    return list(dict.fromkeys([*candidates, *(f"*.{part[2]}" for part in parts if part[0] == "layers")]))
+    return list(
+        dict.fromkeys([*candidates, *(f"*.{part[2]}" for part in parts if part[0] == "layers")])
+    )

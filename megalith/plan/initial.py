@@ -55,7 +55,9 @@ def start_of(
     else. Source of xavier_uniform: Glorot and Bengio 2010, "Understanding the difficulty of
     training deep feedforward neural networks", equation 16.
     """
-    override = next((own for pattern, own in model.init_overrides if fnmatchcase(name, pattern)), None)
+    override = next(
+        (own for pattern, own in model.init_overrides if fnmatchcase(name, pattern)), None
+    )
     if override is not None:
         return InitialValues(override)
     if std == 0 or inputs == 0 or name in TABLES[len(EMBEDDINGS) :]:
@@ -69,8 +71,8 @@ def start_of(
 
 
 def _fans(name: str, shape: tuple[int, ...], inputs: int) -> tuple[int, int]:
-    """Return inputs and outputs of one matrix; experts and stacked parameters are several matrices.
-    """
+    """Return inputs and outputs of one matrix; experts and stacked parameters are several
+    matrices."""
     outputs = shape[:-inputs]
     outputs = outputs[1:] if ".experts." in name else outputs
     outputs = outputs[1:] if name.rsplit(".", 1)[1] in STACKED else outputs
@@ -84,7 +86,10 @@ def rates_of(model: ModelConfig, optimizer: str, name: str, inputs: int) -> Para
     Embeddings with an `embedding_init_std` of their own have no weight decay. Source: Yang et al.
     2022, arXiv:2203.03466, table 8; eps: Wortsman et al. 2023, arXiv:2309.14322, section 3.4.
     """
-    m, has_own_std = model.width_factor(), name in EMBEDDINGS and model.embedding_init_std is not None
+    m, has_own_std = (
+        model.width_factor(),
+        name in EMBEDDINGS and model.embedding_init_std is not None,
+    )
     plain = ParameterRates(decay=0.0) if has_own_std else PLAIN
     if m == 1 or name.rsplit(".", 1)[1] in ("lora_a", "lora_b"):
         return plain

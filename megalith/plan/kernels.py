@@ -59,7 +59,7 @@ class BackendSpec:
 
 
 def _no_numba_norm(model: ModelConfig) -> str | None:
-    return None if model.norm == "rms" else f"model.norm={model.norm}  has no Numba kernel"
+    return None if model.norm == "rms" else f"model.norm={model.norm} has no Numba kernel"
 
 
 def _too_wide(model: ModelConfig) -> str | None:
@@ -67,7 +67,8 @@ def _too_wide(model: ModelConfig) -> str | None:
     return (
         None
         if h <= WIDEST
-        else         f"model.hidden_size={h} is more than the {WIDEST} features that the Triton kernel supports"
+        else f"model.hidden_size={h} is more than the {WIDEST} features that the Triton kernel "
+        "supports"
     )
 
 
@@ -76,7 +77,7 @@ def _no_numba_activation(model: ModelConfig) -> str | None:
         return None
     return (
         f"model.activation={model.activation} with model.gated={str(model.gated).lower()} has "
-                "no Numba kernel"
+        "no Numba kernel"
     )
 
 
@@ -85,8 +86,8 @@ def _no_triton_activation(model: ModelConfig) -> str | None:
 
 
 def _list_score_options(model: ModelConfig) -> list[str]:
-    """Return the settings of attention scores that torch's kernel does not support, except windows.
-    """
+    """Return the settings of attention scores that torch's kernel does not support, except
+    windows."""
     a = model.attention
     options = [f"model.attention.softcap={a.softcap}"] if a.softcap is not None else []
     options += ["model.attention.sinks=true"] if a.sinks else []
@@ -118,11 +119,19 @@ def _not_flexible(model: ModelConfig) -> str | None:
         for one in _list_score_options(model)
         if one.startswith(("model.dropout", "model.positions"))
     ]
-    return f"{', '.join(options)}: it supports neither attention dropout nor biases" if options else None
+    return (
+        f"{', '.join(options)}: it supports neither attention dropout nor biases"
+        if options
+        else None
+    )
 
 
 def _biased(model: ModelConfig) -> str | None:
-    return "model.positions=relative: it does not support biases" if model.positions == "relative" else None
+    return (
+        "model.positions=relative: it does not support biases"
+        if model.positions == "relative"
+        else None
+    )
 
 
 def _unequal_groups(model: ModelConfig) -> str | None:
@@ -149,7 +158,9 @@ BACKENDS: Mapping[Op, tuple[BackendSpec, ...]] = {
         ),
         BackendSpec("triton", GPU, ALL, f"rows of up to {WIDEST} features", why_not=_too_wide),
     ),
-    "rope": _elementwise_backends(BackendSpec("numba", CPU, NARROW), BackendSpec("triton", GPU, ALL)),
+    "rope": _elementwise_backends(
+        BackendSpec("numba", CPU, NARROW), BackendSpec("triton", GPU, ALL)
+    ),
     "activation": _elementwise_backends(
         BackendSpec(
             "numba", CPU, NARROW, f"gates of {', '.join(SIGMOIDS)}", why_not=_no_numba_activation
@@ -198,7 +209,9 @@ BACKENDS: Mapping[Op, tuple[BackendSpec, ...]] = {
         BackendSpec("torch", None),
         BackendSpec("reference", None),
     ),
-    "cross_entropy": _elementwise_backends(BackendSpec("numba", CPU, NARROW), BackendSpec("triton", GPU, ALL)),
+    "cross_entropy": _elementwise_backends(
+        BackendSpec("numba", CPU, NARROW), BackendSpec("triton", GPU, ALL)
+    ),
     "matmul": (
         BackendSpec("upcast", CPU, ("bf16",), "fp32 on upcast operands"),
         BackendSpec("torch", None),
@@ -253,10 +266,15 @@ def explicit_backend_problems(
     for op in OPS:
         backend_name = config.of(op)
         reason = (
-            _find_obstacle(op, backend_name, run, device, missing or {}) if is_explicit_backend(backend_name) else None
+            _find_obstacle(op, backend_name, run, device, missing or {})
+            if is_explicit_backend(backend_name)
+            else None
         )
         if reason is not None:
-            problems.append(f"kernels.{op}={backend_name}: {reason}. Set kernels.{op} to {_suggest_backend(op, run)}.")
+            problems.append(
+                f"kernels.{op}={backend_name}: {reason}. Set kernels.{op} to "
+                f"{_suggest_backend(op, run)}."
+            )
     return problems
 
 
@@ -268,8 +286,8 @@ def _find_obstacle(
         return absent
     if op == "attention" and cp > 1 and backend_name != "split_kv":
         return (
-                        f"with parallel.cp={cp}, attention over the tokens of other ranks is computed in "
-                        "chunks of keys"
+            f"with parallel.cp={cp}, attention over the tokens of other ranks is computed in "
+            "chunks of keys"
         )
     if op not in UNCOMPILED and run.train.compile:
         return "train.compile=true compiles layers from plain definitions"
@@ -312,7 +330,9 @@ def _suggest_backend(op: Op, run: TrainRun) -> str:
     if op == "attention" and run.parallel.cp > 1 and not run.train.compile:
         return "split_kv, or to auto"
     return (
-        "auto" if run.train.compile or op == "experts" or _explain_unused_op(op, run) else "torch, or to auto"
+        "auto"
+        if run.train.compile or op == "experts" or _explain_unused_op(op, run)
+        else "torch, or to auto"
     )
 
 
@@ -332,9 +352,15 @@ def describe_kernels(
     for op in used_ops(run.model, bf16_on_cpu=bf16_on_cpu):
         backend_name = config.of(op)
         if backend_name == "auto" and op == "matmul":
-            chosen, op_reasons = ("torch", {}) if bf16_kernels else ("upcast", {"torch": NO_BF16_KERNELS})
+            chosen, op_reasons = (
+                ("torch", {}) if bf16_kernels else ("upcast", {"torch": NO_BF16_KERNELS})
+            )
         else:
-            chosen, op_reasons = (backend_name, {}) if backend_name != "auto" else _select_automatic(op, run, device, missing)
+            chosen, op_reasons = (
+                (backend_name, {})
+                if backend_name != "auto"
+                else _select_automatic(op, run, device, missing)
+            )
         words.append(f"{op} {chosen}")
         for reason in op_reasons.values():
             reasons.setdefault(reason, []).append(op)

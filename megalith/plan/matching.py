@@ -57,7 +57,9 @@ def has_backward(schedule: Schedule) -> bool:
 
 def action_text(schedule: Schedule, rank: int, index: int) -> str:
     """Describe an action: `rank 1, action 12 (B of microbatch 3)`."""
-    return f"rank {rank}, action {index} ({_describe_action(schedule, schedule.ranks[rank][index])})"
+    return (
+        f"rank {rank}, action {index} ({_describe_action(schedule, schedule.ranks[rank][index])})"
+    )
 
 
 def matching_problems(schedule: Schedule) -> list[str]:
@@ -86,7 +88,9 @@ def _rank_problems(
         rule = rules.get((kind, chunk), UNKNOWN_ACTION)
         after, before, adds, expected = rule
         if peer != expected or microbatch not in known:
-            problems.append(f"{action_text(schedule, rank, index)}: {_explain_unknown_action(rule, peer)}")
+            problems.append(
+                f"{action_text(schedule, rank, index)}: {_explain_unknown_action(rule, peer)}"
+            )
             continue
         row = state[chunk]
         done = row[microbatch]
@@ -165,11 +169,14 @@ def _find_missing_actions(
         if row.count(all_bits) == len(row):
             continue
         for bit, word in WORDS.items():
-            missing_microbatches = [microbatch for microbatch, done in enumerate(row) if all_bits & ~done & bit]
+            missing_microbatches = [
+                microbatch for microbatch, done in enumerate(row) if all_bits & ~done & bit
+            ]
             if missing_microbatches:
                 where = f" of chunk {chunk}" if schedule.num_chunks > 1 else ""
                 problems.append(
-                    f"rank {rank}: microbatch {missing_microbatches[0]}{where} lacks {word[4:]} in the whole "
+                    f"rank {rank}: microbatch {missing_microbatches[0]}{where} lacks {word[4:]} "
+                    "in the whole "
                     "list"
                 )
     return problems

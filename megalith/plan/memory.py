@@ -258,9 +258,13 @@ def _state(
     run, divided = workload.run, divides(workload)
     width, zero = WIDTHS[run.precision.params], run.parallel.zero if divided else 0
     frozen, trained_parameters = [one for one in parameters if one.frozen], trained(parameters)
-    unbuffered_bytes = sum(one.numel * (width.value if one.counts else width.sums) for one in frozen)
+    unbuffered_bytes = sum(
+        one.numel * (width.value if one.counts else width.sums) for one in frozen
+    )
     if zero == 3:
-        buffer = gradients = num_local = sum(_sharded_numel(workload, one, sharer) for one in trained_parameters)
+        buffer = gradients = num_local = sum(
+            _sharded_numel(workload, one, sharer) for one in trained_parameters
+        )
         unbuffered_bytes = sum(
             _sharded_numel(workload, one, sharer) * (width.value if one.counts else width.sums)
             for one in frozen
@@ -464,7 +468,9 @@ def chunk_activations(
             num_mtp_layers=stage.num_mtp_layers,
         )
         part = count / kinds.total()
-        head = total([row for row in activations.ends if row.what.startswith("gradient of the head")])
+        head = total(
+            [row for row in activations.ends if row.what.startswith("gradient of the head")]
+        )
         layers, loss = layers + part * (activations.nbytes - head), loss + part * head
         again, host = max(again, activations.transient), host + part * activations.host_bytes
     return ChunkActivations(
@@ -550,7 +556,9 @@ class _ActivationPeak:
         return self.layers + self.loss + self.working
 
 
-def _find_activation_peak(workload: Workload, pp_rank: int, tp_rank: int, *, accelerator: bool) -> _ActivationPeak:
+def _find_activation_peak(
+    workload: Workload, pp_rank: int, tp_rank: int, *, accelerator: bool
+) -> _ActivationPeak:
     """Walk through a rank's actions and return the peak of activation memory."""
     stages = workload.chunks(pp_rank)
     activations = [
@@ -566,7 +574,7 @@ def _find_activation_peak(workload: Workload, pp_rank: int, tp_rank: int, *, acc
     }
     layers = loss = in_flight = host = most_host = 0
     best: _ActivationPeak | None = None
-        # With dual-batch overlap, both halves of a pair hold their temporary tensors at once.
+    # With dual-batch overlap, both halves of a pair hold their temporary tensors at once.
     needed = [
         sum(working[kind][chunk] for kind, chunk, _, _ in actions)
         for actions in concurrent_actions(workload.schedule, pp_rank)
@@ -574,7 +582,11 @@ def _find_activation_peak(workload: Workload, pp_rank: int, tp_rank: int, *, acc
     ]
     for number, (kind, chunk, microbatch, _) in enumerate(workload.schedule.ranks[pp_rank]):
         if kind == "F":
-            layers, loss, in_flight = layers + activations[chunk].layers, loss + activations[chunk].loss, in_flight + 1
+            layers, loss, in_flight = (
+                layers + activations[chunk].layers,
+                loss + activations[chunk].loss,
+                in_flight + 1,
+            )
             host += activations[chunk].host
             most_host = max(most_host, host)
         total = layers + loss + needed[number]
@@ -597,7 +609,11 @@ def _find_activation_peak(workload: Workload, pp_rank: int, tp_rank: int, *, acc
         elif kind == "W":
             layers, in_flight = layers - activations[chunk].for_weights, in_flight - 1
         elif kind == "B":
-            layers, loss, in_flight = layers - activations[chunk].layers, loss - activations[chunk].loss, in_flight - 1
+            layers, loss, in_flight = (
+                layers - activations[chunk].layers,
+                loss - activations[chunk].loss,
+                in_flight - 1,
+            )
     assert best is not None
     return replace(best, host=most_host)
 
@@ -659,8 +675,8 @@ def boundary_tensors(workload: Workload, stage: int) -> list[int]:
 
 
 def borders(workload: Workload, pp_rank: int, direction: Direction) -> list[int]:
-    """Return the boundaries across which this rank sends in a direction, by the stages after them.
-    """
+    """Return the boundaries across which this rank sends in a direction, by the stages after
+    them."""
     schedule, boundaries = workload.schedule, list[int]()
     for chunk in range(schedule.num_chunks):
         target = neighbor(schedule, pp_rank, chunk, direction)

@@ -97,8 +97,8 @@ class Mixture:
 
     @property
     def limit(self) -> int | None:
-        """Expert capacity: the most tokens of a microbatch that an expert computes; None: dropless.
-        """
+        """Expert capacity: the most tokens of a microbatch that an expert computes; None:
+        dropless."""
         if self.moe.capacity.factor is None:
             return None
         num_tokens, factor = self.tokens * self.sharing, Fraction(str(self.moe.capacity.factor))
@@ -127,7 +127,10 @@ class Mixture:
 
         If `crowded`, every token has a row for each of its choices that can be a local expert.
         """
-        all_tokens, local_experts = self.tokens * self.ranks, self.moe.num_experts // self.experts.ep
+        all_tokens, local_experts = (
+            self.tokens * self.ranks,
+            self.moe.num_experts // self.experts.ep,
+        )
         if (room := self.room) is not None:
             return local_experts * room * self.ranks
         if not self.crowded:
@@ -206,14 +209,20 @@ def _order(m: Mixture) -> Iterator[SavedActivation]:
         return
     gathers = m.dispatcher == "allgather" and m.ranks > 1
     tokens = m.tokens * (m.ranks if gathers else 1)
-    rows, local_experts = tokens * m.moe.top_k, m.moe.num_experts // (m.experts.ep if gathers else 1)
+    rows, local_experts = (
+        tokens * m.moe.top_k,
+        m.moe.num_experts // (m.experts.ep if gathers else 1),
+    )
     yield SavedActivation("", "choice of each row", rows, 8 * rows)
     sent = m.rows if gathers else rows
     ends = 0 if m.ranks > 1 and not gathers else 4 * local_experts
     yield SavedActivation("order", "token of each row", sent, 8 * sent)
     yield SavedActivation("order", "rows of each token", sent, 8 * sent)
     yield SavedActivation(
-        "order", "first of them, and counts", tokens + local_experts, 8 * (tokens + local_experts) + ends
+        "order",
+        "first of them, and counts",
+        tokens + local_experts,
+        8 * (tokens + local_experts) + ends,
     )
 
 

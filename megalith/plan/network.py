@@ -178,9 +178,10 @@ def whole_norms_are_rms(model: ModelConfig) -> str | None:
     if model.attention.qk_norm != "whole" or model.norm == "rms":
         return None
     return (
-        f"model.attention.qk_norm={model.attention.qk_norm}  with model.norm={model.norm}: QK norms "
-                "over all heads "
-                "support RMSNorm only. Set model.attention.qk_norm=head, or model.norm=rms."
+        f"model.attention.qk_norm={model.attention.qk_norm} with model.norm={model.norm}: QK "
+        "norms "
+        "over all heads "
+        "support RMSNorm only. Set model.attention.qk_norm=head, or model.norm=rms."
     )
 
 
@@ -230,7 +231,7 @@ def latent_positions_turn(model: ModelConfig) -> str | None:
         return None
     return (
         f"model.positions={model.positions} with model.mla: latent attention supports rotary "
-                "positions only. "
+        "positions only. "
         f"Set model.positions to rope or none, or remove model.mla."
     )
 
@@ -261,7 +262,7 @@ def distances_have_buckets(model: ModelConfig) -> str | None:
         return None
     return (
         f"model.relative.max_distance={max_distance} must be more than the {buckets // least} "
-                "distances that have one bucket "
+        "distances that have one bucket "
         f"each with model.relative.buckets={buckets}. Set model.relative.max_distance to "
         f"{4 * buckets} or so."
     )
@@ -273,7 +274,7 @@ def fraction_is_a_share(model: ModelConfig) -> str | None:
         return None
     return (
         f"model.rope.fraction={model.rope.fraction} must be above 0 and at most 1. Use 1.0 to "
-                "rotate all features."
+        "rotate all features."
     )
 
 
@@ -310,7 +311,7 @@ def rope_bands_are_apart(model: ModelConfig) -> str | None:
     return (
         f"model.rope.low_freq_factor={low} must be at most model.rope.high_freq_factor={high}: "
         "between the two, "
-                "scaling is interpolated. Use 1.0 and 4.0."
+        "scaling is interpolated. Use 1.0 and 4.0."
     )
 
 
@@ -390,7 +391,8 @@ def longrope_has_a_factor_for_each_pair(model: ModelConfig) -> str | None:
         return None
     settings = ", ".join(f"model.rope.{name}={shown(given[name])}" for name in wrong)
     return (
-        f"{settings} with model.rope.scaling={rope.scaling} must be {pairs} finite numbers above 0, "
+        f"{settings} with model.rope.scaling={rope.scaling} must be {pairs} finite numbers "
+        "above 0, "
         "one for each rotary feature pair. Use those of the published model, or set "
         "model.rope.scaling=yarn."
     )
@@ -461,7 +463,7 @@ def windows_have_a_right_side(model: ModelConfig) -> str | None:
         return None
     return (
         f"model.attention.window_right={right} with model.attention.chunked=true: all tokens of a "
-                "chunk see up to its end. Set model.attention.chunked=false, or remove "
+        "chunk see up to its end. Set model.attention.chunked=false, or remove "
         "model.attention.window_right."
     )
 
@@ -543,7 +545,8 @@ def every_layer_does_something(model: ModelConfig) -> str | None:
     if model.block != "parallel_one_norm" or not any("none" in pair for pair in parts):
         return None
     return (
-        f"{given} with model.block={model.block}: attention and MLP share one norm. Set model.block "
+        f"{given} with model.block={model.block}: attention and MLP share one norm. Set "
+        "model.block "
         "to sequential or "
         f"parallel, or use linear in place of none."
     )
@@ -554,9 +557,10 @@ def one_norm_comes_first(model: ModelConfig) -> str | None:
     if model.block != "parallel_one_norm" or model.norm_placement != "after":
         return None
     return (
-        f"model.block={model.block} with model.norm_placement={model.norm_placement}: the shared norm "
-                "is the input of "
-                "attention and MLP. Set model.norm_placement=before, or model.block=parallel."
+        f"model.block={model.block} with model.norm_placement={model.norm_placement}: the "
+        "shared norm "
+        "is the input of "
+        "attention and MLP. Set model.norm_placement=before, or model.block=parallel."
     )
 
 

@@ -70,7 +70,9 @@ def concurrent_actions(schedule: Schedule, rank: int) -> Iterator[tuple[Action, 
     ['F0', 'F1+B0', 'F2+B1', 'B2']
     """
     actions = schedule.ranks[rank]
-    return _join_pairs(actions, schedule.pairs[rank]) if schedule.pairs else zip(actions, strict=True)
+    return (
+        _join_pairs(actions, schedule.pairs[rank]) if schedule.pairs else zip(actions, strict=True)
+    )
 
 
 def _join_pairs(
@@ -108,20 +110,21 @@ def pairing_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
     if p.dispatcher != "alltoall":
         problems.append(
             f"{needed} with parallel.dispatcher={p.dispatcher}: only an all-to-all can be "
-                        "overlapped. Set parallel.dispatcher=alltoall, or parallel.overlap_experts=false."
+            "overlapped. Set parallel.dispatcher=alltoall, or parallel.overlap_experts=false."
         )
     if p.zero == 3:
         problems.append(
-            f"{needed} with parallel.zero={p.zero}: weights are gathered for one pass through a layer "
-                        "at a time, and the other microbatch of a pair "
-                        "would lose them. Set parallel.zero to 2 or less, or "
+            f"{needed} with parallel.zero={p.zero}: weights are gathered for one pass through a "
+            "layer "
+            "at a time, and the other microbatch of a pair "
+            "would lose them. Set parallel.zero to 2 or less, or "
             "parallel.overlap_experts=false."
         )
     name = schedule_name(pipeline_in_use(p.pipeline, p.pp))
     if name not in PAIRED_SCHEDULES:
         problems.append(
             f"{needed} with parallel.pipeline.schedule={name}: it does not alternate forwards "
-                        "and backwards. "
+            "and backwards. "
             f"Set parallel.pipeline.schedule to one of {', '.join(PAIRED_SCHEDULES)}."
         )
     return problems

@@ -107,14 +107,20 @@ class _QueueRun:
     def _advance(self, rank: int) -> set[int]:
         """Run one rank until it waits for a message or ends; return the ranks that received a
         message."""
-        actions, computing, message_channels = self.schedule.ranks[rank], self.computing[rank], self.message_channels[rank]
+        actions, computing, message_channels = (
+            self.schedule.ranks[rank],
+            self.computing[rank],
+            self.message_channels[rank],
+        )
         woken: set[int] = set()
         for index in range(self.at[rank], len(actions)):
             kind, chunk, microbatch, _ = actions[index]
             step = computing.get((kind, chunk))
             if step is None:
                 message_channel = message_channels[kind, chunk]
-                message_channel.local_queue.append(_Operation((rank, index), microbatch, message_channel))
+                message_channel.local_queue.append(
+                    _Operation((rank, index), microbatch, message_channel)
+                )
                 if len(message_channel.local_queue) == 1 and message_channel.remote_queue:
                     woken |= self._match_messages(message_channel.local_queue)
                 continue
@@ -203,7 +209,12 @@ class _QueueRun:
             self.queues[number, channel.target if sends else channel.source],
         )
         return _MessageChannel(
-            channel, sends, local_queue, remote_queue, stage, self.received[channel.direction, stage]
+            channel,
+            sends,
+            local_queue,
+            remote_queue,
+            stage,
+            self.received[channel.direction, stage],
         )
 
         # --- deadlocks
@@ -230,8 +241,8 @@ class _QueueRun:
         ]
 
     def _find_blocker(self, place: RankAction) -> tuple[str, RankAction]:
-        """Return (how it waits, the action that it waits for) of an action that has not completed.
-        """
+        """Return (how it waits, the action that it waits for) of an action that has not
+        completed."""
         rank, index = place
         kind, chunk, microbatch, peer = self.schedule.ranks[rank][index]
         if index > self.at[rank]:
@@ -268,4 +279,7 @@ class _QueueRun:
 
 
 def _are_counterparts(one: _Operation, other: _Operation) -> bool:
-    return one.message_channel.channel == other.message_channel.channel and one.message_channel.sends != other.message_channel.sends
+    return (
+        one.message_channel.channel == other.message_channel.channel
+        and one.message_channel.sends != other.message_channel.sends
+    )

@@ -62,7 +62,9 @@ def layer_spans(
     """
     full = recompute.granularity == "full"
     layers_per_span = recompute.num_layers if full and recompute.method == "uniform" else 1
-    num_recomputed = 0 if not full else num_layers if recompute.method == "uniform" else recompute.num_layers
+    num_recomputed = (
+        0 if not full else num_layers if recompute.method == "uniform" else recompute.num_layers
+    )
     num_offloaded = min(offload.layers, num_layers - 1)
     starts = sorted({*range(0, num_layers, layers_per_span), *([] if cut is None else [cut])})
     return [
@@ -98,7 +100,7 @@ def shared_experts_problems(recompute: RecomputeConfig, model: ModelConfig) -> l
     if shared or "shared_experts" not in recompute.modules:
         return []
     return [
-        f"recompute.modules={list(recompute.modules)}  has shared_experts, but the model has "
+        f"recompute.modules={list(recompute.modules)} has shared_experts, but the model has "
         f"none. Remove shared_experts, or set model.moe.shared_ffn_hidden_size."
     ]
 
@@ -108,9 +110,9 @@ def up_projection_problems(recompute: RecomputeConfig, model: ModelConfig) -> li
     if model.mla is not None or "mla_up_proj" not in recompute.modules:
         return []
     return [
-                f"recompute.modules={list(recompute.modules)} has mla_up_proj, but "
+        f"recompute.modules={list(recompute.modules)} has mla_up_proj, but "
         f"model.mla={model.mla}: only latent "
-                "attention has up-projections. Replace mla_up_proj by core_attention, or set "
+        "attention has up-projections. Replace mla_up_proj by core_attention, or set "
         "model.mla."
     ]
 
@@ -130,11 +132,14 @@ def mlp_chunks_problems(
         return []
     given = f"recompute.mlp_chunks={chunks}"
     if chunks < 1:
-        return [f"{given} must be at least 1. Set recompute.mlp_chunks to 1 to compute MLPs in one piece."]
+        return [
+            f"{given} must be at least 1. Set recompute.mlp_chunks to 1 to compute MLPs in one "
+            "piece."
+        ]
     problems = []
     if recompute.granularity != "selective" or "mlp" not in recompute.modules:
         problems.append(
-                        f"{given} applies to MLPs that are recomputed selectively, but "
+            f"{given} applies to MLPs that are recomputed selectively, but "
             "recompute.granularity="
             f"{recompute.granularity} and recompute.modules={list(recompute.modules)}. Set "
             "recompute.granularity to "
@@ -173,7 +178,7 @@ def _setting_problems(recompute: RecomputeConfig, *, compiled: bool) -> list[str
         problems.append(
             f"recompute.num_layers={recompute.num_layers} must be at least 1. Set "
             "recompute.num_layers to 1, or "
-                        "recompute.granularity to none to save all activations."
+            "recompute.granularity to none to save all activations."
         )
     elif kind != "full" and (recompute.method, recompute.num_layers) != (
         defaults.method,
@@ -182,12 +187,13 @@ def _setting_problems(recompute: RecomputeConfig, *, compiled: bool) -> list[str
         problems.append(
             f"recompute.method={recompute.method} and recompute.num_layers={recompute.num_layers} "
             "count whole layers, "
-                        f"which recompute.granularity={kind} does not recompute. Set recompute.granularity to full, "
+            f"which recompute.granularity={kind} does not recompute. Set recompute.granularity "
+            "to full, "
             "or remove them."
         )
     if kind == "selective" and not recompute.modules:
         problems.append(
-                        f"recompute.modules={[]} has nothing to recompute. Set recompute.modules to "
+            f"recompute.modules={[]} has nothing to recompute. Set recompute.modules to "
             "[core_attention], or "
             f"recompute.granularity to none."
         )
@@ -206,14 +212,14 @@ def _setting_problems(recompute: RecomputeConfig, *, compiled: bool) -> list[str
         )
     if recompute.check and kind == "none":
         problems.append(
-                        "recompute.check=true compares recomputed values, but nothing is recomputed with "
+            "recompute.check=true compares recomputed values, but nothing is recomputed with "
             "recompute.granularity="
             f"{kind}. Set recompute.granularity to full or selective, or recompute.check to false."
         )
     if kind == "selective" and compiled:
         problems.append(
-                        f"recompute.granularity={kind} with train.compile=true: torch.compile decides "
-                        "what a layer saves. "
+            f"recompute.granularity={kind} with train.compile=true: torch.compile decides "
+            "what a layer saves. "
             f"Set recompute.granularity to full or none, or train.compile to false."
         )
     return problems
@@ -240,7 +246,7 @@ def _device_problems(recompute: RecomputeConfig) -> list[str]:
     if accelerator_named(given) is None:
         advice = did_you_mean(given, list(DEVICES)) or ""
         return [
-                        f"recompute.device={given} is not a known device.{advice} Set recompute.device to "
+            f"recompute.device={given} is not a known device.{advice} Set recompute.device to "
             f"{known}."
         ]
     return []
@@ -251,7 +257,7 @@ def _sharding_problems(recompute: RecomputeConfig, *, tp: int, sp: bool) -> list
         return []
     if recompute.granularity != "full":
         return [
-                        "recompute.shard_inputs=true shards the inputs of recomputed layers, but "
+            "recompute.shard_inputs=true shards the inputs of recomputed layers, but "
             "recompute.granularity="
             f"{recompute.granularity}. Set recompute.granularity to full, or "
             "recompute.shard_inputs to false."
@@ -259,12 +265,12 @@ def _sharding_problems(recompute: RecomputeConfig, *, tp: int, sp: bool) -> list
     if sp:
         return [
             "recompute.shard_inputs=true is redundant: with parallel.sp=true each of the "
-                        f"parallel.tp={tp} ranks saves "
+            f"parallel.tp={tp} ranks saves "
             f"only its tokens already. Set recompute.shard_inputs to false."
         ]
     if tp == 1:
         return [
-                        "recompute.shard_inputs=true shards inputs over tensor-parallel ranks, but "
+            "recompute.shard_inputs=true shards inputs over tensor-parallel ranks, but "
             f"parallel.tp={tp}. Set "
             f"parallel.tp to 2 or more, or recompute.shard_inputs to false."
         ]
@@ -277,17 +283,19 @@ def _offload_problems(offload: OffloadConfig, *, compiled: bool, stage_layers: i
         problems.append(
             f"offload.layers={offload.layers} must be at least 0 and less than the {stage_layers} "
             "layers of a stage, "
-                        "whose last layer backward needs first. Set offload.layers to "
+            "whose last layer backward needs first. Set offload.layers to "
             f"{max(stage_layers - 1, 0)} or less."
         )
     if offload.layers and compiled:
         problems.append(
-                        f"offload.layers={offload.layers} with train.compile=true: torch.compile decides what a "
-                        "layer saves. Disable one of them."
+            f"offload.layers={offload.layers} with train.compile=true: torch.compile decides "
+            "what a "
+            "layer saves. Disable one of them."
         )
     if offload.min_numel < 1:
         problems.append(
-            f"offload.min_numel={offload.min_numel} must be at least 1. Use 1 to offload all tensors."
+            f"offload.min_numel={offload.min_numel} must be at least 1. Use 1 to offload all "
+            "tensors."
         )
     return problems
 

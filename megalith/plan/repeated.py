@@ -41,7 +41,11 @@ def repeated_flops(
     layers = (layer for stage in stages for layer in _layers_with_backward(stage.layers, run))
     mtp_layers = [run.model.num_layers - 1] * run.model.mtp.num_layers
     return (
-        sum(token_counts.part(module, layer) for layer in (*layers, *mtp_layers) for module in modules)
+        sum(
+            token_counts.part(module, layer)
+            for layer in (*layers, *mtp_layers)
+            for module in modules
+        )
         // 3
     )
 
@@ -53,7 +57,10 @@ def _list_recomputed_layers(run: TrainRun, stages: Sequence[Stage]) -> list[int]
     for stage in stages:
         layers = _layers_with_backward(stage.layers, run)
         recomputed_layers += _select_recomputed(run.recompute, layers)
-    return recomputed_layers + _select_recomputed(run.recompute, [run.model.num_layers - 1]) * run.model.mtp.num_layers
+    return (
+        recomputed_layers
+        + _select_recomputed(run.recompute, [run.model.num_layers - 1]) * run.model.mtp.num_layers
+    )
 
 
 def _select_recomputed(recompute: RecomputeConfig, layers: Sequence[int]) -> list[int]:

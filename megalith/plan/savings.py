@@ -43,7 +43,10 @@ def savings(setting: ActivationSetting, *, num_layers: int) -> list[Saving]:
     """Return the saving of each recomputed module, in order, and of offload, in a stage of
     `num_layers` layers."""
     if setting.recompute.granularity == "full":
-        return [_full_recomputation_saving(setting, num_layers), *_offload_saving(setting, num_layers)]
+        return [
+            _full_recomputation_saving(setting, num_layers),
+            *_offload_saving(setting, num_layers),
+        ]
     results: list[Saving] = []
     before: tuple[str, ...] = ()
     for module in modules_again(setting.recompute):
@@ -52,7 +55,7 @@ def savings(setting: ActivationSetting, *, num_layers: int) -> list[Saving]:
             total(layer_rows(setting, before, layer)) - total(layer_rows(setting, after, layer))
             for layer in range(setting.first_layer, setting.first_layer + num_layers)
         )
-                # core_attention is part of mla_up_proj and is counted with it.
+        # core_attention is part of mla_up_proj and is counted with it.
         inside = module == "core_attention" and "mla_up_proj" in setting.recompute.modules
         extra = 0.0 if module == "mlp_act" or inside else _recompute_share(setting, module)
         results.append(Saving(module, freed, extra))
@@ -70,7 +73,8 @@ def saving_lines(setting: ActivationSetting, *, num_layers: int) -> list[str]:
             else f"{_size(-saving.nbytes)} more"
         )
         lines.append(
-            f"{saving.region}: {change} for each microbatch on this rank, {100 * saving.extra:.1f} % "
+            f"{saving.region}: {change} for each microbatch on this rank, "
+            f"{100 * saving.extra:.1f} % "
             "more operations"
         )
         if saving.region == "core_attention" and saving.nbytes <= 0 and saving.extra > 0:
@@ -85,7 +89,8 @@ def saving_lines(setting: ActivationSetting, *, num_layers: int) -> list[str]:
     all_bytes = plain.nbytes + plain.host_bytes
     return [
         *lines,
-        f"activations of a microbatch: {_size(actual.nbytes)} instead of {_size(all_bytes)} on this "
+        f"activations of a microbatch: {_size(actual.nbytes)} instead of {_size(all_bytes)} on "
+        "this "
         "rank",
     ]
 
@@ -113,10 +118,14 @@ def _full_recomputation_saving(setting: ActivationSetting, num_layers: int) -> S
     setting_on_device = replace(setting, offload=replace(setting.offload, layers=0))
     activations = stage_activations(setting_on_device, num_layers=num_layers)
     first = setting.first_layer
-    all_bytes = sum(total(whole_layer(setting, layer)) for layer in range(first, first + num_layers))
+    all_bytes = sum(
+        total(whole_layer(setting, layer)) for layer in range(first, first + num_layers)
+    )
     freed = all_bytes - sum(total(rows) for rows in activations.layers)
     return Saving(
-        f"{num_recomputed} of {num_layers} layers", freed, _recompute_share(setting, "layer") * num_recomputed / num_layers
+        f"{num_recomputed} of {num_layers} layers",
+        freed,
+        _recompute_share(setting, "layer") * num_recomputed / num_layers,
     )
 
 

@@ -170,7 +170,9 @@ def one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[Action
     ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
     """
     warmup = min(num_ranks - 1 - rank, num_microbatches)
-    return in_turns(_list_actions("F", num_microbatches), _list_actions("B", num_microbatches), warmup)
+    return in_turns(
+        _list_actions("F", num_microbatches), _list_actions("B", num_microbatches), warmup
+    )
 
 
 def interleaved_order(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int, int]]:
@@ -222,9 +224,7 @@ def zb_v(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     rank 0 of 1F1B. Source: Qi et al. 2024, arXiv:2401.10241, section 6.
     """
     from_turn = num_ranks - rank  # 1 on the last rank, which holds both sides of the turn
-    num_steps = max(
-        num_microbatches, 2 * num_ranks - 1
-    )    # shorter steps drop the last microbatches
+    num_steps = max(num_microbatches, 2 * num_ranks - 1)  # shorter steps drop the last microbatches
     steps = _parse_steps("F0") * (2 * from_turn - 1) + _parse_steps("F1 F0") * rank
     steps += _parse_steps("F1 I1 W1") * from_turn
     steps += _parse_steps("F0 I0 W0 F1 I1 W1") * (num_steps - num_ranks)
@@ -243,9 +243,7 @@ def dualpipe_v(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]
     github.com/deepseek-ai/DualPipe.
     """
     to_turn = num_ranks - 1 - rank
-    num_steps = max(
-        num_microbatches, 2 * num_ranks
-    )    # shorter steps drop the last microbatches
+    num_steps = max(num_microbatches, 2 * num_ranks)  # shorter steps drop the last microbatches
     steps = _parse_steps("F0") * (2 * to_turn) + _parse_steps("F0 F1") * (rank + 1)
     steps += _parse_steps("I1 W1 F1") * to_turn
     steps += _parse_steps("F0 B1 F1 B0") * (num_steps - 2 * num_ranks + rank + 1)
@@ -253,7 +251,7 @@ def dualpipe_v(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]
     cooldown = [1, 0] * (rank + 1)
     full_backward, split = cooldown[: rank + 1], cooldown[rank + 1 :]
     steps += [("B", chunk) for chunk in full_backward] + [("I", chunk) for chunk in split]
-    deferred = split + [0] * to_turn    # chunks whose W is still due, oldest first
+    deferred = split + [0] * to_turn  # chunks whose W is still due, oldest first
     for chunk in deferred[:to_turn]:
         steps += [("W", chunk), ("I", 0)]
     steps += [("W", chunk) for chunk in deferred[to_turn:]]
@@ -310,10 +308,7 @@ def schedule_problems(
 def _chunk_problems(name: ScheduleName, vpp: int) -> list[str]:
     field = f"parallel.pipeline.vpp={vpp}"
     if name in V_SCHEDULES and vpp != 2:
-        return [
-            f"{field}: schedule {name} needs two chunks per rank. Set "
-            "parallel.pipeline.vpp=2."
-        ]
+        return [f"{field}: schedule {name} needs two chunks per rank. Set parallel.pipeline.vpp=2."]
     if name == "interleaved" and vpp == 1:
         return [
             f"{field}: schedule interleaved alternates between the chunks of a rank and needs at "
@@ -338,14 +333,15 @@ def _group_problems(
         return [
             f"{num_microbatches} microbatches per step are fewer than parallel.pp={pp}: in "
             "schedule interleaved a "
-                        "microbatch would be needed in the next chunk before it has passed the pipeline. "
+            "microbatch would be needed in the next chunk before it has passed the pipeline. "
             f"{_batch_advice([pp], rows)}, or parallel.pipeline.vpp=1."
         ]
     size = group or pp
     if not pp <= size <= num_microbatches:
         return [
-                        f"parallel.pipeline.group={size} must be from parallel.pp={pp} (a microbatch has to pass "
-                        "the "
+            f"parallel.pipeline.group={size} must be from parallel.pp={pp} (a microbatch has to "
+            "pass "
+            "the "
             f"pipeline before its next chunk) to the {num_microbatches} microbatches of a step. "
             f"Set parallel.pipeline.group={min(max(size, pp), num_microbatches)}."
         ]
@@ -358,7 +354,8 @@ def _group_problems(
         f"{num_microbatches} microbatches per step leave a last group of {last_group} with "
         f"{field}={size}, fewer than "
         f"parallel.pp={pp}. "
-        f"{_batch_advice([full_groups, full_groups + pp], rows)}{_other_groups(pp, num_microbatches)}."
+        f"{_batch_advice([full_groups, full_groups + pp], rows)}"
+        f"{_other_groups(pp, num_microbatches)}."
     ]
 
 
@@ -435,8 +432,8 @@ def _parse_steps(text: str) -> list[Step]:
 
 
 def _number_microbatches(steps: Iterable[Step], num_microbatches: int) -> list[Action]:
-    """Give each (kind, chunk) its next microbatch; a B counts as I and W. Excess steps are dropped.
-    """
+    """Give each (kind, chunk) its next microbatch; a B counts as I and W. Excess steps are
+    dropped."""
     counts: Counter[Step] = Counter()
     actions = []
     for kind, chunk in steps:

@@ -77,8 +77,8 @@ class Shard:
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """Shape of the stored matrix, with outputs as rows and inputs as columns, or of the vector.
-        """
+        """Shape of the stored matrix, with outputs as rows and inputs as columns, or of the
+        vector."""
         shape = self.box_shape
         if self.inputs == 0:
             return (math.prod(shape),)
@@ -129,7 +129,9 @@ def summed_over(shard: Shard) -> tuple[str, ...]:
 def is_first_replica(shard: Shard, coordinates: Mapping[str, int]) -> bool:
     """Return whether the rank at these coordinates is the first that holds the slice: it counts and
     writes it."""
-    return coordinates["pp"] == shard.stages[0] and all(coordinates[axis] == 0 for axis in copies(shard))
+    return coordinates["pp"] == shard.stages[0] and all(
+        coordinates[axis] == 0 for axis in copies(shard)
+    )
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:

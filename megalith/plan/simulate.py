@@ -121,8 +121,8 @@ class Simulation:
         )
 
     def waits(self, rank: int) -> tuple[Number, Number, Number]:
-        """Return a rank's idle time before its first computation, in between, and after its last.
-        """
+        """Return a rank's idle time before its first computation, in between, and after its
+        last."""
         computing = [
             index for index, action in enumerate(self.schedule.ranks[rank]) if action.peer < 0
         ]
@@ -156,7 +156,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     costs: unset: 1 for each F, I and W (so 2 for a B), 0 for messages.
 
     Raises:
-        PlanError: the lists do not match or deadlock; names the rank, the action and what it waits for.
+        PlanError: the lists do not match or deadlock; names the rank, the action and what it
+            waits for.
     """
     problems = matching_problems(schedule)
     if not problems:
@@ -180,8 +181,8 @@ def find_problems(schedule: Schedule) -> list[str]:
 
 
 class _SimulatedCompute(NamedTuple):
-    """A computation (kind, chunk) of a rank: its inputs by microbatch, and where its result goes.
-    """
+    """A computation (kind, chunk) of a rank: its inputs by microbatch, and where its result
+    goes."""
 
     inputs: Row
     cost: Number
@@ -219,7 +220,7 @@ class _SimulationRun:
         }
         ready: Row = [0] * schedule.num_microbatches
         self.arrived["forward"][0] = self.arrived["backward"][-1] = (
-            ready    # inputs from the data loader and the loss
+            ready  # inputs from the data loader and the loss
         )
         self.free: dict[Channel, list[Number]] = {channel: [0] for channel in channels(schedule)}
         self.clocks: list[Number] = [0] * schedule.num_ranks
@@ -351,7 +352,7 @@ class _SimulationRun:
         kind, chunk, microbatch, _ = self.schedule.ranks[rank][len(self.starts[rank])]
         direction: Direction = "forward" if kind == "F" else "backward"
         place = neighbor(self.schedule, rank, chunk, AGAINST[direction])
-        assert place is not None    # the first stage's F and the last stage's B do not wait
+        assert place is not None  # the first stage's F and the last stage's B do not wait
         kinds = (SENDS[direction],) if self.linked and place[0] != rank else COMPUTES[direction]
         keys = [(producer_kind, place[1], microbatch) for producer_kind in kinds]
         indices = (

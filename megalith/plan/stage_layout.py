@@ -39,7 +39,7 @@ def parse_layout(text: str) -> list[list[Item]]:
     """
     groups: list[list[Item]] = [[]]
     opened: list[int] = []
-    last: list[Item] = []    # what a following * repeats
+    last: list[Item] = []  # what a following * repeats
     index = 0
     while index < len(text):
         start, character, index = index, text[index], index + 1

@@ -111,7 +111,9 @@ def table_stages(
         "relative.weight": [stage.reads_biases(model) for stage in stages],
     }
     return {
-        name: tuple(sorted({rank for rank, reads_it in zip(ranks, is_read, strict=True) if reads_it}))
+        name: tuple(
+            sorted({rank for rank, reads_it in zip(ranks, is_read, strict=True) if reads_it})
+        )
         for name, is_read in reads.items()
     }
 
@@ -174,7 +176,7 @@ def proposed_layout(num_layers: int, num_stages: int, depths: int = 0) -> str:
         counts[stage] = count
     for end, taken in ((0, 1), (-1, 1 + depths)) if spare else ():
         counts[end] -= taken
-    while counts[-1] < 0:    # the loss and the MTP layers exceed one stage's share
+    while counts[-1] < 0:  # the loss and the MTP layers exceed one stage's share
         counts[-1] += 1
         counts[max(inside_first, key=counts.__getitem__)] -= 1
     return layout_of(_build_stages(counts, depths))
@@ -188,10 +190,14 @@ def stages_problems(
     num_stages = pp * pipeline.vpp
     if min(pp, pipeline.vpp) < 1 or num_stages == 1:
         return []  # the counts themselves are another rule; a model on one stage is not divided
-    methods, example = _list_division_methods(pipeline), proposed_layout(num_layers, num_stages, depths)
+    methods, example = (
+        _list_division_methods(pipeline),
+        proposed_layout(num_layers, num_stages, depths),
+    )
     if len(methods) > 1:
         return [
-            f"{', '.join(methods)}: these are {len(methods)} methods of dividing the layers. Use one of them, "
+            f"{', '.join(methods)}: these are {len(methods)} methods of dividing the layers. "
+            "Use one of them, "
             f"or {FIELD}={example}."
         ]
     if pipeline.layout is not None:
@@ -202,8 +208,8 @@ def stages_problems(
 
 
 def _list_division_methods(pipeline: PipelineConfig) -> list[str]:
-    """Return the methods of dividing layers that are configured, each with its fields and values.
-    """
+    """Return the methods of dividing layers that are configured, each with its fields and
+    values."""
     ends = {"first_layers": pipeline.first_layers, "last_layers": pipeline.last_layers}
     counted = {"count_embedding": pipeline.count_embedding, "count_loss": pipeline.count_loss}
     given = [f"{FIELD}={pipeline.layout}"] if pipeline.layout is not None else []
@@ -306,9 +312,11 @@ def _ends_problems(pipeline: PipelineConfig, pp: int, num_layers: int, example: 
     ]
 
 
-def _build_stages(counts: Sequence[int], depths: int, *, place: int | None = None) -> tuple[Stage, ...]:
-    """Build stages with these layer counts; `place`: the stage of the MTP layers, unset: the last.
-    """
+def _build_stages(
+    counts: Sequence[int], depths: int, *, place: int | None = None
+) -> tuple[Stage, ...]:
+    """Build stages with these layer counts; `place`: the stage of the MTP layers, unset: the
+    last."""
     starts, last = [0, *accumulate(counts[:-1])], len(counts) - 1
     norm = (
         max(number for number, count in enumerate(counts) if count)
@@ -346,16 +354,21 @@ def _layout_problems(text: str, pp: int, vpp: int, num_layers: int, depths: int)
             f"to multiply to {len(stages)}."
         )
     items = [item for stage in stages for item in stage]
-    problems += _check_occurs_once(text, items, "E", "embedding") + _check_occurs_once(text, items, "L", "loss")
+    problems += _check_occurs_once(text, items, "E", "embedding") + _check_occurs_once(
+        text, items, "L", "loss"
+    )
     problems += (
-        _check_is_at_end(text, stages, "E", 0, "before the embedding") if _kinds(items)["E"] == 1 else []
+        _check_is_at_end(text, stages, "E", 0, "before the embedding")
+        if _kinds(items)["E"] == 1
+        else []
     )
     problems += (
         _check_is_at_end(text, stages, "L", -1, "after the loss") if _kinds(items)["L"] == 1 else []
     )
     if (num_layout_layers := _kinds(items)["t"]) != num_layers:
         problems.append(
-            f"{FIELD}={text} has {num_layout_layers} layers (t), but model.num_layers={num_layers}. Use "
+            f"{FIELD}={text} has {num_layout_layers} layers (t), but "
+            f"model.num_layers={num_layers}. Use "
             f"{num_layers}, as in "
             f"{example}."
         )
@@ -436,4 +449,6 @@ def _check_is_at_end(
     item_of_kind = next(item for stage in stages for item in stage if item.kind == kind)
     bar = f"a bar, which makes an empty stage {where}" if not stages[end] else f"something {where}"
     side = "first stage begins" if end == 0 else "last stage ends"
-    return [f"{mistake(text, item_of_kind.position, f'there is {bar}')}Use {kind} where the {side}."]
+    return [
+        f"{mistake(text, item_of_kind.position, f'there is {bar}')}Use {kind} where the {side}."
+    ]

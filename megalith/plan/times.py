@@ -55,8 +55,8 @@ def work_seconds(workload: Workload, device: Device) -> float | None:
 def passage(
     workload: Workload, row: Traffic, *, pp_rank: int, tp_rank: int, device: Device
 ) -> Passage | None:
-    """Return the time of this communication; None if the device's bandwidths or rate are not known.
-    """
+    """Return the time of this communication; None if the device's bandwidths or rate are not
+    known."""
     work = work_seconds(workload, device)
     if work is None or device.near_gbs == 0:
         return None

@@ -126,7 +126,8 @@ def _receives(schedule: Schedule, overlap: bool) -> Iterator[tuple[list[int], li
             messages for channel, messages in by_channel.items() if channel.target == rank
         ):
             needs = (
-                first_use[kind][chunk][microbatch] for kind, chunk, microbatch, _ in reversed(messages)
+                first_use[kind][chunk][microbatch]
+                for kind, chunk, microbatch, _ in reversed(messages)
             )
             slots += [max(first - num_early, 0) for first in accumulate(needs, min)][::-1]
             receives += messages

@@ -149,14 +149,14 @@ BELONGS: tuple[Belongs, ...] = (
         ("mla.yarn_mscale",),
         "attention.scale",
         lambda model: model.attention.scale is None,
-                "part of the default attention scale",
+        "part of the default attention scale",
         "model.attention.scale=null",
     ),
     Belongs(
         ("mup.base_head_dim", "mup.attention_scale_power"),
         "attention.scale",
         lambda model: model.attention.scale is None,
-                "for the default attention scale",
+        "for the default attention scale",
         "model.attention.scale=null",
     ),
     Belongs(
@@ -256,7 +256,9 @@ def unread_problems(model: ModelConfig) -> list[str]:
     setting occurs once."""
     defaults = {setting.path: setting.default for setting in describe(ModelConfig)}
     values = flatten(model)
-    changed = [path for path, value in values.items() if path in defaults and value != defaults[path]]
+    changed = [
+        path for path, value in values.items() if path in defaults and value != defaults[path]
+    ]
     problems = []
     for row in BELONGS:
         idle = [path for path in changed if _within(path, row.settings)]

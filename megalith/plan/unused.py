@@ -45,7 +45,9 @@ def _all_rope_is_local(run: TrainRun, world: int) -> bool:
     """Return whether every layer with RoPE uses the angles of windowed layers."""
     model = run.model
     rope_layers = [layer for layer in range(model.num_layers) if model.uses_rope(layer)]
-    return model.rope.local_theta is not None and all(model.has_window(layer) for layer in rope_layers)
+    return model.rope.local_theta is not None and all(
+        model.has_window(layer) for layer in rope_layers
+    )
 
 
 UNUSED: tuple[Unused, ...] = (

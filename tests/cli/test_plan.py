@@ -95,7 +95,7 @@ def test_estimate_chooses_what_to_compute_again_and_says_so(
     assert "recompute.device=12 with 12.0 GiB has not" in capsys.readouterr().err
     assert main(["plan", "explain", "llama3_8b", "--world", "16", *automatic, "h10"]) == 2
     assert (
-        "recompute.device=h10 is no device known here. Did you mean h100?"
+        "recompute.device=h10 is not a known device. Did you mean h100?"
         in capsys.readouterr().err
     )
 
@@ -158,7 +158,7 @@ def test_a_device_may_be_given_in_gib(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         (
             "plan estimate tiny_cpu --device h10",
-            ["--device=h10 is no device known here. Did you mean h100?"],
+            ["--device=h10 is not a known device. Did you mean h100?"],
         ),
         ("plan explain tiny_cpu --world 0", ["--world=0 must be at least 1"]),
         (
@@ -168,7 +168,7 @@ def test_a_device_may_be_given_in_gib(capsys: pytest.CaptureFixture[str]) -> Non
         ("plan explain .", ["there is no run in this folder"]),
         (
             "plan estimate tiny_cpu --device 1e99",
-            ["--device=1e99 is no device", "or a number of GiB, at most 1048576."],
+            ["--device=1e99 is not a known device", "or a number of GiB, at most 1048576."],
         ),
         (
             "plan estimate tiny_cpu --world 7 --parallel.tp 2 --optim.beta2 2",

@@ -56,7 +56,7 @@ def test_every_change_is_true_and_breaks_no_rule() -> None:
 def test_experts_are_divided_further_where_it_helps() -> None:
     found = changes(workload("mixtral_8x7b", 64, parallel__ep="2"), H100, run_problems)
     (change,) = (change for change in found if change.overrides == {"parallel.ep": "4"})
-    assert change.saved > 10 * GIB and "sent to more ranks" in change.price
+    assert change.saved > 10 * GIB and "sent to the experts of more ranks" in change.price
     assert not any(
         "parallel.ep" in change.overrides
         for change in changes(workload("llama3_8b", 16), H100, run_problems)
@@ -164,7 +164,7 @@ def test_shares_of_the_work() -> None:
 def test_notes_name_what_does_nothing_and_what_is_slow() -> None:
     pointless = workload("llama3_8b", 2, recompute__granularity="selective")
     (note,) = notes(pointless, H100)
-    assert "recompute.modules=['core_attention']: fused attention keeps no scores" in note
+    assert "recompute.modules=['core_attention']: fused attention saves no scores" in note
     assert "saves 0.016 GiB a rank. Use [norm, mlp_act] first." in note
     wide = workload("llama3_70b", 32, parallel__tp="16")
     assert any("parallel.tp=16 spans nodes of 8" in note for note in notes(wide, H100))

@@ -350,7 +350,7 @@ def test_each_broken_rule_names_the_field_and_a_value_that_works() -> None:
     assert "names 3 kinds for model.num_layers=2 layers. Use one for each" in problems(
         layers=("ring",) * 3
     )
-    assert "a2a+ring, but parallel.context.kind=ring makes no groups" in problems(
+    assert "a2a+ring, but parallel.context.kind=ring has no all-to-all groups" in problems(
         layers=("ring", "a2a+ring")
     )
     assert (
@@ -358,7 +358,7 @@ def test_each_broken_rule_names_the_field_and_a_value_that_works() -> None:
         in problems(a2a=2)
     )
     assert (
-        "parallel.context.layers[1]=rings is no way to exchange keys and values. Did you mean ring"
+        "parallel.context.layers[1]=rings is not a known kind of context parallelism. Did you mean ring"
         in problems(layers=("ring", "rings"))
     )
     assert len(problems(30, layers=("ring",) * 3).splitlines()) == 2

@@ -52,7 +52,7 @@ def test_a_model_without_a_memory_and_one_that_takes_it_anywhere_break_no_rule()
         (
             {"cross": CrossConfig(memory=2, layers=(True, False, True))},
             (
-                "model.cross.layers has 3 places for the 2 layers from model.cross.memory=2 on",
+                "model.cross.layers has 3 values for the 2 layers from model.cross.memory=2 on",
                 "Use 2 places or fewer",
             ),
         ),

@@ -220,11 +220,11 @@ def test_numbers_in_words() -> None:
     [
         (
             "normed around",
-            "window of 5 tokens in 2 of 4 layers, queries and keys normed (head), scores capped",
+            "window of 5 tokens in 2 of 4 layers, QK norm (head), softcap",
         ),
         (
             "parallel",
-            "parallel, LayerNorm before, 6 heads on 2 keys of 6 features, rope of 2 features, gelu",
+            "parallel, LayerNorm before, 6 heads on 2 KV heads of 6 features, rope of 2 features, gelu",
         ),
         ("one norm", "parallel with one norm, LayerNorm before"),
         ("learned positions", "learned positions, gelu_tanh, dropout"),
@@ -233,10 +233,10 @@ def test_numbers_in_words() -> None:
             "heterogeneous",
             "attention replaced by one matrix in 1 of 4 layers, attention left out in 1 of 4 "
             "layers, "
-            "MLP replaced by one matrix in 1 of 4 layers, 4 to 8 keys, 9 to 22 features in the MLP",
+            "MLP replaced by one matrix in 1 of 4 layers, 4 to 8 KV heads, 9 to 22 features in the MLP",
         ),
-        ("looking back", "gated silu, a look at what enters layer 1 in 2 of 4 layers"),
-        ("gated", "queries and keys normed (l2), gated attention, rope but in 2 of 4 layers"),
+        ("looking back", "gated silu, cross-layer attention to layer 1 in 2 of 4 layers"),
+        ("gated", "QK norm (l2), gated attention, rope but in 2 of 4 layers"),
     ],
 )
 def test_a_model_is_told_by_what_its_layers_are_made_of(name: str, words: str) -> None:
@@ -250,7 +250,7 @@ def test_latent_attention_and_further_predictions_are_told() -> None:
         mtp=MTPConfig(num_layers=2),
     )
     text = kind_text(model)
-    assert "6 latent heads of 6 + 4 features from 8" in text and "2 multi-token predictions" in text
+    assert "6 latent heads of 6 + 4 features from 8" in text and "2 MTP layers" in text
 
 
 def test_windowed_layers_have_less_of_the_work() -> None:

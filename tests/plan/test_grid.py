@@ -281,9 +281,9 @@ def test_factoring_that_cannot_be_is_refused(arguments: dict[str, Any], text: st
         ({"world": 4, "order": "tp--dp"}, ["parallel.order='tp--dp': an axis name is empty"]),
         (
             {"world": 4, "tp": 2, "order": ""},
-            ["an axis name is empty", "lacks tp, which has 2 ranks. Add tp to it."],
+            ["an axis name is empty", "has no tp, whose size is 2. Add tp to it."],
         ),
-        ({"world": 8, "tp": 3, "order": "tp-cp"}, ["one of [1, 2, 4, 8]", "lacks dp"]),
+        ({"world": 8, "tp": 3, "order": "tp-cp"}, ["one of [1, 2, 4, 8]", "has no dp"]),
     ],
 )
 def test_every_problem_of_a_dense_grid_is_told_at_once(

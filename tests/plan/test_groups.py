@@ -94,7 +94,7 @@ def test_a_tied_head_and_a_balancing_bias_are_told_where_they_belong() -> None:
     (told,) = problems(OptimConfig(frozen=("head.weight",)), TIED)
     assert "the head is embed.weight" in told
     (told,) = problems(OptimConfig(frozen=("*.balancing_bias",)), BIASED_CHOICE)
-    assert "moves as long as its router is trained" in told
+    assert "is updated as long as its router is trained" in told
 
 
 def test_two_groups_that_disagree_are_both_named_with_the_parameter() -> None:
@@ -124,13 +124,13 @@ def test_two_groups_that_disagree_are_both_named_with_the_parameter() -> None:
     [
         (
             {"lr": 1e-3, "lr_scale": 2.0},
-            "lr=0.001 and optim.groups[table].lr_scale=2.0 both decide",
+            "lr=0.001 and optim.groups[table].lr_scale=2.0 are both set",
         ),
-        ({"min_lr": 1e-3}, "min_lr=0.001 is read beside optim.groups[table].lr only"),
+        ({"min_lr": 1e-3}, "min_lr=0.001 has an effect only with optim.groups[table].lr only"),
         ({"lr": -1.0}, "lr=-1.0 must be a finite number"),
         ({"lr_scale": float("nan")}, "lr_scale=nan must be a finite number"),
         ({"lr": 1e-4}, "lr=0.0001 is below schedule.min_lr=0.001"),
-        ({}, "decides nothing. Set optim.groups[table].lr"),
+        ({}, "has no effect. Set optim.groups[table].lr"),
         ({"match": (), "lr": 1e-2}, "match=[] fits no parameter"),
         ({"name": "My group", "lr": 1e-2}, "name='My group' must be small letters"),
         (
@@ -156,7 +156,7 @@ def test_a_decay_of_tables_that_keep_their_spread_is_refused() -> None:
     )
     (told,) = problems(OptimConfig(groups=(table,)), kept)
     assert (
-        "optim.groups[a] decides the weight decay of embed.weight" in told
+        "optim.groups[a] sets the weight decay of embed.weight" in told
         and "embedding_init_std=1.0" in told
     )
     assert (

@@ -53,7 +53,7 @@ REFUSED: list[tuple[dict[str, str], dict[str, str], str | None, str]] = [
         {"model.norm": "layer"},
         {"norm": "numba"},
         None,
-        "kernels.norm=numba: model.norm=layer has no compiled loop.",
+        "kernels.norm=numba: model.norm=layer has no Numba kernel.",
     ),
     (
         {"model.activation": "gelu"},
@@ -83,7 +83,7 @@ REFUSED: list[tuple[dict[str, str], dict[str, str], str | None, str]] = [
         {"parallel.cp": "2"},
         {"attention": "cpu_tiled"},
         None,
-        "share tokens, and compute attention by intervals of keys. S",
+        "attention over the tokens of other ranks is computed in chunks of keys. S",
     ),
     (
         {},
@@ -122,7 +122,7 @@ def test_scores_that_a_way_does_not_know_are_named() -> None:
     )
     (problem,) = explicit_backend_problems(capped)
     assert (
-        "model.attention.softcap=2.0, model.attention.window=4: it knows plain scores only"
+        "model.attention.softcap=2.0, model.attention.window=4: it supports plain scores only"
         in problem
     )
     assert (
@@ -222,7 +222,7 @@ def test_people_see_every_way_that_can_be_asked_for() -> None:
         "attention",
         "flex",
         "fp32, bf16, fp16 on GPUs; heads of 16 features or more",
-        "no promise",
+        "not guaranteed",
     ) in rows
     assert describe_kernel_setting("torch") == "torch"
     assert describe_kernel_setting(KernelsConfig(all="torch", norm="numba")) == "torch, norm=numba"

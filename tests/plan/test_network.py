@@ -228,7 +228,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"mtp": MTPConfig(loss_weight=0.3)},
         "model.mtp.loss_weight=0.3 with model.mtp.num_layers=0",
-                "model.mtp.num_layers to 1 or more",
+        "model.mtp.num_layers to 1 or more",
     ),
     (
         rope(scaling="yarn", theta=1.0),
@@ -237,7 +237,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         rope(scaling="dynamic", original_max_position=16, fraction=0.4),
-        "model.rope.scaling=dynamic with 2 features that turn",
+        "model.rope.scaling=dynamic with 2 rotary features",
         "or turn 4 features or more",
     ),
     (
@@ -313,12 +313,12 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         rope(sections=(1, 1)),
-        "model.rope.sections=[1, 1] must be three counts of pairs, together all 3",
+        "model.rope.sections=[1, 1] must be three counts of feature pairs with sum 3",
         "[1, 1, 1]",
     ),
     (
         attention(window=4, window_layers=(True, False, False)) | rope(skip=(False,) * 4),
-        "model.attention.window_layers has 3 and model.rope.skip has 4 places for "
+        "model.attention.window_layers has 3 and model.rope.skip has 4 values for "
         "model.num_layers=2",
         "Use 2 places or fewer",
     ),
@@ -354,7 +354,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"layers": LayersConfig(mlp=("full", "none", "full"))},
-        "model.layers.mlp has 3 places for model.num_layers=2",
+        "model.layers.mlp has 3 values for model.num_layers=2",
         "Use 2 places or fewer",
     ),
     (

@@ -154,18 +154,18 @@ def test_a_schedule_without_pairs_is_taken_one_by_one() -> None:
         (
             ParallelConfig(ep=2),
             False,
-            "model.moe=null: there are no messages to experts. Set parallel.overlap_experts",
+            "model.moe=null: there is no token dispatch to overlap. Set parallel.overlap_experts",
         ),
         (
             ParallelConfig(),
             True,
-            "parallel.ep=1: no rank sends tokens to another one's experts. Set parallel.ep to a "
+            "parallel.ep=1: there is no all-to-all to overlap. Set parallel.ep to a "
             "divisor of model.moe.num_experts=4 above 1",
         ),
         (
             ParallelConfig(ep=2, dispatcher="allgather"),
             True,
-            "parallel.dispatcher=allgather: only an exchange can be left",
+            "parallel.dispatcher=allgather: only an all-to-all can be overlapped",
         ),
         (
             ParallelConfig(ep=2, zero=3),
@@ -175,7 +175,7 @@ def test_a_schedule_without_pairs_is_taken_one_by_one() -> None:
         (
             ParallelConfig(ep=2, pp=2, pipeline=PipelineConfig(schedule="zb-h1")),
             True,
-            "parallel.pipeline.schedule=zb-h1: it does not run forwards and backwards by turns. "
+            "parallel.pipeline.schedule=zb-h1: it does not alternate forwards and backwards. "
             "Set parallel.pipeline.schedule to one of 1f1b, interleaved, dualpipe-v.",
         ),
     ],

@@ -110,13 +110,13 @@ def problems(
         (
             problems(RecomputeConfig(method="block")),
             "recompute.method=block and recompute.num_layers=1 count whole "
-            "layers, which recompute.granularity=none leaves alone. Set recompute.granularity to "
+            "layers, which recompute.granularity=none does not recompute. Set recompute.granularity to "
             "full",
         ),
         (
             problems(RecomputeConfig(granularity="selective", num_layers=2)),
             "recompute.num_layers=2 count whole layers, "
-            "which recompute.granularity=selective leaves alone",
+            "which recompute.granularity=selective does not recompute",
         ),
         (
             problems(RecomputeConfig(granularity="selective", modules=())),
@@ -162,7 +162,7 @@ def problems(
         ),
         (
             problems(RecomputeConfig(granularity="auto", device="h10")),
-            "recompute.device=h10 is no device known here. "
+            "recompute.device=h10 is not a known device. "
             "Did you mean h100? Set recompute.device to one of a100, ",
         ),
         (
@@ -178,7 +178,7 @@ def problems(
         (
             problems(RecomputeConfig(), OffloadConfig(layers=4)),
             "offload.layers=4 must be at least 0 and less than the "
-            "4 layers of a stage, whose last one backward needs at once. Set offload.layers to 3 "
+            "4 layers of a stage, whose last layer backward needs first. Set offload.layers to 3 "
             "or less",
         ),
         (
@@ -204,7 +204,7 @@ def test_experts_for_all_tokens_run_again_where_there_are_some() -> None:
     model = tiny_run({}).model
     (text,) = shared_experts_problems(again, model)
     assert text == (
-        "recompute.modules=['shared_experts'] names shared_experts, of which the model has none. "
+        "recompute.modules=['shared_experts'] has shared_experts, but the model has none. "
         "Remove shared_experts, or set model.moe.shared_ffn_hidden_size."
     )
     assert shared_experts_problems(
@@ -221,7 +221,7 @@ def test_projections_from_short_vectors_run_again_where_there_are_some() -> None
         tiny_run({}).model,
     )
     assert up_projection_problems(again, model) == [
-        "recompute.modules=['norm', 'mla_up_proj'] names mla_up_proj, but model.mla=None: only "
+        "recompute.modules=['norm', 'mla_up_proj'] has mla_up_proj, but model.mla=None: only "
         "latent attention "
         "projects up from short vectors. Replace mla_up_proj by core_attention, or set model.mla."
     ]

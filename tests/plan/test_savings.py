@@ -106,7 +106,7 @@ def test_the_lines_say_what_is_saved_and_what_it_costs() -> None:
 def test_attention_that_has_nothing_to_drop_is_told_with_its_bytes() -> None:
     long = replace(PLAIN, lengths=(1024,), recompute=RecomputeConfig(granularity="selective"))
     text = "\n".join(saving_lines(long, num_layers=4))
-    assert "core_attention, which frees 0 bytes here: attention keeps no probabilities" in text
+    assert "core_attention, which frees 0 bytes here: attention saves no probabilities" in text
     short = "\n".join(saving_lines(replace(long, lengths=(512,)), num_layers=4))
     assert "which frees" not in short and "core_attention: " in short
 

@@ -45,7 +45,7 @@ CASES = [
     (
         {"parallel.bucket_numel": "7"},
         1,
-        "parallel.bucket_numel=7: no effect here, because one rank has nobody to talk",
+        "parallel.bucket_numel=7: no effect here, because one rank has no communication",
     ),
     (
         {"parallel.bucket_numel": "7", "parallel.zero": "3"},
@@ -55,7 +55,7 @@ CASES = [
     (
         {"parallel.overlap": "false"},
         1,
-        "parallel.overlap=false: no effect here, because one rank has nobody to talk",
+        "parallel.overlap=false: no effect here, because one rank has no communication",
     ),
     (
         {"optim.kind": "sgd", "optim.beta2": "0.9"},
@@ -91,7 +91,7 @@ CASES = [
     (
         {"model.fp32_residual": "true"},
         1,
-        "model.fp32_residual=true: no effect here, because the residual stream is as",
+        "model.fp32_residual=true: no effect here, because the residual stream is at least",
     ),
     (
         {"schedule.wsd_decay_style": "linear"},
@@ -101,7 +101,7 @@ CASES = [
     (
         {"offload.min_numel": "3"},
         1,
-        "offload.min_numel=3: no effect here, because with offload.layers=0 nothing moves",
+        "offload.min_numel=3: no effect here, because with offload.layers=0 nothing is offloadeds",
     ),
     (
         {"checkpoint.keep": "none", "checkpoint.keep_every": "4"},

@@ -316,13 +316,13 @@ CASES = [
     (
         {"recompute__granularity": "selective", "recompute__modules": "[]"},
         1,
-        "recompute.modules=[] names nothing to compute again",
+        "recompute.modules=[] has nothing to recompute",
         "Set recompute.modules to [core_attention]",
     ),
     (
         {"recompute__granularity": "full", "recompute__shard_inputs": "true"},
         1,
-        "recompute.shard_inputs=true divides inputs over tensor-parallel ranks",
+        "recompute.shard_inputs=true shards inputs over tensor-parallel ranks",
         "Set parallel.tp to 2 or more",
     ),
     (
