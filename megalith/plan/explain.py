@@ -296,7 +296,7 @@ def _attention_text(model: ModelConfig) -> str:
         )
     else:
         text = (
-            f"{model.num_heads} heads on {model.num_kv_heads} KV heads of  "
+            f"{model.num_heads} heads on {model.num_kv_heads} KV heads of "
             f"{model.head_size()} features"
         )
     if kind.window is not None:

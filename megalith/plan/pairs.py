@@ -71,11 +71,13 @@ def concurrent_actions(schedule: Schedule, rank: int) -> Iterator[tuple[Action, 
     """
     actions = schedule.ranks[rank]
     return (
-        _join_pairs(actions, schedule.pairs[rank]) if schedule.pairs else zip(actions, strict=True)
+        _group_actions(actions, schedule.pairs[rank])
+        if schedule.pairs
+        else zip(actions, strict=True)
     )
 
 
-def _join_pairs(
+def _group_actions(
     actions: Sequence[Action], pairs: frozenset[tuple[int, int]]
 ) -> Iterator[tuple[Action, ...]]:
     forward: tuple[Action, ...] = ()

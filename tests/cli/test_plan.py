@@ -95,8 +95,7 @@ def test_estimate_chooses_what_to_compute_again_and_says_so(
     assert "recompute.device=12 with 12.0 GiB has not" in capsys.readouterr().err
     assert main(["plan", "explain", "llama3_8b", "--world", "16", *automatic, "h10"]) == 2
     assert (
-        "recompute.device=h10 is not a known device. Did you mean h100?"
-        in capsys.readouterr().err
+        "recompute.device=h10 is not a known device. Did you mean h100?" in capsys.readouterr().err
     )
 
 

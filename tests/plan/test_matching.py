@@ -45,7 +45,7 @@ def test_what_the_lists_hold_is_read_off_them(one_f_one_b: Schedule) -> None:
     )
 
 
-def test_actions_are_told_by_rank_and_place(interleaved: Schedule) -> None:
+def test_action_text_has_rank_and_index(interleaved: Schedule) -> None:
     assert action_text(interleaved, 0, 0) == "rank 0, action 0 (F of microbatch 0, chunk 0)"
     assert (
         action_text(interleaved, 0, 1)

@@ -519,7 +519,7 @@ def metered_peak(rank: int, world: int, run: TrainRun) -> int:
         ),
     ],
 )
-def test_activations_at_the_height_are_what_a_meter_finds_on_real_ranks(
+def test_peak_activations_match_measured_memory_of_ranks(
     world: int, settings: dict[str, str]
 ) -> None:
     run = tiny_run({"train.global_batch_size": "24"} | settings)
@@ -636,7 +636,7 @@ def test_what_a_device_adds_is_apart_from_the_tensors() -> None:
     assert memory_ledger(workload, cpu)[0].memory.library == 0
 
 
-def test_places_with_uneven_parts_are_told_apart() -> None:
+def test_positions_with_unequal_shares_are_listed_separately() -> None:
     workload = plan_workload(tiny_run({"parallel.tp": "3"} | UNEVEN), 3)
     assert distinct_places(workload) == [(0, 0), (0, 1), (0, 2)]
     assert worst(memory_ledger(workload)).tp_rank == 0

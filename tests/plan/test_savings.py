@@ -1,4 +1,4 @@
-"""What a run that recomputes or offloads is told when it starts."""
+"""Memory savings of recomputation and offload, as logged at the start of a run."""
 
 from dataclasses import replace
 
@@ -103,7 +103,7 @@ def test_the_lines_say_what_is_saved_and_what_it_costs() -> None:
     assert lines[2].startswith("activations of a microbatch: ") and " instead of " in lines[2]
 
 
-def test_attention_that_has_nothing_to_drop_is_told_with_its_bytes() -> None:
+def test_core_attention_without_saving_is_reported_with_its_bytes() -> None:
     long = replace(PLAIN, lengths=(1024,), recompute=RecomputeConfig(granularity="selective"))
     text = "\n".join(saving_lines(long, num_layers=4))
     assert "core_attention, which frees 0 bytes here: attention saves no probabilities" in text
@@ -111,13 +111,13 @@ def test_attention_that_has_nothing_to_drop_is_told_with_its_bytes() -> None:
     assert "which frees" not in short and "core_attention: " in short
 
 
-def test_a_run_that_keeps_everything_is_told_nothing() -> None:
+def test_no_saving_lines_without_recomputation() -> None:
     assert run_lines(tiny_run(), 1, pp_rank=0, tp_rank=0, accelerator=False) == []
-    told = run_lines(
+    lines = run_lines(
         tiny_run({"recompute.granularity": "full", "parallel.tp": "2"}),
         2,
         pp_rank=0,
         tp_rank=1,
         accelerator=False,
     )
-    assert told[0].startswith("2 of 2 layers: ") and len(told) == 2
+    assert lines[0].startswith("2 of 2 layers: ") and len(lines) == 2

@@ -105,7 +105,7 @@ def test_any_text_is_read_or_refused_in_words(seed: int) -> None:
     try:
         stages = parse_layout(text)
     except PlanError as error:
-        stages, told = [[]], str(error)
+        stages, message = [[]], str(error)
     else:
-        told = "Use "
-    assert stages and "Use " in told
+        message = "Use "
+    assert stages and "Use " in message

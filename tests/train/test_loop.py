@@ -804,8 +804,8 @@ def test_settings_without_effect_are_named_when_a_run_starts(
     told = " ".join(capsys.readouterr().out.split())
     assert told.count("no effect here") == 2
     assert (
-        "parallel.context.kind=gather: no effect here, because with parallel.cp=1 no rows are "
-        "shared" in told
+        "parallel.context.kind=gather: no effect here, because with parallel.cp=1 "
+        "sequences are not split" in told
     )
 
 
