@@ -229,7 +229,7 @@ def stage_activations(
         no_tensors = [()] * (span.stop - span.start - 1)
         layers += [rows, *no_tensors]
         host += [offloaded(setting, span, rows), *no_tensors]
-    transient = max(transient, 0) + most_back(
+    transient = max(transient, 0) + peak_copied_back(
         [(total(r), total(away)) for r, away in zip(layers, host, strict=True) if r]
     )
     end_tensors = (*_end_rows(setting, num_layers, ends), *_shared_rows(setting, num_layers, ends))
@@ -248,7 +248,7 @@ class _Ends(NamedTuple):
 def _recomputed_bytes(setting: ActivationSetting, layer: int, rows: Sequence[SavedTensor]) -> int:
     """Return the bytes that backward recomputes in a layer that saves `rows`; with MLP chunks, of
     one chunk."""
-    recomputed = total(whole_layer(setting, layer)) - total(rows)
+    recomputed = total(layer_rows_without_recompute(setting, layer)) - total(rows)
     if not mlp_in_chunks(setting.recompute, setting.model, layer):
         return recomputed
     model, own = setting.model.at(layer), setting.own_tokens
@@ -263,7 +263,7 @@ def _layer_spans(setting: ActivationSetting, num_layers: int) -> list[Span]:
     return layer_spans(setting.recompute, setting.offload, num_layers, cut=cut)
 
 
-def most_back(spans: Sequence[tuple[int, int]]) -> int:
+def peak_copied_back(spans: Sequence[tuple[int, int]]) -> int:
     """Return the largest number of bytes that backward holds beyond what forward left on the
     device, because offloaded tensors are copied back.
 
@@ -282,7 +282,9 @@ def most_back(spans: Sequence[tuple[int, int]]) -> int:
     return max([0, *back])
 
 
-def whole_layer(setting: ActivationSetting, layer: int | None = None) -> list[SavedTensor]:
+def layer_rows_without_recompute(
+    setting: ActivationSetting, layer: int | None = None
+) -> list[SavedTensor]:
     """Return the saved tensors of a layer without recomputation."""
     return layer_rows(replace(setting, recompute=RecomputeConfig()), (), layer)
 
@@ -633,7 +635,9 @@ def _rope_tables(setting: ActivationSetting, layers: Sequence[int]) -> set[bool]
     kinds = {own and model.has_window(layer) for layer in layers if model.uses_rope(layer)}
     spans = layer_spans(setting.recompute, OffloadConfig(), len(layers))
     partly_recomputed = [
-        layer for layer in layers if runs_up_again(setting, layer, modules_again(setting.recompute))
+        layer
+        for layer in layers
+        if recomputes_up_projections(setting, layer, modules_again(setting.recompute))
     ]
     if model.positions == "rope" and (partly_recomputed or any(span.recomputed for span in spans)):
         kinds = {False, own}
@@ -643,7 +647,7 @@ def _rope_tables(setting: ActivationSetting, layers: Sequence[int]) -> set[bool]
 # --- attention
 
 
-def runs_up_again(setting: ActivationSetting, layer: int, again: Sequence[str]) -> bool:
+def recomputes_up_projections(setting: ActivationSetting, layer: int, again: Sequence[str]) -> bool:
     """Return whether a layer's latent attention is recomputed from its compressed vectors."""
     model = setting.model
     return (
@@ -658,7 +662,7 @@ def _attention_rows(
     recomputed if in `again`."""
     model, e, w, part = setting.model, setting.element, setting.wide, setting.part
     inner = part.heads * model.value_size() * setting.tokens
-    if runs_up_again(setting, layer, again):
+    if recomputes_up_projections(setting, layer, again):
         return [
             *_latent_rows(setting, again=True),
             SavedTensor("attention.out", "input", inner, inner * e),

@@ -57,7 +57,7 @@ def bubble_fraction(
     return None if idle is None else Fraction(idle) / (3 * num_chunks * num_microbatches)
 
 
-def most_held(
+def peak_in_flight(
     name: ScheduleName,
     rank: int,
     *,

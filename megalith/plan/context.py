@@ -176,7 +176,7 @@ def _unpadded_indices(lengths: Numbers, padded: Numbers) -> Numbers | None:
     return np.where(real, np.cumsum(real) - 1, -1)
 
 
-def undo(parts: NDArray[np.generic], slices: Slices) -> NDArray[np.generic]:
+def restore_token_order(parts: NDArray[np.generic], slices: Slices) -> NDArray[np.generic]:
     """Return all ranks' values [ranks, t / ranks, ...] in the original order of tokens, without
     padding."""
     whole = np.empty((slices.num_tokens, *parts.shape[2:]), dtype=parts.dtype)

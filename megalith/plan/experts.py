@@ -29,13 +29,13 @@ def moe_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
     moe = model.moe
     if moe is None:
         return []
-    problems = moe_count_problems(moe)
+    problems = find_moe_count_problems(moe)
     rules = RULES if trains else [rule for rule in RULES if rule not in OF_TRAINING]
     related = [] if problems else [text for rule in rules if (text := rule(moe)) is not None]
-    return problems + related + moe_number_problems(moe)
+    return problems + related + find_moe_number_problems(moe)
 
 
-def moe_count_problems(moe: MoEConfig) -> list[str]:
+def find_moe_count_problems(moe: MoEConfig) -> list[str]:
     """Return an error for each count below 1."""
     counts = {
         "num_experts": moe.num_experts,
@@ -55,7 +55,7 @@ def moe_count_problems(moe: MoEConfig) -> list[str]:
     ]
 
 
-def moe_number_problems(moe: MoEConfig) -> list[str]:
+def find_moe_number_problems(moe: MoEConfig) -> list[str]:
     """Return an error for each number out of its range, NaN or infinite."""
     losses = [field.name for field in fields(AuxLossConfig) if field.name != "quantile_ema"]
     weights = {f"aux_loss.{name}": getattr(moe.aux_loss, name) for name in losses} | {
@@ -92,7 +92,7 @@ def moe_number_problems(moe: MoEConfig) -> list[str]:
 # --- choosing
 
 
-def tokens_choose_among_all(moe: MoEConfig) -> str | None:
+def check_top_k(moe: MoEConfig) -> str | None:
     """Check that top_k is at most the number of experts."""
     if moe.top_k <= moe.num_experts:
         return None
@@ -115,7 +115,7 @@ def one_choice_has_a_weight(moe: MoEConfig) -> str | None:
     )
 
 
-def biases_move_single_scores(moe: MoEConfig) -> str | None:
+def check_expert_bias_score(moe: MoEConfig) -> str | None:
     """Check that the expert bias is used with scores that are independent of each other."""
     if not moe.router.expert_bias or moe.router.score != "softmax":
         return None
@@ -127,7 +127,7 @@ def biases_move_single_scores(moe: MoEConfig) -> str | None:
     )
 
 
-def groups_are_whole(moe: MoEConfig) -> str | None:
+def check_expert_groups(moe: MoEConfig) -> str | None:
     """Check the number of expert groups and of selected groups."""
     groups, chosen = moe.router.num_groups, moe.router.topk_groups
     if groups is None and chosen is None:
@@ -174,7 +174,7 @@ def _groups_have_enough(moe: MoEConfig, groups: int, chosen: int) -> str | None:
     return None
 
 
-def plans_go_alone(moe: MoEConfig) -> str | None:
+def check_exclusive_balancers(moe: MoEConfig) -> str | None:
     """Check that Sinkhorn and quantile balancing are not combined with other load balancing."""
     balancers = [name for name in ("sinkhorn", "quantile") if getattr(moe.aux_loss, name)]
     if not balancers:
@@ -201,7 +201,7 @@ def plans_go_alone(moe: MoEConfig) -> str | None:
     )
 
 
-def offsets_leave_a_choice(moe: MoEConfig) -> str | None:
+def check_quantile_top_k(moe: MoEConfig) -> str | None:
     """Check that quantile balancing has fewer choices than experts."""
     if not moe.aux_loss.quantile or moe.top_k < moe.num_experts:
         return None
@@ -213,7 +213,7 @@ def offsets_leave_a_choice(moe: MoEConfig) -> str | None:
     )
 
 
-def inputs_have_one_weight(moe: MoEConfig) -> str | None:
+def check_input_weight_top_k(moe: MoEConfig) -> str | None:
     """Check that the router weight is applied to the input only with top_k=1."""
     if not moe.apply_router_weight_on_input or moe.top_k == 1:
         return None
@@ -225,7 +225,7 @@ def inputs_have_one_weight(moe: MoEConfig) -> str | None:
     )
 
 
-def noises_of_one_kind(moe: MoEConfig) -> str | None:
+def check_random_routing(moe: MoEConfig) -> str | None:
     """Check that force_load_balancing and force_biased are not combined."""
     if not moe.router.force_load_balancing or moe.router.force_biased == 0:
         return None
@@ -237,7 +237,7 @@ def noises_of_one_kind(moe: MoEConfig) -> str | None:
     )
 
 
-def some_layer_has_experts(moe: MoEConfig) -> str | None:
+def check_some_layer_has_experts(moe: MoEConfig) -> str | None:
     """Check that some layer has experts."""
     if not moe.layers or any(moe.layers):
         return None
@@ -248,22 +248,22 @@ def some_layer_has_experts(moe: MoEConfig) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    some_layer_has_experts,
-    tokens_choose_among_all,
+    check_some_layer_has_experts,
+    check_top_k,
     one_choice_has_a_weight,
-    biases_move_single_scores,
-    groups_are_whole,
-    plans_go_alone,
-    offsets_leave_a_choice,
-    inputs_have_one_weight,
-    noises_of_one_kind,
+    check_expert_bias_score,
+    check_expert_groups,
+    check_exclusive_balancers,
+    check_quantile_top_k,
+    check_input_weight_top_k,
+    check_random_routing,
 )
 
 OF_TRAINING: tuple[Rule, ...] = (
     one_choice_has_a_weight,
-    plans_go_alone,
-    offsets_leave_a_choice,
-    noises_of_one_kind,
+    check_exclusive_balancers,
+    check_quantile_top_k,
+    check_random_routing,
 )
 """Rules for training only: inference works without them."""
 

@@ -148,7 +148,7 @@ class ExpertsRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Rhythm:
+class StepSummary:
     """Microbatches and tokens of one step."""
 
     rows_per_microbatch: int
@@ -190,7 +190,7 @@ class Explanation:
     experts: ExpertsRow | None
     """None: the model has no experts."""
 
-    rhythm: Rhythm
+    rhythm: StepSummary
 
 
 def explain(workload: Workload) -> Explanation:
@@ -513,7 +513,7 @@ def part_rows(workload: Workload) -> Iterator[PartRow]:
         yield PartRow(ranks_text(ranks), *key)
 
 
-def rhythm(workload: Workload) -> Rhythm:
+def rhythm(workload: Workload) -> StepSummary:
     """Return the microbatches, tokens in flight and pipeline bubble of a step."""
     t, schedule = workload.run.train, workload.schedule
     alive = most = 0
@@ -521,7 +521,7 @@ def rhythm(workload: Workload) -> Rhythm:
         alive += {"F": 1, "B": -1, "W": -1}.get(kind, 0)
         most = max(most, alive)
     bubble = simulate(schedule, even_costs(schedule.num_stages)).bubble
-    return Rhythm(
+    return StepSummary(
         rows_per_microbatch=len(workload.lengths),
         tokens_per_microbatch=workload.tokens,
         microbatches=workload.num_microbatches,

@@ -14,7 +14,7 @@ from megalith.config.suggest import did_you_mean
 from megalith.config.train import TrainRun
 from megalith.plan.adapters import with_adapters
 from megalith.plan.frozen import first_trained_layer, trained_names
-from megalith.plan.initial import ParameterRates, rates_of
+from megalith.plan.initial import ParameterRates, mup_factors
 from megalith.plan.parameters import HeldParameter, held_parameters
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -37,7 +37,7 @@ def rates_in(model: ModelConfig, optim: OptimConfig, name: str, inputs: int) -> 
     """Return the rates of a parameter with `inputs` input dims: of its groups, times muP's
     factors."""
     rate, decay = _find_groups(optim.groups, name, _rate), _find_groups(optim.groups, name, _decay)
-    return rates_of(model, optim.kind, name, inputs)._replace(
+    return mup_factors(model, optim.kind, name, inputs)._replace(
         lr_of=rate[0].name if rate else "",
         decay_of=decay[0].name if decay else "",
         vector_decays=inputs == 0 and fits(name, optim.decayed_vectors),
@@ -275,7 +275,7 @@ def _without_effect(
 def _decays(one: HeldParameter, optim: OptimConfig, model: ModelConfig) -> bool:
     """Return whether weight decay applies to a parameter."""
     vector = not one.matrix and not fits(one.name, optim.decayed_vectors)
-    return not vector and rates_of(model, optim.kind, one.name, int(one.matrix)).decay > 0
+    return not vector and mup_factors(model, optim.kind, one.name, int(one.matrix)).decay > 0
 
 
 def _conflicts(groups: Sequence[GroupConfig], moving: Sequence[HeldParameter]) -> Iterator[str]:

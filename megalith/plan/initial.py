@@ -79,7 +79,7 @@ def _fans(name: str, shape: tuple[int, ...], inputs: int) -> tuple[int, int]:
     return math.prod(shape[-inputs:]), math.prod(outputs)
 
 
-def rates_of(model: ModelConfig, optimizer: str, name: str, inputs: int) -> ParameterRates:
+def mup_factors(model: ModelConfig, optimizer: str, name: str, inputs: int) -> ParameterRates:
     """Return muP's factors for learning rate and eps of a parameter with this many input dims; 1
     for adapters.
 

@@ -154,7 +154,7 @@ def distinct_places(workload: Workload) -> list[tuple[int, int]]:
     return places
 
 
-class Sharer(NamedTuple):
+class ZeroShard(NamedTuple):
     """One of the ranks at a position, which hold different ZeRO shards."""
 
     shard_rank: int = 0
@@ -167,7 +167,7 @@ class Sharer(NamedTuple):
     """Its expert shard; unset: the largest at the position."""
 
 
-ANY = Sharer()
+ANY = ZeroShard()
 
 
 def place_memory(
@@ -176,7 +176,7 @@ def place_memory(
     tp_rank: int,
     device: Device | None = None,
     *,
-    sharer: Sharer = ANY,
+    sharer: ZeroShard = ANY,
 ) -> PlaceMemory:
     """Return the ledger of the ranks at one position, or of one ZeRO shard of them."""
     accelerator = device is not None and device.accelerator
@@ -250,7 +250,7 @@ def _state(
     workload: Workload,
     pp_rank: int,
     parameters: Sequence[HeldParameter],
-    sharer: Sharer,
+    sharer: ZeroShard,
     *,
     accelerator: bool,
 ) -> RankMemory:
@@ -339,7 +339,7 @@ def _sharding_bytes(
     return width.value * at_once + (width.value + width.sums) * most
 
 
-def _sharded_numel(workload: Workload, one: HeldParameter, sharer: Sharer) -> int:
+def _sharded_numel(workload: Workload, one: HeldParameter, sharer: ZeroShard) -> int:
     """Return the elements of a parameter that a rank stores under zero=3; frozen vectors are not
     sharded."""
     if one.frozen and not one.matrix:

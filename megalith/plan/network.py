@@ -146,7 +146,7 @@ def number_problems(model: ModelConfig) -> list[str]:
 # --- heads
 
 
-def heads_share_keys(model: ModelConfig) -> str | None:
+def check_kv_heads_divide_heads(model: ModelConfig) -> str | None:
     """Check that num_kv_heads divides num_heads."""
     heads, keys = model.num_heads, model.num_kv_heads
     if model.mla is not None or heads % keys == 0:
@@ -159,7 +159,7 @@ def heads_share_keys(model: ModelConfig) -> str | None:
     )
 
 
-def head_size_is_known(model: ModelConfig) -> str | None:
+def check_head_dim(model: ModelConfig) -> str | None:
     """Check that num_heads divides hidden_size if head_dim is not set."""
     hidden, heads = model.hidden_size, model.num_heads
     if model.mla is not None or model.head_dim is not None or hidden % heads == 0:
@@ -172,7 +172,7 @@ def head_size_is_known(model: ModelConfig) -> str | None:
     )
 
 
-def whole_norms_are_rms(model: ModelConfig) -> str | None:
+def check_whole_qk_norm_is_rms(model: ModelConfig) -> str | None:
     """Check that qk_norm=whole is used with RMSNorm: means over the heads of all ranks are not
     computed."""
     if model.attention.qk_norm != "whole" or model.norm == "rms":
@@ -185,7 +185,7 @@ def whole_norms_are_rms(model: ModelConfig) -> str | None:
     )
 
 
-def one_score_stands_for_no_token(model: ModelConfig) -> str | None:
+def check_sinks_or_off_by_one(model: ModelConfig) -> str | None:
     """Check that attention sinks and off-by-one softmax are not combined."""
     if not (model.attention.sinks and model.attention.off_by_one):
         return None
@@ -195,7 +195,7 @@ def one_score_stands_for_no_token(model: ModelConfig) -> str | None:
     )
 
 
-def latent_attention_has_no_options(model: ModelConfig) -> str | None:
+def check_mla_options(model: ModelConfig) -> str | None:
     """Check that latent attention is not combined with settings of attention with keys and values
     per head."""
     if model.mla is None:
@@ -225,7 +225,7 @@ def latent_attention_has_no_options(model: ModelConfig) -> str | None:
 # --- positions
 
 
-def latent_positions_turn(model: ModelConfig) -> str | None:
+def check_mla_positions(model: ModelConfig) -> str | None:
     """Check that latent attention is used with RoPE or without positions."""
     if model.mla is None or model.positions not in ("learned", "relative"):
         return None
@@ -236,7 +236,7 @@ def latent_positions_turn(model: ModelConfig) -> str | None:
     )
 
 
-def distances_have_buckets(model: ModelConfig) -> str | None:
+def check_relative_buckets(model: ModelConfig) -> str | None:
     """Check that small distances have one bucket each, and larger distances share as many; per
     direction without a causal mask."""
     buckets, max_distance, causal = (
@@ -268,7 +268,7 @@ def distances_have_buckets(model: ModelConfig) -> str | None:
     )
 
 
-def fraction_is_a_share(model: ModelConfig) -> str | None:
+def check_rope_fraction(model: ModelConfig) -> str | None:
     """Check that rope.fraction is in (0, 1]."""
     if model.positions != "rope" or 0 < model.rope.fraction <= 1:
         return None
@@ -278,7 +278,7 @@ def fraction_is_a_share(model: ModelConfig) -> str | None:
     )
 
 
-def rope_turns_pairs(model: ModelConfig) -> str | None:
+def check_rotary_size_is_even(model: ModelConfig) -> str | None:
     """Check that the number of rotary features is even."""
     fraction = model.rope.fraction
     size = model.rotary_size() if 0 < fraction <= 1 else 2
@@ -303,7 +303,7 @@ def rope_turns_pairs(model: ModelConfig) -> str | None:
     )
 
 
-def rope_bands_are_apart(model: ModelConfig) -> str | None:
+def check_llama3_bands(model: ModelConfig) -> str | None:
     """Check that low_freq_factor of llama3 scaling is at most high_freq_factor."""
     low, high = model.rope.low_freq_factor, model.rope.high_freq_factor
     if model.rope.scaling != "llama3" or low <= high:
@@ -315,7 +315,7 @@ def rope_bands_are_apart(model: ModelConfig) -> str | None:
     )
 
 
-def yarn_bands_are_apart(model: ModelConfig) -> str | None:
+def check_yarn_bands(model: ModelConfig) -> str | None:
     """Check that beta_slow of YaRN is at most beta_fast; they may be equal, as in Kimi K2."""
     fast, slow = model.rope.beta_fast, model.rope.beta_slow
     if model.rope.scaling != "yarn" or slow <= fast:
@@ -327,7 +327,7 @@ def yarn_bands_are_apart(model: ModelConfig) -> str | None:
     )
 
 
-def scaling_stretches(model: ModelConfig) -> str | None:
+def check_rope_factor(model: ModelConfig) -> str | None:
     """Check that the RoPE scaling factor is at least 1."""
     rope = model.rope
     if rope.scaling == "none" or rope.factor >= 1 or not rope.factor > 0:
@@ -338,7 +338,7 @@ def scaling_stretches(model: ModelConfig) -> str | None:
     )
 
 
-def dynamic_scaling_begins_somewhere(model: ModelConfig) -> str | None:
+def check_dynamic_scaling_length(model: ModelConfig) -> str | None:
     """Check that dynamic scaling starts at a length of at most max_seq_len, as in transformers."""
     first, limit = model.rope.original_max_position, model.max_seq_len
     if model.rope.scaling != "dynamic" or first <= limit:
@@ -352,7 +352,7 @@ def dynamic_scaling_begins_somewhere(model: ModelConfig) -> str | None:
     )
 
 
-def yarn_has_wavelengths(model: ModelConfig) -> str | None:
+def check_yarn_theta(model: ModelConfig) -> str | None:
     """Check that theta is above 1 with YaRN, which divides by its logarithm."""
     rope = model.rope
     if rope.scaling != "yarn" or rope.theta > 1 or not rope.theta > 0:
@@ -364,7 +364,7 @@ def yarn_has_wavelengths(model: ModelConfig) -> str | None:
     )
 
 
-def dynamic_scaling_has_pairs(model: ModelConfig) -> str | None:
+def check_dynamic_scaling_pairs(model: ModelConfig) -> str | None:
     """Check that dynamic scaling, which raises theta to size / (size - 2), has more than one
     feature pair."""
     fraction = model.rope.fraction
@@ -377,7 +377,7 @@ def dynamic_scaling_has_pairs(model: ModelConfig) -> str | None:
     )
 
 
-def longrope_has_a_factor_for_each_pair(model: ModelConfig) -> str | None:
+def check_longrope_factors(model: ModelConfig) -> str | None:
     """Check that LongRoPE has one positive factor per feature pair."""
     rope, fraction = model.rope, model.rope.fraction
     pairs = model.rotary_size() // 2 if 0 < fraction <= 1 else len(rope.short_factors)
@@ -398,7 +398,7 @@ def longrope_has_a_factor_for_each_pair(model: ModelConfig) -> str | None:
     )
 
 
-def longrope_has_a_first_length(model: ModelConfig) -> str | None:
+def check_longrope_length(model: ModelConfig) -> str | None:
     """Check the pretraining length of LongRoPE, which divides by its logarithm."""
     first, limit = model.rope.original_max_position, model.max_seq_len
     if model.rope.scaling != "longrope" or 1 < first <= limit:
@@ -411,7 +411,7 @@ def longrope_has_a_first_length(model: ModelConfig) -> str | None:
     )
 
 
-def sections_are_all_pairs(model: ModelConfig) -> str | None:
+def check_rope_sections(model: ModelConfig) -> str | None:
     """Check that the sections of multimodal RoPE sum to the number of feature pairs."""
     sections, fraction = model.rope.sections, model.rope.fraction
     pairs = model.rotary_size() // 2 if 0 < fraction <= 1 else sum(sections)
@@ -427,7 +427,7 @@ def sections_are_all_pairs(model: ModelConfig) -> str | None:
 # --- layers
 
 
-def patterns_fit_the_layers(model: ModelConfig) -> str | None:
+def check_pattern_lengths(model: ModelConfig) -> str | None:
     """Check that a repeating layer pattern is not longer than the number of layers."""
     patterns: dict[str, Sequence[object]] = {
         "attention.window_layers": model.attention.window_layers,
@@ -451,7 +451,7 @@ def patterns_fit_the_layers(model: ModelConfig) -> str | None:
     )
 
 
-def windows_have_a_right_side(model: ModelConfig) -> str | None:
+def check_window_right(model: ModelConfig) -> str | None:
     """Check that window_right is not negative and only used with sliding windows."""
     right = model.attention.window_right
     if right is not None and right < 0:
@@ -468,7 +468,7 @@ def windows_have_a_right_side(model: ModelConfig) -> str | None:
     )
 
 
-def patterns_choose_a_layer(model: ModelConfig) -> str | None:
+def check_patterns_select_a_layer(model: ModelConfig) -> str | None:
     """Check that a layer pattern does not exclude every layer."""
     if model.positions == "rope" and model.rope.skip and all(model.rope.skip):
         return (
@@ -493,7 +493,7 @@ def patterns_choose_a_layer(model: ModelConfig) -> str | None:
     )
 
 
-def sizes_of_layers_are_below_the_models(model: ModelConfig) -> str | None:
+def check_layer_sizes(model: ModelConfig) -> str | None:
     """Check that the model's size is the maximum of its layers' sizes."""
     sizes = {
         "num_kv_heads": model.layers.num_kv_heads,
@@ -509,7 +509,7 @@ def sizes_of_layers_are_below_the_models(model: ModelConfig) -> str | None:
     return None
 
 
-def layers_share_keys(model: ModelConfig) -> str | None:
+def check_layer_kv_heads(model: ModelConfig) -> str | None:
     """Check that num_kv_heads of every layer divides num_heads."""
     heads, keys = model.num_heads, model.layers.num_kv_heads
     if model.mla is not None and keys:
@@ -527,7 +527,7 @@ def layers_share_keys(model: ModelConfig) -> str | None:
     )
 
 
-def every_layer_does_something(model: ModelConfig) -> str | None:
+def check_layers_have_parts(model: ModelConfig) -> str | None:
     """Check that every layer has attention or an MLP; with one norm for both, both."""
     parts = [
         (model.attention_part(layer), model.mlp_part(layer)) for layer in range(model.num_layers)
@@ -552,7 +552,7 @@ def every_layer_does_something(model: ModelConfig) -> str | None:
     )
 
 
-def one_norm_comes_first(model: ModelConfig) -> str | None:
+def check_shared_norm_placement(model: ModelConfig) -> str | None:
     """Check that parallel_one_norm has its norm before attention and MLP."""
     if model.block != "parallel_one_norm" or model.norm_placement != "after":
         return None
@@ -567,7 +567,7 @@ def one_norm_comes_first(model: ModelConfig) -> str | None:
 # --- first weights
 
 
-def first_values_have_names(model: ModelConfig) -> str | None:
+def check_init_override_patterns(model: ModelConfig) -> str | None:
     """Check that every pattern of init_overrides matches a parameter."""
     if not model.init_overrides:
         return None
@@ -588,7 +588,7 @@ def first_values_have_names(model: ModelConfig) -> str | None:
     )
 
 
-def widths_decide_about_spreads(model: ModelConfig) -> str | None:
+def check_mup_init(model: ModelConfig) -> str | None:
     """Check that muP is not combined with xavier_uniform: both scale the initial values with the
     width."""
     if model.init == "normal" or model.mup is None:
@@ -610,40 +610,40 @@ def _fraction(features: int, head: int) -> float:
 
 
 RULES: tuple[Rule, ...] = (
-    heads_share_keys,
-    head_size_is_known,
-    whole_norms_are_rms,
-    one_score_stands_for_no_token,
-    latent_attention_has_no_options,
-    latent_positions_turn,
-    distances_have_buckets,
-    fraction_is_a_share,
-    rope_turns_pairs,
-    rope_bands_are_apart,
-    yarn_bands_are_apart,
-    yarn_has_wavelengths,
-    scaling_stretches,
-    dynamic_scaling_begins_somewhere,
-    dynamic_scaling_has_pairs,
-    longrope_has_a_factor_for_each_pair,
-    longrope_has_a_first_length,
-    sections_are_all_pairs,
-    patterns_fit_the_layers,
-    windows_have_a_right_side,
-    patterns_choose_a_layer,
-    sizes_of_layers_are_below_the_models,
-    layers_share_keys,
-    every_layer_does_something,
-    one_norm_comes_first,
-    first_values_have_names,
-    widths_decide_about_spreads,
+    check_kv_heads_divide_heads,
+    check_head_dim,
+    check_whole_qk_norm_is_rms,
+    check_sinks_or_off_by_one,
+    check_mla_options,
+    check_mla_positions,
+    check_relative_buckets,
+    check_rope_fraction,
+    check_rotary_size_is_even,
+    check_llama3_bands,
+    check_yarn_bands,
+    check_yarn_theta,
+    check_rope_factor,
+    check_dynamic_scaling_length,
+    check_dynamic_scaling_pairs,
+    check_longrope_factors,
+    check_longrope_length,
+    check_rope_sections,
+    check_pattern_lengths,
+    check_window_right,
+    check_patterns_select_a_layer,
+    check_layer_sizes,
+    check_layer_kv_heads,
+    check_layers_have_parts,
+    check_shared_norm_placement,
+    check_init_override_patterns,
+    check_mup_init,
 )
 
 OF_TRAINING: tuple[Rule, ...] = (
-    scaling_stretches,
-    patterns_fit_the_layers,
-    patterns_choose_a_layer,
-    first_values_have_names,
-    widths_decide_about_spreads,
+    check_rope_factor,
+    check_pattern_lengths,
+    check_patterns_select_a_layer,
+    check_init_override_patterns,
+    check_mup_init,
 )
 """Rules for training only: a pretrained model that breaks them works."""

@@ -12,7 +12,13 @@ from itertools import pairwise
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import ScheduleName
-from megalith.plan.schedule import Action, Schedule, in_turns, pipeline_in_use, schedule_name
+from megalith.plan.schedule import (
+    Action,
+    Schedule,
+    alternate_forward_backward,
+    pipeline_in_use,
+    schedule_name,
+)
 
 PAIRED_SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "dualpipe-v")
 """Schedules that alternate forwards and backwards, so that dual-batch overlap is possible."""
@@ -39,7 +45,7 @@ def pair_forward_backward(schedule: Schedule) -> Schedule:
         backwards = [action for action in actions if action.kind == "B"]
         num_extra_warmup = schedule.num_ranks - 1 - rank if schedule.name == "1f1b" else 0
         first = min(actions.index(backwards[0]) + num_extra_warmup, len(forwards))
-        ranks.append(tuple(in_turns(forwards, backwards, first)))
+        ranks.append(tuple(alternate_forward_backward(forwards, backwards, first)))
         pairs.append(frozenset((action.chunk, action.microbatch) for action in forwards[first:]))
     return replace(schedule, ranks=tuple(ranks), pairs=tuple(pairs))
 

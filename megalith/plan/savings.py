@@ -11,7 +11,7 @@ from megalith.plan.activations import (
     layer_rows,
     stage_activations,
     total,
-    whole_layer,
+    layer_rows_without_recompute,
 )
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import (
@@ -119,7 +119,8 @@ def _full_recomputation_saving(setting: ActivationSetting, num_layers: int) -> S
     activations = stage_activations(setting_on_device, num_layers=num_layers)
     first = setting.first_layer
     all_bytes = sum(
-        total(whole_layer(setting, layer)) for layer in range(first, first + num_layers)
+        total(layer_rows_without_recompute(setting, layer))
+        for layer in range(first, first + num_layers)
     )
     freed = all_bytes - sum(total(rows) for rows in activations.layers)
     return Saving(

@@ -170,7 +170,7 @@ def one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[Action
     ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
     """
     warmup = min(num_ranks - 1 - rank, num_microbatches)
-    return in_turns(
+    return alternate_forward_backward(
         _list_actions("F", num_microbatches), _list_actions("B", num_microbatches), warmup
     )
 
@@ -385,7 +385,7 @@ def _interleaved(
         "group": group,
     }
     return [
-        in_turns(forwards, backwards, interleaved_warmup(rank, **sizes))
+        alternate_forward_backward(forwards, backwards, interleaved_warmup(rank, **sizes))
         for rank in range(num_ranks)
     ]
 
@@ -417,7 +417,9 @@ def _list_actions(kind: Kind, num_microbatches: int) -> tuple[Action, ...]:
     return tuple(Action(kind, 0, microbatch) for microbatch in range(num_microbatches))
 
 
-def in_turns(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
+def alternate_forward_backward(
+    forwards: Sequence[Action], backwards: Sequence[Action], warmup: int
+) -> list[Action]:
     """Return `warmup` forwards, then alternating forwards and backwards, then the remaining
     backwards."""
     pairs = zip(forwards[warmup:], backwards)

@@ -63,11 +63,13 @@ def parse_layout(text: str) -> list[list[Item]]:
         else:
             raise PlanError(_unknown(text, start))
     if opened:
-        raise PlanError(f"{mistake(text, opened[-1], 'this ( is never closed')}Use a ) for each (.")
+        raise PlanError(
+            f"{format_layout_error(text, opened[-1], 'this ( is never closed')}Use a ) for each (."
+        )
     return _stages(groups[0])
 
 
-def mistake(text: str, position: int, what: str) -> str:
+def format_layout_error(text: str, position: int, what: str) -> str:
     """Return an error text with a caret under one character of the layout; the fix follows on the
     next line."""
     first = max(0, position - SHOWN // 2) if len(text) > SHOWN else 0
@@ -114,7 +116,7 @@ def _count(text: str, star: int, repeated: Sequence[Item], *, room: int) -> tupl
     """Return the number after a star, and the index after it."""
     if not repeated:
         what = "there is nothing before this * to repeat"
-        raise PlanError(f"{mistake(text, star, what)}Use it as in t*3 or (tt|)*2.")
+        raise PlanError(f"{format_layout_error(text, star, what)}Use it as in t*3 or (tt|)*2.")
     first = star + 1
     while text[first : first + 1] == " ":
         first += 1
@@ -124,19 +126,21 @@ def _count(text: str, star: int, repeated: Sequence[Item], *, room: int) -> tupl
     digits = text[first:stop]
     if not digits or int(digits[:9]) == 0:
         raise PlanError(
-            f"{mistake(text, star, 'this * needs a number of at least 1 after it')}Use it as in "
+            f"{format_layout_error(text, star, 'this * needs a number of at least 1 after it')}Use it as in "
             "t*3."
         )
     if len(digits) > 9 or len(repeated) * int(digits) > room:
         what = f"{digits} times are more than {MOST_ITEMS} items"
-        raise PlanError(f"{mistake(text, star, what)}Use a smaller number.")
+        raise PlanError(f"{format_layout_error(text, star, what)}Use a smaller number.")
     return int(digits), stop
 
 
 def _unknown(text: str, position: int) -> str:
     character = text[position]
     if character == ")":
-        return f"{mistake(text, position, 'this ) has no matching (')}Use a ( for each )."
+        return (
+            f"{format_layout_error(text, position, 'this ) has no matching (')}Use a ( for each )."
+        )
     fix = "Use only E (embedding), t (layer), m (multi-token prediction), L (loss), |, *n and ( )"
-    what = mistake(text, position, f"{character!r} is not an item")
+    what = format_layout_error(text, position, f"{character!r} is not an item")
     return f"{what}{fix}.{did_you_mean(character, ITEMS)}"

@@ -12,7 +12,7 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.errors import PlanError
 from megalith.plan.schedule import place_of, placement_of, schedule_name, stage_of
 from megalith.plan.shards import split_evenly
-from megalith.plan.stage_layout import FIELD, Item, mistake, parse_layout, show_layout
+from megalith.plan.stage_layout import FIELD, Item, format_layout_error, parse_layout, show_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +385,7 @@ def _mtp_problems(
     if mtp_items and not depths:
         what = "this model has no multi-token prediction layers"
         return [
-            f"{mistake(text, mtp_items[0].position, what)}Use no m, or set "
+            f"{format_layout_error(text, mtp_items[0].position, what)}Use no m, or set "
             f"model.mtp.num_layers={len(mtp_items)}."
         ]
     problems = []
@@ -399,13 +399,13 @@ def _mtp_problems(
     if len(stages) > 1 and mtp_stages and mtp_stages[0] is stages[0]:
         what = "m needs the output of all layers, so the first stage would be the whole model"
         problems.append(
-            f"{mistake(text, mtp_items[0].position, what)}Use m on a later stage, as in {example}."
+            f"{format_layout_error(text, mtp_items[0].position, what)}Use m on a later stage, as in {example}."
         )
     if len(mtp_stages) > 1:
         second = next(item for item in mtp_stages[1] if item.kind == "m")
         what = "m is on a second stage, but all MTP layers share one copy of the embedding"
         problems.append(
-            f"{mistake(text, second.position, what)}Use m on one stage, as in {example}."
+            f"{format_layout_error(text, second.position, what)}Use m on one stage, as in {example}."
         )
     layers = [number for number, item in enumerate(items) if item.kind == "t"]
     early = next(
@@ -419,7 +419,7 @@ def _mtp_problems(
     if early is not None:
         what = "m comes before a layer (t), but needs the output of all layers"
         problems.append(
-            f"{mistake(text, early.position, what)}Use m after the last t, as in {example}."
+            f"{format_layout_error(text, early.position, what)}Use m after the last t, as in {example}."
         )
     return problems
 
@@ -436,7 +436,7 @@ def _check_occurs_once(text: str, items: Sequence[Item], kind: str, name: str) -
     if len(matching_items) == 1:
         return []
     what = f"the {name} ({kind}) comes {len(matching_items)} times"
-    return [f"{mistake(text, matching_items[1].position, what)}Use {kind} once."]
+    return [f"{format_layout_error(text, matching_items[1].position, what)}Use {kind} once."]
 
 
 def _check_is_at_end(
@@ -450,5 +450,5 @@ def _check_is_at_end(
     bar = f"a bar, which makes an empty stage {where}" if not stages[end] else f"something {where}"
     side = "first stage begins" if end == 0 else "last stage ends"
     return [
-        f"{mistake(text, item_of_kind.position, f'there is {bar}')}Use {kind} where the {side}."
+        f"{format_layout_error(text, item_of_kind.position, f'there is {bar}')}Use {kind} where the {side}."
     ]

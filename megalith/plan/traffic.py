@@ -117,7 +117,7 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     run, t, num_microbatches = workload.run, workload.tokens, workload.num_microbatches
     tp, width, h = run.parallel.tp, WIDTHS[run.precision.params], run.model.hidden_size
     one = t * h * width.value
-    stages = runs_of_layers(workload, pp_rank)
+    stages = stages_with_mtp(workload, pp_rank)
     recomputed_spans = [spans_again(workload, stage) for stage in stages]
     spans, inputs, losses = (
         sum(map(len, recomputed_spans)),
@@ -213,7 +213,7 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     )
 
 
-def runs_of_layers(workload: Workload, pp_rank: int) -> list[Stage]:
+def stages_with_mtp(workload: Workload, pp_rank: int) -> list[Stage]:
     """Return a rank's chunks; and for each MTP layer on it, a layer like the last one with its own
     embedding, and a loss."""
     chunks, model = workload.chunks(pp_rank), workload.run.model
@@ -341,7 +341,7 @@ def _context_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator
         return
     layers: Counter[tuple[ContextKind, int]] = Counter()  # by kind and KV heads of one rank
     recomputed_layers: Counter[tuple[ContextKind, int]] = Counter()
-    for stage in runs_of_layers(workload, pp_rank):
+    for stage in stages_with_mtp(workload, pp_rank):
         repeated = stage.layers[: sum(spans_again(workload, stage))]
         for layer in stage.layers:
             attentions = (
@@ -501,7 +501,7 @@ class _MoEPasses(NamedTuple):
 def _count_moe_passes(workload: Workload, pp_rank: int) -> _MoEPasses:
     model, recomputes_mlp = workload.run.model, "mlp" in modules_again(workload.run.recompute)
     num_layers = num_recomputed = num_combined_again = 0
-    for stage in runs_of_layers(workload, pp_rank):
+    for stage in stages_with_mtp(workload, pp_rank):
         counts = spans_again(workload, stage)
         last_layers = {stage.layers[end - 1] for end in accumulate(counts)}
         repeated = stage.layers if recomputes_mlp else stage.layers[: sum(counts)]

@@ -41,7 +41,7 @@ from megalith.plan.activations import (
     SavedTensor,
     attention_backend,
     layer_rows,
-    most_back,
+    peak_copied_back,
     stage_activations,
     total,
 )
@@ -721,13 +721,18 @@ def test_offloaded_rows_are_those_of_the_first_layers_that_are_large_enough() ->
 
 
 def test_what_is_back_at_once_is_two_spans_less_those_that_are_done() -> None:
-    assert most_back([]) == most_back([(5, 0)]) == most_back([(5, 0), (7, 0)]) == 0
-    assert most_back([(9, 9), (10, 0)]) == 9
-    assert most_back([(9, 8), (9, 8), (9, 8), (10, 0)]) == 8, (
+    assert (
+        peak_copied_back([])
+        == peak_copied_back([(5, 0)])
+        == peak_copied_back([(5, 0), (7, 0)])
+        == 0
+    )
+    assert peak_copied_back([(9, 9), (10, 0)]) == 9
+    assert peak_copied_back([(9, 8), (9, 8), (9, 8), (10, 0)]) == 8, (
         "the last but one is back before the last is done"
     )
-    assert most_back([(9, 9), (9, 9), (9, 9), (1, 0)]) == 17
-    assert most_back([(9, 8), *[(9, 0)] * 5]) == 0, (
+    assert peak_copied_back([(9, 9), (9, 9), (9, 9), (1, 0)]) == 17
+    assert peak_copied_back([(9, 8), *[(9, 0)] * 5]) == 0, (
         "the first comes back when most of the others are gone"
     )
 

@@ -89,7 +89,8 @@ def test_a_device_filled_to_the_brim_is_better_than_none() -> None:
 def test_auto_recompute_that_cannot_fit_is_rejected_with_the_memory_needed() -> None:
     with pytest.raises(
         PlanError,
-        match=r"recompute.granularity=auto: the worst rank needs at least \d+\.\d GiB, more than the 12.0 GiB of recompute.device=12. Use `megalith plan estimate`",
+        match=r"recompute.granularity=auto: the worst rank needs at least \d+\.\d GiB, more than "
+        r"the 12.0 GiB of recompute.device=12. Use `megalith plan estimate`",
     ):
         chosen_recompute(automatic("12"), WORLD)
 

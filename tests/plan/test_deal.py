@@ -206,7 +206,9 @@ WRONG = {
         CP,
         TEXT,
     ),
-    r"train.tokens_per_microbatch=14 \* parallel.cp=2 = 28 tokens do not hold a document of train.seq_len=32. Set train.tokens_per_microbatch to 16 or more, or train.seq_len to 28 or less": (
+    r"train.tokens_per_microbatch=14 \* parallel.cp=2 = 28 tokens do not hold a document of "
+    r"train.seq_len=32. Set train.tokens_per_microbatch to 16 or more, or train.seq_len to 28 or "
+    r"less": (
         replace(PACKED, tokens_per_microbatch=14),
         CP,
         TEXT,

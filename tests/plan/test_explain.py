@@ -224,7 +224,8 @@ def test_numbers_in_words() -> None:
         ),
         (
             "parallel",
-            "parallel, LayerNorm before, 6 heads on 2 KV heads of 6 features, rope of 2 features, gelu",
+            "parallel, LayerNorm before, 6 heads on 2 KV heads of 6 features, rope of 2 "
+            "features, gelu",
         ),
         ("one norm", "parallel with one norm, LayerNorm before"),
         ("learned positions", "learned positions, gelu_tanh, dropout"),
@@ -233,9 +234,10 @@ def test_numbers_in_words() -> None:
             "heterogeneous",
             "attention replaced by one matrix in 1 of 4 layers, attention left out in 1 of 4 "
             "layers, "
-            "MLP replaced by one matrix in 1 of 4 layers, 4 to 8 KV heads, 9 to 22 features in the MLP",
+            "MLP replaced by one matrix in 1 of 4 layers, 4 to 8 KV heads, 9 to 22 "
+            "features in the MLP",
         ),
-        ("cross-layer attention", "gated silu, cross-layer attention to layer 1 in 2 of 4 layers"),
+        ("looking back", "gated silu, cross-layer attention to layer 1 in 2 of 4 layers"),
         ("gated", "QK norm (l2), gated attention, rope but in 2 of 4 layers"),
     ],
 )

@@ -51,7 +51,8 @@ def test_unsupported_settings_of_zero3_are_rejected_with_valid_values() -> None:
     )
     assert refused(zero, offload=2) == (
         "offload.layers=2 with parallel.zero=3: the tensors a layer saves for backward include "
-        "its gathered weights, which would be offloaded too. Set offload.layers=0, or parallel.zero=2."
+        "its gathered weights, which would be offloaded too. Set offload.layers=0, or "
+        "parallel.zero=2."
     )
 
 

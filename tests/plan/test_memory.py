@@ -27,7 +27,7 @@ from megalith.plan import memory
 from megalith.plan.devices import DEVICES, device_named
 from megalith.plan.live import peak_held
 from megalith.plan.memory import (
-    Sharer,
+    ZeroShard,
     chunk_activations,
     crowded_bytes,
     distinct_places,
@@ -254,12 +254,12 @@ def test_state_is_what_a_built_rank_holds(world: int, settings: dict[str, str]) 
     for rank in range(world):
         place = workload.grid.coordinates(rank)
         mine = place["dp_shard"] * workload.run.parallel.cp + place["cp"]
-        sharer = Sharer(mine if workload.shards == shard else 0)
+        sharer = ZeroShard(mine if workload.shards == shard else 0)
         if workload.grid.experts is not None:
             part = ExpertPart(
                 workload.run.parallel.ep, workload.grid.experts.size("etp"), place["etp"]
             )
-            sharer = Sharer(
+            sharer = ZeroShard(
                 sharer.shard_rank, place["edp_shard"] if workload.run.parallel.zero else 0, part
             )
         found = place_memory(workload, place["pp"], place["tp"], sharer=sharer)
@@ -322,10 +322,10 @@ def test_fully_sharded_state_is_what_real_ranks_hold(world: int, settings: dict[
     for rank, found in enumerate(run_ranks(sharded_state, world, run)):
         place = workload.grid.coordinates(rank)
         shard_rank = place["dp_shard"] * run.parallel.cp + place["cp"]
-        sharer = Sharer(shard_rank)
+        sharer = ZeroShard(shard_rank)
         if workload.grid.experts is not None:
             part = ExpertPart(run.parallel.ep, workload.grid.experts.size("etp"), place["etp"])
-            sharer = Sharer(shard_rank, place["edp_shard"], part)
+            sharer = ZeroShard(shard_rank, place["edp_shard"], part)
         m = place_memory(workload, place["pp"], place["tp"], sharer=sharer).memory
         assert (m.weights, m.gradients, m.master, m.moments) == found, rank
 

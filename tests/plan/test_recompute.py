@@ -110,7 +110,8 @@ def problems(
         (
             problems(RecomputeConfig(method="block")),
             "recompute.method=block and recompute.num_layers=1 count whole "
-            "layers, which recompute.granularity=none does not recompute. Set recompute.granularity to "
+            "layers, which recompute.granularity=none does not recompute. Set "
+            "recompute.granularity to "
             "full",
         ),
         (

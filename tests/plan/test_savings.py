@@ -7,7 +7,12 @@ import pytest
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.plan.activations import ActivationSetting, stage_activations, total, whole_layer
+from megalith.plan.activations import (
+    ActivationSetting,
+    stage_activations,
+    total,
+    layer_rows_without_recompute,
+)
 from megalith.plan.savings import run_lines, saving_lines, savings
 from megalith.testing.tiny import tiny_run
 
@@ -93,7 +98,7 @@ def test_offloading_moves_bytes_and_costs_no_operations() -> None:
     setting = replace(PLAIN, offload=OffloadConfig(layers=2, min_numel=1))
     (saving,) = savings(setting, num_layers=4)
     assert saving.region == "host memory" and saving.extra == 0
-    assert saving.nbytes == 2 * total(whole_layer(PLAIN))
+    assert saving.nbytes == 2 * total(layer_rows_without_recompute(PLAIN))
 
 
 def test_the_lines_say_what_is_saved_and_what_it_costs() -> None:

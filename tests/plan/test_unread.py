@@ -50,7 +50,8 @@ def test_settings_of_absent_layer_types_are_rejected() -> None:
     (text,) = unread_problems(square)
     assert text == (
         "model.attention.sinks=true with model.layers.attention=[linear]: no effect, because "
-        "the setting is for attention, and no layer has it. Set model.layers.attention to full for some layer, or "
+        "the setting is for attention, and no layer has it. Set "
+        "model.layers.attention to full for some layer, or "
         "remove it."
     )
     (text,) = unread_problems(
