@@ -86,7 +86,7 @@ def show_layout(stages: Sequence[str]) -> str:
     """Return the shortest layout string of stages given as items, such as ["Ett", "tt", "tt", "L"].
 
     >>> show_layout(["Ettt", "tt", "tt", "m", "L"])
-    'Et*3|(tt|)*2m|L'
+    'Et*3|tt|tt|m|L'
     """
     parts = []
     for items, run in groupby(stages[:-1]):
