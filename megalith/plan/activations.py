@@ -270,8 +270,11 @@ def peak_copied_back(spans: Sequence[tuple[int, int]]) -> int:
     spans: (saved bytes, offloaded bytes of these) of each span. While backward is in one span, this
     span and the one before it are on the device, and the later ones are freed.
 
-    >>> peak_copied_back([(9, 9), (9, 9), (9, 9), (10, 0)]), peak_copied_back([(9, 9), (10, 0), (10, 0)])
-    (9, 0)
+    >>> [
+    ...     peak_copied_back(spans)
+    ...     for spans in ([(9, 9), (9, 9), (9, 9), (10, 0)], [(9, 9), (10, 0), (10, 0)])
+    ... ]
+    [9, 0]
     """
     later = list(accumulate((kept - away for kept, away in reversed(spans)), initial=0))[-2::-1]
     before = [0, *(away for _, away in spans)]

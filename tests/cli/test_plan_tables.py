@@ -99,8 +99,7 @@ def test_experts_of_a_rank_are_told_with_what_they_are_sent(
     )
     assert (
         "Their router: softmax scores in fp32, weights as scored; balanced by "
-        "aux_loss.batch_coeff=0.01; "
-        "nobody is" in told
+        "aux_loss.batch_coeff=0.01; dropless" in told
     )
     assert (
         "A rank holds up to 805.3M parameters of experts, 9.00 GiB with gradients and optimizer "

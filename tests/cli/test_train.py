@@ -120,7 +120,7 @@ def test_what_is_computed_again_is_chosen_once_and_written_down(
         main(["train", str(file), "--run", str(tmp_path / "other"), "--recompute.device", "0.5"])
         == 2
     )
-    assert "which recompute.device=0.5 with 0.5 GiB has not" in capsys.readouterr().err
+    assert "more than the 0.5 GiB of recompute.device=0.5" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 

@@ -789,7 +789,7 @@ def test_zero_on_one_rank_runs_and_says_that_it_divides_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(tmp_path, {"parallel.zero": "1", "train.steps": "1"}, show=True).kind == "done"
-    assert "parallel.zero=1 divides nothing here: with dp=1" in capsys.readouterr().out
+    assert "parallel.zero=1 shards nothing: with dp=1" in capsys.readouterr().out
 
 
 def test_settings_without_effect_are_named_when_a_run_starts(

@@ -510,7 +510,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("changed", "world", "said", "fix"), CASES)
-def test_broken_rule_is_reported_with_a_valid_value(
+def test_a_broken_rule_says_what_and_what_would_work(
     changed: dict[str, str], world: int, said: str, fix: str
 ) -> None:
     problems = run_problems(run(**changed), world)
