@@ -9,9 +9,9 @@ from megalith.config.train import TrainRun
 from megalith.plan.activations import (
     ActivationSetting,
     layer_rows,
+    layer_rows_without_recompute,
     stage_activations,
     total,
-    layer_rows_without_recompute,
 )
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import (

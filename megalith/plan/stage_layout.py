@@ -126,7 +126,8 @@ def _count(text: str, star: int, repeated: Sequence[Item], *, room: int) -> tupl
     digits = text[first:stop]
     if not digits or int(digits[:9]) == 0:
         raise PlanError(
-            f"{format_layout_error(text, star, 'this * needs a number of at least 1 after it')}Use it as in "
+            f"{format_layout_error(text, star, 'this * needs a number of at least 1 after it')}"
+            "Use it as in "
             "t*3."
         )
     if len(digits) > 9 or len(repeated) * int(digits) > room:

@@ -399,13 +399,15 @@ def _mtp_problems(
     if len(stages) > 1 and mtp_stages and mtp_stages[0] is stages[0]:
         what = "m needs the output of all layers, so the first stage would be the whole model"
         problems.append(
-            f"{format_layout_error(text, mtp_items[0].position, what)}Use m on a later stage, as in {example}."
+            f"{format_layout_error(text, mtp_items[0].position, what)}"
+            f"Use m on a later stage, as in {example}."
         )
     if len(mtp_stages) > 1:
         second = next(item for item in mtp_stages[1] if item.kind == "m")
         what = "m is on a second stage, but all MTP layers share one copy of the embedding"
         problems.append(
-            f"{format_layout_error(text, second.position, what)}Use m on one stage, as in {example}."
+            f"{format_layout_error(text, second.position, what)}"
+            f"Use m on one stage, as in {example}."
         )
     layers = [number for number, item in enumerate(items) if item.kind == "t"]
     early = next(
@@ -419,7 +421,8 @@ def _mtp_problems(
     if early is not None:
         what = "m comes before a layer (t), but needs the output of all layers"
         problems.append(
-            f"{format_layout_error(text, early.position, what)}Use m after the last t, as in {example}."
+            f"{format_layout_error(text, early.position, what)}"
+            f"Use m after the last t, as in {example}."
         )
     return problems
 
@@ -450,5 +453,6 @@ def _check_is_at_end(
     bar = f"a bar, which makes an empty stage {where}" if not stages[end] else f"something {where}"
     side = "first stage begins" if end == 0 else "last stage ends"
     return [
-        f"{format_layout_error(text, item_of_kind.position, f'there is {bar}')}Use {kind} where the {side}."
+        f"{format_layout_error(text, item_of_kind.position, f'there is {bar}')}"
+        f"Use {kind} where the {side}."
     ]

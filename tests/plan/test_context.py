@@ -20,8 +20,8 @@ from megalith.plan.context import (
     kind_of_layer,
     plan_slices,
     plan_spans,
-    spans_of_lengths,
     restore_token_order,
+    spans_of_lengths,
     zigzag,
 )
 from tests.cases import loop_over

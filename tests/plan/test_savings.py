@@ -9,9 +9,9 @@ from megalith.config.model import ModelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.plan.activations import (
     ActivationSetting,
+    layer_rows_without_recompute,
     stage_activations,
     total,
-    layer_rows_without_recompute,
 )
 from megalith.plan.savings import run_lines, saving_lines, savings
 from megalith.testing.tiny import tiny_run
