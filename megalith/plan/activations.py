@@ -1,29 +1,29 @@
-"""What a stage keeps of one microbatch between forward and backward, tensor by tensor, in bytes.
+"""Saved activations of a pipeline stage for one microbatch, tensor by tensor, in bytes.
 
-The rows follow what the kernels save, so that on CPUs their sum equals what a meter finds
-(observe/meter.py), to the byte. Notation: t tokens of the microbatch on this rank (t / tp between
-the regions that tensor parallelism divides, under sp), h hidden, n heads, g key/value heads, d head
-size, f ffn, v vocabulary (n, g, f, v of this rank), e bytes per value, w bytes of a statistic. One
-layer keeps, each row where it is kept first:
+The rows follow what the kernels save for backward, so that on CPUs their sum equals the measured
+memory (observe/meter.py) to the byte. Notation: t tokens of the microbatch on this rank (t / tp
+outside of the tensor-parallel matmuls with sp), h hidden, n heads, g KV heads, d head dim, f ffn, v
+vocabulary (n, g, f, v of this rank), e bytes per value, w bytes of a statistic. Each tensor is
+listed at the first module that saves it. One layer saves:
 
-    attention_norm   its input and a scale               (h·e + w)·t attention.qkv    its input
-    h·e·t        not with `norm`: rebuilt from the row above attention        queries, keys, values
-    (n + 2 g)·d·e·t
-                     probabilities of short documents    n·(pairs of a tile's queries and keys)·e
-                     or, by torch's kernel: a log-sum    n·w·t
-    attention.out    its input                           n·d·e·t      torch's kernel has it already
-    (the layer)      mlp_norm's input and a scale        (h·e + w)·t
-    mlp.gate_up      its input                           h·e·t        not with `norm`
+    attention_norm   input and scale                     (h·e + w)·t
+    attention.qkv    input                               h·e·t        not with `norm`
+    attention        queries, keys, values               (n + 2 g)·d·e·t
+                     probabilities of short documents    n·(query-key pairs of a tile)·e
+                     or log-sum-exp of torch's kernel    n·w·t
+    attention.out    input                               n·d·e·t      saved by torch's kernel
+    (the layer)      mlp_norm's input and scale          (h·e + w)·t
+    mlp.gate_up      input                               h·e·t        not with `norm`
     mlp              gate and up                         2·f·e·t      not with `mlp`
-    mlp.down         its input                           f·e·t        not with `mlp_act` or `mlp`
+    mlp.down         input                               f·e·t        not with `mlp_act` or `mlp`
 
-Of a mixture of experts, plan/mixtures.py tells. Other kinds of layers keep other rows: a LayerNorm
-also means, w·t; norms after attention and MLP their own inputs; a parallel layer one input less,
-and with one norm two; an MLP without a gate f·e·t instead of 2·f·e·t; windows, caps and sinks what
-torch's kernel keeps; norms of queries and keys, gates and latent attention what the functions below
-say. Estimates, and no more, are: attention on accelerators; and, on CPUs, latent attention of
-documents too short for tiles, whose values have another width than keys, and biases by distance
-together with caps, sinks or dropped weights.
+"not with X": recomputed with X in recompute.modules. MoE layers: plan/mixtures.py. Other layer
+types differ: a LayerNorm also saves means, w·t; norms after attention and MLP save their own
+inputs; a parallel layer saves one input less, and with one norm two; an MLP without a gate f·e·t
+instead of 2·f·e·t; windows, softcaps and attention sinks save what torch's kernel saves; QK norms,
+gates and latent attention see the functions below. Only estimates are: attention on accelerators;
+and, on CPUs, latent attention of documents too short for tiles, whose values have another width
+than keys, and relative position biases together with softcap, sinks or attention dropout.
 
 Source of the method: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
 """
@@ -46,42 +46,40 @@ from megalith.plan.parameters import ExpertPart, TensorPart, tensor_part
 from megalith.plan.recompute import Span, layer_spans, mlp_in_chunks, modules_again
 
 ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
-"""Bytes of a weight or activation."""
+"""Bytes of a weight or activation, by dtype."""
 
 WIDE = {"fp32": 4, "bf16": 4, "fp16": 4, "fp64": 8}
-"""Bytes of a statistic: what sums run in."""
+"""Bytes of a statistic (accumulation dtype), by dtype."""
 
 TILED_LENGTHS, SHORTEST_TILED = range(64, 2049), 16
-"""PackedSeqParams of documents whose attention is computed in tiles on CPUs; packed or in bf16
-they may be shorter."""
+"""Document lengths for which CPU attention is tiled; packed documents or bf16 may be shorter."""
 
 KEPT_LENGTH, TILE_ROWS, TILE_SCORES = 512, 64, 1 << 22
-"""As in kernels/tiled_attention.py; a test holds them equal."""
+"""Constants of kernels/tiled_attention.py; a test checks that they are equal."""
 
 
 class SavedTensor(NamedTuple):
-    """One tensor that is kept."""
+    """One tensor that is saved for backward."""
 
     region: str
-    """The module of a layer, or of the model, that keeps it first; "": the layer or model
-    itself."""
+    """Submodule of a layer, or of the model, that saves it first; "": the layer or model itself."""
 
     what: str
     numel: int
-    """Elements of the tensor."""
+    """Number of elements."""
 
     nbytes: int
-    """Of the memory behind it, which is more where the tensor is a part of a larger one."""
+    """Bytes of its storage, which is larger if the tensor is a view of a larger one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationSetting:
-    """Everything that decides what is kept."""
+    """Model, dtype, token counts and parallel layout that determine the saved activations."""
 
     model: ModelConfig
     dtype: Literal["fp32", "bf16", "fp16", "fp64"]
     lengths: tuple[int, ...]
-    """PackedSeqParams of each document of a microbatch, over all cp ranks."""
+    """Tokens of each document of a microbatch, over all cp ranks."""
 
     tp: int = 1
     tp_rank: int = 0
@@ -89,21 +87,22 @@ class ActivationSetting:
     cp: int = 1
     context: ContextKind = "ring"
     a2a: int = 1
-    """Neighbors that exchange heads, with a2a+ring."""
+    """Size of the all-to-all group of heads, with a2a+ring."""
 
     experts: ExpertPart | None = None
-    """This rank's part of experts; unset: all of them, each divided over tp."""
+    """This rank's shard of the experts; unset: all of them, each split over tp."""
 
     dispatcher: DispatcherName = "alltoall"
     crowded: bool = False
-    """All tokens choose this rank's experts, as far as they can; else all are equally busy."""
+    """Whether as many tokens as possible choose this rank's experts; else the experts are balanced.
+    """
 
     first_layer: int = 0
-    """Number of the first layer here over all stages; it decides which have windows and
+    """Global number of the stage's first layer; it determines which layers have windows and
     positions."""
 
     accelerator: bool = False
-    """Attention is always torch's kernel there. Its rows are then an estimate; all others stay
+    """Attention always uses torch's kernel there. Its rows are then an estimate; all others are
     exact."""
 
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
@@ -111,27 +110,27 @@ class ActivationSetting:
 
     @property
     def tokens(self) -> int:
-        """t: of the microbatch, on this rank."""
+        """t: tokens of the microbatch on this rank."""
         return sum(self.lengths) // self.cp
 
     @property
     def own_tokens(self) -> int:
-        """Of these, what a rank has between the regions that tensor parallelism divides."""
+        """Tokens on this rank outside of the tensor-parallel matmuls: t / tp with sp."""
         return self.tokens // self.tp if self.sp else self.tokens
 
     @property
     def element(self) -> int:
-        """e."""
+        """e: bytes of an activation."""
         return ELEMENT[self.dtype]
 
     @property
     def stream(self) -> int:
-        """Of the residual stream."""
+        """Bytes of an element of the residual stream."""
         return self.wide if self.model.fp32_residual else self.element
 
     @property
     def wide(self) -> int:
-        """w."""
+        """w: bytes of a statistic."""
         return WIDE[self.dtype]
 
     @property
@@ -141,7 +140,7 @@ class ActivationSetting:
 
     @property
     def mixture(self) -> Mixture:
-        """The experts of a layer that has some."""
+        """The experts of an MoE layer on this rank."""
         assert self.model.moe is not None
         return Mixture(
             model=self.model,
@@ -158,37 +157,36 @@ class ActivationSetting:
 
 @dataclass(frozen=True, slots=True)
 class StageActivations:
-    """What one microbatch leaves on one rank in one stage, or one model chunk of it."""
+    """Saved activations of one microbatch on one rank, in one stage or model chunk."""
 
     layers: tuple[tuple[SavedTensor, ...], ...]
-    """By layer; a span of recomputed layers has all its rows at its first."""
+    """By layer; a span of recomputed layers has all its rows at its first layer."""
 
     host: tuple[tuple[SavedTensor, ...], ...]
-    """Of these, what waits in host memory."""
+    """By layer: the rows that are offloaded to host memory."""
 
     ends: tuple[SavedTensor, ...]
-    """Of the embedding, the last norm and the loss, as far as they are in the stage, and the
-    rotations of positions."""
+    """Rows of the embedding, the last norm and the loss, as far as the stage has them, and of
+    tensors that layers share."""
 
     transient: int
-    """Bytes that appear for a while in backward: the largest part that runs again, and what comes
-    back from the host.
-    """
+    """Temporary bytes in backward: the largest recomputed part, and what is copied back from the
+    host."""
 
     @property
     def nbytes(self) -> int:
-        """On the device, from forward to backward."""
+        """Bytes on the device between forward and backward."""
         kept = total(self.ends) + sum(total(rows) for rows in self.layers)
         return kept - self.host_bytes
 
     @property
     def host_bytes(self) -> int:
-        """In host memory."""
+        """Bytes in host memory."""
         return sum(total(rows) for rows in self.host)
 
 
 def total(rows: Sequence[SavedTensor]) -> int:
-    """Bytes of all."""
+    """Return the total bytes of the rows."""
     return sum(row.nbytes for row in rows)
 
 
@@ -201,10 +199,11 @@ def stage_activations(
     norm: bool | None = None,
     num_mtp_layers: int | None = None,
 ) -> StageActivations:
-    """The rows of a stage with so many layers, and with the embedding and the loss or without.
+    """Return the saved activations of a stage with `num_layers` layers, with or without embedding
+    and loss.
 
-    norm, further: whether the last norm is here, and how many MTP layers;
-    unset: with the loss.
+    norm, num_mtp_layers: whether the stage has the last norm, and how many MTP layers; unset: those
+    that belong to the loss.
     """
     ends = _Ends(
         embedding,
@@ -212,30 +211,33 @@ def stage_activations(
         loss,
         setting.model.mtp.num_layers * loss if num_mtp_layers is None else num_mtp_layers,
     )
-    again, first = modules_again(setting.recompute), setting.first_layer
-    each = [tuple(layer_rows(setting, again, first + layer)) for layer in range(num_layers)]
+    modules, first = modules_again(setting.recompute), setting.first_layer
+    layer_tensors = [
+        tuple(layer_rows(setting, modules, first + layer)) for layer in range(num_layers)
+    ]
     layers: list[tuple[SavedTensor, ...]] = []
     host: list[tuple[SavedTensor, ...]] = []
     transient = max(
-        (_back_in_layer(setting, first + n, rows) for n, rows in enumerate(each)), default=0
+        (_recomputed_bytes(setting, first + n, rows) for n, rows in enumerate(layer_tensors)),
+        default=0,
     )
-    for span in _spans(setting, num_layers):
-        inside = each[span.start : span.stop]
-        rows = (span_input(setting),) if span.recomputed else inside[0]
+    for span in _layer_spans(setting, num_layers):
+        span_tensors = layer_tensors[span.start : span.stop]
+        rows = (span_input(setting),) if span.recomputed else span_tensors[0]
         if span.recomputed:
-            transient = max(transient, sum(map(total, inside)) - total(rows))
-        nothing = [()] * (span.stop - span.start - 1)
-        layers += [rows, *nothing]
-        host += [offloaded(setting, span, rows), *nothing]
-    transient = max(transient, 0) + most_back(
+            transient = max(transient, sum(map(total, span_tensors)) - total(rows))
+        no_tensors = [()] * (span.stop - span.start - 1)
+        layers += [rows, *no_tensors]
+        host += [offloaded(setting, span, rows), *no_tensors]
+    transient = max(transient, 0) + peak_copied_back(
         [(total(r), total(away)) for r, away in zip(layers, host, strict=True) if r]
     )
-    kept = (*_ends(setting, num_layers, ends), *_shared(setting, num_layers, ends))
-    return StageActivations(tuple(layers), tuple(host), kept, transient)
+    end_tensors = (*_end_rows(setting, num_layers, ends), *_shared_rows(setting, num_layers, ends))
+    return StageActivations(tuple(layers), tuple(host), end_tensors, transient)
 
 
 class _Ends(NamedTuple):
-    """What a stage has besides layers."""
+    """Parts of a stage other than its layers."""
 
     embedding: bool
     norm: bool
@@ -243,34 +245,36 @@ class _Ends(NamedTuple):
     num_mtp_layers: int
 
 
-def _back_in_layer(setting: ActivationSetting, layer: int, rows: Sequence[SavedTensor]) -> int:
-    """Bytes that backward computes again in a layer that keeps `rows`; where MLPs run in chunks,
-    those of one chunk."""
-    back = total(whole_layer(setting, layer)) - total(rows)
+def _recomputed_bytes(setting: ActivationSetting, layer: int, rows: Sequence[SavedTensor]) -> int:
+    """Return the bytes that backward recomputes in a layer that saves `rows`; with MLP chunks, of
+    one chunk."""
+    recomputed = total(layer_rows_without_recompute(setting, layer)) - total(rows)
     if not mlp_in_chunks(setting.recompute, setting.model, layer):
-        return back
+        return recomputed
     model, own = setting.model.at(layer), setting.own_tokens
     inner = total(_mlp_rows(replace(setting, model=model), False))
-    return back - inner + inner * -(-own // setting.recompute.mlp_chunks) // own
+    return recomputed - inner + inner * -(-own // setting.recompute.mlp_chunks) // own
 
 
-def _spans(setting: ActivationSetting, num_layers: int) -> list[Span]:
-    """How a stage of so many layers runs them."""
+def _layer_spans(setting: ActivationSetting, num_layers: int) -> list[Span]:
     cut = setting.model.has_cross_layer_source_before(
         range(setting.first_layer, setting.first_layer + num_layers)
     )
     return layer_spans(setting.recompute, setting.offload, num_layers, cut=cut)
 
 
-def most_back(spans: Sequence[tuple[int, int]]) -> int:
-    """Bytes that backward has on the device, at most, beyond what forward left there, because they
-    come back.
+def peak_copied_back(spans: Sequence[tuple[int, int]]) -> int:
+    """Return the largest number of bytes that backward holds beyond what forward left on the
+    device, because offloaded tensors are copied back.
 
-    spans: (bytes kept, bytes of these in host memory) of each. While backward is in one span, that
-    and the one before it are back, and those after it are gone.
+    spans: (saved bytes, offloaded bytes of these) of each span. While backward is in one span, this
+    span and the one before it are on the device, and the later ones are freed.
 
-    >>> most_back([(9, 9), (9, 9), (9, 9), (10, 0)]), most_back([(9, 9), (10, 0), (10, 0)])
-    (9, 0)
+    >>> [
+    ...     peak_copied_back(spans)
+    ...     for spans in ([(9, 9), (9, 9), (9, 9), (10, 0)], [(9, 9), (10, 0), (10, 0)])
+    ... ]
+    [9, 0]
     """
     later = list(accumulate((kept - away for kept, away in reversed(spans)), initial=0))[-2::-1]
     before = [0, *(away for _, away in spans)]
@@ -281,16 +285,18 @@ def most_back(spans: Sequence[tuple[int, int]]) -> int:
     return max([0, *back])
 
 
-def whole_layer(setting: ActivationSetting, layer: int | None = None) -> list[SavedTensor]:
-    """What a layer keeps when nothing is computed again."""
+def layer_rows_without_recompute(
+    setting: ActivationSetting, layer: int | None = None
+) -> list[SavedTensor]:
+    """Return the saved tensors of a layer without recomputation."""
     return layer_rows(replace(setting, recompute=RecomputeConfig()), (), layer)
 
 
 def layer_rows(
     setting: ActivationSetting, again: Sequence[str], layer: int | None = None
 ) -> list[SavedTensor]:
-    """One layer, numbered over all stages (unset: the first here), of which `again` is computed
-    again in backward."""
+    """Return the saved tensors of a layer (global number; unset: the first of the stage) with the
+    modules `again` recomputed."""
     index = setting.first_layer if layer is None else layer
     setting = replace(setting, model=setting.model.at(index))
     model = setting.model
@@ -302,11 +308,12 @@ def layer_rows(
 def _attention_branch(
     setting: ActivationSetting, layer: int, again: Sequence[str]
 ) -> list[SavedTensor]:
-    """Attention, or the matrix in its place, and the norms around."""
-    model, (before, after, kept) = setting.model, _norms_around(setting, again)
+    """Return the saved tensors of attention, or of its linear replacement, and of the norms around
+    it."""
+    model, (before, after, saves_input) = setting.model, _norms_around(setting, again)
     width = setting.own_tokens * model.hidden_size
     rows = _stream_norm_rows(setting, "attention_norm") if before else []
-    if kept:
+    if saves_input:
         rows.append(
             SavedTensor(_first_reader(model, layer), "input", width, width * setting.element)
         )
@@ -318,25 +325,24 @@ def _attention_branch(
 def _cross_branch(
     setting: ActivationSetting, layer: int, again: Sequence[str]
 ) -> list[SavedTensor]:
-    """Cross attention without the memory, which is one for all layers: as attention without a
-    window, whose queries and keys do not turn and are not parts of one projection."""
-    model, (before, after, kept) = setting.model, _norms_around(setting, again)
+    """Return the saved tensors of cross-layer attention, without the shared source hidden states:
+    as of attention without a window, without RoPE and with separate projections."""
+    model, (before, after, saves_input) = setting.model, _norms_around(setting, again)
     width, kind = setting.own_tokens * model.hidden_size, model.attention
-    rows = _after_adding(setting, "cross_norm") if before else []
-    if kept:
+    rows = _residual_norm_rows(setting, "cross_norm") if before else []
+    if saves_input:
         rows.append(SavedTensor("cross.queries", "input", width, width * setting.element))
     plain = AttentionConfig(scale=kind.scale, softcap=kind.softcap, causal=kind.causal)
-    looking = replace(
+    cross_setting = replace(
         setting, model=replace(model, attention=plain, positions="rope", rope=RopeConfig())
     )
-    for row in _attention_rows(looking, layer, again):
+    for row in _attention_rows(cross_setting, layer, again):
         rows.append(row._replace(region=row.region.replace("attention", "cross")))
     return rows + (_norm_rows(setting, "cross_out.norm") if after else [])
 
 
-def _after_adding(setting: ActivationSetting, norm: str) -> list[SavedTensor]:
-    """What a norm of the residual stream keeps that also adds to it, which its layer asks it
-    for."""
+def _residual_norm_rows(setting: ActivationSetting, norm: str) -> list[SavedTensor]:
+    """Return the saved tensors of a norm that also adds its input to the residual stream."""
     return [
         SavedTensor("", f"{row.what} of {norm}", row.numel, row.nbytes)
         for row in _stream_norm_rows(setting, "")
@@ -344,25 +350,28 @@ def _after_adding(setting: ActivationSetting, norm: str) -> list[SavedTensor]:
 
 
 def _mlp_branch(setting: ActivationSetting, layer: int, again: Sequence[str]) -> list[SavedTensor]:
-    """The MLP, or the matrix in its place, and the norms around."""
-    model, (before, after, kept) = setting.model, _norms_around(setting, again)
+    """Return the saved tensors of the MLP, or of its linear replacement, and of the norms around
+    it."""
+    model, (before, after, saves_input) = setting.model, _norms_around(setting, again)
     width, alone = setting.own_tokens * model.hidden_size, model.attention_part(layer) == "none"
     rows: list[SavedTensor] = []
     if before and alone:
         rows += _stream_norm_rows(setting, "mlp_norm")
     elif before and model.block == "sequential":
-        rows += _after_adding(setting, "mlp_norm")
+        rows += _residual_norm_rows(setting, "mlp_norm")
     elif before and model.block == "parallel":
-        rows += _stream_norm_rows(setting, "mlp_norm")[1:]  # it reads what attention_norm reads
-    own = (
+        rows += _stream_norm_rows(setting, "mlp_norm")[1:]  # the input of attention_norm
+    has_own_input = (
         alone or model.block == "sequential" or (before and model.block == "parallel")
-    )  # else attention reads it, too
+    )  # else attention saves the same input
     if model.has_experts(layer):
-        reads = kept and not (_wants_noise(model, again) and not setting.mixture.rows_stay)
-        rows += _mixture_rows(setting, again, kept=own and reads)
+        reads = saves_input and not (
+            _reads_only_jittered_input(model, again) and not setting.mixture.rows_stay
+        )
+        rows += _mixture_rows(setting, again, kept=has_own_input and reads)
         return rows + (_norm_rows(setting, "mlp_out.norm") if after else [])
     full, up = model.mlp_part(layer) == "full", "mlp.gate_up" if model.gated else "mlp.up"
-    if kept and own:
+    if saves_input and has_own_input:
         reader = "mlp" if "mlp" in again else up if full else "mlp.linear"
         rows.append(SavedTensor(reader, "input", width, width * setting.element))
     if full and "mlp" not in again:
@@ -370,8 +379,8 @@ def _mlp_branch(setting: ActivationSetting, layer: int, again: Sequence[str]) ->
     return rows + (_norm_rows(setting, "mlp_out.norm") if after else [])
 
 
-def _wants_noise(model: ModelConfig, again: Sequence[str]) -> bool:
-    """Whether a mixture reads its input with jitter, and nothing else."""
+def _reads_only_jittered_input(model: ModelConfig, again: Sequence[str]) -> bool:
+    """Return whether the MoE layer reads its input only with router jitter."""
     moe = model.moe
     if moe is None or "mlp" in again or moe.router.jitter == 0:
         return False
@@ -381,7 +390,7 @@ def _wants_noise(model: ModelConfig, again: Sequence[str]) -> bool:
 def _mixture_rows(
     setting: ActivationSetting, again: Sequence[str], *, kept: bool
 ) -> list[SavedTensor]:
-    """A mixture of experts; `kept`: its input, too."""
+    """Return the saved tensors of an MoE layer; `kept`: with its input."""
     model, moe, width = (
         setting.model,
         setting.model.moe,
@@ -414,15 +423,15 @@ def _mixture_rows(
 
 
 def _norms_around(setting: ActivationSetting, again: Sequence[str]) -> tuple[bool, bool, bool]:
-    """Whether there are norms before, and after; and whether inputs of projections are kept, which
-    the first give."""
+    """Return whether there is a norm before, a norm after, and whether the inputs of projections
+    are saved."""
     placement = setting.model.norm_placement
     before = placement != "after"
     return before, placement != "before", not (before and "norm" in again)
 
 
 def _first_reader(model: ModelConfig, layer: int) -> str:
-    """The part of attention that reads a layer's input first."""
+    """Return the submodule of attention that reads the layer's input first."""
     if model.attention_part(layer) == "linear":
         return "attention.linear"
     if model.mla is None:
@@ -431,8 +440,8 @@ def _first_reader(model: ModelConfig, layer: int) -> str:
 
 
 def _stream_norm_rows(setting: ActivationSetting, region: str) -> list[SavedTensor]:
-    """What a norm of the residual stream keeps: its input, which comes first, and a statistic or
-    two."""
+    """Return the saved tensors of a norm of the residual stream: its input first, then one or two
+    statistics."""
     read, *statistics = _norm_rows(setting, region)
     return [read._replace(nbytes=read.numel * setting.stream), *statistics]
 
@@ -444,7 +453,7 @@ def _norm_rows(
     tokens: int | None = None,
     features: int | None = None,
 ) -> list[SavedTensor]:
-    """The same of a norm of the model's kind inside a branch."""
+    """Return the saved tensors of a norm inside a residual branch."""
     own = setting.own_tokens if tokens is None else tokens
     width = own * (setting.model.hidden_size if features is None else features)
     rows = [
@@ -459,7 +468,7 @@ def _norm_rows(
 
 
 def _mlp_rows(setting: ActivationSetting, again: bool) -> list[SavedTensor]:
-    """Between the two products; `again`: the activation is computed again."""
+    """Return the saved tensors between the two matmuls; `again`: the activation is recomputed."""
     inner, e, gated = setting.part.ffn * setting.tokens, setting.element, setting.model.gated
     before = 2 * inner if gated else inner
     rows = [SavedTensor("mlp", "gate and up" if gated else "up", before, before * e)]
@@ -467,7 +476,7 @@ def _mlp_rows(setting: ActivationSetting, again: bool) -> list[SavedTensor]:
 
 
 def span_input(setting: ActivationSetting) -> SavedTensor:
-    """What a span of recomputed layers keeps: its input, or one tp-th of it, padded."""
+    """Return the input that a span of recomputed layers saves, or its padded shard of 1/tp."""
     numel = setting.own_tokens * setting.model.hidden_size
     if setting.recompute.shard_inputs:
         numel = -(-numel // setting.tp)
@@ -477,18 +486,19 @@ def span_input(setting: ActivationSetting) -> SavedTensor:
 def offloaded(
     setting: ActivationSetting, span: Span, rows: Sequence[SavedTensor]
 ) -> tuple[SavedTensor, ...]:
-    """The rows that wait in host memory: those of offloaded layers that are large enough."""
+    """Return the rows that are offloaded to host memory: those of offloaded layers that are large
+    enough."""
     return tuple(row for row in rows if span.offloaded and row.numel >= setting.offload.min_numel)
 
 
-def _ends(setting: ActivationSetting, num_layers: int, ends: _Ends) -> Iterator[SavedTensor]:
-    """What does not belong to a layer."""
+def _end_rows(setting: ActivationSetting, num_layers: int, ends: _Ends) -> Iterator[SavedTensor]:
+    """Yield the saved tensors of the embedding, the last norm, the loss and the MTP layers."""
     model, own = setting.model, setting.own_tokens
     if ends.embedding:
         yield from _lookup_rows("embed", setting.tokens)
         if model.positions == "learned":
             yield from _lookup_rows("input_embedding.positions", own)
-    yield from _memory_rows(setting, num_layers)
+    yield from _cross_layer_source_rows(setting, num_layers)
     if ends.norm:
         yield from _stream_norm_rows(setting, "norm")
     if ends.loss:
@@ -501,36 +511,37 @@ def _ends(setting: ActivationSetting, num_layers: int, ends: _Ends) -> Iterator[
             yield from _head_rows(setting, region)
 
 
-def _memory_rows(setting: ActivationSetting, num_layers: int) -> Iterator[SavedTensor]:
-    """The memory that layers look at, which all of them share, and its norm where it is taken.
+def _cross_layer_source_rows(setting: ActivationSetting, num_layers: int) -> Iterator[SavedTensor]:
+    """Yield the source hidden states of cross-layer attention, shared by all layers, and their
+    norm.
 
-    The norm reads what the first norm of the layer behind it reads, and keeps that only where the
-    layer does not.
+    The norm reads the same input as the first norm of the next layer; it saves the input only if
+    that layer does not.
     """
     model, first = setting.model, setting.first_layer
     if model.cross is None:
         return
-    width, spans = setting.own_tokens * model.hidden_size, _spans(setting, num_layers)
-    taken = model.has_cross_layer_source_before(range(first, first + num_layers))
+    width, spans = setting.own_tokens * model.hidden_size, _layer_spans(setting, num_layers)
+    source_layer = model.has_cross_layer_source_before(range(first, first + num_layers))
     later = [span for span in spans if first + span.start >= model.cross.memory]
-    looking = [
+    attending = [
         layer
         for span in later
         for layer in range(first + span.start, first + span.stop)
         if model.uses_cross_layer_source(layer)
     ]
     normed = model.norm_placement != "after"
-    own = (
-        normed or taken is None or setting.stream != setting.element
+    is_separate = (
+        normed or source_layer is None or setting.stream != setting.element
     )  # else the layer's input itself
-    if own and (looking or any(span.recomputed for span in later)):
+    if is_separate and (attending or any(span.recomputed for span in later)):
         yield SavedTensor("memory", "what layers look at", width, width * setting.element)
-    if taken is None or not normed:
+    if source_layer is None or not normed:
         return
     read, *statistics = _stream_norm_rows(setting, "memory_norm")
-    behind = later[0]
+    next_span = later[0]
     yield from statistics
-    if behind.offloaded or (behind.recomputed and setting.recompute.shard_inputs):
+    if next_span.offloaded or (next_span.recomputed and setting.recompute.shard_inputs):
         yield read
 
 
@@ -542,7 +553,7 @@ def _lookup_rows(region: str, tokens: int) -> list[SavedTensor]:
 
 
 def _head_rows(setting: ActivationSetting, region: str) -> list[SavedTensor]:
-    """The gradients that the head forms in forward."""
+    """Return the gradients that the head computes in forward."""
     width, rows = (
         setting.tokens * setting.model.hidden_size,
         setting.part.vocab * setting.model.hidden_size,
@@ -554,8 +565,8 @@ def _head_rows(setting: ActivationSetting, region: str) -> list[SavedTensor]:
 
 
 def _mtp_rows(setting: ActivationSetting, region: str) -> Iterator[SavedTensor]:
-    """One depth of multi-token prediction: a layer as the last one, and what lies before and after
-    it."""
+    """Yield the saved tensors of one MTP layer: a layer like the last one, its inputs and its
+    norm."""
     last, width = setting.model.num_layers - 1, 2 * setting.own_tokens * setting.model.hidden_size
     yield from _lookup_rows(f"{region}.embed", setting.tokens)
     if setting.model.positions == "learned":
@@ -571,20 +582,23 @@ def _mtp_rows(setting: ActivationSetting, region: str) -> Iterator[SavedTensor]:
     yield from _stream_norm_rows(setting, f"{region}.norm")
 
 
-def _shared(setting: ActivationSetting, num_layers: int, ends: _Ends) -> Iterator[SavedTensor]:
-    """What several layers keep, once: how positions turn, and which tokens these are, for
-    dropout."""
+def _shared_rows(setting: ActivationSetting, num_layers: int, ends: _Ends) -> Iterator[SavedTensor]:
+    """Yield the tensors that several layers share: RoPE tables, the mask of padding, token indices
+    for dropout."""
     model, t, first = setting.model, setting.tokens, setting.first_layer
     pairs = model.rotary_size() // 2 * t
     num_mtp_layers = [model.num_layers - 1] if ends.num_mtp_layers else []
     for local in sorted(
-        _tables(setting, range(first, first + num_layers)) | _tables(setting, num_mtp_layers)
+        _rope_tables(setting, range(first, first + num_layers))
+        | _rope_tables(setting, num_mtp_layers)
     ):
         for what in ("cosines", "sines"):
             yield SavedTensor(
                 "shared", f"{what}{' of windows' * local}", pairs, pairs * setting.element
             )
-    if _balances(setting, range(first, first + num_layers)) or _balances(setting, num_mtp_layers):
+    if _saves_aux_loss(setting, range(first, first + num_layers)) or _saves_aux_loss(
+        setting, num_mtp_layers
+    ):
         yield SavedTensor("shared", "which tokens count", t, t)
     counts = (num_layers, len(num_mtp_layers))
     spans = [
@@ -595,16 +609,16 @@ def _shared(setting: ActivationSetting, num_layers: int, ends: _Ends) -> Iterato
         yield SavedTensor("shared", "numbers of tokens", t, 8 * t)
 
 
-def _balances(setting: ActivationSetting, layers: Sequence[int]) -> bool:
-    """Whether losses of balance are kept in some of these layers."""
+def _saves_aux_loss(setting: ActivationSetting, layers: Sequence[int]) -> bool:
+    """Return whether some of these layers save tensors of aux losses."""
     moe = setting.model.moe
     if moe is None or "mlp" in modules_again(setting.recompute):
         return False
     losses, spans = moe.aux_loss, layer_spans(setting.recompute, OffloadConfig(), len(layers))
-    kept = [
+    saving_layers = [
         layer for span in spans if not span.recomputed for layer in layers[span.start : span.stop]
     ]
-    some = (
+    has_losses = (
         max(
             losses.sequence_coeff,
             losses.batch_coeff,
@@ -613,20 +627,22 @@ def _balances(setting: ActivationSetting, layers: Sequence[int]) -> bool:
         )
         > 0
     )
-    return some and any(setting.model.has_experts(layer) for layer in kept)
+    return has_losses and any(setting.model.has_experts(layer) for layer in saving_layers)
 
 
-def _tables(setting: ActivationSetting, layers: Sequence[int]) -> set[bool]:
-    """The tables that these layers turn by, True: those of windows; layers that run again keep all
-    there are."""
+def _rope_tables(setting: ActivationSetting, layers: Sequence[int]) -> set[bool]:
+    """Return the RoPE tables that these layers save (True: the table of windowed layers);
+    recomputed layers save all tables."""
     model = setting.model
     own = model.rope.local_theta is not None
     kinds = {own and model.has_window(layer) for layer in layers if model.uses_rope(layer)}
     spans = layer_spans(setting.recompute, OffloadConfig(), len(layers))
-    parts = [
-        layer for layer in layers if runs_up_again(setting, layer, modules_again(setting.recompute))
+    partly_recomputed = [
+        layer
+        for layer in layers
+        if recomputes_up_projections(setting, layer, modules_again(setting.recompute))
     ]
-    if model.positions == "rope" and (parts or any(span.recomputed for span in spans)):
+    if model.positions == "rope" and (partly_recomputed or any(span.recomputed for span in spans)):
         kinds = {False, own}
     return kinds
 
@@ -634,8 +650,8 @@ def _tables(setting: ActivationSetting, layers: Sequence[int]) -> set[bool]:
 # --- attention
 
 
-def runs_up_again(setting: ActivationSetting, layer: int, again: Sequence[str]) -> bool:
-    """Whether a layer's latent attention runs again from its short vectors on."""
+def recomputes_up_projections(setting: ActivationSetting, layer: int, again: Sequence[str]) -> bool:
+    """Return whether a layer's latent attention is recomputed from its compressed vectors."""
     model = setting.model
     return (
         "mla_up_proj" in again and model.mla is not None and model.attention_part(layer) == "full"
@@ -645,18 +661,18 @@ def runs_up_again(setting: ActivationSetting, layer: int, again: Sequence[str]) 
 def _attention_rows(
     setting: ActivationSetting, layer: int, again: Sequence[str]
 ) -> list[SavedTensor]:
-    """Attention without its input, with core_attention computed again, or with all behind the short
-    vectors."""
+    """Return the saved tensors of attention without its input, with core_attention or mla_up_proj
+    recomputed if in `again`."""
     model, e, w, part = setting.model, setting.element, setting.wide, setting.part
     inner = part.heads * model.value_size() * setting.tokens
-    if runs_up_again(setting, layer, again):
+    if recomputes_up_projections(setting, layer, again):
         return [
             *_latent_rows(setting, again=True),
             SavedTensor("attention.out", "input", inner, inner * e),
         ]
     rows = _latent_rows(setting) if model.mla is not None else _qk_norm_rows(setting)
     core = _core_rows(setting, layer, "core_attention" in again)
-    found = any(row.what == "output" and row.numel == inner for row in core)
+    saves_output = any(row.what == "output" and row.numel == inner for row in core)
     rows += core
     if model.has_attention_temperature(layer):
         rows.append(
@@ -664,25 +680,29 @@ def _attention_rows(
         )
     if (
         model.attention.gated
-    ):  # the gate reads what attention found, and the projection what the gate gives
+    ):  # the gate saves the output of attention, the projection its own input
         rows += (
-            [] if found else [SavedTensor("attention", "output before the gate", inner, inner * e)]
+            []
+            if saves_output
+            else [SavedTensor("attention", "output before the gate", inner, inner * e)]
         )
         rows.append(SavedTensor("attention", "gate", inner, inner * w))
         rows += [SavedTensor("attention", "gate, rounded", inner, inner * e)] if e != w else []
-        found = False
-    return rows if found else [*rows, SavedTensor("attention.out", "input", inner, inner * e)]
+        saves_output = False
+    return (
+        rows if saves_output else [*rows, SavedTensor("attention.out", "input", inner, inner * e)]
+    )
 
 
-def _projected(setting: ActivationSetting) -> int:
-    """Elements of what the projection for queries, keys, values and gates gives."""
+def _projection_numel(setting: ActivationSetting) -> int:
+    """Return the number of elements of the QKV and gate projection's output."""
     part, gates = setting.part, setting.part.heads if setting.model.attention.gated else 0
     return (part.heads + 2 * part.kv_heads + gates) * setting.model.head_size() * setting.tokens
 
 
 def _latent_rows(setting: ActivationSetting, *, again: bool = False) -> list[SavedTensor]:
-    """Latent attention: its short vectors before and after their norms; what runs `again` reads the
-    key, too."""
+    """Return the saved tensors of latent attention: its compressed vectors before and after their
+    norms; if recomputed, also the shared key."""
     sizes, e, own = setting.model.mla, setting.element, setting.own_tokens
     assert sizes is not None
     rows: list[SavedTensor] = []
@@ -701,7 +721,7 @@ def _latent_rows(setting: ActivationSetting, *, again: bool = False) -> list[Sav
 
 
 def _qk_norm_rows(setting: ActivationSetting) -> list[SavedTensor]:
-    """Norms of queries and keys; those in plain operations keep what they read in fp32, or the
+    """Return the saved tensors of the QK norms; unfused norms save their input in fp32, or the
     whole projection."""
     model, t, d, w = setting.model, setting.tokens, setting.model.head_size(), setting.wide
     kind, heads = model.attention.qk_norm, {"q": setting.part.heads, "k": setting.part.kv_heads}
@@ -719,7 +739,12 @@ def _qk_norm_rows(setting: ActivationSetting) -> list[SavedTensor]:
     }
     if setting.element == w:
         rows.append(
-            SavedTensor(regions["q"], "projection", _projected(setting), _projected(setting) * w)
+            SavedTensor(
+                regions["q"],
+                "projection",
+                _projection_numel(setting),
+                _projection_numel(setting) * w,
+            )
         )
     for name, count in heads.items():
         width, statistics = count * d * t, t if kind == "whole" else count * t
@@ -735,65 +760,73 @@ def _qk_norm_rows(setting: ActivationSetting) -> list[SavedTensor]:
 
 
 def _core_rows(setting: ActivationSetting, layer: int, again: bool) -> list[SavedTensor]:
-    """Between the projections: what attention itself keeps, its output left out unless it keeps one
-    of its own."""
+    """Return the saved tensors of core attention; its output only if it saves a copy of its own."""
     if again:
-        rows = _inputs(setting, setting.part.heads, setting.part.kv_heads)
+        rows = _qkv_rows(setting, setting.part.heads, setting.part.kv_heads)
         if _reads_projection(setting, layer) and not setting.model.has_attention_temperature(layer):
-            rows[0] = rows[0]._replace(nbytes=_projected(setting) * setting.element)
+            rows[0] = rows[0]._replace(nbytes=_projection_numel(setting) * setting.element)
         return rows
     if setting.cp > 1:
         return _context_rows(setting, layer)
-    return _alone_rows(setting, layer, setting.part.heads, setting.part.kv_heads, separate=False)
+    return _local_attention_rows(
+        setting, layer, setting.part.heads, setting.part.kv_heads, separate=False
+    )
 
 
 def _reads_projection(setting: ActivationSetting, layer: int) -> bool:
-    """Whether keys, and queries unless they are scaled by the temperature, are parts of what the
-    projection gives: neither normed nor turned."""
+    """Return whether keys (and queries without attention temperature) are views of the projection:
+    neither normalized nor rotated."""
     model = setting.model
     return model.mla is None and model.attention.qk_norm == "none" and not model.uses_rope(layer)
 
 
-def _inputs(
+def _qkv_rows(
     setting: ActivationSetting, heads: int, kv_heads: int, *, tokens: int | None = None
 ) -> list[SavedTensor]:
-    """Queries, keys and values of some tokens; unset: of mine."""
+    """Return queries, keys and values of `tokens` tokens; unset: of this rank's."""
     t, e = setting.tokens if tokens is None else tokens, setting.element
     keys, values = setting.model.key_size(), setting.model.value_size()
     sizes = {"q": heads * keys * t, "k": kv_heads * keys * t, "v": kv_heads * values * t}
     return [SavedTensor("attention", what, numel, numel * e) for what, numel in sizes.items()]
 
 
-def _alone_rows(
+def _local_attention_rows(
     setting: ActivationSetting, layer: int, heads: int, kv_heads: int, *, separate: bool
 ) -> list[SavedTensor]:
-    """Attention of whole documents; `separate`: its output is not what the projection after it
-    reads."""
+    """Return the saved tensors of attention over whole documents; `separate`: the next projection
+    does not read its output."""
     setting = in_chunks(setting, layer)
     model, e, t = setting.model, setting.element, sum(setting.lengths)
     rows, d, backend = (
-        _inputs(setting, heads, kv_heads, tokens=t),
+        _qkv_rows(setting, heads, kv_heads, tokens=t),
         model.value_size(),
         attention_backend(setting, layer),
     )
-    found = "output of some heads" if separate else "output"
+    output_name = "output of some heads" if separate else "output"
     if backend == "biased":
         return _biased_rows(setting, layer, heads)
     if backend == "cpu_tiled":
-        kept = max(setting.lengths) <= KEPT_LENGTH
+        saves_probabilities = max(setting.lengths) <= KEPT_LENGTH
         numels = (
-            _tile_numels(setting.lengths, heads, kv_heads, model.attention.causal) if kept else ()
+            _tile_numels(setting.lengths, heads, kv_heads, model.attention.causal)
+            if saves_probabilities
+            else ()
         )
         return rows + [
             SavedTensor("attention", "probabilities", numel, numel * e) for numel in numels
         ]
     if backend == "split_kv":
         rows.append(SavedTensor("attention", "log-sum", heads * t, heads * t * setting.wide))
-        found = found if separate or _read_as_kept(setting, heads) else "output by head"
-        return [*rows, SavedTensor("attention", found, heads * d * t, heads * d * t * e)]
+        output_name = (
+            output_name if separate or _reads_saved_output(setting, heads) else "output by head"
+        )
+        return [*rows, SavedTensor("attention", output_name, heads * d * t, heads * d * t * e)]
     if _reads_projection(setting, layer) and not separate:
         whole = SavedTensor(
-            "attention", "queries, keys, values", _projected(setting), _projected(setting) * e
+            "attention",
+            "queries, keys, values",
+            _projection_numel(setting),
+            _projection_numel(setting) * e,
         )
         rows = [rows[0], whole] if model.has_attention_temperature(layer) else [whole]
     calls = kernel_lengths(setting.lengths)
@@ -803,13 +836,13 @@ def _alone_rows(
     for length in calls if len(calls) > 1 else (t,):
         tokens = heads * length
         rows.append(SavedTensor("attention", "log-sum", tokens, tokens * setting.wide))
-        rows.append(SavedTensor("attention", found, tokens * d, tokens * d * e))
+        rows.append(SavedTensor("attention", output_name, tokens * d, tokens * d * e))
     return rows
 
 
 def _biased_rows(setting: ActivationSetting, layer: int, heads: int) -> list[SavedTensor]:
-    """Attention with biases by distance: torch's unfused kernel, which copies what it reads for
-    every query head."""
+    """Return the saved tensors of attention with relative position biases: torch's unfused kernel,
+    which copies its inputs for every query head."""
     model, w, t = setting.model, setting.wide, sum(setting.lengths)
     runs, pairs = (
         kernel_lengths(setting.lengths),
@@ -825,25 +858,25 @@ def _biased_rows(setting: ActivationSetting, layer: int, heads: int) -> list[Sav
         SavedTensor("attention", "buckets of distances", distances, 8 * distances),
     ]
     hidden = model.attention.causal or _window_hides(model, layer, max(runs))
-    seen = sum(n**2 for n in runs)
+    num_pairs = sum(n**2 for n in runs)
     masks = [
-        SavedTensor("attention", "mask", seen, seen),
+        SavedTensor("attention", "mask", num_pairs, num_pairs),
         SavedTensor("attention", "queries that see nothing", t, t),
     ]
     return rows + masks if hidden else rows
 
 
-def _read_as_kept(setting: ActivationSetting, heads: int) -> bool:
-    """Whether the projection reads the output as it is kept for several rows, and not a copy
-    ordered by token."""
+def _reads_saved_output(setting: ActivationSetting, heads: int) -> bool:
+    """Return whether the projection reads the saved output itself and not a copy ordered by
+    token."""
     return len(setting.lengths) > len(kernel_lengths(setting.lengths)) or heads == 1
 
 
 def attention_backend(
     setting: ActivationSetting, layer: int
 ) -> Literal["biased", "split_kv", "cpu_tiled", "torch", "plain"]:
-    """How a layer attends, as kernels/attention.py chooses; plain: torch has no fused kernel, and
-    keeps all scores."""
+    """Return the attention backend of a layer, as kernels/attention.py selects it; plain: torch has
+    no fused kernel and saves all scores."""
     setting = in_chunks(setting, layer)
     model, longest = setting.model, max(setting.lengths)
     kind = model.attention
@@ -867,7 +900,7 @@ def attention_backend(
 
 
 def _window_hides(model: ModelConfig, layer: int, longest: int) -> bool:
-    """Whether a layer's window hides any token of documents of at most so many."""
+    """Return whether a layer's window masks any token of documents of length `longest` at most."""
     kind = model.attention
     if kind.window is None or not model.has_window(layer):
         return False
@@ -876,8 +909,8 @@ def _window_hides(model: ModelConfig, layer: int, longest: int) -> bool:
 
 
 def in_chunks(setting: ActivationSetting, layer: int) -> ActivationSetting:
-    """The same with documents as a layer attends to them: where it does so in chunks, each chunk is
-    one."""
+    """Return the setting with each attention chunk as a document, for layers with chunked
+    attention."""
     kind = setting.model.attention
     if not kind.chunked or kind.window is None or not setting.model.has_window(layer):
         return setting
@@ -889,7 +922,7 @@ def in_chunks(setting: ActivationSetting, layer: int) -> ActivationSetting:
 
 
 def kv_heads_exchanged(kv_heads: int, ranks: int) -> int:
-    """Key/value heads that each of `ranks` ranks has after an exchange of heads, copies included.
+    """Return the KV heads of each of `ranks` ranks after an all-to-all of heads, copies included.
 
     >>> [kv_heads_exchanged(kv_heads, 4) for kv_heads in (8, 4, 2, 6)]
     [2, 1, 1, 3]
@@ -898,7 +931,7 @@ def kv_heads_exchanged(kv_heads: int, ranks: int) -> int:
 
 
 def _context_rows(setting: ActivationSetting, layer: int) -> list[SavedTensor]:
-    """Attention over the tokens of other ranks, see parallel/context.py."""
+    """Return the saved tensors of context-parallel attention, see parallel/context.py."""
     part, e, w, cp, ranks = setting.part, setting.element, setting.wide, setting.cp, setting.cp
     if setting.context == "a2a+ring":
         ranks = setting.a2a
@@ -906,20 +939,20 @@ def _context_rows(setting: ActivationSetting, layer: int) -> list[SavedTensor]:
         ranks = 1
     heads, kv_heads = part.heads // ranks, kv_heads_exchanged(part.kv_heads, ranks)
     if setting.context == "a2a":
-        return _alone_rows(setting, layer, heads, kv_heads, separate=True)
+        return _local_attention_rows(setting, layer, heads, kv_heads, separate=True)
     k, v, t = setting.model.key_size(), setting.model.value_size(), setting.tokens * ranks
     if setting.context == "gather":
         keys = [("keys", kv_heads * k * t * cp), ("values", kv_heads * v * t * cp)]
     else:
         keys = [("keys and values", kv_heads * (k + v) * t)]
-    found = (
+    output_name = (
         "output of some heads"
         if ranks > 1
         else "output"
-        if _read_as_kept(setting, heads)
+        if _reads_saved_output(setting, heads)
         else "output by head"
     )
-    rows = [("q", heads * k * t), *keys, (found, heads * v * t)]
+    rows = [("q", heads * k * t), *keys, (output_name, heads * v * t)]
     return [
         *(SavedTensor("attention", what, numel, numel * e) for what, numel in rows),
         SavedTensor("attention", "log-sum", heads * t, heads * t * w),
@@ -928,7 +961,7 @@ def _context_rows(setting: ActivationSetting, layer: int) -> list[SavedTensor]:
 
 
 def _distance_rows(setting: ActivationSetting, heads: int) -> list[SavedTensor]:
-    """Of biases by distance: those of every distance that there is, and the bucket of each."""
+    """Return the relative position biases of all distances, and the bucket of each distance."""
     if setting.model.positions != "relative":
         return []
     distances = 2 * min(setting.model.relative.max_distance, max(setting.lengths) - 1) + 1
@@ -940,7 +973,7 @@ def _distance_rows(setting: ActivationSetting, heads: int) -> list[SavedTensor]:
 
 
 def tiled(setting: ActivationSetting) -> bool:
-    """Whether our own attention computes these documents, which it does in tiles; else torch's
+    """Return whether attention over these documents is computed in tiles; else by torch's
     kernel."""
     lengths = kernel_lengths(setting.lengths)
     typical = sum(lengths) // max(1, sum(length > 0 for length in lengths))
@@ -951,20 +984,21 @@ def tiled(setting: ActivationSetting) -> bool:
 
 
 def kernel_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
-    """One length where all documents have the same, and are computed in one go."""
+    """Return one length if all documents have the same length and one kernel call computes them,
+    else all."""
     return tuple(lengths[:1]) if len(set(lengths)) == 1 else tuple(lengths)
 
 
 def _tile_numels(lengths: Sequence[int], heads: int, kv_heads: int, causal: bool) -> Iterator[int]:
-    """Elements of every tile of probabilities: all query heads of some key/value heads, some
+    """Yield the elements of every tile of probabilities: all query heads of some KV heads, for some
     queries and their keys."""
-    together, shared = kernel_lengths(lengths), heads // kv_heads
-    rows = sum(lengths) // sum(together) * kv_heads
-    at_once = max(1, TILE_SCORES // (shared * TILE_ROWS * max(together)))
-    starts = [0, *accumulate(together)]
-    for head in range(0, rows, at_once):
-        for start in range(0, sum(together), TILE_ROWS):
-            stop = min(start + TILE_ROWS, sum(together))
+    call_lengths, shared = kernel_lengths(lengths), heads // kv_heads
+    rows = sum(lengths) // sum(call_lengths) * kv_heads
+    heads_per_tile = max(1, TILE_SCORES // (shared * TILE_ROWS * max(call_lengths)))
+    starts = [0, *accumulate(call_lengths)]
+    for head in range(0, rows, heads_per_tile):
+        for start in range(0, sum(call_lengths), TILE_ROWS):
+            stop = min(start + TILE_ROWS, sum(call_lengths))
             first = starts[bisect_right(starts, start) - 1]
             last = stop if causal else starts[bisect_left(starts, stop)]
-            yield min(at_once, rows - head) * shared * (stop - start) * (last - first)
+            yield min(heads_per_tile, rows - head) * shared * (stop - start) * (last - first)

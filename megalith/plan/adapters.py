@@ -1,5 +1,4 @@
-"""What a rank holds when adapters are trained beside frozen weights, and what a step then costs; no
-torch."""
+"""Parameters and FLOPs of LoRA training with frozen base weights; no torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,33 +11,34 @@ from megalith.plan.frozen import TokenCounts, frozen_layer_flops, frozen_step_fl
 from megalith.plan.parameters import HeldParameter, layer_parameters
 
 FROM_X = ("q", "kv", "gate", "q_down", "kv_down")
-"""Matrices of attention that read what the layer was given."""
+"""Matrices of attention that read the layer's input."""
 
 
 def with_adapters(
     held: Sequence[HeldParameter], model: ModelConfig, lora: LoraConfig | None
 ) -> list[HeldParameter]:
-    """The parameters of a rank, frozen, and those of their adapters; without `lora` as they are.
+    """Return the parameters of a rank, frozen, and those of their adapters; unchanged without
+    `lora`.
 
-    Of a matrix cut by outputs, B is cut as it is; of one cut by inputs, A is. The other half is
-    whole on every rank.
+    If a matrix is split along outputs, B is split the same way; if along inputs, A is. The other
+    one is replicated.
     """
     if lora is None:
         return list(held)
-    found: list[HeldParameter] = []
+    parameters: list[HeldParameter] = []
     for one in held:
         if has_adapters(one.name, lora, model):
-            found += _pair(one, lora.rank)
-        found.append(replace(one, frozen=True))
-    return found
+            parameters += _adapter_pair(one, lora.rank)
+        parameters.append(replace(one, frozen=True))
+    return parameters
 
 
 def trained(parameters: Sequence[HeldParameter]) -> list[HeldParameter]:
-    """Those that have gradients and optimizer state."""
+    """Return the parameters that have gradients and optimizer state."""
     return [one for one in parameters if not one.frozen]
 
 
-def _pair(one: HeldParameter, rank: int) -> Iterator[HeldParameter]:
+def _adapter_pair(one: HeldParameter, rank: int) -> Iterator[HeldParameter]:
     word = one.name.rsplit(".", 1)[1]
     a = HeldParameter(f"{one.name}.lora_a", STACKED.get(word, 1) * rank, one.columns)
     b = HeldParameter(f"{one.name}.lora_b", one.rows, rank)
@@ -62,24 +62,25 @@ def trained_step_flops(
     squared_lengths: int,
     windowed: int | None = None,
 ) -> int:
-    """`step_flops` where adapters alone are trained, or what `optim` names; of all weights the
-    same.
+    """Return `step_flops` if only adapters, or the parameters that `optim` selects, are trained.
 
-    Of the six operations for each element of a matrix and token, forward is two, the input's
-    gradient two and the weight's two. Frozen weights have no gradient. Inputs need one where an
-    adapter comes before them: all above the first layer with adapters, none below it, and inside it
-    what follows an adapter. A and B cost all six, but for the gradient of what A reads in that
-    layer, which backward computes all the same and nobody uses.
+    Of the six FLOPs per matrix element and token, two are forward, two the input gradient and two
+    the weight gradient. Frozen weights have no weight gradient. Input gradients are needed if an
+    adapter comes before: everywhere above the first layer with adapters, nowhere below it, and
+    inside it after an adapter. A and B cost all six; the input gradient of A in that layer is
+    computed by backward although it is not used.
     """
     seen = TokenCounts(tokens, squared_lengths, windowed)
-    whole = step_flops(config, tokens=tokens, squared_lengths=squared_lengths, windowed=windowed)
+    all_flops = step_flops(
+        config, tokens=tokens, squared_lengths=squared_lengths, windowed=windowed
+    )
     if lora is None:
-        return whole if optim.trains_all() else frozen_step_flops(config, optim, seen)
+        return all_flops if optim.trains_all() else frozen_step_flops(config, optim, seen)
     numbers = range(config.num_layers)
-    rest = whole - sum(
-        _layer(config, layer, seen) for layer in numbers
+    rest = all_flops - sum(
+        _full_layer_flops(config, layer, seen) for layer in numbers
     )  # head, and multi-token predictions
-    core = config.mtp.num_layers * _core(config, config.num_layers - 1, seen)
+    core = config.mtp.num_layers * _core_attention_flops(config, config.num_layers - 1, seen)
     return (
         sum(_trained_layer(config, lora, layer, seen) for layer in numbers)
         + (rest - core) * 2 // 3
@@ -96,18 +97,18 @@ def trained_layer_flops(
     tokens: int,
     squared_lengths: int,
 ) -> int:
-    """The same of one layer, numbered over all stages."""
+    """Return the FLOPs of one layer, by its global number."""
     seen = TokenCounts(tokens, squared_lengths, None)
     if lora is not None:
         return _trained_layer(config, lora, layer, seen)
     return (
-        _layer(config, layer, seen)
+        _full_layer_flops(config, layer, seen)
         if optim.trains_all()
         else frozen_layer_flops(config, optim, layer, seen)
     )
 
 
-def _layer(config: ModelConfig, layer: int, seen: TokenCounts) -> int:
+def _full_layer_flops(config: ModelConfig, layer: int, seen: TokenCounts) -> int:
     return layer_flops(
         config,
         layer,
@@ -117,7 +118,7 @@ def _layer(config: ModelConfig, layer: int, seen: TokenCounts) -> int:
     )
 
 
-def _core(config: ModelConfig, layer: int, seen: TokenCounts) -> int:
+def _core_attention_flops(config: ModelConfig, layer: int, seen: TokenCounts) -> int:
     return attention_flops(
         config,
         layer,
@@ -129,34 +130,38 @@ def _core(config: ModelConfig, layer: int, seen: TokenCounts) -> int:
 
 def _trained_layer(config: ModelConfig, lora: LoraConfig, layer: int, seen: TokenCounts) -> int:
     whole, core, first = (
-        _layer(config, layer, seen),
-        _core(config, layer, seen),
+        _full_layer_flops(config, layer, seen),
+        _core_attention_flops(config, layer, seen),
         lora_layers(lora, config)[0],
     )
     if layer < first:
         return whole // 3
     added = 6 * seen.tokens * sum(one.numel for one in _adapters(config, lora, layer))
-    spared = _spared(config, lora, layer, tokens=seen.tokens, core=core) if layer == first else 0
+    spared = (
+        _unneeded_flops(config, lora, layer, tokens=seen.tokens, core=core) if layer == first else 0
+    )
     return core + (whole - core) * 2 // 3 + added - spared
 
 
-def _spared(config: ModelConfig, lora: LoraConfig, layer: int, *, tokens: int, core: int) -> int:
-    """Gradients of inputs that nobody needs in the first layer with adapters, and of attention, if
-    nobody needs it."""
-    needless = {word for word, wanted in _wanted(config, lora).items() if not wanted}
+def _unneeded_flops(
+    config: ModelConfig, lora: LoraConfig, layer: int, *, tokens: int, core: int
+) -> int:
+    """Return the unneeded input gradients in the first layer with adapters, and of core attention
+    if unneeded."""
+    unneeded = {word for word, wanted in _needs_input_gradient(config, lora).items() if not wanted}
     held = layer_parameters(config, layer)
     readers = [one for one in held if one.matrix] + [
         one for one in _adapters(config, lora, layer) if _is_a(one)
     ]
     readers = [
         one for one in readers if ".cross." not in one.name
-    ]  # attention, with its adapters, comes before a look
-    spared = sum(2 * tokens * met(config, one) for one in readers if _word(one) in needless)
-    return spared + (core * 2 // 3 if "core" in needless else 0)
+    ]  # attention and its adapters come before cross-layer attention
+    spared = sum(2 * tokens * met(config, one) for one in readers if _word(one) in unneeded)
+    return spared + (core * 2 // 3 if "core" in unneeded else 0)
 
 
-def _wanted(config: ModelConfig, lora: LoraConfig) -> dict[str, bool]:
-    """Of each matrix, and of attention's core, whether an adapter of the same layer comes before
+def _needs_input_gradient(config: ModelConfig, lora: LoraConfig) -> dict[str, bool]:
+    """Return, by matrix and for core attention, whether an adapter of the same layer comes before
     it."""
     targets = set(lora_targets(lora, config))
     reading = targets & {*FROM_X, "q_up", "kv_up"}
@@ -174,7 +179,7 @@ def _wanted(config: ModelConfig, lora: LoraConfig) -> dict[str, bool]:
 
 
 def _adapters(config: ModelConfig, lora: LoraConfig, layer: int) -> list[HeldParameter]:
-    """A and B of a layer, whole."""
+    """Return A and B of a layer, unsharded."""
     held = layer_parameters(config, layer)
     return trained(with_adapters(held, config, lora))
 
@@ -184,5 +189,5 @@ def _is_a(one: HeldParameter) -> bool:
 
 
 def _word(one: HeldParameter) -> str:
-    """Of a matrix, or of the one that an adapter is beside."""
+    """Return the last part of the name of a matrix, or of the matrix of an adapter."""
     return one.name.removesuffix(".lora_a").rsplit(".", 1)[1]

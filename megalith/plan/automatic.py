@@ -1,4 +1,5 @@
-"""`recompute.granularity=auto`: the cheapest recomputation with which the ledger fits a device."""
+"""Resolve `recompute.granularity=auto`: the cheapest recomputation with which the run fits its
+device."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,19 +17,19 @@ from megalith.plan.workload import Workload, plan_workload
 
 
 def chosen_recompute(run: TrainRun, world: int) -> TrainRun:
-    """The run with a choice in place of `auto`: the least more work that fits; any other run as it
-    is.
+    """Return the run with `auto` replaced by the choice that adds the least work and fits; any
+    other run unchanged.
 
-    The same on every rank, since only settings count. All rules of the run hold. A device filled to
-    the brim counts only where nothing else fits.
+    The result is the same on every rank, because it depends on the settings only. The rules of the
+    run must hold. A choice with the verdict `tight` is used only if nothing else fits.
 
     Raises:
-        PlanError: it does not fit even with all layers computed again.
+        PlanError: the run does not fit even with all layers recomputed.
     """
     if run.recompute.granularity != "auto":
         return run
     device = accelerator_named(run.recompute.device or "")
-    assert device is not None and device.memory is not None, "a rule refuses it"
+    assert device is not None and device.memory is not None, "a config rule requires a known device"
     least: tuple[int, TrainRun] | None = None
     for choice in choices(run, world):
         candidate = replace(run, recompute=choice)
@@ -36,36 +37,34 @@ def chosen_recompute(run: TrainRun, world: int) -> TrainRun:
         if verdict(nbytes, device) == "fits":
             return candidate
         least = (nbytes, candidate) if least is None or nbytes < least[0] else least
-    assert least is not None, "keeping everything is always a choice"
+    assert least is not None, "no recomputation is always a choice"
     nbytes, candidate = least
     if verdict(nbytes, device) == "does not fit":
         raise PlanError(
-            f"recompute.granularity=auto: the worst rank holds {nbytes / GIB:.1f} GiB at best, "
-            "which recompute.device="
-            f"{run.recompute.device} with {device.memory / GIB:.1f} GiB has not. Use `megalith "
-            "plan estimate` with "
-            f"recompute.granularity=full to see which other settings would help."
+            f"recompute.granularity=auto: the worst rank needs at least {nbytes / GIB:.1f} GiB, "
+            f"more than the {device.memory / GIB:.1f} GiB of recompute.device="
+            f"{run.recompute.device}. Use `megalith plan estimate` with "
+            "recompute.granularity=full to see which other settings would help."
         )
     return candidate
 
 
 def chosen_words(choice: RecomputeConfig) -> str:
-    """What was chosen, for people.
+    """Describe the chosen recomputation in one line.
 
     >>> chosen_words(RecomputeConfig(granularity="full", method="block", num_layers=8))
     'recompute.granularity=auto chose full, block, num_layers 8'
     """
-    told = {
+    descriptions = {
         "none": "none: everything fits",
         "selective": f"selective, modules [{', '.join(choice.modules)}]",
         "full": f"full, {choice.method}, num_layers {choice.num_layers}",
     }
-    return f"recompute.granularity=auto chose {told[choice.granularity]}"
+    return f"recompute.granularity=auto chose {descriptions[choice.granularity]}"
 
 
 def choices(run: TrainRun, world: int) -> list[RecomputeConfig]:
-    """What may be computed again in this run, by how much work it adds; with equal work what was
-    named first."""
+    """Return the recomputation choices of this run, sorted by the work they add."""
     plain = replace(run, recompute=RecomputeConfig())
     workload = plan_workload(plain, world)
     num_layers = max(len(stage.layers) for stage in workload.stages)
@@ -86,7 +85,7 @@ def choices(run: TrainRun, world: int) -> list[RecomputeConfig]:
 
 
 def _all_choices(num_layers: int, *, check: bool) -> Iterator[RecomputeConfig]:
-    """Nothing; parts that cost next to nothing; the MLP; some layers whole, in quarters; all."""
+    """Yield no recomputation, cheap modules, the MLP, some layers in quarters, then all layers."""
     yield RecomputeConfig()
     some = RecomputeConfig(check=check)
     for modules in (("norm",), ("norm", "mlp_act"), ("norm", "mlp")):

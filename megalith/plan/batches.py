@@ -1,8 +1,7 @@
-"""Which samples each rank reads in a step: global batch = micro batch · dp · microbatches.
+"""Samples that each rank reads in a step: global batch = micro batch · dp · microbatches.
 
-One microbatch step of all data-parallel ranks reads a *group* of micro_batch_size · dp samples,
-rank after rank. In the sequential order a step therefore reads the same samples under any layout;
-only how they are dealt out changes.
+In one microbatch, all data-parallel ranks read a *group* of micro_batch_size · dp samples, in the
+order of ranks. In sequential order a step therefore reads the same samples under any layout.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +13,12 @@ from megalith.errors import DataError, PlanError
 from megalith.plan.grid import divisors
 
 Permutation = Callable[[int, int], Sequence[int] | NDArray[np.int64]]
-"""(length, epoch) -> the numbers 0 to length - 1, shuffled; the same for the same arguments."""
+"""(length, epoch) -> the numbers 0 to length - 1, shuffled; deterministic."""
 
 
 def batch_problems(*, global_batch_size: int, micro_batch_size: int, dp: int) -> list[str]:
-    """What keeps a global batch from being dealt to dp ranks in whole microbatches, as messages for
-    the user."""
+    """Return an error text if the global batch cannot be split over dp ranks in whole
+    microbatches."""
     sizes = {
         "train.global_batch_size": global_batch_size,
         "train.micro_batch_size": micro_batch_size,
@@ -45,11 +44,11 @@ def batch_problems(*, global_batch_size: int, micro_batch_size: int, dp: int) ->
 
 
 def num_microbatches(*, global_batch_size: int, micro_batch_size: int, dp: int) -> int:
-    """Microbatches each rank computes in one step.
+    """Return the number of microbatches of each rank per step.
 
     Raises:
-        PlanError: the global batch is not a multiple of micro_batch_size · dp; the message has the
-        nearest that are.
+        PlanError: the global batch is not a multiple of micro_batch_size · dp; the message has
+            the nearest multiples.
     """
     problems = batch_problems(
         global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp
@@ -70,11 +69,11 @@ def sample_ids(
     dp_rank: int,
     total: int | None = None,
 ) -> list[list[int]]:
-    """Sequential order: the samples one rank reads in the next step, microbatch by microbatch.
+    """Return the samples that one rank reads in the next step in sequential order, by microbatch.
 
     Microbatch m of rank r holds the `micro_batch_size` samples from consumed + (m · dp + r) ·
-    micro_batch_size on, as Megatron's default sampler deals them. consumed: samples of all earlier
-    steps; total: samples there are, if known.
+    micro_batch_size on, as in Megatron's default sampler. consumed: samples of all earlier steps;
+    total: samples of the dataset, if known.
 
     Raises:
         DataError: fewer samples are left than a step reads.
@@ -105,57 +104,58 @@ def cyclic_sample_ids(
     permutation: Permutation,
     sharded: bool = True,
 ) -> list[list[int]]:
-    """Shuffled order without end: the samples one rank reads in the next step, microbatch by
+    """Return the samples that one rank reads in the next step in cyclic shuffled order, by
     microbatch.
 
-    Every epoch has its own shuffle of the samples; those that fill no whole group are left out of
-    it. sharded: each rank shuffles its own contiguous part of the data, so which samples a step
-    reads depends on dp and micro_batch_size; else the whole set is shuffled and dealt out one by
-    one.
+    Every epoch has its own shuffle; samples that do not fill a group are dropped in that epoch.
+    sharded: each rank shuffles its own contiguous part of the data, so the samples of a step depend
+    on dp and micro_batch_size; else the whole set is shuffled and assigned round-robin.
 
     Raises:
-        DataError: there are fewer samples than one group. PlanError: `consumed` is not at a group's
-        border (see `next_group`); and see `num_microbatches`.
+        DataError: there are fewer samples than one group.
+        PlanError: `consumed` is inside a group (see `next_group`); and see `num_microbatches`.
     """
     count = num_microbatches(
         global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp
     )
     _check_rank(dp, dp_rank)
-    border = next_group(consumed=consumed, total=total, micro_batch_size=micro_batch_size, dp=dp)
-    if border != consumed:
+    group_start = next_group(
+        consumed=consumed, total=total, micro_batch_size=micro_batch_size, dp=dp
+    )
+    if group_start != consumed:
         raise PlanError(
             f"consumed={consumed} is inside a group of micro_batch_size · dp = "
             f"{micro_batch_size}·{dp} samples. "
-            f"Use consumed={border}, which skips {border - consumed} samples."
+            f"Use consumed={group_start}, which skips {group_start - consumed} samples."
         )
     group = micro_batch_size * dp
-    active = total // group * group
-    places = [
-        divmod(consumed + m * group, active) for m in range(count)
+    num_used = total // group * group
+    epoch_offsets = [
+        divmod(consumed + m * group, num_used) for m in range(count)
     ]  # (epoch, samples into it)
     if sharded:
-        share = active // dp
-        orders = {epoch: permutation(share, epoch) for epoch, _ in places}
-        firsts = [(orders[epoch], offset // dp) for epoch, offset in places]
+        samples_per_rank = num_used // dp
+        orders = {epoch: permutation(samples_per_rank, epoch) for epoch, _ in epoch_offsets}
+        firsts = [(orders[epoch], offset // dp) for epoch, offset in epoch_offsets]
         return [
-            [dp_rank * share + int(order[first + i]) for i in range(micro_batch_size)]
+            [dp_rank * samples_per_rank + int(order[first + i]) for i in range(micro_batch_size)]
             for order, first in firsts
         ]
     # The shuffle covers whole microbatches and is then cut to whole groups, so that every rank gets
     # equally many.
     orders = {
         epoch: permutation(total // micro_batch_size * micro_batch_size, epoch)
-        for epoch, _ in places
+        for epoch, _ in epoch_offsets
     }
-    firsts = [(orders[epoch], offset + dp_rank) for epoch, offset in places]
+    firsts = [(orders[epoch], offset + dp_rank) for epoch, offset in epoch_offsets]
     return [
         [int(order[first + i * dp]) for i in range(micro_batch_size)] for order, first in firsts
     ]
 
 
 def next_group(*, consumed: int, total: int, micro_batch_size: int, dp: int) -> int:
-    """Cyclic order: `consumed`, or if micro_batch_size or dp changed inside a group, the start of
-    the next one.
+    """Return `consumed` in cyclic order, rounded up to the start of a group if micro_batch_size or
+    dp changed.
 
     Raises:
         DataError: there are fewer samples than one group.

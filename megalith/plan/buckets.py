@@ -1,5 +1,5 @@
-"""Gradient buckets: where each gradient lies in one flat buffer, which are summed as one piece, and
-who owns what."""
+"""Gradient buckets: the layout of gradients in one flat buffer, the buckets that are reduced
+together, and the shards of each rank."""
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from megalith.plan.grid import divisors
 
 @dataclass(frozen=True, slots=True)
 class BucketSlot:
-    """Where one parameter's gradient lies: elements `start` to `stop` of the flat buffer."""
+    """Position of one parameter's gradient: elements `start` to `stop` of the flat buffer."""
 
     bucket: int
     start: int
@@ -21,21 +21,21 @@ class BucketSlot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Elements `start` to `stop` of the flat buffer, sent as one piece once all members are
+    """Elements `start` to `stop` of the flat buffer, reduced together once all members are
     ready."""
 
     start: int
     stop: int
     members: tuple[int, ...]
-    """Parameters by registration number, in the order in which they lie."""
+    """Parameter indices in registration order, in the order of their slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """A flat gradient buffer: the slot of each parameter (by registration number), and its buckets
-    in sending order.
+    """Layout of a flat gradient buffer: the slot of each parameter, and the buckets in the order of
+    reduction.
 
-    Elements of a bucket that belong to no slot are padding and stay zero.
+    Elements of a bucket outside of all slots are padding and stay zero.
     """
 
     slots: tuple[BucketSlot, ...]
@@ -49,10 +49,10 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True)
 class BucketSlice:
-    """What one rank owns of one parameter, when every bucket is cut into equal slices."""
+    """One rank's shard of one parameter, if every bucket is split into equal slices."""
 
     number: int
-    """Of the parameter, by registration."""
+    """Parameter index, in registration order."""
 
     bucket: int
     start: int
@@ -60,11 +60,12 @@ class BucketSlice:
     """Elements of the flat buffer."""
 
     flat: tuple[int, int]
-    """The same elements, counted inside the parameter."""
+    """The same elements, as offsets in the parameter."""
 
 
 def slice_of(bucket: Bucket, rank: int, ranks: int) -> tuple[int, int]:
-    """Elements of the flat buffer that rank number `rank` of `ranks` owns; every rank has as many.
+    """Return the elements of the flat buffer that rank `rank` of `ranks` owns; all slices have
+    equal size.
 
     >>> slice_of(Bucket(128, 384, (0,)), rank=1, ranks=2)
     (256, 384)
@@ -75,11 +76,10 @@ def slice_of(bucket: Bucket, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def local_bucket_parts(plan: BucketPlan, places: Sequence[tuple[int, int]]) -> list[BucketSlice]:
-    """The parts of parameters in a rank's slices, in the order of registration; a part is never
-    empty.
+    """Return the nonempty parameter parts in a rank's slices, in registration order.
 
-    places: for each bucket, the rank's number among how many that divide it. All of those together
-    own every element of its parameters exactly once.
+    places: for each bucket, (rank, number of ranks) of its sharding. All ranks together own every
+    element of its parameters exactly once.
     """
     parts = []
     for index, (bucket, (rank, ranks)) in enumerate(zip(plan.buckets, places, strict=True)):
@@ -106,23 +106,23 @@ def plan_buckets(
 ) -> BucketPlan:
     """Lay out the gradients of parameters with these element counts, given in registration order.
 
-    Parameters are placed in reverse, the order in which backward finishes them, so that the first
-    bucket is full while most of backward is still to come. A bucket closes once it holds at least
-    `bucket_numel` elements; None: one bucket for all. Layouts depend on the arguments alone, so
-    ranks with the same sizes agree on every offset.
+    Parameters are placed in reverse, the order in which backward completes them, so that the first
+    bucket is full early in backward. A bucket closes once it has at least `bucket_numel` elements;
+    None: one bucket for all. Layouts depend on the arguments only, so ranks with the same sizes
+    have the same offsets.
 
-    align: elements; every start is a multiple (64: 128 bytes in bf16, two cache lines). end_align:
-    elements; every bucket's length is made a multiple of it too (a multiple of dp lets dp ranks own
-    equal slices); unset: `align`. alone: parameters with a bucket of their own, such as a tied
-    embedding that two stages must place alike. together: runs of parameters, ascending, that lie
-    without a gap in one bucket because one matmul writes them all; a run is placed where its last
-    parameter would be. kinds: one per parameter; a bucket holds one kind, and lies inside as if
-    there were no other, so that ranks on which the parameters of one kind have the same sizes cut
-    them alike, whatever the others' sizes are. Unset: all are alike.
+    align: every start is a multiple of this many elements (64: 128 bytes in bf16, two cache lines).
+    end_align: every bucket's length is also a multiple of it (a multiple of dp gives dp ranks equal
+    slices); unset: `align`. alone: parameters with a bucket of their own, such as a tied embedding
+    that two stages must place alike. together: ascending runs of parameters without gaps in one
+    bucket, because one matmul writes them all; a run is placed where its last parameter would be.
+    kinds: one per parameter; a bucket holds one kind, and its layout does not depend on the other
+    kinds, so that ranks on which the parameters of one kind have the same sizes split them alike.
+    Unset: all are of one kind.
 
     Raises:
-        PlanError: a size is negative, an alignment is below one, or `alone`, `together` and `kinds`
-            contradict each other.
+        PlanError: a size is negative, an alignment is below one, or `alone`, `together` and
+            `kinds` contradict each other.
     """
     kinds = [None] * len(sizes) if kinds is None else kinds
     _check(sizes, bucket_numel, align, end_align, alone, together, kinds)
@@ -147,17 +147,16 @@ def plan_buckets(
 
 @dataclass(slots=True)
 class _Packed:
-    """A bucket whose place in the buffer is not known yet."""
+    """A bucket before its start in the buffer is known."""
 
     offsets: dict[int, int]
-    """Where each member starts, counted from the start of the bucket, in the order in which they
-    lie."""
+    """Start of each member relative to the bucket, in order."""
 
     length: int
     """Elements, without padding at the end."""
 
     finished: int
-    """When backward finishes its last member: that unit's place in the order of placement."""
+    """Placement index of its last member, which backward completes last."""
 
 
 def _pack(
@@ -167,25 +166,24 @@ def _pack(
     align: int,
     alone: Collection[int],
 ) -> list[_Packed]:
-    """Fill buckets with the units of one kind, each given with its place in the order of
-    placement."""
+    """Pack the units of one kind, given with their placement indices, into buckets."""
     packed: list[_Packed] = []
     full = True
     for place, unit in units:
-        lonely = unit[0] in alone
-        if full or lonely:
+        is_alone = unit[0] in alone
+        if full or is_alone:
             packed.append(_Packed({}, 0, place))
         bucket = packed[-1]
         bucket.length, bucket.finished = _round_up(bucket.length, align), place
         for number in unit:
             bucket.offsets[number] = bucket.length
             bucket.length += sizes[number]
-        full = lonely or (bucket_numel is not None and bucket.length >= bucket_numel)
+        full = is_alone or (bucket_numel is not None and bucket.length >= bucket_numel)
     return packed
 
 
 def _units(count: int, together: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Parameters in the order of placement: the last first; a run as one unit at the place of its
+    """Return parameters in placement order, the last first; a run is one unit at the place of its
     last member."""
     run_ending_at = {run[-1]: tuple(run) for run in together if run}
     inside = {number for run in together for number in run[:-1]}
@@ -229,10 +227,10 @@ def _check(
             f"parameters {negative} have a negative size. Pass element counts of at least 0."
         )
     in_runs = [number for run in together for number in run]
-    strange = [number for number in {*alone, *in_runs} if not 0 <= number < len(sizes)]
-    if strange:
+    unknown = [number for number in {*alone, *in_runs} if not 0 <= number < len(sizes)]
+    if unknown:
         raise PlanError(
-            f"alone, together: no parameters {sorted(strange)}. Use numbers from 0 to "
+            f"alone, together: no parameters {sorted(unknown)}. Use numbers from 0 to "
             f"{len(sizes) - 1}."
         )
     if len(set(in_runs)) < len(in_runs) or any(list(run) != sorted(run) for run in together):
@@ -242,7 +240,7 @@ def _check(
     both = sorted(set(alone) & {number for run in together if len(run) > 1 for number in run})
     if both:
         raise PlanError(
-            f"parameters {both} are to lie alone and together with others. Choose one of the two."
+            f"parameters {both} are in `alone` and in a run of `together`. Remove them from one."
         )
     mixed = [list(run) for run in together if len({kinds[number] for number in run}) > 1]
     if mixed:
@@ -253,15 +251,14 @@ def _check(
 
 
 def zero_problems(parallel: ParallelConfig, dp: int) -> list[str]:
-    """Ways to divide optimizer state, gradients and weights over `dp` ranks that cannot work: one
-    text each."""
+    """Return an error text for each ZeRO or HSDP setting that cannot work on `dp` data-parallel
+    ranks."""
     p, problems = parallel, []
     if p.dp_replicate > 1 and p.zero == 0:
         problems.append(
-            f"parallel.dp_replicate={p.dp_replicate} with parallel.zero={p.zero}, where every rank "
-            "holds "
-            "everything and nothing is divided. Set parallel.zero=1, or remove "
-            "parallel.dp_replicate."
+            f"parallel.dp_replicate={p.dp_replicate} with parallel.zero={p.zero}: nothing is "
+            "sharded "
+            "without ZeRO. Set parallel.zero=1, or remove parallel.dp_replicate."
         )
     elif p.dp_replicate < 1 or dp % p.dp_replicate:
         fits = divisors(dp)
@@ -273,17 +270,16 @@ def zero_problems(parallel: ParallelConfig, dp: int) -> list[str]:
         )
     if p.reduce_dtype == "bf16" and p.zero == 0:
         problems.append(
-            f"parallel.reduce_dtype={p.reduce_dtype} with parallel.zero={p.zero}: what is received "
-            "in bf16 is added in "
-            "fp32 by the rank that owns the slice, and without ZeRO nobody does. Set "
-            "parallel.zero=1, or "
-            f"parallel.reduce_dtype=fp32."
+            f"parallel.reduce_dtype={p.reduce_dtype} with parallel.zero={p.zero}: bf16 "
+            "gradients are "
+            "added in fp32 by the rank that owns the shard, and without ZeRO there are no shards. "
+            "Set parallel.zero=1, or parallel.reduce_dtype=fp32."
         )
     elif p.reduce_dtype == "bf16" and dp * p.cp == p.dp_replicate:
         problems.append(
             f"parallel.reduce_dtype={p.reduce_dtype} with dp={dp}, parallel.cp={p.cp} and "
             "parallel.dp_replicate="
-            f"{p.dp_replicate}: one rank owns all of each gradient, so none travels in bf16. Set "
+            f"{p.dp_replicate}: one rank owns each whole gradient, so none is sent in bf16. Set "
             "parallel.reduce_dtype=fp32"
             f"{'' if p.dp_replicate == 1 else ', or parallel.dp_replicate=1'}."
         )
@@ -291,13 +287,12 @@ def zero_problems(parallel: ParallelConfig, dp: int) -> list[str]:
 
 
 def zero_notes(parallel: ParallelConfig, dp: int) -> list[str]:
-    """What a run over `dp` ranks says at its start when ZeRO has nothing to divide; the same run
-    may start on more."""
+    """Return a note if ZeRO has nothing to shard on `dp` ranks."""
     p = parallel
     if p.zero == 0 or dp * p.cp > p.dp_replicate:
         return []
     return [
-        f"parallel.zero={p.zero} divides nothing here: with dp={dp}, parallel.cp={p.cp} and "
+        f"parallel.zero={p.zero} shards nothing: with dp={dp}, parallel.cp={p.cp} and "
         "parallel.dp_replicate="
         f"{p.dp_replicate}, one rank owns everything"
     ]

@@ -1,10 +1,8 @@
-"""What theory says about a schedule and about activations: formulas instead of a simulation and a
-ledger.
+"""Closed formulas for pipeline bubbles and for activation memory from the literature.
 
-The bubble is for stages that all take equally long and messages that take no time. The simulation
-gives the same numbers exactly, where these hold; with anything else, ask `plan/simulate`. The
-activations are those of the published GPT layer, to compare with other programs; what our layers
-keep is in `plan/activations`.
+Bubbles are for equal stages and instantaneous messages; the simulation (`plan/simulate`) gives the
+same numbers exactly, and handles all other cases. The activations are those of the published GPT
+layer, for comparison with other programs; those of our layers are in `plan/activations`.
 """
 
 from fractions import Fraction
@@ -24,13 +22,13 @@ def idle_time(
     backward_input: Number = 1,
     backward_weight: Number = 1,
 ) -> Number | None:
-    """How long each rank computes nothing in a step, in the unit of the costs, which are those of
-    one chunk.
+    """Return the idle time of each rank in a step, in the unit of the costs, which are those of one
+    chunk.
 
-    None where there is no formula: interleaved with a last group that is not whole, zb-h1 with
-    fewer microbatches than ranks, the V schedules with fewer than two per rank or with parts that
-    do not take equally long. Sources: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et
-    al. 2024, arXiv:2401.10241, sections 2 and 6.
+    None if there is no formula: interleaved with an incomplete last group, zb-h1 with fewer
+    microbatches than ranks, the V schedules with fewer than two per rank or with unequal costs.
+    Sources: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et al. 2024, arXiv:2401.10241,
+    sections 2 and 6.
     """
     hops, backward = num_ranks - 1, backward_input + backward_weight
     if name in ("gpipe", "1f1b"):
@@ -38,8 +36,7 @@ def idle_time(
     if name == "interleaved":
         return hops * (forward + backward) if num_microbatches % num_ranks == 0 else None
     if name == "zb-h1":
-        # A weights' part fills the wait for the next forward; where it is longer than one, it
-        # cannot fill more.
+        # W fills the wait for the next forward, and no more than that if it is longer.
         return (
             hops * (backward_input + max(forward - backward_weight, 0))
             if num_microbatches >= num_ranks
@@ -52,8 +49,7 @@ def idle_time(
 def bubble_fraction(
     name: ScheduleName, *, num_ranks: int, num_chunks: int, num_microbatches: int
 ) -> Fraction | None:
-    """Idle time over computing time when F, I and W take equally long; None where there is no
-    formula.
+    """Return idle time over computation time for equal F, I and W; None if there is no formula.
 
     1F1B: (p-1)/m; interleaved: (p-1)/(v·m); ZB-H1: a third of 1F1B's.
     """
@@ -61,7 +57,7 @@ def bubble_fraction(
     return None if idle is None else Fraction(idle) / (3 * num_chunks * num_microbatches)
 
 
-def most_held(
+def peak_in_flight(
     name: ScheduleName,
     rank: int,
     *,
@@ -70,7 +66,8 @@ def most_held(
     num_microbatches: int,
     group: int | None = None,
 ) -> int | None:
-    """(microbatch, chunk) pairs that a rank holds at once at most, from F to the end of backward.
+    """Return the peak number of (microbatch, chunk) pairs in flight on a rank, from F to the end of
+    backward.
 
     Divide by the number of chunks to compare with 1F1B. None: a V schedule with fewer than two
     microbatches per rank.
@@ -98,14 +95,14 @@ def most_held(
 
 
 class GptLayer(NamedTuple):
-    """A layer with GELU, f = 4 h, n · d = h, dropout in three places, 16-bit activations, and
-    scores that are kept."""
+    """GPT layer with GELU, f = 4 h, n · d = h, dropout in three places, 16-bit activations, and
+    saved scores."""
 
     length: int
-    """s: tokens of a sequence."""
+    """s: sequence length."""
 
     sequences: int
-    """b: of a microbatch."""
+    """b: micro batch size."""
 
     hidden_size: int
     num_heads: int
@@ -117,7 +114,7 @@ class GptLayer(NamedTuple):
 
     @property
     def scores(self) -> int:
-        """n · s² · b: kept as softmax's result and as dropout's, at 2 bytes each, and as a mask of
+        """n · s² · b: saved as the result of softmax and of dropout, 2 bytes each, and as a mask of
         1 byte."""
         return self.num_heads * self.length**2 * self.sequences
 
@@ -129,11 +126,11 @@ def gpt_layer_bytes(
     sp: bool = False,
     again: Literal["nothing", "core_attention", "everything"],
 ) -> Fraction:
-    """What one layer keeps for backward on one rank, where `again` is computed again, in bytes.
+    """Return the saved activations of one layer on one rank, with `again` recomputed, in bytes.
 
     In units of s·b·h: attention 11 (input 2, q and k 4, v 2, the projection's input 2, a mask 1),
-    the MLP 19 (inputs 2 and 8, GELU's 8, a mask 1), two norms 4. Of these 34, 10 are between the
-    parts that tp divides; sp divides them too. Source: Korthikanti et al. 2022, arXiv:2205.05198,
+    the MLP 19 (inputs 2 and 8, GELU's 8, a mask 1), two norms 4. Of these 34, 10 are outside of the
+    tensor-parallel parts; sp splits them too. Source: Korthikanti et al. 2022, arXiv:2205.05198,
     equations 1 to 6, table 2.
 
     >>> layer = GptLayer(length=2048, sequences=1, hidden_size=12288, num_heads=96)
@@ -157,28 +154,31 @@ def gpt_first_stage_bytes(
     num_chunks: int = 1,
     again: Literal["nothing", "core_attention", "everything"],
 ) -> Fraction:
-    """What the first of `num_ranks` pipeline ranks keeps at most, under sp and 1F1B, or interleaved
-    with chunks.
+    """Return the peak activations of the first pipeline rank, under sp and 1F1B, or interleaved.
 
     It holds as many microbatches as there are ranks, so all layers count once; interleaved 1 +
-    (p-1)/(p·v) times. The embedding has a mask of s·b·h / tp for each of these; alone it also keeps
-    what the last norm and the head read, and fp32 logits: 4·s·b·h/tp · (1 + v/h). Source:
-    Korthikanti et al. 2022, arXiv:2205.05198, section 4.3.
+    (p-1)/(p·v) times. The embedding has a mask of s·b·h / tp for each of these; without a pipeline
+    it also saves the inputs of the last norm and the head, and fp32 logits: 4·s·b·h/tp · (1 + v/h).
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.3.
     """
-    more = 1 + Fraction(num_ranks - 1, num_ranks * num_chunks) if num_chunks > 1 else Fraction(1)
-    kept = num_layers * gpt_layer_bytes(layer, tp=tp, sp=True, again=again) * more
-    kept += Fraction(layer.features * num_ranks, tp)
+    interleaving_factor = (
+        1 + Fraction(num_ranks - 1, num_ranks * num_chunks) if num_chunks > 1 else Fraction(1)
+    )
+    nbytes = num_layers * gpt_layer_bytes(layer, tp=tp, sp=True, again=again) * interleaving_factor
+    nbytes += Fraction(layer.features * num_ranks, tp)
     if num_ranks == 1:
-        kept += Fraction(4 * layer.length * layer.sequences * (layer.hidden_size + vocab_size), tp)
-    return kept
+        nbytes += Fraction(
+            4 * layer.length * layer.sequences * (layer.hidden_size + vocab_size), tp
+        )
+    return nbytes
 
 
 def gpt_attention_again(layer: GptLayer) -> Fraction:
-    """What the paper counts for running core attention again, as a part of a step's 72·s·b·h²·(1 +
-    s/(6 h)) a layer.
+    """Return the paper's cost of recomputing core attention, as a fraction of a layer's
+    72·s·b·h²·(1 + s/(6 h)) FLOPs.
 
-    It counts attention's own part of all three passes, s/(6 h), once more; the second forward pass
-    by itself, 4·s²·b·h operations, is a third of that. The head is left out. Source: Korthikanti et
-    al. 2022, arXiv:2205.05198, appendix A.
+    It counts attention's part of all three passes, s/(6 h), once more; the second forward pass
+    alone, 4·s²·b·h, is a third of that. The head is left out. Source: Korthikanti et al. 2022,
+    arXiv:2205.05198, appendix A.
     """
     return Fraction(layer.length, 6 * layer.hidden_size + layer.length)

@@ -1,10 +1,9 @@
-"""Context parallelism on paper: which tokens each rank has, and which of another rank's tokens each
-of mine sees.
+"""Context parallelism: the tokens of each rank (load-balanced context parallel, zig-zag chunks),
+and the keys that each query attends to.
 
-Every rank keeps its tokens in their natural order. So what a query sees, some of the earlier tokens
-of its document (or of all of them, where attention is not causal), is one interval of any rank's
-tokens, however rows are sliced and documents lie in them: two numbers for each query say all that a
-mask could.
+Every rank keeps its tokens in their natural order. So the keys that a query attends to, the earlier
+tokens of its document (or all of them without a causal mask), are one interval of any rank's
+tokens: two numbers per query replace a mask.
 """
 
 from collections.abc import Sequence
@@ -28,55 +27,53 @@ from megalith.plan.shards import split_heads
 Numbers = NDArray[np.int64]
 
 TILE_ROWS = 64
-"""Queries of a head in a tile."""
+"""Queries of one head per tile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slicing:
-    """How the tokens of a microbatch divide over context-parallel ranks, and which part is mine."""
+    """How the tokens of a microbatch are split over context-parallel ranks, and this rank."""
 
     ranks: int = 1
     rank: int = 0
 
     by: Literal["row", "document"] = "row"
-    """What each rank gets an early and a late chunk of."""
+    """Unit that is split into an early and a late chunk for each rank."""
 
     multiple: int = 1
-    """What a rank's part of each document must divide by, beside its two chunks: tp with sequence
+    """Divisor of a rank's part of each document, beside its two chunks: tp with sequence
     parallelism."""
 
     near: int = 1
-    """Neighbors that exchange heads before a ring goes across them."""
+    """Size of the all-to-all group of heads inside a ring."""
 
 
 WHOLE = Slicing()
-"""One rank has everything."""
+"""No context parallelism."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # arrays do not compare to one truth value
 class Slices:
-    """Which tokens of one microbatch each rank has.
+    """The tokens of one microbatch on each rank.
 
-    PackedSeqParams are numbered with the padding that slicing by document needs.
+    Token indices count the padding of slicing by document.
     """
 
     numbers: Numbers
-    """[ranks, t / ranks]: the tokens of each rank, ascending."""
+    """[ranks, t / ranks]: token indices of each rank, ascending."""
 
     lengths: Numbers
     """[documents]: tokens of each document, padding included."""
 
     source: Numbers | None
-    """[t]: which token of the microbatch as it was read this is, -1 for padding; None where nothing
-    was padded."""
+    """[t]: index of the token in the unpadded microbatch, -1 for padding; None without padding."""
 
     repeats: int
-    """Rows that are all alike: as many times does the same pattern of tokens follow on every
-    rank."""
+    """Number of equal rows: the pattern of tokens on each rank repeats this often."""
 
     @property
     def ranks(self) -> int:
-        """Ranks that share the tokens."""
+        """Number of context-parallel ranks."""
         return len(self.numbers)
 
     @property
@@ -85,16 +82,15 @@ class Slices:
         return int(self.numbers.size)
 
     def document(self) -> NDArray[np.int32]:
-        """[t]: number of the document each token belongs to."""
+        """[t]: document index of each token."""
         return np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
 
     def starts(self) -> Numbers:
-        """[t]: the first token of the document each token belongs to."""
+        """[t]: index of the first token of each token's document."""
         return np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
 
     def ends(self) -> Numbers:
-        """[t]: one past the last token of the document each token belongs to, padding at its end
-        left out."""
+        """[t]: index after the last token of each token's document, without padding at its end."""
         real = np.ones(self.num_tokens, dtype=np.int64) if self.source is None else self.source >= 0
         counts = np.bincount(self.document(), weights=real, minlength=len(self.lengths)).astype(
             np.int64
@@ -102,23 +98,20 @@ class Slices:
         return np.repeat(np.cumsum(self.lengths) - self.lengths + counts, self.lengths)
 
     def as_read(self, rank: int) -> Numbers:
-        """[t / ranks]: which tokens of the microbatch as it was read one rank has; -1 is
-        padding."""
-        mine: Numbers = self.numbers[rank]
-        return mine if self.source is None else self.source[mine]
+        """[t / ranks]: indices of one rank's tokens in the unpadded microbatch; -1 is padding."""
+        local_tokens: Numbers = self.numbers[rank]
+        return local_tokens if self.source is None else self.source[local_tokens]
 
     def joined(self, near: int) -> Numbers:
-        """[ranks / near, near · t / ranks]: the tokens that each group of `near` neighbors has
-        together, ascending."""
+        """[ranks / near, near · t / ranks]: token indices of each group of `near` neighbors,
+        ascending."""
         return np.sort(self.numbers.reshape(self.ranks // near, -1), axis=1)
 
 
 def zigzag(length: int, ranks: int) -> Numbers:
-    """An early and a late chunk of `length` tokens for each rank: number r has chunks r and 2 ·
-    ranks - 1 - r.
+    """Return the zig-zag split of `length` tokens: rank r has chunks r and 2 · ranks - 1 - r.
 
-    A causal query sees all that came before, so pairs of chunks that lie symmetrically cost every
-    rank the same. Where every query sees the whole row, any chunks would. Source: Brandon et al.
+    With a causal mask, symmetric pairs of chunks cost every rank the same. Source: Brandon et al.
     2023, arXiv:2311.09431, and Llama 3, arXiv:2407.21783, section 3.3.2.
 
     >>> zigzag(8, 2).tolist()
@@ -139,9 +132,9 @@ def zigzag(length: int, ranks: int) -> Numbers:
 def plan_slices(
     lengths: Sequence[int] | NDArray[np.integer], *, row: int, slicing: Slicing
 ) -> Slices:
-    """Slice documents of these lengths, which lie in rows of `row` tokens one after the other.
+    """Split documents of these lengths, packed in rows of `row` tokens, over the ranks.
 
-    By row, documents may end anywhere. By document, each is padded at its end until it divides.
+    By row, documents may end anywhere. By document, each is padded at its end to a multiple.
 
     Raises:
         PlanError: rows do not divide over the ranks, or documents do not fill whole rows.
@@ -155,23 +148,27 @@ def plan_slices(
     if slicing.by == "row":
         spans = [row] * (total // row)
         alike = len(documents) == len(spans) and bool((documents == row).all())
-        return Slices(_numbers(spans, slicing.ranks), documents, None, len(spans) if alike else 1)
+        return Slices(
+            _token_indices(spans, slicing.ranks), documents, None, len(spans) if alike else 1
+        )
     multiple = 2 * slicing.ranks * slicing.multiple
     padded = documents + -documents % multiple
     alike = len(set(padded.tolist())) == 1
-    numbers = _numbers(padded.tolist(), slicing.ranks)
-    return Slices(numbers, padded, _sources(documents, padded), len(padded) if alike else 1)
+    numbers = _token_indices(padded.tolist(), slicing.ranks)
+    return Slices(
+        numbers, padded, _unpadded_indices(documents, padded), len(padded) if alike else 1
+    )
 
 
-def _numbers(spans: Sequence[int], ranks: int) -> Numbers:
-    """Each rank's tokens of spans that lie one after the other."""
+def _token_indices(spans: Sequence[int], ranks: int) -> Numbers:
+    """Return each rank's token indices of consecutive spans."""
     cut = {length: zigzag(length, ranks) for length in set(spans)}
     starts = np.cumsum([0, *spans[:-1]])
     return np.concatenate([cut[length] + start for length, start in zip(spans, starts)], axis=1)
 
 
-def _sources(lengths: Numbers, padded: Numbers) -> Numbers | None:
-    """For each token of padded documents: which of the unpadded ones it is, or -1."""
+def _unpadded_indices(lengths: Numbers, padded: Numbers) -> Numbers | None:
+    """Return for each padded token its index in the unpadded documents, or -1."""
     if (lengths == padded).all():
         return None
     place = np.arange(padded.sum()) - np.repeat(np.cumsum(padded) - padded, padded)
@@ -179,19 +176,19 @@ def _sources(lengths: Numbers, padded: Numbers) -> Numbers | None:
     return np.where(real, np.cumsum(real) - 1, -1)
 
 
-def undo(parts: NDArray[np.generic], slices: Slices) -> NDArray[np.generic]:
-    """All ranks' values [ranks, t / ranks, ...] in the order in which the tokens were read, without
+def restore_token_order(parts: NDArray[np.generic], slices: Slices) -> NDArray[np.generic]:
+    """Return all ranks' values [ranks, t / ranks, ...] in the original order of tokens, without
     padding."""
     whole = np.empty((slices.num_tokens, *parts.shape[2:]), dtype=parts.dtype)
     whole[slices.numbers.reshape(-1)] = parts.reshape(-1, *parts.shape[2:])
     return whole if slices.source is None else whole[slices.source >= 0]
 
 
-# --- what sees what
+# --- attention intervals
 
 
 class KeyTile(NamedTuple):
-    """Some queries, and all keys that any of them sees."""
+    """A tile of attention: some queries, and the range of keys that any of them attends to."""
 
     start: int
     """The queries from here ..."""
@@ -200,23 +197,22 @@ class KeyTile(NamedTuple):
     """... see keys from here on."""
     last: int
     visible: Numbers | None
-    """[queries, 2]: the first key that each sees and the one past the last, counted from `first`;
-    None: all see all."""
+    """[queries, 2]: first and end key of each query, relative to `first`; None: all queries see all
+    keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeySpans:
-    """Which of some keys each query sees: an interval of them, the same in each of a number of
-    rows."""
+    """The interval of keys that each query attends to, repeated for equal rows."""
 
     repeats: int
-    """Rows; queries and keys are divided evenly over them."""
+    """Number of rows; queries and keys are split evenly over them."""
 
     visible: Numbers
-    """[queries of a row, 2]: the first key that each sees, and the one past the last."""
+    """[queries of a row, 2]: first and end key of each query."""
 
     tiles: tuple[KeyTile, ...]
-    """The same as work; queries that see nothing are in none."""
+    """Tiles that cover all intervals; queries without keys are in none."""
 
 
 def plan_spans(
@@ -230,28 +226,28 @@ def plan_spans(
     right: int | None = None,
     chunked: bool = False,
 ) -> KeySpans:
-    """What tokens number `queries` see of tokens number `keys`, both ascending, when documents
-    begin at `starts` [t].
+    """Return the keys that queries (token indices) attend to, both ascending, with documents
+    starting at `starts` [t].
 
-    A query sees itself and the earlier tokens of its document; where attention is not causal, and
-    their documents end at `ends` [t], the later ones, too. With a `window` no more than so many to
-    each side, itself included, or `right` after it; or, where it is `chunked`, those of its own run
-    of so many.
+    A query attends to itself and the earlier tokens of its document; without a causal mask, with
+    document ends `ends` [t], also to later ones. `window`: at most so many tokens to each side,
+    itself included, or `right` tokens after it; if `chunked`, only within chunks of `window`
+    tokens.
     """
     queries, keys = queries[: len(queries) // repeats], keys[: len(keys) // repeats]
-    lowest, beyond = starts[queries], queries + 1 if ends is None else ends[queries]
+    lowest, end = starts[queries], queries + 1 if ends is None else ends[queries]
     if window is not None and chunked:
         lowest = queries - (queries - lowest) % window
-        beyond = np.minimum(beyond, lowest + window)
+        end = np.minimum(end, lowest + window)
     elif window is not None:
         after = window - 1 if right is None else right
-        lowest, beyond = (
+        lowest, end = (
             np.maximum(lowest, queries - window + 1),
-            np.minimum(beyond, queries + after + 1),
+            np.minimum(end, queries + after + 1),
         )
-    first, last = np.searchsorted(keys, lowest), np.searchsorted(keys, beyond)
+    first, last = np.searchsorted(keys, lowest), np.searchsorted(keys, end)
     visible = np.stack([first, np.maximum(first, last)], axis=1)
-    return KeySpans(repeats, visible, tuple(_tiles(visible, _borders(queries))))
+    return KeySpans(repeats, visible, tuple(_tiles(visible, _run_boundaries(queries))))
 
 
 @lru_cache(
@@ -264,7 +260,7 @@ def spans_of_lengths(
     causal: bool = True,
     right: int | None = None,
 ) -> KeySpans:
-    """What queries see when documents of (queries, keys) lie one after the other, queries being the
+    """Return the attention intervals of consecutive documents of (queries, keys); queries are the
     last of their keys.
 
     >>> spans_of_lengths(((2, 3), (1, 4)), 2).visible.tolist()
@@ -291,7 +287,7 @@ def spans_of_lengths(
 
 
 def _spans_of_whole_documents(counts: Numbers, first: Numbers, last: Numbers) -> KeySpans:
-    """Each document's queries see all of its keys, of which there may be fewer than queries."""
+    """Return intervals in which each document's queries attend to all of its keys."""
     alike = len(set(zip(counts.tolist(), (last - first).tolist()))) == 1
     repeats = len(counts) if alike else 1
     visible = np.repeat(np.stack([first, last], axis=1), counts, axis=0)[: counts.sum() // repeats]
@@ -299,14 +295,14 @@ def _spans_of_whole_documents(counts: Numbers, first: Numbers, last: Numbers) ->
     return KeySpans(repeats, visible, tuple(_tiles(visible, borders)))
 
 
-def _borders(queries: Numbers) -> list[int]:
-    """Where runs of neighboring tokens begin, and the end."""
+def _run_boundaries(queries: Numbers) -> list[int]:
+    """Return the start of each run of consecutive tokens, and the end."""
     return [0, *(np.flatnonzero(np.diff(queries) != 1) + 1).tolist(), len(queries)]
 
 
 def _tiles(visible: Numbers, borders: Sequence[int]) -> list[KeyTile]:
-    """Cut the queries into tiles; where a run of tokens ends, too, if the tile is at least half
-    full or the next run sees something else."""
+    """Split the queries into tiles; also at the end of a run if the tile is at least half full or
+    the next run attends to distant keys."""
     cuts = [0]
     for border, after in pairwise([*borders[1:], borders[-1]]):
         while border - cuts[-1] > TILE_ROWS:
@@ -314,7 +310,7 @@ def _tiles(visible: Numbers, borders: Sequence[int]) -> list[KeyTile]:
         if (
             border - cuts[-1] >= TILE_ROWS // 2
             or border == after
-            or _unlike(visible, cuts[-1], border, after)
+            or _keys_are_distant(visible, cuts[-1], border, after)
         ):
             cuts.append(border)
     return [
@@ -322,11 +318,11 @@ def _tiles(visible: Numbers, borders: Sequence[int]) -> list[KeyTile]:
     ]
 
 
-def _unlike(visible: Numbers, start: int, border: int, stop: int) -> bool:
-    """Whether two runs of queries see keys so far apart that one tile for both would have a tile's
-    scores too many.
+def _keys_are_distant(visible: Numbers, start: int, border: int, stop: int) -> bool:
+    """Return whether one tile for two runs of queries would compute more than one tile of
+    additional scores.
 
-    Documents that are read on from a cache do: a few queries each, and many keys.
+    This is the case for documents with a KV cache: a few queries each, and many keys.
     """
     stop = min(stop, start + TILE_ROWS)
     spent = _num_scores(visible, start, border) + _num_scores(visible, border, stop)
@@ -334,38 +330,37 @@ def _unlike(visible: Numbers, start: int, border: int, stop: int) -> bool:
 
 
 def _num_scores(visible: Numbers, start: int, stop: int) -> int:
-    """Of some queries and all keys from the first to the last that they see; both ascend with the
-    queries."""
+    """Return the scores of a tile with all keys between the first and the last of its queries."""
     return (stop - start) * int(visible[stop - 1, 1] - visible[start, 0])
 
 
 def _tile(visible: Numbers, start: int, stop: int) -> KeyTile | None:
     rows = visible[start:stop]
-    seeing = rows[rows[:, 1] > rows[:, 0]]
-    if not len(seeing):
+    nonempty = rows[rows[:, 1] > rows[:, 0]]
+    if not len(nonempty):
         return None
-    first, last = int(seeing[:, 0].min()), int(seeing[:, 1].max())
-    dense = len(seeing) == len(rows) and bool(
-        (seeing[:, 0] == first).all() and (seeing[:, 1] == last).all()
+    first, last = int(nonempty[:, 0].min()), int(nonempty[:, 1].max())
+    dense = len(nonempty) == len(rows) and bool(
+        (nonempty[:, 0] == first).all() and (nonempty[:, 1] == last).all()
     )
     if dense:
         return KeyTile(start, stop, first, last, None)
     return KeyTile(start, stop, first, last, np.clip(rows - first, 0, last - first))
 
 
-# --- what cannot work
+# --- rules
 
 KINDS: tuple[ContextKind, ...] = ("ring", "gather", "a2a", "a2a+ring")
 
 
 def kind_of_layer(context: ContextConfig, layer: int) -> ContextKind:
-    """How a layer sees the tokens of other ranks; layers are numbered over the whole model."""
+    """Return the kind of context parallelism of a layer, by its global number."""
     return context.layers[layer] if context.layers else context.kind
 
 
 def context_problems(parallel: ParallelConfig, model: ModelConfig, *, seq_len: int) -> list[str]:
-    """Everything that keeps rows of `seq_len` tokens from being shared by cp ranks, as messages for
-    the user."""
+    """Return an error text for each broken rule of context parallelism with rows of `seq_len`
+    tokens."""
     if parallel.cp <= 1:
         return []
     unknown = _unknown_kinds(parallel.context)
@@ -381,7 +376,7 @@ def _unknown_kinds(context: ContextConfig) -> list[str]:
         f"parallel.context.layers[{n}]": kind for n, kind in enumerate(context.layers)
     }
     return [
-        f"{name}={kind} is no way to exchange keys and values.{did_you_mean(kind, KINDS)} "
+        f"{name}={kind} is not a known kind of context parallelism.{did_you_mean(kind, KINDS)} "
         f"Use one of {', '.join(KINDS)}."
         for name, kind in given.items()
         if kind not in KINDS
@@ -389,7 +384,7 @@ def _unknown_kinds(context: ContextConfig) -> list[str]:
 
 
 def _length_problems(parallel: ParallelConfig, seq_len: int) -> list[str]:
-    """Rows that do not divide; slicing by document pads instead."""
+    """Check that rows can be split; slicing by document pads instead."""
     tp = parallel.tp if parallel.sp else 1
     parts = 2 * parallel.cp * tp
     if parallel.context.slicing == "document" or seq_len % parts == 0:
@@ -407,12 +402,12 @@ def _length_problems(parallel: ParallelConfig, seq_len: int) -> list[str]:
         f"row{', cut again over tp by parallel.sp' if tp > 1 else ''}. "
         f"Set train.seq_len to {above}{f' or {below}' if below else ''}, or "
         "parallel.context.slicing to document, "
-        f"which pads."
+        "which pads documents."
     ]
 
 
 def _exchange_problems(parallel: ParallelConfig, model: ModelConfig) -> list[str]:
-    """Layers, group sizes and heads that do not fit the kinds of exchange."""
+    """Check layers, all-to-all group sizes and heads."""
     context, cp = parallel.context, parallel.cp
     kinds = set(context.layers) or {context.kind}
     problems = []
@@ -425,8 +420,8 @@ def _exchange_problems(parallel: ParallelConfig, model: ModelConfig) -> list[str
         )
     if "a2a+ring" in kinds and context.kind != "a2a+ring":
         problems.append(
-            f"parallel.context.layers has a2a+ring, but parallel.context.kind={context.kind} makes "
-            "no groups of "
+            f"parallel.context.layers has a2a+ring, but parallel.context.kind={context.kind} has "
+            "no all-to-all groups of "
             "neighbors. Set parallel.context.kind to a2a+ring and parallel.context.a2a to one of "
             f"{_proper(cp)}."
         )
@@ -435,7 +430,7 @@ def _exchange_problems(parallel: ParallelConfig, model: ModelConfig) -> list[str
     ):
         problems.append(
             f"parallel.context.a2a={context.a2a} does not divide parallel.cp={cp}: with a2a+ring "
-            "so many neighbors "
+            "this many neighbors "
             f"exchange heads. Set parallel.context.a2a to one of {_proper(cp)}."
         )
     elif context.kind != "a2a+ring" and context.a2a is not None:
@@ -450,10 +445,9 @@ def _exchange_problems(parallel: ParallelConfig, model: ModelConfig) -> list[str
 def _head_problems(
     parallel: ParallelConfig, model: ModelConfig, kinds: set[ContextKind]
 ) -> list[str]:
-    """An exchange of heads gives each rank equally many of the query heads that its tensor-parallel
-    rank has."""
+    """Check that the all-to-all splits the query heads of each tensor-parallel rank evenly."""
     if model.num_heads % model.num_kv_heads or parallel.tp > model.num_heads:
-        return []  # another rule tells
+        return []  # another rule reports this
     queries = split_heads(model.num_heads, model.num_kv_heads, parallel.tp).queries
     fits = [size for size in divisors(parallel.cp) if all(count % size == 0 for count in queries)]
     has = (
@@ -482,11 +476,11 @@ def _either(counts: Sequence[int]) -> str:
 
 
 def _multiple_of(model: ModelConfig, parts: int) -> int:
-    """The next number of heads that divides over `parts` ranks and over the key/value heads."""
+    """Return the next number of heads that is divisible by `parts` ranks and by the KV heads."""
     step = lcm(parts, model.num_kv_heads)
     return model.num_heads + -model.num_heads % step
 
 
 def _proper(number: int) -> list[int]:
-    """Sizes that leave both a group of neighbors and a ring, if there are any."""
+    """Return group sizes that leave both an all-to-all group and a ring, if there are any."""
     return divisors(number)[1:-1] or divisors(number)

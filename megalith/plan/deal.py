@@ -1,9 +1,8 @@
-"""Dealing out a step: documents of any length go into packs of one capacity, and packs to
-data-parallel ranks.
+"""Load-balanced batching: pack the documents of a step and assign the packs to data-parallel ranks.
 
-All of it follows from the lengths of the step's documents, so every rank computes the same, and no
-one is asked. Each rank gets equally many packs, as many as the pipeline wants, and work that is as
-equal as packs allow.
+The assignment follows from the lengths of the step's documents, so every rank computes the same one
+without communication. Each rank gets the same number of packs, as the pipeline requires, and about
+the same cost.
 """
 
 import heapq
@@ -26,23 +25,23 @@ from megalith.plan.fill import fill_in_order
 from megalith.plan.schedule import pipeline_in_use, schedule_name, schedule_problems
 
 FILLER = 64
-"""PackedSeqParams of a document of filler: attention to what nobody reads then costs next to
-nothing."""
+"""Length of the padding documents that fill up a pack; short, so that attention over padding is
+cheap."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentCost:
-    """What documents of some length cost: token · L + pair · L² + seen · (twice the pairs inside
-    the window)."""
+    """Cost of a document of length L: token · L + pair · L² + seen · (twice the pairs inside the
+    attention window)."""
 
     token: int = 1
     pair: int = 0
     seen: int = 0
     attention: AttentionConfig | None = None
-    """Whose window it is; of no use without `seen`."""
+    """Attention config that defines the window; used only with `seen`."""
 
     def __call__(self, length: int) -> int:
-        """Of one document."""
+        """Return the cost of one document."""
         windowed = (
             self.seen * pairs_seen(length, self.attention) if self.attention is not None else 0
         )
@@ -50,7 +49,7 @@ class DocumentCost:
 
 
 def document_cost(model: ModelConfig) -> DocumentCost:
-    """The floating-point operations of forward and backward, as `step_flops` counts them.
+    """Return a cost that counts the FLOPs of forward and backward as `step_flops` does.
 
     >>> from megalith.plan.costs import step_flops
     >>> heads = {"num_heads": 4, "num_kv_heads": 2}
@@ -62,49 +61,51 @@ def document_cost(model: ModelConfig) -> DocumentCost:
     """
     token = step_flops(model, tokens=1, squared_lengths=0, windowed=0)
     pair = step_flops(model, tokens=1, squared_lengths=1, windowed=0) - token
-    every = step_flops(model, tokens=0, squared_lengths=1)
+    pair_with_window = step_flops(model, tokens=0, squared_lengths=1)
     windowed = model.attention.window is not None
     return DocumentCost(
-        token, pair if windowed else every, every - pair if windowed else 0, model.attention
+        token,
+        pair if windowed else pair_with_window,
+        pair_with_window - pair if windowed else 0,
+        model.attention,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class BatchAssignment:
-    """Which documents of a step share a pack, and which rank has it."""
+    """The documents of each pack of a step, and the packs of each data-parallel rank."""
 
     packs: tuple[tuple[int, ...], ...]
-    """Documents of each pack, by their place in the step; pack m · dp + r is microbatch m of rank
-    r. Some are empty."""
+    """Document indices of each pack; pack m · dp + r is microbatch m of rank r. Packs may be empty.
+    """
 
     dp: int
 
     costs: tuple[int, ...]
-    """Of each data-parallel rank."""
+    """Total cost of each data-parallel rank."""
 
     @property
     def num_microbatches(self) -> int:
-        """Of every rank."""
+        """Number of microbatches of every rank."""
         return len(self.packs) // self.dp
 
     def of(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """The packs of one data-parallel rank, microbatch by microbatch."""
+        """Return the packs of one data-parallel rank, by microbatch."""
         return self.packs[rank :: self.dp]
 
     @property
     def imbalance(self) -> float:
-        """How much longer the busiest rank works than all do on average, as a share: 0 where all
-        work alike."""
+        """Relative excess of the costliest rank over the mean; 0 if all costs are equal."""
         return imbalance(self.costs)
 
     def digest(self) -> int:
-        """24 bits that differ between deals."""
+        """Return a 24-bit checksum of the assignment."""
         words = [self.dp, *(number for pack in self.packs for number in (-1 - len(pack), *pack))]
         return zlib.crc32(np.array(words, np.int64).tobytes()) >> 8
 
 
 def imbalance(costs: Sequence[int]) -> float:
-    """How much more the largest is than the mean, as a share of it.
+    """Return the relative excess of the maximum over the mean.
 
     >>> imbalance([3, 1, 2])
     0.5
@@ -114,103 +115,105 @@ def imbalance(costs: Sequence[int]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What decides how the documents of a step are packed and dealt, besides their lengths."""
+    """Settings of bin packing and batch assignment: pack capacity, padding, cost and pipeline."""
 
     capacity: int
-    """PackedSeqParams of a pack, over the ranks that share it."""
+    """Tokens of a pack, over the ranks that share it."""
 
     longest: int
-    """PackedSeqParams of a document at most."""
+    """Maximum number of tokens of a document."""
 
     multiple: int = 1
-    """What every document is padded to a multiple of."""
+    """Every document is padded to a multiple of this."""
 
     cost: DocumentCost = DocumentCost()
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     pp: int = 1
 
     def padded(self, length: int) -> int:
-        """PackedSeqParams that a document takes of a pack."""
+        """Return the number of tokens of a document with its padding."""
         return length + -length % self.multiple
 
     def assign_batches(
         self, lengths: Sequence[int], dp: int, *, forward_only: bool = False
     ) -> BatchAssignment:
-        """Pack documents in order and deal the packs to `dp` ranks; a pure function of its
+        """Pack documents in order and assign the packs to `dp` ranks; a pure function of its
         arguments.
 
-        Where there are too few packs for ranks and pipeline, the costliest are divided, and in the
-        end some stay empty. `forward_only`: evaluation, whose pipelines take any number of
-        microbatches.
+        If there are fewer packs than the ranks and the pipeline need, the costliest packs are
+        split, and the remaining ones are empty. `forward_only`: evaluation, whose pipeline schedule
+        accepts any number of microbatches.
 
         Raises:
             PlanError: a document is longer than a pack.
         """
-        filled = fill_in_order([self.padded(length) for length in lengths], self.capacity)
-        packs = [tuple(filled.row(number).tolist()) for number in range(filled.num_rows)]
+        packed = fill_in_order([self.padded(length) for length in lengths], self.capacity)
+        packs = [tuple(packed.row(number).tolist()) for number in range(packed.num_rows)]
         least = -(-len(packs) // dp)
         count = (
             max(least, 1) if forward_only else microbatches_that_fit(self.pipeline, self.pp, least)
         )
         costs = [self.cost(length) for length in lengths]
-        packs = _divided(packs, costs, count * dp)
+        packs = _split_packs(packs, costs, count * dp)
         return _assign_packs(packs, [sum(costs[number] for number in pack) for pack in packs], dp)
 
     def filler(self, length: int) -> tuple[int, ...]:
-        """The lengths of the documents that fill `length` tokens up."""
+        """Return the lengths of the padding documents that fill up `length` tokens."""
         size = max(min(FILLER, self.longest) // self.multiple, 1) * self.multiple
         whole, rest = divmod(length, size)
         return (size,) * whole + ((rest,) if rest else ())
 
 
-def _divided(
+def _split_packs(
     packs: list[tuple[int, ...]], costs: Sequence[int], count: int
 ) -> list[tuple[int, ...]]:
-    """So many packs: the costliest is cut where its halves cost most alike, as long as one has
-    several documents."""
+    """Split the costliest packs, each where its halves cost most alike, until there are `count`;
+    pad with empty packs."""
     heap = [(-sum(costs[number] for number in pack), pack) for pack in packs if len(pack) > 1]
     single: list[tuple[int, ...]] = [pack for pack in packs if len(pack) <= 1]
     heapq.heapify(heap)
     while heap and len(heap) + len(single) < count:
-        for part in _halves(heapq.heappop(heap)[1], costs):
+        for part in _split_in_halves(heapq.heappop(heap)[1], costs):
             if len(part) > 1:
                 heapq.heappush(heap, (-sum(costs[number] for number in part), part))
             else:
                 single.append(part)
-    found = [*single, *(pack for _, pack in heap)]
-    return found + [()] * (count - len(found))
+    split_packs = [*single, *(pack for _, pack in heap)]
+    return split_packs + [()] * (count - len(split_packs))
 
 
-def _halves(pack: tuple[int, ...], costs: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _split_in_halves(
+    pack: tuple[int, ...], costs: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     before = np.cumsum([costs[number] for number in pack[:-1]], dtype=object)
-    whole = sum(costs[number] for number in pack)
-    cut = 1 + min(range(len(before)), key=lambda place: (abs(whole - 2 * before[place]), place))
+    total = sum(costs[number] for number in pack)
+    cut = 1 + min(
+        range(len(before)), key=lambda position: (abs(total - 2 * before[position]), position)
+    )
     return pack[:cut], pack[cut:]
 
 
 def _assign_packs(packs: list[tuple[int, ...]], costs: list[int], dp: int) -> BatchAssignment:
-    """Microbatch after microbatch, costliest first, to the ranks in the order of how little they
-    have so far.
+    """Assign packs to ranks per microbatch, costliest first, to the rank with the lowest total so
+    far.
 
-    Packs that are computed at the same time then cost about the same, and no two ranks differ by
-    more than the costliest pack of a microbatch and its cheapest do: a rank that has more never
-    gets more.
+    Packs of the same microbatch then cost about the same, and the totals of two ranks differ by at
+    most the cost difference within one microbatch.
     """
     order = sorted(range(len(packs)), key=lambda number: (-costs[number], packs[number]))
-    totals, places = [0] * dp, [0] * len(packs)
+    totals, pack_numbers = [0] * dp, [0] * len(packs)
     for start in range(0, len(packs), dp):
         ranks = sorted(range(dp), key=lambda rank: (totals[rank], rank))
         for rank, number in zip(ranks, order[start : start + dp], strict=True):
             totals[rank] += costs[number]
-            places[start + rank] = number
-    return BatchAssignment(tuple(packs[number] for number in places), dp, tuple(totals))
+            pack_numbers[start + rank] = number
+    return BatchAssignment(tuple(packs[number] for number in pack_numbers), dp, tuple(totals))
 
 
 def assign_rows(costs: Sequence[int], *, dp: int, rows: int, balanced: bool) -> list[list[int]]:
-    """Rows that are full already, `rows` to a microbatch: those of microbatch m and rank r at m ·
-    dp + r.
+    """Assign full rows to ranks, `rows` per microbatch; microbatch m of rank r is at m · dp + r.
 
-    In order, or `balanced` as packs are.
+    In order, or by cost as for packs if `balanced`.
 
     >>> assign_rows([9, 1, 8, 2], dp=2, rows=1, balanced=True)
     [[0], [2], [1], [3]]
@@ -225,21 +228,22 @@ def assign_rows(costs: Sequence[int], *, dp: int, rows: int, balanced: bool) -> 
         )
     if not balanced:
         return [list(range(start, start + rows)) for start in range(0, len(costs), rows)]
-    single = _assign_packs([(number,) for number in range(len(costs))], list(costs), dp)
-    each = [[pack[0] for pack in single.of(rank)] for rank in range(dp)]
+    assignment = _assign_packs([(number,) for number in range(len(costs))], list(costs), dp)
+    rows_by_rank = [[pack[0] for pack in assignment.of(rank)] for rank in range(dp)]
     return [
-        each[rank][start : start + rows]
+        rows_by_rank[rank][start : start + rows]
         for start in range(0, len(costs) // dp, rows)
         for rank in range(dp)
     ]
 
 
-@lru_cache(maxsize=64)  # steps need the same few counts over and over
+@lru_cache(maxsize=64)  # most steps ask for the same few counts
 def microbatches_that_fit(pipeline: PipelineConfig, pp: int, least: int) -> int:
-    """The fewest microbatches that a pipeline can be run with, from `least` on.
+    """Return the smallest number of microbatches that the pipeline schedule accepts, from `least`
+    on.
 
     Raises:
-        PlanError: no number of them fits; the message is what the rules say of the pipeline.
+        PlanError: no number is accepted; the message lists the broken rules.
     """
     used, least = pipeline_in_use(pipeline, pp), max(least, 1)
     if schedule_name(used) != "interleaved":
@@ -255,7 +259,7 @@ def microbatches_that_fit(pipeline: PipelineConfig, pp: int, least: int) -> int:
 
 
 def budget_of(train: LoopConfig, parallel: ParallelConfig, model: ModelConfig) -> Budget | None:
-    """How a run packs its documents; None where it reads rows of train.seq_len."""
+    """Return the packing settings of a run; None if it reads rows of train.seq_len tokens."""
     if train.tokens_per_microbatch is None:
         return None
     return Budget(
@@ -269,30 +273,29 @@ def budget_of(train: LoopConfig, parallel: ParallelConfig, model: ModelConfig) -
 
 
 def document_multiple(parallel: ParallelConfig) -> int:
-    """What every document is padded to a multiple of; 1 where nothing is padded."""
+    """Return the multiple that every document is padded to; 1 without padding."""
     if parallel.cp == 1 or parallel.context.slicing == "row":
         return 1
     return 2 * parallel.cp * (parallel.tp if parallel.sp else 1)
 
 
 def microbatches_of_longest(train: LoopConfig, parallel: ParallelConfig, dp: int) -> int:
-    """Microbatches of a step on each rank: with a budget, of documents that are all as long as they
-    may be."""
+    """Return the microbatches per step and rank; with token budgets, for documents of the maximum
+    length."""
     if train.tokens_per_microbatch is None:
         return train.global_batch_size // (train.micro_batch_size * dp)
     length = train.seq_len + -train.seq_len % document_multiple(parallel)
-    together = max(train.tokens_per_microbatch * parallel.cp // length, 1)
-    packs = -(-train.global_batch_size // together)
+    documents_per_pack = max(train.tokens_per_microbatch * parallel.cp // length, 1)
+    packs = -(-train.global_batch_size // documents_per_pack)
     return microbatches_that_fit(parallel.pipeline, parallel.pp, -(-packs // dp))
 
 
 def budget_problems(train: LoopConfig, parallel: ParallelConfig, data: DataConfig) -> list[str]:
-    """Everything that keeps documents from being packed and dealt as the settings say: one text
-    each."""
-    size, usual, name = train.tokens_per_microbatch, DataConfig(), "train.tokens_per_microbatch"
+    """Return one error text for each setting that conflicts with train.tokens_per_microbatch."""
+    size, defaults, name = train.tokens_per_microbatch, DataConfig(), "train.tokens_per_microbatch"
     if size is None:
         return _rows_problems(train, data)
-    problems = [f"{name}={size} with {text}" for text in _other_kinds(data, usual)]
+    problems = [f"{name}={size} with {text}" for text in _find_row_settings(data, defaults)]
     if train.micro_batch_size != 1:
         problems.append(
             f"train.micro_batch_size={train.micro_batch_size} with {name}={size}: a microbatch is "
@@ -300,8 +303,8 @@ def budget_problems(train: LoopConfig, parallel: ParallelConfig, data: DataConfi
         )
     if train.balance_rows:
         problems.append(
-            f"train.balance_rows=true with {name}={size}, which deals packs alike anyway. Remove "
-            "it."
+            f"train.balance_rows=true with {name}={size}, which balances packs already. Remove "
+            "train.balance_rows."
         )
     tp = parallel.tp if parallel.sp else 1
     parts = 2 * tp if parallel.cp > 1 else tp
@@ -310,19 +313,20 @@ def budget_problems(train: LoopConfig, parallel: ParallelConfig, data: DataConfi
             (["2"] if parallel.cp > 1 else []) + ([f"parallel.tp={tp}"] if tp > 1 else [])
         )
         problems.append(
-            f"{name}={size} does not divide by {product} = {parts}, and ranks share a pack. "
+            f"{name}={size} is not divisible by {product} = {parts}, over which packs are split. "
             f"Set {name} to {size + -size % parts}."
         )
     multiple = document_multiple(parallel)
     padded = train.seq_len + -train.seq_len % multiple
     if size * parallel.cp < padded:
         least = -(-padded // parallel.cp)
-        room = size * parallel.cp // multiple * multiple
+        longest = size * parallel.cp // multiple * multiple
         problems.append(
-            f"{name}={size} * parallel.cp={parallel.cp} = {size * parallel.cp} tokens hold no "
+            f"{name}={size} * parallel.cp={parallel.cp} = {size * parallel.cp} tokens do not "
+            "hold a "
             "document of "
             f"train.seq_len={train.seq_len}. Set {name} to {least + -least % parts} or more"
-            + (f", or train.seq_len to {room} or less." if room else ".")
+            + (f", or train.seq_len to {longest} or less." if longest else ".")
         )
     return problems
 
@@ -331,11 +335,12 @@ def _rows_problems(train: LoopConfig, data: DataConfig) -> list[str]:
     problems = []
     if train.balance_rows and not data.sft.used():
         problems.append(
-            "train.balance_rows=true without data.sft: rows of text cost every rank the same, as "
-            "far as anyone knows "
-            "before they are read. Set train.balance_rows=false."
+            "train.balance_rows=true without data.sft: rows of pretraining text have the same "
+            "estimated cost. Set train.balance_rows=false."
         )
-    if data.overlong != DataConfig().overlong and not data.sft.used():  # of which there is a rule
+    if (
+        data.overlong != DataConfig().overlong and not data.sft.used()
+    ):  # another rule reports these with SFT
         problems.append(
             f"data.overlong={data.overlong} without train.tokens_per_microbatch: rows of text are "
             "cut anywhere. Remove "
@@ -344,19 +349,21 @@ def _rows_problems(train: LoopConfig, data: DataConfig) -> list[str]:
     return problems
 
 
-def _other_kinds(data: DataConfig, usual: DataConfig) -> Iterator[str]:
-    """Settings of rows, which whole documents have no use for."""
+def _find_row_settings(data: DataConfig, defaults: DataConfig) -> Iterator[str]:
+    """Yield an error for each row setting that has no effect on whole documents."""
     for field_name in ("document_masking", "eod_mask_loss", "keep_partial_valid", "sampler"):
         value = getattr(data, field_name)
-        if value != getattr(usual, field_name) and not data.sft.used():  # of which there is a rule
+        if (
+            value != getattr(defaults, field_name) and not data.sft.used()
+        ):  # another rule reports these with SFT
             yield (
                 f"data.{field_name}={value}: a sample is a whole document, shuffled in each "
                 "epoch. Remove it."
             )
     for field_name in ("packing", "packs"):
         value = getattr(data.sft, field_name)
-        if value != getattr(usual.sft, field_name):
+        if value != getattr(defaults.sft, field_name):
             yield (
-                f"data.sft.{field_name}={value}: conversations are packed step by step. Remove "
+                f"data.sft.{field_name}={value}: conversations are packed per step. Remove "
                 "one of them."
             )

@@ -1,51 +1,54 @@
-"""How many rows each rank sends to each other rank, when tokens go to the ranks that hold their
-experts."""
+"""Plan the all-to-all of tokens to experts: how many rows each rank sends to each other rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 Table = Sequence[Sequence[Sequence[int]]]
-"""[etp][ep][experts]: by the rank that a row comes from, how many rows for each expert."""
+"""[etp][ep][experts]: rows for each expert, by the source rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """What one rank sends and receives, in rows."""
+    """Rows that one rank sends and receives in the dispatch to experts."""
 
     sent: tuple[int, ...]
-    """To each rank along ep, which has the experts that follow those of the rank before it."""
+    """Rows to each rank along ep; experts are assigned to ranks in contiguous blocks."""
 
     received: tuple[int, ...]
     """From each rank along ep."""
 
     gathered: tuple[int, ...]
-    """What each rank along etp received, which all of them then share."""
+    """Rows that each rank along etp received, which are all-gathered over etp."""
 
     chunks: tuple[int, ...]
-    """Rows as they lie then: by rank along etp, by rank along ep that sent them, by expert."""
+    """Rows in the order in which they are stored after the exchange: by rank along etp, by source
+    rank along ep, by expert."""
 
     counts: tuple[int, ...]
-    """Rows of each of my experts."""
+    """Rows of each local expert."""
 
 
 def plan_exchange(table: Table, *, ep_rank: int, etp_rank: int) -> ExchangePlan:
-    """The plan of one rank, when all ranks along ep and etp have told how many rows they have for
-    each expert.
+    """Return the exchange plan of one rank, from the number of rows per expert of all ranks along
+    ep and etp.
 
     >>> plan_exchange([[[5, 1], [2, 3]]], ep_rank=0, etp_rank=0)  # two ranks with an expert each
     ExchangePlan(sent=(5, 1), received=(5, 2), gathered=(7,), chunks=(5, 2), counts=(7,))
     """
     ranks = len(table[0])
-    each = len(table[0][0]) // ranks
-    mine = slice(ep_rank * each, (ep_rank + 1) * each)
-    arriving = [[list(row[mine]) for row in rows] for rows in table]
-    own = table[etp_rank][ep_rank]
-    chunks = [list(chunk) for chunk in chain.from_iterable(arriving)]
+    experts_per_rank = len(table[0][0]) // ranks
+    local_experts = slice(ep_rank * experts_per_rank, (ep_rank + 1) * experts_per_rank)
+    received_rows = [[list(row[local_experts]) for row in rows] for rows in table]
+    sent_rows = table[etp_rank][ep_rank]
+    chunks = [list(chunk) for chunk in chain.from_iterable(received_rows)]
     return ExchangePlan(
-        sent=tuple(sum(own[rank * each : (rank + 1) * each]) for rank in range(ranks)),
-        received=tuple(sum(row) for row in arriving[etp_rank]),
-        gathered=tuple(sum(map(sum, rows)) for rows in arriving),
+        sent=tuple(
+            sum(sent_rows[rank * experts_per_rank : (rank + 1) * experts_per_rank])
+            for rank in range(ranks)
+        ),
+        received=tuple(sum(row) for row in received_rows[etp_rank]),
+        gathered=tuple(sum(map(sum, rows)) for rows in received_rows),
         chunks=tuple(chain.from_iterable(chunks)),
         counts=tuple(map(sum, zip(*chunks, strict=True))),
     )

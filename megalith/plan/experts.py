@@ -1,4 +1,4 @@
-"""Every rule of a mixture of experts: by itself, and for the ranks that divide it."""
+"""Rules of MoE models: settings by themselves, and expert parallel layouts."""
 
 import math
 from collections.abc import Callable
@@ -21,20 +21,22 @@ Rule = Callable[[MoEConfig], str | None]
 
 
 def moe_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
-    """Every broken rule of a model's experts, as texts; those that relate settings wait until all
-    counts are at least
-    1. `trains=False`: only what keeps them from being computed."""
+    """Return one error text for each broken rule of a model's MoE settings.
+
+    Rules across settings are checked only if all counts are at least 1. `trains=False`: only the
+    rules that inference needs.
+    """
     moe = model.moe
     if moe is None:
         return []
-    problems = moe_count_problems(moe)
+    problems = find_moe_count_problems(moe)
     rules = RULES if trains else [rule for rule in RULES if rule not in OF_TRAINING]
     related = [] if problems else [text for rule in rules if (text := rule(moe)) is not None]
-    return problems + related + moe_number_problems(moe)
+    return problems + related + find_moe_number_problems(moe)
 
 
-def moe_count_problems(moe: MoEConfig) -> list[str]:
-    """Counts below 1."""
+def find_moe_count_problems(moe: MoEConfig) -> list[str]:
+    """Return an error for each count below 1."""
     counts = {
         "num_experts": moe.num_experts,
         "top_k": moe.top_k,
@@ -53,35 +55,35 @@ def moe_count_problems(moe: MoEConfig) -> list[str]:
     ]
 
 
-def moe_number_problems(moe: MoEConfig) -> list[str]:
-    """Numbers out of their range, nan and infinity among them."""
+def find_moe_number_problems(moe: MoEConfig) -> list[str]:
+    """Return an error for each number out of its range, NaN or infinite."""
     losses = [field.name for field in fields(AuxLossConfig) if field.name != "quantile_ema"]
     weights = {f"aux_loss.{name}": getattr(moe.aux_loss, name) for name in losses} | {
         "router.force_biased": moe.router.force_biased
     }
     problems = [
-        f"model.moe.{name}={value} must be a finite number of at least 0. Use 0.01, or 0 to leave "
-        "it out."
+        f"model.moe.{name}={value} must be a finite number of at least 0. Use 0.01, or 0 to "
+        "disable it."
         for name, value in weights.items()
         if not isinstance(value, bool) and not 0 <= value < math.inf
     ]
-    above = {
+    positive = {
         "router.routed_scaling_factor": (moe.router.routed_scaling_factor, 1.0),
         "router.expert_bias_update_rate": (moe.router.expert_bias_update_rate, 1e-3),
         "capacity.factor": (moe.capacity.factor, 1.25),
     }
     problems += [
-        f"model.moe.{name}={value} must be a finite number above 0. Use {usual}."
-        for name, (value, usual) in above.items()
+        f"model.moe.{name}={value} must be a finite number above 0. Use {example}."
+        for name, (value, example) in positive.items()
         if value is not None and not 0 < value < math.inf
     ]
-    shares = {
+    fractions = {
         "router.jitter": (moe.router.jitter, 0.01),
         "aux_loss.quantile_ema": (moe.aux_loss.quantile_ema, 0.9),
     }
     problems += [
-        f"model.moe.{name}={value} must be at least 0 and below 1. Use {usual}."
-        for name, (value, usual) in shares.items()
+        f"model.moe.{name}={value} must be at least 0 and below 1. Use {example}."
+        for name, (value, example) in fractions.items()
         if not 0 <= value < 1
     ]
     return problems
@@ -90,8 +92,8 @@ def moe_number_problems(moe: MoEConfig) -> list[str]:
 # --- choosing
 
 
-def tokens_choose_among_all(moe: MoEConfig) -> str | None:
-    """No token goes to more experts than there are."""
+def check_top_k(moe: MoEConfig) -> str | None:
+    """Check that top_k is at most the number of experts."""
     if moe.top_k <= moe.num_experts:
         return None
     return (
@@ -102,18 +104,19 @@ def tokens_choose_among_all(moe: MoEConfig) -> str | None:
 
 
 def one_choice_has_a_weight(moe: MoEConfig) -> str | None:
-    """A single weight divided by itself is 1, and the router would never learn."""
+    """Check that the weight of a single expert is not normalized: it would be 1, without a
+    gradient."""
     if moe.top_k > 1 or not moe.router.norm_topk_prob:
         return None
     return (
         f"model.moe.top_k={moe.top_k} with model.moe.router.norm_topk_prob=true: the weight of a "
-        "single expert would "
-        f"always be 1, and the router have no gradient. Set model.moe.router.norm_topk_prob=false."
+        "single expert would always be 1, and the router would have no gradient. Set "
+        "model.moe.router.norm_topk_prob=false."
     )
 
 
-def biases_move_single_scores(moe: MoEConfig) -> str | None:
-    """Balancing biases belong to scores that do not depend on one another."""
+def check_expert_bias_score(moe: MoEConfig) -> str | None:
+    """Check that the expert bias is used with scores that are independent of each other."""
     if not moe.router.expert_bias or moe.router.score != "softmax":
         return None
     return (
@@ -124,8 +127,8 @@ def biases_move_single_scores(moe: MoEConfig) -> str | None:
     )
 
 
-def groups_are_whole(moe: MoEConfig) -> str | None:
-    """Groups come with how many of them are chosen, and are of one size."""
+def check_expert_groups(moe: MoEConfig) -> str | None:
+    """Check the number of expert groups and of selected groups."""
     groups, chosen = moe.router.num_groups, moe.router.topk_groups
     if groups is None and chosen is None:
         return None
@@ -155,7 +158,8 @@ def _groups_have_enough(moe: MoEConfig, groups: int, chosen: int) -> str | None:
     each = moe.num_experts // groups
     if chosen * each < moe.top_k:
         return (
-            f"model.moe.top_k={moe.top_k} experts are not in model.moe.router.topk_groups={chosen} "
+            f"model.moe.top_k={moe.top_k} is more than the experts of "
+            f"model.moe.router.topk_groups={chosen} "
             f"groups of {each}. "
             f"Set model.moe.router.topk_groups to {-(-moe.top_k // each)} or more."
         )
@@ -163,39 +167,42 @@ def _groups_have_enough(moe: MoEConfig, groups: int, chosen: int) -> str | None:
         fits = [n for n in divisors(moe.top_k) if n <= groups and n * each >= moe.top_k]
         return (
             f"model.moe.router.topk_groups={chosen} does not divide model.moe.top_k={moe.top_k}: a "
-            "group is judged by "
+            "group's score is the sum of "
             "its best top_k / topk_groups experts. Set model.moe.router.topk_groups to one of "
             f"{fits}, or model.moe.router.group_score=max."
         )
     return None
 
 
-def plans_go_alone(moe: MoEConfig) -> str | None:
-    """What makes use equal by itself needs no help, and knows of no groups."""
-    chosen = [name for name in ("sinkhorn", "quantile") if getattr(moe.aux_loss, name)]
-    if not chosen:
+def check_exclusive_balancers(moe: MoEConfig) -> str | None:
+    """Check that Sinkhorn and quantile balancing are not combined with other load balancing."""
+    balancers = [name for name in ("sinkhorn", "quantile") if getattr(moe.aux_loss, name)]
+    if not balancers:
         return None
     losses = {
         f"aux_loss.{name}": getattr(moe.aux_loss, name)
         for name in ("sequence_coeff", "batch_coeff", "global_batch_coeff")
     }
-    odd = {name: value for name, value in losses.items() if value}
-    odd |= {"aux_loss.quantile": "true"} if len(chosen) > 1 else {}
-    odd |= {"router.num_groups": moe.router.num_groups} if moe.router.num_groups is not None else {}
-    odd |= {"router.expert_bias": "true"} if moe.router.expert_bias else {}
-    odd |= {"capacity.factor": moe.capacity.factor} if moe.capacity.factor is not None else {}
-    if not odd:
+    conflicts = {name: value for name, value in losses.items() if value}
+    conflicts |= {"aux_loss.quantile": "true"} if len(balancers) > 1 else {}
+    conflicts |= (
+        {"router.num_groups": moe.router.num_groups} if moe.router.num_groups is not None else {}
+    )
+    conflicts |= {"router.expert_bias": "true"} if moe.router.expert_bias else {}
+    conflicts |= {"capacity.factor": moe.capacity.factor} if moe.capacity.factor is not None else {}
+    if not conflicts:
         return None
-    given = ", ".join(f"model.moe.{name}={value}" for name, value in odd.items())
+    given = ", ".join(f"model.moe.{name}={value}" for name, value in conflicts.items())
     return (
-        f"{given} with model.moe.aux_loss.{chosen[0]}=true: it makes experts equally busy by "
-        "itself, of all experts. "
-        f"Remove {'them' if len(odd) > 1 else 'it'}, or set model.moe.aux_loss.{chosen[0]}=false."
+        f"{given} with model.moe.aux_loss.{balancers[0]}=true, which balances all experts by "
+        "itself. "
+        f"Remove {'them' if len(conflicts) > 1 else 'it'}, or set "
+        f"model.moe.aux_loss.{balancers[0]}=false."
     )
 
 
-def offsets_leave_a_choice(moe: MoEConfig) -> str | None:
-    """Where tokens go to all experts, none is wanted more than the next."""
+def check_quantile_top_k(moe: MoEConfig) -> str | None:
+    """Check that quantile balancing has fewer choices than experts."""
     if not moe.aux_loss.quantile or moe.top_k < moe.num_experts:
         return None
     return (
@@ -206,32 +213,32 @@ def offsets_leave_a_choice(moe: MoEConfig) -> str | None:
     )
 
 
-def inputs_have_one_weight(moe: MoEConfig) -> str | None:
-    """A token that is weighed before its expert goes to one."""
+def check_input_weight_top_k(moe: MoEConfig) -> str | None:
+    """Check that the router weight is applied to the input only with top_k=1."""
     if not moe.apply_router_weight_on_input or moe.top_k == 1:
         return None
     return (
         f"model.moe.apply_router_weight_on_input=true with model.moe.top_k={moe.top_k}: a token is "
         "multiplied by "
-        "the weight of its one "
-        f"expert. Set model.moe.top_k=1, or model.moe.apply_router_weight_on_input=false."
+        "the router weight of a single expert. Set model.moe.top_k=1, or "
+        "model.moe.apply_router_weight_on_input=false."
     )
 
 
-def noises_of_one_kind(moe: MoEConfig) -> str | None:
-    """Experts cannot be made equally and unequally busy at once."""
+def check_random_routing(moe: MoEConfig) -> str | None:
+    """Check that force_load_balancing and force_biased are not combined."""
     if not moe.router.force_load_balancing or moe.router.force_biased == 0:
         return None
     return (
         "model.moe.router.force_load_balancing=true with "
-        f"model.moe.router.force_biased={moe.router.force_biased}: one makes "
-        "experts equally busy, the other does not. Set model.moe.router.force_biased=0, or "
+        f"model.moe.router.force_biased={moe.router.force_biased}: one balances the random "
+        "choices, the other does not. Set model.moe.router.force_biased=0, or "
         "force_load_balancing=false."
     )
 
 
-def some_layer_has_experts(moe: MoEConfig) -> str | None:
-    """A pattern without any is a model without any."""
+def check_some_layer_has_experts(moe: MoEConfig) -> str | None:
+    """Check that some layer has experts."""
     if not moe.layers or any(moe.layers):
         return None
     return (
@@ -241,24 +248,24 @@ def some_layer_has_experts(moe: MoEConfig) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    some_layer_has_experts,
-    tokens_choose_among_all,
+    check_some_layer_has_experts,
+    check_top_k,
     one_choice_has_a_weight,
-    biases_move_single_scores,
-    groups_are_whole,
-    plans_go_alone,
-    offsets_leave_a_choice,
-    inputs_have_one_weight,
-    noises_of_one_kind,
+    check_expert_bias_score,
+    check_expert_groups,
+    check_exclusive_balancers,
+    check_quantile_top_k,
+    check_input_weight_top_k,
+    check_random_routing,
 )
 
 OF_TRAINING: tuple[Rule, ...] = (
     one_choice_has_a_weight,
-    plans_go_alone,
-    offsets_leave_a_choice,
-    noises_of_one_kind,
+    check_exclusive_balancers,
+    check_quantile_top_k,
+    check_random_routing,
 )
-"""Those of routers that learn: one that has learned, or is not to, computes all the same."""
+"""Rules for training only: inference works without them."""
 
 
 # --- ranks
@@ -267,43 +274,45 @@ OF_TRAINING: tuple[Rule, ...] = (
 def expert_layout_problems(
     model: ModelConfig, parallel: ParallelConfig, world: int, *, trains: bool
 ) -> list[str]:
-    """Ways to divide a model's experts over `world` ranks that cannot work: one text each."""
+    """Return one error text for each broken rule of the expert parallel layout on `world` ranks."""
     p, moe = parallel, model.moe
     if moe is None:
-        return _experts_are_there(p)
+        return _find_moe_settings_without_moe(p)
     etp = p.tp if p.etp is None else p.etp
     problems = expert_problems(world=world, etp=etp, ep=p.ep, pp=p.pp, order=p.order)
     if problems:
         return problems
     grid = expert_grid(world=world, etp=etp, ep=p.ep, pp=p.pp, order=p.order)
-    checks = [
-        _experts_divide(moe, p.ep),
-        _experts_have_features(moe, etp),
-        _biases_are_whole(moe, etp),
+    results = [
+        _check_ep_divides_experts(moe, p.ep),
+        _check_etp_size(moe, etp),
+        _check_biases_without_etp(moe, etp),
     ]
-    checks += [_filler_is_sent(moe, p), *transport_problems(p.dispatcher)]
-    checks += [_replicas_divide(p, grid)] if p.dp_replicate > 1 else []
-    checks += [_tokens_are_divided(p)] if trains else []
-    problems = [text for text in checks if text is not None]
+    results += [_check_padding_dispatcher(moe, p), *transport_problems(p.dispatcher)]
+    results += [_check_replicas_divide_edp(p, grid)] if p.dp_replicate > 1 else []
+    results += [_check_tp_needs_sp(p)] if trains else []
+    problems = [text for text in results if text is not None]
     if world % (p.tp * p.cp * p.pp):
-        return problems  # which another rule refuses
+        return problems  # another rule reports this
     return problems + stage_problems(
         dense_grid(world=world, tp=p.tp, cp=p.cp, pp=p.pp, order=p.order), grid
     )
 
 
-def _experts_are_there(p: ParallelConfig) -> list[str]:
+def _find_moe_settings_without_moe(p: ParallelConfig) -> list[str]:
     given = {"ep": (p.ep, 1), "etp": (p.etp, None), "dispatcher": (p.dispatcher, "alltoall")}
-    odd = [f"parallel.{name}={value}" for name, (value, usual) in given.items() if value != usual]
-    if not odd:
+    changed = [
+        f"parallel.{name}={value}" for name, (value, default) in given.items() if value != default
+    ]
+    if not changed:
         return []
     return [
-        f"{', '.join(odd)} with model.moe=null: there are no experts to divide. Set model.moe, or "
-        f"remove {'them' if len(odd) > 1 else 'it'}."
+        f"{', '.join(changed)} with model.moe=null: the model has no experts. Set model.moe, or "
+        f"remove {'them' if len(changed) > 1 else 'it'}."
     ]
 
 
-def _experts_divide(moe: MoEConfig, ep: int) -> str | None:
+def _check_ep_divides_experts(moe: MoEConfig, ep: int) -> str | None:
     if moe.num_experts % ep == 0:
         return None
     return (
@@ -313,7 +322,7 @@ def _experts_divide(moe: MoEConfig, ep: int) -> str | None:
     )
 
 
-def _experts_have_features(moe: MoEConfig, etp: int) -> str | None:
+def _check_etp_size(moe: MoEConfig, etp: int) -> str | None:
     if etp <= moe.ffn_hidden_size:
         return None
     return (
@@ -322,7 +331,7 @@ def _experts_have_features(moe: MoEConfig, etp: int) -> str | None:
     )
 
 
-def _biases_are_whole(moe: MoEConfig, etp: int) -> str | None:
+def _check_biases_without_etp(moe: MoEConfig, etp: int) -> str | None:
     if not moe.biases or etp == 1:
         return None
     return (
@@ -332,17 +341,17 @@ def _biases_are_whole(moe: MoEConfig, etp: int) -> str | None:
     )
 
 
-def _filler_is_sent(moe: MoEConfig, p: ParallelConfig) -> str | None:
+def _check_padding_dispatcher(moe: MoEConfig, p: ParallelConfig) -> str | None:
     if not moe.capacity.pad or p.dispatcher == "alltoall":
         return None
     return (
-        f"parallel.dispatcher={p.dispatcher} with model.moe.capacity.pad=true: only an exchange "
-        "sends filler to experts that too few chose. Set parallel.dispatcher=alltoall, or "
+        f"parallel.dispatcher={p.dispatcher} with model.moe.capacity.pad=true: only alltoall pads "
+        "experts to their capacity. Set parallel.dispatcher=alltoall, or "
         "model.moe.capacity.pad=false."
     )
 
 
-def _replicas_divide(p: ParallelConfig, grid: Grid) -> str | None:
+def _check_replicas_divide_edp(p: ParallelConfig, grid: Grid) -> str | None:
     edp = grid.size("edp")
     if edp % p.dp_replicate == 0:
         return None
@@ -354,7 +363,7 @@ def _replicas_divide(p: ParallelConfig, grid: Grid) -> str | None:
     )
 
 
-def _tokens_are_divided(p: ParallelConfig) -> str | None:
+def _check_tp_needs_sp(p: ParallelConfig) -> str | None:
     if p.tp == 1 or p.sp:
         return None
     return (
@@ -365,70 +374,72 @@ def _tokens_are_divided(p: ParallelConfig) -> str | None:
 
 
 FEW_EXPERTS = 32
-"""From so many on scores lie closer together than bf16 can tell apart: a guess."""
+"""Heuristic: with at least this many experts, bf16 logits are often equal."""
 
 
 def balance_notes(model: ModelConfig) -> list[str]:
-    """What a run says at its start of experts that chance chooses, or too coarse a router, or that
-    nothing balances."""
+    """Return notes on random routing, bf16 routers, a constant router weight and missing load
+    balancing."""
     moe = model.moe
     if moe is None:
         return []
-    return [*_forced_notes(moe), *_coarse_notes(moe), *_single_notes(moe), *_idle_notes(moe)]
+    return [
+        *_random_routing_notes(moe),
+        *_router_dtype_notes(moe),
+        *_single_expert_notes(moe),
+        *_no_balancing_notes(moe),
+    ]
 
 
-def _forced_notes(moe: MoEConfig) -> list[str]:
-    forced = {
+def _random_routing_notes(moe: MoEConfig) -> list[str]:
+    options = {
         "force_load_balancing=true": moe.router.force_load_balancing,
         "force_biased": moe.router.force_biased > 0,
     }
-    said = [
+    active = [
         name if "=" in name else f"{name}={moe.router.force_biased}"
-        for name, given in forced.items()
+        for name, given in options.items()
         if given
     ]
     return [
-        f"model.moe.router.{name}: experts are chosen at random, to measure speed, and the model "
-        "is of no use"
-        for name in said
+        f"model.moe.router.{name}: experts are chosen at random, for speed measurements only; the "
+        "trained model is not usable"
+        for name in active
     ]
 
 
-def _coarse_notes(moe: MoEConfig) -> list[str]:
+def _router_dtype_notes(moe: MoEConfig) -> list[str]:
     if moe.router.dtype != "model" or moe.num_experts < FEW_EXPERTS:
         return []
     return [
         f"model.moe.router.dtype=model: in bf16 logits of {moe.num_experts} experts are often "
-        "equal, "
-        "and who is chosen is "
-        f"up to their order: set model.moe.router.dtype=fp32"
+        "equal, and the choice then depends on their order: set model.moe.router.dtype=fp32"
     ]
 
 
-def _single_notes(moe: MoEConfig) -> list[str]:
+def _single_expert_notes(moe: MoEConfig) -> list[str]:
     if moe.num_experts == 1 or one_choice_has_a_weight(moe) is None:
         return []
     return [
         "model.moe.top_k=1 with model.moe.router.norm_topk_prob=true: the weight of a single "
         "expert "
-        "is always 1, as in "
-        "the code of others for such a model, and its loss gives routers no gradient: only "
-        "aux_loss.* move them"
+        "is always 1, as in other implementations of such a model, and the LM loss gives routers "
+        "no gradient: only aux_loss.* losses train them"
     ]
 
 
-def _idle_notes(moe: MoEConfig) -> list[str]:
-    chance = moe.router.force_load_balancing or moe.router.force_biased > 0
-    kept = (
+def _no_balancing_notes(moe: MoEConfig) -> list[str]:
+    is_random = moe.router.force_load_balancing or moe.router.force_biased > 0
+    is_balanced = (
         moe.router.expert_bias
         or moe.aux_loss.sinkhorn
         or moe.aux_loss.quantile
         or has_aux_losses(moe.aux_loss)
     )
-    if moe.num_experts == 1 or chance or kept:
+    if moe.num_experts == 1 or is_random or is_balanced:
         return []
     return [
-        "nothing keeps the experts equally busy, and few of them may end up with all tokens: set "
+        "no load balancing of experts: few of them may receive all tokens. Set "
         "model.moe.aux_loss.batch_coeff=0.01, or with router.score=sigmoid "
         "model.moe.router.expert_bias=true"
     ]
@@ -438,49 +449,53 @@ def _idle_notes(moe: MoEConfig) -> list[str]:
 
 
 def router_text(moe: MoEConfig) -> str:
-    """How tokens choose experts, what balances these, and whom they refuse.
+    """Describe how tokens choose experts, the load balancing, and token dropping by the capacity
+    factor (dropless without one).
 
     >>> balanced = AuxLossConfig(batch_coeff=0.01)
     >>> router_text(MoEConfig(num_experts=8, ffn_hidden_size=4, aux_loss=balanced)).split("; ")[1]
     'balanced by aux_loss.batch_coeff=0.01'
     """
     router, capacity = moe.router, moe.capacity
-    how = [
+    parts = [
         f"{router.score} scores in "
         f"{'the dtype of the model' if router.dtype == 'model' else router.dtype}"
     ]
-    how += (
+    parts += (
         [f"of the best {router.topk_groups} of {router.num_groups} groups"]
         if router.num_groups is not None
         else []
     )
-    how += ["weights renormalized" if router.norm_topk_prob else "weights as scored"]
-    how[-1] += (
+    parts += ["weights renormalized" if router.norm_topk_prob else "weights as scored"]
+    parts[-1] += (
         f" times {router.routed_scaling_factor:g}" if router.routed_scaling_factor != 1.0 else ""
     )
-    how += [
+    parts += [
         f"{name}={value:g}"
         for name in ("jitter", "force_biased")
         if (value := getattr(router, name)) > 0
     ]
-    how += ["at random (force_load_balancing)"] if router.force_load_balancing else []
-    refused = "nobody is refused"
+    parts += ["at random (force_load_balancing)"] if router.force_load_balancing else []
+    dropping = "dropless"
     if capacity.factor is not None:
-        who = "those of least weight" if capacity.drop == "least" else "the last"
-        refused = f"each takes {capacity.factor:g} times its even share and refuses {who}"
-    return f"{', '.join(how)}; balanced by {', '.join(_balanced_by(moe)) or 'nothing'}; {refused}"
+        dropped = "those of least weight" if capacity.drop == "least" else "the last tokens"
+        dropping = f"capacity factor {capacity.factor:g}, drops {dropped}"
+    return (
+        f"{', '.join(parts)}; balanced by "
+        f"{', '.join(_list_load_balancing(moe)) or 'nothing'}; {dropping}"
+    )
 
 
-def _balanced_by(moe: MoEConfig) -> list[str]:
+def _list_load_balancing(moe: MoEConfig) -> list[str]:
     losses = {
         name: getattr(moe.aux_loss, name)
         for name in ("sequence_coeff", "batch_coeff", "global_batch_coeff")
     }
-    found = [f"aux_loss.{name}={weight:g}" for name, weight in losses.items() if weight > 0]
-    found += [
+    names = [f"aux_loss.{name}={weight:g}" for name, weight in losses.items() if weight > 0]
+    names += [
         f"aux_loss.{name}" for name in ("sinkhorn", "quantile") if getattr(moe.aux_loss, name)
     ]
-    return found + (["router.expert_bias"] if moe.router.expert_bias else [])
+    return names + (["router.expert_bias"] if moe.router.expert_bias else [])
 
 
 def _null(value: int | None) -> str:

@@ -1,7 +1,7 @@
-"""A layout in words and numbers: both grids, every sort of group, which layers and slices each rank
-has.
+"""Describe a parallel layout: both grids, all process groups, and the layers and shards of each
+rank.
 
-Everything here is data that prints as a table or as JSON; `megalith plan explain` shows it.
+The result is plain data for tables or JSON; `megalith plan explain` prints it.
 """
 
 from collections import Counter
@@ -22,51 +22,51 @@ from megalith.plan.simulate import even_costs, simulate
 from megalith.plan.workload import Workload
 
 LISTED = 8
-"""Groups of one sort that are all listed; of more, the first two and the last."""
+"""Number of groups of one kind up to which all are listed; of more, the first two and the last."""
 
 PURPOSES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("tp",), "split every weight matrix"),
-    (("tp_kv",), "hold different key/value heads"),
-    (("tp_copy",), "hold the same key/value heads, and sum their gradients"),
-    (("cp",), "share the tokens of each row"),
-    (("cp_a2a",), "exchange heads for tokens"),
-    (("cp_ring",), "pass keys and values round"),
+    (("tp_kv",), "hold different KV heads"),
+    (("tp_copy",), "hold the same KV heads, and sum their gradients"),
+    (("cp",), "split the tokens of each row"),
+    (("cp_a2a",), "exchange heads for tokens (all-to-all)"),
+    (("cp_ring",), "pass keys and values in a ring"),
     (("pp",), "hold the stages of one pipeline"),
     (("dp",), "read different rows"),
     (("dp", "cp"), "sum gradients: same weights, other tokens"),
-    (("dp_shard", "cp"), "divide what ZeRO divides"),
-    (("dp_replica",), "hold the same of what ZeRO divides"),
+    (("dp_shard", "cp"), "ZeRO shards"),
+    (("dp_replica",), "replicas of the ZeRO shards"),
 )
 OF_EXPERTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("etp",), "split every expert's matrices"),
-    (("ep",), "divide the experts of each layer, and exchange tokens for them"),
+    (("ep",), "hold different experts of each layer, and exchange tokens"),
     (("ep", "etp"), "together hold every expert once"),
-    (("edp",), "hold the same of experts, and sum its gradients"),
-    (("edp_shard",), "divide what ZeRO divides of experts"),
+    (("edp",), "hold the same experts, and sum their gradients"),
+    (("edp_shard",), "ZeRO shards of experts"),
 )
-"""KeySpans of axes, and what the ranks of such a group do together."""
+"""Axes of groups, and what the ranks of such a group do."""
 
 
 @dataclass(frozen=True, slots=True)
 class AxisRow:
-    """One axis of a grid."""
+    """Size and stride of one axis of a grid."""
 
     axis: str
     size: int
     stride: int
-    """Rank numbers between neighbors."""
+    """Difference of the ranks of neighbors."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """All groups along one span of axes."""
+    """All groups along some axes."""
 
     axes: str
     purpose: str
     size: int
     count: int
     examples: tuple[str, ...]
-    """All of them, or the first two and the last."""
+    """All groups, or the first two and the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +80,22 @@ class StageRow:
     embedding: bool
     loss: bool
     parameters: int
-    """Of all its tensor-parallel ranks together, without adapters; what several of them hold counts
+    """Parameters over all tensor-parallel ranks, without adapters; replicated parameters count
     once."""
 
     trained: int
-    """Of these, or of the adapters beside them."""
+    """Trained parameters of these, or of their adapters."""
 
     flops_share: float
-    """Of the step's matrix work; all stages together 1."""
+    """Fraction of the matmul FLOPs of a step; all stages sum to 1."""
 
     num_mtp_layers: int = 0
-    """MTP layers."""
+    """Number of MTP layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartRow:
-    """What some tensor-parallel ranks have of everything that is split."""
+    """Shares of tensor-parallel ranks with equal shares."""
 
     tp_ranks: str
     heads: int
@@ -103,84 +103,84 @@ class PartRow:
     ffn: int
     vocab: int
     kv_copies: int
-    """Ranks that hold the same key/value heads."""
+    """Number of ranks that hold the same KV heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsRow:
-    """Mixtures of experts, as each rank meets them; all experts equally busy."""
+    """MoE layers on each rank, with balanced experts."""
 
     layers: int
-    """That have experts, over all stages."""
+    """Number of MoE layers, over all stages."""
 
     experts: int
-    """Of a layer."""
+    """Experts per layer."""
 
     experts_here: int
-    """Of a layer on one rank, whole or a part of each."""
+    """Experts per layer on one rank, whole or split over etp."""
 
     top_k: int
     router: str
-    """How tokens choose, in words."""
+    """Description of the router."""
 
     active: int
-    """Parameters that a token meets."""
+    """Active parameters per token."""
 
     parameters: int
-    """Of the experts of one rank, where that has most layers with experts."""
+    """Expert parameters of the rank with the most MoE layers."""
 
     state: int
     """Bytes of these: weights, gradients and optimizer state."""
 
     rows: int
-    """That a rank's experts of one layer work on in a microbatch."""
+    """Rows that a rank's experts of one layer compute per microbatch."""
 
     crowded_rows: int
-    """The same if all tokens choose them."""
+    """Rows if all tokens choose these experts."""
 
     exchanged: int
-    """Bytes that a rank sends in one exchange of rows, of four in each layer and microbatch; 0
-    without."""
+    """Bytes that a rank sends per all-to-all, of four per layer and microbatch; 0 with allgather.
+    """
 
     gathered: int
-    """The same of one gather of tokens, or sum of answers, where these travel instead."""
+    """Bytes that a rank sends per all-gather or reduce-scatter with dispatcher=allgather; else 0.
+    """
 
 
 @dataclass(frozen=True, slots=True)
-class Rhythm:
-    """One step as a rank lives it."""
+class StepSummary:
+    """Microbatches and tokens of one step."""
 
     rows_per_microbatch: int
     tokens_per_microbatch: int
-    """On one rank."""
+    """Tokens per microbatch on one rank."""
 
     microbatches: int
     tokens_per_step: int
-    """Over all ranks."""
+    """Tokens per step over all ranks."""
 
     tokens_in_flight: int
-    """Of the first pipeline rank, at the height: tokens with activations kept in some chunk, once
-    for each chunk."""
+    """Peak number of tokens with saved activations on the first pipeline rank, once for each chunk.
+    """
 
     schedule: str
     bubble: float
-    """Idle time as a part of computing time, when all stages take equally long and messages no
-    time."""
+    """Idle time as a fraction of computation time, for equal stages and instantaneous messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A layout."""
+    """Description of a parallel layout."""
 
     world: int
     parameters: int
-    """Of the whole model, without adapters."""
+    """Parameters of the whole model, without adapters."""
 
     trained: int
-    """Of these, or of the adapters beside them: what has gradients and optimizer state."""
+    """Trained parameters of these, or of their adapters."""
 
     kind: str
-    """What kind of layers it has, in words."""
+    """Description of the layers."""
 
     dense: tuple[AxisRow, ...]
     expert: tuple[AxisRow, ...]
@@ -188,22 +188,21 @@ class Explanation:
     stages: tuple[StageRow, ...]
     parts: tuple[PartRow, ...]
     experts: ExpertsRow | None
-    """None: there are none."""
+    """None: the model has no experts."""
 
-    rhythm: Rhythm
+    rhythm: StepSummary
 
 
 def explain(workload: Workload) -> Explanation:
-    """Everything about where the work of a run goes."""
+    """Return the description of a run's layout."""
     p = workload.run.parallel
-    # Experts would be divided over the ranks that share a stage; a model without any has one of
-    # each weight.
+    # Without experts, show the grid that experts would have with ep=1.
     expert = workload.grid.experts or expert_grid(
         world=workload.world, etp=p.tp, ep=1, pp=p.pp, order=p.order
     )
     c = workload.run.model
     parameters, stages = num_parameters(c), tuple(stage_rows(workload))
-    # Not the stages' sum: tables that several of them hold would count again.
+    # Not the sum of the stages, which count shared tables several times.
     whole = held_parameters(
         c, tp=1, tp_rank=0, layers=range(c.num_layers), embedding=True, loss=True
     )
@@ -223,12 +222,12 @@ def explain(workload: Workload) -> Explanation:
 
 
 def kind_text(model: ModelConfig) -> str:
-    """What a model's layers are made of, in one line.
+    """Describe the layers of a model in one line.
 
     >>> heads = {"num_heads": 4, "num_kv_heads": 2}
     >>> sizes = {"vocab_size": 9, "hidden_size": 8, "num_layers": 2} | heads
     >>> kind_text(ModelConfig(**sizes, ffn_hidden_size=8))
-    'sequential, RMSNorm before, 4 heads on 2 keys of 2 features, rope, gated silu'
+    'sequential, RMSNorm before, 4 heads on 2 KV heads of 2 features, rope, gated silu'
     """
     norm = {"rms": "RMSNorm", "layer": "LayerNorm"}[model.norm]
     block = model.block.replace("_one_norm", " with one norm")
@@ -236,13 +235,13 @@ def kind_text(model: ModelConfig) -> str:
     positions = {"rope": _rope_text(model), "none": "no positions"}
     words.append(positions.get(model.positions, f"{model.positions} positions"))
     words.append(f"{'gated ' * model.gated}{model.activation}")
-    words += [*_mixture_text(model), *_cross_text(model), *_unlike_text(model)]
-    words += [f"{model.mtp.num_layers} multi-token predictions"] if model.mtp.num_layers else []
+    words += [*_mixture_text(model), *_cross_text(model), *_layer_differences_text(model)]
+    words += [f"{model.mtp.num_layers} MTP layers"] if model.mtp.num_layers else []
     return ", ".join(words + (["dropout"] if model.dropout.drops() else []))
 
 
 def _mixture_text(model: ModelConfig) -> Iterator[str]:
-    """Experts, and where they are."""
+    """Describe the experts and the layers that have them."""
     moe, layers = model.moe, model.num_layers
     if moe is None:
         return
@@ -250,34 +249,36 @@ def _mixture_text(model: ModelConfig) -> Iterator[str]:
     where = "" if count == layers else f" in {count} of {layers} layers"
     yield f"{moe.top_k} of {moe.num_experts} experts of {moe.ffn_hidden_size} features{where}"
     if moe.shared_ffn_hidden_size is not None:
-        yield f"{moe.shared_ffn_hidden_size} features for all tokens"
+        yield f"shared experts of {moe.shared_ffn_hidden_size} features"
     if moe.latent_size is not None:
-        yield f"experts on {moe.latent_size} features"
+        yield f"latent size {moe.latent_size}"
 
 
 def _cross_text(model: ModelConfig) -> Iterator[str]:
-    """Which layers look at a memory."""
+    """Describe cross-layer attention."""
     if model.cross is not None:
-        count, taken = (
+        count, source_layer = (
             sum(model.uses_cross_layer_source(layer) for layer in range(model.num_layers)),
             model.cross.memory,
         )
-        yield f"a look at what enters layer {taken} in {count} of {model.num_layers} layers"
+        yield (
+            f"cross-layer attention to layer {source_layer} in {count} of {model.num_layers} layers"
+        )
 
 
-def _unlike_text(model: ModelConfig) -> Iterator[str]:
-    """How layers differ."""
+def _layer_differences_text(model: ModelConfig) -> Iterator[str]:
+    """Describe how the layers differ."""
     own, layers = model.layers, [model.at(layer) for layer in range(model.num_layers)]
     for word, pattern in {"attention": own.attention, "MLP": own.mlp}.items():
         parts = Counter(pattern[layer % len(pattern)] for layer in range(len(layers)) if pattern)
-        told = {"replaced by one matrix": parts["linear"], "left out": parts["none"]}
+        counts = {"replaced by one matrix": parts["linear"], "left out": parts["none"]}
         yield from (
             f"{word} {how} in {count} of {len(layers)} layers"
-            for how, count in told.items()
+            for how, count in counts.items()
             if count
         )
     if own.num_kv_heads:
-        yield f"{_span([layer.num_kv_heads for layer in layers])} keys"
+        yield f"{_span([layer.num_kv_heads for layer in layers])} KV heads"
     if own.ffn_hidden_size:
         yield f"{_span([layer.ffn_hidden_size for layer in layers])} features in the MLP"
 
@@ -295,22 +296,25 @@ def _attention_text(model: ModelConfig) -> str:
         )
     else:
         text = (
-            f"{model.num_heads} heads on {model.num_kv_heads} keys of {model.head_size()} features"
+            f"{model.num_heads} heads on {model.num_kv_heads} KV heads of "
+            f"{model.head_size()} features"
         )
     if kind.window is not None:
         count = sum(model.has_window(layer) for layer in range(model.num_layers))
         where = "" if count == model.num_layers else f" in {count} of {model.num_layers} layers"
-        ahead = "" if kind.window_right is None else f" and {kind.window_right} after it"
-        text += f", {'chunks' if kind.chunked else 'window'} of {kind.window} tokens{ahead}{where}"
+        right_text = "" if kind.window_right is None else f" and {kind.window_right} after it"
+        text += (
+            f", {'chunks' if kind.chunked else 'window'} of {kind.window} tokens{right_text}{where}"
+        )
     extras = {
-        f"queries and keys normed ({kind.qk_norm})": kind.qk_norm != "none",
-        "scores capped": kind.softcap is not None,
+        f"QK norm ({kind.qk_norm})": kind.qk_norm != "none",
+        "softcap": kind.softcap is not None,
         "sinks": kind.sinks,
         "softmax off by one": kind.off_by_one,
-        "looking both ways": not kind.causal,
+        "not causal": not kind.causal,
         "gated attention": kind.gated,
     }
-    return ", ".join([text, *(word for word, there in extras.items() if there)])
+    return ", ".join([text, *(word for word, is_set in extras.items() if is_set)])
 
 
 def _rope_text(model: ModelConfig) -> str:
@@ -322,13 +326,13 @@ def _rope_text(model: ModelConfig) -> str:
 
 
 def axis_rows(grid: Grid, axes: Sequence[str]) -> tuple[AxisRow, ...]:
-    """The axes of one grid; the sizes multiply to the world."""
+    """Return the axes of one grid; their sizes multiply to the world size."""
     return tuple(AxisRow(axis, *grid.strides(axis)) for axis in axes)
 
 
 def group_rows(grid: Grid) -> Iterator[GroupRow]:
-    """Every sort of group with more than one rank, once: spans that mean the same ranks as one
-    before are left out, but for those of experts."""
+    """Yield all kinds of groups with more than one rank; axes with the same ranks as earlier ones
+    are skipped, except for experts."""
     seen: set[tuple[int, ...]] = set()
     spans = [*((PURPOSES,) if grid.experts is None else (PURPOSES, OF_EXPERTS))]
     for number, (span, purpose) in (
@@ -347,12 +351,12 @@ def group_rows(grid: Grid) -> Iterator[GroupRow]:
 
 
 def experts_row(workload: Workload) -> ExpertsRow | None:
-    """What is to know about experts."""
+    """Return the description of the experts; None without experts."""
     run, grid = workload.run, workload.grid
     model = run.model
     if model.moe is None or grid.experts is None:
         return None
-    most = max(range(run.parallel.pp), key=lambda pp: sum(_has(workload, pp)))
+    most = max(range(run.parallel.pp), key=lambda pp: sum(_list_has_experts(workload, pp)))
     held = [one for one in workload.parameters(most, 0) if one.grid == "expert"]
     part, numel = workload.expert_part(most, 0), sum(one.numel for one in held)
     one = mixture_of(workload, 0)
@@ -360,7 +364,7 @@ def experts_row(workload: Workload) -> ExpertsRow | None:
     row = one.features * WIDTHS[run.precision.params].value
     return ExpertsRow(
         layers=sum(model.has_experts(layer) for layer in range(model.num_layers))
-        + model.mtp.num_layers * _last_has(model),
+        + model.mtp.num_layers * _mtp_has_experts(model),
         experts=model.moe.num_experts,
         experts_here=model.moe.num_experts // part.ep,
         top_k=model.moe.top_k,
@@ -375,8 +379,8 @@ def experts_row(workload: Workload) -> ExpertsRow | None:
     )
 
 
-def _has(workload: Workload, pp_rank: int) -> list[bool]:
-    """Of the layers of a pipeline rank, which have experts."""
+def _list_has_experts(workload: Workload, pp_rank: int) -> list[bool]:
+    """Return which layers of a pipeline rank have experts."""
     return [
         workload.run.model.has_experts(layer)
         for stage in workload.chunks(pp_rank)
@@ -384,32 +388,33 @@ def _has(workload: Workload, pp_rank: int) -> list[bool]:
     ]
 
 
-def _last_has(model: ModelConfig) -> bool:
-    """Whether multi-token predictions, which are as the last layer, have experts."""
+def _mtp_has_experts(model: ModelConfig) -> bool:
+    """Return whether MTP layers, which are like the last layer, have experts."""
     return model.has_experts(model.num_layers - 1)
 
 
 def trains_all(run: TrainRun) -> bool:
-    """Whether nothing is frozen."""
+    """Return whether no parameter is frozen."""
     return run.lora is None and run.optim.trains_all()
 
 
 def state_bytes(workload: Workload, numel: int) -> int:
-    """Weights, gradients, master copies and moments of so many parameters of experts: in bf16
-    with AdamW 18 bytes each, 6 + 12 / edp with zero=1, 2 + 16 / edp with zero=2."""
+    """Return the bytes of weights, gradients, master weights and moments of `numel` expert
+    parameters: in bf16 with AdamW 18 bytes each, 6 + 12 / edp with zero=1, 2 + 16 / edp with
+    zero=2."""
     run, ranks = workload.run, workload.expert_shards
     width, zero = WIDTHS[run.precision.params], run.parallel.zero
     moments = {"adamw": 2, "sgd": int(run.optim.momentum > 0)}[run.optim.kind] * width.sums
-    whole = width.value + (0 if zero == 2 else width.sums)
-    divided = width.master + moments + (width.sums if zero == 2 else 0)
-    still = run.lora is not None or not any(
+    unsharded = width.value + (0 if zero == 2 else width.sums)
+    sharded = width.master + moments + (width.sums if zero == 2 else 0)
+    is_frozen = run.lora is not None or not any(
         ".experts." in name for name in trained_names(run.model, run.optim)
     )
-    return 0 if still else numel * whole + numel * divided // ranks
+    return 0 if is_frozen else numel * unsharded + numel * sharded // ranks
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Rank numbers, short.
+    """Format rank numbers compactly.
 
     >>> every_eighth = [0, 8, 16, 24, 32]
     >>> [ranks_text(ranks) for ranks in ([0, 1, 2, 3], every_eighth, [3, 7], [0, 1, 8, 9])]
@@ -426,7 +431,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def stage_rows(workload: Workload) -> Iterator[StageRow]:
-    """Every stage, first to last."""
+    """Yield all stages, first to last."""
     run = workload.run
     c, length = run.model, run.train.seq_len
     whole = trained_step_flops(c, run.lora, run.optim, tokens=length, squared_lengths=length**2)
@@ -468,7 +473,7 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
 
 
 def _num_trained(run: TrainRun, held: Sequence[HeldParameter]) -> int:
-    """How many of these numbers, or of those of adapters to them, are trained."""
+    """Return the number of trained parameters of these, or of their adapters."""
     return sum(
         one.numel
         for one in trained(with_frozen(with_adapters(held, run.model, run.lora), run.optim))
@@ -476,7 +481,7 @@ def _num_trained(run: TrainRun, held: Sequence[HeldParameter]) -> int:
 
 
 def _head_work(run: TrainRun, ends: int) -> int:
-    """The head's part of what is done outside of layers; multi-token predictions have the rest."""
+    """Return the head's FLOPs; the remaining FLOPs outside of layers belong to MTP."""
     c, length = run.model, run.train.seq_len
     own = run.lora is None and run.optim.trains(
         "embed.weight" if c.tied_embeddings else "head.weight"
@@ -486,7 +491,7 @@ def _head_work(run: TrainRun, ends: int) -> int:
 
 
 def layers_text(layers: range) -> str:
-    """Layer numbers, short.
+    """Format layer numbers compactly.
 
     >>> layers_text(range(3, 6)), layers_text(range(7, 8)), layers_text(range(0))
     ('3-5', '7', 'none')
@@ -497,7 +502,7 @@ def layers_text(layers: range) -> str:
 
 
 def part_rows(workload: Workload) -> Iterator[PartRow]:
-    """What tensor-parallel ranks have, those with equal parts together."""
+    """Yield the shares of tensor-parallel ranks, with equal shares in one row."""
     run, tp = workload.run, workload.run.parallel.tp
     ranks_with: dict[tuple[int, int, int, int, int], list[int]] = {}
     for rank in range(tp):
@@ -508,15 +513,15 @@ def part_rows(workload: Workload) -> Iterator[PartRow]:
         yield PartRow(ranks_text(ranks), *key)
 
 
-def rhythm(workload: Workload) -> Rhythm:
-    """Microbatches, tokens in flight and the bubble."""
+def rhythm(workload: Workload) -> StepSummary:
+    """Return the microbatches, tokens in flight and pipeline bubble of a step."""
     t, schedule = workload.run.train, workload.schedule
     alive = most = 0
     for kind, *_ in schedule.ranks[0]:
         alive += {"F": 1, "B": -1, "W": -1}.get(kind, 0)
         most = max(most, alive)
     bubble = simulate(schedule, even_costs(schedule.num_stages)).bubble
-    return Rhythm(
+    return StepSummary(
         rows_per_microbatch=len(workload.lengths),
         tokens_per_microbatch=workload.tokens,
         microbatches=workload.num_microbatches,

@@ -1,4 +1,4 @@
-"""What is left to do in a step when some parameters are not trained; no torch."""
+"""Work of a training step with frozen parameters; no torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,33 +11,36 @@ from megalith.plan.costs import attention_flops, head_flops, met
 from megalith.plan.parameters import HeldParameter, held_parameters, layer_parameters
 
 BEFORE_LAYERS = ("embed.weight", "positions.weight", "relative.weight")
-"""Tables that all layers read."""
+"""Lookup tables that all layers read."""
 
 READ_BY_ATTENTION, READ_BY_MLP = 1, 8
-"""Places in a layer, in the order of `_place`, that read what its norms give."""
+"""Positions in a layer, in the order of `_position_in_layer`, of the matrices that read the
+norms' outputs."""
 
 CORE = 3
-"""The place of scores and their products with values."""
+"""Position of core attention."""
 
 
 def with_frozen(held: Sequence[HeldParameter], optim: OptimConfig) -> list[HeldParameter]:
-    """The parameters of a rank, frozen where they are not trained.
+    """Return the parameters of a rank, with `frozen` set for those that are not trained.
 
-    Of a matrix under a frozen one, the gradient lies by itself.
+    A matrix stacked under a frozen one has a separate gradient buffer.
     """
     if optim.trains_all():
         return list(held)
-    found: list[HeldParameter] = []
+    parameters: list[HeldParameter] = []
     for one in held:
         frozen = one.frozen or not optim.trains(one.name)
-        above = bool(found) and found[-1].frozen
-        found.append(replace(one, frozen=frozen, stacked=one.stacked and not above))
-    return found
+        previous_is_frozen = bool(parameters) and parameters[-1].frozen
+        parameters.append(
+            replace(one, frozen=frozen, stacked=one.stacked and not previous_is_frozen)
+        )
+    return parameters
 
 
-@lru_cache(maxsize=8)  # asked for once a step
+@lru_cache(maxsize=8)  # called once per step
 def trained_names(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
-    """Names of the parameters of a model that are trained."""
+    """Return the names of the trained parameters of a model."""
     held = held_parameters(
         model, tp=1, tp_rank=0, layers=range(model.num_layers), embedding=True, loss=True
     )
@@ -45,20 +48,20 @@ def trained_names(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
 
 
 def first_trained_layer(model: ModelConfig, optim: OptimConfig) -> int:
-    """The number of the first layer that backward has to reach; as many as there are layers where
-    it reaches none."""
+    """Return the first layer that backward has to reach; num_layers if it reaches none."""
     return min(
-        (_reaches(name, model) for name in trained_names(model, optim)), default=model.num_layers
+        (_last_layer_of_backward(name, model) for name in trained_names(model, optim)),
+        default=model.num_layers,
     )
 
 
 def tables_trained(model: ModelConfig, optim: OptimConfig) -> bool:
-    """Whether backward goes through all layers, to a table that they read."""
+    """Return whether backward passes through all layers, to a trained lookup table."""
     return not trained_names(model, optim).isdisjoint(BEFORE_LAYERS)
 
 
-def _reaches(name: str, model: ModelConfig) -> int:
-    """The layer that the gradient of a parameter comes through last."""
+def _last_layer_of_backward(name: str, model: ModelConfig) -> int:
+    """Return the layer that the gradient of a parameter passes through last."""
     words = name.split(".")
     if words[0] == "layers":
         return int(words[1])
@@ -73,7 +76,7 @@ def _reaches(name: str, model: ModelConfig) -> int:
 
 
 class TokenCounts(NamedTuple):
-    """Some documents, as `step_flops` is told of them."""
+    """Token counts of some documents, as arguments of `step_flops`."""
 
     tokens: int
     squared_lengths: int
@@ -81,50 +84,64 @@ class TokenCounts(NamedTuple):
 
 
 def frozen_step_flops(config: ModelConfig, optim: OptimConfig, seen: TokenCounts) -> int:
-    """`step_flops` where some parameters are not trained.
+    """Return `step_flops` with frozen parameters.
 
-    Of the six operations for each element of a matrix and token, forward is two; the input's
-    gradient, where something before the matrix is trained, two; and the weight's, where it is
-    trained itself, two. Attention's backward is all done or not at all, as kernels do it.
+    Of the six FLOPs per matrix element and token, two are forward, two are the input gradient, if a
+    parameter before the matrix is trained, and two are the weight gradient, if the matrix is
+    trained. The backward of core attention is computed completely or not at all, as in the kernels.
     """
     layers = sum(
         frozen_layer_flops(config, optim, layer, seen) for layer in range(config.num_layers)
     )
     table = "embed.weight" if config.tied_embeddings else "head.weight"
-    below = bool(trained_names(config, optim) - {"head.weight"})
+    trains_below_head = bool(trained_names(config, optim) - {"head.weight"})
     head = head_flops(config, seen.tokens) // 3
-    heads = head * (1 + below + optim.trains(table))
+    heads = head * (1 + trains_below_head + optim.trains(table))
     return (
         layers
         + heads
-        + sum(_mtp(config, optim, depth, seen, heads) for depth in range(config.mtp.num_layers))
+        + sum(
+            _mtp_flops(config, optim, depth, seen, heads) for depth in range(config.mtp.num_layers)
+        )
     )
 
 
 def frozen_layer_flops(
     config: ModelConfig, optim: OptimConfig, layer: int, seen: TokenCounts
 ) -> int:
-    """The same of one layer, numbered over all stages."""
+    """Return the FLOPs of one layer, by its global number."""
     first = first_trained_layer(config, optim)
     if first < layer or tables_trained(config, optim):
         trained = [-1]  # something below it
     else:
         trained = [
-            _place(one.name) for one in layer_parameters(config, layer) if optim.trains(one.name)
+            _position_in_layer(one.name)
+            for one in layer_parameters(config, layer)
+            if optim.trains(one.name)
         ]
-    total = _core(config, layer, seen) // 3 * (1 + 2 * _wanted(CORE, trained, config))
+    total = (
+        _core_flops(config, layer, seen)
+        // 3
+        * (1 + 2 * _needs_input_gradient(CORE, trained, config))
+    )
     for one in layer_parameters(config, layer):
         if one.matrix:
-            parts = 1 + _wanted(_place(one.name), trained, config) + optim.trains(one.name)
+            parts = (
+                1
+                + _needs_input_gradient(_position_in_layer(one.name), trained, config)
+                + optim.trains(one.name)
+            )
             total += 2 * seen.tokens * met(config, one) * parts
     return total
 
 
-def _mtp(config: ModelConfig, optim: OptimConfig, depth: int, seen: TokenCounts, head: int) -> int:
-    """Of one MTP depths: a layer as the last one, 2·h·h and the head. Its
-    inputs have gradients: whoever trains nothing before it or in it has no use for it."""
+def _mtp_flops(
+    config: ModelConfig, optim: OptimConfig, depth: int, seen: TokenCounts, head: int
+) -> int:
+    """Return the FLOPs of one MTP layer: a layer like the last one, a projection of 2·h·h, and the
+    head. Its inputs always have gradients."""
     last = config.num_layers - 1
-    total = _core(config, last, seen) + head
+    total = _core_flops(config, last, seen) + head
     for one in layer_parameters(config, last):
         if one.matrix:
             name = f"mtp.{depth}.layer.{one.name.split('.', 2)[2]}"
@@ -134,7 +151,7 @@ def _mtp(config: ModelConfig, optim: OptimConfig, depth: int, seen: TokenCounts,
     )
 
 
-def _core(config: ModelConfig, layer: int, seen: TokenCounts) -> int:
+def _core_flops(config: ModelConfig, layer: int, seen: TokenCounts) -> int:
     return attention_flops(
         config,
         layer,
@@ -144,15 +161,19 @@ def _core(config: ModelConfig, layer: int, seen: TokenCounts) -> int:
     )
 
 
-def _wanted(place: int, trained: Sequence[int], config: ModelConfig) -> bool:
-    """Whether something trained comes before a place of its layer; attention and MLP may lie side
-    by side."""
-    beside = config.block != "sequential" and place >= READ_BY_MLP - 1
-    return any(one < place and (one < 0 or not beside or one >= READ_BY_MLP - 1) for one in trained)
+def _needs_input_gradient(place: int, trained: Sequence[int], config: ModelConfig) -> bool:
+    """Return whether a trained parameter comes before a position of its layer; attention and MLP
+    may be parallel."""
+    is_parallel_mlp = config.block != "sequential" and place >= READ_BY_MLP - 1
+    return any(
+        one < place and (one < 0 or not is_parallel_mlp or one >= READ_BY_MLP - 1)
+        for one in trained
+    )
 
 
-def _place(name: str) -> int:
-    """Where in a layer a parameter is read: 0 the first norm ... 9 the last matrix of an MLP."""
+def _position_in_layer(name: str) -> int:
+    """Return the position of a parameter in its layer: 0 the first norm ... 9 the last matrix of an
+    MLP."""
     part, _, word = name.split(".", 2)[2].partition(".")
     if part == "attention":
         if word.startswith(("o", "linear")):

@@ -1,4 +1,5 @@
-"""Fully sharded weights on paper: which rows a rank keeps, and what ZeRO-3 cannot serve."""
+"""Plan FSDP (ZeRO-3): the rows of a parameter that each rank stores, and unsupported
+combinations."""
 
 from dataclasses import replace
 
@@ -9,13 +10,15 @@ from megalith.plan.shards import Shard
 
 
 def rows_of(shard: Shard, rank: int, ranks: int, axes: tuple[str, ...]) -> Shard:
-    """The rows of a matrix, or elements of a vector, that rank number `rank` of `ranks` along
-    `axes` keeps.
+    """Return the rows of a matrix, or elements of a vector, that rank `rank` of `ranks` along
+    `axes` stores.
 
-    All keep equally many but the last ones, which keep what is left, down to nothing.
+    All ranks store equally many rows except the last ones, which store the remainder, possibly
+    nothing.
 
-    >>> from megalith.plan.shards import whole
-    >>> [rows_of(whole("w", (5, 4)), rank, 4, ("dp_shard",)).flat for rank in range(4)]
+    >>> from megalith.plan.shards import Shard
+    >>> full = Shard.full("w", (5, 4))
+    >>> [rows_of(full, rank, 4, ("dp_shard",)).flat for rank in range(4)]
     [(0, 8), (8, 16), (16, 20), (20, 20)]
     """
     rows = shard.matrix_shape[0]
@@ -25,36 +28,37 @@ def rows_of(shard: Shard, rank: int, ranks: int, axes: tuple[str, ...]) -> Shard
 
 
 def padded_numel(shard: Shard, ranks: int) -> int:
-    """Elements that every rank sends of a parameter: those of the first rank."""
+    """Return the number of elements that every rank sends of a parameter: that of the first
+    rank."""
     rows = shard.matrix_shape[0]
     return -(-rows // ranks) * (shard.numel // rows)
 
 
 def fully_sharded_problems(parallel: ParallelConfig, offload: OffloadConfig) -> list[str]:
-    """What cannot be had together with parallel.zero=3: one text each."""
+    """Return one error text for each setting that parallel.zero=3 does not support."""
     p = parallel
     problems: list[str] = []
     if p.zero != 3:
         return problems
     if p.reduce_dtype == "bf16":
         problems.append(
-            f"parallel.reduce_dtype={p.reduce_dtype} with parallel.zero={p.zero}, whose sums are "
-            "torch's and would be "
-            f"added in bf16 too. Set parallel.reduce_dtype=fp32, or parallel.zero=2."
+            f"parallel.reduce_dtype={p.reduce_dtype} with parallel.zero={p.zero}: its "
+            "reduce-scatter "
+            "is torch's, which would also add in bf16. Set parallel.reduce_dtype=fp32, or "
+            "parallel.zero=2."
         )
     if p.pp * p.pipeline.vpp > 1 and schedule_name(p.pipeline) in SPLIT_SCHEDULES:
         problems.append(
             f"parallel.pipeline.schedule={schedule_name(p.pipeline)} with parallel.zero={p.zero}: "
-            "the schedule puts "
-            "weight gradients aside, and weights that are sent away after each backward cannot "
-            "wait for them. Set "
-            f"parallel.pipeline.schedule to one of 1f1b, interleaved, gpipe, or parallel.zero=2."
+            "the schedule defers weight gradients, but the gathered weights are freed after each "
+            "backward. Set parallel.pipeline.schedule to one of 1f1b, interleaved, gpipe, or "
+            "parallel.zero=2."
         )
     if offload.layers > 0:
         problems.append(
-            f"offload.layers={offload.layers} with parallel.zero={p.zero}: what a layer keeps for "
-            "backward includes "
-            "its gathered weights, which would wait in host memory too. Set offload.layers=0, or "
-            "parallel.zero=2."
+            f"offload.layers={offload.layers} with parallel.zero={p.zero}: the tensors a layer "
+            "saves "
+            "for backward include its gathered weights, which would be offloaded too. Set "
+            "offload.layers=0, or parallel.zero=2."
         )
     return problems

@@ -1,8 +1,7 @@
-"""The rank grid: which coordinates each rank has, and which ranks form a group along some axes.
+"""Rank grid: the coordinates of each rank, and the process groups along axes.
 
-The dense grid divides the world into tp · cp · dp · pp; the expert grid divides the same ranks into
-etp · ep · edp · pp, so ep is not one more factor of the first. Everything here is arithmetic on
-plain numbers.
+The dense grid factors the world into tp · cp · dp · pp; the expert grid factors the same ranks into
+etp · ep · edp · pp, so ep is not another factor of the dense grid.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,20 +17,20 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 TOKENS = ("tp", "cp", "ep", "dp", "pp")
 
 TRIED = 16
-"""Numbers of ranks that are looked at on either side of one that cannot be."""
+"""Number of candidate world sizes tried on either side of an invalid one."""
 
 Fits: TypeAlias = Callable[[Mapping[str, int], int], bool]
-"""Whether a run could have these degrees on that many ranks."""
+"""Returns whether a run can have these degrees on that many ranks."""
 
 
 def anything_fits(degrees: Mapping[str, int], world: int) -> bool:
-    """No rules but those of a grid."""
+    """Return True: no rules except those of the grid."""
     return True
 
 
 @dataclass(frozen=True, slots=True)
 class Factored:
-    """An axis that was cut into two: neighbors along `inner` are neighbors along `axis`."""
+    """An axis that is split into two: neighbors along `inner` are neighbors along `axis`."""
 
     axis: str
     outer: str
@@ -40,15 +39,15 @@ class Factored:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Ranks `offset` to `offset + world - 1` as a box: rank = offset + sum of coordinate * stride
-    over the axes.
+    """Ranks `offset` to `offset + world - 1` as a grid: rank = offset + sum of coordinate * stride
+    over axes.
 
-    The stride of an axis is the product of the sizes before it, so the first axis joins
-    neighboring ranks.
+    The stride of an axis is the product of the sizes before it, so the first axis joins neighboring
+    ranks.
     """
 
     axes: tuple[str, ...]
-    """Names, fastest first."""
+    """Axis names, fastest first."""
 
     sizes: tuple[int, ...]
     """Ranks along each axis."""
@@ -57,11 +56,10 @@ class Grid:
     """First rank of the grid."""
 
     factored: tuple[Factored, ...] = ()
-    """Axes that are now two; their old names still stand for the two together."""
+    """Axes that are split into two; their old names stand for both parts."""
 
     experts: "Grid | None" = None
-    """The same ranks as experts are divided over them, with axes of other names, which may be asked
-    for here, too."""
+    """The expert grid over the same ranks; its axis names can be used here, too."""
 
     @property
     def world(self) -> int:
@@ -70,20 +68,20 @@ class Grid:
 
     @property
     def ranks(self) -> range:
-        """Every rank of the grid."""
+        """All ranks of the grid."""
         return range(self.offset, self.offset + self.world)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that may be asked for: the axes, then the axes that were factored."""
+        """All valid axis names: the axes, then the split axes."""
         return self.axes + tuple(entry.axis for entry in self.factored)
 
     def size(self, axis: str) -> int:
-        """Ranks along one axis."""
+        """Return the number of ranks along one axis."""
         return self.strides(axis)[0]
 
     def strides(self, axis: str) -> tuple[int, int]:
-        """(size, stride) of one axis: its ranks are `size` numbers, `stride` apart."""
+        """Return (size, stride) of one axis."""
         if self.experts is not None and self._is_of_experts((axis,)):
             return self.experts.strides(axis)
         parts = self._parts((axis,))
@@ -91,7 +89,7 @@ class Grid:
         return prod(self.sizes[first : first + len(parts)]), prod(self.sizes[:first])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on every axis; factored axes are listed under their old name too.
+        """Return a rank's coordinate on every axis; split axes also under their old name.
 
         Raises:
             PlanError: the rank is not part of the grid.
@@ -101,24 +99,26 @@ class Grid:
                 f"rank={rank} is not in this grid. Pass one of ranks {self.offset} to "
                 f"{self.ranks[-1]}."
             )
-        left, found = rank - self.offset, {}
+        remaining, coordinates = rank - self.offset, {}
         for axis, size in zip(self.axes, self.sizes, strict=True):
-            left, found[axis] = divmod(left, size)
+            remaining, coordinates[axis] = divmod(remaining, size)
         for entry in reversed(
             self.factored
-        ):  # the youngest first, since its axis may be a part of an older one
-            found[entry.axis] = found[entry.outer] * self.size(entry.inner) + found[entry.inner]
-        return found if self.experts is None else self.experts.coordinates(rank) | found
+        ):  # the last first, since its axis may be part of an earlier one
+            coordinates[entry.axis] = (
+                coordinates[entry.outer] * self.size(entry.inner) + coordinates[entry.inner]
+            )
+        return coordinates if self.experts is None else self.experts.coordinates(rank) | coordinates
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at some coordinates; axes of size one may be left out, a factored axis is given
-        whole or in parts.
+        """Return the rank at some coordinates; axes of size one may be omitted, a split axis is
+        given as a whole or in parts.
 
-        Coordinates among experts follow from the others and are not looked at.
+        Coordinates of the expert grid follow from the others and are ignored.
 
         Raises:
             PlanError: an axis is unknown, missing, out of range, or given twice with different
-            values.
+                values.
         """
         given = {
             axis: place for axis, place in coordinates.items() if not self._is_of_experts((axis,))
@@ -145,10 +145,10 @@ class Grid:
         return self.offset + sum(given.get(axis, 0) * self.strides(axis)[1] for axis in self.axes)
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """Every group of ranks that differ along `axes` only, in ascending order; no axes: each
-        rank by itself.
+        """Return all groups of ranks that differ along `axes` only, in ascending order; no axes:
+        single ranks.
 
-        The order in which the axes are named does not matter: the grid's own order decides.
+        The order of `axes` does not matter: groups are in grid order.
         """
         if self.experts is not None and self._is_of_experts(axes):
             return self.experts.groups(axes)
@@ -158,22 +158,22 @@ class Grid:
         return [tuple(self.offset + start + member for member in members) for start in starts]
 
     def group_of(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """The group along `axes` that a rank belongs to."""
+        """Return the group of a rank along `axes`."""
         if self.experts is not None and self._is_of_experts(axes):
             return self.experts.group_of(rank, axes)
-        inside, mine = self._parts(axes), self.coordinates(rank)
-        start = rank - sum(mine[axis] * self.strides(axis)[1] for axis in inside)
+        inside, coordinates = self._parts(axes), self.coordinates(rank)
+        start = rank - sum(coordinates[axis] * self.strides(axis)[1] for axis in inside)
         return tuple(start + member for member in self._offsets(inside))
 
     def factor(self, *, axis: str, outer: tuple[str, int], inner: tuple[str, int]) -> "Grid":
-        """The same grid with one axis seen as two; `axis` still names the two together.
+        """Return the grid with one axis split into two; `axis` still names both parts.
 
-        With 2 key/value heads on tp = 4, neighbors hold the same head: outer ("tp_kv", 2) tells
-        the heads apart and inner ("tp_copy", 2) the copies.
+        With 2 KV heads on tp = 4, neighbors hold the same head: outer ("tp_kv", 2) enumerates the
+        heads and inner ("tp_copy", 2) the copies.
 
         Raises:
-            PlanError: the axis is unknown or factored already, a name is taken, or the parts do not
-            multiply to it.
+            PlanError: the axis is unknown or split already, a name is taken, or the sizes do not
+                multiply to it.
         """
         if axis not in self.axes:
             raise PlanError(f"axis={axis!r} cannot be factored. Choose one of {list(self.axes)}.")
@@ -198,14 +198,14 @@ class Grid:
         )
 
     def table(self) -> str:
-        """Sizes and strides in one line, fastest axis first: `tp 2 (stride 1) · dp 4 (stride
+        """Return sizes and strides in one line, fastest axis first: `tp 2 (stride 1) · dp 4 (stride
         2)`."""
         return " · ".join(
             f"{axis} {self.size(axis)} (stride {self.strides(axis)[1]})" for axis in self.axes
         )
 
     def _is_of_experts(self, axes: Sequence[str]) -> bool:
-        """Whether only the experts' factorization of the ranks has all of these axes."""
+        """Return whether only the expert grid has all of these axes."""
         if self.experts is None:
             return False
         return all(axis in self.experts.names for axis in axes) and not all(
@@ -213,7 +213,7 @@ class Grid:
         )
 
     def _parts(self, axes: Sequence[str]) -> list[str]:
-        """The unfactored axes behind some names, in grid order, each once."""
+        """Return the unsplit axes of some names, in grid order."""
         unknown = [name for name in axes if name not in self.names]
         if unknown:
             raise PlanError(
@@ -227,8 +227,7 @@ class Grid:
         return [axis for axis in self.axes if axis in wanted]
 
     def _offsets(self, axes: Sequence[str]) -> list[int]:
-        """Rank numbers, counted from the first, of the box spanned by some axes (given in grid
-        order); ascending."""
+        """Return the rank offsets of the box spanned by some axes (in grid order), ascending."""
         steps = [
             range(0, size * stride, stride) for size, stride in map(self.strides, reversed(axes))
         ]
@@ -250,12 +249,12 @@ def dense_grid(
     order: str = DEFAULT_ORDER,
     offset: int = 0,
 ) -> Grid:
-    """The grid of everything but experts, with axes tp, cp, dp, pp in `order`; dp unset: world /
+    """Return the grid of all but experts, with axes tp, cp, dp, pp in `order`; dp unset: world /
     (tp · cp · pp).
 
     Raises:
-        PlanError: the degrees do not multiply to the world size, or the order is not one; all
-        problems at once.
+        PlanError: the degrees do not multiply to the world size, or the order is invalid; lists
+            all problems.
     """
     _raise_problems(
         dense_problems(world=world, tp=tp, cp=cp, pp=pp, dp=dp, order=order), world, order
@@ -273,14 +272,14 @@ def expert_grid(
     order: str = DEFAULT_ORDER,
     offset: int = 0,
 ) -> Grid:
-    """The grid of expert weights over the same ranks, with axes etp, ep, edp, pp; edp is world /
-    (etp · ep · pp).
+    """Return the grid of expert weights over the same ranks, with axes etp, ep, edp, pp; edp is
+    world / (etp · ep · pp).
 
     In `order`, tp stands for etp and dp for edp.
 
     Raises:
-        PlanError: the degrees do not divide the world size, or the order is not one; all problems
-        at once.
+        PlanError: the degrees do not divide the world size, or the order is invalid; lists all
+            problems.
     """
     _raise_problems(expert_problems(world=world, etp=etp, ep=ep, pp=pp, order=order), world, order)
     sizes = {"tp": etp, "ep": ep, "dp": world // (etp * ep * pp), "pp": pp}
@@ -299,10 +298,9 @@ def dense_problems(
     order: str = DEFAULT_ORDER,
     fits: Fits = anything_fits,
 ) -> list[str]:
-    """Everything that keeps `dense_grid` from being built, as messages for the user; empty when it
-    can be.
+    """Return an error text for each reason why `dense_grid` cannot be built.
 
-    `fits` knows the rules of the rest of a run: only degrees and worlds that it accepts are
+    `fits` checks the other rules of a run: only degrees and world sizes that it accepts are
     recommended.
     """
     problems = _degree_problems(world, {"tp": tp, "cp": cp, "pp": pp}, fits)
@@ -325,8 +323,7 @@ def dense_problems(
 def expert_problems(
     *, world: int, etp: int = 1, ep: int = 1, pp: int = 1, order: str = DEFAULT_ORDER
 ) -> list[str]:
-    """Everything that keeps `expert_grid` from being built, as messages for the user; empty when it
-    can be."""
+    """Return an error text for each reason why `expert_grid` cannot be built."""
     problems = _degree_problems(world, {"etp": etp, "ep": ep, "pp": pp})
     return problems + order_problems(
         order, {"tp": etp, "ep": ep, "dp": world // max(etp * ep * pp, 1), "pp": pp}
@@ -334,12 +331,12 @@ def expert_problems(
 
 
 def stage_problems(dense: Grid, expert: Grid) -> list[str]:
-    """Whether both grids put the same ranks into the same pipeline; if not, the two stride
-    tables."""
+    """Return an error with both stride tables if the grids have different pipeline groups."""
     if dense.ranks == expert.ranks and set(dense.groups(["pp"])) == set(expert.groups(["pp"])):
         return []
     return [
-        "parallel.order: the dense and the expert grid form different pipelines out of the same "
+        "parallel.order: the dense and the expert grid have different pipeline groups over the "
+        "same "
         "ranks: "
         f"dense {dense.table()}; expert {expert.table()}. Put pp last in parallel.order, or choose "
         "ep and etp so that pp has the same stride in both."
@@ -347,7 +344,8 @@ def stage_problems(dense: Grid, expert: Grid) -> list[str]:
 
 
 def order_problems(order: str, sizes: Mapping[str, int]) -> list[str]:
-    """What is wrong with an order string for axes of these sizes (by token: tp, cp, ep, dp, pp)."""
+    """Return the errors of an order string for axes of these sizes (by token: tp, cp, ep, dp,
+    pp)."""
     tokens = order.lower().split("-")
     unknown = sorted({token for token in tokens if token and token not in TOKENS})
     twice = sorted({token for token in tokens if token in TOKENS and tokens.count(token) > 1})
@@ -367,15 +365,16 @@ def order_problems(order: str, sizes: Mapping[str, int]) -> list[str]:
         problems.append(f"parallel.order={order!r}: an axis name is empty. {hint}")
     for axis in missing:
         problems.append(
-            f"parallel.order={order} lacks {axis}, which has {sizes[axis]} ranks. Add {axis} to it."
+            f"parallel.order={order} has no {axis}, whose size is {sizes[axis]}. Add {axis} to it."
         )
     return problems
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending; of absurd numbers the small ones and their partners.
+    """Return all divisors in ascending order; of huge numbers, the small divisors and their
+    cofactors only.
 
-    A rule must not take longer than the person who mistyped.
+    The limit keeps rules fast for mistyped numbers.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -385,8 +384,8 @@ def divisors(number: int) -> list[int]:
 
 
 def _ordered(sizes: Mapping[str, int], order: str, offset: int) -> Grid:
-    """The grid with the axes of `sizes` in the order of a checked order string; unnamed ones (size
-    one) come last."""
+    """Return the grid with the axes in the order of a valid order string; omitted axes (size one)
+    come last."""
     named = [token for token in order.lower().split("-") if token in sizes]
     axes = (*named, *(axis for axis in sizes if axis not in named))
     return Grid(axes=axes, sizes=tuple(sizes[axis] for axis in axes), offset=offset)
@@ -395,8 +394,8 @@ def _ordered(sizes: Mapping[str, int], order: str, offset: int) -> Grid:
 def _degree_problems(
     world: int, degrees: Mapping[str, int], fits: Fits = anything_fits
 ) -> list[str]:
-    """Degrees below one, or a product that does not divide the world; with the numbers that would
-    work."""
+    """Return errors for degrees below one, or whose product does not divide the world size, with
+    valid values."""
     problems = [
         f"parallel.{axis}={size} must be at least 1." for axis, size in degrees.items() if size < 1
     ]
@@ -428,33 +427,36 @@ def _degree_problems(
 
 
 def _axis_fixes(world: int, degrees: Mapping[str, int], fits: Fits) -> list[str]:
-    """Changes of one degree that make their product divide the world."""
+    """Return changes of one degree that make the product divide the world size."""
     model, fixes = prod(degrees.values()), []
     for axis, size in degrees.items():
         rest = model // size
         if size > 1 and world % rest == 0:
-            found = [
+            valid_degrees = [
                 degree
                 for degree in divisors(world // rest)
                 if fits({**degrees, axis: degree}, world)
             ]
             fixes += (
-                [f"set parallel.{axis} to {f'one of {found}' if found[1:] else found[0]}"]
-                if found
+                [
+                    f"set parallel.{axis} to "
+                    f"{f'one of {valid_degrees}' if valid_degrees[1:] else valid_degrees[0]}"
+                ]
+                if valid_degrees
                 else []
             )
     return fixes
 
 
 def _near_worlds(world: int, degrees: Mapping[str, int], fits: Fits) -> list[int]:
-    """The next smaller and the next larger number of ranks that the degrees divide and that fit."""
+    """Return the next smaller and the next larger valid world size."""
     model = prod(degrees.values())
     below = world // model * model
     sides = (range(below, 0, -model), range(below + model, below + (TRIED + 1) * model, model))
-    found = [
+    nearest = [
         next((ranks for ranks in side[:TRIED] if fits(degrees, ranks)), None) for side in sides
     ]
-    return [ranks for ranks in found if ranks is not None]
+    return [ranks for ranks in nearest if ranks is not None]
 
 
 def _raise_problems(problems: Sequence[str], world: int, order: str) -> None:

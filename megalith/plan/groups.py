@@ -1,4 +1,4 @@
-"""Which parameters are trained, and at which rates, by patterns of their names; no torch."""
+"""Trained parameters and their learning rates, by patterns of their names; no torch."""
 
 import math
 import re
@@ -14,15 +14,14 @@ from megalith.config.suggest import did_you_mean
 from megalith.config.train import TrainRun
 from megalith.plan.adapters import with_adapters
 from megalith.plan.frozen import first_trained_layer, trained_names
-from megalith.plan.initial import ParameterRates, rates_of
+from megalith.plan.initial import ParameterRates, mup_factors
 from megalith.plan.parameters import HeldParameter, held_parameters
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def named_parameters(model: ModelConfig, lora: LoraConfig | None) -> list[HeldParameter]:
-    """Every parameter of a model, whole, and of adapters beside it. Balancing biases, which move
-    with their routers, are none."""
+    """Return every parameter of a model, unsharded, and of its adapters, without expert biases."""
     held = held_parameters(
         model, tp=1, tp_rank=0, layers=range(model.num_layers), embedding=True, loss=True
     )
@@ -30,15 +29,15 @@ def named_parameters(model: ModelConfig, lora: LoraConfig | None) -> list[HeldPa
 
 
 def is_trained(one: HeldParameter, optim: OptimConfig, lora: LoraConfig | None) -> bool:
-    """Whether a parameter has gradients: beside adapters these alone."""
+    """Return whether a parameter has gradients; with LoRA, only adapters have."""
     return optim.trains(one.name) if lora is None else not one.frozen
 
 
 def rates_in(model: ModelConfig, optim: OptimConfig, name: str, inputs: int) -> ParameterRates:
-    """The rates of a parameter with so many dims of inputs: those of its groups, times what muP
-    makes of them."""
-    rate, decay = _deciding(optim.groups, name, _rate), _deciding(optim.groups, name, _decay)
-    return rates_of(model, optim.kind, name, inputs)._replace(
+    """Return the rates of a parameter with `inputs` input dims: of its groups, times muP's
+    factors."""
+    rate, decay = _find_groups(optim.groups, name, _rate), _find_groups(optim.groups, name, _decay)
+    return mup_factors(model, optim.kind, name, inputs)._replace(
         lr_of=rate[0].name if rate else "",
         decay_of=decay[0].name if decay else "",
         vector_decays=inputs == 0 and fits(name, optim.decayed_vectors),
@@ -46,8 +45,7 @@ def rates_in(model: ModelConfig, optim: OptimConfig, name: str, inputs: int) -> 
 
 
 def parameter_rows(run: TrainRun) -> Iterator[dict[str, Plain]]:
-    """Of every parameter: what decides its learning rate and its weight decay, and what these are
-    multiplied by."""
+    """Yield for every parameter the settings and factors of its learning rate and weight decay."""
     for one in named_parameters(run.model, run.lora):
         rates = rates_in(run.model, run.optim, one.name, int(one.matrix))
         row: dict[str, Plain] = {"name": one.name, "numel": one.numel}
@@ -71,7 +69,7 @@ def parameter_rows(run: TrainRun) -> Iterator[dict[str, Plain]]:
 def pattern_problems(
     optim: OptimConfig, schedule: ScheduleConfig, model: ModelConfig, lora: LoraConfig | None
 ) -> list[str]:
-    """What is wrong with the choice of trained parameters and with groups: one text each."""
+    """Return an error text for each broken rule of trained parameters and parameter groups."""
     if optim.trains_all() and not optim.groups and not optim.decayed_vectors:
         return []
     held = named_parameters(model, lora)
@@ -110,13 +108,17 @@ def _frozen_problems(
     ]
     yield from problems
     if not problems and not any(optim.trains(one.name) for one in held):
-        yield f"{chosen} leave nothing to train. Remove one of the patterns, or use a narrower one."
+        yield (
+            f"{chosen} leave no trained parameter. Remove one of the patterns, or use a "
+            "narrower one."
+        )
     elif not problems:
-        yield from _balance_problems(optim, model)
+        yield from _find_frozen_routers_with_aux_loss(optim, model)
 
 
-def _balance_problems(optim: OptimConfig, model: ModelConfig) -> Iterator[str]:
-    """Losses for routers that stay as they are would move what is trained below them instead."""
+def _find_frozen_routers_with_aux_loss(optim: OptimConfig, model: ModelConfig) -> Iterator[str]:
+    """Check that aux losses train their router: of frozen routers they would train the layers below
+    instead."""
     if model.moe is None:
         return
     first = first_trained_layer(model, optim)
@@ -132,26 +134,26 @@ def _balance_problems(optim: OptimConfig, model: ModelConfig) -> Iterator[str]:
             for depth in range(model.mtp.num_layers)
             if any(_before_router(name, depth) for name in trained)
         ]
-    still = next((name for name in routers if not optim.trains(name)), None)
+    frozen_router = next((name for name in routers if not optim.trains(name)), None)
     for name in ("sequence_coeff", "batch_coeff", "global_batch_coeff", "z_loss_coeff"):
         weight = getattr(model.moe.aux_loss, name)
-        if weight > 0 and still is not None:
+        if weight > 0 and frozen_router is not None:
             yield (
-                f"model.moe.aux_loss.{name}={weight} where {still} is not trained: the loss would "
+                f"model.moe.aux_loss.{name}={weight} where {frozen_router} is not trained: the "
+                "loss would "
                 "move what comes "
                 f"before it instead. Set model.moe.aux_loss.{name}=0, or train the router."
             )
 
 
 def _before_router(name: str, depth: int) -> bool:
-    """Whether the router of a MTP depths reads what a parameter has a
-    part in: the depth before it, or the model as far as its last norm, and its own layer as far
-    as attention."""
+    """Return whether the router of MTP layer `depth` depends on a parameter: of earlier MTP layers,
+    of the model up to its last norm, or of its own layer up to attention."""
     if not name.startswith("mtp."):
         return name != "head.weight"
     _, number, rest = name.split(".", 2)
-    behind = rest.startswith(("layer.moe.", "layer.mlp_post_norm.", "norm."))
-    return int(number) < depth or (int(number) == depth and not behind)
+    is_after_router = rest.startswith(("layer.moe.", "layer.mlp_post_norm.", "norm."))
+    return int(number) < depth or (int(number) == depth and not is_after_router)
 
 
 def _vector_problems(optim: OptimConfig, held: Sequence[HeldParameter]) -> Iterator[str]:
@@ -167,7 +169,7 @@ def _vector_problems(optim: OptimConfig, held: Sequence[HeldParameter]) -> Itera
 
 
 def _group_problems(group: GroupConfig, schedule: ScheduleConfig) -> Iterator[str]:
-    """Settings of one group that no model fits."""
+    """Yield errors of one group that hold for every model."""
     where = f"optim.groups[{group.name}]"
     if not NAME.fullmatch(group.name):
         yield (
@@ -181,7 +183,7 @@ def _group_problems(group: GroupConfig, schedule: ScheduleConfig) -> Iterator[st
         )
     if not any(_rate(group)) and not any(_decay(group)):
         yield (
-            f"{where} with match={list(group.match)} decides nothing. Set {where}.lr or "
+            f"{where} with match={list(group.match)} has no effect. Set {where}.lr or "
             f"{where}.weight_decay."
         )
     for value, scale, rest in (
@@ -191,11 +193,13 @@ def _group_problems(group: GroupConfig, schedule: ScheduleConfig) -> Iterator[st
         given, by, end = (getattr(group, field) for field in (value, scale, rest))
         if given is not None and by is not None:
             yield (
-                f"{where}.{value}={given} and {where}.{scale}={by} both decide. Remove one of them."
+                f"{where}.{value}={given} and {where}.{scale}={by} are both set. Remove one of "
+                "them."
             )
         if end is not None and given is None:
             yield (
-                f"{where}.{rest}={end} is read beside {where}.{value} only. Set {where}.{value} "
+                f"{where}.{rest}={end} has an effect only with {where}.{value}. Set "
+                f"{where}.{value} "
                 "as well."
             )
         for field, number in ((value, given), (scale, by), (rest, end)):
@@ -208,7 +212,7 @@ def _group_problems(group: GroupConfig, schedule: ScheduleConfig) -> Iterator[st
 
 
 def _span_problems(where: str, group: GroupConfig, schedule: ScheduleConfig) -> Iterator[str]:
-    """Of the ways from one number to another."""
+    """Yield errors of the start and end values of learning rate and weight decay."""
     if group.lr is not None and group.lr >= 0:
         lowest = schedule.min_lr if group.min_lr is None else group.min_lr
         if lowest > group.lr:
@@ -240,7 +244,8 @@ def _span_problems(where: str, group: GroupConfig, schedule: ScheduleConfig) -> 
 def _without_effect(
     group: GroupConfig, optim: OptimConfig, model: ModelConfig, moving: Sequence[HeldParameter]
 ) -> Iterator[str]:
-    """A group that reaches only what is not trained, or what does not decay."""
+    """Yield errors of groups that match only frozen parameters, or only parameters without weight
+    decay."""
     where, reached = (
         f"optim.groups[{group.name}]",
         [one for one in moving if fits(one.name, group.match)],
@@ -255,26 +260,26 @@ def _without_effect(
         one.matrix or fits(one.name, optim.decayed_vectors) for one in reached
     ):
         yield (
-            f"{where} decides the weight decay of {reached[0].name} and other vectors, which do "
+            f"{where} sets the weight decay of {reached[0].name} and other vectors, which do "
             f"not decay. Set optim.decayed_vectors to {list(group.match)}, or remove it."
         )
     elif any(_decay(group)) and not any(_decays(one, optim, model) for one in reached):
         table = next(one.name for one in reached if one.matrix)
         yield (
-            f"{where} decides the weight decay of {table}, which does not decay with "
+            f"{where} sets the weight decay of {table}, which does not decay with "
             "model.embedding_init_std="
             f"{model.embedding_init_std}. Remove it, or leave model.embedding_init_std unset."
         )
 
 
 def _decays(one: HeldParameter, optim: OptimConfig, model: ModelConfig) -> bool:
-    """Whether a parameter has a weight decay, of whatever size."""
+    """Return whether weight decay applies to a parameter."""
     vector = not one.matrix and not fits(one.name, optim.decayed_vectors)
-    return not vector and rates_of(model, optim.kind, one.name, int(one.matrix)).decay > 0
+    return not vector and mup_factors(model, optim.kind, one.name, int(one.matrix)).decay > 0
 
 
 def _conflicts(groups: Sequence[GroupConfig], moving: Sequence[HeldParameter]) -> Iterator[str]:
-    """Pairs of groups that decide the same about a parameter, and not alike."""
+    """Yield pairs of groups that set different values for the same parameter."""
     for what, decides in (("learning rate", _rate), ("weight decay", _decay)):
         for one, other in combinations([group for group in groups if any(decides(group))], 2):
             both = next(
@@ -283,16 +288,15 @@ def _conflicts(groups: Sequence[GroupConfig], moving: Sequence[HeldParameter]) -
             )
             if both is not None and decides(one) != decides(other):
                 yield (
-                    f"optim.groups: {one.name} ({_told(decides(one))}) and {other.name} "
-                    f"({_told(decides(other))}) "
+                    f"optim.groups: {one.name} ({_format_values(decides(one))}) and {other.name} "
+                    f"({_format_values(decides(other))}) "
                     f"disagree on the {what} of {both}. Use patterns that share no parameter, or "
                     "equal values."
                 )
 
 
 Decided = tuple[str, ...]
-"""The settings of a group about one thing as they were typed, such as `lr=0.001`; empty ones are
-unset."""
+"""Settings of a group about one quantity as text, such as `lr=0.001`; empty: unset."""
 
 
 def _rate(group: GroupConfig) -> Decided:
@@ -315,21 +319,21 @@ def _typed(field: str, value: float | None) -> str:
     return "" if value is None else f"{field}={value}"
 
 
-def _told(decided: Decided) -> str:
+def _format_values(decided: Decided) -> str:
     return ", ".join(text for text in decided if text)
 
 
-def _deciding(
+def _find_groups(
     groups: Sequence[GroupConfig], name: str, decides: Callable[[GroupConfig], Decided]
 ) -> list[GroupConfig]:
-    """Groups that decide something about a parameter; several decide alike."""
+    """Return the groups that set a quantity of a parameter."""
     return [group for group in groups if any(decides(group)) and fits(name, group.match)]
 
 
 def _unknown(
     where: str, patterns: Sequence[str], held: Sequence[HeldParameter], model: ModelConfig
 ) -> Iterator[str]:
-    """Patterns that fit no parameter."""
+    """Yield errors of patterns that match no parameter."""
     names = [one.name for one in held]
     for pattern in patterns:
         if any(fits(name, [pattern]) for name in names):
@@ -338,7 +342,7 @@ def _unknown(
         if pattern == "head.weight" and model.tied_embeddings:
             near = " With model.tied_embeddings=true the head is embed.weight."
         elif ".balancing_" in pattern:
-            near = " A balancing bias moves as long as its router is trained."
+            near = " An expert bias is updated as long as its router is trained."
         yield (
             f"{where}={pattern}: no parameter has such a name.{near} Use names or patterns such "
             f"as {names[0]}."
@@ -346,15 +350,17 @@ def _unknown(
 
 
 def _candidates(names: Sequence[str]) -> list[str]:
-    """What someone may have meant: names of the first and the last layer and of what is in none,
-    and patterns."""
+    """Return names and patterns for suggestions: of the first and last layer, and of parameters
+    outside of layers."""
     parts = [name.split(".", 2) for name in names]
     layers = [int(part[1]) for part in parts if part[0] == "layers"]
     ends = {str(layer) for layer in (layers[:1] + layers[-1:])}
-    found = [
+    candidates = [
         name
         for name, part in zip(names, parts, strict=True)
         if part[0] != "layers" or part[1] in ends
     ]
-    found += [f"layers.{layer}.*" for layer in sorted(set(layers))]
-    return list(dict.fromkeys([*found, *(f"*.{part[2]}" for part in parts if part[0] == "layers")]))
+    candidates += [f"layers.{layer}.*" for layer in sorted(set(layers))]
+    return list(
+        dict.fromkeys([*candidates, *(f"*.{part[2]}" for part in parts if part[0] == "layers")])
+    )

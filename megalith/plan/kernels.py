@@ -1,5 +1,4 @@
-"""The ways in which each operation can be computed: what each takes, and which of them a run will
-use."""
+"""Backends of each operation: what each supports, and which of them a run uses."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,46 +20,46 @@ NARROW = ("fp32", "bf16")
 HALVES = ("bf16", "fp16")
 ALL = (*NARROW, "fp16")
 SIGMOIDS = ("silu", "gelu_tanh", "quick_gelu")
-"""Activations that compiled loops know, in a gate."""
+"""Gate activations that the Numba kernels support."""
 
 WIDEST = 1 << 16
-"""Features of a row that a Triton program of a norm can hold."""
+"""Largest number of features per row of the Triton norm kernels."""
 
 
 def takes_all(model: ModelConfig) -> str | None:
-    """Every model has it."""
+    """Return None: the backend supports every model."""
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
-    """One way to compute an operation."""
+    """A backend of an operation and the inputs that it supports."""
 
     name: BackendName
     device: str | None
-    """Kind of device; None: any."""
+    """Device type; None: any."""
 
     dtypes: tuple[str, ...] = ()
-    """Empty: all."""
+    """Supported dtypes; empty: all."""
 
     limits: str = ""
-    """What else it wants of what it is given, in words."""
+    """Other limits on its inputs, as text."""
 
     deterministic: bool = True
-    """The same bits whenever the same comes in."""
+    """Whether equal inputs give bitwise equal results."""
 
     why_not: Callable[[ModelConfig], str | None] = takes_all
-    """What of a model it does not know; None: it knows all of it."""
+    """Why it does not support a model, as text; None: it supports it."""
 
     def takes(self) -> str:
-        """In words."""
+        """Describe the supported inputs."""
         parts = [f"on {'GPUs' if self.device == GPU else 'CPUs'}"] if self.device else []
         parts = ([", ".join(self.dtypes)] if self.dtypes else []) + parts
         return "; ".join([" ".join(parts) or "everything", *([self.limits] if self.limits else [])])
 
 
-def _no_loop_of_layer_norm(model: ModelConfig) -> str | None:
-    return None if model.norm == "rms" else f"model.norm={model.norm} has no compiled loop"
+def _no_numba_norm(model: ModelConfig) -> str | None:
+    return None if model.norm == "rms" else f"model.norm={model.norm} has no Numba kernel"
 
 
 def _too_wide(model: ModelConfig) -> str | None:
@@ -68,61 +67,71 @@ def _too_wide(model: ModelConfig) -> str | None:
     return (
         None
         if h <= WIDEST
-        else f"model.hidden_size={h} is more than the {WIDEST} features that a program holds"
+        else f"model.hidden_size={h} is more than the {WIDEST} features that the Triton kernel "
+        "supports"
     )
 
 
-def _no_loop_of_activation(model: ModelConfig) -> str | None:
+def _no_numba_activation(model: ModelConfig) -> str | None:
     if model.gated and model.activation in SIGMOIDS:
         return None
     return (
         f"model.activation={model.activation} with model.gated={str(model.gated).lower()} has "
-        "no compiled loop"
+        "no Numba kernel"
     )
 
 
-def _no_program_without_gate(model: ModelConfig) -> str | None:
-    return None if model.gated else "model.gated=false: an activation alone is one pass of torch"
+def _no_triton_activation(model: ModelConfig) -> str | None:
+    return None if model.gated else "model.gated=false: an ungated activation is one torch kernel"
 
 
-def _strange_scores(model: ModelConfig) -> list[str]:
-    """What torch's kernel does not know of scores, but for windows."""
+def _list_score_options(model: ModelConfig) -> list[str]:
+    """Return the settings of attention scores that torch's kernel does not support, except
+    windows."""
     a = model.attention
-    found = [f"model.attention.softcap={a.softcap}"] if a.softcap is not None else []
-    found += ["model.attention.sinks=true"] if a.sinks else []
-    found += ["model.attention.off_by_one=true"] if a.off_by_one else []
-    found += (
+    options = [f"model.attention.softcap={a.softcap}"] if a.softcap is not None else []
+    options += ["model.attention.sinks=true"] if a.sinks else []
+    options += ["model.attention.off_by_one=true"] if a.off_by_one else []
+    options += (
         [f"model.dropout.attention={model.dropout.attention}"]
         if model.dropout.attention > 0
         else []
     )
-    return found + (["model.positions=relative"] if model.positions == "relative" else [])
+    return options + (["model.positions=relative"] if model.positions == "relative" else [])
 
 
 def _not_plain(model: ModelConfig) -> str | None:
     window = model.attention.window
-    found = _strange_scores(model) + (
+    options = _list_score_options(model) + (
         [f"model.attention.window={window}"] if window is not None else []
     )
-    return f"{', '.join(found)}: it knows plain scores only" if found else None
+    return f"{', '.join(options)}: it supports plain scores only" if options else None
 
 
 def _not_windowed(model: ModelConfig) -> str | None:
-    found = _strange_scores(model)
-    return f"{', '.join(found)}: it knows windows and plain scores only" if found else None
+    options = _list_score_options(model)
+    return f"{', '.join(options)}: it supports windows and plain scores only" if options else None
 
 
 def _not_flexible(model: ModelConfig) -> str | None:
-    found = [
+    options = [
         one
-        for one in _strange_scores(model)
+        for one in _list_score_options(model)
         if one.startswith(("model.dropout", "model.positions"))
     ]
-    return f"{', '.join(found)}: it drops no weights, and knows no biases" if found else None
+    return (
+        f"{', '.join(options)}: it supports neither attention dropout nor biases"
+        if options
+        else None
+    )
 
 
 def _biased(model: ModelConfig) -> str | None:
-    return "model.positions=relative: it knows no biases" if model.positions == "relative" else None
+    return (
+        "model.positions=relative: it does not support biases"
+        if model.positions == "relative"
+        else None
+    )
 
 
 def _unequal_groups(model: ModelConfig) -> str | None:
@@ -130,37 +139,38 @@ def _unequal_groups(model: ModelConfig) -> str | None:
     return (
         None
         if padded
-        else "experts have as many rows as tokens choose; with model.moe.capacity.pad=true all "
-        "alike"
+        else "experts have different numbers of rows without model.moe.capacity.pad=true"
     )
 
 
-def _one_pass(loops: BackendSpec, triton: BackendSpec) -> tuple[BackendSpec, ...]:
-    return loops, triton, BackendSpec("torch", None), BackendSpec("reference", None)
+def _elementwise_backends(numba: BackendSpec, triton: BackendSpec) -> tuple[BackendSpec, ...]:
+    return numba, triton, BackendSpec("torch", None), BackendSpec("reference", None)
 
 
 BACKENDS: Mapping[Op, tuple[BackendSpec, ...]] = {
-    "norm": _one_pass(
+    "norm": _elementwise_backends(
         BackendSpec(
             "numba",
             CPU,
             NARROW,
             "RMSNorm, all tensors of one dtype",
-            why_not=_no_loop_of_layer_norm,
+            why_not=_no_numba_norm,
         ),
         BackendSpec("triton", GPU, ALL, f"rows of up to {WIDEST} features", why_not=_too_wide),
     ),
-    "rope": _one_pass(BackendSpec("numba", CPU, NARROW), BackendSpec("triton", GPU, ALL)),
-    "activation": _one_pass(
+    "rope": _elementwise_backends(
+        BackendSpec("numba", CPU, NARROW), BackendSpec("triton", GPU, ALL)
+    ),
+    "activation": _elementwise_backends(
         BackendSpec(
-            "numba", CPU, NARROW, f"gates of {', '.join(SIGMOIDS)}", why_not=_no_loop_of_activation
+            "numba", CPU, NARROW, f"gates of {', '.join(SIGMOIDS)}", why_not=_no_numba_activation
         ),
         BackendSpec(
             "triton",
             GPU,
             ALL,
             "gates, and squared ReLU times a weight",
-            why_not=_no_program_without_gate,
+            why_not=_no_triton_activation,
         ),
     ),
     "dropout": (
@@ -199,28 +209,30 @@ BACKENDS: Mapping[Op, tuple[BackendSpec, ...]] = {
         BackendSpec("torch", None),
         BackendSpec("reference", None),
     ),
-    "cross_entropy": _one_pass(BackendSpec("numba", CPU, NARROW), BackendSpec("triton", GPU, ALL)),
+    "cross_entropy": _elementwise_backends(
+        BackendSpec("numba", CPU, NARROW), BackendSpec("triton", GPU, ALL)
+    ),
     "matmul": (
         BackendSpec("upcast", CPU, ("bf16",), "fp32 on upcast operands"),
         BackendSpec("torch", None),
         BackendSpec("reference", None),
     ),
 }
-"""Of every operation, what is fastest where it can be had first."""
+"""Backends of every operation, the fastest first."""
 
 
 def find_backend_spec(op: Op, form: BackendName) -> BackendSpec:
-    """The row of the table."""
+    """Return the table entry of a backend."""
     return next(backend for backend in BACKENDS[op] if backend.name == form)
 
 
 UNCOMPILED: tuple[Op, ...] = ("cross_entropy", "matmul")
-"""Operations that train.compile=true leaves as they are."""
+"""Operations that train.compile=true does not compile."""
 
 
 def used_ops(model: ModelConfig, *, bf16_on_cpu: bool = False) -> tuple[Op, ...]:
-    """Operations that a model has; of matmuls only those of bf16 on CPUs can be computed in several
-    ways."""
+    """Return the operations of a model that have a choice of backends; matmuls only in bf16 on
+    CPUs."""
     absent: dict[Op, bool] = {
         "rope": model.positions != "rope",
         "dropout": not model.dropout.drops(),
@@ -233,8 +245,8 @@ def used_ops(model: ModelConfig, *, bf16_on_cpu: bool = False) -> tuple[Op, ...]
 def why_not(
     backend: BackendSpec, dtype: str, device: str | None, missing: Mapping[str, str]
 ) -> str | None:
-    """Why a run cannot use it, whatever its model; None: it can. `device`: None where that is
-    not known yet; `missing`: what this machine lacks, by the name of a way."""
+    """Return why a run cannot use the backend, whatever its model; None: it can. `device`: None if
+    not known yet; `missing`: the reasons that this machine gives, by backend name."""
     if device is not None and backend.device not in (None, device):
         return (
             f"it works on {'GPUs' if backend.device == GPU else 'CPUs'}, and this run is on "
@@ -248,51 +260,55 @@ def why_not(
 def explicit_backend_problems(
     run: TrainRun, device: str | None = None, missing: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Ways that are asked for by name and cannot be had, as messages for the user, each with one
-    that can."""
-    config, found = kernels_of(run.kernels), []
+    """Return one error text for each backend that is set by name and cannot be used, with one that
+    can."""
+    config, problems = kernels_of(run.kernels), []
     for op in OPS:
-        form = config.of(op)
+        backend_name = config.of(op)
         reason = (
-            _refused(op, form, run, device, missing or {}) if is_explicit_backend(form) else None
+            _find_obstacle(op, backend_name, run, device, missing or {})
+            if is_explicit_backend(backend_name)
+            else None
         )
         if reason is not None:
-            found.append(f"kernels.{op}={form}: {reason}. Set kernels.{op} to {_works(op, run)}.")
-    return found
+            problems.append(
+                f"kernels.{op}={backend_name}: {reason}. Set kernels.{op} to "
+                f"{_suggest_backend(op, run)}."
+            )
+    return problems
 
 
-def _refused(
-    op: Op, form: BackendName, run: TrainRun, device: str | None, missing: Mapping[str, str]
+def _find_obstacle(
+    op: Op, backend_name: BackendName, run: TrainRun, device: str | None, missing: Mapping[str, str]
 ) -> str | None:
-    backend, shared = find_backend_spec(op, form), run.parallel.cp
-    if absent := _absent(op, run):
+    backend, cp = find_backend_spec(op, backend_name), run.parallel.cp
+    if absent := _explain_unused_op(op, run):
         return absent
-    if op == "attention" and shared > 1 and form != "split_kv":
+    if op == "attention" and cp > 1 and backend_name != "split_kv":
         return (
-            f"ranks of parallel.cp={shared} share tokens, and compute attention by intervals "
-            "of keys"
+            f"with parallel.cp={cp}, attention over the tokens of other ranks is computed in "
+            "chunks of keys"
         )
     if op not in UNCOMPILED and run.train.compile:
         return "train.compile=true compiles layers from plain definitions"
     reason = backend.why_not(run.model) or (
-        _meets_padding(run) if form in ("cpu_tiled", "varlen") else None
+        _needs_padding_mask(run) if backend_name in ("cpu_tiled", "varlen") else None
     )
     return reason or why_not(backend, run.precision.params, device, missing)
 
 
-def _meets_padding(run: TrainRun) -> str | None:
-    """Why a way that knows no masks cannot read all rows of a run."""
+def _needs_padding_mask(run: TrainRun) -> str | None:
+    """Return why a backend without masks cannot compute all rows of a run; None if it can."""
     if run.model.attention.causal or not run.data.keep_partial_valid:
         return None
     return (
         "data.keep_partial_valid=true with model.attention.causal=false: the last row ends with "
-        "padding, which is "
-        "hidden by a mask, and it knows none"
+        "padding, which needs an attention mask, and it does not support masks"
     )
 
 
-def _absent(op: Op, run: TrainRun) -> str | None:
-    """Why a run has nothing to compute so; None: it has."""
+def _explain_unused_op(op: Op, run: TrainRun) -> str | None:
+    """Return why a run does not use the operation; None if it does."""
     model = run.model
     if op == "experts" and model.moe is None:
         return "model.moe=null: there are none"
@@ -310,12 +326,13 @@ def _absent(op: Op, run: TrainRun) -> str | None:
     return None
 
 
-def _works(op: Op, run: TrainRun) -> str:
-    """What to set instead."""
+def _suggest_backend(op: Op, run: TrainRun) -> str:
     if op == "attention" and run.parallel.cp > 1 and not run.train.compile:
         return "split_kv, or to auto"
     return (
-        "auto" if run.train.compile or op == "experts" or _absent(op, run) else "torch, or to auto"
+        "auto"
+        if run.train.compile or op == "experts" or _explain_unused_op(op, run)
+        else "torch, or to auto"
     )
 
 
@@ -325,21 +342,27 @@ NO_BF16_KERNELS = "torch has no bf16 kernels for this CPU, so bf16 matmuls are c
 def describe_kernels(
     run: TrainRun, device: str, missing: Mapping[str, str], *, bf16_kernels: bool = True
 ) -> list[str]:
-    """Which way every operation takes, in one line; and one for every reason why it is not the
-    fastest there is.
+    """Return one line with the backend of every operation, and one line for each reason why an
+    operation does not use its fastest backend.
 
     `bf16_kernels`: whether torch has bf16 kernels for this CPU.
     """
     config, words, reasons = kernels_of(run.kernels), [], dict[str, list[str]]()
     bf16_on_cpu = device == CPU and run.precision.params == "bf16"
     for op in used_ops(run.model, bf16_on_cpu=bf16_on_cpu):
-        form = config.of(op)
-        if form == "auto" and op == "matmul":
-            chosen, told = ("torch", {}) if bf16_kernels else ("upcast", {"torch": NO_BF16_KERNELS})
+        backend_name = config.of(op)
+        if backend_name == "auto" and op == "matmul":
+            chosen, op_reasons = (
+                ("torch", {}) if bf16_kernels else ("upcast", {"torch": NO_BF16_KERNELS})
+            )
         else:
-            chosen, told = (form, {}) if form != "auto" else _automatic(op, run, device, missing)
+            chosen, op_reasons = (
+                (backend_name, {})
+                if backend_name != "auto"
+                else _select_automatic(op, run, device, missing)
+            )
         words.append(f"{op} {chosen}")
-        for reason in told.values():
+        for reason in op_reasons.values():
             reasons.setdefault(reason, []).append(op)
     switch = switch_of(run.kernels)
     compiled = " (layers compiled by torch)" if run.train.compile else ""
@@ -349,14 +372,14 @@ def describe_kernels(
     ]
 
 
-def _automatic(
+def _select_automatic(
     op: Op, run: TrainRun, device: str, missing: Mapping[str, str]
 ) -> tuple[str, dict[str, str]]:
-    """What auto takes, and why nothing faster for this kind of device. Of attention and experts,
-    lengths and sizes of every call choose among several."""
+    """Return the backend that `auto` selects and why faster ones for this device do not apply. For
+    attention and experts, the backend is selected per call, by lengths and sizes."""
     if run.train.compile and op not in UNCOMPILED:
         return "compiled", {}
-    found, told = [], dict[str, str]()
+    usable, op_reasons = [], dict[str, str]()
     for backend in BACKENDS[op]:
         if backend.device not in (None, device) or backend.name in ("torch", "reference"):
             continue
@@ -364,18 +387,19 @@ def _automatic(
             run.model
         )
         if reason is None:
-            found.append(backend.name)
+            usable.append(backend.name)
         elif op not in ("attention", "experts"):
-            told[backend.name] = f"{backend.name}: {reason}"
+            op_reasons[backend.name] = f"{backend.name}: {reason}"
     if op == "attention" and run.parallel.cp > 1:
         return "split_kv across ranks", {}
-    return " or ".join(found) or "torch", told
+    return " or ".join(usable) or "torch", op_reasons
 
 
 def list_backend_specs() -> list[tuple[Op, BackendName, str, str]]:
-    """Operation, way, what it takes, and whether the same bits come out every time: for people."""
+    """Return the rows of the table of backends: operation, backend, supported inputs,
+    deterministic."""
     return [
-        (op, backend.name, backend.takes(), "yes" if backend.deterministic else "no promise")
+        (op, backend.name, backend.takes(), "yes" if backend.deterministic else "not guaranteed")
         for op, backends in BACKENDS.items()
         for backend in backends
         if is_explicit_backend(backend.name)
@@ -383,7 +407,7 @@ def list_backend_specs() -> list[tuple[Op, BackendName, str, str]]:
 
 
 def describe_kernel_setting(setting: KernelSetting) -> str:
-    """As one would write it: `reference`, or `auto, norm=numba`."""
+    """Return the setting as a user writes it: `reference`, or `auto, norm=numba`."""
     config = kernels_of(setting)
     own = [f"{op}={getattr(config, op)}" for op in OPS if getattr(config, op) != "auto"]
     return ", ".join([config.all, *own])

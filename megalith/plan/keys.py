@@ -1,13 +1,14 @@
-"""Random numbers without state: every draw is named by a key, so no layout, resume or order of work
-changes it."""
+"""Stateless random numbers: each draw has a key, so results do not depend on layout, resume or
+order."""
 
 import hashlib
 
 
 def key(seed: int, purpose: str, name: str, *indices: int) -> int:
-    """A 63-bit seed for one draw: what it is for, whose it is, and which one.
+    """Return a 63-bit seed for one draw, from the seed, the purpose, a name and indices.
 
-    The same arguments give the same key on every machine; blake2b keeps different arguments apart.
+    The same arguments give the same key on every machine; blake2b makes different arguments give
+    different keys.
     """
     text = "\x00".join([str(seed), purpose, name, *map(str, indices)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

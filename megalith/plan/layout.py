@@ -1,5 +1,5 @@
-"""The grid of a run: its settings' degrees as axes over the ranks, each of dp, cp and tp in two
-parts."""
+"""Build the rank grids of a run from its parallel degrees; dp, cp and tp are each split into two
+axes."""
 
 from dataclasses import replace
 from math import lcm
@@ -13,7 +13,7 @@ from megalith.plan.shards import EXPERT_PARTS, PARTS, key_value_ranks
 def model_grid(
     parallel: ParallelConfig, model: ModelConfig, world: int, *, offset: int = 0
 ) -> Grid:
-    """The dense grid of a run, its tp, cp and dp axes each in two parts (`DENSE_AXES` tells which).
+    """Return the dense grid of a run, with tp, cp and dp each split into two axes (`DENSE_AXES`).
 
     Raises:
         PlanError: the degrees do not multiply to the world size.
@@ -36,7 +36,7 @@ def model_grid(
 
 
 def grid_of_experts(parallel: ParallelConfig, world: int, *, offset: int = 0) -> Grid:
-    """The same ranks as experts are divided over them, edp in two parts.
+    """Return the grid of the expert layers over the same ranks, with edp split into two axes.
 
     Raises:
         PlanError: ep, etp and pp do not divide the world size.
@@ -53,11 +53,11 @@ def grid_of_experts(parallel: ParallelConfig, world: int, *, offset: int = 0) ->
 
 
 def fewest_ranks(parallel: ParallelConfig) -> int:
-    """The smallest world that a layout can have; 1 where a degree is no count, which is for the
-    rules to say.
+    """Return the smallest world size of a layout; 1 if a degree is not positive, which the config
+    rules report.
 
-    Of all experts, ep · etp ranks of each stage hold a part; with ep=1 and etp unset those of the
-    rest will do.
+    All experts are held by ep · etp ranks of each stage; with ep=1 and etp unset the dense degrees
+    decide.
     """
     p = parallel
     dense = p.tp * p.cp * p.pp * (p.dp if p.dp is not None else max(p.dp_replicate, 1))

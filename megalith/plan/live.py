@@ -1,4 +1,4 @@
-"""How many microbatches a rank keeps activations of, read off its list of actions."""
+"""Compute how many microbatches of activations each rank holds at once in a pipeline schedule."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -7,12 +7,12 @@ from megalith.plan.schedule import Kind, Schedule
 from megalith.plan.simulate import Number
 
 CHANGES: dict[Kind, int] = {"F": 1, "B": -1, "W": -1}
-"""Of the number of microbatches between their F and the end of their backward."""
+"""Change of the number of microbatches in flight by each action."""
 
 
 def peak_live(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """By rank and chunk: how many microbatches at most are between their F and the end of their
-    backward."""
+    """Return, by rank and chunk, the largest number of microbatches between their F and the end of
+    their backward."""
     peaks = []
     for actions in schedule.ranks:
         live, peak = [0] * schedule.num_chunks, [0] * schedule.num_chunks
@@ -30,25 +30,25 @@ def peak_held(
     activations: Sequence[Number] | None = None,
     for_weights: Sequence[Number] | None = None,
 ) -> tuple[Number, ...]:
-    """By rank: the most that is held at once over all its chunks.
+    """Return, by rank, the largest amount of activations held at once over all its chunks.
 
-    activations: by stage, what one microbatch holds from its F on (bytes, say); unset: 1.
-    for_weights: by stage, how much of it is still held between its I and its W; unset: all of it.
+    activations: by stage, the amount one microbatch holds from its F on (for example bytes); unset:
+    1. for_weights: by stage, the part of it still held between I and W; unset: all of it.
     """
     held = activations or (1,) * schedule.num_stages
-    kept = for_weights or held
+    held_for_weights = for_weights or held
     peaks = []
     for rank, actions in enumerate(schedule.ranks):
         changes: dict[tuple[Kind, int], Number] = {}
         for chunk in range(schedule.num_chunks):
             stage = schedule.stage_of(rank, chunk)
-            parts: dict[Kind, Number] = {
+            deltas: dict[Kind, Number] = {
                 "F": held[stage],
                 "B": -held[stage],
-                "I": kept[stage] - held[stage],
-                "W": -kept[stage],
+                "I": held_for_weights[stage] - held[stage],
+                "W": -held_for_weights[stage],
             }
-            changes |= {(kind, chunk): change for kind, change in parts.items()}
-        alive = accumulate(changes.get((kind, chunk), 0) for kind, chunk, _, _ in actions)
-        peaks.append(max(alive))
+            changes |= {(kind, chunk): change for kind, change in deltas.items()}
+        held_over_time = accumulate(changes.get((kind, chunk), 0) for kind, chunk, _, _ in actions)
+        peaks.append(max(held_over_time))
     return tuple(peaks)

@@ -1,9 +1,7 @@
-"""Whether the lists of a pipeline fit together: each action once and in order on its rank, every
-send with its receive.
+"""Check that the action lists of a pipeline match: each action once and in order, every send with a
+receive.
 
-What is left after this is a question of time: whether ranks wait for each other in a circle
-(`plan/simulate`), and whether a receive gets the message it is for where messages have no tags
-(`plan/queues`).
+Deadlocks are found by `plan/simulate`; mismatched receives without tags by `plan/queues`.
 """
 
 from collections.abc import Sequence
@@ -12,7 +10,7 @@ from typing import NamedTuple
 from megalith.plan.schedule import Action, Kind, Schedule
 from megalith.plan.transfers import AGAINST, COMPUTES, RECEIVES, SENDS, Direction, neighbor
 
-# What has happened to a microbatch in a chunk, as bits of one number.
+# Completed actions of a microbatch in a chunk, as bits of one number.
 FORWARD, INPUT, WEIGHT, CAME_FORWARD, CAME_BACKWARD, SENT_FORWARD, SENT_BACKWARD = (
     1 << bit for bit in range(7)
 )
@@ -33,8 +31,8 @@ WORDS = {
 
 
 class _Rule(NamedTuple):
-    """One kind of action in one chunk: the bits that must be there before, those that must not,
-    those it adds."""
+    """Rule of an action kind in one chunk: bits required before, bits forbidden before, bits it
+    adds."""
 
     after: int
     before: int
@@ -42,31 +40,33 @@ class _Rule(NamedTuple):
     peer: int = -1
 
 
-NOT_HERE = _Rule(0, 0, 0, peer=-2)  # equals no peer
+UNKNOWN_ACTION = _Rule(0, 0, 0, peer=-2)  # equals no peer
 
 
 def has_transfers(schedule: Schedule) -> bool:
-    """Whether the messages are in the lists already."""
+    """Return whether the lists contain messages."""
     return any(action.peer >= 0 for actions in schedule.ranks for action in actions)
 
 
 def has_backward(schedule: Schedule) -> bool:
-    """Whether this is training, not evaluation."""
+    """Return whether the schedule is for training."""
     return any(
         action.kind in ("B", "I", "W") for actions in schedule.ranks for action in actions[::-1]
     )
 
 
 def action_text(schedule: Schedule, rank: int, index: int) -> str:
-    """For people: `rank 1, action 12 (B of microbatch 3)`."""
-    return f"rank {rank}, action {index} ({_what(schedule, schedule.ranks[rank][index])})"
+    """Describe an action: `rank 1, action 12 (B of microbatch 3)`."""
+    return (
+        f"rank {rank}, action {index} ({_describe_action(schedule, schedule.ranks[rank][index])})"
+    )
 
 
 def matching_problems(schedule: Schedule) -> list[str]:
-    """Every place where the lists do not fit together, naming rank and action; empty when they do.
+    """Return each mismatch of the action lists with rank and action; empty if they match.
 
-    Without messages in the lists, only the order on each rank is looked at. Messages count as told
-    apart by tags: the two ends of a channel may list them in different orders.
+    Without messages in the lists, only the order on each rank is checked. Messages count as tagged:
+    the two ends of a channel may list them in different orders.
     """
     if len(schedule.ranks) != schedule.num_ranks:
         return [f"there are lists for {len(schedule.ranks)} ranks, expected {schedule.num_ranks}"]
@@ -80,28 +80,30 @@ def matching_problems(schedule: Schedule) -> list[str]:
 def _rank_problems(
     schedule: Schedule, rank: int, rules: dict[tuple[Kind, int], _Rule]
 ) -> list[str]:
-    """One rank's list by itself."""
+    """Check one rank's list."""
     state = [bytearray(schedule.num_microbatches) for _ in range(schedule.num_chunks)]
     problems = []
     known = set(range(schedule.num_microbatches))
     for index, (kind, chunk, microbatch, peer) in enumerate(schedule.ranks[rank]):
-        rule = rules.get((kind, chunk), NOT_HERE)
+        rule = rules.get((kind, chunk), UNKNOWN_ACTION)
         after, before, adds, expected = rule
         if peer != expected or microbatch not in known:
-            problems.append(f"{action_text(schedule, rank, index)}: {_misplaced(rule, peer)}")
+            problems.append(
+                f"{action_text(schedule, rank, index)}: {_explain_unknown_action(rule, peer)}"
+            )
             continue
         row = state[chunk]
         done = row[microbatch]
         if done & after != after or done & before:
-            problems.append(f"{action_text(schedule, rank, index)}: {_untimely(done, rule)}")
+            problems.append(f"{action_text(schedule, rank, index)}: {_explain_order(done, rule)}")
         row[microbatch] = done | adds
-    return problems + _missing(schedule, rank, rules, state)
+    return problems + _find_missing_actions(schedule, rank, rules, state)
 
 
 def _rules(
     schedule: Schedule, rank: int, trained: bool, linked: bool
 ) -> dict[tuple[Kind, int], _Rule]:
-    """By (kind, chunk): what one rank may do, and when."""
+    """Return the rules of one rank by (kind, chunk)."""
     rules: dict[tuple[Kind, int], _Rule] = {}
     for chunk in range(schedule.num_chunks):
         rules["F", chunk] = _Rule(0, FORWARD, FORWARD)
@@ -124,7 +126,7 @@ def _rules(
 def _transfer_rules(
     schedule: Schedule, rank: int, chunk: int, direction: Direction
 ) -> dict[tuple[Kind, int], _Rule]:
-    """What one chunk sends and receives in one direction."""
+    """Return the rules of the sends and receives of one chunk in one direction."""
     rules: dict[tuple[Kind, int], _Rule] = {}
     target = neighbor(schedule, rank, chunk, direction)
     if target is not None and target[0] != rank:
@@ -137,15 +139,15 @@ def _transfer_rules(
     return rules
 
 
-def _misplaced(rule: _Rule, peer: int) -> str:
-    if rule is NOT_HERE:
+def _explain_unknown_action(rule: _Rule, peer: int) -> str:
+    if rule is UNKNOWN_ACTION:
         return "this chunk has no such action here"
     if rule.peer != peer:
         return f"the peer is rank {peer}, expected {rule.peer}"
     return "there is no such microbatch"
 
 
-def _untimely(done: int, rule: _Rule) -> str:
+def _explain_order(done: int, rule: _Rule) -> str:
     missing = [word for bit, word in WORDS.items() if rule.after & ~done & bit]
     if missing:
         return f"must come after {' and '.join(missing)}"
@@ -155,31 +157,34 @@ def _untimely(done: int, rule: _Rule) -> str:
     )
 
 
-def _missing(
+def _find_missing_actions(
     schedule: Schedule, rank: int, rules: dict[tuple[Kind, int], _Rule], state: Sequence[bytearray]
 ) -> list[str]:
-    """What a rank should have done and has not, per chunk."""
+    """Return the actions that are missing on a rank, by chunk."""
     problems = []
     for chunk, row in enumerate(state):
-        whole = 0
-        for (_, its_chunk), rule in rules.items():
-            whole |= rule.adds if its_chunk == chunk else 0
-        if row.count(whole) == len(row):
+        all_bits = 0
+        for (_, rule_chunk), rule in rules.items():
+            all_bits |= rule.adds if rule_chunk == chunk else 0
+        if row.count(all_bits) == len(row):
             continue
         for bit, word in WORDS.items():
-            lacking = [microbatch for microbatch, done in enumerate(row) if whole & ~done & bit]
-            if lacking:
+            missing_microbatches = [
+                microbatch for microbatch, done in enumerate(row) if all_bits & ~done & bit
+            ]
+            if missing_microbatches:
                 where = f" of chunk {chunk}" if schedule.num_chunks > 1 else ""
                 problems.append(
-                    f"rank {rank}: microbatch {lacking[0]}{where} lacks {word[4:]}, in the whole "
+                    f"rank {rank}: microbatch {missing_microbatches[0]}{where} lacks {word[4:]} "
+                    "in the whole "
                     "list"
                 )
     return problems
 
 
-def _what(schedule: Schedule, action: Action) -> str:
-    where = f", chunk {action.chunk}" if schedule.num_chunks > 1 else ""
-    way = ""
+def _describe_action(schedule: Schedule, action: Action) -> str:
+    chunk_text = f", chunk {action.chunk}" if schedule.num_chunks > 1 else ""
+    peer_text = ""
     if action.peer >= 0:
-        way = f" {'to' if action.kind.startswith('send') else 'from'} rank {action.peer}"
-    return f"{action.kind} of microbatch {action.microbatch}{where}{way}"
+        peer_text = f" {'to' if action.kind.startswith('send') else 'from'} rank {action.peer}"
+    return f"{action.kind} of microbatch {action.microbatch}{chunk_text}{peer_text}"

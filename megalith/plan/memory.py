@@ -1,9 +1,8 @@
-"""The ledger: what every rank of a run holds at the height of a step, in bytes, from its settings
-alone.
+"""Memory ledger: the peak memory of every rank in a step, in bytes, computed from the settings.
 
-Notation: t tokens of a microbatch on one rank, padding included, h hidden, n heads, g key/value
-heads, d head size, f ffn, v vocabulary (n, g, f, v of this rank), e bytes per weight or activation,
-N parameters of this rank, D ranks that share what ZeRO divides.
+Notation: t tokens of a microbatch on one rank, padding included, h hidden, n heads, g KV heads, d
+head dim, f ffn, v vocabulary (n, g, f, v of this rank), e bytes per weight or activation, N
+parameters of this rank, D ZeRO shards.
 """
 
 from collections import Counter
@@ -37,116 +36,116 @@ from megalith.plan.transfers import SENDS, Direction, neighbor
 from megalith.plan.workload import Workload
 
 WIRE_BYTES = {"fp32": 4, "bf16": 2}
-"""Bytes of a gradient that travels as parallel.reduce_dtype says."""
+"""Bytes of a gradient element sent with parallel.reduce_dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """What one rank holds, in bytes."""
+    """Peak memory of one rank by category, in bytes."""
 
     weights: int
     """e · N, each parameter starting at a multiple of 64 elements; N / D with zero=3."""
 
     gradients: int
-    """The flat buffer they are summed in: 4 · N, or 8 · N in fp64; N / D with zero >= 2."""
+    """Flat gradient buffer: 4 · N, or 8 · N in fp64; N / D with zero >= 2."""
 
     master: int
-    """fp32 copies of 16-bit weights: 4 · N; N / D with zero >= 1."""
+    """fp32 master weights of 16-bit weights: 4 · N; N / D with zero >= 1."""
 
     moments: int
-    """AdamW's two running means, 8 · N, or SGD's momentum, 4 · N; N / D with zero >= 1."""
+    """AdamW's moments, 8 · N, or SGD's momentum, 4 · N; N / D with zero >= 1."""
 
     activations: int
-    """ChunkActivations by the layers from forward to backward, for all microbatches in flight."""
+    """Saved activations of layers, for all microbatches in flight."""
 
     loss: int
-    """Of the output head: the gradients it forms in forward, and a chunk of logits."""
+    """Output head: gradients computed in forward, and a chunk of logits."""
 
     working: int
-    """What the layer at work needs besides: gradients of its activations, what is computed again,
-    gathered parts."""
+    """Temporary tensors of the current layer: gradients of activations, recomputed and gathered
+    tensors."""
 
     messages: int
-    """Tensors on the way between pipeline stages."""
+    """Tensors sent between pipeline stages."""
 
     library: int = 0
-    """Of the device's own software: its context, communicators, scratch space for matmuls."""
+    """Device context, communicators and matmul workspaces."""
 
     slack: int = 0
-    """Held by the allocator between tensors."""
+    """Memory that the allocator holds between tensors (fragmentation)."""
 
     @property
     def state(self) -> int:
-        """What stays from step to step."""
+        """Memory held from step to step."""
         return self.weights + self.gradients + self.master + self.moments
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all categories."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceMemory:
-    """The ledger of the ranks at one place of the pipeline and of a tensor-parallel group."""
+    """Memory ledger of the ranks at one (pp, tp) position."""
 
     pp_rank: int
     tp_rank: int
     memory: RankMemory
     in_flight: int
-    """Passes through a chunk whose activations are kept at the height."""
+    """Forward passes through a chunk whose activations are saved at the peak."""
 
     moment: str
-    """When that is."""
+    """Action at the peak."""
 
     host: int
-    """Bytes of activations that wait in host memory, at most; no part of the ledger."""
+    """Peak bytes of activations offloaded to host memory; not part of the ledger."""
 
 
 class ChunkActivations(NamedTuple):
     """Activations of one microbatch in one chunk, in bytes."""
 
     layers: int
-    """From forward to backward."""
+    """Saved from forward to backward."""
 
     for_weights: int
-    """What the weights' part of a backward in two parts still needs."""
+    """Still held for the deferred weight gradient of a split backward."""
 
     loss: int
-    """The head's, from forward to backward."""
+    """Saved by the head from forward to backward."""
 
     again: int
-    """For a while in backward, when the largest part that is computed again is."""
+    """Temporary in backward, for the largest recomputed part."""
 
     host: int
-    """In host memory from forward to backward."""
+    """Offloaded to host memory from forward to backward."""
 
 
 def memory_ledger(workload: Workload, device: Device | None = None) -> list[PlaceMemory]:
-    """The ledger of every place, in the order of pp and tp ranks; tensor-parallel ranks with equal
-    parts appear once.
+    """Return the ledger of every (pp, tp) position; tensor-parallel ranks with equal shares appear
+    once.
 
-    device: adds what its software takes; without one, tensors only.
+    device: adds the memory of its software; without one, tensors only.
     """
     return [place_memory(workload, pp, tp, device) for pp, tp in distinct_places(workload)]
 
 
 def worst(ledger: Sequence[PlaceMemory]) -> PlaceMemory:
-    """The place that holds most."""
+    """Return the position with the most memory."""
     return max(ledger, key=lambda place: place.memory.total)
 
 
 def crowded_bytes(workload: Workload, device: Device | None = None) -> int | None:
-    """What the worst rank holds if all tokens choose its experts, as far as they can; None where
-    there are none."""
+    """Return the memory of the worst rank if as many tokens as possible choose its experts; None
+    without experts."""
     if workload.run.model.moe is None:
         return None
     return worst(memory_ledger(replace(workload, crowded=True), device)).memory.total
 
 
 def distinct_places(workload: Workload) -> list[tuple[int, int]]:
-    """(pp rank, tp rank) of every sort of rank; of tensor-parallel ranks with equal parts the first
-    stands for all."""
+    """Return (pp rank, tp rank) of all distinct positions; of tensor-parallel ranks with equal
+    shares the first."""
     run = workload.run
     tp, places = run.parallel.tp, []
     for pp in range(run.parallel.pp):
@@ -155,20 +154,20 @@ def distinct_places(workload: Workload) -> list[tuple[int, int]]:
     return places
 
 
-class Sharer(NamedTuple):
-    """One of the ranks at a place, which hold different parts of what ZeRO divides."""
+class ZeroShard(NamedTuple):
+    """One of the ranks at a position, which hold different ZeRO shards."""
 
     shard_rank: int = 0
-    """Its number among those that divide everything but experts."""
+    """Its rank among the ZeRO shards of dense parameters."""
 
     expert_rank: int = 0
-    """Its number among those that divide the same experts."""
+    """Its rank among the ZeRO shards of the same experts."""
 
     experts: ExpertPart | None = None
-    """Its part of experts; unset: the largest there."""
+    """Its expert shard; unset: the largest at the position."""
 
 
-ANY = Sharer()
+ANY = ZeroShard()
 
 
 def place_memory(
@@ -177,34 +176,33 @@ def place_memory(
     tp_rank: int,
     device: Device | None = None,
     *,
-    sharer: Sharer = ANY,
+    sharer: ZeroShard = ANY,
 ) -> PlaceMemory:
-    """The ledger of the ranks at one place, or of one among them that ZeRO tells from the
-    others."""
+    """Return the ledger of the ranks at one position, or of one ZeRO shard of them."""
     accelerator = device is not None and device.accelerator
     held = workload.parameters(pp_rank, tp_rank, experts=sharer.experts)
     state = _state(workload, pp_rank, held, sharer, accelerator=accelerator)
-    height = _height(workload, pp_rank, tp_rank, accelerator=accelerator)
+    peak = _find_activation_peak(workload, pp_rank, tp_rank, accelerator=accelerator)
     tensors = replace(
         state,
-        activations=height.layers,
-        loss=height.loss,
-        working=state.working + height.working,
+        activations=peak.layers,
+        loss=peak.loss,
+        working=state.working + peak.working,
         messages=_message_bytes(workload, pp_rank),
     )
-    memory = tensors if device is None else _with_software(tensors, workload, device)
-    return PlaceMemory(pp_rank, tp_rank, memory, height.in_flight, height.moment, height.host)
+    memory = tensors if device is None else _add_device_overhead(tensors, workload, device)
+    return PlaceMemory(pp_rank, tp_rank, memory, peak.in_flight, peak.moment, peak.host)
 
 
 # --- what stays from step to step
 
 
 def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> BucketPlan:
-    """Where the gradients of these parameters lie in the flat buffer of their rank; the weights lie
-    alike.
+    """Return the layout of the flat gradient buffer for these parameters; weights have the same
+    layout.
 
     Under ZeRO a bucket holds only parameters that are summed over the same ranks, and a table that
-    two stages share lies alone, so that slices of ranks with other sizes coincide.
+    two stages share has its own bucket, so that shards of ranks with other sizes coincide.
     """
     run, divided = workload.run, divides(workload)
     kinds = [(one.grid, _kind(workload, one) if divided else "") for one in parameters]
@@ -226,19 +224,19 @@ def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> Buck
 
 
 def divides(workload: Workload) -> bool:
-    """Whether ZeRO divides anything: a rank owns less than it computes with."""
+    """Return whether ZeRO shards anything: a rank owns less than it computes with."""
     return max(workload.shards, workload.expert_shards) > 1
 
 
 def slices_of(
     workload: Workload, plan: BucketPlan, parameters: Sequence[HeldParameter]
 ) -> list[int]:
-    """Ranks that divide each bucket, whose parameters are all on one grid."""
+    """Return the number of ZeRO shards of each bucket, whose parameters are all on one grid."""
     return [workload.shards_of(parameters[bucket.members[0]]) for bucket in plan.buckets]
 
 
 def _kind(workload: Workload, one: HeldParameter) -> str:
-    """Over which tensor-parallel ranks its gradient is summed; "" for over none of them."""
+    """Return over which tensor-parallel ranks the gradient is summed; "": none."""
     run = workload.run
     copies = tensor_part(run.model, tp=run.parallel.tp, rank=0).kv_copies
     if one.cut or (one.summed == "sp" and not run.parallel.sp):
@@ -252,26 +250,29 @@ def _state(
     workload: Workload,
     pp_rank: int,
     parameters: Sequence[HeldParameter],
-    sharer: Sharer,
+    sharer: ZeroShard,
     *,
     accelerator: bool,
 ) -> RankMemory:
-    """Weights, gradients and optimizer state; and what ZeRO gathers or hands round for a while, as
-    `working`."""
+    """Return weights, gradients, optimizer state, and ZeRO's temporary buffers as `working`."""
     run, divided = workload.run, divides(workload)
     width, zero = WIDTHS[run.precision.params], run.parallel.zero if divided else 0
-    still, moving = [one for one in parameters if one.frozen], trained(parameters)
-    apart = sum(one.numel * (width.value if one.counts else width.sums) for one in still)
+    frozen, trained_parameters = [one for one in parameters if one.frozen], trained(parameters)
+    unbuffered_bytes = sum(
+        one.numel * (width.value if one.counts else width.sums) for one in frozen
+    )
     if zero == 3:
-        buffer = gradients = num_local = sum(_kept(workload, one, sharer) for one in moving)
-        apart = sum(
-            _kept(workload, one, sharer) * (width.value if one.counts else width.sums)
-            for one in still
+        buffer = gradients = num_local = sum(
+            _sharded_numel(workload, one, sharer) for one in trained_parameters
+        )
+        unbuffered_bytes = sum(
+            _sharded_numel(workload, one, sharer) * (width.value if one.counts else width.sums)
+            for one in frozen
         )
     else:
-        plan = buffer_plan(workload, moving)
+        plan = buffer_plan(workload, trained_parameters)
         slices, numbers = (
-            slices_of(workload, plan, moving),
+            slices_of(workload, plan, trained_parameters),
             {"dense": sharer.shard_rank, "expert": sharer.expert_rank},
         )
         lengths = [bucket.stop - bucket.start for bucket in plan.buckets]
@@ -279,16 +280,16 @@ def _state(
         gradients = (
             sum(n // s for n, s in zip(lengths, slices, strict=True)) if zero == 2 else buffer
         )
-        ranks = [numbers[moving[bucket.members[0]].grid] for bucket in plan.buckets]
+        ranks = [numbers[trained_parameters[bucket.members[0]].grid] for bucket in plan.buckets]
         num_local = sum(
             part.stop - part.start
             for part in local_bucket_parts(plan, list(zip(ranks, slices, strict=True)))
         )
         if zero == 0:
-            num_local = sum(one.numel for one in moving)
+            num_local = sum(one.numel for one in trained_parameters)
     states = {"adamw": 2, "sgd": int(run.optim.momentum > 0)}[run.optim.kind]
     return RankMemory(
-        weights=width.value * buffer + apart,
+        weights=width.value * buffer + unbuffered_bytes,
         gradients=width.sums * gradients,
         master=width.master * num_local,
         moments=width.sums * states * num_local,
@@ -300,18 +301,18 @@ def _state(
 
 
 IN_FLIGHT = 2
-"""Sums of buckets on their way at once under ZeRO."""
+"""Number of bucket reductions in flight at once under ZeRO."""
 
 
 def _sharding_bytes(
     workload: Workload, pp_rank: int, parameters: Sequence[HeldParameter], *, accelerator: bool
 ) -> int:
-    """What a rank holds for a while because ZeRO has divided something.
+    """Return the temporary memory of ZeRO.
 
-    zero=1: what it receives for the buckets whose sums are on their way, which NCCL needs no place
-    for, and what it sends, where that is a copy in bf16. zero=2: these buckets themselves, too, and
-    the one that backward fills. zero=3: the weights of the layer at work, its experts', and those
-    of the next (in pipelines all of them), and the gradient of one, twice.
+    zero=1: receive buffers of the buckets in flight, which NCCL does not need, and bf16 copies for
+    sending. zero=2: also these buckets themselves, and the one that backward fills. zero=3: the
+    gathered weights of the current layer, its experts, and the next layer (in pipelines all of
+    them), and the gradient of one, twice.
     """
     width, p = WIDTHS[workload.run.precision.params], workload.run.parallel
     if p.zero == 0 or not divides(workload):
@@ -338,20 +339,20 @@ def _sharding_bytes(
     return width.value * at_once + (width.value + width.sums) * most
 
 
-def _kept(workload: Workload, one: HeldParameter, sharer: Sharer) -> int:
-    """Elements of a parameter that a rank keeps under zero=3; of vectors that are not trained
-    all."""
+def _sharded_numel(workload: Workload, one: HeldParameter, sharer: ZeroShard) -> int:
+    """Return the elements of a parameter that a rank stores under zero=3; frozen vectors are not
+    sharded."""
     if one.frozen and not one.matrix:
         return one.numel
     rank = sharer.shard_rank if one.grid == "dense" else sharer.expert_rank
-    return saved_activation_rows(one, rank, workload.shards_of(one)) * one.columns
+    return sharded_rows(one, rank, workload.shards_of(one)) * one.columns
 
 
-def saved_activation_rows(one: HeldParameter, rank: int, ranks: int) -> int:
-    """Rows of a matrix, or elements of a vector, that a rank keeps under zero=3; the last ranks
-    keep what is left.
+def sharded_rows(one: HeldParameter, rank: int, ranks: int) -> int:
+    """Return the rows of a matrix, or elements of a vector, that a rank stores under zero=3; the
+    last ranks store the remainder.
 
-    >>> [saved_activation_rows(HeldParameter("w", 5, 4, cut=False), rank, 4) for rank in range(4)]
+    >>> [sharded_rows(HeldParameter("w", 5, 4, cut=False), rank, 4) for rank in range(4)]
     [2, 2, 1, 0]
     """
     each = -(-one.rows // ranks)
@@ -364,29 +365,30 @@ class GatheredUnit(NamedTuple):
     name: str
     parameters: tuple[HeldParameter, ...]
     root: bool
-    """What is left of a chunk: it stays gathered from forward to the end of backward."""
+    """The remaining parameters of a chunk: gathered from forward to the end of backward."""
 
     grid: str = "dense"
     ranks: int = 1
-    """That divide it."""
+    """Number of shards."""
 
     @property
     def numel(self) -> int:
-        """Elements of all ranks."""
+        """Elements of all shards."""
         return sum(one.numel for one in self.parameters)
 
 
 def gathered_units(
     workload: Workload, pp_rank: int, parameters: Sequence[HeldParameter]
 ) -> list[GatheredUnit]:
-    """Each layer but for its experts, these, and each table that is used in one place; the last
-    norm, and a table used in two, are the rest. Vectors that are not trained are never divided."""
+    """Return the units that zero=3 gathers: each layer without its experts, these, and each table
+    that is used once; the root unit has the last norm and tables used twice. Frozen vectors are not
+    sharded."""
     tables = _used_once(workload, pp_rank)
     units: dict[tuple[str, str], list[HeldParameter]] = {}
     for one in parameters:
         words = one.name.split(".")
-        apart = words[0] == "layers" or one.grid == "expert"
-        name = ".".join(words[:2]) if apart else one.name if one.name in tables else ""
+        is_separate = words[0] == "layers" or one.grid == "expert"
+        name = ".".join(words[:2]) if is_separate else one.name if one.name in tables else ""
         if one.matrix or not one.frozen:
             units.setdefault((name, one.grid), []).append(one)
     return [
@@ -396,8 +398,8 @@ def gathered_units(
 
 
 def _used_once(workload: Workload, pp_rank: int) -> set[str]:
-    """Tables of the vocabulary that a rank uses in one place: each depth of multi-token predictions
-    uses the embedding's once, inside a larger part, and the head once more where the loss is."""
+    """Return the vocabulary tables that a rank uses once: each MTP layer uses the embedding table
+    once, inside a larger unit, and the head once more on the stage of the loss."""
     model, stages = workload.run.model, workload.chunks(pp_rank)
     depths, head = model.mtp.num_layers, "embed.weight" if model.tied_embeddings else "head.weight"
     uses = Counter({"embed.weight": 0, "head.weight": 0})
@@ -408,8 +410,8 @@ def _used_once(workload: Workload, pp_rank: int) -> set[str]:
 
 
 def keeps_gathered(workload: Workload) -> bool:
-    """Whether zero=3 frees weights at the end of a step only: pipelines run each chunk many times
-    in it."""
+    """Return whether zero=3 frees gathered weights only at the end of a step: pipelines run each
+    chunk many times per step."""
     return workload.run.parallel.pp * workload.run.parallel.pipeline.vpp > 1
 
 
@@ -419,7 +421,7 @@ def keeps_gathered(workload: Workload) -> bool:
 def setting_of(
     workload: Workload, tp_rank: int, *, kind: ContextKind, accelerator: bool, first_layer: int = 0
 ) -> ActivationSetting:
-    """What decides the activations of one rank; every row counts as one document."""
+    """Return the activation setting of one rank; every row counts as one document."""
     run = workload.run
     return ActivationSetting(
         model=run.model,
@@ -444,8 +446,8 @@ def setting_of(
 def chunk_activations(
     workload: Workload, stage: Stage, tp_rank: int, *, accelerator: bool
 ) -> ChunkActivations:
-    """What one microbatch leaves in one chunk. Where layers exchange keys in different ways, each
-    counts its share."""
+    """Return the activations of one microbatch in one chunk. If layers use different kinds of
+    context parallelism, each counts its share."""
     kinds = Counter(
         kind_of_layer(workload.run.parallel.context, layer) for layer in all_layers(workload, stage)
     )
@@ -457,7 +459,7 @@ def chunk_activations(
         setting = setting_of(
             workload, tp_rank, kind=kind, accelerator=accelerator, first_layer=first
         )
-        kept = stage_activations(
+        activations = stage_activations(
             setting,
             num_layers=len(stage.layers),
             embedding=stage.embedding,
@@ -466,9 +468,11 @@ def chunk_activations(
             num_mtp_layers=stage.num_mtp_layers,
         )
         part = count / kinds.total()
-        head = total([row for row in kept.ends if row.what.startswith("gradient of the head")])
-        layers, loss = layers + part * (kept.nbytes - head), loss + part * head
-        again, host = max(again, kept.transient), host + part * kept.host_bytes
+        head = total(
+            [row for row in activations.ends if row.what.startswith("gradient of the head")]
+        )
+        layers, loss = layers + part * (activations.nbytes - head), loss + part * head
+        again, host = max(again, activations.transient), host + part * activations.host_bytes
     return ChunkActivations(
         round(layers),
         _for_weights(workload, stage, tp_rank),
@@ -479,14 +483,13 @@ def chunk_activations(
 
 
 def all_layers(workload: Workload, stage: Stage) -> list[int]:
-    """The layers of a stage, by number; MTP layers are as the last of all."""
+    """Return the layer numbers of a stage; MTP layers count as the last layer."""
     return [*stage.layers, *[workload.run.model.num_layers - 1] * stage.num_mtp_layers]
 
 
 def _for_weights(workload: Workload, stage: Stage, tp_rank: int) -> int:
-    """Inputs and output gradients of all weights, t · (4 h + (2 n + 2 g) d + 3 f) a layer (2 f
-    without a gate); the head's own gradient. A MTP layer has t · 4 h
-    more of what is before it."""
+    """Return the inputs and output gradients of all weights, t · (4 h + (2 n + 2 g) d + 3 f) per
+    layer (2 f without a gate), and the head's gradient. An MTP layer has t · 4 h more."""
     c, t, width = workload.run.model, workload.tokens, WIDTHS[workload.run.precision.params]
     layers = all_layers(workload, stage)
     features = sum(
@@ -500,7 +503,7 @@ def _for_weights(workload: Workload, stage: Stage, tp_rank: int) -> int:
 
 
 def _features_at_weights(model: ModelConfig, layer: int, tp: int, tp_rank: int) -> int:
-    """Of one token: inputs and output gradients of a layer's weights."""
+    """Return the features per token of inputs and output gradients of a layer's weights."""
     own = model.at(layer)
     part = tensor_part(own, tp=tp, rank=tp_rank)
     attention = (part.heads + part.kv_heads) * (own.key_size() + own.value_size())
@@ -509,26 +512,26 @@ def _features_at_weights(model: ModelConfig, layer: int, tp: int, tp_rank: int) 
     )
     kinds = (own.attention_part(layer), attention), (own.mlp_part(layer), mlp)
     inside = sum(features for kind, features in kinds if kind == "full")
-    looking = (attention + 3 * own.hidden_size) * own.uses_cross_layer_source(layer)
-    return inside + looking + 2 * own.hidden_size * sum(kind != "none" for kind, _ in kinds)
+    cross_attention = (attention + 3 * own.hidden_size) * own.uses_cross_layer_source(layer)
+    return inside + cross_attention + 2 * own.hidden_size * sum(kind != "none" for kind, _ in kinds)
 
 
 def _shared_features(model: ModelConfig, tp: int, tp_rank: int) -> int:
-    """Inner features, on this rank, of the experts for all tokens."""
+    """Return the inner features of the shared experts on this rank."""
     size = model.moe.shared_ffn_hidden_size if model.moe is not None else None
     return split_evenly(size or 0, tp)[tp_rank]
 
 
 def mixture_of(workload: Workload, tp_rank: int) -> Mixture:
-    """A layer's experts, as the ranks at this place have them."""
+    """Return the experts of an MoE layer on the ranks at this position."""
     return setting_of(
         workload, tp_rank, kind=workload.run.parallel.context.kind, accelerator=False
     ).mixture
 
 
 def _values_at_experts(workload: Workload, tp_rank: int) -> int:
-    """Inputs and output gradients of a layer's experts, r · (2 d + 3 f), and of its router, s ·
-    E."""
+    """Return inputs and output gradients of a layer's experts, r · (2 d + 3 f), and of its router,
+    s · E."""
     if workload.run.model.moe is None:
         return 0
     m = mixture_of(workload, tp_rank)
@@ -537,8 +540,8 @@ def _values_at_experts(workload: Workload, tp_rank: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Height:
-    """The moment of a step at which a rank's activations take most."""
+class _ActivationPeak:
+    """The moment of a step with the peak activation memory of a rank."""
 
     layers: int
     loss: int
@@ -546,30 +549,32 @@ class _Height:
     in_flight: int
     moment: str
     host: int = 0
-    """Most at any moment of the step."""
+    """Peak over the step."""
 
     @property
     def total(self) -> int:
         return self.layers + self.loss + self.working
 
 
-def _height(workload: Workload, pp_rank: int, tp_rank: int, *, accelerator: bool) -> _Height:
-    """Walk through what the rank does in a step and note when most is held."""
+def _find_activation_peak(
+    workload: Workload, pp_rank: int, tp_rank: int, *, accelerator: bool
+) -> _ActivationPeak:
+    """Walk through a rank's actions and return the peak of activation memory."""
     stages = workload.chunks(pp_rank)
-    kept = [
+    activations = [
         chunk_activations(workload, stage, tp_rank, accelerator=accelerator) for stage in stages
     ]
     kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
     working = {
         kind: [
             working_bytes(workload, stage, tp_rank, kind) + (one.again if kind in ("B", "I") else 0)
-            for stage, one in zip(stages, kept, strict=True)
+            for stage, one in zip(stages, activations, strict=True)
         ]
         for kind in kinds
     }
-    layers = loss = passes = host = most_host = 0
-    best: _Height | None = None
-    # What is done in turns with another: each is somewhere in the middle while the other works.
+    layers = loss = in_flight = host = most_host = 0
+    best: _ActivationPeak | None = None
+    # With dual-batch overlap, both halves of a pair hold their temporary tensors at once.
     needed = [
         sum(working[kind][chunk] for kind, chunk, _, _ in actions)
         for actions in concurrent_actions(workload.schedule, pp_rank)
@@ -577,8 +582,12 @@ def _height(workload: Workload, pp_rank: int, tp_rank: int, *, accelerator: bool
     ]
     for number, (kind, chunk, microbatch, _) in enumerate(workload.schedule.ranks[pp_rank]):
         if kind == "F":
-            layers, loss, passes = layers + kept[chunk].layers, loss + kept[chunk].loss, passes + 1
-            host += kept[chunk].host
+            layers, loss, in_flight = (
+                layers + activations[chunk].layers,
+                loss + activations[chunk].loss,
+                in_flight + 1,
+            )
+            host += activations[chunk].host
             most_host = max(most_host, host)
         total = layers + loss + needed[number]
         if best is None or total > best.total:
@@ -589,30 +598,34 @@ def _height(workload: Workload, pp_rank: int, tp_rank: int, *, accelerator: bool
                 "W": "backward (weights)",
             }
             moment = f"{words[kind]} of microbatch {microbatch} in chunk {chunk}, action {number}"
-            best = _Height(layers, loss, needed[number], passes, moment)
+            best = _ActivationPeak(layers, loss, needed[number], in_flight, moment)
         if kind in ("B", "I"):
-            host -= kept[chunk].host
+            host -= activations[chunk].host
         if kind == "I":
             layers, loss = (
-                layers - kept[chunk].layers + kept[chunk].for_weights,
-                loss - kept[chunk].loss,
+                layers - activations[chunk].layers + activations[chunk].for_weights,
+                loss - activations[chunk].loss,
             )
         elif kind == "W":
-            layers, passes = layers - kept[chunk].for_weights, passes - 1
+            layers, in_flight = layers - activations[chunk].for_weights, in_flight - 1
         elif kind == "B":
-            layers, loss, passes = layers - kept[chunk].layers, loss - kept[chunk].loss, passes - 1
+            layers, loss, in_flight = (
+                layers - activations[chunk].layers,
+                loss - activations[chunk].loss,
+                in_flight - 1,
+            )
     assert best is not None
     return replace(best, host=most_host)
 
 
 def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) -> int:
-    """What a pass through a chunk needs besides what it keeps.
+    """Return the temporary memory of a pass through a chunk, beside saved activations.
 
-    Forward: with the loss, the head's input [t, h] and a chunk of logits, raw and wide. Backward:
-    the gradients of one layer's activations, 3 f + 2 h of each token, or 2 f + 2 h without a gate,
-    and h more of a memory; of experts as much of each row, whose own are there twice, before and
-    after they are sorted. With cp the keys and values of other ranks: two parts of them on a ring,
-    all where they are gathered.
+    Forward: with the loss, the head's input [t, h] and a chunk of logits, in the model's dtype and
+    fp32. Backward: the gradients of one layer's activations, 3 f + 2 h per token, or 2 f + 2 h
+    without a gate, and h more with cross-layer attention; of experts as much per row, with expert
+    rows twice, before and after sorting. With cp the keys and values of other ranks: two chunks on
+    a ring, all if they are gathered.
     """
     run, t = workload.run, workload.tokens
     c, width = run.model, WIDTHS[run.precision.params]
@@ -639,7 +652,7 @@ def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) ->
 
 
 def _gradients_of_mlp(workload: Workload, layer: int, tp_rank: int) -> int:
-    """Elements inside the MLP of a layer, or inside its experts."""
+    """Return the elements inside the MLP of a layer, or inside its experts."""
     c, t, tp = workload.run.model, workload.tokens, workload.run.parallel.tp
     copies = 3 if c.gated else 2
     if not c.has_experts(layer):
@@ -651,10 +664,9 @@ def _gradients_of_mlp(workload: Workload, layer: int, tp_rank: int) -> int:
 
 
 def boundary_tensors(workload: Workload, stage: int) -> list[int]:
-    """Bytes of what goes over the boundary before a stage with one microbatch: t · h, of which
-    each rank has 1/tp under sp, and once more where later layers look at a memory that was taken
-    before, or for each depth of multi-token predictions, from where they are made to where their
-    losses are."""
+    """Return the bytes of each tensor sent across the boundary before a stage per microbatch: t ·
+    h, of which each rank has 1/tp under sp, once more for the source of cross-layer attention, and
+    once for each MTP layer between its stage and that of the loss."""
     run, over = workload.run, stage_boundary(workload.run.model, workload.stages, stage)
     numel = workload.tokens // (run.parallel.tp if run.parallel.sp else 1) * run.model.hidden_size
     width = WIDTHS[run.precision.params]
@@ -663,18 +675,19 @@ def boundary_tensors(workload: Workload, stage: int) -> list[int]:
 
 
 def borders(workload: Workload, pp_rank: int, direction: Direction) -> list[int]:
-    """The boundaries over which this rank sends in a direction, by the stages behind them."""
-    schedule, found = workload.schedule, list[int]()
+    """Return the boundaries across which this rank sends in a direction, by the stages after
+    them."""
+    schedule, boundaries = workload.schedule, list[int]()
     for chunk in range(schedule.num_chunks):
         target = neighbor(schedule, pp_rank, chunk, direction)
         if target is not None and target[0] != pp_rank:
-            found.append(schedule.stage_of(pp_rank, chunk) + (direction == "forward"))
-    return found
+            boundaries.append(schedule.stage_of(pp_rank, chunk) + (direction == "forward"))
+    return boundaries
 
 
 def _message_bytes(workload: Workload, pp_rank: int) -> int:
-    """For each direction in which this rank sends: what leaves, and once or, with overlap, twice
-    what comes."""
+    """Return the buffers for messages: what is sent, and once or, with overlap, twice what is
+    received."""
     each = [
         max(
             (
@@ -688,8 +701,8 @@ def _message_bytes(workload: Workload, pp_rank: int) -> int:
     return sum(each) * (3 if workload.run.parallel.overlap else 2)
 
 
-def _with_software(tensors: RankMemory, workload: Workload, device: Device) -> RankMemory:
-    """The same with what an accelerator's own software takes."""
+def _add_device_overhead(tensors: RankMemory, workload: Workload, device: Device) -> RankMemory:
+    """Add the memory of the device's context, libraries and allocator."""
     if not device.accelerator:
         return tensors
     grid = workload.grid

@@ -1,22 +1,21 @@
-"""What a mixture of experts keeps of one microbatch between forward and backward, and how many rows
-its experts have.
+"""Saved activations of an MoE layer for one microbatch, and the number of rows of its experts.
 
-Notation: s tokens of this rank, E experts of which each token goes to K, d features that experts
-read (h, or those of the latent), f inner features of an expert on this rank, r rows that this
-rank's experts work on, e bytes of a feature, w of a statistic, l of a logit and of a weight. When
-all experts are equally busy r = s·K·etp.
+Notation: s tokens of this rank, E experts of which each token uses K, d input features of an expert
+(h, or the latent size), f inner features of an expert on this rank, r rows of this rank's experts,
+e bytes of an activation, w of a statistic, l of a router logit and weight. With balanced experts r
+= s·K·etp.
 
-    the router          its logits or scores            s·E·w, and s·E·l
-                        the choices, and their weights  s·K·(8 + w)
-                        with losses of balance          shares and factors, s·E·w each
-    on the way          which row is whose              8·(3·s·K + s + 2·E)
-    the experts         their rows                      r·d·e
-                        what up gave: gate and up       2·r·f·e
-                        the rows' weights               r·l
-    latent, shared      what `widen` reads; as an MLP, and with a gate s·h·e more
+    router              logits or scores                s·E·w, and s·E·l
+                        choices and their weights       s·K·(8 + w)
+                        with aux losses                 fractions and factors, s·E·w each
+    dispatch            permutation indices             8·(3·s·K + s + 2·E)
+    experts             input rows                      r·d·e
+                        output of gate and up           2·r·f·e
+                        weight of each row              r·l
+    latent, shared      input of `widen`; shared experts as an MLP, with a gate s·h·e more
 
-The activation is never kept: its input is, and backward computes it again. Nor are rows where one
-rank has all experts: they are gathered once more from its tokens.
+The output of the activation is not saved: backward recomputes it from its input. Neither are the
+input rows if one rank has all experts: they are gathered again from the tokens.
 """
 
 from collections.abc import Iterator
@@ -32,10 +31,10 @@ from megalith.plan.parameters import ExpertPart
 
 
 class SavedActivation(NamedTuple):
-    """One tensor that is kept."""
+    """One tensor that is saved for backward."""
 
     region: str
-    """The module inside the mixture; "order": what operations keep without telling autograd."""
+    """The submodule of the MoE layer; "order": tensors that a kernel keeps outside of autograd."""
 
     what: str
     numel: int
@@ -44,15 +43,15 @@ class SavedActivation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """One layer's experts on one rank."""
+    """The experts of one MoE layer on one rank."""
 
     model: ModelConfig
     moe: MoEConfig
     tokens: int
-    """s: of the microbatch, that this rank sends to experts."""
+    """s: tokens of the microbatch that this rank routes."""
 
     sharing: int
-    """Ranks that share the tokens of a microbatch."""
+    """Number of ranks that the tokens of a microbatch are split over."""
 
     experts: ExpertPart
     dispatcher: DispatcherName = "alltoall"
@@ -63,26 +62,26 @@ class Mixture:
     """w."""
 
     crowded: bool = False
-    """All tokens have chosen the experts of this rank, as far as they can."""
+    """Whether as many tokens as possible choose the experts of this rank."""
 
     @property
     def features(self) -> int:
-        """d."""
+        """d: input features of an expert."""
         return self.moe.latent_size or self.model.hidden_size
 
     @property
     def inner(self) -> int:
-        """f."""
+        """f: inner features of an expert on this rank."""
         return self.experts.features(self.moe.ffn_hidden_size)
 
     @property
     def ranks(self) -> int:
-        """That together hold every expert once."""
+        """Number of ranks that hold one copy of all experts (ep · etp)."""
         return self.experts.ep * self.experts.etp
 
     @property
     def logit(self) -> int:
-        """l."""
+        """l: bytes of a router logit."""
         return {"fp32": self.wide, "fp64": 8, "model": self.element}[self.moe.router.dtype]
 
     @property
@@ -92,22 +91,23 @@ class Mixture:
 
     @property
     def rows_stay(self) -> bool:
-        """Whether experts' rows are gathered from this rank's tokens once more in backward, and not
-        kept."""
+        """Whether backward gathers the expert rows again from this rank's tokens instead of saving
+        them."""
         return self.ranks == 1 and not self.moe.apply_router_weight_on_input
 
     @property
     def limit(self) -> int | None:
-        """PackedSeqParams of a microbatch that an expert takes."""
+        """Expert capacity: the most tokens of a microbatch that an expert computes; None:
+        dropless."""
         if self.moe.capacity.factor is None:
             return None
-        together, factor = self.tokens * self.sharing, Fraction(str(self.moe.capacity.factor))
-        return min(together, ceil(factor * together * self.moe.top_k / self.moe.num_experts))
+        num_tokens, factor = self.tokens * self.sharing, Fraction(str(self.moe.capacity.factor))
+        return min(num_tokens, ceil(factor * num_tokens * self.moe.top_k / self.moe.num_experts))
 
     @property
     def room(self) -> int | None:
-        """Rows that each expert has of a rank's tokens, whatever they chose; None: as many as chose
-        it."""
+        """Rows of each expert per rank with padding to the capacity factor; None: as many as tokens
+        chose it."""
         return (
             None
             if self.limit is None or not self.moe.capacity.pad
@@ -116,31 +116,33 @@ class Mixture:
 
     @property
     def sent(self) -> int:
-        """Rows that this rank's tokens make, for all experts."""
+        """Rows that this rank dispatches, over all experts."""
         return (
             self.tokens * self.moe.top_k if self.room is None else self.moe.num_experts * self.room
         )
 
     @property
     def rows(self) -> int:
-        """r.
+        """r: rows that the local experts compute.
 
-        Crowded, each of all tokens has a row for each of its choices that can be of this rank's
-        experts.
+        If `crowded`, every token has a row for each of its choices that can be a local expert.
         """
-        every, here = self.tokens * self.ranks, self.moe.num_experts // self.experts.ep
+        all_tokens, local_experts = (
+            self.tokens * self.ranks,
+            self.moe.num_experts // self.experts.ep,
+        )
         if (room := self.room) is not None:
-            return here * room * self.ranks
+            return local_experts * room * self.ranks
         if not self.crowded:
-            return every * self.moe.top_k // self.experts.ep
-        most, each = every * min(self.moe.top_k, here), self.limit
+            return all_tokens * self.moe.top_k // self.experts.ep
+        most, each = all_tokens * min(self.moe.top_k, local_experts), self.limit
         if each is None or self.ranks < self.sharing:
             return most
-        return min(most, here * each * self.ranks // self.sharing)
+        return min(most, local_experts * each * self.ranks // self.sharing)
 
 
 def mixture_tensors(m: Mixture) -> Iterator[SavedActivation]:
-    """All of one layer's, but what its input and the experts for all tokens keep."""
+    """Yield the saved activations of one layer, without its input and the shared experts."""
     yield from _router(m)
     if m.moe.capacity.factor is not None:
         choices = m.tokens * m.moe.top_k
@@ -154,7 +156,7 @@ def mixture_tensors(m: Mixture) -> Iterator[SavedActivation]:
 
 
 def _router(m: Mixture) -> Iterator[SavedActivation]:
-    """Logits or scores that weights are made of, and the weights."""
+    """Yield the router's saved logits or scores, choices and weights."""
     router, every, chosen = m.moe.router, m.tokens * m.moe.num_experts, m.tokens * m.moe.top_k
     if router.jitter > 0:
         numel = m.tokens * m.model.hidden_size
@@ -176,7 +178,7 @@ def _router(m: Mixture) -> Iterator[SavedActivation]:
 
 
 def _losses(m: Mixture) -> Iterator[SavedActivation]:
-    """Of balance."""
+    """Yield the saved activations of the aux losses."""
     losses, every = m.moe.aux_loss, m.tokens * m.moe.num_experts
     of_shares = [losses.sequence_coeff, losses.batch_coeff, losses.global_batch_coeff]
     score = m.moe.router.score
@@ -201,25 +203,31 @@ def _losses(m: Mixture) -> Iterator[SavedActivation]:
 
 
 def _order(m: Mixture) -> Iterator[SavedActivation]:
-    """Which row is whose: int64, of the tokens whose choices this rank puts in order."""
+    """Yield the int64 permutation indices of the tokens that this rank sorts by expert."""
     if m.room is not None:
         yield from _padded_order(m, m.moe.num_experts * m.room)
         return
     gathers = m.dispatcher == "allgather" and m.ranks > 1
     tokens = m.tokens * (m.ranks if gathers else 1)
-    rows, mine = tokens * m.moe.top_k, m.moe.num_experts // (m.experts.ep if gathers else 1)
+    rows, local_experts = (
+        tokens * m.moe.top_k,
+        m.moe.num_experts // (m.experts.ep if gathers else 1),
+    )
     yield SavedActivation("", "choice of each row", rows, 8 * rows)
     sent = m.rows if gathers else rows
-    ends = 0 if m.ranks > 1 and not gathers else 4 * mine
+    ends = 0 if m.ranks > 1 and not gathers else 4 * local_experts
     yield SavedActivation("order", "token of each row", sent, 8 * sent)
     yield SavedActivation("order", "rows of each token", sent, 8 * sent)
     yield SavedActivation(
-        "order", "first of them, and counts", tokens + mine, 8 * (tokens + mine) + ends
+        "order",
+        "first of them, and counts",
+        tokens + local_experts,
+        8 * (tokens + local_experts) + ends,
     )
 
 
 def _padded_order(m: Mixture, rows: int) -> Iterator[SavedActivation]:
-    """The same where every expert has as many rows."""
+    """Yield the permutation indices if all experts have the same padded number of rows."""
     choices, others = m.tokens * m.moe.top_k, m.tokens + m.moe.num_experts
     yield SavedActivation("", "choice of each row", rows, 8 * rows)
     yield SavedActivation("", "rows that are filler", rows, rows)
@@ -231,7 +239,7 @@ def _padded_order(m: Mixture, rows: int) -> Iterator[SavedActivation]:
 
 
 def _experts(m: Mixture) -> Iterator[SavedActivation]:
-    """Their rows, what up gave, and what each row counts."""
+    """Yield the saved input rows, the output of gate and up, and the row weights."""
     numel, wide = m.rows * m.features, m.rows * m.inner * (2 if m.model.gated else 1)
     if m.rows_stay:
         tokens = m.tokens * m.features if m.moe.latent_size is not None else 0

@@ -1,5 +1,5 @@
-"""Every rule of a network by itself: numbers out of range, settings that contradict, or that nobody
-would read."""
+"""Rules of the model config: numbers out of range, conflicting settings, and settings without
+effect."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,17 +19,17 @@ Rule = Callable[[ModelConfig], str | None]
 
 
 def network_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
-    """Every broken rule, as texts; the rules that relate settings wait until the counts are
-    positive.
+    """Return an error text for each broken rule; rules across settings are checked only if all
+    counts are positive.
 
-    `trains=False`: of a model that others made and trained, only what keeps it from being computed.
+    `trains=False`: for a pretrained model, only the rules that inference needs.
     """
     problems = count_problems(model)
     return (problems or relation_problems(model, trains=trains)) + number_problems(model)
 
 
 def relation_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
-    """Settings that do not go together, where all counts are positive; `trains` as for
+    """Return the errors of rules across settings, for positive counts; `trains` as in
     `network_problems`."""
     rules = RULES if trains else [rule for rule in RULES if rule not in OF_TRAINING]
     broken = [text for rule in rules if (text := rule(model)) is not None]
@@ -41,7 +41,7 @@ def relation_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
 
 
 def count_problems(model: ModelConfig) -> list[str]:
-    """Counts below their least."""
+    """Return an error for each count below its minimum."""
     rope, window = model.rope.original_max_position, model.attention.window
     counts: dict[str, int | None] = {
         name: getattr(model, name)
@@ -87,17 +87,16 @@ def count_problems(model: ModelConfig) -> list[str]:
     ]
     if model.mtp.num_layers < 0:
         problems.append(
-            f"model.mtp.num_layers={model.mtp.num_layers} must be at least 0. Use 0 to predict the "
-            "next "
-            "token only."
+            f"model.mtp.num_layers={model.mtp.num_layers} must be at least 0. Use 0 for next-token "
+            "prediction only."
         )
     return problems
 
 
 def number_problems(model: ModelConfig) -> list[str]:
-    """Numbers out of their range, nan and infinity among them: one text each."""
+    """Return an error for each number out of its range, NaN or infinite."""
     rope, attention, mla = model.rope, model.attention, model.mla
-    above = {
+    positive = {
         "norm_eps": (model.norm_eps, 1e-5),
         "rope.theta": (rope.theta, 1e4),
         "rope.factor": (rope.factor, 8.0),
@@ -119,8 +118,8 @@ def number_problems(model: ModelConfig) -> list[str]:
         "logit_softcap": (model.logit_softcap, 30.0),
     }
     problems = [
-        f"model.{name}={value} must be a finite number above 0. Use {usual}."
-        for name, (value, usual) in above.items()
+        f"model.{name}={value} must be a finite number above 0. Use {example}."
+        for name, (value, example) in positive.items()
         if value is not None and not 0 < value < math.inf
     ]
     least = {
@@ -147,21 +146,21 @@ def number_problems(model: ModelConfig) -> list[str]:
 # --- heads
 
 
-def heads_share_keys(model: ModelConfig) -> str | None:
-    """Whole groups of query heads share a key/value head."""
+def check_kv_heads_divide_heads(model: ModelConfig) -> str | None:
+    """Check that num_kv_heads divides num_heads."""
     heads, keys = model.num_heads, model.num_kv_heads
     if model.mla is not None or heads % keys == 0:
         return None
     fits = divisors(heads)
     return (
-        f"model.num_kv_heads={keys} does not divide model.num_heads={heads}: every key/value head "
+        f"model.num_kv_heads={keys} does not divide model.num_heads={heads}: every KV head "
         "serves equally many "
         f"query heads. Set model.num_kv_heads to one of {fits}."
     )
 
 
-def head_size_is_known(model: ModelConfig) -> str | None:
-    """Without head_dim, heads share the hidden size evenly."""
+def check_head_dim(model: ModelConfig) -> str | None:
+    """Check that num_heads divides hidden_size if head_dim is not set."""
     hidden, heads = model.hidden_size, model.num_heads
     if model.mla is not None or model.head_dim is not None or hidden % heads == 0:
         return None
@@ -173,35 +172,37 @@ def head_size_is_known(model: ModelConfig) -> str | None:
     )
 
 
-def whole_norms_are_rms(model: ModelConfig) -> str | None:
-    """The heads of all ranks have one mean square; a mean of theirs is not computed."""
+def check_whole_qk_norm_is_rms(model: ModelConfig) -> str | None:
+    """Check that qk_norm=whole is used with RMSNorm: means over the heads of all ranks are not
+    computed."""
     if model.attention.qk_norm != "whole" or model.norm == "rms":
         return None
     return (
-        f"model.attention.qk_norm={model.attention.qk_norm} with model.norm={model.norm}: queries "
-        "and keys are normed "
-        f"over all heads by RMSNorm only. Set model.attention.qk_norm=head, or model.norm=rms."
+        f"model.attention.qk_norm={model.attention.qk_norm} with model.norm={model.norm}: QK "
+        "norms "
+        "over all heads "
+        "support RMSNorm only. Set model.attention.qk_norm=head, or model.norm=rms."
     )
 
 
-def one_score_stands_for_no_token(model: ModelConfig) -> str | None:
-    """Beside the tokens' scores softmax has a learned one, or one of 0."""
+def check_sinks_or_off_by_one(model: ModelConfig) -> str | None:
+    """Check that attention sinks and off-by-one softmax are not combined."""
     if not (model.attention.sinks and model.attention.off_by_one):
         return None
     return (
-        "model.attention.sinks=true with model.attention.off_by_one=true: softmax has one score "
-        "that stands for no "
-        "token, learned or 0. Set one of them to false."
+        "model.attention.sinks=true with model.attention.off_by_one=true: softmax has one extra "
+        "logit, which is either learned or 0. Set one of them to false."
     )
 
 
-def latent_attention_has_no_options(model: ModelConfig) -> str | None:
-    """What is for keys and values per head, latent attention would leave unread."""
+def check_mla_options(model: ModelConfig) -> str | None:
+    """Check that latent attention is not combined with settings of attention with keys and values
+    per head."""
     if model.mla is None:
         return None
-    attention, usual = model.attention, AttentionConfig()
+    attention, defaults = model.attention, AttentionConfig()
     given = {
-        "attention.qk_norm": (attention.qk_norm, usual.qk_norm),
+        "attention.qk_norm": (attention.qk_norm, defaults.qk_norm),
         "rope.skip_growth": (model.rope.skip_growth, 0.0),
         "attention.sinks": (attention.sinks, False),
         "attention.gated": (attention.gated, False),
@@ -210,36 +211,35 @@ def latent_attention_has_no_options(model: ModelConfig) -> str | None:
         "rope.fraction": (model.rope.fraction, 1.0),
         "num_kv_heads": (model.num_kv_heads, model.num_heads),
     }
-    odd = [name for name, (value, fits) in given.items() if value != fits]
-    if not odd:
+    conflicts = [name for name, (value, fits) in given.items() if value != fits]
+    if not conflicts:
         return None
-    told = ", ".join(f"model.{name}={shown(given[name][0])}" for name in odd)
-    fits = ", ".join(f"model.{name}={shown(given[name][1])}" for name in odd)
+    settings = ", ".join(f"model.{name}={shown(given[name][0])}" for name in conflicts)
+    fits = ", ".join(f"model.{name}={shown(given[name][1])}" for name in conflicts)
     return (
-        f"{told} with model.mla: latent attention has its own sizes and norms, and as many "
-        "key/value heads as query "
-        f"heads. Set {fits}, or remove model.mla."
+        f"{settings} with model.mla: latent attention has its own sizes and norms, and as many "
+        f"KV heads as query heads. Set {fits}, or remove model.mla."
     )
 
 
 # --- positions
 
 
-def latent_positions_turn(model: ModelConfig) -> str | None:
-    """Latent attention keeps features for rotary positions."""
+def check_mla_positions(model: ModelConfig) -> str | None:
+    """Check that latent attention is used with RoPE or without positions."""
     if model.mla is None or model.positions not in ("learned", "relative"):
         return None
     return (
-        f"model.positions={model.positions} with model.mla: latent attention has features that "
-        "turn with the position. "
+        f"model.positions={model.positions} with model.mla: latent attention supports rotary "
+        "positions only. "
         f"Set model.positions to rope or none, or remove model.mla."
     )
 
 
-def distances_have_buckets(model: ModelConfig) -> str | None:
-    """Near distances have a bucket each, as many as further ones share; where tokens look both
-    ways, to each side."""
-    buckets, furthest, causal = (
+def check_relative_buckets(model: ModelConfig) -> str | None:
+    """Check that small distances have one bucket each, and larger distances share as many; per
+    direction without a causal mask."""
+    buckets, max_distance, causal = (
         model.relative.buckets,
         model.relative.max_distance,
         model.attention.causal,
@@ -249,42 +249,42 @@ def distances_have_buckets(model: ModelConfig) -> str | None:
     least = 2 if causal else 4
     if buckets < least or buckets % least:
         why = (
-            "half of them are for near distances"
+            "half of them are for small distances"
             if causal
             else "half of them are for later tokens, and half of each"
         )
-        why += "" if causal else " for near distances"
+        why += "" if causal else "  for small distances"
         return (
             f"model.relative.buckets={buckets} must be a multiple of {least}, because {why}. "
             f"Set model.relative.buckets to {max(buckets // least, 1) * least} or 32."
         )
-    if furthest > buckets // least:
+    if max_distance > buckets // least:
         return None
     return (
-        f"model.relative.max_distance={furthest} must be more than the {buckets // least} "
-        "distances that have a bucket "
+        f"model.relative.max_distance={max_distance} must be more than the {buckets // least} "
+        "distances that have one bucket "
         f"each with model.relative.buckets={buckets}. Set model.relative.max_distance to "
         f"{4 * buckets} or so."
     )
 
 
-def fraction_is_a_share(model: ModelConfig) -> str | None:
-    """Some features turn, at most all."""
+def check_rope_fraction(model: ModelConfig) -> str | None:
+    """Check that rope.fraction is in (0, 1]."""
     if model.positions != "rope" or 0 < model.rope.fraction <= 1:
         return None
     return (
         f"model.rope.fraction={model.rope.fraction} must be above 0 and at most 1. Use 1.0 to "
-        "turn all features."
+        "rotate all features."
     )
 
 
-def rope_turns_pairs(model: ModelConfig) -> str | None:
-    """Rotary positions turn pairs of features."""
+def check_rotary_size_is_even(model: ModelConfig) -> str | None:
+    """Check that the number of rotary features is even."""
     fraction = model.rope.fraction
     size = model.rotary_size() if 0 < fraction <= 1 else 2
     if model.positions != "rope" or (size > 0 and size % 2 == 0):
         return None
-    reason = "and rotary positions turn pairs of features"
+    reason = "and RoPE rotates pairs of features"
     if model.mla is not None:
         return f"model.mla.rope_dim={size} is odd, {reason}. Set model.mla.rope_dim to {size + 1}."
     head = model.head_size()
@@ -303,86 +303,82 @@ def rope_turns_pairs(model: ModelConfig) -> str | None:
     )
 
 
-def rope_bands_are_apart(model: ModelConfig) -> str | None:
-    """The llama3 scaling has a band between what stays and what is stretched in full, which may
-    have no width."""
+def check_llama3_bands(model: ModelConfig) -> str | None:
+    """Check that low_freq_factor of llama3 scaling is at most high_freq_factor."""
     low, high = model.rope.low_freq_factor, model.rope.high_freq_factor
     if model.rope.scaling != "llama3" or low <= high:
         return None
     return (
         f"model.rope.low_freq_factor={low} must be at most model.rope.high_freq_factor={high}: "
         "between the two, "
-        f"wavelengths are stretched in part. Use 1.0 and 4.0."
+        "scaling is interpolated. Use 1.0 and 4.0."
     )
 
 
-def yarn_bands_are_apart(model: ModelConfig) -> str | None:
-    """Yarn keeps fast pairs, stretches slow ones, and blends between; which may be none, as in Kimi
-    K2."""
+def check_yarn_bands(model: ModelConfig) -> str | None:
+    """Check that beta_slow of YaRN is at most beta_fast; they may be equal, as in Kimi K2."""
     fast, slow = model.rope.beta_fast, model.rope.beta_slow
     if model.rope.scaling != "yarn" or slow <= fast:
         return None
     return (
-        f"model.rope.beta_slow={slow} must be at most model.rope.beta_fast={fast}: pairs that turn "
-        "less often than the "
-        f"one are stretched, more often than the other are not. Use 1.0 and 32.0."
+        f"model.rope.beta_slow={slow} must be at most model.rope.beta_fast={fast}: feature "
+        "pairs with fewer rotations than beta_slow are scaled, with more than beta_fast are not. "
+        "Use 1.0 and 32.0."
     )
 
 
-def scaling_stretches(model: ModelConfig) -> str | None:
-    """Scaling is for reading further."""
+def check_rope_factor(model: ModelConfig) -> str | None:
+    """Check that the RoPE scaling factor is at least 1."""
     rope = model.rope
     if rope.scaling == "none" or rope.factor >= 1 or not rope.factor > 0:
         return None
     return (
         f"model.rope.factor={rope.factor} with model.rope.scaling={rope.scaling} must be at least "
-        "1: it says how many "
-        f"times further the model reads. Use 8.0, or set model.rope.scaling=none."
+        "1: it multiplies the context length. Use 8.0, or set model.rope.scaling=none."
     )
 
 
-def dynamic_scaling_begins_somewhere(model: ModelConfig) -> str | None:
-    """Dynamic scaling begins where the first training's context ends: at the latest where the
-    model's does, as it is in every folder of transformers."""
+def check_dynamic_scaling_length(model: ModelConfig) -> str | None:
+    """Check that dynamic scaling starts at a length of at most max_seq_len, as in transformers."""
     first, limit = model.rope.original_max_position, model.max_seq_len
     if model.rope.scaling != "dynamic" or first <= limit:
         return None
     return (
         f"model.rope.scaling=dynamic with model.rope.original_max_position={first} and "
         f"model.max_seq_len={limit}: it "
-        "changes only what is longer than the first training's rows. Set "
-        "model.rope.original_max_position to their "
-        f"length, at most {limit}, or model.rope.scaling=none."
+        "affects only sequences longer than those of pretraining. Set "
+        "model.rope.original_max_position to their length, at most "
+        f"{limit}, or model.rope.scaling=none."
     )
 
 
-def yarn_has_wavelengths(model: ModelConfig) -> str | None:
-    """Yarn asks which pair turns how often, and divides by the logarithm of theta."""
+def check_yarn_theta(model: ModelConfig) -> str | None:
+    """Check that theta is above 1 with YaRN, which divides by its logarithm."""
     rope = model.rope
     if rope.scaling != "yarn" or rope.theta > 1 or not rope.theta > 0:
         return None
     return (
         f"model.rope.theta={rope.theta} with model.rope.scaling={rope.scaling} must be above 1: at "
-        "1 all pairs turn "
-        f"alike, and none is slower than the others. Use 10000.0, or set model.rope.scaling=linear."
+        "1 all feature pairs have the same frequency. Use 10000.0, or set "
+        "model.rope.scaling=linear."
     )
 
 
-def dynamic_scaling_has_pairs(model: ModelConfig) -> str | None:
-    """Dynamic scaling raises theta to size / (size - 2)."""
+def check_dynamic_scaling_pairs(model: ModelConfig) -> str | None:
+    """Check that dynamic scaling, which raises theta to size / (size - 2), has more than one
+    feature pair."""
     fraction = model.rope.fraction
     if model.rope.scaling != "dynamic" or not 0 < fraction <= 1 or model.rotary_size() != 2:
         return None
     return (
-        f"model.rope.scaling={model.rope.scaling} with {model.rotary_size()} features that turn: "
-        "the only pair does so "
-        "by one radian per token, whatever theta is. Set model.rope.scaling=linear, or turn 4 "
-        "features or more."
+        f"model.rope.scaling={model.rope.scaling} with {model.rotary_size()} rotary "
+        "features: the only pair rotates by one radian per token for any theta. Set "
+        "model.rope.scaling=linear, or use 4 rotary features or more."
     )
 
 
-def longrope_has_a_factor_for_each_pair(model: ModelConfig) -> str | None:
-    """Longrope divides the angle of every pair by a factor of its own."""
+def check_longrope_factors(model: ModelConfig) -> str | None:
+    """Check that LongRoPE has one positive factor per feature pair."""
     rope, fraction = model.rope, model.rope.fraction
     pairs = model.rotary_size() // 2 if 0 < fraction <= 1 else len(rope.short_factors)
     given = {"short_factors": rope.short_factors, "long_factors": rope.long_factors}
@@ -393,46 +389,46 @@ def longrope_has_a_factor_for_each_pair(model: ModelConfig) -> str | None:
     ]
     if rope.scaling != "longrope" or not wrong:
         return None
-    told = ", ".join(f"model.rope.{name}={shown(given[name])}" for name in wrong)
+    settings = ", ".join(f"model.rope.{name}={shown(given[name])}" for name in wrong)
     return (
-        f"{told} with model.rope.scaling={rope.scaling} must be {pairs} finite numbers above 0, "
-        "one for each pair that "
-        f"turns. Use those of the published model, or set model.rope.scaling=yarn."
+        f"{settings} with model.rope.scaling={rope.scaling} must be {pairs} finite numbers "
+        "above 0, "
+        "one for each rotary feature pair. Use those of the published model, or set "
+        "model.rope.scaling=yarn."
     )
 
 
-def longrope_has_a_first_length(model: ModelConfig) -> str | None:
-    """Longrope divides by the logarithm of the first training's length, beyond which it has other
-    factors."""
+def check_longrope_length(model: ModelConfig) -> str | None:
+    """Check the pretraining length of LongRoPE, which divides by its logarithm."""
     first, limit = model.rope.original_max_position, model.max_seq_len
     if model.rope.scaling != "longrope" or 1 < first <= limit:
         return None
     return (
         f"model.rope.scaling=longrope with model.rope.original_max_position={first} and "
         f"model.max_seq_len={limit}: "
-        f"longer documents than those of the first training have factors of their own. Set "
-        f"model.rope.original_max_position to the length of its rows, from 2 to {limit}."
+        "documents longer than those of pretraining use long_factors. Set "
+        f"model.rope.original_max_position to the pretraining length, from 2 to {limit}."
     )
 
 
-def sections_are_all_pairs(model: ModelConfig) -> str | None:
-    """Multimodal positions divide the pairs among three."""
+def check_rope_sections(model: ModelConfig) -> str | None:
+    """Check that the sections of multimodal RoPE sum to the number of feature pairs."""
     sections, fraction = model.rope.sections, model.rope.fraction
     pairs = model.rotary_size() // 2 if 0 < fraction <= 1 else sum(sections)
     if not sections or (len(sections) == 3 and min(sections) >= 0 and sum(sections) == pairs):
         return None
     third = pairs // 3
     return (
-        f"model.rope.sections={list(sections)} must be three counts of pairs, together all {pairs} "
-        f"that turn. Use [{pairs - 2 * third}, {third}, {third}]."
+        f"model.rope.sections={list(sections)} must be three counts of feature "
+        f"pairs with sum {pairs}. Use [{pairs - 2 * third}, {third}, {third}]."
     )
 
 
 # --- layers
 
 
-def patterns_fit_the_layers(model: ModelConfig) -> str | None:
-    """A pattern repeats over the layers, so it has no more places than there are layers."""
+def check_pattern_lengths(model: ModelConfig) -> str | None:
+    """Check that a repeating layer pattern is not longer than the number of layers."""
     patterns: dict[str, Sequence[object]] = {
         "attention.window_layers": model.attention.window_layers,
         "rope.skip": model.rope.skip,
@@ -450,31 +446,30 @@ def patterns_fit_the_layers(model: ModelConfig) -> str | None:
     if not long:
         return None
     return (
-        f"{' and '.join(long)} places for model.num_layers={model.num_layers}: the rest would be "
-        f"left unread. Use {model.num_layers} places or fewer."
+        f"{' and '.join(long)} values for model.num_layers={model.num_layers}: the rest would have "
+        f"no effect. Use {model.num_layers} values or fewer."
     )
 
 
-def windows_have_a_right_side(model: ModelConfig) -> str | None:
-    """Only those that slide, and it counts tokens."""
+def check_window_right(model: ModelConfig) -> str | None:
+    """Check that window_right is not negative and only used with sliding windows."""
     right = model.attention.window_right
     if right is not None and right < 0:
         return (
-            f"model.attention.window_right={right} must be at least 0. Use 0 to see no later "
-            "token, or remove it to "
-            f"see as many as before."
+            f"model.attention.window_right={right} must be at least 0. Use 0 to mask all "
+            "later tokens, or remove it for a symmetric window."
         )
     if right is None or not model.attention.chunked:
         return None
     return (
-        f"model.attention.window_right={right} with model.attention.chunked=true: a chunk ends in "
-        "one place for all its tokens. Set model.attention.chunked=false, or remove "
+        f"model.attention.window_right={right} with model.attention.chunked=true: all tokens of a "
+        "chunk see up to its end. Set model.attention.chunked=false, or remove "
         "model.attention.window_right."
     )
 
 
-def patterns_choose_a_layer(model: ModelConfig) -> str | None:
-    """A pattern that leaves every layer out says what another setting says better."""
+def check_patterns_select_a_layer(model: ModelConfig) -> str | None:
+    """Check that a layer pattern does not exclude every layer."""
     if model.positions == "rope" and model.rope.skip and all(model.rope.skip):
         return (
             f"model.rope.skip={shown(model.rope.skip)} leaves every layer without positions. "
@@ -498,9 +493,8 @@ def patterns_choose_a_layer(model: ModelConfig) -> str | None:
     )
 
 
-def sizes_of_layers_are_below_the_models(model: ModelConfig) -> str | None:
-    """The model's size is the largest of its layers', so that whoever asks for room asks for
-    enough."""
+def check_layer_sizes(model: ModelConfig) -> str | None:
+    """Check that the model's size is the maximum of its layers' sizes."""
     sizes = {
         "num_kv_heads": model.layers.num_kv_heads,
         "ffn_hidden_size": model.layers.ffn_hidden_size,
@@ -515,8 +509,8 @@ def sizes_of_layers_are_below_the_models(model: ModelConfig) -> str | None:
     return None
 
 
-def layers_share_keys(model: ModelConfig) -> str | None:
-    """In layers with key/value heads of their own, too, whole groups of query heads share one."""
+def check_layer_kv_heads(model: ModelConfig) -> str | None:
+    """Check that num_kv_heads of every layer divides num_heads."""
     heads, keys = model.num_heads, model.layers.num_kv_heads
     if model.mla is not None and keys:
         return (
@@ -533,8 +527,8 @@ def layers_share_keys(model: ModelConfig) -> str | None:
     )
 
 
-def every_layer_does_something(model: ModelConfig) -> str | None:
-    """A layer without attention and MLP is none; and one norm for both needs both."""
+def check_layers_have_parts(model: ModelConfig) -> str | None:
+    """Check that every layer has attention or an MLP; with one norm for both, both."""
     parts = [
         (model.attention_part(layer), model.mlp_part(layer)) for layer in range(model.num_layers)
     ]
@@ -551,28 +545,30 @@ def every_layer_does_something(model: ModelConfig) -> str | None:
     if model.block != "parallel_one_norm" or not any("none" in pair for pair in parts):
         return None
     return (
-        f"{given} with model.block={model.block}: a layer's one norm is for both. Set model.block "
+        f"{given} with model.block={model.block}: attention and MLP share one norm. Set "
+        "model.block "
         "to sequential or "
         f"parallel, or use linear in place of none."
     )
 
 
-def one_norm_comes_first(model: ModelConfig) -> str | None:
-    """The one norm of a layer is the one that both parts read."""
+def check_shared_norm_placement(model: ModelConfig) -> str | None:
+    """Check that parallel_one_norm has its norm before attention and MLP."""
     if model.block != "parallel_one_norm" or model.norm_placement != "after":
         return None
     return (
-        f"model.block={model.block} with model.norm_placement={model.norm_placement}: the one norm "
-        "is of what "
-        f"attention and MLP read. Set model.norm_placement=before, or model.block=parallel."
+        f"model.block={model.block} with model.norm_placement={model.norm_placement}: the "
+        "shared norm "
+        "is the input of "
+        "attention and MLP. Set model.norm_placement=before, or model.block=parallel."
     )
 
 
 # --- first weights
 
 
-def first_values_have_names(model: ModelConfig) -> str | None:
-    """A pattern that fits no parameter changes nothing."""
+def check_init_override_patterns(model: ModelConfig) -> str | None:
+    """Check that every pattern of init_overrides matches a parameter."""
     if not model.init_overrides:
         return None
     held = held_parameters(
@@ -592,19 +588,20 @@ def first_values_have_names(model: ModelConfig) -> str | None:
     )
 
 
-def widths_decide_about_spreads(model: ModelConfig) -> str | None:
-    """muP says how spreads change with the width, and so does xavier_uniform, otherwise."""
+def check_mup_init(model: ModelConfig) -> str | None:
+    """Check that muP is not combined with xavier_uniform: both scale the initial values with the
+    width."""
     if model.init == "normal" or model.mup is None:
         return None
     return (
-        f"model.init={model.init} with model.mup: both say how wide first values are spread. Set "
+        f"model.init={model.init} with model.mup: both set the scale of initial values. Set "
         "model.init=normal, or "
         f"remove model.mup."
     )
 
 
 def _fraction(features: int, head: int) -> float:
-    """A short number that makes so many features of a head's."""
+    """Return a short number that gives `features` rotary features of a head."""
     digits = next(
         n for n in range(1, 17) if int(head * round((features + 0.5) / head, n)) == features
     )
@@ -613,41 +610,40 @@ def _fraction(features: int, head: int) -> float:
 
 
 RULES: tuple[Rule, ...] = (
-    heads_share_keys,
-    head_size_is_known,
-    whole_norms_are_rms,
-    one_score_stands_for_no_token,
-    latent_attention_has_no_options,
-    latent_positions_turn,
-    distances_have_buckets,
-    fraction_is_a_share,
-    rope_turns_pairs,
-    rope_bands_are_apart,
-    yarn_bands_are_apart,
-    yarn_has_wavelengths,
-    scaling_stretches,
-    dynamic_scaling_begins_somewhere,
-    dynamic_scaling_has_pairs,
-    longrope_has_a_factor_for_each_pair,
-    longrope_has_a_first_length,
-    sections_are_all_pairs,
-    patterns_fit_the_layers,
-    windows_have_a_right_side,
-    patterns_choose_a_layer,
-    sizes_of_layers_are_below_the_models,
-    layers_share_keys,
-    every_layer_does_something,
-    one_norm_comes_first,
-    first_values_have_names,
-    widths_decide_about_spreads,
+    check_kv_heads_divide_heads,
+    check_head_dim,
+    check_whole_qk_norm_is_rms,
+    check_sinks_or_off_by_one,
+    check_mla_options,
+    check_mla_positions,
+    check_relative_buckets,
+    check_rope_fraction,
+    check_rotary_size_is_even,
+    check_llama3_bands,
+    check_yarn_bands,
+    check_yarn_theta,
+    check_rope_factor,
+    check_dynamic_scaling_length,
+    check_dynamic_scaling_pairs,
+    check_longrope_factors,
+    check_longrope_length,
+    check_rope_sections,
+    check_pattern_lengths,
+    check_window_right,
+    check_patterns_select_a_layer,
+    check_layer_sizes,
+    check_layer_kv_heads,
+    check_layers_have_parts,
+    check_shared_norm_placement,
+    check_init_override_patterns,
+    check_mup_init,
 )
 
 OF_TRAINING: tuple[Rule, ...] = (
-    scaling_stretches,
-    patterns_fit_the_layers,
-    patterns_choose_a_layer,
-    first_values_have_names,
-    widths_decide_about_spreads,
+    check_rope_factor,
+    check_pattern_lengths,
+    check_patterns_select_a_layer,
+    check_init_override_patterns,
+    check_mup_init,
 )
-"""Those of settings that can be computed all the same: they are said otherwise, or matter to first
-weights alone."""
+"""Rules for training only: a pretrained model that breaks them works."""

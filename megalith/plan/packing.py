@@ -1,8 +1,6 @@
-"""Documents in a batch: b rows of s tokens lie one after the other as t = b · s tokens, and are cut
-into documents.
+"""Sequence packing: b rows of s tokens form t = b · s tokens, which are split into documents.
 
-Attention stays inside a document and positions start again at 0 in each. A row always starts a
-document.
+Attention does not cross documents and positions restart at 0 in each. Every row starts a document.
 """
 
 from collections.abc import Sequence
@@ -16,26 +14,26 @@ from megalith.errors import PlanError
 
 @dataclass(frozen=True, slots=True, eq=False)  # arrays do not compare to one truth value
 class PackedLayout:
-    """Where the documents of t packed tokens begin and end."""
+    """Document boundaries of t packed tokens."""
 
     cu: NDArray[np.int32]
-    """[documents + 1]: where each document starts, then t; begins with 0 and never falls."""
+    """[documents + 1]: cumulative lengths (cu_seqlens), from 0 to t; nondecreasing."""
 
     positions: NDArray[np.int64]
-    """[t]: place of each token within its document."""
+    """[t]: position of each token in its document."""
 
     document: NDArray[np.int32]
-    """[t]: number of the document a token belongs to."""
+    """[t]: document index of each token."""
 
     max_length: int
-    """PackedSeqParams of the longest document; 0 without tokens."""
+    """Tokens of the longest document; 0 without tokens."""
 
     uniform: int | None
-    """Length of every document when all have the same, else None."""
+    """Length of every document if all are equal, else None."""
 
     @property
     def num_documents(self) -> int:
-        """Documents in the batch."""
+        """Number of documents in the batch."""
         return len(self.cu) - 1
 
     @property
@@ -45,7 +43,7 @@ class PackedLayout:
 
 
 def documents_of_rows(rows: int, length: int) -> PackedLayout:
-    """Every row of `length` tokens is one document.
+    """Return the layout in which every row of `length` tokens is one document.
 
     Raises:
         PlanError: a row without tokens, or a negative count.
@@ -58,10 +56,11 @@ def documents_of_rows(rows: int, length: int) -> PackedLayout:
 
 
 def documents_from_eod(ids: NDArray[np.integer], eod: int) -> PackedLayout:
-    """A new document starts after each end-of-document token and at each row; ids [b, s].
+    """Return the layout in which documents start after each end-of-document token and at each row;
+    ids [b, s].
 
-    The end-of-document token is the last of its document. Two in a row make a document of one
-    token.
+    The end-of-document token is the last of its document. Two of them in a row make a document of
+    one token.
 
     Raises:
         PlanError: `ids` is not a batch of rows with at least one token each.
@@ -73,11 +72,11 @@ def documents_from_eod(ids: NDArray[np.integer], eod: int) -> PackedLayout:
 
 
 def labels_inside_documents(ids: NDArray[np.integer], eod: int) -> NDArray[np.bool_]:
-    """[b, s]: True where the token to be predicted belongs to the document of the token it is
-    predicted from.
+    """Return the loss mask [b, s]: True if the label belongs to the same document as the input
+    token.
 
-    After an end-of-document token comes another document, of which nothing is known; the last token
-    of a row counts like any other, since its label is the text's next token.
+    The token after an end-of-document token belongs to another document. The last token of a row is
+    True, since its label is the next token of the text.
 
     Raises:
         PlanError: `ids` is not a batch of rows with at least one token each.
@@ -88,20 +87,20 @@ def labels_inside_documents(ids: NDArray[np.integer], eod: int) -> NDArray[np.bo
 
 
 def shift_tokens_within_documents(lengths: Sequence[int], distance: int) -> NDArray[np.int64]:
-    """[t]: number of the token `distance` places further on in the same document, and -1 where the
-    document ends first.
+    """Return [t]: the index of the token `distance` positions later in the same document; -1 past
+    its end.
 
     >>> shift_tokens_within_documents([3, 1, 4], 2).tolist()
     [2, -1, -1, -1, 6, 7, -1, -1]
     """
     ends = np.repeat(np.cumsum(lengths), lengths)
-    found = np.arange(len(ends), dtype=np.int64) + distance
-    return np.where(found < ends, found, -1)
+    shifted = np.arange(len(ends), dtype=np.int64) + distance
+    return np.where(shifted < ends, shifted, -1)
 
 
 def pad_documents(cu: NDArray[np.int32], count: int) -> NDArray[np.int32]:
-    """Prefix sums of `count` documents, the added ones empty at the end, so that shapes do not
-    change between steps.
+    """Return cumulative lengths of `count` documents, padded with empty ones, so that shapes stay
+    constant.
 
     >>> pad_documents(np.array([0, 3, 5], dtype=np.int32), 4).tolist()
     [0, 3, 5, 5, 5]
@@ -118,7 +117,6 @@ def pad_documents(cu: NDArray[np.int32], count: int) -> NDArray[np.int32]:
 
 
 def _layout(cu: NDArray[np.integer]) -> PackedLayout:
-    """Everything that follows from the prefix sums."""
     total = int(cu[-1])
     if total > np.iinfo(np.int32).max:
         raise PlanError(

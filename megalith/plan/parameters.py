@@ -1,4 +1,4 @@
-"""Every parameter that one rank holds, by name and size, in the order in which the model declares
+"""Names and sizes of the parameters that one rank holds, in the order in which the model registers
 them; no torch."""
 
 from collections.abc import Iterator, Sequence
@@ -10,9 +10,9 @@ from megalith.config.moe import MoEConfig
 from megalith.plan.shards import split_evenly, split_heads
 
 Summed = Literal["sp", "heads", "always"]
-"""Where tensor-parallel ranks hold the same, whose gradients are summed: those of all ranks, but
-only with sp, because without it they all do the same work; those of the ranks with the same
-key/value heads; or always those of all."""
+"""Which replicas' gradients are summed over tp. "sp": of all tensor-parallel ranks, only with sp,
+because without it they do the same work; "heads": of ranks with the same KV heads; "always": of
+all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,73 +23,73 @@ class HeldParameter:
     """Canonical name, as in its `Shard`."""
 
     rows: int
-    """Of this rank's box as it lies in memory: outputs; all elements of a vector."""
+    """Rows (outputs) of this rank's matrix; all elements of a vector."""
 
     columns: int = 1
-    """Inputs; 1 for a vector."""
+    """Columns (inputs) of the matrix; 1 for a vector."""
 
     cut: bool = False
-    """Whether the box differs between tensor-parallel ranks; else some or all of them hold the
-    same. Experts have ranks of their own, and count as cut."""
+    """Whether tensor-parallel ranks hold different parts; else it is replicated on some or all of
+    them. Experts have their own grid and count as split."""
 
     stacked: bool = False
-    """It lies right below the parameter before it, because one matmul reads both."""
+    """Whether it is stored directly after the previous parameter, because one matmul uses both."""
 
     summed: Summed = "sp"
-    """What becomes of the gradients of ranks that hold the same."""
+    """How the gradients of replicas are summed."""
 
     frozen: bool = False
-    """It has no gradient and no optimizer state."""
+    """Whether it has no gradient and no optimizer state."""
 
     grid: Literal["dense", "expert"] = "dense"
-    """Which factorization of the world decides the ranks that hold the same."""
+    """Grid of its replicas."""
 
     counts: bool = True
-    """Whether it is one of a model's parameters; a bias that evens out the use of experts is
-    none, though it is saved: nothing trains it, and it is as wide as a statistic."""
+    """Whether it is a parameter of the model; an expert bias is not, although it is saved: it has
+    no gradient, and the dtype of statistics."""
 
     @property
     def matrix(self) -> bool:
-        """Whether tokens are multiplied by it; every model has several inputs."""
+        """Whether it is a matrix."""
         return self.columns > 1
 
     @property
     def numel(self) -> int:
-        """Elements of this rank's box."""
+        """Elements on this rank."""
         return self.rows * self.columns
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """What one tensor-parallel rank has of everything that is split."""
+    """Share of one tensor-parallel rank of everything that is split."""
 
     heads: int
     kv_heads: int
     ffn: int
     vocab: int
     kv_copies: int
-    """Ranks that hold the same key/value heads."""
+    """Number of ranks that hold the same KV heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """What one rank has of every layer's experts."""
+    """Expert shard of one rank, in every layer."""
 
     ep: int = 1
-    """Ranks that divide the experts equally."""
+    """Expert parallel size."""
 
     etp: int = 1
-    """Ranks that divide the inner features of each."""
+    """Expert tensor parallel size."""
 
     etp_rank: int = 0
 
     def features(self, ffn_hidden_size: int) -> int:
-        """Of each expert, on this rank."""
+        """Return the inner features of each expert on this rank."""
         return split_evenly(ffn_hidden_size, self.etp)[self.etp_rank]
 
 
 def tensor_part(model: ModelConfig, *, tp: int, rank: int) -> TensorPart:
-    """The share of tensor-parallel rank number `rank`; in latent attention every head has its own
+    """Return the share of tensor-parallel rank `rank`; in latent attention every head has its own
     keys and values."""
     ffn, vocab = (
         split_evenly(model.ffn_hidden_size, tp)[rank],
@@ -112,10 +112,10 @@ def tensor_part(model: ModelConfig, *, tp: int, rank: int) -> TensorPart:
 def distinct_ranks(
     model: ModelConfig, *, tp: int, experts: Sequence[ExpertPart] | None = None
 ) -> list[int]:
-    """The first tensor-parallel rank of every sort; ranks of one sort hold equally much of every
+    """Return the first tensor-parallel rank of every group of ranks with equal shares of every
     layer.
 
-    experts: what each of them has of experts; unset: as much of each expert as of everything else.
+    experts: expert shard of each rank; unset: experts are split over tp.
     """
     kinds, moe = dict.fromkeys(model.at(layer) for layer in range(model.num_layers)), model.moe
     sizes = () if moe is None else (split_evenly(moe.shared_ffn_hidden_size or 0, tp),)
@@ -138,14 +138,13 @@ def layer_parameters(
     tp_rank: int = 0,
     experts: ExpertPart | None = None,
 ) -> list[HeldParameter]:
-    """The parameters of layer number `index`, counted over all stages; `experts`: see
-    `held_parameters`."""
+    """Return the parameters of a layer by its global number; `experts`: see `held_parameters`."""
     return _under(f"layers.{index}", _layer(model, index, _LayerRank(tp, tp_rank, experts)))
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerRank:
-    """A rank among those that divide a layer."""
+    """A rank among those that split a layer."""
 
     tp: int
     rank: int
@@ -153,7 +152,7 @@ class _LayerRank:
 
     @property
     def of_experts(self) -> ExpertPart:
-        """Its part of them; where nobody says otherwise, tensor-parallel ranks divide each."""
+        """Expert shard; if unset, tensor-parallel ranks split each expert."""
         return self.experts or ExpertPart(etp=self.tp, etp_rank=self.rank)
 
 
@@ -162,16 +161,16 @@ def _under(prefix: str, parameters: Iterator[HeldParameter]) -> list[HeldParamet
 
 
 def _layer(model: ModelConfig, index: int, place: _LayerRank) -> Iterator[HeldParameter]:
-    """A layer's: norms, attention and MLP in the order in which x meets them."""
+    """Yield the norms, attention and MLP of a layer in the order of computation."""
     model = model.at(index)
     part = tensor_part(model, tp=place.tp, rank=place.rank)
     before, after = model.norm_placement != "after", model.norm_placement != "before"
-    attends, thinks = model.attention_part(index), model.mlp_part(index)
-    if attends != "none":
+    attention_kind, mlp_kind = model.attention_part(index), model.mlp_part(index)
+    if attention_kind != "none":
         if before:
             yield from _norm("attention_norm", model)
-        if attends == "linear":
-            yield from _square("attention", model, bias=model.output_bias)
+        if attention_kind == "linear":
+            yield from _linear_replacement("attention", model, bias=model.output_bias)
         else:
             yield from (
                 _latent_attention(model, part) if model.mla is not None else _attention(model, part)
@@ -179,24 +178,24 @@ def _layer(model: ModelConfig, index: int, place: _LayerRank) -> Iterator[HeldPa
         if after:
             yield from _norm("attention_post_norm", model)
     if model.uses_cross_layer_source(index):
-        yield from _looking(model, part, before=before, after=after)
-    if thinks != "none":
+        yield from _cross_layer_attention(model, part, before=before, after=after)
+    if mlp_kind != "none":
         if before and model.block != "parallel_one_norm":
             yield from _norm("mlp_norm", model)
         if model.has_experts(index):
             yield from _mixture(model, part, place)
         else:
             yield from (
-                _square("mlp", model, bias=model.mlp_bias)
-                if thinks == "linear"
+                _linear_replacement("mlp", model, bias=model.mlp_bias)
+                if mlp_kind == "linear"
                 else _mlp(model, part)
             )
         if after:
             yield from _norm("mlp_post_norm", model)
 
 
-def _square(where: str, model: ModelConfig, *, bias: bool) -> Iterator[HeldParameter]:
-    """h·h."""
+def _linear_replacement(where: str, model: ModelConfig, *, bias: bool) -> Iterator[HeldParameter]:
+    """Yield an h·h matrix and its bias."""
     yield HeldParameter(f"{where}.linear", model.hidden_size, model.hidden_size)
     if bias:
         yield HeldParameter(f"{where}.linear_bias", model.hidden_size)
@@ -205,14 +204,14 @@ def _square(where: str, model: ModelConfig, *, bias: bool) -> Iterator[HeldParam
 def _norm(
     name: str, model: ModelConfig, *, size: int | None = None, summed: Summed = "sp"
 ) -> Iterator[HeldParameter]:
-    """A weight and, for LayerNorm, a bias, of `size` features; unset: h."""
+    """Yield a weight and, for LayerNorm, a bias, of `size` features; unset: h."""
     yield HeldParameter(f"{name}.weight", size or model.hidden_size, summed=summed)
     if model.norm == "layer":
         yield HeldParameter(f"{name}.bias", size or model.hidden_size, summed=summed)
 
 
 def _attention(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
-    """h·(n + 2 g)·d + n·d·h, and n·d·h more with a gate."""
+    """Yield h·(n + 2 g)·d + n·d·h elements, and n·d·h more with a gate."""
     h, d, kv_cut, kind = model.hidden_size, model.head_size(), part.kv_copies == 1, model.attention
     query, keys = part.heads * d, 2 * part.kv_heads * d
     yield HeldParameter("attention.q", query, h, cut=True)
@@ -238,7 +237,7 @@ def _attention(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
 
 
 def _latent_attention(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
-    """q: h·n·(d_nope + d_rope), or r_q·(h + n·(d_nope + d_rope)) + r_q; k and v: h·(r_kv +
+    """Yield q: h·n·(d_nope + d_rope), or r_q·(h + n·(d_nope + d_rope)) + r_q; k and v: h·(r_kv +
     d_rope) + r_kv + r_kv·n·(d_nope + d_v); and n·d_v·h. Single r are those of norms."""
     sizes, h = model.mla, model.hidden_size
     assert sizes is not None
@@ -257,10 +256,10 @@ def _latent_attention(model: ModelConfig, part: TensorPart) -> Iterator[HeldPara
     yield from _output(model, part.heads * sizes.value_dim)
 
 
-def _looking(
+def _cross_layer_attention(
     model: ModelConfig, part: TensorPart, *, before: bool, after: bool
 ) -> Iterator[HeldParameter]:
-    """Cross attention: h·(n + 2 g)·d + n·d·h, and its norms."""
+    """Yield cross-layer attention: h·(n + 2 g)·d + n·d·h, and its norms."""
     h, d, kv_cut = model.hidden_size, model.head_size(), part.kv_copies == 1
     query, keys = part.heads * d, 2 * part.kv_heads * d
     if before:
@@ -279,14 +278,14 @@ def _looking(
 def _output(
     model: ModelConfig, features: int, *, where: str = "attention"
 ) -> Iterator[HeldParameter]:
-    """From all heads' features back to h."""
+    """Yield the output projection of attention."""
     yield HeldParameter(f"{where}.o", model.hidden_size, features, cut=True)
     if model.output_bias:
         yield HeldParameter(f"{where}.o_bias", model.hidden_size)
 
 
 def _mlp(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
-    """3·h·f with a gate, else 2·h·f."""
+    """Yield 3·h·f elements with a gate, else 2·h·f."""
     h, up, f = model.hidden_size, "mlp.gate_up" if model.gated else "mlp.up", part.ffn
     inner = 2 * f if model.gated else f
     yield HeldParameter(up, inner, h, cut=True)
@@ -298,7 +297,7 @@ def _mlp(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
 
 
 def _mixture(model: ModelConfig, part: TensorPart, place: _LayerRank) -> Iterator[HeldParameter]:
-    """Router E·h; experts E·(2 + 1)·d·f with a gate, else E·2·d·f, d = latent_size or h; shared
+    """Yield the router E·h; experts E·3·d·f with a gate, else E·2·d·f, d = latent_size or h; shared
     experts as an MLP."""
     moe, h = model.moe, model.hidden_size
     assert moe is not None
@@ -324,19 +323,19 @@ def _mixture(model: ModelConfig, part: TensorPart, place: _LayerRank) -> Iterato
 
 
 def _experts(model: ModelConfig, moe: MoEConfig, part: ExpertPart) -> Iterator[HeldParameter]:
-    """My part of all experts' matrices, which lie one below the other."""
-    mine, inner, d = (
+    """Yield this rank's part of all experts' matrices, stacked along rows."""
+    num_local_experts, inner, d = (
         moe.num_experts // part.ep,
         part.features(moe.ffn_hidden_size),
         moe.latent_size or model.hidden_size,
     )
     up, wide = ("gate_up", 2 * inner) if model.gated else ("up", inner)
-    yield HeldParameter(up, mine * wide, d)
+    yield HeldParameter(up, num_local_experts * wide, d)
     if moe.biases:
-        yield HeldParameter(f"{up}_bias", mine * wide)
-    yield HeldParameter("down", mine * d, inner)
+        yield HeldParameter(f"{up}_bias", num_local_experts * wide)
+    yield HeldParameter("down", num_local_experts * d, inner)
     if moe.biases:
-        yield HeldParameter("down_bias", mine * d)
+        yield HeldParameter("down_bias", num_local_experts * d)
 
 
 def held_parameters(
@@ -351,14 +350,14 @@ def held_parameters(
     num_mtp_layers: int | None = None,
     experts: ExpertPart | None = None,
 ) -> list[HeldParameter]:
-    """Everything of some layers, of the embedding if it is here, and of what follows the layers if
-    the loss is here.
+    """Return the parameters of some layers, and of the embedding, last norm, head and MTP layers if
+    the stage has them.
 
-    A tied head, and the tables that multi-token predictions read, are the embedding's parameters;
-    on a stage without the embedding they are second copies of them. Every stage with layers has a
-    copy of the table of relative positions, and the one that takes a memory its norm. norm,
-    further: whether the last norm is here, and how many MTP layers; unset: with the loss. experts:
-    this rank's part of them; unset: all of them, each divided over tp.
+    A tied head and the tables of MTP layers are the embedding's parameters; a stage without the
+    embedding holds copies of them. Every stage with layers has a copy of the table of relative
+    positions, and the stage of the cross-layer source has its norm. norm, num_mtp_layers: whether
+    the stage has the last norm, and how many MTP layers; unset: those that belong to the loss.
+    experts: this rank's expert shard; unset: all, each split over tp.
     """
     norm = loss if norm is None else norm
     num_mtp_layers = model.mtp.num_layers * loss if num_mtp_layers is None else num_mtp_layers
@@ -388,19 +387,19 @@ def held_parameters(
 
 
 def memory_norm(model: ModelConfig) -> list[HeldParameter]:
-    """Of what layers with cross attention look at, on the stage that takes it: h."""
+    """Return the norm of the source hidden states of cross-layer attention, on its stage."""
     normed = model.cross is not None and model.norm_placement != "after"
     return list(_norm("memory_norm", model)) if normed else []
 
 
 def bias_table(model: ModelConfig, *, tp: int, tp_rank: int) -> HeldParameter:
-    """Relative positions: a bias for each bucket of distances and each head, buckets·n."""
+    """Return the table of relative position biases: buckets·n."""
     heads = tensor_part(model, tp=tp, rank=tp_rank).heads
     return HeldParameter("relative.weight", model.relative.buckets, heads, cut=True)
 
 
 def _mtp(model: ModelConfig, place: _LayerRank) -> Iterator[HeldParameter]:
-    """One depth of multi-token prediction: a layer, 2·h·h, and three norms."""
+    """Yield the parameters of one MTP layer: a layer, 2·h·h, and three norms."""
     for word in ("embed_norm", "hidden_norm", "norm"):
         yield from _norm(word, model)
     yield HeldParameter("project", model.hidden_size, 2 * model.hidden_size)

@@ -1,14 +1,14 @@
-"""A pipeline step over queues without tags, as NCCL has them: which message each receive really
-gets, and who blocks.
+"""Simulate a pipeline step over message queues without tags, as in NCCL: mismatched receives and
+deadlocks.
 
-A *communicator* joins two ranks. At each of them, the sends and receives given to it run one after
-the other in the order in which they were given, on a stream of their own, and none is over before
-the other side has come to its counterpart. So the k-th receive of a channel gets the k-th send,
-whatever either was meant to be; and an operation that waits holds up those behind it, though not
-the rank, which goes on until it computes with what it has not received.
+A *communicator* joins two ranks. On each of them, the sends and receives run one after the other in
+the order of submission, on their own stream, and each completes only when the other side reaches
+its counterpart. So the k-th receive of a channel gets the k-th send, whatever it was meant for; an
+operation that waits delays those behind it, but not the rank, which continues until it needs a
+message that has not arrived.
 
-`parallel/link` gives each channel a communicator of its own. Two channels on one could hold up each
-other in a circle.
+`parallel/link` gives each channel its own communicator. Two channels on one communicator could
+deadlock.
 """
 
 from collections import defaultdict, deque
@@ -36,32 +36,29 @@ RankAction = tuple[int, int]
 def queue_problems(
     schedule: Schedule, communicators: Mapping[Channel, int] | None = None
 ) -> list[str]:
-    """Receives that would get a message meant for another, and circles of waiting, over NCCL;
-    empty: none.
+    """Return receives that would get the wrong message, and deadlocks, over NCCL; empty: none.
 
-    The lists must fit together, see `plan/matching.matching_problems`; without messages in them
-    there is nothing to find. communicators: by channel, the number of the one that carries it;
-    unset: every channel has its own.
+    The action lists must match, see `plan/matching.matching_problems`; lists without messages have
+    no problems. communicators: communicator number by channel; unset: one for every channel.
     """
     if not has_transfers(schedule):
         return []
-    own = {channel: number for number, channel in enumerate(channels(schedule))}
-    return _QueueRun(schedule, communicators or own).play()
+    one_per_channel = {channel: number for number, channel in enumerate(channels(schedule))}
+    return _QueueRun(schedule, communicators or one_per_channel).run_to_end()
 
 
 class _MessageChannel(NamedTuple):
-    """What a (kind, chunk) that sends or receives needs to know; equal but for `sends` and the
-    queues at both ends."""
+    """Channel and queues of a (kind, chunk) that sends or receives."""
 
     channel: Channel
     sends: bool
-    mine: "deque[_Operation]"
-    theirs: "deque[_Operation]"
+    local_queue: "deque[_Operation]"
+    remote_queue: "deque[_Operation]"
     stage: int
-    """The stage its messages are for."""
+    """The stage that consumes its messages."""
 
-    came: bytearray
-    """By microbatch: whether a receive is over; of a send nobody asks."""
+    received: bytearray
+    """By microbatch: whether the receive has completed; not used for sends."""
 
 
 class _Operation(NamedTuple):
@@ -69,19 +66,19 @@ class _Operation(NamedTuple):
 
     place: RankAction
     microbatch: int
-    way: _MessageChannel
+    message_channel: _MessageChannel
 
 
 class _QueuedCompute(NamedTuple):
-    """What a (kind, chunk) that computes waits for, and what it lets another chunk of this rank go
-    on with."""
+    """Inputs that a computation (kind, chunk) waits for, and the input of a local chunk that it
+    produces."""
 
     needs: bytearray | None
     gives: bytearray | None
 
 
 class _QueueRun:
-    """How far every rank and every queue has come."""
+    """Progress of every rank and every queue."""
 
     def __init__(self, schedule: Schedule, communicators: Mapping[Channel, int]) -> None:
         self.schedule, self.communicators = schedule, communicators
@@ -89,37 +86,43 @@ class _QueueRun:
         self.queues: dict[tuple[int, int], deque[_Operation]] = defaultdict(
             deque
         )  # by communicator and rank
-        self.came: dict[tuple[Direction, int], bytearray] = {
+        self.received: dict[tuple[Direction, int], bytearray] = {
             (direction, stage): bytearray(schedule.num_microbatches)
             for direction in COMPUTES
             for stage in range(schedule.num_stages)
         }
         self.computing = [self._computing(rank) for rank in ranks]
-        self.ways = [self._ways(rank) for rank in ranks]
-        self.carried = dict.fromkeys(communicators, 0)
-        self.crossed: dict[Channel, str] = {}
+        self.message_channels = [self._list_message_channels(rank) for rank in ranks]
+        self.num_matched = dict.fromkeys(communicators, 0)
+        self.mismatches: dict[Channel, str] = {}
         self.at = [0] * schedule.num_ranks
 
-    def play(self) -> list[str]:
-        """Run all ranks and queues as far as they come."""
+    def run_to_end(self) -> list[str]:
+        """Run all ranks and queues until none can progress; return the problems."""
         runnable = set(range(self.schedule.num_ranks))
         while runnable:
             runnable |= self._advance(runnable.pop())
-        return [*self.crossed.values(), *self._circles()]
+        return [*self.mismatches.values(), *self._find_deadlock()]
 
     def _advance(self, rank: int) -> set[int]:
-        """Run one rank until it computes with what is not there, or ends; the ranks that have got
-        something since."""
-        actions, computing, ways = self.schedule.ranks[rank], self.computing[rank], self.ways[rank]
+        """Run one rank until it waits for a message or ends; return the ranks that received a
+        message."""
+        actions, computing, message_channels = (
+            self.schedule.ranks[rank],
+            self.computing[rank],
+            self.message_channels[rank],
+        )
         woken: set[int] = set()
         for index in range(self.at[rank], len(actions)):
             kind, chunk, microbatch, _ = actions[index]
             step = computing.get((kind, chunk))
             if step is None:
-                way = ways[kind, chunk]
-                way.mine.append(_Operation((rank, index), microbatch, way))
-                if len(way.mine) == 1 and way.theirs:
-                    woken |= self._carry(way.mine)
+                message_channel = message_channels[kind, chunk]
+                message_channel.local_queue.append(
+                    _Operation((rank, index), microbatch, message_channel)
+                )
+                if len(message_channel.local_queue) == 1 and message_channel.remote_queue:
+                    woken |= self._match_messages(message_channel.local_queue)
                 continue
             if step.needs is not None and not step.needs[microbatch]:
                 self.at[rank] = index
@@ -130,32 +133,32 @@ class _QueueRun:
             self.at[rank] = len(actions)
         return woken - {rank}
 
-    def _carry(self, queue: deque[_Operation]) -> set[int]:
-        """Carry what two queues have in front of them, and then what was behind it; the ranks that
-        received."""
-        received, queues = set(), [queue]
+    def _match_messages(self, first_queue: deque[_Operation]) -> set[int]:
+        """Match the operations at the front of two queues, then those behind; return the receiving
+        ranks."""
+        receiving_ranks, queues = set(), [first_queue]
         while queues:
-            mine = queues.pop()
-            theirs = mine[0].way.theirs if mine else None
-            if not theirs or not _are_counterparts(mine[0], theirs[0]):
+            local_queue = queues.pop()
+            remote_queue = local_queue[0].message_channel.remote_queue if local_queue else None
+            if not remote_queue or not _are_counterparts(local_queue[0], remote_queue[0]):
                 continue
-            one, other = mine.popleft(), theirs.popleft()
-            send, receive = (one, other) if one.way.sends else (other, one)
+            one, other = local_queue.popleft(), remote_queue.popleft()
+            send, receive = (one, other) if one.message_channel.sends else (other, one)
             self._compare(send, receive)
-            self.carried[send.way.channel] += 1
-            receive.way.came[receive.microbatch] = True
-            received.add(receive.place[0])
-            queues += [each for each in (mine, theirs) if each]
-        return received
+            self.num_matched[send.message_channel.channel] += 1
+            receive.message_channel.received[receive.microbatch] = True
+            receiving_ranks.add(receive.place[0])
+            queues += [each for each in (local_queue, remote_queue) if each]
+        return receiving_ranks
 
     def _compare(self, send: _Operation, receive: _Operation) -> None:
-        channel = send.way.channel
-        if (send.way.stage, send.microbatch) != (
-            receive.way.stage,
+        channel = send.message_channel.channel
+        if (send.message_channel.stage, send.microbatch) != (
+            receive.message_channel.stage,
             receive.microbatch,
-        ) and channel not in self.crossed:
-            number = self.carried[channel] + 1
-            self.crossed[channel] = (
+        ) and channel not in self.mismatches:
+            number = self.num_matched[channel] + 1
+            self.mismatches[channel] = (
                 f"over NCCL, {self._text(send.place)} would be taken by "
                 f"{self._text(receive.place)}: without tags, receive {number} of a channel gets "
                 f"send {number}, so both ranks must list its messages in one order"
@@ -171,49 +174,54 @@ class _QueueRun:
             for direction, kinds in COMPUTES.items():
                 source = neighbor(self.schedule, rank, chunk, AGAINST[direction])
                 target = neighbor(self.schedule, rank, chunk, direction)
-                needs = None if source is None else self.came[direction, stage]
-                here = target is not None and target[0] == rank
+                needs = None if source is None else self.received[direction, stage]
+                is_local = target is not None and target[0] == rank
                 gives = (
-                    self.came[direction, self.schedule.stage_of(*target)]
-                    if target is not None and here
+                    self.received[direction, self.schedule.stage_of(*target)]
+                    if target is not None and is_local
                     else None
                 )
                 steps |= {(kind, chunk): _QueuedCompute(needs, gives) for kind in kinds}
         return steps
 
-    def _ways(self, rank: int) -> dict[tuple[Kind, int], _MessageChannel]:
-        ways: dict[tuple[Kind, int], _MessageChannel] = {}
+    def _list_message_channels(self, rank: int) -> dict[tuple[Kind, int], _MessageChannel]:
+        message_channels: dict[tuple[Kind, int], _MessageChannel] = {}
         for chunk in range(self.schedule.num_chunks):
             for direction in COMPUTES:
                 target = neighbor(self.schedule, rank, chunk, direction)
                 if target is not None and target[0] != rank:
                     channel = Channel(rank, target[0], direction)
-                    ways[SENDS[direction], chunk] = self._way(
+                    message_channels[SENDS[direction], chunk] = self._make_message_channel(
                         channel, rank, self.schedule.stage_of(*target)
                     )
                 source = neighbor(self.schedule, rank, chunk, AGAINST[direction])
                 if source is not None and source[0] != rank:
                     channel = Channel(source[0], rank, direction)
-                    ways[RECEIVES[direction], chunk] = self._way(
+                    message_channels[RECEIVES[direction], chunk] = self._make_message_channel(
                         channel, rank, self.schedule.stage_of(rank, chunk)
                     )
-        return ways
+        return message_channels
 
-    def _way(self, channel: Channel, rank: int, stage: int) -> _MessageChannel:
+    def _make_message_channel(self, channel: Channel, rank: int, stage: int) -> _MessageChannel:
         number, sends = self.communicators[channel], channel.source == rank
-        mine, theirs = (
+        local_queue, remote_queue = (
             self.queues[number, rank],
             self.queues[number, channel.target if sends else channel.source],
         )
         return _MessageChannel(
-            channel, sends, mine, theirs, stage, self.came[channel.direction, stage]
+            channel,
+            sends,
+            local_queue,
+            remote_queue,
+            stage,
+            self.received[channel.direction, stage],
         )
 
-    # --- who waits for whom
+        # --- deadlocks
 
-    def _circles(self) -> list[str]:
-        """A text if ranks or queues do not come to their end: what waits for what, followed until
-        it comes around."""
+    def _find_deadlock(self) -> list[str]:
+        """Return a text if ranks or queues do not reach their end: the cycle of actions that wait
+        for each other."""
         standing = [
             (rank, at) for rank, at in enumerate(self.at) if at < len(self.schedule.ranks[rank])
         ]
@@ -222,7 +230,7 @@ class _QueueRun:
             return []
         place, seen = (standing + waiting)[0], dict[RankAction, str]()
         while place not in seen:
-            seen[place], place = self._awaited(place)
+            seen[place], place = self._find_blocker(place)
         circle = list(seen)[list(seen).index(place) :]
         chain = ", which ".join(
             f"{seen[each]} {self._text(after)}" for each, after in pairwise(circle)
@@ -232,8 +240,9 @@ class _QueueRun:
             "first of these"
         ]
 
-    def _awaited(self, place: RankAction) -> tuple[str, RankAction]:
-        """(how it waits, for what) of an action that is not over."""
+    def _find_blocker(self, place: RankAction) -> tuple[str, RankAction]:
+        """Return (how it waits, the action that it waits for) of an action that has not
+        completed."""
         rank, index = place
         kind, chunk, microbatch, peer = self.schedule.ranks[rank][index]
         if index > self.at[rank]:
@@ -248,16 +257,16 @@ class _QueueRun:
                 else [(k, source[1]) for k in COMPUTES[direction]]
             )
             return "waits for", (rank, self._find(rank, keys, microbatch))
-        way = self.ways[rank][kind, chunk]
-        if way.mine[0].place != place:
-            return "is queued behind", way.mine[0].place
-        wanted = RECEIVES if way.sends else SENDS
+        message_channel = self.message_channels[rank][kind, chunk]
+        if message_channel.local_queue[0].place != place:
+            return "is queued behind", message_channel.local_queue[0].place
+        wanted = RECEIVES if message_channel.sends else SENDS
         same = [
             other
             for other, action in enumerate(self.schedule.ranks[peer])
-            if action.kind == wanted[way.channel.direction] and action.peer == rank
+            if action.kind == wanted[message_channel.channel.direction] and action.peer == rank
         ]
-        return "waits for", (peer, same[self.carried[way.channel]])
+        return "waits for", (peer, same[self.num_matched[message_channel.channel]])
 
     def _find(self, rank: int, keys: list[tuple[Kind, int]], microbatch: int) -> int:
         wanted = [(kind, chunk, microbatch) for kind, chunk in keys]
@@ -270,4 +279,7 @@ class _QueueRun:
 
 
 def _are_counterparts(one: _Operation, other: _Operation) -> bool:
-    return one.way.channel == other.way.channel and one.way.sends != other.way.sends
+    return (
+        one.message_channel.channel == other.message_channel.channel
+        and one.message_channel.sends != other.message_channel.sends
+    )

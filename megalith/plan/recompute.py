@@ -1,5 +1,5 @@
-"""Which layers of a stage backward computes again, which wait in host memory, and what cannot be
-combined."""
+"""Activation recomputation and offload: the recomputed and offloaded layers of a stage, and the
+rules of both."""
 
 from typing import NamedTuple
 
@@ -11,17 +11,16 @@ from megalith.plan.devices import DEVICES, accelerator_named
 
 
 def modules_again(recompute: RecomputeConfig) -> tuple[RecomputedModule, ...]:
-    """The parts of every layer that backward computes again on their own; `mlp` has shared_experts
-    in it.
+    """Return the modules of every layer that backward recomputes; `mlp` includes shared_experts.
 
     Raises:
-        PlanError: nobody has chosen them yet.
+        PlanError: granularity is `auto` and not resolved yet.
     """
     if recompute.granularity == "auto":
         raise PlanError(
-            f"recompute.granularity={recompute.granularity} has to be replaced by a choice before "
-            "a model is planned "
-            "or built. Use chosen_recompute of megalith/plan/automatic.py, as `megalith train` "
+            f"recompute.granularity={recompute.granularity} must be resolved before a model is "
+            "planned or built. "
+            "Use chosen_recompute of megalith/plan/automatic.py, as `megalith train` "
             "does."
         )
     modules = recompute.modules if recompute.granularity == "selective" else ()
@@ -29,32 +28,31 @@ def modules_again(recompute: RecomputeConfig) -> tuple[RecomputedModule, ...]:
 
 
 def mlp_in_chunks(recompute: RecomputeConfig, model: ModelConfig, layer: int) -> bool:
-    """Whether a layer's MLP runs chunk by chunk."""
+    """Return whether a layer's MLP is recomputed in chunks."""
     dense = model.mlp_part(layer) == "full" and not model.has_experts(layer)
     return dense and recompute.mlp_chunks > 1 and "mlp" in modules_again(recompute)
 
 
 class Span(NamedTuple):
-    """Layers `start` to `stop` of a stage, which are kept or computed again together."""
+    """Layers `start` to `stop` of a stage that are checkpointed or saved as one unit."""
 
     start: int
     stop: int
     recomputed: bool
-    """Backward gets the input of `start` and runs them once more; else every layer keeps what it
-    needs."""
+    """Whether only the input of `start` is saved and backward recomputes the layers."""
 
     offloaded: bool
-    """What they keep waits in host memory."""
+    """Whether their saved activations are offloaded to host memory."""
 
 
 def layer_spans(
     recompute: RecomputeConfig, offload: OffloadConfig, num_layers: int, *, cut: int | None = None
 ) -> list[Span]:
-    """How a stage, or one model chunk of it, runs its layers; counts beyond its layers mean all of
-    them.
+    """Return the spans of a stage or model chunk; counts above its number of layers mean all
+    layers.
 
-    The last layer never waits in host memory: backward wants it at once. Recomputed layers go there
-    only together. No span crosses `cut`, the layer whose input others look at.
+    The last layer is never offloaded: backward needs it first. Recomputed layers of one span are
+    offloaded together. No span crosses `cut`, the source layer of cross-layer attention.
 
     >>> uniform = RecomputeConfig(granularity="full", num_layers=2)
     >>> [(span.start, span.stop) for span in layer_spans(uniform, OffloadConfig(), 5)]
@@ -63,12 +61,14 @@ def layer_spans(
     [(0, 2), (2, 3), (3, 4), (4, 5)]
     """
     full = recompute.granularity == "full"
-    together = recompute.num_layers if full and recompute.method == "uniform" else 1
-    again = 0 if not full else num_layers if recompute.method == "uniform" else recompute.num_layers
-    away = min(offload.layers, num_layers - 1)
-    starts = sorted({*range(0, num_layers, together), *([] if cut is None else [cut])})
+    layers_per_span = recompute.num_layers if full and recompute.method == "uniform" else 1
+    num_recomputed = (
+        0 if not full else num_layers if recompute.method == "uniform" else recompute.num_layers
+    )
+    num_offloaded = min(offload.layers, num_layers - 1)
+    starts = sorted({*range(0, num_layers, layers_per_span), *([] if cut is None else [cut])})
     return [
-        Span(start, stop, start < again, stop <= away)
+        Span(start, stop, start < num_recomputed, stop <= num_offloaded)
         for start, stop in zip(
             starts, [*starts[1:], num_layers], strict=False
         )  # a stage without layers has no span
@@ -84,8 +84,8 @@ def recompute_problems(
     compiled: bool,
     stage_layers: int,
 ) -> list[str]:
-    """Every broken rule of the two, as texts; stage_layers: of the smallest stage, or model chunk
-    of one."""
+    """Return an error text for each broken rule of recomputation and offload; stage_layers: layers
+    of the smallest stage or model chunk."""
     return [
         *_setting_problems(recompute, compiled=compiled),
         *_device_problems(recompute),
@@ -95,24 +95,24 @@ def recompute_problems(
 
 
 def shared_experts_problems(recompute: RecomputeConfig, model: ModelConfig) -> list[str]:
-    """Experts for all tokens cannot run again where there are none."""
+    """Return an error if shared_experts are recomputed but the model has none."""
     shared = model.moe is not None and model.moe.shared_ffn_hidden_size is not None
     if shared or "shared_experts" not in recompute.modules:
         return []
     return [
-        f"recompute.modules={list(recompute.modules)} names shared_experts, of which the model has "
+        f"recompute.modules={list(recompute.modules)} has shared_experts, but the model has "
         f"none. Remove shared_experts, or set model.moe.shared_ffn_hidden_size."
     ]
 
 
 def up_projection_problems(recompute: RecomputeConfig, model: ModelConfig) -> list[str]:
-    """Projections up from short vectors cannot run again where there are none."""
+    """Return an error if mla_up_proj is recomputed without latent attention."""
     if model.mla is not None or "mla_up_proj" not in recompute.modules:
         return []
     return [
-        f"recompute.modules={list(recompute.modules)} names mla_up_proj, but "
+        f"recompute.modules={list(recompute.modules)} has mla_up_proj, but "
         f"model.mla={model.mla}: only latent "
-        "attention projects up from short vectors. Replace mla_up_proj by core_attention, or set "
+        "attention has up-projections. Replace mla_up_proj by core_attention, or set "
         "model.mla."
     ]
 
@@ -125,18 +125,21 @@ def mlp_chunks_problems(
     tokens: int,
     adapters_drop: bool,
 ) -> list[str]:
-    """What keeps MLPs from running in chunks of a rank's `tokens` of a microbatch; `adapters_drop`:
-    of their inputs."""
+    """Return the errors of recompute.mlp_chunks for `tokens` tokens per microbatch and rank;
+    `adapters_drop`: whether LoRA dropout is on."""
     chunks = recompute.mlp_chunks
     if chunks == 1:
         return []
     given = f"recompute.mlp_chunks={chunks}"
     if chunks < 1:
-        return [f"{given} must be at least 1. Set recompute.mlp_chunks to 1 to compute MLPs whole."]
+        return [
+            f"{given} must be at least 1. Set recompute.mlp_chunks to 1 to compute MLPs in one "
+            "piece."
+        ]
     problems = []
     if recompute.granularity != "selective" or "mlp" not in recompute.modules:
         problems.append(
-            f"{given} divides MLPs that are computed again by themselves, but "
+            f"{given} applies to MLPs that are recomputed selectively, but "
             "recompute.granularity="
             f"{recompute.granularity} and recompute.modules={list(recompute.modules)}. Set "
             "recompute.granularity to "
@@ -147,20 +150,18 @@ def mlp_chunks_problems(
         model.mlp_part(layer) == "full" and not model.has_experts(layer) for layer in layers
     ):
         problems.append(
-            f"{given}, but no layer has an MLP that all tokens go through: chunks of a mixture "
-            "would balance and "
-            f"refuse otherwise. Set recompute.mlp_chunks to 1."
+            f"{given}, but no layer has a dense MLP: in chunks, load balancing and token dropping "
+            "of an MoE layer would change. Set recompute.mlp_chunks to 1."
         )
     if chunks > tokens:
         problems.append(
-            f"{given} is more than the {tokens} tokens of a microbatch that a rank has between the "
-            "regions that tensor "
-            f"parallelism divides. Set recompute.mlp_chunks to {tokens} or less."
+            f"{given} is more than the {tokens} tokens of a microbatch on a rank. Set "
+            f"recompute.mlp_chunks to {tokens} or less."
         )
     if offload.layers:
         problems.append(
-            f"{given} with offload.layers={offload.layers}: parts of one tensor would wait in host "
-            f"memory each by itself. Set one of them off."
+            f"{given} with offload.layers={offload.layers}: the chunks of one tensor would be "
+            "offloaded separately. Disable one of them."
         )
     if adapters_drop:
         problems.append(
@@ -172,30 +173,31 @@ def mlp_chunks_problems(
 
 
 def _setting_problems(recompute: RecomputeConfig, *, compiled: bool) -> list[str]:
-    kind, problems, usual = recompute.granularity, [], RecomputeConfig()
+    kind, problems, defaults = recompute.granularity, [], RecomputeConfig()
     if recompute.num_layers < 1:
         problems.append(
             f"recompute.num_layers={recompute.num_layers} must be at least 1. Set "
             "recompute.num_layers to 1, or "
-            f"recompute.granularity to none to keep everything."
+            "recompute.granularity to none to save all activations."
         )
     elif kind != "full" and (recompute.method, recompute.num_layers) != (
-        usual.method,
-        usual.num_layers,
+        defaults.method,
+        defaults.num_layers,
     ):
         problems.append(
             f"recompute.method={recompute.method} and recompute.num_layers={recompute.num_layers} "
             "count whole layers, "
-            f"which recompute.granularity={kind} leaves alone. Set recompute.granularity to full, "
+            f"which recompute.granularity={kind} does not recompute. Set recompute.granularity "
+            "to full, "
             "or remove them."
         )
     if kind == "selective" and not recompute.modules:
         problems.append(
-            f"recompute.modules={[]} names nothing to compute again. Set recompute.modules to "
+            f"recompute.modules={[]} has nothing to recompute. Set recompute.modules to "
             "[core_attention], or "
             f"recompute.granularity to none."
         )
-    elif kind != "selective" and recompute.modules != usual.modules:
+    elif kind != "selective" and recompute.modules != defaults.modules:
         problems.append(
             f"recompute.modules={list(recompute.modules)} belongs to "
             "recompute.granularity=selective, but that is "
@@ -210,14 +212,14 @@ def _setting_problems(recompute: RecomputeConfig, *, compiled: bool) -> list[str
         )
     if recompute.check and kind == "none":
         problems.append(
-            "recompute.check=true compares what is computed again, which is nothing with "
+            "recompute.check=true compares recomputed values, but nothing is recomputed with "
             "recompute.granularity="
             f"{kind}. Set recompute.granularity to full or selective, or recompute.check to false."
         )
     if kind == "selective" and compiled:
         problems.append(
-            f"recompute.granularity={kind} with train.compile=true: a compiled layer decides by "
-            "itself what it keeps. "
+            f"recompute.granularity={kind} with train.compile=true: torch.compile decides "
+            "what a layer saves. "
             f"Set recompute.granularity to full or none, or train.compile to false."
         )
     return problems
@@ -244,7 +246,7 @@ def _device_problems(recompute: RecomputeConfig) -> list[str]:
     if accelerator_named(given) is None:
         advice = did_you_mean(given, list(DEVICES)) or ""
         return [
-            f"recompute.device={given} is no device known here.{advice} Set recompute.device to "
+            f"recompute.device={given} is not a known device.{advice} Set recompute.device to "
             f"{known}."
         ]
     return []
@@ -255,7 +257,7 @@ def _sharding_problems(recompute: RecomputeConfig, *, tp: int, sp: bool) -> list
         return []
     if recompute.granularity != "full":
         return [
-            "recompute.shard_inputs=true divides the inputs of recomputed layers, but "
+            "recompute.shard_inputs=true shards the inputs of recomputed layers, but "
             "recompute.granularity="
             f"{recompute.granularity}. Set recompute.granularity to full, or "
             "recompute.shard_inputs to false."
@@ -263,12 +265,12 @@ def _sharding_problems(recompute: RecomputeConfig, *, tp: int, sp: bool) -> list
     if sp:
         return [
             "recompute.shard_inputs=true is redundant: with parallel.sp=true each of the "
-            f"parallel.tp={tp} ranks keeps "
+            f"parallel.tp={tp} ranks saves "
             f"only its tokens already. Set recompute.shard_inputs to false."
         ]
     if tp == 1:
         return [
-            "recompute.shard_inputs=true divides inputs over tensor-parallel ranks, but "
+            "recompute.shard_inputs=true shards inputs over tensor-parallel ranks, but "
             f"parallel.tp={tp}. Set "
             f"parallel.tp to 2 or more, or recompute.shard_inputs to false."
         ]
@@ -281,23 +283,25 @@ def _offload_problems(offload: OffloadConfig, *, compiled: bool, stage_layers: i
         problems.append(
             f"offload.layers={offload.layers} must be at least 0 and less than the {stage_layers} "
             "layers of a stage, "
-            "whose last one backward needs at once. Set offload.layers to "
+            "whose last layer backward needs first. Set offload.layers to "
             f"{max(stage_layers - 1, 0)} or less."
         )
     if offload.layers and compiled:
         problems.append(
-            f"offload.layers={offload.layers} with train.compile=true: a compiled layer decides by "
-            f"itself what it keeps. Set one of them off."
+            f"offload.layers={offload.layers} with train.compile=true: torch.compile decides "
+            "what a "
+            "layer saves. Disable one of them."
         )
     if offload.min_numel < 1:
         problems.append(
-            f"offload.min_numel={offload.min_numel} must be at least 1. Use 1 to send everything."
+            f"offload.min_numel={offload.min_numel} must be at least 1. Use 1 to offload all "
+            "tensors."
         )
     return problems
 
 
 def recompute_notes(recompute: RecomputeConfig, *, stage_layers: int) -> list[str]:
-    """What is allowed but worth a word before the run starts."""
+    """Return notes on recompute.num_layers above the number of layers of a stage."""
     notes = []
     if recompute.granularity == "full" and recompute.num_layers > stage_layers:
         notes.append(

@@ -1,4 +1,4 @@
-"""What recomputation costs: operations that backward does a second time, layer by layer; no
+"""Compute the cost of activation recomputation: FLOPs that backward repeats, layer by layer; no
 torch."""
 
 from collections.abc import Sequence
@@ -22,48 +22,54 @@ def repeated_flops(
     squared_lengths: int,
     windowed: int | None = None,
 ) -> int:
-    """Operations of a step that are no new work: a second forward of whole layers or of the parts
-    that are named, those of multi-token predictions among them; a third of what `step_flops` counts
-    for them, whose arguments these are.
+    """Return the FLOPs of a step spent on recomputation: the forward of whole layers or of the
+    selected modules, MTP layers included; a third of what `step_flops` counts for them.
 
-    stages: of the whole pipeline. What lies below everything that is trained has no backward, so
-    nothing of it runs again; adapters' own products, few beside a layer's, are not counted. Source:
-    Korthikanti et al. 2022, arXiv:2205.05198, appendix A.
+    stages: of the whole pipeline; the other arguments are those of `step_flops`. Layers below every
+    trained parameter have no backward, so they are not recomputed; the matmuls of adapters are not
+    counted. Source: Korthikanti et al. 2022, arXiv:2205.05198, appendix A.
     """
     if run.recompute.granularity == "none":
         return 0
-    seen = _RepeatedTokens(run.model, tokens, squared_lengths, windowed)
+    token_counts = _RepeatedTokens(run.model, tokens, squared_lengths, windowed)
     if run.recompute.granularity == "full":
-        return sum(seen.layer(layer) for layer in _layers_again(run, stages)) // 3
+        return sum(token_counts.layer(layer) for layer in _list_recomputed_layers(run, stages)) // 3
     modules = modules_again(run.recompute)
     modules = tuple(
         one for one in modules if one != "core_attention" or "mla_up_proj" not in modules
     )  # it is inside
-    layers = (layer for stage in stages for layer in _with_backward(stage.layers, run))
-    num_mtp_layers = [run.model.num_layers - 1] * run.model.mtp.num_layers
+    layers = (layer for stage in stages for layer in _layers_with_backward(stage.layers, run))
+    mtp_layers = [run.model.num_layers - 1] * run.model.mtp.num_layers
     return (
-        sum(seen.part(module, layer) for layer in (*layers, *num_mtp_layers) for module in modules)
+        sum(
+            token_counts.part(module, layer)
+            for layer in (*layers, *mtp_layers)
+            for module in modules
+        )
         // 3
     )
 
 
-def _layers_again(run: TrainRun, stages: Sequence[Stage]) -> list[int]:
-    """Numbers of the layers that run again, over all stages; the last layer's once more for each
-    multi-token prediction."""
-    found = []
+def _list_recomputed_layers(run: TrainRun, stages: Sequence[Stage]) -> list[int]:
+    """Return the numbers of the recomputed layers over all stages; the last layer's once more per
+    MTP layer."""
+    recomputed_layers = []
     for stage in stages:
-        layers = _with_backward(stage.layers, run)
-        found += _chosen(run.recompute, layers)
-    return found + _chosen(run.recompute, [run.model.num_layers - 1]) * run.model.mtp.num_layers
+        layers = _layers_with_backward(stage.layers, run)
+        recomputed_layers += _select_recomputed(run.recompute, layers)
+    return (
+        recomputed_layers
+        + _select_recomputed(run.recompute, [run.model.num_layers - 1]) * run.model.mtp.num_layers
+    )
 
 
-def _chosen(recompute: RecomputeConfig, layers: Sequence[int]) -> list[int]:
+def _select_recomputed(recompute: RecomputeConfig, layers: Sequence[int]) -> list[int]:
     spans = layer_spans(recompute, OffloadConfig(), len(layers))
     return [layer for span in spans if span.recomputed for layer in layers[span.start : span.stop]]
 
 
-def _with_backward(layers: range, run: TrainRun) -> list[int]:
-    """Those from the first adapter on, or from the first that is trained."""
+def _layers_with_backward(layers: range, run: TrainRun) -> list[int]:
+    """Return the layers from the first adapter, or the first trained parameter, on."""
     if run.lora is not None:
         first = lora_layers(run.lora, run.model)[0]
     else:
@@ -73,7 +79,7 @@ def _with_backward(layers: range, run: TrainRun) -> list[int]:
 
 
 class _RepeatedTokens(NamedTuple):
-    """Some documents that a model reads."""
+    """Token counts of the documents of a step."""
 
     model: ModelConfig
     tokens: int
@@ -81,7 +87,7 @@ class _RepeatedTokens(NamedTuple):
     windowed: int | None
 
     def layer(self, layer: int) -> int:
-        """Useful operations of one layer."""
+        """Return the model FLOPs of one layer."""
         return layer_flops(
             self.model,
             layer,
@@ -91,7 +97,7 @@ class _RepeatedTokens(NamedTuple):
         )
 
     def part(self, module: str, layer: int) -> int:
-        """The same of a part that backward computes again; norms and activations have none."""
+        """Return the model FLOPs of a recomputed module of a layer; 0 for norms and activations."""
         if module in ("mlp", "shared_experts"):
             return (mlp_flops if module == "mlp" else shared_flops)(self.model, layer, self.tokens)
         if module not in ("core_attention", "mla_up_proj"):

@@ -1,5 +1,5 @@
-"""What recomputation and offloading save on one rank, and what they cost: the lines that a run
-begins with."""
+"""Memory saved by activation recomputation and offload on one rank, and their cost; logged at the
+start of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,9 +9,9 @@ from megalith.config.train import TrainRun
 from megalith.plan.activations import (
     ActivationSetting,
     layer_rows,
+    layer_rows_without_recompute,
     stage_activations,
     total,
-    whole_layer,
 )
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import (
@@ -29,22 +29,25 @@ from megalith.plan.workload import plan_workload
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """One region of the model that does not keep everything on the device."""
+    """Memory saved and work added by recomputing or offloading one part of the model."""
 
     region: str
     nbytes: int
-    """That the device holds less of one microbatch, in one stage of one rank."""
+    """Device bytes saved per microbatch, in one stage of one rank."""
 
     extra: float
-    """Operations that are done a second time, as a part of all useful ones."""
+    """Recomputed FLOPs as a fraction of the model FLOPs."""
 
 
 def savings(setting: ActivationSetting, *, num_layers: int) -> list[Saving]:
-    """What each setting saves and costs in a stage of so many layers; parts of layers in the order
-    they are named."""
+    """Return the saving of each recomputed module, in order, and of offload, in a stage of
+    `num_layers` layers."""
     if setting.recompute.granularity == "full":
-        return [_full(setting, num_layers), *_offloaded(setting, num_layers)]
-    found: list[Saving] = []
+        return [
+            _full_recomputation_saving(setting, num_layers),
+            *_offload_saving(setting, num_layers),
+        ]
+    results: list[Saving] = []
     before: tuple[str, ...] = ()
     for module in modules_again(setting.recompute):
         after = (*before, module)
@@ -52,41 +55,42 @@ def savings(setting: ActivationSetting, *, num_layers: int) -> list[Saving]:
             total(layer_rows(setting, before, layer)) - total(layer_rows(setting, after, layer))
             for layer in range(setting.first_layer, setting.first_layer + num_layers)
         )
-        # A part of a layer that is named after the whole of it has nothing left to compute again.
+        # core_attention is part of mla_up_proj and is counted with it.
         inside = module == "core_attention" and "mla_up_proj" in setting.recompute.modules
-        extra = 0.0 if module == "mlp_act" or inside else _share(setting, module)
-        found.append(Saving(module, freed, extra))
+        extra = 0.0 if module == "mlp_act" or inside else _recompute_share(setting, module)
+        results.append(Saving(module, freed, extra))
         before = after
-    return [*found, *_offloaded(setting, num_layers)]
+    return [*results, *_offload_saving(setting, num_layers)]
 
 
 def saving_lines(setting: ActivationSetting, *, num_layers: int) -> list[str]:
-    """The same in words, with everything that is worth one; nothing where everything is kept."""
+    """Describe the savings in lines of text; empty without recomputation and offload."""
     lines = recompute_notes(setting.recompute, stage_layers=num_layers)
     for saving in savings(setting, num_layers=num_layers):
-        less = (
+        change = (
             f"{_size(saving.nbytes)} less"
             if saving.nbytes >= 0
             else f"{_size(-saving.nbytes)} more"
         )
         lines.append(
-            f"{saving.region}: {less} for each microbatch on this rank, {100 * saving.extra:.1f} % "
+            f"{saving.region}: {change} for each microbatch on this rank, "
+            f"{100 * saving.extra:.1f} % "
             "more operations"
         )
         if saving.region == "core_attention" and saving.nbytes <= 0 and saving.extra > 0:
             lines.append(
                 f"recompute.modules has core_attention, which frees {max(saving.nbytes, 0)} bytes "
-                "here: attention "
-                f"keeps no probabilities that it could drop. Remove it to save its operations."
+                "here: attention saves no probabilities. Remove it to save the recomputation."
             )
     if not lines:
         return []
-    kept = stage_activations(setting, num_layers=num_layers)
+    actual = stage_activations(setting, num_layers=num_layers)
     plain = stage_activations(replace(setting, recompute=RecomputeConfig()), num_layers=num_layers)
-    everything = plain.nbytes + plain.host_bytes
+    all_bytes = plain.nbytes + plain.host_bytes
     return [
         *lines,
-        f"activations of a microbatch: {_size(kept.nbytes)} instead of {_size(everything)} on this "
+        f"activations of a microbatch: {_size(actual.nbytes)} instead of {_size(all_bytes)} on "
+        "this "
         "rank",
     ]
 
@@ -94,7 +98,7 @@ def saving_lines(setting: ActivationSetting, *, num_layers: int) -> list[str]:
 def run_lines(
     run: TrainRun, world: int, *, pp_rank: int, tp_rank: int, accelerator: bool
 ) -> list[str]:
-    """`saving_lines` of a rank's first stage with layers, for a run that starts."""
+    """Return `saving_lines` of the first stage with layers of a rank, for a run that starts."""
     if run.recompute.granularity == "none" and not run.offload.layers:
         return []
     workload = plan_workload(run, world)
@@ -108,20 +112,25 @@ def run_lines(
     return saving_lines(setting, num_layers=len(layers))
 
 
-def _full(setting: ActivationSetting, num_layers: int) -> Saving:
+def _full_recomputation_saving(setting: ActivationSetting, num_layers: int) -> Saving:
     spans = layer_spans(setting.recompute, setting.offload, num_layers)
-    again = sum(span.stop - span.start for span in spans if span.recomputed)
-    here = replace(setting, offload=replace(setting.offload, layers=0))
-    kept = stage_activations(here, num_layers=num_layers)
+    num_recomputed = sum(span.stop - span.start for span in spans if span.recomputed)
+    setting_on_device = replace(setting, offload=replace(setting.offload, layers=0))
+    activations = stage_activations(setting_on_device, num_layers=num_layers)
     first = setting.first_layer
-    whole = sum(total(whole_layer(setting, layer)) for layer in range(first, first + num_layers))
-    freed = whole - sum(total(rows) for rows in kept.layers)
+    all_bytes = sum(
+        total(layer_rows_without_recompute(setting, layer))
+        for layer in range(first, first + num_layers)
+    )
+    freed = all_bytes - sum(total(rows) for rows in activations.layers)
     return Saving(
-        f"{again} of {num_layers} layers", freed, _share(setting, "layer") * again / num_layers
+        f"{num_recomputed} of {num_layers} layers",
+        freed,
+        _recompute_share(setting, "layer") * num_recomputed / num_layers,
     )
 
 
-def _offloaded(setting: ActivationSetting, num_layers: int) -> Sequence[Saving]:
+def _offload_saving(setting: ActivationSetting, num_layers: int) -> Sequence[Saving]:
     if not setting.offload.layers:
         return []
     return [
@@ -129,9 +138,9 @@ def _offloaded(setting: ActivationSetting, num_layers: int) -> Sequence[Saving]:
     ]
 
 
-def _share(setting: ActivationSetting, module: str) -> float:
-    """A second forward pass of this part, in every layer of the model, as a part of a step's useful
-    operations."""
+def _recompute_share(setting: ActivationSetting, module: str) -> float:
+    """Return the FLOPs of a second forward of this part, in every layer, as a fraction of the model
+    FLOPs."""
     c, tokens, squares = (
         setting.model,
         sum(setting.lengths),
@@ -153,7 +162,7 @@ def _share(setting: ActivationSetting, module: str) -> float:
 
 
 def _size(nbytes: int) -> str:
-    """Bytes in words, with a unit in which they are at least one."""
+    """Format bytes in the largest unit of which there is at least one."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"

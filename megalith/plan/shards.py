@@ -1,7 +1,6 @@
-"""`Shard`: which slice of which named parameter a rank owns, written once and read by everything
-else.
+"""`Shard`: the slice of a named parameter that a rank holds.
 
-Initial weights, gradient sums, clipping, the optimizer, checkpoints and conversion all read the
+Initialization, gradient reduction, clipping, the optimizer, checkpoints and HF conversion use the
 same record.
 """
 
@@ -14,63 +13,61 @@ Box = tuple[tuple[int, int], ...]
 """(start, stop) along every dim of a tensor."""
 
 DENSE_AXES = ("dp_replica", "dp_shard", "cp_ring", "cp_a2a", "tp_kv", "tp_copy")
-"""Axes of the dense grid that hold the same layers, each of dp, cp and tp in two parts: ranks
-that share a key/value head differ along tp_copy; those that exchange heads in context
-parallelism along cp_a2a; those that divide optimizer state along dp_shard."""
+"""Axes of the dense grid whose ranks hold the same layers, with dp, cp and tp split into two: ranks
+with the same KV head differ along tp_copy; ranks of an all-to-all of heads along cp_a2a; ZeRO
+shards along dp_shard."""
 
 EXPERT_AXES = ("edp_replica", "edp_shard", "ep", "etp")
-"""Axes of the expert grid that hold the same layers: ranks differ in their experts along ep, in
-what part of them along etp, and along edp, which is in two parts as dp is, hold the same."""
+"""Axes of the expert grid whose ranks hold the same layers: along ep ranks hold different experts,
+along etp different parts of them, and along edp, split as dp is, replicas."""
 
 PARTS = {"dp": ("dp_replica", "dp_shard"), "cp": ("cp_ring", "cp_a2a"), "tp": ("tp_kv", "tp_copy")}
-"""The parts of each axis, outer first."""
+"""Parts of each split axis, outer first."""
 
 EXPERT_PARTS = {"edp": ("edp_replica", "edp_shard")}
-"""The same of the expert grid."""
+"""Parts of the split axis of the expert grid."""
 
 DATA_AXES = (*PARTS["dp"], *PARTS["cp"])
-"""Axes along which ranks compute other tokens with the same weights."""
+"""Axes along which ranks compute different tokens with the same weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """My slice of one parameter: a box of its global tensor, and which other ranks hold the same
-    box."""
+    """A rank's slice of one parameter: a box of the global tensor, and the axes along which it is
+    replicated."""
 
     name: str
-    """Canonical name, e.g. `layers.17.attention.q`: a file format, and the key of its initial
-    weights."""
+    """Canonical name, e.g. `layers.17.attention.q`: stored in checkpoints, and the key of its
+    initial values."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter, the same under every layout."""
+    """Global shape, the same under every layout."""
 
     box: Box
-    """My part of it."""
+    """This rank's box of the global tensor."""
 
     cut: tuple[str, ...] = ()
     """Axes along which the box differs from rank to rank."""
 
     invariant: frozenset[str] = frozenset()
-    """Axes over which every rank already has the whole gradient (each did the same work with
-    it)."""
+    """Axes over which every rank already has the whole gradient, because each did the same work."""
 
     grid: Literal["dense", "expert"] = "dense"
-    """Which factorization of the world the axes belong to."""
+    """Grid that the axes belong to."""
 
     flat: tuple[int, int] | None = None
-    """Elements [start, stop) of my box, in row-major order, when only these are mine; None: all."""
+    """Elements [start, stop) of the box, in row-major order, if the rank holds only these; None:
+    all."""
 
     stages: tuple[int, ...] = (0,)
-    """Pipeline ranks that hold this box, ascending; several for a table that the first and the last
-    stage share."""
+    """Pipeline ranks that hold this box, ascending; several for tied tables."""
 
     inputs: int = 1
-    """How many of the last dims are inputs, the columns of the matrix as it lies in memory; 0 for a
-    vector."""
+    """Number of trailing dims that are inputs (columns of the stored matrix); 0 for a vector."""
 
     @property
     def box_shape(self) -> tuple[int, ...]:
-        """Lengths of the box."""
+        """Shape of the box."""
         return tuple(stop - start for start, stop in self.box)
 
     @property
@@ -80,7 +77,7 @@ class Shard:
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """How the box lies in memory: a matrix with outputs as rows and inputs as columns, or a
+        """Shape of the stored matrix, with outputs as rows and inputs as columns, or of the
         vector."""
         shape = self.box_shape
         if self.inputs == 0:
@@ -118,21 +115,23 @@ class Shard:
 
 
 def copies(shard: Shard) -> tuple[str, ...]:
-    """Axes along which other ranks hold the same box."""
+    """Return the axes along which the box is replicated."""
     axes = DENSE_AXES if shard.grid == "dense" else EXPERT_AXES
     return tuple(axis for axis in axes if axis not in shard.cut)
 
 
 def summed_over(shard: Shard) -> tuple[str, ...]:
-    """The gradient rule: a gradient is summed over all ranks that hold the same box, except where
-    it is Invariant."""
+    """Return the axes over which the gradient is summed: all replicas, except axes where it is
+    invariant."""
     return tuple(axis for axis in copies(shard) if axis not in shard.invariant)
 
 
-def is_first_replica(shard: Shard, here: Mapping[str, int]) -> bool:
-    """Whether no rank before the one at these coordinates holds the same slice: it counts and
-    writes the slice."""
-    return here["pp"] == shard.stages[0] and all(here[axis] == 0 for axis in copies(shard))
+def is_first_replica(shard: Shard, coordinates: Mapping[str, int]) -> bool:
+    """Return whether the rank at these coordinates is the first that holds the slice: it counts and
+    writes it."""
+    return coordinates["pp"] == shard.stages[0] and all(
+        coordinates[axis] == 0 for axis in copies(shard)
+    )
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
@@ -161,14 +160,14 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The box that `a` and `b` share, or None."""
+    """Return the intersection of two boxes, or None."""
     both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
 def key_value_ranks(num_kv_heads: int, tp: int) -> int:
-    """Tensor-parallel ranks that hold different key/value heads (tp_kv); tp / tp_kv of them share
-    each part.
+    """Return the number of tensor-parallel ranks with different KV heads (tp_kv); tp / tp_kv ranks
+    share each.
 
     >>> key_value_ranks(8, 4), key_value_ranks(2, 4)
     (4, 2)
@@ -178,18 +177,17 @@ def key_value_ranks(num_kv_heads: int, tp: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """How attention heads divide over tensor-parallel ranks: a rank's query heads use only its
-    key/value heads."""
+    """Attention heads of each tensor-parallel rank: a rank's query heads use only its KV heads."""
 
     queries: list[int]
     """Query heads of each tp rank."""
 
     keys: list[int]
-    """Key/value heads of each tp_kv rank."""
+    """KV heads of each tp_kv rank."""
 
 
 def split_heads(num_heads: int, num_kv_heads: int, tp: int) -> HeadSplit:
-    """Divide whole key/value heads first; when there are fewer than ranks, several ranks share one
+    """Split whole KV heads over the ranks; if there are fewer than ranks, several ranks share one
     and its queries.
 
     >>> split_heads(8, 4, 3)
@@ -206,7 +204,7 @@ def split_heads(num_heads: int, num_kv_heads: int, tp: int) -> HeadSplit:
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
-    """How `total` items divide over `parts` ranks: as evenly as can be, the larger parts first.
+    """Split `total` items over `parts` ranks as evenly as possible, the larger parts first.
 
     >>> split_evenly(8, 3)
     [3, 3, 2]

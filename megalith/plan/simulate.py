@@ -1,7 +1,6 @@
-"""A pipeline step on paper: when every action runs, who waits for whom, how much is alive; nothing
-touches a device.
+"""Simulate a pipeline step: start time of every action, waiting times and bubble, without a device.
 
-Times are whatever the costs are given in. With integers or Fractions every result is exact.
+Times are in the unit of the costs. With integers or Fractions every result is exact.
 """
 
 from collections import Counter
@@ -27,28 +26,27 @@ from megalith.plan.transfers import (
 Number = int | float | Fraction
 
 Row = list[Number | None]
-"""By microbatch: when something was there; None: not yet, or never."""
+"""Arrival time by microbatch; None: not arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """How long things take: one number per stage for each part of the computing, one for any
-    message."""
+    """Durations: per stage for each part of the computation, and one for any message."""
 
     forward: tuple[Number, ...]
     backward_input: tuple[Number, ...]
     backward_weight: tuple[Number, ...]
     transfer: Number = 0
-    """From the moment when both sides are there until the message has arrived; a channel carries
-    one at a time."""
+    """From the moment when both sides are ready until the message has arrived; a channel transfers
+    one message at a time."""
 
     def of(self, kind: Kind, stage: int) -> Number:
-        """The time that one action takes its rank."""
+        """Return the time of one action on its rank."""
         if kind == "F":
             return self.forward[stage]
-        towards_input = self.backward_input[stage] if kind in ("B", "I") else 0
+        input_backward = self.backward_input[stage] if kind in ("B", "I") else 0
         weights = self.backward_weight[stage] if kind in ("B", "W") else 0
-        return towards_input + weights
+        return input_backward + weights
 
 
 def even_costs(
@@ -59,7 +57,7 @@ def even_costs(
     backward_weight: Number = 1,
     transfer: Number = 0,
 ) -> Costs:
-    """The same costs on every stage."""
+    """Return costs that are the same for every stage."""
     stages = range(num_stages)
     return Costs(
         forward=tuple(forward for _ in stages),
@@ -71,12 +69,12 @@ def even_costs(
 
 @dataclass(frozen=True, slots=True)
 class SimulatedMessage:
-    """One transfer as it happened."""
+    """One simulated transfer."""
 
     channel: Channel
     microbatch: int
     stage: int
-    """The stage it is for."""
+    """The stage that receives it."""
 
     start: Number
     end: Number
@@ -84,30 +82,30 @@ class SimulatedMessage:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What happened on paper."""
+    """Result of a simulated pipeline step."""
 
     schedule: Schedule
     costs: Costs
     starts: list[list[Number]]
-    """By rank and action: when it began; for transfers, when they were posted."""
+    """By rank and action: its start time; for transfers, the time when it was posted."""
 
     busy: tuple[Number, ...]
-    """By rank: time spent computing."""
+    """By rank: computation time."""
 
     makespan: Number
-    """From the first action's start to the last one's end."""
+    """From the start of the first action to the end of the last."""
 
     arrived: dict[Direction, list[Row]]
-    """By direction, stage and microbatch: when a stage's input was there."""
+    """By direction, stage and microbatch: arrival time of a stage's input."""
 
     @property
     def idle(self) -> tuple[Number, ...]:
-        """By rank: time within the makespan without computing; the bubble."""
+        """By rank: time within the makespan without computation; the bubble."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def bubble(self) -> Fraction:
-        """Idle time as a fraction of computing time, over all ranks. 1F1B: (p-1)/m."""
+        """Idle time as a fraction of computation time, over all ranks. 1F1B: (p-1)/m."""
         return Fraction(sum(self.idle)) / Fraction(sum(self.busy))
 
     @property
@@ -116,14 +114,15 @@ class Simulation:
         return Fraction(sum(self.idle)) / (Fraction(self.makespan) * len(self.busy))
 
     def end(self, rank: int, index: int) -> Number:
-        """When an action of computing ended."""
+        """Return the end time of a computation."""
         action = self.schedule.ranks[rank][index]
         return self.starts[rank][index] + self.costs.of(
             action.kind, self.schedule.stage_of(rank, action.chunk)
         )
 
     def waits(self, rank: int) -> tuple[Number, Number, Number]:
-        """A rank's idle time before its first computing, between, and after its last."""
+        """Return a rank's idle time before its first computation, in between, and after its
+        last."""
         computing = [
             index for index, action in enumerate(self.schedule.ranks[rank]) if action.peer < 0
         ]
@@ -132,8 +131,8 @@ class Simulation:
         return before, self.idle[rank] - before - after, after
 
     def messages(self) -> list[SimulatedMessage]:
-        """Every transfer, by channel."""
-        found = []
+        """Return every transfer, by channel."""
+        transfers = []
         for direction, rows in self.arrived.items():
             for stage, row in enumerate(rows):
                 rank, chunk = self.schedule.place_of(stage)
@@ -141,49 +140,49 @@ class Simulation:
                 if source is not None and source[0] != rank:
                     channel, takes = Channel(source[0], rank, direction), self.costs.transfer
                     times = ((m, at) for m, at in enumerate(row) if at is not None)
-                    found += [
+                    transfers += [
                         SimulatedMessage(channel, m, stage, at - takes, at) for m, at in times
                     ]
-        return found
+        return transfers
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Run the lists of all ranks on paper. Lists without messages pass results on as soon as they
-    are computed.
+    """Simulate the action lists of all ranks. Without messages, results are available as soon as
+    computed.
 
-    Messages are told apart by tags, as on gloo. Where both ends of every channel list them in one
-    order, tags make no difference; whether they do is for `plan/queues` to say.
+    Messages are matched by tags, as on gloo. If both ends of every channel list them in one order,
+    tags make no difference; `plan/queues` checks that.
 
-    costs: unset: 1 for each F, I and W (so 2 for a B), nothing for messages.
+    costs: unset: 1 for each F, I and W (so 2 for a B), 0 for messages.
 
     Raises:
-        PlanError: the lists do not fit together or block for ever; with rank, action and what it
-        waits for.
+        PlanError: the lists do not match or deadlock; names the rank, the action and what it
+            waits for.
     """
     problems = matching_problems(schedule)
     if not problems:
         run = _SimulationRun(schedule, costs or even_costs(schedule.num_stages))
-        problems = run.play()
+        problems = run.run_to_end()
     if problems:
-        raise PlanError(_refusal(schedule, problems))
+        raise PlanError(_format_problems(schedule, problems))
     return run.result()
 
 
 def find_problems(schedule: Schedule) -> list[str]:
-    """Everything that keeps the lists from being run to their end over messages with tags, naming
-    rank and action.
+    """Return the reasons why the lists cannot be executed with tagged messages, with rank and
+    action.
 
-    Empty when they can be. Without tags: `plan/queues.queue_problems`.
+    Empty if they can. Without tags: `plan/queues.queue_problems`.
     """
     return (
         matching_problems(schedule)
-        or _SimulationRun(schedule, even_costs(schedule.num_stages)).play()
+        or _SimulationRun(schedule, even_costs(schedule.num_stages)).run_to_end()
     )
 
 
 class _SimulatedCompute(NamedTuple):
-    """One (kind, chunk) of a rank: waits for its microbatch in `inputs`, and may hand its result on
-    itself."""
+    """A computation (kind, chunk) of a rank: its inputs by microbatch, and where its result
+    goes."""
 
     inputs: Row
     cost: Number
@@ -193,20 +192,19 @@ class _SimulatedCompute(NamedTuple):
 
 
 class _Transfer(NamedTuple):
-    """One (kind, chunk) of a rank: notes in `mine` when its side is there; once `other` is too, the
-    message arrives."""
+    """A transfer (kind, chunk) of a rank: the message arrives when both sides are ready."""
 
-    mine: Row
-    other: Row
+    local_ready: Row
+    peer_ready: Row
     arrived: Row
     free: list[Number]
-    """One number: when the channel has carried its last message."""
+    """One number: when the channel has completed its last message."""
 
     wakes: int
 
 
 class _SimulationRun:
-    """The state of a simulation: how far each rank has come, and which messages are there."""
+    """State of a simulation: progress of each rank, and the messages that have arrived."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
@@ -222,7 +220,7 @@ class _SimulationRun:
         }
         ready: Row = [0] * schedule.num_microbatches
         self.arrived["forward"][0] = self.arrived["backward"][-1] = (
-            ready  # from the loader, from the loss
+            ready  # inputs from the data loader and the loss
         )
         self.free: dict[Channel, list[Number]] = {channel: [0] for channel in channels(schedule)}
         self.clocks: list[Number] = [0] * schedule.num_ranks
@@ -232,14 +230,14 @@ class _SimulationRun:
         self.computing = [self._computing(rank, ready) for rank in range(schedule.num_ranks)]
         self.transfers = [self._transfers(rank) for rank in range(schedule.num_ranks)]
 
-    def play(self) -> list[str]:
-        """Run all ranks as far as they come; a text if they block."""
+    def run_to_end(self) -> list[str]:
+        """Run all ranks until none can progress; return a text if they deadlock."""
         while self.runnable:
             self._advance(self.runnable.pop())
-        return [self._circle()] if any(self.blocked) else []
+        return [self._describe_deadlock()] if any(self.blocked) else []
 
     def result(self) -> Simulation:
-        """What happened, after `play`."""
+        """Return the simulation after `run_to_end`."""
         busy = []
         for rank, actions in enumerate(self.schedule.ranks):
             counts = Counter((kind, chunk) for kind, chunk, _, peer in actions if peer < 0)
@@ -251,7 +249,7 @@ class _SimulationRun:
         )
 
     def _advance(self, rank: int) -> None:
-        """Run one rank until it has to wait for a message that is not there, or ends."""
+        """Run one rank until it waits for a message or ends."""
         actions, starts, clock = self.schedule.ranks[rank], self.starts[rank], self.clocks[rank]
         computing, transfers, blocked = self.computing[rank], self.transfers[rank], self.blocked
         for index in range(len(starts), len(actions)):
@@ -270,13 +268,13 @@ class _SimulationRun:
                     continue
                 outputs[microbatch] = clock + delay
             else:
-                mine, other, arrived, free, wakes = transfers[kind, chunk]
+                local_ready, peer_ready, arrived, free, wakes = transfers[kind, chunk]
                 starts.append(clock)
-                there = other[microbatch]
-                if there is None:
-                    mine[microbatch] = clock
+                peer_time = peer_ready[microbatch]
+                if peer_time is None:
+                    local_ready[microbatch] = clock
                     continue
-                arrived[microbatch] = free[0] = max(clock, there, free[0]) + self.costs.transfer
+                arrived[microbatch] = free[0] = max(clock, peer_time, free[0]) + self.costs.transfer
             if wakes >= 0 and blocked[wakes]:
                 blocked[wakes] = False
                 self.runnable.append(wakes)
@@ -292,20 +290,20 @@ class _SimulationRun:
             stage = self.schedule.stage_of(rank, chunk)
             steps["W", chunk] = _SimulatedCompute(ready, self.costs.of("W", stage), None, 0, -1)
             for direction, kinds in COMPUTES.items():
-                inputs, passed = (
+                inputs, output = (
                     self.arrived[direction][stage],
-                    self._handed_on(rank, chunk, direction),
+                    self._find_output(rank, chunk, direction),
                 )
                 steps |= {
-                    (kind, chunk): _SimulatedCompute(inputs, self.costs.of(kind, stage), *passed)
+                    (kind, chunk): _SimulatedCompute(inputs, self.costs.of(kind, stage), *output)
                     for kind in kinds
                 }
         return steps
 
-    def _handed_on(
+    def _find_output(
         self, rank: int, chunk: int, direction: Direction
     ) -> tuple[Row | None, Number, int]:
-        """Where a result goes without a message in the lists: (row, delay, rank to wake)."""
+        """Return where a result goes without a message: (row, delay, rank to wake)."""
         target = neighbor(self.schedule, rank, chunk, direction)
         if target is None or (target[0] != rank and self.linked):
             return None, 0, -1
@@ -341,41 +339,39 @@ class _SimulationRun:
             self.arrived[direction][stage],
         )
 
-    def _circle(self) -> str:
-        """Who waits for whom: every blocked rank waits for a blocked one, so following them comes
-        around."""
+    def _describe_deadlock(self) -> str:
+        """Describe the cycle of blocked ranks; every blocked rank waits for another blocked one."""
         rank, seen = self.blocked.index(True), list[int]()
         while rank not in seen:
             seen.append(rank)
-            rank = self._awaited(rank)[0]
+            rank = self._find_blocker(rank)[0]
         return "deadlock: " + "; ".join(map(self._wait_text, seen[seen.index(rank) :]))
 
-    def _awaited(self, rank: int) -> tuple[int, int]:
-        """(rank, index of the action) that sends, or on its own rank computes, what a blocked rank
-        waits for."""
+    def _find_blocker(self, rank: int) -> tuple[int, int]:
+        """Return (rank, action index) of the send or computation that a blocked rank waits for."""
         kind, chunk, microbatch, _ = self.schedule.ranks[rank][len(self.starts[rank])]
         direction: Direction = "forward" if kind == "F" else "backward"
         place = neighbor(self.schedule, rank, chunk, AGAINST[direction])
-        assert place is not None  # the first stage's F and the last one's B wait for nobody
+        assert place is not None  # the first stage's F and the last stage's B do not wait
         kinds = (SENDS[direction],) if self.linked and place[0] != rank else COMPUTES[direction]
-        keys = [(its_kind, place[1], microbatch) for its_kind in kinds]
-        found = (
+        keys = [(producer_kind, place[1], microbatch) for producer_kind in kinds]
+        indices = (
             index
             for index, action in enumerate(self.schedule.ranks[place[0]])
             if action[:3] in keys
         )
-        return place[0], next(found)
+        return place[0], next(indices)
 
     def _wait_text(self, rank: int) -> str:
-        other, index = self._awaited(rank)
-        here = action_text(self.schedule, rank, len(self.starts[rank]))
+        other, index = self._find_blocker(rank)
+        waiting_action = action_text(self.schedule, rank, len(self.starts[rank]))
         return (
-            f"{here} waits for {action_text(self.schedule, other, index)}, "
+            f"{waiting_action} waits for {action_text(self.schedule, other, index)}, "
             f"but rank {other} stands at action {len(self.starts[other])}"
         )
 
 
-def _refusal(schedule: Schedule, problems: Sequence[str]) -> str:
+def _format_problems(schedule: Schedule, problems: Sequence[str]) -> str:
     return (
         f"The lists of schedule {schedule.name} on {schedule.num_ranks} ranks cannot be run: "
         f"{'; '.join(problems)}. "

@@ -1,12 +1,11 @@
-"""Layout strings: pipeline stages as text. `Et*3|(tt|)*2tL` has the embedding and three layers on
-its first stage.
+"""Pipeline layout strings: `Et*3|(tt|)*2tL` has the embedding and three layers on its first stage.
 
-layout    what each character stands for
-E t m L   embedding, transformer layer, multi-token prediction layer, loss
-|         ends a stage; nothing between two bars is a stage that only hands on
-X*n       n of what stands before: one item, a bar, or a group
-( )       a group; groups may hold groups
-, space   nothing
+layout    meaning of each character
+E t m L   embedding, transformer layer, MTP layer, loss
+|         ends a stage; a stage without items passes its input on
+X*n       X repeated n times, for an item, a bar or a group
+( )       a group; groups can be nested
+, space   ignored
 """
 
 from collections.abc import Sequence
@@ -19,29 +18,28 @@ from megalith.errors import PlanError
 FIELD = "parallel.pipeline.layout"
 ITEMS = "EtmL"
 MOST_ITEMS = 1 << 16
-"""Of one layout, bars counted too: more than any pipeline has, and few enough to write out."""
+"""Limit on the items and bars of one layout: more than any pipeline has."""
 
 SHOWN = 72
-"""Characters of a long layout around the place that an error points at."""
+"""Characters of a long layout that an error message shows."""
 
 
 class Item(NamedTuple):
-    """One character of a layout after everything has been written out, and where in the text it
-    came from."""
+    """One item of an expanded layout and its position in the text."""
 
     kind: str
     position: int
 
 
 def parse_layout(text: str) -> list[list[Item]]:
-    """The items of each stage.
+    """Return the items of each stage.
 
     Raises:
-        PlanError: what cannot be read, with a caret under the place.
+        PlanError: the layout is malformed; the message has a caret under the position.
     """
     groups: list[list[Item]] = [[]]
     opened: list[int] = []
-    last: list[Item] = []  # what a star would repeat
+    last: list[Item] = []  # what a following * repeats
     index = 0
     while index < len(text):
         start, character, index = index, text[index], index + 1
@@ -65,13 +63,15 @@ def parse_layout(text: str) -> list[list[Item]]:
         else:
             raise PlanError(_unknown(text, start))
     if opened:
-        raise PlanError(f"{mistake(text, opened[-1], 'this ( is never closed')}Use a ) for each (.")
+        raise PlanError(
+            f"{format_layout_error(text, opened[-1], 'this ( is never closed')}Use a ) for each (."
+        )
     return _stages(groups[0])
 
 
-def mistake(text: str, position: int, what: str) -> str:
-    """What is wrong, with a caret under one character of the layout; the way out follows on a line
-    of its own."""
+def format_layout_error(text: str, position: int, what: str) -> str:
+    """Return an error text with a caret under one character of the layout; the fix follows on the
+    next line."""
     first = max(0, position - SHOWN // 2) if len(text) > SHOWN else 0
     shown = "".join(
         " " if character.isspace() else character for character in text[first : first + SHOWN]
@@ -83,18 +83,17 @@ def mistake(text: str, position: int, what: str) -> str:
 
 
 def show_layout(stages: Sequence[str]) -> str:
-    """The shortest usual spelling of stages given as items, such as ["Ett", "tt", "tt", "L"]; reads
-    back as the same.
+    """Return the shortest layout string of stages given as items, such as ["Ett", "tt", "tt", "L"].
 
     >>> show_layout(["Ettt", "tt", "tt", "m", "L"])
-    'Et*3|(tt|)*2m|L'
+    'Et*3|tt|tt|m|L'
     """
     parts = []
     for items, run in groupby(stages[:-1]):
         stage = f"{_show_items(items)}|"
-        many = sum(1 for _ in run)
-        repeated = f"({stage})*{many}" if len(stage) > 1 else f"|*{many}"
-        parts.append(repeated if len(repeated) < len(stage) * many else stage * many)
+        count = sum(1 for _ in run)
+        repeated = f"({stage})*{count}" if len(stage) > 1 else f"|*{count}"
+        parts.append(repeated if len(repeated) < len(stage) * count else stage * count)
     return "".join(parts) + _show_items(stages[-1])
 
 
@@ -114,10 +113,10 @@ def _stages(items: Sequence[Item]) -> list[list[Item]]:
 
 
 def _count(text: str, star: int, repeated: Sequence[Item], *, room: int) -> tuple[int, int]:
-    """The number after a star, and where the text goes on."""
+    """Return the number after a star, and the index after it."""
     if not repeated:
         what = "there is nothing before this * to repeat"
-        raise PlanError(f"{mistake(text, star, what)}Use it as in t*3 or (tt|)*2.")
+        raise PlanError(f"{format_layout_error(text, star, what)}Use it as in t*3 or (tt|)*2.")
     first = star + 1
     while text[first : first + 1] == " ":
         first += 1
@@ -127,19 +126,22 @@ def _count(text: str, star: int, repeated: Sequence[Item], *, room: int) -> tupl
     digits = text[first:stop]
     if not digits or int(digits[:9]) == 0:
         raise PlanError(
-            f"{mistake(text, star, 'this * needs a number of at least 1 after it')}Use it as in "
+            f"{format_layout_error(text, star, 'this * needs a number of at least 1 after it')}"
+            "Use it as in "
             "t*3."
         )
     if len(digits) > 9 or len(repeated) * int(digits) > room:
         what = f"{digits} times are more than {MOST_ITEMS} items"
-        raise PlanError(f"{mistake(text, star, what)}Use a smaller number.")
+        raise PlanError(f"{format_layout_error(text, star, what)}Use a smaller number.")
     return int(digits), stop
 
 
 def _unknown(text: str, position: int) -> str:
     character = text[position]
     if character == ")":
-        return f"{mistake(text, position, 'this ) closes no (')}Use a ( for each )."
+        return (
+            f"{format_layout_error(text, position, 'this ) has no matching (')}Use a ( for each )."
+        )
     fix = "Use only E (embedding), t (layer), m (multi-token prediction), L (loss), |, *n and ( )"
-    what = mistake(text, position, f"{character!r} is no item")
+    what = format_layout_error(text, position, f"{character!r} is not an item")
     return f"{what}{fix}.{did_you_mean(character, ITEMS)}"

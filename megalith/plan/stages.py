@@ -1,5 +1,5 @@
-"""Pipeline stages: which layers each has, and where the embedding, multi-token predictions and
-the loss are."""
+"""Pipeline stages: the layers of each, and the stages of the embedding, the MTP layers and the
+loss."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,60 +12,59 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.errors import PlanError
 from megalith.plan.schedule import place_of, placement_of, schedule_name, stage_of
 from megalith.plan.shards import split_evenly
-from megalith.plan.stage_layout import FIELD, Item, mistake, parse_layout, show_layout
+from megalith.plan.stage_layout import FIELD, Item, format_layout_error, parse_layout, show_layout
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one stage computes. One with nothing at all only hands on what it receives."""
+    """The parts of the model in one stage. A stage without any passes its input on."""
 
     layers: range
-    """Numbers of its layers, counted over the whole model."""
+    """Global layer numbers."""
 
     embedding: bool = False
-    """Token numbers come in here."""
+    """Whether the stage has the input embedding."""
 
     loss: bool = False
-    """The head and the losses are here."""
+    """Whether the stage has the head and the losses."""
 
     norm: bool = False
-    """The last norm is here."""
+    """Whether the stage has the last norm."""
 
     num_mtp_layers: int = 0
-    """MTP layers, behind the last norm: all there are, or none."""
+    """MTP layers, which follow the last norm: all of them, or none."""
 
     def reads_table(self, model: ModelConfig) -> bool:
-        """Whether something here reads the embedding's table: itself, multi-token predictions, or a
-        tied head."""
+        """Return whether the stage reads the embedding table: embedding, MTP layers, or a tied
+        head."""
         return self.embedding or self.num_mtp_layers > 0 or (self.loss and model.tied_embeddings)
 
     def reads_places(self, model: ModelConfig) -> bool:
-        """Whether something here reads the table of learned positions."""
+        """Return whether the stage reads the table of learned positions."""
         return model.positions == "learned" and (self.embedding or self.num_mtp_layers > 0)
 
     def reads_biases(self, model: ModelConfig) -> bool:
-        """Whether something here reads the table of biases by distance."""
+        """Return whether the stage reads the table of relative position biases."""
         return model.needs_biases(layers=len(self.layers) + self.num_mtp_layers)
 
 
 def whole_model(num_layers: int, depths: int = 0) -> Stage:
-    """The one stage of a model that is not divided; `depths`: its layers that predict further
-    ahead."""
+    """Return the only stage of a model without pipeline parallelism; `depths`: number of MTP
+    layers."""
     return Stage(range(num_layers), embedding=True, loss=True, norm=True, num_mtp_layers=depths)
 
 
 def plan_stages(
     pipeline: PipelineConfig, *, pp: int, num_layers: int, depths: int = 0
 ) -> tuple[Stage, ...]:
-    """Every stage, first to last: pp · vpp of them; with pp=1 and vpp=1 one that is the whole
-    model.
+    """Return all pp · vpp stages, first to last.
 
-    `plan/schedule.stage_of` says which of them a rank holds. The `depths` layers that predict
-    further ahead (0: there are none) lie where the loss is, or where a layout has them; the last
-    norm lies with the last layer if there are any, else with the loss.
+    `plan/schedule.stage_of` assigns them to ranks. The `depths` MTP layers are on the stage of the
+    loss, or where a layout places them; with MTP layers the last norm is with the last layer, else
+    with the loss.
 
     Raises:
-        PlanError: the layers do not divide as asked; every reason at once.
+        PlanError: the layers cannot be divided as configured; lists all reasons.
     """
     problems = stages_problems(pipeline, pp=pp, num_layers=num_layers, depths=depths)
     if problems:
@@ -73,16 +72,16 @@ def plan_stages(
     if pp * pipeline.vpp == 1:
         return (whole_model(num_layers, depths),)
     if pipeline.layout is None:
-        return _stages(_counts(pipeline, pp, num_layers), depths)
+        return _build_stages(_count_layers_by_stage(pipeline, pp, num_layers), depths)
     kinds = [_kinds(stage) for stage in parse_layout(pipeline.layout)]
     place = next((number for number, kind in enumerate(kinds) if kind["m"]), None)
-    return _stages([kind["t"] for kind in kinds], depths, place=place)
+    return _build_stages([kind["t"] for kind in kinds], depths, place=place)
 
 
 def stages_of_rank(
     stages: Sequence[Stage], rank: int, pipeline: PipelineConfig, *, pp: int
 ) -> list[Stage]:
-    """The chunks of pipeline rank number `rank`, by chunk number."""
+    """Return the stages (model chunks) of one pipeline rank."""
     placement = placement_of(schedule_name(pipeline))
     return [
         stages[stage_of(rank, chunk, num_ranks=pp, placement=placement)]
@@ -91,17 +90,16 @@ def stages_of_rank(
 
 
 def stage_of_layer(stages: Sequence[Stage], layer: int) -> int:
-    """The stage that has layer number `layer`."""
+    """Return the number of the stage that has a layer."""
     return next(number for number, stage in enumerate(stages) if layer in stage.layers)
 
 
 def table_stages(
     model: ModelConfig, stages: Sequence[Stage], pipeline: PipelineConfig, *, pp: int
 ) -> dict[str, tuple[int, ...]]:
-    """Pipeline ranks that hold each table which several stages may read, ascending; all but one
-    hold a copy.
+    """Return, by lookup table, the pipeline ranks that hold it, ascending; all but one hold a copy.
 
-    They are one rank in a V, whose first and last stage lie together, or without a pipeline.
+    In a V, the first and the last stage are on one rank.
     """
     placement = placement_of(schedule_name(pipeline))
     ranks = [
@@ -113,30 +111,30 @@ def table_stages(
         "relative.weight": [stage.reads_biases(model) for stage in stages],
     }
     return {
-        name: tuple(sorted({rank for rank, here in zip(ranks, use, strict=True) if here}))
-        for name, use in reads.items()
+        name: tuple(
+            sorted({rank for rank, reads_it in zip(ranks, is_read, strict=True) if reads_it})
+        )
+        for name, is_read in reads.items()
     }
 
 
 class StageBoundary(NamedTuple):
-    """What goes over the boundary before a stage with each microbatch, beside hidden states of all
-    tokens."""
+    """Tensors sent across the boundary before a stage per microbatch, beside the hidden states."""
 
     normed: bool
-    """The hidden states are those behind the last norm."""
+    """Whether the hidden states are those after the last norm."""
 
     memory: bool
-    """A memory that later layers look at, of the same shape."""
+    """Whether source hidden states of cross-layer attention are sent, of the same shape."""
 
     num_mtp_hidden: int
-    """Hidden states, as many times, of MTP layers."""
+    """Number of hidden states of MTP layers."""
 
 
 def stage_boundary(model: ModelConfig, stages: Sequence[Stage], number: int) -> StageBoundary:
-    """What goes over the boundary before stage `number`.
+    """Return what is sent across the boundary before stage `number`.
 
-    The losses of all depths need the head, of which there is one: what depths make goes to it, as
-    the model's own hidden states do.
+    The losses of all MTP layers need the only head, so their hidden states are sent to its stage.
     """
     before = stages[:number]
     done = sum(len(stage.layers) for stage in before)
@@ -148,7 +146,7 @@ def stage_boundary(model: ModelConfig, stages: Sequence[Stage], number: int) -> 
 
 
 def layout_of(stages: Sequence[Stage]) -> str:
-    """The stages as a layout string.
+    """Return the layout string of the stages.
 
     >>> last = Stage(range(5, 6), num_mtp_layers=1, loss=True)
     >>> layout_of([Stage(range(3), embedding=True), Stage(range(3, 5)), last])
@@ -163,8 +161,8 @@ def layout_of(stages: Sequence[Stage]) -> str:
 
 
 def proposed_layout(num_layers: int, num_stages: int, depths: int = 0) -> str:
-    """A layout for any number of layers: the embedding, the loss, and each layer that predicts
-    further ahead take the place of a layer each, if there is room.
+    """Return a balanced layout: the embedding, the loss and each MTP layer count as one layer, if
+    there are enough.
 
     >>> proposed_layout(30, 4), proposed_layout(30, 4, 1), proposed_layout(4, 4, 2)
     ('Et*7|t*8|t*8|t*7L', 'Et*7|t*9|t*8|t*6mL', 'Et|t|tt|mmL')
@@ -178,24 +176,28 @@ def proposed_layout(num_layers: int, num_stages: int, depths: int = 0) -> str:
         counts[stage] = count
     for end, taken in ((0, 1), (-1, 1 + depths)) if spare else ():
         counts[end] -= taken
-    while counts[-1] < 0:  # the loss and what it is beside are more than a stage's share
+    while counts[-1] < 0:  # the loss and the MTP layers exceed one stage's share
         counts[-1] += 1
         counts[max(inside_first, key=counts.__getitem__)] -= 1
-    return layout_of(_stages(counts, depths))
+    return layout_of(_build_stages(counts, depths))
 
 
 def stages_problems(
     pipeline: PipelineConfig, *, pp: int, num_layers: int, depths: int = 0
 ) -> list[str]:
-    """Everything that keeps layers, and `depths` more that predict further tokens, from being
-    divided as asked, as messages for the user; empty when they can be."""
+    """Return an error text for each reason why the layers and `depths` MTP layers cannot be divided
+    as configured."""
     num_stages = pp * pipeline.vpp
     if min(pp, pipeline.vpp) < 1 or num_stages == 1:
         return []  # the counts themselves are another rule; a model on one stage is not divided
-    ways, example = _ways(pipeline), proposed_layout(num_layers, num_stages, depths)
-    if len(ways) > 1:
+    methods, example = (
+        _list_division_methods(pipeline),
+        proposed_layout(num_layers, num_stages, depths),
+    )
+    if len(methods) > 1:
         return [
-            f"{', '.join(ways)}: these are {len(ways)} ways to divide the layers. Use one of them, "
+            f"{', '.join(methods)}: these are {len(methods)} methods of dividing the layers. "
+            "Use one of them, "
             f"or {FIELD}={example}."
         ]
     if pipeline.layout is not None:
@@ -205,8 +207,9 @@ def stages_problems(
     return _even_problems(pipeline, pp, num_layers, example)
 
 
-def _ways(pipeline: PipelineConfig) -> list[str]:
-    """The ways of dividing that are asked for, each with its fields and values."""
+def _list_division_methods(pipeline: PipelineConfig) -> list[str]:
+    """Return the methods of dividing layers that are configured, each with its fields and
+    values."""
     ends = {"first_layers": pipeline.first_layers, "last_layers": pipeline.last_layers}
     counted = {"count_embedding": pipeline.count_embedding, "count_loss": pipeline.count_loss}
     given = [f"{FIELD}={pipeline.layout}"] if pipeline.layout is not None else []
@@ -224,8 +227,8 @@ def _ways(pipeline: PipelineConfig) -> list[str]:
 # --- even, and with other counts at the ends
 
 
-def _counts(pipeline: PipelineConfig, pp: int, num_layers: int) -> list[int]:
-    """Layers of each stage without a layout; the rules hold."""
+def _count_layers_by_stage(pipeline: PipelineConfig, pp: int, num_layers: int) -> list[int]:
+    """Return the layers of each stage without a layout string; the rules must hold."""
     num_stages, vpp = pp * pipeline.vpp, pipeline.vpp
     if pipeline.first_layers is None and pipeline.last_layers is None:
         extra = pipeline.count_embedding + pipeline.count_loss
@@ -234,15 +237,15 @@ def _counts(pipeline: PipelineConfig, pp: int, num_layers: int) -> list[int]:
         counts[-1] -= pipeline.count_loss
         return counts
     placement = placement_of(schedule_name(pipeline))
-    by_rank = _by_rank(pipeline, pp, num_layers)
+    by_rank = _count_layers_by_rank(pipeline, pp, num_layers)
     return [
         by_rank[place_of(stage, num_ranks=pp, placement=placement)[0]] // vpp
         for stage in range(num_stages)
     ]
 
 
-def _by_rank(pipeline: PipelineConfig, pp: int, num_layers: int) -> list[int]:
-    """Layers of each rank when the ends have their own counts."""
+def _count_layers_by_rank(pipeline: PipelineConfig, pp: int, num_layers: int) -> list[int]:
+    """Return the layers of each rank with first_layers or last_layers."""
     first, last = pipeline.first_layers, pipeline.last_layers
     given = [count for count in (first, last) if count is not None]
     others = (num_layers - sum(given)) // max(1, pp - len(given))
@@ -309,9 +312,11 @@ def _ends_problems(pipeline: PipelineConfig, pp: int, num_layers: int, example: 
     ]
 
 
-def _stages(counts: Sequence[int], depths: int, *, place: int | None = None) -> tuple[Stage, ...]:
-    """Stages with so many layers; `place`: that with the MTP layers, unset:
-    the last."""
+def _build_stages(
+    counts: Sequence[int], depths: int, *, place: int | None = None
+) -> tuple[Stage, ...]:
+    """Build stages with these layer counts; `place`: the stage of the MTP layers, unset: the
+    last."""
     starts, last = [0, *accumulate(counts[:-1])], len(counts) - 1
     norm = (
         max(number for number, count in enumerate(counts) if count)
@@ -334,8 +339,7 @@ def _stages(counts: Sequence[int], depths: int, *, place: int | None = None) -> 
 
 
 def _layout_problems(text: str, pp: int, vpp: int, num_layers: int, depths: int) -> list[str]:
-    """Everything that is wrong with a layout string; a text that cannot be read has one mistake,
-    where reading ends."""
+    """Return the errors of a layout string; only the first if it cannot be parsed."""
     try:
         stages = parse_layout(text)
     except PlanError as error:
@@ -350,16 +354,21 @@ def _layout_problems(text: str, pp: int, vpp: int, num_layers: int, depths: int)
             f"to multiply to {len(stages)}."
         )
     items = [item for stage in stages for item in stage]
-    problems += _once(text, items, "E", "embedding") + _once(text, items, "L", "loss")
-    problems += (
-        _at_the_end(text, stages, "E", 0, "before the embedding") if _kinds(items)["E"] == 1 else []
+    problems += _check_occurs_once(text, items, "E", "embedding") + _check_occurs_once(
+        text, items, "L", "loss"
     )
     problems += (
-        _at_the_end(text, stages, "L", -1, "after the loss") if _kinds(items)["L"] == 1 else []
+        _check_is_at_end(text, stages, "E", 0, "before the embedding")
+        if _kinds(items)["E"] == 1
+        else []
     )
-    if (found := _kinds(items)["t"]) != num_layers:
+    problems += (
+        _check_is_at_end(text, stages, "L", -1, "after the loss") if _kinds(items)["L"] == 1 else []
+    )
+    if (num_layout_layers := _kinds(items)["t"]) != num_layers:
         problems.append(
-            f"{FIELD}={text} has {found} layers (t), but model.num_layers={num_layers}. Use "
+            f"{FIELD}={text} has {num_layout_layers} layers (t), but "
+            f"model.num_layers={num_layers}. Use "
             f"{num_layers}, as in "
             f"{example}."
         )
@@ -369,34 +378,36 @@ def _layout_problems(text: str, pp: int, vpp: int, num_layers: int, depths: int)
 def _mtp_problems(
     text: str, stages: Sequence[Sequence[Item]], depths: int, example: str
 ) -> list[str]:
-    """As many m as there are depths, all behind the last layer, on one stage, which is not the
+    """Check that there are `depths` MTP layers, after the last layer, on one stage other than the
     first."""
     items = [item for stage in stages for item in stage]
-    found = [item for item in items if item.kind == "m"]
-    if found and not depths:
+    mtp_items = [item for item in items if item.kind == "m"]
+    if mtp_items and not depths:
         what = "this model has no multi-token prediction layers"
         return [
-            f"{mistake(text, found[0].position, what)}Use no m, or set "
-            f"model.mtp.num_layers={len(found)}."
+            f"{format_layout_error(text, mtp_items[0].position, what)}Use no m, or set "
+            f"model.mtp.num_layers={len(mtp_items)}."
         ]
     problems = []
-    if len(found) != depths:
+    if len(mtp_items) != depths:
         problems.append(
-            f"{FIELD}={text} has {len(found)} MTP layers (m), but "
+            f"{FIELD}={text} has {len(mtp_items)} MTP layers (m), but "
             f"model.mtp.num_layers={depths}. "
             f"Use {depths}, as in {example}."
         )
-    holding = [stage for stage in stages if any(item.kind == "m" for item in stage)]
-    if len(stages) > 1 and holding and holding[0] is stages[0]:
-        what = "m reads what all layers make, and on the first stage that would be the whole model"
+    mtp_stages = [stage for stage in stages if any(item.kind == "m" for item in stage)]
+    if len(stages) > 1 and mtp_stages and mtp_stages[0] is stages[0]:
+        what = "m needs the output of all layers, so the first stage would be the whole model"
         problems.append(
-            f"{mistake(text, found[0].position, what)}Use m on a later stage, as in {example}."
+            f"{format_layout_error(text, mtp_items[0].position, what)}"
+            f"Use m on a later stage, as in {example}."
         )
-    if len(holding) > 1:
-        second = next(item for item in holding[1] if item.kind == "m")
-        what = "m is on a second stage, but all of them read one copy of the embedding"
+    if len(mtp_stages) > 1:
+        second = next(item for item in mtp_stages[1] if item.kind == "m")
+        what = "m is on a second stage, but all MTP layers share one copy of the embedding"
         problems.append(
-            f"{mistake(text, second.position, what)}Use m on one stage, as in {example}."
+            f"{format_layout_error(text, second.position, what)}"
+            f"Use m on one stage, as in {example}."
         )
     layers = [number for number, item in enumerate(items) if item.kind == "t"]
     early = next(
@@ -408,9 +419,10 @@ def _mtp_problems(
         None,
     )
     if early is not None:
-        what = "m comes before a layer (t), and reads what all layers make"
+        what = "m comes before a layer (t), but needs the output of all layers"
         problems.append(
-            f"{mistake(text, early.position, what)}Use m behind the last t, as in {example}."
+            f"{format_layout_error(text, early.position, what)}"
+            f"Use m after the last t, as in {example}."
         )
     return problems
 
@@ -419,25 +431,28 @@ def _kinds(items: Sequence[Item]) -> Counter[str]:
     return Counter(item.kind for item in items)
 
 
-def _once(text: str, items: Sequence[Item], kind: str, name: str) -> list[str]:
-    found = [item for item in items if item.kind == kind]
-    if not found:
+def _check_occurs_once(text: str, items: Sequence[Item], kind: str, name: str) -> list[str]:
+    matching_items = [item for item in items if item.kind == kind]
+    if not matching_items:
         place = "at the beginning" if kind == "E" else "at the end"
         return [f"{FIELD}={text} has no {kind}: the {name} is on no stage. Use one {kind} {place}."]
-    if len(found) == 1:
+    if len(matching_items) == 1:
         return []
-    what = f"the {name} ({kind}) comes {len(found)} times"
-    return [f"{mistake(text, found[1].position, what)}Use {kind} once."]
+    what = f"the {name} ({kind}) comes {len(matching_items)} times"
+    return [f"{format_layout_error(text, matching_items[1].position, what)}Use {kind} once."]
 
 
-def _at_the_end(
+def _check_is_at_end(
     text: str, stages: Sequence[Sequence[Item]], kind: str, end: int, where: str
 ) -> list[str]:
-    """Whether the one item of a kind is the first of the first stage (end 0) or the last of the
-    last (end -1)."""
+    """Check that the item of a kind is the first of the first stage (end 0) or the last of the last
+    (end -1)."""
     if stages[end] and stages[end][end].kind == kind:
         return []
-    found = next(item for stage in stages for item in stage if item.kind == kind)
+    item_of_kind = next(item for stage in stages for item in stage if item.kind == kind)
     bar = f"a bar, which makes an empty stage {where}" if not stages[end] else f"something {where}"
     side = "first stage begins" if end == 0 else "last stage ends"
-    return [f"{mistake(text, found.position, f'there is {bar}')}Use {kind} where the {side}."]
+    return [
+        f"{format_layout_error(text, item_of_kind.position, f'there is {bar}')}"
+        f"Use {kind} where the {side}."
+    ]

@@ -1,7 +1,8 @@
-"""Rough times of a step: its work at a usual part of the peak rate, its messages at the rate of the
-links they take.
+"""Estimate the time of a step: computation at a typical fraction of the peak rate, communication at
+link rate.
 
-Good for telling which axis costs what and what can hide it, not for predicting a step.
+Shows which parallel axis costs how much and what can be overlapped; it does not predict a step
+time.
 """
 
 from dataclasses import dataclass
@@ -17,25 +18,23 @@ from megalith.plan.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """How long one sort of traffic is on its way in a step, and how long what it can hide behind
-    takes."""
+    """Time of one kind of communication in a step, and the computation time that can overlap it."""
 
     near: bool
-    """All ranks of its group are in one node."""
+    """Whether all ranks of its group are in one node."""
 
     seconds: float
     room: float
-    """Seconds of work that can go on meanwhile; 0 where the next thing to do needs the result."""
+    """Seconds of computation that can overlap it; 0 if the next operation needs the result."""
 
     @property
     def exposed(self) -> float:
-        """What is left of it at best."""
+        """Exposed communication time in seconds, at best."""
         return max(0.0, self.seconds - self.room)
 
 
 def rank_flops(workload: Workload) -> float:
-    """Useful floating-point operations of one rank in a step, on average over stages; recomputation
-    does not count."""
+    """Return the model FLOPs of one rank in a step, averaged over stages, without recomputation."""
     run, t = workload.run, workload.run.train
     row = trained_step_flops(
         run.model, run.lora, run.optim, tokens=t.seq_len, squared_lengths=t.seq_len**2
@@ -44,8 +43,8 @@ def rank_flops(workload: Workload) -> float:
 
 
 def work_seconds(workload: Workload, device: Device) -> float | None:
-    """Computing of one step, recomputation too, without bubble and messages; None where the rate is
-    not known."""
+    """Return the computation time of a step, with recomputation, without bubble and communication;
+    None if the device's rate is not known."""
     if device.tflops is None:
         return None
     return (
@@ -56,7 +55,8 @@ def work_seconds(workload: Workload, device: Device) -> float | None:
 def passage(
     workload: Workload, row: Traffic, *, pp_rank: int, tp_rank: int, device: Device
 ) -> Passage | None:
-    """How long this traffic takes; None where the device's links or rate are not known."""
+    """Return the time of this communication; None if the device's bandwidths or rate are not
+    known."""
     work = work_seconds(workload, device)
     if work is None or device.near_gbs == 0:
         return None
@@ -65,20 +65,20 @@ def passage(
     ranks = workload.grid.group_of(rank, span)
     near = len({one // device.node for one in ranks}) == 1
     rate = (device.near_gbs if near else device.far_gbs) * 1e9 * LINK_EFFICIENCY
-    return Passage(near, row.nbytes / rate, _share(workload, row) * work)
+    return Passage(near, row.nbytes / rate, _overlap_share(workload, row) * work)
 
 
-def _share(workload: Workload, row: Traffic) -> float:
-    """The part of a step's computing that a sort of traffic can hide behind; backward is two thirds
-    of it."""
-    many = workload.num_microbatches
+def _overlap_share(workload: Workload, row: Traffic) -> float:
+    """Return the fraction of a step's computation that can overlap this communication; backward is
+    two thirds."""
+    num_microbatches = workload.num_microbatches
     shares = {
         "": 0.0,
-        "last backward": 2 / 3 / many,
+        "last backward": 2 / 3 / num_microbatches,
         "backward": 2 / 3,
-        "next forward": 1 / 3 / many,
+        "next forward": 1 / 3 / num_microbatches,
         "other microbatches": 1.0,
-        "the other of a pair": _paired(workload),
+        "the other of a pair": _paired_share(workload),
         "the layer before": 1.0,
         "attention": attention_share(workload),
         "matmuls": (layer_share(workload.run) - attention_share(workload))
@@ -87,8 +87,8 @@ def _share(workload: Workload, row: Traffic) -> float:
     return shares[row.behind]
 
 
-def _paired(workload: Workload) -> float:
-    """The part of a step's computing that is done in pairs, on the rank that has the fewest."""
+def _paired_share(workload: Workload) -> float:
+    """Return the fraction of computation that runs in pairs, on the rank with the fewest."""
     schedule = workload.schedule
     return min(map(len, schedule.pairs), default=0) / (
         schedule.num_chunks * schedule.num_microbatches
@@ -96,22 +96,21 @@ def _paired(workload: Workload) -> float:
 
 
 def attention_share(workload: Workload) -> float:
-    """The part of a step's work that attention's scores and their products with values are."""
+    """Return core attention's share of the FLOPs of a step."""
     c, length = workload.run.model, workload.run.train.seq_len
     whole = step_flops(c, tokens=length, squared_lengths=length**2)
     return 1 - step_flops(c, tokens=length, squared_lengths=0, windowed=0) / whole
 
 
 def layer_share(run: TrainRun) -> float:
-    """The layers' part of a step's work; the head has the rest."""
+    """Return the layers' share of the FLOPs of a step; the head has the rest."""
     c, length = run.model, run.train.seq_len
     whole = step_flops(c, tokens=length, squared_lengths=length**2)
     return 1 - (1 + c.mtp.num_layers) * head_flops(c, length) / whole
 
 
 def repeated_share(workload: Workload) -> float:
-    """What recomputation adds, as a part of the useful work; a second forward costs the same
-    whatever is trained."""
+    """Return the recomputed FLOPs as a fraction of the model FLOPs."""
     run, length = workload.run, workload.run.train.seq_len
     useful = trained_step_flops(
         run.model, run.lora, run.optim, tokens=length, squared_lengths=length**2

@@ -1,12 +1,12 @@
-"""What a rank sends in one step, axis by axis, in bytes on the wire, and what that can hide behind.
+"""Communication volume of a rank in one step, by axis, in bytes sent, and the computation that can
+overlap it.
 
-A collective of a buffer of S bytes over r ranks sends (r - 1)/r · S from each of them in a ring
-(all-gather, reduce-scatter, all-to-all), an all-reduce twice as much; a message to another stage
-sends what it is. Single numbers (the loss, norms, flags) are left out, and so is the host's own
-talk.
+A collective of a buffer of S bytes over r ranks sends (r - 1)/r · S from each rank in a ring
+(all-gather, reduce-scatter, all-to-all), an all-reduce twice as much; a message between stages
+sends its size. Scalars (the loss, norms, flags) and communication between hosts are not counted.
 
-Notation: t tokens of a microbatch on one rank, h hidden, g key/value heads and n query heads of
-this rank, d head size, e bytes per weight or activation, L layers of this rank, M microbatches.
+Notation: t tokens of a microbatch on one rank, h hidden, g KV heads and n query heads of this rank,
+d head dim, e bytes per weight or activation, L layers of this rank, M microbatches.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ from megalith.plan.memory import (
     gathered_units,
     keeps_gathered,
     mixture_of,
-    saved_activation_rows,
+    sharded_rows,
 )
 from megalith.plan.parameters import tensor_part
 from megalith.plan.recompute import layer_spans, mlp_in_chunks, modules_again
@@ -48,30 +48,30 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """One sort of collective, or of message, that a rank takes part in during a step."""
+    """One kind of collective or message of a rank in a step."""
 
     axis: str
     """tp, cp, pp or dp; of experts ep, etp or edp; or several, joined by _."""
 
     what: str
-    """What is sent."""
+    """Description of the data."""
 
     kind: Collective
     ranks: int
-    """In the group; two for a message."""
+    """Group size; two for a message."""
 
     calls: int
-    """In one step."""
+    """Calls per step."""
 
     nbytes: int
-    """On the wire, sent by this rank, of all calls together."""
+    """Bytes that this rank sends, over all calls."""
 
     behind: str = ""
-    """Work that can go on meanwhile; empty: the work that comes next needs it."""
+    """Computation that can overlap it; empty: none, it is exposed communication."""
 
 
 def sent(kind: Collective, nbytes: int, ranks: int) -> float:
-    """What one of `ranks` ranks sends when a buffer of `nbytes` goes round.
+    """Return the bytes that one of `ranks` ranks sends in a collective of a buffer of `nbytes`.
 
     >>> sent("all_reduce", 1000, 4), sent("all_gather", 1000, 4), sent("message", 1000, 2)
     (1500.0, 750.0, 1000.0)
@@ -82,10 +82,10 @@ def sent(kind: Collective, nbytes: int, ranks: int) -> float:
 
 
 def step_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> list[Traffic]:
-    """Everything that the ranks at this place send in one step."""
+    """Return all communication of the ranks at this position in one step."""
     rows = [
         *_tensor_traffic(workload, pp_rank),
-        *_shared_slices(workload, pp_rank, tp_rank),
+        *_replicated_param_traffic(workload, pp_rank, tp_rank),
         *_context_traffic(workload, pp_rank, tp_rank),
         *_expert_traffic(workload, pp_rank),
         *_pipeline_traffic(workload, pp_rank),
@@ -97,7 +97,7 @@ def step_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> list[Traffic
 def _row(
     axis: str, what: str, kind: Collective, *, ranks: int, calls: int, nbytes: int, behind: str = ""
 ) -> Traffic:
-    """nbytes: of the whole buffer, all calls together."""
+    """Return a row; nbytes: of the whole buffer, over all calls."""
     return Traffic(axis, what, kind, ranks, calls, round(sent(kind, nbytes, ranks)), behind)
 
 
@@ -105,43 +105,49 @@ def _row(
 
 
 GATHERED = "tokens, gathered"
-"""Also by what runs again."""
+"""Row of the all-gather before matmuls, also in recomputation."""
 
 
 def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
-    """t · h in and out of every attention and every MLP, forward and backward; and the head's few
-    numbers per token.
+    """Yield t · h before and after every attention and MLP, forward and backward; and the head's
+    statistics per token.
 
-    What enters a latent attention is shorter: see `gathered_input_features`.
+    The inputs of latent attention are smaller: see `gathered_input_features`.
     """
-    run, t, many = workload.run, workload.tokens, workload.num_microbatches
+    run, t, num_microbatches = workload.run, workload.tokens, workload.num_microbatches
     tp, width, h = run.parallel.tp, WIDTHS[run.precision.params], run.model.hidden_size
     one = t * h * width.value
-    stages = runs_of_layers(workload, pp_rank)
-    again = [spans_again(workload, stage) for stage in stages]
+    stages = stages_with_mtp(workload, pp_rank)
+    recomputed_spans = [spans_again(workload, stage) for stage in stages]
     spans, inputs, losses = (
-        sum(map(len, again)),
+        sum(map(len, recomputed_spans)),
         sum(s.embedding for s in stages),
         sum(s.loss for s in stages),
     )
     parts = sum(divided_parts(run.model, stage.layers) for stage in stages)
-    entered = [
+    input_features = [
         x
         for stage in stages
         for layer in stage.layers
         for x in gathered_input_features(run.model, layer)
     ]
-    more, left, alone = list[int](), 0, modules_again(run.recompute)  # once more
-    for stage, counts in zip(stages, again, strict=True):
+    recomputed_features, num_recomputed_sums, modules = list[int](), 0, modules_again(run.recompute)
+    for stage, counts in zip(stages, recomputed_spans, strict=True):
         repeated = stage.layers[: sum(counts)]
-        more += [x for layer in repeated for x in gathered_input_features(run.model, layer)]
-        left += divided_parts(run.model, repeated) - _sums_at_ends(run.model, stage, counts)
-        gates = sum(_gates(run.model, layer) for layer in stage.layers)
-        left += gates if {"mlp", "shared_experts"} & {*alone} else 0
-        if "mla_up_proj" in alone:
-            more += [x for layer in stage.layers for x in attention_features(run.model, layer)]
+        recomputed_features += [
+            x for layer in repeated for x in gathered_input_features(run.model, layer)
+        ]
+        num_recomputed_sums += divided_parts(run.model, repeated) - _count_sums_at_span_ends(
+            run.model, stage, counts
+        )
+        gates = sum(_gates_shared_experts(run.model, layer) for layer in stage.layers)
+        num_recomputed_sums += gates if {"mlp", "shared_experts"} & {*modules} else 0
+        if "mla_up_proj" in modules:
+            recomputed_features += [
+                x for layer in stage.layers for x in attention_features(run.model, layer)
+            ]
     if run.recompute.shard_inputs:
-        inputs_again = spans * many
+        inputs_again = spans * num_microbatches
         yield _row(
             "tp",
             "inputs of layers run again",
@@ -154,50 +160,62 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     ring = "matmuls" if run.parallel.tp_comm_overlap else ""
     if run.parallel.sp:
         inside = sum(
-            _mlp_again(run.model, layer, alone) for stage in stages for layer in stage.layers
+            _mlp_again(run.model, layer, modules) for stage in stages for layer in stage.layers
         )
-        read = [
+        weight_input_features = [
             x
             for stage in stages
             for layer in stage.layers
             for x in gathered_input_features(run.model, layer, read=True)
         ]
         rows: list[tuple[str, Collective, list[int], str]] = [
-            (GATHERED, "all_gather", [*entered, *more, *[h] * (inside + losses)], ring),
+            (
+                GATHERED,
+                "all_gather",
+                [*input_features, *recomputed_features, *[h] * (inside + losses)],
+                ring,
+            ),
             ("gradients, gathered", "all_gather", [h] * (parts + inputs), ring),
-            ("tokens, gathered again", "all_gather", read, behind),
-            ("sums, scattered", "reduce_scatter", [h] * (parts + left + inputs), ring),
-            ("gradients, scattered", "reduce_scatter", [*entered, *[h] * losses], behind),
+            ("tokens, gathered again", "all_gather", weight_input_features, behind),
+            (
+                "sums, scattered",
+                "reduce_scatter",
+                [h] * (parts + num_recomputed_sums + inputs),
+                ring,
+            ),
+            ("gradients, scattered", "reduce_scatter", [*input_features, *[h] * losses], behind),
         ]
     else:
         rows = [
-            ("sums of activations", "all_reduce", [h] * (parts + left + inputs), ""),
-            ("sums of gradients", "all_reduce", [*entered, *[h] * losses], behind),
+            ("sums of activations", "all_reduce", [h] * (parts + num_recomputed_sums + inputs), ""),
+            ("sums of gradients", "all_reduce", [*input_features, *[h] * losses], behind),
         ]
-    divided = sum(
+    num_chunked_mlps = sum(
         mlp_in_chunks(run.recompute, run.model, layer) for stage in stages for layer in stage.layers
     )
-    num_mtp_layers = divided * (run.recompute.mlp_chunks - 1)
+    num_extra_chunks = num_chunked_mlps * (run.recompute.mlp_chunks - 1)
     for what, kind, features, hidden in rows:
         nbytes, calls = (
-            sum(features) * many * t * width.value,
-            len(features) + num_mtp_layers * (1 + (what == GATHERED)),
+            sum(features) * num_microbatches * t * width.value,
+            len(features) + num_extra_chunks * (1 + (what == GATHERED)),
         )
-        yield _row("tp", what, kind, ranks=tp, calls=calls * many, nbytes=nbytes, behind=hidden)
+        yield _row(
+            "tp", what, kind, ranks=tp, calls=calls * num_microbatches, nbytes=nbytes, behind=hidden
+        )
     chunks = -(-t // tokens_of_loss(run))
     yield _row(
         "tp",
         "statistics of logits",
         "all_reduce",
         ranks=tp,
-        calls=2 * chunks * losses * many,
-        nbytes=3 * t * width.sums * losses * many,
+        calls=2 * chunks * losses * num_microbatches,
+        nbytes=3 * t * width.sums * losses * num_microbatches,
     )
 
 
-def runs_of_layers(workload: Workload, pp_rank: int) -> list[Stage]:
-    """A rank's chunks; and of each MTP depths a layer like the last one
-    behind an embedding of its own, and a loss, where these are."""
+def stages_with_mtp(workload: Workload, pp_rank: int) -> list[Stage]:
+    """Return a rank's chunks; and for each MTP layer on it, a layer like the last one with its own
+    embedding, and a loss."""
     chunks, model = workload.chunks(pp_rank), workload.run.model
     last = model.num_layers - 1
     layers = [Stage(range(last, last + 1), embedding=True)] * sum(
@@ -210,16 +228,22 @@ def runs_of_layers(workload: Workload, pp_rank: int) -> list[Stage]:
 
 
 def gathered_input_features(model: ModelConfig, layer: int, *, read: bool = False) -> list[int]:
-    """Features of everything that goes from whole to divided work in a layer: h for each part;
-    into latent attention short vectors, and the key that all heads share, which no weight reads
-    (`read`: without it)."""
+    """Return the features of each input that tensor-parallel parts of a layer gather: h for each
+    part; for latent attention its compressed vectors, and the key shared by all heads (`read`:
+    without it, because no weight reads it)."""
     h = model.hidden_size
-    looking = [h, h] * model.uses_cross_layer_source(layer)  # what looks, and the memory
-    return attention_features(model, layer, read=read) + looking + [h] * divides_mlp(model, layer)
+    cross_attention = [h, h] * model.uses_cross_layer_source(
+        layer
+    )  # queries' input, and the source
+    return (
+        attention_features(model, layer, read=read)
+        + cross_attention
+        + [h] * divides_mlp(model, layer)
+    )
 
 
 def attention_features(model: ModelConfig, layer: int, *, read: bool = False) -> list[int]:
-    """The same of a layer's attention alone."""
+    """Return the same for a layer's attention alone."""
     mla, h = model.mla, model.hidden_size
     attention = (
         [h] if mla is None else [mla.q_rank or h, mla.kv_rank, *([] if read else [mla.rope_dim])]
@@ -228,15 +252,14 @@ def attention_features(model: ModelConfig, layer: int, *, read: bool = False) ->
 
 
 def divides_mlp(model: ModelConfig, layer: int) -> bool:
-    """Whether tensor-parallel ranks divide a layer's MLP; of a mixture, the experts for all
-    tokens."""
+    """Return whether a layer's MLP, or the shared experts of an MoE layer, is split over tp."""
     if not model.has_experts(layer):
         return model.mlp_part(layer) == "full"
     return model.moe is not None and model.moe.shared_ffn_hidden_size is not None
 
 
 def divided_parts(model: ModelConfig, layers: Sequence[int]) -> int:
-    """Attentions and MLPs of some layers, which tensor-parallel ranks divide."""
+    """Return the number of attentions and MLPs of some layers that are split over tp."""
     return sum(
         (model.attention_part(n) == "full")
         + model.uses_cross_layer_source(n)
@@ -245,32 +268,30 @@ def divided_parts(model: ModelConfig, layers: Sequence[int]) -> int:
     )
 
 
-def _sums_at_ends(model: ModelConfig, stage: Stage, counts: Sequence[int]) -> int:
-    """KeySpans of so many layers, from a stage's first on, whose last act is the sum of a divided
-    part."""
-    lasts = [] if _normed_after(model) else [stage.layers[end - 1] for end in accumulate(counts)]
+def _count_sums_at_span_ends(model: ModelConfig, stage: Stage, counts: Sequence[int]) -> int:
+    """Return the number of recomputed spans whose last operation is the sum of a split part."""
+    lasts = [] if _has_norm_after(model) else [stage.layers[end - 1] for end in accumulate(counts)]
     return sum(
         model.attention_part(n) == "full"
         if model.mlp_part(n) == "none"
-        else divides_mlp(model, n) and not _gates(model, n)
+        else divides_mlp(model, n) and not _gates_shared_experts(model, n)
         for n in lasts
     )
 
 
-def _normed_after(model: ModelConfig) -> bool:
-    """Whether a norm keeps what a layer's last branch gives."""
+def _has_norm_after(model: ModelConfig) -> bool:
+    """Return whether a norm saves the output of a layer's last branch."""
     return model.norm_placement != "before"
 
 
-def _gates(model: ModelConfig, layer: int) -> bool:
-    """Whether a product follows the sum over the parts of the experts for all tokens, and wants
-    that sum once more."""
+def _gates_shared_experts(model: ModelConfig, layer: int) -> bool:
+    """Return whether a gate follows the sum over the parts of the shared experts, and needs it
+    again."""
     return model.moe is not None and model.has_experts(layer) and model.moe.shared_gate
 
 
 def spans_again(workload: Workload, stage: Stage) -> list[int]:
-    """Layers of each span that runs forward twice; the sum that ends the span is not taken
-    again."""
+    """Return the layers of each recomputed span; the sum that ends a span is not recomputed."""
     if not stage.layers:
         return []
     run, cut = workload.run, workload.run.model.has_cross_layer_source_before(stage.layers)
@@ -278,18 +299,17 @@ def spans_again(workload: Workload, stage: Stage) -> list[int]:
     return [span.stop - span.start for span in spans if span.recomputed]
 
 
-def _shared_slices(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Traffic]:
-    """Once a step: gradients of what several tensor-parallel ranks hold and have each seen a part
-    of the work of."""
+def _replicated_param_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Traffic]:
+    """Yield the gradients of parameters that tensor-parallel ranks replicate, once per step."""
     run = workload.run
-    tp, wide = run.parallel.tp, WIDTHS[run.precision.params].sums
+    tp, nbytes_per_element = run.parallel.tp, WIDTHS[run.precision.params].sums
     held = trained(workload.parameters(pp_rank, tp_rank))
     copies = tensor_part(run.model, tp=tp, rank=tp_rank).kv_copies
-    same = [one for one in held if not one.cut]
-    heads = sum(one.numel for one in same if one.summed == "heads")
-    whole = sum(
+    replicated = [one for one in held if not one.cut]
+    heads_numel = sum(one.numel for one in replicated if one.summed == "heads")
+    all_ranks_numel = sum(
         one.numel
-        for one in same
+        for one in replicated
         if one.summed == "always" or (one.summed == "sp" and run.parallel.sp)
     )
     yield _row(
@@ -297,16 +317,16 @@ def _shared_slices(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[T
         "gradients of shared heads",
         "all_reduce",
         ranks=copies,
-        calls=1 if heads else 0,
-        nbytes=heads * wide // workload.shards,
+        calls=1 if heads_numel else 0,
+        nbytes=heads_numel * nbytes_per_element // workload.shards,
     )
     yield _row(
         "tp",
         "gradients of norms",
         "all_reduce",
         ranks=tp,
-        calls=1 if whole else 0,
-        nbytes=whole * wide // workload.shards,
+        calls=1 if all_ranks_numel else 0,
+        nbytes=all_ranks_numel * nbytes_per_element // workload.shards,
     )
 
 
@@ -314,60 +334,67 @@ def _shared_slices(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[T
 
 
 def _context_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Traffic]:
-    """Keys and values of every layer to the ranks that share its tokens, and their gradients
-    back."""
+    """Yield the keys and values of every layer to the other context-parallel ranks, and their
+    gradients."""
     run = workload.run
     if run.parallel.cp == 1:
         return
-    layers: Counter[tuple[ContextKind, int]] = Counter()  # by the key/value heads of one rank
-    again: Counter[tuple[ContextKind, int]] = Counter()
-    for stage in runs_of_layers(workload, pp_rank):
+    layers: Counter[tuple[ContextKind, int]] = Counter()  # by kind and KV heads of one rank
+    recomputed_layers: Counter[tuple[ContextKind, int]] = Counter()
+    for stage in stages_with_mtp(workload, pp_rank):
         repeated = stage.layers[: sum(spans_again(workload, stage))]
         for layer in stage.layers:
             attentions = (
                 run.model.attention_part(layer) == "full"
             ) + run.model.uses_cross_layer_source(layer)
             heads = tensor_part(run.model.at(layer), tp=run.parallel.tp, rank=tp_rank).kv_heads
-            sort = kind_of_layer(run.parallel.context, layer), heads
-            layers[sort] += attentions
-            again[sort] += attentions * (layer in repeated)
+            kind_and_heads = kind_of_layer(run.parallel.context, layer), heads
+            layers[kind_and_heads] += attentions
+            recomputed_layers[kind_and_heads] += attentions * (layer in repeated)
     if {"core_attention", "mla_up_proj"} & {*modules_again(run.recompute)}:
-        again = layers
+        recomputed_layers = layers
     for kind, heads in sorted(layers):
-        many, once_more = layers[kind, heads], again[kind, heads]
-        passes = _Passes(many * workload.num_microbatches, once_more * workload.num_microbatches)
-        yield from _exchange(workload, tp_rank, kind, heads, passes)
+        num_layers, num_recomputed = layers[kind, heads], recomputed_layers[kind, heads]
+        passes = _Passes(
+            num_layers * workload.num_microbatches, num_recomputed * workload.num_microbatches
+        )
+        yield from _attention_exchange(workload, tp_rank, kind, heads, passes)
 
 
 class _Passes(NamedTuple):
-    """Layers times microbatches in a step."""
+    """Passes through attention in a step: layers times microbatches."""
 
     all: int
     again: int
-    """Of them, those whose attention runs forward twice."""
+    """Number of these whose attention is recomputed."""
 
 
-def _exchange(
+def _attention_exchange(
     workload: Workload, tp_rank: int, kind: ContextKind, kv_heads: int, passes: _Passes
 ) -> Iterator[Traffic]:
-    """What layers of one kind send in `passes.all` passes forward and backward, and once more
-    forward in some."""
+    """Yield the communication of layers of one kind in `passes.all` forward and backward passes,
+    and in recomputed forwards."""
     run, t = workload.run, workload.tokens
     part, k, v = (
         tensor_part(run.model, tp=run.parallel.tp, rank=tp_rank),
         run.model.key_size(),
         run.model.value_size(),
     )
-    width, ring, near = (
+    width, ring, a2a_size = (
         WIDTHS[run.precision.params],
         workload.grid.size("cp_ring"),
         workload.grid.size("cp_a2a"),
     )
     keys, forwards = kv_heads * (k + v) * t, passes.all + passes.again
     if kind == "gather":
-        cp, whole = run.parallel.cp, run.parallel.cp * keys * width.value
+        cp, gathered_bytes = run.parallel.cp, run.parallel.cp * keys * width.value
         yield _row(
-            "cp", "keys and values", "all_gather", ranks=cp, calls=forwards, nbytes=forwards * whole
+            "cp",
+            "keys and values",
+            "all_gather",
+            ranks=cp,
+            calls=forwards,
+            nbytes=forwards * gathered_bytes,
         )
         yield _row(
             "cp",
@@ -375,17 +402,19 @@ def _exchange(
             "reduce_scatter",
             ranks=cp,
             calls=passes.all,
-            nbytes=passes.all * whole,
+            nbytes=passes.all * gathered_bytes,
         )
         return
     behind = "attention" if run.parallel.overlap else ""
     if kind in ("a2a", "a2a+ring"):
-        ranks = near if kind == "a2a+ring" else run.parallel.cp
+        ranks = a2a_size if kind == "a2a+ring" else run.parallel.cp
         own_keys = kv_heads_exchanged(kv_heads, ranks)
-        there, back = part.heads * k + ranks * own_keys * (k + v), part.heads * v
-        # The way back of the results is not taken again where only attention itself is.
+        qkv_features, output_features = part.heads * k + ranks * own_keys * (k + v), part.heads * v
+        # Recomputing only core attention does not repeat the all-to-all of its output.
         results = forwards if run.recompute.granularity == "full" else passes.all
-        sent_features = (forwards + passes.all) * there + (results + passes.all) * back
+        sent_features = (forwards + passes.all) * qkv_features + (
+            results + passes.all
+        ) * output_features
         calls = forwards + results + 2 * passes.all
         yield _row(
             "cp",
@@ -415,32 +444,36 @@ def _exchange(
 
 
 def _mlp_again(model: ModelConfig, layer: int, again: Sequence[str]) -> bool:
-    """Whether a layer's MLP, or what a mixture has for all tokens, runs again by itself."""
+    """Return whether a layer's MLP, or its shared experts, is recomputed by itself."""
     shared = "shared_experts" in again and model.has_experts(layer)
     return divides_mlp(model, layer) and ("mlp" in again or shared)
 
 
 def _expert_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
-    """Rows to the ranks with their experts and back, forward and backward, when all experts are
-    equally busy.
+    """Yield the dispatch of tokens to experts and the combine, forward and backward, for balanced
+    experts.
 
-    The rounds of sinkhorn's plan are left out, whose number only the scores know.
+    The rounds of Sinkhorn balancing are not counted: their number depends on the scores.
     """
     run = workload.run
     model, grid = run.model, workload.grid.experts
     if model.moe is None or grid is None:
         return
-    passes = _mixtures(workload, pp_rank)
+    passes = _count_moe_passes(workload, pp_rank)
     if grid.size("ep") * grid.size("etp") > 1:
-        gathers = run.parallel.dispatcher == "allgather"  # any other is taken for an exchange
-        yield from (_gather_rows if gathers else _exchange_rows)(workload, model.moe, passes)
-    yield from _choices_together(workload, model.moe, passes)
+        gathers = (
+            run.parallel.dispatcher == "allgather"
+        )  # dispatchers of other packages count as alltoall
+        yield from (_allgather_traffic if gathers else _alltoall_traffic)(
+            workload, model.moe, passes
+        )
+    yield from _routing_stats_traffic(workload, model.moe, passes)
     if model.moe.router.expert_bias and passes.all:
         ranks = workload.dp * run.parallel.cp * run.parallel.tp
         counts = passes.all // workload.num_microbatches * model.moe.num_experts
         yield _row(
             "dp_cp_tp",
-            "counts of choices, for biases",
+            "counts of choices, for the expert bias",
             "all_reduce",
             ranks=ranks,
             calls=1,
@@ -454,62 +487,70 @@ def _expert_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
         )
 
 
-class _Mixtures(NamedTuple):
-    """Mixtures times microbatches in a step."""
+class _MoEPasses(NamedTuple):
+    """Passes through MoE layers in a step: layers times microbatches."""
 
     all: int
     again: int
-    """Of them, those that choose, send and answer once more in backward."""
+    """Number of these whose routing and dispatch are recomputed."""
 
     back_again: int
-    """Of these, those whose answers also come back once more, because something after them reads
-    the sum."""
+    """Number of these whose combine is repeated too, because a later operation needs the sum."""
 
 
-def _mixtures(workload: Workload, pp_rank: int) -> _Mixtures:
-    model, alone = workload.run.model, "mlp" in modules_again(workload.run.recompute)
-    every = again = back = 0
-    for stage in runs_of_layers(workload, pp_rank):
+def _count_moe_passes(workload: Workload, pp_rank: int) -> _MoEPasses:
+    model, recomputes_mlp = workload.run.model, "mlp" in modules_again(workload.run.recompute)
+    num_layers = num_recomputed = num_combined_again = 0
+    for stage in stages_with_mtp(workload, pp_rank):
         counts = spans_again(workload, stage)
-        lasts = {stage.layers[end - 1] for end in accumulate(counts)}
-        repeated = stage.layers if alone else stage.layers[: sum(counts)]
+        last_layers = {stage.layers[end - 1] for end in accumulate(counts)}
+        repeated = stage.layers if recomputes_mlp else stage.layers[: sum(counts)]
         for layer in (layer for layer in stage.layers if model.has_experts(layer)):
             runs_again = layer in repeated
-            ends = (alone or (layer in lasts and not _normed_after(model))) and not _reads_answers(
-                model
+            skips_combine = (
+                recomputes_mlp or (layer in last_layers and not _has_norm_after(model))
+            ) and not _reads_combined_output(model)
+            num_layers, num_recomputed, num_combined_again = (
+                num_layers + 1,
+                num_recomputed + runs_again,
+                num_combined_again + (runs_again and not skips_combine),
             )
-            every, again, back = every + 1, again + runs_again, back + (runs_again and not ends)
-    return _Mixtures(*(count * workload.num_microbatches for count in (every, again, back)))
+    return _MoEPasses(
+        *(
+            count * workload.num_microbatches
+            for count in (num_layers, num_recomputed, num_combined_again)
+        )
+    )
 
 
-def _reads_answers(model: ModelConfig) -> bool:
-    """Whether something in a mixture reads what it has summed up; shared experts are done
+def _reads_combined_output(model: ModelConfig) -> bool:
+    """Return whether the MoE layer saves its combined output; shared experts are computed
     before."""
     return model.moe is not None and model.moe.latent_size is not None
 
 
 def own_tokens(workload: Workload) -> int:
-    """Of a microbatch, those that one rank sends to experts."""
+    """Return the tokens of a microbatch that one rank routes."""
     p = workload.run.parallel
     return workload.tokens // (p.tp if p.sp else 1)
 
 
-def _sizes(workload: Workload, moe: MoEConfig) -> tuple[int, int]:
-    """Bytes of a token as experts get it, and of a weight."""
+def _token_and_weight_bytes(workload: Workload, moe: MoEConfig) -> tuple[int, int]:
+    """Return the bytes of a token as dispatched, and of a router weight."""
     widths = WIDTHS[workload.run.precision.params]
     weight = {"fp32": widths.sums, "fp64": 8, "model": widths.value}[moe.router.dtype]
     return (moe.latent_size or workload.run.model.hidden_size) * widths.value, weight
 
 
-def _exchange_rows(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> Iterator[Traffic]:
-    """T·K·(ep - 1)/ep rows each way and direction, their weights there, and E counts of every
-    rank; with as many rows for every expert, E·room and no counts."""
+def _alltoall_traffic(workload: Workload, moe: MoEConfig, passes: _MoEPasses) -> Iterator[Traffic]:
+    """Yield T·K·(ep - 1)/ep rows per dispatch and combine, their weights, and E counts of every
+    rank; with padding to the capacity, E·room rows and no counts."""
     grid = workload.grid.experts
     assert grid is not None
     ep, etp, rows = grid.size("ep"), grid.size("etp"), mixture_of(workload, 0).sent
     behind = "the other of a pair" if workload.run.parallel.overlap_experts else ""
-    row, weight = _sizes(workload, moe)
-    there, back = 2 * passes.all + passes.again, 2 * passes.all + passes.back_again
+    row, weight = _token_and_weight_bytes(workload, moe)
+    num_dispatches, num_combines = 2 * passes.all + passes.again, 2 * passes.all + passes.back_again
     counts = 0 if moe.capacity.pad else passes.all + passes.again
     yield _row(
         "ep_etp",
@@ -524,39 +565,44 @@ def _exchange_rows(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> Ite
         "rows to experts and back",
         "all_to_all",
         ranks=ep,
-        calls=there + back,
-        nbytes=(there + back) * rows * row,
+        calls=num_dispatches + num_combines,
+        nbytes=(num_dispatches + num_combines) * rows * row,
         behind=behind,
     )
     yield _row(
-        "ep", "weights of rows", "all_to_all", ranks=ep, calls=there, nbytes=there * rows * weight
+        "ep",
+        "weights of rows",
+        "all_to_all",
+        ranks=ep,
+        calls=num_dispatches,
+        nbytes=num_dispatches * rows * weight,
     )
-    forth = passes.all + passes.again
+    num_forwards = passes.all + passes.again
     shared = etp * rows
     yield _row(
         "etp",
         "rows, shared",
         "all_gather",
         ranks=etp,
-        calls=forth + passes.all,
-        nbytes=(forth + passes.all) * shared * row,
+        calls=num_forwards + passes.all,
+        nbytes=(num_forwards + passes.all) * shared * row,
     )
-    answers = 2 * passes.all + passes.back_again
+    num_etp_sums = 2 * passes.all + passes.back_again
     yield _row(
         "etp",
         "answers, summed",
         "reduce_scatter",
         ranks=etp,
-        calls=answers,
-        nbytes=answers * shared * row,
+        calls=num_etp_sums,
+        nbytes=num_etp_sums * shared * row,
     )
     yield _row(
         "etp",
         "weights of rows, shared",
         "all_gather",
         ranks=etp,
-        calls=forth,
-        nbytes=forth * shared * weight,
+        calls=num_forwards,
+        nbytes=num_forwards * shared * weight,
     )
     yield _row(
         "etp",
@@ -568,30 +614,36 @@ def _exchange_rows(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> Ite
     )
 
 
-def _gather_rows(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> Iterator[Traffic]:
-    """All tokens to every rank, with their choices and weights; and the sum of the answers back."""
+def _allgather_traffic(workload: Workload, moe: MoEConfig, passes: _MoEPasses) -> Iterator[Traffic]:
+    """Yield all tokens to every rank, with their choices and weights; and the reduce-scatter of the
+    outputs."""
     grid = workload.grid.experts
     assert grid is not None
     ranks = grid.size("ep") * grid.size("etp")
-    tokens, forth = ranks * own_tokens(workload), passes.all + passes.again
-    row, weight = _sizes(workload, moe)
+    tokens, num_forwards = ranks * own_tokens(workload), passes.all + passes.again
+    row, weight = _token_and_weight_bytes(workload, moe)
     rows: list[tuple[str, Collective, int, int]] = [
-        ("tokens for experts", "all_gather", forth + passes.all, row),
+        ("tokens for experts", "all_gather", num_forwards + passes.all, row),
         ("answers, summed", "reduce_scatter", 2 * passes.all + passes.back_again, row),
-        ("choices", "all_gather", forth, moe.top_k * 8),
-        ("weights", "all_gather", forth, moe.top_k * weight),
+        ("choices", "all_gather", num_forwards, moe.top_k * 8),
+        ("weights", "all_gather", num_forwards, moe.top_k * weight),
         ("gradients of weights, summed", "reduce_scatter", passes.all, moe.top_k * weight),
     ]
     for what, kind, calls, nbytes in rows:
         yield _row("ep_etp", what, kind, ranks=ranks, calls=calls, nbytes=calls * tokens * nbytes)
 
 
-def _choices_together(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> Iterator[Traffic]:
-    """What ranks that share a microbatch tell each other about choices: counts for the losses of
-    balance, and choices where experts refuse some, once; and what all ranks do for the global
-    batch."""
+def _routing_stats_traffic(
+    workload: Workload, moe: MoEConfig, passes: _MoEPasses
+) -> Iterator[Traffic]:
+    """Yield the counts for aux losses among ranks that share a microbatch, the choices for token
+    dropping, once, and the counts of the global batch over all ranks."""
     p, losses, forwards = workload.run.parallel, moe.aux_loss, passes.all + passes.again
-    sharing, everyone, each = p.cp * p.tp, p.cp * p.tp * workload.dp, 8 * moe.num_experts
+    num_sharing, num_ranks, count_bytes = (
+        p.cp * p.tp,
+        p.cp * p.tp * workload.dp,
+        8 * moe.num_experts,
+    )
     if (
         max(
             losses.sequence_coeff,
@@ -606,36 +658,41 @@ def _choices_together(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> 
             "cp_tp",
             "counts of choices",
             "all_reduce",
-            ranks=sharing,
+            ranks=num_sharing,
             calls=forwards,
-            nbytes=forwards * rows * each,
+            nbytes=forwards * rows * count_bytes,
         )
     if losses.global_batch_coeff > 0:
         yield _row(
             "dp_cp_tp",
             "counts of choices",
             "all_reduce",
-            ranks=everyone,
+            ranks=num_ranks,
             calls=forwards,
-            nbytes=forwards * each,
+            nbytes=forwards * count_bytes,
         )
     if moe.aux_loss.quantile:
-        together = forwards * sharing * own_tokens(workload)
-        logits = moe.num_experts * _sizes(workload, moe)[1]
+        num_tokens = forwards * num_sharing * own_tokens(workload)
+        logits = moe.num_experts * _token_and_weight_bytes(workload, moe)[1]
         yield _row(
-            "cp_tp", "logits", "all_gather", ranks=sharing, calls=forwards, nbytes=together * logits
+            "cp_tp",
+            "logits",
+            "all_gather",
+            ranks=num_sharing,
+            calls=forwards,
+            nbytes=num_tokens * logits,
         )
     if moe.capacity.factor is not None:
         choices, weight = (
-            passes.all * sharing * own_tokens(workload) * moe.top_k,
-            _sizes(workload, moe)[1],
+            passes.all * num_sharing * own_tokens(workload) * moe.top_k,
+            _token_and_weight_bytes(workload, moe)[1],
         )
         for what, nbytes in (("choices", 8), ("weights of choices", weight)):
             yield _row(
                 "cp_tp",
                 what,
                 "all_gather",
-                ranks=sharing,
+                ranks=num_sharing,
                 calls=passes.all,
                 nbytes=choices * nbytes,
             )
@@ -645,23 +702,26 @@ def _choices_together(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> 
 
 
 def _pipeline_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
-    """t · h for each microbatch to the next stage, its gradient to the one before, and as much
-    for a memory that later stages look at, or for each depth on its way to the loss; nothing
+    """Yield t · h per microbatch to the next stage, its gradient to the previous one, and as much
+    for the source of cross-layer attention and for each MTP layer on its way to the loss; none
     within a rank."""
-    many = workload.num_microbatches
+    num_microbatches = workload.num_microbatches
     behind = "other microbatches" if workload.run.parallel.overlap else ""
     for direction in SENDS:
-        crossed = [
+        boundaries = [
             boundary_tensors(workload, stage) for stage in borders(workload, pp_rank, direction)
         ]
-        calls, nbytes = many * sum(map(len, crossed)), many * sum(map(sum, crossed))
+        calls, nbytes = (
+            num_microbatches * sum(map(len, boundaries)),
+            num_microbatches * sum(map(sum, boundaries)),
+        )
         what = "activations onward" if direction == "forward" else "gradients back"
         yield _row("pp", what, "message", ranks=2, calls=calls, nbytes=nbytes, behind=behind)
-    yield from _tables(workload, pp_rank)
+    yield from _shared_table_traffic(workload, pp_rank)
 
 
-def _tables(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
-    """The gradient of each table that several stages hold, to each other holder."""
+def _shared_table_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
+    """Yield the gradient of each table that several stages hold, to every other stage."""
     run = workload.run
     part, h = tensor_part(run.model, tp=run.parallel.tp, rank=0), run.model.hidden_size
     sizes = {
@@ -690,50 +750,58 @@ def _tables(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
 
 
 def _data_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Traffic]:
-    """Gradients over dp and cp, and of experts over edp, once a step or, with zero=2, each
-    microbatch; with ZeRO the weights come back."""
+    """Yield gradients over dp and cp, and of experts over edp, once per step or, with zero=2, per
+    microbatch; with ZeRO, the all-gather of weights."""
     parameters = workload.parameters(pp_rank, tp_rank)
     if workload.run.parallel.zero == 3 and divides(workload):
-        for axis, sort in (("dp", "dense"), ("edp", "expert")):
+        for axis, grid_name in (("dp", "dense"), ("edp", "expert")):
             units = [
-                unit for unit in gathered_units(workload, pp_rank, parameters) if unit.grid == sort
+                unit
+                for unit in gathered_units(workload, pp_rank, parameters)
+                if unit.grid == grid_name
             ]
             yield from _sharded_traffic(workload, axis, units)
         return
-    moving, grid = trained(parameters), workload.grid
-    plan = buffer_plan(workload, moving)
-    for axis, sort, ranks in (
+    trained_parameters, grid = trained(parameters), workload.grid
+    plan = buffer_plan(workload, trained_parameters)
+    for axis, grid_name, ranks in (
         ("dp", "dense", workload.shards),
         ("edp", "expert", workload.expert_shards),
     ):
-        some = [bucket for bucket in plan.buckets if moving[bucket.members[0]].grid == sort]
-        if sort == "expert" and grid.experts is None:
+        buckets = [
+            bucket
+            for bucket in plan.buckets
+            if trained_parameters[bucket.members[0]].grid == grid_name
+        ]
+        if grid_name == "expert" and grid.experts is None:
             continue
-        replica_ranks = (
-            grid.size("edp") if sort == "expert" else workload.dp * workload.run.parallel.cp
+        num_replicas = (
+            grid.size("edp") if grid_name == "expert" else workload.dp * workload.run.parallel.cp
         )
-        numel = sum(bucket.stop - bucket.start for bucket in some)
-        yield from _sums(workload, _Sums(axis, len(some), numel, ranks, replica_ranks // ranks))
+        numel = sum(bucket.stop - bucket.start for bucket in buckets)
+        yield from _bucket_traffic(
+            workload, _GradientBuckets(axis, len(buckets), numel, ranks, num_replicas // ranks)
+        )
 
 
-class _Sums(NamedTuple):
-    """The buckets of one grid."""
+class _GradientBuckets(NamedTuple):
+    """The gradient buckets of one grid."""
 
     axis: str
     calls: int
     numel: int
     ranks: int
-    """That divide what ZeRO divides."""
+    """Number of ZeRO shards."""
 
     replicas: int
-    """That hold the same of it."""
+    """Number of replicas of each shard."""
 
 
-def _sums(workload: Workload, sums: _Sums) -> Iterator[Traffic]:
-    """Gradients of some buckets, and their weights back."""
-    run, many = workload.run, workload.num_microbatches
+def _bucket_traffic(workload: Workload, buckets: _GradientBuckets) -> Iterator[Traffic]:
+    """Yield the reduction of the gradients of some buckets, and the all-gather of their weights."""
+    run, num_microbatches = workload.run, workload.num_microbatches
     p, width = run.parallel, WIDTHS[run.precision.params]
-    axis, calls, numel, ranks, replicas = sums
+    axis, calls, numel, ranks, replicas = buckets
     backward, forward = ("last backward", "next forward") if p.overlap else ("", "")
     if ranks == 1:
         nbytes = width.sums * numel
@@ -747,8 +815,10 @@ def _sums(workload: Workload, sums: _Sums) -> Iterator[Traffic]:
             behind=backward,
         )
         return
-    wire = min(width.sums, WIRE_BYTES[p.reduce_dtype]) if p.reduce_dtype != "fp32" else width.sums
-    rounds = many if p.zero == 2 else 1
+    element_bytes = (
+        min(width.sums, WIRE_BYTES[p.reduce_dtype]) if p.reduce_dtype != "fp32" else width.sums
+    )
+    rounds = num_microbatches if p.zero == 2 else 1
     if p.zero == 2 and p.overlap:
         backward = "backward"
     yield _row(
@@ -757,7 +827,7 @@ def _sums(workload: Workload, sums: _Sums) -> Iterator[Traffic]:
         "reduce_scatter",
         ranks=ranks,
         calls=rounds * calls,
-        nbytes=rounds * wire * numel,
+        nbytes=rounds * element_bytes * numel,
         behind=backward,
     )
     yield _row(
@@ -781,8 +851,8 @@ def _sums(workload: Workload, sums: _Sums) -> Iterator[Traffic]:
 
 
 def _has_backward(run: TrainRun, unit: GatheredUnit) -> bool:
-    """Whether backward gathers what forward has gathered; tables are not read by it. Where it
-    gathers ahead, the layer below the last one that it reaches comes, too."""
+    """Return whether backward gathers a unit that forward has gathered; not lookup tables. With
+    prefetching, the layer below the last layer of backward is gathered, too."""
     if unit.name.startswith("layers."):
         layers = run.lora and lora_layers(run.lora, run.model)
         last = layers[0] if layers else first_trained_layer(run.model, run.optim)
@@ -793,29 +863,28 @@ def _has_backward(run: TrainRun, unit: GatheredUnit) -> bool:
 def _sharded_traffic(
     workload: Workload, axis: str, units: Sequence[GatheredUnit]
 ) -> Iterator[Traffic]:
-    """zero=3: a layer's weights for each forward and each backward, a table's for forward;
-    gradients each microbatch.
+    """Yield zero=3 traffic: a layer's weights per forward and backward, a table's per forward;
+    gradients per microbatch.
 
-    In pipelines weights are gathered once a step. A parameter whose rows do not divide is sent
-    padded. What one rank has for itself is summed over replicas alone.
+    In pipelines weights are gathered once per step. A parameter whose rows do not divide evenly is
+    padded. Unsharded units are only summed over replicas.
     """
     if not units:
         return
-    run, ranks, many = workload.run, units[0].ranks, workload.num_microbatches
+    run, ranks, num_microbatches = workload.run, units[0].ranks, workload.num_microbatches
     width, grid = WIDTHS[run.precision.params], workload.grid
     padded, summed = (
         [
-            sum(saved_activation_rows(one, 0, ranks) * one.columns for one in some(unit.parameters))
-            * ranks
+            sum(sharded_rows(one, 0, ranks) * one.columns for one in some(unit.parameters)) * ranks
             for unit in units
         ]
         for some in (list, trained)
     )
     times = [
-        1 if keeps_gathered(workload) else many * (2 if _has_backward(run, unit) else 1)
+        1 if keeps_gathered(workload) else num_microbatches * (2 if _has_backward(run, unit) else 1)
         for unit in units
     ]
-    sent_back = sum(numel > 0 for numel in summed)
+    num_reduced = sum(numel > 0 for numel in summed)
     behind = "the layer before" if run.parallel.overlap else ""
     weights = width.value * sum(numel * count for numel, count in zip(padded, times, strict=True))
     yield _row(
@@ -826,8 +895,8 @@ def _sharded_traffic(
         "gradients",
         "reduce_scatter",
         ranks=ranks,
-        calls=many * sent_back,
-        nbytes=many * width.sums * sum(summed),
+        calls=num_microbatches * num_reduced,
+        nbytes=num_microbatches * width.sums * sum(summed),
         behind=behind,
     )
     yield _row(
@@ -835,7 +904,7 @@ def _sharded_traffic(
         "gradients, over replicas",
         "all_reduce",
         ranks=grid.size(f"{axis}_replica"),
-        calls=sent_back,
+        calls=num_reduced,
         nbytes=width.sums * sum(summed) // ranks,
         behind=behind,
     )

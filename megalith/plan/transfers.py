@@ -1,11 +1,11 @@
-"""The messages between pipeline ranks: where each is sent, and where its receive is posted.
+"""Messages between pipeline ranks: where each is sent, and where its receive is posted.
 
 Messages travel on *channels*: (source rank, target rank, direction); forward carries activations to
-the next stage, backward their gradients to the one before. A channel is a queue: NCCL has no tags,
-so the k-th send is matched with the k-th receive. Both sides therefore list a channel's messages in
-one order, the one in which the source computes them, and each channel needs a queue of its own (a
-process group, or tags on gloo): two channels between the same two ranks, as with two ranks in all
-or in a V, may interleave differently on both sides. `plan/queues` proves both on paper.
+the next stage, backward their gradients to the previous one. A channel is a queue: NCCL has no
+tags, so the k-th send matches the k-th receive. Both sides therefore list a channel's messages in
+the order in which the source computes them, and each channel needs its own queue (a process group,
+or tags on gloo): two channels between the same two ranks, as with two ranks or in a V, may be
+interleaved differently on both sides. `plan/queues` checks both.
 
 Stages that are neighbors on one rank (the turn of a V, or a single rank) pass tensors without a
 message.
@@ -25,14 +25,14 @@ SENDS: dict[Direction, Kind] = {"forward": "send_forward", "backward": "send_bac
 RECEIVES: dict[Direction, Kind] = {"forward": "recv_forward", "backward": "recv_backward"}
 
 COMPUTES: dict[Direction, tuple[Kind, ...]] = {"forward": ("F",), "backward": ("B", "I")}
-"""The computing that takes what comes in a direction and gives what goes on in it."""
+"""Actions that consume the messages of a direction and produce its next message."""
 
 AGAINST: dict[Direction, Direction] = {"forward": "backward", "backward": "forward"}
-"""Where messages of a direction come from: forward ones from the neighbor that lies backward."""
+"""Opposite direction: forward messages come from the previous stage."""
 
 
 class Channel(NamedTuple):
-    """A queue of messages from one rank to another."""
+    """Queue of messages from one rank to another."""
 
     source: int
     target: int
@@ -42,36 +42,35 @@ class Channel(NamedTuple):
 def neighbor(
     schedule: Schedule, rank: int, chunk: int, direction: Direction
 ) -> tuple[int, int] | None:
-    """(rank, chunk) that gets what this one computes: the next stage forward, the one before
-    backward; None: nobody."""
+    """Return (rank, chunk) of the stage that receives this chunk's result: the next stage forward,
+    the previous one backward; None at the end."""
     stage = schedule.stage_of(rank, chunk) + (1 if direction == "forward" else -1)
     return schedule.place_of(stage) if 0 <= stage < schedule.num_stages else None
 
 
 def channels(schedule: Schedule) -> tuple[Channel, ...]:
-    """Every channel the pipeline needs, the same order on every rank."""
-    found = set()
+    """Return all channels of the pipeline, in the same order on every rank."""
+    all_channels = set()
     for rank in range(schedule.num_ranks):
         for chunk in range(schedule.num_chunks):
             for direction in SENDS:
                 target = neighbor(schedule, rank, chunk, direction)
                 if target is not None and target[0] != rank:
-                    found.add(Channel(rank, target[0], direction))
-    return tuple(sorted(found))
+                    all_channels.add(Channel(rank, target[0], direction))
+    return tuple(sorted(all_channels))
 
 
 def with_transfers(schedule: Schedule, *, overlap: bool = True) -> Schedule:
-    """The schedule with its messages: `recv_*` posts a receive and goes on, the computing that
-    needs it waits for it.
+    """Return the schedule with its messages: `recv_*` posts a receive, and the action that needs it
+    waits for it.
 
-    A `send_*` follows the computing whose result it sends and does not wait either; its buffer is
-    free once it is done. overlap: the receive for an action is posted before the computing of the
-    action before, so that a message travels while its receiver computes, and at most two receives
-    per rank are open. Without: just before it is needed. Where messages are needed in another order
-    than they are sent in, receives are posted earlier, in the order of sending. Since no transfer
-    waits, two ranks that send to each other at the same time cannot block, two ranks in all
-    included. What is computed together counts as one action: its messages come before and after
-    both.
+    A `send_*` follows the action whose result it sends and is asynchronous too; its buffer is freed
+    when it completes. overlap: a receive is posted before the action that precedes its consumer, so
+    that communication overlaps with computation, with at most two open receives per rank. Without
+    overlap it is posted just before its consumer. If messages are consumed in another order than
+    they are sent, receives are posted earlier, in the order of sending. Since no transfer blocks,
+    two ranks that send to each other at the same time cannot deadlock. A pair of dual-batch overlap
+    counts as one action: its messages come before and after both halves.
     """
     ranks = []
     for rank, (slots, receives) in enumerate(_receives(schedule, overlap)):
@@ -92,16 +91,16 @@ def with_transfers(schedule: Schedule, *, overlap: bool = True) -> Schedule:
 
 
 class _Link(NamedTuple):
-    """Where what a chunk computes goes to, if to another rank."""
+    """Target of a chunk's result, on another rank."""
 
     direction: Direction
     target: int
     chunk: int
-    """Of the target."""
+    """Chunk number on the target rank."""
 
 
 def _links(schedule: Schedule, rank: int) -> dict[tuple[Kind, int], _Link]:
-    """By (kind, chunk) of one rank's computing; what is not listed sends nothing."""
+    """Return, by (kind, chunk) of one rank, the results that are sent to another rank."""
     links: dict[tuple[Kind, int], _Link] = {}
     for direction, producers in COMPUTES.items():
         for chunk in range(schedule.num_chunks):
@@ -112,32 +111,33 @@ def _links(schedule: Schedule, rank: int) -> dict[tuple[Kind, int], _Link]:
 
 
 def _receives(schedule: Schedule, overlap: bool) -> Iterator[tuple[list[int], list[Action]]]:
-    """By rank: indices of what it computes (together), rising, and of each receive the one to post
-    it before.
+    """Yield for each rank the action indices before which receives are posted, ascending, and the
+    receives.
 
     Receives of one index are in the order of their channels.
     """
-    ahead = 1 if overlap else 0
+    num_early = 1 if overlap else 0
     by_channel = _messages(schedule)
     for rank in range(schedule.num_ranks):
-        needed = _needed_at(schedule, rank)
+        first_use = _needed_at(schedule, rank)
         slots: list[int] = []
         receives: list[Action] = []
         for messages in (
             messages for channel, messages in by_channel.items() if channel.target == rank
         ):
             needs = (
-                needed[kind][chunk][microbatch] for kind, chunk, microbatch, _ in reversed(messages)
+                first_use[kind][chunk][microbatch]
+                for kind, chunk, microbatch, _ in reversed(messages)
             )
-            slots += [max(first - ahead, 0) for first in accumulate(needs, min)][::-1]
+            slots += [max(first - num_early, 0) for first in accumulate(needs, min)][::-1]
             receives += messages
         order = sorted(range(len(slots)), key=slots.__getitem__)
         yield [slots[at] for at in order], [receives[at] for at in order]
 
 
 def _needed_at(schedule: Schedule, rank: int) -> dict[Kind, list[list[int]]]:
-    """By kind of receive, chunk and microbatch: the index of the computing (together) that takes
-    what comes."""
+    """Return, by kind of receive, chunk and microbatch, the index of the action (or pair) that
+    consumes it."""
     rows = {
         kind: [[-1] * schedule.num_microbatches for _ in range(schedule.num_chunks)]
         for kind in RECEIVES.values()
@@ -153,7 +153,8 @@ def _needed_at(schedule: Schedule, rank: int) -> dict[Kind, list[list[int]]]:
 
 
 def _messages(schedule: Schedule) -> dict[Channel, list[Action]]:
-    """By channel: the receive of each message, in the order in which the source computes them."""
+    """Return, by channel, the receive of each message in the order in which the source computes
+    them."""
     messages: dict[Channel, list[Action]] = {channel: [] for channel in channels(schedule)}
     for rank, actions in enumerate(schedule.ranks):
         links = _links(schedule, rank)

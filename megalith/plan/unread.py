@@ -1,5 +1,5 @@
-"""Settings of a network that nothing would read: what each belongs to, as one table, and the
-refusal of the rest."""
+"""Model settings that have no effect: a table of the condition under which each setting applies,
+and the error for the others."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,22 +14,22 @@ FROM_A_LENGTH = ("dynamic", "llama3", "yarn", "longrope")
 
 
 class Belongs(NamedTuple):
-    """Settings that are read by some networks only."""
+    """Settings that apply to some models only."""
 
     settings: tuple[str, ...]
-    """Dotted names below `model`; a section stands for all that is in it."""
+    """Dotted names below `model`; a section stands for all its settings."""
 
     decider: str
-    """The setting that decides, by the same name."""
+    """The setting that decides whether they apply, as a dotted name."""
 
     reads: Callable[[ModelConfig], bool]
-    """Whether a network reads them."""
+    """Returns whether they apply to a model."""
 
     why: str
-    """What they are."""
+    """What they are for."""
 
     fix: str
-    """What to set for them to be read."""
+    """What to set so that they apply."""
 
 
 def _scaled(*kinds: str) -> Callable[[ModelConfig], bool]:
@@ -37,8 +37,8 @@ def _scaled(*kinds: str) -> Callable[[ModelConfig], bool]:
 
 
 def reads_mlp_bias(model: ModelConfig) -> bool:
-    """Whether some layer has an MLP, a matrix in its place, or shared experts; the others have
-    biases of their own."""
+    """Return whether some layer has an MLP, a linear replacement or shared experts, which use
+    mlp_bias."""
     shares = model.moe is not None and model.moe.shared_ffn_hidden_size is not None
     layers = range(model.num_layers)
     return any(model.mlp_part(n) != "none" and (shares or not model.has_experts(n)) for n in layers)
@@ -93,14 +93,14 @@ BELONGS: tuple[Belongs, ...] = (
         ("rope.factor",),
         "rope.scaling",
         _scaled(*ANY_SCALING),
-        "how far a scaling stretches",
+        "the scaling factor",
         f"model.rope.scaling to one of {', '.join(ANY_SCALING)}",
     ),
     Belongs(
         ("rope.original_max_position",),
         "rope.scaling",
         _scaled(*FROM_A_LENGTH),
-        "the length that a scaling begins at",
+        "the length above which scaling applies",
         f"model.rope.scaling to one of {', '.join(FROM_A_LENGTH)}",
     ),
     Belongs(
@@ -121,7 +121,7 @@ BELONGS: tuple[Belongs, ...] = (
         ("rope.attention_factor",),
         "rope.scaling",
         _scaled("yarn", "longrope"),
-        "what a scaling has_attention_temperature by",
+        "the attention temperature of a scaling",
         "model.rope.scaling=yarn",
     ),
     Belongs(
@@ -142,21 +142,21 @@ BELONGS: tuple[Belongs, ...] = (
         ("rope.skip_step",),
         "rope.skip_growth",
         lambda model: model.rope.skip_growth > 0,
-        "where what multiplies queries grows",
+        "the step of the attention temperature",
         "model.rope.skip_growth=0.1",
     ),
     Belongs(
         ("mla.yarn_mscale",),
         "attention.scale",
         lambda model: model.attention.scale is None,
-        "part of the scale where none is given",
+        "part of the default attention scale",
         "model.attention.scale=null",
     ),
     Belongs(
         ("mup.base_head_dim", "mup.attention_scale_power"),
         "attention.scale",
         lambda model: model.attention.scale is None,
-        "for the scale where none is given",
+        "for the default attention scale",
         "model.attention.scale=null",
     ),
     Belongs(
@@ -175,7 +175,7 @@ BELONGS: tuple[Belongs, ...] = (
         ("attention.window_right",),
         "attention.causal",
         lambda model: not model.attention.causal,
-        "for attention that looks both ways",
+        "for attention that is not causal",
         "model.attention.causal=false",
     ),
     Belongs(
@@ -189,7 +189,7 @@ BELONGS: tuple[Belongs, ...] = (
         ("mla.norm_eps",),
         "mla.norms",
         lambda model: model.mla is None or model.mla.norms,
-        "for norms of short vectors",
+        "for norms of the compressed vectors",
         "model.mla.norms=true",
     ),
     Belongs(
@@ -203,35 +203,35 @@ BELONGS: tuple[Belongs, ...] = (
         ("moe.router.expert_bias_update_rate",),
         "moe.router.expert_bias",
         lambda model: model.moe is not None and model.moe.router.expert_bias,
-        "how far a bias moves",
+        "the update rate of the expert bias",
         "model.moe.router.expert_bias=true",
     ),
     Belongs(
         ("moe.aux_loss.quantile_ema",),
         "moe.aux_loss.quantile",
         lambda model: model.moe is not None and model.moe.aux_loss.quantile,
-        "what remains of offsets",
+        "the decay of quantile offsets",
         "model.moe.aux_loss.quantile=true",
     ),
     Belongs(
         ("moe.aux_loss.of_choices",),
         "moe.aux_loss.batch_coeff",
         lambda model: model.moe is not None and has_aux_losses(model.moe.aux_loss),
-        "what a loss of balance counts",
+        "the token counts of aux losses",
         "model.moe.aux_loss.batch_coeff=0.01",
     ),
     Belongs(
         ("moe.router.group_score",),
         "moe.router.num_groups",
         lambda model: model.moe is not None and model.moe.router.num_groups is not None,
-        "how groups are judged",
+        "the score of expert groups",
         "model.moe.router.num_groups to 8 or so",
     ),
     Belongs(
         ("moe.capacity.drop", "moe.capacity.pad"),
         "moe.capacity.factor",
         lambda model: model.moe is not None and model.moe.capacity.factor is not None,
-        "for experts with a limit",
+        "for experts with a capacity",
         "model.moe.capacity.factor=1.25",
     ),
     Belongs(
@@ -245,18 +245,20 @@ BELONGS: tuple[Belongs, ...] = (
         ("mtp.loss_weight",),
         "mtp.num_layers",
         lambda model: model.mtp.num_layers > 0,
-        "the weight of multi-token predictions",
+        "the loss weight of multi-token prediction",
         "model.mtp.num_layers to 1 or more",
     ),
 )
 
 
 def unread_problems(model: ModelConfig) -> list[str]:
-    """Changed settings that nothing would read: one text for each reason, and each setting in one
-    of them."""
-    usual = {setting.path: setting.default for setting in describe(ModelConfig)}
+    """Return an error text for each condition under which changed settings have no effect; each
+    setting occurs once."""
+    defaults = {setting.path: setting.default for setting in describe(ModelConfig)}
     values = flatten(model)
-    changed = [path for path, value in values.items() if path in usual and value != usual[path]]
+    changed = [
+        path for path, value in values.items() if path in defaults and value != defaults[path]
+    ]
     problems = []
     for row in BELONGS:
         idle = [path for path in changed if _within(path, row.settings)]
@@ -265,15 +267,16 @@ def unread_problems(model: ModelConfig) -> list[str]:
         changed = [path for path in changed if path not in idle]
         given = ", ".join(f"model.{path}={shown(values[path])}" for path in idle)
         problems.append(
-            f"{given} with model.{row.decider}={shown(values[row.decider])}: nothing would read "
-            f"{'them: these are' if len(idle) > 1 else 'it: this is'} {row.why}. Set {row.fix}, or "
+            f"{given} with model.{row.decider}={shown(values[row.decider])}: no effect, because "
+            f"{'these settings are' if len(idle) > 1 else 'the setting is'} {row.why}. Set "
+            f"{row.fix}, or "
             f"remove {'them' if len(idle) > 1 else 'it'}."
         )
     return problems
 
 
 def shown(value: Plain) -> str:
-    """As a user types it."""
+    """Format a value as a user types it."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(shown, value))}]"
     return (

@@ -1,5 +1,4 @@
-"""Settings of a run that do nothing where they are: named when it starts, so that nobody waits for
-their effect."""
+"""Settings of a run that have no effect; reported at its start."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,17 +12,17 @@ from megalith.errors import ConfigError
 
 
 class Unused(NamedTuple):
-    """Settings that have no effect in some runs. What would be a contradiction is refused instead,
-    by a rule."""
+    """Settings that have no effect in some runs. Contradictory settings are errors of a rule
+    instead."""
 
     settings: tuple[str, ...]
-    """Dotted names; a section stands for all that is in it."""
+    """Dotted names; a section stands for all its settings."""
 
     applies: Callable[[TrainRun, int], bool]
-    """To a run on so many ranks."""
+    """Returns whether they have no effect in a run on so many ranks."""
 
     why: str
-    """The reason, in words."""
+    """The reason, as text."""
 
 
 def _one_stage(run: TrainRun, world: int) -> bool:
@@ -31,8 +30,8 @@ def _one_stage(run: TrainRun, world: int) -> bool:
 
 
 def _has_weights(run: TrainRun) -> bool:
-    """Whether any of its sources is a blend with weights; of one that cannot be read, another rule
-    tells."""
+    """Return whether any data source is a blend with weights; True if it cannot be parsed, which
+    another rule reports."""
     fields = {"path": run.data.path} | per_split_paths(run.data)
     try:
         return any(
@@ -42,11 +41,13 @@ def _has_weights(run: TrainRun) -> bool:
         return True
 
 
-def _all_turn_locally(run: TrainRun, world: int) -> bool:
-    """Whether no layer turns by the angles that are for layers without a window."""
+def _all_rope_is_local(run: TrainRun, world: int) -> bool:
+    """Return whether every layer with RoPE uses the angles of windowed layers."""
     model = run.model
-    turning = [layer for layer in range(model.num_layers) if model.uses_rope(layer)]
-    return model.rope.local_theta is not None and all(model.has_window(layer) for layer in turning)
+    rope_layers = [layer for layer in range(model.num_layers) if model.uses_rope(layer)]
+    return model.rope.local_theta is not None and all(
+        model.has_window(layer) for layer in rope_layers
+    )
 
 
 UNUSED: tuple[Unused, ...] = (
@@ -57,8 +58,8 @@ UNUSED: tuple[Unused, ...] = (
             "model.rope.factor",
             "model.rope.original_max_position",
         ),
-        _all_turn_locally,
-        "all layers that turn have a window, and do so by model.rope.local_theta",
+        _all_rope_is_local,
+        "all layers with RoPE have a window, and use model.rope.local_theta",
     ),
     Unused(
         ("parallel.pipeline",),
@@ -68,7 +69,7 @@ UNUSED: tuple[Unused, ...] = (
     Unused(
         ("parallel.collective_matmul",),
         lambda run, world: not run.parallel.tp_comm_overlap,
-        "with parallel.tp_comm_overlap=false nothing goes round",
+        "with parallel.tp_comm_overlap=false there are no collective matmuls",
     ),
     Unused(
         ("parallel.dispatcher",),
@@ -78,7 +79,7 @@ UNUSED: tuple[Unused, ...] = (
     Unused(
         ("parallel.context",),
         lambda run, world: run.parallel.cp == 1,
-        "with parallel.cp=1 no rows are shared",
+        "with parallel.cp=1 sequences are not split",
     ),
     Unused(
         ("parallel.bucket_numel",),
@@ -93,7 +94,7 @@ UNUSED: tuple[Unused, ...] = (
             "parallel.order",
         ),
         lambda run, world: world == 1,
-        "one rank has nobody to talk to",
+        "one rank has no communication",
     ),
     Unused(
         ("optim.beta1", "optim.beta2", "optim.eps", "optim.decoupled_weight_decay"),
@@ -118,12 +119,12 @@ UNUSED: tuple[Unused, ...] = (
         lambda run, world: (
             run.precision.params == "fp16" and run.precision.loss_scale.constant is not None
         ),
-        "with precision.loss_scale.constant the scale never moves",
+        "with precision.loss_scale.constant the scale does not change",
     ),
     Unused(
         ("model.fp32_residual",),
         lambda run, world: run.precision.params in ("fp32", "fp64"),
-        "the residual stream is as wide without it",
+        "the residual stream is at least fp32 anyway",
     ),
     Unused(
         ("schedule.wsd_decay_style",),
@@ -133,17 +134,17 @@ UNUSED: tuple[Unused, ...] = (
     Unused(
         ("offload.min_numel",),
         lambda run, world: run.offload.layers == 0,
-        "with offload.layers=0 nothing moves",
+        "with offload.layers=0 nothing is offloaded",
     ),
     Unused(
         ("checkpoint.keep_every",),
         lambda run, world: run.checkpoint.keep is None,
-        "with checkpoint.keep unset every checkpoint stays",
+        "with checkpoint.keep unset every checkpoint is kept",
     ),
     Unused(
         ("data.mock_num_documents", "data.mock_max_tokens"),
         lambda run, world: not run.data.mock,
-        "only data.mock=true makes documents up",
+        "only data.mock=true generates documents",
     ),
     Unused(
         ("data.mmap",), lambda run, world: run.data.mock, "with data.mock=true there are no files"
@@ -151,7 +152,7 @@ UNUSED: tuple[Unused, ...] = (
     Unused(
         ("data.mid_level_dataset_surplus",),
         lambda run, world: run.data.mock or not _has_weights(run),
-        "only blends with weights round",
+        "only blends with weights use it",
     ),
     Unused(
         ("tokenizer.add_special_tokens",),
@@ -162,21 +163,21 @@ UNUSED: tuple[Unused, ...] = (
 
 
 def unused_notes(run: TrainRun, world: int) -> list[str]:
-    """What a run on `world` ranks says about settings that were changed and do nothing: one line
-    for each reason."""
-    usual = {setting.path: setting.default for setting in describe(TrainRun)}
+    """Return one note for each reason why changed settings have no effect in a run on `world`
+    ranks."""
+    defaults = {setting.path: setting.default for setting in describe(TrainRun)}
     changed = {
         path: value
         for path, value in flatten(run).items()
-        if path in usual and value != usual[path]
+        if path in defaults and value != defaults[path]
     }
     notes = []
     for row in UNUSED:
-        found = [
+        settings = [
             f"{path}={str(value).lower() if isinstance(value, bool) else value}"
             for path, value in changed.items()
             if any(path == name or path.startswith(f"{name}.") for name in row.settings)
         ]
-        if found and row.applies(run, world):
-            notes.append(f"{', '.join(found)}: no effect here, because {row.why}")
+        if settings and row.applies(run, world):
+            notes.append(f"{', '.join(settings)}: no effect here, because {row.why}")
     return notes

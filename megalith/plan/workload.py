@@ -1,5 +1,4 @@
-"""What every rank of a run has to do in one step: its place, its stages, its tokens and its
-schedule, on paper."""
+"""The work of every rank of a run in one step: grid, stages, token counts and pipeline schedule."""
 
 from dataclasses import dataclass
 
@@ -17,70 +16,70 @@ from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_stage
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A run on a number of ranks. Ranks with the same pp and tp coordinates do the same with other
-    data."""
+    """A run on a number of ranks. Ranks with the same pp and tp coordinates do the same work on
+    other data."""
 
     run: TrainRun
     grid: Grid
     stages: tuple[Stage, ...]
-    """Of the whole pipeline, first to last."""
+    """Stages of the whole pipeline, first to last."""
 
     schedule: Schedule
     crowded: bool = False
-    """All tokens choose the experts of one rank, as far as they can; else all experts are equally
-    busy."""
+    """Whether as many tokens as possible choose the experts of one rank; else the experts are
+    balanced."""
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """World size."""
         return self.grid.world
 
     @property
     def dp(self) -> int:
-        """Ranks that read different rows."""
+        """Number of ranks that read different rows."""
         return self.grid.size("dp")
 
     @property
     def shards(self) -> int:
-        """Ranks that divide among them what ZeRO divides: dp_shard · cp; one without ZeRO."""
+        """Number of ZeRO shards: dp_shard · cp; one without ZeRO."""
         return self.grid.size("dp_shard") * self.run.parallel.cp if self.run.parallel.zero else 1
 
     @property
     def expert_shards(self) -> int:
-        """The same of experts' parameters: edp_shard; one without ZeRO, or without experts."""
+        """Number of ZeRO shards of expert parameters: edp_shard; one without ZeRO or experts."""
         grid = self.grid.experts
         return grid.size("edp_shard") if self.run.parallel.zero and grid is not None else 1
 
     def shards_of(self, one: HeldParameter) -> int:
-        """Ranks that divide what ZeRO divides of one parameter."""
+        """Return the number of ZeRO shards of one parameter."""
         return self.expert_shards if one.grid == "expert" else self.shards
 
     @property
     def num_microbatches(self) -> int:
-        """Of one step on each rank."""
+        """Microbatches per step and rank."""
         return self.schedule.num_microbatches
 
     @property
     def document_multiple(self) -> int:
-        """What every document is padded to a multiple of; 1 where nothing is padded."""
+        """Multiple that every document is padded to; 1 without padding."""
         return document_multiple(self.run.parallel)
 
     @property
     def row_tokens(self) -> int:
-        """PackedSeqParams of a row with its padding, counted as one document: how many it really
-        has, only the data knows."""
+        """Tokens of a row with its padding, counted as one document; the actual number depends on
+        the data."""
         length = self.run.train.seq_len
         return length + -length % self.document_multiple
 
     @property
     def tokens(self) -> int:
-        """PackedSeqParams of a microbatch that one rank computes, padding included."""
+        """Tokens of a microbatch that one rank computes, padding included."""
         return sum(self.lengths) // self.run.parallel.cp
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of the documents of a microbatch: rows; or in a pack, as many as there is room for of the
-        longest."""
+        """Document lengths of a microbatch: rows; or in a pack, as many of the longest documents as
+        fit."""
         train, row = self.run.train, self.row_tokens
         if train.tokens_per_microbatch is None:
             return (row,) * train.micro_batch_size
@@ -89,28 +88,28 @@ class Workload:
 
     @property
     def replica_ranks(self) -> dict[str, tuple[int, ...]]:
-        """Pipeline ranks that hold each table which several stages may read."""
+        """Pipeline ranks that hold each lookup table which several stages read."""
         p = self.run.parallel
         return table_stages(self.run.model, self.stages, p.pipeline, pp=p.pp)
 
     @property
     def table_stages(self) -> tuple[int, ...]:
-        """Of these, those that hold the embedding's table."""
+        """Pipeline ranks that hold the embedding table."""
         return self.replica_ranks["embed.weight"]
 
     def shared_tables(self) -> dict[str, tuple[int, ...]]:
-        """Parameters that several pipeline ranks hold, and those ranks."""
+        """Return the parameters that several pipeline ranks hold, with those ranks."""
         return {name: ranks for name, ranks in self.replica_ranks.items() if ranks[1:]}
 
     def chunks(self, pp_rank: int) -> list[Stage]:
-        """The stages of one pipeline rank, by chunk number."""
+        """Return the stages (model chunks) of one pipeline rank."""
         return stages_of_rank(
             self.stages, pp_rank, self.run.parallel.pipeline, pp=self.run.parallel.pp
         )
 
     def expert_part(self, pp_rank: int, tp_rank: int) -> ExpertPart:
-        """Of experts, what the ranks at this place have; where some have larger parts of each,
-        those."""
+        """Return the expert shard of the ranks at this (pp, tp) position; if shards differ, the
+        largest."""
         p, grid, moe = self.run.parallel, self.grid.experts, self.run.model.moe
         if grid is None or moe is None:
             return ExpertPart(etp=p.tp, etp_rank=tp_rank)
@@ -123,10 +122,10 @@ class Workload:
     def parameters(
         self, pp_rank: int, tp_rank: int, *, experts: ExpertPart | None = None
     ) -> list[HeldParameter]:
-        """Everything that a rank at this place holds, chunk after chunk; a tied table that two
-        chunks use, once.
+        """Return all parameters of a rank at this position, by chunk; a tied table of two chunks
+        occurs once.
 
-        experts: its part of them; unset: the largest at this place.
+        experts: the expert shard of the rank; unset: the largest at this position.
         """
         experts = experts or self.expert_part(pp_rank, tp_rank)
         held: dict[str, HeldParameter] = {}
@@ -148,12 +147,12 @@ class Workload:
         )
 
     def rank_at(self, pp_rank: int, tp_rank: int) -> int:
-        """The first rank of the world at this place."""
+        """Return the first global rank at this position."""
         return self.grid.rank_at({"pp": pp_rank, "tp": tp_rank, "dp": 0, "cp": 0})
 
 
 def plan_workload(run: TrainRun, world: int) -> Workload:
-    """Lay out a run whose rules hold on `world` ranks.
+    """Return the workload of a run whose rules hold, on `world` ranks.
 
     Raises:
         PlanError: the degrees, the layers or the schedule do not fit.

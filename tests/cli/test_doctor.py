@@ -31,7 +31,7 @@ def test_one_json_document_holds_the_report(capsys: pytest.CaptureFixture[str]) 
     assert backends["norm", "numba"]["takes"].startswith("fp32, bf16 on CPUs; RMSNorm")
     assert (
         backends["attention", "sdpa"]["here"] == "yes"
-        and backends["attention", "flex"]["deterministic"] == "no promise"
+        and backends["attention", "flex"]["deterministic"] == "not guaranteed"
     )
 
 

@@ -117,7 +117,7 @@ def test_recompute_auto_is_resolved_once_and_stored(
         main(["train", str(file), "--run", str(tmp_path / "other"), "--recompute.device", "0.5"])
         == 2
     )
-    assert "which recompute.device=0.5 with 0.5 GiB has not" in capsys.readouterr().err
+    assert "more than the 0.5 GiB of recompute.device=0.5" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 

@@ -41,7 +41,7 @@ from megalith.plan.activations import (
     SavedTensor,
     attention_backend,
     layer_rows,
-    most_back,
+    peak_copied_back,
     stage_activations,
     total,
 )
@@ -177,7 +177,7 @@ def expected(setting: ActivationSetting) -> Counter[str]:
             found["" if input_of_span else f"layers.{index}.{row.region}".rstrip(".")] += row.nbytes
     for row in kept.ends:
         if row.region != "shared":  # whichever layer comes first
-            found[row.region.split(".depths")[0].replace("mtp", "")] += row.nbytes
+            found["" if row.region.startswith("mtp.") else row.region] += row.nbytes
     return found
 
 
@@ -259,14 +259,16 @@ KINDS = {
     "both ways": replace(MODEL, attention=AttentionConfig(causal=False)),
     "dropped weights": replace(MODEL, dropout=DropoutConfig(attention=0.2)),
     "dropped residuals": replace(MODEL, dropout=DropoutConfig(residual=0.1)),
-    "looking back, around, LayerNorm": replace(
+    "cross-layer attention, around, LayerNorm": replace(
         CROSS_LAYER,
         norm="layer",
         norm_placement="around",
         dropout=DropoutConfig(residual=0.1, attention=0.2),
     ),
-    "looking back, after": replace(MODEL, norm_placement="after", cross=CrossConfig(memory=0)),
-    "looking back, wide stream": replace(
+    "cross-layer attention, after": replace(
+        MODEL, norm_placement="after", cross=CrossConfig(memory=0)
+    ),
+    "cross-layer attention, wide stream": replace(
         MODEL,
         fp32_residual=True,
         norm_placement="after",
@@ -280,7 +282,7 @@ KINDS = {
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", pytest.param("fp64", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_layer_keeps_what_the_ledger_says(
+def test_saved_activations_of_every_layer_type_match_the_ledger(
     name: str, dtype: Literal["fp32", "bf16", "fp64"]
 ) -> None:
     for lengths in ((12, 12), (70,), (33, 20, 17)):
@@ -318,7 +320,7 @@ def test_what_is_an_estimate_is_near(
     ids=str,
 )
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_layer_recomputes_what_the_ledger_says(
+def test_recomputed_activations_of_every_layer_type_match_the_ledger(
     name: str, recompute: RecomputeConfig
 ) -> None:
     agrees(
@@ -548,7 +550,7 @@ def test_layers_that_turn_by_two_tables_keep_both_where_they_run_again() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "gather", "a2a"])
 @pytest.mark.parametrize(
-    "name", ["sinks", "normed around", "mla, values as keys", "relative", "looking back"]
+    "name", ["sinks", "normed around", "mla, values as keys", "relative", "cross-layer attention"]
 )
 def test_every_kind_of_layer_is_kept_in_shares(name: str, kind: ContextKind) -> None:
     for lengths in ((24, 24), (24,)):
@@ -562,7 +564,8 @@ def test_every_kind_of_layer_is_kept_in_shares(name: str, kind: ContextKind) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("sp", [False, True], ids=["whole", "sp"])
 @pytest.mark.parametrize(
-    "name", ["learned positions", "parallel", "normed after", "latent", "gated", "looking back"]
+    "name",
+    ["learned positions", "parallel", "normed after", "latent", "gated", "cross-layer attention"],
 )
 def test_tensor_parallel_ranks_keep_every_kind_of_layer(name: str, sp: bool) -> None:
     run_ranks(
@@ -572,7 +575,7 @@ def test_tensor_parallel_ranks_keep_every_kind_of_layer(name: str, sp: bool) -> 
     )
 
 
-def test_ranks_that_exchange_heads_that_do_not_divide_keep_copies_of_keys_and_values() -> None:
+def test_alltoall_of_indivisible_heads_saves_copies_of_keys_and_values() -> None:
     model = replace(MODEL, num_heads=6, num_kv_heads=3)  # three copies on each of two ranks
     plain = ActivationSetting(model=model, dtype="fp32", lengths=(24, 24), cp=2, context="a2a")
     run_ranks(on_a_cp_rank, 2, plain)
@@ -584,7 +587,7 @@ def on_a_cp_rank(rank: int, world: int, setting: ActivationSetting) -> None:
 
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("length", [64, 1024, 8192])
-def test_a_ring_keeps_its_share_of_the_tokens_and_at_most_two_chunks_of_keys_and_values(
+def test_ring_attention_saves_its_tokens_and_at_most_two_chunks_of_keys_and_values(
     cp: int, length: int
 ) -> None:
     alone = ActivationSetting(model=MODEL, dtype="bf16", lengths=(length,))
@@ -607,13 +610,13 @@ def test_sharded_inputs_of_recomputed_layers_are_a_tp_th_each_padded() -> None:
     assert whole.nbytes - stage_activations(setting, num_layers=3).nbytes == 2 * (25 * 13 - 163) * 4
 
 
-def test_under_sp_a_rank_keeps_its_part_of_everything() -> None:
+def test_sequence_parallel_ranks_save_their_share_of_activations() -> None:
     one = ActivationSetting(model=MODEL, dtype="bf16", lengths=(64, 64))
     both = replace(one, tp=2, sp=True)
     assert 2 * total(layer_rows(both, ())) == total(layer_rows(one, ()))
 
 
-def test_stages_without_ends_keep_only_layers_and_the_rotations() -> None:
+def test_middle_stages_save_only_layers_and_rope_tables() -> None:
     setting = ActivationSetting(model=MODEL, dtype="fp32", lengths=(12, 12))
     middle = stage_activations(setting, num_layers=1, embedding=False, loss=False)
     assert middle.nbytes == total(layer_rows(setting, ())) + 24 * 6 * 4
@@ -622,7 +625,7 @@ def test_stages_without_ends_keep_only_layers_and_the_rotations() -> None:
 
 @pytest.mark.parametrize("layout", ["Ett|t|mm|L", "Et|ttmm||L", "E|tt|t|mmL"])
 @pytest.mark.parametrize("kind", ["mtp", "mtp, learned positions", "recomputed"])
-def test_stages_of_further_predictions_keep_what_the_ledger_says(layout: str, kind: str) -> None:
+def test_saved_activations_of_mtp_stages_match_the_ledger(layout: str, kind: str) -> None:
     model = KINDS["mtp" if kind == "recomputed" else kind]
     recompute = FULL[0] if kind == "recomputed" else RecomputeConfig()
     setting = ActivationSetting(model=model, dtype="fp32", lengths=(12, 12), recompute=recompute)
@@ -655,7 +658,7 @@ def test_stages_of_further_predictions_keep_what_the_ledger_says(layout: str, ki
     assert len(received) == 3
 
 
-def test_what_runs_again_appears_for_a_while() -> None:
+def test_recomputed_activations_are_transient() -> None:
     setting = ActivationSetting(model=MODEL, dtype="fp32", lengths=(12, 12))
     layer = total(layer_rows(setting, ()))
     chunk = stage_activations(replace(setting, recompute=FULL[1]), num_layers=3)
@@ -673,7 +676,7 @@ def test_what_runs_again_appears_for_a_while() -> None:
         )
 
 
-def test_the_kernels_constants_are_the_ledgers() -> None:
+def test_tile_constants_match_the_kernels() -> None:
     for name in ("TILED_LENGTHS", "KEPT_LENGTH", "TILE_ROWS", "TILE_SCORES"):
         assert getattr(activations, name) == getattr(tiled_attention, name)
 
@@ -718,13 +721,18 @@ def test_offloaded_rows_are_those_of_the_first_layers_that_are_large_enough() ->
 
 
 def test_what_is_back_at_once_is_two_spans_less_those_that_are_done() -> None:
-    assert most_back([]) == most_back([(5, 0)]) == most_back([(5, 0), (7, 0)]) == 0
-    assert most_back([(9, 9), (10, 0)]) == 9
-    assert most_back([(9, 8), (9, 8), (9, 8), (10, 0)]) == 8, (
+    assert (
+        peak_copied_back([])
+        == peak_copied_back([(5, 0)])
+        == peak_copied_back([(5, 0), (7, 0)])
+        == 0
+    )
+    assert peak_copied_back([(9, 9), (10, 0)]) == 9
+    assert peak_copied_back([(9, 8), (9, 8), (9, 8), (10, 0)]) == 8, (
         "the last but one is back before the last is done"
     )
-    assert most_back([(9, 9), (9, 9), (9, 9), (1, 0)]) == 17
-    assert most_back([(9, 8), *[(9, 0)] * 5]) == 0, (
+    assert peak_copied_back([(9, 9), (9, 9), (9, 9), (1, 0)]) == 17
+    assert peak_copied_back([(9, 8), *[(9, 0)] * 5]) == 0, (
         "the first comes back when most of the others are gone"
     )
 
@@ -843,6 +851,6 @@ def test_the_page_says_what_the_ledger_says() -> None:
 def test_the_example_of_the_page_prints_what_the_page_says(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, said = re.findall(r"```(?:python)?\n(.*?)```", PAGE.read_text(), re.DOTALL)[-2:]
+    code, output = re.findall(r"```(?:python)?\n(.*?)```", PAGE.read_text(), re.DOTALL)[-2:]
     exec(compile(code, "recompute.md", "exec"), {})  # lint: allow eval-exec: our own page
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == output

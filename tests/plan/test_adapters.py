@@ -128,7 +128,7 @@ class Plain:
 
 DEEP = replace(MODEL, num_layers=4, qkv_bias=False)
 KINDS = {
-    "usual": DEEP,
+    "default": DEEP,
     "gated": replace(DEEP, gated=False, attention=AttentionConfig(gated=True)),
     "parallel": replace(DEEP, block="parallel"),
     "latent": replace(

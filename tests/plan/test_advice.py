@@ -26,9 +26,9 @@ def device(gib: float) -> Device:
     return replace(H100, memory=int(gib * GIB))
 
 
-@pytest.mark.parametrize("gib, told", [(50, "fits"), (75, "tight"), (79.5, "does not fit")])
-def test_a_device_filled_to_the_brim_is_tight(gib: float, told: str) -> None:
-    assert verdict(int(gib * GIB), H100) == told
+@pytest.mark.parametrize("gib, expected", [(50, "fits"), (75, "tight"), (79.5, "does not fit")])
+def test_a_device_filled_to_the_brim_is_tight(gib: float, expected: str) -> None:
+    assert verdict(int(gib * GIB), H100) == expected
     assert verdict(int(gib * GIB), replace(H100, memory=None)) == "unknown"
 
 
@@ -53,17 +53,17 @@ def test_every_change_is_true_and_breaks_no_rule() -> None:
         assert change.verdict == verdict(after, H100) and change.price
 
 
-def test_experts_are_divided_further_where_it_helps() -> None:
+def test_remedy_increases_ep_if_it_saves_memory() -> None:
     found = changes(workload("mixtral_8x7b", 64, parallel__ep="2"), H100, run_problems)
     (change,) = (change for change in found if change.overrides == {"parallel.ep": "4"})
-    assert change.saved > 10 * GIB and "sent to more ranks" in change.price
+    assert change.saved > 10 * GIB and "sent to the experts of more ranks" in change.price
     assert not any(
         "parallel.ep" in change.overrides
         for change in changes(workload("llama3_8b", 16), H100, run_problems)
     )
 
 
-def test_exchanges_between_nodes_and_parts_of_experts_are_told() -> None:
+def test_notes_report_alltoall_between_nodes_and_etp() -> None:
     (note,) = (text for text in notes(workload("deepseek_v3", 2048), H100) if "parallel.ep" in text)
     assert note.startswith("parallel.ep=64 spans nodes of 8") and "Set parallel.ep to 8" in note
     assert note.endswith("where memory allows, or parallel.overlap_experts=true.")
@@ -72,17 +72,18 @@ def test_exchanges_between_nodes_and_parts_of_experts_are_told() -> None:
     assert not any("parallel.ep" in text for text in notes(workload("mixtral_8x7b", 64), H100))
     parts = workload("mixtral_8x7b", 64, parallel__tp="2", parallel__sp="true", parallel__ep="4")
     assert any(
-        "parallel.etp=2 sends every row" in text and "parallel.ep to 8" in text
+        "parallel.etp=2 sends every token" in text and "parallel.ep to 8" in text
         for text in notes(parts, H100)
     )
 
 
-def test_pairs_of_one_microbatch_are_told_to_be_none() -> None:
+def test_notes_report_dual_batch_overlap_with_one_microbatch() -> None:
     pairs = {"parallel__overlap_experts": "true", "train__micro_batch_size": "2"}
     few = workload("olmoe_7b", 8, train__global_batch_size="16", **pairs)
     (note,) = (text for text in notes(few, H100) if "overlap_experts" in text)
     assert note.startswith(
-        "parallel.overlap_experts=true with 1 microbatch in a step: there is no other to compute"
+        "parallel.overlap_experts=true with 1 microbatch in a step: there is no second "
+        "microbatch to overlap with"
     )
     assert note.endswith(
         "Set train.global_batch_size to 32 or more, or train.micro_batch_size to 1."
@@ -117,7 +118,7 @@ def test_a_change_that_breaks_a_rule_is_not_offered() -> None:
     assert tried(base, {"parallel.qp": "7"}, H100, lambda run, world: []) is None
 
 
-def test_offloading_is_priced_by_the_link_to_the_host() -> None:
+def test_cost_of_offload_depends_on_host_bandwidth() -> None:
     (away,) = [
         c
         for c in changes(workload("llama3_8b", 16), H100, run_problems)
@@ -126,31 +127,27 @@ def test_offloading_is_priced_by_the_link_to_the_host() -> None:
     # 16 GiB at 55 GB/s each way; a third of 34 s of work for 64 microbatches.
     assert (
         away.price
-        == "activations go to host memory and back: 0.32 s each way for 0.18 s of forward"
+        == "activation offload to host memory: 0.32 s of transfer each way for 0.18 s of forward"
     )
     (unknown,) = [
         c
         for c in changes(workload("llama3_8b", 16), replace(H100, tflops=None), run_problems)
         if "offload.layers" in c.overrides
     ]
-    assert unknown.price == "activations go to host memory and back"
+    assert unknown.price == "activation offload to host memory"
 
 
-def test_a_run_that_offloads_is_told_whether_it_pays() -> None:
+def test_notes_report_exposed_offload_time() -> None:
     (slow,) = notes(workload("llama3_8b", 16, offload__layers="31"), H100)
     assert slow == (
-        "offload.layers=31: the way to host memory takes 0.32 s for each microbatch, forward only "
-        "0.18 s: the device "
-        "waits for the rest. Set offload.layers to 17 or less to hide all of it, or use "
-        "recompute.granularity instead."
+        "offload.layers=31: offload takes 0.32 s per microbatch, more than the 0.18 s "
+        "of forward: the rest is exposed. Set offload.layers to 17 or less to overlap "
+        "all of it, or use recompute.granularity instead."
     )
     (free,) = notes(workload("llama3_8b", 16, offload__layers="17"), H100)
-    assert (
-        "takes 0.18 s for each microbatch, which hides behind 0.18 s of forward: it costs next to "
-        "nothing." in free
-    )
+    assert "takes 0.18 s per microbatch, which overlaps with 0.18 s of forward." in free
     (never,) = notes(workload("llama3_8b", 16, offload__layers="17"), replace(H100, host_gbs=1.0))
-    assert never.endswith("the device waits for the rest. Use recompute.granularity instead.")
+    assert never.endswith("the rest is exposed. Use recompute.granularity instead.")
     assert notes(workload("llama3_8b", 16, offload__layers="31"), replace(H100, tflops=None)) == []
     assert host_seconds(workload("llama3_8b", 16), H100) == pytest.approx((0.0, 0.1775), rel=1e-2)
 
@@ -161,41 +158,41 @@ def test_shares_of_the_work() -> None:
     assert mlp_share(run) == pytest.approx(6 * 32 * 3 * 4096 * 14_336 / 51_470_401_536)
 
 
-def test_notes_name_what_does_nothing_and_what_is_slow() -> None:
+def test_notes_report_settings_without_effect_and_slow_ones() -> None:
     pointless = workload("llama3_8b", 2, recompute__granularity="selective")
     (note,) = notes(pointless, H100)
-    assert "recompute.modules=['core_attention']: fused attention keeps no scores" in note
-    assert "saves 0.016 GiB a rank. Use [norm, mlp_act] first." in note
+    assert "recompute.modules=['core_attention']: fused attention saves no scores" in note
+    assert "saves 0.016 GiB per rank. Use [norm, mlp_act] first." in note
     wide = workload("llama3_70b", 32, parallel__tp="16")
     assert any("parallel.tp=16 spans nodes of 8" in note for note in notes(wide, H100))
     assert notes(workload("llama3_70b", 32), H100) == []
 
 
-def test_figures_of_other_kernels_are_told() -> None:
+def test_notes_report_reference_kernels() -> None:
     (note,) = notes(workload("llama3_70b", 32, kernels="reference"), H100)
     assert (
-        note.startswith("kernels=reference: plain definitions keep")
-        and "Use that to run as estimated" in note
+        note.startswith("kernels=reference: the reference backends save")
+        and "Use kernels=auto to run as estimated" in note
     )
     assert notes(workload("llama3_70b", 32, kernels="torch"), H100) == []
 
 
-def test_padding_that_only_the_data_knows_is_told() -> None:
+def test_notes_report_padding_of_slicing_by_document() -> None:
     shared = {"parallel__cp": "2", "parallel__context__slicing": "document"}
     assert notes(workload("llama3_8b", 16, **shared), H100) == notes(
         workload("llama3_8b", 16), H100
     )
-    told = notes(workload("llama3_8b", 16, data__document_masking="true", **shared), H100)
-    (note,) = [one for one in told if "slicing=document" in one]
+    expected = notes(workload("llama3_8b", 16, data__document_masking="true", **shared), H100)
+    (note,) = [one for one in expected if "slicing=document" in one]
     assert (
         "pads each document to a multiple of 8 tokens; the figures here count a row as one "
         "document." in note
     )
     assert "adds up to 7 tokens" in note and "documents of 32 tokens about 11 % more" in note
-    assert note.endswith("Set parallel.context.slicing=row where documents are short.")
+    assert note.endswith("Set parallel.context.slicing=row if documents are short.")
 
 
-def test_packs_are_told_to_be_counted_full_of_the_longest_documents() -> None:
+def test_notes_report_that_packs_count_as_longest_documents() -> None:
     packed = workload(
         "llama3_8b", 16, train__tokens_per_microbatch="8192", train__micro_batch_size="1"
     )
@@ -204,4 +201,4 @@ def test_packs_are_told_to_be_counted_full_of_the_longest_documents() -> None:
         "train.tokens_per_microbatch=8192: these figures are for documents that all have "
         "train.seq_len=" in note
     )
-    assert note.endswith("Use a smaller train.seq_len to see a usual step.")
+    assert note.endswith("Use a smaller train.seq_len to estimate a typical step.")

@@ -86,20 +86,20 @@ def test_a_device_filled_to_the_brim_is_better_than_none() -> None:
     )
 
 
-def test_what_fits_in_no_way_is_refused_with_what_it_takes() -> None:
+def test_auto_recompute_that_cannot_fit_is_rejected_with_the_memory_needed() -> None:
     with pytest.raises(
         PlanError,
-        match=r"recompute.granularity=auto: the worst rank holds \d+\.\d GiB at best, which "
-        r"recompute.device=12 with 12.0 GiB has not. Use `megalith plan estimate`",
+        match=r"recompute.granularity=auto: the worst rank needs at least \d+\.\d GiB, more than "
+        r"the 12.0 GiB of recompute.device=12. Use `megalith plan estimate`",
     ):
         chosen_recompute(automatic("12"), WORLD)
 
 
-def test_other_runs_stay_as_they_are_and_auto_is_never_taken_for_nothing() -> None:
+def test_auto_recompute_must_be_resolved_and_other_runs_are_unchanged() -> None:
     run = resolve("llama3_8b")
     assert chosen_recompute(run, WORLD) is run
     with pytest.raises(
-        PlanError, match="recompute.granularity=auto has to be replaced by a choice"
+        PlanError, match="recompute.granularity=auto must be resolved before a model"
     ):
         modules_again(automatic("h100").recompute)
     assert chosen_recompute(automatic("h200"), WORLD).recompute == RecomputeConfig()

@@ -98,7 +98,7 @@ def test_microbatches_go_rank_after_rank() -> None:
         ((4, 1, 0), ["parallel.dp=0 must be at least 1"]),
     ],
 )
-def test_batches_that_do_not_divide_are_told_with_the_nearest_that_do(
+def test_indivisible_batches_are_rejected_with_the_nearest_multiples(
     sizes: tuple[int, int, int], texts: list[str]
 ) -> None:
     arguments = dict(zip(("global_batch_size", "micro_batch_size", "dp"), sizes, strict=True))

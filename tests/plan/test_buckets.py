@@ -186,11 +186,11 @@ def test_buckets_touch_and_close_neither_early_nor_late(seed: int) -> None:
         ({"bucket_numel": 1, "together": [[0, 1], [1, 2]]}, "each parameter occurs once"),
         (
             {"bucket_numel": 1, "together": [[0, 1]], "alone": [1]},
-            r"parameters \[1\] are to lie alone and together",
+            r"parameters \[1\] are in `alone` and in a run of `together`",
         ),
     ],
 )
-def test_contradictions_are_refused(arguments: dict[str, Any], text: str) -> None:
+def test_contradicting_arguments_are_rejected(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(PlanError, match=text):
         plan_buckets([1, 2, 3], **arguments)
 
@@ -317,9 +317,8 @@ def test_sound_divisions_break_no_rule() -> None:
     [
         (
             ParallelConfig(dp_replicate=2),
-            "parallel.dp_replicate=2 with parallel.zero=0, where every rank holds everything and "
-            "nothing is divided. Set "
-            "parallel.zero=1, or remove parallel.dp_replicate.",
+            "parallel.dp_replicate=2 with parallel.zero=0: nothing is sharded without "
+            "ZeRO. Set parallel.zero=1, or remove parallel.dp_replicate.",
         ),
         (
             ParallelConfig(dp_replicate=4, zero=1),
@@ -337,30 +336,29 @@ def test_sound_divisions_break_no_rule() -> None:
         ),
         (
             ParallelConfig(reduce_dtype="bf16"),
-            "parallel.reduce_dtype=bf16 with parallel.zero=0: what is received in bf16 is added in "
-            "fp32 by the rank "
-            "that owns the slice, and without ZeRO nobody does. Set parallel.zero=1, or "
-            "parallel.reduce_dtype=fp32.",
+            "parallel.reduce_dtype=bf16 with parallel.zero=0: bf16 gradients are added "
+            "in fp32 by the rank that owns the shard, and without ZeRO there are no "
+            "shards. Set parallel.zero=1, or parallel.reduce_dtype=fp32.",
         ),
     ],
 )
-def test_divisions_that_cannot_work_are_refused(parallel: ParallelConfig, text: str) -> None:
+def test_invalid_zero_settings_are_rejected(parallel: ParallelConfig, text: str) -> None:
     assert zero_problems(parallel, 6) == [text]
 
 
 @pytest.mark.parametrize(
     ("cp", "replicas", "fix"), [(1, 1, "."), (1, 3, ", or parallel.dp_replicate=1."), (2, 1, None)]
 )
-def test_bf16_where_nothing_is_sent_is_refused_and_zero_where_nothing_is_divided_told(
+def test_bf16_reduction_without_sharding_is_rejected_and_zero_without_shards_is_noted(
     cp: int, replicas: int, fix: str | None
 ) -> None:
     parallel = ParallelConfig(zero=1, cp=cp, dp_replicate=replicas, reduce_dtype="bf16")
     place = f"with dp={replicas}, parallel.cp=1 and parallel.dp_replicate={replicas}"
     problem = (
-        f"parallel.reduce_dtype=bf16 {place}: one rank owns all of each gradient, so none "
-        "travels in bf16. Set "
+        f"parallel.reduce_dtype=bf16 {place}: one rank owns each whole gradient, so none "
+        "is sent in bf16. Set "
     )
-    note = f"parallel.zero=1 divides nothing here: {place}, one rank owns everything"
+    note = f"parallel.zero=1 shards nothing: {place}, one rank owns everything"
     assert zero_problems(parallel, replicas) == (
         [] if fix is None else [f"{problem}parallel.reduce_dtype=fp32{fix}"]
     )
@@ -370,5 +368,5 @@ def test_bf16_where_nothing_is_sent_is_refused_and_zero_where_nothing_is_divided
     )  # the same run starts on a laptop
 
 
-def test_a_run_with_nothing_to_divide_is_told_nothing_about_it() -> None:
+def test_no_note_without_anything_to_shard() -> None:
     assert zero_notes(ParallelConfig(), 1) == zero_notes(ParallelConfig(zero=3), 2) == []

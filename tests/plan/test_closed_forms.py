@@ -13,7 +13,7 @@ from megalith.plan.closed_forms import (
     gpt_first_stage_bytes,
     gpt_layer_bytes,
     idle_time,
-    most_held,
+    peak_in_flight,
 )
 from megalith.plan.live import peak_held
 from megalith.plan.schedule import build_schedule
@@ -65,7 +65,7 @@ def test_bubble_and_memory_are_exactly_the_formulas(
                 compared += 1
         fraction = bubble_fraction(name, **sizes)
         assert fraction is None or fraction == simulate(schedule).bubble
-        held = [most_held(name, rank, **sizes) for rank in range(p)]
+        held = [peak_in_flight(name, rank, **sizes) for rank in range(p)]
         assert None in held or tuple(held) == peak_held(schedule)
     assert compared >= 3
 
@@ -100,7 +100,7 @@ def test_where_there_is_no_formula_none_is_given() -> None:
     assert idle_time("zb-v", num_ranks=4, num_microbatches=8, forward=2) is None
     assert idle_time("zb-h1", num_ranks=4, num_microbatches=3) is None
     assert bubble_fraction("dualpipe-v", num_ranks=4, num_chunks=2, num_microbatches=7) is None
-    assert most_held("zb-v", 0, num_ranks=4, num_chunks=2, num_microbatches=7) is None
+    assert peak_in_flight("zb-v", 0, num_ranks=4, num_chunks=2, num_microbatches=7) is None
 
 
 GIB = 2**30

@@ -20,8 +20,8 @@ from megalith.plan.context import (
     kind_of_layer,
     plan_slices,
     plan_spans,
+    restore_token_order,
     spans_of_lengths,
-    undo,
     zigzag,
 )
 from tests.cases import loop_over
@@ -76,7 +76,7 @@ def test_every_token_is_on_one_rank_and_undo_brings_it_back(
     parts = [
         np.where(read[:, None] >= 0, values[read], -7) for read in map(slices.as_read, range(ranks))
     ]
-    assert (undo(np.stack(parts), slices) == values).all()
+    assert (restore_token_order(np.stack(parts), slices) == values).all()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -350,7 +350,7 @@ def test_each_broken_rule_names_the_field_and_a_value_that_works() -> None:
     assert "names 3 kinds for model.num_layers=2 layers. Use one for each" in problems(
         layers=("ring",) * 3
     )
-    assert "a2a+ring, but parallel.context.kind=ring makes no groups" in problems(
+    assert "a2a+ring, but parallel.context.kind=ring has no all-to-all groups" in problems(
         layers=("ring", "a2a+ring")
     )
     assert (
@@ -358,8 +358,8 @@ def test_each_broken_rule_names_the_field_and_a_value_that_works() -> None:
         in problems(a2a=2)
     )
     assert (
-        "parallel.context.layers[1]=rings is no way to exchange keys and values. Did you mean ring"
-        in problems(layers=("ring", "rings"))
+        "parallel.context.layers[1]=rings is not a known kind of context parallelism. "
+        "Did you mean ring" in problems(layers=("ring", "rings"))
     )
     assert len(problems(30, layers=("ring",) * 3).splitlines()) == 2
 

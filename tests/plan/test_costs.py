@@ -318,9 +318,7 @@ def test_a_mixture_costs_what_a_token_meets() -> None:
         assert more == 3 * 10 * (per_token - 6 * h * 200 * g)
 
 
-def test_latent_attention_and_further_prediction_have_their_published_numbers_of_parameters() -> (
-    None
-):
+def test_mla_and_mtp_models_have_their_published_parameter_counts() -> None:
     held = layer_parameters(DEEPSEEK, 0)
     assert sum(one.numel for one in held if ".attention." in one.name) == 187_107_328
     num_mtp_layers, h = (
@@ -450,7 +448,7 @@ def test_a_window_costs_the_pairs_that_it_leaves() -> None:
         )
 
 
-def test_a_window_that_reaches_further_to_one_side_costs_the_mean_of_both() -> None:
+def test_flops_of_asymmetric_window_are_the_mean_of_both_sides() -> None:
     for length, window, right in ((7, 3, 0), (7, 1, 2), (40, 30, 12), (9, 99, 2)):
         seen = [(min(place, window - 1), min(length - 1 - place, right)) for place in range(length)]
         pairs = sum(before + 1 + after for before, after in seen)
@@ -556,10 +554,10 @@ SHARED_EXPERTS = replace(
 MODELS = {
     "grouped queries": SMALL,
     "both ways": BOTH_WAYS,
-    "latent attention, whole queries, two further": replace(
+    "latent attention, whole queries, two MTP layers": replace(
         MLA, mla=MLAConfig(kv_rank=10, rope_dim=4), mtp=MTPConfig(num_layers=2)
     ),
-    "latent attention, shared experts, one further": replace(
+    "latent attention, shared experts, one MTP layer": replace(
         SHARED_EXPERTS, mla=MLA.mla, mtp=MTPConfig(num_layers=1)
     ),
     "latent experts": LATENT_EXPERTS,
@@ -664,7 +662,7 @@ def useful_and_hidden(config: ModelConfig) -> int:
     )
 
 
-def surplus_rows(config: ModelConfig, rows: list[int]) -> int:
+def extra_expert_flops(config: ModelConfig, rows: list[int]) -> int:
     """What experts computed beyond top_k rows for each token, or less: only where they refuse
     tokens, or pad."""
     if config.moe is None:
@@ -680,11 +678,11 @@ def test_operations_are_those_that_torch_counts_in_the_model(config: ModelConfig
     masks hide, half of all pairs where they are causal, what padding of the vocabulary costs,
     and rows that experts refused or padded."""
     counted = count_model(config)
-    surplus = surplus_rows(config, counted.expert_rows)
-    assert counted.flops == useful_and_hidden(config) + surplus
+    extra_flops = extra_expert_flops(config, counted.expert_rows)
+    assert counted.flops == useful_and_hidden(config) + extra_flops
     layers = [*range(config.num_layers), *[config.num_layers - 1] * config.mtp.num_layers]
     assert len(counted.expert_rows) == sum(config.has_experts(layer) for layer in layers)
-    assert surplus == 0 or (config.moe is not None and config.moe.capacity.factor is not None)
+    assert extra_flops == 0 or (config.moe is not None and config.moe.capacity.factor is not None)
 
 
 def test_where_all_see_all_nothing_is_left_to_name() -> None:
@@ -706,7 +704,9 @@ def test_experts_cost_the_same_in_whichever_way_they_are_multiplied(
     dtype = torch.float32 if products == "grouped" else torch.float64
     counted = count_model(config, products=True, dtype=dtype)
     assert (counted.grouped, counted.batched) == (products == "grouped", products == "batched")
-    assert counted.flops == useful_and_hidden(config) + surplus_rows(config, counted.expert_rows)
+    assert counted.flops == useful_and_hidden(config) + extra_expert_flops(
+        config, counted.expert_rows
+    )
 
 
 def test_rates() -> None:

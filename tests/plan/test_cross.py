@@ -52,13 +52,13 @@ def test_a_model_without_a_memory_and_one_that_takes_it_anywhere_break_no_rule()
         (
             {"cross": CrossConfig(memory=2, layers=(True, False, True))},
             (
-                "model.cross.layers has 3 places for the 2 layers from model.cross.memory=2 on",
-                "Use 2 places or fewer",
+                "model.cross.layers has 3 values for the 2 layers from model.cross.memory=2 on",
+                "Use 2 values or fewer",
             ),
         ),
         (
             {"cross": CrossConfig(memory=2, layers=(False,))},
-            ("model.cross.layers=[false]: no layer looks", "to [true, false]"),
+            ("model.cross.layers=[false]: no layer attends", "to [true, false]"),
         ),
         (
             {"block": "parallel", "cross": HALF},
@@ -79,13 +79,13 @@ def test_a_model_without_a_memory_and_one_that_takes_it_anywhere_break_no_rule()
         (
             {"cross": HALF, "layers": LayersConfig(mlp=("full", "none"))},
             (
-                "model.layers.mlp=[full, none]: layer 3 looks at the memory and lacks",
-                "set model.cross.layers so that",
+                "model.layers.mlp=[full, none]: layer 3 attends to the source layer and has no",
+                "or set its value in model.cross.layers to false",
             ),
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(
+def test_unsupported_combinations_are_rejected(
     changes: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     (problem,) = network_problems(replace(MODEL, **changes))

@@ -195,16 +195,20 @@ WRONG = {
         SP,
         TEXT,
     ),
-    "train.tokens_per_microbatch=63 does not divide by parallel.tp=2 = 2, and ranks share a pack. "
-    "Set train.tokens_per_microbatch to 64": (replace(PACKED, tokens_per_microbatch=63), SP, TEXT),
-    "train.tokens_per_microbatch=33 does not divide by 2 = 2": (
+    "train.tokens_per_microbatch=63 is not divisible by parallel.tp=2 = 2, over which "
+    "packs are split. Set train.tokens_per_microbatch to 64": (
+        replace(PACKED, tokens_per_microbatch=63),
+        SP,
+        TEXT,
+    ),
+    "train.tokens_per_microbatch=33 is not divisible by 2 = 2": (
         replace(PACKED, tokens_per_microbatch=33),
         CP,
         TEXT,
     ),
-    r"train.tokens_per_microbatch=14 \* parallel.cp=2 = 28 tokens hold no document of "
-    r"train.seq_len=32. Set "
-    "train.tokens_per_microbatch to 16 or more, or train.seq_len to 28 or less": (
+    r"train.tokens_per_microbatch=14 \* parallel.cp=2 = 28 tokens do not hold a document of "
+    r"train.seq_len=32. Set train.tokens_per_microbatch to 16 or more, or train.seq_len to 28 or "
+    r"less": (
         replace(PACKED, tokens_per_microbatch=14),
         CP,
         TEXT,
@@ -219,13 +223,13 @@ WRONG = {
         SP,
         replace(TEXT, sampler="cyclic"),
     ),
-    "data.sft.packing=row: conversations are packed step by step. Remove": (
+    "data.sft.packing=row: conversations are packed per step. Remove": (
         PACKED,
         SP,
         replace(TALKS, sft=replace(TALKS.sft, packing="row")),
     ),
-    "train.balance_rows=true with train.tokens_per_microbatch=64, which deals packs alike anyway. "
-    "Remove it": (
+    "train.balance_rows=true with train.tokens_per_microbatch=64, which balances packs "
+    "already. Remove train.balance_rows": (
         replace(PACKED, balance_rows=True),
         SP,
         TALKS,
@@ -244,7 +248,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_settings_that_do_not_go_together_are_told(text: str) -> None:
+def test_conflicting_settings_of_token_budget_are_reported(text: str) -> None:
     problems = budget_problems(*WRONG[text])
     assert len(problems) == 1
     with pytest.raises(AssertionError, match=text):

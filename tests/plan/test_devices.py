@@ -19,17 +19,17 @@ def test_ranks_on_a_cpu_share_its_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, told",
+    "text, expected",
     [
         ("h10", "Did you mean h100?"),
         ("tpu", "Use one of a100, h100, h200, b200, cpu, or a number of GiB, at most 1048576."),
-        ("-3", "--device=-3 is no device"),
-        ("1e99", "--device=1e99 is no device"),
-        ("inf", "--device=inf is no device"),
-        ("nan", "--device=nan is no device"),
+        ("-3", "--device=-3 is not a known device"),
+        ("1e99", "--device=1e99 is not a known device"),
+        ("inf", "--device=inf is not a known device"),
+        ("nan", "--device=nan is not a known device"),
     ],
 )
-def test_what_is_no_device_is_refused_with_what_is(text: str, told: str) -> None:
+def test_what_is_no_device_is_refused_with_what_is(text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as error:
         device_named(text, world=1, host_memory=GIB)
-    assert told in str(error.value)
+    assert expected in str(error.value)

@@ -143,7 +143,7 @@ def test_good_settings_break_no_rule() -> None:
         ),
     ],
 )
-def test_a_broken_rule_is_told(changed: dict[str, Any], text: str) -> None:
+def test_broken_moe_rule_is_reported(changed: dict[str, Any], text: str) -> None:
     (problem,) = problems(replace(GOOD, **changed))
     assert text in problem
 
@@ -153,7 +153,7 @@ def test_a_broken_rule_is_told(changed: dict[str, Any], text: str) -> None:
     [
         (
             {"router": RouterConfig(expert_bias_update_rate=0.1)},
-            "model.moe.router.expert_bias_update_rate=0.1 with model.moe.router.bal",
+            "model.moe.router.expert_bias_update_rate=0.1 with model.moe.router.exp",
         ),
         (
             {"aux_loss": AuxLossConfig(quantile_ema=0.1)},
@@ -179,10 +179,10 @@ def test_a_broken_rule_is_told(changed: dict[str, Any], text: str) -> None:
             {"shared_gate": True},
             "model.moe.shared_gate=true with model.moe.shared_ffn_hidden_size=null",
         ),
-        ({"layers": (True,) * 5}, "model.moe.layers has 5 places for model.num_layers=4"),
+        ({"layers": (True,) * 5}, "model.moe.layers has 5 values for model.num_layers=4"),
     ],
 )
-def test_what_nobody_would_read_is_told(changed: dict[str, Any], text: str) -> None:
+def test_moe_settings_without_effect_are_reported(changed: dict[str, Any], text: str) -> None:
     (problem,) = network_problems(replace(MODEL, moe=replace(GOOD, **changed)))
     assert text in problem
 
@@ -195,7 +195,7 @@ def test_what_nobody_would_read_is_told(changed: dict[str, Any], text: str) -> N
             ParallelConfig(ep=2),
             2,
             None,
-            "parallel.ep=2 with model.moe=null: there are no experts to divide",
+            "parallel.ep=2 with model.moe=null: the model has no experts",
         ),
         (ParallelConfig(ep=4), 2, GOOD, "set parallel.ep to one of [1, 2]"),
         (ParallelConfig(tp=2), 2, GOOD, "parallel.tp=2 with parallel.sp=false and model.moe"),
@@ -216,7 +216,7 @@ def test_what_nobody_would_read_is_told(changed: dict[str, Any], text: str) -> N
             ParallelConfig(ep=2, dispatcher="gathr"),
             2,
             GOOD,
-            "parallel.dispatcher=gathr is no way for tokens to reach",
+            "parallel.dispatcher=gathr is not a known token",
         ),
         (
             ParallelConfig(ep=2, zero=1, dp_replicate=2),
@@ -227,17 +227,17 @@ def test_what_nobody_would_read_is_told(changed: dict[str, Any], text: str) -> N
         (ParallelConfig(tp=2, sp=True, pp=2, etp=1, order="pp-tp-cp-ep-dp"), 4, GOOD, None),
     ],
 )
-def test_layouts_that_cannot_be_are_told(
+def test_invalid_expert_layouts_are_reported(
     parallel: ParallelConfig, world: int, moe: MoEConfig | None, text: str | None
 ) -> None:
     found = expert_layout_problems(replace(MODEL, moe=moe), parallel, world, trains=True)
     assert (found == []) if text is None else (len(found) == 1 and text in found[0]), found
 
 
-def test_different_pipelines_of_the_two_grids_are_told() -> None:
+def test_different_pipeline_groups_of_both_grids_are_reported() -> None:
     parallel = ParallelConfig(tp=2, sp=True, pp=2, ep=2, etp=1, order="tp-pp-cp-ep-dp")
     (problem,) = expert_layout_problems(replace(MODEL, moe=GOOD), parallel, 8, trains=True)
-    assert "different pipelines" in problem
+    assert "different pipeline groups" in problem
 
 
 def test_reading_alone_needs_no_divided_tokens() -> None:
@@ -247,7 +247,7 @@ def test_reading_alone_needs_no_divided_tokens() -> None:
     )
 
 
-def test_a_run_says_when_nothing_balances_its_experts() -> None:
+def test_missing_load_balancing_is_noted() -> None:
     (note,) = balance_notes(
         replace(MODEL, moe=replace(GOOD, aux_loss=AuxLossConfig(z_loss_coeff=0.1)))
     )
@@ -255,7 +255,7 @@ def test_a_run_says_when_nothing_balances_its_experts() -> None:
     (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, top_k=1)))
     assert (
         "the weight of a single expert is always 1" in note
-        and "gives routers no gradient: only balance" in note
+        and "gives routers no gradient: only aux_loss" in note
     )
     (note,) = balance_notes(
         replace(MODEL, moe=replace(GOOD, router=RouterConfig(force_load_balancing=True)))
@@ -284,7 +284,7 @@ def test_a_run_says_when_its_router_is_too_coarse() -> None:
     assert balance_notes(replace(MODEL, moe=replace(coarse, router=RouterConfig()))) == []
 
 
-def test_a_router_is_told_in_words() -> None:
+def test_router_text_describes_the_router() -> None:
     deepseek = RouterConfig(
         score="sigmoid", expert_bias=True, num_groups=8, topk_groups=4, routed_scaling_factor=2.5
     )
@@ -293,7 +293,7 @@ def test_a_router_is_told_in_words() -> None:
     )
     assert router_text(moe) == (
         "sigmoid scores in fp32, of the best 4 of 8 groups, weights renormalized times 2.5; "
-        "balanced by aux_loss.sequence_coeff=0.0001, router.expert_bias; nobody is refused"
+        "balanced by aux_loss.sequence_coeff=0.0001, router.expert_bias; dropless"
     )
     noisy = RouterConfig(
         jitter=0.01, force_load_balancing=True, norm_topk_prob=False, dtype="model"
@@ -305,9 +305,9 @@ def test_a_router_is_told_in_words() -> None:
         capacity=CapacityConfig(factor=1.25, drop="last"),
     )
     assert router_text(moe) == (
-        "softmax scores in the dtype of the model, weights as scored, jitter=0.01, at random "
-        "(force_load_balancing); "
-        "balanced by nothing; each takes 1.25 times its even share and refuses the last"
+        "softmax scores in the dtype of the model, weights as scored, jitter=0.01, at "
+        "random (force_load_balancing); balanced by nothing; capacity factor 1.25, "
+        "drops the last tokens"
     )
     assert "balanced by aux_loss.quantile;" in router_text(
         replace(GOOD, aux_loss=AuxLossConfig(quantile=True))

@@ -65,7 +65,7 @@ def test_experts_have_a_grid_of_their_own_over_the_same_ranks() -> None:
     )
 
 
-def test_groups_that_experts_are_divided_over_are_told() -> None:
+def test_expert_groups_are_listed() -> None:
     settings = {
         "model.moe.num_experts": "4",
         "model.moe.ffn_hidden_size": "8",
@@ -114,7 +114,7 @@ def test_groups_are_those_that_the_mesh_makes() -> None:
     assert names == ["tp", "tp_kv", "tp_copy", "dp", "dp_shard · cp", "dp_replica"]
 
 
-def test_groups_of_a_large_world_are_told_by_the_first_two_and_the_last() -> None:
+def test_many_groups_are_shortened_to_the_first_two_and_the_last() -> None:
     rows = {row.axes: row for row in explain(big()).groups}
     assert rows["tp"].count == 2048 and rows["tp"].examples == ("0-7", "8-15", "16376-16383")
     assert rows["pp"].examples[0] == "0, 1024 ... 15360"
@@ -146,7 +146,7 @@ def workload_world(settings: dict[str, str]) -> int:
     return int(settings.get("parallel.pp", "1"))
 
 
-def test_further_predictions_are_told_apart_from_the_loss() -> None:
+def test_mtp_and_loss_stages_are_listed_separately() -> None:
     own = {"model.mtp.num_layers": "2", "parallel.pp": "4", "model.num_layers": "2"}
     last = explain(
         plan_workload(tiny_run(own | {"parallel.pipeline.layout": "E|t|t|mmL"}), 4)
@@ -179,7 +179,7 @@ def test_the_405b_stages_are_the_published_ones() -> None:
     }
 
 
-def test_uneven_parts_are_told_apart_and_even_ones_joined() -> None:
+def test_unequal_shares_have_separate_rows_and_equal_ones_one() -> None:
     (even,) = explain(big()).parts
     assert (even.tp_ranks, even.heads, even.kv_heads, even.vocab) == ("0-7", 16, 1, 128_256 // 8)
     uneven = {
@@ -220,11 +220,12 @@ def test_numbers_in_words() -> None:
     [
         (
             "normed around",
-            "window of 5 tokens in 2 of 4 layers, queries and keys normed (head), scores capped",
+            "window of 5 tokens in 2 of 4 layers, QK norm (head), softcap",
         ),
         (
             "parallel",
-            "parallel, LayerNorm before, 6 heads on 2 keys of 6 features, rope of 2 features, gelu",
+            "parallel, LayerNorm before, 6 heads on 2 KV heads of 6 features, rope of 2 "
+            "features, gelu",
         ),
         ("one norm", "parallel with one norm, LayerNorm before"),
         ("learned positions", "learned positions, gelu_tanh, dropout"),
@@ -233,24 +234,25 @@ def test_numbers_in_words() -> None:
             "heterogeneous",
             "attention replaced by one matrix in 1 of 4 layers, attention left out in 1 of 4 "
             "layers, "
-            "MLP replaced by one matrix in 1 of 4 layers, 4 to 8 keys, 9 to 22 features in the MLP",
+            "MLP replaced by one matrix in 1 of 4 layers, 4 to 8 KV heads, 9 to 22 "
+            "features in the MLP",
         ),
-        ("looking back", "gated silu, a look at what enters layer 1 in 2 of 4 layers"),
-        ("gated", "queries and keys normed (l2), gated attention, rope but in 2 of 4 layers"),
+        ("looking back", "gated silu, cross-layer attention to layer 1 in 2 of 4 layers"),
+        ("gated", "QK norm (l2), gated attention, rope but in 2 of 4 layers"),
     ],
 )
-def test_a_model_is_told_by_what_its_layers_are_made_of(name: str, words: str) -> None:
+def test_kind_text_describes_the_layers(name: str, words: str) -> None:
     assert words in kind_text(VARIANTS[name])
 
 
-def test_latent_attention_and_further_predictions_are_told() -> None:
+def test_kind_text_describes_mla_and_mtp() -> None:
     model = replace(
         VARIANTS["sinks"],
         mla=MLAConfig(kv_rank=8, nope_dim=6, rope_dim=4),
         mtp=MTPConfig(num_layers=2),
     )
     text = kind_text(model)
-    assert "6 latent heads of 6 + 4 features from 8" in text and "2 multi-token predictions" in text
+    assert "6 latent heads of 6 + 4 features from 8" in text and "2 MTP layers" in text
 
 
 def test_windowed_layers_have_less_of_the_work() -> None:

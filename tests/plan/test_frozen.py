@@ -167,7 +167,7 @@ def test_the_parts_of_a_step_make_up_the_whole() -> None:
         assert layers + rest <= step_flops(MODEL, **seen)
 
 
-def test_predictions_further_ahead_cost_what_is_trained_of_them() -> None:
+def test_flops_of_mtp_count_its_trained_parameters() -> None:
     model = replace(MODEL, mtp=MTPConfig(num_layers=2))
     seen = {"tokens": 24, "squared_lengths": 24**2}
     assert trained_step_flops(

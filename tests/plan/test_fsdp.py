@@ -41,18 +41,18 @@ def refused(parallel: ParallelConfig, *, offload: int = 0) -> str:
     return text
 
 
-def test_what_fully_sharded_weights_cannot_serve_is_refused_with_what_can() -> None:
+def test_unsupported_settings_of_zero3_are_rejected_with_valid_values() -> None:
     zero = ParallelConfig(zero=3)
     assert fully_sharded_problems(replace(zero, pp=2, tp=2, sp=True, cp=2), OffloadConfig()) == []
     assert refused(replace(zero, reduce_dtype="bf16")) == (
-        "parallel.reduce_dtype=bf16 with parallel.zero=3, whose sums are torch's and would be "
-        "added in bf16 too. Set "
-        "parallel.reduce_dtype=fp32, or parallel.zero=2."
+        "parallel.reduce_dtype=bf16 with parallel.zero=3: its reduce-scatter is "
+        "torch's, which would also add in bf16. Set parallel.reduce_dtype=fp32, or "
+        "parallel.zero=2."
     )
     assert refused(zero, offload=2) == (
-        "offload.layers=2 with parallel.zero=3: what a layer keeps for backward includes its "
-        "gathered weights, which "
-        "would wait in host memory too. Set offload.layers=0, or parallel.zero=2."
+        "offload.layers=2 with parallel.zero=3: the tensors a layer saves for backward include "
+        "its gathered weights, which would be offloaded too. Set offload.layers=0, or "
+        "parallel.zero=2."
     )
 
 

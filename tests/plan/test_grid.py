@@ -281,12 +281,12 @@ def test_factoring_that_cannot_be_is_refused(arguments: dict[str, Any], text: st
         ({"world": 4, "order": "tp--dp"}, ["parallel.order='tp--dp': an axis name is empty"]),
         (
             {"world": 4, "tp": 2, "order": ""},
-            ["an axis name is empty", "lacks tp, which has 2 ranks. Add tp to it."],
+            ["an axis name is empty", "has no tp, whose size is 2. Add tp to it."],
         ),
-        ({"world": 8, "tp": 3, "order": "tp-cp"}, ["one of [1, 2, 4, 8]", "lacks dp"]),
+        ({"world": 8, "tp": 3, "order": "tp-cp"}, ["one of [1, 2, 4, 8]", "has no dp"]),
     ],
 )
-def test_every_problem_of_a_dense_grid_is_told_at_once(
+def test_all_problems_of_a_dense_grid_are_reported_together(
     arguments: dict[str, Any], texts: list[str]
 ) -> None:
     with pytest.raises(PlanError) as caught:
@@ -308,7 +308,7 @@ def test_an_expert_grid_names_the_product_and_the_degrees_that_fit() -> None:
 def test_an_axis_of_size_one_may_be_left_out_of_the_order() -> None:
     assert dense_grid(world=4, tp=2, order="dp-tp").strides("tp") == (2, 2)
     with pytest.raises(
-        PlanError, match="parallel.order=dp-tp lacks pp, which has 2 ranks. Add pp to it."
+        PlanError, match="parallel.order=dp-tp has no pp, whose size is 2. Add pp to it."
     ):
         dense_grid(world=4, tp=2, pp=2, order="dp-tp")
 
@@ -392,7 +392,7 @@ def test_only_degrees_and_worlds_that_the_rest_of_a_run_accepts_are_recommended(
         "divisor of 7."
     )
     (text,) = dense_problems(world=7, tp=2, fits=lambda degrees, world: False)
-    assert "use 6 or 8 processes" in text, "something must be said"
+    assert "use 6 or 8 processes" in text, "a fix must be suggested"
 
 
 def test_a_grid_knows_how_experts_divide_its_ranks() -> None:

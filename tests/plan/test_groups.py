@@ -68,8 +68,11 @@ def test_patterns_that_fit_are_no_problem() -> None:
     [
         (OptimConfig(frozen=("layer.3.*",)), ("optim.frozen=layer.3.*", "Did you mean layers.3.*")),
         (OptimConfig(trained=("*.mlp.dwn",)), ("optim.trained=*.mlp.dwn", "*.mlp.down")),
-        (OptimConfig(frozen=("*",)), ("optim.frozen=['*']", "nothing to train", "Remove")),
-        (OptimConfig(trained=()), ("optim.trained=[]", "nothing to train")),
+        (
+            OptimConfig(frozen=("*",)),
+            ("optim.frozen=['*']", "leave no trained parameter", "Remove"),
+        ),
+        (OptimConfig(trained=()), ("optim.trained=[]", "leave no trained parameter")),
         (
             OptimConfig(decayed_vectors=("*.q",)),
             ("optim.decayed_vectors=*.q", "no vector", "layers.0.attention_norm"),
@@ -83,18 +86,18 @@ def test_patterns_that_fit_are_no_problem() -> None:
         ),
     ],
 )
-def test_patterns_that_fit_nothing_are_refused_with_near_names(
+def test_patterns_without_match_are_rejected_with_suggestions(
     optim: OptimConfig, parts: tuple[str, ...]
 ) -> None:
-    (told,) = problems(optim)
-    assert all(part in told for part in parts), told
+    (problem,) = problems(optim)
+    assert all(part in problem for part in parts), problem
 
 
-def test_a_tied_head_and_a_balancing_bias_are_told_where_they_belong() -> None:
-    (told,) = problems(OptimConfig(frozen=("head.weight",)), TIED)
-    assert "the head is embed.weight" in told
-    (told,) = problems(OptimConfig(frozen=("*.balancing_bias",)), BIASED_CHOICE)
-    assert "moves as long as its router is trained" in told
+def test_errors_explain_tied_head_and_expert_bias() -> None:
+    (problem,) = problems(OptimConfig(frozen=("head.weight",)), TIED)
+    assert "the head is embed.weight" in problem
+    (problem,) = problems(OptimConfig(frozen=("*.balancing_bias",)), BIASED_CHOICE)
+    assert "is updated as long as its router is trained" in problem
 
 
 def test_two_groups_that_disagree_are_both_named_with_the_parameter() -> None:
@@ -102,20 +105,20 @@ def test_two_groups_that_disagree_are_both_named_with_the_parameter() -> None:
         GroupConfig(name="one", match=("*.q",), lr=1e-3),
         GroupConfig(name="two", match=("layers.1.*",), lr=2e-3),
     )
-    (told,) = problems(OptimConfig(groups=(one, other)))
+    (problem,) = problems(OptimConfig(groups=(one, other)))
     assert (
         "one (lr=0.001) and two (lr=0.002) disagree on the learning rate of layers.1.attention.q"
-        in told
+        in problem
     )
     assert problems(OptimConfig(groups=(one, replace(other, lr=1e-3)))) == []
     firm = replace(other, lr=None, weight_decay_scale=0.5)
     assert problems(OptimConfig(groups=(one, firm))) == []
-    (told,) = problems(
+    (problem,) = problems(
         OptimConfig(groups=(one, firm, replace(firm, name="three", weight_decay_scale=0.25)))
     )
     assert (
         "two (weight_decay_scale=0.5) and three (weight_decay_scale=0.25) disagree on the weight "
-        "decay" in told
+        "decay" in problem
     )
 
 
@@ -124,13 +127,13 @@ def test_two_groups_that_disagree_are_both_named_with_the_parameter() -> None:
     [
         (
             {"lr": 1e-3, "lr_scale": 2.0},
-            "lr=0.001 and optim.groups[table].lr_scale=2.0 both decide",
+            "lr=0.001 and optim.groups[table].lr_scale=2.0 are both set",
         ),
-        ({"min_lr": 1e-3}, "min_lr=0.001 is read beside optim.groups[table].lr only"),
+        ({"min_lr": 1e-3}, "min_lr=0.001 has an effect only with optim.groups[table].lr."),
         ({"lr": -1.0}, "lr=-1.0 must be a finite number"),
         ({"lr_scale": float("nan")}, "lr_scale=nan must be a finite number"),
         ({"lr": 1e-4}, "lr=0.0001 is below schedule.min_lr=0.001"),
-        ({}, "decides nothing. Set optim.groups[table].lr"),
+        ({}, "has no effect. Set optim.groups[table].lr"),
         ({"match": (), "lr": 1e-2}, "match=[] fits no parameter"),
         ({"name": "My group", "lr": 1e-2}, "name='My group' must be small letters"),
         (
@@ -143,10 +146,8 @@ def test_two_groups_that_disagree_are_both_named_with_the_parameter() -> None:
         ),
     ],
 )
-def test_settings_of_a_group_that_make_no_sense_are_refused(
-    settings: dict[str, object], part: str
-) -> None:
-    assert any(part in told for told in of_group(**settings)), of_group(**settings)
+def test_invalid_group_settings_are_rejected(settings: dict[str, object], part: str) -> None:
+    assert any(part in problem for problem in of_group(**settings)), of_group(**settings)
 
 
 def test_a_decay_of_tables_that_keep_their_spread_is_refused() -> None:
@@ -154,10 +155,10 @@ def test_a_decay_of_tables_that_keep_their_spread_is_refused() -> None:
         replace(MODEL, embedding_init_std=1.0),
         GroupConfig(name="a", match=("embed.*",), weight_decay=0.5),
     )
-    (told,) = problems(OptimConfig(groups=(table,)), kept)
+    (problem,) = problems(OptimConfig(groups=(table,)), kept)
     assert (
-        "optim.groups[a] decides the weight decay of embed.weight" in told
-        and "embedding_init_std=1.0" in told
+        "optim.groups[a] sets the weight decay of embed.weight" in problem
+        and "embedding_init_std=1.0" in problem
     )
     assert (
         problems(OptimConfig(groups=(replace(table, match=("embed.*", "head.weight")),)), kept)
@@ -170,12 +171,12 @@ def test_rates_that_start_or_stay_above_a_group_are_refused() -> None:
     group = OptimConfig(groups=(GroupConfig(name="a", match=("embed.*",), lr=1e-3, min_lr=1e-4),))
     warm = ScheduleConfig(lr=1e-2, warmup_steps=3, warmup_init=5e-3)
     assert any(
-        "below schedule.warmup_init=0.005" in told for told in problems(group, schedule=warm)
+        "below schedule.warmup_init=0.005" in problem for problem in problems(group, schedule=warm)
     )
     constant = ScheduleConfig(lr=1e-2, style="constant")
     assert any(
-        "never reached with schedule.style=constant" in told
-        for told in problems(group, schedule=constant)
+        "never reached with schedule.style=constant" in problem
+        for problem in problems(group, schedule=constant)
     )
 
 
@@ -183,13 +184,15 @@ def test_group_names_are_their_own() -> None:
     twice = tuple(
         GroupConfig(name="a", match=(name,), lr=1e-2) for name in ("embed.weight", "head.weight")
     )
-    assert any("two groups are called a" in told for told in problems(OptimConfig(groups=twice)))
+    assert any(
+        "two groups are called a" in problem for problem in problems(OptimConfig(groups=twice))
+    )
 
 
 def test_adapters_are_chosen_by_lora_and_may_have_rates() -> None:
     lora = LoraConfig(rank=2)
-    (told,) = pattern_problems(OptimConfig(frozen=("layers.0.*",)), FALLING, MODEL, lora)
-    assert "lora.rank=2" in told and "lora.layers" in told
+    (problem,) = pattern_problems(OptimConfig(frozen=("layers.0.*",)), FALLING, MODEL, lora)
+    assert "lora.rank=2" in problem and "lora.layers" in problem
     faster = OptimConfig(groups=(GroupConfig(name="b", match=("*.lora_b",), lr_scale=16.0),))
     assert pattern_problems(faster, FALLING, MODEL, lora) == []
     assert rates_in(MODEL, faster, "layers.0.mlp.down.lora_b", 1).lr_of == "b"
@@ -199,9 +202,9 @@ def test_adapters_are_chosen_by_lora_and_may_have_rates() -> None:
 def test_a_loss_for_a_router_that_stays_is_refused_where_it_would_move_others(
     model: ModelConfig,
 ) -> None:
-    told = problems(OptimConfig(frozen=("*.moe.router",)), model)
-    assert len(told) == 3 and all(
-        "the router" in text and "model.moe.aux_loss." in text for text in told
+    errors = problems(OptimConfig(frozen=("*.moe.router",)), model)
+    assert len(errors) == 3 and all(
+        "the router" in text and "model.moe.aux_loss." in text for text in errors
     )
     behind = (
         ("mtp.1.norm.weight", "mtp.1.layer.moe.experts.down")
@@ -214,12 +217,14 @@ def test_a_loss_for_a_router_that_stays_is_refused_where_it_would_move_others(
 @pytest.mark.parametrize(
     "trained", ["norm.weight", "mtp.0.project", "mtp.0.layer.attention.q", "mtp.*"]
 )
-def test_a_router_that_predicts_further_ahead_stays_only_where_nothing_before_it_is_trained(
+def test_mtp_router_may_be_frozen_only_if_nothing_before_it_is_trained(
     trained: str,
 ) -> None:
     optim = OptimConfig(trained=(trained,), frozen=("mtp.0.layer.moe.router",))
-    told = problems(optim, MTP_EXPERTS)
-    assert len(told) == 3 and all("mtp.0.layer.moe.router is not trained" in text for text in told)
+    errors = problems(optim, MTP_EXPERTS)
+    assert len(errors) == 3 and all(
+        "mtp.0.layer.moe.router is not trained" in text for text in errors
+    )
 
 
 def test_rates_name_their_groups_and_keep_what_mup_makes() -> None:

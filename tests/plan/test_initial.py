@@ -16,7 +16,7 @@ from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.optim.build import build_optimizer
 from megalith.parallel.mesh import mesh_of_one
-from megalith.plan.initial import PLAIN, InitialValues, ParameterRates, rates_of, start_of
+from megalith.plan.initial import PLAIN, InitialValues, ParameterRates, mup_factors, start_of
 
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, ffn_hidden_size=96
@@ -113,21 +113,23 @@ def test_under_mup_adam_turns_matrices_slower_and_sgd_the_others_faster() -> Non
     }
     slower, faster = ParameterRates(lr=0.25, eps=0.25), ParameterRates(lr=4.0)
     plain = replace(MUP, embedding_init_std=None)
-    assert [rates_of(plain, "adamw", *one) for one in names.items()] == [
+    assert [mup_factors(plain, "adamw", *one) for one in names.items()] == [
         slower,
         PLAIN,
         PLAIN,
         PLAIN,
     ]
-    assert [rates_of(plain, "sgd", *one) for one in names.items()] == [
+    assert [mup_factors(plain, "sgd", *one) for one in names.items()] == [
         PLAIN,
         faster,
         faster,
         faster,
     ]
-    assert rates_of(MUP, "adamw", "layers.0.attention.q.lora_a", 1) == PLAIN
+    assert mup_factors(MUP, "adamw", "layers.0.attention.q.lora_a", 1) == PLAIN
     assert all(
-        rates_of(MODEL, kind, *one) == PLAIN for kind in ("adamw", "sgd") for one in names.items()
+        mup_factors(MODEL, kind, *one) == PLAIN
+        for kind in ("adamw", "sgd")
+        for one in names.items()
     )
 
 
@@ -164,7 +166,7 @@ def trained(width: int, *, mup: bool, steps: int, lr: float) -> tuple[dict[str, 
         for declared, module, name in declared_parameters(model)
     ]
     optimizer = build_optimizer(
-        params, OptimConfig(), lambda shard: rates_of(config, "adamw", shard.name, shard.inputs)
+        params, OptimConfig(), lambda shard: mup_factors(config, "adamw", shard.name, shard.inputs)
     )
     ids = torch.randint(0, 64, (4 * 17,), generator=torch.Generator().manual_seed(3)).view(4, 17)
     inputs, labels, tokens = ids[:, :-1].flatten(), ids[:, 1:].flatten(), tokens_of_rows(4, 16)
@@ -210,11 +212,11 @@ def test_each_weight_is_updated_at_its_own_rate(kind: str) -> None:
     ]
     made = OptimConfig(kind=kind, momentum=0.0)  # type: ignore[arg-type]  # one of the two
     optimizer = build_optimizer(
-        params, made, lambda shard: rates_of(config, kind, shard.name, shard.inputs)
+        params, made, lambda shard: mup_factors(config, kind, shard.name, shard.inputs)
     )
     optimizer.step([torch.ones_like(weight) for _, weight in params], lr=0.01, weight_decay=0.0)
     for shard, weight in params:
-        step = 0.01 * rates_of(config, kind, shard.name, shard.inputs).lr
+        step = 0.01 * mup_factors(config, kind, shard.name, shard.inputs).lr
         torch.testing.assert_close(weight, torch.full_like(weight, 1 - step), rtol=0, atol=1e-6)
 
 
@@ -222,9 +224,9 @@ def test_tables_with_a_spread_of_their_own_do_not_decay() -> None:
     own = replace(MODEL, embedding_init_std=0.5)
     for model, kind, rate in ((own, "adamw", 1.0), (MUP, "adamw", 1.0), (MUP, "sgd", 4.0)):
         assert [
-            rates_of(model, kind, name, 1) for name in ("embed.weight", "positions.weight")
+            mup_factors(model, kind, name, 1) for name in ("embed.weight", "positions.weight")
         ] == [ParameterRates(lr=rate, decay=0.0)] * 2
         assert all(
-            rates_of(model, kind, name, 1).decay == 1.0
+            mup_factors(model, kind, name, 1).decay == 1.0
             for name in ("head.weight", "layers.0.mlp.down")
         )

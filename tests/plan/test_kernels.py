@@ -53,7 +53,7 @@ REFUSED: list[tuple[dict[str, str], dict[str, str], str | None, str]] = [
         {"model.norm": "layer"},
         {"norm": "numba"},
         None,
-        "kernels.norm=numba: model.norm=layer has no compiled loop.",
+        "kernels.norm=numba: model.norm=layer has no Numba kernel.",
     ),
     (
         {"model.activation": "gelu"},
@@ -83,7 +83,7 @@ REFUSED: list[tuple[dict[str, str], dict[str, str], str | None, str]] = [
         {"parallel.cp": "2"},
         {"attention": "cpu_tiled"},
         None,
-        "share tokens, and compute attention by intervals of keys. S",
+        "attention over the tokens of other ranks is computed in chunks of keys. S",
     ),
     (
         {},
@@ -122,7 +122,7 @@ def test_scores_that_a_way_does_not_know_are_named() -> None:
     )
     (problem,) = explicit_backend_problems(capped)
     assert (
-        "model.attention.softcap=2.0, model.attention.window=4: it knows plain scores only"
+        "model.attention.softcap=2.0, model.attention.window=4: it supports plain scores only"
         in problem
     )
     assert (
@@ -147,11 +147,11 @@ def test_a_way_that_knows_no_masks_is_refused_where_rows_end_with_padding_that_i
     assert [explicit_backend_problems(other) for other in (run, whole, named)] == [[], [], []]
 
 
-def test_a_run_says_which_way_each_operation_takes_and_why_not_a_faster_one() -> None:
+def test_backend_of_each_operation_is_described_with_reasons_for_fallback() -> None:
     run = run_with({"model.norm": "layer"})
-    told, reason = describe_kernels(run, "cpu", {})
-    assert told.startswith("kernels: auto: norm torch, rope numba, activation numba, attention ")
-    assert reason == "kernels: norm fall back: loops: model.norm=layer has no compiled loop"
+    summary, reason = describe_kernels(run, "cpu", {})
+    assert summary.startswith("kernels: auto: norm torch, rope numba, activation numba, attention ")
+    assert reason == "kernels: norm fall back: numba: model.norm=layer has no Numba kernel"
     lines = describe_kernels(run_with({"precision.params": "fp64"}), "cpu", {})
     assert "rope torch" in lines[0] and lines[1].startswith(
         "kernels: norm, rope, activation, cross_entropy fall back"
@@ -194,8 +194,8 @@ def test_a_bf16_run_on_a_cpu_reports_how_its_matmuls_are_computed() -> None:
 def test_a_way_of_an_operation_that_a_run_lacks_is_refused(
     settings: dict[str, str], part: str
 ) -> None:
-    (told,) = explicit_backend_problems(tiny_run(settings))
-    assert part in told and told.endswith(" to auto."), told
+    (problem,) = explicit_backend_problems(tiny_run(settings))
+    assert part in problem and problem.endswith(" to auto."), problem
     assert (
         explicit_backend_problems(
             tiny_run({"kernels.dropout": "numba", "model.dropout.residual": "0.1"})
@@ -204,7 +204,7 @@ def test_a_way_of_an_operation_that_a_run_lacks_is_refused(
     )
 
 
-def test_only_operations_that_a_model_has_are_told_of() -> None:
+def test_only_operations_of_the_model_are_described() -> None:
     assert used_ops(tiny_run().model) == (
         "norm",
         "rope",
@@ -222,7 +222,7 @@ def test_people_see_every_way_that_can_be_asked_for() -> None:
         "attention",
         "flex",
         "fp32, bf16, fp16 on GPUs; heads of 16 features or more",
-        "no promise",
+        "not guaranteed",
     ) in rows
     assert describe_kernel_setting("torch") == "torch"
     assert describe_kernel_setting(KernelsConfig(all="torch", norm="numba")) == "torch, norm=numba"

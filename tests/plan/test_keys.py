@@ -1,5 +1,4 @@
-"""Draws are told apart by everything in their key, and alike on every machine and in every
-process."""
+"""Keys of random draws depend on all of their arguments and on nothing else."""
 
 import subprocess
 import sys

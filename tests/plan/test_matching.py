@@ -45,7 +45,7 @@ def test_what_the_lists_hold_is_read_off_them(one_f_one_b: Schedule) -> None:
     )
 
 
-def test_actions_are_told_by_rank_and_place(interleaved: Schedule) -> None:
+def test_action_text_has_rank_and_index(interleaved: Schedule) -> None:
     assert action_text(interleaved, 0, 0) == "rank 0, action 0 (F of microbatch 0, chunk 0)"
     assert (
         action_text(interleaved, 0, 1)
@@ -62,7 +62,7 @@ def test_a_missing_receive_names_the_rank_and_the_action_that_lacks_it(
     index = find(bad, 1, "B", 2)
     assert matching_problems(bad) == [
         f"rank 1, action {index} (B of microbatch 2): must come after its recv_backward",
-        "rank 1: microbatch 2 lacks recv_backward, in the whole list",
+        "rank 1: microbatch 2 lacks recv_backward in the whole list",
     ]
 
 
@@ -70,7 +70,7 @@ def test_a_missing_send_is_named(one_f_one_b: Schedule) -> None:
     row = list(one_f_one_b.ranks[0])
     del row[find(one_f_one_b, 0, "send_forward", 3)]
     assert matching_problems(changed(one_f_one_b, 0, row)) == [
-        "rank 0: microbatch 3 lacks send_forward, in the whole list"
+        "rank 0: microbatch 3 lacks send_forward in the whole list"
     ]
 
 

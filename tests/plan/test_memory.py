@@ -27,7 +27,7 @@ from megalith.plan import memory
 from megalith.plan.devices import DEVICES, device_named
 from megalith.plan.live import peak_held
 from megalith.plan.memory import (
-    Sharer,
+    ZeroShard,
     chunk_activations,
     crowded_bytes,
     distinct_places,
@@ -254,12 +254,12 @@ def test_state_is_what_a_built_rank_holds(world: int, settings: dict[str, str]) 
     for rank in range(world):
         place = workload.grid.coordinates(rank)
         mine = place["dp_shard"] * workload.run.parallel.cp + place["cp"]
-        sharer = Sharer(mine if workload.shards == shard else 0)
+        sharer = ZeroShard(mine if workload.shards == shard else 0)
         if workload.grid.experts is not None:
             part = ExpertPart(
                 workload.run.parallel.ep, workload.grid.experts.size("etp"), place["etp"]
             )
-            sharer = Sharer(
+            sharer = ZeroShard(
                 sharer.shard_rank, place["edp_shard"] if workload.run.parallel.zero else 0, part
             )
         found = place_memory(workload, place["pp"], place["tp"], sharer=sharer)
@@ -322,10 +322,10 @@ def test_fully_sharded_state_is_what_real_ranks_hold(world: int, settings: dict[
     for rank, found in enumerate(run_ranks(sharded_state, world, run)):
         place = workload.grid.coordinates(rank)
         shard_rank = place["dp_shard"] * run.parallel.cp + place["cp"]
-        sharer = Sharer(shard_rank)
+        sharer = ZeroShard(shard_rank)
         if workload.grid.experts is not None:
             part = ExpertPart(run.parallel.ep, workload.grid.experts.size("etp"), place["etp"])
-            sharer = Sharer(shard_rank, place["edp_shard"], part)
+            sharer = ZeroShard(shard_rank, place["edp_shard"], part)
         m = place_memory(workload, place["pp"], place["tp"], sharer=sharer).memory
         assert (m.weights, m.gradients, m.master, m.moments) == found, rank
 
@@ -519,7 +519,7 @@ def metered_peak(rank: int, world: int, run: TrainRun) -> int:
         ),
     ],
 )
-def test_activations_at_the_height_are_what_a_meter_finds_on_real_ranks(
+def test_peak_activations_match_measured_memory_of_ranks(
     world: int, settings: dict[str, str]
 ) -> None:
     run = tiny_run({"train.global_batch_size": "24"} | settings)
@@ -636,7 +636,7 @@ def test_what_a_device_adds_is_apart_from_the_tensors() -> None:
     assert memory_ledger(workload, cpu)[0].memory.library == 0
 
 
-def test_places_with_uneven_parts_are_told_apart() -> None:
+def test_positions_with_unequal_shares_are_listed_separately() -> None:
     workload = plan_workload(tiny_run({"parallel.tp": "3"} | UNEVEN), 3)
     assert distinct_places(workload) == [(0, 0), (0, 1), (0, 2)]
     assert worst(memory_ledger(workload)).tp_rank == 0

@@ -72,7 +72,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (
         attention(causal=False, window=4, window_right=-1),
         "model.attention.window_right=-1 must be at least 0",
-        "Use 0 to see no later token",
+        "Use 0 to mask all later tokens",
     ),
     (
         attention(causal=False, window=4, window_right=1, chunked=True),
@@ -200,8 +200,8 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         rope(factor=4.0, scaling="linear") | {"positions": "none"},
-        "model.rope.scaling=linear, model.rope.factor=4.0 with model.positions=none: nothing would "
-        "read them",
+        "model.rope.scaling=linear, model.rope.factor=4.0 with model.positions=none: "
+        "no effect, because these settings are",
         "Set model.positions=rope, or remove them",
     ),
     (
@@ -228,7 +228,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"mtp": MTPConfig(loss_weight=0.3)},
         "model.mtp.loss_weight=0.3 with model.mtp.num_layers=0",
-        "depths to 1 or more",
+        "model.mtp.num_layers to 1 or more",
     ),
     (
         rope(scaling="yarn", theta=1.0),
@@ -237,8 +237,8 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         rope(scaling="dynamic", original_max_position=16, fraction=0.4),
-        "model.rope.scaling=dynamic with 2 features that turn",
-        "or turn 4 features or more",
+        "model.rope.scaling=dynamic with 2 rotary features",
+        "or use 4 rotary features or more",
     ),
     (
         rope(
@@ -313,14 +313,14 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         rope(sections=(1, 1)),
-        "model.rope.sections=[1, 1] must be three counts of pairs, together all 3",
+        "model.rope.sections=[1, 1] must be three counts of feature pairs with sum 3",
         "[1, 1, 1]",
     ),
     (
         attention(window=4, window_layers=(True, False, False)) | rope(skip=(False,) * 4),
-        "model.attention.window_layers has 3 and model.rope.skip has 4 places for "
+        "model.attention.window_layers has 3 and model.rope.skip has 4 values for "
         "model.num_layers=2",
-        "Use 2 places or fewer",
+        "Use 2 values or fewer",
     ),
     (
         attention(window_layers=(True, False)),
@@ -354,8 +354,8 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"layers": LayersConfig(mlp=("full", "none", "full"))},
-        "model.layers.mlp has 3 places for model.num_layers=2",
-        "Use 2 places or fewer",
+        "model.layers.mlp has 3 values for model.num_layers=2",
+        "Use 2 values or fewer",
     ),
     (
         {"layers": LayersConfig(attention=("full", "none"), mlp=("none",)), "num_layers": 3},
@@ -406,12 +406,14 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "said", "fix"), CASES, ids=[said for _, said, _ in CASES])
+@pytest.mark.parametrize(
+    ("changed", "problem_text", "fix"), CASES, ids=[problem_text for _, problem_text, _ in CASES]
+)
 def test_broken_rule_names_setting_and_valid_value(
-    changed: dict[str, Any], said: str, fix: str
+    changed: dict[str, Any], problem_text: str, fix: str
 ) -> None:
     (problem,) = network_problems(replace(SOUND, **changed))
-    assert said in problem and fix in problem and problem.endswith("."), problem
+    assert problem_text in problem and fix in problem and problem.endswith("."), problem
 
 
 def test_sound_networks_break_no_rule() -> None:
@@ -454,16 +456,16 @@ def test_the_fraction_that_is_proposed_turns_pairs(head: int) -> None:
         {"moe": MoEConfig(num_experts=4, top_k=1, ffn_hidden_size=6)},
     ],
 )
-def test_of_a_model_that_others_trained_only_what_keeps_it_from_being_computed_is_told(
+def test_pretrained_models_are_checked_by_inference_rules_only(
     changed: Any,
 ) -> None:
     model = replace(SOUND, **changed)
     assert network_problems(model) and network_problems(model, trains=False) == []
     (problem,) = network_problems(replace(model, num_heads=0), trains=False)
     assert "model.num_heads=0 must be at least 1" in problem
-    told = network_problems(
+    problems = network_problems(
         replace(model, moe=MoEConfig(num_experts=4, top_k=5, ffn_hidden_size=6)), trains=False
     )
-    assert told == [
+    assert problems == [
         "model.moe.top_k=5 is more than model.moe.num_experts=4. Set model.moe.top_k to 4 or less."
     ]

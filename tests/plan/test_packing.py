@@ -16,7 +16,7 @@ from tests.cases import loop_over
 
 
 def token_by_token(ids: list[list[int]], eod: int) -> list[tuple[int, int]]:
-    """(document, position) of each token, by the rule as told: the plain definition."""
+    """(document, position) of each token, by the plain definition."""
     found: list[tuple[int, int]] = []
     document = -1
     for row in ids:
@@ -101,7 +101,7 @@ def test_a_label_crosses_into_another_document_only_after_its_end() -> None:
 
 
 @pytest.mark.parametrize("distance", [1, 2, 5])
-def test_a_token_further_on_is_of_the_same_document_or_none(distance: int) -> None:
+def test_shifted_tokens_stay_inside_their_document(distance: int) -> None:
     lengths = [3, 1, 6, 2]
     document = np.repeat(np.arange(4), lengths)
     for token, found in enumerate(shift_tokens_within_documents(lengths, distance).tolist()):

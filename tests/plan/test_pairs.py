@@ -64,7 +64,7 @@ def test_in_1f1b_the_first_ranks_run_twice_as_far_ahead() -> None:
     ]
 
 
-def test_in_the_interleaved_schedule_every_rank_runs_one_further_ahead() -> None:
+def test_interleaved_pairs_need_one_more_warmup_forward() -> None:
     schedule = build_schedule("interleaved", num_ranks=2, num_chunks=2, num_microbatches=4)
     assert texts(pair_forward_backward(schedule)) == [
         "F0a F1a F0b F1b F2a F3a+B0b F2b+B1b F3b+B0a B1a B2b B3b B2a B3a",
@@ -123,7 +123,7 @@ def test_a_forward_that_the_backward_beside_it_waits_for_is_found() -> None:
     ("name", "chunks", "held", "before"),
     [("1f1b", 1, 8, 4), ("interleaved", 2, 12, 11), ("dualpipe-v", 2, 9, 9)],
 )
-def test_pairs_cost_no_time_on_paper_and_the_memory_that_is_told(
+def test_pairs_take_no_simulated_time_and_the_planned_memory(
     name: ScheduleName, chunks: int, held: int, before: int
 ) -> None:
     schedule = build_schedule(name, num_ranks=4, num_chunks=chunks, num_microbatches=16)
@@ -154,18 +154,18 @@ def test_a_schedule_without_pairs_is_taken_one_by_one() -> None:
         (
             ParallelConfig(ep=2),
             False,
-            "model.moe=null: there are no messages to experts. Set parallel.overlap_experts",
+            "model.moe=null: there is no token dispatch to overlap. Set parallel.overlap_experts",
         ),
         (
             ParallelConfig(),
             True,
-            "parallel.ep=1: no rank sends tokens to another one's experts. Set parallel.ep to a "
+            "parallel.ep=1: there is no all-to-all to overlap. Set parallel.ep to a "
             "divisor of model.moe.num_experts=4 above 1",
         ),
         (
             ParallelConfig(ep=2, dispatcher="allgather"),
             True,
-            "parallel.dispatcher=allgather: only an exchange can be left",
+            "parallel.dispatcher=allgather: only an all-to-all can be overlapped",
         ),
         (
             ParallelConfig(ep=2, zero=3),
@@ -175,12 +175,14 @@ def test_a_schedule_without_pairs_is_taken_one_by_one() -> None:
         (
             ParallelConfig(ep=2, pp=2, pipeline=PipelineConfig(schedule="zb-h1")),
             True,
-            "parallel.pipeline.schedule=zb-h1: it does not run forwards and backwards by turns. "
+            "parallel.pipeline.schedule=zb-h1: it does not alternate forwards and backwards. "
             "Set parallel.pipeline.schedule to one of 1f1b, interleaved, dualpipe-v.",
         ),
     ],
 )
-def test_what_pairs_need_is_told(parallel: ParallelConfig, moe: bool, text: str) -> None:
+def test_unsupported_settings_of_dual_batch_overlap_are_reported(
+    parallel: ParallelConfig, moe: bool, text: str
+) -> None:
     model = MODEL if moe else replace(MODEL, moe=None)
     assert pairing_problems(model, parallel) == []
     (problem,) = pairing_problems(model, replace(parallel, overlap_experts=True))

@@ -231,9 +231,7 @@ def test_stages_hold_everything_once_and_a_shared_table_twice() -> None:
 
 @pytest.mark.parametrize("positions", ["rope", "learned", "relative"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_stage_of_further_predictions_holds_tables_that_it_reads_and_no_head(
-    positions: Any, tied: bool
-) -> None:
+def test_mtp_stage_holds_lookup_tables_and_no_head(positions: Any, tied: bool) -> None:
     config = replace(SMALL, positions=positions, tied_embeddings=tied, mtp=MTPConfig(num_layers=2))
     nothing = range(config.num_layers, config.num_layers)
     for stage in (

@@ -131,7 +131,7 @@ def test_every_crossed_channel_is_named_once() -> None:
     ]
 
 
-def test_a_circle_of_ranks_is_told_step_by_step() -> None:
+def test_deadlock_of_ranks_is_described_step_by_step() -> None:
     plain = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
     f0, f1, b0, b1 = Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1)
     circle = with_transfers(
@@ -151,7 +151,7 @@ def test_a_circle_of_ranks_is_told_step_by_step() -> None:
     assert find_problems(circle) != []
 
 
-def test_a_rank_that_waits_for_another_chunk_of_its_own_is_told() -> None:
+def test_rank_that_waits_for_its_own_chunk_is_described() -> None:
     schedule = with_transfers(build_schedule("zb-v", num_ranks=2, num_chunks=2, num_microbatches=1))
     row = list(schedule.ranks[1])
     down, turn = find(schedule, 1, "F", 0, chunk=0), find(schedule, 1, "F", 0, chunk=1)

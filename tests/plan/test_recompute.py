@@ -110,19 +110,19 @@ def problems(
         (
             problems(RecomputeConfig(method="block")),
             "recompute.method=block and recompute.num_layers=1 count whole "
-            "layers, which recompute.granularity=none leaves alone. Set recompute.granularity to "
+            "layers, which recompute.granularity=none does not recompute. Set "
+            "recompute.granularity to "
             "full",
         ),
         (
             problems(RecomputeConfig(granularity="selective", num_layers=2)),
             "recompute.num_layers=2 count whole layers, "
-            "which recompute.granularity=selective leaves alone",
+            "which recompute.granularity=selective does not recompute",
         ),
         (
             problems(RecomputeConfig(granularity="selective", modules=())),
-            "recompute.modules=[] names nothing to "
-            "compute again. Set recompute.modules to [core_attention], or recompute.granularity to "
-            "none",
+            "recompute.modules=[] has nothing to recompute. Set recompute.modules to "
+            "[core_attention], or recompute.granularity to none",
         ),
         (
             problems(RecomputeConfig(modules=("mlp",))),
@@ -135,14 +135,14 @@ def problems(
         ),
         (
             problems(RecomputeConfig(check=True)),
-            "recompute.check=true compares what is computed again, which is "
-            "nothing with recompute.granularity=none. Set recompute.granularity to full or "
-            "selective",
+            "recompute.check=true compares recomputed values, but nothing is "
+            "recomputed with recompute.granularity=none. Set recompute.granularity to "
+            "full or selective",
         ),
         (
             problems(RecomputeConfig(shard_inputs=True), tp=2),
-            "recompute.shard_inputs=true divides the inputs of "
-            "recomputed layers, but recompute.granularity=none. Set recompute.granularity to full",
+            "recompute.shard_inputs=true shards the inputs of recomputed layers, but "
+            "recompute.granularity=none. Set recompute.granularity to full",
         ),
         (
             problems(RecomputeConfig(granularity="full", shard_inputs=True)),
@@ -150,9 +150,8 @@ def problems(
         ),
         (
             problems(RecomputeConfig(granularity="full", shard_inputs=True), tp=2, sp=True),
-            "recompute.shard_inputs=true "
-            "is redundant: with parallel.sp=true each of the parallel.tp=2 ranks keeps only its "
-            "tokens already",
+            "recompute.shard_inputs=true is redundant: with parallel.sp=true each of "
+            "the parallel.tp=2 ranks saves only its tokens already",
         ),
         (
             problems(RecomputeConfig(granularity="auto")),
@@ -162,7 +161,7 @@ def problems(
         ),
         (
             problems(RecomputeConfig(granularity="auto", device="h10")),
-            "recompute.device=h10 is no device known here. "
+            "recompute.device=h10 is not a known device. "
             "Did you mean h100? Set recompute.device to one of a100, ",
         ),
         (
@@ -178,7 +177,7 @@ def problems(
         (
             problems(RecomputeConfig(), OffloadConfig(layers=4)),
             "offload.layers=4 must be at least 0 and less than the "
-            "4 layers of a stage, whose last one backward needs at once. Set offload.layers to 3 "
+            "4 layers of a stage, whose last layer backward needs first. Set offload.layers to 3 "
             "or less",
         ),
         (
@@ -195,16 +194,18 @@ def problems(
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_value_and_a_way_out(text: str, expected: str) -> None:
+def test_invalid_recompute_settings_are_rejected_with_a_valid_value(
+    text: str, expected: str
+) -> None:
     assert expected in text
 
 
-def test_experts_for_all_tokens_run_again_where_there_are_some() -> None:
+def test_shared_experts_recomputation_requires_shared_experts() -> None:
     again = RecomputeConfig(granularity="selective", modules=("shared_experts",))
     model = tiny_run({}).model
     (text,) = shared_experts_problems(again, model)
     assert text == (
-        "recompute.modules=['shared_experts'] names shared_experts, of which the model has none. "
+        "recompute.modules=['shared_experts'] has shared_experts, but the model has none. "
         "Remove shared_experts, or set model.moe.shared_ffn_hidden_size."
     )
     assert shared_experts_problems(
@@ -215,15 +216,15 @@ def test_experts_for_all_tokens_run_again_where_there_are_some() -> None:
     assert shared_experts_problems(RecomputeConfig(), model) == []
 
 
-def test_projections_from_short_vectors_run_again_where_there_are_some() -> None:
+def test_mla_up_proj_recomputation_requires_mla() -> None:
     again, model = (
         RecomputeConfig(granularity="selective", modules=("norm", "mla_up_proj")),
         tiny_run({}).model,
     )
     assert up_projection_problems(again, model) == [
-        "recompute.modules=['norm', 'mla_up_proj'] names mla_up_proj, but model.mla=None: only "
-        "latent attention "
-        "projects up from short vectors. Replace mla_up_proj by core_attention, or set model.mla."
+        "recompute.modules=['norm', 'mla_up_proj'] has mla_up_proj, but "
+        "model.mla=None: only latent attention has up-projections. Replace mla_up_proj "
+        "by core_attention, or set model.mla."
     ]
     assert up_projection_problems(again, replace(model, mla=MLAConfig(kv_rank=7))) == []
     assert up_projection_problems(RecomputeConfig(), model) == []
@@ -238,7 +239,7 @@ def chunked(
     return mlp_chunks_problems(one, offload, MODEL, tokens=7, adapters_drop=drop)
 
 
-def test_mlps_run_in_chunks_only_where_they_run_again_by_themselves() -> None:
+def test_mlp_chunks_require_selective_recomputation_of_mlps() -> None:
     assert chunked() == chunked(7) == chunked(1, granularity="none", drop=True) == []
     refused = {
         "recompute.mlp_chunks=0 must be at least 1. Set recompute.mlp_chunks to 1": chunked(0),
@@ -248,7 +249,7 @@ def test_mlps_run_in_chunks_only_where_they_run_again_by_themselves() -> None:
         "to [mlp]": chunked(modules=("norm",)),
         "recompute.mlp_chunks=8 is more than the 7 tokens": chunked(8),
         "Set recompute.mlp_chunks to 7 or less": chunked(8),
-        "recompute.mlp_chunks=3 with offload.layers=1: parts": chunked(
+        "recompute.mlp_chunks=3 with offload.layers=1: the chunks": chunked(
             offload=OffloadConfig(layers=1)
         ),
         "recompute.mlp_chunks=3 with lora.dropout above 0": chunked(drop=True),
@@ -258,10 +259,7 @@ def test_mlps_run_in_chunks_only_where_they_run_again_by_themselves() -> None:
     mixed = replace(MODEL, moe=MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=8))
     one = RecomputeConfig(granularity="selective", modules=("mlp",), mlp_chunks=2)
     (text,) = mlp_chunks_problems(one, HERE, mixed, tokens=7, adapters_drop=False)
-    assert (
-        "no layer has an MLP that all tokens go through" in text
-        and "Set recompute.mlp_chunks to 1." in text
-    )
+    assert "no layer has a dense MLP" in text and "Set recompute.mlp_chunks to 1." in text
     assert mlp_in_chunks(one, MODEL, 0) and not mlp_in_chunks(one, mixed, 0)
     assert not mlp_in_chunks(replace(one, modules=("norm",)), MODEL, 0)
 

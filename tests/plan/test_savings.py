@@ -1,4 +1,4 @@
-"""What a run that recomputes or offloads is told when it starts."""
+"""Memory savings of recomputation and offload, as logged at the start of a run."""
 
 from dataclasses import replace
 
@@ -7,7 +7,12 @@ import pytest
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.plan.activations import ActivationSetting, stage_activations, total, whole_layer
+from megalith.plan.activations import (
+    ActivationSetting,
+    layer_rows_without_recompute,
+    stage_activations,
+    total,
+)
 from megalith.plan.savings import run_lines, saving_lines, savings
 from megalith.testing.tiny import tiny_run
 
@@ -93,7 +98,7 @@ def test_offloading_moves_bytes_and_costs_no_operations() -> None:
     setting = replace(PLAIN, offload=OffloadConfig(layers=2, min_numel=1))
     (saving,) = savings(setting, num_layers=4)
     assert saving.region == "host memory" and saving.extra == 0
-    assert saving.nbytes == 2 * total(whole_layer(PLAIN))
+    assert saving.nbytes == 2 * total(layer_rows_without_recompute(PLAIN))
 
 
 def test_the_lines_say_what_is_saved_and_what_it_costs() -> None:
@@ -103,21 +108,21 @@ def test_the_lines_say_what_is_saved_and_what_it_costs() -> None:
     assert lines[2].startswith("activations of a microbatch: ") and " instead of " in lines[2]
 
 
-def test_attention_that_has_nothing_to_drop_is_told_with_its_bytes() -> None:
+def test_core_attention_without_saving_is_reported_with_its_bytes() -> None:
     long = replace(PLAIN, lengths=(1024,), recompute=RecomputeConfig(granularity="selective"))
     text = "\n".join(saving_lines(long, num_layers=4))
-    assert "core_attention, which frees 0 bytes here: attention keeps no probabilities" in text
+    assert "core_attention, which frees 0 bytes here: attention saves no probabilities" in text
     short = "\n".join(saving_lines(replace(long, lengths=(512,)), num_layers=4))
     assert "which frees" not in short and "core_attention: " in short
 
 
-def test_a_run_that_keeps_everything_is_told_nothing() -> None:
+def test_no_saving_lines_without_recomputation() -> None:
     assert run_lines(tiny_run(), 1, pp_rank=0, tp_rank=0, accelerator=False) == []
-    told = run_lines(
+    lines = run_lines(
         tiny_run({"recompute.granularity": "full", "parallel.tp": "2"}),
         2,
         pp_rank=0,
         tp_rank=1,
         accelerator=False,
     )
-    assert told[0].startswith("2 of 2 layers: ") and len(told) == 2
+    assert lines[0].startswith("2 of 2 layers: ") and len(lines) == 2

@@ -315,10 +315,10 @@ def test_schedules_of_one_chunk_refuse_vpp(name: str) -> None:
     )
 
 
-def test_v_schedules_want_two_chunks_and_interleaved_more_than_one() -> None:
+def test_v_schedules_need_two_chunks_and_interleaved_more_than_one() -> None:
     for name in ("zb-v", "dualpipe-v"):
         [text] = problems(2, 4, schedule=name)
-        assert f"parallel.pipeline.vpp=1: schedule {name} lays two chunks" in text
+        assert f"parallel.pipeline.vpp=1: schedule {name} needs two chunks" in text
         assert "Set parallel.pipeline.vpp=2." in text
     [text] = problems(2, 4, schedule="interleaved")
     assert (

@@ -61,10 +61,10 @@ def test_what_is_printed_reads_back_as_the_same(seed: int) -> None:
 @pytest.mark.parametrize(
     ("text", "column", "what", "fix"),
     [
-        ("Ett|tx|L", 5, "'x' is no item", "Use only E (embedding)"),
-        ("ETt|L", 1, "'T' is no item", "Did you mean t?"),
+        ("Ett|tx|L", 5, "'x' is not an item", "Use only E (embedding)"),
+        ("ETt|L", 1, "'T' is not an item", "Did you mean t?"),
         ("Et|(tt|L", 3, "this ( is never closed", "Use a ) for each ("),
-        ("Et|tt|)L", 6, "this ) closes no (", "Use a ( for each )"),
+        ("Et|tt|)L", 6, "this ) has no matching (", "Use a ( for each )"),
         ("*3tL", 0, "there is nothing before this * to repeat", "Use it as in t*3"),
         ("Et*3*2L", 4, "there is nothing before this * to repeat", "Use it as in t*3"),
         ("E()*3L", 3, "there is nothing before this * to repeat", "Use it as in t*3"),
@@ -105,7 +105,7 @@ def test_any_text_is_read_or_refused_in_words(seed: int) -> None:
     try:
         stages = parse_layout(text)
     except PlanError as error:
-        stages, told = [[]], str(error)
+        stages, message = [[]], str(error)
     else:
-        told = "Use "
-    assert stages and "Use " in told
+        message = "Use "
+    assert stages and "Use " in message

@@ -143,12 +143,12 @@ def test_counting_the_embedding_says_what_was_counted() -> None:
     )
 
 
-def test_two_ways_to_divide_are_refused_with_all_values() -> None:
+def test_two_methods_of_dividing_layers_are_rejected_with_all_values() -> None:
     problem = one_problem(PipelineConfig(layout="Et|tL", first_layers=1, count_loss=True), 2, 2)
     assert problem == (
         "parallel.pipeline.layout=Et|tL, parallel.pipeline.first_layers=1, "
-        "parallel.pipeline.count_loss=true: these "
-        "are 3 ways to divide the layers. Use one of them, or parallel.pipeline.layout=Et|tL."
+        "parallel.pipeline.count_loss=true: these are 3 methods of dividing the "
+        "layers. Use one of them, or parallel.pipeline.layout=Et|tL."
     )
 
 
@@ -231,7 +231,7 @@ def test_ends_that_do_not_fit(
         ("Ett(|tL", ["this ( is never closed, at character 4:"]),
     ],
 )
-def test_a_wrong_layout_is_told_everything_at_once(layout: str, texts: list[str]) -> None:
+def test_all_errors_of_a_layout_are_reported_together(layout: str, texts: list[str]) -> None:
     problems = stages_problems(PipelineConfig(layout=layout), pp=2, num_layers=3)
     assert len(problems) == len(texts), problems
     for problem in problems:
@@ -305,7 +305,7 @@ def test_hidden_states_of_every_depth_go_from_their_stage_to_the_loss() -> None:
     ]
 
 
-def test_without_a_layout_further_predictions_lie_with_the_loss() -> None:
+def test_mtp_layers_are_on_the_loss_stage_by_default() -> None:
     for pipeline, pp in (
         (PipelineConfig(), 2),
         (PipelineConfig(last_layers=0), 3),
@@ -325,23 +325,23 @@ def test_without_a_layout_further_predictions_lie_with_the_loss() -> None:
             "Etm|t|L",
             1,
             [
-                "m reads what all layers make, and on the first stage that would be the whole "
-                "model, at character 3:",
-                "m comes before a layer (t), and reads what all layers make, at character 3:",
+                "m needs the output of all layers, so the first stage would be the "
+                "whole model, at character 3:",
+                "m comes before a layer (t), but needs the output of all layers, at character 3:",
             ],
         ),
-        ("Ettm||L", 1, ["on the first stage that would be the whole model, at character 4:"]),
+        ("Ettm||L", 1, ["so the first stage would be the whole model, at character 4:"]),
         (
             "Et|mt|L",
             1,
-            ["m comes before a layer (t), and reads what all layers make, at character 4:"],
+            ["m comes before a layer (t), but needs the output of all layers, at character 4:"],
         ),
         (
             "Et|tm|mL",
             2,
             [
-                "m is on a second stage, but all of them read one copy of the embedding, at "
-                "character 7:"
+                "m is on a second stage, but all MTP layers share one copy of the "
+                "embedding, at character 7:"
             ],
         ),
         (
@@ -357,9 +357,7 @@ def test_without_a_layout_further_predictions_lie_with_the_loss() -> None:
         ("Et|tL|m", 1, ["there is something after the loss, at character 5:"]),
     ],
 )
-def test_further_predictions_in_wrong_places_are_told(
-    layout: str, depths: int, texts: list[str]
-) -> None:
+def test_misplaced_mtp_layers_are_reported(layout: str, depths: int, texts: list[str]) -> None:
     problems = stages_problems(PipelineConfig(layout=layout), pp=3, num_layers=2, depths=depths)
     assert len(problems) == len(texts), problems
     for problem, text in zip(problems, texts, strict=True):

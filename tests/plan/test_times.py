@@ -87,7 +87,7 @@ def test_what_is_left_is_what_finds_no_room() -> None:
     assert Passage(near=True, seconds=3.0, room=5.0).exposed == 0.0
 
 
-def test_without_a_link_nothing_is_said() -> None:
+def test_passage_is_none_without_bandwidth() -> None:
     workload = plan_workload(resolve("llama3_8b"), 8)
     row = step_traffic(workload, 0, 0)[0]
     cpu = device_named("cpu", world=8, host_memory=2**34)

@@ -473,7 +473,7 @@ LOOKING = [
         LOOKING[0],
     ],
 )
-def test_a_step_sends_what_the_plan_says(world: int, settings: dict[str, str]) -> None:
+def test_measured_traffic_of_a_step_matches_the_plan(world: int, settings: dict[str, str]) -> None:
     assert_plan_holds(world, settings)
 
 
@@ -517,7 +517,7 @@ def test_shared_inputs_of_recomputed_layers_are_gathered() -> None:
     )
 
 
-def test_the_page_on_experts_says_what_the_plan_says() -> None:
+def test_tables_of_the_experts_page_match_the_plan() -> None:
     page = (Path(__file__).parents[2] / "docs" / "concepts" / "experts.md").read_text()
     run = resolve("qwen3_30b_a3b")
     for dispatcher in ("alltoall", "allgather"):

@@ -1,4 +1,4 @@
-"""Which ways there are for tokens to reach experts, and what is said of one that is not there."""
+"""Known token dispatchers, and the error for an unknown one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,18 +14,18 @@ def package(install_package: Callable[[str, dict[str, str]], Path]) -> Path:
     return install_package(GROUP, {"fast": "fast_wires:build", "alltoall": "fast_wires:other"})
 
 
-def test_what_is_here_is_no_problem() -> None:
+def test_built_in_dispatchers_are_valid() -> None:
     assert [transport_problems(name) for name in BUILT_IN] == [[]] * 3
 
 
-def test_a_package_that_is_installed_brings_its_own_and_takes_no_name(package: Path) -> None:
+def test_installed_package_adds_dispatchers_except_built_in_names(package: Path) -> None:
     assert dict(installed_transports()).keys() == {"fast"}
     assert installed_transports()["fast"].value == "fast_wires:build"
     assert transport_problems("fast") == []
 
 
-def test_a_way_that_is_not_there_is_answered_with_those_that_are(package: Path) -> None:
-    assert transport_problems("exchang") == [
-        "parallel.dispatcher=exchang is no way for tokens to reach experts. Did you mean exchange? "
-        "Use one of exchange, gather, reference, fast, or install the package that brings it."
+def test_unknown_dispatcher_is_rejected_with_the_known_ones(package: Path) -> None:
+    assert transport_problems("alltoal") == [
+        "parallel.dispatcher=alltoal is not a known token dispatcher. Did you mean alltoall? Use "
+        "one of alltoall, allgather, reference, fast, or install the package that provides it."
     ]

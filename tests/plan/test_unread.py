@@ -43,37 +43,35 @@ def test_defaults_and_what_is_read_are_no_problem() -> None:
     )
 
 
-def test_what_no_layer_has_needs_no_settings() -> None:
+def test_settings_of_absent_layer_types_are_rejected() -> None:
     square = replace(
         MODEL, layers=LayersConfig(attention=("linear",)), attention=AttentionConfig(sinks=True)
     )
     (text,) = unread_problems(square)
     assert text == (
-        "model.attention.sinks=true with model.layers.attention=[linear]: nothing would read it: "
-        "this is for "
-        "attention, and no layer has it. Set model.layers.attention to full for some layer, or "
+        "model.attention.sinks=true with model.layers.attention=[linear]: no effect, because "
+        "the setting is for attention, and no layer has it. Set "
+        "model.layers.attention to full for some layer, or "
         "remove it."
     )
     (text,) = unread_problems(
         replace(MODEL, layers=LayersConfig(mlp=("none", "linear")), gated=False)
     )
-    assert "model.gated=false with model.layers.mlp=[none, linear]: nothing would read it" in text
+    assert "model.gated=false with model.layers.mlp=[none, linear]: no effect" in text
     assert unread_problems(replace(square, layers=LayersConfig(attention=("linear", "full")))) == []
 
 
-def test_biases_of_mlps_need_an_mlp_or_a_shared_expert() -> None:
+def test_mlp_bias_requires_an_mlp_or_shared_experts() -> None:
     biased, experts = replace(MODEL, mlp_bias=True), MoEConfig(num_experts=4, ffn_hidden_size=8)
     (text,) = unread_problems(replace(biased, moe=experts))
     assert text == (
-        "model.mlp_bias=true with model.moe.shared_ffn_hidden_size=null: nothing would read it: "
-        "this is for MLPs and "
+        "model.mlp_bias=true with model.moe.shared_ffn_hidden_size=null: no effect, because "
+        "the setting is for MLPs and "
         "shared experts, and there are none. Set model.moe.biases=true for biases of experts, or "
         "remove it."
     )
     (text,) = unread_problems(replace(biased, layers=LayersConfig(mlp=("none",))))
-    assert text.startswith(
-        "model.mlp_bias=true with model.layers.mlp=[none]: nothing would read it"
-    )
+    assert text.startswith("model.mlp_bias=true with model.layers.mlp=[none]: no effect")
     for moe in (replace(experts, layers=(True, False)), replace(experts, shared_ffn_hidden_size=4)):
         assert unread_problems(replace(biased, moe=moe)) == [] and reads_mlp_bias(
             replace(biased, moe=moe)

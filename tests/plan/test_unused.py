@@ -20,16 +20,14 @@ CASES = [
     (
         {"parallel.context.kind": "a2a", "parallel.context.slicing": "document"},
         2,
-        "parallel.context.kind=a2a, parallel.context.slicing=document: no effect here, because "
-        "with parallel.cp=1 no "
-        "rows are shared",
+        "parallel.context.kind=a2a, parallel.context.slicing=document: no effect here, "
+        "because with parallel.cp=1 sequences are not split",
     ),
     (
         {"parallel.collective_matmul": "ring_exchange"},
         2,
         "parallel.collective_matmul=ring_exchange: no effect here, because with "
-        "parallel.tp_comm_overlap=false "
-        "nothing goes round",
+        "parallel.tp_comm_overlap=false there are no collective matmuls",
     ),
     (
         {
@@ -45,7 +43,7 @@ CASES = [
     (
         {"parallel.bucket_numel": "7"},
         1,
-        "parallel.bucket_numel=7: no effect here, because one rank has nobody to talk",
+        "parallel.bucket_numel=7: no effect here, because one rank has no communication",
     ),
     (
         {"parallel.bucket_numel": "7", "parallel.zero": "3"},
@@ -55,7 +53,7 @@ CASES = [
     (
         {"parallel.overlap": "false"},
         1,
-        "parallel.overlap=false: no effect here, because one rank has nobody to talk",
+        "parallel.overlap=false: no effect here, because one rank has no communication",
     ),
     (
         {"optim.kind": "sgd", "optim.beta2": "0.9"},
@@ -79,19 +77,19 @@ CASES = [
             "precision.loss_scale.window": "5",
         },
         1,
-        "precision.loss_scale.window=5: no effect here, because with precision.loss_scale.constant "
-        "the scale nev",
+        "precision.loss_scale.window=5: no effect here, because with "
+        "precision.loss_scale.constant the scale does not",
     ),
     (
         {"model.rope.theta": "500", "model.rope.local_theta": "100", "model.attention.window": "4"},
         1,
-        "model.rope.theta=500.0: no effect here, because all layers that turn have a window, and "
-        "do so by model.rope.l",
+        "model.rope.theta=500.0: no effect here, because all layers with RoPE have a "
+        "window, and use model.rope.l",
     ),
     (
         {"model.fp32_residual": "true"},
         1,
-        "model.fp32_residual=true: no effect here, because the residual stream is as",
+        "model.fp32_residual=true: no effect here, because the residual stream is at least",
     ),
     (
         {"schedule.wsd_decay_style": "linear"},
@@ -101,7 +99,7 @@ CASES = [
     (
         {"offload.min_numel": "3"},
         1,
-        "offload.min_numel=3: no effect here, because with offload.layers=0 nothing moves",
+        "offload.min_numel=3: no effect here, because with offload.layers=0 nothing is offloaded",
     ),
     (
         {"checkpoint.keep": "none", "checkpoint.keep_every": "4"},
@@ -132,18 +130,18 @@ CASES = [
         },
         1,
         "data.mock_num_documents=9, data.mock_max_tokens=6: no effect here, because only "
-        "data.mock=true makes doc",
+        "data.mock=true generates doc",
     ),
 ]
 
 
-@pytest.mark.parametrize(("changes", "world", "said"), CASES)
+@pytest.mark.parametrize(("changes", "world", "expected"), CASES)
 def test_a_setting_without_effect_is_named_with_the_reason(
-    changes: dict[str, str | list[str]], world: int, said: str
+    changes: dict[str, str | list[str]], world: int, expected: str
 ) -> None:
     run = tiny_run(changes)
     assert run_problems(run, world) == []
-    (note,) = [note for note in unused_notes(run, world) if note.startswith(said)]
+    (note,) = [note for note in unused_notes(run, world) if note.startswith(expected)]
     assert note.count("no effect here, because ") == 1
 
 

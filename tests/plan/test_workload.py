@@ -79,9 +79,7 @@ def test_a_tied_table_is_held_once_by_a_rank_that_has_both_ends() -> None:
 
 @pytest.mark.parametrize("tied", ["true", "false"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_depths_that_predict_further_share_the_table_as_built_models_do(
-    tied: str, schedule: str
-) -> None:
+def test_mtp_layers_share_the_embedding_table_as_in_the_model(tied: str, schedule: str) -> None:
     settings = {
         "model.mtp.num_layers": "2",
         "model.tied_embeddings": tied,

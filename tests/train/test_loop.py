@@ -790,7 +790,7 @@ def test_zero_on_one_rank_runs_with_a_note(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(tmp_path, {"parallel.zero": "1", "train.steps": "1"}, show=True).kind == "done"
-    assert "parallel.zero=1 divides nothing here: with dp=1" in capsys.readouterr().out
+    assert "parallel.zero=1 shards nothing: with dp=1" in capsys.readouterr().out
 
 
 def test_settings_without_effect_are_named_when_a_run_starts(
@@ -805,8 +805,8 @@ def test_settings_without_effect_are_named_when_a_run_starts(
     reported = " ".join(capsys.readouterr().out.split())
     assert reported.count("no effect here") == 2
     assert (
-        "parallel.context.kind=gather: no effect here, because with parallel.cp=1 no rows are "
-        "shared" in reported
+        "parallel.context.kind=gather: no effect here, because with parallel.cp=1 "
+        "sequences are not split" in reported
     )
 
 

@@ -316,13 +316,13 @@ CASES = [
     (
         {"recompute__granularity": "selective", "recompute__modules": "[]"},
         1,
-        "recompute.modules=[] names nothing to compute again",
+        "recompute.modules=[] has nothing to recompute",
         "Set recompute.modules to [core_attention]",
     ),
     (
         {"recompute__granularity": "full", "recompute__shard_inputs": "true"},
         1,
-        "recompute.shard_inputs=true divides inputs over tensor-parallel ranks",
+        "recompute.shard_inputs=true shards inputs over tensor-parallel ranks",
         "Set parallel.tp to 2 or more",
     ),
     (
@@ -705,9 +705,8 @@ def test_documents_in_packs_need_no_rows_that_divide() -> None:
             1,
         )
     assert "a microbatch is one pack. Set train.micro_batch_size=1" in str(caught.value)
-    assert "train.tokens_per_microbatch=30 * parallel.cp=1 = 30 tokens hold no document" in str(
-        caught.value
-    )
+    text = "train.tokens_per_microbatch=30 * parallel.cp=1 = 30 tokens do not hold a document"
+    assert text in str(caught.value)
     (text,) = run_problems(run(**packed, **TWO_CHUNKS, parallel__pipeline__group="1"), 2)
     assert text.startswith("parallel.pipeline.group=1 must be from parallel.pp=2")
     (text,) = run_problems(run(train__tokens_per_microbatch="0"), 1)

@@ -187,7 +187,7 @@ def test_positions_of_three_kinds_have_their_sections(tiny: Translate) -> None:
     run = tiny("--position-embedding-type mrope --mrope-section 2 1 1").run
     assert (
         run is not None
-        and "must be three counts of pairs, together all 8" in model_problems(run)[0]
+        and "must be three counts of feature pairs with sum 8" in model_problems(run)[0]
     )
     plain = tiny("--mrope-section 4 2 2 --yarn-beta-fast 3").run
     assert plain is not None and (plain.model.rope.sections, plain.model.rope.beta_fast) == (
