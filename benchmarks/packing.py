@@ -24,7 +24,7 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import Masks, StepBatches, build_batch
 from megalith.data.sample import PackedSample
 from megalith.kernels.memory import keep_freed_memory
-from megalith.plan.fill import PackedDocuments, fill_best
+from megalith.plan.fill import PackedDocuments, pack_best_fit_decreasing
 from megalith.recipes.small import llama_6m, llama_29m
 
 RECIPES = {"6m": llama_6m, "29m": llama_29m}
@@ -106,7 +106,7 @@ def measure(size: str, *, documents: int, fill: float, rounds: int, dtype: str) 
     alone = PackedDocuments(np.arange(documents), np.arange(documents + 1))
     steps = {
         name: step_of(rows_of(filled, lengths, room, vocab), run.train.micro_batch_size)
-        for name, filled in (("padded", alone), ("packed", fill_best(lengths, room)))
+        for name, filled in (("padded", alone), ("packed", pack_best_fit_decreasing(lengths, room)))
     }
     assert steps["padded"].num_labels == steps["packed"].num_labels
     device = torch.device("cpu")

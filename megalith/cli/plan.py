@@ -16,10 +16,10 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
 from megalith.plan.advice import Change, changes, notes, remedy, verdict
-from megalith.plan.automatic import chosen_recompute, chosen_words
+from megalith.plan.automatic import resolve_auto_recompute, describe_auto_recompute
 from megalith.plan.devices import Device, device_named
 from megalith.plan.explain import explain
-from megalith.plan.layout import fewest_ranks
+from megalith.plan.layout import min_world_size
 from megalith.plan.memory import PlaceMemory, crowded_bytes, distinct_places, memory_ledger, worst
 from megalith.plan.times import rank_flops, repeated_share, work_seconds
 from megalith.plan.traffic import step_traffic
@@ -99,15 +99,15 @@ def checked_workload(
     from megalith.train.rules import check_run
 
     run = apply_overrides(resolve(recipe), overrides)
-    ranks = world if world is not None else fewest_ranks(run.parallel)
+    ranks = world if world is not None else min_world_size(run.parallel)
     if ranks < 1:
         raise ConfigError(
             f"--world={ranks} must be at least 1. Use the world size of the real job."
         )
     check_run(run, ranks)
-    chosen = chosen_recompute(run, ranks)
+    chosen = resolve_auto_recompute(run, ranks)
     if chosen is not run:
-        print(chosen_words(chosen.recompute), file=sys.stderr)
+        print(describe_auto_recompute(chosen.recompute), file=sys.stderr)
     return plan_workload(chosen, ranks)
 
 

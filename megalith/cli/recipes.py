@@ -18,7 +18,7 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides, differences, dump_yaml, to_dict
 from megalith.errors import ConfigError
 from megalith.plan.costs import num_parameters
-from megalith.plan.layout import fewest_ranks
+from megalith.plan.layout import min_world_size
 from megalith.plan.memory import memory_ledger, worst
 from megalith.plan.workload import plan_workload
 from megalith.recipes import recipes, resolve
@@ -110,7 +110,7 @@ def recipe_summary(name: str) -> dict[str, Any]:  # Any: JSON
     recipe = recipes()[name]
     run = recipe()
     p, t = run.parallel, run.train
-    ranks = fewest_ranks(p)
+    ranks = min_world_size(p)
     rows = t.micro_batch_size * ranks // (p.tp * p.cp * p.pp)
     short_step = replace(
         t, global_batch_size=min(t.global_batch_size, 4 * p.pp * rows)

@@ -11,7 +11,7 @@ from tyro.conf import Positional
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.config.train import TrainRun
 from megalith.errors import ConfigError
-from megalith.plan.automatic import chosen_recompute, chosen_words
+from megalith.plan.automatic import resolve_auto_recompute, describe_auto_recompute
 
 if TYPE_CHECKING:
     from megalith.train.loop import Outcome
@@ -76,7 +76,7 @@ def must_start_workers(run: TrainRun, nproc: int) -> bool:
     if in_worker(os.environ):
         return False
     check_run(run, nproc)
-    chosen_recompute(run, nproc)
+    resolve_auto_recompute(run, nproc)
     return nproc > 1
 
 
@@ -90,9 +90,9 @@ def with_recompute_chosen(run: TrainRun) -> TrainRun:
 
     worker = Worker.from_environment(os.environ)
     check_run(run, worker.world)
-    chosen = chosen_recompute(run, worker.world)
+    chosen = resolve_auto_recompute(run, worker.world)
     if worker.rank == 0:
-        print(chosen_words(chosen.recompute), file=sys.stderr, flush=True)
+        print(describe_auto_recompute(chosen.recompute), file=sys.stderr, flush=True)
     return chosen
 
 

@@ -13,7 +13,7 @@ from megalith.config.kernels import Kernel
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
-from megalith.plan.layout import fewest_ranks
+from megalith.plan.layout import min_world_size
 
 CHECK_FAILED = 1  # exit code
 RULE_VIOLATED = 2  # exit code: the run cannot be built with these settings
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     from megalith.recipes import resolve
 
     run = apply_overrides(resolve(command.recipe), overrides)
-    world = command.world if command.world is not None else fewest_ranks(run.parallel)
+    world = command.world if command.world is not None else min_world_size(run.parallel)
     if world < 1:
         raise ConfigError(
             f"--world={world} must be at least 1. Use the world size of the real job."

@@ -29,7 +29,7 @@ from megalith.kernels.tokens import (
 from megalith.parallel.group import Group, gather_objects, start_all_reduce_
 from megalith.plan.batches import cyclic_sample_ids, sample_ids
 from megalith.plan.context import WHOLE, Slicing, plan_slices
-from megalith.plan.deal import BatchAssignment, Budget, DocumentCost, assign_rows, imbalance
+from megalith.plan.deal import BatchAssignment, TokenBudget, DocumentCost, assign_rows, imbalance
 from megalith.plan.packing import (
     documents_from_eod,
     labels_inside_documents,
@@ -155,7 +155,7 @@ class Loader:
         sampler: Sampler = "sequential",
         dropout_seed: int | None = None,
         num_mtp_layers: int = 0,
-        budget: Budget | None = None,
+        budget: TokenBudget | None = None,
         everyone: Group | None = None,
         cost: DocumentCost | None = None,
         balanced: bool = False,
@@ -268,7 +268,7 @@ class Loader:
             [], 0, lengths=tuple(chain(*lengths)), imbalance=imbalance(ranks)
         )
 
-    def _read_packs(self, budget: Budget) -> tuple[StepBatches, BatchAssignment]:
+    def _read_packs(self, budget: TokenBudget) -> tuple[StepBatches, BatchAssignment]:
         """Read this rank's packs of the next step's documents."""
         first, dataset = self._position, self.dataset
         assert isinstance(dataset, Indexed), "only documents can be packed"
@@ -419,7 +419,7 @@ def build_batch(
 def build_pack(
     dataset: Dataset,
     documents: Sequence[int],
-    budget: Budget,
+    budget: TokenBudget,
     *,
     device: torch.device,
     slicing: Slicing = WHOLE,

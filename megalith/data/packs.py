@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from megalith.data.row_masks import join_masks
 from megalith.data.sample import PackedSample
 from megalith.errors import DataError
-from megalith.plan.deal import Budget
-from megalith.plan.fill import PackedDocuments, fill_first
+from megalith.plan.deal import TokenBudget
+from megalith.plan.fill import PackedDocuments, pack_first_fit_decreasing
 from megalith.plan.keys import key
 
 MAX_BARS = 12
 """Maximum number of lines of a histogram."""
 
 
-def pack_documents(documents: Sequence[PackedSample], budget: Budget) -> PackedSample:
+def pack_documents(documents: Sequence[PackedSample], budget: TokenBudget) -> PackedSample:
     """Concatenate documents and pad them to the capacity; without documents, the row is all
     padding.
 
@@ -88,7 +88,7 @@ def pack_first_fit(inputs: PackingInput, seed: int) -> PackedDocuments:
     Source: Johnson 1973, "Near-optimal bin packing algorithms".
     """
     order = np.random.default_rng(key(seed, "sft", "packs")).permutation(inputs.kept)
-    packed = fill_first(inputs.lengths[order].tolist(), inputs.seq_len)
+    packed = pack_first_fit_decreasing(inputs.lengths[order].tolist(), inputs.seq_len)
     return PackedDocuments(order[packed.documents].astype(np.int64), packed.starts)
 
 

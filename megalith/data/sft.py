@@ -28,7 +28,7 @@ from megalith.data.pretrain import check_ids
 from megalith.data.sample import PackedSample
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
-from megalith.plan.fill import PackedDocuments, fill_apart, fill_best, fill_by_group, fill_in_order
+from megalith.plan.fill import PackedDocuments, pack_one_per_row, pack_best_fit_decreasing, pack_by_group, pack_in_order
 from megalith.plan.keys import key
 
 _log = logging.getLogger(__name__)
@@ -319,11 +319,11 @@ class ConversationDataset:
         if self._packs is not None:
             order, packed = np.arange(len(self._lengths)), self._packs.packed
         elif self._alone:
-            packed = fill_apart(lengths)
+            packed = pack_one_per_row(lengths)
         elif pack_by_row:
-            packed = fill_by_group(lengths, self._lines(), self._seq_len)
+            packed = pack_by_group(lengths, self._lines(), self._seq_len)
         else:
-            packed = (fill_best if sft.packing == "best_fit" else fill_in_order)(
+            packed = (pack_best_fit_decreasing if sft.packing == "best_fit" else pack_in_order)(
                 lengths, self._seq_len
             )
         # Rows are shuffled too, because rows of many short conversations tend to come first.

@@ -38,9 +38,9 @@ from megalith.parallel.tensor import (
     VocabEmbedding,
     VocabHead,
 )
-from megalith.plan.initial import start_of
+from megalith.plan.initial import initial_values
 from megalith.plan.shards import Shard, split_evenly
-from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_stages, whole_model
+from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_stages, single_stage
 
 RINGS, KEEP_ALL, KEEP_HERE = ContextConfig(), RecomputeConfig(), OffloadConfig()
 
@@ -110,7 +110,7 @@ class Decoder(nn.Module):
         )
         self.config, self.dtype, self.tp_comm = config, dtype, tp_comm
         self.stream_dtype = stream_dtype(config, dtype)
-        self.stage = stage or whole_model(config.num_layers, config.mtp.num_layers)
+        self.stage = stage or single_stage(config.num_layers, config.mtp.num_layers)
         table = shared_tables.get("embed.weight")
         if self.stage.embedding:
             self.embed = VocabEmbedding(_table("embed.weight", config, mesh), tp_comm, dtype=dtype)
@@ -438,7 +438,7 @@ def _set_stages_and_init(
     name, or `own_stages`) and its initial distribution."""
     for spec, module, name in list(declared_parameters(model)):
         shard, init = spec.shard, spec.init
-        initial = start_of(model.config, shard.name, shard.shape, shard.inputs, init.std)
+        initial = initial_values(model.config, shard.name, shard.shape, shard.inputs, init.std)
         init = replace(init, std=initial.std, uniform=initial.uniform)
         shard = replace(shard, stages=shared.get(shard.name) or own_stages)
         module.__dict__["declared"][name] = replace(spec, shard=shard, init=init)

@@ -32,7 +32,7 @@ from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import Recomputed, RecomputedInChunks
 from megalith.parallel.tensor import TPComm
-from megalith.plan.recompute import modules_again
+from megalith.plan.recompute import recomputed_modules
 
 KEEP_ALL = RecomputeConfig()
 
@@ -63,7 +63,7 @@ class Layer(nn.Module):
         experts."""
         super().__init__()
         config, number = config.at(index), index if number is None else number
-        again, check = modules_again(recompute), recompute.check
+        again, check = recomputed_modules(recompute), recompute.check
         recomputed_output: RecomputedOutputFactory = (
             recompute_checked if check else RecomputedOutput
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import ConfigError
-from megalith.plan.live import peak_held
+from megalith.plan.live import peak_activation_memory
 from megalith.plan.schedule import Kind
 from megalith.plan.simulate import Simulation
 
@@ -50,7 +50,7 @@ def boxes(simulation: Simulation) -> Iterator[Box]:
 def title(simulation: Simulation) -> str:
     """Return a one-line summary of the schedule."""
     schedule = simulation.schedule
-    held = [float(peak) / schedule.num_chunks for peak in peak_held(schedule)]
+    held = [float(peak) / schedule.num_chunks for peak in peak_activation_memory(schedule)]
     chunks = f" × {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     return (
         f"{schedule.name}, {schedule.num_ranks} ranks{chunks}, {schedule.num_microbatches} "

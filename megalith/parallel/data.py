@@ -242,7 +242,7 @@ class BucketedDataParallel:
             alone=[
                 n for n, shard in enumerate(self.shards) if self.divided and len(shard.stages) > 1
             ],
-            together=list({run for layer in layers for run in runs[layer] if len(run) > 1}),
+            contiguous=list({run for layer in layers for run in runs[layer] if len(run) > 1}),
             kinds=kinds,
         )
         # A stage without layers has no parameters; the dtype of its empty buffer does not matter.

@@ -19,7 +19,7 @@ from megalith.parallel.alike import (
 from megalith.parallel.group import Group, all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.slices import sum_over_members_
-from megalith.plan.shards import PARTS, Shard, summed_over
+from megalith.plan.shards import PARTS, Shard, gradient_sum_axes
 
 _log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def sum_of_bytes(tensors: Sequence[Tensor]) -> int:
 
 def tensor_axes(shard: Shard) -> tuple[str, ...]:
     """Return the tensor-parallel axes over which the gradient of `shard` is summed."""
-    return tuple(axis for axis in ("tp_kv", "tp_copy") if axis in summed_over(shard))
+    return tuple(axis for axis in ("tp_kv", "tp_copy") if axis in gradient_sum_axes(shard))
 
 
 def _stages(shard: Shard) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.group import Group, finished, note, on_its_way, start_all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import VocabEmbedding, VocabHead
-from megalith.plan.fsdp import padded_numel, rows_of
+from megalith.plan.fsdp import padded_numel, shard_rows
 from megalith.plan.shards import Shard
 
 DIVIDE_BY = 1.0
@@ -622,7 +622,7 @@ def _local_rows_of(shard: Shard, division: Division) -> Shard:
     return (
         shard
         if group.size == 1
-        else rows_of(shard, group.rank, group.size, SLICES_OVER[shard.grid])
+        else shard_rows(shard, group.rank, group.size, SLICES_OVER[shard.grid])
     )
 
 

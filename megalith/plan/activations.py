@@ -43,7 +43,7 @@ from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.rope import RopeConfig
 from megalith.plan.mixtures import Mixture, mixture_tensors
 from megalith.plan.parameters import ExpertPart, TensorPart, tensor_part
-from megalith.plan.recompute import Span, layer_spans, mlp_in_chunks, modules_again
+from megalith.plan.recompute import Span, layer_spans, mlp_in_chunks, recomputed_modules
 
 ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 """Bytes of a weight or activation, by dtype."""
@@ -211,7 +211,7 @@ def stage_activations(
         loss,
         setting.model.mtp.num_layers * loss if num_mtp_layers is None else num_mtp_layers,
     )
-    modules, first = modules_again(setting.recompute), setting.first_layer
+    modules, first = recomputed_modules(setting.recompute), setting.first_layer
     layer_tensors = [
         tuple(layer_rows(setting, modules, first + layer)) for layer in range(num_layers)
     ]
@@ -577,7 +577,7 @@ def _mtp_rows(setting: ActivationSetting, region: str) -> Iterator[SavedTensor]:
     if layer_spans(setting.recompute, OffloadConfig(), 1)[0].recomputed:
         yield span_input(setting)
     else:
-        for row in layer_rows(setting, modules_again(setting.recompute), last):
+        for row in layer_rows(setting, recomputed_modules(setting.recompute), last):
             yield row._replace(region=f"{region}.layer.{row.region}".rstrip("."))
     yield from _stream_norm_rows(setting, f"{region}.norm")
 
@@ -612,7 +612,7 @@ def _shared_rows(setting: ActivationSetting, num_layers: int, ends: _Ends) -> It
 def _saves_aux_loss(setting: ActivationSetting, layers: Sequence[int]) -> bool:
     """Return whether some of these layers save tensors of aux losses."""
     moe = setting.model.moe
-    if moe is None or "mlp" in modules_again(setting.recompute):
+    if moe is None or "mlp" in recomputed_modules(setting.recompute):
         return False
     losses, spans = moe.aux_loss, layer_spans(setting.recompute, OffloadConfig(), len(layers))
     saving_layers = [
@@ -640,7 +640,7 @@ def _rope_tables(setting: ActivationSetting, layers: Sequence[int]) -> set[bool]
     partly_recomputed = [
         layer
         for layer in layers
-        if recomputes_up_projections(setting, layer, modules_again(setting.recompute))
+        if recomputes_up_projections(setting, layer, recomputed_modules(setting.recompute))
     ]
     if model.positions == "rope" and (partly_recomputed or any(span.recomputed for span in spans)):
         kinds = {False, own}

@@ -14,7 +14,7 @@ from megalith.plan.devices import GIB, USABLE, Device
 from megalith.plan.kernels import describe_kernel_setting
 from megalith.plan.memory import chunk_activations, memory_ledger, worst
 from megalith.plan.pairs import pairing_problems
-from megalith.plan.recompute import modules_again
+from megalith.plan.recompute import recomputed_modules
 from megalith.plan.times import layer_share, work_seconds
 from megalith.plan.workload import Workload, plan_workload
 
@@ -218,7 +218,7 @@ def notes(workload: Workload, device: Device) -> list[str]:
     """Return notes on settings that have no effect in this run or cost more than expected."""
     run, p = workload.run, workload.run.parallel
     lines = []
-    if device.accelerator and "core_attention" in modules_again(run.recompute):
+    if device.accelerator and "core_attention" in recomputed_modules(run.recompute):
         saved = _saved_by_core_attention(workload, device)
         lines.append(
             f"recompute.modules={list(run.recompute.modules)}: fused attention saves no scores, so "

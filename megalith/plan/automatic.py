@@ -16,7 +16,7 @@ from megalith.plan.savings import savings
 from megalith.plan.workload import Workload, plan_workload
 
 
-def chosen_recompute(run: TrainRun, world: int) -> TrainRun:
+def resolve_auto_recompute(run: TrainRun, world: int) -> TrainRun:
     """Return the run with `auto` replaced by the choice that adds the least work and fits; any
     other run unchanged.
 
@@ -49,10 +49,10 @@ def chosen_recompute(run: TrainRun, world: int) -> TrainRun:
     return candidate
 
 
-def chosen_words(choice: RecomputeConfig) -> str:
+def describe_auto_recompute(choice: RecomputeConfig) -> str:
     """Describe the chosen recomputation in one line.
 
-    >>> chosen_words(RecomputeConfig(granularity="full", method="block", num_layers=8))
+    >>> describe_auto_recompute(RecomputeConfig(granularity="full", method="block", num_layers=8))
     'recompute.granularity=auto chose full, block, num_layers 8'
     """
     descriptions = {

@@ -101,7 +101,7 @@ def plan_buckets(
     align: int = 64,
     end_align: int | None = None,
     alone: Collection[int] = (),
-    together: Sequence[Sequence[int]] = (),
+    contiguous: Sequence[Sequence[int]] = (),
     kinds: Sequence[Hashable] | None = None,
 ) -> BucketPlan:
     """Lay out the gradients of parameters with these element counts, given in registration order.
@@ -114,20 +114,20 @@ def plan_buckets(
     align: every start is a multiple of this many elements (64: 128 bytes in bf16, two cache lines).
     end_align: every bucket's length is also a multiple of it (a multiple of dp gives dp ranks equal
     slices); unset: `align`. alone: parameters with a bucket of their own, such as a tied embedding
-    that two stages must place alike. together: ascending runs of parameters without gaps in one
+    that two stages must place alike. contiguous: ascending runs of parameters without gaps in one
     bucket, because one matmul writes them all; a run is placed where its last parameter would be.
     kinds: one per parameter; a bucket holds one kind, and its layout does not depend on the other
     kinds, so that ranks on which the parameters of one kind have the same sizes split them alike.
     Unset: all are of one kind.
 
     Raises:
-        PlanError: a size is negative, an alignment is below one, or `alone`, `together` and
+        PlanError: a size is negative, an alignment is below one, or `alone`, `contiguous` and
             `kinds` contradict each other.
     """
     kinds = [None] * len(sizes) if kinds is None else kinds
-    _check(sizes, bucket_numel, align, end_align, alone, together, kinds)
+    _check(sizes, bucket_numel, align, end_align, alone, contiguous, kinds)
     quantum = lcm(align, end_align or align)
-    units = list(enumerate(_units(len(sizes), together)))
+    units = list(enumerate(_units(len(sizes), contiguous)))
     packed: list[_Packed] = []
     for kind in dict.fromkeys(kinds):
         packed += _pack(
@@ -182,11 +182,11 @@ def _pack(
     return packed
 
 
-def _units(count: int, together: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+def _units(count: int, contiguous: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Return parameters in placement order, the last first; a run is one unit at the place of its
     last member."""
-    run_ending_at = {run[-1]: tuple(run) for run in together if run}
-    inside = {number for run in together for number in run[:-1]}
+    run_ending_at = {run[-1]: tuple(run) for run in contiguous if run}
+    inside = {number for run in contiguous for number in run[:-1]}
     return [
         run_ending_at.get(number, (number,))
         for number in reversed(range(count))
@@ -204,7 +204,7 @@ def _check(
     align: int,
     end_align: int | None,
     alone: Collection[int],
-    together: Sequence[Sequence[int]],
+    contiguous: Sequence[Sequence[int]],
     kinds: Sequence[Hashable],
 ) -> None:
     if len(kinds) != len(sizes):
@@ -226,23 +226,23 @@ def _check(
         raise PlanError(
             f"parameters {negative} have a negative size. Pass element counts of at least 0."
         )
-    in_runs = [number for run in together for number in run]
+    in_runs = [number for run in contiguous for number in run]
     unknown = [number for number in {*alone, *in_runs} if not 0 <= number < len(sizes)]
     if unknown:
         raise PlanError(
-            f"alone, together: no parameters {sorted(unknown)}. Use numbers from 0 to "
+            f"alone, contiguous: no parameters {sorted(unknown)}. Use numbers from 0 to "
             f"{len(sizes) - 1}."
         )
-    if len(set(in_runs)) < len(in_runs) or any(list(run) != sorted(run) for run in together):
+    if len(set(in_runs)) < len(in_runs) or any(list(run) != sorted(run) for run in contiguous):
         raise PlanError(
-            f"together={together}: pass ascending runs in which each parameter occurs once."
+            f"contiguous={contiguous}: pass ascending runs in which each parameter occurs once."
         )
-    both = sorted(set(alone) & {number for run in together if len(run) > 1 for number in run})
+    both = sorted(set(alone) & {number for run in contiguous if len(run) > 1 for number in run})
     if both:
         raise PlanError(
-            f"parameters {both} are in `alone` and in a run of `together`. Remove them from one."
+            f"parameters {both} are in `alone` and in a run of `contiguous`. Remove them from one."
         )
-    mixed = [list(run) for run in together if len({kinds[number] for number in run}) > 1]
+    mixed = [list(run) for run in contiguous if len({kinds[number] for number in run}) > 1]
     if mixed:
         raise PlanError(
             f"parameters {mixed[0]} are to lie together and are of several kinds. Choose one of "

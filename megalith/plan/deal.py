@@ -21,8 +21,8 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.config.train import LoopConfig
 from megalith.errors import PlanError
 from megalith.plan.costs import pairs_seen, step_flops
-from megalith.plan.fill import fill_in_order
-from megalith.plan.schedule import pipeline_in_use, schedule_name, schedule_problems
+from megalith.plan.fill import pack_in_order
+from megalith.plan.schedule import effective_pipeline, schedule_name, schedule_problems
 
 FILLER = 64
 """Length of the padding documents that fill up a pack; short, so that attention over padding is
@@ -114,7 +114,7 @@ def imbalance(costs: Sequence[int]) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class TokenBudget:
     """Settings of bin packing and batch assignment: pack capacity, padding, cost and pipeline."""
 
     capacity: int
@@ -147,11 +147,11 @@ class Budget:
         Raises:
             PlanError: a document is longer than a pack.
         """
-        packed = fill_in_order([self.padded(length) for length in lengths], self.capacity)
+        packed = pack_in_order([self.padded(length) for length in lengths], self.capacity)
         packs = [tuple(packed.row(number).tolist()) for number in range(packed.num_rows)]
         least = -(-len(packs) // dp)
         count = (
-            max(least, 1) if forward_only else microbatches_that_fit(self.pipeline, self.pp, least)
+            max(least, 1) if forward_only else smallest_valid_num_microbatches(self.pipeline, self.pp, least)
         )
         costs = [self.cost(length) for length in lengths]
         packs = _split_packs(packs, costs, count * dp)
@@ -238,14 +238,14 @@ def assign_rows(costs: Sequence[int], *, dp: int, rows: int, balanced: bool) -> 
 
 
 @lru_cache(maxsize=64)  # most steps ask for the same few counts
-def microbatches_that_fit(pipeline: PipelineConfig, pp: int, least: int) -> int:
+def smallest_valid_num_microbatches(pipeline: PipelineConfig, pp: int, least: int) -> int:
     """Return the smallest number of microbatches that the pipeline schedule accepts, from `least`
     on.
 
     Raises:
         PlanError: no number is accepted; the message lists the broken rules.
     """
-    used, least = pipeline_in_use(pipeline, pp), max(least, 1)
+    used, least = effective_pipeline(pipeline, pp), max(least, 1)
     if schedule_name(used) != "interleaved":
         return least
     size = used.group or pp
@@ -258,11 +258,11 @@ def microbatches_that_fit(pipeline: PipelineConfig, pp: int, least: int) -> int:
     )
 
 
-def budget_of(train: LoopConfig, parallel: ParallelConfig, model: ModelConfig) -> Budget | None:
+def build_token_budget(train: LoopConfig, parallel: ParallelConfig, model: ModelConfig) -> TokenBudget | None:
     """Return the packing settings of a run; None if it reads rows of train.seq_len tokens."""
     if train.tokens_per_microbatch is None:
         return None
-    return Budget(
+    return TokenBudget(
         capacity=train.tokens_per_microbatch * parallel.cp,
         longest=train.seq_len,
         multiple=document_multiple(parallel),
@@ -279,7 +279,7 @@ def document_multiple(parallel: ParallelConfig) -> int:
     return 2 * parallel.cp * (parallel.tp if parallel.sp else 1)
 
 
-def microbatches_of_longest(train: LoopConfig, parallel: ParallelConfig, dp: int) -> int:
+def count_microbatches_of_longest(train: LoopConfig, parallel: ParallelConfig, dp: int) -> int:
     """Return the microbatches per step and rank; with token budgets, for documents of the maximum
     length."""
     if train.tokens_per_microbatch is None:
@@ -287,7 +287,7 @@ def microbatches_of_longest(train: LoopConfig, parallel: ParallelConfig, dp: int
     length = train.seq_len + -train.seq_len % document_multiple(parallel)
     documents_per_pack = max(train.tokens_per_microbatch * parallel.cp // length, 1)
     packs = -(-train.global_batch_size // documents_per_pack)
-    return microbatches_that_fit(parallel.pipeline, parallel.pp, -(-packs // dp))
+    return smallest_valid_num_microbatches(parallel.pipeline, parallel.pp, -(-packs // dp))
 
 
 def budget_problems(train: LoopConfig, parallel: ParallelConfig, data: DataConfig) -> list[str]:

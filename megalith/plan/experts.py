@@ -103,7 +103,7 @@ def check_top_k(moe: MoEConfig) -> str | None:
     )
 
 
-def one_choice_has_a_weight(moe: MoEConfig) -> str | None:
+def check_single_expert_weight(moe: MoEConfig) -> str | None:
     """Check that the weight of a single expert is not normalized: it would be 1, without a
     gradient."""
     if moe.top_k > 1 or not moe.router.norm_topk_prob:
@@ -250,7 +250,7 @@ def check_some_layer_has_experts(moe: MoEConfig) -> str | None:
 RULES: tuple[Rule, ...] = (
     check_some_layer_has_experts,
     check_top_k,
-    one_choice_has_a_weight,
+    check_single_expert_weight,
     check_expert_bias_score,
     check_expert_groups,
     check_exclusive_balancers,
@@ -260,7 +260,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 OF_TRAINING: tuple[Rule, ...] = (
-    one_choice_has_a_weight,
+    check_single_expert_weight,
     check_exclusive_balancers,
     check_quantile_top_k,
     check_random_routing,
@@ -418,7 +418,7 @@ def _router_dtype_notes(moe: MoEConfig) -> list[str]:
 
 
 def _single_expert_notes(moe: MoEConfig) -> list[str]:
-    if moe.num_experts == 1 or one_choice_has_a_weight(moe) is None:
+    if moe.num_experts == 1 or check_single_expert_weight(moe) is None:
         return []
     return [
         "model.moe.top_k=1 with model.moe.router.norm_topk_prob=true: the weight of a single "

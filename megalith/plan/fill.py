@@ -29,10 +29,10 @@ class PackedDocuments(NamedTuple):
         return len(self.starts) - 1
 
 
-def fill_in_order(lengths: Sequence[int], room: int) -> PackedDocuments:
+def pack_in_order(lengths: Sequence[int], room: int) -> PackedDocuments:
     """Pack documents in order (next fit); a new row starts when the next document does not fit.
 
-    >>> [row.tolist() for row in map(fill_in_order([3, 5, 1, 4], 6).row, range(3))]
+    >>> [row.tolist() for row in map(pack_in_order([3, 5, 1, 4], 6).row, range(3))]
     [[0], [1, 2], [3]]
 
     Raises:
@@ -50,7 +50,7 @@ def fill_in_order(lengths: Sequence[int], room: int) -> PackedDocuments:
     return _concatenate_rows(rows)
 
 
-def fill_best(lengths: Sequence[int], room: int) -> PackedDocuments:
+def pack_best_fit_decreasing(lengths: Sequence[int], room: int) -> PackedDocuments:
     """Pack documents by best-fit decreasing: longest first, into the row with the least remaining
     space.
 
@@ -58,7 +58,7 @@ def fill_best(lengths: Sequence[int], room: int) -> PackedDocuments:
     most 11/9 of the optimal number of rows, plus 4. Source: Johnson et al. 1974, "Worst-case
     performance bounds for simple one-dimensional packing algorithms".
 
-    >>> [row.tolist() for row in map(fill_best([3, 5, 1, 4], 7).row, range(2))]
+    >>> [row.tolist() for row in map(pack_best_fit_decreasing([3, 5, 1, 4], 7).row, range(2))]
     [[0, 3], [1, 2]]
 
     Raises:
@@ -87,14 +87,14 @@ def fill_best(lengths: Sequence[int], room: int) -> PackedDocuments:
     return _concatenate_rows(sorted((sorted(row) for row in rows), key=lambda row: row[0]))
 
 
-def fill_first(lengths: Sequence[int], room: int) -> PackedDocuments:
+def pack_first_fit_decreasing(lengths: Sequence[int], room: int) -> PackedDocuments:
     """Pack documents by first-fit decreasing: longest first, into the first row with enough space.
 
     Of equal lengths the earlier document comes first; rows are in the order of creation. At most
     11/9 of the optimal number of rows, plus 4. Source: Johnson 1973, "Near-optimal bin packing
     algorithms".
 
-    >>> [row.tolist() for row in map(fill_first([3, 5, 1, 4], 7).row, range(2))]
+    >>> [row.tolist() for row in map(pack_first_fit_decreasing([3, 5, 1, 4], 7).row, range(2))]
     [[1, 2], [0, 3]]
 
     Raises:
@@ -117,19 +117,19 @@ def fill_first(lengths: Sequence[int], room: int) -> PackedDocuments:
     return _concatenate_rows([sorted(row) for row in rows if row])
 
 
-def fill_apart(lengths: Sequence[int]) -> PackedDocuments:
+def pack_one_per_row(lengths: Sequence[int]) -> PackedDocuments:
     """Place every document in a row of its own.
 
-    >>> fill_apart([3, 5]).starts.tolist()
+    >>> pack_one_per_row([3, 5]).starts.tolist()
     [0, 1, 2]
     """
     return _concatenate_rows([[number] for number in range(len(lengths))])
 
 
-def fill_by_group(lengths: Sequence[int], groups: Sequence[Hashable], room: int) -> PackedDocuments:
+def pack_by_group(lengths: Sequence[int], groups: Sequence[Hashable], room: int) -> PackedDocuments:
     """Pack adjacent documents of the same group into rows that hold no other group.
 
-    >>> [row.tolist() for row in map(fill_by_group([3, 2, 1], [7, 7, 9], 6).row, range(2))]
+    >>> [row.tolist() for row in map(pack_by_group([3, 2, 1], [7, 7, 9], 6).row, range(2))]
     [[0, 1], [2]]
 
     Raises:

@@ -9,7 +9,7 @@ from megalith.plan.schedule import SPLIT_SCHEDULES, schedule_name
 from megalith.plan.shards import Shard
 
 
-def rows_of(shard: Shard, rank: int, ranks: int, axes: tuple[str, ...]) -> Shard:
+def shard_rows(shard: Shard, rank: int, ranks: int, axes: tuple[str, ...]) -> Shard:
     """Return the rows of a matrix, or elements of a vector, that rank `rank` of `ranks` along
     `axes` stores.
 
@@ -18,7 +18,7 @@ def rows_of(shard: Shard, rank: int, ranks: int, axes: tuple[str, ...]) -> Shard
 
     >>> from megalith.plan.shards import Shard
     >>> full = Shard.full("w", (5, 4))
-    >>> [rows_of(full, rank, 4, ("dp_shard",)).flat for rank in range(4)]
+    >>> [shard_rows(full, rank, 4, ("dp_shard",)).flat for rank in range(4)]
     [(0, 8), (8, 16), (16, 20), (20, 20)]
     """
     rows = shard.matrix_shape[0]

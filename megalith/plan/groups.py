@@ -33,7 +33,7 @@ def is_trained(one: HeldParameter, optim: OptimConfig, lora: LoraConfig | None) 
     return optim.trains(one.name) if lora is None else not one.frozen
 
 
-def rates_in(model: ModelConfig, optim: OptimConfig, name: str, inputs: int) -> ParameterRates:
+def parameter_rates(model: ModelConfig, optim: OptimConfig, name: str, inputs: int) -> ParameterRates:
     """Return the rates of a parameter with `inputs` input dims: of its groups, times muP's
     factors."""
     rate, decay = _find_groups(optim.groups, name, _rate), _find_groups(optim.groups, name, _decay)
@@ -47,7 +47,7 @@ def rates_in(model: ModelConfig, optim: OptimConfig, name: str, inputs: int) -> 
 def parameter_rows(run: TrainRun) -> Iterator[dict[str, Plain]]:
     """Yield for every parameter the settings and factors of its learning rate and weight decay."""
     for one in named_parameters(run.model, run.lora):
-        rates = rates_in(run.model, run.optim, one.name, int(one.matrix))
+        rates = parameter_rates(run.model, run.optim, one.name, int(one.matrix))
         row: dict[str, Plain] = {"name": one.name, "numel": one.numel}
         if not is_trained(one, run.optim, run.lora):
             yield row | {"trained": False}

@@ -45,7 +45,7 @@ class ParameterRates(NamedTuple):
 PLAIN = ParameterRates()
 
 
-def start_of(
+def initial_values(
     model: ModelConfig, name: str, shape: tuple[int, ...], inputs: int, std: float
 ) -> InitialValues:
     """Return the initial distribution of a parameter of this global shape, whose layer sets `std`

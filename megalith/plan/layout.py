@@ -31,11 +31,11 @@ def model_grid(
     return (
         grid
         if model.moe is None
-        else replace(grid, experts=grid_of_experts(parallel, world, offset=offset))
+        else replace(grid, experts=build_expert_grid(parallel, world, offset=offset))
     )
 
 
-def grid_of_experts(parallel: ParallelConfig, world: int, *, offset: int = 0) -> Grid:
+def build_expert_grid(parallel: ParallelConfig, world: int, *, offset: int = 0) -> Grid:
     """Return the grid of the expert layers over the same ranks, with edp split into two axes.
 
     Raises:
@@ -52,7 +52,7 @@ def grid_of_experts(parallel: ParallelConfig, world: int, *, offset: int = 0) ->
     )
 
 
-def fewest_ranks(parallel: ParallelConfig) -> int:
+def min_world_size(parallel: ParallelConfig) -> int:
     """Return the smallest world size of a layout; 1 if a degree is not positive, which the config
     rules report.
 

@@ -10,7 +10,7 @@ CHANGES: dict[Kind, int] = {"F": 1, "B": -1, "W": -1}
 """Change of the number of microbatches in flight by each action."""
 
 
-def peak_live(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+def peak_microbatches_in_flight(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """Return, by rank and chunk, the largest number of microbatches between their F and the end of
     their backward."""
     peaks = []
@@ -24,7 +24,7 @@ def peak_live(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     return tuple(peaks)
 
 
-def peak_held(
+def peak_activation_memory(
     schedule: Schedule,
     *,
     activations: Sequence[Number] | None = None,

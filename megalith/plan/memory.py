@@ -218,7 +218,7 @@ def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> Buck
         bucket_numel=run.parallel.bucket_numel,
         end_align=64 * lcm(workload.shards, workload.expert_shards),
         alone=[number for number, one in enumerate(parameters) if one.name in shared],
-        together=[stack for stack in stacks if len(stack) > 1],
+        contiguous=[stack for stack in stacks if len(stack) > 1],
         kinds=kinds,
     )
 

@@ -16,7 +16,7 @@ from megalith.plan.schedule import (
     Action,
     Schedule,
     alternate_forward_backward,
-    pipeline_in_use,
+    effective_pipeline,
     schedule_name,
 )
 
@@ -128,7 +128,7 @@ def pairing_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
             "would lose them. Set parallel.zero to 2 or less, or "
             "parallel.overlap_experts=false."
         )
-    name = schedule_name(pipeline_in_use(p.pipeline, p.pp))
+    name = schedule_name(effective_pipeline(p.pipeline, p.pp))
     if name not in PAIRED_SCHEDULES:
         problems.append(
             f"{needed} with parallel.pipeline.schedule={name}: it does not alternate forwards "

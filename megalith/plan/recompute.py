@@ -10,7 +10,7 @@ from megalith.errors import PlanError
 from megalith.plan.devices import DEVICES, accelerator_named
 
 
-def modules_again(recompute: RecomputeConfig) -> tuple[RecomputedModule, ...]:
+def recomputed_modules(recompute: RecomputeConfig) -> tuple[RecomputedModule, ...]:
     """Return the modules of every layer that backward recomputes; `mlp` includes shared_experts.
 
     Raises:
@@ -20,7 +20,7 @@ def modules_again(recompute: RecomputeConfig) -> tuple[RecomputedModule, ...]:
         raise PlanError(
             f"recompute.granularity={recompute.granularity} must be resolved before a model is "
             "planned or built. "
-            "Use chosen_recompute of megalith/plan/automatic.py, as `megalith train` "
+            "Use resolve_auto_recompute of megalith/plan/automatic.py, as `megalith train` "
             "does."
         )
     modules = recompute.modules if recompute.granularity == "selective" else ()
@@ -30,7 +30,7 @@ def modules_again(recompute: RecomputeConfig) -> tuple[RecomputedModule, ...]:
 def mlp_in_chunks(recompute: RecomputeConfig, model: ModelConfig, layer: int) -> bool:
     """Return whether a layer's MLP is recomputed in chunks."""
     dense = model.mlp_part(layer) == "full" and not model.has_experts(layer)
-    return dense and recompute.mlp_chunks > 1 and "mlp" in modules_again(recompute)
+    return dense and recompute.mlp_chunks > 1 and "mlp" in recomputed_modules(recompute)
 
 
 class Span(NamedTuple):

@@ -10,7 +10,7 @@ from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.plan.costs import attention_flops, latent_flops, layer_flops, mlp_flops, shared_flops
 from megalith.plan.frozen import first_trained_layer, tables_trained
-from megalith.plan.recompute import layer_spans, modules_again
+from megalith.plan.recompute import layer_spans, recomputed_modules
 from megalith.plan.stages import Stage
 
 
@@ -34,7 +34,7 @@ def repeated_flops(
     token_counts = _RepeatedTokens(run.model, tokens, squared_lengths, windowed)
     if run.recompute.granularity == "full":
         return sum(token_counts.layer(layer) for layer in _list_recomputed_layers(run, stages)) // 3
-    modules = modules_again(run.recompute)
+    modules = recomputed_modules(run.recompute)
     modules = tuple(
         one for one in modules if one != "core_attention" or "mla_up_proj" not in modules
     )  # it is inside

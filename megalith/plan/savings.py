@@ -23,7 +23,7 @@ from megalith.plan.costs import (
     step_flops,
 )
 from megalith.plan.memory import setting_of
-from megalith.plan.recompute import layer_spans, modules_again, recompute_notes
+from megalith.plan.recompute import layer_spans, recomputed_modules, recompute_notes
 from megalith.plan.workload import plan_workload
 
 
@@ -49,7 +49,7 @@ def savings(setting: ActivationSetting, *, num_layers: int) -> list[Saving]:
         ]
     results: list[Saving] = []
     before: tuple[str, ...] = ()
-    for module in modules_again(setting.recompute):
+    for module in recomputed_modules(setting.recompute):
         after = (*before, module)
         freed = sum(
             total(layer_rows(setting, before, layer)) - total(layer_rows(setting, after, layer))
@@ -95,7 +95,7 @@ def saving_lines(setting: ActivationSetting, *, num_layers: int) -> list[str]:
     ]
 
 
-def run_lines(
+def describe_savings(
     run: TrainRun, world: int, *, pp_rank: int, tp_rank: int, accelerator: bool
 ) -> list[str]:
     """Return `saving_lines` of the first stage with layers of a rank, for a run that starts."""

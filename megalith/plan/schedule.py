@@ -100,7 +100,7 @@ def schedule_name(pipeline: PipelineConfig) -> ScheduleName:
     return "interleaved" if pipeline.vpp > 1 else "1f1b"
 
 
-def pipeline_in_use(pipeline: PipelineConfig, pp: int) -> PipelineConfig:
+def effective_pipeline(pipeline: PipelineConfig, pp: int) -> PipelineConfig:
     """Return the pipeline settings that take effect: the defaults if there is only one stage."""
     return pipeline if pp * pipeline.vpp > 1 else PipelineConfig()
 

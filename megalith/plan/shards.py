@@ -120,7 +120,7 @@ def copies(shard: Shard) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis not in shard.cut)
 
 
-def summed_over(shard: Shard) -> tuple[str, ...]:
+def gradient_sum_axes(shard: Shard) -> tuple[str, ...]:
     """Return the axes over which the gradient is summed: all replicas, except axes where it is
     invariant."""
     return tuple(axis for axis in copies(shard) if axis not in shard.invariant)

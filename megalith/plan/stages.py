@@ -48,7 +48,7 @@ class Stage:
         return model.needs_biases(layers=len(self.layers) + self.num_mtp_layers)
 
 
-def whole_model(num_layers: int, depths: int = 0) -> Stage:
+def single_stage(num_layers: int, depths: int = 0) -> Stage:
     """Return the only stage of a model without pipeline parallelism; `depths`: number of MTP
     layers."""
     return Stage(range(num_layers), embedding=True, loss=True, norm=True, num_mtp_layers=depths)
@@ -70,7 +70,7 @@ def plan_stages(
     if problems:
         raise PlanError(f"{num_layers} layers must be divided otherwise: {' '.join(problems)}")
     if pp * pipeline.vpp == 1:
-        return (whole_model(num_layers, depths),)
+        return (single_stage(num_layers, depths),)
     if pipeline.layout is None:
         return _build_stages(_count_layers_by_stage(pipeline, pp, num_layers), depths)
     kinds = [_kinds(stage) for stage in parse_layout(pipeline.layout)]

@@ -17,7 +17,7 @@ from megalith.plan.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class CommunicationTime:
     """Time of one kind of communication in a step, and the computation time that can overlap it."""
 
     near: bool
@@ -52,9 +52,9 @@ def work_seconds(workload: Workload, device: Device) -> float | None:
     )
 
 
-def passage(
+def communication_time(
     workload: Workload, row: Traffic, *, pp_rank: int, tp_rank: int, device: Device
-) -> Passage | None:
+) -> CommunicationTime | None:
     """Return the time of this communication; None if the device's bandwidths or rate are not
     known."""
     work = work_seconds(workload, device)
@@ -65,7 +65,7 @@ def passage(
     ranks = workload.grid.group_of(rank, span)
     near = len({one // device.node for one in ranks}) == 1
     rate = (device.near_gbs if near else device.far_gbs) * 1e9 * LINK_EFFICIENCY
-    return Passage(near, row.nbytes / rate, _overlap_share(workload, row) * work)
+    return CommunicationTime(near, row.nbytes / rate, _overlap_share(workload, row) * work)
 
 
 def _overlap_share(workload: Workload, row: Traffic) -> float:

@@ -38,7 +38,7 @@ from megalith.plan.memory import (
     sharded_rows,
 )
 from megalith.plan.parameters import tensor_part
-from megalith.plan.recompute import layer_spans, mlp_in_chunks, modules_again
+from megalith.plan.recompute import layer_spans, mlp_in_chunks, recomputed_modules
 from megalith.plan.stages import Stage
 from megalith.plan.transfers import SENDS
 from megalith.plan.workload import Workload
@@ -131,7 +131,7 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
         for layer in stage.layers
         for x in gathered_input_features(run.model, layer)
     ]
-    recomputed_features, num_recomputed_sums, modules = list[int](), 0, modules_again(run.recompute)
+    recomputed_features, num_recomputed_sums, modules = list[int](), 0, recomputed_modules(run.recompute)
     for stage, counts in zip(stages, recomputed_spans, strict=True):
         repeated = stage.layers[: sum(counts)]
         recomputed_features += [
@@ -351,7 +351,7 @@ def _context_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator
             kind_and_heads = kind_of_layer(run.parallel.context, layer), heads
             layers[kind_and_heads] += attentions
             recomputed_layers[kind_and_heads] += attentions * (layer in repeated)
-    if {"core_attention", "mla_up_proj"} & {*modules_again(run.recompute)}:
+    if {"core_attention", "mla_up_proj"} & {*recomputed_modules(run.recompute)}:
         recomputed_layers = layers
     for kind, heads in sorted(layers):
         num_layers, num_recomputed = layers[kind, heads], recomputed_layers[kind, heads]
@@ -499,7 +499,7 @@ class _MoEPasses(NamedTuple):
 
 
 def _count_moe_passes(workload: Workload, pp_rank: int) -> _MoEPasses:
-    model, recomputes_mlp = workload.run.model, "mlp" in modules_again(workload.run.recompute)
+    model, recomputes_mlp = workload.run.model, "mlp" in recomputed_modules(workload.run.recompute)
     num_layers = num_recomputed = num_combined_again = 0
     for stage in stages_with_mtp(workload, pp_rank):
         counts = spans_again(workload, stage)

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from megalith.config.train import TrainRun
 from megalith.plan.adapters import with_adapters
-from megalith.plan.deal import document_multiple, microbatches_of_longest
+from megalith.plan.deal import document_multiple, count_microbatches_of_longest
 from megalith.plan.frozen import with_frozen
 from megalith.plan.grid import Grid
 from megalith.plan.layout import model_grid
 from megalith.plan.pairs import pair_forward_backward
 from megalith.plan.parameters import ExpertPart, HeldParameter, held_parameters
-from megalith.plan.schedule import Schedule, build_schedule, pipeline_in_use, schedule_name
+from megalith.plan.schedule import Schedule, build_schedule, effective_pipeline, schedule_name
 from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_stages
 
 
@@ -159,8 +159,8 @@ def plan_workload(run: TrainRun, world: int) -> Workload:
     """
     p, t = run.parallel, run.train
     grid = model_grid(p, run.model, world)
-    rows = microbatches_of_longest(t, p, grid.size("dp"))
-    used = pipeline_in_use(p.pipeline, p.pp)
+    rows = count_microbatches_of_longest(t, p, grid.size("dp"))
+    used = effective_pipeline(p.pipeline, p.pp)
     schedule = build_schedule(
         schedule_name(used),
         num_ranks=p.pp,

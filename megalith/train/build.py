@@ -16,7 +16,7 @@ from megalith.optim.slots import Optimizer
 from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.engine import GradSync, divides
 from megalith.parallel.mesh import Mesh
-from megalith.plan.groups import rates_in
+from megalith.plan.groups import parameter_rates
 from megalith.plan.initial import ParameterRates
 from megalith.plan.shards import Shard, is_first_replica
 from megalith.train.staged import PipelineModel, build_pipeline_model, with_weight_grad_stores
@@ -67,7 +67,7 @@ def build_trainer(
             layer.compile()
 
     def rates(shard: Shard) -> ParameterRates:
-        return rates_in(run.model, run.optim, shard.name, shard.inputs)
+        return parameter_rates(run.model, run.optim, shard.name, shard.inputs)
 
     optimizer = build_optimizer(
         [(param.shard, param.weight) for param in data.local_params], run.optim, rates

@@ -26,7 +26,7 @@ from megalith.parallel.engine import divides
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.plan.context import WHOLE, Slicing
-from megalith.plan.deal import Budget, budget_of
+from megalith.plan.deal import TokenBudget, build_token_budget
 from megalith.plan.shards import Shard
 from megalith.train.build import DTYPES, weight_entries
 from megalith.train.folder import RunFolder
@@ -108,7 +108,7 @@ def evaluate(
     tokenizer: Tokenizer,
     slicing: Slicing = WHOLE,
     tell: Callable[[int], None] = nothing,
-    budget: Budget | None = None,
+    budget: TokenBudget | None = None,
 ) -> Evaluation:
     """Return the mean loss over the first `samples` samples, `rows` at a time. Collective over the
     mesh.
@@ -240,7 +240,7 @@ def run_evaluation(
             tokenizer=tokenizer,
             slicing=my_slicing(run.parallel, mesh),
             tell=lambda read: progress.step(read, {}),
-            budget=budget_of(run.train, run.parallel, run.model),
+            budget=build_token_budget(run.train, run.parallel, run.model),
         )
 
 
@@ -301,7 +301,7 @@ def _batches(
 
 def _packs(
     dataset: Dataset,
-    budget: Budget,
+    budget: TokenBudget,
     mesh: Mesh,
     samples: int,
     device: torch.device,

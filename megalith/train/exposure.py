@@ -14,7 +14,7 @@ from megalith.observe.flight import axes_name
 from megalith.parallel.context import my_slicing
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
-from megalith.plan.deal import budget_of
+from megalith.plan.deal import build_token_budget
 from megalith.plan.shards import DENSE_AXES
 from megalith.testing.inject import SlowLink, slow_link
 from megalith.train.build import Trainer, build_trainer
@@ -131,7 +131,7 @@ def _loader(run: TrainRun, mesh: Mesh, trainer: Trainer, steps: int) -> Loader:
         device=trainer.device,
         slicing=my_slicing(run.parallel, mesh),
         num_mtp_layers=run.model.mtp.num_layers,
-        budget=budget_of(train, run.parallel, run.model),
+        budget=build_token_budget(train, run.parallel, run.model),
         everyone=mesh.world,
     )
 

@@ -57,11 +57,11 @@ from megalith.parallel.mesh import Mesh
 from megalith.plan.adapters import trained_step_flops
 from megalith.plan.buckets import zero_notes
 from megalith.plan.costs import model_flops_utilization, pairs_seen, tflops_per_device
-from megalith.plan.deal import budget_of, document_cost
+from megalith.plan.deal import build_token_budget, document_cost
 from megalith.plan.experts import balance_notes
 from megalith.plan.kernels import describe_kernels
 from megalith.plan.repeated import repeated_flops
-from megalith.plan.savings import run_lines
+from megalith.plan.savings import describe_savings
 from megalith.plan.stages import plan_stages
 from megalith.plan.unused import unused_notes
 from megalith.posttrain.lora import load_adapters, load_base
@@ -223,7 +223,7 @@ class _Loop:
         self.lengths = schedule_lengths(
             run.schedule, global_batch_size=run.train.global_batch_size, total_steps=run.train.steps
         )
-        self.budget = budget_of(run.train, run.parallel, run.model)
+        self.budget = build_token_budget(run.train, run.parallel, run.model)
         self.flops_since_log = 0  # of the global batch, without recomputation
         self.recomputed_flops = 0  # FLOPs of activation recomputation, in addition
         self.seconds_since_log = 0.0  # in steps, without evaluation and saving
@@ -269,7 +269,7 @@ class _Loop:
         notes += (
             [] if run.lora is not None else balance_notes(run.model)
         )  # LoRA freezes the routers
-        notes += run_lines(
+        notes += describe_savings(
             run,
             self.mesh.world.size,
             pp_rank=pp_rank,

@@ -22,7 +22,7 @@ from megalith.plan.batches import batch_problems
 from megalith.plan.buckets import zero_problems
 from megalith.plan.context import context_problems
 from megalith.plan.deal import budget_problems
-from megalith.plan.experts import expert_layout_problems, one_choice_has_a_weight
+from megalith.plan.experts import expert_layout_problems, check_single_expert_weight
 from megalith.plan.fsdp import fully_sharded_problems
 from megalith.plan.grid import dense_problems, divisors
 from megalith.plan.groups import pattern_problems
@@ -234,7 +234,7 @@ def _relation_problems(run: TrainRun, *, trains: bool = True) -> list[str]:
     setting would change its outputs (`balance_notes` reports it).
     """
     moe, learned = run.model.moe, run.checkpoint.load is not None
-    allowed = one_choice_has_a_weight(moe) if learned and moe is not None else None
+    allowed = check_single_expert_weight(moe) if learned and moe is not None else None
     return [text for text in relation_problems(run.model, trains=trains) if text != allowed]
 
 

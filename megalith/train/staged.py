@@ -34,7 +34,7 @@ from megalith.plan.schedule import (
     SPLIT_SCHEDULES,
     Schedule,
     build_schedule,
-    pipeline_in_use,
+    effective_pipeline,
     schedule_name,
 )
 from megalith.plan.stages import plan_stages, stage_boundary
@@ -262,7 +262,7 @@ def with_weight_grad_stores(pipeline_model: PipelineModel) -> PipelineModel:
 def splits_backward(pipeline: PipelineConfig, pp: int) -> bool:
     """Return whether the schedule computes weight gradients separately from the rest of
     backward."""
-    return schedule_name(pipeline_in_use(pipeline, pp)) in SPLIT_SCHEDULES
+    return schedule_name(effective_pipeline(pipeline, pp)) in SPLIT_SCHEDULES
 
 
 @lru_cache(maxsize=8)  # all steps use the same schedule, evaluation one or two others
@@ -282,7 +282,7 @@ def planned_step(
     Raises:
         PlanError: the schedule does not support these counts.
     """
-    used = pipeline_in_use(pipeline, pp)
+    used = effective_pipeline(pipeline, pp)
     schedule = build_schedule(
         schedule_name(used),
         num_ranks=pp,

@@ -8,8 +8,8 @@ from dataclasses import replace
 from megalith.config.kernels import Kernel
 from megalith.config.train import TrainRun
 from megalith.errors import RankError
-from megalith.plan.automatic import chosen_recompute
-from megalith.plan.deal import microbatches_of_longest
+from megalith.plan.automatic import resolve_auto_recompute
+from megalith.plan.deal import count_microbatches_of_longest
 from megalith.plan.kernels import describe_kernel_setting
 from megalith.train.rules import run_problems
 from megalith.verify.fault_table import Verdict, judge
@@ -37,7 +37,7 @@ def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[Re
     rows = rule_rows(run_problems(run, world))
     if not all(row.holds for row in rows):  # the other parts need a valid layout
         return rows
-    run = chosen_recompute(run, world)
+    run = resolve_auto_recompute(run, world)
     types = type_check_in_child(
         run.model,
         run.parallel,
@@ -112,7 +112,7 @@ def schedule_of(run: TrainRun, world: int) -> ScheduleReport | None:
     return check_schedule(
         p.pipeline,
         pp=p.pp,
-        num_microbatches=microbatches_of_longest(t, p, dp),
+        num_microbatches=count_microbatches_of_longest(t, p, dp),
         rows=t.micro_batch_size * dp,
         overlap=p.overlap,
         paired=p.overlap_experts,

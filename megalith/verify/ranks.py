@@ -37,7 +37,7 @@ from megalith.optim.schedule import GroupRates, group_rates, schedule_lengths
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import Init
-from megalith.plan.deal import budget_of
+from megalith.plan.deal import build_token_budget
 from megalith.plan.keys import key
 from megalith.plan.shards import Box, Shard
 from megalith.testing.ranks import run_ranks
@@ -647,7 +647,7 @@ def _loader(
     train = run.train
     # The first microbatch of one rank and the second row of the run have no label.
     eod = 7 if run.data.document_masking else None
-    budget = budget_of(train, run.parallel, run.model)
+    budget = build_token_budget(train, run.parallel, run.model)
     arguments = train.seq_len, run.model.vocab_size, 12 * (STEPS + 1), (0, 1, 2, 17)
     dataset: Dataset = RaggedDocuments(*arguments)
     if budget is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megalith.config.pipeline import PipelineConfig, ScheduleName
-from megalith.plan.live import peak_held
+from megalith.plan.live import peak_activation_memory
 from megalith.plan.pairs import pair_forward_backward
 from megalith.plan.queues import queue_problems
 from megalith.plan.schedule import Schedule, build_schedule, schedule_name, schedule_problems
@@ -113,5 +113,5 @@ def check_lists(schedule: Schedule, costs: Costs | None = None) -> ScheduleRepor
         num_messages=len(result.messages()),
         bubble=result.bubble,
         bubble_of_total=result.bubble_of_total,
-        peak_live=tuple(Fraction(peak) / schedule.num_chunks for peak in peak_held(schedule)),
+        peak_live=tuple(Fraction(peak) / schedule.num_chunks for peak in peak_activation_memory(schedule)),
     )

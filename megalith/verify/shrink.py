@@ -23,7 +23,7 @@ from megalith.config.recompute import RecomputeConfig
 from megalith.config.rope import RopeConfig
 from megalith.config.train import TrainRun
 from megalith.plan.context import context_problems
-from megalith.plan.deal import microbatches_of_longest
+from megalith.plan.deal import count_microbatches_of_longest
 from megalith.plan.frozen import trained_names
 from megalith.plan.schedule import schedule_problems
 from megalith.plan.shards import key_value_ranks
@@ -608,7 +608,7 @@ def _fit_microbatches(
     if pp * parallel.pipeline.vpp == 1:
         return parallel, 1
     t = run.train
-    wanted = _compare(microbatches_of_longest(t, run.parallel, before["dp"]), before["pp"])
+    wanted = _compare(count_microbatches_of_longest(t, run.parallel, before["dp"]), before["pp"])
     grouped = run.parallel.pipeline.group not in (None, before["pp"])
     options = [
         (

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalith.config.train import TrainRun
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.optim.slots import Optimizer
-from megalith.plan.groups import rates_in
+from megalith.plan.groups import parameter_rates
 
 STATE_NAMES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}
 """Role of an optimizer state in a checkpoint -> its name in torch.optim."""
@@ -97,7 +97,7 @@ def _build_optimizer(
     """Build torch's optimizer with one parameter group per parameter."""
     options = []
     for name, parameter in parameters.items():
-        rates = rates_in(run.model, run.optim, name, int(is_matrix(name, parameter)))
+        rates = parameter_rates(run.model, run.optim, name, int(is_matrix(name, parameter)))
         group_lr = groups[rates.lr_of].lr if rates.lr_of else lr
         decay = groups[rates.decay_of].weight_decay if rates.decay_of else weight_decay
         decays = is_matrix(name, parameter) or rates.vector_decays

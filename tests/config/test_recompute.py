@@ -2,7 +2,7 @@
 
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.tree import from_dict, to_dict
-from megalith.plan.recompute import layer_spans, modules_again
+from megalith.plan.recompute import layer_spans, recomputed_modules
 
 
 def test_every_setting_round_trips_through_yaml() -> None:
@@ -14,6 +14,6 @@ def test_every_setting_round_trips_through_yaml() -> None:
 
 
 def test_recomputation_and_offload_are_off_by_default() -> None:
-    assert not modules_again(RecomputeConfig())
+    assert not recomputed_modules(RecomputeConfig())
     assert not any(span.recomputed for span in layer_spans(RecomputeConfig(), OffloadConfig(), 4))
     assert OffloadConfig().layers == 0

@@ -25,7 +25,7 @@ from megalith.errors import DataError
 from megalith.parallel.group import Group, alone
 from megalith.parallel.mesh import build_mesh, model_grid
 from megalith.plan.context import Slicing
-from megalith.plan.deal import Budget, DocumentCost
+from megalith.plan.deal import TokenBudget, DocumentCost
 from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -381,7 +381,7 @@ def test_without_dropout_tokens_carry_no_numbers() -> None:
 
 
 def ragged(
-    group: Group, *, budget: Budget | None, consumed: int = 0, steps: int = 1, **others: Any
+    group: Group, *, budget: TokenBudget | None, consumed: int = 0, steps: int = 1, **others: Any
 ) -> Loader:
     dataset = RaggedDocuments(30, 61, 40)
     return Loader(
@@ -398,7 +398,7 @@ def ragged(
     )
 
 
-BUDGET = Budget(capacity=64, longest=30)
+BUDGET = TokenBudget(capacity=64, longest=30)
 
 
 def test_packs_have_every_document_of_the_step_once_whoever_reads_them() -> None:
@@ -424,7 +424,7 @@ def test_packs_have_every_document_of_the_step_once_whoever_reads_them() -> None
 def test_what_is_dropped_depends_on_the_document_and_not_on_its_pack() -> None:
     numbers = []
     for capacity in (40, 64, 128):
-        budget = Budget(capacity=capacity, longest=30)
+        budget = TokenBudget(capacity=capacity, longest=30)
         step = ragged(alone("dp"), budget=budget, consumed=10, dropout_seed=3).next()
         keys = [batch.tokens.dropout for batch in step.microbatches]
         numbers.append(

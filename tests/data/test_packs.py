@@ -17,7 +17,7 @@ from megalith.data.packs import (
 )
 from megalith.data.sample import PackedSample
 from megalith.errors import DataError
-from megalith.plan.deal import Budget
+from megalith.plan.deal import TokenBudget
 from megalith.plan.fill import PackedDocuments
 
 
@@ -27,21 +27,21 @@ def document(first: int, length: int) -> PackedSample:
 
 
 def test_documents_follow_one_another_and_filler_them() -> None:
-    row = pack_documents([document(10, 3), document(50, 2)], Budget(capacity=12, longest=4))
+    row = pack_documents([document(10, 3), document(50, 2)], TokenBudget(capacity=12, longest=4))
     assert (
         row.ids.tolist() == [10, 11, 12, 50, 51] + [0] * 7
         and row.labels.tolist() == [11, 12, 13, 51, 52] + [-1] * 7
     )
     assert row.lengths == (3, 2, 4, 3) and row.read_lengths == (3, 2) and row.num_valid == 5
     assert token_numbers([7, 2], row, 100).tolist() == [700, 701, 702, 200, 201] + [-1] * 7
-    empty = pack_documents([], Budget(capacity=12, longest=8))
+    empty = pack_documents([], TokenBudget(capacity=12, longest=8))
     assert empty.lengths == (8, 4) and empty.read_lengths == () and (empty.labels == -1).all()
     assert token_numbers([], empty, 100).tolist() == [-1] * 12
 
 
 def test_documents_that_will_be_padded_leave_room_for_it() -> None:
     row = pack_documents(
-        [document(10, 3), document(50, 5)], Budget(capacity=24, longest=8, multiple=4)
+        [document(10, 3), document(50, 5)], TokenBudget(capacity=24, longest=8, multiple=4)
     )
     padded = sum(length + -length % 4 for length in row.lengths)
     assert row.read_lengths == (3, 5) and padded == 24 and sum(row.lengths) == 20

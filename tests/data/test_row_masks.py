@@ -22,7 +22,7 @@ from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths
 from megalith.kernels.visible import VisiblePairs
 from megalith.plan.context import Slicing
-from megalith.plan.deal import Budget
+from megalith.plan.deal import TokenBudget
 
 CPU = torch.device("cpu")
 DRAW = np.random.default_rng(0)
@@ -135,14 +135,14 @@ def test_joined_rows_have_their_masks_side_by_side_and_filler_sees_nothing() -> 
             (4, RowMask(np.arange(4) != 1)),
         )
     ]
-    row = pack_documents(documents, Budget(capacity=12, longest=8))
+    row = pack_documents(documents, TokenBudget(capacity=12, longest=8))
     assert row.mask is not None and not row.mask.alone
     expected = np.zeros((12, 12), bool)
     expected[:3, :3], expected[3:5, 3:5], expected[5:9, 5:9] = np.eye(3), True, np.arange(4) != 1
     assert np.array_equal(row.mask.seen, expected)
     assert (
         pack_documents(
-            [replace(document, mask=None) for document in documents], Budget(capacity=12, longest=8)
+            [replace(document, mask=None) for document in documents], TokenBudget(capacity=12, longest=8)
         ).mask
         is None
     )

@@ -21,7 +21,7 @@ from megalith.errors import DataError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
-from megalith.plan.deal import BatchAssignment, Budget, budget_of
+from megalith.plan.deal import BatchAssignment, TokenBudget, build_token_budget
 from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -119,7 +119,7 @@ def packed(trainer: Trainer, *, consumed: int = 0, steps: int = 1) -> Loader:
         steps=steps,
         device=CPU,
         slicing=my_slicing(run.parallel, mesh),
-        budget=budget_of(run.train, run.parallel, run.model),
+        budget=build_token_budget(run.train, run.parallel, run.model),
         everyone=mesh.world,
     )
 
@@ -233,7 +233,7 @@ def _assignment_error(rank: int, world: int, settings: Mapping[str, str]) -> str
     packs."""
     trainer = build(settings, rank, world)
     longest = (
-        replaced(Budget, "assign_batches", _of_longest) if rank == world - 1 else nullcontext()
+        replaced(TokenBudget, "assign_batches", _of_longest) if rank == world - 1 else nullcontext()
     )
     with longest, pytest.raises(DataError) as caught:
         packed(trainer).next()
@@ -241,7 +241,7 @@ def _assignment_error(rank: int, world: int, settings: Mapping[str, str]) -> str
 
 
 def _of_longest(
-    self: Budget, lengths: Sequence[int], dp: int, *, forward_only: bool = False
+    self: TokenBudget, lengths: Sequence[int], dp: int, *, forward_only: bool = False
 ) -> BatchAssignment:
     return RIGHT_DEAL(self, [self.longest for _ in lengths], dp, forward_only=forward_only)
 
@@ -266,7 +266,7 @@ def test_different_packing_is_reported_on_all_ranks_before_a_collective(
     )
 
 
-RIGHT_DEAL = Budget.assign_batches
+RIGHT_DEAL = TokenBudget.assign_batches
 
 
 # --- a run

@@ -9,7 +9,7 @@ from megalith.models.decoder import declared_parameters
 from megalith.nn.square import LinearReplacement
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm, TPComm
-from megalith.plan.shards import summed_over
+from megalith.plan.shards import gradient_sum_axes
 from megalith.testing.tolerance import FP64, assert_equals
 
 
@@ -44,4 +44,4 @@ def test_sequence_parallel_gradients_are_summed_over_ranks(
         )
         shards = [declared.shard for declared, _, _ in declared_parameters(square)]
         assert len(shards) == 2
-        assert all(({*mesh.tp.axes} <= {*summed_over(shard)}) == summed for shard in shards)
+        assert all(({*mesh.tp.axes} <= {*gradient_sum_axes(shard)}) == summed for shard in shards)

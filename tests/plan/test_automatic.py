@@ -8,10 +8,10 @@ from megalith.config.recompute import RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import PlanError
-from megalith.plan.automatic import choices, chosen_recompute
+from megalith.plan.automatic import choices, resolve_auto_recompute
 from megalith.plan.devices import GIB, accelerator_named
 from megalith.plan.memory import memory_ledger, worst
-from megalith.plan.recompute import modules_again
+from megalith.plan.recompute import recomputed_modules
 from megalith.plan.workload import plan_workload
 from megalith.recipes import resolve
 from megalith.train.rules import run_problems
@@ -40,7 +40,7 @@ def test_the_least_work_that_fits_is_chosen() -> None:
     for gib in ("56", "50", "45", "40", "36"):
         run = automatic(gib)
         assert run_problems(run, WORLD) == []
-        chosen, ways = chosen_recompute(run, WORLD), choices(run, WORLD)
+        chosen, ways = resolve_auto_recompute(run, WORLD), choices(run, WORLD)
         assert run_problems(chosen, WORLD) == [] and held(chosen, gib) <= 0.94 * float(gib)
         places.append(ways.index(chosen.recompute))
         assert all(
@@ -73,7 +73,7 @@ def test_choices_cost_more_and_more() -> None:
 def test_a_compiled_run_gets_whole_layers_only_and_a_check_is_kept() -> None:
     compiled = choices(automatic("h100", train__compile="true"), WORLD)
     assert {way.granularity for way in compiled} == {"none", "full"}
-    checked = chosen_recompute(automatic("45", recompute__check="true"), WORLD)
+    checked = resolve_auto_recompute(automatic("45", recompute__check="true"), WORLD)
     assert checked.recompute.check and checked.recompute.granularity != "none"
     assert run_problems(checked, WORLD) == []
 
@@ -81,7 +81,7 @@ def test_a_compiled_run_gets_whole_layers_only_and_a_check_is_kept() -> None:
 def test_a_device_filled_to_the_brim_is_better_than_none() -> None:
     least = held(replace(automatic("h100"), recompute=RecomputeConfig(granularity="full")), "h100")
     tight = f"{least * 1.02:.3f}"
-    assert chosen_recompute(automatic(tight), WORLD).recompute == RecomputeConfig(
+    assert resolve_auto_recompute(automatic(tight), WORLD).recompute == RecomputeConfig(
         granularity="full"
     )
 
@@ -92,14 +92,14 @@ def test_auto_recompute_that_cannot_fit_is_rejected_with_the_memory_needed() -> 
         match=r"recompute.granularity=auto: the worst rank needs at least \d+\.\d GiB, more than "
         r"the 12.0 GiB of recompute.device=12. Use `megalith plan estimate`",
     ):
-        chosen_recompute(automatic("12"), WORLD)
+        resolve_auto_recompute(automatic("12"), WORLD)
 
 
 def test_auto_recompute_must_be_resolved_and_other_runs_are_unchanged() -> None:
     run = resolve("llama3_8b")
-    assert chosen_recompute(run, WORLD) is run
+    assert resolve_auto_recompute(run, WORLD) is run
     with pytest.raises(
         PlanError, match="recompute.granularity=auto must be resolved before a model"
     ):
-        modules_again(automatic("h100").recompute)
-    assert chosen_recompute(automatic("h200"), WORLD).recompute == RecomputeConfig()
+        recomputed_modules(automatic("h100").recompute)
+    assert resolve_auto_recompute(automatic("h200"), WORLD).recompute == RecomputeConfig()

@@ -82,7 +82,7 @@ def test_a_bucket_closes_with_the_parameter_that_fills_it() -> None:
 
 
 def test_a_run_lies_without_a_gap_in_registration_order_at_its_last_members_place() -> None:
-    plan = plan_buckets([10, 3, 5, 7, 9], bucket_numel=1, align=8, together=[[1, 3]])
+    plan = plan_buckets([10, 3, 5, 7, 9], bucket_numel=1, align=8, contiguous=[[1, 3]])
     assert [bucket.members for bucket in plan.buckets] == [(4,), (1, 3), (2,), (0,)]
     assert spans(plan) == [(40, 50), (16, 19), (32, 37), (19, 26), (0, 9)]
 
@@ -98,7 +98,7 @@ class Case(NamedTuple):
     align: int
     end_align: int | None
     alone: list[int]
-    together: list[list[int]]
+    contiguous: list[list[int]]
 
 
 def random_case(rng: random.Random) -> Case:
@@ -116,7 +116,7 @@ def random_case(rng: random.Random) -> Case:
         align=rng.choice([1, 3, 64]),
         end_align=rng.choice([None, 1, 6, 128, 384]),
         alone=[number for number in numbers if rng.random() < 0.2],
-        together=runs,
+        contiguous=runs,
     )
 
 
@@ -127,7 +127,7 @@ def plan_of(case: Case) -> BucketPlan:
         align=case.align,
         end_align=case.end_align,
         alone=case.alone,
-        together=case.together,
+        contiguous=case.contiguous,
     )
 
 
@@ -140,7 +140,7 @@ def test_slots_cover_everything_once_in_order_and_on_their_alignment(seed: int) 
     assert sorted(placed) == list(range(len(case.sizes)))
     for earlier, later in pairwise(placed):
         assert plan.slots[earlier].stop <= plan.slots[later].start
-    follows = {later: earlier for run in case.together for earlier, later in pairwise(run)}
+    follows = {later: earlier for run in case.contiguous for earlier, later in pairwise(run)}
     for number, slot in enumerate(plan.slots):
         bucket = plan.buckets[slot.bucket]
         assert number in bucket.members and bucket.start <= slot.start <= slot.stop <= bucket.stop
@@ -149,7 +149,7 @@ def test_slots_cover_everything_once_in_order_and_on_their_alignment(seed: int) 
             assert (slot.bucket, slot.start) == (before.bucket, before.stop)
         else:
             assert slot.start % case.align == 0
-    free = [number for number in placed if not any(number in run for run in case.together)]
+    free = [number for number in placed if not any(number in run for run in case.contiguous)]
     assert free == sorted(free, reverse=True)
 
 
@@ -167,7 +167,7 @@ def test_buckets_touch_and_close_neither_early_nor_late(seed: int) -> None:
             assert len(bucket.members) == 1
             continue
         run_of_last = next(
-            (run for run in case.together if bucket.members[-1] in run), [bucket.members[-1]]
+            (run for run in case.contiguous if bucket.members[-1] in run), [bucket.members[-1]]
         )
         before_last = [number for number in bucket.members if number not in run_of_last]
         full = case.bucket_numel or 10**12
@@ -182,11 +182,11 @@ def test_buckets_touch_and_close_neither_early_nor_late(seed: int) -> None:
         ({"bucket_numel": 0}, "parallel.bucket_numel=0 must be at least 1"),
         ({"bucket_numel": 1, "align": 0}, "align=0"),
         ({"bucket_numel": 1, "alone": [5]}, r"no parameters \[5\]. Use numbers from 0 to 2"),
-        ({"bucket_numel": 1, "together": [[1, 0]]}, "pass ascending runs"),
-        ({"bucket_numel": 1, "together": [[0, 1], [1, 2]]}, "each parameter occurs once"),
+        ({"bucket_numel": 1, "contiguous": [[1, 0]]}, "pass ascending runs"),
+        ({"bucket_numel": 1, "contiguous": [[0, 1], [1, 2]]}, "each parameter occurs once"),
         (
-            {"bucket_numel": 1, "together": [[0, 1]], "alone": [1]},
-            r"parameters \[1\] are in `alone` and in a run of `together`",
+            {"bucket_numel": 1, "contiguous": [[0, 1]], "alone": [1]},
+            r"parameters \[1\] are in `alone` and in a run of `contiguous`",
         ),
     ],
 )
@@ -208,7 +208,7 @@ def test_kinds_that_do_not_match_the_parameters_are_refused() -> None:
     with pytest.raises(
         PlanError, match=r"parameters \[0, 1\] are to lie together and are of several kinds"
     ):
-        plan_buckets([1, 2], bucket_numel=None, together=[[0, 1]], kinds=["a", "b"])
+        plan_buckets([1, 2], bucket_numel=None, contiguous=[[0, 1]], kinds=["a", "b"])
 
 
 # What each rank of dp 2 and 3 owns of emb, ln, w1, b1 and w2, as Megatron's distributed optimizer
@@ -249,7 +249,7 @@ def test_the_slices_of_all_ranks_are_equal_and_partition_every_parameter(seed: i
         bucket_numel=case.bucket_numel,
         end_align=64 * ranks,
         alone=case.alone,
-        together=case.together,
+        contiguous=case.contiguous,
     )
     for bucket in plan.buckets:
         bounds_of_ranks = [slice_of(bucket, rank, ranks) for rank in range(ranks)]

@@ -15,7 +15,7 @@ from megalith.plan.closed_forms import (
     idle_time,
     peak_in_flight,
 )
-from megalith.plan.live import peak_held
+from megalith.plan.live import peak_activation_memory
 from megalith.plan.schedule import build_schedule
 from megalith.plan.simulate import Number, even_costs, simulate
 from megalith.plan.transfers import with_transfers
@@ -66,7 +66,7 @@ def test_bubble_and_memory_are_exactly_the_formulas(
         fraction = bubble_fraction(name, **sizes)
         assert fraction is None or fraction == simulate(schedule).bubble
         held = [peak_in_flight(name, rank, **sizes) for rank in range(p)]
-        assert None in held or tuple(held) == peak_held(schedule)
+        assert None in held or tuple(held) == peak_activation_memory(schedule)
     assert compared >= 3
 
 

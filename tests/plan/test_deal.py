@@ -19,15 +19,15 @@ from megalith.errors import PlanError
 from megalith.plan.costs import pairs_seen, step_flops
 from megalith.plan.deal import (
     BatchAssignment,
-    Budget,
+    TokenBudget,
     DocumentCost,
     assign_rows,
-    budget_of,
+    build_token_budget,
     budget_problems,
     document_cost,
     imbalance,
-    microbatches_of_longest,
-    microbatches_that_fit,
+    count_microbatches_of_longest,
+    smallest_valid_num_microbatches,
 )
 from tests.cases import loop_over
 
@@ -42,7 +42,7 @@ def lengths_of(seed: int, count: int, longest: int) -> list[int]:
     return [int(length) for length in np.clip(np.rint(drawn), 1, longest)]
 
 
-def costs_of(assignment: BatchAssignment, budget: Budget, lengths: Sequence[int]) -> list[int]:
+def costs_of(assignment: BatchAssignment, budget: TokenBudget, lengths: Sequence[int]) -> list[int]:
     return [sum(budget.cost(lengths[number]) for number in pack) for pack in assignment.packs]
 
 
@@ -53,7 +53,7 @@ def test_every_document_has_one_place_and_all_ranks_have_work_that_differs_by_le
     draw = np.random.default_rng(seed)
     dp, count, longest = (int(draw.integers(1, most)) for most in (6, 90, 70))
     longest += 1
-    budget = Budget(
+    budget = TokenBudget(
         capacity=longest + int(draw.integers(0, 200)) + 8,
         longest=longest,
         multiple=int(draw.choice([1, 4])),
@@ -82,7 +82,7 @@ def test_a_step_has_fewer_packs_the_larger_they_are_and_no_rank_waits_long() -> 
     lengths = lengths_of(3, 600, 500)
     counts = []
     for capacity, bound in ((512, 0.03), (1024, 0.05), (4096, 0.1)):
-        assignment = Budget(
+        assignment = TokenBudget(
             capacity=capacity, longest=500, cost=document_cost(MODEL)
         ).assign_batches(lengths, 4)
         counts.append(assignment.num_microbatches)
@@ -92,7 +92,7 @@ def test_a_step_has_fewer_packs_the_larger_they_are_and_no_rank_waits_long() -> 
 
 
 def test_too_few_packs_are_divided_where_it_balances_and_the_rest_are_empty() -> None:
-    budget = Budget(capacity=100, longest=60)
+    budget = TokenBudget(capacity=100, longest=60)
     assert budget.assign_batches([10, 20, 30], 3).packs == ((2,), (1,), (0,))
     assert budget.assign_batches([10, 20, 30], 2).packs == ((0, 1), (2,))
     assert budget.assign_batches([60], 3).packs == ((0,), (), ())
@@ -104,28 +104,28 @@ def test_too_few_packs_are_divided_where_it_balances_and_the_rest_are_empty() ->
 
 def test_a_pipeline_has_as_many_packs_as_it_wants_and_evaluation_as_few_as_there_are() -> None:
     pipeline = PipelineConfig(vpp=2)
-    budget = Budget(capacity=40, longest=40, pipeline=pipeline, pp=4)
+    budget = TokenBudget(capacity=40, longest=40, pipeline=pipeline, pp=4)
     assert budget.assign_batches([40] * 5, 1).num_microbatches == 8
     assert budget.assign_batches([40] * 5, 1, forward_only=True).num_microbatches == 5
-    assert [microbatches_that_fit(pipeline, 2, least) for least in (0, 1, 3, 4, 5)] == [
+    assert [smallest_valid_num_microbatches(pipeline, 2, least) for least in (0, 1, 3, 4, 5)] == [
         2,
         2,
         4,
         4,
         6,
     ]
-    assert microbatches_that_fit(PipelineConfig(vpp=2, group=5), 2, 6) == 7
-    assert microbatches_that_fit(PipelineConfig(), 4, 3) == 3
+    assert smallest_valid_num_microbatches(PipelineConfig(vpp=2, group=5), 2, 6) == 7
+    assert smallest_valid_num_microbatches(PipelineConfig(), 4, 3) == 3
     with pytest.raises(
         PlanError,
         match="6 microbatches do not fit the pipeline. Use other settings: parallel.pipeline",
     ):
-        microbatches_that_fit(PipelineConfig(vpp=2, group=2), 4, 6)
+        smallest_valid_num_microbatches(PipelineConfig(vpp=2, group=2), 4, 6)
 
 
 def test_a_document_longer_than_a_pack_is_refused() -> None:
     with pytest.raises(PlanError, match="do not fit rows of 16 tokens. Use lengths of 1 to 16"):
-        Budget(capacity=16, longest=16).assign_batches([3, 17], 1)
+        TokenBudget(capacity=16, longest=16).assign_batches([3, 17], 1)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -148,9 +148,9 @@ def test_digests_of_other_deals_differ() -> None:
 
 
 def test_filler_is_cut_so_that_it_costs_little() -> None:
-    assert Budget(capacity=4096, longest=2048).filler(150) == (64, 64, 22)
-    assert Budget(capacity=48, longest=12, multiple=8).filler(40) == (8,) * 5
-    assert Budget(capacity=48, longest=12).filler(0) == ()
+    assert TokenBudget(capacity=4096, longest=2048).filler(150) == (64, 64, 22)
+    assert TokenBudget(capacity=48, longest=12, multiple=8).filler(40) == (8,) * 5
+    assert TokenBudget(capacity=48, longest=12).filler(0) == ()
 
 
 @loop_over("seed", range(10))
@@ -176,15 +176,15 @@ def test_rows_are_dealt_in_order_or_so_that_ranks_work_alike(seed: int) -> None:
 
 
 def test_a_budget_is_what_the_run_says() -> None:
-    assert budget_of(replace(PACKED, tokens_per_microbatch=None), ParallelConfig(), MODEL) is None
+    assert build_token_budget(replace(PACKED, tokens_per_microbatch=None), ParallelConfig(), MODEL) is None
     parallel = ParallelConfig(cp=2, tp=2, sp=True, context=ContextConfig(slicing="document"))
-    budget = budget_of(PACKED, parallel, MODEL)
+    budget = build_token_budget(PACKED, parallel, MODEL)
     assert budget is not None and (budget.capacity, budget.multiple, budget.longest) == (128, 8, 32)
     rows = replace(PACKED, tokens_per_microbatch=None, micro_batch_size=2)
-    assert microbatches_of_longest(rows, ParallelConfig(), 3) == 2
-    assert microbatches_of_longest(PACKED, ParallelConfig(), 3) == 2
+    assert count_microbatches_of_longest(rows, ParallelConfig(), 3) == 2
+    assert count_microbatches_of_longest(PACKED, ParallelConfig(), 3) == 2
     interleaved = ParallelConfig(pp=4, pipeline=PipelineConfig(vpp=2))
-    assert microbatches_of_longest(PACKED, interleaved, 1) == 8
+    assert count_microbatches_of_longest(PACKED, interleaved, 1) == 8
 
 
 SP, CP = ParallelConfig(tp=2, sp=True), ParallelConfig(cp=2)

@@ -8,7 +8,7 @@ import torch
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig, ScheduleName
 from megalith.config.recompute import OffloadConfig
-from megalith.plan.fsdp import fully_sharded_problems, padded_numel, rows_of
+from megalith.plan.fsdp import fully_sharded_problems, padded_numel, shard_rows
 from megalith.plan.shards import Shard
 from megalith.testing.tiny import tiny_run
 from megalith.train.rules import run_problems
@@ -29,7 +29,7 @@ def test_rows_are_those_of_torch_chunk_and_all_are_owned_once(shard: Shard, rank
     chunks = [chunk.flatten().tolist() for chunk in numbers.chunk(ranks)]
     chunks += [[]] * (ranks - len(chunks))
     for rank, chunk in enumerate(chunks):
-        mine = rows_of(shard, rank, ranks, ("dp_shard",))
+        mine = shard_rows(shard, rank, ranks, ("dp_shard",))
         assert mine.flat is not None and list(range(*mine.flat)) == chunk
         assert mine.cut == (*shard.cut, "dp_shard") and mine.box == shard.box
         assert padded_numel(shard, ranks) == len(chunks[0])

@@ -11,7 +11,7 @@ from megalith.config.moe import MoEConfig
 from megalith.config.mup import MuPConfig
 from megalith.config.optim import GroupConfig, OptimConfig
 from megalith.config.schedule import ScheduleConfig
-from megalith.plan.groups import named_parameters, parameter_rows, pattern_problems, rates_in
+from megalith.plan.groups import named_parameters, parameter_rows, pattern_problems, parameter_rates
 from megalith.plan.initial import PLAIN, ParameterRates
 from megalith.testing.tiny import tiny_run
 from megalith.verify.variants import BIASED_CHOICE, MTP_EXPERTS
@@ -44,7 +44,7 @@ def of_group(**settings: object) -> list[str]:
 def test_defaults_train_everything_alike() -> None:
     assert problems(OptimConfig()) == []
     assert all(
-        rates_in(MODEL, OptimConfig(), one.name, int(one.matrix)) == PLAIN
+        parameter_rates(MODEL, OptimConfig(), one.name, int(one.matrix)) == PLAIN
         for one in named_parameters(MODEL, None)
     )
 
@@ -195,7 +195,7 @@ def test_adapters_are_chosen_by_lora_and_may_have_rates() -> None:
     assert "lora.rank=2" in problem and "lora.layers" in problem
     faster = OptimConfig(groups=(GroupConfig(name="b", match=("*.lora_b",), lr_scale=16.0),))
     assert pattern_problems(faster, FALLING, MODEL, lora) == []
-    assert rates_in(MODEL, faster, "layers.0.mlp.down.lora_b", 1).lr_of == "b"
+    assert parameter_rates(MODEL, faster, "layers.0.mlp.down.lora_b", 1).lr_of == "b"
 
 
 @pytest.mark.parametrize("model", [BIASED_CHOICE, MTP_EXPERTS])
@@ -236,11 +236,11 @@ def test_rates_name_their_groups_and_keep_what_mup_makes() -> None:
         ),
         decayed_vectors=("norm.weight",),
     )
-    assert rates_in(wide, optim, "layers.0.mlp.down", 1) == ParameterRates(
+    assert parameter_rates(wide, optim, "layers.0.mlp.down", 1) == ParameterRates(
         lr=0.25, eps=0.25, lr_of="a", decay_of="b"
     )
-    assert rates_in(wide, optim, "norm.weight", 0) == ParameterRates(vector_decays=True)
-    assert rates_in(wide, optim, "layers.0.mlp_norm.weight", 0) == PLAIN
+    assert parameter_rates(wide, optim, "norm.weight", 0) == ParameterRates(vector_decays=True)
+    assert parameter_rates(wide, optim, "layers.0.mlp_norm.weight", 0) == PLAIN
 
 
 def test_the_map_tells_of_every_parameter_once() -> None:

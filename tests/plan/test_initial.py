@@ -16,7 +16,7 @@ from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.optim.build import build_optimizer
 from megalith.parallel.mesh import mesh_of_one
-from megalith.plan.initial import PLAIN, InitialValues, ParameterRates, mup_factors, start_of
+from megalith.plan.initial import PLAIN, InitialValues, ParameterRates, mup_factors, initial_values
 
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, ffn_hidden_size=96
@@ -72,7 +72,7 @@ def test_xavier_counts_the_inputs_and_outputs_of_one_matrix() -> None:
         0.02,
         False,
     )
-    experts = start_of(
+    experts = initial_values(
         replace(MODEL, init="xavier_uniform"),
         "layers.0.moe.experts.gate_up",
         (8, 2, 96, 64),

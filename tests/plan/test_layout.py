@@ -6,7 +6,7 @@ from megalith.config.context import ContextConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import PlanError
-from megalith.plan.layout import fewest_ranks, model_grid
+from megalith.plan.layout import min_world_size, model_grid
 
 MODEL = ModelConfig(
     vocab_size=99, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=2, ffn_hidden_size=64
@@ -51,6 +51,6 @@ def test_a_world_that_does_not_fit_is_refused_with_one_that_does() -> None:
 
 
 def test_the_world_is_the_fewest_ranks_that_the_layout_can_have() -> None:
-    assert fewest_ranks(ParallelConfig(tp=2, cp=3, pp=4)) == 24
-    assert fewest_ranks(ParallelConfig(tp=2, dp=5)) == 10
-    assert fewest_ranks(ParallelConfig(zero=1, dp_replicate=4)) == 4
+    assert min_world_size(ParallelConfig(tp=2, cp=3, pp=4)) == 24
+    assert min_world_size(ParallelConfig(tp=2, dp=5)) == 10
+    assert min_world_size(ParallelConfig(zero=1, dp_replicate=4)) == 4

@@ -25,7 +25,7 @@ from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.mesh import build_mesh, destroy_mesh, mesh_on_paper, model_grid
 from megalith.plan import memory
 from megalith.plan.devices import DEVICES, device_named
-from megalith.plan.live import peak_held
+from megalith.plan.live import peak_activation_memory
 from megalith.plan.memory import (
     ZeroShard,
     chunk_activations,
@@ -39,7 +39,7 @@ from megalith.plan.memory import (
     worst,
 )
 from megalith.plan.parameters import ExpertPart, layer_parameters
-from megalith.plan.stages import whole_model
+from megalith.plan.stages import single_stage
 from megalith.plan.workload import Workload, plan_workload
 from megalith.recipes import resolve
 from megalith.testing.ranks import run_ranks
@@ -426,7 +426,7 @@ def test_a_layer_of_the_70b_model_keeps_what_a_calculation_by_hand_gives() -> No
     assert layer == 34_337
     workload = plan_workload(resolve("llama3_70b"), 8)
     ends = 8 + 1 + 2 * 128 + (2 * 8192 + 4) / 8  # numbers of tokens, rotations, the last norm
-    kept = chunk_activations(workload, whole_model(80), 0, accelerator=True)
+    kept = chunk_activations(workload, single_stage(80), 0, accelerator=True)
     assert kept.layers == 8192 * (80 * layer + ends)
     assert kept.loss == 2 * 8192 * 8192 + 4 * 8192 * 128_256 // 8
 
@@ -452,7 +452,7 @@ def test_the_numbers_of_the_documentation_are_true() -> None:
         {"recompute.granularity": "full"},
     ):
         workload = plan_workload(apply_overrides(run, settings), 2)
-        kept = chunk_activations(workload, whole_model(32), 0, accelerator=True).layers
+        kept = chunk_activations(workload, single_stage(32), 0, accelerator=True).layers
         assert f"| {kept / 8192 / 32 / 1000:.0f} |" in page, settings
 
 
@@ -469,7 +469,7 @@ def test_activations_at_the_height_are_those_of_the_simulator(schedule: str) -> 
         2,
     )
     kept = [chunk_activations(workload, stage, 0, accelerator=False) for stage in workload.stages]
-    held = peak_held(
+    held = peak_activation_memory(
         workload.schedule,
         activations=[one.layers + one.loss for one in kept],
         for_weights=[one.for_weights for one in kept],
@@ -572,7 +572,7 @@ def test_tensors_shrink_with_what_divides_them() -> None:
 def test_what_is_computed_again_is_whole_for_a_while() -> None:
     plain, full, pairs = (
         chunk_activations(
-            plan_workload(tiny_run(settings), 1), whole_model(2), 0, accelerator=False
+            plan_workload(tiny_run(settings), 1), single_stage(2), 0, accelerator=False
         )
         for settings in (
             {},

@@ -11,7 +11,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import DispatcherName, ParallelConfig
 from megalith.config.pipeline import PipelineConfig, ScheduleName
-from megalith.plan.live import peak_held
+from megalith.plan.live import peak_activation_memory
 from megalith.plan.pairs import (
     PAIRED_SCHEDULES,
     concurrent_actions,
@@ -128,7 +128,7 @@ def test_pairs_take_no_simulated_time_and_the_planned_memory(
 ) -> None:
     schedule = build_schedule(name, num_ranks=4, num_chunks=chunks, num_microbatches=16)
     paired = pair_forward_backward(schedule)
-    assert (max(peak_held(schedule)), max(peak_held(paired))) == (before, held)
+    assert (max(peak_activation_memory(schedule)), max(peak_activation_memory(paired))) == (before, held)
     slower = Fraction(simulate(with_transfers(paired)).makespan) / Fraction(
         simulate(with_transfers(schedule)).makespan
     )

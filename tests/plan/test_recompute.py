@@ -14,7 +14,7 @@ from megalith.plan.recompute import (
     layer_spans,
     mlp_chunks_problems,
     mlp_in_chunks,
-    modules_again,
+    recomputed_modules,
     recompute_notes,
     recompute_problems,
     shared_experts_problems,
@@ -79,11 +79,11 @@ def test_the_last_layer_never_waits_in_host_memory_and_a_span_goes_there_whole()
 
 
 def test_only_selective_recomputation_has_modules() -> None:
-    assert modules_again(RecomputeConfig(granularity="selective", modules=("norm", "mlp"))) == (
+    assert recomputed_modules(RecomputeConfig(granularity="selective", modules=("norm", "mlp"))) == (
         "norm",
         "mlp",
     )
-    assert modules_again(full(1)) == modules_again(RecomputeConfig()) == ()
+    assert recomputed_modules(full(1)) == recomputed_modules(RecomputeConfig()) == ()
 
 
 def problems(

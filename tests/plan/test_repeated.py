@@ -20,7 +20,7 @@ from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.kernels import use_kernels
 from megalith.parallel.mesh import mesh_of_one
 from megalith.plan.repeated import repeated_flops
-from megalith.plan.stages import Stage, whole_model
+from megalith.plan.stages import Stage, single_stage
 from megalith.recipes import resolve
 
 DOCUMENTS = (5, 11, 2)
@@ -75,7 +75,7 @@ def repeated(
 ) -> int:
     run = replace(resolve("tiny_cpu"), model=model, recompute=recompute, lora=lora)
     squares = sum(length**2 for length in DOCUMENTS)
-    stages = (whole_model(model.num_layers),)
+    stages = (single_stage(model.num_layers),)
     return repeated_flops(run, stages, tokens=sum(DOCUMENTS), squared_lengths=squares)
 
 
@@ -124,7 +124,7 @@ def test_layers_below_everything_that_is_trained_do_not_run_again() -> None:
     )
     table = replace(run, optim=replace(run.optim, frozen=("layers.*",)))
     found = [
-        repeated_flops(one, (whole_model(3),), tokens=8, squared_lengths=64)
+        repeated_flops(one, (single_stage(3),), tokens=8, squared_lengths=64)
         for one in (run, above, table)
     ]
     assert found[0] * 2 == found[1] * 3 and found[2] == found[0], (
@@ -136,4 +136,4 @@ def test_each_stage_chooses_among_its_own_layers() -> None:
     run = replace(resolve("tiny_cpu"), model=MODEL, recompute=replace(FULL, method="block"))
     stages = (Stage(range(2), embedding=True), Stage(range(2, 3), loss=True))
     found = repeated_flops(run, stages, tokens=8, squared_lengths=64)
-    assert found == 2 * repeated_flops(run, (whole_model(3),), tokens=8, squared_lengths=64)
+    assert found == 2 * repeated_flops(run, (single_stage(3),), tokens=8, squared_lengths=64)

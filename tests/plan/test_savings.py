@@ -13,7 +13,7 @@ from megalith.plan.activations import (
     stage_activations,
     total,
 )
-from megalith.plan.savings import run_lines, saving_lines, savings
+from megalith.plan.savings import describe_savings, saving_lines, savings
 from megalith.testing.tiny import tiny_run
 
 MODEL = ModelConfig(
@@ -117,8 +117,8 @@ def test_core_attention_without_saving_is_reported_with_its_bytes() -> None:
 
 
 def test_no_saving_lines_without_recomputation() -> None:
-    assert run_lines(tiny_run(), 1, pp_rank=0, tp_rank=0, accelerator=False) == []
-    lines = run_lines(
+    assert describe_savings(tiny_run(), 1, pp_rank=0, tp_rank=0, accelerator=False) == []
+    lines = describe_savings(
         tiny_run({"recompute.granularity": "full", "parallel.tp": "2"}),
         2,
         pp_rank=0,

@@ -10,7 +10,7 @@ import pytest
 
 from megalith.config.pipeline import PipelineConfig, ScheduleName
 from megalith.errors import PlanError
-from megalith.plan.live import peak_held
+from megalith.plan.live import peak_activation_memory
 from megalith.plan.matching import matching_problems
 from megalith.plan.schedule import (
     Action,
@@ -248,7 +248,7 @@ def test_zero_bubble_and_v_schedules_are_no_worse_than_those_of_torch(p: int, m:
         rows = torch_ranks(p, order, ours.place_of)
         theirs = Schedule(ours.name, p, chunks, m, ours.placement, tuple(map(tuple, rows)))
         assert simulate(ours).makespan <= simulate(theirs).makespan
-        assert max(peak_held(ours)) <= max(peak_held(theirs))
+        assert max(peak_activation_memory(ours)) <= max(peak_activation_memory(theirs))
 
 
 # Bad input.

@@ -22,7 +22,7 @@ from megalith.plan.shards import (
     key_value_ranks,
     split_evenly,
     split_heads,
-    summed_over,
+    gradient_sum_axes,
 )
 
 
@@ -42,12 +42,12 @@ def test_the_examples_in_the_docstrings_hold() -> None:
 def test_a_whole_parameter_is_held_by_every_rank() -> None:
     shard = Shard.full("norm.weight", (6,), inputs=0)
     assert (shard.box, shard.box_shape, shard.numel, shard.cut) == (((0, 6),), (6,), 6, ())
-    assert copies(shard) == summed_over(shard) == DENSE_AXES
+    assert copies(shard) == gradient_sum_axes(shard) == DENSE_AXES
 
 
 def test_an_experts_parameter_is_held_along_the_axes_of_its_own_grid() -> None:
     shard = Shard("up", (4, 3), ((0, 2), (0, 3)), ("ep",), grid="expert")
-    assert copies(shard) == summed_over(shard) == ("edp_replica", "edp_shard", "etp")
+    assert copies(shard) == gradient_sum_axes(shard) == ("edp_replica", "edp_shard", "etp")
     here = dict.fromkeys((*DENSE_AXES, *EXPERT_AXES, "pp"), 0)
     assert is_first_replica(shard, here | {"dp_shard": 1, "tp_kv": 2, "ep": 1}), (
         "the dense grid has no say"
@@ -86,8 +86,8 @@ def test_a_gradient_is_summed_where_the_box_is_the_same_unless_invariant(
     shard = Shard("w", (2,), ((0, 1),), cut=cut, invariant=invariant)
     held = set(DENSE_AXES) - set(cut)
     assert set(copies(shard)) == held
-    assert set(summed_over(shard)) == held - invariant
-    assert summed_over(shard) == tuple(axis for axis in DENSE_AXES if axis in summed_over(shard)), (
+    assert set(gradient_sum_axes(shard)) == held - invariant
+    assert gradient_sum_axes(shard) == tuple(axis for axis in DENSE_AXES if axis in gradient_sum_axes(shard)), (
         "in grid order"
     )
 

@@ -10,7 +10,7 @@ import pytest
 
 from megalith.config.pipeline import ScheduleName
 from megalith.errors import PlanError
-from megalith.plan.live import peak_live
+from megalith.plan.live import peak_microbatches_in_flight
 from megalith.plan.schedule import Action, Kind, Schedule, build_schedule
 from megalith.plan.simulate import Costs, Simulation, even_costs, find_problems, simulate
 from megalith.plan.transfers import with_transfers
@@ -221,7 +221,7 @@ def seconds_of_the_largest() -> float:
         result = simulate(schedule)
         hops = ranks - 1
         assert result.idle == (hops if name == "zb-h1" else 3 * hops,) * ranks
-        assert max(map(max, peak_live(schedule))) <= ranks * 2
+        assert max(map(max, peak_microbatches_in_flight(schedule))) <= ranks * 2
     return time.process_time() - started
 
 

@@ -20,7 +20,7 @@ from megalith.plan.stages import (
     stages_of_rank,
     stages_problems,
     table_stages,
-    whole_model,
+    single_stage,
 )
 from megalith.verify.rows import FOUR, FOUR_TIED
 from megalith.verify.variants import RELATIVE
@@ -68,7 +68,7 @@ def test_the_ranks_of_a_tied_table(pp: int, ranks: tuple[int, ...]) -> None:
 
 def test_one_stage_is_the_whole_model_whatever_the_settings_say() -> None:
     pipeline = PipelineConfig(layout="nonsense", first_layers=7)
-    assert plan_stages(pipeline, pp=1, num_layers=5) == (whole_model(5),)
+    assert plan_stages(pipeline, pp=1, num_layers=5) == (single_stage(5),)
     assert stages_problems(pipeline, pp=1, num_layers=5) == []
 
 

@@ -5,9 +5,9 @@ import pytest
 from megalith.config.tree import apply_overrides
 from megalith.plan.devices import DEVICES, EFFICIENCY, LINK_EFFICIENCY, device_named
 from megalith.plan.times import (
-    Passage,
+    CommunicationTime,
     attention_share,
-    passage,
+    communication_time,
     rank_flops,
     repeated_share,
     work_seconds,
@@ -48,7 +48,7 @@ def test_a_link_within_a_node_is_the_faster_one() -> None:
     workload = plan_workload(apply_overrides(resolve("llama3_70b"), {"parallel.cp": "2"}), 32)
     found = {}
     for row in step_traffic(workload, 0, 0):
-        way = passage(workload, row, pp_rank=0, tp_rank=0, device=H100)
+        way = communication_time(workload, row, pp_rank=0, tp_rank=0, device=H100)
         assert way is not None
         rate = (450e9 if way.near else 50e9) * LINK_EFFICIENCY
         assert way.seconds == pytest.approx(row.nbytes / rate)
@@ -71,7 +71,7 @@ def test_rows_to_experts_hide_behind_what_is_computed_in_pairs() -> None:
         (row,) = (
             row for row in step_traffic(workload, 0, 0) if row.what == "rows to experts and back"
         )
-        found[pairs] = passage(workload, row, pp_rank=0, tp_rank=0, device=H100)
+        found[pairs] = communication_time(workload, row, pp_rank=0, tp_rank=0, device=H100)
         work = work_seconds(workload, H100)
     plain, paired = found["false"], found["true"]
     assert plain is not None and paired is not None and work is not None
@@ -83,15 +83,15 @@ def test_rows_to_experts_hide_behind_what_is_computed_in_pairs() -> None:
 
 
 def test_what_is_left_is_what_finds_no_room() -> None:
-    assert Passage(near=True, seconds=3.0, room=2.0).exposed == 1.0
-    assert Passage(near=True, seconds=3.0, room=5.0).exposed == 0.0
+    assert CommunicationTime(near=True, seconds=3.0, room=2.0).exposed == 1.0
+    assert CommunicationTime(near=True, seconds=3.0, room=5.0).exposed == 0.0
 
 
 def test_passage_is_none_without_bandwidth() -> None:
     workload = plan_workload(resolve("llama3_8b"), 8)
     row = step_traffic(workload, 0, 0)[0]
     cpu = device_named("cpu", world=8, host_memory=2**34)
-    assert passage(workload, row, pp_rank=0, tp_rank=0, device=cpu) is None
+    assert communication_time(workload, row, pp_rank=0, tp_rank=0, device=cpu) is None
 
 
 def test_attention_has_more_of_long_rows() -> None:

@@ -9,7 +9,7 @@ from megalith.config.tree import apply_overrides, from_dict, load_yaml, save_yam
 from megalith.errors import ConfigError
 from megalith.optim.schedule import count_warmup_steps
 from megalith.plan.costs import num_parameters
-from megalith.plan.layout import fewest_ranks
+from megalith.plan.layout import min_world_size
 from megalith.recipes import recipes, resolve, resolve_run
 from megalith.train.rules import run_problems
 from megalith.verify.ranks import prove_layout
@@ -34,7 +34,7 @@ def test_a_recipe_builds_bears_its_name_and_survives_yaml(name: str, tmp_path: P
 @pytest.mark.parametrize("name", recipes())
 def test_a_recipe_fits_together(name: str) -> None:
     run = recipes()[name]()
-    assert run_problems(run, world=fewest_ranks(run.parallel)) == []
+    assert run_problems(run, world=min_world_size(run.parallel)) == []
     vocab_size = {"byte": 257, "null": run.tokenizer.vocab_size}[run.tokenizer.kind]
     assert vocab_size == run.model.vocab_size
 
@@ -55,7 +55,7 @@ def test_a_recipe_fits_together(name: str) -> None:
 )
 def test_recipe_for_small_machines_takes_any_number_of_steps(name: str, steps: int) -> None:
     run = apply_overrides(resolve(name), {"train.steps": str(steps)})
-    assert run_problems(run, world=fewest_ranks(run.parallel)) == []
+    assert run_problems(run, world=min_world_size(run.parallel)) == []
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_warmup_share_of_a_recipe_is_a_known_number_of_steps(name: str, warmup_s
 @pytest.mark.parametrize("name", EVERY)
 def test_a_shrunk_recipe_runs_and_computes_what_one_process_does(name: str) -> None:
     run = recipes()[name]()
-    cases = shrink(run, fewest_ranks(run.parallel))
+    cases = shrink(run, min_world_size(run.parallel))
     assert cases
     for case in cases:
         assert [found for found in prove_layout(case) if not found.holds] == []

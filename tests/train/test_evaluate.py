@@ -14,7 +14,7 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
-from megalith.plan.deal import budget_of
+from megalith.plan.deal import build_token_budget
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64
@@ -141,7 +141,7 @@ def packed_evaluation(rank: int, world: int, capacity: str) -> tuple[Evaluation,
     )
     documents, budget = (
         RaggedDocuments(12, run.model.vocab_size, 20),
-        budget_of(run.train, run.parallel, run.model),
+        build_token_budget(run.train, run.parallel, run.model),
     )
     found = evaluate(
         build_trainer(run, mesh, CPU).pipeline_model,

@@ -9,7 +9,7 @@ from megalith.config.optim import GroupConfig, OptimConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.optim.build import build_optimizer
 from megalith.optim.schedule import GroupRates
-from megalith.plan.groups import rates_in
+from megalith.plan.groups import parameter_rates
 from megalith.plan.shards import Shard
 from megalith.verify.matrix import MATRIX
 from megalith.verify.ranks import layout_case
@@ -57,7 +57,7 @@ def test_torch_computes_the_same_updates(optim: OptimConfig) -> None:
     ours = build_optimizer(
         [(shard, weights[shard.name]) for shard in shards],
         run.optim,
-        lambda shard: rates_in(run.model, run.optim, shard.name, shard.inputs),
+        lambda shard: parameter_rates(run.model, run.optim, shard.name, shard.inputs),
     )
     recording = RecordingOptimizer(ours)
     groups = {"queries": GroupRates(lr=1e-3, weight_decay=0.7)}
