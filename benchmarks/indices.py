@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from paired import spread, take_turns
 
-from megalith.data.blend import normalized, weighted_order
+from megalith.data.blend import normalize_weights, build_weighted_order
 from megalith.data.pretrain import WindowPlan, build_sample_index, plan_epochs
 
 Arrays = tuple[NDArray[Any], ...]
@@ -81,7 +81,7 @@ def blend_job(num_samples: int) -> Job:
     """The order of a blend of eight sets."""
 
     def ours() -> Arrays:
-        order = weighted_order(WEIGHTS, num_samples)
+        order = build_weighted_order(WEIGHTS, num_samples)
         return order.members, order.samples
 
     return Job(
@@ -101,7 +101,7 @@ def megatron_blend(num_samples: int) -> Callable[[], Arrays] | None:
     def peer() -> Arrays:
         members, samples = np.zeros(num_samples, np.int16), np.zeros(num_samples, np.int64)
         helpers.build_blending_indices(
-            members, samples, normalized(WEIGHTS), len(WEIGHTS), num_samples, False
+            members, samples, normalize_weights(WEIGHTS), len(WEIGHTS), num_samples, False
         )
         return members, samples
 

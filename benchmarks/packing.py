@@ -21,7 +21,7 @@ from contenders.ours import Ours, with_precision
 from paired import Spread, take_turns, times_as_fast
 
 from megalith.config.train import TrainRun
-from megalith.data.loader import Masks, StepBatches, build_batch
+from megalith.data.loader import MaskSettings, StepBatches, build_batch
 from megalith.data.sample import PackedSample
 from megalith.kernels.memory import keep_freed_memory
 from megalith.plan.fill import PackedDocuments, pack_best_fit_decreasing
@@ -89,7 +89,7 @@ def step_of(rows: list[PackedSample], size: int) -> StepBatches:
     """Microbatches of up to `size` rows."""
     device = torch.device("cpu")
     batches = [
-        build_batch(rows[first : first + size], Masks(), device=device)
+        build_batch(rows[first : first + size], MaskSettings(), device=device)
         for first in range(0, len(rows), size)
     ]
     labels, read = (

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megalith.config.optim import PrecisionConfig
 from megalith.config.train import TrainRun
-from megalith.data.loader import Masks, StepBatches, build_batch
+from megalith.data.loader import MaskSettings, StepBatches, build_batch
 from megalith.data.sample import Sample
 from megalith.parallel.mesh import mesh_of_one
 from megalith.train.build import Trainer, build_trainer
@@ -28,7 +28,7 @@ def random_step(run: TrainRun, device: torch.device, *, seed: int = 0) -> StepBa
     ]
     size = train.micro_batch_size
     batches = [
-        build_batch(rows[first : first + size], Masks(), device=device)
+        build_batch(rows[first : first + size], MaskSettings(), device=device)
         for first in range(0, len(rows), size)
     ]
     return StepBatches(batches, sum(batch.num_labels for batch in batches))

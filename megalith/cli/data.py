@@ -11,7 +11,7 @@ from megalith.config.suggest import did_you_mean
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
 from megalith.data.stores import find_stores, merge_stores, read_store_tokenizer, summarize
-from megalith.data.tokenizer import Tokenizer, build_tokenizer, kind_of
+from megalith.data.tokenizer import Tokenizer, build_tokenizer, detect_tokenizer_kind
 from megalith.errors import ConfigError, DataError
 
 
@@ -157,7 +157,7 @@ def cat(argv: list[str]) -> int:
 def _build_named_tokenizer(tokenizer: str) -> Tokenizer:
     if tokenizer == "byte":
         return build_tokenizer(TokenizerConfig())
-    return build_tokenizer(TokenizerConfig(kind=kind_of(tokenizer), path=tokenizer))
+    return build_tokenizer(TokenizerConfig(kind=detect_tokenizer_kind(tokenizer), path=tokenizer))
 
 
 def pack_conversations(argv: list[str]) -> int:

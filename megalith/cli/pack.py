@@ -8,7 +8,7 @@ from tyro.conf import Positional
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.output import print_json
 from megalith.config.train import TrainRun
-from megalith.data.packs import PackReport, pack_first_fit, report_of, write_packs
+from megalith.data.packs import PackReport, pack_first_fit, summarize_packing, write_packs
 from megalith.data.sft import build_conversations
 from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import raise_all
@@ -60,10 +60,10 @@ def pack(argv: list[str]) -> int:
         tokenizer_path=run.tokenizer.path,
         alone=True,
     )
-    packing_input = dataset.room()
+    packing_input = dataset.packing_input()
     packs = pack_first_fit(packing_input, run.seed)
     write_packs(output, packing_input, packs)
-    report = report_of(packs, packing_input.lengths, packing_input.seq_len)
+    report = summarize_packing(packs, packing_input.lengths, packing_input.seq_len)
     if options.json:
         print_json({"output": str(output), "seq_len": packing_input.seq_len, **asdict(report)})
     else:

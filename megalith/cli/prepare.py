@@ -22,7 +22,7 @@ from megalith.data.corpus import find_sources, read_texts
 from megalith.data.huggingface import train_bpe
 from megalith.data.journal import Totals
 from megalith.data.prepare import Progress, output_prefixes, prepare
-from megalith.data.tokenizer import build_tokenizer, ends_texts_itself, kind_of
+from megalith.data.tokenizer import build_tokenizer, appends_eod, detect_tokenizer_kind
 from megalith.errors import ConfigError, raise_all
 
 STOPPED = 75  # exit code of stopped runs that can be resumed, as in `megalith train`
@@ -144,7 +144,7 @@ def config_of(command: PrepareCommand) -> PrepareConfig:
     tokenizer = TokenizerConfig(add_special_tokens=command.add_special_tokens)
     if path != "byte":
         trained = command.train_tokenizer is not None
-        kind = command.tokenizer_kind or ("huggingface" if trained else kind_of(path))
+        kind = command.tokenizer_kind or ("huggingface" if trained else detect_tokenizer_kind(path))
         tokenizer = replace(tokenizer, kind=kind, path=path)
     tokenizer = replace(
         tokenizer,
@@ -191,7 +191,7 @@ def _train_tokenizer(command: PrepareCommand, config: PrepareConfig) -> None:
 
 
 def _warn_of_two_end_tokens(config: PrepareConfig) -> None:
-    if config.append_eod and ends_texts_itself(build_tokenizer(config.tokenizer)):
+    if config.append_eod and appends_eod(build_tokenizer(config.tokenizer)):
         print(
             f"warning: {config.tokenizer.path} appends an end token to every text, so documents "
             "get two end "

@@ -96,10 +96,10 @@ class _KernelOverrides:
 def _verify(run: TrainRun, world: int, *, json: bool) -> int:
     from rich.console import Console
 
-    from megalith.verify.prove import prove_run
+    from megalith.verify.prove import verify_run
     from megalith.verify.report import LEGEND, as_json, as_table
 
-    rows = prove_run(run, world)
+    rows = verify_run(run, world)
     if json:
         print_json(as_json(rows))
     else:
@@ -114,11 +114,11 @@ def _verify(run: TrainRun, world: int, *, json: bool) -> int:
 def _verify_all(*, sample: bool, json: bool, kernels: Kernel) -> int:
     from rich.console import Console
 
-    from megalith.verify.prove import prove_all
+    from megalith.verify.prove import verify_matrix
     from megalith.verify.report import fault_summary, matrix_json, problem_lines, summary_table
 
     started = time.perf_counter()
-    results, verdicts = prove_all(sample=sample, tell=_print_progress, kernels=kernels)
+    results, verdicts = verify_matrix(sample=sample, tell=_print_progress, kernels=kernels)
     document = matrix_json(results, verdicts)
     if json:
         print_json(document)

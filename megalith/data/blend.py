@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from megalith.data.cache import Arrays
 from megalith.data.documents import DocumentDataset
 from megalith.data.loops import compile_if_long, compute_exhaustive_order, compute_weighted_order
-from megalith.data.sample import Dataset, Indexed, Row
+from megalith.data.sample import Dataset, HasDocumentLengths, Row
 from megalith.errors import DataError
 
 MAX_MEMBERS = 32766  # the member of each sample is an int16
@@ -38,14 +38,14 @@ class MemberSizes:
         return sum(self.targets)
 
 
-def normalized(weights: Sequence[float]) -> list[float]:
+def normalize_weights(weights: Sequence[float]) -> list[float]:
     """Return the weights divided by their sum, in float64."""
     values = np.array(weights, np.float64)
     shares: list[float] = (values / values.sum()).tolist()
     return shares
 
 
-def member_sizes(weights: Sequence[float], num_samples: int, margin: float) -> MemberSizes:
+def compute_member_sizes(weights: Sequence[float], num_samples: int, margin: float) -> MemberSizes:
     """Return the number of samples per member: its share of `num_samples`, rounded up.
 
     `margin` is the relative number of samples that each member is built with in addition.
@@ -53,13 +53,13 @@ def member_sizes(weights: Sequence[float], num_samples: int, margin: float) -> M
     >>> member_sizes([0.5, 0.5], 101, 0.005)
     MemberSizes(targets=(51, 51), built_for=(52, 52))
     """
-    targets = [math.ceil(num_samples * share) for share in normalized(weights)]
+    targets = [math.ceil(num_samples * share) for share in normalize_weights(weights)]
     return MemberSizes(
         tuple(targets), tuple(math.ceil(target * (1 + margin)) for target in targets)
     )
 
 
-def weighted_order(weights: Sequence[float], num_samples: int) -> BlendOrder:
+def build_weighted_order(weights: Sequence[float], num_samples: int) -> BlendOrder:
     """Return an order in which each sample comes from the member furthest behind its share.
 
     Ties go to the first member. The order is deterministic, and does not depend on `num_samples`
@@ -67,12 +67,12 @@ def weighted_order(weights: Sequence[float], num_samples: int) -> BlendOrder:
     """
     order = _empty_order(num_samples)
     compute_order = compile_if_long(compute_weighted_order, rounds=num_samples * len(weights))
-    shares = np.array(normalized(weights), np.float64)
+    shares = np.array(normalize_weights(weights), np.float64)
     compute_order(shares, np.zeros(len(weights), np.int64), order.members, order.samples)
     return order
 
 
-def exhaustive_order(sizes: Sequence[int]) -> BlendOrder:
+def build_exhaustive_order(sizes: Sequence[int]) -> BlendOrder:
     """Return an order that contains every sample of every member once, in proportion to their
     sizes."""
     order = _empty_order(sum(sizes))
@@ -155,7 +155,7 @@ class BlendedDocuments(BlendedDataset):
             if isinstance(member, DocumentDataset)
         )
 
-    def lengths_of(self, k: int) -> tuple[int, ...]:
+    def document_lengths(self, k: int) -> tuple[int, ...]:
         """Return the number of input tokens of document k.
 
         Raises:
@@ -163,5 +163,5 @@ class BlendedDocuments(BlendedDataset):
         """
         self._check(k)
         member = self._members[int(self._order.members[k])]
-        assert isinstance(member, Indexed), "all members of a document blend are DocumentDatasets"
-        return member.lengths_of(int(self._order.samples[k]))
+        assert isinstance(member, HasDocumentLengths), "all members of a document blend are DocumentDatasets"
+        return member.document_lengths(int(self._order.samples[k]))

@@ -23,10 +23,10 @@ from megalith.data.blend import (
     BlendedDataset,
     BlendedDocuments,
     BlendOrder,
-    exhaustive_order,
-    member_sizes,
+    build_exhaustive_order,
+    compute_member_sizes,
     order_arrays,
-    weighted_order,
+    build_weighted_order,
 )
 from megalith.data.cache import load_or_build
 from megalith.data.documents import DocumentDataset
@@ -257,7 +257,7 @@ class _Builder:
             _log.info("%s: %s has weight 0 and is not read", name, prefixes[index])
         used_weights = [weights[index] for index in used_indices]
         sizes = [
-            member_sizes(used_weights, count, self._data.mid_level_dataset_surplus)
+            compute_member_sizes(used_weights, count, self._data.mid_level_dataset_surplus)
             for count in counts
         ]
         members = [
@@ -270,7 +270,7 @@ class _Builder:
         arrays = load_or_build(
             self._blend_folder(),
             f"{fingerprint} samples={sizes[-1].total}",
-            lambda: order_arrays(weighted_order(used_weights, sizes[-1].total)),
+            lambda: order_arrays(build_weighted_order(used_weights, sizes[-1].total)),
         )
         order = BlendOrder(arrays["members"], arrays["samples"])
         return self.blend_class(
@@ -293,7 +293,7 @@ class _Builder:
             self._blend_folder(),
             f"{fingerprint} samples={count}",
             lambda: order_arrays(
-                exhaustive_order(sizes) if num_samples is None else weighted_order(sizes, count)
+                build_exhaustive_order(sizes) if num_samples is None else build_weighted_order(sizes, count)
             ),
         )
         order = BlendOrder(arrays["members"], arrays["samples"])

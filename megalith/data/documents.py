@@ -58,7 +58,7 @@ class DocumentDataset:
     def __len__(self) -> int:
         return self.num_samples
 
-    def lengths_of(self, k: int) -> tuple[int, ...]:
+    def document_lengths(self, k: int) -> tuple[int, ...]:
         """Return the number of input tokens of document k."""
         return (int(self._lengths[self._document_index(k)]),)
 

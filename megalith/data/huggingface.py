@@ -53,7 +53,7 @@ class HuggingFaceTokenizer:
         self.bos = self._id(_token_text(settings.get("bos_token")))
         self._eod = self._find_eod(eod, _token_text(settings.get("eos_token")))
         merges = merges_beside(str(file))
-        self.of_gpt2 = merges is not None
+        self.is_gpt2_format = merges is not None
         contents = file.read_bytes() + (b"" if merges is None else Path(merges).read_bytes())
         contents += f"eod={self._eod} special={add_special_tokens}".encode()
         self.fingerprint = f"huggingface-{hashlib.blake2b(contents, digest_size=16).hexdigest()}"
@@ -76,7 +76,7 @@ class HuggingFaceTokenizer:
             )
         return self._eod
 
-    def written(self) -> dict[str, bytes]:
+    def to_files(self) -> dict[str, bytes]:
         """Return the tokenizer as files {name: contents} that all libraries can read."""
         eod = None if self._eod is None else self._tokenizer.id_to_token(self._eod)
         return {

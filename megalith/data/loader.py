@@ -16,8 +16,8 @@ from torch import Tensor
 from megalith.config.data import DataConfig, Sampler
 from megalith.config.model import ModelConfig
 from megalith.data.packs import pack_documents, token_numbers
-from megalith.data.row_masks import masks_of_rows, with_row_masks
-from megalith.data.sample import Dataset, Indexed, PackedSample, Row, Sample
+from megalith.data.row_masks import row_masks, with_row_masks
+from megalith.data.sample import Dataset, HasDocumentLengths, PackedSample, Row, Sample
 from megalith.errors import DataError
 from megalith.kernels.tokens import (
     DropoutKey,
@@ -105,7 +105,7 @@ class StepBatches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Masks:
+class MaskSettings:
     """Settings of the loss mask and of document boundaries."""
 
     eod: int | None = None
@@ -123,9 +123,9 @@ class Masks:
     attend to it."""
 
 
-def masks_of(data: DataConfig, model: ModelConfig, eod: int | None) -> Masks:
+def build_mask_settings(data: DataConfig, model: ModelConfig, eod: int | None) -> MaskSettings:
     """Return the mask settings of a run."""
-    return Masks(
+    return MaskSettings(
         eod=eod,
         documents=data.document_masking,
         eod_mask_loss=data.eod_mask_loss,
@@ -143,7 +143,7 @@ class Loader:
     def __init__(
         self,
         dataset: Dataset,
-        masks: Masks,
+        masks: MaskSettings,
         dp: Group,
         *,
         global_batch_size: int,
@@ -226,7 +226,7 @@ class Loader:
     def _read_rows(self) -> StepBatches:
         """Read this rank's rows of the next step."""
         rows, positions, stats = self._rows(), self._places(), StepBatches([], 0)
-        if isinstance(self.dataset, Indexed):
+        if isinstance(self.dataset, HasDocumentLengths):
             rows, stats = self._assign_rows(self.dataset)
             positions = rows
         samples = [[self.dataset.sample(k) for k in ids] for ids in rows]
@@ -248,11 +248,11 @@ class Loader:
         size = len(samples[0][0].ids) - isinstance(samples[0][0], Sample)
         return replace(stats, microbatches=batches, num_padded_tokens=self.global_batch_size * size)
 
-    def _assign_rows(self, dataset: Indexed) -> tuple[list[list[int]], StepBatches]:
+    def _assign_rows(self, dataset: HasDocumentLengths) -> tuple[list[list[int]], StepBatches]:
         """Return this rank's rows of the next step per microbatch, and statistics of all ranks'
         rows."""
         dp, count = self.dp, self.global_batch_size
-        lengths = [dataset.lengths_of(self._position + number) for number in range(count)]
+        lengths = [dataset.document_lengths(self._position + number) for number in range(count)]
         costs = [sum(map(self.cost, row)) for row in lengths]
         assignment = assign_rows(
             costs, dp=dp.size, rows=self.micro_batch_size, balanced=self.balanced
@@ -271,9 +271,9 @@ class Loader:
     def _read_packs(self, budget: TokenBudget) -> tuple[StepBatches, BatchAssignment]:
         """Read this rank's packs of the next step's documents."""
         first, dataset = self._position, self.dataset
-        assert isinstance(dataset, Indexed), "only documents can be packed"
+        assert isinstance(dataset, HasDocumentLengths), "only documents can be packed"
         lengths = [
-            sum(dataset.lengths_of(first + number)) for number in range(self.global_batch_size)
+            sum(dataset.document_lengths(first + number)) for number in range(self.global_batch_size)
         ]
         assignment = budget.assign_batches(lengths, self.dp.size)
         mean_tokens = sum(lengths) / len(assignment.packs)
@@ -306,7 +306,7 @@ class Loader:
             micro_batch_size=self.micro_batch_size,
             dp_rank=self.dp.rank,
             total=self.dataset.num_samples,
-            permutation=shuffle_of_epoch,
+            permutation=epoch_permutation,
             sharded=self.sampler == "cyclic_per_rank",
         )
 
@@ -361,7 +361,7 @@ def check_batches_consistent_across_ranks(
 
 
 @lru_cache(maxsize=2)  # a step may end one epoch and begin the next
-def shuffle_of_epoch(length: int, epoch: int) -> NDArray[np.int64]:
+def epoch_permutation(length: int, epoch: int) -> NDArray[np.int64]:
     """Return 0 to length - 1 in the order of Megatron's cyclic sampler in an epoch."""
     order: NDArray[np.int64] = torch.randperm(
         length, generator=torch.Generator().manual_seed(epoch)
@@ -371,7 +371,7 @@ def shuffle_of_epoch(length: int, epoch: int) -> NDArray[np.int64]:
 
 def build_batch(
     samples: Sequence[Row],
-    masks: Masks,
+    masks: MaskSettings,
     *,
     device: torch.device,
     slicing: Slicing = WHOLE,
@@ -386,7 +386,7 @@ def build_batch(
     assert not (packed and plain), "packed and unpacked rows in one microbatch"
     inputs, labels, lengths = _packed_rows(packed) if packed else _plain_rows(plain, masks)
     read = (
-        tuple(length for row in packed for length in row.read_lengths) if packed else tuple(lengths)
+        tuple(length for row in packed for length in row.lengths_without_padding) if packed else tuple(lengths)
     )
     counted = labels >= 0
     pairs = [
@@ -399,7 +399,7 @@ def build_batch(
     shared, tokens = _share(pairs, lengths, slicing, device)
     if (places := _places(samples, lengths)) is not None:
         tokens = with_places(tokens, places)
-    hidden = masks_of_rows(samples, padding=masks.padding)
+    hidden = row_masks(samples, padding=masks.padding)
     tokens = _mask_padding(with_row_masks(tokens, hidden, lengths), packed)
     (own_ids, own_labels), *others = [
         (_flat(ids, device), _flat(labels, device)) for ids, labels in shared
@@ -434,7 +434,7 @@ def build_pack(
     samples = [dataset.sample(k) for k in documents]
     row = pack_documents([sample for sample in samples if isinstance(sample, PackedSample)], budget)
     batch = build_batch(
-        [row], Masks(), device=device, slicing=slicing, num_mtp_layers=num_mtp_layers
+        [row], MaskSettings(), device=device, slicing=slicing, num_mtp_layers=num_mtp_layers
     )
     tokens = _with_numbers(
         batch.tokens, token_numbers(documents, row, budget.longest), seed=dropout_seed
@@ -470,7 +470,7 @@ def _marked(tokens: PackedSeqParams, numbers: Ids, seed: int | None) -> PackedSe
     return replace(tokens, valid=tokens.valid & _flat(numbers >= 0, device), dropout=dropout)
 
 
-def _plain_rows(samples: Sequence[Sample], masks: Masks) -> tuple[Ids, Ids, list[int]]:
+def _plain_rows(samples: Sequence[Sample], masks: MaskSettings) -> tuple[Ids, Ids, list[int]]:
     """Return inputs and labels [rows, s] of unpacked rows, and the lengths of their documents."""
     ids = np.stack([sample.ids for sample in samples])
     valid = np.stack([sample.valid for sample in samples])

@@ -50,7 +50,7 @@ def token_numbers(documents: Sequence[int], row: PackedSample, longest: int) -> 
     """
     own = [
         np.arange(length) + number * longest
-        for number, length in zip(documents, row.read_lengths, strict=True)
+        for number, length in zip(documents, row.lengths_without_padding, strict=True)
     ]
     return np.concatenate([*own, np.full(len(row.ids) - row.num_valid, -1)]).astype(np.int64)
 
@@ -196,7 +196,7 @@ class PackReport:
     """(from, to, rows): number of rows with that many conversations."""
 
 
-def report_of(packed: PackedDocuments, lengths: NDArray[np.int64], seq_len: int) -> PackReport:
+def summarize_packing(packed: PackedDocuments, lengths: NDArray[np.int64], seq_len: int) -> PackReport:
     """Compute the statistics of a packing."""
     tokens, rows = int(lengths[packed.documents].sum()), packed.num_rows
     sizes = Counter(np.diff(packed.starts).tolist())

@@ -15,7 +15,7 @@ from megalith.kernels.tokens import PackedSeqParams
 RowMaskKind = NDArray[np.bool_]
 
 
-def masks_of_rows(rows: Sequence[Row], *, padding: bool) -> list[RowMask | None]:
+def row_masks(rows: Sequence[Row], *, padding: bool) -> list[RowMask | None]:
     """Return the attention mask of each row; with `padding`, padding of unpacked rows is masked.
 
     Rows without input tokens get no further mask, so that they run on backends without mask

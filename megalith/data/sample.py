@@ -72,7 +72,7 @@ class PackedSample:
     """None: only the attention mask of the layers applies."""
 
     @property
-    def read_lengths(self) -> tuple[int, ...]:
+    def lengths_without_padding(self) -> tuple[int, ...]:
         """Lengths of the documents without the padding."""
         if self.num_valid == len(self.ids):
             return self.lengths
@@ -117,10 +117,10 @@ class Dataset(Protocol):
 
 
 @runtime_checkable
-class Indexed(Protocol):
+class HasDocumentLengths(Protocol):
     """Dataset that returns document lengths without reading the documents."""
 
-    def lengths_of(self, k: int) -> tuple[int, ...]:
+    def document_lengths(self, k: int) -> tuple[int, ...]:
         """Return the number of input tokens of each document of sample k."""
 
 

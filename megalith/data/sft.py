@@ -238,7 +238,7 @@ class ConversationDataset:
         check_ids(store.tokens, vocab_size, f"data.sft ({name})")
         self._lengths, self._kept, counts = _select_conversations(store, sft, seq_len, name)
         self._alone = alone
-        self._packs = None if sft.packs is None else read_packs(sft.packs, self.room())
+        self._packs = None if sft.packs is None else read_packs(sft.packs, self.packing_input())
         packing = (
             "none"
             if alone
@@ -272,7 +272,7 @@ class ConversationDataset:
                 f"the {self._name} conversations were packed into {self.num_samples} rows, and row "
                 f"{k} was requested. Set train.steps to a lower value."
             )
-        size = sum(self.lengths_of(k)) if self._alone else self._seq_len
+        size = sum(self.document_lengths(k)) if self._alone else self._seq_len
         ids, labels = np.zeros(size, np.int64), np.full(size, -1, np.int64)
         lengths, end = [], 0
         for number in self._rows.row(k).tolist():
@@ -287,11 +287,11 @@ class ConversationDataset:
         filler = [size - end] if end < size else []
         return PackedSample(ids, labels, (*lengths, *filler), end)
 
-    def lengths_of(self, k: int) -> tuple[int, ...]:
+    def document_lengths(self, k: int) -> tuple[int, ...]:
         """Return the number of input tokens of each conversation of row k."""
         return tuple(self._lengths[self._rows.row(k)].tolist())
 
-    def room(self) -> PackingInput:
+    def packing_input(self) -> PackingInput:
         """Return the input of a packing."""
         return PackingInput(
             self._store.digest, self._seq_len, self._sft.overlong, self._lengths, self._kept

@@ -257,7 +257,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     )
 
 
-def kind_of(path: str) -> FileKind:
+def detect_tokenizer_kind(path: str) -> FileKind:
     """Return the library that reads a tokenizer, detected by file name and first byte."""
     place = Path(path)
     if place.is_dir():
@@ -289,7 +289,7 @@ def moved_to(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
     return replace(config, path=str(folder / file.name if config.kind == "tiktoken" else folder))
 
 
-def brought_along(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
+def locate_copied_tokenizer(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
     """Return the config of the tokenizer's copy in a model folder; unchanged if there is none."""
     located = locate_tokenizer(config, folder)
     if config.path is None or located != config:
@@ -307,7 +307,7 @@ def brought_along(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
     )
 
 
-def ends_texts_itself(tokenizer: Tokenizer) -> bool:
+def appends_eod(tokenizer: Tokenizer) -> bool:
     """Return whether the tokenizer appends the end token to every text."""
     return not isinstance(tokenizer, NullTokenizer) and tokenizer.encode("a")[-1:] == [
         tokenizer.eod

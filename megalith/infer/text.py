@@ -4,7 +4,7 @@ prompts."""
 from collections.abc import Callable, Sequence
 
 from megalith.config.sample import SampleConfig
-from megalith.data.tokenizer import StreamDecoder, Tokenizer, ends_texts_itself
+from megalith.data.tokenizer import StreamDecoder, Tokenizer, appends_eod
 from megalith.errors import DataError
 from megalith.infer.generate import Finish, GeneratedToken, generate
 from megalith.infer.load import TextGenerator
@@ -26,7 +26,7 @@ def encode_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
             f"character {error.start + 1} is {text[error.start]!r}: must be UTF-8 text."
         ) from error
     ids = tokenizer.encode(text)
-    if ids and ends_texts_itself(tokenizer):
+    if ids and appends_eod(tokenizer):
         ids = ids[:-1]
     if not ids:
         # In training documents are concatenated, so a document begins after an end token.

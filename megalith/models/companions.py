@@ -94,8 +94,8 @@ def _convert_gpt2_tokenizer(source: Pretrained, files: Mapping[str, bytes]) -> d
         return {}
     tokenizer = build_tokenizer(source.tokenizer)
     return (
-        tokenizer.written()
-        if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.of_gpt2
+        tokenizer.to_files()
+        if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.is_gpt2_format
         else {}
     )
 

@@ -33,7 +33,7 @@ from megalith.config.tree import differences as differences_of
 from megalith.config.tree import from_dict, parse_stored_settings
 from megalith.data.huggingface import is_gpt2
 from megalith.data.sentencepiece import is_sentencepiece
-from megalith.data.tokenizer import brought_along, main_file
+from megalith.data.tokenizer import locate_copied_tokenizer, main_file
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import (
     ADAPTER_CONFIG,
@@ -325,7 +325,7 @@ def open_pretrained(path: Path, *, base: str | None = None) -> Pretrained:
     if RECORD in checkpoint.state:
         return _open_adapted(checkpoint, base)
     model, tokenizer = _read_configs(checkpoint)
-    tokenizer = brought_along(tokenizer, path)
+    tokenizer = locate_copied_tokenizer(tokenizer, path)
     ids = checkpoint.state.get("token_ids")
     token_ids = ids if isinstance(ids, dict) else {}
     return Pretrained(
@@ -656,7 +656,7 @@ def require_base(record: Any, source: Pretrained, path: Path) -> None:  # Any: J
 def _open_adapted(checkpoint: Checkpoint, base_folder: str | None) -> Pretrained:
     """Open a checkpoint of adapters as the model that they form with their base weights."""
     record, (model, tokenizer) = checkpoint.state[RECORD], _read_configs(checkpoint)
-    tokenizer = brought_along(tokenizer, checkpoint.path)
+    tokenizer = locate_copied_tokenizer(tokenizer, checkpoint.path)
     base_path = base_folder or str(record["base"])
     if base_folder is None and not Path(base_path).is_dir():
         raise CheckpointError(
@@ -693,7 +693,7 @@ def _open_peft(path: Path, base_folder: str | None) -> Pretrained:
     base = _peft_base(path, base_folder)
     adapters = peft_adapters(path, find_family_of(base), base.model)
     weights = AdaptedWeights(path, base.model, base.weights, base.path, adapters)
-    tokenizer = brought_along(
+    tokenizer = locate_copied_tokenizer(
         base.tokenizer, path
     )  # the tokenizer is often saved with the adapters
     return Pretrained(

@@ -13,8 +13,8 @@ from torch import Tensor
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
-from megalith.data.loader import Batch, Masks, build_batch, build_pack, masks_of
-from megalith.data.sample import Dataset, Indexed
+from megalith.data.loader import Batch, MaskSettings, build_batch, build_pack, build_mask_settings
+from megalith.data.sample import Dataset, HasDocumentLengths
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.models.decoder import allocate, declared_parameters
@@ -101,7 +101,7 @@ def nothing(rows: int) -> None:
 def evaluate(
     pipeline_model: PipelineModel,
     dataset: Dataset,
-    masks: Masks,
+    masks: MaskSettings,
     *,
     samples: int,
     rows: int,
@@ -224,7 +224,7 @@ def run_evaluation(
     )  # evaluation needs all weights
     entries = weight_entries(held_weights(pipeline_model), mesh)
     notes = load_pretrained(entries, str(folder.path), mesh.world, model=run.model, rules=rules)
-    masks = masks_of(run.data, run.model, tokenizer.eod)
+    masks = build_mask_settings(run.data, run.model, tokenizer.eod)
     count = dataset.num_samples if samples is None else min(samples, dataset.num_samples)
     shows_progress = show and mesh.world.rank == 0
     with StepProgress(total=count, show=shows_progress, noun="row", stream=sys.stderr) as progress:
@@ -273,7 +273,7 @@ def held_weights(pipeline_model: PipelineModel) -> list[tuple[Shard, Tensor]]:
 
 def _batches(
     dataset: Dataset,
-    masks: Masks,
+    masks: MaskSettings,
     mesh: Mesh,
     samples: int,
     rows: int,
@@ -310,11 +310,11 @@ def _packs(
 ) -> Iterator[Batch]:
     """Yield packs of documents, equally many on every rank; some are empty if there are too few
     documents."""
-    assert isinstance(dataset, Indexed), "only documents can be packed"
+    assert isinstance(dataset, HasDocumentLengths), "only documents can be packed"
     group_size = DOCUMENTS * mesh.dp.size
     for first in range(0, samples, group_size):
         lengths = [
-            sum(dataset.lengths_of(k)) for k in range(first, min(first + group_size, samples))
+            sum(dataset.document_lengths(k)) for k in range(first, min(first + group_size, samples))
         ]
         for pack in budget.assign_batches(lengths, mesh.dp.size, forward_only=True).of(
             mesh.dp.rank

@@ -9,7 +9,7 @@ import torch
 from megalith.config.data import DataConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import build_datasets
-from megalith.data.loader import Loader, Masks
+from megalith.data.loader import Loader, MaskSettings
 from megalith.observe.flight import axes_name
 from megalith.parallel.context import my_slicing
 from megalith.parallel.group import barrier, gather_objects
@@ -122,7 +122,7 @@ def _loader(run: TrainRun, mesh: Mesh, trainer: Trainer, steps: int) -> Loader:
     assert splits.train is not None
     return Loader(
         splits.train,
-        Masks(eod=eod),
+        MaskSettings(eod=eod),
         mesh.dp,
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,

@@ -20,7 +20,7 @@ from megalith.config.attention import attention_notes
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun, dropout_seed
 from megalith.data.build import Splits, build_datasets
-from megalith.data.loader import Loader, Masks, StepBatches, masks_of
+from megalith.data.loader import Loader, MaskSettings, StepBatches, build_mask_settings
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from megalith.kernels.cpu import CompilationProgress
@@ -900,8 +900,8 @@ class _Loop:
             whole_documents=train.tokens_per_microbatch is not None,
         )
 
-    def _masks(self) -> Masks:
-        return masks_of(self.run_config.data, self.run_config.model, self.tokenizer.eod)
+    def _masks(self) -> MaskSettings:
+        return build_mask_settings(self.run_config.data, self.run_config.model, self.tokenizer.eod)
 
     def _loader(self) -> Loader:
         train = self.run_config.train

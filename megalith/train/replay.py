@@ -89,7 +89,7 @@ def routing_of(
         experts = _checked_choices(whole, layer, len(batches) * mesh.dp.size * num_tokens)
         for number, batch in enumerate(batches):
             count = batch.tokens.num_tokens // (mesh.tp.size if sp else 1)
-            numbers = torch.from_numpy(numbers_of(number, batch.tokens, count, mesh)).to(
+            numbers = torch.from_numpy(token_numbers(number, batch.tokens, count, mesh)).to(
                 experts.device
             )
             padding = torch.arange(experts.shape[1], device=experts.device)
@@ -106,7 +106,7 @@ def parts(
     """
     for (layer, number), experts in routing.choices.items():
         tokens, count = batches[number].tokens, len(experts)
-        numbers = numbers_of(number, tokens, count, mesh)
+        numbers = token_numbers(number, tokens, count, mesh)
         selected = numbers >= 0 if filler else text_of(tokens, count, mesh)
         yield RoutingPart(
             layer, number, numbers[selected], experts.cpu().numpy().astype(np.int32)[selected]
@@ -121,7 +121,7 @@ def text_of(tokens: PackedSeqParams, count: int, mesh: Mesh) -> NDArray[np.bool_
     return valid[first : first + count]
 
 
-def numbers_of(number: int, tokens: PackedSeqParams, count: int, mesh: Mesh) -> Numbers:
+def token_numbers(number: int, tokens: PackedSeqParams, count: int, mesh: Mesh) -> Numbers:
     """Return the indices in the step of this rank's `count` tokens of a microbatch; -1 for padding.
 
     A step reads one microbatch of every data-parallel rank after the other.

@@ -20,13 +20,13 @@ from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.relative import RelativeConfig
 from megalith.config.rope import RopeConfig
 from megalith.errors import RankError
-from megalith.verify.faults import FAULTS, Fault, planted
+from megalith.verify.faults import FAULTS, Fault, plant_fault
 from megalith.verify.ranks import (
     STEPS,
     Difference,
     choose_micro_batch_size,
     layout_case,
-    prove_layout,
+    compare_with_one_process,
 )
 from megalith.verify.types import type_check
 
@@ -43,7 +43,7 @@ Outcome = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FaultResult:
     """Result of one planted fault."""
 
     fault: Fault
@@ -62,13 +62,13 @@ class Verdict:
         return self.by_types is not None or self.numbers != "no effect"
 
 
-def judge(fault: Fault) -> Verdict:
+def judge_fault(fault: Fault) -> FaultResult:
     """Plant a fault into the smallest layout that it affects, and run type check and float64
     comparison."""
     model, parallel = smallest_layout(fault)
     world = parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1)
     recompute, offload = memory_settings(fault)
-    with planted(fault.name):
+    with plant_fault(fault.name):
         problems = type_check(
             model,
             parallel,
@@ -94,13 +94,13 @@ def judge(fault: Fault) -> Verdict:
             case.run, recompute=recompute, offload=offload, lora=adapters_of(fault), optim=optim
         )
         run = replace(run, train=replace(run.train, z_loss=0.1 if "z loss" in fault.needs else 0.0))
-        differences = prove_layout(
+        differences = compare_with_one_process(
             replace(case, run=run, masks="alone" if "masks" in fault.needs else None)
         )
-        return Verdict(fault, where, *_first_difference(differences))
+        return FaultResult(fault, where, *_first_difference(differences))
     except RankError as error:
         message = str(error).split("\nthen:")[0].splitlines()[-1]
-        return Verdict(fault, where, "wrong shapes", message)
+        return FaultResult(fault, where, "wrong shapes", message)
 
 
 def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
@@ -229,12 +229,12 @@ def memory_settings(fault: Fault) -> tuple[RecomputeConfig, OffloadConfig]:
     return again, OffloadConfig(layers=int("offload" in fault.needs), min_numel=1)
 
 
-def fault_table() -> list[Verdict]:
+def fault_table() -> list[FaultResult]:
     """Judge every fault; takes about a second per fault."""
-    return [judge(fault) for fault in FAULTS]
+    return [judge_fault(fault) for fault in FAULTS]
 
 
-def as_markdown(verdicts: Sequence[Verdict]) -> str:
+def as_markdown(verdicts: Sequence[FaultResult]) -> str:
     """Format verdicts as a Markdown table."""
     lines = ["| planted fault | (b) types | (d) float64 on processes |", "|---|---|---|"]
     for verdict in verdicts:

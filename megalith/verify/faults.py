@@ -156,7 +156,7 @@ class Fault:
     """Whether the one process that ranks are compared with makes the mistake, too."""
 
 
-def fault_named(name: str) -> Fault:
+def find_fault(name: str) -> Fault:
     """Return the fault of that name.
 
     Raises:
@@ -169,13 +169,13 @@ def fault_named(name: str) -> Fault:
     return by_name[name]
 
 
-def planted(name: str | None) -> AbstractContextManager[None]:
+def plant_fault(name: str | None) -> AbstractContextManager[None]:
     """Return a context in which the named fault is active; None: no fault.
 
     Raises:
         ConfigError: there is no such fault.
     """
-    return nullcontext() if name is None else fault_named(name).context()
+    return nullcontext() if name is None else find_fault(name).context()
 
 
 @dataclass(frozen=True, slots=True)

@@ -940,6 +940,6 @@ MATRIX: tuple[Layout, ...] = (
 """Every layout of the matrix."""
 
 
-def rows_of_matrix(*, sample: bool) -> list[Layout]:
+def matrix_rows(*, sample: bool) -> list[Layout]:
     """Return the rows, those with few processes first, so that workers are started when needed."""
     return sorted((row for row in MATRIX if row.sample or not sample), key=lambda row: row.world)

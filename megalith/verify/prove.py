@@ -12,10 +12,10 @@ from megalith.plan.automatic import resolve_auto_recompute
 from megalith.plan.deal import count_microbatches_of_longest
 from megalith.plan.kernels import describe_kernel_setting
 from megalith.train.rules import run_problems
-from megalith.verify.fault_table import Verdict, judge
+from megalith.verify.fault_table import FaultResult, judge_fault
 from megalith.verify.faults import FAULTS
-from megalith.verify.matrix import rows_of_matrix
-from megalith.verify.ranks import Difference, LayoutCase, prove_layout
+from megalith.verify.matrix import matrix_rows
+from megalith.verify.ranks import Difference, LayoutCase, compare_with_one_process
 from megalith.verify.report import (
     LayoutResult,
     ReportRow,
@@ -27,11 +27,11 @@ from megalith.verify.report import (
 )
 from megalith.verify.rows import Layout
 from megalith.verify.schedules import ScheduleReport, check_schedule
-from megalith.verify.shrink import shrink, shrunk_words
+from megalith.verify.shrink import shrink, describe_copy
 from megalith.verify.types import type_check, type_check_in_child
 
 
-def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[ReportRow]:
+def verify_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[ReportRow]:
     """Verify a run on `world` ranks; if a rule is violated, return only that. `fault`: planted in
     part (d)."""
     rows = rule_rows(run_problems(run, world))
@@ -52,7 +52,7 @@ def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[Re
     rows += type_rows(replace(types, unseen=(*types.unseen, *notes)))
     rows += schedule_rows(schedule_of(run, world))
     for case in shrink(run, world, fault=fault):
-        words, differences = shrunk_words(run, world, case), compare_in_float64(case)
+        words, differences = describe_copy(run, world, case), compare_in_float64(case)
         if isinstance(differences, str):
             rows.append(failure_row(case.world, words, differences))
         else:
@@ -60,7 +60,7 @@ def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[Re
     return rows
 
 
-def prove_row(row: Layout, kernels: Kernel = "auto") -> LayoutResult:
+def verify_row(row: Layout, kernels: Kernel = "auto") -> LayoutResult:
     """Verify one row of the matrix; `kernels` applies to both sides of the float64 comparison."""
     started = time.perf_counter()
     case = row.case()
@@ -122,7 +122,7 @@ def schedule_of(run: TrainRun, world: int) -> ScheduleReport | None:
 def compare_in_float64(case: LayoutCase) -> list[Difference] | str:
     """Return the float64 differences, or why ranks failed before the comparison."""
     try:
-        return prove_layout(case)
+        return compare_with_one_process(case)
     except RankError as error:
         return str(error).split("\nthen:")[0].strip()
 
@@ -132,22 +132,22 @@ def _describe(difference: Difference) -> str:
     return f"d: {difference.what} off by {difference.error:.1e}{where}"
 
 
-def prove_all(
+def verify_matrix(
     *, sample: bool, tell: Callable[[str], None], kernels: Kernel = "auto"
-) -> tuple[list[LayoutResult], list[Verdict]]:
+) -> tuple[list[LayoutResult], list[FaultResult]]:
     """Verify every row of the matrix (or the sample) with `kernels`, and every planted fault;
     `tell` logs each result.
 
     Faults use the default kernels, since many of them patch functions of these.
     """
-    results, rows = [], rows_of_matrix(sample=sample)
+    results, rows = [], matrix_rows(sample=sample)
     for number, row in enumerate(rows, 1):
-        results.append(prove_row(row, kernels))
+        results.append(verify_row(row, kernels))
         held = "holds" if results[-1].holds else f"DOES NOT HOLD: {results[-1].problems[0]}"
         tell(f"layout {number}/{len(rows)} {row.name}: {held}, {results[-1].seconds:.1f} s")
     verdicts = []
     for number, fault in enumerate(FAULTS, 1):
-        verdicts.append(judge(fault))
+        verdicts.append(judge_fault(fault))
         tell(
             f"fault {number}/{len(FAULTS)} {fault.name}: "
             f"{'rejected' if verdicts[-1].refused else 'NOT DETECTED'}"

@@ -31,14 +31,14 @@ class RaggedDocuments:
     def __len__(self) -> int:
         return self.num_samples
 
-    def lengths_of(self, k: int) -> tuple[int, ...]:
+    def document_lengths(self, k: int) -> tuple[int, ...]:
         """Return the number of tokens of document k."""
         draw = np.random.default_rng(key(0, "verify", "lengths", k))
         return (int(draw.integers(1, self.longest + 1)),)
 
     def sample(self, k: int) -> PackedSample:
         """Return document k, the same on all ranks."""
-        (length,) = self.lengths_of(k)
+        (length,) = self.document_lengths(k)
         draw = np.random.default_rng(key(0, "verify", "documents", k))
         ids = draw.integers(0, self.vocab_size, length + 1)
         kept = draw.random(length) < (0.0 if k in self.masked else 0.5)

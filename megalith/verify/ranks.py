@@ -30,7 +30,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.schedule import ScheduleConfig
 from megalith.config.train import LoopConfig, TrainRun, dropout_seed
-from megalith.data.loader import Loader, Masks
+from megalith.data.loader import Loader, MaskSettings
 from megalith.data.sample import Dataset, RowMask, Sample
 from megalith.nn.init import init_param_
 from megalith.optim.schedule import GroupRates, group_rates, schedule_lengths
@@ -51,7 +51,7 @@ from megalith.train.build import (
 )
 from megalith.train.experts import LayerExpertLoad, collect_expert_load, routers_of
 from megalith.train.step import train_step
-from megalith.verify.faults import fault_named, planted
+from megalith.verify.faults import find_fault, plant_fault
 from megalith.verify.ragged import RaggedDocuments
 from megalith.verify.reshard import resharded_run
 from megalith.verify.torch_optim import RecordingOptimizer, TorchUpdate, torch_updates
@@ -252,12 +252,12 @@ def choose_micro_batch_size(parallel: ParallelConfig) -> int:
     return {1: 3, 2: 2}.get(parallel.dp or 1, 1)
 
 
-def prove_layout(case: LayoutCase, *, timeout: float = 120.0) -> list[Difference]:
+def compare_with_one_process(case: LayoutCase, *, timeout: float = 120.0) -> list[Difference]:
     """Run the case on its processes and on one, and compare; the caller checks `holds`."""
     on_ranks = replace(case, resharded=resharded_run(case.run, case.world))
     with tempfile.TemporaryDirectory() as folder:
         result = join_ranks(run_ranks(run_case, case.world, on_ranks, folder, timeout=timeout))
-    fault = case.fault if case.fault is not None and fault_named(case.fault).everywhere else None
+    fault = case.fault if case.fault is not None and find_fault(case.fault).everywhere else None
     return compare_results(
         result, compute_reference(LayoutCase(run_of_one(case), 1, fault, masks=case.masks))
     )
@@ -333,7 +333,7 @@ def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult
     torch.set_num_threads(1)
     try:
         with (
-            planted(case.fault),
+            plant_fault(case.fault),
             fused_on_cpus() if case.run.parallel.collective_matmul == "fused" else nullcontext(),
         ):
             mesh = (
@@ -654,7 +654,7 @@ def _loader(
         dataset = RaggedRows(*arguments, eod=eod, places=bool(run.model.rope.sections), masks=masks)
     return Loader(
         dataset,
-        Masks(eod=eod, documents=run.data.document_masking),
+        MaskSettings(eod=eod, documents=run.data.document_masking),
         mesh.dp,
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from megalith.plan.shards import PARTS
-from megalith.verify.fault_table import Verdict
+from megalith.verify.fault_table import FaultResult
 from megalith.verify.ranks import Difference
 from megalith.verify.schedules import ScheduleReport
 from megalith.verify.types import TypeReport
@@ -191,7 +191,7 @@ def summary_table(results: Sequence[LayoutResult]) -> Table:
     return table
 
 
-def fault_summary(verdicts: Sequence[Verdict]) -> Table:
+def fault_summary(verdicts: Sequence[FaultResult]) -> Table:
     """Return a table of planted faults, and which part detects each."""
     table = Table(box=box.SIMPLE, title="every planted fault is rejected")
     for column in ("fault", "(b) types", "(d) float64", "rejected"):
@@ -204,7 +204,7 @@ def fault_summary(verdicts: Sequence[Verdict]) -> Table:
     return table
 
 
-def problem_lines(results: Sequence[LayoutResult], verdicts: Sequence[Verdict]) -> list[str]:
+def problem_lines(results: Sequence[LayoutResult], verdicts: Sequence[FaultResult]) -> list[str]:
     """Return one line per failure."""
     return [
         f"{result.area}, {result.name}: {text}" for result in results for text in result.problems
@@ -216,7 +216,7 @@ def problem_lines(results: Sequence[LayoutResult], verdicts: Sequence[Verdict]) 
 
 
 def matrix_json(
-    results: Sequence[LayoutResult], verdicts: Sequence[Verdict]
+    results: Sequence[LayoutResult], verdicts: Sequence[FaultResult]
 ) -> dict[str, Any]:  # Any: JSON
     """Return both tables as JSON."""
     faults = [

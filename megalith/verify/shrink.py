@@ -61,7 +61,7 @@ def shrink(
     ]
 
 
-def shrunk_words(run: TrainRun, world: int, case: LayoutCase) -> str:
+def describe_copy(run: TrainRun, world: int, case: LayoutCase) -> str:
     """Describe a tiny copy, such as `tp 2 of 8, sp, pp 2 of 16, vpp 2 of 4, 4 of 80 layers`."""
     before, after, p = _sizes(run, world), _sizes(case.run, case.world), case.run.parallel
     words = [_size_words(axis, after[axis], before[axis]) for axis in before if before[axis] > 1]

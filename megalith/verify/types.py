@@ -67,7 +67,7 @@ from megalith.plan.stages import Stage, StageBoundary, plan_stages, stage_bounda
 from megalith.plan.transports import BUILT_IN
 from megalith.testing.inject import replaced
 from megalith.train.loss import normalize_losses_by_labels
-from megalith.verify.faults import fault_named, planted
+from megalith.verify.faults import find_fault, plant_fault
 from megalith.verify.type_rules import IN_WORDS, axes_here, installed_rules, types_of
 
 WORDS = (
@@ -967,7 +967,7 @@ def type_check_in_child(
     for rank in ranks or ():
         grid.coordinates(rank)  # rejects invalid ranks before a process is started
     if fault is not None:
-        fault_named(fault)
+        find_fault(fault)
     request = ChildRequest(
         model=model,
         parallel=parallel,
@@ -1003,7 +1003,7 @@ def answer() -> None:
     """Main function of the child: read a request as JSON from standard input, write a report to
     standard output."""
     request = from_dict(ChildRequest, json.load(sys.stdin))
-    with planted(request.fault):
+    with plant_fault(request.fault):
         report = type_check(
             request.model,
             request.parallel,

@@ -128,7 +128,7 @@ def test_all_is_the_matrix_and_every_fault(
 ) -> None:
     """Two small rows and one fault of theirs; the whole takes minutes."""
     rows = [row for row in MATRIX if row.name in ("dp2", "pp2 gpipe")]
-    monkeypatch.setattr(prove, "rows_of_matrix", lambda *, sample: rows)
+    monkeypatch.setattr(prove, "matrix_rows", lambda *, sample: rows)
     monkeypatch.setattr(
         prove, "FAULTS", [fault for fault in FAULTS if fault.name == "dp_sum_averaged"]
     )
@@ -155,7 +155,7 @@ def test_all_layouts_may_be_computed_by_plain_definitions(monkeypatch: pytest.Mo
         asked.append(settings["kernels"])
         return [], []
 
-    monkeypatch.setattr(prove, "prove_all", note)
+    monkeypatch.setattr(prove, "verify_matrix", note)
     assert (
         main(["verify", "--all", "--kernels", "reference"]) == 0 and main(["verify", "--all"]) == 0
     )

@@ -6,10 +6,10 @@ import pytest
 from megalith.data.blend import (
     BlendedDataset,
     BlendOrder,
-    exhaustive_order,
-    member_sizes,
-    normalized,
-    weighted_order,
+    build_exhaustive_order,
+    compute_member_sizes,
+    normalize_weights,
+    build_weighted_order,
 )
 from megalith.data.mock import MockStore
 from megalith.data.pretrain import PretrainDataset, WindowPlan
@@ -18,14 +18,14 @@ from tests.cases import loop_over
 
 
 def test_the_weighted_order_is_the_recorded_one() -> None:
-    order = weighted_order([0.5, 0.3, 0.2], 10)
+    order = build_weighted_order([0.5, 0.3, 0.2], 10)
     assert order.members.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
     assert order.samples.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4]
     assert [array.dtype.name for array in (order.members, order.samples)] == ["int16", "int64"]
 
 
 def test_the_exhaustive_order_is_the_recorded_one() -> None:
-    order = exhaustive_order([3, 5, 2])
+    order = build_exhaustive_order([3, 5, 2])
     assert order.members.tolist() == [1, 0, 2, 1, 0, 1, 2, 1, 0, 1]
     assert order.samples.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4]
 
@@ -34,17 +34,17 @@ def test_the_exhaustive_order_is_the_recorded_one() -> None:
 def test_shares_are_met_to_within_one_sample_per_member(case: int) -> None:
     draw = np.random.default_rng(case)
     weights, size = draw.random(draw.integers(1, 9)) + 0.01, int(draw.integers(20, 400))
-    taken = np.bincount(weighted_order(weights.tolist(), size).members, minlength=len(weights))
-    assert np.abs(taken - np.array(normalized(weights.tolist())) * size).max() <= len(weights)
+    taken = np.bincount(build_weighted_order(weights.tolist(), size).members, minlength=len(weights))
+    assert np.abs(taken - np.array(normalize_weights(weights.tolist())) * size).max() <= len(weights)
 
 
 def test_a_longer_order_begins_with_the_shorter_one() -> None:
-    short, long = weighted_order([2, 1, 4], 50), weighted_order([2, 1, 4], 90)
+    short, long = build_weighted_order([2, 1, 4], 50), build_weighted_order([2, 1, 4], 90)
     assert long.members[:50].tolist() == short.members.tolist()
 
 
 def test_an_exhaustive_order_uses_every_sample_once() -> None:
-    order = exhaustive_order([7, 1, 12, 4])
+    order = build_exhaustive_order([7, 1, 12, 4])
     pairs = sorted(zip(order.members.tolist(), order.samples.tolist()))
     assert pairs == [
         (member, sample) for member, size in enumerate([7, 1, 12, 4]) for sample in range(size)
@@ -52,7 +52,7 @@ def test_an_exhaustive_order_uses_every_sample_once() -> None:
 
 
 def test_members_are_built_for_a_little_more_than_their_share() -> None:
-    sizes = member_sizes([3, 1], 1001, 0.005)
+    sizes = compute_member_sizes([3, 1], 1001, 0.005)
     assert (sizes.targets, sizes.built_for, sizes.total) == ((751, 251), (755, 253), 1002)
 
 
@@ -65,7 +65,7 @@ def members(count: int, num_samples: int) -> list[PretrainDataset]:
 
 def test_samples_come_from_the_member_and_place_of_the_order() -> None:
     parts = members(2, 30)
-    blend = BlendedDataset(parts, ["a", "b"], weighted_order([2, 1], 30), "print")
+    blend = BlendedDataset(parts, ["a", "b"], build_weighted_order([2, 1], 30), "print")
     assert len(blend) == blend.num_samples == 30
     assert blend.sample(1).ids.tolist() == parts[1].sample(0).ids.tolist()
     assert blend.sample(2).ids.tolist() == parts[0].sample(1).ids.tolist()
@@ -89,4 +89,4 @@ def test_a_member_that_is_too_short_is_named() -> None:
 def test_too_many_members_are_refused() -> None:
     part = members(1, 10)[0]
     with pytest.raises(DataError, match="the blend has 32767 datasets, and the maximum is 32766"):
-        BlendedDataset([part] * 32767, ["a"] * 32767, weighted_order([1], 2), "print")
+        BlendedDataset([part] * 32767, ["a"] * 32767, build_weighted_order([1], 2), "print")

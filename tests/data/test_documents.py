@@ -12,7 +12,7 @@ from megalith.data.build import build_datasets
 from megalith.data.documents import DocumentDataset
 from megalith.data.indexed import IndexedDatasetBuilder
 from megalith.data.mock import MockStore
-from megalith.data.sample import Indexed
+from megalith.data.sample import HasDocumentLengths
 from megalith.errors import DataError
 
 
@@ -53,7 +53,7 @@ def test_every_document_with_a_token_to_predict_is_read_whole_once_an_epoch(tmp_
             assert sample.ids.tolist() == list(range(1, size + 1)) and sample.lengths == (size,)
             assert sample.labels.tolist() == [*range(2, size + 1), 59]
     orders = {
-        tuple(dataset.lengths_of(4 * epoch + place)[0] for place in range(4)) for epoch in range(3)
+        tuple(dataset.document_lengths(4 * epoch + place)[0] for place in range(4)) for epoch in range(3)
     }
     assert len(orders) > 1, "epochs are shuffled anew"
     assert (
@@ -70,7 +70,7 @@ def test_a_document_is_a_function_of_its_number_alone_and_more_epochs_change_non
     )
     backwards = [many.sample(k) for k in reversed(range(40))][::-1]
     assert all((few.sample(k).ids == backwards[k].ids).all() for k in range(4))
-    assert all(many.lengths_of(k) == backwards[k].lengths for k in range(40))
+    assert all(many.document_lengths(k) == backwards[k].lengths for k in range(40))
     assert few.fingerprint == many.fingerprint
 
 
@@ -85,11 +85,11 @@ def test_documents_that_are_too_long_are_refused_cut_or_left_out(tmp_path: Path)
         documents(store(tmp_path), seq_len=6, overlong=how) for how in ("truncate", "drop")
     )
     assert (
-        sorted(cut.lengths_of(k)[0] for k in range(4)) == [2, 4, 6, 6]
+        sorted(cut.document_lengths(k)[0] for k in range(4)) == [2, 4, 6, 6]
         and ", 2 truncated" in cut.report
     )
     assert (
-        sorted(less.lengths_of(k)[0] for k in range(2)) == [2, 4]
+        sorted(less.document_lengths(k)[0] for k in range(2)) == [2, 4]
         and ", 2 dropped as too long" in less.report
     )
     whole = next(cut.sample(k) for k in range(4) if len(cut.sample(k).ids) == 6)
@@ -130,8 +130,8 @@ def test_splits_and_mock_settings_make_documents_of_text(tmp_path: Path) -> None
         whole_documents=True,
     )
     assert splits.train is not None and splits.valid is not None and splits.test is None
-    assert splits.train.num_samples >= 50 and isinstance(splits.train, Indexed)
-    assert all(splits.train.lengths_of(k) == (len(splits.train.sample(k).ids),) for k in range(50))
+    assert splits.train.num_samples >= 50 and isinstance(splits.train, HasDocumentLengths)
+    assert all(splits.train.document_lengths(k) == (len(splits.train.sample(k).ids),) for k in range(50))
     assert [note.split(":")[0] for note in splits.notes] == ["train", "valid"]
     assert np.all(splits.train.sample(0).ids >= 0)
 
@@ -160,9 +160,9 @@ def test_blend_reports_documents_of_each_store(
     )
     assert [note.split(": ")[0] for note in splits.notes] == ["train", "train"]
     assert all(note.endswith(", 1 dropped as too long") for note in splits.notes)
-    assert isinstance(splits.train, Indexed) and len(splits.train) == 3
-    assert sorted(splits.train.lengths_of(k) for k in range(3)) == [(2,), (3,), (4,)]
+    assert isinstance(splits.train, HasDocumentLengths) and len(splits.train) == 3
+    assert sorted(splits.train.document_lengths(k) for k in range(3)) == [(2,), (3,), (4,)]
     with pytest.raises(
         DataError, match=r"sample 3 was requested, and the blend has 3 samples. Use more data"
     ):
-        splits.train.lengths_of(3)
+        splits.train.document_lengths(3)

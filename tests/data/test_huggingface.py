@@ -13,7 +13,7 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from megalith.data.huggingface import HuggingFaceTokenizer, train_bpe
-from megalith.data.tokenizer import ends_texts_itself
+from megalith.data.tokenizer import appends_eod
 from megalith.errors import DataError
 
 TEXT = (
@@ -75,7 +75,7 @@ def test_a_vocabulary_and_its_merges_are_the_tokenizer_of_gpt2(
     assert (ours.eod, ours.vocab_size, ours.decode(ours.encode(TEXT))) == (0, 300, TEXT)
     assert pickle.loads(pickle.dumps(ours)).fingerprint == ours.fingerprint
     (tmp_path / "one").mkdir()
-    for written, contents in ours.written().items():
+    for written, contents in ours.to_files().items():
         (tmp_path / "one" / written).write_bytes(contents)
     again = PreTrainedTokenizerFast.from_pretrained(tmp_path / "one")
     assert again(TEXT).input_ids == ours.encode(TEXT) and again.eos_token_id == ours.eod
@@ -210,7 +210,7 @@ def test_special_tokens_of_its_own_can_be_left_out(folder: str, tmp_path: Path) 
         HuggingFaceTokenizer(str(tmp_path), add_special_tokens=wanted) for wanted in (True, False)
     )
     assert whole.encode("best") == [*bare.encode("best"), 0]
-    assert (ends_texts_itself(whole), ends_texts_itself(bare)) == (True, False)
+    assert (appends_eod(whole), appends_eod(bare)) == (True, False)
     assert whole.fingerprint != bare.fingerprint
 
 

@@ -14,7 +14,7 @@ from megalith.data import loader as loader_file
 from megalith.data.loader import (
     Batch,
     Loader,
-    Masks,
+    MaskSettings,
     build_batch,
     build_pack,
     check_batches_consistent_across_ranks,
@@ -32,7 +32,7 @@ from megalith.testing.tiny import tiny_run
 from megalith.verify.ragged import RaggedDocuments
 
 CPU = torch.device("cpu")
-PLAIN = Masks()
+PLAIN = MaskSettings()
 
 
 class Counting:
@@ -51,7 +51,7 @@ class Counting:
 def loader(group: Group, *, micro: int = 2, consumed: int = 0, steps: int = 2) -> Loader:
     return Loader(
         Counting(),
-        Masks(),
+        MaskSettings(),
         group,
         global_batch_size=8,
         micro_batch_size=micro,
@@ -135,7 +135,7 @@ def test_a_resumed_loader_goes_on_where_it_was() -> None:
 
 def test_documents_start_after_each_end_and_drop_the_label_that_crosses() -> None:
     sample = Sample(np.array([5, 6, 9, 7, 8, 9, 4], dtype=np.int64), 7)
-    batch = build_batch([sample], Masks(eod=9, documents=True), device=CPU)
+    batch = build_batch([sample], MaskSettings(eod=9, documents=True), device=CPU)
     assert batch.tokens.lengths == ((3, 3), (3, 3))
     assert batch.tokens.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
     assert batch.labels.tolist() == [6, 9, -1, 8, 9, -1]
@@ -146,7 +146,7 @@ def test_mtp_inputs_are_shifted_within_the_document() -> None:
     sample = Sample(np.array([5, 6, 9, 7, 8, 9, 4], dtype=np.int64), 7)
     (first, second), whole = (
         build_batch(
-            [sample], Masks(eod=9, documents=documents), device=CPU, num_mtp_layers=2
+            [sample], MaskSettings(eod=9, documents=documents), device=CPU, num_mtp_layers=2
         ).mtp_inputs
         for documents in (True, False)
     )
@@ -161,7 +161,7 @@ def test_context_parallel_ranks_shard_mtp_inputs(
 ) -> None:
     draw = np.random.default_rng(0)
     samples = [Sample(draw.integers(1, 9, 13), 11) for _ in range(2)]
-    masks = Masks(eod=4, documents=True)
+    masks = MaskSettings(eod=4, documents=True)
     whole = build_batch(samples, masks, device=CPU, num_mtp_layers=2)
     for depth, (ids, labels) in enumerate(whole.mtp_inputs):
         found = {}
@@ -194,7 +194,7 @@ def test_ranks_that_share_rows_share_the_places_of_their_tokens_in_pictures(
     draw = np.random.default_rng(0)
     rows = [Sample(draw.integers(1, 9, 13), 11) for _ in range(3)]
     rows[1] = replace(rows[1], places=draw.integers(0, 99, (3, 12)))
-    masks = Masks(eod=4, documents=True)
+    masks = MaskSettings(eod=4, documents=True)
     text, whole = (build_batch(some, masks, device=CPU).tokens for some in ([rows[0]], rows))
     assert whole.position_ids.shape == (3, 36) and whole.num_tokens == 36
     assert torch.equal(whole.position_ids[:, :12], text.position_ids.expand(3, -1))
@@ -221,7 +221,7 @@ def test_ranks_that_share_rows_share_the_places_of_their_tokens_in_pictures(
 def test_labels_of_every_depth_are_counted_over_the_step() -> None:
     step = Loader(
         Counting(),
-        Masks(),
+        MaskSettings(),
         alone("dp"),
         global_batch_size=8,
         micro_batch_size=2,
@@ -235,12 +235,12 @@ def test_labels_of_every_depth_are_counted_over_the_step() -> None:
 
 def test_end_of_document_labels_can_be_masked_without_documents() -> None:
     sample = Sample(np.array([5, 9, 7, 8], dtype=np.int64), 4)
-    batch = build_batch([sample], Masks(eod=9, eod_mask_loss=True), device=CPU)
+    batch = build_batch([sample], MaskSettings(eod=9, eod_mask_loss=True), device=CPU)
     assert batch.labels.tolist() == [9, -1, 8]
     assert batch.tokens.uniform == 3
 
 
-def shares(by: Literal["row", "document"], masks: Masks = PLAIN, *, ranks: int = 2) -> list[Batch]:
+def shares(by: Literal["row", "document"], masks: MaskSettings = PLAIN, *, ranks: int = 2) -> list[Batch]:
     """What each rank gets of two rows of 12 tokens."""
     draw = np.random.default_rng(0)
     samples = [Sample(draw.integers(1, 9, 13), 11) for _ in range(2)]
@@ -267,7 +267,7 @@ def test_ranks_that_share_rows_get_the_ids_labels_and_positions_of_the_same_toke
 
 
 def test_ranks_share_every_label_once_whatever_is_sliced() -> None:
-    masks = Masks(eod=0, documents=True)
+    masks = MaskSettings(eod=0, documents=True)
     whole = shares("row", masks, ranks=1)[0]
     for by in ("row", "document"):
         parts = shares(by, masks)
@@ -295,7 +295,7 @@ def test_filler_at_the_end_of_rows_is_marked_on_the_ranks_that_share_them(
 
 
 def test_padding_of_documents_has_no_label_and_is_marked() -> None:
-    parts = shares("document", Masks(eod=0, documents=True))
+    parts = shares("document", MaskSettings(eod=0, documents=True))
     padded = [int((~part.tokens.valid).sum()) for part in parts]
     # Documents of 5, 1, 6 and 12 tokens become 8, 4, 8 and 12.
     assert sum(len(part.ids) for part in parts) == 32 and sum(padded) == 8
@@ -308,7 +308,7 @@ def test_squares_of_lengths_are_those_of_the_documents_as_they_were_read() -> No
         Sample(np.array([5, 0, 7, 8, 0, 9, 4]), 7),
         Sample(np.array([3, 3, 3, 3, 3, 0, 1]), 7),
     ]
-    documents = Masks(eod=0, documents=True)
+    documents = MaskSettings(eod=0, documents=True)
     for slicing in (
         Slicing(),
         Slicing(ranks=2, rank=1, by="document"),
@@ -318,7 +318,7 @@ def test_squares_of_lengths_are_those_of_the_documents_as_they_were_read() -> No
             build_batch(samples, documents, device=CPU, slicing=slicing).squared_lengths
             == 4 + 9 + 1 + 36
         )
-        assert build_batch(samples, Masks(), device=CPU, slicing=slicing).squared_lengths == 36 + 36
+        assert build_batch(samples, MaskSettings(), device=CPU, slicing=slicing).squared_lengths == 36 + 36
 
 
 def _numbers(rank: int, world: int, micro: int) -> list[tuple[list[int], list[int]]]:
@@ -364,7 +364,7 @@ def test_ranks_that_share_rows_have_the_numbers_of_their_own_tokens(
         np.arange(13, dtype=np.int64),
         np.arange(12, 25, dtype=np.int64),
     ]  # id = its place in two rows of 12
-    samples, masks = [Sample(row, 13) for row in rows], Masks(eod=4, documents=True)
+    samples, masks = [Sample(row, 13) for row in rows], MaskSettings(eod=4, documents=True)
     for rank in range(2):
         batch = build_batch(samples, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by))
         key = with_dropout(batch, [7, 9], seed=0).tokens.dropout
@@ -386,7 +386,7 @@ def ragged(
     dataset = RaggedDocuments(30, 61, 40)
     return Loader(
         dataset,
-        Masks(),
+        MaskSettings(),
         group,
         global_batch_size=10,
         micro_batch_size=1,
@@ -407,7 +407,7 @@ def test_packs_have_every_document_of_the_step_once_whoever_reads_them() -> None
     found = sorted(length for batch in step.microbatches for length in batch.lengths)
     assert (
         found
-        == sorted(dataset.lengths_of(k)[0] for k in range(10, 20))
+        == sorted(dataset.document_lengths(k)[0] for k in range(10, 20))
         == sorted(step.lengths or ())
     )
     assert step.num_tokens == sum(found) and step.num_padded_tokens == 64 * len(step.microbatches)
@@ -460,11 +460,11 @@ class Talks:
     def __len__(self) -> int:
         return self.num_samples
 
-    def lengths_of(self, k: int) -> tuple[int, ...]:
+    def document_lengths(self, k: int) -> tuple[int, ...]:
         return (12,) if k % 2 else (3, 3, 3, 3)
 
     def sample(self, k: int) -> PackedSample:
-        return PackedSample(np.full(12, k), np.full(12, k), self.lengths_of(k), 12)
+        return PackedSample(np.full(12, k), np.full(12, k), self.document_lengths(k), 12)
 
 
 @pytest.mark.parametrize("balanced", [False, True])
@@ -475,7 +475,7 @@ def test_rows_of_conversations_are_dealt_by_what_they_cost(balanced: bool) -> No
         with replaced(loader_file, "start_all_reduce_", lambda count, group: None):
             step = Loader(
                 Talks(),
-                Masks(),
+                MaskSettings(),
                 group,
                 global_batch_size=8,
                 micro_batch_size=1,

@@ -11,7 +11,7 @@ from megalith.data.packs import (
     pack_documents,
     pack_first_fit,
     read_packs,
-    report_of,
+    summarize_packing,
     token_numbers,
     write_packs,
 )
@@ -32,10 +32,10 @@ def test_documents_follow_one_another_and_filler_them() -> None:
         row.ids.tolist() == [10, 11, 12, 50, 51] + [0] * 7
         and row.labels.tolist() == [11, 12, 13, 51, 52] + [-1] * 7
     )
-    assert row.lengths == (3, 2, 4, 3) and row.read_lengths == (3, 2) and row.num_valid == 5
+    assert row.lengths == (3, 2, 4, 3) and row.lengths_without_padding == (3, 2) and row.num_valid == 5
     assert token_numbers([7, 2], row, 100).tolist() == [700, 701, 702, 200, 201] + [-1] * 7
     empty = pack_documents([], TokenBudget(capacity=12, longest=8))
-    assert empty.lengths == (8, 4) and empty.read_lengths == () and (empty.labels == -1).all()
+    assert empty.lengths == (8, 4) and empty.lengths_without_padding == () and (empty.labels == -1).all()
     assert token_numbers([], empty, 100).tolist() == [-1] * 12
 
 
@@ -44,7 +44,7 @@ def test_documents_that_will_be_padded_leave_room_for_it() -> None:
         [document(10, 3), document(50, 5)], TokenBudget(capacity=24, longest=8, multiple=4)
     )
     padded = sum(length + -length % 4 for length in row.lengths)
-    assert row.read_lengths == (3, 5) and padded == 24 and sum(row.lengths) == 20
+    assert row.lengths_without_padding == (3, 5) and padded == 24 and sum(row.lengths) == 20
 
 
 LENGTHS = np.array([7, 3, 9, 3, 1, 8, 3, 2])
@@ -114,14 +114,14 @@ def test_a_file_for_others_is_refused(tmp_path: Path) -> None:
 
 def test_a_report_counts_rows_by_what_is_in_them() -> None:
     starts = np.array([0, 1, 3, 6])
-    report = report_of(PackedDocuments(np.array([2, 0, 4, 1, 3, 6]), starts), LENGTHS, 10)
+    report = summarize_packing(PackedDocuments(np.array([2, 0, 4, 1, 3, 6]), starts), LENGTHS, 10)
     assert (report.rows, report.fewest, report.conversations, report.mean) == (3, 3, 6, 2.0)
     assert report.fill == pytest.approx(26 / 30) and report.histogram == (
         (1, 1, 1),
         (2, 2, 1),
         (3, 3, 1),
     )
-    many = report_of(PackedDocuments(np.arange(30) % 8, np.array([0, 1, 30])), LENGTHS, 1000)
+    many = summarize_packing(PackedDocuments(np.arange(30) % 8, np.array([0, 1, 30])), LENGTHS, 1000)
     assert (
         many.histogram[0] == (1, 3, 1)
         and many.histogram[-1] == (28, 30, 1)
@@ -131,4 +131,4 @@ def test_a_report_counts_rows_by_what_is_in_them() -> None:
 
 def test_samples_of_rows_keep_what_they_had() -> None:
     whole = document(3, 4)
-    assert whole.read_lengths == (4,) and replace(whole, num_valid=0).read_lengths == ()
+    assert whole.lengths_without_padding == (4,) and replace(whole, num_valid=0).lengths_without_padding == ()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megalith.config.attention import AttentionConfig
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
-from megalith.data.loader import Masks, build_batch, masks_of
+from megalith.data.loader import MaskSettings, build_batch, build_mask_settings
 from megalith.data.packs import pack_documents
 from megalith.data.row_masks import join_masks, with_row_masks
 from megalith.data.sample import PackedSample, RowMask, Sample
@@ -47,7 +47,7 @@ def seen(tokens: PackedSeqParams) -> NDArray[np.bool_]:
 def test_a_row_says_what_its_tokens_see_wherever_documents_begin() -> None:
     rows = [sample(PAIRS[0], 1), sample(TEXT, 2), sample(None, 3), sample(PAIRS[1], 4)]
     rows[3].ids[4] = 0  # ends a document
-    for masks, lengths in ((Masks(), [12] * 4), (Masks(eod=0, documents=True), [12, 12, 12, 5, 7])):
+    for masks, lengths in ((MaskSettings(), [12] * 4), (MaskSettings(eod=0, documents=True), [12, 12, 12, 5, 7])):
         batch = build_batch(rows, masks, device=CPU)
         assert [keys for _, keys in batch.tokens.lengths] == lengths
         found = seen(batch.tokens)
@@ -68,21 +68,21 @@ def test_padding_of_rows_is_hidden_from_models_that_look_at_later_tokens() -> No
         replace(sample(PAIRS[0], 3), num_valid=5),
         replace(sample(TEXT, 4), num_valid=4),
     ]
-    batch, text = build_batch(rows, Masks(padding=True), device=CPU), np.arange(12)
+    batch, text = build_batch(rows, MaskSettings(padding=True), device=CPU), np.arange(12)
     found = seen(batch.tokens)
     for n, mask in enumerate((text < 12, text < 9, PAIRS[0].seen & (text < 5), text < 4)):
         here = slice(12 * n, 12 * (n + 1))
         assert np.array_equal(found[here, here], np.broadcast_to(mask, (12, 12)))
     assert batch.tokens.valid.tolist() == [*[True] * 12, *(text < 9), *(text < 5), *(text < 4)]
-    assert build_batch([rows[0], short], Masks(), device=CPU).tokens.visible is None
-    assert build_batch([rows[0], rows[0]], Masks(padding=True), device=CPU).tokens.visible is None
+    assert build_batch([rows[0], short], MaskSettings(), device=CPU).tokens.visible is None
+    assert build_batch([rows[0], rows[0]], MaskSettings(padding=True), device=CPU).tokens.visible is None
     whole = replace(short, num_valid=12)  # only the last label is padding
-    assert build_batch([whole], Masks(padding=True), device=CPU).tokens.visible is None
+    assert build_batch([whole], MaskSettings(padding=True), device=CPU).tokens.visible is None
 
 
 def test_rows_that_fill_up_a_batch_ask_for_no_way_that_knows_masks() -> None:
     tokens = build_batch(
-        [sample(None, 1), sample(None, 2).blank()], Masks(padding=True), device=CPU
+        [sample(None, 1), sample(None, 2).blank()], MaskSettings(padding=True), device=CPU
     ).tokens
     assert tokens.visible is None
     x = torch.randn(24, 2, 8)
@@ -95,20 +95,20 @@ def test_whether_padding_is_hidden_follows_from_the_model() -> None:
     )
     both_ways = replace(model, attention=AttentionConfig(causal=False))
     data = DataConfig(mock=True, document_masking=True, eod_mask_loss=True)
-    assert masks_of(data, model, 3) == Masks(eod=3, documents=True, eod_mask_loss=True)
-    assert masks_of(data, both_ways, None) == Masks(
+    assert build_mask_settings(data, model, 3) == MaskSettings(eod=3, documents=True, eod_mask_loss=True)
+    assert build_mask_settings(data, both_ways, None) == MaskSettings(
         documents=True, eod_mask_loss=True, padding=True
     )
 
 
 def test_rows_without_masks_are_as_before() -> None:
-    batch = build_batch([sample(None, 1), sample(None, 2)], Masks(), device=CPU)
+    batch = build_batch([sample(None, 1), sample(None, 2)], MaskSettings(), device=CPU)
     assert batch.tokens.visible is None
 
 
 @pytest.mark.parametrize("by", ["row", "document"])
 def test_ranks_that_share_rows_know_the_masks_of_all(by: Literal["row", "document"]) -> None:
-    rows, masks = [sample(PAIRS[0], 1), sample(TEXT, 2)], Masks(eod=0, documents=True)
+    rows, masks = [sample(PAIRS[0], 1), sample(TEXT, 2)], MaskSettings(eod=0, documents=True)
     rows[0].ids[4] = 0
     alone = build_batch(rows, masks, device=CPU).tokens
     for rank in range(2):
@@ -182,7 +182,7 @@ def test_rows_in_which_nothing_is_read_keep_the_kind_of_mask() -> None:
         )
         for row in (blank, packed):
             assert row.mask is not None and row.mask.alone == mask.alone and not row.mask.seen.any()
-        batch = build_batch([sample(mask), blank], Masks(), device=CPU)
+        batch = build_batch([sample(mask), blank], MaskSettings(), device=CPU)
         assert not seen(batch.tokens)[12:].any()
     assert sample(None).blank().mask is None
 

@@ -13,7 +13,7 @@ from megalith.data.tokenizer import (
     StreamDecoder,
     Tokenizer,
     build_tokenizer,
-    ends_texts_itself,
+    appends_eod,
 )
 from megalith.errors import ConfigError, DataError
 
@@ -45,7 +45,7 @@ def test_ids_stay_below_the_vocabulary_and_the_end_token_has_no_text(tokenizer: 
     assert max(max(tokenizer.encode(text), default=0) for text in TEXTS) < tokenizer.vocab_size
     assert tokenizer.eod < tokenizer.vocab_size
     assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.eod]) == "ab"
-    assert not ends_texts_itself(tokenizer)
+    assert not appends_eod(tokenizer)
 
 
 def test_streamed_text_comes_in_whole_characters_and_is_complete(tokenizer: Tokenizer) -> None:
@@ -74,7 +74,7 @@ def test_the_null_tokenizer_reads_numbers() -> None:
     assert tokenizer.decode([3, 14, 99]) == "3 14"
     assert (tokenizer.eod, tokenizer.vocab_size) == (99, 100)
     assert tokenizer.encode_joined(["1 2", ""])[1].tolist() == [2, 0]
-    assert not ends_texts_itself(tokenizer)
+    assert not appends_eod(tokenizer)
     for word in ("100", "-1", "x", "²"):
         with pytest.raises(DataError, match=rf"{word}' is not an id\. Use numbers from 0 to 99"):
             tokenizer.encode(word)

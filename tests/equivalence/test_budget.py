@@ -15,7 +15,7 @@ from torch import Tensor
 from megalith.config.train import TrainRun
 from megalith.data import loader as loader_file
 from megalith.data.build import build_datasets
-from megalith.data.loader import Batch, Loader, Masks, StepBatches, build_batch
+from megalith.data.loader import Batch, Loader, MaskSettings, StepBatches, build_batch
 from megalith.data.sample import Dataset, PackedSample
 from megalith.errors import DataError
 from megalith.observe.metrics import read_metrics
@@ -111,7 +111,7 @@ def packed(trainer: Trainer, *, consumed: int = 0, steps: int = 1) -> Loader:
     run, mesh = trainer.run, trainer.mesh
     return Loader(
         documents(run),
-        Masks(),
+        MaskSettings(),
         mesh.dp,
         global_batch_size=run.train.global_batch_size,
         micro_batch_size=1,
@@ -127,7 +127,7 @@ def packed(trainer: Trainer, *, consumed: int = 0, steps: int = 1) -> Loader:
 def apart(trainer: Trainer) -> StepBatches:
     """Every document in a microbatch of its own length, without any filler."""
     dataset = documents(trainer.run)
-    batches = [build_batch([dataset.sample(k)], Masks(), device=CPU) for k in range(13)]
+    batches = [build_batch([dataset.sample(k)], MaskSettings(), device=CPU) for k in range(13)]
     return StepBatches(batches, sum(batch.num_labels for batch in batches))
 
 
@@ -210,7 +210,7 @@ def test_comparison_detects_a_mean_over_packs() -> None:
 
 
 def _seeing_one_another(
-    rows: Sequence[PackedSample], masks: Masks, **others: Any
+    rows: Sequence[PackedSample], masks: MaskSettings, **others: Any
 ) -> Batch:  # Any: its own
     merged = [
         replace(row, lengths=(row.num_valid, *row.lengths[len(row.read_lengths) :]))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.data.loader import Loader, Masks
+from megalith.data.loader import Loader, MaskSettings
 from megalith.kernels import span_attention
 from megalith.parallel import context
 from megalith.parallel.group import Group
@@ -57,7 +57,7 @@ def _exposed(
     )
     loader = Loader(
         RaggedRows(run.train.seq_len, run.model.vocab_size, 12 * count, masked=(0, 1, 2)),
-        Masks(),
+        MaskSettings(),
         trainer.mesh.dp,
         global_batch_size=12,
         micro_batch_size=12,

@@ -22,7 +22,7 @@ from megalith.config.optim import PrecisionConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import RecomputeConfig
-from megalith.data.loader import Loader, Masks
+from megalith.data.loader import Loader, MaskSettings
 from megalith.data.sample import Sample
 from megalith.kernels import experts as expert_kernels
 from megalith.kernels import grouped_linear
@@ -539,7 +539,7 @@ def violation(balance: AuxLossConfig, router: RouterConfig) -> float:
     trainer = build_trainer(run, mesh_of_one(), CPU)
     loader = Loader(
         Skewed(),
-        Masks(),
+        MaskSettings(),
         trainer.mesh.dp,
         global_batch_size=12,
         micro_batch_size=12,

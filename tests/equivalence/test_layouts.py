@@ -8,7 +8,7 @@ The rows are those of `megalith verify --all`; the sample of them is in `make te
 import pytest
 
 from megalith.verify.matrix import MATRIX
-from megalith.verify.ranks import RaggedRows, prove_layout
+from megalith.verify.ranks import RaggedRows, compare_with_one_process
 from megalith.verify.rows import Layout
 
 
@@ -20,7 +20,7 @@ from megalith.verify.rows import Layout
     ],
 )
 def test_layout_equals_one_process(row: Layout) -> None:
-    differences = prove_layout(row.case())
+    differences = compare_with_one_process(row.case())
     assert {found.what for found in differences if not found.holds} == set(), differences
 
 

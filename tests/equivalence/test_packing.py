@@ -14,7 +14,7 @@ from torch import Tensor
 from megalith.config.data import DataConfig
 from megalith.config.sft import SFTConfig
 from megalith.data.conversations import Conversation, generate_mock_conversations
-from megalith.data.loader import Batch, Masks, StepBatches, build_batch
+from megalith.data.loader import Batch, MaskSettings, StepBatches, build_batch
 from megalith.data.sample import PackedSample
 from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import ByteTokenizer
@@ -86,7 +86,7 @@ def step_of(trainer: Trainer, rows: Sequence[Sequence[int]], length: int = 24) -
     """My share of a step with these rows, a row in each microbatch."""
     dp, slicing = trainer.mesh.dp, my_slicing(trainer.run.parallel, trainer.mesh)
     every = [
-        build_batch([row(numbers, length)], Masks(), device=CPU, slicing=slicing)
+        build_batch([row(numbers, length)], MaskSettings(), device=CPU, slicing=slicing)
         for numbers in rows
     ]
     mine = every[dp.rank :: dp.size]
@@ -137,7 +137,7 @@ def _alone() -> tuple[float, float]:
     """Every document in a row of its own length: no filler at all."""
     trainer = build({})
     batches = [
-        build_batch([row((n,), LENGTHS[n])], Masks(), device=CPU) for n in range(len(LENGTHS))
+        build_batch([row((n,), LENGTHS[n])], MaskSettings(), device=CPU) for n in range(len(LENGTHS))
     ]
     assert all(len(batch.tokens.lengths) == 1 for batch in batches)
     loss, norm, expected = gradients(
@@ -175,7 +175,7 @@ def test_changing_one_document_leaves_the_outputs_of_the_others_as_they_were_to_
     first = row((0, 1, 2))
     changed = PackedSample(first.ids.copy(), first.labels, first.lengths, first.num_valid)
     changed.ids[5:8] = 200
-    before, after = (outputs(build_batch([each], Masks(), device=CPU)) for each in (first, changed))
+    before, after = (outputs(build_batch([each], MaskSettings(), device=CPU)) for each in (first, changed))
     assert torch.equal(before[:5], after[:5]) and torch.equal(before[8:], after[8:])
     assert not torch.equal(before[5:8], after[5:8])
 
@@ -185,13 +185,13 @@ def test_comparison_detects_joined_documents() -> None:
     trainer = build({})
     step = step_of(trainer, ROWS)
     joined = [PackedSample(r.ids, r.labels, (24,), r.num_valid) for r in map(row, ROWS)]
-    batches = [build_batch([each], Masks(), device=CPU) for each in joined]
+    batches = [build_batch([each], MaskSettings(), device=CPU) for each in joined]
     found = gradients(trainer, StepBatches(batches, step.num_labels))[0]
     assert abs(found - gradients(trainer, step)[0]) > 1e-4
 
 
 def test_padding_has_no_effect() -> None:
-    batch = build_batch([row((0, 1)), row((5,))], Masks(), device=CPU)
+    batch = build_batch([row((0, 1)), row((5,))], MaskSettings(), device=CPU)
     assert batch.num_tokens == 10 and batch.squared_lengths == 25 + 9 + 4
     assert batch.tokens.lengths == ((5, 5), (3, 3), (16, 16), (2, 2), (22, 22))
 
@@ -245,7 +245,7 @@ def with_room(sample: PackedSample) -> PackedSample:
 def step_with(trainer: Trainer, rows: Sequence[PackedSample]) -> StepBatches:
     """All of these rows, one in each microbatch."""
     slicing = my_slicing(trainer.run.parallel, trainer.mesh)
-    batches = [build_batch([each], Masks(), device=CPU, slicing=slicing) for each in rows]
+    batches = [build_batch([each], MaskSettings(), device=CPU, slicing=slicing) for each in rows]
     return StepBatches(batches, sum(batch.num_labels for batch in batches))
 
 

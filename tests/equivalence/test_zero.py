@@ -16,7 +16,7 @@ from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.train import TrainRun
 from megalith.config.tree import Override
-from megalith.data.loader import Loader, Masks
+from megalith.data.loader import Loader, MaskSettings
 from megalith.parallel import data as flat
 from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
@@ -64,7 +64,7 @@ def steps(trainer: Trainer, first: int, count: int) -> tuple[list[float], list[f
     rows = RaggedRows(train.seq_len, trainer.run.model.vocab_size, 12 * 50, masked=(0, 1, 2, 17))
     loader = Loader(
         rows,
-        Masks(),
+        MaskSettings(),
         trainer.mesh.dp,
         global_batch_size=12,
         micro_batch_size=train.micro_batch_size,
@@ -284,7 +284,7 @@ def _skipped(
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, masked=(0, 1))
     loader = Loader(
         rows,
-        Masks(),
+        MaskSettings(),
         trainer.mesh.dp,
         global_batch_size=12,
         micro_batch_size=run.train.micro_batch_size,

@@ -551,7 +551,7 @@ def test_padding_does_not_change_the_result(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "latent", "chunked", "sinks", "normed around", "looking back"]
+    "name", ["plain", "latent", "chunked", "sinks", "normed around", "cross-layer"]
 )
 def test_masked_text_continued_from_a_cache_matches_one_forward(name: str) -> None:
     config = {**VARIANTS, "plain": PLAIN}[name]

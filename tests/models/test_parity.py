@@ -27,7 +27,7 @@ from megalith.models.names import Family
 from megalith.models.pretrained import open_pretrained
 from megalith.plan.costs import num_parameters
 from megalith.testing.tolerance import EXACT, assert_close, assert_equals, compare, relative_error
-from megalith.verify.ranks import Difference, choose_micro_batch_size, layout_case, prove_layout
+from megalith.verify.ranks import Difference, choose_micro_batch_size, layout_case, compare_with_one_process
 from tests.models.families import (
     CASES,
     FIRST,
@@ -294,7 +294,7 @@ def failed_checks(
     """Return what differs between the layout and one process."""
     world, rows = parallel.tp * parallel.pp * parallel.cp, choose_micro_batch_size(parallel)
     case = layout_case(model, parallel, world, micro_batch_size=rows, documents=documents)
-    return [difference for difference in prove_layout(case) if not difference.holds]
+    return [difference for difference in compare_with_one_process(case) if not difference.holds]
 
 
 @pytest.mark.parametrize(("name", "layout"), UNDER_LAYOUTS)

@@ -48,7 +48,7 @@ from megalith.verify.ranks import (
     compare_results,
     join_ranks,
     layout_case,
-    prove_layout,
+    compare_with_one_process,
     run_case,
 )
 from megalith.verify.ranks import _loader as loader_of
@@ -150,7 +150,7 @@ def test_parallel_training_with_reference_kernels_matches_one_rank(
 def test_fsdp_weights_are_gathered_for_reference_backward() -> None:
     case = layout_case(PLAIN, ParallelConfig(dp=2, zero=3), 2)
     plain = replace(case, run=replace(case.run, kernels="reference"))
-    assert [difference for difference in prove_layout(plain) if not difference.holds] == []
+    assert [difference for difference in compare_with_one_process(plain) if not difference.holds] == []
     forms: dict[Kernel, bool] = {"auto": False, "torch": False, "reference": True}
     for kernels, reads in forms.items():
         run = replace(layout_case(PLAIN, ParallelConfig(), 1).run, kernels=kernels)

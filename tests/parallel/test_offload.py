@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.data.loader import Loader, Masks
+from megalith.data.loader import Loader, MaskSettings
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.parallel import recompute as recompute_module
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
@@ -141,7 +141,7 @@ def _reloads(
     )
     loader = Loader(
         RaggedRows(12, run.model.vocab_size, 24, masked=(0, 1)),
-        Masks(),
+        MaskSettings(),
         trainer.mesh.dp,
         global_batch_size=12,
         micro_batch_size=3,

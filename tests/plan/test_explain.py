@@ -237,7 +237,7 @@ def test_numbers_in_words() -> None:
             "MLP replaced by one matrix in 1 of 4 layers, 4 to 8 KV heads, 9 to 22 "
             "features in the MLP",
         ),
-        ("looking back", "gated silu, cross-layer attention to layer 1 in 2 of 4 layers"),
+        ("cross-layer", "gated silu, cross-layer attention to layer 1 in 2 of 4 layers"),
         ("gated", "QK norm (l2), gated attention, rope but in 2 of 4 layers"),
     ],
 )

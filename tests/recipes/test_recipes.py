@@ -12,7 +12,7 @@ from megalith.plan.costs import num_parameters
 from megalith.plan.layout import min_world_size
 from megalith.recipes import recipes, resolve, resolve_run
 from megalith.train.rules import run_problems
-from megalith.verify.ranks import prove_layout
+from megalith.verify.ranks import compare_with_one_process
 from megalith.verify.shrink import shrink
 
 QUICK = "gemma_2b"
@@ -82,7 +82,7 @@ def test_a_shrunk_recipe_runs_and_computes_what_one_process_does(name: str) -> N
     cases = shrink(run, min_world_size(run.parallel))
     assert cases
     for case in cases:
-        assert [found for found in prove_layout(case) if not found.holds] == []
+        assert [found for found in compare_with_one_process(case) if not found.holds] == []
 
 
 def test_recipes_are_listed_smallest_first() -> None:

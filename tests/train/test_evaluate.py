@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megalith.config.train import TrainRun
-from megalith.data.loader import Masks, build_batch
+from megalith.data.loader import MaskSettings, build_batch
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.observe.metrics import read_metrics
@@ -49,7 +49,7 @@ def evaluation(
     return evaluate(
         trainer.pipeline_model,
         dataset(run),
-        Masks(),
+        MaskSettings(),
         samples=samples,
         rows=rows,
         tokenizer=ByteTokenizer(),
@@ -62,7 +62,7 @@ def test_the_mean_is_over_labels_not_over_rows() -> None:
     before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
     total, labels, num_bytes = 0.0, 0, 0
     for k in range(SAMPLES):
-        batch = build_batch([dataset(FP64_RUN).sample(k)], Masks(), device=CPU)
+        batch = build_batch([dataset(FP64_RUN).sample(k)], MaskSettings(), device=CPU)
         total += trainer.model.loss(batch.ids, batch.labels, batch.tokens).item()
         labels += batch.num_labels
         num_bytes += sum(0 <= label < 256 for label in batch.labels.tolist())
@@ -146,7 +146,7 @@ def packed_evaluation(rank: int, world: int, capacity: str) -> tuple[Evaluation,
     found = evaluate(
         build_trainer(run, mesh, CPU).pipeline_model,
         documents,
-        Masks(),
+        MaskSettings(),
         samples=SAMPLES,
         rows=1,
         tokenizer=ByteTokenizer(),
@@ -181,7 +181,7 @@ def test_mtp_losses_and_acceptance_match_plain_computation() -> None:
     (model,) = trainer.pipeline_model.chunks
     losses, right, labels, runs, places = [0.0] * 3, [0, 0], [0] * 3, 0, 0
     for k in range(SAMPLES):
-        batch = build_batch([dataset(run).sample(k)], Masks(), device=CPU, num_mtp_layers=2)
+        batch = build_batch([dataset(run).sample(k)], MaskSettings(), device=CPU, num_mtp_layers=2)
         tokens = model.rotations.given_to(batch.tokens)
         x = model(batch.ids, tokens)
         scores, depths = [model.head.logits(x)], batch.mtp_inputs

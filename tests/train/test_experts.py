@@ -11,7 +11,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import RecomputeConfig
 from megalith.config.train import ObserveConfig, TrainRun
-from megalith.data.loader import Loader, Masks
+from megalith.data.loader import Loader, MaskSettings
 from megalith.errors import DataError
 from megalith.kernels.replay import Routing
 from megalith.kernels.tokens import BalanceShare
@@ -73,7 +73,7 @@ def test_skipped_step_does_not_update_expert_bias(why: str) -> None:
     masked = tuple(range(12)) if why == "no label" else ()
     loader = Loader(
         RaggedRows(12, 257, 24, masked=masked),
-        Masks(),
+        MaskSettings(),
         trainer.mesh.dp,
         global_batch_size=12,
         micro_batch_size=6,
@@ -136,7 +136,7 @@ def test_the_loss_scale_of_fp16_goes_for_losses_of_balance_too() -> None:
     trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
     loader = Loader(
         RaggedRows(12, 257, 12, masked=()),
-        Masks(),
+        MaskSettings(),
         trainer.mesh.dp,
         global_batch_size=12,
         micro_batch_size=6,
@@ -265,7 +265,7 @@ def reported(rank: int, world: int, parallel: ParallelConfig) -> list[LayerExper
     assert collect_expert_load(trainer.pipeline_model.modules, mesh) == []
     loader = Loader(
         RaggedRows(12, 257, 24, masked=()),
-        Masks(),
+        MaskSettings(),
         mesh.dp,
         global_batch_size=12,
         micro_batch_size=2,
@@ -305,7 +305,7 @@ def losses_replayed(
     trainer = build_trainer(run, mesh, torch.device("cpu"))
     loader = Loader(
         RaggedRows(12, 257, 24, masked=()),
-        Masks(),
+        MaskSettings(),
         mesh.dp,
         global_batch_size=12,
         micro_batch_size=2,
@@ -355,7 +355,7 @@ def losses_within_capacity(
     trainer = build_trainer(run, mesh, torch.device("cpu"))
     loader = Loader(
         RaggedRows(12, 257, 36, masked=()),
-        Masks(),
+        MaskSettings(),
         mesh.dp,
         global_batch_size=12,
         micro_batch_size=2,

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalith.checkpoint.load import open_checkpoint
 from megalith.config.train import TrainRun
 from megalith.config.tree import Override
-from megalith.data.loader import Loader, Masks
+from megalith.data.loader import Loader, MaskSettings
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.convert import convert
 from megalith.models.pretrained import locate, open_pretrained
@@ -90,7 +90,7 @@ def begun_by_hand(
     assert data.splits.train is not None
     loader = Loader(
         data.splits.train,
-        Masks(eod=matching_tokenizer(run).eod, documents=run.data.document_masking),
+        MaskSettings(eod=matching_tokenizer(run).eod, documents=run.data.document_masking),
         mesh.dp,
         global_batch_size=rows,
         micro_batch_size=2,

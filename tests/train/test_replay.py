@@ -12,7 +12,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import RecomputeConfig
 from megalith.config.train import TrainRun
-from megalith.data.loader import Masks, build_batch
+from megalith.data.loader import MaskSettings, build_batch
 from megalith.data.sample import Sample
 from megalith.errors import DataError
 from megalith.kernels.replay import Routing
@@ -237,7 +237,7 @@ def test_choices_of_other_steps_are_rejected() -> None:
 
 
 def test_choices_of_microbatches_with_different_sizes_are_rejected() -> None:
-    batches = [build_batch([Sample(np.arange(size), size)], Masks(), device=CPU) for size in (5, 8)]
+    batches = [build_batch([Sample(np.arange(size), size)], MaskSettings(), device=CPU) for size in (5, 8)]
     with pytest.raises(
         DataError, match=r"microbatches of \[4, 7\] tokens: .* Use train.seq_len without"
     ):

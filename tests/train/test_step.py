@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.data.loader import Loader, Masks, StepBatches
+from megalith.data.loader import Loader, MaskSettings, StepBatches
 from megalith.errors import DataError
 from megalith.models.decoder import declared_parameters
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
@@ -37,7 +37,7 @@ def loader(trainer: Trainer, *, steps: int, masked: tuple[int, ...] = (1, 5)) ->
     rows = RaggedRows(train.seq_len, trainer.run.model.vocab_size, 12 * steps, masked)
     return Loader(
         rows,
-        Masks(),
+        MaskSettings(),
         mesh_of_one().dp,
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
@@ -220,7 +220,7 @@ def _blame(rank: int, world: int, zero: str) -> str:
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, ())
     batches = Loader(
         rows,
-        Masks(),
+        MaskSettings(),
         trainer.mesh.dp,
         global_batch_size=12,
         micro_batch_size=2,
@@ -313,7 +313,7 @@ def test_mtp_losses_are_reported_separately_and_trained_on() -> None:
     (first,) = run_steps(plain, 1)
     batches = Loader(
         RaggedRows(12, deep.run.model.vocab_size, 36, (1, 5)),
-        Masks(),
+        MaskSettings(),
         mesh_of_one().dp,
         global_batch_size=12,
         micro_batch_size=4,

@@ -11,13 +11,13 @@ from megalith.config.moe import MoEConfig
 from megalith.verify.fault_table import (
     EXPERT_NEEDS,
     Outcome,
-    Verdict,
+    FaultResult,
     _first_difference,
     as_markdown,
-    judge,
+    judge_fault,
     smallest_layout,
 )
-from megalith.verify.faults import FAULTS, Fault, fault_named
+from megalith.verify.faults import FAULTS, Fault, find_fault
 from megalith.verify.matrix import MATRIX
 from megalith.verify.ranks import Difference
 
@@ -126,11 +126,11 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
 """Of each fault: whether the type check refuses it, and what float64 on real processes finds."""
 
 
-class Verdicts(dict[str, Verdict]):
+class Verdicts(dict[str, FaultResult]):
     """Of each fault, found when it is first asked for."""
 
-    def __missing__(self, name: str) -> Verdict:
-        self[name] = judge(fault_named(name))
+    def __missing__(self, name: str) -> FaultResult:
+        self[name] = judge_fault(find_fault(name))
         return self[name]
 
 
@@ -162,7 +162,7 @@ def test_the_page_about_types_says_the_same() -> None:
     for name, row in rows.items():
         types, numbers = row.split(" | ")
         assert types.startswith("rejected: " if EXPECTED[name][0] else "not detected"), name
-        assert types.endswith(fault_named(name).found_by), name
+        assert types.endswith(find_fault(name).found_by), name
         assert numbers.startswith(EXPECTED[name][1]), name
 
 

@@ -25,7 +25,7 @@ from megalith.verify.fault_table import (
     with_attention,
     with_experts,
 )
-from megalith.verify.faults import FAULTS, Fault, fault_named, planted
+from megalith.verify.faults import FAULTS, Fault, find_fault, plant_fault
 from megalith.verify.types import TypeReport, type_check
 
 MODEL = ModelConfig(
@@ -152,7 +152,7 @@ CASES = [(fault, sp) for fault in FAULTS for sp in regions(fault)]
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_without_a_fault_nothing_is_refused(sp: bool) -> None:
-    with planted(None):
+    with plant_fault(None):
         assert check(sp=sp).problems == ()
 
 
@@ -162,7 +162,7 @@ def test_without_a_fault_nothing_is_refused(sp: bool) -> None:
 def test_a_fault_is_refused_by_the_type_check_if_types_or_shapes_can_show_it(
     fault: Fault, sp: bool
 ) -> None:
-    with planted(fault.name):
+    with plant_fault(fault.name):
         report = check(
             sp=sp,
             recompute=memory_settings(fault)[0],
@@ -210,6 +210,6 @@ def test_nothing_is_left_of_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_fault_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="fault=row_sum: unknown fault. Did you mean row_sum_"):
-        planted("row_sum")
+        plant_fault("row_sum")
     with pytest.raises(ConfigError, match="fault=zzz: .* Use one of column_enter_removed, "):
-        fault_named("zzz")
+        find_fault("zzz")

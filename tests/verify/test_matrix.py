@@ -7,7 +7,7 @@ from megalith.config.context import ContextKind
 from megalith.config.pipeline import ScheduleName
 from megalith.plan.schedule import schedule_name
 from megalith.train.rules import run_problems
-from megalith.verify.matrix import MATRIX, rows_of_matrix
+from megalith.verify.matrix import MATRIX, matrix_rows
 from megalith.verify.rows import Layout
 from megalith.verify.variants import VARIANTS
 from tests.cases import loop_over
@@ -84,10 +84,10 @@ def test_what_divides_gradients_meets_what_delays_repeats_or_moves_them() -> Non
 
 
 def test_rows_come_in_the_order_of_their_processes() -> None:
-    assert [row.world for row in rows_of_matrix(sample=False)] == sorted(
+    assert [row.world for row in matrix_rows(sample=False)] == sorted(
         row.world for row in MATRIX
     )
-    assert len(rows_of_matrix(sample=True)) == len(SAMPLE) < len(MATRIX) / 3
+    assert len(matrix_rows(sample=True)) == len(SAMPLE) < len(MATRIX) / 3
 
 
 @pytest.mark.parametrize("variant", ["heterogeneous", "gated", "normed after"])

@@ -9,7 +9,7 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.testing.tiny import tiny_run
 from megalith.verify import prove
 from megalith.verify.matrix import MATRIX
-from megalith.verify.prove import compare_in_float64, prove_row, prove_run, schedule_of
+from megalith.verify.prove import compare_in_float64, verify_row, verify_run, schedule_of
 from megalith.verify.ranks import Difference, LayoutCase
 from megalith.verify.rows import Layout
 from megalith.verify.types import type_check
@@ -19,7 +19,7 @@ PP2 = next(row for row in MATRIX if row.name == "pp2 tied, as many as ranks")
 
 
 def test_a_row_that_holds_has_no_problems_and_a_rounding_error() -> None:
-    result = prove_row(PP2)
+    result = verify_row(PP2)
     assert (
         result.holds and result.problems == () and 0 < result.error < 1e-12 and result.seconds > 0
     )
@@ -35,22 +35,22 @@ def test_rows_are_proved_as_they_are_to_be_computed(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(prove, "compare_in_float64", note)
     assert (
-        prove_row(DP2, "reference").holds
-        and prove_row(DP2).holds
+        verify_row(DP2, "reference").holds
+        and verify_row(DP2).holds
         and asked == ["reference", "auto"]
     )
 
 
 def test_report_notes_that_types_are_of_other_kernels() -> None:
     rows = [
-        row.answer for row in prove_run(tiny_run({"kernels": "reference"}), 1) if row.part == "b"
+        row.answer for row in verify_run(tiny_run({"kernels": "reference"}), 1) if row.part == "b"
     ]
     assert "kernels=reference: types were checked with kernels=auto" in rows
 
 
 def test_a_row_that_breaks_a_rule_is_not_run() -> None:
     broken = replace(DP2, parallel=ParallelConfig(dp=2, dp_replicate=2))
-    result = prove_row(broken)
+    result = verify_row(broken)
     assert not result.holds and result.problems[0].startswith(
         "a: parallel.dp_replicate=2 with parallel.zero=0"
     )
@@ -69,7 +69,7 @@ def test_fault_on_the_ranks_is_reported(
 ) -> None:
     case = replace(row.case(), fault=fault)
     monkeypatch.setattr(Layout, "case", lambda self: case)
-    result = prove_row(row)
+    result = verify_row(row)
     assert any(problem.startswith(message) for problem in result.problems), result.problems
     if fault == "no_such_fault":
         assert "unknown fault" in result.problems[0] and result.error == float("inf")
@@ -98,14 +98,14 @@ def test_the_parts_of_a_run_come_in_order_and_a_fault_fails_only_the_last(
         prove, "type_check_in_child", type_check
     )  # a process of its own imports torch first
     run = tiny_run({"parallel.tp": "2", "parallel.sp": "true"})
-    rows = prove_run(run, 4, fault="sp_norm_not_summed")
+    rows = verify_run(run, 4, fault="sp_norm_not_summed")
     assert list(dict.fromkeys(row.part for row in rows)) == ["a", "b", "c", "d"]
     assert all(row.holds for row in rows if row.part != "d")
     assert any(not row.holds and "_norm.weight" in row.answer for row in rows), [
         row.answer for row in rows
     ]
     monkeypatch.setattr(prove, "compare_in_float64", lambda case: "rank 1 raised")
-    failed = prove_run(run, 2)
+    failed = verify_run(run, 2)
     assert not failed[-1].holds and failed[-1].answer.endswith("rank 1 raised")
 
 
@@ -120,5 +120,5 @@ def test_what_a_run_leaves_open_to_compute_again_is_proved_as_it_is_chosen(
 
     monkeypatch.setattr(prove, "compare_in_float64", noted)
     monkeypatch.setattr(prove, "type_check_in_child", type_check)
-    prove_run(tiny_run({"recompute.granularity": "auto", "recompute.device": "80"}), 2)
+    verify_run(tiny_run({"recompute.granularity": "auto", "recompute.device": "80"}), 2)
     assert {case.run.recompute.granularity for case in cases} == {"none"}

@@ -12,7 +12,7 @@ def test_documents_are_uneven_and_the_same_for_everyone() -> None:
     )
     assert {len(sample.ids) for sample in samples} == set(range(1, 13))
     assert all(
-        sample.lengths == some.lengths_of(k) == sample.read_lengths
+        sample.lengths == some.document_lengths(k) == sample.lengths_without_padding
         for k, sample in enumerate(samples)
     )
     assert (samples[3].labels == -1).all() and 0.3 < sum(

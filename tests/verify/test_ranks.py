@@ -21,7 +21,7 @@ from megalith.verify.ranks import (
     choose_micro_batch_size,
     compare_results,
     layout_case,
-    prove_layout,
+    compare_with_one_process,
     run_case,
 )
 
@@ -77,7 +77,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_that_the_table_of_layouts_lacks_hold_too(name: str) -> None:
     built, parallel, world = LAYOUTS[name]
-    found = prove_layout(
+    found = compare_with_one_process(
         layout_case(built, parallel, world, micro_batch_size=choose_micro_batch_size(parallel))
     )
     same = (
@@ -306,7 +306,7 @@ def test_a_worker_keeps_no_process_group_of_a_case(parallel: ParallelConfig) -> 
     """They would run out of file descriptors: a case has several groups, and a pool runs hundreds
     of cases."""
     before = run_ranks(open_files, 2)
-    prove_layout(layout_case(model(heads=2, keys=2), parallel, 2))
+    compare_with_one_process(layout_case(model(heads=2, keys=2), parallel, 2))
     assert all(
         now <= earlier for now, earlier in zip(run_ranks(open_files, 2), before, strict=True)
     )

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 from rich.console import Console, RenderableType
 
-from megalith.verify.fault_table import Verdict
-from megalith.verify.faults import fault_named
+from megalith.verify.fault_table import FaultResult
+from megalith.verify.faults import find_fault
 from megalith.verify.ranks import Difference
 from megalith.verify.report import (
     LayoutResult,
@@ -156,8 +156,8 @@ RESULTS = [
     ),
     LayoutResult(area="shared rows", name="cp2", world=2, problems=(), error=0.0, seconds=3.0),
 ]
-SEEN = Verdict(fault_named("row_sum_removed"), "layers.0", "wrong loss", "loss off by 1")
-UNSEEN = Verdict(fault_named("dp_sum_averaged"), None, "no effect", "")
+SEEN = FaultResult(find_fault("row_sum_removed"), "layers.0", "wrong loss", "loss off by 1")
+UNSEEN = FaultResult(find_fault("dp_sum_averaged"), None, "no effect", "")
 
 
 def test_the_matrix_is_summed_up_by_area() -> None:

@@ -23,9 +23,9 @@ from megalith.plan.stages import plan_stages
 from megalith.recipes import recipes
 from megalith.testing.tiny import tiny_run
 from megalith.train.rules import model_problems, run_problems
-from megalith.verify.ranks import LayoutCase, prove_layout, run_of_one
+from megalith.verify.ranks import LayoutCase, compare_with_one_process, run_of_one
 from megalith.verify.rows import FOUR
-from megalith.verify.shrink import MOST_RANKS, _shrink_choice, shrink, shrunk_words
+from megalith.verify.shrink import MOST_RANKS, _shrink_choice, shrink, describe_copy
 from megalith.verify.variants import VARIANTS
 
 
@@ -395,7 +395,7 @@ def test_axes_that_do_not_fit_together_are_in_several_copies() -> None:
         ("tp", "cp", "pp"),
         ("tp", "pp", "dp"),
     ]
-    words = [shrunk_words(run, 512, case) for case in cases]
+    words = [describe_copy(run, 512, case) for case in cases]
     assert words[0] == (
         "tp 2 of 4, sp, cp 2 of 4, pp 2 of 8, no dp (in another copy), context ring, 2 of 48 "
         "layers, 16 tokens a row"
@@ -483,7 +483,7 @@ def test_whatever_breaks_no_rule_has_copies_that_break_none() -> None:
             ) <= case.run.parallel.tp_comm_overlap
             assert run_problems(case.run, case.world) == [], (run.parallel, case.run.parallel)
             assert case.world <= MOST_RANKS
-            assert shrunk_words(run, world, case).endswith("tokens a row")
+            assert describe_copy(run, world, case).endswith("tokens a row")
     assert count > 150
 
 
@@ -551,7 +551,7 @@ def test_a_copy_of_a_mixture_divides_its_experts_as_the_run_does(name: str) -> N
     assert mixture is not None and mixture.num_experts <= 6 and mixture.top_k <= 2
     assert (mixture.num_experts == ep) == (name == "one expert on each rank")
     assert (mixture.router.num_groups is None) == (name != "groups")
-    assert f"{mixture.num_experts} of 64 experts" in shrunk_words(run, world_of(run.parallel), case)
+    assert f"{mixture.num_experts} of 64 experts" in describe_copy(run, world_of(run.parallel), case)
 
 
 def test_a_copy_keeps_layers_without_experts_and_all_parts_of_a_mixture() -> None:
@@ -576,7 +576,7 @@ def test_a_copy_keeps_layers_without_experts_and_all_parts_of_a_mixture() -> Non
     )
     assert mixture.shared_gate and mixture.capacity.drop == "least"
     assert (mixture.aux_loss.global_batch_coeff, mixture.aux_loss.batch_coeff) == (0.0, 0.1)
-    assert "aux loss per microbatch, as other parts of it are" in shrunk_words(run, 4, case)
+    assert "aux loss per microbatch, as other parts of it are" in describe_copy(run, 4, case)
 
 
 def test_a_copy_keeps_balance_over_the_global_batch_if_one_process_can_have_it() -> None:
@@ -596,7 +596,7 @@ def test_a_copy_keeps_balance_over_the_global_batch_if_one_process_can_have_it()
         mixture = case.run.model.moe
         assert mixture is not None and mixture.aux_loss.global_batch_coeff == kept
         assert mixture.aux_loss.batch_coeff == pytest.approx(0.0 if kept else 0.3)
-        assert ("aux loss per microbatch" in shrunk_words(run, 4, case)) == (not kept)
+        assert ("aux loss per microbatch" in describe_copy(run, 4, case)) == (not kept)
         rows = run_of_one(case).train.micro_batch_size
         assert rows == case.run.train.micro_batch_size * (
             (case.run.parallel.dp or 1) if kept else 1
@@ -629,7 +629,7 @@ def test_a_copy_with_documents_refuses_the_tokens_that_the_run_refuses() -> None
 def test_no_rounding_decides_which_of_the_tokens_that_begin_documents_is_refused() -> None:
     """By all digits of their weights, experts of this copy get other tokens than on one process in
     its fourth step."""
-    found = prove_layout(full_experts_and_documents())
+    found = compare_with_one_process(full_experts_and_documents())
     assert found and [str(difference) for difference in found if not difference.holds] == []
 
 
@@ -661,7 +661,7 @@ def test_copies_of_a_run_with_packs_have_packs(settings: dict[str, str]) -> None
                 case.run.train.tokens_per_microbatch is not None
                 and run_problems(case.run, case.world) == []
             )
-            assert "tokens a document" in shrunk_words(run, world, case)
+            assert "tokens a document" in describe_copy(run, world, case)
 
 
 def test_copies_are_computed_as_the_run_is_but_for_what_takes_no_float64() -> None:

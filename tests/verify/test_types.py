@@ -38,7 +38,7 @@ from megalith.recipes import resolve
 from megalith.recipes.llama3 import llama3_70b
 from megalith.testing.inject import replaced
 from megalith.train.rules import run_problems
-from megalith.verify.faults import FAULTS, changed_model, planted
+from megalith.verify.faults import FAULTS, changed_model, plant_fault
 from megalith.verify.ranks import layout_case
 from megalith.verify.type_rules import our_functions, types_of
 from megalith.verify.types import (
@@ -290,7 +290,7 @@ def test_a_memory_is_typed_at_the_borders_of_stages_and_one_that_is_forgotten_is
         "column_enter_removed",
         "row_sum_removed",
     ):  # also where backward starts from two tensors
-        with planted(fault):
+        with plant_fault(fault):
             assert type_check(early, ParallelConfig(pp=4, tp=2), world=8, ranks=(2,)).problems
 
 
@@ -344,7 +344,7 @@ def test_the_page_about_types_has_the_refusal_and_every_fault_with_the_proof_tha
     None
 ):
     page = PAGE.read_text()
-    with planted("column_enter_removed"):
+    with plant_fault("column_enter_removed"):
         (problem,) = type_check(
             replace(MODEL, num_layers=1), ParallelConfig(tp=2), world=4
         ).problems
@@ -521,7 +521,7 @@ def test_a_layout_that_cannot_be_is_refused_with_the_values_that_would_work() ->
 
 def test_a_child_gives_the_same_report_with_the_same_fault() -> None:
     parallel, fault = ParallelConfig(tp=4, sp=True), "row_sum_removed"
-    with planted(fault):
+    with plant_fault(fault):
         here = type_check(MODEL, parallel, world=8, ranks=(0, 7))
     there = type_check_in_child(MODEL, parallel, world=8, ranks=(0, 7), fault=fault)
     assert replace(there, seconds=0.0, peak_gib=0.0) == replace(here, seconds=0.0, peak_gib=0.0)
@@ -672,7 +672,7 @@ def test_an_exchange_is_typed_in_the_place_of_what_another_package_brings() -> N
 
 def test_a_sum_that_only_the_second_pass_forgets_is_refused() -> None:
     full, away = RecomputeConfig(granularity="full"), OffloadConfig(layers=1)
-    with planted("second_sum_removed"):
+    with plant_fault("second_sum_removed"):
         assert type_check(
             MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)
         ).ok  # nothing runs a second time
