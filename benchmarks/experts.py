@@ -33,7 +33,7 @@ from megalith.kernels.activation import GatedActivation
 from megalith.kernels.experts import Matrix, experts
 from megalith.kernels.grouped_linear import FUSED, LOOP, GroupedMatmulOps, groups_of
 from megalith.kernels.memory import keep_freed_memory
-from megalith.kernels.permute import gather_rows, order_choices, permute, unpermute, weights_of_rows
+from megalith.kernels.permute import gather_rows, permute_choices, permute, unpermute, weights_of_rows
 from megalith.kernels.rebuilt import RecomputedOutput, RecomputedOutputFactory
 from megalith.kernels.weighted import weighted_gated
 
@@ -111,7 +111,7 @@ class Layer:
 
 def ours(layer: Layer, again: RecomputedOutputFactory | None = RecomputedOutput) -> list[Tensor]:
     """Rows are gathered again in backward, and so is the activation unless it is kept."""
-    order = order_choices(layer.chosen, layer.sizes.experts, num_rows=layer.chosen.numel())
+    order = permute_choices(layer.chosen, layer.sizes.experts, num_rows=layer.chosen.numel())
     rows = RecomputedOutput(permute(layer.x, order), partial(gather_rows, order=order), (layer.x,))
     weights = weights_of_rows(layer.weights, order)
     y = experts(

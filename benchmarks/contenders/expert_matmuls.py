@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.grouped_linear import GroupedMatmulOps, groups_of, select_grouped_matmul_ops
-from megalith.kernels.permute import gather_rows, order_choices
+from megalith.kernels.permute import gather_rows, permute_choices
 
 
 class Matmuls:
@@ -28,7 +28,7 @@ class Matmuls:
         experts: int,
         matmul_ops: GroupedMatmulOps | None = None,
     ) -> None:
-        order = order_choices(chosen, experts)
+        order = permute_choices(chosen, experts)
         self.groups, self.up, self.down = groups_of(order.counts), up, down
         with torch.no_grad():
             self.rows, self.dy = gather_rows(x, order), gather_rows(dy, order)

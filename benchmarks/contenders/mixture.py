@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, MoEConfig
-from megalith.kernels.tokens import BalanceShare, tokens_of_rows
+from megalith.kernels.tokens import AuxLossScale, tokens_of_rows
 from megalith.models.decoder import allocate
 from megalith.nn.moe.layer import MoE
 from megalith.parallel.mesh import mesh_of_one
@@ -95,7 +95,7 @@ class Layer:
                 matrix.normal_(std=matrix.shape[1] ** -0.5, generator=draw)
             self.weights[0].copy_(torch.eye(*self.weights[0].shape))
         self.x.requires_grad_()
-        self.tokens = replace(tokens_of_rows(1, t, device=device), balance=BalanceShare(0, 1, 1.0))
+        self.tokens = replace(tokens_of_rows(1, t, device=device), balance=AuxLossScale(0, 1, 1.0))
 
     def words(self) -> str:
         """Its sizes, and how uneven its choices are."""

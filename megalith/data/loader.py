@@ -24,7 +24,7 @@ from megalith.kernels.tokens import (
     PackedSeqParams,
     tokens_of_lengths,
     tokens_of_slices,
-    with_places,
+    with_multimodal_positions,
 )
 from megalith.parallel.group import Group, gather_objects, start_all_reduce_
 from megalith.plan.batches import cyclic_sample_ids, sample_ids
@@ -398,7 +398,7 @@ def build_batch(
     ]
     shared, tokens = _share(pairs, lengths, slicing, device)
     if (places := _places(samples, lengths)) is not None:
-        tokens = with_places(tokens, places)
+        tokens = with_multimodal_positions(tokens, places)
     hidden = row_masks(samples, padding=masks.padding)
     tokens = _mask_padding(with_row_masks(tokens, hidden, lengths), packed)
     (own_ids, own_labels), *others = [

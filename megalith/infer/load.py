@@ -25,7 +25,7 @@ from megalith.models.pretrained import (
 )
 from megalith.models.release import release_run
 from megalith.nn.kernels import use_kernels
-from megalith.nn.mlp import read_prompts_in_chunks
+from megalith.nn.mlp import chunk_prefill_mlps
 from megalith.parallel.mesh import Mesh
 from megalith.plan.experts import expert_layout_problems
 from megalith.plan.grid import divisors
@@ -139,7 +139,7 @@ def load_text_generator(
     # MTP layers are used in training only.
     model = Decoder(replace(source.model, mtp=MTPConfig()), mesh, dtype=dtype)
     use_kernels([model], kernels, mesh)
-    if mlp_chunks > 1 and read_prompts_in_chunks(model, mlp_chunks) == 0:
+    if mlp_chunks > 1 and chunk_prefill_mlps(model, mlp_chunks) == 0:
         raise ConfigError(
             f"--mlp-chunks={mlp_chunks} chunks the input of dense MLPs, but no layer of "
             f"{source.path} has one. Remove --mlp-chunks, or set it to 1."

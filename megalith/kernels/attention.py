@@ -26,7 +26,7 @@ from megalith.kernels.sdpa import Lengths, Mask, mask_for_torch, sdpa_attention,
 from megalith.kernels.span_attention import span_attention
 from megalith.kernels.tiled_attention import TILED_LENGTHS, tiled_attention
 from megalith.kernels.tokens import PackedSeqParams
-from megalith.kernels.visible import Visible, VisiblePairs
+from megalith.kernels.visible import AttentionMask, PairMask
 from megalith.plan.context import spans_of_lengths
 
 AttentionBackend = Literal["cpu_tiled", "torch", "split_kv", "varlen", "flex"]
@@ -79,7 +79,7 @@ def attention(
         # The plan is computed on the host from the lengths: torch.compile would trace it, once for
         # each set of lengths.
         run = torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
-        return run(q, k, v, lengths, scores, sinks, dropped_between(tokens, scores))
+        return run(q, k, v, lengths, scores, sinks, build_dropped_weights(tokens, scores))
     if backend in ("varlen", "flex"):
         return _on_gpu(backend, q, k, _contiguous_if_view(v, q, k), lengths, scores, sinks)
     if backend == "cpu_tiled":
@@ -169,7 +169,7 @@ def _masks(
         yield visible if mask is None else mask if visible is None else visible & mask
 
 
-def dropped_between(tokens: PackedSeqParams, scores: Scores) -> DroppedWeights | None:
+def build_dropped_weights(tokens: PackedSeqParams, scores: Scores) -> DroppedWeights | None:
     """Return the attention dropout of these tokens, or None."""
     if scores.dropout is None or tokens.dropout is None:
         return None
@@ -212,7 +212,7 @@ def _sdpa_or_reference(
 
 
 def _masks_for_torch(
-    visible: Visible, tokens: PackedSeqParams, lengths: Lengths, scores: Scores, q: Tensor
+    visible: AttentionMask, tokens: PackedSeqParams, lengths: Lengths, scores: Scores, q: Tensor
 ) -> list[Mask | None]:
     """Return `_masks` in SDPA's format, cached for all layers with the same settings; stacked if
     all documents have one length."""
@@ -251,7 +251,7 @@ def _with_masks(
     k: Tensor,
     v: Tensor,
     tokens: PackedSeqParams,
-    visible: Visible,
+    visible: AttentionMask,
     scores: Scores,
     sinks: Tensor | None,
     kernel: BackendName,
@@ -280,7 +280,7 @@ def _with_masks(
             lengths_of_chunks(kept, hiding_scores.window),
             replace(hiding_scores, window=None, chunked=False),
         )
-    seen = VisiblePairs(
+    seen = PairMask(
         visible,
         torch.arange(len(q), device=q.device),
         _numbers_of_keys(tokens.lengths, kept, q.device),
@@ -294,11 +294,11 @@ def _with_masks(
     run = (
         torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
     )  # see `attention`
-    return run(q, k, v, lengths, hiding_scores, sinks, dropped_between(tokens, scores), seen)
+    return run(q, k, v, lengths, hiding_scores, sinks, build_dropped_weights(tokens, scores), seen)
 
 
 def select_masked_backend(
-    q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None, visible: Visible
+    q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None, visible: AttentionMask
 ) -> AttentionBackend:
     """Return the fastest backend that supports `scores` and the attention mask.
 
@@ -351,7 +351,7 @@ def _spans(
     scores: Scores,
     sinks: Tensor | None,
     dropped: DroppedWeights | None,
-    seen: VisiblePairs | None = None,
+    seen: PairMask | None = None,
 ) -> Tensor:
     spans = spans_of_lengths(lengths, scores.window, causal=scores.causal, right=scores.right)
     return span_attention(q, k, v, spans, scores, sinks, dropped, seen=seen)

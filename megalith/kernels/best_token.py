@@ -9,7 +9,7 @@ from megalith.parallel.group import Group, all_reduce_max_
 from megalith.plan.costs import loss_chunk
 
 
-def best_tokens(
+def greedy_tokens(
     x: Tensor, weight: Tensor, *, vocab: Group, first_row: int, vocab_size: int
 ) -> Tensor:
     """Return the token with the largest logit for each x: int64 [t], the same on every rank of

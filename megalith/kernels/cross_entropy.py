@@ -36,7 +36,7 @@ class LogitTransform:
 
     def scores(self, matmul_ops: Tensor) -> Tensor:
         """Return the logits of products [t, v] -> [t, v], in place where the dtype allows."""
-        if self == AS_THEY_ARE:
+        if self == IDENTITY_LOGITS:
             return matmul_ops
         wide = matmul_ops.to(torch.promote_types(matmul_ops.dtype, torch.float32)).mul_(self.scale)
         return wide if self.softcap is None else wide.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -49,7 +49,7 @@ class LogitTransform:
         return None if self.scale == 1.0 else self.scale
 
 
-AS_THEY_ARE = LogitTransform()
+IDENTITY_LOGITS = LogitTransform()
 
 
 class CrossEntropyResult(NamedTuple):
@@ -73,7 +73,7 @@ def linear_cross_entropy(
     vocab: Group,
     first_row: int,
     vocab_size: int,
-    logit_transform: LogitTransform = AS_THEY_ARE,
+    logit_transform: LogitTransform = IDENTITY_LOGITS,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     grad_accumulator: GradAccumulator | None = None,
@@ -114,7 +114,7 @@ def linear_cross_entropy(
     ).loss
 
 
-def measured_cross_entropy(
+def linear_cross_entropy_with_stats(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -122,7 +122,7 @@ def measured_cross_entropy(
     vocab: Group,
     first_row: int,
     vocab_size: int,
-    logit_transform: LogitTransform = AS_THEY_ARE,
+    logit_transform: LogitTransform = IDENTITY_LOGITS,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     grad_accumulator: GradAccumulator | None = None,
@@ -148,7 +148,7 @@ def measured_cross_entropy(
     )
 
 
-def recomputed_measures(
+def recomputed_cross_entropy_with_stats(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -156,7 +156,7 @@ def recomputed_measures(
     vocab: Group,
     first_row: int,
     vocab_size: int,
-    logit_transform: LogitTransform = AS_THEY_ARE,
+    logit_transform: LogitTransform = IDENTITY_LOGITS,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     grad_accumulator: GradAccumulator | None = None,
@@ -189,7 +189,7 @@ def recomputed_cross_entropy(
     vocab: Group,
     first_row: int,
     vocab_size: int,
-    logit_transform: LogitTransform = AS_THEY_ARE,
+    logit_transform: LogitTransform = IDENTITY_LOGITS,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     grad_accumulator: GradAccumulator | None = None,
@@ -198,7 +198,7 @@ def recomputed_cross_entropy(
 ) -> Tensor:
     """`linear_cross_entropy` whose backward recomputes the logits: one matmul more, but no
     gradients are stored between forward and backward."""
-    return recomputed_measures(
+    return recomputed_cross_entropy_with_stats(
         x,
         weight,
         labels,
@@ -230,7 +230,7 @@ def _sum_of_losses(
     *,
     measures: bool,
 ) -> CrossEntropyResult:
-    head = Head.of(
+    head = HeadShard.of(
         weight,
         vocab,
         first_row,
@@ -268,7 +268,7 @@ def token_losses(
     vocab: Group,
     first_row: int,
     vocab_size: int,
-    logit_transform: LogitTransform = AS_THEY_ARE,
+    logit_transform: LogitTransform = IDENTITY_LOGITS,
     smoothing: float = 0.0,
     grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
@@ -302,7 +302,7 @@ def token_losses_with_stats(
     vocab: Group,
     first_row: int,
     vocab_size: int,
-    logit_transform: LogitTransform = AS_THEY_ARE,
+    logit_transform: LogitTransform = IDENTITY_LOGITS,
     smoothing: float = 0.0,
     grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
@@ -310,7 +310,7 @@ def token_losses_with_stats(
 ) -> CrossEntropyResult:
     """Return `token_losses` together with logit statistics of each token; losses and logsumexp are
     differentiable."""
-    head = Head.of(
+    head = HeadShard.of(
         weight,
         vocab,
         first_row,
@@ -346,7 +346,7 @@ def reference_cross_entropy(
     labels: Tensor,
     *,
     vocab_size: int,
-    logit_transform: LogitTransform = AS_THEY_ARE,
+    logit_transform: LogitTransform = IDENTITY_LOGITS,
     smoothing: float = 0.0,
 ) -> Tensor:
     """Reference implementation of `token_losses` on one rank with the whole vocabulary, in plain
@@ -366,7 +366,7 @@ def _plain_losses(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
-    head: "Head",
+    head: "HeadShard",
     grad_accumulator: GradAccumulator | None,
 ) -> CrossEntropyResult:
     """`reference_cross_entropy` with logit statistics, for a vocabulary that is sharded over ranks,
@@ -397,7 +397,7 @@ def _plain_losses(
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class HeadShard:
     """The local shard of the output head, and the settings of its loss."""
 
     group: Group
@@ -429,7 +429,7 @@ class Head:
     z_loss: float = 0.0
     """Coefficient of the square of a labeled token's logsumexp."""
 
-    def smoothed(self, smoothing: float, vocab_size: int) -> "Head":
+    def smoothed(self, smoothing: float, vocab_size: int) -> "HeadShard":
         """Return the head with label smoothing."""
         spread = to_torch_label_smoothing(smoothing, vocab_size)
         return replace(self, spread=spread, spread_each=spread / vocab_size) if spread else self
@@ -443,14 +443,14 @@ class Head:
         chunk: int | None,
         *,
         loops: bool,
-        logit_transform: LogitTransform = AS_THEY_ARE,
-    ) -> "Head":
+        logit_transform: LogitTransform = IDENTITY_LOGITS,
+    ) -> "HeadShard":
         """Return the head of the local rows `weight` [v_local, h]."""
         rows = max(0, min(weight.shape[0], vocab_size - first_row))
         # The chunk size depends only on values that are equal on all ranks, not on the local rows:
         # every chunk runs collectives.
         default_chunk = loss_chunk(vocab_size, ranks=group.size)
-        return Head(
+        return HeadShard(
             group,
             first_row,
             rows,
@@ -515,7 +515,7 @@ class Softmax(NamedTuple):
         return self.largest + self.total.log()
 
 
-def softmax_over_ranks(logits: Tensor, labels: Tensor, head: Head) -> Softmax:
+def softmax_over_ranks(logits: Tensor, labels: Tensor, head: HeadShard) -> Softmax:
     """Return the softmax statistics with two small collectives over the vocabulary's ranks,
     whatever the labels are; logits are not modified."""
     local_largest, local_total = ROW_SUMS[head.engine(logits)](logits)
@@ -536,7 +536,7 @@ def logit_gradient(
     labels: Tensor,
     softmax: Softmax,
     weights: Tensor,
-    head: Head,
+    head: HeadShard,
     more: Tensor | None = None,
 ) -> Tensor:
     """Return the gradient of the products: ((weights + more) * p - weights * target distribution) *
@@ -575,7 +575,7 @@ def logit_gradient(
     return gradient if slopes is None else gradient.mul_(slopes)
 
 
-def _scores_of_labels(logits: Tensor, rows: Tensor, softmax: Softmax, head: Head) -> Tensor:
+def _scores_of_labels(logits: Tensor, rows: Tensor, softmax: Softmax, head: HeadShard) -> Tensor:
     """Return each label's logit - largest, [c]; with label smoothing, only of local labels."""
     if not head.spread:
         return softmax.target
@@ -653,7 +653,7 @@ def _triton_gradient(
 
 
 def _add_gradients(
-    dlogits: Tensor, x: Tensor, weight: Tensor, head: Head, dx: Tensor | None, dw: Tensor | None
+    dlogits: Tensor, x: Tensor, weight: Tensor, head: HeadShard, dx: Tensor | None, dw: Tensor | None
 ) -> None:
     """Write the gradient of x to dx [c, h] and add that of the weight to dw [v_local, h], from a
     chunk's logit gradient [c, rows]."""
@@ -676,7 +676,7 @@ class LossSumFunction(Function):
         weight: Tensor,
         labels: Tensor,
         group: Group,
-        head: Head,
+        head: HeadShard,
         wanted: RequiredOutputs,
         grad_accumulator: GradAccumulator | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -731,7 +731,7 @@ class TokenLossesFunction(Function):
         weight: Tensor,
         labels: Tensor,
         group: Group,
-        head: Head,
+        head: HeadShard,
         grad_accumulator: GradAccumulator | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [t, h] -> three tensors [t], as in `CrossEntropyResult`; saves x and three numbers per

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from megalith.kernels.gpu import has_triton
 from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.sdpa import Lengths
-from megalith.kernels.visible import NO_MASK, VisiblePairs
+from megalith.kernels.visible import NO_MASK, PairMask
 
 BLOCK = 128
 """Queries, and keys, of a block: the size that torch's kernels are tuned for."""
@@ -51,7 +51,7 @@ def flexible_attention(
     lengths: Lengths,
     scores: Scores = PLAIN,
     sinks: Tensor | None = None,
-    seen: VisiblePairs | None = None,
+    seen: PairMask | None = None,
     *,
     compiled: bool = True,
 ) -> Tensor:
@@ -199,7 +199,7 @@ def block_mask(
 
 
 def masked_blocks(
-    lengths: Lengths, window: int | None, after: int | None, seen: VisiblePairs
+    lengths: Lengths, window: int | None, after: int | None, seen: PairMask
 ) -> BlockMask:
     """Return flex_attention's block mask combined with an attention mask."""
     device, visible = seen.queries.device, seen.visible

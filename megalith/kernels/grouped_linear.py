@@ -297,7 +297,7 @@ class GroupedGradAccumulator(GradAccumulator, Protocol):
         rows."""
 
 
-def put_grouped_product_(
+def accumulate_grouped_product_(
     total: Tensor,
     x: Tensor,
     dy: Tensor,

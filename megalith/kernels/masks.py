@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalith.errors import DataError
 from megalith.kernels.tokens import PackedSeqParams
-from megalith.kernels.visible import NO_MASK, Visible
+from megalith.kernels.visible import NO_MASK, AttentionMask
 
 Lengths = Sequence[tuple[int, int]]
 """(queries, keys) of each document."""
@@ -53,7 +53,7 @@ def with_masks(
     ]
     flat_masks = [mask.reshape(-1) for mask in masks if mask is not None]
     existing = replace(
-        tokens.whole.visible or Visible(), torch_masks={}
+        tokens.whole.visible or AttentionMask(), torch_masks={}
     )  # the cache belongs to the old masks
     if sum(map(len, flat_masks)) == 0:
         return _given(tokens, replace(existing, pairs=None, rows=None, starts=(), alone=False))
@@ -93,7 +93,7 @@ def with_padding(tokens: PackedSeqParams, text: Tensor) -> PackedSeqParams:
     if context is not None and context.slices.source is not None:
         source = torch.from_numpy(context.slices.source).to(device)
         text = (source >= 0) & text[source.clamp(min=0)]
-    existing = replace(whole.visible or Visible(), torch_masks={})
+    existing = replace(whole.visible or AttentionMask(), torch_masks={})
     tokens = _given(
         tokens, replace(existing, keys=text if existing.keys is None else existing.keys & text)
     )
@@ -169,7 +169,7 @@ def _extended(mask: Tensor, queries: int, keys: int) -> Tensor:
     return whole
 
 
-def _given(tokens: PackedSeqParams, visible: Visible) -> PackedSeqParams:
+def _given(tokens: PackedSeqParams, visible: AttentionMask) -> PackedSeqParams:
     """Return the tokens with these masks, or without any if they are empty; under context
     parallelism the masks are stored with all tokens."""
     masks = None if visible.pairs is None and visible.keys is None else visible

@@ -20,7 +20,7 @@ from megalith.kernels.linear import Context
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RowPermutation:
     """Permutation between routing choices and rows sorted by expert. Choice `token * k + place` is
     a token's choice at `place`."""
 
@@ -48,13 +48,13 @@ class Order:
     """[m] bool, if padded: entries of `rows` whose choice has no row (dropped)."""
 
 
-def order_choices(
+def permute_choices(
     chosen: Tensor,
     experts: int,
     *,
     num_rows: int | None = None,
     sort: "SortedChoices | None" = None,
-) -> Order:
+) -> RowPermutation:
     """Return the permutation of all choices that are not dropped: chosen [t, k] int64, -1 for a
     dropped choice.
 
@@ -67,9 +67,9 @@ def order_choices(
     choices = sort.choices[:num_rows]
     if num_rows == t * k:
         rows = torch.empty_like(choices).scatter_(0, choices, _numbers(num_rows, chosen))
-        return Order(sort.counts, choices, choices // k, rows, _numbers(t, chosen) * k)
+        return RowPermutation(sort.counts, choices, choices // k, rows, _numbers(t, chosen) * k)
     rows_per_token = (chosen >= 0).sum(1)
-    return Order(
+    return RowPermutation(
         sort.counts,
         choices,
         choices // k,
@@ -78,7 +78,7 @@ def order_choices(
     )
 
 
-def order_padded(chosen: Tensor, experts: int, *, capacity: int) -> Order:
+def permute_choices_padded(chosen: Tensor, experts: int, *, capacity: int) -> RowPermutation:
     """Return the permutation with exactly `capacity` rows for every expert, so that no shape
     depends on the routing.
 
@@ -98,7 +98,7 @@ def order_padded(chosen: Tensor, experts: int, *, capacity: int) -> Order:
     )[:-1]
     choices = choices.masked_fill(filler, 0)
     counts = torch.full_like(sort.counts, capacity)
-    return Order(
+    return RowPermutation(
         counts, choices, choices // k, rows.clamp(min=0), _numbers(t, chosen) * k, filler, rows < 0
     )
 
@@ -129,7 +129,7 @@ def _numbers(count: int, like: Tensor) -> Tensor:
 # --- moves
 
 
-def permute(x: Tensor, order: Order) -> Tensor:
+def permute(x: Tensor, order: RowPermutation) -> Tensor:
     """Gather the token of each row: x [t, h] -> [r, h]. Backward sums the gradients of a token's
     rows in fp32, rounded once."""
     if torch.compiler.is_compiling():
@@ -138,7 +138,7 @@ def permute(x: Tensor, order: Order) -> Tensor:
     return rows
 
 
-def unpermute(rows: Tensor, order: Order) -> Tensor:
+def unpermute(rows: Tensor, order: RowPermutation) -> Tensor:
     """Sum each token's rows: rows [r, h] -> [t, h], in fp32, rounded once; 0 for a token without
     rows."""
     if torch.compiler.is_compiling():
@@ -147,21 +147,21 @@ def unpermute(rows: Tensor, order: Order) -> Tensor:
     return y
 
 
-def weights_of_rows(weights: Tensor, order: Order) -> Tensor:
+def weights_of_rows(weights: Tensor, order: RowPermutation) -> Tensor:
     """Return the router weight of each row: the weights of all choices [t, k] -> [r], 0 for
     padding."""
     row_weights = weights.flatten().index_select(0, order.choices)
     return row_weights if order.filler is None else row_weights.masked_fill(order.filler, 0.0)
 
 
-def gather_rows(x: Tensor, order: Order) -> Tensor:
+def gather_rows(x: Tensor, order: RowPermutation) -> Tensor:
     """Compute `permute` outside autograd, for layers that recompute its output in backward: x [t,
     h] -> [r, h]."""
     rows = x.index_select(0, order.tokens)
     return rows if order.filler is None else rows.masked_fill_(order.filler.unsqueeze(1), 0.0)
 
 
-def _add_rows(rows: Tensor, order: Order) -> Tensor:
+def _add_rows(rows: Tensor, order: RowPermutation) -> Tensor:
     """Sum the rows of each token: rows [r, h] -> [t, h], by torch's embedding_bag, which sums in
     fp32 and in order."""
     if not len(rows) or not len(order.starts):
@@ -172,13 +172,13 @@ def _add_rows(rows: Tensor, order: Order) -> Tensor:
     )
 
 
-def reference_permute(x: Tensor, order: Order) -> Tensor:
+def reference_permute(x: Tensor, order: RowPermutation) -> Tensor:
     """Reference implementation of `permute` in plain PyTorch operations."""
     rows = x[order.tokens]
     return rows if order.filler is None else rows.masked_fill(order.filler.unsqueeze(1), 0.0)
 
 
-def reference_unpermute(rows: Tensor, order: Order) -> Tensor:
+def reference_unpermute(rows: Tensor, order: RowPermutation) -> Tensor:
     """Reference implementation of `unpermute` in plain PyTorch operations."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     wide = wide if order.filler is None else wide.masked_fill(order.filler.unsqueeze(1), 0.0)
@@ -192,7 +192,7 @@ class PermuteFunction(Function):
     reference = staticmethod(reference_permute)
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, order: Order) -> Tensor:
+    def forward(ctx: Context, x: Tensor, order: RowPermutation) -> Tensor:
         """x [t, h] -> [r, h]."""
         ctx.order = order
         return gather_rows(x, order)
@@ -210,7 +210,7 @@ class UnpermuteFunction(Function):
     reference = staticmethod(reference_unpermute)
 
     @staticmethod
-    def forward(ctx: Context, rows: Tensor, order: Order) -> Tensor:
+    def forward(ctx: Context, rows: Tensor, order: RowPermutation) -> Tensor:
         """rows [r, h] -> [t, h]."""
         ctx.order = order
         return _add_rows(rows.contiguous(), order)
@@ -235,7 +235,7 @@ def expert_major(ranks: int, experts: int) -> list[int]:
     return [rank * experts + expert for expert in range(experts) for rank in range(ranks)]
 
 
-def undone(sizes: Sequence[int], order: Sequence[int]) -> tuple[list[int], list[int]]:
+def invert_chunk_order(sizes: Sequence[int], order: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the inverse of `sort_chunks`: the sizes of the sorted chunks, and the order that
     restores the original.
 
@@ -268,7 +268,7 @@ class SortChunksFunction(Function):
     @staticmethod
     def forward(ctx: Context, rows: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
         """[r, ...] -> [r, ...]."""
-        ctx.back = undone(sizes, order)
+        ctx.back = invert_chunk_order(sizes, order)
         return reference_sort_chunks(rows, sizes, order)
 
     @staticmethod

@@ -37,7 +37,7 @@ class RoutingCapture(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class RoutingRecord:
     """The routing choices of all local routers in the microbatches of a step."""
 
     choices: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -51,9 +51,9 @@ class Routing:
     """Callback that receives the input and output of every router, also during recomputation; None:
     no callback."""
 
-    def again(self) -> "Routing":
+    def again(self) -> "RoutingRecord":
         """Return the same choices for replay."""
-        return Routing(self.choices, followed=True)
+        return RoutingRecord(self.choices, followed=True)
 
     def microbatches(self, layer: str) -> Iterator[int]:
         """Yield the microbatches for which a layer has choices."""
@@ -61,7 +61,7 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class RoutingDecisions:
     """Routing decisions of a part of the model that is recomputed in backward; recomputation reuses
     them.
 
@@ -94,10 +94,10 @@ class Decided:
         return None if decisions is None else decisions >= 0
 
 
-class Route(NamedTuple):
+class MicrobatchRouting(NamedTuple):
     """Routing record or replay of one microbatch, also for its recomputation."""
 
-    routing: Routing
+    routing: RoutingRecord
     microbatch: int
 
     def note(self, layer: str, experts: Tensor) -> None:

@@ -22,7 +22,7 @@ from megalith.kernels.linear import (
 )
 from megalith.kernels.rebuilt import LayerInput, output_tensor
 
-NOWHERE = -1
+DROPPED_CHOICE = -1
 """Expert index of a choice that was dropped."""
 
 SINKHORN_TOLERANCE, SINKHORN_ROUNDS = 1e-4, 200
@@ -38,7 +38,7 @@ class Choice(NamedTuple):
     """The experts chosen for each token, in the order of choice, and their weights."""
 
     experts: Tensor
-    """int64 [t, k], distinct experts of each token; `NOWHERE` where the choice was dropped."""
+    """int64 [t, k], distinct experts of each token; `DROPPED_CHOICE` where the choice was dropped."""
 
     weights: Tensor
     """[t, k]: weight of each expert's output; 0 where the choice was dropped."""
@@ -328,10 +328,10 @@ def round_weights(weights: Tensor) -> Tensor:
 def drop_choices(choice: Choice, taken: Tensor) -> Choice:
     """Return the choices with those dropped that are not `taken`, bool [t, k]; the other weights
     are not renormalized."""
-    return Choice(choice.experts.where(taken, NOWHERE), choice.weights * taken)
+    return Choice(choice.experts.where(taken, DROPPED_CHOICE), choice.weights * taken)
 
 
-def capacity_of(factor: float, tokens: int, top_k: int, experts: int) -> int:
+def expert_capacity(factor: float, tokens: int, top_k: int, experts: int) -> int:
     """Return the expert capacity: the number of tokens that an expert processes of a microbatch, at
     most all."""
     return min(

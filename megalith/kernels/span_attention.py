@@ -35,11 +35,11 @@ from megalith.kernels.matmul import bmm
 from megalith.kernels.relative_bias import Distances, PairBiases
 from megalith.kernels.scores import PLAIN, Scores, masked_attention
 from megalith.kernels.tiled_attention import TILE_SCORES, by_head, by_token, wide
-from megalith.kernels.visible import VisiblePairs
+from megalith.kernels.visible import PairMask
 from megalith.plan.context import KeySpans, KeyTile
 
 
-class Result(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention output of queries over the keys processed so far."""
 
     out: Tensor
@@ -50,16 +50,16 @@ class Result(NamedTuple):
     none yet."""
 
 
-def nothing_found(
+def init_attention_result(
     q: Tensor, width: int, sinks: Tensor | None = None, *, off_by_one: bool = False
-) -> Result:
+) -> PartialAttention:
     """Return the result before any key; `width`: features of a value; sinks [n]; `off_by_one`: a
     sink of 0."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full(q.shape[:3], 0.0 if off_by_one else -math.inf, dtype=dtype)
     if sinks is not None:
         lse.copy_(_by_head(sinks, q))
-    return Result(q.new_zeros(*q.shape[:3], width, dtype=dtype), lse)
+    return PartialAttention(q.new_zeros(*q.shape[:3], width, dtype=dtype), lse)
 
 
 def _by_head(sinks: Tensor, q: Tensor) -> Tensor:
@@ -74,11 +74,11 @@ def attend(
     k: Tensor,
     v: Tensor,
     spans: KeySpans,
-    result: Result,
+    result: PartialAttention,
     scores: Scores = PLAIN,
     dropped: DroppedWeights | None = None,
     biases: PairBiases | None = None,
-    seen: VisiblePairs | None = None,
+    seen: PairMask | None = None,
 ) -> None:
     """Attend to these keys and merge into `result` in place. Hidden keys are given by the spans and
     the attention mask `seen`; `dropped` is attention dropout, `biases` the relative position
@@ -103,7 +103,7 @@ def attend(
 
 
 def _merge(
-    result: Result,
+    result: PartialAttention,
     place: tuple[slice, ...],
     weighted_values: Tensor,
     largest: Tensor,
@@ -122,7 +122,7 @@ def _merge(
     old.copy_(new)
 
 
-class Gradients(NamedTuple):
+class AttentionGrads(NamedTuple):
     """Accumulated gradients, fp32 or float64, ordered by head."""
 
     dq: Tensor
@@ -140,11 +140,11 @@ def attend_backward(
     dout: Tensor,
     delta: Tensor,
     spans: KeySpans,
-    into: Gradients,
+    into: AttentionGrads,
     scores: Scores = PLAIN,
     dropped: DroppedWeights | None = None,
     biases: PairBiases | None = None,
-    seen: VisiblePairs | None = None,
+    seen: PairMask | None = None,
 ) -> None:
     """Add the contribution of these keys to the gradients, given the lse over all keys and `delta`
     = sum of dout · out.
@@ -334,14 +334,14 @@ class SpanAttention(Function):
         dropped: DroppedWeights | None,
         values: Tensor | None,
         distances: Distances | None,
-        seen: VisiblePairs | None,
+        seen: PairMask | None,
     ) -> Tensor:
         """q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], sinks [n], values [n, distances] -> [t, n,
         d_v]."""
         heads, dtype = k.shape[1], q.dtype
         q, k, v = (rows_by_head(x, heads, spans.repeats) for x in (q, k, v))
         k, v = k.squeeze(1), v.squeeze(1)
-        result = nothing_found(q, v.shape[-1], sinks, off_by_one=scores.off_by_one)
+        result = init_attention_result(q, v.shape[-1], sinks, off_by_one=scores.off_by_one)
         attend(q, k, v, spans, result, scores, dropped, _paired(values, distances), seen)
         out = by_token(result.out.to(dtype), heads)
         ctx.save_for_backward(q, k, v, out, result.lse, sinks, values)
@@ -362,7 +362,7 @@ class SpanAttention(Function):
         q, k, v, out, lse, sinks, values = ctx.saved_tensors
         heads, repeats = ctx.kv_heads, ctx.spans.repeats
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        sums = Gradients(dq, dk, dv, zeros_for(values, lse.dtype))
+        sums = AttentionGrads(dq, dk, dv, zeros_for(values, lse.dtype))
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
         dout = rows_by_head(dout, heads, repeats)
         biases = _paired(values, ctx.distances)
@@ -414,7 +414,7 @@ def span_attention(
     sinks: Tensor | None = None,
     dropped: DroppedWeights | None = None,
     biases: PairBiases | None = None,
-    seen: VisiblePairs | None = None,
+    seen: PairMask | None = None,
 ) -> Tensor:
     """Softmax attention of each query to its interval of the keys: q [t, n, d], k, v [t_kv, g, d]
     -> [t, n, d_v].
@@ -440,7 +440,7 @@ def reference_span_attention(
     sinks: Tensor | None = None,
     dropped: DroppedWeights | None = None,
     biases: PairBiases | None = None,
-    seen: VisiblePairs | None = None,
+    seen: PairMask | None = None,
 ) -> Tensor:
     """Reference implementation of `span_attention` in plain PyTorch operations, row by row with the
     intervals as a mask."""

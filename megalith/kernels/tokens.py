@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalith.kernels.replay import Decided, Route
-from megalith.kernels.visible import Visible
+from megalith.kernels.replay import RoutingDecisions, MicrobatchRouting
+from megalith.kernels.visible import AttentionMask
 from megalith.plan.context import KeySpans, Numbers, Slices, Slicing, plan_spans
 
 
@@ -41,7 +41,7 @@ class PackedSeqParams:
 
     position_ids: Tensor
     """int64 [t]: position ids, the place of each token in its document; or [3, t]: its time, height
-    and width for multimodal RoPE (see `with_places`)."""
+    and width for multimodal RoPE (see `with_multimodal_positions`)."""
 
     document_ids: Tensor
     """int32 [t]: document of each token."""
@@ -71,20 +71,20 @@ class PackedSeqParams:
     dropout: "DropoutKey | None" = None
     """Key of the dropout masks; None: no dropout, as in evaluation."""
 
-    balance: "BalanceShare | None" = None
+    balance: "AuxLossScale | None" = None
     """Scale of the aux losses of this microbatch; None outside training."""
 
-    decided: Decided | None = None
+    decided: RoutingDecisions | None = None
     """Routing decisions of the first pass, set where a part of the model is recomputed."""
 
-    route: Route | None = None
+    route: MicrobatchRouting | None = None
     """Routing record or replay of this microbatch; None: neither."""
 
-    visible: Visible | None = None
+    visible: AttentionMask | None = None
     """Attention mask and padding mask, see `kernels/masks.py`; None: no mask besides those of the
     layers. Under context parallelism only `whole` has it."""
 
-    context: "Context | None" = None
+    context: "ContextShard | None" = None
     """The local tokens of the microbatch under context parallelism. `cu_seqlens_q` and `lengths`
     then count local queries, and the keys of all ranks."""
 
@@ -99,7 +99,7 @@ class PackedSeqParams:
         return self if self.context is None else self.context.whole
 
 
-class BalanceShare(NamedTuple):
+class AuxLossScale(NamedTuple):
     """Index of a microbatch in its step, and its weight in the step's loss."""
 
     microbatch: int
@@ -137,7 +137,7 @@ class DropoutKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class TokenPermutation:
     """Permutation between the natural order of tokens and the concatenated parts of several
     ranks."""
 
@@ -149,7 +149,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class ContextShard:
     """The tokens of a microbatch that one context-parallel rank holds, and the keys they see on all
     ranks."""
 
@@ -159,10 +159,10 @@ class Context:
     whole: PackedSeqParams
     """All tokens, including padding."""
 
-    everyone: Join
+    everyone: TokenPermutation
     """The order of the tokens of all ranks."""
 
-    neighbors: Join
+    neighbors: TokenPermutation
     """The order of the tokens of the ranks that exchange heads (Ulysses) inside a ring of such
     groups; of this rank only, without such groups."""
 
@@ -325,7 +325,7 @@ def tokens_of_slices(
     cu_seqlens_q = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
     whole = tokens_of_lengths(lengths, device=device)
     first = slicing.rank // slicing.near * slicing.near
-    context = Context(
+    context = ContextShard(
         slices,
         slicing.rank,
         whole,
@@ -346,7 +346,7 @@ def tokens_of_slices(
     )
 
 
-def with_places(tokens: PackedSeqParams, places: NDArray[np.int64]) -> PackedSeqParams:
+def with_multimodal_positions(tokens: PackedSeqParams, places: NDArray[np.int64]) -> PackedSeqParams:
     """Return the tokens with position ids `places` [3, t] in time, height and width, given for all
     tokens that were read; padding gets 0.
 
@@ -369,6 +369,6 @@ def with_places(tokens: PackedSeqParams, places: NDArray[np.int64]) -> PackedSeq
     )
 
 
-def _join(parts: Numbers, device: torch.device | str) -> Join:
+def _join(parts: Numbers, device: torch.device | str) -> TokenPermutation:
     order = np.argsort(parts.reshape(-1))
-    return Join(torch.from_numpy(order).to(device), torch.from_numpy(np.argsort(order)).to(device))
+    return TokenPermutation(torch.from_numpy(order).to(device), torch.from_numpy(np.argsort(order)).to(device))

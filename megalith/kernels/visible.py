@@ -20,7 +20,7 @@ NO_MASK = -(2**62)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # tensors do not compare to one truth value
-class Visible:
+class AttentionMask:
     """Attention mask: the keys of its document that each of t queries may see."""
 
     keys: Tensor | None = None
@@ -75,11 +75,11 @@ class Visible:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class VisiblePairs:
+class PairMask:
     """The attention mask of some queries and some keys, in the layout of
     kernels/span_attention.py."""
 
-    visible: Visible
+    visible: AttentionMask
 
     queries: Tensor
     """int64 [t_q]: indices among all queries."""

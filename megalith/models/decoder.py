@@ -198,7 +198,7 @@ class Decoder(nn.Module):
         the loss. `mtp_inputs` are the ids and labels of the MTP layers.
         """
         tokens = replace(
-            self.relative.given_to(self.rotations.given_to(tokens)), memory=cross_layer_source
+            self.relative.add_to(self.rotations.add_to(tokens)), memory=cross_layer_source
         )
         if self.stage.embedding:
             x = self.input_embedding(self.embed(ids), tokens)
@@ -272,10 +272,10 @@ class Decoder(nn.Module):
 
         received: outputs of the previous stage, as arguments of `forward`.
         """
-        tokens = self.rotations.given_to(tokens)
+        tokens = self.rotations.add_to(tokens)
         hidden = self._hidden(ids, tokens, received)
         main_loss = self.head.loss(hidden[0], labels)
-        return main_loss, *self.mtp.losses(hidden, mtp_inputs, self.relative.given_to(tokens))
+        return main_loss, *self.mtp.losses(hidden, mtp_inputs, self.relative.add_to(tokens))
 
     def evaluate(
         self,
@@ -288,10 +288,10 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return `losses` in float64, followed by the MTP acceptance rates if the model has MTP
         layers."""
-        tokens = self.rotations.given_to(tokens)
+        tokens = self.rotations.add_to(tokens)
         hidden = self._hidden(ids, tokens, received)
         main_loss = self.head.loss(hidden[0], labels, evaluating=True)
-        losses, num_correct = self.mtp.evaluate(hidden, mtp_inputs, self.relative.given_to(tokens))
+        losses, num_correct = self.mtp.evaluate(hidden, mtp_inputs, self.relative.add_to(tokens))
         all_losses = torch.stack([main_loss, *losses]).double()
         return (
             torch.cat(
@@ -375,7 +375,7 @@ def declared_parameters(model: nn.Module) -> Iterator[tuple[ParameterSpec, nn.Mo
     """Yield every parameter once, in the order of the forward pass: its specification, its module,
     its name in the module."""
     for module in model.modules():
-        for name, spec in module.__dict__.get("declared", {}).items():
+        for name, spec in module.__dict__.get("param_specs", {}).items():
             yield spec, module, name
 
 
@@ -441,4 +441,4 @@ def _set_stages_and_init(
         initial = initial_values(model.config, shard.name, shard.shape, shard.inputs, init.std)
         init = replace(init, std=initial.std, uniform=initial.uniform)
         shard = replace(shard, stages=shared.get(shard.name) or own_stages)
-        module.__dict__["declared"][name] = replace(spec, shard=shard, init=init)
+        module.__dict__["param_specs"][name] = replace(spec, shard=shard, init=init)

@@ -203,7 +203,7 @@ class SequentialBlock(Layer):
     ) -> Tensor:
         """x [t, h] -> [t, h]."""
         attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
-        x, normed = self.mlp_norm.after_adding(attended, x)
+        x, normed = self.mlp_norm.add_and_normalize(attended, x)
         return x + self.mlp_out(self.mlp(normed, tokens), tokens)
 
 
@@ -225,9 +225,9 @@ class CrossBlock(Layer):
         """x [t, h] -> [t, h]; the tokens hold the source hidden states. Caches: of self-attention,
         and of cross-layer attention."""
         attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
-        x, normed = self.cross_norm.after_adding(attended, x)
+        x, normed = self.cross_norm.add_and_normalize(attended, x)
         cross_attended = self.cross_out(self.cross(normed, tokens, cross_cache), tokens)
-        x, normed = self.mlp_norm.after_adding(cross_attended, x)
+        x, normed = self.mlp_norm.add_and_normalize(cross_attended, x)
         return x + self.mlp_out(self.mlp(normed, tokens), tokens)
 
 
@@ -307,7 +307,7 @@ class IdentityNorm(nn.Module):
         """x [t, h] -> [t, h]."""
         return x.to(self.dtype)
 
-    def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_normalize(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the residual sum in the stream's dtype and in the layer's dtype."""
         total = residual + x
         return total, total.to(self.dtype)

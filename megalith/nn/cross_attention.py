@@ -13,7 +13,7 @@ from megalith.kernels.masks import with_masks
 from megalith.kernels.rebuilt import LayerInput
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import PackedSeqParams
-from megalith.kernels.visible import Visible
+from megalith.kernels.visible import AttentionMask
 from megalith.nn.attention import LayerCache, output_linear
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
@@ -189,5 +189,5 @@ def across(tokens: PackedSeqParams, encoder_tokens: PackedSeqParams) -> PackedSe
         uniform=None,
         biases=None,
         dropout=dropout,
-        visible=None if padding is None else Visible(padding),
+        visible=None if padding is None else AttentionMask(padding),
     )

@@ -15,7 +15,7 @@ from megalith.plan.frozen import first_trained_layer, tables_trained
 
 
 @dataclass(frozen=True, slots=True)
-class BelowTrained:
+class FrozenLayerRunner:
     """Runs the layers of a chunk; layers below all trained ones run without autograd and save
     nothing."""
 
@@ -67,7 +67,7 @@ def end_backward_at(chunk: Any, layer: int) -> None:  # a `Decoder`, whose modul
     gets a gradient."""
     below = sum(number < layer for number in chunk.stage.layers)
     if below:
-        chunk.run_layers = BelowTrained(chunk.run_layers, below)
+        chunk.run_layers = FrozenLayerRunner(chunk.run_layers, below)
     elif chunk.stage.embedding:
         chunk.input_embedding = BackwardBoundary(chunk.input_embedding)
 
@@ -82,7 +82,7 @@ def freeze(chunks: Sequence[Any], model: ModelConfig, optim: OptimConfig) -> Non
         return
     for chunk in chunks:
         for module in chunk.modules():
-            for name, spec in module.__dict__.get("declared", {}).items():
+            for name, spec in module.__dict__.get("param_specs", {}).items():
                 if not optim.trains(spec.shard.name):
                     getattr(module, name).requires_grad_(False)
         if not tables_trained(model, optim):

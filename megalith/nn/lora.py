@@ -151,7 +151,7 @@ class RowLora(nn.Module):
         a, b = row_adapter(weight, lora, base.tp_comm)
         _register_adapter(self, self.name, a, b, dtype=dtype)
         self.drop = InputDropout(
-            weight.name, lora.dropout, _all_tokens, first_feature=first_input(weight)
+            weight.name, lora.dropout, _all_tokens, first_feature=first_input_feature(weight)
         )
 
     def forward(self, x: LayerInput) -> Tensor:
@@ -290,7 +290,7 @@ def whole_adapter(weight: Shard, lora: LoraConfig) -> tuple[Shard, Shard]:
     return a, b
 
 
-def first_input(weight: Shard) -> int:
+def first_input_feature(weight: Shard) -> int:
     """Return the flat index of the first local input among all inputs."""
     sizes, starts = (
         weight.shape[-weight.inputs :],
@@ -387,7 +387,7 @@ def _all_tokens(values: Tensor) -> Tensor:
 
 
 def _shard_of(layer: nn.Module, name: str) -> Shard:
-    specs: dict[str, ParameterSpec] = layer.__dict__["declared"]
+    specs: dict[str, ParameterSpec] = layer.__dict__["param_specs"]
     return specs[name].shard
 
 

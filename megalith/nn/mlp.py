@@ -109,7 +109,7 @@ class ChunkedPrefillMLP(nn.Module):
         return torch.cat([self.mlp(part, tokens) for part in split_rows(x, count)])
 
 
-def read_prompts_in_chunks(model: nn.Module, chunks: int) -> int:
+def chunk_prefill_mlps(model: nn.Module, chunks: int) -> int:
     """Let every MLP of an inference model, shared experts included, process prompts in chunks;
     returns the number of MLPs."""
     held = [

@@ -51,7 +51,7 @@ class Norm(nn.Module):
         """x [t, h] -> [t, h]."""
         return self._result(self.norm(x, *self.affine()), x)
 
-    def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, LayerInput]:
+    def add_and_normalize(self, x: Tensor, residual: Tensor) -> tuple[Tensor, LayerInput]:
         """x, residual [t, h] -> their sum, and the normalized sum; fused, which saves one pass in
         backward."""
         total, normed = self.add_norm(x, residual, *self.affine())

@@ -46,7 +46,7 @@ class RelativeBias(nn.Module):
         else:
             self.register_parameter("weight", shared)
 
-    def given_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
+    def add_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
         """Return the tokens with the local heads' biases: the parameter itself, so that recomputed
         layers read it again."""
         return replace(tokens, biases=self.weight)
@@ -55,6 +55,6 @@ class RelativeBias(nn.Module):
 class NoBias(nn.Module):
     """Placeholder for models without relative position bias."""
 
-    def given_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
+    def add_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
         """Return the tokens unchanged."""
         return tokens

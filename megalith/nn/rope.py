@@ -58,7 +58,7 @@ class RotaryEmbedding:
         # stays bounded.
         self._made: dict[tuple[RopeConfig, bool], RopeTables] = {}
 
-    def given_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
+    def add_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
         """Return the tokens with (cos, sin) [t, pairs] for every kind of layer, unless they have
         them.
 

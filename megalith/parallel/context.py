@@ -27,15 +27,15 @@ from torch.autograd.function import once_differentiable
 
 from megalith.config.context import ContextConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.attention import attention, dropped_between
+from megalith.kernels.attention import attention, build_dropped_weights
 from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.relative_bias import Distances, PairBiases, biases_by_distance
 from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.span_attention import (
-    Gradients,
+    AttentionGrads,
     attend,
     attend_backward,
-    nothing_found,
+    init_attention_result,
     output_share,
     rows_by_head,
     sink_gradient,
@@ -43,15 +43,15 @@ from megalith.kernels.span_attention import (
     zeros_for,
 )
 from megalith.kernels.tiled_attention import by_token
-from megalith.kernels.tokens import Context, Join, PackedSeqParams
-from megalith.kernels.visible import VisiblePairs
+from megalith.kernels.tokens import ContextShard, TokenPermutation, PackedSeqParams
+from megalith.kernels.visible import PairMask
 from megalith.parallel.autograd import Moves, all_gather, all_to_all
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.rings import Started, start_passing
 from megalith.plan.context import KeySpans, Slicing, kind_of_layer
 
-Pair = TypeVar("Pair", DroppedWeights, PairBiases, VisiblePairs)
+Pair = TypeVar("Pair", DroppedWeights, PairBiases, PairMask)
 
 
 class Attend(Protocol):
@@ -193,7 +193,7 @@ class HeadExchange:
             spans, seen = context.spans_of_whole(**sight(scores, context)), seen_of_whole(context)
             biases = biases_of_whole(all_tokens, context, scores)
             out = span_attention(
-                q, k, v, spans, scores, sinks, dropped_between(all_tokens, scores), biases, seen
+                q, k, v, spans, scores, sinks, build_dropped_weights(all_tokens, scores), biases, seen
             )
         return tokens_for_heads(out, self.group, context.everyone)
 
@@ -237,7 +237,7 @@ class HeadsThenRing:
         return tokens_for_heads(out, self.near, context.neighbors)
 
 
-def _context(tokens: PackedSeqParams) -> Context:
+def _context(tokens: PackedSeqParams) -> ContextShard:
     assert tokens.context is not None, "tokens were not sliced over cp: the loader does that"
     return tokens.context
 
@@ -252,7 +252,7 @@ class AttentionRange(TypedDict):
     chunked: bool
 
 
-def sight(scores: Scores, context: Context) -> AttentionRange:
+def sight(scores: Scores, context: ContextShard) -> AttentionRange:
     """Return the attention range of the scores, or of the attention masks that replace it."""
     visible = context.whole.visible
     scores = scores if visible is None else visible.scores(scores)
@@ -264,32 +264,32 @@ def sight(scores: Scores, context: Context) -> AttentionRange:
 # --- attention masks: every rank has those of full documents, and uses the rows of its queries
 
 
-def seen_of_groups(context: Context, near: int) -> list[VisiblePairs] | None:
+def seen_of_groups(context: ContextShard, near: int) -> list[PairMask] | None:
     """Return which pairs of tokens attention masks let see, for queries of this rank's group of
     `near` neighbors and keys of each such group; None: all."""
     visible = context.whole.visible
     if visible is None:
         return None
     parts = context.numbers_of_groups(near)
-    return [VisiblePairs(visible, parts[context.rank // near], keys) for keys in parts]
+    return [PairMask(visible, parts[context.rank // near], keys) for keys in parts]
 
 
-def seen_of_all(context: Context) -> VisiblePairs | None:
+def seen_of_all(context: ContextShard) -> PairMask | None:
     """Return which of all tokens, in natural order, attention masks let this rank's tokens see;
     None: all."""
     visible = context.whole.visible
     if visible is None:
         return None
-    return VisiblePairs(visible, context.numbers_of_groups(1)[context.rank], _all_numbers(context))
+    return PairMask(visible, context.numbers_of_groups(1)[context.rank], _all_numbers(context))
 
 
-def seen_of_whole(context: Context) -> VisiblePairs | None:
+def seen_of_whole(context: ContextShard) -> PairMask | None:
     """Return which pairs of all tokens, in natural order, attention masks let see; None: all."""
     visible = context.whole.visible
     return (
         None
         if visible is None
-        else VisiblePairs(visible, _all_numbers(context), _all_numbers(context))
+        else PairMask(visible, _all_numbers(context), _all_numbers(context))
     )
 
 
@@ -309,7 +309,7 @@ def dropped_of_groups(
     return [DroppedWeights(scores.dropout, each[context.rank // near], keys) for keys in each]
 
 
-def _numbers_of_all(context: Context) -> Tensor:
+def _numbers_of_all(context: ContextShard) -> Tensor:
     """int64 [t]: number within the run of each token of the microbatch, in natural order."""
     assert context.whole.dropout is not None, (
         "the loader numbers all tokens of a microbatch that ranks share"
@@ -349,13 +349,13 @@ def biases_of_all(tokens: PackedSeqParams, scores: Scores) -> PairBiases | None:
     )
 
 
-def biases_of_whole(tokens: PackedSeqParams, context: Context, scores: Scores) -> PairBiases | None:
+def biases_of_whole(tokens: PackedSeqParams, context: ContextShard, scores: Scores) -> PairBiases | None:
     """Return the position biases among all tokens, in natural order; None: none."""
     return _biases_to_all(tokens.biases, _all_numbers(context), context, scores)
 
 
 def _biases_to_all(
-    table: Tensor | None, queries: Tensor, context: Context, scores: Scores
+    table: Tensor | None, queries: Tensor, context: ContextShard, scores: Scores
 ) -> PairBiases | None:
     values = _values(table, context, scores)
     if values is None:
@@ -363,11 +363,11 @@ def _biases_to_all(
     return PairBiases(values, Distances(queries, _all_numbers(context), values.shape[1] // 2))
 
 
-def _all_numbers(context: Context) -> Tensor:
+def _all_numbers(context: ContextShard) -> Tensor:
     return context.numbers_of_groups(context.slices.ranks)[0]
 
 
-def _values(table: Tensor | None, context: Context, scores: Scores) -> Tensor | None:
+def _values(table: Tensor | None, context: ContextShard, scores: Scores) -> Tensor | None:
     """Return the biases of all possible distances: [n, distances], differentiable."""
     if scores.relative is None:
         return None
@@ -397,14 +397,14 @@ class Reorder(Function):
         return dx, None, None
 
 
-def reorder(x: Tensor, join: Join) -> Tensor:
+def reorder(x: Tensor, join: TokenPermutation) -> Tensor:
     """Reorder the ranks' concatenated parts to natural order: x [n, ...] -> [n, ...]."""
     y: Tensor = Reorder.apply(x, join.order, join.back)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
 def heads_for_tokens(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, join: Join
+    q: Tensor, k: Tensor, v: Tensor, group: Group, join: TokenPermutation
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All-to-all that exchanges tokens for heads: q [t, n, d] -> [t · ranks, n / ranks, d]; k, v
     alike.
@@ -434,12 +434,12 @@ def of_my_heads(weight: Tensor | None, group: Group) -> Tensor | None:
     return None if weight is None else weight.unflatten(-1, (group.size, -1))[..., group.rank, :]
 
 
-def tokens_for_heads(out: Tensor, group: Group, join: Join) -> Tensor:
+def tokens_for_heads(out: Tensor, group: Group, join: TokenPermutation) -> Tensor:
     """Inverse all-to-all: [t · ranks, n / ranks, d] in natural order -> [t, n, d]."""
     if group.size == 1:
         return out
     tokens = out.shape[0] // group.size
-    parts = reorder(out, Join(join.back, join.order))
+    parts = reorder(out, TokenPermutation(join.back, join.order))
     received = all_to_all(parts, group, send=[tokens] * group.size, receive=[tokens] * group.size)
     y: Tensor = received.unflatten(0, (group.size, tokens)).transpose(0, 1).flatten(1, 2)
     return y
@@ -464,7 +464,7 @@ def ring_attention(
     sinks: Tensor | None = None,
     dropped: Sequence[DroppedWeights] | None = None,
     biases: Sequence[PairBiases] | None = None,
-    seen: Sequence[VisiblePairs] | None = None,
+    seen: Sequence[PairMask] | None = None,
     *,
     overlap: bool = True,
 ) -> Tensor:
@@ -519,7 +519,7 @@ class RingAttention(Function):
         dropped: Sequence[DroppedWeights] | None,
         values: Tensor | None,
         biases: Sequence[PairBiases] | None,
-        seen: Sequence[VisiblePairs] | None,
+        seen: Sequence[PairMask] | None,
         overlap: bool,
     ) -> Tensor:
         heads, repeats, dtype = k.shape[1], spans[0].repeats, q.dtype
@@ -528,7 +528,7 @@ class RingAttention(Function):
             rows_by_head(q, heads, repeats),
             rows_by_head(torch.cat([k, v], -1), heads, repeats).squeeze(1),
         )
-        result, kv = nothing_found(q, widths[1], sinks, off_by_one=scores.off_by_one), local_kv
+        result, kv = init_attention_result(q, widths[1], sinks, off_by_one=scores.off_by_one), local_kv
         for step in range(group.size):
             next_kv = (
                 _maybe_wait(start_passing(kv, group), overlap) if step < group.size - 1 else None
@@ -612,7 +612,7 @@ class _PairTerms:
     dvalues: Tensor | None
     """Accumulated gradient of the values."""
 
-    seen: Sequence[VisiblePairs] | None
+    seen: Sequence[PairMask] | None
 
     def biases(self, rank: int) -> PairBiases | None:
         """Return the biases of pairs with the keys of one rank."""
@@ -641,7 +641,7 @@ class _BackwardStep:
     def __call__(self, kv: Tensor, spans: KeySpans, sums: Tensor, owner: int) -> Tensor:
         """Add to `sums`, the gradient of a rank's kv [heads, keys, d + d_v], to dq and to the
         gradient of the biases."""
-        into = Gradients(self.dq, *_split_kv(sums, self.widths), self.pairs.dvalues)
+        into = AttentionGrads(self.dq, *_split_kv(sums, self.widths), self.pairs.dvalues)
         attend_backward(
             self.q,
             *_split_kv(kv, self.widths),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.kernels.embedding import add_rows_
-from megalith.kernels.grouped_linear import Groups, put_grouped_product_
+from megalith.kernels.grouped_linear import Groups, accumulate_grouped_product_
 from megalith.kernels.linear import add_product_, weight_grad
 from megalith.kernels.matmul import mm
 from megalith.parallel.alike import check_consistent_across_ranks
@@ -140,7 +140,7 @@ class BucketGradAccumulator:
         """Add each expert's `dy.T @ x`: x [r, i], dy [r, o], for one parameter."""
         (stack,) = self.stacks
         total = self.data_parallel.total(stack)
-        put_grouped_product_(total, x, dy, groups, fresh=self.data_parallel.is_fresh(stack.numbers))
+        accumulate_grouped_product_(total, x, dy, groups, fresh=self.data_parallel.is_fresh(stack.numbers))
         self.data_parallel.contributed(stack.numbers)
 
     def gradient(self, dw: Tensor) -> None:

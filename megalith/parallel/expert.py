@@ -17,20 +17,20 @@ from torch import Tensor
 from megalith.config.parallel import DispatcherName
 from megalith.kernels.grouped_linear import Groups, equal_groups, groups_of
 from megalith.kernels.permute import (
-    Order,
+    RowPermutation,
     expert_major,
     gather_rows,
-    order_choices,
-    order_padded,
+    permute_choices,
+    permute_choices_padded,
     permute,
     sort_choices,
     sort_chunks,
-    undone,
+    invert_chunk_order,
     unpermute,
     weights_of_rows,
 )
 from megalith.kernels.rebuilt import LayerInput, as_recomputed, output_tensor
-from megalith.kernels.routing import NOWHERE, Choice, capacity_of
+from megalith.kernels.routing import DROPPED_CHOICE, Choice, expert_capacity
 from megalith.parallel.autograd import (
     AsyncAllToAll,
     OverlapFn,
@@ -100,7 +100,7 @@ class ExpertCapacity:
         """Return the capacity for a rank's number of tokens, of which none goes to an expert
         twice."""
         return min(
-            tokens, capacity_of(self.factor, tokens * self.sharing, self.top_k, self.experts)
+            tokens, expert_capacity(self.factor, tokens * self.sharing, self.top_k, self.experts)
         )
 
 
@@ -181,7 +181,7 @@ class CompletedDispatch:
 class LocalCombiner:
     """Combiner of `LocalDispatcher`."""
 
-    order: Order
+    order: RowPermutation
 
     def combine(self, rows: Tensor) -> Tensor:
         """Sum the expert outputs of each token."""
@@ -216,9 +216,9 @@ class AllToAllDispatcher:
             sort = sort_choices(choice.experts, self.num_experts)
             table = counts_of_all(sort.counts, choice.experts.numel(), self.ep, self.etp, self.both)
             rows = sum(table[self.etp.rank][self.ep.rank])
-            order = order_choices(choice.experts, self.num_experts, num_rows=rows, sort=sort)
+            order = permute_choices(choice.experts, self.num_experts, num_rows=rows, sort=sort)
         else:  # all ranks have equally many tokens
-            order = order_padded(choice.experts, self.num_experts, capacity=self.room.of(len(x)))
+            order = permute_choices_padded(choice.experts, self.num_experts, capacity=self.room.of(len(x)))
             table = [[[self.room.of(len(x))] * self.num_experts] * self.ep.size] * self.etp.size
         combiner = AllToAllCombiner(
             self, order, plan_exchange(table, ep_rank=self.ep.rank, etp_rank=self.etp.rank)
@@ -261,7 +261,7 @@ class AllToAllCombiner:
     """Combiner of one `AllToAllDispatcher` call."""
 
     dispatcher: AllToAllDispatcher
-    order: Order
+    order: RowPermutation
     plan: ExchangePlan
 
     def gather_etp(self, rows: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ class AllToAllCombiner:
     def combine(self, rows: Tensor) -> Tensor:
         """Run the inverse of the dispatch messages and sum each token's expert outputs."""
         if not self._sorted():
-            rows = sort_chunks(rows, *undone(self.plan.chunks, self._experts_first()))
+            rows = sort_chunks(rows, *invert_chunk_order(self.plan.chunks, self._experts_first()))
         rows = reduce_scatter(
             mark_partial(rows, self.dispatcher.etp), self.dispatcher.etp, sizes=self.plan.gathered
         )
@@ -315,8 +315,8 @@ class AllGatherDispatcher:
         """Run three all-gathers: of tokens, choices and weights."""
         experts_per_rank = self.num_experts // self.ep.size
         chosen = regather(choice.experts, self.both) - self.ep.rank * experts_per_rank
-        local_experts = torch.where((chosen >= 0) & (chosen < experts_per_rank), chosen, NOWHERE)
-        order = order_choices(
+        local_experts = torch.where((chosen >= 0) & (chosen < experts_per_rank), chosen, DROPPED_CHOICE)
+        order = permute_choices(
             local_experts,
             experts_per_rank,
             num_rows=len(local_experts) if local_experts.is_meta else None,
@@ -333,7 +333,7 @@ class AllGatherCombiner:
     """Combiner of an `AllGatherDispatcher`."""
 
     dispatcher: AllGatherDispatcher
-    order: Order
+    order: RowPermutation
 
     def combine(self, rows: Tensor) -> Tensor:
         """Sum over the ranks; each gets the sums of its own tokens."""
@@ -347,13 +347,13 @@ class AllGatherCombiner:
 
 def order_of(
     choice: Choice, num_experts: int, drops_tokens: bool, room: ExpertCapacity | None = None
-) -> Order:
+) -> RowPermutation:
     """Return the order of all rows by expert; dropless or padded to a capacity, their number is
     known without waiting for the device."""
     if room is not None:
-        return order_padded(choice.experts, num_experts, capacity=room.of(len(choice.experts)))
+        return permute_choices_padded(choice.experts, num_experts, capacity=room.of(len(choice.experts)))
     known = None if drops_tokens and not choice.experts.is_meta else choice.experts.numel()
-    return order_choices(choice.experts, num_experts, num_rows=known)
+    return permute_choices(choice.experts, num_experts, num_rows=known)
 
 
 def counts_of_all(counts: Tensor, rows: int, ep: Group, etp: Group, both: Group) -> Table:
@@ -377,7 +377,7 @@ def steps_in_both(ep: Group, etp: Group) -> tuple[int, int]:
     return (1, ep.size) if ep_is_inner else (etp.size, 1)
 
 
-def groups_here(order: Order) -> Groups:
+def groups_here(order: RowPermutation) -> Groups:
     """Return the row groups of an order."""
     return (
         Groups(tuple(on_host(order.counts, len(order.choices))))

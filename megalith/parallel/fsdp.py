@@ -740,7 +740,7 @@ def _grid_of(module: nn.Module) -> str:
 
 def _grids_in(module: nn.Module) -> set[str]:
     """Return the grids of all parameters inside."""
-    specs_by_module = (each.__dict__.get("declared", {}) for each in module.modules())
+    specs_by_module = (each.__dict__.get("param_specs", {}) for each in module.modules())
     return {spec.shard.grid for specs in specs_by_module for spec in specs.values()}
 
 

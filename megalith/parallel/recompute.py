@@ -26,7 +26,7 @@ from megalith.kernels.rebuilt import (
     recompute_output,
     split_rows,
 )
-from megalith.kernels.replay import Decided
+from megalith.kernels.replay import RoutingDecisions
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.parallel.autograd import regather
 from megalith.parallel.group import Group
@@ -109,7 +109,7 @@ class Recomputed(nn.Module):
         # contiguous: a view would keep its whole base tensor alive (v as a part of qkv)
         tensors = [other.contiguous() for other in others if isinstance(other, Tensor)]
         last = [
-            replace(other, decided=Decided())
+            replace(other, decided=RoutingDecisions())
             for other in others
             if isinstance(other, PackedSeqParams)
         ]
@@ -224,7 +224,7 @@ class LayerRunner:
         if not span.recomputed:
             return _run(layers, tokens, x)
         saved = sharded(x, self.group) if self.recompute.shard_inputs else x
-        run = partial(_run, layers, replace(tokens, decided=Decided()))
+        run = partial(_run, layers, replace(tokens, decided=RoutingDecisions()))
         return recompute(run, saved, *_shared(tokens), check=self.recompute.check)
 
 

@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megalith.kernels.best_token import best_tokens
+from megalith.kernels.best_token import greedy_tokens
 from megalith.kernels.cross_entropy import (
-    AS_THEY_ARE,
+    IDENTITY_LOGITS,
     LogitTransform,
     linear_cross_entropy,
     recomputed_cross_entropy,
-    recomputed_measures,
+    recomputed_cross_entropy_with_stats,
     token_losses,
 )
 from megalith.kernels.embedding import embedding
@@ -213,8 +213,8 @@ def register_param(
     module: nn.Module, name: str, spec: ParameterSpec, *, dtype: torch.dtype
 ) -> None:
     """Register the parameter `name` of `module` on the meta device, and record its spec in
-    `module.declared`."""
-    specs: dict[str, ParameterSpec] = module.__dict__.setdefault("declared", {})
+    `module.param_specs`."""
+    specs: dict[str, ParameterSpec] = module.__dict__.setdefault("param_specs", {})
     specs[name] = spec
     module.register_parameter(
         name, nn.Parameter(torch.empty(spec.shard.matrix_shape, dtype=dtype, device="meta"))
@@ -397,7 +397,7 @@ class VocabHead(nn.Module):
         vocab_size: int,
         tied: nn.Parameter | None,
         dtype: torch.dtype,
-        logit_transform: LogitTransform = AS_THEY_ARE,
+        logit_transform: LogitTransform = IDENTITY_LOGITS,
     ) -> None:
         """`logit_transform`: applied to the products of hidden states and vocabulary to get
         logits."""
@@ -427,7 +427,7 @@ class VocabHead(nn.Module):
             keywords |= loss_fn.keywords if isinstance(loss_fn, with_arguments) else {}
             loss_fn = loss_fn.func if isinstance(loss_fn, with_arguments) else loss_fn.compute
         return (
-            loss_fn in (recomputed_cross_entropy, recomputed_measures)
+            loss_fn in (recomputed_cross_entropy, recomputed_cross_entropy_with_stats)
             or keywords.get("kernel") == "reference"
         )
 
@@ -478,7 +478,7 @@ class VocabHead(nn.Module):
     def best(self, x: Tensor) -> Tensor:
         """Return the token with the largest logit after each position: x [t, h] in the layout of
         `tp_comm` -> int64 [t] (I), no gradient."""
-        return best_tokens(
+        return greedy_tokens(
             output_tensor(self.tp_comm.prepare_input(x)),
             self.weight,
             vocab=self.tp_comm.group,

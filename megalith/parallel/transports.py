@@ -16,17 +16,17 @@ from megalith.config.parallel import DispatcherName
 from megalith.errors import ConfigError
 from megalith.kernels.grouped_linear import Groups
 from megalith.kernels.permute import (
-    Order,
+    RowPermutation,
     expert_major,
-    order_choices,
+    permute_choices,
     permute,
     sort_chunks,
-    undone,
+    invert_chunk_order,
     unpermute,
 )
 from megalith.kernels.permute import weights_of_rows as weights_of
 from megalith.kernels.rebuilt import LayerInput, output_tensor
-from megalith.kernels.routing import NOWHERE, Choice
+from megalith.kernels.routing import DROPPED_CHOICE, Choice
 from megalith.parallel.autograd import all_to_all, regather
 from megalith.parallel.expert import (
     CompletedDispatch,
@@ -127,7 +127,7 @@ class ReferenceDispatcher:
         )
         places = self.places(choice.experts, experts_per_rank)
         known = None if self.drops_tokens and not x.is_meta else places.numel()
-        order = order_choices(places, ranks * experts_per_rank, num_rows=known)
+        order = permute_choices(places, ranks * experts_per_rank, num_rows=known)
         sent = self._counts(order)
         own = slice(local_rank * experts_per_rank, (local_rank + 1) * experts_per_rank)
         chunks = [count for row in sent for count in row[own]]
@@ -162,9 +162,9 @@ class ReferenceDispatcher:
             experts // experts_per_rank * along_ep * experts_per_rank + experts % experts_per_rank
         )
         spread = (first.unsqueeze(2) + copies).flatten(1)
-        return torch.where(experts.repeat_interleave(self.etp.size, dim=1) >= 0, spread, NOWHERE)
+        return torch.where(experts.repeat_interleave(self.etp.size, dim=1) >= 0, spread, DROPPED_CHOICE)
 
-    def _counts(self, order: Order) -> list[Sequence[int]]:
+    def _counts(self, order: RowPermutation) -> list[Sequence[int]]:
         """Return, by sending rank, the number of rows for each expert of each member, on the
         host."""
         if order.counts.is_meta:
@@ -180,7 +180,7 @@ class ReferenceCombiner:
     """Combiner of a `ReferenceDispatcher`."""
 
     both: Group
-    order: Order
+    order: RowPermutation
     chunks: list[int]
     """Sizes of the received chunks, by sending rank and expert."""
 
@@ -197,7 +197,7 @@ class ReferenceCombiner:
 
     def combine(self, rows: Tensor) -> Tensor:
         """Run the inverse exchange; the outputs of a token, and the parts of each, are one sum."""
-        rows = sort_chunks(rows, *undone(self.chunks, self.sorting))
+        rows = sort_chunks(rows, *invert_chunk_order(self.chunks, self.sorting))
         return unpermute(
             all_to_all(rows, self.both, send=self.received, receive=self.sent), self.order
         )

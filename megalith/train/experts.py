@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megalith.data.loader import Batch
-from megalith.kernels.replay import Route, Routing
-from megalith.nn.moe.balance import LOSSES, Record
+from megalith.kernels.replay import MicrobatchRouting, RoutingRecord
+from megalith.nn.moe.balance import LOSSES, RoutingStats
 from megalith.nn.moe.router import Router
 from megalith.observe.metrics import Value
 from megalith.parallel.group import all_reduce_, gather_objects
@@ -22,7 +22,7 @@ def routers_of(model: nn.Module) -> Iterator[Router]:
     return (module for module in model.modules() if isinstance(module, Router))
 
 
-def learning(model: nn.Module) -> Iterator[tuple[Router, Record]]:
+def learning(model: nn.Module) -> Iterator[tuple[Router, RoutingStats]]:
     """Yield the trained routers that have recorded routing statistics, with their records."""
     for router in routers_of(model):
         record = router.balance.record
@@ -42,7 +42,7 @@ def move_balancing_biases(model: nn.Module, mesh: Mesh) -> None:
     counted = [
         (router, bias, record)
         for router, record in learning(model)
-        if (bias := router.moved) is not None
+        if (bias := router.expert_bias) is not None
     ]
     if not counted:
         return
@@ -79,14 +79,14 @@ def move_balancing_offsets(model: nn.Module, mesh: Mesh) -> None:
         offset.data.copy_(updated - updated.mean())
 
 
-def with_routing(batches: Sequence[Batch], routing: Routing) -> list[Batch]:
+def with_routing(batches: Sequence[Batch], routing: RoutingRecord) -> list[Batch]:
     """Return microbatches whose expert choices are recorded in `routing`, or replayed from it.
 
     The choices are of this rank's own tokens and layers: they must be replayed under the same
     layout.
     """
     return [
-        replace(batch, tokens=replace(batch.tokens, route=Route(routing, number)))
+        replace(batch, tokens=replace(batch.tokens, route=MicrobatchRouting(routing, number)))
         for number, batch in enumerate(batches)
     ]
 
@@ -149,7 +149,7 @@ def _local_row(router: Router) -> Tensor:
 
 def _build_layer_load(router: Router, row: Sequence[float], mesh: Mesh) -> LayerExpertLoad:
     experts = router.moe.num_experts
-    bias = router.moved
+    bias = router.expert_bias
     spread = 0.0 if bias is None else float(bias.max() - bias.min())
     losses = tuple(value / mesh.dp.size for value in row[experts + 1 :])
     return LayerExpertLoad(router.layer, tuple(row[:experts]), row[experts], losses, spread)

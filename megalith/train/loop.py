@@ -26,7 +26,7 @@ from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megalith.kernels.cpu import CompilationProgress
 from megalith.kernels.engine import unavailable_backends
 from megalith.kernels.matmul import HAS_BF16_KERNELS
-from megalith.kernels.replay import Routing
+from megalith.kernels.replay import RoutingRecord
 from megalith.models.adapters import RECORD
 from megalith.models.pretrained import (
     FORCE_LOAD_BALANCING,
@@ -564,7 +564,7 @@ class _Loop:
             self.folder.routing, self.mesh, steps=steps, captures=captures, layers=layers
         )
 
-    def _write_trace(self, routing: Routing, batches: StepBatches) -> None:
+    def _write_trace(self, routing: RoutingRecord, batches: StepBatches) -> None:
         """Add this rank's rows to the routing trace. If the disk is full, the run continues without
         the trace."""
         assert self.trace is not None

@@ -11,9 +11,9 @@ from torch import Tensor
 from megalith.config.train import TrainRun
 from megalith.kernels.cross_entropy import (
     linear_cross_entropy,
-    measured_cross_entropy,
+    linear_cross_entropy_with_stats,
     recomputed_cross_entropy,
-    recomputed_measures,
+    recomputed_cross_entropy_with_stats,
 )
 from megalith.kernels.watched_loss import LossWithLogitStats
 from megalith.parallel.autograd import mark_partial
@@ -32,7 +32,7 @@ def compute_head_losses(run: TrainRun) -> Callable[..., Tensor]:
     recomputes = train.loss_backward == "recomputed"
     if logs_logit_stats(run):
         return LossWithLogitStats(
-            partial(recomputed_measures if recomputes else measured_cross_entropy, **loss_kwargs),
+            partial(recomputed_cross_entropy_with_stats if recomputes else linear_cross_entropy_with_stats, **loss_kwargs),
             train.z_loss,
         )
     loss_fn = recomputed_cross_entropy if recomputes else linear_cross_entropy

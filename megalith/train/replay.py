@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megalith.data.loader import Batch
 from megalith.errors import DataError
-from megalith.kernels.replay import Routing
+from megalith.kernels.replay import RoutingRecord
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh
@@ -37,7 +37,7 @@ class RoutingPart(NamedTuple):
     """[n, k]."""
 
 
-def whole_routing(routing: Routing, batches: Sequence[Batch], mesh: Mesh) -> dict[str, Tensor]:
+def whole_routing(routing: RoutingRecord, batches: Sequence[Batch], mesh: Mesh) -> dict[str, Tensor]:
     """Return the expert choices of a step by layer: int64 [tokens of the global batch, k], in
     reading order.
 
@@ -73,7 +73,7 @@ def whole_routing(routing: Routing, batches: Sequence[Batch], mesh: Mesh) -> dic
 
 def routing_of(
     whole: Mapping[str, Tensor], batches: Sequence[Batch], model: nn.Module, mesh: Mesh, *, sp: bool
-) -> Routing:
+) -> RoutingRecord:
     """Return this rank's part of the expert choices of a step, to be replayed, by layer and
     microbatch.
 
@@ -94,11 +94,11 @@ def routing_of(
             )
             padding = torch.arange(experts.shape[1], device=experts.device)
             choices[layer, number] = experts[numbers].where((numbers >= 0).unsqueeze(1), padding)
-    return Routing(choices, followed=True)
+    return RoutingRecord(choices, followed=True)
 
 
 def parts(
-    routing: Routing, batches: Sequence[Batch], mesh: Mesh, *, filler: bool = True
+    routing: RoutingRecord, batches: Sequence[Batch], mesh: Mesh, *, filler: bool = True
 ) -> Iterator[RoutingPart]:
     """Yield the choices that this rank recorded, by layer and microbatch, without padding.
 

@@ -13,7 +13,7 @@ from megalith.data.loader import Batch
 from megalith.errors import raise_all
 from megalith.kernels.engine import unavailable_backends
 from megalith.kernels.masks import for_one_pass
-from megalith.kernels.tokens import BalanceShare
+from megalith.kernels.tokens import AuxLossScale
 from megalith.models.decoder import Decoder, build_chunks
 from megalith.nn.frozen import freeze
 from megalith.nn.kernels import use_kernels
@@ -176,7 +176,7 @@ class _ChunkStep:
         batch, inputs = self.batches[microbatch], self.model.received(received)
         batch = replace(batch, tokens=for_one_pass(batch.tokens))
         if self.balance is not None:
-            share = BalanceShare(
+            share = AuxLossScale(
                 microbatch, len(self.batches), self.balance * batch.part, batch.part
             )
             batch = replace(batch, tokens=replace(batch.tokens, balance=share))

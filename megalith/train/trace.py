@@ -14,7 +14,7 @@ from typing import Any
 from megalith.config.train import Captured
 from megalith.data.loader import Batch
 from megalith.errors import DataError
-from megalith.kernels.replay import Routing
+from megalith.kernels.replay import RoutingRecord
 from megalith.observe.metrics import cut_after
 from megalith.parallel.mesh import Mesh
 from megalith.train.experts import in_order
@@ -45,20 +45,20 @@ class RoutingTrace:
         self._mesh, self._steps, self._captures, self._layers = mesh, steps, captures, layers
         self._capture_file: CaptureFile | None = None
 
-    def begin(self, step: int, batches: Sequence[Batch]) -> Routing | None:
+    def begin(self, step: int, batches: Sequence[Batch]) -> RoutingRecord | None:
         """Return the object in which routers record their choices in a step; None if it is not
         traced."""
         if step > self._steps:
             return None
         if not self._captures:
-            return Routing()
+            return RoutingRecord()
         most = self._layers * (
             len(batches) * 3 + 4
         )  # tensors of every microbatch, and the router's weights
         self._capture_file = CaptureFile(_capture_file_of(self.path, step), most=most)
-        return Routing(watch=Watcher(self._captures, self._capture_file, batches, self._mesh))
+        return RoutingRecord(watch=Watcher(self._captures, self._capture_file, batches, self._mesh))
 
-    def write(self, step: int, routing: Routing, batches: Sequence[Batch]) -> None:
+    def write(self, step: int, routing: RoutingRecord, batches: Sequence[Batch]) -> None:
         """Write the choices of this rank's routers in a step.
 
         Raises:
@@ -124,7 +124,7 @@ def _cut_trace(path: Path, resume_at: int) -> None:
 
 def rows_of(
     step: int,
-    routing: Routing,
+    routing: RoutingRecord,
     batches: Sequence[Batch],
     mesh: Mesh,
     capture_file: str | None = None,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.scores import Scores
-from megalith.kernels.span_attention import Result, attend, nothing_found
-from megalith.kernels.tokens import Context
-from megalith.kernels.visible import VisiblePairs
+from megalith.kernels.span_attention import PartialAttention, attend, init_attention_result
+from megalith.kernels.tokens import ContextShard
+from megalith.kernels.visible import PairMask
 from megalith.parallel import context as context_parallel
 from megalith.parallel.context import seen_of_groups
 from megalith.parallel.group import Group
@@ -26,9 +26,9 @@ def heads_of_the_first_rank(weight: Tensor | None, group: Group) -> Tensor | Non
 
 def nothing_found_without_the_extra_score(
     q: Tensor, width: int, sinks: Tensor | None = None, *, off_by_one: bool = False
-) -> Result:
+) -> PartialAttention:
     """Start ring attention without the additional softmax score."""
-    return nothing_found(q, width, sinks)
+    return init_attention_result(q, width, sinks)
 
 
 def one_document_across_ranks(
@@ -51,16 +51,16 @@ def chunks_of_rows(queries: Numbers, keys: Numbers, starts: Numbers, **others: A
     )
 
 
-def rows_of_the_first_rank(context: Context, near: int) -> list[VisiblePairs] | None:
+def rows_of_the_first_rank(context: ContextShard, near: int) -> list[PairMask] | None:
     """Use the attention-mask rows of the first rank's tokens on every rank."""
     seen = seen_of_groups(context, near)
     first = context.numbers_of_groups(near)[0]
     return (
-        None if seen is None else [VisiblePairs(pairs.visible, first, pairs.keys) for pairs in seen]
+        None if seen is None else [PairMask(pairs.visible, first, pairs.keys) for pairs in seen]
     )
 
 
-def known_to_the_first(context: Context, near: int) -> list[VisiblePairs] | None:
+def known_to_the_first(context: ContextShard, near: int) -> list[PairMask] | None:
     """Apply attention masks on the first rank only."""
     return seen_of_groups(context, near) if context.rank == 0 else None
 
@@ -72,11 +72,11 @@ class SinksInEveryStep:
         self.first = True
         self.sinks = torch.empty(0)
 
-    def nothing_found(
+    def init_attention_result(
         self, q: Tensor, width: int, sinks: Tensor | None = None, **others: bool
-    ) -> Result:
+    ) -> PartialAttention:
         """Return the result before the first step of the ring."""
-        result = nothing_found(q, width, sinks, **others)
+        result = init_attention_result(q, width, sinks, **others)
         self.first, self.sinks = True, result.lse.clone()
         return result
 
@@ -86,7 +86,7 @@ class SinksInEveryStep:
         k: Tensor,
         v: Tensor,
         spans: KeySpans,
-        result: Result,
+        result: PartialAttention,
         scores: Scores,
         *pairs: Any,
     ) -> None:
@@ -103,6 +103,6 @@ class SinksInEveryStep:
 def sinks_in_every_step() -> Iterator[None]:
     """Count the attention sinks once per step of the ring."""
     steps = SinksInEveryStep()
-    with replaced(context_parallel, "nothing_found", steps.nothing_found):
+    with replaced(context_parallel, "init_attention_result", steps.init_attention_result):
         with replaced(context_parallel, "attend", steps.attend):
             yield

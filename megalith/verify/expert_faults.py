@@ -11,7 +11,7 @@ from megalith.kernels.balance import count_choices
 from megalith.kernels.routing import Choice
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.init import init_param_
-from megalith.nn.moe.balance import Balance, Record
+from megalith.nn.moe.balance import LoadBalancing, RoutingStats
 from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Router
 from megalith.parallel.autograd import AsyncAllToAll
@@ -115,7 +115,7 @@ ORIGINAL_EXPERTS, ORIGINAL_WAIT, ORIGINAL_WITHIN_CAPACITY = (
 
 
 def counted_before_refusal(
-    self: Balance, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
+    self: LoadBalancing, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
 ) -> Choice:
     """Count the router's choices before token dropping."""
     balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)
@@ -129,7 +129,7 @@ def counted_before_refusal(
     return balanced
 
 
-def scaled_by_sharing_ranks(self: Balance, *arguments: object) -> list[tuple[int, Tensor]]:
+def scaled_by_sharing_ranks(self: LoadBalancing, *arguments: object) -> list[tuple[int, Tensor]]:
     """Multiply the aux loss by the number of ranks that share tokens."""
     return [(kind, loss * self.sharing.size) for kind, loss in ORIGINAL_LOSSES(self, *arguments)]  # type: ignore[arg-type]  # as they came
 
@@ -142,12 +142,12 @@ def offsets_of_own(self: Router, logits: Tensor, tokens: PackedSeqParams) -> Non
 
 
 def step_of_own_tokens(
-    self: Balance,
+    self: LoadBalancing,
     shares: Tensor,
     counts: Tensor,
     valid: Tensor,
     tokens: PackedSeqParams,
-    record: Record,
+    record: RoutingStats,
 ) -> Tensor:
     """Compute the aux loss over the global batch from the rank's own microbatches only."""
     with replaced(self, "everyone", self.sharing):
@@ -160,11 +160,11 @@ def own_counts_alone(x: Tensor, group: Group) -> Tensor:
 
 
 def counted_again(
-    self: Balance, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
+    self: LoadBalancing, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
 ) -> Choice:
     """Count a microbatch again when backward recomputes it."""
     balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)
-    record: Record | None = self.record
+    record: RoutingStats | None = self.record
     if (
         record is not None
         and tokens.balance is not None
@@ -175,8 +175,8 @@ def counted_again(
 
 
 ORIGINAL_BALANCE, ORIGINAL_LOSSES, ORIGINAL_OFFSETS = (
-    Balance.__call__,
-    Balance.losses,
+    LoadBalancing.__call__,
+    LoadBalancing.losses,
     Router.note_offsets,
 )
-ORIGINAL_GLOBAL_LOSS = Balance.global_loss
+ORIGINAL_GLOBAL_LOSS = LoadBalancing.global_loss

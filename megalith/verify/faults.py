@@ -25,14 +25,14 @@ from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import linear
 from megalith.kernels.rebuilt import LayerInput, output_tensor
 from megalith.kernels.scores import Scores
-from megalith.kernels.tokens import Join, PackedSeqParams, tokens_of_slices
+from megalith.kernels.tokens import TokenPermutation, PackedSeqParams, tokens_of_slices
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.nn import lora, qk_norm
 from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.embedding import LearnedPositions
 from megalith.nn.mla import LatentAttention
 from megalith.nn.moe import balance
-from megalith.nn.moe.balance import Balance
+from megalith.nn.moe.balance import LoadBalancing
 from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Router, RouterGate
 from megalith.nn.norm import RMSNorm
@@ -279,7 +279,7 @@ def _declare_invariant(model: Decoder, mesh: Mesh, kind: type[nn.Module]) -> Non
     for declared, module, name in list(declared_parameters(model)):
         if isinstance(module, kind):
             shard = replace(declared.shard, invariant=frozenset(mesh.tp.axes))
-            module.__dict__["declared"][name] = replace(declared, shard=shard)
+            module.__dict__["param_specs"][name] = replace(declared, shard=shard)
 
 
 def _bias_before_sum(self: RowLinear, x: Tensor) -> Tensor:
@@ -417,27 +417,27 @@ def _late_chunk_first(self: Slices, rank: int) -> Numbers:
     return np.concatenate([np.roll(row, len(row) // 2) for row in np.split(read, self.repeats)])
 
 
-def _heads_of_the_next_rank(out: Tensor, group: Group, join: Join) -> Tensor:
+def _heads_of_the_next_rank(out: Tensor, group: Group, join: TokenPermutation) -> Tensor:
     y = ORIGINAL_TOKENS_FOR_HEADS(out, group, join)
     return y.roll(out.shape[1], dims=1)
 
 
 def _no_window(
-    self: tokens.Context, near: int, *, causal: bool = True, **windows: Any
+    self: tokens.ContextShard, near: int, *, causal: bool = True, **windows: Any
 ) -> tuple[KeySpans, ...]:
     return ORIGINAL_SPANS_OF_GROUPS(self, near, causal=causal)
 
 
-def _numbers_of_each_rank_alone(self: tokens.Context, near: int) -> tuple[Tensor, ...]:
+def _numbers_of_each_rank_alone(self: tokens.ContextShard, near: int) -> tuple[Tensor, ...]:
     return tuple(
         torch.arange(len(part), device=part.device)
         for part in ORIGINAL_NUMBERS_OF_GROUPS(self, near)
     )
 
 
-ORIGINAL_NUMBERS_OF_GROUPS = tokens.Context.numbers_of_groups
+ORIGINAL_NUMBERS_OF_GROUPS = tokens.ContextShard.numbers_of_groups
 ORIGINAL_TOKENS_FOR_HEADS = context.tokens_for_heads
-ORIGINAL_SPANS_OF_GROUPS = tokens.Context.spans_of_groups
+ORIGINAL_SPANS_OF_GROUPS = tokens.ContextShard.spans_of_groups
 
 
 ORIGINAL_SLICES, ORIGINAL_AS_READ = tokens_of_slices, Slices.as_read
@@ -670,7 +670,7 @@ FAULTS: tuple[Fault, ...] = (
         "Every context-parallel rank uses the multimodal position ids of the first slice.",
         "numbers",
         ("cp", "places"),
-        lambda: replaced(loader, "with_places", _places_of_the_first_slice),
+        lambda: replaced(loader, "with_multimodal_positions", _places_of_the_first_slice),
     ),
     Fault(
         "cp_chunks_swapped",
@@ -845,7 +845,7 @@ FAULTS: tuple[Fault, ...] = (
         "Ring attention ignores the sliding window.",
         "numbers",
         ("cp", "window"),
-        lambda: replaced(tokens.Context, "spans_of_groups", _no_window),
+        lambda: replaced(tokens.ContextShard, "spans_of_groups", _no_window),
     ),
     Fault(
         "sinks_in_every_step",
@@ -859,7 +859,7 @@ FAULTS: tuple[Fault, ...] = (
         "Relative position biases use distances on the rank, not in the document.",
         "numbers",
         ("cp", "biases by distance"),
-        lambda: replaced(tokens.Context, "numbers_of_groups", _numbers_of_each_rank_alone),
+        lambda: replaced(tokens.ContextShard, "numbers_of_groups", _numbers_of_each_rank_alone),
     ),
     Fault(
         "biases_not_summed_over_stages",
@@ -881,7 +881,7 @@ FAULTS: tuple[Fault, ...] = (
         "numbers",
         ("cp", "off by one"),
         lambda: replaced(
-            context, "nothing_found", attention_faults.nothing_found_without_the_extra_score
+            context, "init_attention_result", attention_faults.nothing_found_without_the_extra_score
         ),
     ),
     Fault(
@@ -931,7 +931,7 @@ FAULTS: tuple[Fault, ...] = (
         "Every rank uses the first rank's dropout mask for the input of an adapter.",
         "numbers",
         ("tp", "adapters", "dropout"),
-        lambda: replaced(lora, "first_input", lambda weight: 0),
+        lambda: replaced(lora, "first_input_feature", lambda weight: 0),
     ),
     Fault(
         "stale_input_recomputed",
@@ -1009,7 +1009,7 @@ FAULTS: tuple[Fault, ...] = (
         "Expert outputs are combined in the order in which they were computed.",
         "numbers",
         ("dp", "ep"),
-        lambda: replaced(expert, "undone", expert_faults.never_undone),
+        lambda: replaced(expert, "invert_chunk_order", expert_faults.never_undone),
     ),
     Fault(
         "rows_read_early",
@@ -1037,7 +1037,7 @@ FAULTS: tuple[Fault, ...] = (
         "Dropped tokens are included in the expert load.",
         "numbers",
         ("dp", "capacity"),
-        lambda: replaced(Balance, "__call__", expert_faults.counted_before_refusal),
+        lambda: replaced(LoadBalancing, "__call__", expert_faults.counted_before_refusal),
     ),
     Fault(
         "balance_of_own_tokens",
@@ -1051,14 +1051,14 @@ FAULTS: tuple[Fault, ...] = (
         "Aux losses are scaled by the number of cp ranks.",
         "numbers",
         ("cp", "experts"),
-        lambda: replaced(Balance, "losses", expert_faults.scaled_by_sharing_ranks),
+        lambda: replaced(LoadBalancing, "losses", expert_faults.scaled_by_sharing_ranks),
     ),
     Fault(
         "step_of_own_tokens",
         "The aux loss over the global batch covers only the rank's own microbatches.",
         "numbers",
         ("dp", "balance over ranks"),
-        lambda: replaced(Balance, "global_loss", expert_faults.step_of_own_tokens),
+        lambda: replaced(LoadBalancing, "global_loss", expert_faults.step_of_own_tokens),
     ),
     Fault(
         "bias_moved_by_own_tokens",
@@ -1079,7 +1079,7 @@ FAULTS: tuple[Fault, ...] = (
         "Recomputation counts the expert load of tokens again.",
         "numbers",
         ("dp", "recompute", "experts"),
-        lambda: replaced(Balance, "__call__", expert_faults.counted_again),
+        lambda: replaced(LoadBalancing, "__call__", expert_faults.counted_again),
     ),
     Fault(
         "frozen_weights_decay",

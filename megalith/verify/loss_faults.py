@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megalith.kernels.cross_entropy import Head, Softmax, softmax_over_ranks
+from megalith.kernels.cross_entropy import HeadShard, Softmax, softmax_over_ranks
 
 
 class LocalLogsumexp(Softmax):
@@ -16,7 +16,7 @@ class LocalLogsumexp(Softmax):
         return self.own.clone()
 
 
-def logsumexp_of_own_rows(logits: Tensor, labels: Tensor, head: Head) -> Softmax:
+def logsumexp_of_own_rows(logits: Tensor, labels: Tensor, head: HeadShard) -> Softmax:
     """Return correct probabilities, with the logsumexp for the z-loss of the rank's vocabulary
     shard."""
     softmax = LocalLogsumexp(*softmax_over_ranks(logits, labels, head))

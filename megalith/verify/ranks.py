@@ -601,9 +601,9 @@ def _describe_choice_differences(
 def _biases(trainer: Trainer) -> dict[str, list[Tensor]]:
     """Return this rank's expert biases by layer."""
     return {
-        router.layer: [router.moved.detach().clone()]
+        router.layer: [router.expert_bias.detach().clone()]
         for router in routers_of(trainer.pipeline_model.modules)
-        if router.moved is not None
+        if router.expert_bias is not None
     }
 
 

@@ -42,16 +42,16 @@ from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.rebuilt import LayerInput
 from megalith.kernels.routing import Choice
 from megalith.kernels.tokens import (
-    BalanceShare,
+    AuxLossScale,
     DropoutKey,
-    Join,
+    TokenPermutation,
     PackedSeqParams,
     tokens_of_lengths,
     tokens_of_slices,
 )
 from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, declared_parameters
 from megalith.nn.block import Layer
-from megalith.nn.frozen import BelowTrained, freeze
+from megalith.nn.frozen import FrozenLayerRunner, freeze
 from megalith.nn.lora import attach_adapters
 from megalith.nn.moe.experts import Experts
 from megalith.parallel import expert, transports
@@ -529,7 +529,7 @@ def paper_batch(
     dropout, context = DropoutKey(0, numbers), tokens.context
     if context is not None:
         context = replace(context, whole=replace(context.whole, dropout=dropout))
-    balance = BalanceShare(0, 1, 1.0) if balanced else None
+    balance = AuxLossScale(0, 1, 1.0) if balanced else None
     return PaperBatch(
         ids, labels, replace(tokens, dropout=dropout, context=context, balance=balance), pairs
     )
@@ -655,7 +655,7 @@ def declare_inputs(batch: PaperBatch) -> None:
             checker.assert_type(value, _by_axis(lambda axis: V if axis in PARTS["dp"] else R))
 
 
-def _orders(join: Join) -> tuple[Tensor, Tensor]:
+def _orders(join: TokenPermutation) -> tuple[Tensor, Tensor]:
     return join.order, join.back
 
 
@@ -886,7 +886,7 @@ def _names(rank_model: RankModel) -> Iterator[str]:
 
 def _without_gradient(rank_model: RankModel) -> Iterator[Problem]:
     is_needed = not isinstance(
-        rank_model.model.run_layers, BelowTrained
+        rank_model.model.run_layers, FrozenLayerRunner
     )  # else nothing before these layers is trained
     for x, where in zip(rank_model.received if is_needed else (), _names(rank_model), strict=False):
         if x.grad is None:

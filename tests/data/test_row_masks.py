@@ -20,7 +20,7 @@ from megalith.errors import DataError
 from megalith.kernels.attention import attention
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths
-from megalith.kernels.visible import VisiblePairs
+from megalith.kernels.visible import PairMask
 from megalith.plan.context import Slicing
 from megalith.plan.deal import TokenBudget
 
@@ -39,7 +39,7 @@ def seen(tokens: PackedSeqParams) -> NDArray[np.bool_]:
     visible, whole = tokens.whole.visible, tokens.whole
     assert visible is not None
     every = torch.arange(whole.num_tokens)
-    found = VisiblePairs(visible, every, every).of_row(0, 1).expand(whole.num_tokens, -1)
+    found = PairMask(visible, every, every).of_row(0, 1).expand(whole.num_tokens, -1)
     own: NDArray[np.bool_] = (found & (whole.document_ids == whole.document_ids[:, None])).numpy()
     return own
 

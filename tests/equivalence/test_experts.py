@@ -32,7 +32,7 @@ from megalith.kernels.grouped_linear import (
     LOOP,
     GroupedMatmulOps,
     Groups,
-    put_grouped_product_,
+    accumulate_grouped_product_,
     select_grouped_matmul_ops,
 )
 from megalith.parallel import data
@@ -250,14 +250,14 @@ def test_evaluation_touches_no_record_and_no_bias() -> None:
     loader = _loader(case.run, trainer.mesh, consumed=0, steps=2)
     train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0)
     routers = list(routers_of(trainer.pipeline_model.modules))
-    before = [(router.balance.record, router.moved) for router in routers]
+    before = [(router.balance.record, router.expert_bias) for router in routers]
     kept = [
         [part.clone() for part in (record.counts, record.losses, bias)]
         for record, bias in before
         if record
     ]  # type: ignore[union-attr]  # a bias is there
     trainer.pipeline_model.forward(loader.next().microbatches)
-    after = [[r.balance.record.counts, r.balance.record.losses, r.moved] for r in routers]  # type: ignore[union-attr]  # as before
+    after = [[r.balance.record.counts, r.balance.record.losses, r.expert_bias] for r in routers]  # type: ignore[union-attr]  # as before
     assert all(
         torch.equal(a, b)
         for old, new in zip(kept, after, strict=True)
@@ -367,9 +367,9 @@ def matmuls(*, grouped: bool) -> Iterator[None]:
         return ways[-1]
 
     put = functools.partial(
-        put_grouped_product_, matmul_ops=FUSED if grouped and HAS_GROUPED_MM else LOOP
+        accumulate_grouped_product_, matmul_ops=FUSED if grouped and HAS_GROUPED_MM else LOOP
     )
-    with everywhere(noted), replaced(data, "put_grouped_product_", put):
+    with everywhere(noted), replaced(data, "accumulate_grouped_product_", put):
         yield
     assert ways and (FUSED in ways) == (grouped and HAS_GROUPED_MM)
 

@@ -33,7 +33,7 @@ from megalith.kernels.tokens import (
     tokens_of_queries,
     tokens_of_rows,
 )
-from megalith.kernels.visible import Visible
+from megalith.kernels.visible import AttentionMask
 
 LAYOUTS = {
     "long rows": tokens_of_rows(2, 70),
@@ -461,7 +461,7 @@ def test_masked_attention_uses_backends_that_support_masks(monkeypatch: pytest.M
     strange = Scores(window=3)
     given = q, q, ((1, 1),)
     assert [
-        select_masked_backend(*given, scores, None, Visible())
+        select_masked_backend(*given, scores, None, AttentionMask())
         for scores in (PLAIN, Scores(causal=False), strange)
     ] == [
         "torch",
@@ -469,11 +469,11 @@ def test_masked_attention_uses_backends_that_support_masks(monkeypatch: pytest.M
         "split_kv",
     ]
     assert (
-        select_masked_backend(*given, replace(strange, relative=4), torch.zeros(2), Visible())
+        select_masked_backend(*given, replace(strange, relative=4), torch.zeros(2), AttentionMask())
         == "torch"
     )
     assert (
-        select_masked_backend(q.to("meta"), q.to("meta"), ((1, 1),), strange, None, Visible())
+        select_masked_backend(q.to("meta"), q.to("meta"), ((1, 1),), strange, None, AttentionMask())
         == "split_kv"
     )
 
@@ -481,17 +481,17 @@ def test_masked_attention_uses_backends_that_support_masks(monkeypatch: pytest.M
 def test_padding_of_long_causal_documents_builds_no_full_mask() -> None:
     q, pairs, long = (
         torch.empty(1, 2, 8),
-        Visible(pairs=torch.ones(4, dtype=torch.bool)),
+        AttentionMask(pairs=torch.ones(4, dtype=torch.bool)),
         ((5, 9), (3, 4096)),
     )
     both = Scores(causal=False)
     for lengths, scores, visible, backend in (
-        (long, PLAIN, Visible(), "split_kv"),
-        (((5, 2048), (1, 4096)), PLAIN, Visible(), "torch"),
+        (long, PLAIN, AttentionMask(), "split_kv"),
+        (((5, 2048), (1, 4096)), PLAIN, AttentionMask(), "torch"),
         (long, PLAIN, pairs, "torch"),
         (long, PLAIN, replace(pairs, alone=True), "torch"),
-        (long, both, Visible(), "torch"),
-        (long, Scores(relative=4), Visible(), "torch"),
+        (long, both, AttentionMask(), "torch"),
+        (long, Scores(relative=4), AttentionMask(), "torch"),
     ):
         assert select_masked_backend(q, q, lengths, scores, None, visible) == backend
 

@@ -9,7 +9,7 @@ from megalith.kernels.balance import (
     load_balancing_loss,
     z_loss,
 )
-from megalith.kernels.routing import NOWHERE, choose_experts, normalized_scores
+from megalith.kernels.routing import DROPPED_CHOICE, choose_experts, normalized_scores
 
 LOGITS = torch.tensor(
     [[2, 1, 0, -1], [1.5, 2.5, 0.5, -0.5], [3, 0, 1, 0.5], [0, 1, -1, 2]], dtype=torch.float64
@@ -32,7 +32,7 @@ def test_tokens_per_expert_are_counted() -> None:
 
 
 def test_padding_and_dropped_choices_do_not_count() -> None:
-    experts = torch.tensor([[0, 1], [NOWHERE, 1], [0, 1], [1, NOWHERE]])
+    experts = torch.tensor([[0, 1], [DROPPED_CHOICE, 1], [0, 1], [1, DROPPED_CHOICE]])
     valid = torch.tensor([True, True, False, True])
     assert count_choices(experts, TWO, valid, sequences=3, num_experts=2).tolist() == [
         [1, 1],

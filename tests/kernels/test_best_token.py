@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megalith.kernels import best_token
-from megalith.kernels.best_token import best_tokens
+from megalith.kernels.best_token import greedy_tokens
 from megalith.parallel.group import Group, alone
 from megalith.parallel.mesh import build_mesh, model_grid
 from megalith.plan.shards import split_evenly
@@ -31,7 +31,7 @@ def best_of_rank(rank: int, world: int) -> list[int]:
     sizes = split_evenly(PADDED, world)
     first = sum(sizes[:rank])
     mine = table[first : first + sizes[rank]]
-    return best_tokens(x, mine, vocab=group, first_row=first, vocab_size=VOCAB).tolist()
+    return greedy_tokens(x, mine, vocab=group, first_row=first, vocab_size=VOCAB).tolist()
 
 
 def expected() -> list[int]:
@@ -44,7 +44,7 @@ def test_best_token_has_the_largest_logit(chunk: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(best_token, "loss_chunk", lambda vocab_size, ranks: chunk)
     x, table = inputs()
     assert (
-        best_tokens(x, table, vocab=alone("tp"), first_row=0, vocab_size=VOCAB).tolist()
+        greedy_tokens(x, table, vocab=alone("tp"), first_row=0, vocab_size=VOCAB).tolist()
         == expected()
     )
     assert 3 in expected() and 30 not in expected()  # of equals the first
@@ -56,7 +56,7 @@ def test_vocabulary_parallel_ranks_return_the_same_token() -> None:
 
 def test_rank_with_only_padding_rows_is_ignored() -> None:
     x, table = inputs()
-    only = best_tokens(x[:2], table[VOCAB:], vocab=alone("tp"), first_row=VOCAB, vocab_size=VOCAB)
+    only = greedy_tokens(x[:2], table[VOCAB:], vocab=alone("tp"), first_row=VOCAB, vocab_size=VOCAB)
     assert only.tolist() == [
         VOCAB,
         VOCAB,

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from megalith.config.kernels import Kernel
 from megalith.kernels.cross_entropy import (
-    Head,
+    HeadShard,
     LogitTransform,
     linear_cross_entropy,
     reference_cross_entropy,
@@ -425,7 +425,7 @@ def test_a_rank_that_has_only_padding_gets_no_gradient_and_no_nan(
     logit_transform: LogitTransform,
 ) -> None:
     x, weight = inputs()
-    head = Head.of(
+    head = HeadShard.of(
         weight[:3], alone("tp"), V, V, None, loops=False, logit_transform=logit_transform
     )
     slopes = head.logit_transform.slopes(head.logits(x, weight[:3]))
@@ -435,8 +435,8 @@ def test_a_rank_that_has_only_padding_gets_no_gradient_and_no_nan(
 def test_ranks_with_uneven_vocabulary_shards_use_equal_chunks() -> None:
     ranks = [Group(axes=("tp",), ranks=(0, 1, 2), rank=rank) for rank in range(3)]
     parts = [torch.zeros(rows, 4) for rows in (16384, 16383, 16383)]
-    heads = [Head.of(part, group, 0, 49150, None, loops=True) for part, group in zip(parts, ranks)]
+    heads = [HeadShard.of(part, group, 0, 49150, None, loops=True) for part, group in zip(parts, ranks)]
     assert len({head.chunk for head in heads}) == 1
-    padding_only = Head.of(parts[2], ranks[2], 49150, 49150, None, loops=True)
+    padding_only = HeadShard.of(parts[2], ranks[2], 49150, 49150, None, loops=True)
     assert (padding_only.rows, padding_only.chunk) == (0, heads[0].chunk)
     assert not padding_only.loops

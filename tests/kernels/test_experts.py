@@ -30,10 +30,10 @@ from megalith.kernels.grouped_linear import (
     groups_of,
 )
 from megalith.kernels.permute import (
-    Order,
+    RowPermutation,
     gather_rows,
-    order_choices,
-    order_padded,
+    permute_choices,
+    permute_choices_padded,
     permute,
     unpermute,
     weights_of_rows,
@@ -228,7 +228,7 @@ def plain_layer(x: Tensor, chosen: Tensor, weights: Tensor, up: Tensor, down: Te
     return torch.stack(out)
 
 
-def our_layer(order: Order, x: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def our_layer(order: RowPermutation, x: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
     rows = RecomputedOutput(permute(x, order), partial(gather_rows, order=order), (x,))
     y = experts(
         rows,
@@ -248,7 +248,7 @@ def test_moe_layer_matches_a_loop_over_experts(dropped: float) -> None:
     chosen = chosen.masked_fill(torch.rand(7, 2, generator=draw) < dropped, -1)
     given = [wants(7, H), wants(7, 2, seed=1), wants(E * 2 * F, H, seed=2), wants(E * H, F, seed=3)]
     y, expected = (
-        our_layer(order_choices(chosen, E), *given),
+        our_layer(permute_choices(chosen, E), *given),
         plain_layer(given[0], chosen, *given[1:]),
     )
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
@@ -264,10 +264,10 @@ def test_experts_padded_to_capacity_match_token_dropping(
     biases: bool,
 ) -> None:
     chosen = torch.rand(9, E, generator=torch.Generator().manual_seed(2)).argsort(1)[:, :2]
-    padded = order_padded(chosen, E, capacity=4)
+    padded = permute_choices_padded(chosen, E, capacity=4)
     assert padded.missing is not None
     assert 0 < padded.missing.sum() < chosen.numel()
-    dropped = order_choices(chosen.flatten().masked_fill(padded.missing, -1).view_as(chosen), E)
+    dropped = permute_choices(chosen.flatten().masked_fill(padded.missing, -1).view_as(chosen), E)
     given = [wants(9, H), wants(9, 2, seed=1), *inputs(9, biases=biases)[2:]]
     dy, results = seeded(9, H, seed=4), []
     for order, groups in ((padded, equal_groups(E, 4)), (dropped, groups_of(dropped.counts))):

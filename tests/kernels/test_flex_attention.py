@@ -19,7 +19,7 @@ from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.scores import Scores, WeightDropout
 from megalith.kernels.sdpa import Lengths
 from megalith.kernels.tokens import PackedSeqParams, tokens_of_queries
-from megalith.kernels.visible import Visible, VisiblePairs
+from megalith.kernels.visible import AttentionMask, PairMask
 from megalith.testing.tolerance import relative_error
 
 LENGTHS: tuple[Lengths, ...] = (
@@ -104,13 +104,13 @@ def test_attention_masks_match_the_reference(kind: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
     tokens = masked(alone=kind == "alone")
     assert tokens.visible is not None
-    tokens = tokens if kind != "padding" else replace(tokens, visible=Visible(tokens.visible.keys))
+    tokens = tokens if kind != "padding" else replace(tokens, visible=AttentionMask(tokens.visible.keys))
     for scores in (SCORES[0], SCORES[2], SCORES[3]):
         q, k, v, sink = inputs_of(LENGTHS[0], torch.float32)
         sinks = None if scores.off_by_one else sink
         inputs = [q, k, v] if sinks is None else [q, k, v, sink]
         assert tokens.visible is not None
-        seen = VisiblePairs(tokens.visible, torch.arange(len(q)), torch.arange(len(k)))
+        seen = PairMask(tokens.visible, torch.arange(len(q)), torch.arange(len(k)))
         mine = flexible_attention(
             q, k, v, LENGTHS[0], tokens.visible.scores(scores), sinks, seen, compiled=False
         )

@@ -17,7 +17,7 @@ from megalith.kernels.grouped_linear import (
     equal_groups,
     grouped_linear,
     groups_of,
-    put_grouped_product_,
+    accumulate_grouped_product_,
     reference_grouped_linear,
     select_grouped_matmul_ops,
     zero_experts_without_rows_,
@@ -189,7 +189,7 @@ def test_rank_without_rows_calls_its_gradient_accumulator() -> None:
     grouped_linear(x, w, groups_of([0] * E), grad_accumulator=grad_accumulator).sum().backward()
     [(kept_x, kept_dy, groups)] = grad_accumulator.matmul_ops
     with torch.no_grad():
-        total = put_grouped_product_(
+        total = accumulate_grouped_product_(
             torch.ones(E * O, I), kept_x.float(), kept_dy.float(), groups, fresh=True
         )
     assert (total == 0).all()
@@ -213,7 +213,7 @@ def test_grouped_product_is_written_or_added(
         [b.t() @ a for a, b in zip(x.double().split(counts), dy.double().split(counts))]
     )
     expected = expected if fresh else expected + total.double()
-    assert put_grouped_product_(total, x, dy, groups, fresh=fresh, matmul_ops=matmul_ops) is total
+    assert accumulate_grouped_product_(total, x, dy, groups, fresh=fresh, matmul_ops=matmul_ops) is total
     exact = dtype == total_dtype == torch.float32
     torch.testing.assert_close(
         total.double(), expected, rtol=1e-5 if exact else 2e-2, atol=1e-5 if exact else 5e-2

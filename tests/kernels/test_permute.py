@@ -5,16 +5,16 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.permute import (
-    Order,
+    RowPermutation,
     expert_major,
     gather_rows,
-    order_choices,
-    order_padded,
+    permute_choices,
+    permute_choices_padded,
     permute,
     reference_permute,
     reference_unpermute,
     sort_chunks,
-    undone,
+    invert_chunk_order,
     unpermute,
     weights_of_rows,
 )
@@ -37,18 +37,18 @@ def random_choices(t: int, k: int, experts: int, *, dropped: float = 0.0, seed: 
     return chosen.masked_fill(torch.rand(t, k, generator=draw) < dropped, -1)
 
 
-def three_orders(t: int = 13, k: int = 3, experts: int = 7) -> list[Order]:
+def three_orders(t: int = 13, k: int = 3, experts: int = 7) -> list[RowPermutation]:
     chosen = random_choices(t, k, experts)
     dropped = random_choices(t, k, experts, dropped=0.4)
     return [
-        order_choices(chosen, experts),
-        order_choices(dropped, experts),
-        order_padded(chosen, experts, capacity=5),
+        permute_choices(chosen, experts),
+        permute_choices(dropped, experts),
+        permute_choices_padded(chosen, experts, capacity=5),
     ]
 
 
 def test_rows_are_sorted_by_expert_then_by_token() -> None:
-    order = order_choices(FOUR_TOKENS, 4, num_rows=8)
+    order = permute_choices(FOUR_TOKENS, 4, num_rows=8)
     assert order.counts.tolist() == [3, 3, 1, 1]
     assert order.tokens.tolist() == [0, 1, 2, 0, 1, 3, 2, 3]
     weights = torch.tensor(
@@ -61,7 +61,7 @@ def test_rows_are_sorted_by_expert_then_by_token() -> None:
 @pytest.mark.parametrize("dropped", [0.0, 0.3, 1.0])
 def test_every_choice_that_is_not_dropped_has_one_row_of_its_expert(dropped: float) -> None:
     chosen = random_choices(23, 4, 9, dropped=dropped)
-    order = order_choices(chosen, 9)
+    order = permute_choices(chosen, 9)
     flat = chosen.flatten()
     assert sorted(order.choices.tolist()) == (flat >= 0).nonzero().flatten().tolist()
     assert torch.equal(flat[order.choices], torch.repeat_interleave(torch.arange(9), order.counts))
@@ -75,15 +75,15 @@ def test_every_choice_that_is_not_dropped_has_one_row_of_its_expert(dropped: flo
 def test_known_number_of_rows_gives_the_same_permutation() -> None:
     chosen = random_choices(11, 3, 5, dropped=0.3)
     counted, with_known_count = (
-        order_choices(chosen, 5),
-        order_choices(chosen, 5, num_rows=int((chosen >= 0).sum())),
+        permute_choices(chosen, 5),
+        permute_choices(chosen, 5, num_rows=int((chosen >= 0).sum())),
     )
     for field in ("counts", "choices", "tokens", "rows", "starts"):
         assert torch.equal(getattr(counted, field), getattr(with_known_count, field))
 
 
 def test_padding_gives_every_expert_its_capacity_and_drops_the_last() -> None:
-    order = order_padded(FOUR_TOKENS, 4, capacity=2)
+    order = permute_choices_padded(FOUR_TOKENS, 4, capacity=2)
     assert order.counts.tolist() == [2, 2, 2, 2]
     assert order.filler is not None
     assert order.filler.tolist() == [False] * 4 + [False, True, False, True]
@@ -106,7 +106,7 @@ def test_padding_gives_every_expert_its_capacity_and_drops_the_last() -> None:
 def test_padding_rows_do_not_change_the_output() -> None:
     chosen, x, dy = random_choices(13, 3, 7, dropped=0.2), seeded(13, 4), seeded(13, 4, seed=1)
     results = []
-    for order in (order_choices(chosen, 7), order_padded(chosen, 7, capacity=20)):
+    for order in (permute_choices(chosen, 7), permute_choices_padded(chosen, 7, capacity=20)):
         mine, scale = (
             x.clone().requires_grad_(),
             torch.arange(7).repeat_interleave(order.counts).unsqueeze(1) + 1.0,
@@ -156,7 +156,7 @@ def test_moves_and_gradients_equal_the_reference(dtype: torch.dtype, which: int)
 
 
 def test_permute_and_unpermute_with_normalized_weights_is_the_identity() -> None:
-    order = order_choices(random_choices(17, 4, 6), 6)
+    order = permute_choices(random_choices(17, 4, 6), 6)
     x, dy = seeded(17, 3).requires_grad_(), seeded(17, 3, seed=1)
     y = unpermute(permute(x, order) / 4, order)
     torch.testing.assert_close(y, x)
@@ -166,7 +166,7 @@ def test_permute_and_unpermute_with_normalized_weights_is_the_identity() -> None
 
 @pytest.mark.parametrize("features", [1, 16, 33])
 def test_rows_are_summed_in_fp32_in_the_order_of_choices(features: int) -> None:
-    order = order_choices(torch.tensor([[3, 2, 1, 0]]), 4)
+    order = permute_choices(torch.tensor([[3, 2, 1, 0]]), 4)
     rows = torch.tensor([[1.0], [1.0], [1.0], [256.0]]).repeat(1, features).bfloat16()
     assert (
         unpermute(rows, order) == 260
@@ -199,7 +199,7 @@ def test_permute_and_unpermute_save_no_features() -> None:
 
 @pytest.mark.parametrize("t", [0, 5])
 def test_no_rows_give_zeros_and_gradients(t: int) -> None:
-    order = order_choices(torch.full((t, 2), -1), 3)
+    order = permute_choices(torch.full((t, 2), -1), 3)
     x = seeded(t, 4).requires_grad_()
     y = unpermute(permute(x, order), order)
     assert torch.equal(y, torch.zeros(t, 4, dtype=torch.float64))
@@ -214,7 +214,7 @@ def test_the_rows_can_be_gathered_again() -> None:
 
 
 def test_shapes_on_meta_device() -> None:
-    order = order_choices(torch.empty(6, 2, dtype=torch.int64, device="meta"), 4, num_rows=12)
+    order = permute_choices(torch.empty(6, 2, dtype=torch.int64, device="meta"), 4, num_rows=12)
     x = torch.empty(6, 3, device="meta", requires_grad=True)
     rows = permute(x, order)
     assert rows.shape == (12, 3)
@@ -229,7 +229,7 @@ def test_chunks_are_sorted_by_expert_and_restored() -> None:
     order = expert_major(2, 3)
     y = sort_chunks(rows, sizes, order)
     assert y[:, 0].tolist() == [0, 1, 3, 4, 5, 6, 7, 8, 9, 2, 10]
-    assert torch.equal(sort_chunks(y, *undone(sizes, order)), rows)
+    assert torch.equal(sort_chunks(y, *invert_chunk_order(sizes, order)), rows)
     (grad,) = torch.autograd.grad(y, rows, y.detach())
     assert torch.equal(grad, rows)
 

@@ -4,33 +4,33 @@ import pytest
 import torch
 
 from megalith.errors import DataError
-from megalith.kernels.replay import Route, Routing
+from megalith.kernels.replay import MicrobatchRouting, RoutingRecord
 
 CHOSEN = torch.tensor([[0, 2], [1, 0], [2, 1]])
 
 
 def test_recorded_choices_are_replayed_by_layer_and_microbatch() -> None:
-    routing = Routing()
+    routing = RoutingRecord()
     for microbatch in (0, 1):
-        Route(routing, microbatch).note("layers.3", CHOSEN + microbatch)
-    Route(routing, 0).note("mtp.0.layer", CHOSEN + 5)
+        MicrobatchRouting(routing, microbatch).note("layers.3", CHOSEN + microbatch)
+    MicrobatchRouting(routing, 0).note("mtp.0.layer", CHOSEN + 5)
     again = routing.again()
     assert again.followed and not routing.followed
-    assert torch.equal(Route(again, 1).recall("layers.3", (3, 2)), CHOSEN + 1)
-    assert torch.equal(Route(again, 0).recall("mtp.0.layer", (3, 2)), CHOSEN + 5)
+    assert torch.equal(MicrobatchRouting(again, 1).recall("layers.3", (3, 2)), CHOSEN + 1)
+    assert torch.equal(MicrobatchRouting(again, 0).recall("mtp.0.layer", (3, 2)), CHOSEN + 5)
 
 
 def test_missing_choices_are_reported() -> None:
-    routing = Routing({("layers.3", 0): CHOSEN}, followed=True)
+    routing = RoutingRecord({("layers.3", 0): CHOSEN}, followed=True)
     with pytest.raises(
         DataError,
         match=r"^microbatch 2: no choices of layers.3 to replay \(recorded: \[0\]\). Rec",
     ):
-        Route(routing, 2).recall("layers.3", (3, 2))
+        MicrobatchRouting(routing, 2).recall("layers.3", (3, 2))
     with pytest.raises(DataError, match=r"no choices of layers.4 to replay \(recorded: none\)"):
-        Route(routing, 0).recall("layers.4", (3, 2))
+        MicrobatchRouting(routing, 0).recall("layers.4", (3, 2))
     with pytest.raises(
         DataError,
         match=r"choices of layers.3 are \[3, 2\], expected \[4, 2\]. Use the microbatches",
     ):
-        Route(routing, 0).recall("layers.3", (4, 2))
+        MicrobatchRouting(routing, 0).recall("layers.3", (4, 2))

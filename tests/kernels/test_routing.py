@@ -4,11 +4,11 @@ from torch import Tensor
 
 from megalith.config.moe import RouterConfig
 from megalith.kernels.routing import (
-    NOWHERE,
+    DROPPED_CHOICE,
     SINKHORN_LOOKS,
     Choice,
     balancing_offsets,
-    capacity_of,
+    expert_capacity,
     choose_experts,
     drop_choices,
     log_scores,
@@ -165,7 +165,7 @@ def test_expert_keeps_the_tokens_of_largest_weight() -> None:
     taken = select_within_capacity(choice, 1, "least", num_experts=4)
     kept = drop_choices(choice, taken)
     assert sorted(
-        (t, e) for t, row in enumerate(kept.experts.tolist()) for e in row if e != NOWHERE
+        (t, e) for t, row in enumerate(kept.experts.tolist()) for e in row if e != DROPPED_CHOICE
     ) == [
         (1, 1),
         (2, 0),
@@ -179,7 +179,7 @@ def test_capacity_of_two_drops_the_third_choice() -> None:
     choice = choose_experts(LOGITS, RouterConfig(), 2)
     kept = drop_choices(choice, select_within_capacity(choice, 2, "least", num_experts=4))
     assert sorted(
-        (t, e) for t, row in enumerate(kept.experts.tolist()) for e in row if e != NOWHERE
+        (t, e) for t, row in enumerate(kept.experts.tolist()) for e in row if e != DROPPED_CHOICE
     ) == [
         (0, 0),
         (1, 1),
@@ -215,11 +215,11 @@ def test_of_equal_weights_the_later_token_is_kept() -> None:
 def test_capacity_is_rounded_up_and_never_more_than_all_tokens(
     factor: float, capacity: int
 ) -> None:
-    assert capacity_of(factor, tokens=4, top_k=2, experts=4) == capacity
+    assert expert_capacity(factor, tokens=4, top_k=2, experts=4) == capacity
 
 
 def test_capacity_uses_the_decimal_value_of_the_factor() -> None:
-    assert capacity_of(1.1, tokens=1000, top_k=1, experts=10) == 110
+    assert expert_capacity(1.1, tokens=1000, top_k=1, experts=10) == 110
 
 
 def test_router_logits_use_the_router_dtype_in_forward_and_backward() -> None:

@@ -11,10 +11,10 @@ from megalith.kernels import cpu
 from megalith.kernels.attention import reference_attention
 from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.span_attention import (
-    Gradients,
+    AttentionGrads,
     attend,
     attend_backward,
-    nothing_found,
+    init_attention_result,
     output_share,
     reference_span_attention,
     rows_by_head,
@@ -119,7 +119,7 @@ def test_partial_results_merge_into_full_attention(seed: int) -> None:
         for r in range(len(parts))
     ]
     qh = rows_by_head(q.detach(), heads, 1)
-    result = nothing_found(qh, v.shape[-1], sinks.detach())
+    result = init_attention_result(qh, v.shape[-1], sinks.detach())
     for spans, (kh, vh) in zip(parts, by_rank):
         attend(qh, kh, vh, spans, result, scores)
     assert_equals("output", result.out, rows_by_head(expected, heads, 1), FP64)
@@ -128,7 +128,7 @@ def test_partial_results_merge_into_full_attention(seed: int) -> None:
     delta = output_share(douth, result.out, torch.float64).squeeze(-1)
     dq = torch.zeros_like(qh)
     for r, (spans, (kh, vh)) in enumerate(zip(parts, by_rank)):
-        into = Gradients(dq, torch.zeros_like(kh), torch.zeros_like(vh))
+        into = AttentionGrads(dq, torch.zeros_like(kh), torch.zeros_like(vh))
         attend_backward(qh, kh, vh, result.lse, douth, delta, spans, into, scores)
         mine = order[r * count : (r + 1) * count]
         for name, a, b in zip("kv", into[1:], reference[1:3]):
@@ -172,7 +172,7 @@ def test_query_with_first_key_in_a_later_part_is_exact() -> None:
         plan_spans(np.array([0, 3]), np.array([2]), np.zeros(4, int)).tiles,
     )
     q, k, v = (rows_by_head(x.detach(), 2, 1) for x in qkv(2, 1))
-    result = nothing_found(q, 5)
+    result = init_attention_result(q, 5)
     attend(q, k.squeeze(1), v.squeeze(1), hidden, result)
     assert result.lse[..., 0].max() == -math.inf and not result.out[..., 0, :].any()
     attend(

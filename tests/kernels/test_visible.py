@@ -6,14 +6,14 @@ import torch
 from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.scores import PLAIN, Scores, mask_of_scores
 from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths, tokens_of_queries
-from megalith.kernels.visible import Visible, VisiblePairs
+from megalith.kernels.visible import AttentionMask, PairMask
 from megalith.plan.context import spans_of_lengths
 
 RAGGED = tokens_of_queries([(3, 3), (4, 9), (0, 0), (2, 2), (1, 70)])
 ROWS = tokens_of_lengths([9] * 3)
 
 
-def masked(tokens: PackedSeqParams) -> Visible:
+def masked(tokens: PackedSeqParams) -> AttentionMask:
     """Masks of all documents but the second, and padding."""
     draw = torch.Generator().manual_seed(0)
     masks = [
@@ -26,9 +26,9 @@ def masked(tokens: PackedSeqParams) -> Visible:
     return visible
 
 
-def of_all(tokens: PackedSeqParams) -> VisiblePairs:
+def of_all(tokens: PackedSeqParams) -> PairMask:
     keys = torch.arange(sum(keys for _, keys in tokens.lengths))
-    return VisiblePairs(masked(tokens), torch.arange(tokens.num_tokens), keys)
+    return PairMask(masked(tokens), torch.arange(tokens.num_tokens), keys)
 
 
 def expected(tokens: PackedSeqParams) -> torch.Tensor:
@@ -76,7 +76,7 @@ def test_queries_and_keys_may_be_any_subset() -> None:
     inside = torch.block_diag(*(torch.ones(size) for size in RAGGED.lengths)).bool()[queries][
         :, keys
     ]
-    found = VisiblePairs(masked(RAGGED), queries, keys).of_row(0, 1)
+    found = PairMask(masked(RAGGED), queries, keys).of_row(0, 1)
     assert torch.equal(found & inside, whole[queries][:, keys])
 
 
@@ -97,7 +97,7 @@ def test_the_last_keys_of_a_document_have_the_last_columns() -> None:
 
 
 def test_only_masks_with_alone_replace_causality() -> None:
-    beside, alone = Visible(), Visible(alone=True)
+    beside, alone = AttentionMask(), AttentionMask(alone=True)
     for scores in (
         PLAIN,
         Scores(window=3),

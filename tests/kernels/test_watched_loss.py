@@ -9,7 +9,7 @@ from torch import Tensor
 from megalith.kernels.cross_entropy import (
     CrossEntropyResult,
     linear_cross_entropy,
-    measured_cross_entropy,
+    linear_cross_entropy_with_stats,
 )
 from megalith.kernels.watched_loss import LogitStats, LossWithLogitStats
 from megalith.parallel.group import alone
@@ -45,7 +45,7 @@ def test_loss_is_not_changed_by_logit_stats() -> None:
         torch.tensor([0, 1, -1, 6, 2, 2]),
         {"vocab": alone("tp"), "first_row": 0, "vocab_size": 7},
     )
-    watched = LossWithLogitStats(measured_cross_entropy, 0.25)
+    watched = LossWithLogitStats(linear_cross_entropy_with_stats, 0.25)
     found: Tensor = watched(x, weight, labels, **words)
     assert found.item() == linear_cross_entropy(x, weight, labels, **words, z_loss=0.25).item()
     z, largest = watched.seen.taken()

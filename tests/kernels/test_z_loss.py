@@ -11,9 +11,9 @@ from megalith.kernels.cross_entropy import (
     CrossEntropyResult,
     LogitTransform,
     linear_cross_entropy,
-    measured_cross_entropy,
+    linear_cross_entropy_with_stats,
     recomputed_cross_entropy,
-    recomputed_measures,
+    recomputed_cross_entropy_with_stats,
     token_losses_with_stats,
 )
 from megalith.parallel.group import Group, alone
@@ -24,7 +24,7 @@ T, H, V, PADDED = 13, 5, 11, 14
 LABELS = torch.tensor(
     [1, 2, -1, 0, 10, 5, 4, -100, 3, 7, 9, 6, 5]
 )  # borders of parts of 14 rows over 2 and 3 ranks
-FORMS = {"kept": measured_cross_entropy, "recomputed": recomputed_measures}
+FORMS = {"kept": linear_cross_entropy_with_stats, "recomputed": recomputed_cross_entropy_with_stats}
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ def test_logit_statistics_do_not_change_the_loss() -> None:
     words = {"vocab": alone("tp"), "first_row": 0, "vocab_size": V, "chunk": 4}
     plain, measured = (
         linear_cross_entropy(x, weight, LABELS, **words),
-        measured_cross_entropy(x, weight, LABELS, **words),
+        linear_cross_entropy_with_stats(x, weight, LABELS, **words),
     )
     again = recomputed_cross_entropy(x, weight, LABELS, **words)
     assert torch.equal(plain, measured.loss) and measured.logsumexp.shape == (T,)

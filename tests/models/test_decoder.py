@@ -25,7 +25,7 @@ from megalith.kernels.tokens import (
     tokens_of_lengths,
     tokens_of_queries,
     tokens_of_rows,
-    with_places,
+    with_multimodal_positions,
 )
 from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialize
 from megalith.models.hf import write_folder
@@ -428,7 +428,7 @@ def test_places_in_time_height_and_width_turn_as_in_qwen2_vl(
         hidden = theirs(
             ids[None], position_ids=given[:, None], attention_mask=mask
         ).last_hidden_state[0]
-        tokens = with_places(tokens_of_rows(1, 9), given.numpy())
+        tokens = with_multimodal_positions(tokens_of_rows(1, 9), given.numpy())
         assert (
             relative_error(
                 made.head.logits(made(ids, tokens)), hidden @ tensors["model.embed_tokens.weight"].T

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.kernels.tokens import BalanceShare, tokens_of_rows
+from megalith.kernels.tokens import AuxLossScale, tokens_of_rows
 from megalith.models.experts import canonical_experts
 from megalith.models.hf import HuggingFaceFolder
 from megalith.models.qwen3_moe import QWEN3_MOE
@@ -84,7 +84,7 @@ def test_aux_loss_matches_transformers(name: str, tmp_path: Path) -> None:
     loss = cross_entropy(found.logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     (loss + theirs.config.router_aux_loss_coef * found.aux_loss).backward()
     ours = our_model(folder)
-    tokens = replace(tokens_of_rows(*ids.shape), balance=BalanceShare(0, 1, 1.0))
+    tokens = replace(tokens_of_rows(*ids.shape), balance=AuxLossScale(0, 1, 1.0))
     (ours.loss(ids.flatten(), labels.flatten(), tokens) / (labels >= 0).sum()).backward()
     router = next(
         key

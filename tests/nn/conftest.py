@@ -58,7 +58,7 @@ def real(model: ModelConfig, tp: int, rank: int) -> Mesh:
 
 def tokens(model: ModelConfig, lengths: list[int]) -> PackedSeqParams:
     """Documents, with their rotations."""
-    return RotaryEmbedding(model, torch.float64).given_to(tokens_of_lengths(lengths))
+    return RotaryEmbedding(model, torch.float64).add_to(tokens_of_lengths(lengths))
 
 
 def inputs(count: int, features: int = 18) -> Tensor:

@@ -168,7 +168,7 @@ def test_fp32_residual_keeps_small_updates(layers: SimpleNamespace) -> None:
             block.to_empty(device="cpu")
             for declared, module, name in declared_parameters(block):
                 init_param_(getattr(module, name), declared.shard, Init(0.1, offset=0.1), seed=2)
-            tokens = RotaryEmbedding(config, dtype).given_to(tokens_of_lengths([9]))
+            tokens = RotaryEmbedding(config, dtype).add_to(tokens_of_lengths([9]))
             x = (
                 (100 * layers.inputs(9))
                 .to(torch.promote_types(dtype, torch.float32))

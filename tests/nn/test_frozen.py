@@ -11,7 +11,7 @@ from megalith.config.mtp import MTPConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
-from megalith.nn.frozen import BackwardBoundary, BelowTrained, freeze
+from megalith.nn.frozen import BackwardBoundary, FrozenLayerRunner, freeze
 from megalith.parallel.mesh import mesh_of_one
 
 MODEL = ModelConfig(
@@ -67,14 +67,14 @@ def test_gradients_of_trained_weights_match_full_training(
 def test_backward_stops_above_frozen_layers() -> None:
     upper = built(OptimConfig(trained=("layers.2.*",)))
     run: object = upper.run_layers
-    assert isinstance(run, BelowTrained) and run.count == 2
+    assert isinstance(run, FrozenLayerRunner) and run.count == 2
     first = built(OptimConfig(frozen=("embed.weight",)))
     assert isinstance(first.input_embedding, BackwardBoundary) and not isinstance(
-        first.run_layers, BelowTrained
+        first.run_layers, FrozenLayerRunner
     )
     whole = built(OptimConfig(frozen=("layers.*",)))
     assert not isinstance(whole.input_embedding, BackwardBoundary) and not isinstance(
-        whole.run_layers, BelowTrained
+        whole.run_layers, FrozenLayerRunner
     )
 
 

@@ -238,7 +238,7 @@ def test_layers_below_all_adapters_have_no_backward() -> None:
     ids = torch.arange(3)
     model = built(adapters)
     entered = model.input_embedding(model.embed(ids), tokens)
-    turned = model.rotations.given_to(tokens)
+    turned = model.rotations.add_to(tokens)
     assert (
         not entered.requires_grad
         and not model.run_layers(list(model.layers)[:1], entered, turned)[0].requires_grad

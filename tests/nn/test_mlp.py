@@ -26,7 +26,7 @@ from megalith.nn.mlp import (
     GatedMLP,
     build_mlp,
     choose_activation,
-    read_prompts_in_chunks,
+    chunk_prefill_mlps,
     recompute_activation,
 )
 from megalith.parallel.autograd import all_gather
@@ -78,7 +78,7 @@ def test_prompt_in_chunks_matches_the_full_prompt(layers: SimpleNamespace) -> No
     widest: list[int] = []
     layer.down.register_forward_pre_hook(lambda module, given: widest.append(len(given[0])))
     holder = nn.Sequential(layer)
-    assert read_prompts_in_chunks(holder, 3) == 1
+    assert chunk_prefill_mlps(holder, 3) == 1
     divided = holder[0]
     assert isinstance(divided, ChunkedPrefillMLP)
     assert_equals("whole", divided(x, tokens_of_queries([(7, 9)])), layer(x), FP64)

@@ -80,7 +80,7 @@ def test_mtp_depth_matches_the_formula_of_the_paper() -> None:
     made.layers = torch.nn.ModuleList()  # what the depths read is then known
     hidden = made(ids, tokens)
     losses = made.losses(ids, labels, tokens, mtp_inputs=mtp_inputs(ids, labels, 2))
-    turned = made.rotations.given_to(tokens)
+    turned = made.rotations.add_to(tokens)
     x = hidden
     for depth, ((their_ids, their_labels), found) in enumerate(
         zip(mtp_inputs(ids, labels, 2), losses[1:], strict=True)
@@ -292,5 +292,5 @@ def test_mtp_matches_transformers() -> None:
     mask = torch.full((1, 1, 7, 7), -math.inf).triu(1)
     expected = theirs(made.embed.weight[ids][None], hidden[None], rotary, mask, positions, None)
     assert_equals(
-        "hidden states", ours(hidden, ids, made.rotations.given_to(tokens)), expected[0], PARITY
+        "hidden states", ours(hidden, ids, made.rotations.add_to(tokens)), expected[0], PARITY
     )

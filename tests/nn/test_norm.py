@@ -74,7 +74,7 @@ def test_fused_residual_norm_gives_sum_norm_and_gradients(kind: Kind, zero_cente
         torch.randn(5, 7, generator=draw, dtype=torch.float64) for _ in range(4)
     )
     inputs = [x.requires_grad_(), residual.requires_grad_(), *made.parameters()]
-    total, normed = made.after_adding(x, residual)
+    total, normed = made.add_and_normalize(x, residual)
     got, plain = (total, output_tensor(normed)), (x + residual, output_tensor(made(x + residual)))
     torch.testing.assert_close(got, plain)
     torch.testing.assert_close(
@@ -109,11 +109,11 @@ def test_its_parameters_are_whole_vectors_under_their_names(kind: Kind) -> None:
 def test_recomputed_norm_output_is_bitwise_equal(kind: Kind, zero_centered: bool) -> None:
     made, draw = norm(kind=kind, zero_centered=zero_centered), torch.Generator().manual_seed(0)
     x, residual = (torch.randn(5, 7, generator=draw) for _ in range(2))
-    plain, (total, after) = made(x), made.after_adding(x, residual)
+    plain, (total, after) = made(x), made.add_and_normalize(x, residual)
     made.again = RecomputedOutput
     for found, value, source in (
         (made(x), plain, x),
-        (made.after_adding(x, residual)[1], output_tensor(after), total),
+        (made.add_and_normalize(x, residual)[1], output_tensor(after), total),
     ):
         assert isinstance(found, RecomputedOutput) and torch.equal(found.value, value)
         assert torch.equal(found.inputs[0], source) and torch.equal(

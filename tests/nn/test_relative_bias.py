@@ -101,7 +101,7 @@ def test_a_rank_has_the_columns_of_its_heads() -> None:
     parts = []
     for rank in range(4):
         mesh = mesh_on_paper(model_grid(ParallelConfig(tp=4), RELATIVE, 4), rank=rank)
-        shard = RelativeBias(RELATIVE, mesh, dtype=torch.float32).declared["weight"].shard  # type: ignore[union-attr]
+        shard = RelativeBias(RELATIVE, mesh, dtype=torch.float32).param_specs["weight"].shard  # type: ignore[union-attr]
         parts.append(shard.box)
         assert (
             shard.name == "relative.weight"
@@ -127,7 +127,7 @@ def test_stages_with_layers_have_a_copy_each_and_chunks_of_a_rank_share_one() ->
     (empty,) = chunks(3, 0, layout="E|tt|ttL")
     assert isinstance(empty.relative, NoBias) and not list(empty.relative.parameters())
     (middle,) = chunks(3, 1, layout="E|tt|ttL")
-    assert middle.relative.declared["weight"].shard.stages == (1, 2)  # type: ignore[union-attr]
+    assert middle.relative.param_specs["weight"].shard.stages == (1, 2)  # type: ignore[union-attr]
 
 
 def test_decoding_with_kv_cache_uses_distances_from_the_query(layers: SimpleNamespace) -> None:

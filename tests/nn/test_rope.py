@@ -12,7 +12,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
 from megalith.errors import DataError
 from megalith.kernels.rope import rope_frequencies, rope_tables
-from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries, with_places
+from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries, with_multimodal_positions
 from megalith.nn import rope as rotations
 from megalith.nn.rope import (
     LayerRope,
@@ -50,7 +50,7 @@ def test_layers_use_their_own_rope_tables() -> None:
         LayerRope(2, False),
         no_rope,
     ]
-    tokens = RotaryEmbedding(model, torch.float64).given_to(tokens_of_lengths([5, 2]))
+    tokens = RotaryEmbedding(model, torch.float64).add_to(tokens_of_lengths([5, 2]))
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1])
     assert len(tokens.rotary) == 4
     everywhere = rope_tables(
@@ -64,7 +64,7 @@ def test_layers_use_their_own_rope_tables() -> None:
 
 def test_a_model_without_rotary_positions_has_no_tables() -> None:
     model = config(positions="learned")
-    assert RotaryEmbedding(model, torch.float64).given_to(tokens_of_lengths([3])).rotary == ()
+    assert RotaryEmbedding(model, torch.float64).add_to(tokens_of_lengths([3])).rotary == ()
     assert build_apply_rope(model, 0) is no_rope
 
 
@@ -74,7 +74,7 @@ def test_a_model_without_rotary_positions_has_no_tables() -> None:
 def test_scores_depend_on_distances_alone(rope: RopeConfig) -> None:
     model = config(rope=rope)
     q, k, turn = seeded(6, 3, 8), seeded(6, 3, 8, seed=1), build_apply_rope(model, 0)
-    whole = RotaryEmbedding(model, torch.float64).given_to(tokens_of_lengths([13]))
+    whole = RotaryEmbedding(model, torch.float64).add_to(tokens_of_lengths([13]))
     found = []
     for first in (0, 7):
         cos, sin = (table[first : first + 6] for table in whole.rotary)
@@ -89,7 +89,7 @@ def test_dynamic_scaling_starts_beyond_the_original_length() -> None:
     plain = config(rope=RopeConfig())
     for length, same in ((8, True), (9, False)):
         ours, theirs = (
-            RotaryEmbedding(m, torch.float64).given_to(tokens_of_lengths([length]))
+            RotaryEmbedding(m, torch.float64).add_to(tokens_of_lengths([length]))
             for m in (model, plain)
         )
         assert torch.equal(ours.rotary[0], theirs.rotary[0]) == same
@@ -109,11 +109,11 @@ def test_length_dependent_scaling_uses_each_documents_length(
         original_max_position=8,
         **factors if scaling == "longrope" else {},
     )
-    together = RotaryEmbedding(config(rope=rope), torch.float64).given_to(
+    together = RotaryEmbedding(config(rope=rope), torch.float64).add_to(
         tokens_of_lengths([11, 5])
     )
     apart = [
-        RotaryEmbedding(config(rope=rope), torch.float64).given_to(tokens_of_lengths([length]))
+        RotaryEmbedding(config(rope=rope), torch.float64).add_to(tokens_of_lengths([length]))
         for length in (11, 5)
     ]
     for table, first, second in zip(
@@ -141,11 +141,11 @@ def test_tables_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for documents in ([7], [5, 2], [7], [1] * 20):
         tokens = tokens_of_lengths(documents)
         expected = rope_tables(tokens.position_ids, frequencies, torch.float64)
-        assert all(map(torch.equal, model.given_to(tokens).rotary, expected))
+        assert all(map(torch.equal, model.add_to(tokens).rotary, expected))
     assert lengths == [7]
-    assert model.given_to(model.given_to(tokens)).rotary[0] is not None and lengths == [7]
+    assert model.add_to(model.add_to(tokens)).rotary[0] is not None and lengths == [7]
     for length in range(8, 40):  # as when it writes on, token by token
-        tokens = model.given_to(tokens_of_queries([(1, length)]))
+        tokens = model.add_to(tokens_of_queries([(1, length)]))
         assert torch.equal(
             tokens.rotary[0], rope_tables(torch.tensor([length - 1]), frequencies, torch.float64)[0]
         )
@@ -160,7 +160,7 @@ def test_table_cache_stays_bounded(
         config(rope=RopeConfig(scaling="dynamic", original_max_position=4)), torch.float64
     )
     for length in (3, 9, 10, 3, 11, 4, 11):
-        model.given_to(tokens_of_lengths([length]))
+        model.add_to(tokens_of_lengths([length]))
     assert lengths == [3, 9, 10, 11, 6]  # the last is of documents of 4, twice as far as those of 3
     assert len(model._made) == 2
 
@@ -168,11 +168,11 @@ def test_table_cache_stays_bounded(
 def test_equal_multimodal_positions_match_text_positions() -> None:
     rope = RopeConfig(sections=(1, 2, 1))
     text = tokens_of_lengths([5, 2])
-    three = with_places(text, np.stack([text.position_ids.numpy()] * 3))
+    three = with_multimodal_positions(text, np.stack([text.position_ids.numpy()] * 3))
     assert three.num_tokens == 7
-    plain = RotaryEmbedding(config(), torch.float64).given_to(text).rotary
+    plain = RotaryEmbedding(config(), torch.float64).add_to(text).rotary
     for tokens in (text, three):
-        found = RotaryEmbedding(config(rope=rope), torch.float64).given_to(tokens)
+        found = RotaryEmbedding(config(rope=rope), torch.float64).add_to(tokens)
         assert all(
             torch.equal(mine, theirs) for mine, theirs in zip(found.rotary, plain, strict=True)
         )
@@ -181,8 +181,8 @@ def test_equal_multimodal_positions_match_text_positions() -> None:
 def test_each_section_uses_its_own_position() -> None:
     places = torch.randint(0, 50, (3, 6), generator=torch.Generator().manual_seed(0))
     model = config(rope=RopeConfig(sections=(1, 2, 1), interleaved=True))
-    tokens = with_places(tokens_of_lengths([4, 2]), places.numpy())
-    cos, sin = RotaryEmbedding(model, torch.float64).given_to(tokens).rotary
+    tokens = with_multimodal_positions(tokens_of_lengths([4, 2]), places.numpy())
+    cos, sin = RotaryEmbedding(model, torch.float64).add_to(tokens).rotary
     frequencies = rope_frequencies(RopeConfig(), 8)
     for pair, axis in enumerate([0, 1, 1, 2]):
         angles = places[axis] * frequencies[pair]
@@ -193,12 +193,12 @@ def test_each_section_uses_its_own_position() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"positions": "learned"}])
 def test_multimodal_positions_are_rejected_by_a_text_model(changes: dict[str, Any]) -> None:
-    tokens = with_places(tokens_of_lengths([4]), np.zeros((3, 4), dtype=np.int64))
+    tokens = with_multimodal_positions(tokens_of_lengths([4]), np.zeros((3, 4), dtype=np.int64))
     with pytest.raises(
         DataError,
         match=r"model.rope.sections=\[\], but tokens have 3 position ids each. Set model.rope",
     ):
-        RotaryEmbedding(config(**changes), torch.float64).given_to(tokens)
+        RotaryEmbedding(config(**changes), torch.float64).add_to(tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -221,5 +221,5 @@ def test_attention_temperature_grows_in_steps_within_each_document(
     torch.testing.assert_close(
         from_a_cache, (q[:2].double() * torch.tensor(expected[5:7]).view(-1, 1, 1)).to(dtype)
     )
-    places = with_places(tokens_of_lengths([2]), np.array([[5, 6], [0, 0], [0, 1]]))
+    places = with_multimodal_positions(tokens_of_lengths([2]), np.array([[5, 6], [0, 0], [0, 1]]))
     torch.testing.assert_close(build_attention_temperature(model, 1)(q[:2], places), from_a_cache)

@@ -21,7 +21,7 @@ from megalith.kernels.attention import attention, reference_attention
 from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.scores import PLAIN, Scores, WeightDropout
 from megalith.kernels.tokens import DropoutKey, PackedSeqParams, tokens_of_lengths, tokens_of_slices
-from megalith.kernels.visible import Visible, VisiblePairs
+from megalith.kernels.visible import AttentionMask, PairMask
 from megalith.observe.meter import metered
 from megalith.parallel import context
 from megalith.parallel.context import Ring, build_attend, my_slicing
@@ -387,13 +387,13 @@ def _without_my_own_rows(rank: int, world: int, case: Case) -> list[Tensor]:
     if rank == 0:
         return _attend(rank, world, case)
 
-    class OtherRows(VisiblePairs):
+    class OtherRows(PairMask):
         """Masks of the first rank's queries."""
 
-        def __init__(self, visible: Visible, queries: Tensor, keys: Tensor) -> None:
+        def __init__(self, visible: AttentionMask, queries: Tensor, keys: Tensor) -> None:
             super().__init__(visible, context_numbers(case, world), keys)
 
-    with replaced(context, "VisiblePairs", OtherRows):
+    with replaced(context, "PairMask", OtherRows):
         return _attend(rank, world, case)
 
 

@@ -416,7 +416,7 @@ def _reads(rank: int, world: int) -> list[bool]:
 
 def rotary(model: Decoder) -> PackedSeqParams:
     tokens = tokens_of_rows(2, 7)
-    return model.rotations.given_to(tokens)
+    return model.rotations.add_to(tokens)
 
 
 def test_forward_waits_for_weights_in_flight() -> None:

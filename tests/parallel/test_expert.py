@@ -12,7 +12,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import DispatcherName, ParallelConfig
 from megalith.kernels.rebuilt import output_tensor
-from megalith.kernels.routing import NOWHERE, Choice
+from megalith.kernels.routing import DROPPED_CHOICE, Choice
 from megalith.parallel.expert import ExpertCapacity, build_dispatcher, counts_of_all
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
@@ -38,9 +38,9 @@ def made(rank: int, kind: str) -> tuple[Tensor, Choice]:
     x = torch.randn(T, H, dtype=torch.float64, generator=draw)
     experts = torch.stack([torch.randperm(4, generator=draw)[:K] for _ in range(T)])
     if kind == "one expert":
-        experts = torch.tensor([[3, NOWHERE]] * T)
+        experts = torch.tensor([[3, DROPPED_CHOICE]] * T)
     if kind == "nothing from the first" and rank == 0:
-        experts = torch.full((T, K), NOWHERE)
+        experts = torch.full((T, K), DROPPED_CHOICE)
     weights = torch.rand(T, K, dtype=torch.float64, generator=draw) * (experts >= 0)
     return x, Choice(experts, weights)
 

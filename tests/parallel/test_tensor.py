@@ -65,7 +65,7 @@ def filled(layer: nn.Module, values: dict[str, Tensor]) -> None:
     """Give the layer memory, and each parameter my box of its whole value."""
     allocate(layer, torch.device("cpu"))
     with torch.no_grad():
-        for name, declared in layer.__dict__["declared"].items():
+        for name, declared in layer.__dict__["param_specs"].items():
             box = values[name][tuple(slice(start, stop) for start, stop in declared.shard.box)]
             getattr(layer, name).copy_(box.reshape(declared.shard.matrix_shape))
 
@@ -249,7 +249,7 @@ def test_tied_head_uses_the_parameter_of_the_embedding() -> None:
         dtype=torch.float32,
     )
     assert tied.weight is embed.weight
-    assert "declared" not in tied.__dict__ and list(embed.__dict__["declared"]) == ["weight"]
+    assert "param_specs" not in tied.__dict__ and list(embed.__dict__["param_specs"]) == ["weight"]
 
 
 def test_layers_are_built_without_memory() -> None:

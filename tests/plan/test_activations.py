@@ -27,8 +27,8 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig, RecomputedModule
 from megalith.config.rope import RopeConfig
 from megalith.kernels import routing, tiled_attention
-from megalith.kernels.permute import order_choices, permute
-from megalith.kernels.tokens import BalanceShare, DropoutKey, tokens_of_lengths, tokens_of_slices
+from megalith.kernels.permute import permute_choices, permute
+from megalith.kernels.tokens import AuxLossScale, DropoutKey, tokens_of_lengths, tokens_of_slices
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.observe.meter import metered
 from megalith.parallel.context import my_slicing
@@ -134,7 +134,7 @@ def measure(setting: ActivationSetting, rank: int = 0, world: int = 1) -> tuple[
     if setting.model.dropout.drops():
         tokens = replace(tokens, dropout=DropoutKey(7, torch.arange(len(ids))))
     if setting.model.moe is not None:
-        tokens = replace(tokens, balance=BalanceShare(0, 1, 1.0))
+        tokens = replace(tokens, balance=AuxLossScale(0, 1, 1.0))
         if setting.model.moe.router.draws():
             tokens = replace(tokens, dropout=DropoutKey(7, torch.arange(len(ids))))
     with metered(model) as meter, equally_busy(part.ep > 1):
@@ -443,7 +443,7 @@ def test_what_operations_keep_by_themselves_is_counted() -> None:
     """Of which row is whose, one tensor is known to autograd; the others are as large as the ledger
     says."""
     x, choice = torch.empty(12, 24), torch.arange(24).view(12, 2) % 4
-    order = order_choices(choice, 4, num_rows=24)
+    order = permute_choices(choice, 4, num_rows=24)
     others = sum(part.nbytes for part in (order.tokens, order.rows, order.starts, order.counts))
     ends = groups_here(order).ends
     assert ends is not None and len(permute(x, order)) == 24

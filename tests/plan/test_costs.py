@@ -15,10 +15,10 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.cross_entropy import Head
+from megalith.kernels.cross_entropy import HeadShard
 from megalith.kernels.experts import experts
 from megalith.kernels.rebuilt import output_tensor
-from megalith.kernels.tokens import BalanceShare, tokens_of_lengths
+from megalith.kernels.tokens import AuxLossScale, tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.kernels import use_kernels
 from megalith.nn.moe.experts import Experts
@@ -612,7 +612,7 @@ def count_model(
         if isinstance(module, Experts):
             module.register_forward_pre_hook(lambda _, given: sent.append(given[0]))
             module.compute = experts if products else module.compute
-    tokens = replace(tokens_of_lengths(list(DOCUMENTS)), balance=BalanceShare(0, 1, 1.0))
+    tokens = replace(tokens_of_lengths(list(DOCUMENTS)), balance=AuxLossScale(0, 1, 1.0))
     drawn = torch.randint(
         0, config.vocab_size, (2, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(2)
     )
@@ -719,7 +719,7 @@ def test_the_head_takes_a_chunk_of_the_size_that_the_estimate_counts() -> None:
     assert loss_chunk(1024, ranks=1) == 2048
     assert loss_chunk(1024, ranks=3) == 6144, "each rank forms a third of these logits"
     assert loss_chunk(128_256, ranks=1) == 512, "large vocabularies still take 512 tokens"
-    head = Head.of(
+    head = HeadShard.of(
         torch.empty(128_256, 2, device="meta"), alone("tp"), 0, 128_256, None, loops=False
     )
     assert head.chunk == 512

@@ -182,7 +182,7 @@ def test_mtp_losses_and_acceptance_match_plain_computation() -> None:
     losses, right, labels, runs, places = [0.0] * 3, [0, 0], [0] * 3, 0, 0
     for k in range(SAMPLES):
         batch = build_batch([dataset(run).sample(k)], MaskSettings(), device=CPU, num_mtp_layers=2)
-        tokens = model.rotations.given_to(batch.tokens)
+        tokens = model.rotations.add_to(batch.tokens)
         x = model(batch.ids, tokens)
         scores, depths = [model.head.logits(x)], batch.mtp_inputs
         for depth, (ids, _) in enumerate(depths):

@@ -13,8 +13,8 @@ from megalith.config.recompute import RecomputeConfig
 from megalith.config.train import ObserveConfig, TrainRun
 from megalith.data.loader import Loader, MaskSettings
 from megalith.errors import DataError
-from megalith.kernels.replay import Routing
-from megalith.kernels.tokens import BalanceShare
+from megalith.kernels.replay import RoutingRecord
+from megalith.kernels.tokens import AuxLossScale
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.ranks import run_ranks
@@ -51,16 +51,16 @@ def test_experts_chosen_more_than_others_lose_and_those_chosen_less_gain() -> No
     trainer = build_trainer(run_with(BALANCED), mesh_of_one(), torch.device("cpu"))
     first, second = routers_of(trainer.pipeline_model.modules)
     move_balancing_biases(trainer.pipeline_model.modules, trainer.mesh)
-    assert first.moved is not None and not first.moved.any(), "nothing was counted yet"
-    record = first.balance.record_of(BalanceShare(0, 2, 1.0), torch.zeros(1))
-    second.balance.record_of(BalanceShare(0, 2, 1.0), torch.zeros(1))
+    assert first.expert_bias is not None and not first.expert_bias.any(), "nothing was counted yet"
+    record = first.balance.stats_of_step(AuxLossScale(0, 2, 1.0), torch.zeros(1))
+    second.balance.stats_of_step(AuxLossScale(0, 2, 1.0), torch.zeros(1))
     record.counts[:] = torch.tensor([[2.0, 1, 0, 1], [1, 2, 1, 0]])
     move_balancing_biases(trainer.pipeline_model.modules, trainer.mesh)
-    assert torch.allclose(first.moved, torch.tensor([-1e-3, -1e-3, 1e-3, 1e-3]))
-    assert second.moved is not None and not second.moved.any(), "all were chosen equally often"
+    assert torch.allclose(first.expert_bias, torch.tensor([-1e-3, -1e-3, 1e-3, 1e-3]))
+    assert second.expert_bias is not None and not second.expert_bias.any(), "all were chosen equally often"
     record.counts[:] = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 0]])
     move_balancing_biases(trainer.pipeline_model.modules, trainer.mesh)
-    assert torch.allclose(first.moved, torch.tensor([-2e-3, 0, 2e-3, 2e-3])), (
+    assert torch.allclose(first.expert_bias, torch.tensor([-2e-3, 0, 2e-3, 2e-3])), (
         "steps of fixed size, however small the imbalance"
     )
 
@@ -87,11 +87,11 @@ def test_skipped_step_does_not_update_expert_bias(why: str) -> None:
     trainer.data.all_gather_params()
     assert not train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0).updated
     routers = list(routers_of(trainer.pipeline_model.modules))
-    assert not any(router.moved.any() for router in routers if router.moved is not None)
+    assert not any(router.expert_bias.any() for router in routers if router.expert_bias is not None)
     param.weight.copy_(before)
     trainer.data.all_gather_params()
     assert train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0).updated
-    assert all(router.moved is not None and bool(router.moved.any()) for router in routers)
+    assert all(router.expert_bias is not None and bool(router.expert_bias.any()) for router in routers)
 
 
 def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains() -> None:
@@ -103,8 +103,8 @@ def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains
     first, second = routers_of(trainer.pipeline_model.modules)
     move_balancing_offsets(trainer.pipeline_model.modules, trainer.mesh)
     assert first.offset is not None and not first.offset.any(), "nothing was noted yet"
-    record = first.balance.record_of(BalanceShare(0, 3, 1.0), torch.zeros(1))
-    second.balance.record_of(BalanceShare(0, 3, 1.0), torch.zeros(1))
+    record = first.balance.stats_of_step(AuxLossScale(0, 3, 1.0), torch.zeros(1))
+    second.balance.stats_of_step(AuxLossScale(0, 3, 1.0), torch.zeros(1))
     record.offsets[:] = torch.tensor([[4.0, 0, 0, 0, 1], [8.0, 4, 0, 0, 1], [0, 0, 0, 0, 0]])
     first.offset.data.copy_(torch.tensor([0.0, 4, 0, -4]))
     move_balancing_offsets(trainer.pipeline_model.modules, trainer.mesh)
@@ -116,11 +116,11 @@ def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains
 def test_routers_that_are_not_trained_keep_their_biases() -> None:
     trainer = build_trainer(run_with(BALANCED), mesh_of_one(), torch.device("cpu"))
     router, _ = routers_of(trainer.pipeline_model.modules)
-    router.balance.record_of(BalanceShare(0, 1, 1.0), torch.zeros(1)).counts[0, 0] = 5
+    router.balance.stats_of_step(AuxLossScale(0, 1, 1.0), torch.zeros(1)).counts[0, 0] = 5
     for weight in router.gate.accumulated_parameters():
         weight.requires_grad_(False)
     move_balancing_biases(trainer.pipeline_model.modules, trainer.mesh)
-    assert router.moved is not None and not router.moved.any()
+    assert router.expert_bias is not None and not router.expert_bias.any()
 
 
 def test_the_loss_scale_of_fp16_goes_for_losses_of_balance_too() -> None:
@@ -313,9 +313,9 @@ def losses_replayed(
         steps=1,
         device=torch.device("cpu"),
     )
-    batches, routing = loader.next().microbatches, Routing()
+    batches, routing = loader.next().microbatches, RoutingRecord()
 
-    def total(routing: Routing) -> list[float]:
+    def total(routing: RoutingRecord) -> list[float]:
         trainer.data.begin_step(len(batches))
         found = trainer.pipeline_model.forward_backward(with_routing(batches, routing), sum)  # type: ignore[arg-type]  # of one
         gradients = [float(param.gradient.double().sum()) for param in trainer.data.finish()]
@@ -325,7 +325,7 @@ def losses_replayed(
     assert len(routing.choices) == len(batches) * len(
         list(routers_of(trainer.pipeline_model.modules))
     )
-    others = Routing(
+    others = RoutingRecord(
         {key: (chosen + 1) % 4 for key, chosen in routing.choices.items()}, followed=True
     )
     found = [recorded, total(routing.again()), total(others)]

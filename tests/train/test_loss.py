@@ -11,7 +11,7 @@ from megalith.config.mtp import MTPConfig
 from megalith.config.train import TrainRun
 from megalith.kernels.cross_entropy import (
     linear_cross_entropy,
-    measured_cross_entropy,
+    linear_cross_entropy_with_stats,
     recomputed_cross_entropy,
 )
 from megalith.kernels.watched_loss import LossWithLogitStats
@@ -54,7 +54,7 @@ def test_head_loss_follows_settings() -> None:
     assert compute_head_losses(run_with(loss_backward="recomputed")) is recomputed_cross_entropy
     reported = compute_head_losses(run_with(z_loss=0.5))
     assert isinstance(reported, LossWithLogitStats) and reported.z_loss == 0.5
-    assert isinstance(reported.compute, partial) and reported.compute.func is measured_cross_entropy
+    assert isinstance(reported.compute, partial) and reported.compute.func is linear_cross_entropy_with_stats
 
 
 def test_every_head_has_a_record_of_its_own_and_knows_whether_backward_reads_the_table() -> None:

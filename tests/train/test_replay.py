@@ -15,7 +15,7 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import MaskSettings, build_batch
 from megalith.data.sample import Sample
 from megalith.errors import DataError
-from megalith.kernels.replay import Routing
+from megalith.kernels.replay import RoutingRecord
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.train.build import Trainer, build_trainer
@@ -45,7 +45,7 @@ def push_experts(trainer: Trainer) -> None:
     """Biases and offsets of the choice as after some steps: they start at zero, and would move
     nothing."""
     for router in routers_of(trainer.pipeline_model.modules):
-        for moved in (router.moved, router.offset):
+        for moved in (router.expert_bias, router.offset):
             if moved is not None:
                 moved.data.copy_(torch.linspace(-0.02, 0.02, len(moved)))
 
@@ -68,7 +68,7 @@ def step_of(
     trainer = build_trainer(run, mesh, CPU)
     push_experts(trainer)
     batches = _loader(run, mesh, consumed=0, steps=1).next().microbatches
-    routing = Routing()
+    routing = RoutingRecord()
     if given is not None:
         routing = routing_of(given, batches, trainer.pipeline_model.modules, mesh, sp=parallel.sp)
     trainer.data.begin_step(len(batches))
@@ -165,7 +165,7 @@ def trained(run: TrainRun, given: Whole | None) -> tuple[Whole, Trained]:
     push_experts(trainer)
     step = _loader(run, mesh, consumed=0, steps=1).next()
     routing = (
-        Routing()
+        RoutingRecord()
         if given is None
         else routing_of(given, step.microbatches, trainer.pipeline_model.modules, mesh, sp=False)
     )
@@ -228,7 +228,7 @@ def test_choices_of_other_steps_are_rejected() -> None:
         match=r"layers\.2: no expert choices to replay \(layers with choices: layers\.0, layers\.1",
     ):
         routing_of(few, batches, model, mesh, sp=False)
-    half = Routing({("layers.0", 0): torch.zeros(72, 2, dtype=torch.int64)})
+    half = RoutingRecord({("layers.0", 0): torch.zeros(72, 2, dtype=torch.int64)})
     with pytest.raises(
         DataError,
         match=r"layers\.0: expert choices of 72 of the step's 144 tokens were not recorded. Record",
@@ -241,4 +241,4 @@ def test_choices_of_microbatches_with_different_sizes_are_rejected() -> None:
     with pytest.raises(
         DataError, match=r"microbatches of \[4, 7\] tokens: .* Use train.seq_len without"
     ):
-        whole_routing(Routing(), batches, mesh_of_one())
+        whole_routing(RoutingRecord(), batches, mesh_of_one())

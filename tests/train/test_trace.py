@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig
 from megalith.config.train import Captured, TrainRun
-from megalith.kernels.replay import Routing
+from megalith.kernels.replay import RoutingRecord
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.ranks import run_ranks
@@ -234,7 +234,7 @@ def test_disabled_trace_writes_no_files(tmp_path: Path, monkeypatch: pytest.Monk
     def forbid(*arguments: object) -> None:
         raise AssertionError("choices are written down")
 
-    monkeypatch.setattr("megalith.kernels.replay.Route.note", forbid)
+    monkeypatch.setattr("megalith.kernels.replay.MicrobatchRouting.note", forbid)
     train(0, 1, mixture(observe__routing_trace="0", train__steps="1"), tmp_path)
     assert not (tmp_path / "routing").exists()
     with pytest.raises(AssertionError, match="written down"):
@@ -339,7 +339,7 @@ def test_a_step_is_there_whole_or_not_at_all(
 ) -> None:
     written = RoutingTrace(tmp_path, mesh_of_one(), steps=3)
     monkeypatch.setattr(trace, "rows_of", lambda step, *rest: [{"step": step, "experts": [[1, 0]]}])
-    written.write(1, Routing(), [])
+    written.write(1, RoutingRecord(), [])
     whole = written.path.read_text()
 
     def half(step: int, *rest: object) -> list[dict[str, object]]:
@@ -350,7 +350,7 @@ def test_a_step_is_there_whole_or_not_at_all(
     monkeypatch.setattr(trace, "rows_of", half)
     monkeypatch.setattr(Path, "open", _refusing(Path.open))
     with pytest.raises(OSError, match="No space left"):
-        written.write(2, Routing(), [])
+        written.write(2, RoutingRecord(), [])
     monkeypatch.undo()
     assert written.path.read_text() == whole
     assert written.begin(4, []) is None and written.begin(3, []) is not None

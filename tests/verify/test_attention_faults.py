@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from megalith.kernels.masks import with_masks
-from megalith.kernels.span_attention import nothing_found
-from megalith.kernels.tokens import Context, tokens_of_slices
+from megalith.kernels.span_attention import init_attention_result
+from megalith.kernels.tokens import ContextShard, tokens_of_slices
 from megalith.parallel.context import of_my_heads, seen_of_groups
 from megalith.parallel.group import Group
 from megalith.plan.context import Slicing, plan_slices, plan_spans
@@ -32,10 +32,10 @@ def test_heads_are_those_of_the_first_rank_on_every_rank() -> None:
 
 def test_the_extra_score_is_left_out_and_sinks_are_not() -> None:
     q = torch.zeros(2, 1, 3, 4)
-    assert nothing_found(q, 4, off_by_one=True).lse.eq(0).all()
+    assert init_attention_result(q, 4, off_by_one=True).lse.eq(0).all()
     assert nothing_found_without_the_extra_score(q, 4, off_by_one=True).lse.isneginf().all()
     sinks = torch.tensor([0.5, 1.5])
-    for begin in (nothing_found, nothing_found_without_the_extra_score):
+    for begin in (init_attention_result, nothing_found_without_the_extra_score):
         assert torch.equal(begin(q, 4, sinks).lse[:, 0, 0], sinks)
 
 
@@ -55,7 +55,7 @@ def test_spans_are_right_where_the_fault_is_not() -> None:
 
 
 def test_the_second_rank_has_the_masks_of_the_first_or_none() -> None:
-    def shared(rank: int) -> Context:
+    def shared(rank: int) -> ContextShard:
         slicing = Slicing(ranks=2, rank=rank)
         tokens = with_masks(
             tokens_of_slices(plan_slices([8], row=8, slicing=slicing), slicing),

@@ -415,7 +415,7 @@ def invariant_norms(model: Decoder, mesh: Mesh) -> None:
 
 
 def change_shard(module: torch.nn.Module, name: str, **changes: Any) -> None:
-    notes = module.__dict__["declared"]
+    notes = module.__dict__["param_specs"]
     notes[name] = replace(notes[name], shard=replace(notes[name].shard, **changes))
 
 
@@ -457,7 +457,7 @@ def test_a_parameter_that_no_gradient_reaches_is_named() -> None:
     assert [problem.where for problem in problems] == [
         *(
             f"layers.{layer}.attention_norm.weight" for layer in range(2)
-        ),  # the MLP's norm is used by `after_adding`
+        ),  # the MLP's norm is used by `add_and_normalize`
         "norm.weight",
     ]
     assert "this parameter got no gradient. Use it in the loss, or remove it." in str(problems[0])

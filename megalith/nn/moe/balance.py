@@ -15,7 +15,7 @@ from megalith.kernels.balance import (
     z_loss,
 )
 from megalith.kernels.routing import Choice, normalized_scores, top_k_indices
-from megalith.kernels.tokens import BalanceShare, PackedSeqParams
+from megalith.kernels.tokens import AuxLossScale, PackedSeqParams
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import TPComm
@@ -29,7 +29,7 @@ LOSS_COEFFS = ("sequence_coeff", "batch_coeff", "global_batch_coeff", "z_loss_co
 
 
 @dataclass(slots=True)
-class Record:
+class RoutingStats:
     """Routing statistics of a layer in a step, by microbatch. Recomputation overwrites them with
     equal values; evaluation does not change them."""
 
@@ -52,14 +52,14 @@ class Record:
     there were tokens."""
 
 
-class Balance:
+class LoadBalancing:
     """Attaches the aux losses to the router weights and records routing statistics."""
 
     def __init__(self, moe: MoEConfig, tp_comm: TPComm, mesh: Mesh) -> None:
         self.moe, self.tp_comm = moe, tp_comm
         self.sharing, self.everyone = mesh.over("cp", "tp"), mesh.over("dp", "cp", "tp")
         self.weights = tuple(getattr(moe.aux_loss, name) for name in LOSS_COEFFS)
-        self.record: Record | None = None
+        self.record: RoutingStats | None = None
 
     def __call__(
         self, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
@@ -72,7 +72,7 @@ class Balance:
         share = tokens.balance
         if share is None:
             return choice
-        record = self.record_of(share, logits)
+        record = self.stats_of_step(share, logits)
         valid, sequence = self.tp_comm.mine(tokens.valid), self.tp_comm.mine(tokens.document_ids)
         one, experts = torch.zeros_like(sequence), self.moe.num_experts
         with torch.no_grad():
@@ -93,7 +93,7 @@ class Balance:
         valid: Tensor,
         sequence: Tensor,
         tokens: PackedSeqParams,
-        record: Record,
+        record: RoutingStats,
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield the index and the local part of every aux loss with a coefficient."""
         if not any(self.weights):
@@ -125,7 +125,7 @@ class Balance:
             yield 3, z_loss(logits, batch_counts.sum() / moe.top_k, valid)
 
     def global_loss(
-        self, shares: Tensor, counts: Tensor, valid: Tensor, tokens: PackedSeqParams, record: Record
+        self, shares: Tensor, counts: Tensor, valid: Tensor, tokens: PackedSeqParams, record: RoutingStats
     ) -> Tensor:
         """Return the load-balancing loss over the step's microbatches up to this one, on all
         ranks."""
@@ -139,7 +139,7 @@ class Balance:
         so_far = record.chosen[: number + 1].sum(0)
         return global_load_balancing_loss(shares, counts, so_far, valid, top_k=self.moe.top_k)
 
-    def record_of(self, share: BalanceShare, like: Tensor) -> Record:
+    def stats_of_step(self, share: AuxLossScale, like: Tensor) -> RoutingStats:
         """Return the record of this step's microbatches."""
         m, e = share.microbatches, self.moe.num_experts
         if (
@@ -148,7 +148,7 @@ class Balance:
             or self.record.counts.device != like.device
         ):
             shapes = (m, e), (m, e), (m,), (m, len(LOSSES)), (m, e + 1)
-            self.record = Record(
+            self.record = RoutingStats(
                 *(torch.zeros(s, dtype=torch.float64, device=like.device) for s in shapes)
             )
         return self.record

@@ -15,7 +15,7 @@ from megalith.kernels.rebuilt import LayerInput, output_tensor
 from megalith.kernels.routing import (
     Choice,
     balancing_offsets,
-    capacity_of,
+    expert_capacity,
     choose_experts,
     drop_choices,
     expert_weights,
@@ -27,7 +27,7 @@ from megalith.kernels.routing import (
 )
 from megalith.kernels.tokens import DropoutKey, PackedSeqParams
 from megalith.nn.dropout import key_of
-from megalith.nn.moe.balance import Balance
+from megalith.nn.moe.balance import LoadBalancing
 from megalith.parallel.autograd import regather
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
@@ -160,7 +160,7 @@ class Router(nn.Module):
                 dtype=wide,
             )
             self.balancing_offset.requires_grad_(False)  # set after each step
-        self.balance = Balance(moe, tp_comm, mesh)
+        self.balance = LoadBalancing(moe, tp_comm, mesh)
 
     def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Choice:
         """x [t, h], of the local tokens -> experts and weights [t, k]."""
@@ -185,7 +185,7 @@ class Router(nn.Module):
         }
 
     @property
-    def moved(self) -> Tensor | None:
+    def expert_bias(self) -> Tensor | None:
         """The expert bias, or None."""
         return self._parameters.get("balancing_bias")
 
@@ -225,7 +225,7 @@ class Router(nn.Module):
                 experts,
                 expert_weights(logits, score_experts(logits, router.score), experts, router),
             )
-        return choose_experts(logits, router, moe.top_k, self.moved, offsets=self.offset)
+        return choose_experts(logits, router, moe.top_k, self.expert_bias, offsets=self.offset)
 
     def note_offsets(self, logits: Tensor, tokens: PackedSeqParams) -> None:
         """Record the logit offsets that would have balanced this microbatch, over all ranks that
@@ -242,7 +242,7 @@ class Router(nn.Module):
             row = torch.cat(
                 [new_offsets.where(has_tokens, 0.0), has_tokens.to(new_offsets).unsqueeze(0)]
             )
-            self.balance.record_of(share, logits).offsets[share.microbatch] = row
+            self.balance.stats_of_step(share, logits).offsets[share.microbatch] = row
 
     def within_capacity(self, choice: Choice, tokens: PackedSeqParams) -> Choice:
         """Drop the choices over the expert capacity. All ranks that share a microbatch decide
@@ -261,7 +261,7 @@ class Router(nn.Module):
             choice.experts, choice.weights.detach().masked_fill(is_padding.unsqueeze(1), -1.0)
         )
         all_choices = Choice(*(regather(part.contiguous(), group) for part in local_choices))
-        limit = capacity_of(
+        limit = expert_capacity(
             capacity.factor, len(all_choices.experts), self.moe.top_k, self.moe.num_experts
         )
         places = self.places(tokens, all_choices.weights[:, 0] < 0)

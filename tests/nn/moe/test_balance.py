@@ -12,9 +12,9 @@ from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, Router
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.balance import count_choices, load_balancing_loss
 from megalith.kernels.routing import choose_experts, normalized_scores
-from megalith.kernels.tokens import BalanceShare, PackedSeqParams, tokens_of_lengths
+from megalith.kernels.tokens import AuxLossScale, PackedSeqParams, tokens_of_lengths
 from megalith.models.decoder import allocate, initialize
-from megalith.nn.moe.balance import LOSS_COEFFS, LOSSES, Balance
+from megalith.nn.moe.balance import LOSS_COEFFS, LOSSES, LoadBalancing
 from megalith.nn.moe.router import Router
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
@@ -42,7 +42,7 @@ def training(microbatch: int = 0, weight: float = 0.5) -> PackedSeqParams:
     """Three documents; the last token is padding."""
     tokens = tokens_of_lengths([5, 3, 4])
     valid = torch.arange(12) < 11
-    return replace(tokens, balance=BalanceShare(microbatch, 2, weight), valid=valid)
+    return replace(tokens, balance=AuxLossScale(microbatch, 2, weight), valid=valid)
 
 
 def router_of(moe: MoEConfig) -> Router:
@@ -114,8 +114,8 @@ def test_loss_counts_choices_by_score_and_the_record_actual_choices() -> None:
         aux_loss=AuxLossConfig(batch_coeff=0.1),
     )
     router, tilted = router_of(moe), router_of(moe)
-    assert tilted.moved is not None
-    tilted.moved.data.copy_(torch.tensor([9.0, 0, 0, 0, 0]))
+    assert tilted.expert_bias is not None
+    tilted.expert_bias.data.copy_(torch.tensor([9.0, 0, 0, 0, 0]))
     for each in (router, tilted):
         each(X[0], training())
     first, second = router.balance.record, tilted.balance.record
@@ -131,8 +131,8 @@ def test_loss_of_choices_counts_choices_before_token_dropping() -> None:
     losses, plain = [], replace(moe, aux_loss=replace(balance, of_choices=False))
     for each in (plain, moe, replace(moe, capacity=CapacityConfig(factor=0.5))):
         router = router_of(each)
-        assert router.moved is not None
-        router.moved.data.copy_(torch.tensor([9.0, 0, 0, 0, 0]))
+        assert router.expert_bias is not None
+        router.expert_bias.data.copy_(torch.tensor([9.0, 0, 0, 0, 0]))
         router(X[0], training())
         assert router.balance.record is not None
         losses.append(float(router.balance.record.losses[0, 1]))
@@ -225,7 +225,7 @@ def step_over_dp(
     allocate(router, torch.device("cpu"))
     initialize(router, seed=3)
     place = mesh.dp.rank
-    with replaced(Balance, "global_loss", step_of_own_tokens) if fault else nullcontext():
+    with replaced(LoadBalancing, "global_loss", step_of_own_tokens) if fault else nullcontext():
         for number, x in enumerate(ROWS[place]):
             tokens = replace(training(number, weight=0.25), valid=torch.arange(12) < REAL[place])
             (router(tp_comm.mine(x), tokens).weights * 0).sum().backward()

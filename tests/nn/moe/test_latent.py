@@ -113,8 +113,8 @@ def test_layer_and_gradients_match_nemotron_h_of_transformers(
     with torch.no_grad():
         for mine, other in both.values():
             mine.copy_(other.reshape(mine.shape))
-        assert ours.router.moved is not None
-        ours.router.moved.copy_(theirs.gate.e_score_correction_bias)
+        assert ours.router.expert_bias is not None
+        ours.router.expert_bias.copy_(theirs.gate.e_score_correction_bias)
     assert {id(mine) for mine, _ in both.values()} == {
         id(one) for one in ours.parameters() if one.requires_grad
     }

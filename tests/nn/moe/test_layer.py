@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import CapacityConfig, MoEConfig, RouterConfig
-from megalith.kernels.replay import Decided
-from megalith.kernels.routing import NOWHERE, Choice, expert_weights, score_experts
-from megalith.kernels.tokens import BalanceShare, PackedSeqParams, tokens_of_rows
+from megalith.kernels.replay import RoutingDecisions
+from megalith.kernels.routing import DROPPED_CHOICE, Choice, expert_weights, score_experts
+from megalith.kernels.tokens import AuxLossScale, PackedSeqParams, tokens_of_rows
 from megalith.models.decoder import allocate, initialize
 from megalith.nn.moe.layer import MoE
 from megalith.nn.moe.router import Router
@@ -42,7 +42,7 @@ def build(moe: MoEConfig, model: ModelConfig = MODEL) -> MoE:
 
 
 def training(rows: int = 1, length: int = 9) -> PackedSeqParams:
-    return replace(tokens_of_rows(rows, length), balance=BalanceShare(0, 1, 1.0))
+    return replace(tokens_of_rows(rows, length), balance=AuxLossScale(0, 1, 1.0))
 
 
 def plain(layer: MoE, x: Tensor, moe: MoEConfig) -> Tensor:
@@ -252,8 +252,8 @@ def test_recomputation_repeats_routing_decisions(capacity: float | None) -> None
 
 
 def test_dropped_choices_are_recorded_with_chosen_experts() -> None:
-    decided, chosen = Decided(), torch.tensor([[0, 3], [2, 1]])
+    decided, chosen = RoutingDecisions(), torch.tensor([[0, 3], [2, 1]])
     assert decided.chosen("layers.0") is None and decided.taken("layers.0") is None
-    decided.note("layers.0", chosen, torch.tensor([[NOWHERE, 3], [2, NOWHERE]]))
+    decided.note("layers.0", chosen, torch.tensor([[DROPPED_CHOICE, 3], [2, DROPPED_CHOICE]]))
     assert torch.equal(decided.chosen("layers.0"), chosen)  # type: ignore[arg-type]  # it is there
     assert decided.taken("layers.0").tolist() == [[False, True], [True, False]]  # type: ignore[union-attr]  # the same

@@ -11,7 +11,7 @@ from megalith.config.moe import AuxLossConfig, CapacityConfig, Drop, MoEConfig, 
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.routing import Choice
 from megalith.kernels.tokens import (
-    BalanceShare,
+    AuxLossScale,
     DropoutKey,
     PackedSeqParams,
     tokens_of_rows,
@@ -42,7 +42,7 @@ X = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_s
 def training(seed: int = 0) -> PackedSeqParams:
     tokens = tokens_of_rows(2, 6)
     return replace(
-        tokens, balance=BalanceShare(0, 1, 1.0), dropout=DropoutKey(seed, torch.arange(12))
+        tokens, balance=AuxLossScale(0, 1, 1.0), dropout=DropoutKey(seed, torch.arange(12))
     )
 
 
@@ -93,7 +93,7 @@ def shared(rank: int, world: int, moe: MoEConfig, order: str) -> tuple[Tensor, T
     slicing, tp_comm = my_slicing(parallel, mesh), SequenceParallelComm(mesh.tp)
     slices = plan_slices([12], row=12, slicing=slicing)
     numbers = tp_comm.mine(torch.from_numpy(slices.numbers[slicing.rank]))
-    tokens = replace(tokens_of_slices(slices, slicing), balance=BalanceShare(0, 1, 1.0))
+    tokens = replace(tokens_of_slices(slices, slicing), balance=AuxLossScale(0, 1, 1.0))
     router = filled(Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64))
     return numbers, router(X[numbers], tokens).experts
 
@@ -104,7 +104,7 @@ def test_last_tokens_are_dropped_for_every_rank_order(
 ) -> None:
     moe = replace(MOE, capacity=CapacityConfig(factor=0.7, drop="last"))
     expected = alone(moe)(
-        X, replace(tokens_of_rows(1, 12), balance=BalanceShare(0, 1, 1.0))
+        X, replace(tokens_of_rows(1, 12), balance=AuxLossScale(0, 1, 1.0))
     ).experts
     numbers, experts = map(torch.cat, zip(*run_ranks(shared, 4, moe, order), strict=True))
     assert torch.equal(experts[numbers.argsort()], expected)
@@ -163,7 +163,7 @@ def test_force_load_balancing_balances_the_experts() -> None:
     tokens = replace(
         tokens_of_rows(1, 3000),
         dropout=DropoutKey(0, torch.arange(3000)),
-        balance=BalanceShare(0, 1, 1.0),
+        balance=AuxLossScale(0, 1, 1.0),
     )
     counts = (
         router(torch.ones(3000, 6, dtype=torch.float64), tokens)
@@ -252,6 +252,6 @@ def test_expert_bias_is_fp32_and_not_trained() -> None:
     router = alone(
         replace(MOE, router=RouterConfig(score="sigmoid", expert_bias=True)), torch.bfloat16
     )
-    assert router.moved is not None
-    assert router.moved.dtype == torch.float32 and not router.moved.requires_grad
-    assert alone(MOE).moved is None
+    assert router.expert_bias is not None
+    assert router.expert_bias.dtype == torch.float32 and not router.expert_bias.requires_grad
+    assert alone(MOE).expert_bias is None
