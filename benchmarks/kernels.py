@@ -38,7 +38,7 @@ from megalith.kernels.sdpa import sdpa_documents
 from megalith.kernels.swiglu import reference_swiglu, swiglu
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.kernels.weighted import weighted_gated
-from megalith.parallel.group import alone
+from megalith.parallel.group import single_rank_group
 from megalith.recipes.small import llama_6m, llama_29m
 
 RECIPES = {"6m": llama_6m, "29m": llama_29m}
@@ -179,7 +179,7 @@ def loss_ways(shapes: Shapes, compiled: bool) -> Ways:
 
     def whole(kernel: Kernel) -> Tensor:
         return linear_cross_entropy(
-            x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=v, kernel=kernel
+            x, weight, labels, vocab=single_rank_group("tp"), first_row=0, vocab_size=v, kernel=kernel
         )
 
     ways: Ways = {k: back_and_forth(partial(whole, k), (x, weight)) for k in KERNELS}

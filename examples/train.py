@@ -14,7 +14,7 @@ from megalith.config.train import LoopConfig, TrainRun
 from megalith.data.build import build_datasets
 from megalith.data.loader import Loader, Masks
 from megalith.optim.schedule import learning_rate, schedule_lengths
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.train.build import build_trainer
 from megalith.train.step import train_step
 
@@ -33,7 +33,7 @@ DEEP = replace(SMALL, name="deep", model=replace(MODEL, num_layers=4, tied_embed
 
 def train(run: TrainRun) -> list[float]:
     """Train one model from its initial weights and return the loss of every step."""
-    mesh, cpu, loop = mesh_of_one(), torch.device("cpu"), run.train
+    mesh, cpu, loop = build_single_rank_mesh(), torch.device("cpu"), run.train
     trainer = build_trainer(run, mesh, cpu)
     samples = {"train_samples": loop.steps * loop.global_batch_size}
     tokens = {"seq_len": loop.seq_len, "vocab_size": run.model.vocab_size, "eod": 256}

@@ -49,7 +49,7 @@ from megalith.kernels.tokens import DropoutKey, tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.models.release import parameters
 from megalith.nn.lora import attach_adapters
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan import keys, transports
 from megalith.recipes import recipes
 
@@ -157,7 +157,7 @@ def record_model_keys(_: Path) -> dict[str, list[str]]:
     tokens = replace(tokens_of_rows(1, 4), dropout=DropoutKey(5, ids))
     recorded = {}
     for name, config in TINY_MODELS.items():
-        model = Decoder(config, mesh_of_one())
+        model = Decoder(config, build_single_rank_mesh())
         attach_adapters([model], config, LoraConfig(rank=2, dropout=0.1))
         allocate(model, torch.device("cpu"))
         with recorded_keys() as texts:

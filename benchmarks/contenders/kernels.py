@@ -21,7 +21,7 @@ from megalith.kernels.span_attention import span_attention
 from megalith.kernels.swiglu import swiglu
 from megalith.kernels.tokens import tokens_of_lengths
 from megalith.kernels.weighted import weighted_gated
-from megalith.parallel.group import alone
+from megalith.parallel.group import single_rank_group
 from megalith.plan.context import spans_of_lengths
 
 EPS = 1e-5
@@ -86,7 +86,7 @@ def contests(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator
     )
     labels = torch.randint(0, sizes.vocab, (t,), generator=draw).to(device)
     loss = partial(
-        linear_cross_entropy, labels=labels, vocab=alone("tp"), first_row=0, vocab_size=sizes.vocab
+        linear_cross_entropy, labels=labels, vocab=single_rank_group("tp"), first_row=0, vocab_size=sizes.vocab
     )
     yield "head and loss", by_kernel(loss, inputs((t, h), (sizes.vocab, h)), ("auto", "torch"))
     qkv = inputs((t, sizes.heads, d), *[(t, sizes.kv_heads, d)] * 2)

@@ -15,7 +15,7 @@ from megalith.config.moe import AuxLossConfig, MoEConfig
 from megalith.kernels.tokens import AuxLossScale, tokens_of_rows
 from megalith.models.decoder import allocate
 from megalith.nn.moe.layer import MoE
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import TensorParallelComm
 from megalith.recipes.qwen3 import qwen3_30b_a3b
 from megalith.testing.tolerance import relative_error
@@ -165,7 +165,7 @@ class Layer:
 
 def build(config: ModelConfig, moe: MoEConfig, device: torch.device) -> MoE:
     """The layer, its weights not written yet."""
-    mesh = mesh_of_one()
+    mesh = build_single_rank_mesh()
     layer = MoE("layers.0.moe", config, moe, mesh, TensorParallelComm(mesh.tp), dtype=DTYPE)
     allocate(layer, device)
     return layer

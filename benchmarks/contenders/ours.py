@@ -10,7 +10,7 @@ from megalith.config.optim import PrecisionConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import MaskSettings, StepBatches, build_batch
 from megalith.data.sample import Sample
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.train.build import Trainer, build_trainer
 from megalith.train.step import train_step
 
@@ -38,7 +38,7 @@ class Ours:
     """Holds a trainer; `step()` is one optimizer update."""
 
     def __init__(self, run: TrainRun, batches: StepBatches, device: torch.device) -> None:
-        self.trainer: Trainer = build_trainer(run, mesh_of_one(), device)
+        self.trainer: Trainer = build_trainer(run, build_single_rank_mesh(), device)
         self.batches = batches
 
     def step(self) -> float:

@@ -17,7 +17,7 @@ from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.moe.layer import MoE
 from megalith.parallel.group import barrier
 from megalith.parallel.mesh import Mesh, build_mesh, model_grid
-from megalith.testing.inject import SlowLink, replaced, slow_link
+from megalith.testing.inject import SlowLink, patched, slow_link
 from megalith.train.build import build_trainer
 from megalith.train.step import train_step
 
@@ -86,7 +86,7 @@ def step_of(kind: str, run: TrainRun, mesh: Mesh) -> Callable[[], float]:
     batches = replace(batches, num_labels=batches.num_labels * mesh.dp.size)
 
     def step() -> float:
-        with replaced(MoE, "forward", in_order) if kind == "in order" else nullcontext():
+        with patched(MoE, "forward", in_order) if kind == "in order" else nullcontext():
             return train_step(trainer, batches, lr=LR, weight_decay=WEIGHT_DECAY).loss
 
     return step

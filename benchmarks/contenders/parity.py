@@ -30,7 +30,7 @@ from megalith.kernels.scores import Scores
 from megalith.kernels.swiglu import reference_swiglu, swiglu
 from megalith.kernels.tokens import tokens_of_lengths, tokens_of_rows
 from megalith.kernels.weighted import reference_weighted_gated, weighted_gated
-from megalith.parallel.group import alone
+from megalith.parallel.group import single_rank_group
 from megalith.testing.tolerance import BF16, FP32_DEEP, relative_error
 
 TOLERANCES = {torch.float32: FP32_DEEP.relative, torch.bfloat16: BF16.relative}
@@ -103,11 +103,11 @@ def kernels(device: torch.device) -> list[Kernel]:
 
     def loss(x: Tensor, w: Tensor) -> Tensor:
         return linear_cross_entropy(
-            x, w, labels_there, vocab=alone("tp"), first_row=0, vocab_size=V
+            x, w, labels_there, vocab=single_rank_group("tp"), first_row=0, vocab_size=V
         )
 
     def losses(x: Tensor, w: Tensor) -> Tensor:
-        return token_losses(x, w, labels_there, vocab=alone("tp"), first_row=0, vocab_size=V)
+        return token_losses(x, w, labels_there, vocab=single_rank_group("tp"), first_row=0, vocab_size=V)
 
     def their_losses(x: Tensor, w: Tensor) -> Tensor:
         return reference_cross_entropy(x, w, labels, vocab_size=V)

@@ -15,7 +15,7 @@ from megalith.data.loader import StepBatches
 from megalith.kernels.memory import keep_freed_memory
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.parallel.group import all_reduce_, barrier
-from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
 from megalith.train.build import DTYPES, Trainer, build_trainer
 from megalith.train.step import train_step
 
@@ -26,7 +26,7 @@ class LossModel(nn.Module):
 
     def __init__(self, run: TrainRun) -> None:
         super().__init__()
-        self.decoder = Decoder(run.model, mesh_of_one(), dtype=DTYPES[run.precision.params])
+        self.decoder = Decoder(run.model, build_single_rank_mesh(), dtype=DTYPES[run.precision.params])
         allocate(self.decoder, torch.device("cpu"))
         initialize(self.decoder, seed=run.seed)
 

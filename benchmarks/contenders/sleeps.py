@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from megalith.kernels.linear import GradAccumulator
 from megalith.parallel.group import barrier
-from megalith.parallel.link import Spec, Tensors, handles_of
+from megalith.parallel.link import Spec, Tensors, create_pipeline_groups
 from megalith.parallel.pipeline import Pipeline
 from megalith.parallel.postpone import WeightGradStore
 from megalith.plan.schedule import Schedule
@@ -101,7 +101,7 @@ def run_rank(
     ]
     pipeline = Pipeline(
         rank,
-        handles_of(group, tags=True),
+        create_pipeline_groups(group, tags=True),
         torch.device("cpu"),
         lambda *_: (Spec((WIDTH,), torch.float32),),
         weights=[WeightGradStore([stage]) for stage in stages],

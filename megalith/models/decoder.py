@@ -29,14 +29,14 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import LayerRunner, SpanHook
 from megalith.parallel.rings import RING_EXCHANGE, CollectiveMatmul
 from megalith.parallel.tensor import (
-    ColumnLinear,
+    ColumnParallelLinear,
     Init,
     ParameterSpec,
     SequenceParallelComm,
     TensorParallelComm,
     TPComm,
-    VocabEmbedding,
-    VocabHead,
+    VocabParallelEmbedding,
+    VocabParallelHead,
 )
 from megalith.plan.initial import initial_values
 from megalith.plan.shards import Shard, split_evenly
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
     with `sp`.
     """
 
-    embed: VocabEmbedding
+    embed: VocabParallelEmbedding
     """Only in the stage with the embedding."""
 
     input_embedding: InputEmbedding
@@ -71,7 +71,7 @@ class Decoder(nn.Module):
     norm: Norm
     """Only in the stage with the final norm."""
 
-    head: VocabHead
+    head: VocabParallelHead
     """Only in the stage with the loss."""
 
     mtp: MTPBlock | MTPLoss
@@ -113,7 +113,7 @@ class Decoder(nn.Module):
         self.stage = stage or single_stage(config.num_layers, config.mtp.num_layers)
         table = shared_tables.get("embed.weight")
         if self.stage.embedding:
-            self.embed = VocabEmbedding(_table("embed.weight", config, mesh), tp_comm, dtype=dtype)
+            self.embed = VocabParallelEmbedding(_table("embed.weight", config, mesh), tp_comm, dtype=dtype)
             self.input_embedding = InputEmbedding(config, tp_comm, dtype=dtype)
             table = self.embed.weight
         shared = shared_tables.get("relative.weight")
@@ -147,7 +147,7 @@ class Decoder(nn.Module):
                 "norm", config.hidden_size, config, invariant=tp_comm.invariant, dtype=dtype
             )
         if self.stage.loss:
-            self.head = VocabHead(
+            self.head = VocabParallelHead(
                 _table("embed.weight" if config.tied_embeddings else "head.weight", config, mesh),
                 tp_comm,
                 vocab_size=config.vocab_size,
@@ -391,7 +391,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
                     empty, requires_grad=parameter.requires_grad
                 )
             setattr(module, name, allocated[id(parameter)])
-        if isinstance(module, ColumnLinear):
+        if isinstance(module, ColumnParallelLinear):
             _make_contiguous(module.accumulated_parameters())
 
 

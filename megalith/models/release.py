@@ -31,7 +31,7 @@ from megalith.models.jobs import run_in_order, split_by_nbytes
 from megalith.models.journal import Attempt, ConversionJournal
 from megalith.models.names import dtype_to_write
 from megalith.models.staging import open_staging, publish
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.shards import Box, Shard
 
 BATCH_NBYTES = 256 * 2**20
@@ -40,7 +40,7 @@ BATCH_NBYTES = 256 * 2**20
 
 def parameters(model: ModelConfig) -> list[Shard]:
     """Return the full shard of every parameter of a model, in the order of the forward pass."""
-    return [spec.shard for spec, _, _ in declared_parameters(Decoder(model, mesh_of_one()))]
+    return [spec.shard for spec, _, _ in declared_parameters(Decoder(model, build_single_rank_mesh()))]
 
 
 def release_run(name: str, model: ModelConfig, tokenizer: TokenizerConfig, path: Path) -> TrainRun:

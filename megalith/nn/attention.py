@@ -18,10 +18,10 @@ from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import (
     ZEROS,
-    ColumnLinear,
+    ColumnParallelLinear,
     Init,
     ParameterSpec,
-    RowLinear,
+    RowParallelLinear,
     TPComm,
     register_param,
 )
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         start = Init(config.init_std)
         weights = _input_shards(name, config, mesh, heads, columns=config.hidden_size)
         biases = _input_shards(name, config, mesh, heads, columns=None) if config.qkv_bias else []
-        self.qkv = ColumnLinear(
+        self.qkv = ColumnParallelLinear(
             [ParameterSpec(weight, start) for weight in weights],
             [ParameterSpec(bias, ZEROS) for bias in biases],
             tp_comm,
@@ -112,7 +112,7 @@ def output_linear(
     tp_comm: TPComm,
     *,
     dtype: torch.dtype,
-) -> RowLinear:
+) -> RowParallelLinear:
     """Build the output projection from the local heads to the residual stream: o [h, n, d_v],
     sharded into `heads` per tp rank."""
     o = Shard.full(
@@ -122,7 +122,7 @@ def output_linear(
     bias = Shard.full(
         f"{name}.o_bias", (config.hidden_size,), invariant=tp_comm.invariant, inputs=0
     )
-    return RowLinear(
+    return RowParallelLinear(
         ParameterSpec(o, Init(config.init_std / math.sqrt(2 * config.num_layers))),
         ParameterSpec(bias, ZEROS) if config.output_bias else None,
         tp_comm,

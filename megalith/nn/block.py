@@ -107,7 +107,7 @@ class Layer(nn.Module):
                 dtype=dtype,
                 index=index,
                 core=attend("weights", inside=up),
-                around=partial(Recomputed, check=check, turns=True) if up else no_recompute,
+                around=partial(Recomputed, check=check, saves_rope_tables=True) if up else no_recompute,
             )
             self.attention_out = branch("attention")
         if config.uses_cross_layer_source(index):

@@ -17,7 +17,7 @@ from megalith.kernels.visible import AttentionMask
 from megalith.nn.attention import LayerCache, output_linear
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ZEROS, ColumnLinear, Init, ParameterSpec, TPComm
+from megalith.parallel.tensor import ZEROS, ColumnParallelLinear, Init, ParameterSpec, TPComm
 from megalith.plan.shards import Shard, split_heads
 
 
@@ -79,9 +79,9 @@ class CrossAttentionBase(nn.Module):
             shard = Shard.full(f"{name}.kv{suffix}", (2, g, d, *inputs), inputs=len(inputs))
             return shard.split_dim(1, heads.keys, replica_ranks.rank, replica_ranks.axes)
 
-        def column(weight: Shard, bias: Shard) -> ColumnLinear:
+        def column(weight: Shard, bias: Shard) -> ColumnParallelLinear:
             biases = [ParameterSpec(bias, ZEROS)] if config.qkv_bias else []
-            return ColumnLinear(
+            return ColumnParallelLinear(
                 [ParameterSpec(weight, Init(config.init_std))], biases, tp_comm, dtype=dtype
             )
 

@@ -66,7 +66,7 @@ class LearnedPositions(nn.Module):
             if self.position_offset
             else tokens.position_ids
         )
-        return x + embedding(self.tp_comm.mine(places), self.weight)
+        return x + embedding(self.tp_comm.select_local(places), self.weight)
 
 
 class InputEmbedding(nn.Module):

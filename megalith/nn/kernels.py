@@ -16,7 +16,7 @@ from torch import nn
 from megalith.config.kernels import BackendName, KernelsConfig, KernelSetting, Op, kernels_of
 from megalith.kernels.matmul import select_bf16_matmul
 from megalith.kernels.span_attention import reference_span_attention
-from megalith.parallel.context import AllGatherAttend, HeadExchange, HeadsThenRing, Ring
+from megalith.parallel.context import AllGatherAttend, UlyssesAttend, UlyssesRingAttend, RingAttend
 from megalith.parallel.mesh import Mesh
 
 Held = Any  # any attribute of a module
@@ -59,7 +59,7 @@ def with_kernel(held: Held, config: KernelsConfig, mesh: Mesh) -> Held:
     if isinstance(held, nn.Module):  # a module that is not registered, for example in a tuple
         use_kernels([held], config, mesh)
         return held
-    if isinstance(held, Ring | AllGatherAttend | HeadExchange | HeadsThenRing):
+    if isinstance(held, RingAttend | AllGatherAttend | UlyssesAttend | UlyssesRingAttend):
         plain = config.of("attention") in ("torch", "reference")
         return AllGatherAttend(mesh.cp, reference_span_attention) if plain else held
     if isinstance(held, FunctionType):

@@ -30,26 +30,26 @@ from megalith.parallel.autograd import mark_partial
 from megalith.parallel.recompute import Recomputed
 from megalith.parallel.tensor import (
     ZEROS,
-    ColumnLinear,
+    ColumnParallelLinear,
     Init,
     ParameterSpec,
-    RowLinear,
+    RowParallelLinear,
     TPComm,
-    WholeLinear,
+    ReplicatedLinear,
     register_param,
 )
 from megalith.plan.shards import Shard
 
 
 class ColumnLora(nn.Module):
-    """A `ColumnLinear` with adapters of some of its matrices: x [t, i] -> y [t, f_tp].
+    """A `ColumnParallelLinear` with adapters of some of its matrices: x [t, i] -> y [t, f_tp].
 
     A is replicated and multiplies x outside the tensor-parallel region; B is sharded like the
     matrix's rows. The r features enter the tensor-parallel region in between.
     """
 
     def __init__(
-        self, base: ColumnLinear, names: Sequence[str], lora: LoraConfig, *, dtype: torch.dtype
+        self, base: ColumnParallelLinear, names: Sequence[str], lora: LoraConfig, *, dtype: torch.dtype
     ) -> None:
         """`names`: the matrices with adapters, in the base's order."""
         super().__init__()
@@ -63,7 +63,7 @@ class ColumnLora(nn.Module):
         for name in names:
             a, b = column_adapter(_shard_of(base, name), lora, base.tp_comm)
             _register_adapter(self, name, a, b, dtype=dtype)
-        self.drop = InputDropout(_shard_of(base, names[0]).name, lora.dropout, base.tp_comm.mine)
+        self.drop = InputDropout(_shard_of(base, names[0]).name, lora.dropout, base.tp_comm.select_local)
 
     def forward(self, x: LayerInput) -> Tensor:
         """x [t, i], in the layout of `tp_comm` -> [t, f_tp]."""
@@ -133,13 +133,13 @@ class AddColumnsFunction(Function):
 
 
 class RowLora(nn.Module):
-    """A `RowLinear` with an adapter: x [t, i_tp] -> y [t, o] in the layout of `tp_comm`.
+    """A `RowParallelLinear` with an adapter: x [t, i_tp] -> y [t, o] in the layout of `tp_comm`.
 
     A is sharded like the matrix's columns, so its r features are partial sums that are reduced; B
     is replicated.
     """
 
-    def __init__(self, base: RowLinear, lora: LoraConfig, *, dtype: torch.dtype) -> None:
+    def __init__(self, base: RowParallelLinear, lora: LoraConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.base, self.tp_comm, self.scale, self.name = (
             base,
@@ -163,17 +163,17 @@ class RowLora(nn.Module):
 
 
 class ReplicatedLora(nn.Module):
-    """A `WholeLinear` with an adapter: x [t, i], in the layout of `tp_comm` -> y [t, o]. A, B and W
+    """A `ReplicatedLinear` with an adapter: x [t, i], in the layout of `tp_comm` -> y [t, o]. A, B and W
     are replicated."""
 
     def __init__(
-        self, base: WholeLinear, tp_comm: TPComm, lora: LoraConfig, *, dtype: torch.dtype
+        self, base: ReplicatedLinear, tp_comm: TPComm, lora: LoraConfig, *, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.base, self.scale, self.name = base, lora.scale, base.weight_name
         weight = _shard_of(base, self.name)
         _register_adapter(self, self.name, *whole_adapter(weight, lora), dtype=dtype)
-        self.drop = InputDropout(weight.name, lora.dropout, tp_comm.mine)
+        self.drop = InputDropout(weight.name, lora.dropout, tp_comm.select_local)
 
     def forward(self, x: LayerInput) -> Tensor:
         """x [t, i] -> [t, o]."""
@@ -367,16 +367,16 @@ def _adapted(
     module: nn.Module, tp_comm: TPComm, model: ModelConfig, lora: LoraConfig
 ) -> nn.Module | None:
     """Return the module with adapters; None if it gets none."""
-    if not isinstance(module, ColumnLinear | RowLinear | WholeLinear):
+    if not isinstance(module, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
         return None
-    names = module.weight_names if isinstance(module, ColumnLinear) else [module.weight_name]
+    names = module.weight_names if isinstance(module, ColumnParallelLinear) else [module.weight_name]
     names = [name for name in names if has_adapters(_shard_of(module, name).name, lora, model)]
     if not names:
         return None
     dtype = module.accumulated_parameters()[0].dtype
-    if isinstance(module, ColumnLinear):
+    if isinstance(module, ColumnParallelLinear):
         return ColumnLora(module, names, lora, dtype=dtype)
-    if isinstance(module, RowLinear):
+    if isinstance(module, RowParallelLinear):
         return RowLora(module, lora, dtype=dtype)
     return ReplicatedLora(module, tp_comm, lora, dtype=dtype)
 

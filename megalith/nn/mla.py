@@ -25,7 +25,7 @@ from megalith.nn.norm import build_norm
 from megalith.nn.rope import build_apply_rope
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ColumnLinear, Init, ParameterSpec, TPComm, WholeLinear
+from megalith.parallel.tensor import ColumnParallelLinear, Init, ParameterSpec, TPComm, ReplicatedLinear
 from megalith.plan.shards import Shard, split_evenly
 
 
@@ -144,18 +144,18 @@ class LatentAttention(nn.Module):
         self.num_heads = heads[mesh.tp.rank]
         start = Init(config.init_std)
 
-        def of_heads(word: str, features: int, columns: int) -> ColumnLinear:
+        def of_heads(word: str, features: int, columns: int) -> ColumnParallelLinear:
             shard = Shard.full(f"{name}.{word}", (n, features, columns)).split_dim(
                 0,
                 heads,
                 mesh.tp.rank,
                 mesh.tp.axes,
             )
-            return ColumnLinear([ParameterSpec(shard, start)], [], tp_comm, dtype=dtype)
+            return ColumnParallelLinear([ParameterSpec(shard, start)], [], tp_comm, dtype=dtype)
 
-        def short(word: str, rank: int, extra: int = 0) -> tuple[WholeLinear, nn.Module]:
+        def short(word: str, rank: int, extra: int = 0) -> tuple[ReplicatedLinear, nn.Module]:
             shard = Shard.full(f"{name}.{word}", (rank + extra, h), invariant=tp_comm.invariant)
-            down = WholeLinear(ParameterSpec(shard, start), dtype=dtype)
+            down = ReplicatedLinear(ParameterSpec(shard, start), dtype=dtype)
             if not sizes.norms:
                 return down, nn.Identity()
             return down, build_norm(

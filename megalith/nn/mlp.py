@@ -19,7 +19,7 @@ from megalith.kernels.rebuilt import (
 from megalith.kernels.swiglu import swiglu
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ZEROS, ColumnLinear, Init, ParameterSpec, RowLinear, TPComm
+from megalith.parallel.tensor import ZEROS, ColumnParallelLinear, Init, ParameterSpec, RowParallelLinear, TPComm
 from megalith.plan.shards import Shard, split_evenly
 
 Inner = Callable[[Tensor], LayerInput]
@@ -146,7 +146,7 @@ def _up(
     mesh: Mesh,
     tp_comm: TPComm,
     dtype: torch.dtype,
-) -> ColumnLinear:
+) -> ColumnParallelLinear:
     """Build the up projection to the local inner features: one matrix [f, h], or several, [*stack,
     f, h]."""
     h, f = config.hidden_size, config.ffn_hidden_size
@@ -154,14 +154,14 @@ def _up(
     weight = Shard.full(name, (*stack, f, h)).split_dim(len(stack), *cut)
     bias = Shard.full(f"{name}_bias", (*stack, f), inputs=0).split_dim(len(stack), *cut)
     biases = [ParameterSpec(bias, ZEROS)] if config.mlp_bias else []
-    return ColumnLinear(
+    return ColumnParallelLinear(
         [ParameterSpec(weight, Init(config.init_std))], biases, tp_comm, dtype=dtype
     )
 
 
 def _down(
     name: str, config: ModelConfig, mesh: Mesh, tp_comm: TPComm, dtype: torch.dtype
-) -> RowLinear:
+) -> RowParallelLinear:
     """Build the down projection [h, f] from the local inner features."""
     h, f = config.hidden_size, config.ffn_hidden_size
     weight = Shard.full(name, (h, f)).split_dim(
@@ -169,7 +169,7 @@ def _down(
     )
     bias = Shard.full(f"{name}_bias", (h,), invariant=tp_comm.invariant, inputs=0)
     start = Init(config.init_std / math.sqrt(2 * config.num_layers))
-    return RowLinear(
+    return RowParallelLinear(
         ParameterSpec(weight, start),
         ParameterSpec(bias, ZEROS) if config.mlp_bias else None,
         tp_comm,

@@ -34,9 +34,9 @@ from megalith.parallel.tensor import (
     Init,
     ParameterSpec,
     TPComm,
-    VocabEmbedding,
-    VocabHead,
-    WholeLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    ReplicatedLinear,
 )
 from megalith.plan.shards import Shard
 
@@ -53,7 +53,7 @@ class MTPLayer(nn.Module):
     x and the normalized result [t, h] are in the layout of `tp_comm`; ids are those of all tokens.
     """
 
-    head: VocabHead
+    head: VocabParallelHead
     """Only on the stage with the loss."""
 
     def __init__(
@@ -66,7 +66,7 @@ class MTPLayer(nn.Module):
         dtype: torch.dtype,
         table: ParameterSpec,
         shared: nn.Parameter | None,
-        head: VocabHead | None,
+        head: VocabParallelHead | None,
         core: Attend = attention,
         recompute: RecomputeConfig = KEEP_ALL,
         dispatcher: DispatcherName = "alltoall",
@@ -77,7 +77,7 @@ class MTPLayer(nn.Module):
         head, unless it is on another stage."""
         super().__init__()
         name, h = f"mtp.{depth}", config.hidden_size
-        self.embed = VocabEmbedding(table, tp_comm, dtype=dtype, tied=shared)
+        self.embed = VocabParallelEmbedding(table, tp_comm, dtype=dtype, tied=shared)
         self.input_embedding = InputEmbedding(
             config, tp_comm, dtype=dtype, number=depth + 1, places=places
         )
@@ -86,7 +86,7 @@ class MTPLayer(nn.Module):
             for word in ("embed_norm", "hidden_norm", "norm")
         )
         project = Shard.full(f"{name}.project", (h, 2 * h), invariant=tp_comm.invariant)
-        self.project = WholeLinear(ParameterSpec(project, Init(config.init_std)), dtype=dtype)
+        self.project = ReplicatedLinear(ParameterSpec(project, Init(config.init_std)), dtype=dtype)
         last = config.num_layers - 1
         self.layer = block_of_layer(config, last)(
             f"{name}.layer",
@@ -105,7 +105,7 @@ class MTPLayer(nn.Module):
             stream_dtype(config, dtype),
         )
         if head is not None:
-            self.head = head.again()
+            self.head = head.share_weight()
 
     def forward(self, x: Tensor, ids: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, h], ids [t] -> [t, h]."""
@@ -134,7 +134,7 @@ class MTPBlock(nn.Module):
         dtype: torch.dtype,
         table: ParameterSpec,
         shared: nn.Parameter | None,
-        head: VocabHead | None,
+        head: VocabParallelHead | None,
         core: Attend = attention,
         recompute: RecomputeConfig = KEEP_ALL,
         dispatcher: DispatcherName = "alltoall",
@@ -206,9 +206,9 @@ class MTPLoss(nn.Module):
     Has the shared output head for each depth, and no other parameters.
     """
 
-    def __init__(self, depths: int, head: VocabHead) -> None:
+    def __init__(self, depths: int, head: VocabParallelHead) -> None:
         super().__init__()
-        self.heads = nn.ModuleList(head.again() for _ in range(depths))
+        self.heads = nn.ModuleList(head.share_weight() for _ in range(depths))
 
     def losses(
         self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, tokens: PackedSeqParams
@@ -228,11 +228,11 @@ class MTPLoss(nn.Module):
 
     def _each(
         self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs
-    ) -> Iterator[tuple[VocabHead, Tensor, Tensor]]:
+    ) -> Iterator[tuple[VocabParallelHead, Tensor, Tensor]]:
         for head, x, (_, labels) in zip(
             self.heads if mtp_inputs else (), hidden[1:], mtp_inputs, strict=True
         ):
-            assert isinstance(head, VocabHead)
+            assert isinstance(head, VocabParallelHead)
             yield head, x, labels
 
 

@@ -9,7 +9,7 @@ from megalith.config.model import ModelConfig
 from megalith.kernels.rebuilt import LayerInput
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.attention import LayerCache
-from megalith.parallel.tensor import ZEROS, Init, ParameterSpec, TPComm, WholeLinear, register_param
+from megalith.parallel.tensor import ZEROS, Init, ParameterSpec, TPComm, ReplicatedLinear, register_param
 from megalith.plan.shards import Shard
 
 
@@ -27,7 +27,7 @@ class LinearReplacement(nn.Module):
         super().__init__()
         h, start = config.hidden_size, Init(config.init_std / math.sqrt(2 * config.num_layers))
         weight = Shard.full(f"{name}.linear", (h, h), invariant=tp_comm.invariant)
-        self.linear = WholeLinear(ParameterSpec(weight, start), dtype=dtype)
+        self.linear = ReplicatedLinear(ParameterSpec(weight, start), dtype=dtype)
         self.shift = (
             AddBias(f"{name}.linear_bias", h, tp_comm, dtype=dtype) if bias else nn.Identity()
         )

@@ -22,7 +22,7 @@ import torch.distributed._functional_collectives
 from torch import Tensor
 
 from megalith.observe.flight import CollectiveRecord
-from megalith.parallel.group import Group, all_gathered, finished, my_range, note, stands_still_for
+from megalith.parallel.group import Group, start_all_gather, mark_finished, local_range, record_collective, mark_waiting
 from megalith.plan.shards import split_evenly
 
 _ops = torch.ops._c10d_functional
@@ -33,12 +33,12 @@ OverlapFn = Callable[[], None]
 
 def _wait(started: Tensor, entry: CollectiveRecord | None) -> Tensor:
     y: Tensor = _ops.wait_tensor(started)
-    finished(entry)
+    mark_finished(entry)
     return y
 
 
 def _sum(x: Tensor, group: Group) -> Tensor:
-    entry = note(group, "all_reduce", x)
+    entry = record_collective(group, "all_reduce", x)
     return _wait(_ops.all_reduce(x.contiguous(), "sum", group.name), entry)
 
 
@@ -46,8 +46,8 @@ def _gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
     """Return every rank's part, concatenated along `dim`."""
     x = x.movedim(dim, 0).contiguous()
     if len(set(sizes)) == 1:
-        entry = note(group, "all_gather", x)
-        out = _wait(all_gathered(x, group), entry)
+        entry = record_collective(group, "all_gather", x)
+        out = _wait(start_all_gather(x, group), entry)
     else:  # gloo cannot gather uneven parts: send this rank's part to all ranks
         out = _exchange(
             x.repeat(group.size, *[1] * (x.dim() - 1)),
@@ -62,7 +62,7 @@ def _reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> 
     """Return this rank's part, along `dim`, of the sum over ranks."""
     x = x.movedim(dim, 0).contiguous()
     if len(set(sizes)) == 1:
-        entry = note(group, "reduce_scatter", x)
+        entry = record_collective(group, "reduce_scatter", x)
         out = _wait(_ops.reduce_scatter_tensor(x, "sum", group.size, group.name), entry)
     else:
         local_size = sizes[group.rank]
@@ -72,14 +72,14 @@ def _reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> 
 
 
 def _exchange(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    entry = note(group, "all_to_all", x, rows=(send, receive))
+    entry = record_collective(group, "all_to_all", x, rows=(send, receive))
     return _wait(
         _ops.all_to_all_single(x.contiguous(), list(receive), list(send), group.name), entry
     )
 
 
 def _slice(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
-    start, stop = my_range(sizes, group.rank)
+    start, stop = local_range(sizes, group.rank)
     return x.narrow(dim, start, stop - start).contiguous()
 
 
@@ -226,17 +226,17 @@ class AsyncAllToAll:
     def start(self, x: Tensor, *, back: bool) -> Tensor:
         """Start the exchange in one direction; the result must not be read before `wait`."""
         send, receive = (self.receive, self.send) if back else (self.send, self.receive)
-        self.entry = note(self.group, "all_to_all", x, rows=(send, receive))
+        self.entry = record_collective(self.group, "all_to_all", x, rows=(send, receive))
         started: Tensor = _ops.all_to_all_single(
             x.contiguous(), list(receive), list(send), self.group.name
         )
-        finished(self.entry)  # it does not block this rank until the wait
+        mark_finished(self.entry)  # it does not block this rank until the wait
         return started
 
     def wait(self, started: Tensor) -> Tensor:
         """Call `overlap_fn`, then wait for the result of `start` and return it."""
         self.overlap_fn()
-        stands_still_for(self.entry)
+        mark_waiting(self.entry)
         return _wait(started, self.entry)
 
 
@@ -329,7 +329,7 @@ def all_gather(
     return _apply(AllGather, x, group, dim, sizes or [x.shape[dim]] * group.size)
 
 
-def regather(x: Tensor, group: Group) -> Tensor:
+def all_gather_no_grad(x: Tensor, group: Group) -> Tensor:
     """Repeat the `all_gather` along dim 0, for a backward that saved only x; no gradient."""
     return x if group.size == 1 else _gather(x, group, 0, [x.shape[0]] * group.size)
 

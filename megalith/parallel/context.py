@@ -48,7 +48,7 @@ from megalith.kernels.visible import PairMask
 from megalith.parallel.autograd import Moves, all_gather, all_to_all
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.rings import Started, start_passing
+from megalith.parallel.rings import PendingCollective, start_ring_exchange
 from megalith.plan.context import KeySpans, Slicing, kind_of_layer
 
 Pair = TypeVar("Pair", DroppedWeights, PairBiases, PairMask)
@@ -84,16 +84,16 @@ def build_attend(context: ContextConfig, layer: int, mesh: Mesh, *, overlap: boo
         return attention
     match kind_of_layer(context, layer):
         case "ring":
-            return Ring(mesh.cp, overlap=overlap)
+            return RingAttend(mesh.cp, overlap=overlap)
         case "gather":
             return AllGatherAttend(mesh.cp)
         case "a2a":
-            return HeadExchange(mesh.cp)
+            return UlyssesAttend(mesh.cp)
         case "a2a+ring":
-            return HeadsThenRing(mesh.over("cp_a2a"), mesh.over("cp_ring"), overlap=overlap)
+            return UlyssesRingAttend(mesh.over("cp_a2a"), mesh.over("cp_ring"), overlap=overlap)
 
 
-def my_slicing(parallel: ParallelConfig, mesh: Mesh) -> Slicing:
+def local_slicing(parallel: ParallelConfig, mesh: Mesh) -> Slicing:
     """Return which tokens of each row this rank gets."""
     return Slicing(
         ranks=mesh.cp.size,
@@ -105,7 +105,7 @@ def my_slicing(parallel: ParallelConfig, mesh: Mesh) -> Slicing:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class RingAttend:
     """Ring attention: keys and values go around `group`; see `Attend`."""
 
     group: Group
@@ -123,7 +123,7 @@ class Ring:
     ) -> Tensor:
         """Run one step per rank, overlapped with the message for the next step."""
         context = _context(tokens)
-        spans = context.spans_of_groups(1, **sight(scores, context))
+        spans = context.spans_of_groups(1, **attention_range(scores, context))
         dropped, biases = dropped_of_groups(tokens, scores, 1), biases_of_groups(tokens, scores, 1)
         seen = seen_of_groups(context, 1)
         return ring_attention(
@@ -152,7 +152,7 @@ class AllGatherAttend:
         context = _context(tokens)
         everything = reorder(all_gather(torch.cat([k, v], -1), self.group), context.everyone)
         k, v = everything.split([k.shape[-1], v.shape[-1]], -1)
-        spans, dropped = context.spans_of_all(**sight(scores, context)), None
+        spans, dropped = context.spans_of_all(**attention_range(scores, context)), None
         if scores.dropout is not None and tokens.dropout is not None:
             dropped = DroppedWeights(
                 scores.dropout, tokens.dropout.numbers, _numbers_of_all(context)
@@ -164,7 +164,7 @@ class AllGatherAttend:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadExchange:
+class UlyssesAttend:
     """Ulysses: each rank of `group` computes all tokens of some heads; see `Attend`."""
 
     group: Group
@@ -181,25 +181,25 @@ class HeadExchange:
     ) -> Tensor:
         """Run one all-to-all before attention and one after."""
         context = _context(tokens)
-        q, k, v = heads_for_tokens(q, k, v, self.group, context.everyone)
+        q, k, v = exchange_tokens_for_heads(q, k, v, self.group, context.everyone)
         scores, sinks = (
-            scores_of_my_heads(scores, self.group, q.shape[1]),
-            of_my_heads(sinks, self.group),
+            scores_of_local_heads(scores, self.group, q.shape[1]),
+            select_local_heads(sinks, self.group),
         )
-        all_tokens = replace(context.whole, biases=of_my_heads(tokens.biases, self.group))
+        all_tokens = replace(context.whole, biases=select_local_heads(tokens.biases, self.group))
         if scores.causal or context.slices.source is None:
             out = attention(q, k, v, all_tokens, scores, sinks)
         else:  # documents end with padding, which must be masked
-            spans, seen = context.spans_of_whole(**sight(scores, context)), seen_of_whole(context)
+            spans, seen = context.spans_of_whole(**attention_range(scores, context)), seen_of_whole(context)
             biases = biases_of_whole(all_tokens, context, scores)
             out = span_attention(
                 q, k, v, spans, scores, sinks, build_dropped_weights(all_tokens, scores), biases, seen
             )
-        return tokens_for_heads(out, self.group, context.everyone)
+        return exchange_heads_for_tokens(out, self.group, context.everyone)
 
 
 @dataclass(frozen=True, slots=True)
-class HeadsThenRing:
+class UlyssesRingAttend:
     """Ulysses inside `near`, where links are fast, and a ring over `ring`; see `Attend`."""
 
     near: Group
@@ -219,13 +219,13 @@ class HeadsThenRing:
         """Run Ulysses, then ring attention: the neighbors' chunks together are the two chunks of a
         coarser ring."""
         context = _context(tokens)
-        q, k, v = heads_for_tokens(q, k, v, self.near, context.neighbors)
-        spans = context.spans_of_groups(self.near.size, **sight(scores, context))
+        q, k, v = exchange_tokens_for_heads(q, k, v, self.near, context.neighbors)
+        spans = context.spans_of_groups(self.near.size, **attention_range(scores, context))
         scores, sinks = (
-            scores_of_my_heads(scores, self.near, q.shape[1]),
-            of_my_heads(sinks, self.near),
+            scores_of_local_heads(scores, self.near, q.shape[1]),
+            select_local_heads(sinks, self.near),
         )
-        local_tokens = replace(tokens, biases=of_my_heads(tokens.biases, self.near))
+        local_tokens = replace(tokens, biases=select_local_heads(tokens.biases, self.near))
         dropped = dropped_of_groups(tokens, scores, self.near.size)
         biases, seen = (
             biases_of_groups(local_tokens, scores, self.near.size),
@@ -234,7 +234,7 @@ class HeadsThenRing:
         out = ring_attention(
             q, k, v, self.ring, spans, scores, sinks, dropped, biases, seen, overlap=self.overlap
         )
-        return tokens_for_heads(out, self.near, context.neighbors)
+        return exchange_heads_for_tokens(out, self.near, context.neighbors)
 
 
 def _context(tokens: PackedSeqParams) -> ContextShard:
@@ -252,7 +252,7 @@ class AttentionRange(TypedDict):
     chunked: bool
 
 
-def sight(scores: Scores, context: ContextShard) -> AttentionRange:
+def attention_range(scores: Scores, context: ContextShard) -> AttentionRange:
     """Return the attention range of the scores, or of the attention masks that replace it."""
     visible = context.whole.visible
     scores = scores if visible is None else visible.scores(scores)
@@ -317,7 +317,7 @@ def _numbers_of_all(context: ContextShard) -> Tensor:
     return context.whole.dropout.numbers
 
 
-def scores_of_my_heads(scores: Scores, group: Group, heads: int) -> Scores:
+def scores_of_local_heads(scores: Scores, group: Group, heads: int) -> Scores:
     """Return the scores for this rank's `heads` heads after an exchange over `group`."""
     if scores.dropout is None:
         return scores
@@ -403,7 +403,7 @@ def reorder(x: Tensor, join: TokenPermutation) -> Tensor:
     return y
 
 
-def heads_for_tokens(
+def exchange_tokens_for_heads(
     q: Tensor, k: Tensor, v: Tensor, group: Group, join: TokenPermutation
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All-to-all that exchanges tokens for heads: q [t, n, d] -> [t · ranks, n / ranks, d]; k, v
@@ -428,13 +428,13 @@ def heads_for_tokens(
     return q, k, v
 
 
-def of_my_heads(weight: Tensor | None, group: Group) -> Tensor | None:
+def select_local_heads(weight: Tensor | None, group: Group) -> Tensor | None:
     """Select this rank's heads: [..., n] -> [..., n / ranks]. The gradient of the other heads is
     zero here; other ranks compute it."""
     return None if weight is None else weight.unflatten(-1, (group.size, -1))[..., group.rank, :]
 
 
-def tokens_for_heads(out: Tensor, group: Group, join: TokenPermutation) -> Tensor:
+def exchange_heads_for_tokens(out: Tensor, group: Group, join: TokenPermutation) -> Tensor:
     """Inverse all-to-all: [t · ranks, n / ranks, d] in natural order -> [t, n, d]."""
     if group.size == 1:
         return out
@@ -531,7 +531,7 @@ class RingAttention(Function):
         result, kv = init_attention_result(q, widths[1], sinks, off_by_one=scores.off_by_one), local_kv
         for step in range(group.size):
             next_kv = (
-                _maybe_wait(start_passing(kv, group), overlap) if step < group.size - 1 else None
+                _maybe_wait(start_ring_exchange(kv, group), overlap) if step < group.size - 1 else None
             )
             owner = _owner(group, step)
             attend(
@@ -577,14 +577,14 @@ class RingAttention(Function):
             q, rows_by_head(dout, heads, repeats), lse, delta, widths, ctx.scores, dq, pairs
         )
         first, last = _halves(spans[group.rank])
-        next_kv, in_flight = _maybe_wait(start_passing(local_kv, group), overlap), None
+        next_kv, in_flight = _maybe_wait(start_ring_exchange(local_kv, group), overlap), None
         local_sums = add_gradients(
             local_kv, first, torch.zeros_like(local_kv, dtype=lse.dtype), group.rank
         )
         for step in range(1, group.size):
             kv = next_kv.wait()
             next_kv = (
-                _maybe_wait(start_passing(kv, group), overlap) if step < group.size - 1 else next_kv
+                _maybe_wait(start_ring_exchange(kv, group), overlap) if step < group.size - 1 else next_kv
             )
             owner = _owner(group, step)
             sums = add_gradients(kv, spans[owner], torch.zeros_like(local_sums), owner)
@@ -676,12 +676,12 @@ def _owner(group: Group, step: int) -> int:
     return (group.rank - step) % group.size
 
 
-def _maybe_wait(started: Started, overlap: bool) -> Started:
+def _maybe_wait(started: PendingCollective, overlap: bool) -> PendingCollective:
     """Return the message without waiting, or wait for it if not `overlap`."""
-    return started if overlap else Started(started.wait())
+    return started if overlap else PendingCollective(started.wait())
 
 
-def _send_home(sums: Tensor, in_flight: Started | None, group: Group) -> Started:
+def _send_home(sums: Tensor, in_flight: PendingCollective | None, group: Group) -> PendingCollective:
     """Add the gradient sums of the previous ranks for the same keys and pass them on; the last step
     ends at the keys' owner."""
-    return start_passing(sums if in_flight is None else sums.add_(in_flight.wait()), group)
+    return start_ring_exchange(sums if in_flight is None else sums.add_(in_flight.wait()), group)

@@ -27,17 +27,17 @@ from megalith.parallel.engine import (
     Parameters,
     ShardedParam,
     check_slices_consistent_across_ranks,
-    divide_frozen,
-    sum_of_bytes,
-    sum_shared_slices,
-    tensor_axes,
-    warn_of_zeros,
+    split_trained_and_frozen,
+    byte_checksum,
+    all_reduce_shared_gradients,
+    tp_reduce_axes,
+    warn_unused_params,
 )
-from megalith.parallel.group import Group, alone, start_all_reduce_
+from megalith.parallel.group import Group, single_rank_group, start_all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.publish import ParamAllGather
-from megalith.parallel.recompute import passes_of
-from megalith.parallel.slices import SliceSum, start_sum
+from megalith.parallel.recompute import count_forward_passes
+from megalith.parallel.slices import PendingReduceScatter, start_bucket_reduce_scatter
 from megalith.parallel.tensor import TensorParallel
 from megalith.plan.buckets import (
     BucketPlan,
@@ -58,7 +58,7 @@ idle between two."""
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class ShardGroups:
     """Groups over which the parameters of one grid are sharded and replicated."""
 
     slices: Group
@@ -68,15 +68,15 @@ class Division:
     """Ranks that own the same slices and compute other tokens."""
 
 
-def division_of(zero: int, mesh: Mesh, grid: str = "dense") -> Division:
+def shard_groups(zero: int, mesh: Mesh, grid: str = "dense") -> ShardGroups:
     """Return how `parallel.zero` shards the parameters of a grid; 2 and 3 shard as 1 does.
 
     Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 5.
     """
     slices, replicas = SLICES_OVER[grid], REPLICAS_OVER[grid]
     if zero == 0 or mesh.over(*slices).size == 1:
-        return Division(alone(*slices), mesh.over(*replicas, *slices))
-    return Division(mesh.over(*slices), mesh.over(*replicas))
+        return ShardGroups(single_rank_group(*slices), mesh.over(*replicas, *slices))
+    return ShardGroups(mesh.over(*slices), mesh.over(*replicas))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class BucketedDataParallel:
         gradient_dtype: torch.dtype,
         bucket_numel: int,
         overlap: bool,
-        sinks: bool = True,
+        accumulate_in_buckets: bool = True,
         zero: int = 0,
         reduce_dtype: torch.dtype | None = None,
         chunks: Sequence[nn.Module] = (),
@@ -215,10 +215,10 @@ class BucketedDataParallel:
         model chunks whose forward is called; without any, `all_gather_params` waits. `watch`:
         record which gradients are NaN or infinite before they are reduced."""
         self.mesh, self.overlap, self.reduce_dtype, self.watch = mesh, overlap, reduce_dtype, watch
-        trained, frozen = divide_frozen(parameters)
+        trained, frozen = split_trained_and_frozen(parameters)
         self.shards = [shard for shard, _, _ in trained]
         grids = sorted({"dense", *(shard.grid for shard, _, _ in parameters)})
-        self.divisions = {grid: division_of(zero, mesh, grid) for grid in grids}
+        self.divisions = {grid: shard_groups(zero, mesh, grid) for grid in grids}
         sizes = [division.slices.size for division in self.divisions.values()]
         self.divided = max(sizes) > 1
         """Whether weights are sharded: a rank updates less than it computes with."""
@@ -268,10 +268,10 @@ class BucketedDataParallel:
         ]
         parts = {layer: self._parts(layer, runs[layer]) for layer in layers if runs[layer]}
         self._uses = self._connect(
-            parts, list(model) if isinstance(model, nn.ModuleList) else [model], sinks
+            parts, list(model) if isinstance(model, nn.ModuleList) else [model], accumulate_in_buckets
         )
         self._begin(0)
-        self._sums: deque[tuple[int, SliceSum]] = deque()
+        self._sums: deque[tuple[int, PendingReduceScatter]] = deque()
         self._running: list[dist.Work] = []
         self._warned_unused = False
         slices = [self._division(index).slices for index in range(len(self.plan.buckets))]
@@ -341,11 +341,11 @@ class BucketedDataParallel:
         unused = [
             shard.name for number, shard in enumerate(self.shards) if number not in self._took_part
         ]
-        self._warned_unused = self._warned_unused or warn_of_zeros(unused)
+        self._warned_unused = self._warned_unused or warn_unused_params(unused)
         for work in self._running:
             work.wait()
         self._running.clear()
-        sum_shared_slices(self.local_params, self.mesh)
+        all_reduce_shared_gradients(self.local_params, self.mesh)
         return self.local_params
 
     def _check_counts(self) -> None:
@@ -378,7 +378,7 @@ class BucketedDataParallel:
             )
         division = self._division(index)
         if self.divided:
-            started = start_sum(
+            started = start_bucket_reduce_scatter(
                 buffer, division.slices, tag=2 * self._next, dtype=self.reduce_dtype
             )
             self._sums.append((self._next, started))
@@ -452,7 +452,7 @@ class BucketedDataParallel:
             for grid in self.divisions
         }
         return [
-            (sum_of_bytes(tensors), self._same_weights_group(grid))
+            (byte_checksum(tensors), self._same_weights_group(grid))
             for grid, tensors in weights_by_grid.items()
         ]
 
@@ -461,10 +461,10 @@ class BucketedDataParallel:
     def _kind(self, shard: Shard) -> tuple[str, ...]:
         """Return what all parameters of a bucket have in common: the grid, and the axes over which
         their slices are summed."""
-        several = (axis for axis in tensor_axes(shard) if self.mesh.over(axis).size > 1)
+        several = (axis for axis in tp_reduce_axes(shard) if self.mesh.over(axis).size > 1)
         return shard.grid, *(several if self.divided else ())
 
-    def _division(self, index: int) -> Division:
+    def _division(self, index: int) -> ShardGroups:
         """Return the groups of a bucket."""
         return self.divisions[self._first(index).grid]
 
@@ -582,16 +582,16 @@ class BucketedDataParallel:
         self,
         layers: dict[TensorParallel, list[Stack | Frozen]],
         chunks: Sequence[nn.Module],
-        sinks: bool,
+        accumulate_in_buckets: bool,
     ) -> list[int]:
         """Register gradient accumulators and hooks; return how often each parameter contributes in
         one microbatch."""
         uses, passes = (
             [0] * len(self.shards),
-            {k: v for chunk in chunks for k, v in passes_of(chunk).items()},
+            {k: v for chunk in chunks for k, v in count_forward_passes(chunk).items()},
         )
         for layer, parts in layers.items():
-            if sinks:
+            if accumulate_in_buckets:
                 layer.grad_accumulator = BucketGradAccumulator(parts, self)
                 for number in (
                     number for stack in layer.grad_accumulator.stacks for number in stack.numbers

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 SHARD_AXES = ("dp_shard", *PARTS["cp"])
 """Axes over which ZeRO shards parameters."""
 
-TENSOR_SUMS = (("tp_copy",), ("tp_kv",), ("tp_kv", "tp_copy"))
+TP_REDUCE_AXES = (("tp_copy",), ("tp_kv",), ("tp_kv", "tp_copy"))
 """Sets of tensor-parallel axes over which a gradient may have to be summed."""
 
 
@@ -99,13 +99,13 @@ Parameters = Sequence[tuple[Shard, nn.Module, str]]
 """Shard, module and attribute name of each parameter."""
 
 
-def divide_frozen(parameters: Parameters) -> tuple[Parameters, Parameters]:
+def split_trained_and_frozen(parameters: Parameters) -> tuple[Parameters, Parameters]:
     """Return the trained and the frozen parameters."""
     trained = [entry for entry in parameters if getattr(entry[1], entry[2]).requires_grad]
     return trained, [entry for entry in parameters if not getattr(entry[1], entry[2]).requires_grad]
 
 
-def divides(mesh: Mesh) -> bool:
+def can_shard_weights(mesh: Mesh) -> bool:
     """Return whether several ranks compute with the same weights, dense or expert ones, so that
     ZeRO can shard them."""
     return mesh.shard.size > 1 or (
@@ -113,16 +113,16 @@ def divides(mesh: Mesh) -> bool:
     )
 
 
-def sum_shared_slices(local_params: Sequence[ShardedParam], mesh: Mesh) -> None:
+def all_reduce_shared_gradients(local_params: Sequence[ShardedParam], mesh: Mesh) -> None:
     """Sum gradients over the tensor-parallel ranks, then over the pipeline stages, that hold the
     same slices.
 
     One all-reduce per set of tensor-parallel axes. Stages add in a fixed order, so that their
     copies stay bitwise equal.
     """
-    for axes in TENSOR_SUMS:
+    for axes in TP_REDUCE_AXES:
         group = mesh.over(*axes)
-        shared = [param.gradient for param in local_params if tensor_axes(param.shard) == axes]
+        shared = [param.gradient for param in local_params if tp_reduce_axes(param.shard) == axes]
         if group.size == 1 or not shared:
             continue
         message = all_reduce_(torch.cat([gradient.flatten() for gradient in shared]), group)
@@ -134,7 +134,7 @@ def sum_shared_slices(local_params: Sequence[ShardedParam], mesh: Mesh) -> None:
 
 
 def check_slices_consistent_across_ranks(local_params: Sequence[ShardedParam], mesh: Mesh) -> None:
-    """Check that the ranks of `sum_shared_slices` sum the same slices; collective.
+    """Check that the ranks of `all_reduce_shared_gradients` sum the same slices; collective.
 
     Raises:
         PlanError: the slices differ.
@@ -143,8 +143,8 @@ def check_slices_consistent_across_ranks(local_params: Sequence[ShardedParam], m
         (param.shard, f"elements {param.shard.flat or (0, param.shard.numel)}")
         for param in local_params
     ]
-    for axes in TENSOR_SUMS:
-        summed = {shard.name: place for shard, place in local_slices if tensor_axes(shard) == axes}
+    for axes in TP_REDUCE_AXES:
+        summed = {shard.name: place for shard, place in local_slices if tp_reduce_axes(shard) == axes}
         check_consistent_across_ranks(summed, mesh.over(*axes))
     shared = {
         shard.name: f"{place}, held by stages {shard.stages}"
@@ -154,7 +154,7 @@ def check_slices_consistent_across_ranks(local_params: Sequence[ShardedParam], m
     check_shared_consistent_across_ranks(shared, mesh.pp)
 
 
-def warn_of_zeros(unused: Sequence[str]) -> bool:
+def warn_unused_params(unused: Sequence[str]) -> bool:
     """Log a warning on this rank that names up to ten parameters without a gradient in a step, and
     return whether there are any."""
     if unused:
@@ -168,14 +168,14 @@ def warn_of_zeros(unused: Sequence[str]) -> bool:
     return bool(unused)
 
 
-def sum_of_bytes(tensors: Sequence[Tensor]) -> int:
+def byte_checksum(tensors: Sequence[Tensor]) -> int:
     """Return the sum of the bytes of all tensors; equal tensors have equal sums."""
     return sum(
         int(tensor.contiguous().view(torch.uint8).sum(dtype=torch.int64)) for tensor in tensors
     )
 
 
-def tensor_axes(shard: Shard) -> tuple[str, ...]:
+def tp_reduce_axes(shard: Shard) -> tuple[str, ...]:
     """Return the tensor-parallel axes over which the gradient of `shard` is summed."""
     return tuple(axis for axis in ("tp_kv", "tp_copy") if axis in gradient_sum_axes(shard))
 

@@ -38,7 +38,7 @@ from megalith.parallel.autograd import (
     mark_partial,
     no_overlap,
     reduce_scatter,
-    regather,
+    all_gather_no_grad,
     start_all_to_all,
     wait_all_to_all,
 )
@@ -124,7 +124,7 @@ def build_dispatcher(
     return AllGatherDispatcher(num_experts, ep, both)
 
 
-def calling(dispatcher: Dispatcher, overlap_fn: OverlapFn) -> Dispatcher:
+def with_overlap_fn(dispatcher: Dispatcher, overlap_fn: OverlapFn) -> Dispatcher:
     """Return the dispatcher with an `overlap_fn` that it calls while its messages are in flight, if
     it sends any."""
     return (
@@ -148,11 +148,11 @@ class LocalDispatcher:
     def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
         """Sort rows by expert without a message."""
         order, t = (
-            order_of(choice, self.num_experts, self.drops_tokens, self.room),
+            order_rows(choice, self.num_experts, self.drops_tokens, self.room),
             len(choice.experts),
         )
         groups = (
-            groups_here(order)
+            local_expert_groups(order)
             if self.room is None
             else equal_groups(self.num_experts, self.room.of(t))
         )
@@ -214,7 +214,7 @@ class AllToAllDispatcher:
         # without a capacity, the counts give the number of rows; they need a device sync anyway
         if self.room is None:
             sort = sort_choices(choice.experts, self.num_experts)
-            table = counts_of_all(sort.counts, choice.experts.numel(), self.ep, self.etp, self.both)
+            table = all_gather_counts(sort.counts, choice.experts.numel(), self.ep, self.etp, self.both)
             rows = sum(table[self.etp.rank][self.ep.rank])
             order = permute_choices(choice.experts, self.num_experts, num_rows=rows, sort=sort)
         else:  # all ranks have equally many tokens
@@ -314,7 +314,7 @@ class AllGatherDispatcher:
     def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
         """Run three all-gathers: of tokens, choices and weights."""
         experts_per_rank = self.num_experts // self.ep.size
-        chosen = regather(choice.experts, self.both) - self.ep.rank * experts_per_rank
+        chosen = all_gather_no_grad(choice.experts, self.both) - self.ep.rank * experts_per_rank
         local_experts = torch.where((chosen >= 0) & (chosen < experts_per_rank), chosen, DROPPED_CHOICE)
         order = permute_choices(
             local_experts,
@@ -324,7 +324,7 @@ class AllGatherDispatcher:
         weights = weights_of_rows(all_gather(choice.weights, self.both), order)
         rows = permute(all_gather(output_tensor(x), self.both), order)
         return CompletedDispatch(
-            DispatchedTokens(rows, weights, groups_here(order)), AllGatherCombiner(self, order)
+            DispatchedTokens(rows, weights, local_expert_groups(order)), AllGatherCombiner(self, order)
         )
 
 
@@ -345,7 +345,7 @@ class AllGatherCombiner:
 # --- numbers of rows
 
 
-def order_of(
+def order_rows(
     choice: Choice, num_experts: int, drops_tokens: bool, room: ExpertCapacity | None = None
 ) -> RowPermutation:
     """Return the order of all rows by expert; dropless or padded to a capacity, their number is
@@ -356,20 +356,20 @@ def order_of(
     return permute_choices(choice.experts, num_experts, num_rows=known)
 
 
-def counts_of_all(counts: Tensor, rows: int, ep: Group, etp: Group, both: Group) -> Table:
+def all_gather_counts(counts: Tensor, rows: int, ep: Group, etp: Group, both: Group) -> Table:
     """Return how many of its `rows` each rank has for each expert, on the host: local counts int64
     [E] -> [etp][ep][E]."""
     if counts.is_meta:
-        return [[on_host(counts, rows)] * ep.size] * etp.size
-    all_counts = regather(counts, both).view(both.size, -1).tolist()
-    along_ep, along_etp = steps_in_both(ep, etp)
+        return [[counts_to_list(counts, rows)] * ep.size] * etp.size
+    all_counts = all_gather_no_grad(counts, both).view(both.size, -1).tolist()
+    along_ep, along_etp = ep_etp_strides(ep, etp)
     return [
         [all_counts[ep_rank * along_ep + etp_rank * along_etp] for ep_rank in range(ep.size)]
         for etp_rank in range(etp.size)
     ]
 
 
-def steps_in_both(ep: Group, etp: Group) -> tuple[int, int]:
+def ep_etp_strides(ep: Group, etp: Group) -> tuple[int, int]:
     """Return the strides of ep and of etp in the group of both, which is in the order of ranks."""
     ep_is_inner = (
         ep.size > 1 and etp.size > 1 and ep.ranks[1] - ep.ranks[0] < etp.ranks[1] - etp.ranks[0]
@@ -377,16 +377,16 @@ def steps_in_both(ep: Group, etp: Group) -> tuple[int, int]:
     return (1, ep.size) if ep_is_inner else (etp.size, 1)
 
 
-def groups_here(order: RowPermutation) -> Groups:
+def local_expert_groups(order: RowPermutation) -> Groups:
     """Return the row groups of an order."""
     return (
-        Groups(tuple(on_host(order.counts, len(order.choices))))
+        Groups(tuple(counts_to_list(order.counts, len(order.choices))))
         if order.counts.is_meta
         else groups_of(order.counts)
     )
 
 
-def on_host(counts: Tensor, rows: int) -> Sequence[int]:
+def counts_to_list(counts: Tensor, rows: int) -> Sequence[int]:
     """Return counts int64 [E] that add up to `rows` as integers; for a meta tensor, even counts."""
     if counts.is_meta:
         return split_evenly(rows, len(counts))

@@ -56,7 +56,7 @@ class Failure:
         return _CONSEQUENCES.search(self.summary) is not None
 
 
-def failure_of(rank: int, error: BaseException, *, frames_to_skip: int = 0) -> Failure:
+def exception_failure(rank: int, error: BaseException, *, frames_to_skip: int = 0) -> Failure:
     """Return the record of an exception caught on `rank`, without its outermost `frames_to_skip`
     frames."""
     frames = error.__traceback__
@@ -67,7 +67,7 @@ def failure_of(rank: int, error: BaseException, *, frames_to_skip: int = 0) -> F
     return Failure(rank, summary, text, time.monotonic_ns())
 
 
-def failure_of_exit(rank: int, code: int) -> Failure:
+def exit_failure(rank: int, code: int) -> Failure:
     """Return the record of a process that ended without leaving its own."""
     text = explain_exit(code)
     return Failure(rank, text, text, time.monotonic_ns())
@@ -85,7 +85,7 @@ def explain_exit(code: int) -> str:
     return f"was killed by signal {-code} ({known.get(-code, 'unknown')})"
 
 
-def in_order(failures: Iterable[Failure]) -> list[Failure]:
+def sort_failures(failures: Iterable[Failure]) -> list[Failure]:
     """Sort failures, the cause first: the earliest one that is not the loss of a peer."""
     return sorted(failures, key=lambda failure: (failure.is_consequence, failure.when_ns))
 
@@ -93,7 +93,7 @@ def in_order(failures: Iterable[Failure]) -> list[Failure]:
 def describe(failures: Iterable[Failure], ended: Mapping[int, str] = MappingProxyType({})) -> str:
     """Describe the first failure completely, then each other rank in a line; `ended`: text for each
     rank that did not fail."""
-    first, *others = in_order(failures)
+    first, *others = sort_failures(failures)
     if first.is_report:
         return first.text
     lines = [

@@ -29,20 +29,20 @@ from torch.distributed.tensor import DTensor
 from megalith.errors import PlanError
 from megalith.kernels.rebuilt import RecomputedOutput
 from megalith.parallel.alike import check_consistent_across_ranks
-from megalith.parallel.data import SLICES_OVER, Division, division_of
+from megalith.parallel.data import SLICES_OVER, ShardGroups, shard_groups
 from megalith.parallel.engine import (
     Parameters,
     ShardedParam,
     check_slices_consistent_across_ranks,
-    divide_frozen,
-    sum_of_bytes,
-    sum_shared_slices,
-    warn_of_zeros,
+    split_trained_and_frozen,
+    byte_checksum,
+    all_reduce_shared_gradients,
+    warn_unused_params,
 )
 from megalith.parallel.expert import DispatchedTokens
-from megalith.parallel.group import Group, finished, note, on_its_way, start_all_reduce_
+from megalith.parallel.group import Group, mark_finished, record_collective, track_work, start_all_reduce_
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import VocabEmbedding, VocabHead
+from megalith.parallel.tensor import VocabParallelEmbedding, VocabParallelHead
 from megalith.plan.fsdp import padded_numel, shard_rows
 from megalith.plan.shards import Shard
 
@@ -51,7 +51,7 @@ DIVIDE_BY = 1.0
 global number of labels already."""
 
 
-Divisions = Mapping[str, Division]
+ShardGroupsByGrid = Mapping[str, ShardGroups]
 """Grid -> the groups over which its parameters are sharded and replicated."""
 
 
@@ -87,15 +87,15 @@ class FullyShardedDataParallel:
         chunk many times in it. `watch`: record which gradients are NaN or infinite before they are
         reduced. `overlap`: prefetch the weights of backward and overlap the all-reduce over
         replicas with it."""
-        self.mesh, self.divisions = mesh, divisions_of(parameters, mesh)
-        self.sums = SumsInOrder(overlap=overlap)
+        self.mesh, self.divisions = mesh, shard_groups_by_grid(parameters, mesh)
+        self.sums = OrderedAllReduces(overlap=overlap)
         parts = [part for chunk in chunks for part in (*_inner_parts(chunk), chunk)]
         self.units = [_unit(part, self.divisions, self.sums) for part in parts]
         unit_of: dict[int, Unit] = {}
         for unit in self.units:  # outer modules come after inner ones and get the rest
             for module in unit.module.modules():
                 unit_of.setdefault(id(module), unit)
-        trained, frozen = divide_frozen(parameters)
+        trained, frozen = split_trained_and_frozen(parameters)
         for part in (trained, frozen):
             _check_consistent_across_ranks(part, mesh)
         _shard_chunks(
@@ -144,13 +144,13 @@ class FullyShardedDataParallel:
         which cannot be distinguished from gradients.
         """
         unused = [name for unit in self.units for name in unit.unused()]
-        self._warned_unused = self._warned_unused or warn_of_zeros(unused)
+        self._warned_unused = self._warned_unused or warn_unused_params(unused)
         for unit in self.units:
             unit.close()
         self.sums.start(ready_only=False)
         self.sums.wait()
         self._free()
-        sum_shared_slices(self.local_params, self.mesh)
+        all_reduce_shared_gradients(self.local_params, self.mesh)
         return self.local_params
 
     def all_gather_params(self) -> None:
@@ -175,14 +175,14 @@ class FullyShardedDataParallel:
             *self.frozen,
         ):
             held[shard.grid].append(rows)
-        return [(sum_of_bytes(rows), self.divisions[grid].replicas) for grid, rows in held.items()]
+        return [(byte_checksum(rows), self.divisions[grid].replicas) for grid, rows in held.items()]
 
     def _free(self) -> None:
         for unit in self.units:
             unit.free()
 
 
-class SumsInOrder:
+class OrderedAllReduces:
     """All-reduces of the units' gradients over replicas, in the same order on all ranks, whichever
     units had a part in the loss."""
 
@@ -216,7 +216,7 @@ class SumsInOrder:
 class Unit:
     """Parameters that are not sharded on this rank, and their fp32 or float64 gradient."""
 
-    def __init__(self, module: nn.Module, division: Division, sums: SumsInOrder) -> None:
+    def __init__(self, module: nn.Module, division: ShardGroups, sums: OrderedAllReduces) -> None:
         self.module, self.division, self.sums = module, division, sums
         self.gradient = torch.empty(0)
         self.names: list[str] = []
@@ -304,7 +304,7 @@ class ShardedUnit(Unit):
     """FSDP unit: parameters that are sharded and all-gathered together, and the gradient of this
     rank's rows."""
 
-    def __init__(self, module: nn.Module, division: Division, sums: SumsInOrder) -> None:
+    def __init__(self, module: nn.Module, division: ShardGroups, sums: OrderedAllReduces) -> None:
         super().__init__(module, division, sums)
         self._sum: Tensor | None = None
         self._read = 0
@@ -349,7 +349,7 @@ class ShardedUnit(Unit):
         """Reshard: keep this rank's rows only."""
         self.fsdp.reshard()
 
-    def look_at(self, message: Tensor, ranks: int) -> None:
+    def check_finite(self, message: Tensor, ranks: int) -> None:
         """Record where the gradients of all rows, [ranks, rows of each rank], are finite before
         they are reduced."""
         self._finite = message.view(ranks, -1).isfinite().all(0)
@@ -414,11 +414,11 @@ class AllGatherParams:
         async_op: bool = False,
     ) -> dist.Work | None:
         """All-gather the ranks' inputs, in the order of ranks."""
-        entry = note(self.group, "all_gather", input_tensor)
+        entry = record_collective(self.group, "all_gather", input_tensor)
         work: dist.Work | None = dist.all_gather_into_tensor(
             output_tensor, input_tensor, group=group, async_op=async_op
         )
-        finished(entry) if work is None else on_its_way(entry, work)
+        mark_finished(entry) if work is None else track_work(entry, work)
         return work
 
 
@@ -442,18 +442,18 @@ class ReduceGradients:
     ) -> dist.Work | None:
         """Reduce-scatter the ranks' inputs."""
         if self.watched_by is not None:
-            self.watched_by.look_at(input_tensor, self.group.size)
-        entry = note(self.group, "reduce_scatter", input_tensor)
+            self.watched_by.check_finite(input_tensor, self.group.size)
+        entry = record_collective(self.group, "reduce_scatter", input_tensor)
         work: dist.Work | None = dist.reduce_scatter_tensor(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )
-        finished(entry) if work is None else on_its_way(entry, work)
+        mark_finished(entry) if work is None else track_work(entry, work)
         return work
 
 
 def fully_shard_chunk(
     chunk: nn.Module,
-    divisions: Divisions,
+    divisions: ShardGroupsByGrid,
     device: torch.device,
     *,
     unsharded: Set[nn.Parameter],
@@ -483,14 +483,14 @@ def fully_shard_chunk(
         shard(module, mesh=over, reshard_after_forward=not keep_gathered)
         if _grid_of(module) == "expert":
             _expose_recomputed_outputs(module)
-        plain = isinstance(module, VocabHead) and module.reads_table_again
+        plain = isinstance(module, VocabParallelHead) and module.reads_table_again
         if (
-            isinstance(module, VocabEmbedding | VocabHead)
+            isinstance(module, VocabParallelEmbedding | VocabParallelHead)
             and isinstance(module, FSDPModule)
             and not plain
         ):
             module.set_unshard_in_backward(False)  # their backward does not read the table
-        if isinstance(module, VocabHead):
+        if isinstance(module, VocabParallelHead):
             register_fsdp_forward_method(module, "loss")
             register_fsdp_forward_method(module, "best")
     # Even without parameters to shard, FSDP2 counts forward and backward passes by this module.
@@ -543,15 +543,15 @@ def _expose_recomputed_outputs(experts: nn.Module) -> None:
     experts.register_forward_pre_hook(put_together)
 
 
-def divisions_of(parameters: Parameters, mesh: Mesh) -> Divisions:
+def shard_groups_by_grid(parameters: Parameters, mesh: Mesh) -> ShardGroupsByGrid:
     """Return how the parameters of each grid are sharded."""
     return {
-        grid: division_of(3, mesh, grid)
+        grid: shard_groups(3, mesh, grid)
         for grid in sorted({"dense", *(shard.grid for shard, _, _ in parameters)})
     }
 
 
-def divide_for_forward(
+def shard_for_forward(
     chunks: Sequence[nn.Module],
     parameters: Parameters,
     mesh: Mesh,
@@ -566,7 +566,7 @@ def divide_for_forward(
     `FullyShardedDataParallel` it allocates no gradients, and no backward may follow.
     `keep_gathered`: as there.
     """
-    divisions = divisions_of(parameters, mesh)
+    divisions = shard_groups_by_grid(parameters, mesh)
     _check_consistent_across_ranks(parameters, mesh)
     _shard_chunks(
         chunks,
@@ -586,7 +586,7 @@ def divide_for_forward(
 def _shard_chunks(
     chunks: Sequence[nn.Module],
     parameters: Parameters,
-    divisions: Divisions,
+    divisions: ShardGroupsByGrid,
     *,
     device: torch.device,
     gradient_dtype: torch.dtype,
@@ -610,13 +610,13 @@ def _shard_chunks(
         )
 
 
-def _is_unsharded(shard: Shard, module: nn.Module, name: str, divisions: Divisions) -> bool:
+def _is_unsharded(shard: Shard, module: nn.Module, name: str, divisions: ShardGroupsByGrid) -> bool:
     """Whether this rank keeps its complete box of a parameter."""
     trained: bool = getattr(module, name).requires_grad
     return divisions[shard.grid].slices.size == 1 or (shard.inputs == 0 and not trained)
 
 
-def _local_rows_of(shard: Shard, division: Division) -> Shard:
+def _local_rows_of(shard: Shard, division: ShardGroups) -> Shard:
     """Return this rank's rows, if several ranks shard them."""
     group = division.slices
     return (
@@ -626,7 +626,7 @@ def _local_rows_of(shard: Shard, division: Division) -> Shard:
     )
 
 
-def _local_rows(parameters: Parameters, divisions: Divisions) -> list[tuple[Shard, Tensor]]:
+def _local_rows(parameters: Parameters, divisions: ShardGroupsByGrid) -> list[tuple[Shard, Tensor]]:
     """Return this rank's rows of each parameter, without empty ones."""
     local_parts = [
         (
@@ -667,7 +667,7 @@ def _reject_shared_chunks(chunks: Sequence[nn.Module]) -> None:
         )
 
 
-def _unit(module: nn.Module, divisions: Divisions, sums: SumsInOrder) -> Unit:
+def _unit(module: nn.Module, divisions: ShardGroupsByGrid, sums: OrderedAllReduces) -> Unit:
     """Return the unit of a module: sharded or not."""
     division = divisions[_grid_of(module)]
     return (ShardedUnit if division.slices.size > 1 else Unit)(module, division, sums)
@@ -714,10 +714,10 @@ def _inner_units(chunk: nn.Module) -> Iterator[nn.Module]:
     uses = Counter(
         id(table.weight)
         for table in chunk.modules()
-        if isinstance(table, VocabEmbedding | VocabHead)
+        if isinstance(table, VocabParallelEmbedding | VocabParallelHead)
     )
     for child in chunk.children():
-        if isinstance(child, VocabEmbedding | VocabHead) and uses[id(child.weight)] == 1:
+        if isinstance(child, VocabParallelEmbedding | VocabParallelHead) and uses[id(child.weight)] == 1:
             yield child
         if isinstance(child, nn.ModuleList):
             yield from child

@@ -45,19 +45,19 @@ class Group:
         return f"{'_'.join(self.axes)}({self.rank} of {self.size})"
 
 
-def alone(*axes: str) -> Group:
+def single_rank_group(*axes: str) -> Group:
     """Return a group of one rank, over which every collective is free."""
     return Group(axes=axes, ranks=(0,), rank=0)
 
 
-def note(
+def record_collective(
     group: Group,
     op: str,
     x: Tensor | None = None,
     *,
     rows: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> CollectiveRecord | None:
-    """Record that this rank is about to start a collective; `finished` records its end.
+    """Record that this rank is about to start a collective; `mark_finished` records its end.
 
     With parallel.check_collectives it first checks that the other ranks are about to start the same
     one. `rows`: how many rows this rank sends to each rank and receives from each, if the ranks'
@@ -75,7 +75,7 @@ def note(
     )
 
 
-def note_message(
+def record_message(
     group: Group, x: Tensor, peer: int, *, sends: bool, tag: int = 0
 ) -> CollectiveRecord | None:
     """Record a message of `x` to, or from, rank number `peer` of the group; messages of one tag
@@ -94,13 +94,13 @@ def note_message(
     )
 
 
-def finished(entry: CollectiveRecord | None) -> None:
-    """Record that an operation of `note` is complete."""
+def mark_finished(entry: CollectiveRecord | None) -> None:
+    """Record that an operation of `record_collective` is complete."""
     if entry is not None:
         entry.done = True
 
 
-def stands_still_for(entry: CollectiveRecord | None) -> None:
+def mark_waiting(entry: CollectiveRecord | None) -> None:
     """Record that this rank now waits for an operation started earlier.
 
     A rank that computes while its message is in flight is not in a collective; if it never returns,
@@ -110,8 +110,8 @@ def stands_still_for(entry: CollectiveRecord | None) -> None:
         entry.started, entry.done = time.monotonic(), False
 
 
-def on_its_way(entry: CollectiveRecord | None, work: dist.Work | None) -> dist.Work:
-    """Record that an operation of `note` is complete when `work` is; return `work`."""
+def track_work(entry: CollectiveRecord | None, work: dist.Work | None) -> dist.Work:
+    """Record that an operation of `record_collective` is complete when `work` is; return `work`."""
     assert work is not None, "this process is not in the group"
     if entry is not None:
         entry.work = ref(work)
@@ -121,9 +121,9 @@ def on_its_way(entry: CollectiveRecord | None, work: dist.Work | None) -> dist.W
 def all_reduce_(x: Tensor, group: Group) -> Tensor:
     """Sum `x` over `group` in place; free for a single rank. Does nothing to a meta tensor."""
     if group.size > 1 and not x.is_meta:
-        entry = note(group, "all_reduce", x)
+        entry = record_collective(group, "all_reduce", x)
         dist.all_reduce(x, group=group.handle)
-        finished(entry)
+        mark_finished(entry)
     return x
 
 
@@ -132,20 +132,20 @@ def start_all_reduce_(x: Tensor, group: Group) -> dist.Work | None:
     already done."""
     if group.size == 1:
         return None
-    entry = note(group, "all_reduce", x)
-    return on_its_way(entry, dist.all_reduce(x, group=group.handle, async_op=True))
+    entry = record_collective(group, "all_reduce", x)
+    return track_work(entry, dist.all_reduce(x, group=group.handle, async_op=True))
 
 
 def all_reduce_max_(x: Tensor, group: Group) -> Tensor:
     """Take the element-wise maximum of `x` over `group` in place; does nothing to a meta tensor."""
     if group.size > 1 and not x.is_meta:
-        entry = note(group, "all_reduce_max", x)
+        entry = record_collective(group, "all_reduce_max", x)
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group.handle)
-        finished(entry)
+        mark_finished(entry)
     return x
 
 
-def all_gathered(x: Tensor, group: Group) -> Tensor:
+def start_all_gather(x: Tensor, group: Group) -> Tensor:
     """Start an all-gather of equal parts [t, ...], x contiguous -> [ranks * t, ...], readable after
     `wait_tensor`.
 
@@ -170,8 +170,8 @@ def start_send(
 
     `handle`: the process group to use, if not the group's own.
     """
-    entry = note_message(group, x, to, sends=True, tag=tag)
-    return on_its_way(entry, dist.isend(x, group=handle or group.handle, group_dst=to, tag=tag))
+    entry = record_message(group, x, to, sends=True, tag=tag)
+    return track_work(entry, dist.isend(x, group=handle or group.handle, group_dst=to, tag=tag))
 
 
 def start_receive(
@@ -179,8 +179,8 @@ def start_receive(
 ) -> dist.Work:
     """Start receiving into `x` what rank number `source` of the group sends; it may be read after
     `.wait()`."""
-    entry = note_message(group, x, source, sends=False, tag=tag)
-    return on_its_way(entry, dist.irecv(x, group=handle or group.handle, group_src=source, tag=tag))
+    entry = record_message(group, x, source, sends=False, tag=tag)
+    return track_work(entry, dist.irecv(x, group=handle or group.handle, group_src=source, tag=tag))
 
 
 def gather_objects(value: object, group: Group) -> list[object]:
@@ -188,21 +188,21 @@ def gather_objects(value: object, group: Group) -> list[object]:
     if group.size == 1:
         return [value]
     values: list[object] = [None] * group.size
-    entry = note(group, "gather_objects")
+    entry = record_collective(group, "gather_objects")
     dist.all_gather_object(values, value, group=group.handle)
-    finished(entry)
+    mark_finished(entry)
     return values
 
 
 def barrier(group: Group) -> None:
     """Wait until every rank of `group` reaches this call."""
     if group.size > 1:
-        entry = note(group, "barrier")
+        entry = record_collective(group, "barrier")
         dist.barrier(group=group.handle)
-        finished(entry)
+        mark_finished(entry)
 
 
-def my_range(sizes: Sequence[int], rank: int) -> tuple[int, int]:
+def local_range(sizes: Sequence[int], rank: int) -> tuple[int, int]:
     """Return start and stop of the part of rank number `rank`, given every rank's size."""
     start = sum(sizes[:rank])
     return start, start + sizes[rank]

@@ -32,8 +32,8 @@ from megalith.parallel.failure import (
     describe,
     die_with_parent,
     explain_exit,
-    failure_of,
-    in_order,
+    exception_failure,
+    sort_failures,
 )
 
 RANK_VARIABLES = (
@@ -167,7 +167,7 @@ def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> 
         raise
     # KeyboardInterrupt too: the parent knows whether it was requested
     except BaseException as error:
-        failure = failure_of(int(environment.get("RANK", 0)), error, frames_to_skip=1)
+        failure = exception_failure(int(environment.get("RANK", 0)), error, frames_to_skip=1)
         if interrupt.received:
             failure = replace(failure, summary=INTERRUPTED)
         elif isinstance(error, UserError):
@@ -364,7 +364,7 @@ class _LocalRanks:
                 )
                 sys.stderr.flush()
             return 128 + self.signals[0]
-        first = in_order(failures)[0]
+        first = sort_failures(failures)[0]
         if codes[first.rank] == USER_ERROR and self._record(first.rank).exists():
             everywhere = [failure.text for failure in failures] == [first.text] * self.nproc
             raise UserError(first.text if everywhere else f"rank {first.rank}: {first.text}")

@@ -35,7 +35,7 @@ DTYPES = (
 )
 """Dtypes that may be sent between stages; a header encodes a dtype as its index here."""
 
-ANNOUNCED = 64
+HEADER_LENGTH = 64
 """Length of a header: the number of tensors, then dtype, number of dimensions and sizes of each."""
 
 
@@ -69,7 +69,7 @@ class StageMessage(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Handles:
+class PipelineGroups:
     """Process groups of the channels of one pipeline."""
 
     group: Group
@@ -82,7 +82,7 @@ class Handles:
         return self.by_channel[direction, target > source]
 
 
-def handles_of(group: Group, *, tags: bool, timeout_seconds: float = 600.0) -> Handles | None:
+def create_pipeline_groups(group: Group, *, tags: bool, timeout_seconds: float = 600.0) -> PipelineGroups | None:
     """Create the process groups for the messages of the pipeline `group`; None for one rank or meta
     tensors.
 
@@ -96,7 +96,7 @@ def handles_of(group: Group, *, tags: bool, timeout_seconds: float = 600.0) -> H
         (d, after) for d in ("forward", "backward") for after in (True, False)
     ]
     if tags:
-        return Handles(group, dict.fromkeys(channels, group.handle), tags)
+        return PipelineGroups(group, dict.fromkeys(channels, group.handle), tags)
     all_ranks: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(all_ranks, group.ranks, group=dist.group.WORLD)
     pipelines = sorted({ranks for ranks in all_ranks if ranks is not None})
@@ -109,10 +109,10 @@ def handles_of(group: Group, *, tags: bool, timeout_seconds: float = 600.0) -> H
             )
             if ranks == group.ranks:
                 by_channel[direction, after] = handle
-    return Handles(group, by_channel, tags)
+    return PipelineGroups(group, by_channel, tags)
 
 
-def open_channels(handles: Handles, channels: Sequence[Channel], device: torch.device) -> None:
+def open_channels(handles: PipelineGroups, channels: Sequence[Channel], device: torch.device) -> None:
     """Send one number through every channel so that both ends are connected; all ranks list the
     same channels.
 
@@ -129,7 +129,7 @@ def open_channels(handles: Handles, channels: Sequence[Channel], device: torch.d
             start_receive(number, handles.group, source, handle=handle).wait()
 
 
-def specs_of(tensors: Sequence[Tensor]) -> Specs:
+def tensor_specs(tensors: Sequence[Tensor]) -> Specs:
     """Return shape and dtype of each tensor."""
     return tuple(Spec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
@@ -144,7 +144,7 @@ class StageLink:
 
     def __init__(
         self,
-        handles: Handles | None,
+        handles: PipelineGroups | None,
         *,
         num_microbatches: int,
         announce: bool,
@@ -152,7 +152,7 @@ class StageLink:
     ) -> None:
         self.handles, self.num_microbatches, self.device = handles, num_microbatches, device
         self.announce = announce
-        self._outbox = Outbox()
+        self._outbox = SendQueue()
 
     def __enter__(self) -> Self:
         return self
@@ -166,15 +166,15 @@ class StageLink:
         handle, tag = self._handle(message, self._rank, target), message.tag(self.num_microbatches)
         parts = [tensor.contiguous() for tensor in tensors]
         if self.announce:
-            parts = [_build_header(specs_of(tensors)).to(self.device), *parts]
+            parts = [_build_header(tensor_specs(tensors)).to(self.device), *parts]
         for part in parts:
             self._outbox.keep(start_send(part, self._group, target, tag=tag, handle=handle), part)
 
-    def post(self, message: StageMessage, specs: Specs | None, source: int) -> "Posted":
+    def post(self, message: StageMessage, specs: Specs | None, source: int) -> "PendingReceive":
         """Start receiving a message; `specs`: expected shapes and dtypes, None: take them from the
         header."""
         handle, tag = self._handle(message, source, self._rank), message.tag(self.num_microbatches)
-        posted = Posted(message, source, self._group, handle, tag, specs, self.device)
+        posted = PendingReceive(message, source, self._group, handle, tag, specs, self.device)
         if self.announce:
             posted.expect_announcement()
         else:
@@ -198,7 +198,7 @@ class StageLink:
 
 
 @dataclass(slots=True)
-class Posted:
+class PendingReceive:
     """A receive that has been started."""
 
     message: StageMessage
@@ -221,7 +221,7 @@ class Posted:
 
     def expect_announcement(self) -> None:
         """Start receiving the header with shapes and dtypes."""
-        self.header = torch.empty(ANNOUNCED, dtype=torch.int64, device=self.device)
+        self.header = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self.device)
         self.works = (self._receive(self.header),)
 
     def wait(self) -> Tensors:
@@ -255,7 +255,7 @@ class Posted:
             )
 
 
-class Outbox:
+class SendQueue:
     """Keeps tensors alive until they have been sent."""
 
     def __init__(self) -> None:
@@ -304,8 +304,8 @@ def _build_header(specs: Specs) -> Tensor:
     numbers = [len(specs)]
     for spec in specs:
         numbers += [DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
-    assert len(numbers) <= ANNOUNCED, specs
-    return torch.tensor(numbers + [0] * (ANNOUNCED - len(numbers)), dtype=torch.int64)
+    assert len(numbers) <= HEADER_LENGTH, specs
+    return torch.tensor(numbers + [0] * (HEADER_LENGTH - len(numbers)), dtype=torch.int64)
 
 
 def _parse_header(header: Tensor) -> Specs:

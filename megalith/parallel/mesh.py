@@ -133,7 +133,7 @@ def build_mesh(
     return Mesh(grid, rank, groups)
 
 
-def mesh_on_paper(grid: Grid, *, rank: int) -> Mesh:
+def build_meta_mesh(grid: Grid, *, rank: int) -> Mesh:
     """Return the same groups without processes, for any rank of a world of any size, to build
     models on meta tensors."""
     groups = {}
@@ -150,7 +150,7 @@ def spans_of(grid: Grid) -> tuple[tuple[str, ...], ...]:
     return SPANS if grid.experts is None else SPANS + EXPERT_SPANS
 
 
-def mesh_of_one() -> Mesh:
+def build_single_rank_mesh() -> Mesh:
     """Return the mesh of one process without a process group: every axis has one rank."""
     grid = dense_grid(world=1)
     for axis, (outer, inner) in PARTS.items():
@@ -158,7 +158,7 @@ def mesh_of_one() -> Mesh:
     experts = expert_grid(world=1).factor(
         axis="edp", outer=("edp_replica", 1), inner=("edp_shard", 1)
     )
-    return mesh_on_paper(replace(grid, experts=experts), rank=0)
+    return build_meta_mesh(replace(grid, experts=experts), rank=0)
 
 
 def destroy_mesh(mesh: Mesh) -> None:

@@ -59,7 +59,7 @@ class HostMemory:
         return self._streams[device]
 
 
-class Away:
+class OffloadedStorage:
     """A device storage that was copied to host memory."""
 
     def __init__(self, storage: torch.UntypedStorage, memory: HostMemory) -> None:
@@ -104,10 +104,10 @@ class Away:
         return self.back.untyped_storage()
 
 
-class View:
+class OffloadedTensor:
     """Replacement for a saved tensor: its offloaded storage and its view of it."""
 
-    def __init__(self, x: Tensor, away: Away) -> None:
+    def __init__(self, x: Tensor, away: OffloadedStorage) -> None:
         self.away, self.dtype, self.place = (
             away,
             x.dtype,
@@ -145,14 +145,14 @@ class OffloadedPass:
         """`stays`: tensors that stay on the device because all layers share them."""
         self.memory, self.min_numel = memory, min_numel
         self.stays = storages(stays)
-        self.spans: dict[int, list[weakref.ref[Away]]] = {}
+        self.spans: dict[int, list[weakref.ref[OffloadedStorage]]] = {}
         self.sent: dict[int, list[tuple[int, int]]] = {}
         """Span -> (elements, bytes) of each storage that it has offloaded."""
 
         # By storage and version: a storage written to since its last copy needs another one. A
         # storage's id may be reused once the storage is freed; a weak reference reserves the id,
         # not the memory.
-        self._copies: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[Away]]] = {}
+        self._copies: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[OffloadedStorage]]] = {}
 
     @contextmanager
     def span(self, number: int, layers: Sequence[nn.Module] = ()) -> Iterator[None]:
@@ -171,7 +171,7 @@ class OffloadedPass:
             if away is not None:
                 away.start_back()
 
-    def _pack(self, number: int, layers: Sequence[nn.Module], x: Tensor) -> Tensor | View:
+    def _pack(self, number: int, layers: Sequence[nn.Module], x: Tensor) -> Tensor | OffloadedTensor:
         storage = x.untyped_storage()
         if x.numel() < self.min_numel or storage._cdata in self.stays:
             return x
@@ -182,11 +182,11 @@ class OffloadedPass:
         known = self._copies.get(key)
         away = None if known is None else known[1]()
         if away is None:
-            away = Away(storage, self.memory)
+            away = OffloadedStorage(storage, self.memory)
             self._copies[key] = StorageWeakRef(storage), weakref.ref(away)
             self.spans.setdefault(number, []).append(weakref.ref(away))
             self.sent.setdefault(number, []).append((x.numel(), storage.nbytes()))
-        return View(x, away)
+        return OffloadedTensor(x, away)
 
 
 def storages(tensors: Iterable[Tensor]) -> set[int]:
@@ -194,8 +194,8 @@ def storages(tensors: Iterable[Tensor]) -> set[int]:
     return {x.untyped_storage()._cdata for x in tensors}
 
 
-def _unpack(saved: Tensor | View) -> Tensor:
-    return saved.tensor() if isinstance(saved, View) else saved
+def _unpack(saved: Tensor | OffloadedTensor) -> Tensor:
+    return saved.tensor() if isinstance(saved, OffloadedTensor) else saved
 
 
 def fetch_when_backward_reaches(x: Tensor, run: OffloadedPass, numbers: Sequence[int]) -> None:

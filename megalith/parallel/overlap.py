@@ -27,7 +27,7 @@ from megalith.kernels.linear import (
 from megalith.kernels.rebuilt import LayerInput, output_tensor
 from megalith.parallel.autograd import mark_partial
 from megalith.parallel.group import Group
-from megalith.parallel.rings import Product, Started
+from megalith.parallel.rings import Product, PendingCollective
 
 
 class OverlappedTPComm(Protocol):
@@ -46,10 +46,10 @@ class OverlappedTPComm(Protocol):
     def all_gather_matmul(self, x: Tensor, w: Tensor, product: Product) -> tuple[Tensor, Tensor]:
         """Return all tokens [t, i], gathered from x, and their product [t, o] with `w`."""
 
-    def matmul_reduce_scatter(self, x: Tensor, w: Tensor, product: Product) -> Started:
+    def matmul_reduce_scatter(self, x: Tensor, w: Tensor, product: Product) -> PendingCollective:
         """Start the sum over ranks of `product(x, w)`, for this rank's tokens; x has all tokens."""
 
-    def start_regather(self, x: Tensor) -> Started:
+    def start_regather(self, x: Tensor) -> PendingCollective:
         """Start gathering all tokens once more, in backward."""
 
 
@@ -125,8 +125,8 @@ class AllGatherLinearFunction(Function):
         saved = ctx.saved_tensors  # read once: a recomputed region returns them only once
         parameters, inputs = saved[: len(needs_dw)], saved[len(needs_dw) :]
         local_x = saved_input(ctx, needs_dw, inputs)
-        tokens: Started | None = None if local_x is None else ctx.overlapped.start_regather(local_x)
-        dx: Started | None = None
+        tokens: PendingCollective | None = None if local_x is None else ctx.overlapped.start_regather(local_x)
+        dx: PendingCollective | None = None
         if ctx.needs_input_grad[0]:
             dx = ctx.overlapped.matmul_reduce_scatter(
                 dy, stacked(parameters), ctx.matmul_ops.input_grad

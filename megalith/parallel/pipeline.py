@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalith.parallel.link import Handles, Posted, Specs, StageLink, StageMessage, Tensors
+from megalith.parallel.link import PipelineGroups, PendingReceive, Specs, StageLink, StageMessage, Tensors
 from megalith.parallel.postpone import WeightGradStore
 from megalith.parallel.turns import DualBatchOverlap
 from megalith.plan.pairs import concurrent_actions
@@ -43,7 +43,7 @@ class Pipeline:
     rank: int
     """Rank within the pipeline-parallel group."""
 
-    handles: Handles | None
+    handles: PipelineGroups | None
     """Process groups of the messages; None for a pipeline of one rank."""
 
     device: torch.device
@@ -112,7 +112,7 @@ class _Step:
     link: StageLink
     boundary: Boundary | None
     in_progress: dict[tuple[int, int], _MicrobatchState] = field(default_factory=dict)
-    posted: dict[tuple[Direction, int, int], Posted] = field(default_factory=dict)
+    posted: dict[tuple[Direction, int, int], PendingReceive] = field(default_factory=dict)
     computed: dict[tuple[Direction, int, int], Tensors] = field(default_factory=dict)
     """Results that have not been sent yet."""
     local_results: dict[tuple[Direction, int, int], Tensors] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor, nn
 
 from megalith.parallel.group import Group
-from megalith.parallel.slices import Works, start_gather
+from megalith.parallel.slices import PendingMessages, start_bucket_all_gather
 from megalith.plan.buckets import BucketPlan
 
 
@@ -19,7 +19,7 @@ class ParamAllGather:
     def __init__(self, weights: Tensor, plan: BucketPlan, slices: Sequence[Group]) -> None:
         """`slices`: for each bucket, the group over which it is sharded."""
         self.weights, self.plan, self.slices = weights, plan, slices
-        self.pending: dict[int, Works] = {}
+        self.pending: dict[int, PendingMessages] = {}
         """Bucket -> its messages, in the order in which they were started."""
 
     def start(self) -> None:
@@ -29,7 +29,7 @@ class ParamAllGather:
             bucket = self.plan.buckets[index]
             # .data: autograd need not count this as an in-place change
             weights = self.weights.data[bucket.start : bucket.stop]
-            self.pending[index] = start_gather(weights, self.slices[index], tag=2 * index + 1)
+            self.pending[index] = start_bucket_all_gather(weights, self.slices[index], tag=2 * index + 1)
 
     def wait_params(self) -> None:
         """Wait until all weights are complete."""

@@ -28,7 +28,7 @@ from megalith.kernels.rebuilt import (
 )
 from megalith.kernels.replay import RoutingDecisions
 from megalith.kernels.tokens import PackedSeqParams
-from megalith.parallel.autograd import regather
+from megalith.parallel.autograd import all_gather_no_grad
 from megalith.parallel.group import Group
 from megalith.parallel.offload import HostMemory, OffloadedPass, fetch_when_backward_reaches
 from megalith.plan.recompute import Span, layer_spans
@@ -99,10 +99,10 @@ class Recomputed(nn.Module):
     """Module or function of x, other tensors and the tokens, whose inner activations are recomputed
     in backward."""
 
-    def __init__(self, function: Function, *, check: bool = False, turns: bool = False) -> None:
-        """`turns`: the function reads the rotary tables, which are then saved."""
+    def __init__(self, function: Function, *, check: bool = False, saves_rope_tables: bool = False) -> None:
+        """`saves_rope_tables`: the function reads the rotary tables, which are then saved."""
         super().__init__()
-        self.function, self.check, self.turns = function, check, turns
+        self.function, self.check, self.saves_rope_tables = function, check, saves_rope_tables
 
     def forward(self, x: LayerInput, *others: Tensor | PackedSeqParams) -> Tensor:
         """Return the function's result; `others` may end with the tokens."""
@@ -113,7 +113,7 @@ class Recomputed(nn.Module):
             for other in others
             if isinstance(other, PackedSeqParams)
         ]
-        tables = [table for tokens in last for table in tokens.rotary] if self.turns else []
+        tables = [table for tokens in last for table in tokens.rotary] if self.saves_rope_tables else []
         run = partial(_call, self.function, last, len(tables))
         return recompute(run, x, *tensors, *tables, check=self.check)
 
@@ -135,7 +135,7 @@ class RecomputedInChunks(Recomputed):
 
     Under sequence parallel each chunk is gathered and scattered separately; every rank has as many
     chunks. There are always `chunks`, some of them empty if there are fewer tokens: data
-    parallelism expects as many gradients of each weight, see `passes_of`.
+    parallelism expects as many gradients of each weight, see `count_forward_passes`.
     """
 
     def __init__(self, function: Function, chunks: int, *, check: bool = False) -> None:
@@ -149,7 +149,7 @@ class RecomputedInChunks(Recomputed):
         return torch.cat([Recomputed.forward(self, part, *others) for part in parts])
 
 
-def passes_of(model: nn.Module) -> Mapping[nn.Module, int]:
+def count_forward_passes(model: nn.Module) -> Mapping[nn.Module, int]:
     """Return how often each module inside `RecomputedInChunks` runs in one forward of the model;
     all others run once."""
     regions = [module for module in model.modules() if isinstance(module, RecomputedInChunks)]
@@ -223,7 +223,7 @@ class LayerRunner:
     ) -> Tensor:
         if not span.recomputed:
             return _run(layers, tokens, x)
-        saved = sharded(x, self.group) if self.recompute.shard_inputs else x
+        saved = shard_saved_input(x, self.group) if self.recompute.shard_inputs else x
         run = partial(_run, layers, replace(tokens, decided=RoutingDecisions()))
         return recompute(run, saved, *_shared(tokens), check=self.recompute.check)
 
@@ -246,7 +246,7 @@ def _run(
     return x
 
 
-def sharded(x: Tensor, group: Group) -> RecomputedOutput:
+def shard_saved_input(x: Tensor, group: Group) -> RecomputedOutput:
     """Return x, equal on all ranks of `group`, as a tensor that is recomputed from equal slices of
     which each rank saves one.
 
@@ -263,4 +263,4 @@ def sharded(x: Tensor, group: Group) -> RecomputedOutput:
 
 
 def _gather_slices(local_slice: Tensor, *, group: Group, shape: torch.Size) -> Tensor:
-    return regather(local_slice, group)[: shape.numel()].view(shape)
+    return all_gather_no_grad(local_slice, group)[: shape.numel()].view(shape)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalith.observe.flight import CollectiveRecord
-from megalith.parallel.group import Group, all_gathered, finished, note
+from megalith.parallel.group import Group, start_all_gather, mark_finished, record_collective
 
 _ops = torch.ops._c10d_functional
 
@@ -21,7 +21,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 """(x [t, i], w) -> [t, o]: `forward` or `input_grad` of kernels/linear.py."""
 
 
-class Started(NamedTuple):
+class PendingCollective(NamedTuple):
     """Result of a collective that has been started."""
 
     x: Tensor
@@ -31,29 +31,29 @@ class Started(NamedTuple):
     def wait(self) -> Tensor:
         """Wait for the tensor and return it."""
         y: Tensor = _ops.wait_tensor(self.x)
-        finished(self.entry)
+        mark_finished(self.entry)
         return y
 
 
-def start_sum(x: Tensor, group: Group) -> Started:
+def start_all_reduce(x: Tensor, group: Group) -> PendingCollective:
     """Start an all-reduce of `x` over the group."""
-    entry = note(group, "all_reduce", x)
-    return Started(_ops.all_reduce(x.contiguous(), "sum", group.name), entry)
+    entry = record_collective(group, "all_reduce", x)
+    return PendingCollective(_ops.all_reduce(x.contiguous(), "sum", group.name), entry)
 
 
-def start_gather(x: Tensor, group: Group) -> Started:
+def start_token_gather(x: Tensor, group: Group) -> PendingCollective:
     """Start an all-gather of equal parts [t, ...] -> [ranks * t, ...]."""
-    entry = note(group, "all_gather", x)
-    return Started(all_gathered(x.contiguous(), group), entry)
+    entry = record_collective(group, "all_gather", x)
+    return PendingCollective(start_all_gather(x.contiguous(), group), entry)
 
 
-def start_scatter(x: Tensor, group: Group) -> Started:
+def start_reduce_scatter(x: Tensor, group: Group) -> PendingCollective:
     """Start a reduce-scatter of `x` [ranks * t, ...] -> this rank's part [t, ...]."""
-    entry = note(group, "reduce_scatter", x)
-    return Started(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name), entry)
+    entry = record_collective(group, "reduce_scatter", x)
+    return PendingCollective(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name), entry)
 
 
-def start_passing(x: Tensor, group: Group) -> Started:
+def start_ring_exchange(x: Tensor, group: Group) -> PendingCollective:
     """Start sending `x` [t, ...] to the next rank of the ring and receiving as much from the
     previous one.
 
@@ -61,11 +61,11 @@ def start_passing(x: Tensor, group: Group) -> Started:
     """
     send, receive = [0] * group.size, [0] * group.size
     send[(group.rank + 1) % group.size] = receive[(group.rank - 1) % group.size] = x.shape[0]
-    entry = note(group, "all_to_all", x, rows=(send, receive))
-    return Started(_ops.all_to_all_single(x.contiguous(), receive, send, group.name), entry)
+    entry = record_collective(group, "all_to_all", x, rows=(send, receive))
+    return PendingCollective(_ops.all_to_all_single(x.contiguous(), receive, send, group.name), entry)
 
 
-def gather_product(x: Tensor, w: Tensor, group: Group, product: Product) -> tuple[Tensor, Tensor]:
+def ring_all_gather_matmul(x: Tensor, w: Tensor, group: Group, product: Product) -> tuple[Tensor, Tensor]:
     """Return all tokens and their product with this rank's `w`: x [t / ranks, i] -> [t, i], [t, o].
 
     The parts go around the ring: one part is multiplied while the next one is received.
@@ -74,14 +74,14 @@ def gather_product(x: Tensor, w: Tensor, group: Group, product: Product) -> tupl
     products = [x] * group.size
     owner, part = group.rank, x
     for step in range(group.size):
-        received = start_passing(part, group) if step < group.size - 1 else None
+        received = start_ring_exchange(part, group) if step < group.size - 1 else None
         parts[owner], products[owner] = part, product(part, w)
         if received is not None:
             owner, part = (owner - 1) % group.size, received.wait()
     return torch.cat(parts), torch.cat(products)
 
 
-def product_scatter(x: Tensor, w: Tensor, group: Group, product: Product) -> Tensor:
+def ring_matmul_reduce_scatter(x: Tensor, w: Tensor, group: Group, product: Product) -> Tensor:
     """Return the sum over ranks of their products, for this rank's tokens: x [t, i_tp], all tokens
     -> [t / ranks, o].
 
@@ -89,13 +89,13 @@ def product_scatter(x: Tensor, w: Tensor, group: Group, product: Product) -> Ten
     multiplied while it is in flight.
     """
     parts = x.chunk(group.size)
-    in_flight: Started | None = None
+    in_flight: PendingCollective | None = None
     for step in range(group.size):
         partial_sum = product(parts[(group.rank - 1 - step) % group.size], w)
         if in_flight is not None:
             partial_sum = partial_sum.add_(in_flight.wait())
         if step < group.size - 1:
-            in_flight = start_passing(partial_sum, group)
+            in_flight = start_ring_exchange(partial_sum, group)
     return partial_sum
 
 
@@ -103,13 +103,13 @@ class CollectiveMatmul(NamedTuple):
     """Implementation of the two collective matmuls; it depends on the device, their results do
     not."""
 
-    gathered: Callable[[Tensor, Tensor, Group, Product], tuple[Tensor, Tensor]]
-    """(x, w, group, product) -> all tokens, and their product: see `gather_product`."""
+    all_gather_matmul: Callable[[Tensor, Tensor, Group, Product], tuple[Tensor, Tensor]]
+    """(x, w, group, product) -> all tokens, and their product: see `ring_all_gather_matmul`."""
 
-    scattered: Callable[[Tensor, Tensor, Group, Product], Tensor]
+    matmul_reduce_scatter: Callable[[Tensor, Tensor, Group, Product], Tensor]
     """(x, w, group, product) -> the sum of products, for this rank's tokens: see
-    `product_scatter`."""
+    `ring_matmul_reduce_scatter`."""
 
 
-RING_EXCHANGE = CollectiveMatmul(gather_product, product_scatter)
+RING_EXCHANGE = CollectiveMatmul(ring_all_gather_matmul, ring_matmul_reduce_scatter)
 """Messages around a ring, for any device and communication backend."""

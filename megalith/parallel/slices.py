@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.parallel.group import Group, note, on_its_way, start_receive, start_send
+from megalith.parallel.group import Group, record_collective, track_work, start_receive, start_send
 
 
 @dataclass(slots=True)
-class Works:
+class PendingMessages:
     """Messages in flight. After `wait` their targets may be read and their sources written."""
 
     started: list[dist.Work]
@@ -31,10 +31,10 @@ class Works:
 
 
 @dataclass(slots=True)
-class SliceSum:
+class PendingReduceScatter:
     """Reduce-scatter of one bucket that has been started; `wait` returns this rank's slice."""
 
-    works: Works
+    works: PendingMessages
     slices: Tensor
     """The bucket as [ranks, numel of a slice]; this rank's slice becomes the sum."""
 
@@ -56,9 +56,9 @@ class SliceSum:
         )
 
 
-def start_sum(
+def start_bucket_reduce_scatter(
     bucket: Tensor, group: Group, *, tag: int, dtype: torch.dtype | None = None
-) -> SliceSum:
+) -> PendingReduceScatter:
     """Start a reduce-scatter of `bucket` over `group`; each rank gets the sum of its slice, the
     `rank`-th of equal ones.
 
@@ -70,35 +70,35 @@ def start_sum(
     if bucket.device.type == "cpu":
         sent = slices if dtype is None else slices.to(dtype)
         received = torch.empty_like(sent)
-        return SliceSum(_exchange(sent, received, group, tag), slices, received, group.rank)
+        return PendingReduceScatter(_exchange(sent, received, group, tag), slices, received, group.rank)
     if dtype is None:
-        entry = note(group, "reduce_scatter", bucket)
+        entry = record_collective(group, "reduce_scatter", bucket)
         work = dist.reduce_scatter_tensor(
             slices[group.rank], bucket, group=group.handle, async_op=True
         )
-        return SliceSum(Works([on_its_way(entry, work)]), slices, None, group.rank)
+        return PendingReduceScatter(PendingMessages([track_work(entry, work)]), slices, None, group.rank)
     sent = bucket.to(dtype)
     received = torch.empty_like(sent)
-    entry = note(group, "all_to_all", sent)
+    entry = record_collective(group, "all_to_all", sent)
     work = dist.all_to_all_single(received, sent, group=group.handle, async_op=True)
-    return SliceSum(
-        Works([on_its_way(entry, work)]), slices, received.view(group.size, -1), group.rank
+    return PendingReduceScatter(
+        PendingMessages([track_work(entry, work)]), slices, received.view(group.size, -1), group.rank
     )
 
 
-def start_gather(bucket: Tensor, group: Group, *, tag: int) -> Works:
+def start_bucket_all_gather(bucket: Tensor, group: Group, *, tag: int) -> PendingMessages:
     """Start an all-gather into `bucket`; each rank's own slice of it is up to date."""
     slices = bucket.view(group.size, -1)
     if bucket.device.type == "cpu":
         return _exchange(slices[group.rank].expand_as(slices), slices, group, tag)
-    entry = note(group, "all_gather", bucket)
+    entry = record_collective(group, "all_gather", bucket)
     work = dist.all_gather_into_tensor(
         bucket, slices[group.rank], group=group.handle, async_op=True
     )
-    return Works([on_its_way(entry, work)])
+    return PendingMessages([track_work(entry, work)])
 
 
-def _exchange(sent: Tensor, received: Tensor, group: Group, tag: int) -> Works:
+def _exchange(sent: Tensor, received: Tensor, group: Group, tag: int) -> PendingMessages:
     """Send row k of `sent` to rank k and receive its row for this rank as row k of `received`; the
     own row is not copied."""
     works: list[dist.Work] = []
@@ -106,7 +106,7 @@ def _exchange(sent: Tensor, received: Tensor, group: Group, tag: int) -> Works:
         to, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
         works.append(start_receive(received[source], group, source, tag=tag))
         works.append(start_send(sent[to], group, to, tag=tag))
-    return Works(works)
+    return PendingMessages(works)
 
 
 def sum_over_members_(x: Tensor, group: Group, members: Sequence[int]) -> Tensor:
@@ -125,7 +125,7 @@ def sum_over_members_(x: Tensor, group: Group, members: Sequence[int]) -> Tensor
         pair = [(start_send, x), (start_receive, part)]
         for start, message in pair if group.rank < member else reversed(pair):
             works.append(start(message, group, member))
-    Works(works).wait()
+    PendingMessages(works).wait()
     before = [part for member, part in received.items() if member < group.rank]
     return _add_in_order_(x, before, list(received.values())[len(before) :])
 

@@ -21,7 +21,7 @@ from megalith.config.parallel import CollectiveMatmulName
 from megalith.errors import ConfigError
 from megalith.kernels.linear import forward, input_grad
 from megalith.observe.capabilities import has_symmetric_memory
-from megalith.parallel.group import Group, finished, gather_objects, note
+from megalith.parallel.group import Group, mark_finished, gather_objects, record_collective
 from megalith.parallel.rings import RING_EXCHANGE, CollectiveMatmul, Product
 
 _log = logging.getLogger(__name__)
@@ -30,35 +30,35 @@ _MODULE = "torch.distributed._symmetric_memory"
 _GPU = "cuda"  # lint: allow cuda-literal: the fused operators are CUDA's
 
 
-def fused_gather_product(
+def symm_mem_all_gather_matmul(
     x: Tensor, w: Tensor, group: Group, product: Product
 ) -> tuple[Tensor, Tensor]:
     """Return all tokens and their product with this rank's `w`: x [t / ranks, i] -> [t, i], [t,
     o]."""
-    entry = note(group, "fused_all_gather_matmul", x)
+    entry = record_collective(group, "fused_all_gather_matmul", x)
     gathered_x, (y,) = _operators().fused_all_gather_matmul(
         x, [_right_factor(w, product)], 0, group.name, return_A=True
     )
-    finished(entry)
+    mark_finished(entry)
     return gathered_x, y
 
 
-def fused_product_scatter(x: Tensor, w: Tensor, group: Group, product: Product) -> Tensor:
+def symm_mem_matmul_reduce_scatter(x: Tensor, w: Tensor, group: Group, product: Product) -> Tensor:
     """Return the sum over ranks of their products, for this rank's tokens: x [t, i_tp], all tokens
     -> [t / ranks, o].
 
     Each product is rounded to the dtype of `x`, and their sum, taken in fp32 or better, is rounded
     once more.
     """
-    entry = note(group, "fused_matmul_reduce_scatter", x)
+    entry = record_collective(group, "fused_matmul_reduce_scatter", x)
     local_sum: Tensor = _operators().fused_matmul_reduce_scatter(
         x, _right_factor(w, product), "sum", 0, group.name
     )
-    finished(entry)
+    mark_finished(entry)
     return local_sum
 
 
-FUSED = CollectiveMatmul(fused_gather_product, fused_product_scatter)
+FUSED = CollectiveMatmul(symm_mem_all_gather_matmul, symm_mem_matmul_reduce_scatter)
 
 
 def _right_factor(w: Tensor, product: Product) -> Tensor:

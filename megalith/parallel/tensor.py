@@ -29,7 +29,7 @@ from megalith.parallel.autograd import (
     mark_partial,
     reduce_from_tp,
     reduce_scatter,
-    regather,
+    all_gather_no_grad,
 )
 from megalith.parallel.group import Group
 from megalith.parallel.overlap import OverlappedTPComm, all_gather_linear, linear_reduce_scatter
@@ -37,10 +37,10 @@ from megalith.parallel.rings import (
     RING_EXCHANGE,
     CollectiveMatmul,
     Product,
-    Started,
-    start_gather,
-    start_scatter,
-    start_sum,
+    PendingCollective,
+    start_token_gather,
+    start_reduce_scatter,
+    start_all_reduce,
 )
 from megalith.plan.shards import Shard, split_evenly
 
@@ -79,7 +79,7 @@ class TPComm(Protocol):
         """Axes over which parameters used outside tensor-parallel work have the complete gradient
         on every rank."""
 
-    def mine(self, values: Tensor) -> Tensor:
+    def select_local(self, values: Tensor) -> Tensor:
         """Select this rank's tokens outside tensor-parallel work from values [t, ...] of all
         tokens."""
 
@@ -112,7 +112,7 @@ class TensorParallelComm:
         """All ranks compute the same, so gradients are complete on each."""
         return frozenset(self.group.axes)
 
-    def mine(self, values: Tensor) -> Tensor:
+    def select_local(self, values: Tensor) -> Tensor:
         """Return all values."""
         return values
 
@@ -139,13 +139,13 @@ class TensorParallelComm:
         """Compute the matmul; every rank has all tokens."""
         return x, product(x, w)
 
-    def matmul_reduce_scatter(self, x: Tensor, w: Tensor, product: Product) -> Started:
+    def matmul_reduce_scatter(self, x: Tensor, w: Tensor, product: Product) -> PendingCollective:
         """Compute the matmul and start the all-reduce of its result."""
-        return start_sum(product(x, w), self.group)
+        return start_all_reduce(product(x, w), self.group)
 
-    def start_regather(self, x: Tensor) -> Started:
+    def start_regather(self, x: Tensor) -> PendingCollective:
         """Return x: every rank has all tokens."""
-        return Started(x)
+        return PendingCollective(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class SequenceParallelComm:
         """None: ranks have different tokens, so their gradients are partial sums."""
         return frozenset()
 
-    def mine(self, values: Tensor) -> Tensor:
+    def select_local(self, values: Tensor) -> Tensor:
         """Return this rank's part, one of equal parts in the order of ranks."""
         count = values.shape[0] // self.group.size
         return values.narrow(0, self.group.rank * count, count)
@@ -180,7 +180,7 @@ class SequenceParallelComm:
     def prepare_input(self, x: LayerInput) -> LayerInput:
         """All-gather forward; reduce-scatter backward."""
         gathered = all_gather(output_tensor(x), self.group)
-        return as_recomputed(x).then(gathered, with_arguments(regather, group=self.group))
+        return as_recomputed(x).then(gathered, with_arguments(all_gather_no_grad, group=self.group))
 
     def reduce_output(self, x: Tensor) -> Tensor:
         """Reduce-scatter forward; all-gather backward."""
@@ -194,19 +194,19 @@ class SequenceParallelComm:
     def all_gather_matmul(self, x: Tensor, w: Tensor, product: Product) -> tuple[Tensor, Tensor]:
         """Return all tokens, gathered at once or part by part, and their matmul."""
         if self.tp_comm_overlap:
-            return self.products.gathered(x, w, self.group, product)
-        gathered_x = start_gather(x, self.group).wait()
+            return self.products.all_gather_matmul(x, w, self.group, product)
+        gathered_x = start_token_gather(x, self.group).wait()
         return gathered_x, product(gathered_x, w)
 
-    def matmul_reduce_scatter(self, x: Tensor, w: Tensor, product: Product) -> Started:
+    def matmul_reduce_scatter(self, x: Tensor, w: Tensor, product: Product) -> PendingCollective:
         """Return the reduce-scatter of the matmul, computed at once or part by part."""
         if self.tp_comm_overlap:
-            return Started(self.products.scattered(x, w, self.group, product))
-        return start_scatter(product(x, w), self.group)
+            return PendingCollective(self.products.matmul_reduce_scatter(x, w, self.group, product))
+        return start_reduce_scatter(product(x, w), self.group)
 
-    def start_regather(self, x: Tensor) -> Started:
+    def start_regather(self, x: Tensor) -> PendingCollective:
         """Start the all-gather of forward once more."""
-        return start_gather(x, self.group)
+        return start_token_gather(x, self.group)
 
 
 def register_param(
@@ -221,7 +221,7 @@ def register_param(
     )
 
 
-class ColumnLinear(nn.Module):
+class ColumnParallelLinear(nn.Module):
     """Linear layer `y = x @ W.T` whose output features are sharded over the tensor-parallel group;
     W may be several matrices.
 
@@ -269,7 +269,7 @@ class ColumnLinear(nn.Module):
         return [getattr(self, name) for name in self.weight_names]
 
 
-class RowLinear(nn.Module):
+class RowParallelLinear(nn.Module):
     """Linear layer `y = x @ W.T + b` whose input features are sharded over the tensor-parallel
     group.
 
@@ -319,7 +319,7 @@ class RowLinear(nn.Module):
         return [getattr(self, self.weight_name)]
 
 
-class WholeLinear(nn.Module):
+class ReplicatedLinear(nn.Module):
     """Linear layer `y = x @ W.T` with a replicated weight: x [t, i] in the layout of `tp_comm` -> y
     [t, o], of the same tokens.
 
@@ -342,7 +342,7 @@ class WholeLinear(nn.Module):
         return [getattr(self, self.weight_name)]
 
 
-class VocabEmbedding(nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """Token embedding whose table rows are sharded over the tensor-parallel group.
 
     ids [t], equal on all ranks of the group -> [t, h] in the layout of `tp_comm`.
@@ -380,7 +380,7 @@ class VocabEmbedding(nn.Module):
         return [self.weight]
 
 
-class VocabHead(nn.Module):
+class VocabParallelHead(nn.Module):
     """Output layer whose vocabulary is sharded over the tensor-parallel group; computes logits and
     the cross-entropy loss.
 
@@ -431,10 +431,10 @@ class VocabHead(nn.Module):
             or keywords.get("kernel") == "reference"
         )
 
-    def again(self) -> "VocabHead":
+    def share_weight(self) -> "VocabParallelHead":
         """Return a head with the same parameter for one more use in a forward pass; data
         parallelism counts the gradients of each use."""
-        return VocabHead(
+        return VocabParallelHead(
             self.table,
             self.tp_comm,
             vocab_size=self.vocab_size,
@@ -448,7 +448,7 @@ class VocabHead(nn.Module):
         `tp_comm`, labels [t] -> scalar.
 
         Equal on all ranks of the group (I). Unless `evaluating`, includes everything that is
-        minimized: see `choose_losses`.
+        minimized: see `set_training_losses`.
         """
         return (self.eval_loss if evaluating else self.summed_loss)(
             output_tensor(self.tp_comm.prepare_input(x)),
@@ -497,16 +497,16 @@ class VocabHead(nn.Module):
         return [self.weight]
 
 
-def heads_of(models: Iterable[nn.Module]) -> Iterator[VocabHead]:
+def iter_vocab_heads(models: Iterable[nn.Module]) -> Iterator[VocabParallelHead]:
     """Return every head: the model's, and one for each MTP depth."""
     return (
-        module for model in models for module in model.modules() if isinstance(module, VocabHead)
+        module for model in models for module in model.modules() if isinstance(module, VocabParallelHead)
     )
 
 
-def choose_losses(models: Iterable[nn.Module], choose: Callable[[], Callable[..., Tensor]]) -> None:
+def set_training_losses(models: Iterable[nn.Module], choose: Callable[[], Callable[..., Tensor]]) -> None:
     """Set the training loss of every head to the result of `choose`."""
-    for head in heads_of(models):
+    for head in iter_vocab_heads(models):
         head.summed_loss = choose()
 
 
@@ -540,7 +540,7 @@ class ExpertMatrix(nn.Module):
         return [getattr(self, self.weight_name)]
 
 
-TensorParallel = ColumnLinear | RowLinear | WholeLinear | ExpertMatrix | VocabEmbedding | VocabHead
+TensorParallel = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear | ExpertMatrix | VocabParallelEmbedding | VocabParallelHead
 
 
 def _attribute(spec: ParameterSpec) -> str:

@@ -27,7 +27,7 @@ from megalith.kernels.permute import (
 from megalith.kernels.permute import weights_of_rows as weights_of
 from megalith.kernels.rebuilt import LayerInput, output_tensor
 from megalith.kernels.routing import DROPPED_CHOICE, Choice
-from megalith.parallel.autograd import all_to_all, regather
+from megalith.parallel.autograd import all_to_all, all_gather_no_grad
 from megalith.parallel.expert import (
     CompletedDispatch,
     DispatchedTokens,
@@ -35,8 +35,8 @@ from megalith.parallel.expert import (
     ExpertCapacity,
     PendingDispatch,
     build_dispatcher,
-    on_host,
-    steps_in_both,
+    counts_to_list,
+    ep_etp_strides,
 )
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
@@ -156,7 +156,7 @@ class ReferenceDispatcher:
     def places(self, experts: Tensor, experts_per_rank: int) -> Tensor:
         """Return the target of choices [t, k]: [t, k etp], the number of the local expert and of
         its group member in one integer."""
-        along_ep, along_etp = steps_in_both(self.ep, self.etp)
+        along_ep, along_etp = ep_etp_strides(self.ep, self.etp)
         copies = torch.arange(self.etp.size, device=experts.device) * along_etp * experts_per_rank
         first = (
             experts // experts_per_rank * along_ep * experts_per_rank + experts % experts_per_rank
@@ -168,9 +168,9 @@ class ReferenceDispatcher:
         """Return, by sending rank, the number of rows for each expert of each member, on the
         host."""
         if order.counts.is_meta:
-            return [on_host(order.counts, len(order.choices))] * self.both.size
+            return [counts_to_list(order.counts, len(order.choices))] * self.both.size
         counts: list[Sequence[int]] = (
-            regather(order.counts, self.both).view(self.both.size, -1).tolist()
+            all_gather_no_grad(order.counts, self.both).view(self.both.size, -1).tolist()
         )
         return counts
 

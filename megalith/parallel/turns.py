@@ -27,7 +27,7 @@ PATIENCE_SECONDS = 5.0
 ranks have left."""
 
 
-class Stopped(BaseException):
+class PassAborted(BaseException):
     """Stops a pass because the other one failed; not visible to callers, and not caught by `except
     Exception`."""
 
@@ -106,7 +106,7 @@ class _Pair:
             with stream:
                 self._wait_turn(name)
                 work()
-        except Stopped:
+        except PassAborted:
             pass
         except BaseException as error:  # raised again by `both`, in the caller's thread
             self.fail(error)
@@ -149,7 +149,7 @@ class _Pair:
         with self.change:
             self.change.wait_for(lambda: self.turn == name or self._failed())
             if self._failed():
-                raise Stopped
+                raise PassAborted
 
 
 def _run_work(queue: "SimpleQueue[Callable[[], None] | None]") -> None:

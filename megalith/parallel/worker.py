@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from megalith.errors import ConfigError, RankError
 from megalith.observe.flight import Flight
 from megalith.observe.limits import available_cores
-from megalith.parallel.group import Group, alone, gather_objects
+from megalith.parallel.group import Group, single_rank_group, gather_objects
 from megalith.parallel.launch import LISTENER, RANK_VARIABLES, in_worker, threads_per_rank
 from megalith.parallel.watch import wait_for
 from megalith.plan.grid import Grid
@@ -126,7 +126,7 @@ def set_threads(worker: Worker, threads: int | None) -> None:
         torch.set_num_threads(chosen)
 
 
-def meet(worker: Worker, *, timeout_seconds: float) -> Store | None:
+def open_rendezvous(worker: Worker, *, timeout_seconds: float) -> Store | None:
     """Open the rendezvous store and wait until all ranks have joined; None for a job of one rank.
 
     Raises:
@@ -167,7 +167,7 @@ def _open_store(worker: Worker, timeout: timedelta) -> Store:
     return store
 
 
-def another_connection(store: Store) -> Store:
+def clone_store(store: Store) -> Store:
     """Return a second connection to the store, for another thread: a waiting connection blocks
     others."""
     cloned: Store = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
@@ -184,14 +184,14 @@ def connect(
     """Initialize torch.distributed and return the group of all ranks; a job of one rank has no
     process group.
 
-    Collectives that wait longer than `timeout_seconds` fail. `store`: from `meet`; None: calls it.
+    Collectives that wait longer than `timeout_seconds` fail. `store`: from `open_rendezvous`; None: calls it.
     `flight` records this rank's collectives.
     """
     if worker.device.type != "cpu":
         torch.accelerator.set_device_index(worker.local_rank)
     if worker.world == 1:
-        return alone("world")
-    rendezvous_store = store if store is not None else meet(worker, timeout_seconds=timeout_seconds)
+        return single_rank_group("world")
+    rendezvous_store = store if store is not None else open_rendezvous(worker, timeout_seconds=timeout_seconds)
     assert rendezvous_store is not None
     dist.init_process_group(
         worker.backend,
@@ -216,7 +216,7 @@ def disconnect(worker: Worker, *, failed: bool = False) -> None:
         dist.destroy_process_group()
 
 
-def machine_problem(grid: Grid, local_world: int) -> str | None:
+def describe_slow_tp(grid: Grid, local_world: int) -> str | None:
     """Return why a grid is slow on machines of `local_world` ranks each; None if tensor parallelism
     stays inside a machine."""
     tp, stride = grid.strides("tp")

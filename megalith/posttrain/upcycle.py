@@ -20,7 +20,7 @@ from megalith.models.decoder import Decoder, declared_parameters
 from megalith.models.hf import Weights
 from megalith.models.pretrained import Pretrained
 from megalith.nn.init import init_param_
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import ParameterSpec
 from megalith.plan.experts import moe_problems
 from megalith.plan.grid import divisors
@@ -294,7 +294,7 @@ def upcycle(
     parts = width // moe.ffn_hidden_size
     fresh = {
         spec.shard.name: spec
-        for spec, _, _ in declared_parameters(Decoder(model, mesh_of_one()))
+        for spec, _, _ in declared_parameters(Decoder(model, build_single_rank_mesh()))
         if ".moe." in spec.shard.name and ".moe.experts." not in spec.shard.name
     }
     weights = UpcycledWeights(

@@ -180,20 +180,20 @@ def _build_patches(link: SlowLink) -> Iterator[AbstractContextManager[None]]:
     for kind, names in COLLECTIVES.items():
         name = next(name for name in names if hasattr(dist, name))
         slow = _slow(link, kind, getattr(dist, name))
-        yield replaced(dist, name, slow)
-        yield replaced(distributed_c10d, name, slow)
+        yield patched(dist, name, slow)
+        yield patched(distributed_c10d, name, slow)
     functional: Any = torch.ops._c10d_functional  # its operators have no type stubs
     ops = {name: getattr(functional, name) for name in (*FUNCTIONAL, "wait_tensor")}
     in_flight: dict[int, tuple[Arrival, Tensor]] = {}  # by the address of the placeholder
     for name in FUNCTIONAL:
-        yield replaced(functional, name, _slow_functional(link, name, ops, in_flight))
-    yield replaced(
+        yield patched(functional, name, _slow_functional(link, name, ops, in_flight))
+    yield patched(
         functional, "wait_tensor", functools.partial(_slow_wait, ops["wait_tensor"], in_flight)
     )
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+def patched(owner: Any, name: str, value: object) -> Iterator[None]:
     """Set `owner.name` to `value` inside the context."""
     original = getattr(owner, name)
     setattr(owner, name, value)
@@ -326,7 +326,7 @@ def on_call(owner: Any, name: str, number: int, act: Callable[..., Any]) -> Iter
     def counted(*args: Any, **kwargs: Any) -> Any:
         return (act if next(calls, None) == number else original)(*args, **kwargs)
 
-    with replaced(owner, name, counted):
+    with patched(owner, name, counted):
         yield
 
 

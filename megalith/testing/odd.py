@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from megalith.plan.shards import Shard
 
 
-class Odd(nn.Module):
+class OddSizedModel(nn.Module):
     """Model with a parameter of one element, one with fewer rows than ranks, an unused one, and one
     larger than several buckets."""
 

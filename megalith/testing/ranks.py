@@ -39,10 +39,10 @@ from megalith.parallel.failure import (
     describe,
     die_with_parent,
     explain_exit,
-    failure_of,
-    failure_of_exit,
+    exception_failure,
+    exit_failure,
 )
-from megalith.parallel.group import Group, alone
+from megalith.parallel.group import Group, single_rank_group
 
 Result = TypeVar("Result")
 
@@ -78,7 +78,7 @@ def everyone(rank: int, world: int, *axes: str) -> Group:
     """All ranks of this call as one group along `axes`; called in the function that `run_ranks`
     runs."""
     if world == 1:
-        return alone(*axes)
+        return single_rank_group(*axes)
     handle = dist.group.WORLD
     assert handle is not None, "everyone() is for functions that run_ranks runs"
     return Group(
@@ -147,7 +147,7 @@ class _Worker:
         try:
             message = self.connection.recv_bytes()
         except (EOFError, ConnectionResetError):
-            return Answer("death", failure_of_exit(rank, self._exit_code()))
+            return Answer("death", exit_failure(rank, self._exit_code()))
         answer: Answer = pickle.loads(message)  # lint: allow pickle-load: we started the sender
         return answer
 
@@ -427,7 +427,7 @@ def _obey(call: Call, arguments: bytes) -> Answer:
         # this process would wait for its peers under another group name than theirs.
         unusable = initializing and not dist.is_initialized()
         kind: Literal["failure", "death"] = "death" if unusable else "failure"
-        return Answer(kind, failure_of(call.rank, error, frames_to_skip=1))
+        return Answer(kind, exception_failure(call.rank, error, frames_to_skip=1))
 
 
 def _leave() -> None:
@@ -455,7 +455,7 @@ def _send(connection: Connection, rank: int, answer: Answer) -> None:
     try:
         message = pickle.dumps(answer)
     except Exception as error:  # whatever the result's own __reduce__ raises
-        message = pickle.dumps(Answer("failure", failure_of(rank, error)))
+        message = pickle.dumps(Answer("failure", exception_failure(rank, error)))
     connection.send_bytes(message)
 
 

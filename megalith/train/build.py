@@ -14,7 +14,7 @@ from megalith.optim.build import build_optimizer
 from megalith.optim.loss_scale import LossScale, build_loss_scale
 from megalith.optim.slots import Optimizer
 from megalith.parallel.data import BucketedDataParallel
-from megalith.parallel.engine import GradSync, divides
+from megalith.parallel.engine import GradSync, can_shard_weights
 from megalith.parallel.mesh import Mesh
 from megalith.plan.groups import parameter_rates
 from megalith.plan.initial import ParameterRates
@@ -99,7 +99,7 @@ def build_grad_sync(
         torch.promote_types(dtype, torch.float32),
         run.optim.nonfinite_grad == "raise",
     )
-    if p.zero == 3 and divides(mesh):
+    if p.zero == 3 and can_shard_weights(mesh):
         from megalith.parallel.fsdp import (
             FullyShardedDataParallel,
         )  # imported here because FSDP2 takes half a second to load
@@ -122,7 +122,7 @@ def build_grad_sync(
         gradient_dtype=gradient_dtype,
         bucket_numel=p.bucket_numel,
         overlap=p.overlap,
-        sinks=not run.train.compile,
+        accumulate_in_buckets=not run.train.compile,
         zero=p.zero,
         reduce_dtype=torch.bfloat16 if p.reduce_dtype == "bf16" else None,
         chunks=[]

@@ -21,8 +21,8 @@ from megalith.models.decoder import allocate, declared_parameters
 from megalith.models.pretrained import load_pretrained
 from megalith.nn.mtp import complete
 from megalith.observe.progress import StepProgress
-from megalith.parallel.context import my_slicing
-from megalith.parallel.engine import divides
+from megalith.parallel.context import local_slicing
+from megalith.parallel.engine import can_shard_weights
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.plan.context import WHOLE, Slicing
@@ -238,7 +238,7 @@ def run_evaluation(
             samples=count,
             rows=run.train.micro_batch_size,
             tokenizer=tokenizer,
-            slicing=my_slicing(run.parallel, mesh),
+            slicing=local_slicing(run.parallel, mesh),
             tell=lambda read: progress.step(read, {}),
             budget=build_token_budget(run.train, run.parallel, run.model),
         )
@@ -255,12 +255,12 @@ def held_weights(pipeline_model: PipelineModel) -> list[tuple[Shard, Tensor]]:
     parameters = [
         (declared.shard, module, name) for declared, module, name in declared_parameters(model)
     ]
-    if p.zero == 3 and divides(mesh):
+    if p.zero == 3 and can_shard_weights(mesh):
         from megalith.parallel.fsdp import (
-            divide_for_forward,
+            shard_for_forward,
         )  # imported here because FSDP2 takes half a second to load
 
-        return divide_for_forward(
+        return shard_for_forward(
             pipeline_model.chunks,
             parameters,
             mesh,

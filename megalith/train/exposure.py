@@ -11,7 +11,7 @@ from megalith.config.train import TrainRun
 from megalith.data.build import build_datasets
 from megalith.data.loader import Loader, MaskSettings
 from megalith.observe.flight import axes_name
-from megalith.parallel.context import my_slicing
+from megalith.parallel.context import local_slicing
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.deal import build_token_budget
@@ -129,7 +129,7 @@ def _loader(run: TrainRun, mesh: Mesh, trainer: Trainer, steps: int) -> Loader:
         consumed=0,
         steps=steps,
         device=trainer.device,
-        slicing=my_slicing(run.parallel, mesh),
+        slicing=local_slicing(run.parallel, mesh),
         num_mtp_layers=run.model.mtp.num_layers,
         budget=build_token_budget(train, run.parallel, run.model),
         everyone=mesh.world,

@@ -16,16 +16,16 @@ from megalith.kernels.memory import keep_freed_memory
 from megalith.observe.flight import Flight
 from megalith.parallel.fingerprints import Fingerprints
 from megalith.parallel.launch import end_rank
-from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
 from megalith.parallel.watch import HangWatch, backend_timeout, name_rank, watching
 from megalith.parallel.worker import (
     Worker,
-    another_connection,
+    clone_store,
     check_consistent_settings,
     connect,
     disconnect,
-    machine_problem,
-    meet,
+    describe_slow_tp,
+    open_rendezvous,
     set_threads,
 )
 from megalith.train.rules import check_run
@@ -66,12 +66,12 @@ def joined(
     if worker.device.type == "cpu":
         keep_freed_memory()
     if worker.world == 1:
-        yield Job(mesh_of_one(), worker.device)
+        yield Job(build_single_rank_mesh(), worker.device)
         return
     grid = model_grid(run.parallel, run.model, worker.world)
-    if worker.rank == 0 and (problem := machine_problem(grid, worker.local_world)) is not None:
+    if worker.rank == 0 and (problem := describe_slow_tp(grid, worker.local_world)) is not None:
         _log.warning(problem)
-    store = meet(worker, timeout_seconds=run.parallel.timeout_seconds)
+    store = open_rendezvous(worker, timeout_seconds=run.parallel.timeout_seconds)
     assert store is not None
     flight = Flight()
     if run.parallel.check_collectives:
@@ -82,11 +82,11 @@ def joined(
                 "listed when a rank hangs. Set parallel.zero=1 to compare all of them."
             )
         flight.compare = Fingerprints(
-            another_connection(store), worker.rank, partial(name_rank, grid)
+            clone_store(store), worker.rank, partial(name_rank, grid)
         ).compare
     watch = HangWatch(
         flight,
-        PrefixStore("watch", another_connection(store)),
+        PrefixStore("watch", clone_store(store)),
         worker.rank,
         worker.world,
         run.parallel.timeout_seconds,

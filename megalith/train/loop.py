@@ -51,7 +51,7 @@ from megalith.optim.schedule import (
     schedule_lengths,
     weight_decay,
 )
-from megalith.parallel.context import my_slicing
+from megalith.parallel.context import local_slicing
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.adapters import trained_step_flops
@@ -605,7 +605,7 @@ class _Loop:
             samples=train.eval_steps * train.global_batch_size,
             rows=train.micro_batch_size,
             tokenizer=self.tokenizer,
-            slicing=my_slicing(self.run_config.parallel, self.mesh),
+            slicing=local_slicing(self.run_config.parallel, self.mesh),
             budget=self.budget,
         )
         row = {
@@ -915,7 +915,7 @@ class _Loop:
             consumed=self.state.consumed_samples,
             steps=train.steps - self.state.step,
             device=self.trainer.device,
-            slicing=my_slicing(self.run_config.parallel, self.mesh),
+            slicing=local_slicing(self.run_config.parallel, self.mesh),
             sampler=self.run_config.data.sampler,
             dropout_seed=dropout_seed(self.run_config),
             num_mtp_layers=self.run_config.model.mtp.num_layers,

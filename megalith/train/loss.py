@@ -19,7 +19,7 @@ from megalith.kernels.watched_loss import LossWithLogitStats
 from megalith.parallel.autograd import mark_partial
 from megalith.parallel.group import all_reduce_max_
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import VocabHead
+from megalith.parallel.tensor import VocabParallelHead
 
 
 def compute_head_losses(run: TrainRun) -> Callable[..., Tensor]:
@@ -56,7 +56,7 @@ class StepLogitStats:
 
 
 def collect_logit_stats(
-    heads: Sequence[VocabHead], mesh: Mesh, *, depths: int, device: torch.device
+    heads: Sequence[VocabParallelHead], mesh: Mesh, *, depths: int, device: torch.device
 ) -> StepLogitStats:
     """Return the logit statistics of this rank's heads (the main head first) and reset them.
 

@@ -19,13 +19,13 @@ from megalith.nn.frozen import freeze
 from megalith.nn.kernels import use_kernels
 from megalith.nn.lora import attach_adapters
 from megalith.nn.moe.layer import MoE
-from megalith.parallel.link import Handles, Spec, Specs, Tensors, handles_of, open_channels
+from megalith.parallel.link import PipelineGroups, Spec, Specs, Tensors, create_pipeline_groups, open_channels
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Boundary, Pipeline
 from megalith.parallel.postpone import WeightGradStore
 from megalith.parallel.rings import RING_EXCHANGE
 from megalith.parallel.symm_mem import choose_collective_matmul
-from megalith.parallel.tensor import TensorParallel, choose_losses
+from megalith.parallel.tensor import TensorParallel, set_training_losses
 from megalith.parallel.turns import DualBatchOverlap
 from megalith.parallel.watch import backend_timeout
 from megalith.plan.kernels import explicit_backend_problems
@@ -55,7 +55,7 @@ class PipelineModel:
     mesh: Mesh
     device: torch.device
     chunks: tuple[Decoder, ...]
-    handles: Handles | None
+    handles: PipelineGroups | None
     weights: tuple[WeightGradStore, ...] = ()
     """Stores of deferred weight gradients by chunk, for schedules that split backward."""
 
@@ -218,10 +218,10 @@ def build_pipeline_model(
     )
     attach_adapters(chunks, run.model, run.lora)
     freeze(chunks, run.model, run.optim)
-    choose_losses(chunks, partial(compute_head_losses, run))
+    set_training_losses(chunks, partial(compute_head_losses, run))
     raise_all(explicit_backend_problems(run, device.type, unavailable_backends()))
     use_kernels(chunks, run.kernels, mesh)
-    handles = handles_of(
+    handles = create_pipeline_groups(
         mesh.pp,
         tags=device.type == "cpu",
         timeout_seconds=backend_timeout(run.parallel.timeout_seconds),

@@ -15,7 +15,7 @@ from megalith.optim.clip import clip_factor, counted, num_zeros, sum_of_squares
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.parallel.engine import ShardedParam
 from megalith.parallel.group import all_reduce_, gather_objects
-from megalith.parallel.tensor import heads_of
+from megalith.parallel.tensor import iter_vocab_heads
 from megalith.train.build import Trainer
 from megalith.train.experts import move_balancing_biases, move_balancing_offsets
 from megalith.train.loss import (
@@ -164,7 +164,7 @@ def _collect_logit_stats(trainer: Trainer) -> StepLogitStats | None:
     """Return the logit statistics of the heads, if the run logs them. Collective in that case."""
     if not logs_logit_stats(trainer.run):
         return None
-    heads, depths = list(heads_of(trainer.pipeline_model.chunks)), trainer.run.model.mtp.num_layers
+    heads, depths = list(iter_vocab_heads(trainer.pipeline_model.chunks)), trainer.run.model.mtp.num_layers
     return collect_logit_stats(heads, trainer.mesh, depths=depths, device=trainer.device)
 
 

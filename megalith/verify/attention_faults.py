@@ -16,7 +16,7 @@ from megalith.parallel import context as context_parallel
 from megalith.parallel.context import seen_of_groups
 from megalith.parallel.group import Group
 from megalith.plan.context import KeySpans, Numbers, plan_spans
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 
 
 def heads_of_the_first_rank(weight: Tensor | None, group: Group) -> Tensor | None:
@@ -103,6 +103,6 @@ class SinksInEveryStep:
 def sinks_in_every_step() -> Iterator[None]:
     """Count the attention sinks once per step of the ring."""
     steps = SinksInEveryStep()
-    with replaced(context_parallel, "init_attention_result", steps.init_attention_result):
-        with replaced(context_parallel, "attend", steps.attend):
+    with patched(context_parallel, "init_attention_result", steps.init_attention_result):
+        with patched(context_parallel, "attend", steps.attend):
             yield

@@ -15,25 +15,25 @@ from megalith.nn.moe.balance import LoadBalancing, RoutingStats
 from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Router
 from megalith.parallel.autograd import AsyncAllToAll
-from megalith.parallel.data import Division, division_of
+from megalith.parallel.data import ShardGroups, shard_groups
 from megalith.parallel.expert import DispatchedTokens
-from megalith.parallel.group import Group, alone
+from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import Init
 from megalith.plan.shards import Shard
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 
 # --- gradients and weights
 
 
-def division_of_dense(zero: int, mesh: Mesh, grid: str = "dense") -> Division:
+def division_of_dense(zero: int, mesh: Mesh, grid: str = "dense") -> ShardGroups:
     """Reduce expert gradients over the ranks of the dense grid."""
-    return division_of(zero, mesh)
+    return shard_groups(zero, mesh)
 
 
-def division_by_ep_alone(zero: int, mesh: Mesh, grid: str = "dense") -> Division:
+def division_by_ep_alone(zero: int, mesh: Mesh, grid: str = "dense") -> ShardGroups:
     """Use the expert grid only if ep > 1."""
-    return division_of(zero, mesh, grid if mesh.over("ep").size > 1 else "dense")
+    return shard_groups(zero, mesh, grid if mesh.over("ep").size > 1 else "dense")
 
 
 def init_as_if_first_experts(parameter: Tensor, shard: Shard, init: Init, *, seed: int) -> None:
@@ -53,7 +53,7 @@ def without_replicas_of_rows() -> AbstractContextManager[None]:
     """Under zero 3, reduce neither sharded rows nor unsharded experts over replicas."""
     from megalith.parallel import fsdp  # torch's FSDP takes 0.5 s to import
 
-    return replaced(fsdp, "start_all_reduce_", lambda x, group: None)
+    return patched(fsdp, "start_all_reduce_", lambda x, group: None)
 
 
 def whole_experts_overwritten() -> AbstractContextManager[None]:
@@ -69,7 +69,7 @@ def whole_experts_overwritten() -> AbstractContextManager[None]:
         put(self, name, gradient)
         self._rounds[name] = rounds + 1
 
-    return replaced(fsdp.Unit, "_put", overwrite)
+    return patched(fsdp.Unit, "_put", overwrite)
 
 
 # --- dispatch and combine
@@ -100,7 +100,7 @@ def weighted_twice(self: Experts, sent: DispatchedTokens) -> Tensor:
 
 def refused_by_each_rank(self: Router, choice: Choice, tokens: PackedSeqParams) -> Choice:
     """Apply the expert capacity per rank, without the tokens of the ranks that share it."""
-    with replaced(self, "sharing", alone(*self.sharing.axes)):
+    with patched(self, "sharing", single_rank_group(*self.sharing.axes)):
         return ORIGINAL_WITHIN_CAPACITY(self, choice, replace(tokens, context=None))
 
 
@@ -121,7 +121,7 @@ def counted_before_refusal(
     balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)
     record, share = self.record, tokens.balance
     if record is not None and share is not None:
-        valid = self.tp_comm.mine(tokens.valid)
+        valid = self.tp_comm.select_local(tokens.valid)
         one, experts = torch.zeros_like(valid), self.moe.num_experts
         record.counts[share.microbatch] = count_choices(
             asked, one, valid, sequences=1, num_experts=experts
@@ -136,7 +136,7 @@ def scaled_by_sharing_ranks(self: LoadBalancing, *arguments: object) -> list[tup
 
 def offsets_of_own(self: Router, logits: Tensor, tokens: PackedSeqParams) -> None:
     """Compute expert offsets from the rank's own tokens."""
-    sharing, self.sharing = self.sharing, alone(*self.sharing.axes)
+    sharing, self.sharing = self.sharing, single_rank_group(*self.sharing.axes)
     ORIGINAL_OFFSETS(self, logits, tokens)
     self.sharing = sharing
 
@@ -150,7 +150,7 @@ def step_of_own_tokens(
     record: RoutingStats,
 ) -> Tensor:
     """Compute the aux loss over the global batch from the rank's own microbatches only."""
-    with replaced(self, "everyone", self.sharing):
+    with patched(self, "everyone", self.sharing):
         return ORIGINAL_GLOBAL_LOSS(self, shares, counts, valid, tokens, record)
 
 

@@ -39,26 +39,26 @@ from megalith.nn.norm import RMSNorm
 from megalith.optim import adamw, clip
 from megalith.parallel import context, data, engine, expert, publish, recompute, tensor
 from megalith.parallel.autograd import AsyncAllToAll, mark_partial
-from megalith.parallel.group import Group, alone, start_all_reduce_
+from megalith.parallel.group import Group, single_rank_group, start_all_reduce_
 from megalith.parallel.link import StageLink
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.offload import Away
+from megalith.parallel.offload import OffloadedStorage
 from megalith.parallel.pipeline import Pipeline
 from megalith.parallel.postpone import WeightGradStore
-from megalith.parallel.rings import Started
-from megalith.parallel.slices import SliceSum, Works
+from megalith.parallel.rings import PendingCollective
+from megalith.parallel.slices import PendingReduceScatter, PendingMessages
 from megalith.parallel.tensor import (
-    ColumnLinear,
-    RowLinear,
+    ColumnParallelLinear,
+    RowParallelLinear,
     SequenceParallelComm,
     TensorParallelComm,
     TPComm,
-    VocabEmbedding,
-    VocabHead,
+    VocabParallelEmbedding,
+    VocabParallelHead,
 )
 from megalith.plan.context import KeySpans, Numbers, Slices
 from megalith.plan.shards import Shard
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 from megalith.train import build, experts, loss, step
 from megalith.train.loss import normalize_losses_by_labels
 from megalith.verify import (
@@ -201,7 +201,7 @@ def changed_model(change: Change) -> AbstractContextManager[None]:
         build(self, config, mesh, **others)
         change(self, mesh)
 
-    return replaced(Decoder, "__init__", build_and_change)
+    return patched(Decoder, "__init__", build_and_change)
 
 
 def _patch_tp_comm(
@@ -230,7 +230,7 @@ def _identity(x: Any) -> Any:  # Any: used for prepare_input (inputs) and reduce
 
 
 def _skip_prepare_input(model: Decoder, mesh: Mesh) -> None:
-    _patch_tp_comm(model, ColumnLinear, prepare_input=_identity)
+    _patch_tp_comm(model, ColumnParallelLinear, prepare_input=_identity)
 
 
 def _skip_prepare_latent_key(model: Decoder, mesh: Mesh) -> None:
@@ -238,13 +238,13 @@ def _skip_prepare_latent_key(model: Decoder, mesh: Mesh) -> None:
 
 
 def _skip_reduce_output(model: Decoder, mesh: Mesh) -> None:
-    _patch_tp_comm(model, RowLinear, reduce_output=_identity)
+    _patch_tp_comm(model, RowParallelLinear, reduce_output=_identity)
 
 
 def _skip_recomputed_reduce(model: Decoder, mesh: Mesh) -> None:
     _patch_tp_comm(
         model,
-        RowLinear,
+        RowParallelLinear,
         reduce_output=functools.partial(_reduce_in_forward, model.tp_comm.reduce_output),
     )
 
@@ -254,12 +254,12 @@ def _reduce_in_forward(reduce_output: Callable[[Tensor], Tensor], x: Tensor) -> 
     return x if in_backward else reduce_output(x)
 
 
-def _zero_storage(self: Away) -> torch.UntypedStorage:
+def _zero_storage(self: OffloadedStorage) -> torch.UntypedStorage:
     return torch.zeros_like(self.host).to(self.device).untyped_storage()
 
 
 def _embedding_not_summed(model: Decoder, mesh: Mesh) -> None:
-    _patch_tp_comm(model, VocabEmbedding, reduce_output=_identity)
+    _patch_tp_comm(model, VocabParallelEmbedding, reduce_output=_identity)
 
 
 def _sum_over_dp(model: Decoder, mesh: Mesh) -> None:
@@ -268,11 +268,11 @@ def _sum_over_dp(model: Decoder, mesh: Mesh) -> None:
         if isinstance(model.tp_comm, SequenceParallelComm)
         else TensorParallelComm(mesh.dp)
     )
-    _patch_tp_comm(model, RowLinear, reduce_output=wrong.reduce_output)
+    _patch_tp_comm(model, RowParallelLinear, reduce_output=wrong.reduce_output)
 
 
 def _local_vocabulary(model: Decoder, mesh: Mesh) -> None:
-    _patch_tp_comm(model, VocabHead, group=alone(*mesh.tp.axes))
+    _patch_tp_comm(model, VocabParallelHead, group=single_rank_group(*mesh.tp.axes))
 
 
 def _declare_invariant(model: Decoder, mesh: Mesh, kind: type[nn.Module]) -> None:
@@ -282,7 +282,7 @@ def _declare_invariant(model: Decoder, mesh: Mesh, kind: type[nn.Module]) -> Non
             module.__dict__["param_specs"][name] = replace(declared, shard=shard)
 
 
-def _bias_before_sum(self: RowLinear, x: Tensor) -> Tensor:
+def _bias_before_sum(self: RowParallelLinear, x: Tensor) -> Tensor:
     y = mark_partial(
         linear(x, self.accumulated_parameters(), grad_accumulator=self.grad_accumulator),
         self.tp_comm.group,
@@ -325,12 +325,12 @@ ORIGINAL_LOSSES = Decoder.losses
 
 def _without_sum(left_out: Callable[[Shard], bool]) -> AbstractContextManager[None]:
     """Gradients of some shards are not summed over tensor-parallel ranks."""
-    right = engine.tensor_axes
+    right = engine.tp_reduce_axes
 
     def wrong(shard: Shard) -> tuple[str, ...]:
         return () if left_out(shard) else right(shard)
 
-    return replaced(engine, "tensor_axes", wrong)
+    return patched(engine, "tensor_axes", wrong)
 
 
 def _averaged() -> AbstractContextManager[None]:
@@ -342,31 +342,31 @@ def _averaged() -> AbstractContextManager[None]:
             param.gradient.div_(self.mesh.dp.size)
         return local_params
 
-    return replaced(data.BucketedDataParallel, "finish", wrong)
+    return patched(data.BucketedDataParallel, "finish", wrong)
 
 
 # --- faults in the distributed optimizer
 
 
 def _slice_shifted() -> AbstractContextManager[None]:
-    right = SliceSum.wait
+    right = PendingReduceScatter.wait
 
-    def wrong(self: SliceSum) -> Tensor:
+    def wrong(self: PendingReduceScatter) -> Tensor:
         part = right(self)
         return part.copy_(part.roll(1))
 
-    return replaced(SliceSum, "wait", wrong)
+    return patched(PendingReduceScatter, "wait", wrong)
 
 
 def _without_replicas() -> AbstractContextManager[None]:
     def wrong(x: Tensor, group: Group) -> dist.Work | None:
         return None if group.axes == ("dp_replica",) else start_all_reduce_(x, group)
 
-    return replaced(data, "start_all_reduce_", wrong)
+    return patched(data, "start_all_reduce_", wrong)
 
 
-def _over_dp_alone(zero: int, mesh: Mesh, grid: str) -> data.Division:
-    return data.Division(alone(*engine.SHARD_AXES), mesh.dp)
+def _over_dp_alone(zero: int, mesh: Mesh, grid: str) -> data.ShardGroups:
+    return data.ShardGroups(single_rank_group(*engine.SHARD_AXES), mesh.dp)
 
 
 def _last_microbatch_alone(self: data.BucketedDataParallel, most: int) -> None:
@@ -387,18 +387,18 @@ ORIGINAL_COMPLETE = data.BucketedDataParallel._complete
 def _fsdp_takes_means() -> AbstractContextManager[None]:
     from megalith.parallel import fsdp  # torch's FSDP takes 0.5 s to import
 
-    return replaced(fsdp, "DIVIDE_BY", 2.0)
+    return patched(fsdp, "DIVIDE_BY", 2.0)
 
 
 # --- faults in context parallelism
 
 
-def _own_keys_for_all(x: Tensor, group: Group) -> Started:
-    return Started(x.clone())
+def _own_keys_for_all(x: Tensor, group: Group) -> PendingCollective:
+    return PendingCollective(x.clone())
 
 
-def _gradients_stay(sums: Tensor, pending: Started | None, group: Group) -> Started:
-    return Started(sums if pending is None else sums + pending.x, None)
+def _gradients_stay(sums: Tensor, pending: PendingCollective | None, group: Group) -> PendingCollective:
+    return PendingCollective(sums if pending is None else sums + pending.x, None)
 
 
 def _positions_of_slices(*arguments: Any, **others: Any) -> PackedSeqParams:
@@ -436,7 +436,7 @@ def _numbers_of_each_rank_alone(self: tokens.ContextShard, near: int) -> tuple[T
 
 
 ORIGINAL_NUMBERS_OF_GROUPS = tokens.ContextShard.numbers_of_groups
-ORIGINAL_TOKENS_FOR_HEADS = context.tokens_for_heads
+ORIGINAL_TOKENS_FOR_HEADS = context.exchange_heads_for_tokens
 ORIGINAL_SPANS_OF_GROUPS = tokens.ContextShard.spans_of_groups
 
 
@@ -472,7 +472,7 @@ def _parts_of_the_next_rank(
 
 def _sums_for_the_next_rank(
     self: SequenceParallelComm, x: Tensor, w: Tensor, product: Any
-) -> Started:
+) -> PendingCollective:
     return ORIGINAL_LEFT(self, x.roll(len(x) // self.group.size, dims=0), w, product)
 
 
@@ -557,14 +557,14 @@ FAULTS: tuple[Fault, ...] = (
         "Every rank adds the bias of a row-parallel layer, before the sum over tp.",
         "types",
         ("tp", "bias"),
-        lambda: replaced(RowLinear, "forward", _bias_before_sum),
+        lambda: patched(RowParallelLinear, "forward", _bias_before_sum),
     ),
     Fault(
         "overlapped_sum_removed",
         "The input gradient of a column-parallel layer is used before its all-reduce.",
         "numbers",
         ("tp", "whole tokens"),
-        lambda: replaced(tensor, "start_sum", lambda x, group: Started(x)),
+        lambda: patched(tensor, "start_bucket_reduce_scatter", lambda x, group: PendingCollective(x)),
     ),
     Fault(
         "sp_gather_removed",
@@ -606,14 +606,14 @@ FAULTS: tuple[Fault, ...] = (
         "The z-loss is computed from the rank's vocabulary shard only.",
         "numbers",
         ("tp", "z loss"),
-        lambda: replaced(cross_entropy, "softmax_over_ranks", loss_faults.logsumexp_of_own_rows),
+        lambda: patched(cross_entropy, "softmax_over_ranks", loss_faults.logsumexp_of_own_rows),
     ),
     Fault(
         "loss_not_partial",
         "The loss of one rank is used as the loss of all ranks.",
         "types",
         ("dp",),
-        lambda: replaced(loss, "mark_partial", lambda x, group: x),
+        lambda: patched(loss, "mark_partial", lambda x, group: x),
     ),
     Fault(
         "dp_sum_averaged",
@@ -627,14 +627,14 @@ FAULTS: tuple[Fault, ...] = (
         "Every rank divides its loss by its own number of labels.",
         "numbers",
         ("dp", "uneven masks"),
-        lambda: replaced(Decoder, "losses", _local_mean),
+        lambda: patched(Decoder, "losses", _local_mean),
     ),
     Fault(
         "mtp_loss_scaled_per_rank",
         "MTP losses are divided by a rank's part of the labels.",
         "numbers",
         ("dp", "mtp"),
-        lambda: replaced(step, "normalize_losses_by_labels", _depths_over_own_labels),
+        lambda: patched(step, "normalize_losses_by_labels", _depths_over_own_labels),
     ),
     Fault(
         "mtp_table_not_summed",
@@ -642,112 +642,112 @@ FAULTS: tuple[Fault, ...] = (
         "summed.",
         "numbers",
         ("pp", "mtp"),
-        lambda: replaced(engine, "_stages", lambda shard: (0,)),
+        lambda: patched(engine, "_stages", lambda shard: (0,)),
     ),
     Fault(
         "ring_never_turned",
         "Ring attention never exchanges keys and values.",
         "numbers",
         ("cp",),
-        lambda: replaced(context, "start_passing", _own_keys_for_all),
+        lambda: patched(context, "start_ring_exchange", _own_keys_for_all),
     ),
     Fault(
         "ring_gradients_kept",
         "Gradients of keys and values are not sent back to the rank that owns them.",
         "numbers",
         ("cp",),
-        lambda: replaced(context, "_send_home", _gradients_stay),
+        lambda: patched(context, "_send_home", _gradients_stay),
     ),
     Fault(
         "cp_positions_local",
         "Position ids count tokens of the context-parallel slice, not of the document.",
         "numbers",
         ("cp",),
-        lambda: replaced(loader, "tokens_of_slices", _positions_of_slices),
+        lambda: patched(loader, "tokens_of_slices", _positions_of_slices),
     ),
     Fault(
         "cp_places_of_the_first_slice",
         "Every context-parallel rank uses the multimodal position ids of the first slice.",
         "numbers",
         ("cp", "places"),
-        lambda: replaced(loader, "with_multimodal_positions", _places_of_the_first_slice),
+        lambda: patched(loader, "with_multimodal_positions", _places_of_the_first_slice),
     ),
     Fault(
         "cp_chunks_swapped",
         "A context-parallel rank swaps its two zig-zag chunks.",
         "numbers",
         ("cp",),
-        lambda: replaced(Slices, "as_read", _late_chunk_first),
+        lambda: patched(Slices, "as_read", _late_chunk_first),
     ),
     Fault(
         "cp_weights_dropped_by_own_numbers",
         "Ring attention uses the rank's own token numbers for the attention dropout of all keys.",
         "numbers",
         ("cp", "dropped weights"),
-        lambda: replaced(context, "dropped_of_groups", _numbers_of_queries),
+        lambda: patched(context, "dropped_of_groups", _numbers_of_queries),
     ),
     Fault(
         "dropout_per_rank",
         "Every rank numbers its rows from zero, so that all use the same dropout masks.",
         "numbers",
         ("dp", "dropout"),
-        lambda: replaced(loader, "with_dropout", _rows_from_zero),
+        lambda: patched(loader, "with_dropout", _rows_from_zero),
     ),
     Fault(
         "tied_sum_left_out",
         "Gradients of tied embeddings are not summed over the two stages.",
         "numbers",
         ("pp", "tied"),
-        lambda: replaced(engine, "_stages", lambda shard: (0,)),
+        lambda: patched(engine, "_stages", lambda shard: (0,)),
     ),
     Fault(
         "microbatches_swapped",
         "A stage receives the hidden states of another microbatch.",
         "numbers",
         ("pp",),
-        lambda: replaced(StageLink, "send", pipeline_faults.other_microbatch),
+        lambda: patched(StageLink, "send", pipeline_faults.other_microbatch),
     ),
     Fault(
         "memory_gradient_kept",
         "The gradient of cross-layer source states is not sent to the previous stage.",
         "numbers",
         ("pp", "memory"),
-        lambda: replaced(StageLink, "send", pipeline_faults.gradient_of_memory_stays),
+        lambda: patched(StageLink, "send", pipeline_faults.gradient_of_memory_stays),
     ),
     Fault(
         "memory_of_another_microbatch",
         "A stage uses the cross-layer source states of the previous microbatch.",
         "numbers",
         ("pp", "memory"),
-        lambda: replaced(StageLink, "send", pipeline_faults.stale_memory()),
+        lambda: patched(StageLink, "send", pipeline_faults.stale_memory()),
     ),
     Fault(
         "memory_of_later_tokens",
         "Cross-layer attention is not causal, so tokens attend to later ones.",
         "numbers",
         ("cp", "memory"),
-        lambda: replaced(CrossLayerAttention, "attend", pipeline_faults.memory_of_later_tokens),
+        lambda: patched(CrossLayerAttention, "attend", pipeline_faults.memory_of_later_tokens),
     ),
     Fault(
         "chunks_swapped",
         "A rank runs its model chunks in the wrong order.",
         "numbers",
         ("pp", "chunks"),
-        lambda: replaced(Pipeline, "run", pipeline_faults.other_chunk),
+        lambda: patched(Pipeline, "run", pipeline_faults.other_chunk),
     ),
     Fault(
         "weights_part_left_out",
         "Deferred weight gradients are never accumulated.",
         "numbers",
         ("pp", "split backward"),
-        lambda: replaced(WeightGradStore, "run_deferred", pipeline_faults.never_added),
+        lambda: patched(WeightGradStore, "run_deferred", pipeline_faults.never_added),
     ),
     Fault(
         "stale_weights",
         "The all-gather of parameters is skipped, so ranks compute with stale weights.",
         "numbers",
         ("dp", "zero"),
-        lambda: replaced(publish, "start_gather", lambda *_, **__: Works([])),
+        lambda: patched(publish, "start_bucket_all_gather", lambda *_, **__: PendingMessages([])),
     ),
     Fault(
         "slice_off_by_one",
@@ -789,63 +789,63 @@ FAULTS: tuple[Fault, ...] = (
         "The gradients of a microbatch overwrite the accumulated ones in a slice.",
         "numbers",
         ("dp", "zero", "zero 2"),
-        lambda: replaced(data.BucketedDataParallel, "_complete", _last_microbatch_alone),
+        lambda: patched(data.BucketedDataParallel, "_complete", _last_microbatch_alone),
     ),
     Fault(
         "cp_left_out_of_sum",
         "Gradients are summed over dp, but not over cp.",
         "numbers",
         ("cp",),
-        lambda: replaced(data, "division_of", _over_dp_alone),
+        lambda: patched(data, "shard_groups", _over_dp_alone),
     ),
     Fault(
         "cp_gather_unsorted",
         "All-gathered keys and values are not reordered from zig-zag chunks.",
         "numbers",
         ("cp", "gather"),
-        lambda: replaced(context, "reorder", lambda x, join: x),
+        lambda: patched(context, "reorder", lambda x, join: x),
     ),
     Fault(
         "a2a_heads_swapped",
         "The all-to-all returns heads at the positions of another rank's heads.",
         "numbers",
         ("cp", "a2a"),
-        lambda: replaced(context, "tokens_for_heads", _heads_of_the_next_rank),
+        lambda: patched(context, "exchange_heads_for_tokens", _heads_of_the_next_rank),
     ),
     Fault(
         "chunks_of_rows",
         "Attention chunks are counted from the first token of all documents.",
         "numbers",
         ("cp", "documents", "window", "chunks of documents"),
-        lambda: replaced(tokens, "plan_spans", attention_faults.chunks_of_rows),
+        lambda: patched(tokens, "plan_spans", attention_faults.chunks_of_rows),
     ),
     Fault(
         "documents_joined_across_ranks",
         "Document boundaries are ignored where the keys belong to another rank.",
         "numbers",
         ("cp", "documents"),
-        lambda: replaced(tokens, "plan_spans", attention_faults.one_document_across_ranks),
+        lambda: patched(tokens, "plan_spans", attention_faults.one_document_across_ranks),
     ),
     Fault(
         "ring_gather_owner",
         "The collective matmul's all-gather assigns tokens to the wrong rank.",
         "numbers",
         ("tp", "sp", "rings"),
-        lambda: replaced(SequenceParallelComm, "all_gather_matmul", _parts_of_the_next_rank),
+        lambda: patched(SequenceParallelComm, "all_gather_matmul", _parts_of_the_next_rank),
     ),
     Fault(
         "ring_scatter_owner",
         "The collective matmul's reduce-scatter returns the sums to the wrong rank.",
         "numbers",
         ("tp", "sp", "rings"),
-        lambda: replaced(SequenceParallelComm, "matmul_reduce_scatter", _sums_for_the_next_rank),
+        lambda: patched(SequenceParallelComm, "matmul_reduce_scatter", _sums_for_the_next_rank),
     ),
     Fault(
         "window_lost_in_ring",
         "Ring attention ignores the sliding window.",
         "numbers",
         ("cp", "window"),
-        lambda: replaced(tokens.ContextShard, "spans_of_groups", _no_window),
+        lambda: patched(tokens.ContextShard, "spans_of_groups", _no_window),
     ),
     Fault(
         "sinks_in_every_step",
@@ -859,28 +859,28 @@ FAULTS: tuple[Fault, ...] = (
         "Relative position biases use distances on the rank, not in the document.",
         "numbers",
         ("cp", "biases by distance"),
-        lambda: replaced(tokens.ContextShard, "numbers_of_groups", _numbers_of_each_rank_alone),
+        lambda: patched(tokens.ContextShard, "numbers_of_groups", _numbers_of_each_rank_alone),
     ),
     Fault(
         "biases_not_summed_over_stages",
         "Gradients of the relative-bias table are not summed over stages.",
         "numbers",
         ("pp", "biases by distance"),
-        lambda: replaced(engine, "_stages", lambda shard: (0,)),
+        lambda: patched(engine, "_stages", lambda shard: (0,)),
     ),
     Fault(
         "biases_of_other_heads",
         "After the all-to-all over heads, every rank uses the biases of the first rank's heads.",
         "numbers",
         ("cp", "a2a", "biases by distance"),
-        lambda: replaced(context, "of_my_heads", attention_faults.heads_of_the_first_rank),
+        lambda: patched(context, "select_local_heads", attention_faults.heads_of_the_first_rank),
     ),
     Fault(
         "extra_score_left_out",
         "Ring attention omits the additional score of off-by-one softmax.",
         "numbers",
         ("cp", "off by one"),
-        lambda: replaced(
+        lambda: patched(
             context, "init_attention_result", attention_faults.nothing_found_without_the_extra_score
         ),
     ),
@@ -889,21 +889,21 @@ FAULTS: tuple[Fault, ...] = (
         "QK norms over all heads are computed over the rank's own heads.",
         "types",
         ("tp", "whole norms"),
-        lambda: replaced(qk_norm, "all_reduce", lambda x, group: x),
+        lambda: patched(qk_norm, "all_reduce", lambda x, group: x),
     ),
     Fault(
         "masks_of_another_rank",
         "Every rank uses the attention-mask rows of the first rank's tokens.",
         "numbers",
         ("cp", "masks"),
-        lambda: replaced(context, "seen_of_groups", attention_faults.rows_of_the_first_rank),
+        lambda: patched(context, "seen_of_groups", attention_faults.rows_of_the_first_rank),
     ),
     Fault(
         "masks_forgotten",
         "Attention masks are applied on the first rank only.",
         "numbers",
         ("cp", "masks"),
-        lambda: replaced(context, "seen_of_groups", attention_faults.known_to_the_first),
+        lambda: patched(context, "seen_of_groups", attention_faults.known_to_the_first),
     ),
     Fault(
         "latent_key_not_entered",
@@ -917,28 +917,28 @@ FAULTS: tuple[Fault, ...] = (
         "Under sp, each rank adds the learned positions of the first slice.",
         "numbers",
         ("tp", "sp", "learned positions"),
-        lambda: replaced(LearnedPositions, "forward", _positions_of_the_first_rank),
+        lambda: patched(LearnedPositions, "forward", _positions_of_the_first_rank),
     ),
     Fault(
         "adapter_invariant",
         "The replicated half of an adapter is declared invariant under sp.",
         "types",
         ("tp", "sp", "adapters"),
-        lambda: replaced(lora, "column_adapter", choice_faults.whole_gradient),
+        lambda: patched(lora, "column_adapter", choice_faults.whole_gradient),
     ),
     Fault(
         "adapter_mask_of_first_slice",
         "Every rank uses the first rank's dropout mask for the input of an adapter.",
         "numbers",
         ("tp", "adapters", "dropout"),
-        lambda: replaced(lora, "first_input_feature", lambda weight: 0),
+        lambda: patched(lora, "first_input_feature", lambda weight: 0),
     ),
     Fault(
         "stale_input_recomputed",
         "Recomputation in backward reads the input of an earlier microbatch.",
         "numbers",
         ("dp", "recompute"),
-        lambda: replaced(recompute, "recompute", _StaleRecompute().recompute),
+        lambda: patched(recompute, "recompute", _StaleRecompute().recompute),
     ),
     Fault(
         "second_sum_removed",
@@ -952,14 +952,14 @@ FAULTS: tuple[Fault, ...] = (
         "Offloaded activations are restored as zeros.",
         "numbers",
         ("dp", "offload"),
-        lambda: replaced(Away, "storage", _zero_storage),
+        lambda: patched(OffloadedStorage, "storage", _zero_storage),
     ),
     Fault(
         "experts_summed_over_dp",
         "Expert gradients are summed over the data-parallel ranks of dense weights.",
         "numbers",
         ("dp", "ep"),
-        lambda: replaced(data, "division_of", expert_faults.division_of_dense),
+        lambda: patched(data, "shard_groups", expert_faults.division_of_dense),
     ),
     Fault(
         "whole_experts_overwritten",
@@ -973,14 +973,14 @@ FAULTS: tuple[Fault, ...] = (
         "Without ep, experts use the dense grid, although etp differs from tp.",
         "numbers",
         ("dp", "etp"),
-        lambda: replaced(data, "division_of", expert_faults.division_by_ep_alone),
+        lambda: patched(data, "shard_groups", expert_faults.division_by_ep_alone),
     ),
     Fault(
         "experts_drawn_by_place",
         "The initial weights of an expert depend on the number of local experts.",
         "numbers",
         ("dp", "ep"),
-        lambda: replaced(build, "init_param_", expert_faults.init_as_if_first_experts),
+        lambda: patched(build, "init_param_", expert_faults.init_as_if_first_experts),
     ),
     Fault(
         "router_invariant",
@@ -995,112 +995,112 @@ FAULTS: tuple[Fault, ...] = (
         "Expert outputs are not summed over etp.",
         "types",
         ("dp", "etp"),
-        lambda: replaced(expert, "reduce_scatter", expert_faults.parts_of_own_rank),
+        lambda: patched(expert, "reduce_scatter", expert_faults.parts_of_own_rank),
     ),
     Fault(
         "etp_part_not_declared",
         "Partial expert outputs over etp are not declared partial, but summed.",
         "types",
         ("dp", "etp"),
-        lambda: replaced(expert, "mark_partial", lambda x, group: x),
+        lambda: patched(expert, "mark_partial", lambda x, group: x),
     ),
     Fault(
         "answers_in_wrong_order",
         "Expert outputs are combined in the order in which they were computed.",
         "numbers",
         ("dp", "ep"),
-        lambda: replaced(expert, "invert_chunk_order", expert_faults.never_undone),
+        lambda: patched(expert, "invert_chunk_order", expert_faults.never_undone),
     ),
     Fault(
         "rows_read_early",
         "Experts read dispatched tokens before the all-to-all is complete.",
         "numbers",
         ("dp", "ep"),
-        lambda: replaced(AsyncAllToAll, "wait", expert_faults.read_early),
+        lambda: patched(AsyncAllToAll, "wait", expert_faults.read_early),
     ),
     Fault(
         "experts_weighted_twice",
         "Expert outputs are multiplied by router weights twice.",
         "numbers",
         ("dp", "experts"),
-        lambda: replaced(Experts, "forward", expert_faults.weighted_twice),
+        lambda: patched(Experts, "forward", expert_faults.weighted_twice),
     ),
     Fault(
         "refused_by_each_rank",
         "Expert capacity is applied per rank instead of over the ranks that share tokens.",
         "numbers",
         ("cp", "capacity"),
-        lambda: replaced(Router, "within_capacity", expert_faults.refused_by_each_rank),
+        lambda: patched(Router, "within_capacity", expert_faults.refused_by_each_rank),
     ),
     Fault(
         "counted_before_refusal",
         "Dropped tokens are included in the expert load.",
         "numbers",
         ("dp", "capacity"),
-        lambda: replaced(LoadBalancing, "__call__", expert_faults.counted_before_refusal),
+        lambda: patched(LoadBalancing, "__call__", expert_faults.counted_before_refusal),
     ),
     Fault(
         "balance_of_own_tokens",
         "Aux losses use only a rank's own tokens.",
         "numbers",
         ("cp", "experts"),
-        lambda: replaced(balance, "all_reduce_", expert_faults.own_counts_alone),
+        lambda: patched(balance, "all_reduce_", expert_faults.own_counts_alone),
     ),
     Fault(
         "balance_scaled_with_cp",
         "Aux losses are scaled by the number of cp ranks.",
         "numbers",
         ("cp", "experts"),
-        lambda: replaced(LoadBalancing, "losses", expert_faults.scaled_by_sharing_ranks),
+        lambda: patched(LoadBalancing, "losses", expert_faults.scaled_by_sharing_ranks),
     ),
     Fault(
         "step_of_own_tokens",
         "The aux loss over the global batch covers only the rank's own microbatches.",
         "numbers",
         ("dp", "balance over ranks"),
-        lambda: replaced(LoadBalancing, "global_loss", expert_faults.step_of_own_tokens),
+        lambda: patched(LoadBalancing, "global_loss", expert_faults.step_of_own_tokens),
     ),
     Fault(
         "bias_moved_by_own_tokens",
         "Expert biases are updated with the load of a rank's own tokens.",
         "numbers",
         ("dp", "balancing bias"),
-        lambda: replaced(experts, "all_reduce_", expert_faults.own_counts_alone),
+        lambda: patched(experts, "all_reduce_", expert_faults.own_counts_alone),
     ),
     Fault(
         "offset_of_own_tokens",
         "Expert offsets balance only a rank's own tokens.",
         "numbers",
         ("cp", "balancing offset"),
-        lambda: replaced(Router, "note_offsets", expert_faults.offsets_of_own),
+        lambda: patched(Router, "note_offsets", expert_faults.offsets_of_own),
     ),
     Fault(
         "second_pass_counted",
         "Recomputation counts the expert load of tokens again.",
         "numbers",
         ("dp", "recompute", "experts"),
-        lambda: replaced(LoadBalancing, "__call__", expert_faults.counted_again),
+        lambda: patched(LoadBalancing, "__call__", expert_faults.counted_again),
     ),
     Fault(
         "frozen_weights_decay",
         "Weights that are not trained decay in every step.",
         "numbers",
         ("dp", "frozen"),
-        lambda: replaced(data.BucketedDataParallel, "finish", choice_faults.decaying_frozen),
+        lambda: patched(data.BucketedDataParallel, "finish", choice_faults.decaying_frozen),
     ),
     Fault(
         "rates_of_the_neighbor",
         "The rates of a parameter group are applied to the next slot.",
         "numbers",
         ("dp", "zero", "groups"),
-        lambda: replaced(adamw, "by_rates", choice_faults.rates_of_slot_before),
+        lambda: patched(adamw, "by_rates", choice_faults.rates_of_slot_before),
     ),
     Fault(
         "norm_counts_copies",
         "The gradient norm counts replicated parameters several times.",
         "numbers",
         ("dp",),
-        lambda: replaced(clip, "is_first_replica", lambda shard, coordinates: True),
+        lambda: patched(clip, "is_first_replica", lambda shard, coordinates: True),
     ),
     *(
         Fault(name, what, "numbers", ("pp", "tied", "own stage"), how)

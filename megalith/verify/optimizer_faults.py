@@ -17,7 +17,7 @@ from megalith.optim.sgd import SGD
 from megalith.optim.slots import OptimizerSlot, SlotGroup, by_rates
 from megalith.parallel.mesh import Mesh
 from megalith.plan.shards import Box, Shard
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 from megalith.train import step
 
 SWAPPED_MOMENTS = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
@@ -69,7 +69,7 @@ def decay_added_to_gradient() -> Iterator[None]:
     ) -> None:
         update(slot, gradient + weight_decay * slot.master, *config, weight_decay=0.0, **others)  # type: ignore[arg-type]  # as given
 
-    with replaced(torch, "_fused_adamw_", torch._fused_adam_), replaced(adamw, "update", coupled):
+    with patched(torch, "_fused_adamw_", torch._fused_adam_), patched(adamw, "update", coupled):
         yield
 
 
@@ -131,13 +131,13 @@ EVERYWHERE: tuple[tuple[str, str, bool, Callable[[], AbstractContextManager[None
         "adamw_bias_correction_off_by_one",
         "AdamW corrects its moments for one more step than it has made.",
         False,
-        lambda: replaced(AdamW, "_update", bias_correction_of_next_step),
+        lambda: patched(AdamW, "_update", bias_correction_of_next_step),
     ),
     (
         "vectors_decay",
         "Weight decay also applies to norms and biases.",
         False,
-        lambda: replaced(adamw, "by_rates", decay_of_everything),
+        lambda: patched(adamw, "by_rates", decay_of_everything),
     ),
     (
         "adamw_decay_added_to_gradient",
@@ -149,43 +149,43 @@ EVERYWHERE: tuple[tuple[str, str, bool, Callable[[], AbstractContextManager[None
         "sgd_momentum_damped",
         "SGD multiplies the gradient by 1 - momentum before it adds it to the momentum.",
         True,
-        lambda: replaced(SGD, "_update", damped_momentum),
+        lambda: patched(SGD, "_update", damped_momentum),
     ),
     (
         "sgd_vectors_decay",
         "In SGD, weight decay also applies to norms and biases.",
         True,
-        lambda: replaced(sgd, "by_rates", decay_of_everything),
+        lambda: patched(sgd, "by_rates", decay_of_everything),
     ),
     (
         "clip_norm_ignores_parameter",
         "The global gradient norm for clipping ignores one parameter.",
         False,
-        lambda: replaced(step, "counted", count_final_norm(0)),
+        lambda: patched(step, "counted", count_final_norm(0)),
     ),
     (
         "clip_norm_counts_parameter_twice",
         "The global gradient norm for clipping counts one parameter twice.",
         False,
-        lambda: replaced(step, "counted", count_final_norm(2)),
+        lambda: patched(step, "counted", count_final_norm(2)),
     ),
     (
         "moments_swapped_on_load",
         "Loading a checkpoint swaps exp_avg and exp_avg_sq.",
         False,
-        lambda: replaced(Checkpoint, "_source", other_moment),
+        lambda: patched(Checkpoint, "_source", other_moment),
     ),
     (
         "box_offset_lost_on_load",
         "Resharded loading reads a part of a stored box from the beginning of the box.",
         False,
-        lambda: replaced(load, "inner_view", first_values_of_box),
+        lambda: patched(load, "inner_view", first_values_of_box),
     ),
     (
         "optimizer_step_lost_on_load",
         "The step count of AdamW begins at zero after loading.",
         False,
-        lambda: replaced(AdamW, "set_updates", lambda self, updates: None),
+        lambda: patched(AdamW, "set_updates", lambda self, updates: None),
     ),
 )
 """(name, mistake, needs SGD, context) of faults that also affect one process; float64 detects all

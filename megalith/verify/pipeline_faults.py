@@ -19,7 +19,7 @@ from megalith.parallel.pipeline import Chunk, Pipeline
 from megalith.parallel.postpone import WeightGradStore
 from megalith.parallel.slices import sum_over_members_
 from megalith.plan.schedule import Schedule
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 
 
 def other_microbatch(self: StageLink, message: StageMessage, tensors: Tensors, target: int) -> None:
@@ -120,22 +120,22 @@ OWN_STAGE: tuple[tuple[str, str, Callable[[], AbstractContextManager[None]]], ..
     (
         "mtp_copy_not_summed",
         "The gradient of the embedding copy on the MTP stage is not summed.",
-        lambda: replaced(engine, "sum_over_members_", skip_middle_replica),
+        lambda: patched(engine, "sum_over_members_", skip_middle_replica),
     ),
     (
         "depths_in_other_order",
         "The loss receives the hidden states of MTP layers in reverse order.",
-        lambda: replaced(StageLink, "send", depths_in_other_order),
+        lambda: patched(StageLink, "send", depths_in_other_order),
     ),
     (
         "depths_gradients_kept",
         "Gradients of the hidden states of MTP layers are not sent to their stage.",
-        lambda: replaced(StageLink, "send", gradient_of_memory_stays),
+        lambda: patched(StageLink, "send", gradient_of_memory_stays),
     ),
     (
         "depths_before_their_norms",
         "The loss receives the hidden states of MTP layers before their norms.",
-        lambda: replaced(MTPBlock, "states", before_their_norms),
+        lambda: patched(MTPBlock, "states", before_their_norms),
     ),
 )
 """(name, mistake, context) of faults with MTP layers on a separate stage; float64 detects all of

@@ -34,8 +34,8 @@ from megalith.data.loader import Loader, MaskSettings
 from megalith.data.sample import Dataset, RowMask, Sample
 from megalith.nn.init import init_param_
 from megalith.optim.schedule import GroupRates, group_rates, schedule_lengths
-from megalith.parallel.context import my_slicing
-from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.parallel.context import local_slicing
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
 from megalith.parallel.tensor import Init
 from megalith.plan.deal import build_token_budget
 from megalith.plan.keys import key
@@ -337,7 +337,7 @@ def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult
             fused_on_cpus() if case.run.parallel.collective_matmul == "fused" else nullcontext(),
         ):
             mesh = (
-                mesh_of_one()
+                build_single_rank_mesh()
                 if world == 1
                 else build_mesh(model_grid(case.run.parallel, case.run.model, world), rank=rank)
             )
@@ -661,7 +661,7 @@ def _loader(
         consumed=consumed,
         steps=steps,
         device=torch.device("cpu"),
-        slicing=my_slicing(run.parallel, mesh),
+        slicing=local_slicing(run.parallel, mesh),
         dropout_seed=dropout_seed(run),
         num_mtp_layers=run.model.mtp.num_layers,
         budget=budget,

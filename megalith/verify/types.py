@@ -56,8 +56,8 @@ from megalith.nn.lora import attach_adapters
 from megalith.nn.moe.experts import Experts
 from megalith.parallel import expert, transports
 from megalith.parallel import recompute as recomputation
-from megalith.parallel.context import my_slicing
-from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
+from megalith.parallel.context import local_slicing
+from megalith.parallel.mesh import Mesh, build_meta_mesh, model_grid
 from megalith.plan.context import WHOLE, Slicing, kind_of_layer, plan_slices
 from megalith.plan.frozen import first_trained_layer
 from megalith.plan.grid import Grid
@@ -65,7 +65,7 @@ from megalith.plan.schedule import place_of, placement_of, schedule_name, stage_
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, EXPERT_PARTS, PARTS, Shard
 from megalith.plan.stages import Stage, StageBoundary, plan_stages, stage_boundary
 from megalith.plan.transports import BUILT_IN
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 from megalith.train.loss import normalize_losses_by_labels
 from megalith.verify.faults import find_fault, plant_fault
 from megalith.verify.type_rules import IN_WORDS, axes_here, installed_rules, types_of
@@ -450,7 +450,7 @@ def _build(
 
     It is built as in training, except for what `unseen` lists.
     """
-    mesh = mesh_on_paper(grid, rank=rank)
+    mesh = build_meta_mesh(grid, rank=rank)
     chunks = _chunks(model, mesh, parallel, replace(recompute, check=False), lora, optim)
     stage = chunks[chunk].stage
     split = parallel.sp and mesh.tp.size > 1
@@ -458,7 +458,7 @@ def _build(
     batch = paper_batch(
         parts=mesh.tp.size,
         documents=documents,
-        slicing=my_slicing(parallel, mesh),
+        slicing=local_slicing(parallel, mesh),
         num_mtp_layers=model.mtp.num_layers,
         balanced=model.moe is not None and not model.moe.aux_loss.sinkhorn,
         masked=masked,
@@ -554,7 +554,7 @@ def experts_on_their_grid(grid: Grid) -> Iterator[None]:
     with ExitStack() as undo:
         for kind, method in EXPERT_WORK:
             undo.enter_context(
-                replaced(kind, method, _within(axes, getattr(kind, method), back=dense))
+                patched(kind, method, _within(axes, getattr(kind, method), back=dense))
             )
         yield
 
@@ -691,7 +691,7 @@ def _shard_problems(
     for axis in (axis for axis in axes if grid.size(axis) > 1):
         step = (coordinates[axis] + 1) % grid.size(axis) - coordinates[axis]
         neighbor = rank + step * grid.strides(axis)[1]
-        other = mesh_on_paper(grid, rank=neighbor)
+        other = build_meta_mesh(grid, rank=neighbor)
         neighbor_shards = _shards_of(
             _chunks(model, other, parallel, KEEP_ALL, lora, optim)[rank_model.chunk]
         )
@@ -787,7 +787,7 @@ def second_passes_typed(watch: TypeWatch) -> Iterator[None]:
     ) -> Tensor:
         return original(TypedRecompute(function, watch), x, *others, check=check)
 
-    with replaced(recomputation, "recompute", typed_recompute):
+    with patched(recomputation, "recompute", typed_recompute):
         yield
 
 

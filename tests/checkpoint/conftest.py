@@ -16,7 +16,7 @@ from megalith.checkpoint import agree
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.format import folder_name
 from megalith.checkpoint.save import SaveReport, commit, save_checkpoint, write_boxes
-from megalith.parallel.group import Group, alone, my_range
+from megalith.parallel.group import Group, single_rank_group, local_range
 from megalith.plan.shards import Shard, split_evenly
 
 SHAPES = {
@@ -66,7 +66,7 @@ def _cut(
                 tensor.dim() > 1 or t == 0
             )
             if role != "param":
-                start, stop = my_range(split_evenly(shard.numel, dp), d)
+                start, stop = local_range(split_evenly(shard.numel, dp), d)
                 shard, local = replace(shard, flat=(start, stop)), local[start:stop]
             entries.append(
                 CheckpointEntry(
@@ -105,7 +105,7 @@ def _save_alone(
     entries = [
         entry for entry in _cut(_model(seed), 1, 1)[0] if roles is None or entry.role in roles
     ]
-    state, world = {"step": step}, alone("world")
+    state, world = {"step": step}, single_rank_group("world")
     return save_checkpoint(
         folder, step, entries, state, world, config_text="name: tiny\n", keep=keep, **options
     )

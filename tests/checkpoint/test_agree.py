@@ -8,7 +8,7 @@ import pytest
 
 from megalith.checkpoint.agree import raise_on_all_ranks
 from megalith.errors import CheckpointError, DataError, RankError, UserError
-from megalith.parallel.group import Group, alone
+from megalith.parallel.group import Group, single_rank_group
 
 
 def test_results_come_in_the_order_of_ranks(run_threads: Callable[..., list[Any]]) -> None:
@@ -16,7 +16,7 @@ def test_results_come_in_the_order_of_ranks(run_threads: Callable[..., list[Any]
         run_threads(3, lambda world: raise_on_all_ranks(lambda: world.rank * 10, world))
         == [[0, 10, 20]] * 3
     )
-    assert raise_on_all_ranks(lambda: "x", alone("world")) == ["x"]
+    assert raise_on_all_ranks(lambda: "x", single_rank_group("world")) == ["x"]
 
 
 def test_all_ranks_raise_the_same_text_when_one_fails(
@@ -63,7 +63,7 @@ def test_error_has_advice(error: Exception, text: str) -> None:
         raise error
 
     with pytest.raises(CheckpointError, match=text):
-        raise_on_all_ranks(work, alone("world"))
+        raise_on_all_ranks(work, single_rank_group("world"))
 
 
 def test_internal_error_reaches_every_rank_as_rank_error(
@@ -84,7 +84,7 @@ def test_internal_error_reaches_every_rank_as_rank_error(
     assert all(str(error).startswith("Traceback (most recent call last):") for error in others)
     assert "ValueError: odd\nThis was rank 2; rank 0 ends because of it." in str(errors[0])
     with pytest.raises(ValueError, match="^odd$"):
-        raise_on_all_ranks(lambda: work(2), alone("world"))
+        raise_on_all_ranks(lambda: work(2), single_rank_group("world"))
 
 
 def test_a_signal_is_not_a_failure_to_agree_on() -> None:
@@ -92,4 +92,4 @@ def test_a_signal_is_not_a_failure_to_agree_on() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        raise_on_all_ranks(work, alone("world"))
+        raise_on_all_ranks(work, single_rank_group("world"))

@@ -28,11 +28,11 @@ from megalith.checkpoint.load import (
 )
 from megalith.config.checkpoint import Answer, CheckpointConfig
 from megalith.errors import CheckpointError, DamagedCheckpointError
-from megalith.parallel.group import Group, alone
+from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.shards import Shard
 from tests.cases import loop_over
 
-ALONE = alone("world")
+ALONE = single_rank_group("world")
 
 
 class Evil:

@@ -27,11 +27,11 @@ from megalith.checkpoint.load import find_latest, open_checkpoint, verify_checkp
 from megalith.checkpoint.retention import sweep
 from megalith.checkpoint.save import save_checkpoint
 from megalith.errors import CheckpointError
-from megalith.parallel.group import Group, alone
+from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.shards import Shard
 from megalith.testing.ranks import run_ranks
 
-ALONE = alone("world")
+ALONE = single_rank_group("world")
 WEIGHTS = ("param",)
 """Enough where a test saves often."""
 

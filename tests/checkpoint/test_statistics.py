@@ -11,7 +11,7 @@ from megalith.checkpoint.load import Checkpoint, open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.checkpoint.statistics import names_matching, statistics_of, values_that_are_no_numbers
 from megalith.errors import CheckpointError
-from megalith.parallel.group import alone
+from megalith.parallel.group import single_rank_group
 from megalith.plan.shards import Shard
 
 
@@ -24,7 +24,7 @@ def saved(path: Path, values: torch.Tensor, *, rows: list[int]) -> Checkpoint:
         for n, part in enumerate(parts)
     ]
     save_checkpoint(
-        path, 1, entries, {"train": {}}, alone("world"), config_text="name: x\n", keep=None
+        path, 1, entries, {"train": {}}, single_rank_group("world"), config_text="name: x\n", keep=None
     )
     return open_checkpoint(path / "step_0000001")
 

@@ -30,8 +30,8 @@ from megalith.infer.load import open_source
 from megalith.kernels.norm import RMSNormFunction
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.models.release import release_run
-from megalith.parallel.group import alone
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.group import single_rank_group
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.worker import Worker
 
 CONFIG = ModelConfig(
@@ -48,7 +48,7 @@ CONFIG = ModelConfig(
 
 def make_run(folder: Path, template: str | None, tokenizer: TokenizerConfig | None = None) -> str:
     """A run with one checkpoint, as tuned with a template."""
-    model = Decoder(CONFIG, mesh_of_one())
+    model = Decoder(CONFIG, build_single_rank_mesh())
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     entries = [
@@ -58,7 +58,7 @@ def make_run(folder: Path, template: str | None, tokenizer: TokenizerConfig | No
     run = release_run("run", CONFIG, tokenizer or TokenizerConfig(), folder)
     text = dump_yaml(replace(run, data=DataConfig(sft=SFTConfig(template=template))))
     save_checkpoint(
-        folder / "checkpoints", 7, entries, {}, alone("world"), config_text=text, keep=None
+        folder / "checkpoints", 7, entries, {}, single_rank_group("world"), config_text=text, keep=None
     )
     return str(folder)
 

@@ -9,7 +9,7 @@ import torch
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.main import main
-from megalith.parallel.group import alone
+from megalith.parallel.group import single_rank_group
 from megalith.plan.shards import Shard
 
 
@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Path:
             step,
             entries,
             {"train": {}},
-            alone("world"),
+            single_rank_group("world"),
             config_text="name: x\n",
             keep=None,
         )
@@ -100,7 +100,7 @@ def test_deep_verify_reports_nan_and_infinite_values(
         3,
         entries,
         {"train": {}},
-        alone("world"),
+        single_rank_group("world"),
         config_text="name: x\n",
         keep=None,
     )
@@ -237,7 +237,7 @@ def test_diff_ends_with_a_summary_of_weights_and_optimizer_state(
             if name == "b"
             else []
         )
-        save_checkpoint(tmp_path / name, 1, entries, {}, alone("world"), config_text="", keep=None)
+        save_checkpoint(tmp_path / name, 1, entries, {}, single_rank_group("world"), config_text="", keep=None)
     assert call("diff", tmp_path / "a", tmp_path / "b") == 1
     assert capsys.readouterr().out.splitlines()[-3:] == [
         "2 tensors are equal, 2 differ",

@@ -24,8 +24,8 @@ from megalith.models.convert import convert
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.models.pretrained import open_pretrained
 from megalith.models.release import release_run
-from megalith.parallel.group import alone
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.group import single_rank_group
+from megalith.parallel.mesh import build_single_rank_mesh
 
 CONFIG = ModelConfig(
     vocab_size=257,
@@ -41,7 +41,7 @@ CONFIG = ModelConfig(
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run with one checkpoint."""
-    model = Decoder(CONFIG, mesh_of_one())
+    model = Decoder(CONFIG, build_single_rank_mesh())
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     entries = [
@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> Path:
         7,
         entries,
         {},
-        alone("world"),
+        single_rank_group("world"),
         config_text=text,
         keep=None,
     )

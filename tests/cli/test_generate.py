@@ -26,8 +26,8 @@ from megalith.config.tree import dump_yaml
 from megalith.errors import DataError
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.models.release import release_run
-from megalith.parallel.group import alone
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.group import single_rank_group
+from megalith.parallel.mesh import build_single_rank_mesh
 
 CONFIG = ModelConfig(
     vocab_size=257,
@@ -43,7 +43,7 @@ CONFIG = ModelConfig(
 
 def make_run(folder: Path, tokenizer: TokenizerConfig) -> str:
     """A run with one checkpoint."""
-    model = Decoder(CONFIG, mesh_of_one())
+    model = Decoder(CONFIG, build_single_rank_mesh())
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     entries = [
@@ -52,7 +52,7 @@ def make_run(folder: Path, tokenizer: TokenizerConfig) -> str:
     ]
     text = dump_yaml(release_run("run", CONFIG, tokenizer, folder))
     save_checkpoint(
-        folder / "checkpoints", 7, entries, {}, alone("world"), config_text=text, keep=None
+        folder / "checkpoints", 7, entries, {}, single_rank_group("world"), config_text=text, keep=None
     )
     return str(folder)
 

@@ -10,7 +10,7 @@ import torch
 from megalith.cli.main import main
 from megalith.config.moe import MoEConfig
 from megalith.config.train import TrainRun
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run
 from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
@@ -32,7 +32,7 @@ def trained(folder: Path, captures: str) -> Path:
     run_training(
         replace(run, model=replace(run.model, moe=moe)),
         RunFolder(folder),
-        mesh_of_one(),
+        build_single_rank_mesh(),
         CPU,
         show=False,
     )
@@ -90,7 +90,7 @@ def test_run_without_a_trace_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dense = tiny_run(SETTINGS | {"observe.routing_trace": "0"})
-    run_training(dense, RunFolder(tmp_path / "dense"), mesh_of_one(), CPU, show=False)
+    run_training(dense, RunFolder(tmp_path / "dense"), build_single_rank_mesh(), CPU, show=False)
     assert main(["routing", str(tmp_path / "dense")]) == 2
     assert (
         "has model.moe=null, so it has no experts. Use a run with model.moe."

@@ -22,11 +22,11 @@ from megalith.data.loader import (
 )
 from megalith.data.sample import PackedSample, Sample
 from megalith.errors import DataError
-from megalith.parallel.group import Group, alone
+from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.mesh import build_mesh, model_grid
 from megalith.plan.context import Slicing
 from megalith.plan.deal import TokenBudget, DocumentCost
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.verify.ragged import RaggedDocuments
@@ -62,7 +62,7 @@ def loader(group: Group, *, micro: int = 2, consumed: int = 0, steps: int = 2) -
 
 
 def test_a_step_is_rows_of_tokens_and_their_next_tokens() -> None:
-    step = loader(alone("dp")).next()
+    step = loader(single_rank_group("dp")).next()
     assert len(step.microbatches) == 4
     first = step.microbatches[0]
     assert first.ids.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
@@ -124,10 +124,10 @@ def test_two_ranks_read_the_same_global_batch_as_one_and_know_its_label_count() 
 
 
 def test_a_resumed_loader_goes_on_where_it_was() -> None:
-    running = loader(alone("dp"))
+    running = loader(single_rank_group("dp"))
     running.next()
     later = running.next()
-    resumed = loader(alone("dp"), consumed=8, steps=1).next()
+    resumed = loader(single_rank_group("dp"), consumed=8, steps=1).next()
     assert [b.ids.tolist() for b in later.microbatches] == [
         b.ids.tolist() for b in resumed.microbatches
     ]
@@ -222,7 +222,7 @@ def test_labels_of_every_depth_are_counted_over_the_step() -> None:
     step = Loader(
         Counting(),
         MaskSettings(),
-        alone("dp"),
+        single_rank_group("dp"),
         global_batch_size=8,
         micro_batch_size=2,
         consumed=0,
@@ -374,7 +374,7 @@ def test_ranks_that_share_rows_have_the_numbers_of_their_own_tokens(
 
 
 def test_without_dropout_tokens_carry_no_numbers() -> None:
-    assert loader(alone("dp")).next().microbatches[0].tokens.dropout is None
+    assert loader(single_rank_group("dp")).next().microbatches[0].tokens.dropout is None
 
 
 # --- packs
@@ -403,7 +403,7 @@ BUDGET = TokenBudget(capacity=64, longest=30)
 
 def test_packs_have_every_document_of_the_step_once_whoever_reads_them() -> None:
     dataset = RaggedDocuments(30, 61, 40)
-    step = ragged(alone("dp"), budget=BUDGET, consumed=10).next()
+    step = ragged(single_rank_group("dp"), budget=BUDGET, consumed=10).next()
     found = sorted(length for batch in step.microbatches for length in batch.lengths)
     assert (
         found
@@ -425,7 +425,7 @@ def test_what_is_dropped_depends_on_the_document_and_not_on_its_pack() -> None:
     numbers = []
     for capacity in (40, 64, 128):
         budget = TokenBudget(capacity=capacity, longest=30)
-        step = ragged(alone("dp"), budget=budget, consumed=10, dropout_seed=3).next()
+        step = ragged(single_rank_group("dp"), budget=budget, consumed=10, dropout_seed=3).next()
         keys = [batch.tokens.dropout for batch in step.microbatches]
         numbers.append(
             sorted(int(n) for key in keys if key is not None for n in key.numbers if n >= 0)
@@ -445,11 +445,11 @@ def test_a_pack_of_nothing_is_filler() -> None:
 
 
 def test_sums_of_digests_tell_ranks_that_deal_alike() -> None:
-    check_batches_consistent_across_ranks(3, [5, 25], alone("dp"))
+    check_batches_consistent_across_ranks(3, [5, 25], single_rank_group("dp"))
     with pytest.raises(
         DataError, match=r"differently \(microbatches: 3 on rank 0\). Use the same version"
     ):
-        check_batches_consistent_across_ranks(3, [5, 24], alone("dp"))
+        check_batches_consistent_across_ranks(3, [5, 24], single_rank_group("dp"))
 
 
 class Talks:
@@ -471,8 +471,8 @@ class Talks:
 def test_rows_of_conversations_are_dealt_by_what_they_cost(balanced: bool) -> None:
     found = []
     for rank in range(2):
-        group = replace(alone("dp"), rank=rank, ranks=(0, 1))
-        with replaced(loader_file, "start_all_reduce_", lambda count, group: None):
+        group = replace(single_rank_group("dp"), rank=rank, ranks=(0, 1))
+        with patched(loader_file, "start_all_reduce_", lambda count, group: None):
             step = Loader(
                 Talks(),
                 MaskSettings(),

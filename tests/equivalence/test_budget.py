@@ -19,10 +19,10 @@ from megalith.data.loader import Batch, Loader, MaskSettings, StepBatches, build
 from megalith.data.sample import Dataset, PackedSample
 from megalith.errors import DataError
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.context import my_slicing
-from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.parallel.context import local_slicing
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
 from megalith.plan.deal import BatchAssignment, TokenBudget, build_token_budget
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, compare
@@ -85,7 +85,7 @@ def build(settings: Mapping[str, str], rank: int = 0, world: int = 1) -> Trainer
 
 def mesh_of(run: TrainRun, rank: int, world: int) -> Mesh:
     return (
-        mesh_of_one()
+        build_single_rank_mesh()
         if world == 1
         else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
     )
@@ -118,7 +118,7 @@ def packed(trainer: Trainer, *, consumed: int = 0, steps: int = 1) -> Loader:
         consumed=consumed,
         steps=steps,
         device=CPU,
-        slicing=my_slicing(run.parallel, mesh),
+        slicing=local_slicing(run.parallel, mesh),
         budget=build_token_budget(run.train, run.parallel, run.model),
         everyone=mesh.world,
     )
@@ -204,7 +204,7 @@ def test_comparison_detects_a_mean_over_packs() -> None:
     counts = iter(
         [max(1, batch.num_labels) * len(step.microbatches) for batch in step.microbatches]
     )
-    with replaced(step_file, "normalize_losses_by_labels", partial(_mean_of_packs, counts)):
+    with patched(step_file, "normalize_losses_by_labels", partial(_mean_of_packs, counts)):
         _, norm, _ = gradients(trainer, step)
     assert norm != pytest.approx(alone()[1], rel=1e-3)
 
@@ -223,7 +223,7 @@ def _seeing_one_another(
 
 def test_comparison_detects_attention_across_documents() -> None:
     trainer = build({})
-    with replaced(loader_file, "build_batch", _seeing_one_another):
+    with patched(loader_file, "build_batch", _seeing_one_another):
         found = gradients(trainer, packed(trainer).next())[0]
     assert found != pytest.approx(alone()[0], rel=1e-6)
 
@@ -233,7 +233,7 @@ def _assignment_error(rank: int, world: int, settings: Mapping[str, str]) -> str
     packs."""
     trainer = build(settings, rank, world)
     longest = (
-        replaced(TokenBudget, "assign_batches", _of_longest) if rank == world - 1 else nullcontext()
+        patched(TokenBudget, "assign_batches", _of_longest) if rank == world - 1 else nullcontext()
     )
     with longest, pytest.raises(DataError) as caught:
         packed(trainer).next()

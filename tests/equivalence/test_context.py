@@ -15,8 +15,8 @@ from megalith.kernels import span_attention
 from megalith.parallel import context
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import build_mesh, model_grid
-from megalith.parallel.rings import Started, start_passing
-from megalith.testing.inject import replaced, slow_link
+from megalith.parallel.rings import PendingCollective, start_ring_exchange
+from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import build_trainer
@@ -34,12 +34,12 @@ def _slowly(function: Callable[..., None], *arguments: Any) -> None:
     time.sleep(NAP)
 
 
-def _at_once(x: Tensor, group: Group) -> Started:
+def _at_once(x: Tensor, group: Group) -> PendingCollective:
     """A ring that hides nothing."""
-    return Started(START(x, group).wait())
+    return PendingCollective(START(x, group).wait())
 
 
-START = start_passing
+START = start_ring_exchange
 
 
 def _exposed(
@@ -64,13 +64,13 @@ def _exposed(
         consumed=0,
         steps=count,
         device=CPU,
-        slicing=context.my_slicing(run.parallel, trainer.mesh),
+        slicing=context.local_slicing(run.parallel, trainer.mesh),
     )
     whole, exposed = [], []
     with (
-        replaced(context, "start_passing", _at_once if no_overlap else START),
-        replaced(context, "attend", partial(_slowly, span_attention.attend)),
-        replaced(context, "attend_backward", partial(_slowly, span_attention.attend_backward)),
+        patched(context, "start_ring_exchange", _at_once if no_overlap else START),
+        patched(context, "attend", partial(_slowly, span_attention.attend)),
+        patched(context, "attend_backward", partial(_slowly, span_attention.attend_backward)),
         slow_link(latency_seconds=LATENCY) as link,
     ):
         for _ in range(count):

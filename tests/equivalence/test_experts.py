@@ -37,8 +37,8 @@ from megalith.kernels.grouped_linear import (
 )
 from megalith.parallel import data
 from megalith.parallel.group import gather_objects
-from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
-from megalith.testing.inject import replaced
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
+from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP32_DEEP, FP64, assert_close
 from megalith.train.build import (
@@ -68,7 +68,7 @@ def mesh_of(case: LayoutCase, rank: int, world: int) -> Mesh:
     return (
         build_mesh(model_grid(case.run.parallel, case.run.model, world), rank=rank)
         if world > 1
-        else mesh_of_one()
+        else build_single_rank_mesh()
     )
 
 
@@ -246,7 +246,7 @@ def test_recomputation_changes_no_bit_and_counts_nothing_twice(
 
 def test_evaluation_touches_no_record_and_no_bias() -> None:
     case = case_of(BIASED_CHOICE, ONE)
-    trainer = build_trainer(case.run, mesh_of_one(), CPU)
+    trainer = build_trainer(case.run, build_single_rank_mesh(), CPU)
     loader = _loader(case.run, trainer.mesh, consumed=0, steps=2)
     train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0)
     routers = list(routers_of(trainer.pipeline_model.modules))
@@ -277,7 +277,7 @@ def test_evaluation_drops_no_tokens_and_adds_no_noise_or_aux_loss() -> None:
     )
     found = []
     for moe in (plain, narrow):
-        trainer = build_trainer(case_of(replace(NARROW, moe=moe), ONE).run, mesh_of_one(), CPU)
+        trainer = build_trainer(case_of(replace(NARROW, moe=moe), ONE).run, build_single_rank_mesh(), CPU)
         batches = _loader(trainer.run, trainer.mesh, consumed=0, steps=1).next().microbatches
         held_out = [
             replace(batch, tokens=replace(batch.tokens, dropout=None)) for batch in batches
@@ -301,8 +301,8 @@ def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
     """A teacher and a student, or a policy and its reference: neither loads, losses nor biases are
     shared."""
     runs = [case_of(model, ONE).run for model in (BIASED_CHOICE, NARROW, BIASED_CHOICE)]
-    alone = [losses_of([build_trainer(run, mesh_of_one(), CPU)], 3)[0] for run in runs]
-    assert losses_of([build_trainer(run, mesh_of_one(), CPU) for run in runs], 3) == alone
+    alone = [losses_of([build_trainer(run, build_single_rank_mesh(), CPU)], 3)[0] for run in runs]
+    assert losses_of([build_trainer(run, build_single_rank_mesh(), CPU) for run in runs], 3) == alone
     assert alone[0] == alone[2] != alone[1]
 
 
@@ -311,8 +311,8 @@ def everywhere(matmul_ops: Callable[[Tensor, Tensor, Groups], GroupedMatmulOps])
     """Who asks for the fastest matmuls of experts gets these: where they are computed, and where
     they are chosen."""
     with (
-        replaced(grouped_linear, "select_grouped_matmul_ops", matmul_ops),
-        replaced(expert_kernels, "select_grouped_matmul_ops", matmul_ops),
+        patched(grouped_linear, "select_grouped_matmul_ops", matmul_ops),
+        patched(expert_kernels, "select_grouped_matmul_ops", matmul_ops),
     ):
         yield
 
@@ -369,7 +369,7 @@ def matmuls(*, grouped: bool) -> Iterator[None]:
     put = functools.partial(
         accumulate_grouped_product_, matmul_ops=FUSED if grouped and HAS_GROUPED_MM else LOOP
     )
-    with everywhere(noted), replaced(data, "accumulate_grouped_product_", put):
+    with everywhere(noted), patched(data, "accumulate_grouped_product_", put):
         yield
     assert ways and (FUSED in ways) == (grouped and HAS_GROUPED_MM)
 
@@ -536,7 +536,7 @@ def violation(balance: AuxLossConfig, router: RouterConfig) -> float:
     model = replace(BIASED_CHOICE, num_layers=2, moe=moe, init_std=0.2)
     case = layout_case(model, ONE, 1, micro_batch_size=12, seq_len=24)
     run = replace(case.run, precision=PrecisionConfig(params="fp32"))
-    trainer = build_trainer(run, mesh_of_one(), CPU)
+    trainer = build_trainer(run, build_single_rank_mesh(), CPU)
     loader = Loader(
         Skewed(),
         MaskSettings(),

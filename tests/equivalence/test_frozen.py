@@ -16,8 +16,8 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.models.decoder import declared_parameters
 from megalith.parallel.group import gather_objects
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
-from megalith.testing.inject import replaced, slow_link
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close
 from megalith.train import build
@@ -53,14 +53,14 @@ def frozen_trainer(
 ) -> Trainer:
     """A trainer whose model was frozen but for a few parameters before the engine was built."""
     grid = model_grid(case.run.parallel, case.run.model, case.world)
-    mesh = mesh_of_one() if case.world == 1 else build_mesh(grid, rank=rank)
+    mesh = build_single_rank_mesh() if case.world == 1 else build_mesh(grid, rank=rank)
     engine = build.build_grad_sync
 
     def freeze_first(run: Any, model: nn.ModuleList, *others: Any) -> Any:
         freeze(model, trained)
         return engine(run, model, *others)
 
-    with replaced(build, "build_grad_sync", freeze_first):
+    with patched(build, "build_grad_sync", freeze_first):
         return build_trainer(case.run, mesh, torch.device("cpu"), fill=fill)
 
 

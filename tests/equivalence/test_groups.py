@@ -15,8 +15,8 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.schedule import ScheduleConfig
 from megalith.observe.metrics import read_metrics
 from megalith.optim.schedule import group_rates, learning_rate, schedule_lengths, weight_decay
-from megalith.parallel.mesh import mesh_of_one
-from megalith.testing.inject import replaced
+from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.testing.inject import patched
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, assert_close
 from megalith.train.build import build_trainer
@@ -55,7 +55,7 @@ def by_hand(name: str, vector: bool) -> tuple[str, str]:
 def test_three_steps_are_those_of_torch_with_groups_made_by_hand(kind: Any) -> None:
     case = proof.layout_case(tiny(), ParallelConfig(), 1)
     run = replace(case.run, optim=replace(OPTIM, kind=kind), schedule=SCHEDULE)
-    trainer = build_trainer(run, mesh_of_one(), CPU)
+    trainer = build_trainer(run, build_single_rank_mesh(), CPU)
     loader = proof._loader(run, trainer.mesh, consumed=0, steps=3)
     slots = trainer.optimizer.slots
     theirs = {slot.shard.name: torch.nn.Parameter(slot.weight.clone()) for slot in slots}
@@ -75,7 +75,7 @@ def test_three_steps_are_those_of_torch_with_groups_made_by_hand(kind: Any) -> N
         step(gradients, **settings)
 
     lengths = schedule_lengths(SCHEDULE, global_batch_size=12, total_steps=4)
-    with replaced(trainer.optimizer, "step", noted):
+    with patched(trainer.optimizer, "step", noted):
         for number in range(3):
             samples = 12 * (number + 1)
             lr, decay = (rule(SCHEDULE, samples, lengths) for rule in (learning_rate, weight_decay))
@@ -104,7 +104,7 @@ def test_a_run_logs_the_rate_of_every_group_that_has_one_and_maps_its_parameters
     )
     run = tiny_run({"optim.groups": groups, "observe.parameters": "true", "train.steps": "2"})
     folder = RunFolder(tmp_path / "run")
-    run_training(run, folder, mesh_of_one(), CPU, show=False)
+    run_training(run, folder, build_single_rank_mesh(), CPU, show=False)
     rows = [row for row in read_metrics(folder.metrics) if "loss" in row]
     assert [row["lr_table"] for row in rows] == [
         row["lr"] * 0.5 for row in rows

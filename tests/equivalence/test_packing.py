@@ -20,9 +20,9 @@ from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.context import my_slicing
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
-from megalith.testing.inject import replaced
+from megalith.parallel.context import local_slicing
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, compare
@@ -84,7 +84,7 @@ def row(numbers: Sequence[int], length: int = 24) -> PackedSample:
 
 def step_of(trainer: Trainer, rows: Sequence[Sequence[int]], length: int = 24) -> StepBatches:
     """My share of a step with these rows, a row in each microbatch."""
-    dp, slicing = trainer.mesh.dp, my_slicing(trainer.run.parallel, trainer.mesh)
+    dp, slicing = trainer.mesh.dp, local_slicing(trainer.run.parallel, trainer.mesh)
     every = [
         build_batch([row(numbers, length)], MaskSettings(), device=CPU, slicing=slicing)
         for numbers in rows
@@ -100,7 +100,7 @@ def build(settings: Mapping[str, str], rank: int = 0, world: int = 1) -> Trainer
         {"precision.params": "fp64", "train.seq_len": "24", "optim.clip_grad": "0", **settings}
     )
     mesh = (
-        mesh_of_one()
+        build_single_rank_mesh()
         if world == 1
         else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
     )
@@ -163,7 +163,7 @@ def test_packed_documents_match_under_every_axis(name: str) -> None:
 
 
 def outputs(batch: Batch) -> Tensor:
-    model = Decoder(tiny_run().model, mesh_of_one())
+    model = Decoder(tiny_run().model, build_single_rank_mesh())
     allocate(model, CPU)
     initialize(model, seed=3)
     with torch.no_grad():
@@ -244,7 +244,7 @@ def with_room(sample: PackedSample) -> PackedSample:
 
 def step_with(trainer: Trainer, rows: Sequence[PackedSample]) -> StepBatches:
     """All of these rows, one in each microbatch."""
-    slicing = my_slicing(trainer.run.parallel, trainer.mesh)
+    slicing = local_slicing(trainer.run.parallel, trainer.mesh)
     batches = [build_batch([each], MaskSettings(), device=CPU, slicing=slicing) for each in rows]
     return StepBatches(batches, sum(batch.num_labels for batch in batches))
 
@@ -308,7 +308,7 @@ RIGHT_ROW = ConversationDataset.sample
 def test_comparison_detects_a_fault_in_rows_of_conversations(
     fault: Callable[..., PackedSample] | None,
 ) -> None:
-    with nullcontext() if fault is None else replaced(ConversationDataset, "sample", fault):
+    with nullcontext() if fault is None else patched(ConversationDataset, "sample", fault):
         trainer = build({"train.seq_len": str(ROOM)})
         found = gradients(trainer, step_with(trainer, filled()))[:2]
     assert (found == pytest.approx(talks_alone(), rel=1e-9)) is (fault is None)
@@ -331,7 +331,7 @@ SFT = {
 def _train(rank: int, world: int, folder: Path, steps: int) -> None:
     run = tiny_run(SFT | {"train.steps": str(steps)})
     mesh = (
-        mesh_of_one()
+        build_single_rank_mesh()
         if world == 1
         else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
     )

@@ -27,7 +27,7 @@ from megalith.parallel.pipeline import Pipeline
 from megalith.parallel.turns import DualBatchOverlap
 from megalith.plan.pairs import pair_forward_backward
 from megalith.plan.schedule import build_schedule
-from megalith.testing.inject import replaced, slow_link
+from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.train.build import build_trainer
 from megalith.train.step import train_step
@@ -124,9 +124,9 @@ def noted(events: list[Event], delays: Iterator[float]) -> Iterator[None]:
         return compute(self, *given)
 
     with (
-        replaced(AsyncAllToAll, "start", noted_start),
-        replaced(AsyncAllToAll, "wait", noted_wait),
-        replaced(Experts, "forward", noted_compute),
+        patched(AsyncAllToAll, "start", noted_start),
+        patched(AsyncAllToAll, "wait", noted_wait),
+        patched(Experts, "forward", noted_compute),
     ):
         yield
 
@@ -140,7 +140,7 @@ def log_of_step(rank: int, world: int, case: LayoutCase, hands_over: bool) -> li
     batches, events = _loader(case.run, trainer.mesh, consumed=0, steps=1).next(), list[Event]()
     delays = (0.002 * ((number * (7 + 4 * rank)) % 5 == 0) for number in range(1 << 20))
     stays = (
-        nullcontext() if hands_over else replaced(DualBatchOverlap, "__call__", lambda self: None)
+        nullcontext() if hands_over else patched(DualBatchOverlap, "__call__", lambda self: None)
     )
     with noted(events, delays), stays:
         train_step(trainer, batches, lr=1e-2, weight_decay=0.1)

@@ -14,7 +14,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close
 from megalith.train.build import all_gather_loaded_params, build_trainer, checkpoint_entries
@@ -60,7 +60,7 @@ def two_steps(
     mesh = (
         build_mesh(model_grid(case.run.parallel, case.run.model, world), rank=rank)
         if world > 1
-        else mesh_of_one()
+        else build_single_rank_mesh()
     )
     trainer = build_trainer(case.run, mesh, device, fill=not load)
     done = 2 if load else 0

@@ -19,9 +19,9 @@ from megalith.config.tree import Override
 from megalith.data.loader import Loader, MaskSettings
 from megalith.parallel import data as flat
 from megalith.parallel.data import BucketedDataParallel
-from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
-from megalith.parallel.tensor import VocabEmbedding
-from megalith.testing.inject import replaced, slow_link
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, build_meta_mesh, model_grid
+from megalith.parallel.tensor import VocabParallelEmbedding
+from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import EXACT, FP64, assert_close, relative_error
@@ -52,7 +52,7 @@ class Trained:
 
 def mesh_of(run: TrainRun, rank: int, world: int) -> Mesh:
     return (
-        mesh_of_one()
+        build_single_rank_mesh()
         if world == 1
         else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
     )
@@ -207,8 +207,8 @@ def _events(rank: int, world: int, zero: int) -> list[str]:
         layer.register_full_backward_pre_hook(
             lambda *_, number=number: events.append(f"backward {number}")
         )
-    right = flat.start_sum
-    with replaced(flat, "start_sum", start_and_tell):
+    right = flat.start_bucket_reduce_scatter
+    with patched(flat, "start_bucket_reduce_scatter", start_and_tell):
         steps(trainer, 0, 1)
     return events
 
@@ -235,7 +235,7 @@ def _live_buckets(rank: int, world: int) -> tuple[int, int]:
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
     data, most = trainer.data, 0
     assert isinstance(data, BucketedDataParallel)
-    right = flat.start_sum
+    right = flat.start_bucket_reduce_scatter
 
     def count(*args: Any, **others: Any) -> Any:
         nonlocal most
@@ -246,7 +246,7 @@ def _live_buckets(rank: int, world: int) -> tuple[int, int]:
         )
         return right(*args, **others)
 
-    with replaced(flat, "start_sum", count):
+    with patched(flat, "start_bucket_reduce_scatter", count):
         steps(trainer, 0, 2)
     return most, max(bucket.stop - bucket.start for bucket in data.plan.buckets)
 
@@ -276,7 +276,7 @@ def _skipped(
     }
     if rank == where:
         (embed,) = [
-            module for module in trainer.model.modules() if isinstance(module, VocabEmbedding)
+            module for module in trainer.model.modules() if isinstance(module, VocabParallelEmbedding)
         ]
         embed.register_forward_hook(
             lambda _module, _ids, x: x.register_hook(lambda dx: dx * float("inf")) and None
@@ -411,7 +411,7 @@ def test_bytes_per_parameter_are_those_of_the_table(
     grid = model_grid(run.parallel, run.model, d)
     states = []
     for rank in range(d):
-        trainer = build_trainer(run, mesh_on_paper(grid, rank=rank), CPU, fill=False)
+        trainer = build_trainer(run, build_meta_mesh(grid, rank=rank), CPU, fill=False)
         data = trainer.data
         assert isinstance(data, BucketedDataParallel)
         states.append(state_bytes(trainer))
@@ -446,7 +446,7 @@ def test_at_dp_4_a_rank_holds_a_quarter_of_the_optimizer_within_2_percent() -> N
     )
     grid = model_grid(run.parallel, run.model, 4)
     for rank in range(4):
-        trainer = build_trainer(run, mesh_on_paper(grid, rank=rank), CPU, fill=False)
+        trainer = build_trainer(run, build_meta_mesh(grid, rank=rank), CPU, fill=False)
         assert isinstance(trainer.data, BucketedDataParallel)
         numel = sum(shard.numel for shard in trainer.data.shards)
         assert numel >= 10_000_000

@@ -8,7 +8,7 @@ import torch
 
 from megalith.config.model import ModelConfig
 from megalith.models.decoder import Decoder, allocate, initialize
-from megalith.parallel.mesh import Mesh, mesh_of_one
+from megalith.parallel.mesh import Mesh, build_single_rank_mesh
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37,
@@ -32,7 +32,7 @@ def model(
     model_config: ModelConfig, mesh: Mesh | None = None, *, dtype: torch.dtype = torch.float32
 ) -> Decoder:
     """A model with first weights, the same under every layout."""
-    made = Decoder(model_config, mesh or mesh_of_one(), dtype=dtype)
+    made = Decoder(model_config, mesh or build_single_rank_mesh(), dtype=dtype)
     allocate(made, torch.device("cpu"))
     initialize(made, seed=11)
     return made

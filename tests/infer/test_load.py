@@ -29,8 +29,8 @@ from megalith.models.decoder import Decoder, declared_parameters
 from megalith.models.pretrained import open_pretrained
 from megalith.models.release import release_run
 from megalith.nn.mlp import MLP, GatedMLP
-from megalith.parallel.group import alone
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.group import single_rank_group
+from megalith.parallel.mesh import build_single_rank_mesh
 
 CPU = torch.device("cpu")
 
@@ -41,11 +41,11 @@ def save(folder: Path, model: Decoder, tokenizer: TokenizerConfig) -> Path:
         for d, module, name in declared_parameters(model)
     ]
     text = dump_yaml(release_run("tiny", model.config, tokenizer, folder))
-    return save_checkpoint(folder, 1, entries, {}, alone("world"), config_text=text, keep=None).path
+    return save_checkpoint(folder, 1, entries, {}, single_rank_group("world"), config_text=text, keep=None).path
 
 
 def text(source: Path, dtype: torch.dtype = torch.float32) -> list[int]:
-    writer = load_text_generator(open_source(str(source), 1), mesh_of_one(), CPU, dtype)
+    writer = load_text_generator(open_source(str(source), 1), build_single_rank_mesh(), CPU, dtype)
     return [w.token for w in generate(writer.model, [[5, 6, 7]], SampleConfig(max_new_tokens=9))]
 
 
@@ -69,7 +69,7 @@ def test_generation_supports_reference_kernels(
 
     def generate_ids(kernels: Kernel) -> list[int]:
         writer = load_text_generator(
-            open_source(str(path), 1), mesh_of_one(), CPU, torch.float64, kernels=kernels
+            open_source(str(path), 1), build_single_rank_mesh(), CPU, torch.float64, kernels=kernels
         )
         return [
             w.token
@@ -109,7 +109,7 @@ def test_prompts_are_read_in_chunks_with_the_same_result(
 
     def generate_ids(chunks: int) -> tuple[list[int], list[int]]:
         source = open_source(str(path), 1)
-        writer = load_text_generator(source, mesh_of_one(), CPU, torch.float64, mlp_chunks=chunks)
+        writer = load_text_generator(source, build_single_rank_mesh(), CPU, torch.float64, mlp_chunks=chunks)
         reads: list[int] = []
         for mlp in (one for one in writer.model.modules() if isinstance(one, GatedMLP | MLP)):
             mlp.register_forward_pre_hook(lambda module, given: reads.append(len(given[0])))
@@ -129,7 +129,7 @@ def test_chunks_without_an_mlp_are_refused(tmp_path: Path, tiny: SimpleNamespace
         ConfigError,
         match=r"--mlp-chunks=2 chunks the input of dense MLPs, but no layer of .* Remove --mlp-ch",
     ):
-        load_text_generator(source, mesh_of_one(), CPU, torch.float32, mlp_chunks=2)
+        load_text_generator(source, build_single_rank_mesh(), CPU, torch.float32, mlp_chunks=2)
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "folder"])
@@ -144,7 +144,7 @@ def test_mtp_layers_are_neither_built_nor_loaded(
         path = tmp_path / "theirs"
     source = open_source(str(path), 1)
     assert source.model.mtp.num_layers == 1
-    writer = load_text_generator(source, mesh_of_one(), CPU, torch.float32)
+    writer = load_text_generator(source, build_single_rank_mesh(), CPU, torch.float32)
     assert not any("mtp" in d.shard.name for d, _, _ in declared_parameters(writer.model))
     expected = [
         w.token for w in generate(tiny.model(config), [[5, 6, 7]], SampleConfig(max_new_tokens=9))
@@ -173,7 +173,7 @@ def test_a_base_is_for_adapters(tmp_path: Path, tiny: SimpleNamespace) -> None:
 def test_generator_computes_in_the_requested_dtype(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
     for dtype in (torch.bfloat16, torch.float64):
-        writer = load_text_generator(open_source(str(path), 1), mesh_of_one(), CPU, dtype)
+        writer = load_text_generator(open_source(str(path), 1), build_single_rank_mesh(), CPU, dtype)
         assert {parameter.dtype for parameter in writer.model.parameters()} == {dtype}
         assert len(text(path, dtype)) == 9
 
@@ -184,12 +184,12 @@ def test_texts_end_where_the_tokenizer_or_the_folder_says(
     model = tiny.model(tiny.config(vocab_size=300))
     ours = save(tmp_path / "a", model, TokenizerConfig())
     assert load_text_generator(
-        open_source(str(ours), 1), mesh_of_one(), CPU, torch.float32
+        open_source(str(ours), 1), build_single_rank_mesh(), CPU, torch.float32
     ).stops == {256}
     convert(open_pretrained(ours), tmp_path / "b", "huggingface")
     (tmp_path / "b" / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
     theirs = load_text_generator(
-        open_source(str(tmp_path / "b"), 1), mesh_of_one(), CPU, torch.float32
+        open_source(str(tmp_path / "b"), 1), build_single_rank_mesh(), CPU, torch.float32
     )
     assert theirs.stops == {3, 4, 256} and theirs.tokenizer.vocab_size == 300, (
         "no tokenizer came with it: ids"
@@ -198,23 +198,23 @@ def test_texts_end_where_the_tokenizer_or_the_folder_says(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "b" / name).write_bytes((tmp_path / "words" / name).read_bytes())
     theirs = load_text_generator(
-        open_source(str(tmp_path / "b"), 1), mesh_of_one(), CPU, torch.float32
+        open_source(str(tmp_path / "b"), 1), build_single_rank_mesh(), CPU, torch.float32
     )
     assert theirs.stops == {3, 4, 256, words.eod}
     (tmp_path / "b" / "generation_config.json").unlink()
     (tmp_path / "b" / "tokenizer.json").unlink()
     theirs = load_text_generator(
-        open_source(str(tmp_path / "b"), 1), mesh_of_one(), CPU, torch.float32
+        open_source(str(tmp_path / "b"), 1), build_single_rank_mesh(), CPU, torch.float32
     )
     assert theirs.stops == {256}, "the last id has no meaning when nobody named it"
     convert(open_pretrained(tmp_path / "b"), tmp_path / "c", "megalith")
     kept = load_text_generator(
-        open_source(str(tmp_path / "c"), 1), mesh_of_one(), CPU, torch.float32
+        open_source(str(tmp_path / "c"), 1), build_single_rank_mesh(), CPU, torch.float32
     )
     assert kept.stops == {256}, "nor in a checkpoint that was made from the folder"
     numbers = save(tmp_path / "d", model, TokenizerConfig(kind="null", vocab_size=300))
     assert load_text_generator(
-        open_source(str(numbers), 1), mesh_of_one(), CPU, torch.float32
+        open_source(str(numbers), 1), build_single_rank_mesh(), CPU, torch.float32
     ).stops == {299}
 
 
@@ -231,7 +231,7 @@ def test_a_tokenizer_without_an_end_is_fine_for_writing(
     words = TokenizerConfig(kind="huggingface", path=str(tmp_path / "words"))
     path = save(tmp_path / "a", tiny.model(tiny.config(vocab_size=300)), words)
     assert (
-        load_text_generator(open_source(str(path), 1), mesh_of_one(), CPU, torch.float32).stops
+        load_text_generator(open_source(str(path), 1), build_single_rank_mesh(), CPU, torch.float32).stops
         == frozenset()
     )
 
@@ -244,7 +244,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
         DataError,
         match="the tokenizer has 257 tokens, but the model has only 256. Use the tokenizer that",
     ):
-        load_text_generator(open_source(str(path), 1), mesh_of_one(), CPU, torch.float32)
+        load_text_generator(open_source(str(path), 1), build_single_rank_mesh(), CPU, torch.float32)
 
 
 @pytest.mark.parametrize("tp", [4, 7])

@@ -16,7 +16,7 @@ from megalith.kernels.cross_entropy import (
     reference_cross_entropy,
     token_losses,
 )
-from megalith.parallel.group import Group, alone
+from megalith.parallel.group import Group, single_rank_group
 
 T, H, V, PADDED = 11, 5, 13, 16
 LABELS = torch.tensor([1, 2, -1, 0, 12, 5, 5, -100, 3, 7, 12])
@@ -76,7 +76,7 @@ def loss(
         x,
         weight,
         labels,
-        vocab=alone("tp"),
+        vocab=single_rank_group("tp"),
         first_row=0,
         vocab_size=vocab_size,
         grad_accumulator=grad_accumulator,
@@ -104,7 +104,7 @@ def test_loss_and_gradients_equal_torch_for_any_chunk(form: str, chunk: int | No
 
 def test_losses_of_single_tokens_equal_the_reference() -> None:
     x, weight = inputs()
-    ours = token_losses(x, weight, LABELS, vocab=alone("tp"), first_row=0, vocab_size=V, chunk=4)
+    ours = token_losses(x, weight, LABELS, vocab=single_rank_group("tp"), first_row=0, vocab_size=V, chunk=4)
     theirs = reference_cross_entropy(x, weight, LABELS, vocab_size=V)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert ours[2] == ours[7] == 0
@@ -117,7 +117,7 @@ def test_losses_of_single_tokens_equal_the_reference() -> None:
 
 def test_gradients_of_token_losses_are_those_of_finite_differences() -> None:
     x, weight = inputs()
-    whole = {"vocab": alone("tp"), "first_row": 0, "vocab_size": V, "chunk": 4}
+    whole = {"vocab": single_rank_group("tp"), "first_row": 0, "vocab_size": V, "chunk": 4}
     assert torch.autograd.gradcheck(lambda *a: token_losses(*a, LABELS, **whole), (x, weight))
 
 
@@ -159,7 +159,7 @@ def test_loss_and_gradients_without_labels_are_zero(form: str) -> None:
 def test_vocabulary_shard_of_padding_does_not_affect_softmax(form: str) -> None:
     x, weight = inputs()
     whole = linear_cross_entropy if form == "sum" else token_losses
-    last = whole(x, weight[:3], LABELS, vocab=alone("tp"), first_row=V, vocab_size=V)
+    last = whole(x, weight[:3], LABELS, vocab=single_rank_group("tp"), first_row=V, vocab_size=V)
     assert last.shape == (
         () if form == "sum" else (T,)
     )  # its value means nothing without the other parts
@@ -273,7 +273,7 @@ def test_all_backends_match_the_reference(
             x,
             weight,
             labels,
-            vocab=alone("tp"),
+            vocab=single_rank_group("tp"),
             first_row=0,
             vocab_size=301,
             chunk=40,
@@ -296,7 +296,7 @@ def test_label_smoothing_matches_torch_without_padding_rows(
     with torch.no_grad():
         weight[V:] = 1e6
     whole = {
-        "vocab": alone("tp"),
+        "vocab": single_rank_group("tp"),
         "first_row": 0,
         "vocab_size": V,
         "logit_transform": logit_transform,
@@ -327,7 +327,7 @@ def test_numba_backend_supports_label_smoothing(dtype: torch.dtype, tolerance: f
             x,
             weight,
             labels,
-            vocab=alone("tp"),
+            vocab=single_rank_group("tp"),
             first_row=0,
             vocab_size=301,
             chunk=40,
@@ -344,7 +344,7 @@ def test_a_confident_bf16_token_keeps_its_small_gradient(kernel: Kernel) -> None
     _, weight, labels = large(torch.bfloat16)
     sure = weight.detach()[labels.clamp(min=0)].mul(1.5).requires_grad_()
     exact = [a.detach().double().requires_grad_() for a in (sure, weight)]
-    whole = {"vocab": alone("tp"), "first_row": 0, "vocab_size": 301}
+    whole = {"vocab": single_rank_group("tp"), "first_row": 0, "vocab_size": 301}
     (mine,) = torch.autograd.grad(
         linear_cross_entropy(sure, weight, labels, **whole, kernel=kernel), sure
     )
@@ -363,7 +363,7 @@ def test_nan_and_inf_propagate_to_the_loss(form: str, kernel: Kernel, bad: float
         x[3, 4] = bad
     whole = linear_cross_entropy if form == "sum" else token_losses
     assert (
-        not whole(x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=301, kernel=kernel)
+        not whole(x, weight, labels, vocab=single_rank_group("tp"), first_row=0, vocab_size=301, kernel=kernel)
         .sum()
         .isfinite()
     )
@@ -392,7 +392,7 @@ def test_gradients_of_scaled_and_soft_capped_logits_match_torch(
             x,
             weight,
             LABELS,
-            vocab=alone("tp"),
+            vocab=single_rank_group("tp"),
             first_row=0,
             vocab_size=V,
             chunk=4,
@@ -426,7 +426,7 @@ def test_a_rank_that_has_only_padding_gets_no_gradient_and_no_nan(
 ) -> None:
     x, weight = inputs()
     head = HeadShard.of(
-        weight[:3], alone("tp"), V, V, None, loops=False, logit_transform=logit_transform
+        weight[:3], single_rank_group("tp"), V, V, None, loops=False, logit_transform=logit_transform
     )
     slopes = head.logit_transform.slopes(head.logits(x, weight[:3]))
     assert slopes is None or isinstance(slopes, float) or bool((slopes == 0).all())

@@ -24,7 +24,7 @@ from megalith.kernels.grouped_linear import (
 )
 from megalith.kernels.matmul import bf16_matmul
 from megalith.kernels.rebuilt import RecomputedOutput
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 from megalith.testing.tolerance import FP32, assert_equals
 
 UNEVEN = [3, 0, 5, 1, 0]
@@ -321,7 +321,7 @@ def test_loop_over_experts_synchronizes_once() -> None:
     x, w = (
         torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((6, 3), (4, 3))
     )
-    with replaced(Groups, "on_host", on_host):
+    with patched(Groups, "on_host", on_host):
         grouped_linear(
             x, w, Groups(ends=torch.tensor([2, 6], dtype=torch.int32)), matmul_ops=LOOP
         ).sum().backward()

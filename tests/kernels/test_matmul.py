@@ -29,7 +29,7 @@ from megalith.kernels.matmul import bf16_matmul, bmm, einsum, is_upcast, mm
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.nn.kernels import use_kernels
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tolerance import BF16, assert_equals, matmul_bound
 from megalith.train.build import build_trainer
 from megalith.train.step import train_step
@@ -172,7 +172,7 @@ def test_all_matmuls_of_a_training_step_are_upcast(
     def step(form: BackendName) -> tuple[set[str], float]:
         with bf16_matmul("auto"):  # restores what was selected before
             trainer = build_trainer(
-                replace(run, kernels=KernelsConfig(matmul=form)), mesh_of_one(), torch.device("cpu")
+                replace(run, kernels=KernelsConfig(matmul=form)), build_single_rank_mesh(), torch.device("cpu")
             )
             batch = loader_of(run, trainer.mesh, consumed=0, steps=1).next()
             with Bf16Matmuls() as seen:
@@ -196,10 +196,10 @@ def test_operands_are_upcast_where_the_cpu_has_no_bf16_kernels(
 
 def test_the_setting_selects_either_way() -> None:
     with bf16_matmul("auto"):
-        use_kernels([], KernelsConfig(matmul="upcast"), mesh_of_one())
+        use_kernels([], KernelsConfig(matmul="upcast"), build_single_rank_mesh())
         assert is_upcast(A)
-        use_kernels([], KernelsConfig(matmul="torch"), mesh_of_one())
+        use_kernels([], KernelsConfig(matmul="torch"), build_single_rank_mesh())
         assert not is_upcast(A)
         assert torch.equal(mm(A, B), torch.mm(A, B))
-        use_kernels([], "auto", mesh_of_one())
+        use_kernels([], "auto", build_single_rank_mesh())
         assert is_upcast(A) is not matmul.HAS_BF16_KERNELS

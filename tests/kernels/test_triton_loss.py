@@ -11,7 +11,7 @@ from megalith.kernels.cross_entropy import (
     reference_cross_entropy,
     token_losses,
 )
-from megalith.parallel.group import alone
+from megalith.parallel.group import single_rank_group
 from megalith.testing.triton import triton_device
 
 DEVICE = triton_device()
@@ -61,7 +61,7 @@ def test_losses_and_gradients_equal_the_reference(
             x,
             weight,
             labels,
-            vocab=alone("tp"),
+            vocab=single_rank_group("tp"),
             first_row=0,
             vocab_size=vocab,
             logit_transform=logit_transform,
@@ -87,7 +87,7 @@ def test_smoothed_labels_equal_the_reference(logit_transform: LogitTransform) ->
     x, weight = seeded(TOKENS, HIDDEN).requires_grad_(), seeded(40, HIDDEN, seed=1).requires_grad_()
     labels = torch.tensor([0, 36, -1, 5, 7, 9, 11], device=DEVICE)
     whole = {"vocab_size": 37, "logit_transform": logit_transform, "smoothing": 0.1}
-    mine = linear_cross_entropy(x, weight, labels, vocab=alone("tp"), first_row=0, chunk=3, **whole)
+    mine = linear_cross_entropy(x, weight, labels, vocab=single_rank_group("tp"), first_row=0, chunk=3, **whole)
     theirs = reference_cross_entropy(x, weight, labels, **whole).sum()
     for a, b in zip(
         *(torch.autograd.grad(each, (x, weight)) for each in (mine, theirs)), strict=True

@@ -12,7 +12,7 @@ from megalith.kernels.cross_entropy import (
     linear_cross_entropy_with_stats,
 )
 from megalith.kernels.watched_loss import LogitStats, LossWithLogitStats
-from megalith.parallel.group import alone
+from megalith.parallel.group import single_rank_group
 
 
 def measured(logsumexp: list[float], largest: list[float]) -> CrossEntropyResult:
@@ -43,7 +43,7 @@ def test_loss_is_not_changed_by_logit_stats() -> None:
     x, weight = (torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (6, 7))
     labels, words = (
         torch.tensor([0, 1, -1, 6, 2, 2]),
-        {"vocab": alone("tp"), "first_row": 0, "vocab_size": 7},
+        {"vocab": single_rank_group("tp"), "first_row": 0, "vocab_size": 7},
     )
     watched = LossWithLogitStats(linear_cross_entropy_with_stats, 0.25)
     found: Tensor = watched(x, weight, labels, **words)

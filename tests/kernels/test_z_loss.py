@@ -16,7 +16,7 @@ from megalith.kernels.cross_entropy import (
     recomputed_cross_entropy_with_stats,
     token_losses_with_stats,
 )
-from megalith.parallel.group import Group, alone
+from megalith.parallel.group import Group, single_rank_group
 from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
 
@@ -65,7 +65,7 @@ def test_every_backend_and_chunk_matches_the_formula(
 ) -> None:
     x, weight = inputs()
     words = {
-        "vocab": alone("tp"),
+        "vocab": single_rank_group("tp"),
         "first_row": 0,
         "vocab_size": V,
         "logit_transform": logit_transform,
@@ -84,7 +84,7 @@ def test_every_backend_and_chunk_matches_the_formula(
 
 def test_logit_statistics_do_not_change_the_loss() -> None:
     x, weight = inputs(torch.float32)
-    words = {"vocab": alone("tp"), "first_row": 0, "vocab_size": V, "chunk": 4}
+    words = {"vocab": single_rank_group("tp"), "first_row": 0, "vocab_size": V, "chunk": 4}
     plain, measured = (
         linear_cross_entropy(x, weight, LABELS, **words),
         linear_cross_entropy_with_stats(x, weight, LABELS, **words),
@@ -103,7 +103,7 @@ def test_gradients_of_logsumexp_and_token_losses_match_finite_differences() -> N
     x, weight = inputs()
     with torch.no_grad():
         weight[V:] = 0
-    words = {"vocab": alone("tp"), "first_row": 0, "vocab_size": V, "chunk": 4}
+    words = {"vocab": single_rank_group("tp"), "first_row": 0, "vocab_size": V, "chunk": 4}
 
     def both(*leaves: Tensor) -> Tensor:
         found = token_losses_with_stats(*leaves, LABELS, **words)
@@ -123,7 +123,7 @@ def test_without_labels_loss_and_gradients_are_zero(form: str) -> None:
     x, weight = inputs()
     none = torch.full((T,), -1)
     found = FORMS[form](
-        x, weight, none, vocab=alone("tp"), first_row=0, vocab_size=V, z_loss=0.3, chunk=4
+        x, weight, none, vocab=single_rank_group("tp"), first_row=0, vocab_size=V, z_loss=0.3, chunk=4
     )
     assert found.loss.item() == 0 and bool(found.largest.isfinite().all())
     assert all(not gradient.any() for gradient in torch.autograd.grad(found.loss, (x, weight)))
@@ -144,7 +144,7 @@ def test_numba_backend_matches_the_reference(
             x,
             weight,
             labels,
-            vocab=alone("tp"),
+            vocab=single_rank_group("tp"),
             first_row=0,
             vocab_size=301,
             chunk=40,

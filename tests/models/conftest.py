@@ -13,7 +13,7 @@ from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.model import ModelConfig
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.models.hf import write_folder
-from megalith.parallel.mesh import Mesh, mesh_of_one
+from megalith.parallel.mesh import Mesh, build_single_rank_mesh
 from megalith.plan.shards import Box
 
 SIZES: dict[str, Any] = {
@@ -38,7 +38,7 @@ def blank(
     model_config: ModelConfig, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32
 ) -> Decoder:
     """A model whose weights are all -7."""
-    model = Decoder(model_config, mesh or mesh_of_one(), dtype=dtype)
+    model = Decoder(model_config, mesh or build_single_rank_mesh(), dtype=dtype)
     allocate(model, torch.device("cpu"))
     with torch.no_grad():
         for parameter in model.parameters():

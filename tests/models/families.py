@@ -17,7 +17,7 @@ from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.models.decoder import Decoder, allocate, declared_parameters
 from megalith.models.hf import HuggingFaceFolder
 from megalith.models.names import group_by_parameter, to_parameter_layout
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ def their_model(
 
 def our_model(folder: HuggingFaceFolder, **changes: Any) -> Decoder:
     """The same weights in a model of ours, with settings changed."""
-    model = Decoder(replace(folder.model_config, **changes), mesh_of_one())
+    model = Decoder(replace(folder.model_config, **changes), build_single_rank_mesh())
     allocate(model, torch.device("cpu"))
     folder.fill(
         [

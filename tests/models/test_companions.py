@@ -19,7 +19,7 @@ from megalith.errors import DataError
 from megalith.models.companions import copy_auxiliary_files, find_own_template
 from megalith.models.convert import Kind, convert
 from megalith.models.pretrained import Pretrained, locate, open_pretrained
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run
 from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
@@ -76,7 +76,7 @@ def tune(
         "tokenizer.path": str(tokenizer or load),
     }
     run = apply_overrides(replace(tiny_run(), model=opened.model), {**fixed, **settings})
-    run_training(run, RunFolder(path), mesh_of_one(), torch.device("cpu"), show=False)
+    run_training(run, RunFolder(path), build_single_rank_mesh(), torch.device("cpu"), show=False)
     return path
 
 

@@ -27,7 +27,7 @@ from megalith.models.pretrained import load_pretrained, open_pretrained
 from megalith.models.qwen2 import QWEN2
 from megalith.models.release import parameters, release_run
 from megalith.models.smollm3 import SMOLLM3
-from megalith.parallel.group import alone
+from megalith.parallel.group import single_rank_group
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -118,7 +118,7 @@ def test_what_a_run_saved_becomes_a_folder_with_its_tokenizer(
     model = tiny.model(config)
     text = dump_yaml(release_run("run", config, words, tmp_path))
     path = save_checkpoint(
-        tmp_path, 4, tiny.entries(model), {}, alone("world"), config_text=text, keep=None
+        tmp_path, 4, tiny.entries(model), {}, single_rank_group("world"), config_text=text, keep=None
     ).path
     source = open_pretrained(path)
     assert token_ids(source) == {
@@ -144,7 +144,7 @@ def test_a_release_of_a_run_keeps_its_settings_and_drops_its_moments(
     moments = [replace(entry, role="exp_avg") for entry in entries]
     text = dump_yaml(release_run("run", tiny.config(), TokenizerConfig(), tmp_path))
     path = save_checkpoint(
-        tmp_path, 4, entries + moments, {}, alone("world"), config_text=text, keep=None
+        tmp_path, 4, entries + moments, {}, single_rank_group("world"), config_text=text, keep=None
     ).path
     convert(open_pretrained(path), tmp_path / "x", "megalith")
     released = open_pretrained(tmp_path / "x").checkpoint
@@ -162,7 +162,7 @@ def test_missing_biases_are_planned_as_zeros(tmp_path: Path, tiny: SimpleNamespa
     )
     entries = tiny.entries(tiny.model(config))
     path = save_checkpoint(
-        tmp_path, 4, entries, {}, alone("world"), config_text=text, keep=None
+        tmp_path, 4, entries, {}, single_rank_group("world"), config_text=text, keep=None
     ).path
     source = open_pretrained(path)
     zeros = [
@@ -274,7 +274,7 @@ def test_a_run_initializes_new_rows_on_every_tp_rank(tmp_path: Path, tiny: Simpl
     blank = tiny.blank(wider)
     rules = CheckpointConfig(load="x", new_rows="mean", allow_model_changes=("model.vocab_size",))
     load_pretrained(
-        tiny.entries(blank), str(tmp_path / "x"), alone("world"), model=wider, rules=rules
+        tiny.entries(blank), str(tmp_path / "x"), single_rank_group("world"), model=wider, rules=rules
     )
     for name in ("embed.weight", "head.weight"):
         rows = tiny.tensors(model)[name]
@@ -322,7 +322,7 @@ def test_new_rows_without_added_rows_are_rejected(
         load_pretrained(
             tiny.entries(tiny.blank(same)),
             str(tmp_path / "ours"),
-            alone("world"),
+            single_rank_group("world"),
             model=same,
             rules=rules,
         )
@@ -438,7 +438,7 @@ def test_a_damaged_record_of_the_family_is_rejected(tmp_path: Path, tiny: Simple
     ):
         state = {"huggingface": record}
         path = save_checkpoint(
-            tmp_path, step, entries, state, alone("world"), config_text=text, keep=None
+            tmp_path, step, entries, state, single_rank_group("world"), config_text=text, keep=None
         ).path
         with pytest.raises(
             CheckpointError, match=r"the state records the Hugging Face model .*Convert the model's"

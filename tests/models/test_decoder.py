@@ -32,7 +32,7 @@ from megalith.models.hf import write_folder
 from megalith.models.qwen2 import QWEN2
 from megalith.nn.kernels import use_kernels
 from megalith.nn.moe.router import Router
-from megalith.parallel.mesh import build_mesh, mesh_of_one, mesh_on_paper, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, build_meta_mesh, model_grid
 from megalith.plan.costs import num_parameters
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close, assert_equals, relative_error
@@ -55,7 +55,7 @@ def test_it_declares_as_many_elements_as_the_closed_form_counts(
     changes: dict[str, Any], tiny: SimpleNamespace
 ) -> None:
     config = tiny.config(pad_vocab_to_multiple_of=1, **changes)
-    model = Decoder(config, mesh_of_one())
+    model = Decoder(config, build_single_rank_mesh())
     assert sum(
         declared.shard.numel for declared, _, _ in declared_parameters(model)
     ) == num_parameters(config)
@@ -66,11 +66,11 @@ def test_decoder_is_built_on_the_meta_device(tiny: SimpleNamespace) -> None:
     huge = tiny.config(
         vocab_size=128_256, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_hidden_size=28_672
     )
-    assert all(parameter.is_meta for parameter in Decoder(huge, mesh_of_one()).parameters())
+    assert all(parameter.is_meta for parameter in Decoder(huge, build_single_rank_mesh()).parameters())
 
 
 def test_every_parameter_is_declared_once_and_in_order(tiny: SimpleNamespace) -> None:
-    model = Decoder(tiny.config(tied_embeddings=True), mesh_of_one())
+    model = Decoder(tiny.config(tied_embeddings=True), build_single_rank_mesh())
     names = [declared.shard.name for declared, _, _ in declared_parameters(model)]
     assert (
         len(set(names)) == len(names) and names[0] == "embed.weight" and names[-1] == "norm.weight"
@@ -120,7 +120,7 @@ def test_documents_without_a_token_change_nothing(
     changes: dict[str, Any], kernel: Kernel, tiny: SimpleNamespace
 ) -> None:
     model = tiny.model(tiny.config(**changes))
-    use_kernels([model], kernel, mesh_of_one())
+    use_kernels([model], kernel, build_single_rank_mesh())
     ids, found = ids_of(24), []
     for lengths in ([13, 1, 10], [0, 13, 0, 0, 1, 10, 0]):
         model.zero_grad()
@@ -159,7 +159,7 @@ def test_first_weights_do_not_depend_on_the_layout(tp: int, tiny: SimpleNamespac
         model_grid(ParallelConfig(tp=tp), config, tp),
     )
     for rank in range(tp):
-        part = tiny.model(config, seed=5, mesh=mesh_on_paper(grid, rank=rank))
+        part = tiny.model(config, seed=5, mesh=build_meta_mesh(grid, rank=rank))
         for entry in tiny.entries(part):
             box = tuple(slice(a, b) for a, b in entry.shard.box)
             assert torch.equal(
@@ -176,7 +176,7 @@ def test_weights_back_into_the_residual_stream_start_smaller_and_the_rest_as_the
     config = tiny.config(
         hidden_size=120, ffn_hidden_size=300, num_layers=8, init_std=0.02, **BIASED
     )
-    model = Decoder(config, mesh_of_one())
+    model = Decoder(config, build_single_rank_mesh())
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     for entry in tiny.entries(model):
@@ -196,7 +196,7 @@ def step(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss, and this rank's gradients before they are summed, in float64."""
     mesh = (
-        build_mesh(model_grid(parallel, config, world), rank=rank) if world > 1 else mesh_of_one()
+        build_mesh(model_grid(parallel, config, world), rank=rank) if world > 1 else build_single_rank_mesh()
     )
     model = Decoder(config, mesh, sp=parallel.sp, dtype=torch.float64)
     allocate(model, torch.device("cpu"))
@@ -215,7 +215,7 @@ def step(
 def pieces_of_gradients(
     rank: int, world: int, config: ModelConfig, parallel: ParallelConfig
 ) -> Any:
-    mesh = mesh_on_paper(model_grid(parallel, config, world), rank=rank)
+    mesh = build_meta_mesh(model_grid(parallel, config, world), rank=rank)
     boxes = {
         d.shard.name: d.shard
         for d, _, _ in declared_parameters(Decoder(config, mesh, sp=parallel.sp))
@@ -269,7 +269,7 @@ def chunks_of(config: ModelConfig, parallel: ParallelConfig) -> list[list[Decode
     ranks = []
     for rank in range(parallel.pp):
         chunks = nn.ModuleList(
-            build_chunks(config, mesh_on_paper(grid, rank=rank), parallel, dtype=torch.float64)
+            build_chunks(config, build_meta_mesh(grid, rank=rank), parallel, dtype=torch.float64)
         )
         allocate(chunks, torch.device("cpu"))
         initialize(chunks, seed=3)
@@ -284,7 +284,7 @@ def test_chunks_one_after_the_other_compute_what_the_whole_model_does(
 ) -> None:
     parallel, num_layers = STAGES[name]
     config = tiny.config(num_layers=num_layers, tied_embeddings=tied)
-    whole = Decoder(config, mesh_of_one(), dtype=torch.float64)
+    whole = Decoder(config, build_single_rank_mesh(), dtype=torch.float64)
     allocate(whole, torch.device("cpu"))
     initialize(whole, seed=3)
     ids, labels, tokens = ids_of(12), ids_of(12).flip(0), tokens_of_lengths([7, 5])
@@ -310,7 +310,7 @@ def test_mtp_layers_on_any_stage_match_the_whole_model(
         tiny.config(num_layers=4, tied_embeddings=tied, mtp=MTPConfig(num_layers=2)),
         MTP_MODEL[name],
     )
-    whole = Decoder(config, mesh_of_one(), dtype=torch.float64)
+    whole = Decoder(config, build_single_rank_mesh(), dtype=torch.float64)
     allocate(whole, torch.device("cpu"))
     initialize(whole, seed=3)
     ids, labels, tokens = ids_of(12), ids_of(12).flip(0), tokens_of_lengths([7, 5])
@@ -358,7 +358,7 @@ def test_every_parameter_is_on_the_stages_that_its_shard_names(
             )
     whole = [
         declared.shard.name
-        for declared, _, _ in declared_parameters(Decoder(config, mesh_of_one()))
+        for declared, _, _ in declared_parameters(Decoder(config, build_single_rank_mesh()))
     ]
     assert sorted(found) == sorted(whole)
     several = {parameter for parameter, ranks in found.items() if len(ranks) > 1}
@@ -372,7 +372,7 @@ def test_routers_of_all_stages_and_mtp_layers_have_separate_noise(
     config = tiny.config(num_layers=4, moe=moe, mtp=MTPConfig(num_layers=2))
     parallel = ParallelConfig(pp=2)
     stages = [
-        build_chunks(config, mesh_on_paper(model_grid(parallel, config, 2), rank=rank), parallel)
+        build_chunks(config, build_meta_mesh(model_grid(parallel, config, 2), rank=rank), parallel)
         for rank in (0, 1)
     ]
     routers = [
@@ -532,7 +532,7 @@ def test_padding_does_not_change_the_result(name: str) -> None:
     config = {**VARIANTS, "narrow": NARROW}[name]
     config = config if name != "both ways" else replace(config, dropout=DropoutConfig())
     config = replace(config, mtp=MTPConfig(), rope=replace(config.rope, sections=None))
-    model = build_chunks(config, mesh_of_one(), ParallelConfig(), dtype=torch.float64)[0]
+    model = build_chunks(config, build_single_rank_mesh(), ParallelConfig(), dtype=torch.float64)[0]
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     ids, text = ids_of(20), torch.ones(20, dtype=torch.bool)
@@ -555,7 +555,7 @@ def test_padding_does_not_change_the_result(name: str) -> None:
 )
 def test_masked_text_continued_from_a_cache_matches_one_forward(name: str) -> None:
     config = {**VARIANTS, "plain": PLAIN}[name]
-    model = build_chunks(config, mesh_of_one(), ParallelConfig(), dtype=torch.float64)[0]
+    model = build_chunks(config, build_single_rank_mesh(), ParallelConfig(), dtype=torch.float64)[0]
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     text, mask = (

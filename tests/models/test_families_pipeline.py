@@ -11,7 +11,7 @@ from megalith.config.tree import apply_overrides
 from megalith.data.huggingface import train_bpe
 from megalith.infer.load import load_text_generator, open_source
 from megalith.infer.text import generate_text
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run
 from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
@@ -37,7 +37,7 @@ def tune(path: Path, tokenizer: Path) -> None:
     }
     run = apply_overrides(tiny_run(), settings)
     assert run_problems(run, 1) == []
-    run_training(run, RunFolder(path), mesh_of_one(), torch.device("cpu"), show=False)
+    run_training(run, RunFolder(path), build_single_rank_mesh(), torch.device("cpu"), show=False)
 
 
 def test_a_pipeline_of_transformers_writes_what_we_write(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_pipeline_of_transformers_writes_what_we_write(tmp_path: Path) -> None
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "theirs")]) == 0
 
     source = open_source(str(tmp_path / "run"), 1)
-    writer = load_text_generator(source, mesh_of_one(), torch.device("cpu"), torch.float32)
+    writer = load_text_generator(source, build_single_rank_mesh(), torch.device("cpu"), torch.float32)
     sample = SampleConfig(temperature=0.0, max_new_tokens=24)
     ours = generate_text(writer, PROMPTS, sample, ignore_eod=False, show=lambda text: None)
 

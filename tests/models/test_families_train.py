@@ -21,7 +21,7 @@ from megalith.config.tree import apply_overrides
 from megalith.models.decilm import DECILM
 from megalith.models.hf import FAMILIES, HuggingFaceFolder
 from megalith.models.names import Family
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run
 from megalith.train.folder import RunFolder
 from megalith.train.loop import Outcome, run_training
@@ -104,7 +104,7 @@ def train(model: ModelConfig, load: Path, path: Path, *, steps: int) -> Outcome:
         "tokenizer.vocab_size": str(model.vocab_size),
     }
     run = apply_overrides(replace(tiny_run(), model=model), settings)
-    return run_training(run, RunFolder(path), mesh_of_one(), torch.device("cpu"), show=False)
+    return run_training(run, RunFolder(path), build_single_rank_mesh(), torch.device("cpu"), show=False)
 
 
 @pytest.mark.parametrize("family", EVERY)

@@ -26,7 +26,7 @@ from megalith.models.hf import (
 )
 from megalith.models.llama import rules
 from megalith.models.usual import UnexportedFieldsError
-from megalith.parallel.mesh import mesh_on_paper, model_grid
+from megalith.parallel.mesh import build_meta_mesh, model_grid
 from megalith.plan.network import network_problems
 from megalith.plan.shards import Shard
 
@@ -76,7 +76,7 @@ def test_every_layout_reads_its_own_boxes(tp: int, tmp_path: Path, tiny: SimpleN
     folder = HuggingFaceFolder(tmp_path / "x")
     grid = model_grid(ParallelConfig(tp=tp), config, tp)
     for rank in range(tp):
-        part = tiny.blank(config, mesh_on_paper(grid, rank=rank))
+        part = tiny.blank(config, build_meta_mesh(grid, rank=rank))
         folder.fill(tiny.entries(part))
         for entry in tiny.entries(part):
             box = tuple(slice(a, b) for a, b in entry.shard.box)

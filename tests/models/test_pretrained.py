@@ -34,8 +34,8 @@ from megalith.models.pretrained import (
 )
 from megalith.models.qwen2 import QWEN2
 from megalith.models.release import release_run
-from megalith.parallel.group import alone
-from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
+from megalith.parallel.group import single_rank_group
+from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
 from megalith.plan.shards import Shard
 from megalith.testing.tiny import tiny_run
 from megalith.train.folder import RunFolder
@@ -60,7 +60,7 @@ def save(
     """A checkpoint of a run."""
     text = dump_yaml(release_run("tiny", config, tokenizer, folder))
     return save_checkpoint(
-        folder, step, entries, {"step": step}, alone("world"), config_text=text, keep=None
+        folder, step, entries, {"step": step}, single_rank_group("world"), config_text=text, keep=None
     ).path
 
 
@@ -160,7 +160,7 @@ def test_settings_of_no_model_are_refused(tmp_path: Path, tiny: SimpleNamespace)
     entries = tiny.entries(tiny.model(tiny.config()))
     for step, text in enumerate(["name: x\n", "- 1\n", "model: {hidden: 3}\n", "a: [\n"], 1):
         path = save_checkpoint(
-            tmp_path, step, entries, {}, alone("world"), config_text=text, keep=None
+            tmp_path, step, entries, {}, single_rank_group("world"), config_text=text, keep=None
         ).path
         with pytest.raises(
             CheckpointError,
@@ -179,9 +179,9 @@ def test_every_layout_takes_its_weights_from_either_kind(
     save(tmp_path / "checkpoint", 5, tiny.entries(model), config)
     grid = model_grid(ParallelConfig(tp=tp), config, tp)
     for rank in range(tp):
-        part = tiny.blank(config, mesh_on_paper(grid, rank=rank))
+        part = tiny.blank(config, build_meta_mesh(grid, rank=rank))
         assert (
-            load_pretrained(tiny.entries(part), str(tmp_path / kind), alone("world"), model=config)
+            load_pretrained(tiny.entries(part), str(tmp_path / kind), single_rank_group("world"), model=config)
             == []
         )
         for entry in tiny.entries(part):
@@ -213,7 +213,7 @@ def test_master_weights_are_loaded_in_the_source_dtype(
     )
     for source, exact in (("theirs", True), ("ours", True), ("short", False)):
         wanted = with_master_weights(tiny, model, scale=0.0)
-        load_pretrained(wanted, str(tmp_path / source), alone("world"), model=config)
+        load_pretrained(wanted, str(tmp_path / source), single_rank_group("world"), model=config)
         for entry in wanted:
             full = tiny.tensors(model)[entry.shard.name].flatten()
             expected = full if entry.role == "master" and exact else full.bfloat16()
@@ -247,7 +247,7 @@ def test_load_pretrained_loads_only_weights(tmp_path: Path, tiny: SimpleNamespac
     ]
     save(tmp_path, 1, [*tiny.entries(model), *moments], tiny.config())
     back = tiny.blank(tiny.config())
-    load_pretrained(tiny.entries(back), str(tmp_path), alone("world"), model=tiny.config())
+    load_pretrained(tiny.entries(back), str(tmp_path), single_rank_group("world"), model=tiny.config())
     assert torch.equal(tiny.tensors(back)["norm.weight"], tiny.tensors(model)["norm.weight"])
 
 
@@ -266,14 +266,14 @@ def test_training_settings_may_differ_and_the_context_may_grow(
         dropout=dropout,
     )
     notes = load_pretrained(
-        tiny.entries(tiny.blank(changed)), str(tmp_path / "x"), alone("world"), model=changed
+        tiny.entries(tiny.blank(changed)), str(tmp_path / "x"), single_rank_group("world"), model=changed
     )
     assert notes == ["model.max_seq_len: 32 in the checkpoint, 64 in this run"]
     save(
         tmp_path / "y", 1, tiny.entries(model), tiny.config(head_dim=2, rope=RopeConfig(factor=3.0))
     )
     entries = tiny.entries(tiny.blank(tiny.config()))
-    assert load_pretrained(entries, str(tmp_path / "y"), alone("world"), model=tiny.config()) == []
+    assert load_pretrained(entries, str(tmp_path / "y"), single_rank_group("world"), model=tiny.config()) == []
 
 
 @pytest.mark.parametrize(("there", "here"), [(8, 1), (1, 8), (8, 64), (64, 8)])
@@ -283,7 +283,7 @@ def test_a_vocabulary_may_be_padded_to_another_multiple_than_in_a_checkpoint(
     before, after = (tiny.config(pad_vocab_to_multiple_of=multiple) for multiple in (there, here))
     model, back = tiny.model(before), tiny.blank(after)
     save(tmp_path, 1, tiny.entries(model), before)
-    assert take_weights(tiny.entries(back), str(tmp_path), alone("world"), model=after) == (
+    assert take_weights(tiny.entries(back), str(tmp_path), single_rank_group("world"), model=after) == (
         [],
         (),
         None,
@@ -297,7 +297,7 @@ def test_a_vocabulary_may_be_padded_to_another_multiple_than_in_a_checkpoint(
     with pytest.raises(
         CheckpointError, match=rf"model.pad_vocab_to_multiple_of +{there} +{here}\n"
     ):
-        load_pretrained(tiny.entries(back), str(tmp_path), alone("world"), model=after)
+        load_pretrained(tiny.entries(back), str(tmp_path), single_rank_group("world"), model=after)
     other = replace(after, vocab_size=100)
     rules = CheckpointConfig(
         allow_model_changes=("model.vocab_size", "model.pad_vocab_to_multiple_of")
@@ -306,7 +306,7 @@ def test_a_vocabulary_may_be_padded_to_another_multiple_than_in_a_checkpoint(
         CheckpointError, match=r"embed.weight is \[1\d\d, 12\] in this run and \[\d\d, 12\] in the"
     ):
         take_weights(
-            tiny.entries(tiny.blank(other)), str(tmp_path), alone("world"), model=other, rules=rules
+            tiny.entries(tiny.blank(other)), str(tmp_path), single_rank_group("world"), model=other, rules=rules
         )
 
 
@@ -321,7 +321,7 @@ def test_master_weights_of_a_padded_vocabulary_match_its_weights(
     wide = [
         replace(entry, role="master", tensor=torch.full(entry.tensor.shape, 9.0)) for entry in low
     ]
-    take_weights([*low, *wide], str(tmp_path), alone("world"), model=after)
+    take_weights([*low, *wide], str(tmp_path), single_rank_group("world"), model=after)
     tables = [
         entry.tensor.detach().view(-1, 12)
         for entry in (*low, *wide)
@@ -351,7 +351,7 @@ def test_changed_computation_is_rejected_with_a_table_unless_allowed(
     def load(*allow: str) -> list[str]:
         rules = CheckpointConfig(allow_model_changes=allow)
         return load_pretrained(
-            target, str(tmp_path / kind), alone("world"), model=changed, rules=rules
+            target, str(tmp_path / kind), single_rank_group("world"), model=changed, rules=rules
         )
 
     with pytest.raises(CheckpointError) as refused:
@@ -386,7 +386,7 @@ def test_derived_settings_are_not_listed_as_differences(
     with pytest.raises(
         CheckpointError, match="set checkpoint.allow_model_changes to model.hidden_size[.]"
     ):
-        load_pretrained(tiny.entries(tiny.blank(wider)), str(tmp_path), alone("world"), model=wider)
+        load_pretrained(tiny.entries(tiny.blank(wider)), str(tmp_path), single_rank_group("world"), model=wider)
 
 
 def test_learned_positions_cannot_grow(tmp_path: Path, tiny: SimpleNamespace) -> None:
@@ -395,7 +395,7 @@ def test_learned_positions_cannot_grow(tmp_path: Path, tiny: SimpleNamespace) ->
     longer = replace(config, max_seq_len=64)
     with pytest.raises(CheckpointError, match=r"model.max_seq_len  32          64"):
         load_pretrained(
-            tiny.entries(tiny.blank(longer)), str(tmp_path), alone("world"), model=longer
+            tiny.entries(tiny.blank(longer)), str(tmp_path), single_rank_group("world"), model=longer
         )
 
 
@@ -415,7 +415,7 @@ def test_a_model_with_additional_biases_loads_the_other_weights(
     def load(**rules: Any) -> None:
         settings = CheckpointConfig(allow_model_changes=("model.mlp_bias",), **rules)
         load_pretrained(
-            tiny.entries(target), str(tmp_path / kind), alone("world"), model=biased, rules=settings
+            tiny.entries(target), str(tmp_path / kind), single_rank_group("world"), model=biased, rules=settings
         )
 
     with pytest.raises(
@@ -451,7 +451,7 @@ def test_a_model_with_another_vocabulary_loads_the_layers(
     target = tiny.blank(other)
     rules = CheckpointConfig(skip=("head.*", "embed.*"), allow_model_changes=("model.vocab_size",))
     load_pretrained(
-        tiny.entries(target), str(tmp_path / kind), alone("world"), model=other, rules=rules
+        tiny.entries(target), str(tmp_path / kind), single_rank_group("world"), model=other, rules=rules
     )
     kept = {name for name, tensor in tiny.tensors(target).items() if (tensor == -7).all()}
     assert kept == {"embed.weight", "head.weight"}
@@ -466,7 +466,7 @@ def test_another_model_is_rejected_with_all_differences(
     other = tiny.config(tied_embeddings=True, num_layers=3, vocab_size=38)
     with pytest.raises(CheckpointError, match="has a different model") as refused:
         load_pretrained(
-            tiny.entries(tiny.blank(other)), str(tmp_path / kind), alone("world"), model=other
+            tiny.entries(tiny.blank(other)), str(tmp_path / kind), single_rank_group("world"), model=other
         )
     for line in (
         "model.tied_embeddings  False       True",
@@ -488,7 +488,7 @@ def test_a_run_is_found_by_rank_0_alone(
         return locate(source)
 
     monkeypatch.setattr(pretrained, "locate", counted)
-    load_pretrained(tiny.entries(model), str(tmp_path / "x"), alone("world"), model=tiny.config())
+    load_pretrained(tiny.entries(model), str(tmp_path / "x"), single_rank_group("world"), model=tiny.config())
     assert asked == [str(tmp_path / "x")]
 
 
@@ -587,7 +587,7 @@ def mixture_run(router: RouterConfig, steps: int, **settings: str) -> TrainRun:
 
 def trained(run: TrainRun, path: Path) -> Path:
     """Its folder, trained in this process."""
-    run_training(run, RunFolder(path), mesh_of_one(), torch.device("cpu"), show=False)
+    run_training(run, RunFolder(path), build_single_rank_mesh(), torch.device("cpu"), show=False)
     return path
 
 

@@ -13,7 +13,7 @@ from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths
 from megalith.models.decoder import declared_parameters
 from megalith.nn.init import init_param_
 from megalith.nn.rope import RotaryEmbedding
-from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, build_meta_mesh, model_grid
 from megalith.parallel.tensor import Init, TensorParallelComm
 
 SIZES: dict[str, Any] = {
@@ -38,7 +38,7 @@ def config(**changes: Any) -> ModelConfig:
 
 def build(kind: type[nn.Module], model: ModelConfig, mesh: Mesh | None = None) -> nn.Module:
     """A layer in float64 with random weights and biases, the same under every layout."""
-    mesh = mesh or mesh_of_one()
+    mesh = mesh or build_single_rank_mesh()
     layer = kind("layers.0.x", model, mesh, TensorParallelComm(mesh.tp), dtype=torch.float64)
     layer.to_empty(device="cpu")
     for declared, module, name in declared_parameters(layer):
@@ -48,7 +48,7 @@ def build(kind: type[nn.Module], model: ModelConfig, mesh: Mesh | None = None) -
 
 def paper(model: ModelConfig, tp: int, rank: int) -> Mesh:
     """A place among tp ranks that do not exist."""
-    return mesh_on_paper(model_grid(ParallelConfig(tp=tp), model, tp), rank=rank)
+    return build_meta_mesh(model_grid(ParallelConfig(tp=tp), model, tp), rank=rank)
 
 
 def real(model: ModelConfig, tp: int, rank: int) -> Mesh:

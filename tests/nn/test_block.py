@@ -16,7 +16,7 @@ from megalith.nn.init import init_param_
 from megalith.nn.mla import LatentAttention, no_recompute
 from megalith.nn.mlp import GatedMLP
 from megalith.nn.rope import RotaryEmbedding
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.recompute import Recomputed
 from megalith.parallel.tensor import Init, TensorParallelComm
 from megalith.testing.tolerance import FP64, assert_equals
@@ -53,7 +53,7 @@ def test_its_parameters_are_named_after_their_place(layers: SimpleNamespace) -> 
 
 
 def test_recomputed_parts_are_the_parts_that_were_named(layers: SimpleNamespace) -> None:
-    config, mesh = layers.config(), mesh_of_one()
+    config, mesh = layers.config(), build_single_rank_mesh()
 
     def built(*modules: RecomputedModule) -> SequentialBlock:
         recompute = RecomputeConfig(granularity="selective", modules=modules)
@@ -85,7 +85,7 @@ SHORT = MLAConfig(kv_rank=7, q_rank=8, nope_dim=5, rope_dim=4, value_dim=3)
 def test_recomputed_mla_up_projection_contains_no_recomputed_module(
     layers: SimpleNamespace,
 ) -> None:
-    config, mesh = layers.config(num_heads=4, num_kv_heads=4, mla=SHORT), mesh_of_one()
+    config, mesh = layers.config(num_heads=4, num_kv_heads=4, mla=SHORT), build_single_rank_mesh()
     for modules in (("core_attention",), ("core_attention", "mla_up_proj")):
         again = RecomputeConfig(granularity="selective", modules=modules)
         layer = SequentialBlock(
@@ -134,7 +134,7 @@ def test_layer_with_its_own_sizes(layers: SimpleNamespace) -> None:
     config = layers.config(
         num_layers=2, layers=LayersConfig(num_kv_heads=(3, 1), ffn_hidden_size=(11, 5))
     )
-    mesh = mesh_of_one()
+    mesh = build_single_rank_mesh()
     second = SequentialBlock(
         "layers.1", config, mesh, TensorParallelComm(mesh.tp), dtype=torch.float32, index=1
     )
@@ -149,7 +149,7 @@ def test_layer_with_its_own_sizes(layers: SimpleNamespace) -> None:
 
 
 def test_fp32_residual_keeps_small_updates(layers: SimpleNamespace) -> None:
-    mesh = mesh_of_one()
+    mesh = build_single_rank_mesh()
     kinds: list[dict[str, Any]] = [
         {},
         {"norm": "layer", "norm_placement": "around"},

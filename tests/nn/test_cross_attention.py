@@ -32,7 +32,7 @@ from megalith.nn.cross_attention import CrossAttention, CrossLayerAttention, acr
 from megalith.nn.dropout import add_attention_dropout
 from megalith.nn.init import init_param_
 from megalith.parallel.autograd import all_gather
-from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, build_meta_mesh, model_grid
 from megalith.parallel.tensor import Init, SequenceParallelComm, TensorParallelComm
 from megalith.plan.context import Slicing, plan_slices
 from megalith.plan.shards import DENSE_AXES
@@ -82,7 +82,7 @@ def trained(tokens: PackedSeqParams, first: int) -> PackedSeqParams:
 
 def test_attention_matches_the_formula_of_the_paper(layers: SimpleNamespace) -> None:
     config = layers.config(head_dim=4, attention=AttentionConfig(scale=0.7, softcap=2.0))
-    layer = build(config, mesh_of_one())
+    layer = build(config, build_single_rank_mesh())
     w = {
         d.shard.name[15:]: getattr(m, a).detach().view(d.shard.shape)
         for d, m, a in declared_parameters(layer)
@@ -109,15 +109,15 @@ def _on_ranks(
     mesh = (
         build_mesh(model_grid(ParallelConfig(tp=world), config, world), rank=rank)
         if world > 1
-        else mesh_of_one()
+        else build_single_rank_mesh()
     )
     layer = build(config, mesh, sp=sp, dropout=dropout)
     x, memory = (tensor.requires_grad_() for tensor in inputs())
-    mine, mine_of_memory = (layer.queries.tp_comm.mine(tensor) for tensor in (x, memory))
+    mine, mine_of_memory = (layer.queries.tp_comm.select_local(tensor) for tensor in (x, memory))
     texts, memories = trained(TEXTS, 100), trained(MEMORIES, 7000)
     y = layer(mine, texts, mine_of_memory, memories)
     weights = torch.linspace(-1, 2, 12 * 18, dtype=torch.float64).view(12, 18)
-    (y * layer.queries.tp_comm.mine(weights)).sum().backward()
+    (y * layer.queries.tp_comm.select_local(weights)).sum().backward()
     assert x.grad is not None and memory.grad is not None
     found = {
         "y": all_gather(y.detach(), mesh.tp) if sp else y.detach(),
@@ -149,7 +149,7 @@ def test_tensor_parallel_matches_one_rank(
 
 
 def test_attention_dropout_depends_on_both_token_numbers(layers: SimpleNamespace) -> None:
-    layer, (x, memory) = build(layers.config(), mesh_of_one(), dropout=0.4), inputs()
+    layer, (x, memory) = build(layers.config(), build_single_rank_mesh(), dropout=0.4), inputs()
     outs = [
         layer(x, trained(TEXTS, 100), memory, trained(MEMORIES, first))
         for first in (7000, 7000, 8000)
@@ -161,7 +161,7 @@ def test_attention_dropout_depends_on_both_token_numbers(layers: SimpleNamespace
 def test_packed_documents_attend_to_their_own_encoder_states(
     layers: SimpleNamespace,
 ) -> None:
-    layer, (x, memory) = build(layers.config(output_bias=False), mesh_of_one()), inputs()
+    layer, (x, memory) = build(layers.config(output_bias=False), build_single_rank_mesh()), inputs()
     packed = layer(x, TEXTS, memory, MEMORIES)
     for text, own in (
         (slice(0, 5), slice(0, 3)),
@@ -175,7 +175,7 @@ def test_packed_documents_attend_to_their_own_encoder_states(
 
 
 def test_encoder_padding_and_attention_masks_hide_keys(layers: SimpleNamespace) -> None:
-    layer, (x, memory) = build(layers.config(output_bias=False), mesh_of_one()), inputs()
+    layer, (x, memory) = build(layers.config(output_bias=False), build_single_rank_mesh()), inputs()
     text = torch.tensor(
         [1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0]
     ).bool()  # nothing of the third document is left
@@ -220,11 +220,11 @@ def test_mup_scale_equals_that_of_self_attention(
     layers: SimpleNamespace,
 ) -> None:
     config = layers.config(head_dim=4, mup=MuPConfig(base_hidden_size=6, base_head_dim=3))
-    assert build(config, mesh_of_one()).scores.scale == config.score_scale() == 3**0.5 / 4
+    assert build(config, build_single_rank_mesh()).scores.scale == config.score_scale() == 3**0.5 / 4
 
 
 def test_encoder_keys_are_computed_once_for_decoding(layers: SimpleNamespace) -> None:
-    layer, (x, memory) = build(layers.config(), mesh_of_one()), inputs()
+    layer, (x, memory) = build(layers.config(), build_single_rank_mesh()), inputs()
     kept = layer.encode_keys(memory, MEMORIES)
     read = [0, 0, 0]
     whole, starts = layer(x, TEXTS, memory, MEMORIES), [0, 5, 6]
@@ -247,7 +247,7 @@ def test_it_type_checks(sp: bool, layers: SimpleNamespace) -> None:
     reaches both."""
     config = layers.config(num_kv_heads=2)
     grid = model_grid(ParallelConfig(tp=4, dp=2), config, 8)
-    mesh = mesh_on_paper(grid, rank=1)
+    mesh = build_meta_mesh(grid, rank=1)
     tp_comm = SequenceParallelComm(mesh.tp) if sp else TensorParallelComm(mesh.tp)
     layer = CrossAttention("layers.0.cross", config, mesh, tp_comm, dtype=torch.float32)
     wanted: dict[str, Any] = {axis: V if axis.startswith("dp") or sp else I for axis in DENSE_AXES}
@@ -287,7 +287,7 @@ def _given(layer: CrossAttention, values: dict[str, Tensor]) -> CrossAttention:
 
 
 def _plain(config: ModelConfig) -> CrossAttention:
-    mesh = mesh_of_one()
+    mesh = build_single_rank_mesh()
     layer = CrossAttention("cross", config, mesh, TensorParallelComm(mesh.tp), dtype=torch.float32)
     allocate(layer, torch.device("cpu"))
     return layer

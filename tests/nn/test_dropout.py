@@ -12,7 +12,7 @@ from megalith.kernels.dropout import dropout
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import DropoutKey, PackedSeqParams, tokens_of_lengths, tokens_of_rows
 from megalith.nn.dropout import AttentionWithDropout, Dropout, add_attention_dropout, build_dropout
-from megalith.parallel.group import Group, alone
+from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm, TPComm
 from megalith.plan.keys import key
 from megalith.testing.ranks import everyone, run_ranks
@@ -29,7 +29,7 @@ def tokens(*, seed: int | None = 5) -> PackedSeqParams:
 def made(
     p: float = 0.5, *, place: str = "attention", layer: int = 2, tp_comm: TPComm | None = None
 ) -> Dropout:
-    return Dropout(place, layer, p, tp_comm or TensorParallelComm(alone("tp")))
+    return Dropout(place, layer, p, tp_comm or TensorParallelComm(single_rank_group("tp")))
 
 
 def test_it_drops_by_seed_place_layer_and_the_tokens_numbers() -> None:
@@ -47,7 +47,7 @@ def test_dropout_is_the_identity_outside_training() -> None:
 def _on_a_rank(rank: int, world: int, sp: bool) -> Tensor:
     group: Group = everyone(rank, world, "tp")
     tp_comm = SequenceParallelComm(group) if sp else TensorParallelComm(group)
-    mine: Tensor = made(tp_comm=tp_comm)(tp_comm.mine(X), tokens())
+    mine: Tensor = made(tp_comm=tp_comm)(tp_comm.select_local(X), tokens())
     return mine
 
 
@@ -62,7 +62,7 @@ def test_tensor_parallel_masks_match_one_rank(tp: int, sp: bool) -> None:
 
 
 def test_zero_probability_builds_no_dropout() -> None:
-    tp_comm = TensorParallelComm(alone("tp"))
+    tp_comm = TensorParallelComm(single_rank_group("tp"))
     assert build_dropout("mlp", 0, 0.0, tp_comm) == []
     (step,) = build_dropout("mlp", 2, 0.5, tp_comm)
     assert torch.equal(step(X, tokens()), made(place="mlp")(X, tokens()))

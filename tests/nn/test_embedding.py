@@ -8,12 +8,12 @@ import torch
 from megalith.errors import DataError
 from megalith.models.decoder import declared_parameters
 from megalith.nn.embedding import InputEmbedding, Scale
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm
 
 
 def built(layers: SimpleNamespace, **changes: object) -> InputEmbedding:
-    tp_comm = TensorParallelComm(mesh_of_one().tp)
+    tp_comm = TensorParallelComm(build_single_rank_mesh().tp)
     input_embedding = InputEmbedding(
         layers.config(**changes), tp_comm, dtype=torch.float64
     ).to_empty(device="cpu")
@@ -56,8 +56,8 @@ def test_sequence_parallel_rank_uses_its_own_positions(
     layers: SimpleNamespace,
 ) -> None:
     group = layers.paper(layers.config(), 3, 1).tp
-    assert SequenceParallelComm(group).mine(torch.arange(9)).tolist() == [3, 4, 5]
-    assert TensorParallelComm(group).mine(torch.arange(9)).tolist() == list(range(9))
+    assert SequenceParallelComm(group).select_local(torch.arange(9)).tolist() == [3, 4, 5]
+    assert TensorParallelComm(group).select_local(torch.arange(9)).tolist() == list(range(9))
 
 
 def test_document_longer_than_the_position_table_raises_an_error(layers: SimpleNamespace) -> None:

@@ -12,7 +12,7 @@ from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.nn.frozen import BackwardBoundary, FrozenLayerRunner, freeze
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 
 MODEL = ModelConfig(
     vocab_size=61,
@@ -28,7 +28,7 @@ MODEL = ModelConfig(
 
 
 def built(optim: OptimConfig) -> Decoder:
-    model = Decoder(MODEL, mesh_of_one(), dtype=torch.float64)
+    model = Decoder(MODEL, build_single_rank_mesh(), dtype=torch.float64)
     freeze([model], MODEL, optim)
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)

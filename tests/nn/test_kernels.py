@@ -36,9 +36,9 @@ from megalith.nn.block import RecomputedCore
 from megalith.nn.kernels import OPERATIONS, use_kernels, with_kernel
 from megalith.nn.lora import InputDropout
 from megalith.nn.rope import LayerRope
-from megalith.parallel.context import AllGatherAttend, Ring
-from megalith.parallel.group import alone
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.context import AllGatherAttend, RingAttend
+from megalith.parallel.group import single_rank_group
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import build_trainer
@@ -82,7 +82,7 @@ def losses_of(
 ) -> tuple[list[float], list[Tensor]]:  # fields of the tiny run
     """Losses of three steps of the tiny run, and the weights after them."""
     run = replace(tiny_run({"data.document_masking": "true"}), kernels=kernel, **changes)
-    trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
+    trainer = build_trainer(run, build_single_rank_mesh(), torch.device("cpu"))
     loader = loader_of(run, trainer.mesh, consumed=0, steps=3)
     losses = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(3)]
     return losses, [parameter.detach().float() for parameter in trainer.model.parameters()]
@@ -107,7 +107,7 @@ def test_reference_setting_binds_every_operation(
 
 
 def one_step(run: Any) -> float:  # a TrainRun
-    trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
+    trainer = build_trainer(run, build_single_rank_mesh(), torch.device("cpu"))
     batches = loader_of(run, trainer.mesh, consumed=0, steps=1).next()
     return train_step(trainer, batches, lr=1e-2, weight_decay=0.1).loss
 
@@ -154,7 +154,7 @@ def test_fsdp_weights_are_gathered_for_reference_backward() -> None:
     forms: dict[Kernel, bool] = {"auto": False, "torch": False, "reference": True}
     for kernels, reads in forms.items():
         run = replace(layout_case(PLAIN, ParallelConfig(), 1).run, kernels=kernels)
-        trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
+        trainer = build_trainer(run, build_single_rank_mesh(), torch.device("cpu"))
         assert trainer.pipeline_model.chunks[0].head.reads_table_again is reads
 
 
@@ -179,10 +179,10 @@ def test_nested_operations_are_bound() -> None:
         several=(swiglu_function, 3),
         number=5,
         words=("a", "b"),
-        group=alone("tp"),
+        group=single_rank_group("tp"),
     )
     before = dict(vars(layer))
-    use_kernels([layer], "torch", mesh_of_one())
+    use_kernels([layer], "torch", build_single_rank_mesh())
     held: dict[str, Any] = vars(layer)
     assert (
         held["norm"].keywords == {"eps": 1e-5, "kernel": "torch"} and held["norm"].func is rms_norm
@@ -204,28 +204,28 @@ def test_adapter_dropout_is_bound_to_the_backend(monkeypatch: pytest.MonkeyPatch
     drop.tokens = replace(tokens_of_rows(1, 4), dropout=DropoutKey(3, torch.arange(4)))
     with pytest.raises(AssertionError, match="a fast form"):
         drop(x)
-    use_kernels([drop], "reference", mesh_of_one())
+    use_kernels([drop], "reference", build_single_rank_mesh())
     assert set(output_tensor(drop(x)).flatten().tolist()) == {0.0, 2.0}
 
 
 def test_context_parallel_attention_becomes_the_reference() -> None:
-    mesh = mesh_of_one()
-    made = with_kernel(RecomputedCore(Ring(mesh.cp), True), KernelsConfig(all="reference"), mesh)
+    mesh = build_single_rank_mesh()
+    made = with_kernel(RecomputedCore(RingAttend(mesh.cp), True), KernelsConfig(all="reference"), mesh)
     assert made == RecomputedCore(AllGatherAttend(mesh.cp, reference_span_attention), True)
-    ring = RecomputedCore(Ring(mesh.cp), True)
+    ring = RecomputedCore(RingAttend(mesh.cp), True)
     assert with_kernel(ring, KernelsConfig(all="reference", attention="split_kv"), mesh) is ring
 
 
 def test_each_operation_has_its_own_backend_setting() -> None:
     layer = Layer(norm=rms_norm, gate=swiglu_function, core=attention)
     use_kernels(
-        [layer], KernelsConfig(all="torch", norm="reference", attention="split_kv"), mesh_of_one()
+        [layer], KernelsConfig(all="torch", norm="reference", attention="split_kv"), build_single_rank_mesh()
     )
     held: dict[str, Any] = vars(layer)
     forms = {name: held[name].keywords["kernel"] for name in ("norm", "gate", "core")}
     assert forms == {"norm": "reference", "gate": "torch", "core": "split_kv"}
     other = Layer(norm=rms_norm, gate=swiglu_function)
-    use_kernels([other], KernelsConfig(norm="numba"), mesh_of_one())
+    use_kernels([other], KernelsConfig(norm="numba"), build_single_rank_mesh())
     assert other.gate is swiglu_function and vars(other)["norm"].keywords == {"kernel": "numba"}
 
 
@@ -284,5 +284,5 @@ def test_unsupported_backend_is_rejected_when_the_model_is_built(
 
 def test_auto_changes_nothing() -> None:
     layer = Layer(norm=rms_norm)
-    use_kernels([layer], "auto", mesh_of_one())
+    use_kernels([layer], "auto", build_single_rank_mesh())
     assert layer.norm is rms_norm

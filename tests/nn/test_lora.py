@@ -19,9 +19,9 @@ from megalith.kernels.tokens import DropoutKey, tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.nn import lora
 from megalith.nn.lora import ColumnLora, RowLora, attach_adapters
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.shards import Shard
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 from megalith.testing.tolerance import FP64, assert_equals
 from megalith.verify.types import type_check
 
@@ -45,7 +45,7 @@ SHORT = replace(MODEL, num_kv_heads=4, qkv_bias=False, mla=LATENT)
 
 def built(adapters: LoraConfig | None, config: ModelConfig = MODEL) -> Decoder:
     """A model in float64 with adapters that do something."""
-    model = Decoder(config, mesh_of_one(), dtype=torch.float64)
+    model = Decoder(config, build_single_rank_mesh(), dtype=torch.float64)
     attach_adapters([model], config, adapters)
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
@@ -116,7 +116,7 @@ def test_names_and_shapes_are_a_file_format() -> None:
 
 
 def test_only_adapters_are_trained_and_their_initial_output_is_zero() -> None:
-    model = Decoder(MODEL, mesh_of_one())
+    model = Decoder(MODEL, build_single_rank_mesh())
     attach_adapters([model], MODEL, LoraConfig())
     for declared, module, name in declared_parameters(model):
         assert getattr(module, name).requires_grad == ("lora" in declared.shard.name), (
@@ -131,7 +131,7 @@ def test_only_adapters_are_trained_and_their_initial_output_is_zero() -> None:
 
 
 def test_matrices_without_adapters_are_unchanged() -> None:
-    model = Decoder(MODEL, mesh_of_one())
+    model = Decoder(MODEL, build_single_rank_mesh())
     attach_adapters([model], MODEL, LoraConfig(targets=("o", "gate_up")))
     kinds = [type(m) for m in model.modules() if isinstance(m, ColumnLora | RowLora)]
     assert kinds == [RowLora, ColumnLora] * 2
@@ -275,7 +275,7 @@ def _invariant(which: str, number: int) -> AbstractContextManager[None]:
         pair[number] = replace(pair[number], invariant=flipped)
         return pair[0], pair[1]
 
-    return replaced(lora, which, wrong)
+    return patched(lora, which, wrong)
 
 
 @pytest.mark.parametrize("sp", [True, False])

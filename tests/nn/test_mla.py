@@ -307,7 +307,7 @@ def shared_heads(
         if hasattr(module, "tp_comm"):
             module.tp_comm = tp_comm
     assert isinstance(layer, LatentAttention)
-    mine = tp_comm.mine(x).clone().requires_grad_()
+    mine = tp_comm.select_local(x).clone().requires_grad_()
     y = layer(mine, tokens)
     y.square().sum().backward()
     assert mine.grad is not None

@@ -30,7 +30,7 @@ from megalith.nn.mlp import (
     recompute_activation,
 )
 from megalith.parallel.autograd import all_gather
-from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
 from megalith.parallel.tensor import Init, SequenceParallelComm, TensorParallelComm
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
@@ -136,7 +136,7 @@ def _results(layer: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, d
 
 def _equals_one_rank(rank: int, world: int, config: ModelConfig, x: Tensor, sp: bool) -> None:
     mesh, dy = build_mesh(model_grid(ParallelConfig(tp=world), config, world), rank=rank), x.flip(0)
-    alone = _filled(config, mesh_of_one(), False)
+    alone = _filled(config, build_single_rank_mesh(), False)
     layer = _filled(config, mesh, sp)
     mine = slice(rank * 6 // world, (rank + 1) * 6 // world) if sp else slice(None)
     y, dx, gradients = _results(layer, x[mine], dy[mine])

@@ -15,7 +15,7 @@ from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialize
 from megalith.nn.mtp import MTPLayer, complete, mtp_acceptance_rate
 from megalith.nn.rope import RotaryEmbedding
-from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
+from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
 from megalith.plan.packing import shift_tokens_within_documents
 from megalith.testing.tolerance import EXACT, FP64, PARITY, assert_close, assert_equals
 
@@ -39,7 +39,7 @@ def config(depths: int = 2, **changes: Any) -> ModelConfig:
 
 def model(config: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
     """Random weights; norms are not one."""
-    made = Decoder(config, mesh_of_one(), dtype=dtype, **options)
+    made = Decoder(config, build_single_rank_mesh(), dtype=dtype, **options)
     allocate(made, torch.device("cpu"))
     initialize(made, seed=0)
     generator = torch.Generator().manual_seed(0)
@@ -216,7 +216,7 @@ def test_loss_stage_has_a_copy_of_learned_positions(pipeline: PipelineConfig) ->
         replace(config(positions="learned"), num_layers=4),
     )
     chunks = torch.nn.ModuleList(
-        build_chunks(sizes, mesh_on_paper(model_grid(parallel, sizes, 2), rank=0), parallel)
+        build_chunks(sizes, build_meta_mesh(model_grid(parallel, sizes, 2), rank=0), parallel)
     )
     (shard,) = [
         d.shard for d, _, _ in declared_parameters(chunks) if d.shard.name == "positions.weight"
@@ -234,7 +234,7 @@ def test_loss_stage_has_mtp_layers_and_a_copy_of_the_embedding(
     grid = model_grid(parallel, sizes, 2)
     held: list[dict[str, tuple[int, ...]]] = []
     for rank in range(2):
-        chunks = torch.nn.ModuleList(build_chunks(sizes, mesh_on_paper(grid, rank=rank), parallel))
+        chunks = torch.nn.ModuleList(build_chunks(sizes, build_meta_mesh(grid, rank=rank), parallel))
         shards = [declared.shard for declared, _, _ in declared_parameters(chunks)]
         assert len({shard.name for shard in shards}) == len(shards)
         held.append({shard.name: shard.stages for shard in shards})

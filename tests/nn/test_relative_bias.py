@@ -16,7 +16,7 @@ from megalith.config.relative import RelativeConfig
 from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries
 from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialize
 from megalith.nn.relative_bias import NoBias, RelativeBias
-from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
+from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
 from megalith.verify.variants import RELATIVE
 
 
@@ -80,7 +80,7 @@ def test_bidirectional_layers_with_relative_bias_match_the_t5_encoder() -> None:
         relative=RelativeConfig(buckets=8, max_distance=11),
         attention=AttentionConfig(causal=False, scale=1.0),
     )
-    model = Decoder(config, mesh_of_one(), dtype=torch.float64)
+    model = Decoder(config, build_single_rank_mesh(), dtype=torch.float64)
     allocate(model, torch.device("cpu"))
     with torch.no_grad():
         for declared, module, name in declared_parameters(model):
@@ -100,7 +100,7 @@ def test_bidirectional_layers_with_relative_bias_match_the_t5_encoder() -> None:
 def test_a_rank_has_the_columns_of_its_heads() -> None:
     parts = []
     for rank in range(4):
-        mesh = mesh_on_paper(model_grid(ParallelConfig(tp=4), RELATIVE, 4), rank=rank)
+        mesh = build_meta_mesh(model_grid(ParallelConfig(tp=4), RELATIVE, 4), rank=rank)
         shard = RelativeBias(RELATIVE, mesh, dtype=torch.float32).param_specs["weight"].shard  # type: ignore[union-attr]
         parts.append(shard.box)
         assert (
@@ -113,7 +113,7 @@ def test_a_rank_has_the_columns_of_its_heads() -> None:
 
 def chunks(pp: int, rank: int, **pipeline: object) -> list[Decoder]:
     parallel = ParallelConfig(pp=pp, pipeline=PipelineConfig(**pipeline))  # type: ignore[arg-type]
-    mesh = mesh_on_paper(model_grid(parallel, RELATIVE, pp), rank=rank)
+    mesh = build_meta_mesh(model_grid(parallel, RELATIVE, pp), rank=rank)
     return build_chunks(RELATIVE, mesh, parallel)
 
 
@@ -133,7 +133,7 @@ def test_stages_with_layers_have_a_copy_each_and_chunks_of_a_rank_share_one() ->
 def test_decoding_with_kv_cache_uses_distances_from_the_query(layers: SimpleNamespace) -> None:
     """A cache holds earlier keys, so the first query of a part is not the first token."""
     config = replace(RELATIVE, num_layers=1)
-    model = Decoder(config, mesh_of_one(), dtype=torch.float64)
+    model = Decoder(config, build_single_rank_mesh(), dtype=torch.float64)
     allocate(model, torch.device("cpu"))
     initialize(model, seed=3)
     nn.init.normal_(model.relative.weight)  # type: ignore[arg-type]

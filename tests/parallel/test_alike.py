@@ -7,7 +7,7 @@ from megalith.parallel.alike import (
     check_consistent_across_ranks,
     check_shared_consistent_across_ranks,
 )
-from megalith.parallel.group import Group, alone
+from megalith.parallel.group import Group, single_rank_group
 from megalith.testing.ranks import everyone, run_ranks
 
 PLACES = {"embed.weight": "at elements 0 to 8", "norm.weight": "at elements 8 to 10"}
@@ -46,6 +46,6 @@ def test_missing_parameter_is_an_error_unless_only_shared_ones_are_compared() ->
 
 def test_meta_groups_and_groups_of_one_are_not_compared() -> None:
     paper = Group(axes=("dp",), ranks=(0, 1), rank=0, name="paper")
-    for group in (paper, alone("dp")):
+    for group in (paper, single_rank_group("dp")):
         check_consistent_across_ranks(PLACES, group)
         check_shared_consistent_across_ranks(PLACES, group)

@@ -25,7 +25,7 @@ from megalith.parallel.autograd import (
     start_all_to_all,
     wait_all_to_all,
 )
-from megalith.parallel.group import Group, alone
+from megalith.parallel.group import Group, single_rank_group
 from megalith.testing.inject import slow_link
 from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.tolerance import EXACT, FP64, assert_close, assert_equals
@@ -316,7 +316,7 @@ def test_bfloat16_stays_bfloat16() -> None:
 
 
 def test_a_group_of_one_returns_its_input_itself() -> None:
-    x, group = torch.randn(3, 2), alone("tp")
+    x, group = torch.randn(3, 2), single_rank_group("tp")
     results = [
         copy_to_tp(x, group),
         reduce_from_tp(x, group),

@@ -24,12 +24,12 @@ from megalith.kernels.tokens import DropoutKey, PackedSeqParams, tokens_of_lengt
 from megalith.kernels.visible import AttentionMask, PairMask
 from megalith.observe.meter import metered
 from megalith.parallel import context
-from megalith.parallel.context import Ring, build_attend, my_slicing
+from megalith.parallel.context import RingAttend, build_attend, local_slicing
 from megalith.parallel.group import Group
-from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
-from megalith.parallel.rings import Started
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.rings import PendingCollective
 from megalith.plan.context import KINDS, Slices, Slicing, plan_slices
-from megalith.testing.inject import replaced, slow_link
+from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, relative_error
 
@@ -108,7 +108,7 @@ def with_case_masks(case: Case, tokens: PackedSeqParams) -> PackedSeqParams:
 
 
 def shared(case: Case, mesh: Mesh, world: int) -> tuple[Slices, PackedSeqParams]:
-    slicing = my_slicing(case.parallel(world), mesh)
+    slicing = local_slicing(case.parallel(world), mesh)
     slices = plan_slices(case.lengths, row=case.row, slicing=slicing)
     tokens = with_case_masks(case, tokens_of_slices(slices, slicing))
     if case.scores.dropout is None:
@@ -393,7 +393,7 @@ def _without_my_own_rows(rank: int, world: int, case: Case) -> list[Tensor]:
         def __init__(self, visible: AttentionMask, queries: Tensor, keys: Tensor) -> None:
             super().__init__(visible, context_numbers(case, world), keys)
 
-    with replaced(context, "PairMask", OtherRows):
+    with patched(context, "PairMask", OtherRows):
         return _attend(rank, world, case)
 
 
@@ -433,7 +433,7 @@ def _memory(rank: int, world: int, case: Case) -> tuple[int, int]:
     arriving: list[weakref.ref[Tensor]] = []
     alive = []
 
-    def pass_on(x: Tensor, group: Group) -> Started:
+    def pass_on(x: Tensor, group: Group) -> PendingCollective:
         passing = PASS_ON(x, group)
         arriving.append(weakref.ref(passing.x))
         return passing
@@ -448,17 +448,17 @@ def _memory(rank: int, world: int, case: Case) -> tuple[int, int]:
 
     with (
         metered() as meter,
-        replaced(context, "start_passing", pass_on),
-        replaced(context, "attend", attend),
+        patched(context, "start_ring_exchange", pass_on),
+        patched(context, "attend", attend),
     ):
-        out = Ring(mesh.cp)(q, k, v, tokens)
+        out = RingAttend(mesh.cp)(q, k, v, tokens)
         kept = meter.live
     del out
     return kept, max(alive)
 
 
 PASS_ON, ATTEND, ATTEND_BACKWARD = (
-    context.start_passing,
+    context.start_ring_exchange,
     span_attention.attend,
     span_attention.attend_backward,
 )
@@ -487,11 +487,11 @@ def _hidden_share(rank: int, world: int, case: Case) -> float:
         time.sleep(0.05)
 
     with (
-        replaced(context, "attend", partial(slowly, ATTEND)),
-        replaced(context, "attend_backward", partial(slowly, ATTEND_BACKWARD)),
+        patched(context, "attend", partial(slowly, ATTEND)),
+        patched(context, "attend_backward", partial(slowly, ATTEND_BACKWARD)),
         slow_link(latency_seconds=0.01, poison=True) as link,
     ):
-        out = Ring(mesh.cp)(q, k, v, tokens)
+        out = RingAttend(mesh.cp)(q, k, v, tokens)
         out.sum().backward()
     found = [out, *(x.grad for x in (q, k, v) if x.grad is not None)]
     assert len(found) == 4 and all(
@@ -525,7 +525,7 @@ def _both_ways(rank: int, world: int, kind: ContextKind) -> list[list[Tensor]]:
             late.append(any(transfer.waits == 0 for transfer in link.transfers))
             ATTEND(*args)
 
-        with slow_link() as link, replaced(context, "attend", note):
+        with slow_link() as link, patched(context, "attend", note):
             out = build_attend(case.parallel(world).context, 0, mesh, overlap=overlap)(
                 q, k, v, tokens
             )
@@ -543,7 +543,7 @@ def test_ring_attention_without_overlap_is_bitwise_equal(world: int, kind: Conte
 
 
 def test_context_parallel_group_of_one_uses_plain_attention() -> None:
-    assert build_attend(ContextConfig(kind="a2a"), 0, mesh_of_one()) is attention
+    assert build_attend(ContextConfig(kind="a2a"), 0, build_single_rank_mesh()) is attention
 
 
 def _kinds(rank: int, world: int) -> list[str]:
@@ -554,7 +554,7 @@ def _kinds(rank: int, world: int) -> list[str]:
 
 
 def test_layers_may_use_different_context_parallel_kinds() -> None:
-    assert run_ranks(_kinds, 2) == [["Ring", "AllGatherAttend", "HeadExchange"]] * 2
+    assert run_ranks(_kinds, 2) == [["RingAttend", "AllGatherAttend", "UlyssesAttend"]] * 2
 
 
 def test_tokens_that_were_not_sliced_fail_an_assertion() -> None:

@@ -15,11 +15,11 @@ from megalith.kernels.tokens import PackedSeqParams, tokens_of_rows
 from megalith.models.decoder import Decoder, declared_parameters, initialize
 from megalith.parallel import data as flat
 from megalith.parallel.data import BucketedDataParallel
-from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
-from megalith.parallel.slices import start_sum
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.slices import start_bucket_reduce_scatter
 from megalith.plan.shards import Shard
-from megalith.testing.inject import replaced, slow_link
-from megalith.testing.odd import Odd
+from megalith.testing.inject import patched, slow_link
+from megalith.testing.odd import OddSizedModel
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close
 
@@ -51,7 +51,7 @@ def build(
         gradient_dtype=torch.float64,
         bucket_numel=bucket_numel,
         overlap=overlap,
-        sinks=sinks,
+        accumulate_in_buckets=sinks,
         zero=zero,
     )
     initialize(model, seed=5)
@@ -71,7 +71,7 @@ def gradients(data: BucketedDataParallel) -> dict[str, torch.Tensor]:
 def test_gradient_accumulators_match_autograd_over_several_microbatches() -> None:
     found = []
     for sinks in (True, False):
-        model, data = build(mesh_of_one(), sinks=sinks)
+        model, data = build(build_single_rank_mesh(), sinks=sinks)
         for _ in range(2):  # the second step must not see the first one's sums
             data.begin_step(3)
             for microbatch in range(3):
@@ -82,7 +82,7 @@ def test_gradient_accumulators_match_autograd_over_several_microbatches() -> Non
 
 
 def test_weights_of_one_matmul_are_contiguous_in_the_buffer() -> None:
-    model, _ = build(mesh_of_one())
+    model, _ = build(build_single_rank_mesh())
     q, kv = model.layers[0].attention.qkv.accumulated_parameters()
     assert q.data_ptr() + q.numel() * q.element_size() == kv.data_ptr()
 
@@ -91,14 +91,14 @@ def test_a_tied_head_stays_tied() -> None:
     tied = ModelConfig(
         **{**{f: getattr(CONFIG, f) for f in CONFIG.__slots__}, "tied_embeddings": True}
     )
-    model = Decoder(tied, mesh_of_one())
+    model = Decoder(tied, build_single_rank_mesh())
     parameters = [
         (declared.shard, module, name) for declared, module, name in declared_parameters(model)
     ]
     BucketedDataParallel(
         model,
         parameters,
-        mesh_of_one(),
+        build_single_rank_mesh(),
         device=torch.device("cpu"),
         gradient_dtype=torch.float32,
         bucket_numel=100,
@@ -111,7 +111,7 @@ def test_a_tied_head_stays_tied() -> None:
 def test_unused_parameter_gets_zero_gradient_and_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model, data = build(mesh_of_one())
+    model, data = build(build_single_rank_mesh())
     data.begin_step(2)
     loss_of(model, 0).backward()
     model.embed(torch.arange(5)).sum().backward()  # a part in one microbatch is a part
@@ -165,7 +165,7 @@ def _equals_ddp(rank: int, world: int) -> bool:
     data.begin_step(1)
     loss_of(model, rank).backward()
     mine = gradients(data)
-    plain = Decoder(CONFIG, mesh_of_one(), dtype=torch.float64)
+    plain = Decoder(CONFIG, build_single_rank_mesh(), dtype=torch.float64)
     plain.to_empty(device="cpu")
     initialize(plain, seed=5)
     wrapped = nn.parallel.DistributedDataParallel(_Loss(plain))
@@ -202,13 +202,13 @@ def test_overlap_and_bucket_size_change_no_bit_at_dp_2() -> None:
 def test_comparison_detects_a_missing_overwrite_of_old_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, data = build(mesh_of_one())
+    model, data = build(build_single_rank_mesh())
     monkeypatch.setattr(flat.BucketedDataParallel, "is_fresh", lambda self, numbers: False)
     for _ in range(2):
         data.begin_step(1)
         loss_of(model, 0).backward()
         found = data.local_params[2].gradient.clone()
-    fresh_model, fresh = build(mesh_of_one())
+    fresh_model, fresh = build(build_single_rank_mesh())
     monkeypatch.undo()
     fresh.begin_step(1)
     loss_of(fresh_model, 0).backward()
@@ -225,7 +225,7 @@ def _odd_step(
     computes with then."""
     parallel = ParallelConfig(zero=zero, dp_replicate=replicas)
     mesh = build_mesh(model_grid(parallel, CONFIG, world), rank=rank)
-    model = Odd()
+    model = OddSizedModel()
     data = BucketedDataParallel(
         model,
         [(shard, model, shard.name) for shard in model.SHARDS],
@@ -262,8 +262,8 @@ def test_every_element_is_owned_once_with_fewer_elements_than_ranks(
     world = 4
     found = run_ranks(_odd_step, world, zero, overlap, replicas)
     factor = float(sum(rank + microbatch for rank in range(world) for microbatch in range(3)))
-    expected = Odd.gradients(factor)
-    numel = {shard.name: shard.numel for shard in Odd.SHARDS}
+    expected = OddSizedModel.gradients(factor)
+    numel = {shard.name: shard.numel for shard in OddSizedModel.SHARDS}
     weights = [1 - 2 * expected[name] for name in numel for _ in range(numel[name])]
     seen = {name: [0] * count for name, count in numel.items()}
     for rank, entries in enumerate(found):
@@ -293,7 +293,7 @@ def _two_chunks_of_one_table(rank: int, world: int, zero: int, extra_backward: b
         gradient_dtype=torch.float64,
         bucket_numel=100,
         overlap=True,
-        sinks=False,
+        accumulate_in_buckets=False,
         zero=zero,
     )
     data.begin_step(2)
@@ -329,9 +329,9 @@ def _on_their_way(rank: int, world: int) -> list[tuple[int, int, int]]:
             *given: Any, data: BucketedDataParallel = data, most: list[int] = most, **options: Any
         ) -> Any:
             most.append(len(data._sums) + 1)
-            return start_sum(*given, **options)
+            return start_bucket_reduce_scatter(*given, **options)
 
-        with replaced(flat, "start_sum", counted):
+        with patched(flat, "start_bucket_reduce_scatter", counted):
             data.begin_step(1)
             loss_of(model, rank).backward()
             started = data._next
@@ -351,11 +351,11 @@ def test_without_overlap_reductions_start_in_finish_with_few_in_flight() -> None
 
 def test_single_rank_does_not_shard() -> None:
     for zero in (1, 2):
-        model = Odd()
+        model = OddSizedModel()
         data = BucketedDataParallel(
             model,
             [(shard, model, shard.name) for shard in model.SHARDS],
-            mesh_of_one(),
+            build_single_rank_mesh(),
             device=torch.device("cpu"),
             gradient_dtype=torch.float64,
             bucket_numel=100,

@@ -12,11 +12,11 @@ from megalith.errors import RankError
 from megalith.parallel.engine import (
     ShardedParam,
     check_slices_consistent_across_ranks,
-    divides,
-    sum_shared_slices,
-    warn_of_zeros,
+    can_shard_weights,
+    all_reduce_shared_gradients,
+    warn_unused_params,
 )
-from megalith.parallel.mesh import Mesh, build_mesh, mesh_on_paper, model_grid
+from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh, model_grid
 from megalith.plan.shards import PARTS, Shard
 from megalith.testing.ranks import run_ranks
 from megalith.verify.variants import BIASED_CHOICE, PLAIN
@@ -46,7 +46,7 @@ def sharded_param(shard: Shard, value: float) -> ShardedParam:
 def _summed(rank: int, world: int, parallel: ParallelConfig, names: tuple[str, ...]) -> list[float]:
     """One element of each gradient, of which rank r has 10**r."""
     mine = [sharded_param(shard, 10.0**rank) for shard in SHARDS if shard.name in names]
-    sum_shared_slices(mine, mesh_of(parallel, rank, world))
+    all_reduce_shared_gradients(mine, mesh_of(parallel, rank, world))
     assert all(bool(each.gradient.eq(each.gradient.flatten()[0]).all()) for each in mine)
     return [each.gradient.flatten()[0].item() for each in mine]
 
@@ -101,8 +101,8 @@ def test_slices_that_are_not_summed_may_differ() -> None:
 
 
 def test_unused_parameters_are_named_up_to_ten(caplog: pytest.LogCaptureFixture) -> None:
-    assert not warn_of_zeros([])
-    assert warn_of_zeros([f"w{i}" for i in range(10)]) and warn_of_zeros(
+    assert not warn_unused_params([])
+    assert warn_unused_params([f"w{i}" for i in range(10)]) and warn_unused_params(
         [f"w{i}" for i in range(12)]
     )
     ten, twelve = (record.getMessage() for record in caplog.records)
@@ -113,10 +113,10 @@ def test_unused_parameters_are_named_up_to_ten(caplog: pytest.LogCaptureFixture)
 def test_weights_are_sharded_where_several_ranks_hold_the_same() -> None:
     def mesh(tp: int, etp: int, *, experts: bool) -> Mesh:
         parallel = ParallelConfig(tp=tp, sp=tp > 1, etp=etp if experts else None)
-        return mesh_on_paper(model_grid(parallel, BIASED_CHOICE if experts else PLAIN, 2), rank=0)
+        return build_meta_mesh(model_grid(parallel, BIASED_CHOICE if experts else PLAIN, 2), rank=0)
 
-    assert divides(mesh(1, 1, experts=False)) and not divides(mesh(2, 1, experts=False))
-    assert divides(mesh(2, 1, experts=True)), (
+    assert can_shard_weights(mesh(1, 1, experts=False)) and not can_shard_weights(mesh(2, 1, experts=False))
+    assert can_shard_weights(mesh(2, 1, experts=True)), (
         "experts lie whole on both of the ranks that divide everything else"
     )
-    assert not divides(mesh(2, 2, experts=True))
+    assert not can_shard_weights(mesh(2, 2, experts=True))

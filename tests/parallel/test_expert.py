@@ -13,10 +13,10 @@ from megalith.config.moe import MoEConfig
 from megalith.config.parallel import DispatcherName, ParallelConfig
 from megalith.kernels.rebuilt import output_tensor
 from megalith.kernels.routing import DROPPED_CHOICE, Choice
-from megalith.parallel.expert import ExpertCapacity, build_dispatcher, counts_of_all
-from megalith.parallel.group import alone
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
-from megalith.testing.inject import replaced
+from megalith.parallel.expert import ExpertCapacity, build_dispatcher, all_gather_counts
+from megalith.parallel.group import single_rank_group
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 
 MODEL = ModelConfig(
@@ -153,7 +153,7 @@ def test_padding_to_capacity_needs_no_counts_and_contributes_zero(ep: int, etp: 
 
 def test_local_dispatcher_sends_no_message() -> None:
     x, choice = made(0, "anything")
-    sent, way = build_dispatcher("alltoall", mesh_of_one(), 4)(x, choice).wait()
+    sent, way = build_dispatcher("alltoall", build_single_rank_mesh(), 4)(x, choice).wait()
     assert torch.allclose(
         way.combine(output_tensor(sent.rows) * sent.weights.unsqueeze(1)),
         x * choice.weights.sum(1, keepdim=True),
@@ -162,10 +162,10 @@ def test_local_dispatcher_sends_no_message() -> None:
 
 def test_counts_are_sorted_by_both_axes_whichever_is_inner() -> None:
     def group(name: str, ranks: tuple[int, ...]):  # a Group
-        return replace(alone(name), ranks=ranks)
+        return replace(single_rank_group(name), ranks=ranks)
 
     meta = torch.empty(4, dtype=torch.int64, device="meta")
-    table = counts_of_all(
+    table = all_gather_counts(
         meta, 10, group("ep", (0, 2)), group("etp", (0, 1)), group("ep", (0, 1, 2, 3))
     )
     assert table == [[[3, 3, 2, 2]] * 2] * 2
@@ -176,7 +176,7 @@ def gather_counts(rank: int, world: int, order: str) -> object:
         model_grid(ParallelConfig(dp=4, ep=2, etp=2, order=order), MODEL, world), rank=rank
     )
     counts = torch.full((4,), rank)
-    table = counts_of_all(counts, 0, mesh.over("ep"), mesh.over("etp"), mesh.over("ep", "etp"))
+    table = all_gather_counts(counts, 0, mesh.over("ep"), mesh.over("etp"), mesh.over("ep", "etp"))
     return mesh.over("etp").rank, mesh.over("ep").rank, [[row[0] for row in rows] for rows in table]
 
 
@@ -194,7 +194,7 @@ def waits(rank: int, world: int, drops_tokens: bool) -> tuple[list[str], int]:
     asked: list[str] = []
     with ExitStack() as stack:
         for name in ("tolist", "__int__", "__bool__", "item"):
-            stack.enter_context(replaced(Tensor, name, noted(name, getattr(Tensor, name), asked)))
+            stack.enter_context(patched(Tensor, name, noted(name, getattr(Tensor, name), asked)))
         sent, _ = dispatch(x, choice).wait()
     return asked, len(output_tensor(sent.rows))
 

@@ -14,9 +14,9 @@ from megalith.parallel.failure import (
     Failure,
     describe,
     explain_exit,
-    failure_of,
-    failure_of_exit,
-    in_order,
+    exception_failure,
+    exit_failure,
+    sort_failures,
 )
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -31,7 +31,7 @@ def caught(rank: int) -> Failure:
     try:
         _inner()
     except KeyError as error:
-        return failure_of(rank, error)
+        return exception_failure(rank, error)
     raise AssertionError
 
 
@@ -57,7 +57,7 @@ def test_frames_that_are_the_callers_own_can_be_left_out() -> None:
     with pytest.raises(KeyError) as raised:
         _inner()
     for skipped, mine in ((0, True), (1, False), (9, False)):
-        text = failure_of(0, raised.value, frames_to_skip=skipped).text
+        text = exception_failure(0, raised.value, frames_to_skip=skipped).text
         assert "in _inner" in text
         assert ("in test_frames" in text) == mine
 
@@ -78,7 +78,7 @@ def test_exit_codes_are_described(code: int, words: str) -> None:
 
 def test_cause_is_sorted_before_lost_peers_that_were_detected_earlier() -> None:
     dead = Failure(1, "was killed by signal 9 (SIGKILL)", "was killed by signal 9 (SIGKILL)", 50)
-    assert [failure.rank for failure in in_order([lost_peer(0, 10), lost_peer(2, 5), dead])] == [
+    assert [failure.rank for failure in sort_failures([lost_peer(0, 10), lost_peer(2, 5), dead])] == [
         1,
         2,
         0,
@@ -102,7 +102,7 @@ def test_backend_messages_of_a_lost_peer_are_consequences(message: str) -> None:
 
 def test_other_exceptions_are_not_consequences() -> None:
     assert not caught(0).is_consequence
-    assert not failure_of_exit(0, -6).is_consequence
+    assert not exit_failure(0, -6).is_consequence
 
 
 def test_the_first_failure_is_shown_whole_and_the_others_in_one_line() -> None:
@@ -120,20 +120,20 @@ def test_the_first_failure_is_shown_whole_and_the_others_in_one_line() -> None:
 
 
 def test_ranks_that_did_not_fail_themselves_come_last() -> None:
-    text = describe([lost_peer(0, 1), failure_of_exit(4, 3)], {1: "was ended"})
+    text = describe([lost_peer(0, 1), exit_failure(4, 3)], {1: "was ended"})
     assert [line[:9] for line in text.splitlines()] == [
         "rank 4 en",
         "then:",
         "  rank 0:",
         "  rank 1:",
     ]
-    assert describe([failure_of_exit(4, 3)], {1: "was ended"}).endswith(
+    assert describe([exit_failure(4, 3)], {1: "was ended"}).endswith(
         "\nthen:\n  rank 1: was ended"
     )
 
 
 def test_killed_process_is_described_in_one_line() -> None:
-    assert describe([failure_of_exit(4, -9)]) == "rank 4 was killed by signal 9 (SIGKILL)"
+    assert describe([exit_failure(4, -9)]) == "rank 4 was killed by signal 9 (SIGKILL)"
 
 
 CHILD = """

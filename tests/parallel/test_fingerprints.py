@@ -33,7 +33,7 @@ from megalith.parallel.group import (
     all_reduce_max_,
     barrier,
     gather_objects,
-    note_message,
+    record_message,
 )
 from megalith.parallel.watch import name_rank
 from megalith.plan.grid import dense_grid
@@ -172,10 +172,10 @@ def test_a_rank_that_is_only_slow_is_waited_for(tmp_path: Path) -> None:
 
 def _message(rank: int, world: int, folder: Path) -> str:
     group = checked(rank, world, folder)
-    note_message(group, torch.ones(2, 3), 1 - rank, sends=rank == 0)
+    record_message(group, torch.ones(2, 3), 1 - rank, sends=rank == 0)
     dist.barrier()
     try:
-        note_message(group, torch.ones(2, 3 + rank), 1 - rank, sends=rank == 0)
+        record_message(group, torch.ones(2, 3 + rank), 1 - rank, sends=rank == 0)
     except CollectiveError as error:
         return str(error)
     return "nothing"

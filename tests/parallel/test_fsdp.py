@@ -36,10 +36,10 @@ from megalith.parallel.fsdp import (
     _reject_shared_chunks,
 )
 from megalith.parallel.group import gather_objects
-from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
 from megalith.parallel.tensor import Init
-from megalith.testing.inject import replaced
-from megalith.testing.odd import Odd
+from megalith.testing.inject import patched
+from megalith.testing.odd import OddSizedModel
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close, compare
 from megalith.train.build import (
@@ -99,7 +99,7 @@ def build(
 
 def alone(*, dtype: torch.dtype = torch.float64, config: ModelConfig = CONFIG) -> Decoder:
     """The same model in one piece."""
-    model = Decoder(config, mesh_of_one(), dtype=dtype)
+    model = Decoder(config, build_single_rank_mesh(), dtype=dtype)
     allocate(model, CPU)
     initialize(model, seed=5)
     return model
@@ -180,7 +180,7 @@ def _without_the_last_layer(rank: int, world: int) -> list[str]:
     model, data = build(dp_mesh(rank, world))
     last = model.layers[-1]
     warnings_by_rank: list[str] = []
-    with replaced(
+    with patched(
         engines,
         "_log",
         SimpleNamespace(warning=lambda text, *parts: warnings_by_rank.append(text % parts)),
@@ -214,7 +214,7 @@ def _first_replica_leaves_layers_out(rank: int, world: int, overlap: bool) -> No
     for number in range(world):
         kept = (0, 3) if grid.coordinates(number)["dp_replica"] == 0 else range(4)
         whole.zero_grad()
-        with replaced(whole, "layers", torch.nn.ModuleList(whole.layers[layer] for layer in kept)):
+        with patched(whole, "layers", torch.nn.ModuleList(whole.layers[layer] for layer in kept)):
             loss_of(whole, number).backward()
         for name, parameter in names(whole).items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -322,7 +322,7 @@ def test_compiled_layers_read_the_weights_that_are_gathered_for_them() -> None:
 
 def _odd_steps(rank: int, world: int) -> list[tuple[str, Any, list[float], list[float]]]:
     mesh = dp_mesh(rank, world)
-    model = Odd("meta")
+    model = OddSizedModel("meta")
     parameters = [(shard, model, shard.name) for shard in model.SHARDS]
     data = FullyShardedDataParallel(
         [model], parameters, mesh, device=CPU, gradient_dtype=torch.float64
@@ -343,8 +343,8 @@ def _odd_steps(rank: int, world: int) -> list[tuple[str, Any, list[float], list[
 def test_every_row_is_owned_once_even_when_there_are_fewer_than_ranks() -> None:
     world = 3
     factor = float(sum(rank + microbatch for rank in range(world) for microbatch in range(3)))
-    expected = Odd.gradients(factor)
-    seen = {shard.name: [0] * shard.numel for shard in Odd.SHARDS}
+    expected = OddSizedModel.gradients(factor)
+    seen = {shard.name: [0] * shard.numel for shard in OddSizedModel.SHARDS}
     found = run_ranks(_odd_steps, world)
     assert [len(param) for param in found] == [
         4,
@@ -562,7 +562,7 @@ def test_resume_is_bitwise_equal_and_checkpoints_convert_between_layouts(
 
 
 def test_chunks_that_share_a_table_are_rejected_with_working_values() -> None:
-    model = Decoder(replace(CONFIG, tied_embeddings=True), mesh_of_one())
+    model = Decoder(replace(CONFIG, tied_embeddings=True), build_single_rank_mesh())
     _reject_shared_chunks([model])  # shared inside one chunk
     with pytest.raises(PlanError) as caught:
         _reject_shared_chunks([model.embed, model.head])

@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalith.observe.flight import Flight, message_lane, reverse_lane
 from megalith.parallel.group import (
     Group,
-    all_gathered,
+    start_all_gather,
     all_reduce_,
     all_reduce_max_,
-    alone,
+    single_rank_group,
     barrier,
     gather_objects,
-    my_range,
+    local_range,
     start_all_reduce_,
     start_receive,
     start_send,
@@ -98,7 +98,7 @@ def test_collectives_and_message_peers_are_recorded() -> None:
 
 
 def test_a_group_of_one_does_nothing_and_needs_no_processes() -> None:
-    group, x = alone("tp_kv", "tp_copy"), torch.tensor([3.0])
+    group, x = single_rank_group("tp_kv", "tp_copy"), torch.tensor([3.0])
     for result in (all_reduce_(x, group), all_reduce_max_(x, group)):
         assert result is x
     assert start_all_reduce_(x, group) is None
@@ -108,7 +108,7 @@ def test_a_group_of_one_does_nothing_and_needs_no_processes() -> None:
 
 
 def test_group_repr_has_its_axes_and_rank() -> None:
-    assert repr(alone("tp")) == "tp(0 of 1)"
+    assert repr(single_rank_group("tp")) == "tp(0 of 1)"
     group = Group(axes=("dp", "cp"), ranks=(4, 6, 8), rank=2, name="paper")
     assert repr(group) == "dp_cp(2 of 3)"
     assert group.size == 3
@@ -116,7 +116,7 @@ def test_group_repr_has_its_axes_and_rank() -> None:
 
 def test_parts_of_uneven_sizes_lie_one_after_the_other() -> None:
     sizes = [3, 0, 2, 1]
-    assert [my_range(sizes, rank) for rank in range(4)] == [(0, 3), (3, 3), (3, 5), (5, 6)]
+    assert [local_range(sizes, rank) for rank in range(4)] == [(0, 3), (3, 3), (3, 5), (5, 6)]
 
 
 def gathered_by(rank: int, world: int) -> list[str]:
@@ -131,7 +131,7 @@ def gathered_by(rank: int, world: int) -> list[str]:
 
     x = torch.full((2, 3), float(rank))
     with Names():
-        whole = torch.ops._c10d_functional.wait_tensor(all_gathered(x, group))
+        whole = torch.ops._c10d_functional.wait_tensor(start_all_gather(x, group))
     assert whole[::2, 0].tolist() == list(map(float, range(world)))
     return [name for name in seen if "gather" in name]
 

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from megalith.errors import DataError, RankError
 from megalith.parallel import link
-from megalith.parallel.group import Group, alone, start_receive, start_send
+from megalith.parallel.group import Group, single_rank_group, start_receive, start_send
 from megalith.parallel.link import (
-    Posted,
+    PendingReceive,
     Spec,
     StageLink,
     StageMessage,
     _build_header,
     _parse_header,
-    handles_of,
+    create_pipeline_groups,
     open_channels,
-    specs_of,
+    tensor_specs,
 )
 from megalith.plan.schedule import build_schedule
 from megalith.plan.transfers import channels
@@ -54,7 +54,7 @@ def test_every_message_of_a_step_has_its_own_tag() -> None:
     ids=lambda tensors: f"{len(tensors)} tensors",
 )
 def test_header_encodes_shapes_and_dtypes(tensors: tuple[Tensor, ...]) -> None:
-    assert _parse_header(_build_header(specs_of(tensors))) == specs_of(tensors)
+    assert _parse_header(_build_header(tensor_specs(tensors))) == tensor_specs(tensors)
 
 
 def test_spec_is_printed_as_dtype_and_shape() -> None:
@@ -62,11 +62,11 @@ def test_spec_is_printed_as_dtype_and_shape() -> None:
 
 
 def test_one_rank_needs_no_process_group() -> None:
-    assert handles_of(alone("pp"), tags=True) is None
+    assert create_pipeline_groups(single_rank_group("pp"), tags=True) is None
 
 
 def _any_order(rank: int, world: int, announce: bool) -> list[float]:
-    handles = handles_of(everyone(rank, world, "pp"), tags=True)
+    handles = create_pipeline_groups(everyone(rank, world, "pp"), tags=True)
     messages = [StageMessage("forward", 1, microbatch) for microbatch in range(4)]
     with StageLink(handles, num_microbatches=4, announce=announce, device=CPU) as link:
         if rank == 0:
@@ -85,14 +85,14 @@ def test_messages_may_be_received_out_of_order(announce: bool) -> None:
 
 def _both_at_once(rank: int, world: int) -> bool:
     """Both ranks send much before either receives, in both directions."""
-    handles = handles_of(everyone(rank, world, "pp"), tags=False)
+    handles = create_pipeline_groups(everyone(rank, world, "pp"), tags=False)
     other, data = 1 - rank, torch.full((1 << 20,), float(rank))
     ways = ("forward", "backward") if rank == 0 else ("backward", "forward")
     with StageLink(handles, num_microbatches=1, announce=False, device=CPU) as link:
         for way in ways:
             link.send(StageMessage(way, other, 0), (data,), other)
         found = [
-            link.post(StageMessage(way, rank, 0), specs_of([data]), other).wait()
+            link.post(StageMessage(way, rank, 0), tensor_specs([data]), other).wait()
             for way in reversed(ways)
         ]
     return all(bool((x == other).all()) for (x,) in found)
@@ -104,7 +104,7 @@ def test_two_ranks_that_send_to_each_other_at_once_do_not_block() -> None:
 
 def _opened(rank: int, world: int) -> list[tuple[str, int]]:
     """(what, with whom) of a rank, in order."""
-    handles = handles_of(everyone(rank, world, "pp"), tags=False)
+    handles = create_pipeline_groups(everyone(rank, world, "pp"), tags=False)
     assert handles is not None
     seen: list[tuple[str, int]] = []
 
@@ -135,7 +135,7 @@ def test_every_channel_is_opened_before_the_first_step_and_both_ends_keep_one_or
 
 
 def _dies_while_sending(rank: int, world: int) -> None:
-    handles = handles_of(everyone(rank, world, "pp"), tags=True)
+    handles = create_pipeline_groups(everyone(rank, world, "pp"), tags=True)
     with StageLink(handles, num_microbatches=1, announce=False, device=CPU) as link:
         if rank == 0:
             link.send(StageMessage("forward", 1, 0), (torch.zeros(1 << 22),), 1)
@@ -148,12 +148,12 @@ def test_send_to_a_killed_rank_raises_an_error() -> None:
         run_ranks(_dies_while_sending, 2)
 
 
-def _posted(*expected: Spec) -> Posted:
+def _posted(*expected: Spec) -> PendingReceive:
     """A receive of the forward message of microbatch 4 to stage 2, from pipeline rank 1; nothing
     travels."""
     nobody: Any = None
-    return Posted(
-        StageMessage("forward", 2, 4), 1, alone("pp"), nobody, tag=0, specs=expected, device=CPU
+    return PendingReceive(
+        StageMessage("forward", 2, 4), 1, single_rank_group("pp"), nobody, tag=0, specs=expected, device=CPU
     )
 
 

@@ -17,8 +17,8 @@ from megalith.parallel.mesh import (
     Mesh,
     build_mesh,
     destroy_mesh,
-    mesh_of_one,
-    mesh_on_paper,
+    build_single_rank_mesh,
+    build_meta_mesh,
     model_grid,
 )
 from megalith.plan.grid import Grid
@@ -131,20 +131,20 @@ def test_expert_groups_have_their_own_process_groups() -> None:
 def test_meta_mesh_has_the_groups_of_every_rank(tp: int, world: int) -> None:
     grid = grid_of(world, tp=tp)
     for rank in {0, 1, world // 2, world - 1}:
-        mesh = mesh_on_paper(grid, rank=rank)
+        mesh = build_meta_mesh(grid, rank=rank)
         check_against_grid(mesh, rank)
         assert all(group.handle is None and group.name for group in mesh.groups.values())
         assert mesh.coordinates["tp"] == rank % tp
 
 
 def test_one_process_is_a_mesh_whose_groups_are_all_of_one() -> None:
-    mesh = mesh_of_one()
+    mesh = build_single_rank_mesh()
     assert {group.size for group in mesh.groups.values()} == {1}
     assert (mesh.tp.rank, mesh.dp.rank, mesh.world.ranks) == (0, 0, (0,))
 
 
 def test_axes_may_be_named_in_any_order_and_tp_stands_for_its_two_parts() -> None:
-    mesh = mesh_on_paper(grid_of(12, tp=4), rank=5)
+    mesh = build_meta_mesh(grid_of(12, tp=4), rank=5)
     assert mesh.over("cp", "dp") is mesh.over("dp", "cp") is mesh.dp_cp
     assert mesh.over("tp") is mesh.over("tp_copy", "tp_kv") is mesh.tp
     assert mesh.world is mesh.over("tp", "cp", "dp", "pp")
@@ -165,7 +165,7 @@ def test_tp_has_two_axes_where_ranks_share_a_kv_head(
         copies,
         tp,
     )
-    neighbors = mesh_on_paper(grid, rank=0).over("tp_copy").ranks
+    neighbors = build_meta_mesh(grid, rank=0).over("tp_copy").ranks
     assert neighbors == tuple(range(copies))
 
 

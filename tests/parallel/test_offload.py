@@ -14,11 +14,11 @@ from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.data.loader import Loader, MaskSettings
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.parallel import recompute as recompute_module
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
-from megalith.parallel.offload import Away, HostMemory, OffloadedPass
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.offload import OffloadedStorage, HostMemory, OffloadedPass
 from megalith.plan.activations import ActivationSetting, stage_activations
 from megalith.plan.workload import plan_workload
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import Trainer, build_trainer
@@ -36,7 +36,7 @@ def trainer(
     offload: OffloadConfig, recompute: RecomputeConfig = KEEP, device: str = "cpu"
 ) -> Trainer:
     return build_trainer(
-        replace(RUN, offload=offload, recompute=recompute), mesh_of_one(), torch.device(device)
+        replace(RUN, offload=offload, recompute=recompute), build_single_rank_mesh(), torch.device(device)
     )
 
 
@@ -107,19 +107,19 @@ def test_layers_are_prefetched_during_backward_of_the_next_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     events: list[str] = []
-    fetch, start = OffloadedPass.fetch, Away.start_back
+    fetch, start = OffloadedPass.fetch, OffloadedStorage.start_back
 
     def noted_fetch(self: OffloadedPass, number: int) -> None:
         events.append(f"fetch {number}")
         fetch(self, number)
 
-    def noted_start(self: Away) -> None:
+    def noted_start(self: OffloadedStorage) -> None:
         if self.back is None:
             events.append("copy")
         start(self)
 
     monkeypatch.setattr(OffloadedPass, "fetch", noted_fetch)
-    monkeypatch.setattr(Away, "start_back", noted_start)
+    monkeypatch.setattr(OffloadedStorage, "start_back", noted_start)
     step(trainer(OffloadConfig(layers=3, min_numel=1)))
     fetches = [event for event in events if event != "copy"]
     assert fetches == ["fetch 2", "fetch 1", "fetch 0"]
@@ -150,13 +150,13 @@ def _reloads(
         device=torch.device("cpu"),
     )
     begun, back = list[OffloadedPass](), list[tuple[int, int]]()
-    start = Away.start_back
+    start = OffloadedStorage.start_back
 
     def begin(*args: Any, **others: Any) -> OffloadedPass:
         begun.append(OffloadedPass(*args, **others))
         return begun[-1]
 
-    def noted(self: Away) -> None:
+    def noted(self: OffloadedStorage) -> None:
         if self.back is None:
             back.extend(
                 (number, span)
@@ -166,7 +166,7 @@ def _reloads(
             )
         start(self)
 
-    with replaced(recompute_module, "OffloadedPass", begin), replaced(Away, "start_back", noted):
+    with patched(recompute_module, "OffloadedPass", begin), patched(OffloadedStorage, "start_back", noted):
         train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0)
     actions = plan_workload(run, world).schedule.ranks[rank]
     forwards = [(op.chunk, op.microbatch) for op in actions if op.kind == "F"]
@@ -295,7 +295,7 @@ def test_wrong_copy_changes_the_gradients(monkeypatch: pytest.MonkeyPatch) -> No
     """A planted fault: copies come back before they are complete."""
     _, right = step(trainer(OffloadConfig()))
     monkeypatch.setattr(
-        Away, "start_back", lambda self: setattr(self, "back", torch.zeros_like(self.host))
+        OffloadedStorage, "start_back", lambda self: setattr(self, "back", torch.zeros_like(self.host))
     )
     _, wrong = step(trainer(OffloadConfig(layers=2, min_numel=1)))
     assert not torch.equal(right, wrong)

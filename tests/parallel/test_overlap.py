@@ -15,10 +15,10 @@ from megalith.parallel.group import Group
 from megalith.parallel.rings import RING_EXCHANGE
 from megalith.parallel.symm_mem import FUSED
 from megalith.parallel.tensor import (
-    ColumnLinear,
+    ColumnParallelLinear,
     Init,
     ParameterSpec,
-    RowLinear,
+    RowParallelLinear,
     SequenceParallelComm,
     TensorParallelComm,
     TPComm,
@@ -58,15 +58,15 @@ class Notes:
 
 def build(
     kind: type[nn.Module], tp_comm: TPComm, group: Group, dtype: torch.dtype
-) -> ColumnLinear | RowLinear:
+) -> ColumnParallelLinear | RowParallelLinear:
     shard = Shard.full("x.w", (OUTPUTS, INPUTS))
-    dim = 0 if kind is ColumnLinear else 1
+    dim = 0 if kind is ColumnParallelLinear else 1
     sizes = split_evenly(shard.shape[dim], group.size)
     declared = ParameterSpec(shard.split_dim(dim, sizes, group.rank, group.axes), Init(1.0))
     layer = (
-        ColumnLinear([declared], [], tp_comm, dtype=dtype)
-        if kind is ColumnLinear
-        else RowLinear(declared, None, tp_comm, dtype=dtype)
+        ColumnParallelLinear([declared], [], tp_comm, dtype=dtype)
+        if kind is ColumnParallelLinear
+        else RowParallelLinear(declared, None, tp_comm, dtype=dtype)
     )
     allocate(layer, torch.device("cpu"))
     with torch.no_grad():
@@ -82,7 +82,7 @@ def run(
     layer = build(kind, tp_comm, group, dtype)
     notes = Notes([])
     layer.grad_accumulator = notes if grad_accumulator else None
-    sp, column = isinstance(tp_comm, SequenceParallelComm), kind is ColumnLinear
+    sp, column = isinstance(tp_comm, SequenceParallelComm), kind is ColumnParallelLinear
     tokens = TOKENS // group.size if sp and column else TOKENS
     inputs = INPUTS if column else split_evenly(INPUTS, group.size)[group.rank]
     x = seeded(
@@ -99,7 +99,7 @@ def run(
 
 def compare(rank: int, world: int, dtype: torch.dtype) -> None:
     group = everyone(rank, world, "tp_kv", "tp_copy")
-    for kind in (ColumnLinear, RowLinear):
+    for kind in (ColumnParallelLinear, RowParallelLinear):
         for grad_accumulator in (False, True):
             for split in (False, True):
                 tp_comm = SequenceParallelComm if split else TensorParallelComm
@@ -130,7 +130,7 @@ def order(rank: int, world: int, sp: bool) -> None:
     group = everyone(rank, world, "tp_kv", "tp_copy")
     events: list[str] = []
     layer = build(
-        ColumnLinear,
+        ColumnParallelLinear,
         SequenceParallelComm(group) if sp else TensorParallelComm(group),
         group,
         torch.float32,
@@ -159,7 +159,7 @@ def hidden(rank: int, world: int, sp: bool) -> float:
     a long sleep."""
     group = everyone(rank, world, "tp_kv", "tp_copy")
     layer = build(
-        ColumnLinear,
+        ColumnParallelLinear,
         SequenceParallelComm(group) if sp else TensorParallelComm(group),
         group,
         torch.float32,
@@ -192,7 +192,7 @@ def test_reduction_of_dx_overlaps_with_weight_gradients(sp: bool) -> None:
 
 def recomputed_input(rank: int, world: int) -> None:
     group = everyone(rank, world, "tp_kv", "tp_copy")
-    layer = build(ColumnLinear, SequenceParallelComm(group), group, torch.float64)
+    layer = build(ColumnParallelLinear, SequenceParallelComm(group), group, torch.float64)
     x = seeded(TOKENS // world, INPUTS, seed=2, dtype=torch.float64)
     layer(x).sum().backward()
     weight = getattr(layer, "w")  # noqa: B009

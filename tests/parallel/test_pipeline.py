@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalith.errors import RankError
 from megalith.kernels.linear import GradAccumulator, linear, weight_grad
-from megalith.parallel.link import Spec, Specs, Tensors, handles_of
+from megalith.parallel.link import Spec, Specs, Tensors, create_pipeline_groups
 from megalith.parallel.pipeline import Boundary, Pipeline
 from megalith.parallel.postpone import WeightGradStore
 from megalith.plan.schedule import Schedule, ScheduleName, build_schedule
@@ -140,7 +140,7 @@ def run_case(
     ]
     pipeline = Pipeline(
         rank,
-        handles_of(everyone(rank, world, "pp"), tags=not case.separate),
+        create_pipeline_groups(everyone(rank, world, "pp"), tags=not case.separate),
         CPU,
         boundary=boundary if case.known else None,
         announce=case.announce,
@@ -227,7 +227,7 @@ def _wrong_rows(rank: int, world: int) -> None:
     case = Case("1f1b", 1, 2, None, announce=True)
     schedule = schedule_of(case, world)
     pipeline = Pipeline(
-        rank, handles_of(everyone(rank, world, "pp"), tags=True), CPU, announce=True
+        rank, create_pipeline_groups(everyone(rank, world, "pp"), tags=True), CPU, announce=True
     )
     specs: Boundary = boundary if rank == 0 else (lambda stage, m: boundary(stage, m + 1))
     pipeline.run(schedule, [Layer(rank, world)], specs)
@@ -266,7 +266,7 @@ def _freed(rank: int, world: int) -> list[bool]:
     stage = Wide(rank)
     pipeline = Pipeline(
         rank,
-        handles_of(everyone(rank, world, "pp"), tags=True),
+        create_pipeline_groups(everyone(rank, world, "pp"), tags=True),
         CPU,
         boundary=lambda *_: (Spec((1000,), torch.float32),),
     )

@@ -26,9 +26,9 @@ from megalith.kernels.tokens import DropoutKey, tokens_of_lengths
 from megalith.models.decoder import declared_parameters
 from megalith.observe.meter import metered
 from megalith.parallel import data, recompute
-from megalith.parallel.group import alone
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
-from megalith.parallel.recompute import Recomputed, sharded
+from megalith.parallel.group import single_rank_group
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.recompute import Recomputed, shard_saved_input
 from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, assert_equals
@@ -73,7 +73,7 @@ def step(trainer: Trainer, *, backward: bool = True) -> list[Tensor]:
 
 def built(one: RecomputeConfig, dtype: str = "fp32", run: TrainRun = RUN) -> Trainer:
     run = apply_overrides(replace(run, recompute=one), {"precision.params": dtype})
-    return build_trainer(run, mesh_of_one(), torch.device("cpu"))
+    return build_trainer(run, build_single_rank_mesh(), torch.device("cpu"))
 
 
 @cache
@@ -266,7 +266,7 @@ def test_compiled_layers_are_recomputed_with_the_same_bits(one: RecomputeConfig)
     def compiled(one: RecomputeConfig) -> list[Tensor]:
         trainer = build_trainer(
             apply_overrides(replace(RUN, recompute=one), {"train.compile": "true"}),
-            mesh_of_one(),
+            build_single_rank_mesh(),
             torch.device("cpu"),
         )
         for layer in trainer.model.layers:
@@ -315,13 +315,13 @@ def test_region_with_recomputed_input_saves_the_inputs_of_that_input() -> None:
 
 def test_slices_of_a_saved_input_join_to_it() -> None:
     x = torch.randn(5, 3)
-    assert torch.equal(sharded(x, alone("tp_kv", "tp_copy")).again(x.flatten()), x)
+    assert torch.equal(shard_saved_input(x, single_rank_group("tp_kv", "tp_copy")).again(x.flatten()), x)
     run_ranks(joined, 2)
 
 
 def joined(rank: int, world: int) -> None:
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
-    parts = sharded(x, everyone(rank, world, "tp_kv", "tp_copy"))
+    parts = shard_saved_input(x, everyone(rank, world, "tp_kv", "tp_copy"))
     assert parts.inputs[0].shape == (8,) and torch.equal(parts.again(*parts.inputs), x)
 
 
@@ -453,7 +453,7 @@ def test_each_mlp_chunk_adds_one_weight_gradient(
 
 def test_expecting_one_of_several_chunks_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the engine did not know of chunks, and sent buckets on their way after the first."""
-    monkeypatch.setattr(data, "passes_of", lambda chunk: {})
+    monkeypatch.setattr(data, "count_forward_passes", lambda chunk: {})
     with pytest.raises(
         AssertionError, match=r"more gradient contributions than backward passes: .*mlp"
     ):

@@ -11,12 +11,12 @@ from torch import Tensor
 from megalith.kernels.linear import forward, input_grad
 from megalith.parallel.group import Group
 from megalith.parallel.rings import (
-    gather_product,
-    product_scatter,
-    start_gather,
-    start_passing,
-    start_scatter,
-    start_sum,
+    ring_all_gather_matmul,
+    ring_matmul_reduce_scatter,
+    start_token_gather,
+    start_ring_exchange,
+    start_reduce_scatter,
+    start_all_reduce,
 )
 from megalith.testing.inject import slow_link
 from megalith.testing.ranks import everyone, run_ranks
@@ -39,11 +39,11 @@ def products(rank: int, world: int) -> None:
         seeded(TOKENS, INPUTS, seed=0),
         [seeded(OUTPUTS, INPUTS, seed=1 + r) for r in range(world)],
     )
-    whole, y = gather_product(x.chunk(world)[rank], weights[rank], group, forward)
+    whole, y = ring_all_gather_matmul(x.chunk(world)[rank], weights[rank], group, forward)
     assert torch.equal(whole, x)
     assert_equals("gathered", y, x @ weights[rank].T, FP64)
     dys = [seeded(TOKENS, OUTPUTS, seed=9 + r) for r in range(world)]
-    mine = product_scatter(dys[rank], weights[rank], group, input_grad)
+    mine = ring_matmul_reduce_scatter(dys[rank], weights[rank], group, input_grad)
     total = torch.stack([dy @ w for dy, w in zip(dys, weights, strict=True)]).sum(0)
     assert_equals("scattered", mine, total.chunk(world)[rank], FP64)
 
@@ -55,7 +55,7 @@ def started(rank: int, world: int) -> None:
     with slow_link(latency_seconds=0.01, poison=True):
         on_their_way = [
             start(parts[rank], group)
-            for start in (start_sum, start_gather, start_scatter, start_passing)
+            for start in (start_all_reduce, start_token_gather, start_reduce_scatter, start_ring_exchange)
         ]
         assert all(each.x.isnan().all() for each in on_their_way)
         whole, gathered, scattered, passed = (each.wait() for each in on_their_way)
@@ -83,8 +83,8 @@ def hidden(rank: int, world: int) -> tuple[float, float]:
     group = group_of(rank, world)
     product = partial(slow_product, seconds=0.04)
     with slow_link(latency_seconds=0.02) as link:
-        gather_product(seeded(4, INPUTS, seed=0), seeded(OUTPUTS, INPUTS, seed=1), group, product)
-        product_scatter(
+        ring_all_gather_matmul(seeded(4, INPUTS, seed=0), seeded(OUTPUTS, INPUTS, seed=1), group, product)
+        ring_matmul_reduce_scatter(
             seeded(4 * world, INPUTS, seed=0), seeded(OUTPUTS, INPUTS, seed=1), group, product
         )
         return link.added_seconds(), link.exposed_seconds()

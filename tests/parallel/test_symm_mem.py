@@ -15,14 +15,14 @@ from megalith.kernels.linear import forward, input_grad
 from megalith.observe.capabilities import has_symmetric_memory
 from megalith.observe.flight import Flight
 from megalith.parallel import symm_mem
-from megalith.parallel.group import Group, alone
-from megalith.parallel.rings import RING_EXCHANGE, gather_product, product_scatter
+from megalith.parallel.group import Group, single_rank_group
+from megalith.parallel.rings import RING_EXCHANGE, ring_all_gather_matmul, ring_matmul_reduce_scatter
 from megalith.parallel.symm_mem import (
     FUSED,
     RankDevice,
     choose_collective_matmul,
-    fused_gather_product,
-    fused_product_scatter,
+    symm_mem_all_gather_matmul,
+    symm_mem_matmul_reduce_scatter,
     my_place,
     why_not_fused,
 )
@@ -49,7 +49,7 @@ def compare_with_plain_work(
         ]  # strides as in a part of a wider matrix
         weights = [seeded(OUTPUTS, INPUTS, seed=1 + r).to(dtype) for r in range(group.size)]
         mine = weights[group.rank].to(device)
-        whole, y = fused_gather_product(
+        whole, y = symm_mem_all_gather_matmul(
             x.chunk(group.size)[group.rank].to(device), mine, group, matmul
         )
         assert torch.equal(whole.cpu(), x)
@@ -60,7 +60,7 @@ def compare_with_plain_work(
             tolerance,
         )
         xs = [seeded(TOKENS, inputs, seed=9 + r).to(dtype) for r in range(group.size)]
-        summed = fused_product_scatter(xs[group.rank].to(device), mine, group, matmul)
+        summed = symm_mem_matmul_reduce_scatter(xs[group.rank].to(device), mine, group, matmul)
         total = torch.stack(
             [matmul(x.double(), w.double()) for x, w in zip(xs, weights, strict=True)]
         ).sum(0)
@@ -80,14 +80,14 @@ def on_cpus(rank: int, world: int) -> None:
             seeded(TOKENS, OUTPUTS, seed=rank),
         )
         for mine, ring in zip(
-            fused_gather_product(x, w, group, forward),
-            gather_product(x, w, group, forward),
+            symm_mem_all_gather_matmul(x, w, group, forward),
+            ring_all_gather_matmul(x, w, group, forward),
             strict=True,
         ):
             assert_equals("as a ring gathers", mine, ring, FP64)
         mine, ring = (
             scatter(dy, w, group, input_grad)
-            for scatter in (fused_product_scatter, product_scatter)
+            for scatter in (symm_mem_matmul_reduce_scatter, ring_matmul_reduce_scatter)
         )
         assert_equals("as a ring scatters", mine, ring, FP64)
 
@@ -119,8 +119,8 @@ def noted(rank: int, world: int) -> list[tuple[str, bool]]:
     flight = Flight()
     group = replace(everyone(rank, world, "tp_kv", "tp_copy"), flight=flight)
     with fused_on_cpus():
-        fused_product_scatter(seeded(4, 3, seed=0), seeded(3, 2, seed=1), group, input_grad)
-        fused_gather_product(seeded(4, 2, seed=0), seeded(3, 2, seed=1), group, forward)
+        symm_mem_matmul_reduce_scatter(seeded(4, 3, seed=0), seeded(3, 2, seed=1), group, input_grad)
+        symm_mem_all_gather_matmul(seeded(4, 2, seed=0), seeded(3, 2, seed=1), group, forward)
     return [(entry.op, entry.finished) for entry in flight.entries]
 
 
@@ -131,8 +131,8 @@ def test_fused_matmuls_are_recorded() -> None:
 
 def test_other_functions_are_rejected_as_matmul() -> None:
     with pytest.raises(AssertionError, match="is no plain matmul"):
-        fused_gather_product(
-            seeded(4, 2, seed=0), seeded(3, 2, seed=1), alone("tp"), lambda x, w: x @ w.t()
+        symm_mem_all_gather_matmul(
+            seeded(4, 2, seed=0), seeded(3, 2, seed=1), single_rank_group("tp"), lambda x, w: x @ w.t()
         )
 
 
@@ -221,7 +221,7 @@ def test_on_cpus_auto_is_ring_exchange_and_fused_is_rejected() -> None:
     assert text.startswith(
         "parallel.collective_matmul=fused is not available to ranks [0, 1]: rank 0 computes on cpu"
     )
-    assert choose_collective_matmul("fused", alone("tp"), CPU) is RING_EXCHANGE, (
+    assert choose_collective_matmul("fused", single_rank_group("tp"), CPU) is RING_EXCHANGE, (
         "one rank has no ring"
     )
 
@@ -241,7 +241,7 @@ def test_symmetric_memory_is_enabled_for_groups_where_torch_requires_it(
 ) -> None:
     enabled_groups: list[str] = []
     module = import_module("torch.distributed._symmetric_memory")
-    group = replace(alone("tp"), name="seven")
+    group = replace(single_rank_group("tp"), name="seven")
     symm_mem._enable_symmetric_memory(group)
     assert not module.is_symm_mem_enabled_for_group("seven"), (
         "the one installed finds out by itself"

@@ -13,20 +13,20 @@ from megalith.kernels.cross_entropy import LogitTransform, linear_cross_entropy
 from megalith.kernels.rebuilt import output_tensor
 from megalith.models.decoder import allocate
 from megalith.parallel.autograd import all_gather
-from megalith.parallel.group import Group, all_reduce_, my_range
+from megalith.parallel.group import Group, all_reduce_, local_range
 from megalith.parallel.tensor import (
     ONES,
     ZEROS,
-    ColumnLinear,
+    ColumnParallelLinear,
     Init,
     ParameterSpec,
-    RowLinear,
+    RowParallelLinear,
     SequenceParallelComm,
     TensorParallelComm,
     TPComm,
-    VocabEmbedding,
-    VocabHead,
-    choose_losses,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    set_training_losses,
 )
 from megalith.plan.shards import Shard, split_evenly
 from megalith.testing.ranks import everyone, run_ranks
@@ -57,7 +57,7 @@ def cut(shard: Shard, dim: int, group: Group) -> Shard:
 
 def part(x: Tensor, dim: int, group: Group) -> Tensor:
     """The same part of a whole tensor."""
-    start, stop = my_range(split_evenly(x.shape[dim], group.size), group.rank)
+    start, stop = local_range(split_evenly(x.shape[dim], group.size), group.rank)
     return x.narrow(dim, start, stop - start)
 
 
@@ -91,7 +91,7 @@ def column(rank: int, world: int, sp: bool) -> None:
     }
     weights = [ParameterSpec(shards[name], START) for name in ("a", "b")]
     biases = [ParameterSpec(shards[name], ZEROS) for name in ("a_bias", "b_bias")]
-    layer = ColumnLinear(weights, biases, region_of(group, sp), dtype=torch.float64)
+    layer = ColumnParallelLinear(weights, biases, region_of(group, sp), dtype=torch.float64)
     filled(layer, values)
     x, wanted = seeded(TOKENS, INPUTS, seed=5), seeded(TOKENS, OUTPUTS + 4, seed=6)
     mine = local_input(x, group, sp)
@@ -116,7 +116,7 @@ def row(rank: int, world: int, sp: bool) -> None:
     values = {"w": seeded(OUTPUTS, INPUTS, seed=1), "w_bias": seeded(OUTPUTS, seed=2)}
     weight = cut(Shard.full("x.w", (OUTPUTS, INPUTS)), 1, group)
     bias = Shard.full("x.w_bias", (OUTPUTS,), invariant=tp_comm.invariant, inputs=0)
-    layer = RowLinear(
+    layer = RowParallelLinear(
         ParameterSpec(weight, START), ParameterSpec(bias, ZEROS), tp_comm, dtype=torch.float64
     )
     filled(layer, values)
@@ -142,7 +142,7 @@ def embedding(rank: int, world: int, sp: bool) -> None:
     group = group_of(rank, world)
     table, ids = seeded(VOCAB, INPUTS, seed=1), torch.arange(TOKENS) * 5 % VOCAB
     ids[3] = ids[0]  # a row that is used twice
-    layer = VocabEmbedding(
+    layer = VocabParallelEmbedding(
         ParameterSpec(cut(Shard.full("e.weight", (VOCAB, INPUTS)), 0, group), START),
         region_of(group, sp),
         dtype=torch.float64,
@@ -171,7 +171,7 @@ def head(rank: int, world: int, sp: bool) -> None:
         (False, True), (LogitTransform(), LogitTransform(0.6), LogitTransform(1.4, softcap=1.5))
     ):
         spread = 0.0 if each else logit_transform.scale / 8
-        layer = VocabHead(
+        layer = VocabParallelHead(
             ParameterSpec(shard, START),
             region_of(group, sp),
             vocab_size=known,
@@ -179,7 +179,7 @@ def head(rank: int, world: int, sp: bool) -> None:
             dtype=torch.float64,
             logit_transform=logit_transform,
         )
-        choose_losses(
+        set_training_losses(
             [layer], partial(partial, linear_cross_entropy, smoothing=spread * (known - 1) / known)
         )
         filled(layer, {"weight": table})
@@ -238,10 +238,10 @@ def test_tensor_parallel_layers_match_one_rank(layer: object, tp: int, sp: bool)
 def test_tied_head_uses_the_parameter_of_the_embedding() -> None:
     group = Group(("tp_kv", "tp_copy"), (0,), 0)
     shard = Shard.full("embed.weight", (VOCAB, INPUTS))
-    embed = VocabEmbedding(
+    embed = VocabParallelEmbedding(
         ParameterSpec(shard, START), TensorParallelComm(group), dtype=torch.float32
     )
-    tied = VocabHead(
+    tied = VocabParallelHead(
         ParameterSpec(shard, START),
         TensorParallelComm(group),
         vocab_size=VOCAB,
@@ -255,7 +255,7 @@ def test_tied_head_uses_the_parameter_of_the_embedding() -> None:
 def test_layers_are_built_without_memory() -> None:
     group = Group(("tp_kv", "tp_copy"), (0, 1), 1)
     shard = cut(Shard.full("x.w", (2**30, 4096)), 0, group)
-    layer = ColumnLinear(
+    layer = ColumnParallelLinear(
         [ParameterSpec(shard, ONES)], [], TensorParallelComm(group), dtype=torch.bfloat16
     )
     assert layer.w.is_meta and layer.w.shape == (2**29, 4096) and layer.w.dtype == torch.bfloat16

@@ -13,7 +13,7 @@ from megalith.errors import ConfigError
 from megalith.kernels.rebuilt import output_tensor
 from megalith.kernels.routing import Choice
 from megalith.parallel.expert import LocalDispatcher
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.parallel.transports import build_transport, load_transport
 from megalith.plan.transports import GROUP
 from megalith.testing.ranks import run_ranks
@@ -111,4 +111,4 @@ def test_code_that_does_not_load_is_named(package: Path) -> None:
 
 
 def test_single_rank_dispatcher_sends_nothing() -> None:
-    assert isinstance(build_transport("reference", mesh_of_one(), 4), LocalDispatcher)
+    assert isinstance(build_transport("reference", build_single_rank_mesh(), 4), LocalDispatcher)

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 from megalith.errors import ConfigError, RankError
-from megalith.parallel.group import all_reduce_, alone, gather_objects
+from megalith.parallel.group import all_reduce_, single_rank_group, gather_objects
 from megalith.parallel.launch import LISTENER
 from megalith.parallel.worker import (
     Worker,
     check_consistent_settings,
     connect,
     disconnect,
-    machine_problem,
-    meet,
+    describe_slow_tp,
+    open_rendezvous,
     set_threads,
 )
 from megalith.plan.grid import dense_grid
@@ -174,7 +174,7 @@ def _comes_alone(rank: int, world: int) -> str:
         LISTENER: str(server.detach())
     }
     with pytest.raises(RankError) as caught:
-        meet(Worker.from_environment(environment), timeout_seconds=0.3)
+        open_rendezvous(Worker.from_environment(environment), timeout_seconds=0.3)
     return str(caught.value)
 
 
@@ -187,7 +187,7 @@ def test_absent_ranks_are_named() -> None:
 
 def test_single_rank_job_has_no_process_group() -> None:
     worker = Worker.from_environment({})
-    assert connect(worker, timeout_seconds=1) == alone("world")
+    assert connect(worker, timeout_seconds=1) == single_rank_group("world")
     assert not dist.is_initialized()
     disconnect(worker)
 
@@ -205,7 +205,7 @@ def test_single_rank_job_has_no_process_group() -> None:
 def test_tensor_parallelism_over_several_machines_is_warned_about(
     world: int, tp: int, local_world: int, order: str, fits: str | None
 ) -> None:
-    problem = machine_problem(dense_grid(world=world, tp=tp, order=order), local_world)
+    problem = describe_slow_tp(dense_grid(world=world, tp=tp, order=order), local_world)
     assert (problem is None) == (fits is None)
     if fits is not None:
         assert problem is not None
@@ -221,7 +221,7 @@ def _agrees(rank: int, world: int, settings: list[dict[str, object]]) -> None:
 
 def test_equal_settings_pass() -> None:
     run_ranks(_agrees, 2, [{"a": 1, "b": None}, {"b": None, "a": 1}])
-    check_consistent_settings({"a": 1}, alone("world"))
+    check_consistent_settings({"a": 1}, single_rank_group("world"))
 
 
 def test_different_settings_are_listed_with_the_ranks_that_have_them() -> None:

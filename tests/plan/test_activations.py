@@ -31,10 +31,10 @@ from megalith.kernels.permute import permute_choices, permute
 from megalith.kernels.tokens import AuxLossScale, DropoutKey, tokens_of_lengths, tokens_of_slices
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.observe.meter import metered
-from megalith.parallel.context import my_slicing
-from megalith.parallel.expert import groups_here
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
-from megalith.parallel.offload import Away
+from megalith.parallel.context import local_slicing
+from megalith.parallel.expert import local_expert_groups
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.offload import OffloadedStorage
 from megalith.plan import activations
 from megalith.plan.activations import (
     ActivationSetting,
@@ -107,7 +107,7 @@ def measure(setting: ActivationSetting, rank: int = 0, world: int = 1) -> tuple[
         dispatcher=setting.dispatcher,
     )
     mesh = (
-        mesh_of_one()
+        build_single_rank_mesh()
         if world == 1
         else build_mesh(model_grid(parallel, setting.model, world), rank=rank)
     )
@@ -125,7 +125,7 @@ def measure(setting: ActivationSetting, rank: int = 0, world: int = 1) -> tuple[
     initialize(model, seed=1)
     ids, tokens = torch.arange(sum(setting.lengths)) % 61, tokens_of_lengths(list(setting.lengths))
     if setting.cp > 1:
-        slicing = my_slicing(parallel, mesh)
+        slicing = local_slicing(parallel, mesh)
         slices = plan_slices(list(setting.lengths), row=setting.lengths[0], slicing=slicing)
         ids, tokens = (
             ids[torch.from_numpy(slices.as_read(slicing.rank))],
@@ -445,7 +445,7 @@ def test_what_operations_keep_by_themselves_is_counted() -> None:
     x, choice = torch.empty(12, 24), torch.arange(24).view(12, 2) % 4
     order = permute_choices(choice, 4, num_rows=24)
     others = sum(part.nbytes for part in (order.tokens, order.rows, order.starts, order.counts))
-    ends = groups_here(order).ends
+    ends = local_expert_groups(order).ends
     assert ends is not None and len(permute(x, order)) == 24
     rows = layer_rows(ActivationSetting(model=MIXTURES["softmax"], dtype="fp32", lengths=(12,)), ())
     assert sum(row.nbytes for row in rows if untold(row)) == others + ends.nbytes
@@ -632,7 +632,7 @@ def test_saved_activations_of_mtp_stages_match_the_ledger(layout: str, kind: str
     ids, tokens = torch.arange(24) % 61, tokens_of_lengths([12, 12])
     received: tuple[torch.Tensor, ...] = ()
     for stage in plan_stages(PipelineConfig(layout=layout), pp=4, num_layers=3, depths=2):
-        chunk = Decoder(model, mesh_of_one(), stage=stage, recompute=recompute)
+        chunk = Decoder(model, build_single_rank_mesh(), stage=stage, recompute=recompute)
         allocate(chunk, torch.device("cpu"))
         initialize(chunk, seed=1)
         mtp_inputs, given = (
@@ -748,14 +748,14 @@ def test_backward_brings_back_what_the_ledger_says(
         model=model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
     )
     decoder = Decoder(
-        model, mesh_of_one(), sp=False, dtype=torch.float32, recompute=recompute, offload=offload
+        model, build_single_rank_mesh(), sp=False, dtype=torch.float32, recompute=recompute, offload=offload
     )
     allocate(decoder, torch.device("cpu"))
     initialize(decoder, seed=1)
-    ids, found, copies = torch.arange(24), [0], list[weakref.ref[Away]]()
-    begin = Away.start_back
+    ids, found, copies = torch.arange(24), [0], list[weakref.ref[OffloadedStorage]]()
+    begin = OffloadedStorage.start_back
 
-    def noted(self: Away) -> None:
+    def noted(self: OffloadedStorage) -> None:
         copies.append(weakref.ref(self))
         begin(self)
         back = {
@@ -767,7 +767,7 @@ def test_backward_brings_back_what_the_ledger_says(
 
     with metered(decoder) as meter, pytest.MonkeyPatch.context() as patch:
         loss = decoder.loss(ids, ids, tokens_of_lengths([12, 12]))
-        patch.setattr(Away, "start_back", noted)
+        patch.setattr(OffloadedStorage, "start_back", noted)
         loss.backward()
     kept = stage_activations(setting, num_layers=num_layers)
     gone = total(

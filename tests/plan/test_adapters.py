@@ -15,7 +15,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.models.decoder import build_chunks, declared_parameters
 from megalith.nn.lora import attach_adapters
-from megalith.parallel.mesh import mesh_on_paper, model_grid
+from megalith.parallel.mesh import build_meta_mesh, model_grid
 from megalith.plan.adapters import trained, trained_layer_flops, trained_step_flops, with_adapters
 from megalith.plan.costs import head_flops, layer_flops, pairs_in_window, step_flops
 from megalith.plan.parameters import held_parameters
@@ -37,7 +37,7 @@ MODEL = ModelConfig(
 @pytest.mark.parametrize("lora", [LoraConfig(rank=3), LoraConfig(rank=1, targets=("kv", "o"))])
 def test_names_sizes_and_cuts_are_those_of_the_layers(tp: int, lora: LoraConfig) -> None:
     for rank in range(tp):
-        mesh = mesh_on_paper(model_grid(ParallelConfig(tp=tp), MODEL, tp), rank=rank)
+        mesh = build_meta_mesh(model_grid(ParallelConfig(tp=tp), MODEL, tp), rank=rank)
         chunks = build_chunks(MODEL, mesh, ParallelConfig(tp=tp, sp=tp > 1))
         attach_adapters(chunks, MODEL, lora)
         shards = {one.shard.name: one.shard for one, module, name in declared_parameters(chunks[0])}

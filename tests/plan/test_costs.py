@@ -23,8 +23,8 @@ from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.kernels import use_kernels
 from megalith.nn.moe.experts import Experts
 from megalith.parallel.expert import DispatchedTokens
-from megalith.parallel.group import alone
-from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
+from megalith.parallel.group import single_rank_group
+from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
 from megalith.plan.costs import (
     active_parameters,
     attention_flops,
@@ -366,7 +366,7 @@ def test_layers_with_parts_left_out_or_replaced_have_their_known_numbers(
 def built(config: ModelConfig, *, tp: int, rank: int = 0, sp: bool = False) -> Decoder:
     """One rank's part of the model, without memory."""
     grid = model_grid(ParallelConfig(tp=tp), config, tp)
-    return Decoder(config, mesh_on_paper(grid, rank=rank), sp=sp)
+    return Decoder(config, build_meta_mesh(grid, rank=rank), sp=sp)
 
 
 @pytest.mark.parametrize("config", [*VARIANTS, *KINDS.values()], ids=lambda config: config.norm)
@@ -603,7 +603,7 @@ def count_model(
 ) -> Counted:
     """What torch counts in the model of plain definitions; with `products` experts compute as in
     training."""
-    model, mesh = Decoder(config, mesh_of_one(), dtype=dtype), mesh_of_one()
+    model, mesh = Decoder(config, build_single_rank_mesh(), dtype=dtype), build_single_rank_mesh()
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     use_kernels([model], "reference", mesh)
@@ -720,7 +720,7 @@ def test_the_head_takes_a_chunk_of_the_size_that_the_estimate_counts() -> None:
     assert loss_chunk(1024, ranks=3) == 6144, "each rank forms a third of these logits"
     assert loss_chunk(128_256, ranks=1) == 512, "large vocabularies still take 512 tokens"
     head = HeadShard.of(
-        torch.empty(128_256, 2, device="meta"), alone("tp"), 0, 128_256, None, loops=False
+        torch.empty(128_256, 2, device="meta"), single_rank_group("tp"), 0, 128_256, None, loops=False
     )
     assert head.chunk == 512
 

@@ -7,7 +7,7 @@ import pytest
 from megalith.config.mla import MLAConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.tree import apply_overrides
-from megalith.parallel.mesh import mesh_on_paper
+from megalith.parallel.mesh import build_meta_mesh
 from megalith.plan.costs import num_parameters
 from megalith.plan.explain import explain, group_rows, kind_text, layers_text, ranks_text
 from megalith.plan.workload import Workload, plan_workload
@@ -106,7 +106,7 @@ def test_groups_are_those_that_the_mesh_makes() -> None:
         "train.micro_batch_size": "1",
     }
     workload = plan_workload(tiny_run(settings), 16)
-    mesh = mesh_on_paper(workload.grid, rank=0)
+    mesh = build_meta_mesh(workload.grid, rank=0)
     for row in group_rows(workload.grid):
         group = mesh.over(*row.axes.split(" · "))
         assert ranks_text(group.ranks) == row.examples[0] and group.size == row.size

@@ -15,7 +15,7 @@ from megalith.config.optim import OptimConfig
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.optim.build import build_optimizer
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.initial import PLAIN, InitialValues, ParameterRates, mup_factors, initial_values
 
 MODEL = ModelConfig(
@@ -26,7 +26,7 @@ WIDTHS = (64, 128, 256, 512)
 
 
 def starts(model: ModelConfig) -> dict[str, tuple[float, bool]]:
-    found = declared_parameters(Decoder(model, mesh_of_one()))
+    found = declared_parameters(Decoder(model, build_single_rank_mesh()))
     return {
         declared.shard.name: (declared.init.std, declared.init.uniform) for declared, _, _ in found
     }
@@ -158,7 +158,7 @@ def trained(width: int, *, mup: bool, steps: int, lr: float) -> tuple[dict[str, 
         init_std=0.1,
         mup=MuPConfig(base_hidden_size=32, base_head_dim=8) if mup else None,
     )
-    model = Decoder(config, mesh_of_one())
+    model = Decoder(config, build_single_rank_mesh())
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     params = [
@@ -205,7 +205,7 @@ def test_under_mup_a_wider_model_is_no_worse_at_the_same_rate() -> None:
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_each_weight_is_updated_at_its_own_rate(kind: str) -> None:
     config = replace(MUP, vocab_size=8, num_layers=1)
-    model = Decoder(config, mesh_of_one())
+    model = Decoder(config, build_single_rank_mesh())
     params = [
         (declared.shard, torch.ones(declared.shard.matrix_shape))
         for declared, _, _ in declared_parameters(model)

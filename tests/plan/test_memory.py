@@ -19,10 +19,10 @@ from megalith.nn.frozen import freeze
 from megalith.nn.lora import attach_adapters
 from megalith.observe.meter import metered
 from megalith.optim.adamw import AdamW
-from megalith.parallel.context import my_slicing
+from megalith.parallel.context import local_slicing
 from megalith.parallel.data import IN_FLIGHT as SUMS_IN_FLIGHT
 from megalith.parallel.data import BucketedDataParallel
-from megalith.parallel.mesh import build_mesh, destroy_mesh, mesh_on_paper, model_grid
+from megalith.parallel.mesh import build_mesh, destroy_mesh, build_meta_mesh, model_grid
 from megalith.plan import memory
 from megalith.plan.devices import DEVICES, device_named
 from megalith.plan.live import peak_activation_memory
@@ -60,7 +60,7 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
     """Bytes of the weights, gradients, master weights and moments of one rank, built without
     memory."""
     run = workload.run
-    mesh = mesh_on_paper(model_grid(run.parallel, run.model, workload.world), rank=rank)
+    mesh = build_meta_mesh(model_grid(run.parallel, run.model, workload.world), rank=rank)
     dtype = DTYPES[run.precision.params]
     model = nn.ModuleList(build_chunks(run.model, mesh, run.parallel, dtype=dtype))
     attach_adapters(list(model), run.model, run.lora)
@@ -488,7 +488,7 @@ def metered_peak(rank: int, world: int, run: TrainRun) -> int:
     length, rows = run.train.seq_len, run.train.micro_batch_size
     sample = Sample(ids=np.arange(length + 1) % run.model.vocab_size, num_valid=length + 1)
     batch = build_batch(
-        [sample] * rows, Masks(), device=torch.device("cpu"), slicing=my_slicing(run.parallel, mesh)
+        [sample] * rows, Masks(), device=torch.device("cpu"), slicing=local_slicing(run.parallel, mesh)
     )
     many = run.train.global_batch_size // (rows * mesh.dp.size)
     with metered(*trainer.pipeline_model.chunks) as meter:

@@ -14,8 +14,8 @@ from megalith.config.moe import AuxLossConfig, MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.models.decoder import Decoder, build_chunks, declared_parameters
-from megalith.parallel.engine import tensor_axes
-from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
+from megalith.parallel.engine import tp_reduce_axes
+from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
 from megalith.parallel.tensor import TensorParallel
 from megalith.plan.costs import num_parameters
 from megalith.plan.parameters import ExpertPart, HeldParameter, held_parameters, tensor_part
@@ -117,7 +117,7 @@ def holds_what_is_declared(workload: Workload) -> None:
     """Every rank: names, sizes, cuts and grids, in order."""
     run, grid = workload.run, workload.grid
     for rank in grid.ranks:
-        mesh, place = mesh_on_paper(grid, rank=rank), grid.coordinates(rank)
+        mesh, place = build_meta_mesh(grid, rank=rank), grid.coordinates(rank)
         chunks = build_chunks(run.model, mesh, run.parallel, dtype=torch.float32)
         built = [
             (one, getattr(module, name))
@@ -156,7 +156,7 @@ def test_a_rank_holds_what_the_model_declares_in_its_order(config: ModelConfig, 
         config = replace(config, num_heads=9, num_kv_heads=kv_heads, head_dim=16, layers=alike)
     grid = model_grid(ParallelConfig(tp=tp), config, tp)
     for rank in range(tp):
-        model = Decoder(config, mesh_on_paper(grid, rank=rank))
+        model = Decoder(config, build_meta_mesh(grid, rank=rank))
         built = [
             (one.shard.name, one.shard.matrix_shape) for one, _, _ in declared_parameters(model)
         ]
@@ -180,7 +180,7 @@ def test_a_rank_holds_what_the_model_declares_in_its_order(config: ModelConfig, 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_gradients_are_summed_over_the_ranks_that_the_model_says(tp: int, sp: bool) -> None:
     for config in (*VARIANTS, *KINDS.values(), *MORE.values()):
-        mesh = mesh_on_paper(model_grid(ParallelConfig(tp=tp, sp=sp), config, tp), rank=1)
+        mesh = build_meta_mesh(model_grid(ParallelConfig(tp=tp, sp=sp), config, tp), rank=1)
         held = held_parameters(
             config, tp=tp, tp_rank=1, layers=range(config.num_layers), embedding=True, loss=True
         )
@@ -188,7 +188,7 @@ def test_gradients_are_summed_over_the_ranks_that_the_model_says(tp: int, sp: bo
         for one, (declared, _, _) in zip(
             held, declared_parameters(Decoder(config, mesh, sp=sp)), strict=True
         ):
-            axes = [axis for axis in tensor_axes(declared.shard) if mesh.over(axis).size > 1]
+            axes = [axis for axis in tp_reduce_axes(declared.shard) if mesh.over(axis).size > 1]
             ranks = math.prod(mesh.over(axis).size for axis in axes)
             assert ranks == _summed_over(one, tp=tp, sp=sp, copies=copies), one
 
@@ -221,7 +221,7 @@ def test_stages_hold_everything_once_and_a_shared_table_twice() -> None:
         assert shared == {name for name, is_shared in twice.items() if is_shared}
         stage = Decoder(
             config,
-            mesh_of_one(),
+            build_single_rank_mesh(),
             stage=Stage(rest, loss=True, norm=True, num_mtp_layers=config.mtp.num_layers),
         )
         assert [one.name for one in last] == [
@@ -240,7 +240,7 @@ def test_mtp_stage_holds_lookup_tables_and_no_head(positions: Any, tied: bool) -
         Stage(nothing, norm=True, num_mtp_layers=2),
         Stage(nothing, loss=True, num_mtp_layers=2),
     ):
-        built = declared_parameters(Decoder(config, mesh_of_one(), stage=stage))
+        built = declared_parameters(Decoder(config, build_single_rank_mesh(), stage=stage))
         held = held_parameters(
             config,
             tp=1,

@@ -18,7 +18,7 @@ from megalith.config.recompute import RecomputeConfig, RecomputedModule
 from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.kernels import use_kernels
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.repeated import repeated_flops
 from megalith.plan.stages import Stage, single_stage
 from megalith.recipes import resolve
@@ -56,10 +56,10 @@ def chosen(*modules: RecomputedModule) -> RecomputeConfig:
 def counted(model: ModelConfig, recompute: RecomputeConfig) -> int:
     """Operations that torch counts in one forward and backward of the model of plain
     definitions."""
-    decoder = Decoder(model, mesh_of_one(), dtype=torch.float64, recompute=recompute)
+    decoder = Decoder(model, build_single_rank_mesh(), dtype=torch.float64, recompute=recompute)
     allocate(decoder, torch.device("cpu"))
     initialize(decoder, seed=1)
-    use_kernels([decoder], "reference", mesh_of_one())
+    use_kernels([decoder], "reference", build_single_rank_mesh())
     tokens = tokens_of_lengths(list(DOCUMENTS))
     ids = torch.randint(
         0, model.vocab_size, (tokens.num_tokens,), generator=torch.Generator().manual_seed(2)

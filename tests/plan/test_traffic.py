@@ -13,7 +13,7 @@ from megalith.config.tree import apply_overrides
 from megalith.data.loader import Masks, StepBatches, build_batch
 from megalith.data.sample import Sample
 from megalith.kernels import routing
-from megalith.parallel.context import my_slicing
+from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import build_mesh, destroy_mesh, model_grid
 from megalith.plan.devices import DEVICES
 from megalith.plan.memory import crowded_bytes, memory_ledger, worst
@@ -44,7 +44,7 @@ def recorded(rank: int, world: int, run: TrainRun) -> Sums:
         [sample] * rows,
         Masks(),
         device=torch.device("cpu"),
-        slicing=my_slicing(run.parallel, mesh),
+        slicing=local_slicing(run.parallel, mesh),
         num_mtp_layers=run.model.mtp.num_layers,
     )
     many = run.train.global_batch_size // (rows * mesh.dp.size)

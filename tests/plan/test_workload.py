@@ -5,7 +5,7 @@ from torch import nn
 
 from megalith.errors import PlanError
 from megalith.models.decoder import build_chunks, declared_parameters
-from megalith.parallel.mesh import mesh_on_paper
+from megalith.parallel.mesh import build_meta_mesh
 from megalith.plan.context import Slicing, plan_slices
 from megalith.plan.workload import plan_workload
 from megalith.testing.tiny import tiny_run
@@ -94,7 +94,7 @@ def test_mtp_layers_share_the_embedding_table_as_in_the_model(tied: str, schedul
     workload = plan_workload(run, 2)
     for rank in range(2):
         built = nn.ModuleList(
-            build_chunks(run.model, mesh_on_paper(workload.grid, rank=rank), run.parallel)
+            build_chunks(run.model, build_meta_mesh(workload.grid, rank=rank), run.parallel)
         )
         real = [
             (d.shard.name, getattr(module, name).numel())

@@ -20,7 +20,7 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, declared_parameters
 from megalith.models.pretrained import load_pretrained, locate, open_adapters, open_pretrained
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.posttrain.export import peft_config, plan_peft
 from megalith.testing.tiny import tiny_run
 from megalith.train.folder import RunFolder
@@ -68,7 +68,7 @@ def train(path: Path, load: Path, **settings: str) -> Path:
         "checkpoint.load": str(load),
     }
     run = tiny_run(fixed | settings | {"train.eval_steps": "0"})
-    run_training(replace(run, model=read), RunFolder(path), mesh_of_one(), CPU, show=False)
+    run_training(replace(run, model=read), RunFolder(path), build_single_rank_mesh(), CPU, show=False)
     return path
 
 
@@ -96,12 +96,12 @@ def logits(model: Any) -> Tensor:
 def ours(source: Path) -> Tensor:
     """Logits of our own model, filled from a run, a checkpoint or any folder."""
     opened = open_pretrained(locate(str(source)))
-    model = Decoder(opened.model, mesh_of_one())
+    model = Decoder(opened.model, build_single_rank_mesh())
     allocate(model, CPU)
     entries = [
         CheckpointEntry(d.shard, "param", getattr(m, n)) for d, m, n in declared_parameters(model)
     ]
-    load_pretrained(entries, str(source), mesh_of_one().world, model=opened.model)
+    load_pretrained(entries, str(source), build_single_rank_mesh().world, model=opened.model)
     with torch.no_grad():
         return model.head.logits(model(IDS, tokens_of_lengths([len(IDS)], device="cpu")))
 

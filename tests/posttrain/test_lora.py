@@ -19,7 +19,7 @@ from megalith.models.pretrained import locate, open_adapters, open_pretrained
 from megalith.models.release import release_run, write_release
 from megalith.nn.init import init_param_
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.parallel.tensor import Init
 from megalith.plan.shards import Box, Shard
 from megalith.testing.ranks import run_ranks
@@ -38,7 +38,7 @@ class Drawn:
     """First weights, read as those of a folder are."""
 
     def __init__(self, seed: int) -> None:
-        self.model = Decoder(tiny_run().model, mesh_of_one())
+        self.model = Decoder(tiny_run().model, build_single_rank_mesh())
         allocate(self.model, CPU)
         initialize(self.model, seed=seed)
         self.found = {
@@ -64,7 +64,7 @@ def base(path: Path, seed: int = 3) -> Path:
 
 def train(path: Path, load: Path, settings: Mapping[str, Override] | None = None) -> Outcome:
     run = tiny_run({"checkpoint.load": str(load), **LORA, **(settings or {})})
-    return run_training(run, RunFolder(path), mesh_of_one(), CPU, show=False)
+    return run_training(run, RunFolder(path), build_single_rank_mesh(), CPU, show=False)
 
 
 def losses(path: Path) -> list[float]:
@@ -170,7 +170,7 @@ def test_text_is_written_and_evaluated_with_the_adapters(
     found = run_evaluation(
         tiny_run({"checkpoint.load": str(trained.parent / "base"), **LORA}),
         RunFolder(trained),
-        mesh_of_one(),
+        build_single_rank_mesh(),
         CPU,
         split="valid",
         samples=12,
@@ -232,7 +232,7 @@ def test_another_base_is_refused_by_its_values(trained: Path, tmp_path: Path) ->
         open_pretrained(locate(str(trained)), base=str(other))
     config = tiny_run({"checkpoint.load": str(other), **LORA, "train.steps": "9"})
     with pytest.raises(CheckpointError, match="Use the weights that they were trained with"):
-        run_training(config, RunFolder(trained), mesh_of_one(), CPU, show=False)
+        run_training(config, RunFolder(trained), build_single_rank_mesh(), CPU, show=False)
 
 
 def test_a_base_may_move_and_is_reported_if_missing(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def _tune(
         {"checkpoint.load": str(load), "precision.params": "fp64", **LORA, **SFT, **settings}
     )
     mesh = (
-        mesh_of_one()
+        build_single_rank_mesh()
         if world == 1
         else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
     )

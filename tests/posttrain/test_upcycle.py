@@ -24,8 +24,8 @@ from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.models.pretrained import Pretrained, open_pretrained
 from megalith.models.release import release_run
-from megalith.parallel.group import alone
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.group import single_rank_group
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.posttrain.upcycle import (
     compute_factors,
     expected_weight,
@@ -64,7 +64,7 @@ def entries_of(model: Decoder) -> list[CheckpointEntry]:
 def dense(path: Path, **changes: Any) -> Path:
     """A checkpoint with random weights, biases among them."""
     config = replace(DENSE, **changes)
-    model = Decoder(config, mesh_of_one())
+    model = Decoder(config, build_single_rank_mesh())
     allocate(model, CPU)
     initialize(model, seed=1)
     with torch.no_grad():
@@ -74,13 +74,13 @@ def dense(path: Path, **changes: Any) -> Path:
     text = dump_yaml(
         release_run("dense", config, TokenizerConfig(kind="null", vocab_size=61), path)
     )
-    save_checkpoint(path, 1, entries_of(model), {}, alone("world"), config_text=text, keep=None)
+    save_checkpoint(path, 1, entries_of(model), {}, single_rank_group("world"), config_text=text, keep=None)
     return next(path.glob("step_*"))
 
 
 def loaded(source: Pretrained) -> Decoder:
     """In float64, of the fp32 weights."""
-    model = Decoder(source.model, mesh_of_one(), dtype=torch.float64)
+    model = Decoder(source.model, build_single_rank_mesh(), dtype=torch.float64)
     allocate(model, CPU)
     with torch.no_grad():
         for entry in entries_of(model):
@@ -216,7 +216,7 @@ def test_mtp_layers_are_upcycled_like_the_last_layer(
     assert len(found) == 2 and bool(found.all()) and off(expected, found) < 1e-6
     made = upcycle(open_pretrained(path), moe)
     names = {
-        one.shard.name for one, _, _ in declared_parameters(Decoder(made.model, mesh_of_one()))
+        one.shard.name for one, _, _ in declared_parameters(Decoder(made.model, build_single_rank_mesh()))
     }
     assert ("mtp.0.layer.moe.experts.down" in names) == (not layers)
 
@@ -253,7 +253,7 @@ def test_upcycle_command_writes_a_checkpoint_that_a_run_loads(
     run = tiny_run({"train.steps": "3", "checkpoint.load": str(target), "train.eval_steps": "0"})
     made = open_pretrained(target)
     run = replace(run, model=made.model, tokenizer=made.tokenizer)
-    mesh = mesh_of_one()
+    mesh = build_single_rank_mesh()
     run_training(run, RunFolder(tmp_path / "run"), mesh, CPU, show=False)
     lines = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -9,7 +9,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.recipes.lora_tiny import lora_tiny
 from megalith.recipes.sft_tiny import sft_tiny
 from megalith.train.folder import RunFolder
@@ -36,7 +36,7 @@ def test_adapters_train_on_the_base_run(tmp_path: Path) -> None:
     for recipe in (sft_tiny(), lora_tiny()):
         path = tmp_path / "runs" / recipe.name
         run_training(
-            small(recipe, tmp_path), RunFolder(path), mesh_of_one(), torch.device("cpu"), show=False
+            small(recipe, tmp_path), RunFolder(path), build_single_rank_mesh(), torch.device("cpu"), show=False
         )
     rows = [row for row in read_metrics(tmp_path / "runs/lora_tiny/metrics.jsonl") if "loss" in row]
     assert len(rows) == 2 and all(0 < float(row["supervised_share"] or 0) < 1 for row in rows)

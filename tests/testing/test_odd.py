@@ -1,13 +1,13 @@
 """The odd model's gradients are what it says."""
 
-from megalith.testing.odd import Odd
+from megalith.testing.odd import OddSizedModel
 
 
 def test_gradients_match_the_stated_values() -> None:
-    model = Odd()
+    model = OddSizedModel()
     model(2.5).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert list(found) == [shard.name for shard in Odd.SHARDS] == list(Odd.gradients(2.5))
-    for name, expected in Odd.gradients(2.5).items():
+    assert list(found) == [shard.name for shard in OddSizedModel.SHARDS] == list(OddSizedModel.gradients(2.5))
+    for name, expected in OddSizedModel.gradients(2.5).items():
         gradient = found[name]
         assert expected == 0 if gradient is None else bool(gradient.eq(expected).all())

@@ -9,7 +9,7 @@ import torch
 
 from megalith.config.parallel import ParallelConfig
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
-from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
+from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import Trainer, build_trainer, checkpoint_entries, weight_entries
 
@@ -19,12 +19,12 @@ CPU = torch.device("cpu")
 def build(*, fill: bool = True, **settings: str) -> Trainer:
     """The tiny run's trainer, with settings written with __ for the dot."""
     run = tiny_run({name.replace("__", "."): value for name, value in settings.items()})
-    return build_trainer(run, mesh_of_one(), CPU, fill=fill)
+    return build_trainer(run, build_single_rank_mesh(), CPU, fill=fill)
 
 
 def test_first_weights_are_those_of_the_model_alone_whatever_the_engine_does_with_memory() -> None:
     trainer = build()
-    alone = Decoder(trainer.run.model, mesh_of_one())
+    alone = Decoder(trainer.run.model, build_single_rank_mesh())
     allocate(alone, CPU)
     initialize(alone, seed=trainer.run.seed)
     weights = {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
@@ -99,7 +99,7 @@ def test_ranks_together_write_every_element_once(parallel: ParallelConfig) -> No
     written: Counter[str] = Counter()
     shapes = {}
     for rank in range(world):
-        trainer = build_trainer(run, mesh_on_paper(grid, rank=rank), CPU, fill=False)
+        trainer = build_trainer(run, build_meta_mesh(grid, rank=rank), CPU, fill=False)
         for entry in checkpoint_entries(trainer):
             shapes[entry.key] = entry.shard.shape
             written[entry.key] += entry.tensor.numel() * entry.mine

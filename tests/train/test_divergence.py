@@ -16,10 +16,10 @@ from megalith.config.optim import LossScaleConfig
 from megalith.config.train import TrainRun
 from megalith.errors import DataError
 from megalith.optim.loss_scale import LossScale
-from megalith.parallel.group import alone
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.group import single_rank_group
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.plan.shards import Shard
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train import loop
@@ -43,7 +43,7 @@ CONSTANT = {"schedule.style": "constant", "schedule.warmup_steps": "0"}
 
 def train(path: Path, settings: Mapping[str, str], *, show: bool = False) -> Outcome:
     """Run the tiny run on one process, with settings changed."""
-    return run_training(tiny_run(settings), RunFolder(path), mesh_of_one(), CPU, show=show)
+    return run_training(tiny_run(settings), RunFolder(path), build_single_rank_mesh(), CPU, show=show)
 
 
 def checkpoints(path: Path) -> list[int]:
@@ -105,7 +105,7 @@ def test_advice_names_a_checkpoint_from_before_the_skipped_steps(tmp_path: Path)
     assert advice(3) == f"No checkpoint is from before that: start from the beginning {change}."
     for step in (2, 4):
         entries = [CheckpointEntry(Shard.full("w", (2,)), "param", torch.ones(2))]
-        save_checkpoint(tmp_path, step, entries, {}, alone("world"), config_text="", keep=None)
+        save_checkpoint(tmp_path, step, entries, {}, single_rank_group("world"), config_text="", keep=None)
     assert advice(1) == (
         f"No checkpoint is from before that: start from the beginning {change} and in another "
         "folder (--run NAME)."
@@ -238,7 +238,7 @@ def test_run_that_is_stopped_after_a_nan_loss_says_that_it_is_not_saved(
 
 
 def _diverge(rank: int, world: int, run: TrainRun, path: Path) -> str:
-    with replaced(loop, "train_step", nan_before_step(3)), replaced(loop, "MOST_SKIPPED", 2):
+    with patched(loop, "train_step", nan_before_step(3)), patched(loop, "MOST_SKIPPED", 2):
         try:
             mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
             run_training(run, RunFolder(path), mesh, CPU, show=False)

@@ -12,8 +12,8 @@ from megalith.data.loader import MaskSettings, build_batch
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.context import my_slicing
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.context import local_slicing
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.plan.deal import build_token_budget
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -43,7 +43,7 @@ def evaluation(
     mesh = (
         build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
         if world > 1
-        else mesh_of_one()
+        else build_single_rank_mesh()
     )
     trainer = build_trainer(run, mesh, CPU)
     return evaluate(
@@ -53,12 +53,12 @@ def evaluation(
         samples=samples,
         rows=rows,
         tokenizer=ByteTokenizer(),
-        slicing=my_slicing(run.parallel, mesh),
+        slicing=local_slicing(run.parallel, mesh),
     )
 
 
 def test_the_mean_is_over_labels_not_over_rows() -> None:
-    trainer = build_trainer(FP64_RUN, mesh_of_one(), CPU)
+    trainer = build_trainer(FP64_RUN, build_single_rank_mesh(), CPU)
     before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
     total, labels, num_bytes = 0.0, 0, 0
     for k in range(SAMPLES):
@@ -137,7 +137,7 @@ def packed_evaluation(rank: int, world: int, capacity: str) -> tuple[Evaluation,
     mesh = (
         build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
         if world > 1
-        else mesh_of_one()
+        else build_single_rank_mesh()
     )
     documents, budget = (
         RaggedDocuments(12, run.model.vocab_size, 20),
@@ -177,7 +177,7 @@ MTP_MODEL = {
 
 def test_mtp_losses_and_acceptance_match_plain_computation() -> None:
     run = tiny_run(MTP_MODEL)
-    trainer, found = build_trainer(run, mesh_of_one(), CPU), evaluation(0, 1, run, rows=3)
+    trainer, found = build_trainer(run, build_single_rank_mesh(), CPU), evaluation(0, 1, run, rows=3)
     (model,) = trainer.pipeline_model.chunks
     losses, right, labels, runs, places = [0.0] * 3, [0, 0], [0] * 3, 0, 0
     for k in range(SAMPLES):
@@ -249,15 +249,15 @@ def test_mtp_acceptance_is_equal_under_every_layout(world: int, settings: dict[s
 def test_a_finished_run_is_evaluated_from_its_newest_checkpoint(tmp_path: Path) -> None:
     run, folder = tiny_run(), RunFolder(tmp_path)
     with pytest.raises(CheckpointError, match="has no checkpoint"):
-        run_evaluation(run, folder, mesh_of_one(), CPU, split="valid", samples=12)
-    run_training(run, folder, mesh_of_one(), CPU, show=False)
+        run_evaluation(run, folder, build_single_rank_mesh(), CPU, split="valid", samples=12)
+    run_training(run, folder, build_single_rank_mesh(), CPU, show=False)
     logged = read_metrics(folder.metrics)[-1]["eval_loss"]
-    found = run_evaluation(run, folder, mesh_of_one(), CPU, split="valid", samples=12)
+    found = run_evaluation(run, folder, build_single_rank_mesh(), CPU, split="valid", samples=12)
     assert found.loss == pytest.approx(logged, rel=1e-6)
-    whole = run_evaluation(run, folder, mesh_of_one(), CPU, split="valid", samples=None)
+    whole = run_evaluation(run, folder, build_single_rank_mesh(), CPU, split="valid", samples=None)
     assert whole.num_labels > 5 * found.num_labels
     assert (
-        run_evaluation(run, folder, mesh_of_one(), CPU, split="train", samples=5).num_labels == 60
+        run_evaluation(run, folder, build_single_rank_mesh(), CPU, split="train", samples=5).num_labels == 60
     )
 
 
@@ -267,7 +267,7 @@ def saved_loss(rank: int, world: int, run: TrainRun, path: Path) -> tuple[Evalua
     mesh = (
         build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
         if world > 1
-        else mesh_of_one()
+        else build_single_rank_mesh()
     )
     found = run_evaluation(run, RunFolder(path), mesh, CPU, split="valid", samples=5)
     pipeline_model = build_pipeline_model(run, mesh, CPU, dtype=DTYPES[run.precision.params])
@@ -290,7 +290,7 @@ def test_fsdp_evaluation_loads_shards_without_full_weights(
     alone = tiny_run(
         {"precision.params": "fp64"} | {k: v for k, v in settings.items() if "model." in k}
     )
-    run_training(alone, RunFolder(tmp_path), mesh_of_one(), CPU, show=False)
+    run_training(alone, RunFolder(tmp_path), build_single_rank_mesh(), CPU, show=False)
     (reference, all_of_it, _) = saved_loss(0, 1, alone, tmp_path)
     run = tiny_run({"precision.params": "fp64", "parallel.zero": "3"} | settings)
     found = run_ranks(saved_loss, world, run, tmp_path)
@@ -307,7 +307,7 @@ def test_empty_split_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"data.split=9,1 gives test nothing.*Set a test share above 0"
     ):
-        run_evaluation(run, RunFolder(tmp_path), mesh_of_one(), CPU, split="test", samples=1)
+        run_evaluation(run, RunFolder(tmp_path), build_single_rank_mesh(), CPU, split="test", samples=1)
 
 
 def test_perplexity_of_nonsense_is_a_number() -> None:

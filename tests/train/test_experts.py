@@ -16,7 +16,7 @@ from megalith.errors import DataError
 from megalith.kernels.replay import RoutingRecord
 from megalith.kernels.tokens import AuxLossScale
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import build_trainer
@@ -48,7 +48,7 @@ BALANCED = RouterConfig(score="sigmoid", expert_bias=True, expert_bias_update_ra
 
 
 def test_experts_chosen_more_than_others_lose_and_those_chosen_less_gain() -> None:
-    trainer = build_trainer(run_with(BALANCED), mesh_of_one(), torch.device("cpu"))
+    trainer = build_trainer(run_with(BALANCED), build_single_rank_mesh(), torch.device("cpu"))
     first, second = routers_of(trainer.pipeline_model.modules)
     move_balancing_biases(trainer.pipeline_model.modules, trainer.mesh)
     assert first.expert_bias is not None and not first.expert_bias.any(), "nothing was counted yet"
@@ -69,7 +69,7 @@ def test_experts_chosen_more_than_others_lose_and_those_chosen_less_gain() -> No
 def test_skipped_step_does_not_update_expert_bias(why: str) -> None:
     run = run_with(BALANCED)
     run = replace(run, optim=replace(run.optim, nonfinite_grad="skip"))
-    trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
+    trainer = build_trainer(run, build_single_rank_mesh(), torch.device("cpu"))
     masked = tuple(range(12)) if why == "no label" else ()
     loader = Loader(
         RaggedRows(12, 257, 24, masked=masked),
@@ -99,7 +99,7 @@ def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains
     run = run_with(RouterConfig())
     assert run.model.moe is not None
     run = replace(run, model=replace(run.model, moe=replace(run.model.moe, aux_loss=balance)))
-    trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
+    trainer = build_trainer(run, build_single_rank_mesh(), torch.device("cpu"))
     first, second = routers_of(trainer.pipeline_model.modules)
     move_balancing_offsets(trainer.pipeline_model.modules, trainer.mesh)
     assert first.offset is not None and not first.offset.any(), "nothing was noted yet"
@@ -114,7 +114,7 @@ def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains
 
 
 def test_routers_that_are_not_trained_keep_their_biases() -> None:
-    trainer = build_trainer(run_with(BALANCED), mesh_of_one(), torch.device("cpu"))
+    trainer = build_trainer(run_with(BALANCED), build_single_rank_mesh(), torch.device("cpu"))
     router, _ = routers_of(trainer.pipeline_model.modules)
     router.balance.stats_of_step(AuxLossScale(0, 1, 1.0), torch.zeros(1)).counts[0, 0] = 5
     for weight in router.gate.accumulated_parameters():
@@ -133,7 +133,7 @@ def test_the_loss_scale_of_fp16_goes_for_losses_of_balance_too() -> None:
             moe=replace(run.model.moe, aux_loss=AuxLossConfig(batch_coeff=0.5, z_loss_coeff=0.1)),
         ),
     )
-    trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
+    trainer = build_trainer(run, build_single_rank_mesh(), torch.device("cpu"))
     loader = Loader(
         RaggedRows(12, 257, 12, masked=()),
         MaskSettings(),
@@ -237,7 +237,7 @@ def test_metrics_of_run_have_every_layer_with_per_layer(tmp_path: Path) -> None:
         train=replace(run.train, steps=1, eval_steps=0),
         schedule=replace(run.schedule, decay_steps=1),
     )
-    run_training(run, RunFolder(tmp_path), mesh_of_one(), torch.device("cpu"), show=False)
+    run_training(run, RunFolder(tmp_path), build_single_rank_mesh(), torch.device("cpu"), show=False)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert {name for name in row if name.startswith("moe_layers_1_")} == {
         f"moe_layers_1_{name}"
@@ -257,7 +257,7 @@ def reported(rank: int, world: int, parallel: ParallelConfig) -> list[LayerExper
     )
     run = replace(run, parallel=parallel)
     mesh = (
-        mesh_of_one()
+        build_single_rank_mesh()
         if world == 1
         else build_mesh(model_grid(parallel, run.model, world), rank=rank)
     )
@@ -298,7 +298,7 @@ def losses_replayed(
         run_with(router), parallel=parallel, recompute=RecomputeConfig(granularity="full")
     )
     mesh = (
-        mesh_of_one()
+        build_single_rank_mesh()
         if world == 1
         else build_mesh(model_grid(parallel, run.model, world), rank=rank)
     )
@@ -348,7 +348,7 @@ def losses_within_capacity(
     )
     run = replace(run, model=replace(run.model, moe=moe), parallel=parallel)
     mesh = (
-        mesh_of_one()
+        build_single_rank_mesh()
         if world == 1
         else build_mesh(model_grid(parallel, run.model, world), rank=rank)
     )

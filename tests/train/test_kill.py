@@ -18,7 +18,7 @@ import pytest
 from megalith.config.train import TrainRun
 from megalith.config.tree import load_yaml
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_yaml
 from megalith.train.folder import RunFolder
@@ -158,7 +158,7 @@ def train_as_rank(rank: int, world: int, file: Path, folder: Path) -> None:
     mesh = (
         build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
         if world > 1
-        else mesh_of_one()
+        else build_single_rank_mesh()
     )
     import torch
 

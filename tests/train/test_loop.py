@@ -24,9 +24,9 @@ from megalith.data.indexed import IndexedDatasetBuilder
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.observe.metrics import read_metrics
 from megalith.observe.progress import StepProgress
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.plan.costs import head_flops, step_flops
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, FP64, assert_close
@@ -54,7 +54,7 @@ def train(
     path: Path, settings: Mapping[str, Override] | None = None, *, show: bool = False
 ) -> Outcome:
     """The tiny run on one process, with settings changed."""
-    return run_training(tiny_run(settings), RunFolder(path), mesh_of_one(), CPU, show=show)
+    return run_training(tiny_run(settings), RunFolder(path), build_single_rank_mesh(), CPU, show=show)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -145,7 +145,7 @@ def _without_metrics(rank: int, world: int, run: TrainRun, path: Path) -> str:
     def refused(*arguments: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    with replaced(loop, "MetricsFile", refused), pytest.raises(CheckpointError) as caught:
+    with patched(loop, "MetricsFile", refused), pytest.raises(CheckpointError) as caught:
         train_as_rank(rank, world, run, path)
     return str(caught.value)
 
@@ -862,7 +862,7 @@ def work_of_a_step(rank: int, world: int, run: TrainRun, path: Path) -> tuple[in
     mesh = (
         build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
         if world > 1
-        else mesh_of_one()
+        else build_single_rank_mesh()
     )
     with StepProgress(total=1, show=False) as progress:
         running = loop._Loop(run, RunFolder(path), mesh, CPU, progress, None)
@@ -913,8 +913,8 @@ def test_operations_are_those_of_the_documents_as_they_were_read(tmp_path: Path)
         return right(*settings, **documents)
 
     run = tiny_run(sft | sizes | {"model.max_seq_len": "96", "train.eval_steps": "0"})
-    with replaced(loop, "trained_step_flops", spy):
-        run_training(run, RunFolder(tmp_path), mesh_of_one(), CPU, show=False)
+    with patched(loop, "trained_step_flops", spy):
+        run_training(run, RunFolder(tmp_path), build_single_rank_mesh(), CPU, show=False)
     assert len(reported) == 2
     for documents in reported:
         assert documents["windowed"] < documents["squared_lengths"] < documents["tokens"] * 96

@@ -15,8 +15,8 @@ from megalith.kernels.cross_entropy import (
     recomputed_cross_entropy,
 )
 from megalith.kernels.watched_loss import LossWithLogitStats
-from megalith.parallel.mesh import mesh_of_one
-from megalith.parallel.tensor import heads_of
+from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.parallel.tensor import iter_vocab_heads
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import build_trainer
 from megalith.train.loss import (
@@ -41,7 +41,7 @@ def run_with(
 
 
 def steps_of(run: TrainRun) -> list[StepResult]:
-    trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
+    trainer = build_trainer(run, build_single_rank_mesh(), torch.device("cpu"))
     loader = loader_of(run, trainer.mesh, consumed=0, steps=2)
     return [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1) for _ in range(2)]
 
@@ -62,8 +62,8 @@ def test_every_head_has_a_record_of_its_own_and_knows_whether_backward_reads_the
         ({"z_loss": 0.5}, False),
         ({"z_loss": 0.5, "loss_backward": "recomputed"}, True),
     ):
-        trainer = build_trainer(run_with(depths=2, **train), mesh_of_one(), torch.device("cpu"))
-        heads = list(heads_of(trainer.pipeline_model.chunks))
+        trainer = build_trainer(run_with(depths=2, **train), build_single_rank_mesh(), torch.device("cpu"))
+        heads = list(iter_vocab_heads(trainer.pipeline_model.chunks))
         assert (
             heads[0] is trainer.model.head
             and [head.reads_table_again for head in heads] == [reads] * 3
@@ -98,21 +98,21 @@ def test_z_loss_is_minimized_and_reported_separately(backward: str) -> None:
 
 def test_the_shares_of_all_microbatches_add_up_to_the_mean_over_their_labels() -> None:
     sums = torch.tensor([6.0, 0.0, 3.5], dtype=torch.float64)
-    shares = [normalize_loss_by_labels(loss, num_labels=10, mesh=mesh_of_one()) for loss in sums]
+    shares = [normalize_loss_by_labels(loss, num_labels=10, mesh=build_single_rank_mesh()) for loss in sums]
     assert sum(shares) == 0.95
 
 
 def test_a_batch_without_labels_is_divided_by_one() -> None:
-    assert normalize_loss_by_labels(torch.zeros(()), num_labels=0, mesh=mesh_of_one()) == 0.0
+    assert normalize_loss_by_labels(torch.zeros(()), num_labels=0, mesh=build_single_rank_mesh()) == 0.0
 
 
 def test_mtp_losses_are_normalized_by_their_own_labels_and_weighted() -> None:
     losses = [torch.tensor(value, dtype=torch.float64) for value in (6.0, 4.0, 9.0)]
     share = normalize_losses_by_labels(
-        losses, num_labels=(10, 8, 0), weight=0.5, mesh=mesh_of_one(), scale=4.0
+        losses, num_labels=(10, 8, 0), weight=0.5, mesh=build_single_rank_mesh(), scale=4.0
     )
     assert float(share) == 4.0 * (6.0 / 10 + 0.5 * (4.0 / 8 + 9.0) / 2)
     assert (
-        normalize_losses_by_labels(losses[:1], num_labels=(10,), weight=0.5, mesh=mesh_of_one())
+        normalize_losses_by_labels(losses[:1], num_labels=(10,), weight=0.5, mesh=build_single_rank_mesh())
         == 0.6
     )

@@ -18,8 +18,8 @@ from megalith.models.convert import convert
 from megalith.models.pretrained import locate, open_pretrained
 from megalith.observe.metrics import read_metrics
 from megalith.optim.schedule import learning_rate, schedule_lengths, weight_decay
-from megalith.parallel.context import my_slicing
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.context import local_slicing
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, assert_close
@@ -48,7 +48,7 @@ EXPERTS: dict[str, Override] = {
 
 def train(path: Path, settings: Mapping[str, Override], *, show: bool = False) -> Outcome:
     """The tiny run on one process."""
-    return run_training(tiny_run(settings), RunFolder(path), mesh_of_one(), CPU, show=show)
+    return run_training(tiny_run(settings), RunFolder(path), build_single_rank_mesh(), CPU, show=show)
 
 
 def train_as_rank(rank: int, world: int, run: TrainRun, path: Path) -> Outcome:
@@ -76,7 +76,7 @@ def begun_by_hand(
 ) -> dict[str, Tensor]:
     """What the last two steps make of weights from step 4, with AdamW begun anew at that rate and
     those rows."""
-    run, mesh, rows = tiny_run(settings), mesh_of_one(), 12
+    run, mesh, rows = tiny_run(settings), build_single_rank_mesh(), 12
     trainer, before = build_trainer(run, mesh, CPU), stored(source, 4)
     with torch.no_grad():
         for slot in trainer.optimizer.slots:
@@ -97,7 +97,7 @@ def begun_by_hand(
         consumed=4 * rows,
         steps=2,
         device=CPU,
-        slicing=my_slicing(run.parallel, mesh),
+        slicing=local_slicing(run.parallel, mesh),
     )
     for step in (4, 5):
         rate = learning_rate(run.schedule, step * rows, lengths)

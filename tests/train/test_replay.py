@@ -16,7 +16,7 @@ from megalith.data.loader import MaskSettings, build_batch
 from megalith.data.sample import Sample
 from megalith.errors import DataError
 from megalith.kernels.replay import RoutingRecord
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.train.build import Trainer, build_trainer
 from megalith.train.experts import LayerExpertLoad, collect_expert_load, routers_of, with_routing
@@ -63,7 +63,7 @@ def step_of(
     case = layout_case(model, parallel, world, micro_batch_size=2, seq_len=16, documents=documents)
     run = replace(case.run, recompute=again)
     mesh = (
-        mesh_of_one() if world == 1 else build_mesh(model_grid(parallel, model, world), rank=rank)
+        build_single_rank_mesh() if world == 1 else build_mesh(model_grid(parallel, model, world), rank=rank)
     )
     trainer = build_trainer(run, mesh, CPU)
     push_experts(trainer)
@@ -160,7 +160,7 @@ Trained = tuple[list[float], list[Tensor], list[LayerExpertLoad]]
 def trained(run: TrainRun, given: Whole | None) -> tuple[Whole, Trained]:
     """A step's choices, and of a step that makes them or follows those given: losses, gradients,
     use of experts."""
-    mesh = mesh_of_one()
+    mesh = build_single_rank_mesh()
     trainer = build_trainer(run, mesh, CPU)
     push_experts(trainer)
     step = _loader(run, mesh, consumed=0, steps=1).next()
@@ -211,7 +211,7 @@ def test_following_its_own_choices_changes_no_bit_of_a_step(
 
 def test_choices_of_other_steps_are_rejected() -> None:
     case = layout_case(BIASED_CHOICE, ParallelConfig(), 1, micro_batch_size=6)
-    trainer = build_trainer(case.run, mesh_of_one(), CPU)
+    trainer = build_trainer(case.run, build_single_rank_mesh(), CPU)
     batches = _loader(case.run, trainer.mesh, consumed=0, steps=1).next().microbatches
     model, mesh = trainer.pipeline_model.modules, trainer.mesh
     some = {f"layers.{layer}": torch.zeros(12 * 12, 2, dtype=torch.int64) for layer in range(4)}
@@ -241,4 +241,4 @@ def test_choices_of_microbatches_with_different_sizes_are_rejected() -> None:
     with pytest.raises(
         DataError, match=r"microbatches of \[4, 7\] tokens: .* Use train.seq_len without"
     ):
-        whole_routing(RoutingRecord(), batches, mesh_of_one())
+        whole_routing(RoutingRecord(), batches, build_single_rank_mesh())

@@ -14,7 +14,7 @@ from megalith.checkpoint.load import open_checkpoint
 from megalith.config.train import TrainRun, load_run
 from megalith.config.tree import apply_overrides
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.train.folder import RunFolder
 from megalith.train.loop import Outcome, run_training
@@ -62,7 +62,7 @@ def test_a_new_run_loads_a_checkpoint_with_renamed_settings(old_run: Path, tmp_p
         },
     )
     assert run.schedule.warmup_init == 0  # so the first step does not change trained parameters
-    run_training(run, RunFolder(tmp_path / "new"), mesh_of_one(), CPU, show=False)
+    run_training(run, RunFolder(tmp_path / "new"), build_single_rank_mesh(), CPU, show=False)
     loaded = open_checkpoint(tmp_path / "new/checkpoints/step_0000001")
     saved = open_checkpoint(source)
     names = [name for name in saved.manifest.tensors if name.startswith("model.")]

@@ -18,9 +18,9 @@ from megalith.kernels import attention
 from megalith.kernels.sdpa import Mask, mask_for_torch
 from megalith.nn.moe.layer import MoE
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.context import my_slicing
+from megalith.parallel.context import local_slicing
 from megalith.parallel.expert import AllToAllDispatcher
-from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, build_meta_mesh, model_grid
 from megalith.parallel.watch import backend_timeout
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -54,7 +54,7 @@ def settings(name: str, **others: str) -> dict[str, str]:
 
 def mesh_of(run: TrainRun, rank: int, world: int) -> Mesh:
     return (
-        mesh_of_one()
+        build_single_rank_mesh()
         if world == 1
         else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
     )
@@ -91,7 +91,7 @@ def test_training_alone_is_planned_in_pairs_and_only_where_it_is_asked_for() -> 
 def test_exchanges_with_experts_hand_over_to_the_other_lane_if_asked_to(asked: bool) -> None:
     experts = {"model.moe.num_experts": "4", "model.moe.ffn_hidden_size": "4", "parallel.ep": "2"}
     run = tiny_run(experts | {"parallel.overlap_experts": str(asked).lower()})
-    mesh = mesh_on_paper(model_grid(run.parallel, run.model, 2), rank=0)
+    mesh = build_meta_mesh(model_grid(run.parallel, run.model, 2), rank=0)
     built = build_pipeline_model(run, mesh, torch.device("meta"), dtype=torch.float64)
     mixtures = [module for module in built.modules.modules() if isinstance(module, MoE)]
     dispatchers = [
@@ -121,8 +121,8 @@ def test_message_groups_have_the_backend_timeout() -> None:
     def reported(group: object, *, tags: bool, timeout_seconds: float) -> None:
         raise _Asked(timeout_seconds)
 
-    with patch.object(staged, "handles_of", reported), pytest.raises(_Asked) as asked:
-        build_pipeline_model(run, mesh_of_one(), CPU, dtype=torch.float64)
+    with patch.object(staged, "create_pipeline_groups", reported), pytest.raises(_Asked) as asked:
+        build_pipeline_model(run, build_single_rank_mesh(), CPU, dtype=torch.float64)
     assert asked.value.args == (backend_timeout(7),) and asked.value.args[0] > 7
 
 
@@ -214,7 +214,7 @@ def test_masks_of_microbatch_are_built_once_and_freed_after_backward(
         made.append(weakref.ref(found.added))
         return found
 
-    trainer = build_trainer(run, mesh_of_one(), CPU)
+    trainer = build_trainer(run, build_single_rank_mesh(), CPU)
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, masked=(), masks="alone")
     loader = Loader(
         rows,
@@ -255,7 +255,7 @@ def _stream(rank: int, world: int, run: TrainRun) -> tuple[set[torch.dtype], lis
         consumed=0,
         steps=3,
         device=CPU,
-        slicing=my_slicing(run.parallel, trainer.mesh),
+        slicing=local_slicing(run.parallel, trainer.mesh),
     )
     return seen, [
         train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(3)

@@ -10,7 +10,7 @@ from torch import Tensor
 from megalith.data.loader import Loader, MaskSettings, StepBatches
 from megalith.errors import DataError
 from megalith.models.decoder import declared_parameters
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import EXACT, FP32_DEEP, FP64, assert_close
@@ -26,7 +26,7 @@ def build(**settings: str) -> Trainer:
     """The tiny run's trainer, with settings written with __ for the dot."""
     return build_trainer(
         tiny_run({name.replace("__", "."): value for name, value in settings.items()}),
-        mesh_of_one(),
+        build_single_rank_mesh(),
         CPU,
     )
 
@@ -38,7 +38,7 @@ def loader(trainer: Trainer, *, steps: int, masked: tuple[int, ...] = (1, 5)) ->
     return Loader(
         rows,
         MaskSettings(),
-        mesh_of_one().dp,
+        build_single_rank_mesh().dp,
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
         consumed=0,
@@ -314,7 +314,7 @@ def test_mtp_losses_are_reported_separately_and_trained_on() -> None:
     batches = Loader(
         RaggedRows(12, deep.run.model.vocab_size, 36, (1, 5)),
         MaskSettings(),
-        mesh_of_one().dp,
+        build_single_rank_mesh().dp,
         global_batch_size=12,
         micro_batch_size=4,
         consumed=0,

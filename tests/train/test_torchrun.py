@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run, tiny_yaml
 from megalith.testing.tolerance import CURVE64, FP64
 from megalith.train.folder import RunFolder
@@ -61,7 +61,7 @@ def test_two_agents_equal_one_process(tmp_path: Path, layout: dict[str, str]) ->
     run_training(
         tiny_run(SETTINGS),
         RunFolder(tmp_path / "one"),
-        mesh_of_one(),
+        build_single_rank_mesh(),
         torch.device("cpu"),
         show=False,
     )

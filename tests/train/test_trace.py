@@ -17,7 +17,7 @@ from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig
 from megalith.config.train import Captured, TrainRun
 from megalith.kernels.replay import RoutingRecord
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train import trace
@@ -51,7 +51,7 @@ def mixture(moe: MoEConfig = MOE, /, **settings: str) -> TrainRun:
 def train(rank: int, world: int, run: TrainRun, path: Path) -> None:
     """One rank of a run."""
     mesh = (
-        mesh_of_one()
+        build_single_rank_mesh()
         if world == 1
         else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
     )
@@ -337,7 +337,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(
 def test_a_step_is_there_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = RoutingTrace(tmp_path, mesh_of_one(), steps=3)
+    written = RoutingTrace(tmp_path, build_single_rank_mesh(), steps=3)
     monkeypatch.setattr(trace, "rows_of", lambda step, *rest: [{"step": step, "experts": [[1, 0]]}])
     written.write(1, RoutingRecord(), [])
     whole = written.path.read_text()
@@ -358,7 +358,7 @@ def test_a_step_is_there_whole_or_not_at_all(
 
 def test_step_without_rows_has_no_captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden: tuple[Captured, ...] = ("hidden",)
-    written = RoutingTrace(tmp_path, mesh_of_one(), steps=3, captures=hidden, layers=1)
+    written = RoutingTrace(tmp_path, build_single_rank_mesh(), steps=3, captures=hidden, layers=1)
     for step in (1, 2, 3):
         routing = written.begin(step, [])
         assert (

@@ -6,7 +6,7 @@ import torch
 from megalith.kernels.masks import with_masks
 from megalith.kernels.span_attention import init_attention_result
 from megalith.kernels.tokens import ContextShard, tokens_of_slices
-from megalith.parallel.context import of_my_heads, seen_of_groups
+from megalith.parallel.context import select_local_heads, seen_of_groups
 from megalith.parallel.group import Group
 from megalith.plan.context import Slicing, plan_slices, plan_spans
 from megalith.verify.attention_faults import (
@@ -22,10 +22,10 @@ from megalith.verify.attention_faults import (
 def test_heads_are_those_of_the_first_rank_on_every_rank() -> None:
     table = torch.arange(12.0).view(2, 6)
     first, second = (Group(("cp",), (0, 1), rank) for rank in (0, 1))
-    mine = of_my_heads(table, second)
+    mine = select_local_heads(table, second)
     assert mine is not None and mine.tolist() == [[3.0, 4.0, 5.0], [9.0, 10.0, 11.0]]
     for group in (first, second):
-        wrong, right = heads_of_the_first_rank(table, group), of_my_heads(table, first)
+        wrong, right = heads_of_the_first_rank(table, group), select_local_heads(table, first)
         assert wrong is not None and right is not None and torch.equal(wrong, right)
     assert heads_of_the_first_rank(None, first) is None
 

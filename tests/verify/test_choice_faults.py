@@ -8,18 +8,18 @@ import torch
 from megalith.config.lora import LoraConfig
 from megalith.optim.schedule import GroupRates
 from megalith.optim.slots import build_slot, by_rates
-from megalith.parallel.group import alone
+from megalith.parallel.group import single_rank_group
 from megalith.parallel.tensor import SequenceParallelComm
 from megalith.plan.initial import PLAIN, ParameterRates
 from megalith.plan.shards import Shard
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 from megalith.verify import choice_faults
 from megalith.verify.choice_faults import decaying_frozen, rates_of_slot_before, whole_gradient
 
 
 def test_what_is_not_trained_becomes_smaller() -> None:
     engine: Any = SimpleNamespace(frozen=[(Shard.full("w", (2,), inputs=0), torch.ones(2))])
-    with replaced(choice_faults, "ORIGINAL_FINISH", lambda one: []):
+    with patched(choice_faults, "ORIGINAL_FINISH", lambda one: []):
         assert decaying_frozen(engine) == []
     assert 0 < float(engine.frozen[0][1][0]) < 1
 
@@ -43,6 +43,6 @@ def test_rates_move_to_the_next_slot_where_there_are_several_kinds() -> None:
 
 
 def test_an_adapter_says_that_its_gradient_is_whole() -> None:
-    tp_comm = SequenceParallelComm(alone("tp_kv", "tp_copy"), overlap=False)
+    tp_comm = SequenceParallelComm(single_rank_group("tp_kv", "tp_copy"), overlap=False)
     a, _ = whole_gradient(Shard.full("layers.0.mlp.down", (4, 6)), LoraConfig(rank=2), tp_comm)
     assert a.invariant == {"tp_kv", "tp_copy"}

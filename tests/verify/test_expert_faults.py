@@ -4,8 +4,8 @@ change."""
 import torch
 
 from megalith.nn.init import init_param_
-from megalith.parallel.group import alone
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.group import single_rank_group
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import Init
 from megalith.plan.shards import Shard
 from megalith.verify.expert_faults import (
@@ -36,13 +36,13 @@ def test_experts_of_the_second_rank_are_drawn_as_the_first_ranks() -> None:
 
 
 def test_nobody_else_means_no_fault() -> None:
-    mesh, x = mesh_of_one(), torch.arange(6.0)
+    mesh, x = build_single_rank_mesh(), torch.arange(6.0)
     assert (
         division_of_dense(0, mesh, "expert").replicas.size
         == division_by_ep_alone(0, mesh, "expert").replicas.size
     )
     assert (
-        torch.equal(parts_of_own_rank(x, alone("etp")), x) and own_counts_alone(x, alone("dp")) is x
+        torch.equal(parts_of_own_rank(x, single_rank_group("etp")), x) and own_counts_alone(x, single_rank_group("dp")) is x
     )
 
 

@@ -187,7 +187,7 @@ def test_every_fault_of_types_and_shapes_has_its_text_tested() -> None:
 
 def test_nothing_is_left_of_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     replacements: list[tuple[Any, str, Any]] = []
-    original = faults.replaced
+    original = faults.patched
 
     def noted(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
         replacements.append((owner, name, getattr(owner, name)))

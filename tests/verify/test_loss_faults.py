@@ -3,13 +3,13 @@
 import torch
 
 from megalith.kernels.cross_entropy import HeadShard, softmax_over_ranks
-from megalith.parallel.group import alone
+from megalith.parallel.group import single_rank_group
 from megalith.verify.loss_faults import logsumexp_of_own_rows
 
 
 def test_only_the_logsumexp_is_that_of_own_rows() -> None:
     logits, labels = torch.randn(3, 7, dtype=torch.float64), torch.tensor([0, 6, -1])
-    head = HeadShard.of(torch.empty(7, 2), alone("tp"), 0, 7, None, loops=False)
+    head = HeadShard.of(torch.empty(7, 2), single_rank_group("tp"), 0, 7, None, loops=False)
     right, wrong = (
         softmax_over_ranks(logits, labels, head),
         logsumexp_of_own_rows(logits, labels, head),

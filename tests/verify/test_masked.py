@@ -8,10 +8,10 @@ import torch
 from megalith.config.context import ContextConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.parallel.context import my_slicing
-from megalith.parallel.mesh import mesh_on_paper, model_grid
+from megalith.parallel.context import local_slicing
+from megalith.parallel.mesh import build_meta_mesh, model_grid
 from megalith.plan.context import KINDS
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 from megalith.verify import types
 from megalith.verify.masked import FEW, masked_rows
 from megalith.verify.ranks import RaggedRows
@@ -62,15 +62,15 @@ def test_a_mask_of_which_nothing_is_declared_is_refused() -> None:
     def without_masks(batch: types.PaperBatch) -> None:
         declare(replace(batch, tokens=replace(batch.tokens, visible=None)))
 
-    with replaced(types, "declare_inputs", without_masks):
+    with patched(types, "declare_inputs", without_masks):
         assert type_check(FEW, ParallelConfig(tp=2, sp=True), world=2, masked=True).problems
 
 
 def test_on_paper_tokens_have_masks_of_documents_and_padding() -> None:
     parallel = ParallelConfig(cp=2)
-    mesh = mesh_on_paper(model_grid(parallel, FEW, 2), rank=1)
+    mesh = build_meta_mesh(model_grid(parallel, FEW, 2), rank=1)
     for documents in (True, False):
-        for slicing in (my_slicing(parallel, mesh), my_slicing(ParallelConfig(), mesh)):
+        for slicing in (local_slicing(parallel, mesh), local_slicing(ParallelConfig(), mesh)):
             batch = paper_batch(parts=1, documents=documents, slicing=slicing, masked=True)
             visible = batch.tokens.whole.visible
             assert visible is not None and visible.pairs is not None and visible.keys is not None

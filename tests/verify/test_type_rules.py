@@ -19,7 +19,7 @@ from megalith.kernels.scores import Scores
 from megalith.kernels.span_attention import span_attention
 from megalith.parallel import autograd
 from megalith.parallel.context import ring_attention
-from megalith.parallel.group import Group, alone
+from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.context import KeySpans
 from megalith.verify.type_rules import installed_rules, our_functions, types_of
 
@@ -280,5 +280,5 @@ def test_the_loss_refuses_wrong_operands(x: Any, weight: Any, labels: Any, text:
 
 def test_a_loss_over_a_part_of_the_vocabulary_stays_different_on_every_rank() -> None:
     with checking():
-        out = losses(tensor(R), tensor(V, 5, 2, dp=R), labels_of(R), alone("tp_kv", "tp_copy"))
+        out = losses(tensor(R), tensor(V, 5, 2, dp=R), labels_of(R), single_rank_group("tp_kv", "tp_copy"))
         assert types_of(out)["tp_kv"] is V

@@ -33,10 +33,10 @@ from megalith.nn.mlp import GatedMLP
 from megalith.nn.norm import RMSNorm
 from megalith.parallel import autograd
 from megalith.parallel import tensor as layers
-from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
+from megalith.parallel.mesh import Mesh, build_meta_mesh, model_grid
 from megalith.recipes import resolve
 from megalith.recipes.llama3 import llama3_70b
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 from megalith.train.rules import run_problems
 from megalith.verify.faults import FAULTS, changed_model, plant_fault
 from megalith.verify.ranks import layout_case
@@ -251,7 +251,7 @@ def test_a_stage_that_forgets_what_it_received_is_refused() -> None:
     ) -> Any:
         return right(self, ids, tokens, x=None if x is None else x.detach(), **rest)
 
-    with replaced(Decoder, "forward", forgets):
+    with patched(Decoder, "forward", forgets):
         (problem,) = type_check(STAGED, ParallelConfig(pp=2), world=4, ranks=(2,)).problems
     assert str(problem).startswith(
         "hidden states (rank 2): the hidden states of the previous stage got no gradient."
@@ -273,7 +273,7 @@ def test_a_memory_is_typed_at_the_borders_of_stages_and_one_that_is_forgotten_is
         source = None if cross_layer_source is None else cross_layer_source.detach()
         return right(self, *arguments, cross_layer_source=source, **rest)
 
-    with replaced(Decoder, "forward", detached):
+    with patched(Decoder, "forward", detached):
         (problem,) = type_check(early, ParallelConfig(pp=4), world=4, ranks=(3,)).problems
     assert str(problem).startswith(
         "memory (rank 3): the memory of the previous stage got no gradient."
@@ -283,7 +283,7 @@ def test_a_memory_is_typed_at_the_borders_of_stages_and_one_that_is_forgotten_is
         x, memory = right(self, *arguments, **rest)
         return x, memory.detach()
 
-    with replaced(Decoder, "forward", kept):
+    with patched(Decoder, "forward", kept):
         (problem,) = type_check(CROSS_LAYER, ParallelConfig(pp=2), world=2, ranks=(0,)).problems
     assert str(problem).startswith("memory_norm.weight (rank 0): this parameter got no gradient.")
     for fault in (
@@ -299,7 +299,7 @@ def layer(model: Decoder, number: int) -> Any:
 
 
 def built(model: ModelConfig, parallel: ParallelConfig, world: int) -> Decoder:
-    return Decoder(model, mesh_on_paper(model_grid(parallel, model, world), rank=0), sp=parallel.sp)
+    return Decoder(model, build_meta_mesh(model_grid(parallel, model, world), rank=0), sp=parallel.sp)
 
 
 def test_the_collectives_of_a_forward_pass_are_counted() -> None:
@@ -452,7 +452,7 @@ def test_a_parameter_that_no_gradient_reaches_is_named() -> None:
     def without_weight(self: RMSNorm, x: Tensor) -> Tensor:
         return x * 1.0
 
-    with replaced(RMSNorm, "forward", without_weight):
+    with patched(RMSNorm, "forward", without_weight):
         problems = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).problems
     assert [problem.where for problem in problems] == [
         *(
@@ -464,7 +464,7 @@ def test_a_parameter_that_no_gradient_reaches_is_named() -> None:
 
 
 def test_a_sum_that_nobody_declared_pending_is_refused() -> None:
-    with replaced(layers, "mark_partial", lambda x, group: x):
+    with patched(layers, "mark_partial", lambda x, group: x):
         (problem,) = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).problems
     assert problem.where == "embed"
     assert "reduce_from_tp over tp expects P (partial sum), but got V" in problem.what
@@ -479,7 +479,7 @@ def test_hidden_states_of_the_wrong_type_are_stopped_at_the_border_of_a_layer() 
     ) -> Tensor:
         return autograd.copy_to_tp(right(self, x, tokens, cache), self.mlp.down.tp_comm.group)
 
-    with replaced(SequentialBlock, "forward", wrong):
+    with patched(SequentialBlock, "forward", wrong):
         (problem,) = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).problems
     assert problem.where == "layers.0"
     assert problem.what == (
@@ -493,7 +493,7 @@ def test_an_operation_that_has_no_shape_on_paper_is_our_fault_and_keeps_its_trac
         return x * x.sum().item()
 
     with (
-        replaced(GatedMLP, "forward", reads_a_number),
+        patched(GatedMLP, "forward", reads_a_number),
         pytest.raises(RuntimeError, match="meta tensors"),
     ):
         type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,))
@@ -502,7 +502,7 @@ def test_an_operation_that_has_no_shape_on_paper_is_our_fault_and_keeps_its_trac
 def test_dropout_is_checked_where_the_model_has_it() -> None:
     model = replace(MODEL, dropout=DropoutConfig(embedding=0.1, residual=0.1, attention=0.1))
     assert type_check(model, ParallelConfig(tp=2, sp=True), world=2, ranks=(1,)).problems == ()
-    with replaced(dropout_layers, "dropout", lambda x, *given: x.relu() + x.sum().item()):
+    with patched(dropout_layers, "dropout", lambda x, *given: x.relu() + x.sum().item()):
         with pytest.raises(RuntimeError, match="meta tensors"):
             type_check(model, ParallelConfig(tp=2), world=2, ranks=(0,))
 

@@ -73,7 +73,7 @@ class LoadBalancing:
         if share is None:
             return choice
         record = self.stats_of_step(share, logits)
-        valid, sequence = self.tp_comm.mine(tokens.valid), self.tp_comm.mine(tokens.document_ids)
+        valid, sequence = self.tp_comm.select_local(tokens.valid), self.tp_comm.select_local(tokens.document_ids)
         one, experts = torch.zeros_like(sequence), self.moe.num_experts
         with torch.no_grad():
             used = count_choices(choice.experts, one, valid, sequences=1, num_experts=experts)

@@ -16,9 +16,9 @@ from megalith.nn.mlp import build_mlp
 from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Router
 from megalith.parallel.autograd import OverlapFn
-from megalith.parallel.expert import ExpertCapacity, calling
+from megalith.parallel.expert import ExpertCapacity, with_overlap_fn
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import Init, ParameterSpec, TPComm, WholeLinear
+from megalith.parallel.tensor import Init, ParameterSpec, TPComm, ReplicatedLinear
 from megalith.parallel.transports import build_transport
 from megalith.plan.shards import Shard
 
@@ -72,8 +72,8 @@ class MoE(nn.Module):
     def overlap_fn(self, something: OverlapFn) -> None:
         """Call this function during every dispatch and combine, before waiting for the
         communication."""
-        self.dispatch = calling(self.dispatch, something)
-        self.dispatch_within_capacity = calling(self.dispatch_within_capacity, something)
+        self.dispatch = with_overlap_fn(self.dispatch, something)
+        self.dispatch_within_capacity = with_overlap_fn(self.dispatch_within_capacity, something)
 
     def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Tensor:
         """x [t, h] -> [t, h]."""
@@ -153,9 +153,9 @@ def latent_matrices(
 
 def _matrix(
     name: str, outputs: int, inputs: int, std: float, tp_comm: TPComm, dtype: torch.dtype
-) -> WholeLinear:
+) -> ReplicatedLinear:
     """Build a replicated matrix for the local tokens."""
-    return WholeLinear(
+    return ReplicatedLinear(
         ParameterSpec(Shard.full(name, (outputs, inputs), invariant=tp_comm.invariant), Init(std)),
         dtype=dtype,
     )

@@ -28,14 +28,14 @@ from megalith.kernels.routing import (
 from megalith.kernels.tokens import DropoutKey, PackedSeqParams
 from megalith.nn.dropout import key_of
 from megalith.nn.moe.balance import LoadBalancing
-from megalith.parallel.autograd import regather
+from megalith.parallel.autograd import all_gather_no_grad
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ZEROS, Init, ParameterSpec, TPComm, WholeLinear, register_param
+from megalith.parallel.tensor import ZEROS, Init, ParameterSpec, TPComm, ReplicatedLinear, register_param
 from megalith.plan.shards import Shard
 
 
-class RouterGate(WholeLinear):
+class RouterGate(ReplicatedLinear):
     """Router logits, computed in the router's dtype: x [t, h] -> [t, E]."""
 
     def __init__(self, weight: ParameterSpec, *, dtype: torch.dtype, inside: torch.dtype) -> None:
@@ -99,7 +99,7 @@ class Noise:
 
     def _draw(self, source: DropoutKey, purpose: str, features: int) -> Tensor:
         place = key_of(source.seed, "router", purpose, self.layer)
-        return hashed_uniform(place, self.tp_comm.mine(source.numbers), features)
+        return hashed_uniform(place, self.tp_comm.select_local(source.numbers), features)
 
 
 class Router(nn.Module):
@@ -234,8 +234,8 @@ class Router(nn.Module):
         if share is None or offset is None:
             return
         with torch.no_grad():
-            text = self.noise.tp_comm.mine(tokens.valid).unsqueeze(1)
-            all_logits = regather(logits.detach().where(text, -math.inf), self.sharing)
+            text = self.noise.tp_comm.select_local(tokens.valid).unsqueeze(1)
+            all_logits = all_gather_no_grad(logits.detach().where(text, -math.inf), self.sharing)
             valid = all_logits[:, 0] > -math.inf  # sent with the logits in one collective
             new_offsets = balancing_offsets(all_logits, offset, valid, self.moe.top_k)
             has_tokens = valid.any()
@@ -254,13 +254,13 @@ class Router(nn.Module):
         if decided is not None:
             return drop_choices(choice, decided)
         group, num_local = self.sharing, len(choice.experts)
-        is_padding = ~self.noise.tp_comm.mine(
+        is_padding = ~self.noise.tp_comm.select_local(
             tokens.valid
         )  # dropped first, so that padding does not displace tokens
         local_choices = Choice(
             choice.experts, choice.weights.detach().masked_fill(is_padding.unsqueeze(1), -1.0)
         )
-        all_choices = Choice(*(regather(part.contiguous(), group) for part in local_choices))
+        all_choices = Choice(*(all_gather_no_grad(part.contiguous(), group) for part in local_choices))
         limit = expert_capacity(
             capacity.factor, len(all_choices.experts), self.moe.top_k, self.moe.num_experts
         )

@@ -17,9 +17,9 @@ from megalith.models.decoder import allocate, initialize
 from megalith.nn.moe.balance import LOSS_COEFFS, LOSSES, LoadBalancing
 from megalith.nn.moe.router import Router
 from megalith.parallel.group import all_reduce_
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm
-from megalith.testing.inject import replaced
+from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.verify.expert_faults import step_of_own_tokens
 
@@ -46,7 +46,7 @@ def training(microbatch: int = 0, weight: float = 0.5) -> PackedSeqParams:
 
 
 def router_of(moe: MoEConfig) -> Router:
-    mesh = mesh_of_one()
+    mesh = build_single_rank_mesh()
     router = Router(
         "layers.0.moe", MODEL, moe, mesh, TensorParallelComm(mesh.tp), dtype=torch.float64
     )
@@ -70,7 +70,7 @@ def divided(rank: int, world: int, moe: MoEConfig) -> tuple[Tensor, Tensor]:
     router = Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64)
     allocate(router, torch.device("cpu"))
     initialize(router, seed=3)
-    gradient = gradient_of_losses(router, [tp_comm.mine(x) for x in X])
+    gradient = gradient_of_losses(router, [tp_comm.select_local(x) for x in X])
     assert router.balance.record is not None
     return all_reduce_(gradient, mesh.tp), all_reduce_(
         router.balance.record.losses.clone(), mesh.tp
@@ -225,10 +225,10 @@ def step_over_dp(
     allocate(router, torch.device("cpu"))
     initialize(router, seed=3)
     place = mesh.dp.rank
-    with replaced(LoadBalancing, "global_loss", step_of_own_tokens) if fault else nullcontext():
+    with patched(LoadBalancing, "global_loss", step_of_own_tokens) if fault else nullcontext():
         for number, x in enumerate(ROWS[place]):
             tokens = replace(training(number, weight=0.25), valid=torch.arange(12) < REAL[place])
-            (router(tp_comm.mine(x), tokens).weights * 0).sum().backward()
+            (router(tp_comm.select_local(x), tokens).weights * 0).sum().backward()
     (weight,), record = router.gate.accumulated_parameters(), router.balance.record
     assert weight.grad is not None and record is not None
     losses = all_reduce_(record.losses[:, 2].clone(), mesh.tp)

@@ -14,7 +14,7 @@ from megalith.kernels.grouped_linear import Groups
 from megalith.models.decoder import allocate, declared_parameters, initialize
 from megalith.nn.moe.experts import Experts, weighted_activation
 from megalith.parallel.expert import DispatchedTokens
-from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
+from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
 
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=7)
 MODEL = ModelConfig(
@@ -40,9 +40,9 @@ def build(
     """Experts of one of the ranks, without processes, and with their first weights."""
     world = 1 if parallel is None else parallel.dp or 1
     mesh = (
-        mesh_of_one()
+        build_single_rank_mesh()
         if parallel is None
-        else mesh_on_paper(model_grid(parallel, model, world), rank=rank)
+        else build_meta_mesh(model_grid(parallel, model, world), rank=rank)
     )
     layer = Experts("layers.0.moe.num_experts", model, moe, mesh, dtype=torch.float64)
     allocate(layer, torch.device("cpu"))

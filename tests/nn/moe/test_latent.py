@@ -12,7 +12,7 @@ from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import allocate, initialize
 from megalith.nn.moe.layer import MoE
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import TensorParallelComm
 from megalith.testing.tolerance import PARITY, relative_error
 
@@ -76,7 +76,7 @@ def theirs_of(moe: MoEConfig) -> Any:
 
 
 def ours_of(moe: MoEConfig) -> MoE:
-    mesh = mesh_of_one()
+    mesh = build_single_rank_mesh()
     layer = MoE("layers.0.moe", MODEL, moe, mesh, TensorParallelComm(mesh.tp), dtype=torch.float32)
     allocate(layer, torch.device("cpu"))
     initialize(layer, seed=3)

@@ -16,7 +16,7 @@ from megalith.kernels.tokens import AuxLossScale, PackedSeqParams, tokens_of_row
 from megalith.models.decoder import allocate, initialize
 from megalith.nn.moe.layer import MoE
 from megalith.nn.moe.router import Router
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.recompute import Recomputed
 from megalith.parallel.tensor import TensorParallelComm
 
@@ -27,7 +27,7 @@ MOE = MoEConfig(num_experts=5, top_k=2, ffn_hidden_size=7)
 
 
 def build(moe: MoEConfig, model: ModelConfig = MODEL) -> MoE:
-    mesh = mesh_of_one()
+    mesh = build_single_rank_mesh()
     layer = MoE("layers.0.moe", model, moe, mesh, TensorParallelComm(mesh.tp), dtype=torch.float64)
     allocate(layer, torch.device("cpu"))
     initialize(layer, seed=3)

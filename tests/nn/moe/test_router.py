@@ -19,8 +19,8 @@ from megalith.kernels.tokens import (
 )
 from megalith.models.decoder import allocate, initialize
 from megalith.nn.moe.router import Router
-from megalith.parallel.context import my_slicing
-from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.context import local_slicing
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm
 from megalith.plan.context import plan_slices
 from megalith.testing.ranks import run_ranks
@@ -47,7 +47,7 @@ def training(seed: int = 0) -> PackedSeqParams:
 
 
 def alone(moe: MoEConfig, dtype: torch.dtype = torch.float64) -> Router:
-    mesh = mesh_of_one()
+    mesh = build_single_rank_mesh()
     return filled(
         Router("layers.0.moe", MODEL, moe, mesh, TensorParallelComm(mesh.tp), dtype=dtype)
     )
@@ -63,7 +63,7 @@ def divided(rank: int, world: int, moe: MoEConfig) -> Choice:
     mesh = build_mesh(model_grid(ParallelConfig(tp=world, sp=True), MODEL, world), rank=rank)
     tp_comm = SequenceParallelComm(mesh.tp)
     choice = filled(Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64))(
-        tp_comm.mine(X), training()
+        tp_comm.select_local(X), training()
     )
     return Choice(choice.experts, choice.weights.detach())
 
@@ -90,9 +90,9 @@ def test_ranks_of_a_microbatch_drop_the_same_choices() -> None:
 def shared(rank: int, world: int, moe: MoEConfig, order: str) -> tuple[Tensor, Tensor]:
     parallel = ParallelConfig(tp=2, cp=2, sp=True, order=order)
     mesh = build_mesh(model_grid(parallel, MODEL, world), rank=rank)
-    slicing, tp_comm = my_slicing(parallel, mesh), SequenceParallelComm(mesh.tp)
+    slicing, tp_comm = local_slicing(parallel, mesh), SequenceParallelComm(mesh.tp)
     slices = plan_slices([12], row=12, slicing=slicing)
-    numbers = tp_comm.mine(torch.from_numpy(slices.numbers[slicing.rank]))
+    numbers = tp_comm.select_local(torch.from_numpy(slices.numbers[slicing.rank]))
     tokens = replace(tokens_of_slices(slices, slicing), balance=AuxLossScale(0, 1, 1.0))
     router = filled(Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64))
     return numbers, router(X[numbers], tokens).experts
@@ -198,13 +198,13 @@ def test_force_biased_shifts_the_same_experts_in_every_step() -> None:
 
 def offsets_noted(rank: int, world: int, moe: MoEConfig) -> Tensor:
     mesh = (
-        mesh_of_one()
+        build_single_rank_mesh()
         if world == 1
         else build_mesh(model_grid(ParallelConfig(tp=2, sp=True), MODEL, 2), rank=rank)
     )
     tp_comm = SequenceParallelComm(mesh.tp) if world > 1 else TensorParallelComm(mesh.tp)
     router = filled(Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64))
-    router(tp_comm.mine(X), replace(training(), valid=torch.arange(12) < 10))
+    router(tp_comm.select_local(X), replace(training(), valid=torch.arange(12) < 10))
     assert router.balance.record is not None
     return router.balance.record.offsets
 
