@@ -203,16 +203,16 @@ def open_chat(options: ChatOptions, source: "Pretrained", worker: "Worker") -> "
     import torch
 
     from megalith.data.tokenizer import build_tokenizer
-    from megalith.infer.chat import Chat, template_of
-    from megalith.infer.load import load_text_generator, writing_layout
+    from megalith.infer.chat import Chat, select_template
+    from megalith.infer.load import load_text_generator, generation_layout
     from megalith.parallel.mesh import build_mesh, model_grid
 
-    template = template_of(source, build_tokenizer(source.tokenizer), options.template)
-    grid = model_grid(writing_layout(source.model, worker.world), source.model, worker.world)
+    template = select_template(source, build_tokenizer(source.tokenizer), options.template)
+    grid = model_grid(generation_layout(source.model, worker.world), source.model, worker.world)
     dtype: torch.dtype = getattr(
         torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")]
     )
-    writer = load_text_generator(
+    generator = load_text_generator(
         source,
         build_mesh(grid, rank=worker.rank),
         worker.device,
@@ -220,7 +220,7 @@ def open_chat(options: ChatOptions, source: "Pretrained", worker: "Worker") -> "
         kernels=options.kernels,
         mlp_chunks=options.mlp_chunks,
     )
-    return Chat(writer, template, settings(options), options.system)
+    return Chat(generator, template, settings(options), options.system)
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,12 +122,12 @@ def main(argv: list[str]) -> int:
     raise_all(option_problems(options))
     import torch  # keep --help free of the torch import
 
-    from megalith.models.convert import convert, merged_into, plan_moves, recipe_of, written_names
+    from megalith.models.convert import convert, describe_merged_adapters, plan_moves, build_recipe, list_written_tensors
     from megalith.models.journal import Attempt
     from megalith.models.pretrained import find_family_of
     from megalith.models.staging import check_target
-    from megalith.posttrain.export import peft_moves, plan_peft, write_peft
-    from megalith.posttrain.upcycle import describe_upcycled_sources, read_from
+    from megalith.posttrain.export import plan_peft_moves, plan_peft, write_peft
+    from megalith.posttrain.upcycle import describe_upcycled_sources, stored_weights
 
     target = Path(options.target)
     check_target(target)
@@ -135,7 +135,7 @@ def main(argv: list[str]) -> int:
     tell_warnings(source)
     dtype = None if options.dtype is None else getattr(torch, DTYPES[options.dtype])
     if to == "peft":
-        planned = peft_moves(source, dtype)
+        planned = plan_peft_moves(source, dtype)
         nbytes = 0 if options.dry_run else write_peft(target, source, dtype=dtype)
         modules = [part.module for part in plan_peft(source)]
         show_peft(str(source.path), str(target), modules, planned, nbytes, options)
@@ -144,7 +144,7 @@ def main(argv: list[str]) -> int:
     nbytes = sum(move.nbytes for move in moves)
     if not options.dry_run:
         largest = int(options.shard_gb * 1e9)
-        recipe = recipe_of(source, to, dtype=dtype, shard_nbytes=largest, new_rows=options.new_rows)
+        recipe = build_recipe(source, to, dtype=dtype, shard_nbytes=largest, new_rows=options.new_rows)
         attempt = Attempt(recipe, options.restart, options.take_over, options.keep)
         with shown_progress(nbytes) as advance:
             nbytes = convert(
@@ -153,7 +153,7 @@ def main(argv: list[str]) -> int:
                 to,
                 dtype=dtype,
                 shard_nbytes=largest,
-                wrote=advance,
+                on_written=advance,
                 workers=options.workers,
                 attempt=attempt,
             )
@@ -165,10 +165,10 @@ def main(argv: list[str]) -> int:
         "nbytes": nbytes,
     }
     report["written"], report["left_out"] = (
-        len(written_names(moves)),
+        len(list_written_tensors(moves)),
         sum(not move.nbytes for move in moves),
     )
-    report["merged"] = merged_into(read_from(source), moves)
+    report["merged"] = describe_merged_adapters(stored_weights(source), moves)
     # Only a tokenizer read from files can go into a Hugging Face folder; a checkpoint's config.yaml
     # names any kind.
     report["tokenizer"] = (
@@ -192,14 +192,14 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
     Raises:
         ConfigError: options do not fit the source.
     """
-    from megalith.models.convert import kind_of
-    from megalith.models.pretrained import locate, open_pretrained, require_adapters
+    from megalith.models.convert import format_of
+    from megalith.models.pretrained import locate_source, open_pretrained, check_has_adapters
     from megalith.posttrain.upcycle import upcycle
 
-    source = open_pretrained(locate(options.source), base=options.base)
+    source = open_pretrained(locate_source(options.source), base=options.base)
     if options.base is not None:
-        require_adapters(source, options.base)
-    kind = kind_of(source)
+        check_has_adapters(source, options.base)
+    kind = format_of(source)
     to: Target = options.to or (
         "huggingface" if kind == "megalith" and options.upcycle is None else "megalith"
     )
@@ -230,10 +230,10 @@ def _with_family(source: "Pretrained", name: str, to: Target) -> "Pretrained":
         ConfigError: there is no such family, or no Hugging Face folder is written from a
         checkpoint.
     """
-    from megalith.models.convert import kind_of
+    from megalith.models.convert import format_of
     from megalith.models.hf import HFSource, find_family_by_name
 
-    if to == "megalith" or kind_of(source) == "huggingface":
+    if to == "megalith" or format_of(source) == "huggingface":
         raise ConfigError(
             f"--family={name} selects the architecture of a Hugging Face folder that is written "
             "from a checkpoint or "
@@ -251,12 +251,12 @@ def with_vocabulary(source: "Pretrained", options: ConvertOptions, to: Target) -
     Raises:
         ConfigError, CheckpointError: the source has tables of its own, or nothing would grow.
     """
-    from megalith.models.convert import kind_of
+    from megalith.models.convert import format_of
     from megalith.models.pretrained import add_rows
 
     size = options.vocab_size
     if size is not None:
-        if kind_of(source) == "megalith" or size < source.model.vocab_size:
+        if format_of(source) == "megalith" or size < source.model.vocab_size:
             raise ConfigError(
                 f"--vocab-size={size}: {source.path} has {source.model.vocab_size} tokens, and "
                 "only the vocabulary of a Hugging Face folder can be extended. Use at least as "

@@ -190,15 +190,15 @@ def write_all(
     the elapsed seconds."""
     import torch
 
-    from megalith.infer.load import load_text_generator, writing_layout
+    from megalith.infer.load import load_text_generator, generation_layout
     from megalith.infer.text import generate_text
     from megalith.parallel.mesh import build_mesh, model_grid
 
-    grid = model_grid(writing_layout(source.model, worker.world), source.model, worker.world)
+    grid = model_grid(generation_layout(source.model, worker.world), source.model, worker.world)
     dtype: torch.dtype = getattr(
         torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")]
     )
-    writer = load_text_generator(
+    generator = load_text_generator(
         source,
         build_mesh(grid, rank=worker.rank),
         worker.device,
@@ -209,7 +209,7 @@ def write_all(
     show = print_now if worker.rank == 0 and not options.json else ignore
     started = time.perf_counter()
     transcripts = generate_text(
-        writer, prompts, settings(options), ignore_eod=options.ignore_eod, show=show
+        generator, prompts, settings(options), ignore_eod=options.ignore_eod, show=show
     )
     return transcripts, time.perf_counter() - started
 

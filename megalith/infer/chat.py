@@ -44,7 +44,7 @@ class StopFilter:
 class Chat:
     """A conversation with a model, turn by turn."""
 
-    writer: TextGenerator
+    generator: TextGenerator
     template: ChatTemplate
     sample: SampleConfig
     system: str | None = None
@@ -54,7 +54,7 @@ class Chat:
     previous ones."""
 
     def __post_init__(self) -> None:
-        self.read = build_prefix_state(self.writer.model.config)
+        self.read = build_prefix_state(self.generator.model.config)
         self.reset()
 
     def reset(self) -> None:
@@ -73,9 +73,9 @@ class Chat:
             CheckpointError: the logits are not finite.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        tokenizer = self.writer.tokenizer
+        tokenizer = self.generator.tokenizer
         prompt = self.template.render(messages, prompt=True)
-        ids, longest = tokenizer.encode_marked(prompt), self.writer.model.config.max_seq_len
+        ids, longest = tokenizer.encode_marked(prompt), self.generator.model.config.max_seq_len
         if len(ids) >= longest:
             raise DataError(
                 f"the conversation has {len(ids)} tokens, but the context of the model is "
@@ -85,10 +85,10 @@ class Chat:
         transcript, stop_filter = Transcript(prompt, ids, tokenizer), StopFilter(stop_text)
         answer: list[str] = []
         stream = generate(
-            self.writer.model,
+            self.generator.model,
             [ids],
             self.sample,
-            stops=self.writer.stops | stop_ids,
+            stops=self.generator.stops | stop_ids,
             before=self.read,
         )
         try:
@@ -107,7 +107,7 @@ class Chat:
         return "".join(answer)
 
 
-def template_of(source: Pretrained, tokenizer: Tokenizer, name: str | None) -> ChatTemplate:
+def select_template(source: Pretrained, tokenizer: Tokenizer, name: str | None) -> ChatTemplate:
     """Return the template `name`, else the one of the run that tuned the model, else the
     tokenizer's.
 

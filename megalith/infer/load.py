@@ -15,13 +15,13 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
-from megalith.models.decoder import Decoder, allocate, declared_parameters
+from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
 from megalith.models.pretrained import (
     Pretrained,
     load_weights,
-    locate,
+    locate_source,
     open_pretrained,
-    require_adapters,
+    check_has_adapters,
 )
 from megalith.models.release import release_run
 from megalith.nn.kernels import use_kernels
@@ -54,9 +54,9 @@ def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
         ConfigError: `tp` is too large or does not divide the heads; or there is a base but no
             adapters.
     """
-    opened = open_pretrained(locate(source), base=base)
+    opened = open_pretrained(locate_source(source), base=base)
     if base is not None:
-        require_adapters(opened, base)
+        check_has_adapters(opened, base)
     raise_all(_model_problems(opened, 1) + generation_problems(opened.model))
     if problems := _model_problems(opened, tp):
         heads = opened.model.num_heads
@@ -79,7 +79,7 @@ def _model_problems(opened: Pretrained, tp: int) -> list[str]:
 
 def _run(opened: Pretrained, tp: int) -> TrainRun:
     run = release_run("generate", opened.model, opened.tokenizer, opened.path)
-    return replace(run, parallel=writing_layout(opened.model, tp))
+    return replace(run, parallel=generation_layout(opened.model, tp))
 
 
 def _why_not(opened: Pretrained, tp: int, problem: str) -> str:
@@ -95,7 +95,7 @@ def _why_not(opened: Pretrained, tp: int, problem: str) -> str:
     return re.sub(r"parallel\.\w+=\d+", f"--nproc={tp}", reason)
 
 
-def writing_layout(model: ModelConfig, ranks: int) -> ParallelConfig:
+def generation_layout(model: ModelConfig, ranks: int) -> ParallelConfig:
     """Return the parallel layout for generation: tensor parallel, and expert parallel if the
     experts divide evenly.
 
@@ -147,7 +147,7 @@ def load_text_generator(
     allocate(model, device)
     entries = [
         CheckpointEntry(spec.shard, "param", getattr(module, name))
-        for spec, module, name in declared_parameters(model)
+        for spec, module, name in iter_parameter_specs(model)
     ]
     load_weights(
         source,

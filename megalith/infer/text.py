@@ -104,7 +104,7 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]
 
 
 def generate_text(
-    writer: TextGenerator,
+    generator: TextGenerator,
     prompts: Sequence[str],
     sample: SampleConfig,
     *,
@@ -121,13 +121,13 @@ def generate_text(
         DataError: a prompt cannot be encoded or processed.
         CheckpointError: the logits are not finite.
     """
-    encoded = encode_prompts(prompts, writer.tokenizer)
+    encoded = encode_prompts(prompts, generator.tokenizer)
     transcripts = [
-        Transcript(text, ids, writer.tokenizer) for text, ids in zip(prompts, encoded, strict=True)
+        Transcript(text, ids, generator.tokenizer) for text, ids in zip(prompts, encoded, strict=True)
     ]
     printer = OrderedPrinter(transcripts)
-    stops: frozenset[int] = frozenset() if ignore_eod else writer.stops
-    for token in generate(writer.model, encoded, sample, stops=stops):
+    stops: frozenset[int] = frozenset() if ignore_eod else generator.stops
+    for token in generate(generator.model, encoded, sample, stops=stops):
         transcripts[token.sequence].add(token)
         show(printer.unread_text())
     return transcripts

@@ -46,7 +46,7 @@ class Move:
     """Bytes in the target; 0: not written."""
 
 
-def kind_of(source: Pretrained) -> Kind:
+def format_of(source: Pretrained) -> Kind:
     """Return the format of a source."""
     return "huggingface" if isinstance(source.weights, HuggingFaceFolder) else "megalith"
 
@@ -123,10 +123,10 @@ def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dt
     read_part = parameter_part + describe_added_adapters(parameter, source.weights)
     source_part, target_part = (
         (tensor_part, parameter_part)
-        if kind_of(source) == "huggingface"
+        if format_of(source) == "huggingface"
         else (read_part, tensor_part)
     )
-    if kind_of(source) == to:
+    if format_of(source) == to:
         target_part = source_part
     shape = rule.shape if rule.covers_tensor else lengths(rule.at)
     return Move(
@@ -149,16 +149,16 @@ def describe_added_adapters(parameter: str, weights: Weights) -> str:
     return f" + {weights.adapters.lora.scale:g} · lora_b · lora_a"
 
 
-def written_names(moves: Iterable[Move]) -> set[str]:
+def list_written_tensors(moves: Iterable[Move]) -> set[str]:
     """Return the tensors that are written: several moves may fill one tensor, and others none."""
     return {move.target.partition("[")[0] for move in moves if move.nbytes} - {"zeros"}
 
 
-def merged_into(weights: Weights, moves: Sequence[Move]) -> str | None:
+def describe_merged_adapters(weights: Weights, moves: Sequence[Move]) -> str | None:
     """Describe which adapters are merged into which model; None without adapters."""
     if not isinstance(weights, AdaptedWeights):
         return None
-    count = len(written_names(move for move in moves if " · lora_b · lora_a" in move.source))
+    count = len(list_written_tensors(move for move in moves if " · lora_b · lora_a" in move.source))
     rank = weights.adapters.lora.rank
     return (
         f"{count} of them with adapters of rank {rank} from {weights.path} added to "
@@ -173,11 +173,11 @@ def convert(
     *,
     dtype: torch.dtype | None = None,
     shard_nbytes: int = 5 * 10**9,
-    wrote: Callable[[int], None] = lambda nbytes: None,
+    on_written: Callable[[int], None] = lambda nbytes: None,
     workers: int = 2,
     attempt: Attempt | None = None,
 ) -> int:
-    """Write `target` and return its bytes of weights. `wrote` is called with the bytes of each
+    """Write `target` and return its bytes of weights. `on_written` is called with the bytes of each
     tensor, from any worker.
 
     `workers` threads write concurrently; each reads through memory maps and holds only what it
@@ -205,7 +205,7 @@ def convert(
             else source.hf_source.activation_names,
             extra=ids,
             auxiliary_files=auxiliary_files,
-            wrote=wrote,
+            on_written=on_written,
             workers=workers,
             attempt=attempt,
         )
@@ -224,13 +224,13 @@ def convert(
         dtype=dtype,
         state=state,
         auxiliary_files=auxiliary_files,
-        wrote=wrote,
+        on_written=on_written,
         workers=workers,
         attempt=attempt,
     )
 
 
-def recipe_of(
+def build_recipe(
     source: Pretrained, to: Kind, *, dtype: torch.dtype | None, shard_nbytes: int, new_rows: NewRows
 ) -> Recipe:
     """Return what determines the bytes of a conversion; conversions with equal recipes may reuse

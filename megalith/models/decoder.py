@@ -217,7 +217,7 @@ class Decoder(nn.Module):
             mtp_hidden = self.mtp.states(x, mtp_inputs, tokens)
         return (x, *mtp_hidden) if mtp_hidden else x
 
-    def received(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    def stage_inputs(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
         """Return the outputs of the previous stage as arguments of `forward`; none in the first
         stage."""
         if not tensors:
@@ -364,14 +364,14 @@ def build_chunks(
         )
         own_parameters = {
             spec.shard.name: getattr(module, name)
-            for spec, module, name in declared_parameters(chunk)
+            for spec, module, name in iter_parameter_specs(chunk)
         }
         shared_tables |= {name: own_parameters[name] for name in TABLES if name in own_parameters}
         chunks.append(chunk)
     return chunks
 
 
-def declared_parameters(model: nn.Module) -> Iterator[tuple[ParameterSpec, nn.Module, str]]:
+def iter_parameter_specs(model: nn.Module) -> Iterator[tuple[ParameterSpec, nn.Module, str]]:
     """Yield every parameter once, in the order of the forward pass: its specification, its module,
     its name in the module."""
     for module in model.modules():
@@ -397,7 +397,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 def initialize(model: nn.Module, *, seed: int) -> None:
     """Initialize the weights; the values depend on the seed and not on the parallel layout."""
-    for spec, module, name in declared_parameters(model):
+    for spec, module, name in iter_parameter_specs(model):
         init_param_(getattr(module, name), spec.shard, spec.init, seed=seed)
 
 
@@ -436,7 +436,7 @@ def _set_stages_and_init(
 ) -> None:
     """Set, in the specification of every parameter, the pipeline ranks that hold it (`shared` by
     name, or `own_stages`) and its initial distribution."""
-    for spec, module, name in list(declared_parameters(model)):
+    for spec, module, name in list(iter_parameter_specs(model)):
         shard, init = spec.shard, spec.init
         initial = initial_values(model.config, shard.name, shard.shape, shard.inputs, init.std)
         init = replace(init, std=initial.std, uniform=initial.uniform)

@@ -713,7 +713,7 @@ def write_folder(
     activation_names: Mapping[str, str] | None = None,
     extra: Mapping[str, Any] | None = None,  # JSON
     auxiliary_files: Mapping[str, bytes] | None = None,
-    wrote: Callable[[int], None] = lambda nbytes: None,
+    on_written: Callable[[int], None] = lambda nbytes: None,
     workers: int = 1,
     attempt: Attempt | None = None,
 ) -> int:
@@ -723,7 +723,7 @@ def write_folder(
     The folder appears complete or not at all. `dtype` unset keeps the dtype of each parameter;
     `family` unset: the first that can express the model. `activation_names` replace equivalent
     names in config.json (`gelu_new`), `extra` are additional fields (token ids), `auxiliary_files`
-    are further files by name. `wrote` is called with the bytes of each tensor, from any of the
+    are further files by name. `on_written` is called with the bytes of each tensor, from any of the
     `workers` threads, each of which holds a few tensors in memory. With an `attempt`, finished
     parts of an interrupted conversion with the same settings are reused.
 
@@ -757,7 +757,7 @@ def write_folder(
     raw["dtype"] = raw["torch_dtype"] = str(widest).removeprefix("torch.")  # transformers 5, and 4
     with open_staging(path, attempt) as work:
         staging = work.folder / "folder"
-        total = _write_weights(staging, files, weights, wrote, workers, work.journal)
+        total = _write_weights(staging, files, weights, on_written, workers, work.journal)
         for name, contents in (auxiliary_files or {}).items():
             storage.write_new(staging / name, contents)
         for name, document in {CONFIG: raw, GENERATION: _make_generation_config(raw)}.items():
@@ -786,7 +786,7 @@ def _write_weights(
     staging: Path,
     files: Sequence[Sequence[tuple[Parts, Planned]]],
     weights: Weights,
-    wrote: Callable[[int], None],
+    on_written: Callable[[int], None],
     workers: int,
     journal: ConversionJournal,
 ) -> int:
@@ -813,7 +813,7 @@ def _write_weights(
             jobs.append(_Job(staging / name, batch[0][0], tensors, journal_key, record))
     check_free_space(staging.parent, sum(job.nbytes for job in jobs if job.before is None))
     total = sum(
-        run_in_order([partial(_write_job, job, weights, wrote, journal) for job in jobs], workers)
+        run_in_order([partial(_write_job, job, weights, on_written, journal) for job in jobs], workers)
     )
     for name in names:
         storage.sync_written(staging / name)
@@ -864,13 +864,13 @@ class _Job:
 
 
 def _write_job(
-    job: _Job, weights: Weights, wrote: Callable[[int], None], journal: ConversionJournal
+    job: _Job, weights: Weights, on_written: Callable[[int], None], journal: ConversionJournal
 ) -> int:
     """Write the tensors of a job unless they are already written; returns their bytes."""
     if job.before is not None and job.before == part_checksum(job.file, job.start, job.nbytes):
-        wrote(job.nbytes)
+        on_written(job.nbytes)
         return job.nbytes
-    part = write_part(job.file, job.start, _read_tensors(job.content, weights, wrote))
+    part = write_part(job.file, job.start, _read_tensors(job.content, weights, on_written))
     # A gap would silently read as zeros.
     assert part.stop == job.start + job.nbytes, (job.file.name, job.start, part.stop, job.nbytes)
     journal.add(job.name, part.checksum)
@@ -882,7 +882,7 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def _read_tensors(
-    content: Sequence[tuple[Parts, Planned]], weights: Weights, wrote: Callable[[int], None]
+    content: Sequence[tuple[Parts, Planned]], weights: Weights, on_written: Callable[[int], None]
 ) -> Iterator[Tensor]:
     """Yield the values of the tensors in file order, in one or more pieces each."""
     for parts, planned in content:
@@ -894,7 +894,7 @@ def _read_tensors(
             yield to_tensor_layout(first, weights.read(first.parameter, first.box, planned.dtype))
         else:
             yield _assemble_tensor(parts, planned, weights)
-        wrote(planned.nbytes)
+        on_written(planned.nbytes)
 
 
 def _assemble_tensor(parts: Parts, planned: Planned, weights: Weights) -> Tensor:

@@ -275,7 +275,7 @@ def find_generation_problems(raw: Mapping[str, Any], vocab_size: int) -> list[st
     return problems
 
 
-def locate(source: str) -> Path:
+def locate_source(source: str) -> Path:
     """Return the checkpoint or Hugging Face folder named by `source`; for a run its newest
     checkpoint.
 
@@ -311,7 +311,7 @@ def locate(source: str) -> Path:
 
 
 def open_pretrained(path: Path, *, base: str | None = None) -> Pretrained:
-    """Open the model in a folder returned by `locate`; adapters are added to their `base`, unset:
+    """Open the model in a folder returned by `locate_source`; adapters are added to their `base`, unset:
     the base they name.
 
     Raises:
@@ -389,10 +389,10 @@ def load_pretrained(
     Raises:
         CheckpointError: on every rank: there is nothing to load, or the model differs from `model`.
     """
-    return take_weights(entries, source, world, model=model, rules=rules, padded=False).notes
+    return load_weights_with_records(entries, source, world, model=model, rules=rules, padded=False).notes
 
 
-def take_weights(
+def load_weights_with_records(
     entries: Sequence[CheckpointEntry],
     source: str,
     world: Group,
@@ -403,10 +403,10 @@ def take_weights(
 ) -> LoadedWeights:
     """Load weights like `load_pretrained`, and return their records; with `padded` the vocabulary
     may be padded differently."""
-    path = raise_on_all_ranks(lambda: locate(source) if world.rank == 0 else None, world)[0]
+    path = raise_on_all_ranks(lambda: locate_source(source) if world.rank == 0 else None, world)[0]
     assert path is not None
     opened = open_pretrained(path)
-    notes = compare_models(opened, model, allow=rules.allow_model_changes, padded=padded)
+    notes = check_same_model(opened, model, allow=rules.allow_model_changes, padded=padded)
     same_vocab_size = padded and opened.model.vocab_size == model.vocab_size
     if rules.new_rows != "zero":
         add_rows(opened, model, rules.new_rows, setting=f"checkpoint.new_rows={rules.new_rows}")
@@ -503,7 +503,7 @@ def _fill_from_folder(
         announce(report, rules, folder.path)
 
 
-def compare_models(
+def check_same_model(
     opened: Pretrained, model: ModelConfig, *, allow: Sequence[str] = (), padded: bool = False
 ) -> list[str]:
     """Return the allowed differences between two models, one per line.
@@ -579,7 +579,7 @@ def _open_folder(path: Path) -> Pretrained:
 
 
 def open_adapters(path: Path, *, base: str | None = None) -> Adapters:
-    """Open the adapters in a folder returned by `locate`, a checkpoint or a PEFT folder.
+    """Open the adapters in a folder returned by `locate_source`, a checkpoint or a PEFT folder.
 
     PEFT adapters need the parameter names of a model: `base`, unset: the base that they name.
 
@@ -600,7 +600,7 @@ def open_adapters(path: Path, *, base: str | None = None) -> Adapters:
     )
 
 
-def require_adapters(source: Pretrained, base: str) -> None:
+def check_has_adapters(source: Pretrained, base: str) -> None:
     """Reject a base for a source without adapters.
 
     Raises:
@@ -614,7 +614,7 @@ def require_adapters(source: Pretrained, base: str) -> None:
 
 
 def read_base_record(path: Path) -> dict[str, str] | None:
-    """Return `base_record` of the base weights of adapters in a folder; None: PEFT adapters that
+    """Return `build_base_record` of the base weights of adapters in a folder; None: PEFT adapters that
     name no existing folder."""
     if (path / MANIFEST).exists():
         record = open_checkpoint(path).state.get(RECORD)
@@ -628,10 +628,10 @@ def read_base_record(path: Path) -> dict[str, str] | None:
     )
     if not isinstance(base_name, str) or not Path(base_name).is_dir():
         return None
-    return base_record(open_pretrained(locate(base_name)))
+    return build_base_record(open_pretrained(locate_source(base_name)))
 
 
-def base_record(source: Pretrained) -> dict[str, str]:
+def build_base_record(source: Pretrained) -> dict[str, str]:
     """Return the record, for checkpoints of adapters, that identifies their base weights."""
     return {
         "base": str(source.path.absolute()),
@@ -639,7 +639,7 @@ def base_record(source: Pretrained) -> dict[str, str]:
     }
 
 
-def require_base(record: Any, source: Pretrained, path: Path) -> None:  # Any: JSON
+def check_base_weights(record: Any, source: Pretrained, path: Path) -> None:  # Any: JSON
     """Check that `source` has the base weights of the adapters in the checkpoint `path`.
 
     Raises:
@@ -663,10 +663,10 @@ def _open_adapted(checkpoint: Checkpoint, base_folder: str | None) -> Pretrained
             f"{checkpoint.path} holds adapters, but their base weights are not at {base_path}. "
             "Move them there, or set --base to their folder (checkpoint.load for a run)."
         )
-    base = open_pretrained(locate(base_path))
-    compare_models(base, model)
+    base = open_pretrained(locate_source(base_path))
+    check_same_model(base, model)
     base = replace(base, model=model)  # the run determines the padding of the vocabulary
-    require_base(record, base, checkpoint.path)
+    check_base_weights(record, base, checkpoint.path)
     adapters = checkpoint_adapters(checkpoint)
     check_adapter_names(adapters, adapters.lora, model)
     weights = AdaptedWeights(checkpoint.path, model, base.weights, base.path, adapters)
@@ -720,7 +720,7 @@ def _peft_base(path: Path, base_folder: str | None) -> Pretrained:
             "folder. "
             "Set it, or --base, to the folder of the model that the adapters were trained with."
         )
-    return open_pretrained(locate(base_name))
+    return open_pretrained(locate_source(base_name))
 
 
 def find_family_of(source: Pretrained) -> Family:
@@ -752,9 +752,9 @@ def find_family_of(source: Pretrained) -> Family:
 
 
 def _locate_or_none(source: str) -> Path | None:
-    """Return `locate(source)`, or None if the folder no longer exists."""
+    """Return `locate_source(source)`, or None if the folder no longer exists."""
     try:
-        return locate(source)
+        return locate_source(source)
     except CheckpointError:
         return None
 

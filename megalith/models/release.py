@@ -25,7 +25,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.schedule import ScheduleConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import LoopConfig, TrainRun
-from megalith.models.decoder import Decoder, declared_parameters
+from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.models.hf import Weights, check_free_space
 from megalith.models.jobs import run_in_order, split_by_nbytes
 from megalith.models.journal import Attempt, ConversionJournal
@@ -40,7 +40,7 @@ BATCH_NBYTES = 256 * 2**20
 
 def parameters(model: ModelConfig) -> list[Shard]:
     """Return the full shard of every parameter of a model, in the order of the forward pass."""
-    return [spec.shard for spec, _, _ in declared_parameters(Decoder(model, build_single_rank_mesh()))]
+    return [spec.shard for spec, _, _ in iter_parameter_specs(Decoder(model, build_single_rank_mesh()))]
 
 
 def release_run(name: str, model: ModelConfig, tokenizer: TokenizerConfig, path: Path) -> TrainRun:
@@ -65,7 +65,7 @@ def write_release(
     dtype: torch.dtype | None = None,
     state: Mapping[str, Any] | None = None,  # JSON
     auxiliary_files: Mapping[str, bytes] | None = None,
-    wrote: Callable[[int], None] = lambda nbytes: None,
+    on_written: Callable[[int], None] = lambda nbytes: None,
     workers: int = 1,
     attempt: Attempt | None = None,
 ) -> int:
@@ -73,7 +73,7 @@ def write_release(
     complete or not at all.
 
     `dtype` unset keeps the dtype of each parameter; `auxiliary_files` are written beside the
-    weights; `wrote` is called with the bytes of each parameter, from any of the `workers` threads,
+    weights; `on_written` is called with the bytes of each parameter, from any of the `workers` threads,
     each of which holds a few parameters in memory. With an `attempt`, finished files of an
     interrupted conversion with the same settings are reused.
 
@@ -101,7 +101,7 @@ def write_release(
                 staging / name,
                 batch,
                 weights,
-                wrote,
+                on_written,
                 work.journal,
                 finished_files.get(name),
             )
@@ -190,13 +190,13 @@ def _write_batch(
     path: Path,
     batch: Sequence[Item],
     weights: Weights,
-    wrote: Callable[[int], None],
+    on_written: Callable[[int], None],
     journal: ConversionJournal,
     finished: WrittenFiles | None,
 ) -> WrittenFiles:
     """Write one file of parameters, unless `finished` describes a valid one."""
     if finished is not None and _is_complete(path, finished):
-        wrote(sum(map(_nbytes, batch)))
+        on_written(sum(map(_nbytes, batch)))
         return finished
     storage.remove_file(path)
     tensors = {}
@@ -210,7 +210,7 @@ def _write_batch(
             tensors[f"model.{shard.name}"] = StoredTensor(
                 shard.shape, dtype_name(dtype), tuple(boxes)
             )
-            wrote(shard.numel * dtype.itemsize)
+            on_written(shard.numel * dtype.itemsize)
     part = WrittenFiles(tensors, {file.name: StoredFile(file.nbytes)})
     journal.add(file.name, _make_record(part, file.name))
     return part

@@ -108,7 +108,7 @@ def write_peft(path: Path, source: Pretrained, *, dtype: torch.dtype | None = No
     return sum(planned.nbytes for planned in plan)
 
 
-def peft_moves(source: Pretrained, dtype: torch.dtype | None) -> list[Move]:
+def plan_peft_moves(source: Pretrained, dtype: torch.dtype | None) -> list[Move]:
     """Return every tensor that `write_peft` writes with the adapter it comes from, without reading
     values.
 

@@ -19,13 +19,13 @@ from megalith.models.adapters import (
     describe_adapter_differences,
 )
 from megalith.models.pretrained import (
-    base_record,
+    build_base_record,
     load_pretrained,
-    locate,
+    locate_source,
     open_adapters,
     open_pretrained,
     read_base_record,
-    require_base,
+    check_base_weights,
     trained_with_forced_balancing,
 )
 from megalith.parallel.group import Group
@@ -41,7 +41,7 @@ def load_base(
     model: ModelConfig,
     saved: Checkpoint | None,
 ) -> tuple[dict[str, str], list[str]]:
-    """Load frozen weights from `rules.load`; returns their `base_record`, and notes on how the
+    """Load frozen weights from `rules.load`; returns their `build_base_record`, and notes on how the
     models differ.
 
     Collective over `world`. `saved`: a checkpoint of adapters that were trained with such weights.
@@ -63,7 +63,7 @@ def load_base(
 
 def _check_source_exists(source: str) -> None:
     try:
-        locate(source)
+        locate_source(source)
     except CheckpointError as error:
         raise CheckpointError(
             f"checkpoint.load={source}: {error} Adapters need base weights: train a run "
@@ -72,10 +72,10 @@ def _check_source_exists(source: str) -> None:
 
 
 def _record(source: str, saved: Checkpoint | None) -> dict[str, str]:
-    base = open_pretrained(locate(source))
+    base = open_pretrained(locate_source(source))
     if saved is not None:
-        require_base(saved.state[RECORD], base, saved.path)
-    return base_record(base)
+        check_base_weights(saved.state[RECORD], base, saved.path)
+    return build_base_record(base)
 
 
 def load_adapters(
@@ -96,7 +96,7 @@ def load_adapters(
     """
     source = lora.load
     assert source is not None
-    path = raise_on_all_ranks(lambda: locate(source) if world.rank == 0 else None, world)[0]
+    path = raise_on_all_ranks(lambda: locate_source(source) if world.rank == 0 else None, world)[0]
     assert path is not None
     raise_on_all_ranks(lambda: _check_same_base(path, record) if world.rank == 0 else None, world)
     raise_on_all_ranks(

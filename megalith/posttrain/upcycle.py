@@ -16,7 +16,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.errors import raise_all
 from megalith.models.convert import Move, describe_added_adapters
-from megalith.models.decoder import Decoder, declared_parameters
+from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.models.hf import Weights
 from megalith.models.pretrained import Pretrained
 from megalith.nn.init import init_param_
@@ -294,7 +294,7 @@ def upcycle(
     parts = width // moe.ffn_hidden_size
     fresh = {
         spec.shard.name: spec
-        for spec, _, _ in declared_parameters(Decoder(model, build_single_rank_mesh()))
+        for spec, _, _ in iter_parameter_specs(Decoder(model, build_single_rank_mesh()))
         if ".moe." in spec.shard.name and ".moe.experts." not in spec.shard.name
     }
     weights = UpcycledWeights(
@@ -324,6 +324,6 @@ def _describe_source(parameter: str, weights: UpcycledWeights) -> str:
     return "new" if source is None else source + describe_added_adapters(source, weights.dense)
 
 
-def read_from(source: Pretrained) -> Weights:
+def stored_weights(source: Pretrained) -> Weights:
     """Return the stored weights: those of the dense model if the model is upcycled."""
     return source.weights.dense if isinstance(source.weights, UpcycledWeights) else source.weights

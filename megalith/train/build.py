@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.train import TrainRun
-from megalith.models.decoder import Decoder, declared_parameters
+from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn.init import init_param_
 from megalith.optim.build import build_optimizer
 from megalith.optim.loss_scale import LossScale, build_loss_scale
@@ -93,7 +93,7 @@ def build_grad_sync(
     """
     p, dtype = run.parallel, DTYPES[run.precision.params]
     parameters = [
-        (declared.shard, module, name) for declared, module, name in declared_parameters(model)
+        (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
     gradient_dtype, watch = (
         torch.promote_types(dtype, torch.float32),
@@ -137,7 +137,7 @@ def _init_weights(model: nn.Module, data: GradSync, *, seed: int, frozen: bool) 
 
     Random values are keyed, so the weights are the same under every layout.
     """
-    init_of = {declared.shard.name: declared.init for declared, _, _ in declared_parameters(model)}
+    init_of = {declared.shard.name: declared.init for declared, _, _ in iter_parameter_specs(model)}
     for shard, weight in (
         *((param.shard, param.weight) for param in data.local_params),
         *(data.frozen if frozen else ()),

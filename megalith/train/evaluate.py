@@ -17,7 +17,7 @@ from megalith.data.loader import Batch, MaskSettings, build_batch, build_pack, b
 from megalith.data.sample import Dataset, HasDocumentLengths
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
-from megalith.models.decoder import allocate, declared_parameters
+from megalith.models.decoder import allocate, iter_parameter_specs
 from megalith.models.pretrained import load_pretrained
 from megalith.nn.mtp import complete
 from megalith.observe.progress import StepProgress
@@ -253,7 +253,7 @@ def held_weights(pipeline_model: PipelineModel) -> list[tuple[Shard, Tensor]]:
     mesh, device, p = pipeline_model.mesh, pipeline_model.device, pipeline_model.run.parallel
     model = pipeline_model.modules
     parameters = [
-        (declared.shard, module, name) for declared, module, name in declared_parameters(model)
+        (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
     if p.zero == 3 and can_shard_weights(mesh):
         from megalith.parallel.fsdp import (

@@ -31,10 +31,10 @@ from megalith.models.adapters import RECORD
 from megalith.models.pretrained import (
     FORCE_LOAD_BALANCING,
     HF_SOURCE,
-    compare_models,
+    check_same_model,
     open_pretrained,
     read_hf_source,
-    take_weights,
+    load_weights_with_records,
     trained_with_forced_balancing,
 )
 from megalith.nn.moe.balance import LOSS_COEFFS
@@ -760,7 +760,7 @@ class _Loop:
                 describe_checkpoint_source(run, self.checkpoint_source, self.state, fresh=fresh)
             )
         elif rules.load is not None:
-            loaded = take_weights(
+            loaded = load_weights_with_records(
                 self._weights(), rules.load, self.mesh.world, model=run.model, rules=rules
             )
             for line in loaded.notes:
@@ -809,7 +809,7 @@ class _Loop:
             vocab_size=run.model.vocab_size if padded else None,
         )
         # A folder without config.yaml was not compared by changed_settings.
-        for line in compare_models(
+        for line in check_same_model(
             saved_run, run.model, allow=rules.allow_model_changes, padded=padded
         ):
             self.progress.say(f"{saved.path}: {line}")

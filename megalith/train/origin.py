@@ -8,7 +8,7 @@ from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import RECORD
-from megalith.models.pretrained import locate
+from megalith.models.pretrained import locate_source
 from megalith.optim.schedule import learning_rate, schedule_lengths
 from megalith.parallel.group import Group
 from megalith.train.state import TrainState
@@ -26,7 +26,7 @@ def open_checkpoint_source(rules: CheckpointConfig, world: Group) -> Checkpoint 
     source = rules.load
     if rules.load_mode == "weights" or source is None:
         return None
-    path = raise_on_all_ranks(lambda: locate(source) if world.rank == 0 else None, world)[0]
+    path = raise_on_all_ranks(lambda: locate_source(source) if world.rank == 0 else None, world)[0]
     assert path is not None
     settings = f"checkpoint.load_mode={rules.load_mode} with checkpoint.load={source}"
     if not (path / MANIFEST).exists():

@@ -173,7 +173,7 @@ class _ChunkStep:
         Takes the tensors from the previous stage (none on the first) and returns those for the next
         stage, or the loss that backward starts from.
         """
-        batch, inputs = self.batches[microbatch], self.model.received(received)
+        batch, inputs = self.batches[microbatch], self.model.stage_inputs(received)
         batch = replace(batch, tokens=for_one_pass(batch.tokens))
         if self.balance is not None:
             share = AuxLossScale(

@@ -26,7 +26,7 @@ from megalith.kernels.linear import linear
 from megalith.kernels.rebuilt import LayerInput, output_tensor
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import TokenPermutation, PackedSeqParams, tokens_of_slices
-from megalith.models.decoder import Decoder, declared_parameters
+from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn import lora, qk_norm
 from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.embedding import LearnedPositions
@@ -276,7 +276,7 @@ def _local_vocabulary(model: Decoder, mesh: Mesh) -> None:
 
 
 def _declare_invariant(model: Decoder, mesh: Mesh, kind: type[nn.Module]) -> None:
-    for declared, module, name in list(declared_parameters(model)):
+    for declared, module, name in list(iter_parameter_specs(model)):
         if isinstance(module, kind):
             shard = replace(declared.shard, invariant=frozenset(mesh.tp.axes))
             module.__dict__["param_specs"][name] = replace(declared, shard=shard)

@@ -49,7 +49,7 @@ from megalith.kernels.tokens import (
     tokens_of_lengths,
     tokens_of_slices,
 )
-from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, declared_parameters
+from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, iter_parameter_specs
 from megalith.nn.block import Layer
 from megalith.nn.frozen import FrozenLayerRunner, freeze
 from megalith.nn.lora import attach_adapters
@@ -612,7 +612,7 @@ def declare(model: nn.Module, grid: Grid) -> None:
     gradient would never be summed. Other tensors of modules are constants that all ranks compute
     alike: R.
     """
-    for declared, module, name in declared_parameters(model):
+    for declared, module, name in iter_parameter_specs(model):
         of_expert = declared.shard.grid == "expert"
         with checker.set_current_mesh(mesh_axes(grid, EXPERT_AXES)) if of_expert else nullcontext():
             checker.assert_type(
@@ -670,7 +670,7 @@ def _parameter_type(shard: Shard, axis: str) -> Type:
 
 
 def _shards_of(model: nn.Module) -> dict[str, Shard]:
-    return {declared.shard.name: declared.shard for declared, _, _ in declared_parameters(model)}
+    return {declared.shard.name: declared.shard for declared, _, _ in iter_parameter_specs(model)}
 
 
 def _shard_problems(
@@ -857,7 +857,7 @@ def _forward(rank_model: RankModel) -> tuple[Tensor, ...]:
     batch, stage, given = (
         rank_model.batch,
         rank_model.model.stage,
-        rank_model.model.received(rank_model.received),
+        rank_model.model.stage_inputs(rank_model.received),
     )
     if not stage.loss:
         result = rank_model.model(batch.ids, batch.tokens, mtp_inputs=batch.mtp_inputs, **given)
@@ -892,7 +892,7 @@ def _without_gradient(rank_model: RankModel) -> Iterator[Problem]:
         if x.grad is None:
             what = f"the {where} of the previous stage got no gradient. Use them in this stage."
             yield Problem(where=where, what=what, ranks=(rank_model.mesh.rank,))
-    for declared, module, name in declared_parameters(rank_model.model):
+    for declared, module, name in iter_parameter_specs(rank_model.model):
         parameter = getattr(module, name)
         if parameter.requires_grad and parameter.grad is None:
             yield Problem(

@@ -28,7 +28,7 @@ from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.infer.load import open_source
 from megalith.kernels.norm import RMSNormFunction
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
+from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
 from megalith.models.release import release_run
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
@@ -53,7 +53,7 @@ def make_run(folder: Path, template: str | None, tokenizer: TokenizerConfig | No
     initialize(model, seed=1)
     entries = [
         CheckpointEntry(d.shard, "param", getattr(module, name))
-        for d, module, name in declared_parameters(model)
+        for d, module, name in iter_parameter_specs(model)
     ]
     run = release_run("run", CONFIG, tokenizer or TokenizerConfig(), folder)
     text = dump_yaml(replace(run, data=DataConfig(sft=SFTConfig(template=template))))

@@ -21,7 +21,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.models.convert import convert
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
+from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
 from megalith.models.pretrained import open_pretrained
 from megalith.models.release import release_run
 from megalith.parallel.group import single_rank_group
@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Path:
     initialize(model, seed=1)
     entries = [
         CheckpointEntry(d.shard, "param", getattr(module, name))
-        for d, module, name in declared_parameters(model)
+        for d, module, name in iter_parameter_specs(model)
     ]
     text = dump_yaml(release_run("run", CONFIG, TokenizerConfig(), tmp_path))
     save_checkpoint(

@@ -24,7 +24,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.errors import DataError
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
+from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
 from megalith.models.release import release_run
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
@@ -48,7 +48,7 @@ def make_run(folder: Path, tokenizer: TokenizerConfig) -> str:
     initialize(model, seed=1)
     entries = [
         CheckpointEntry(d.shard, "param", getattr(module, name))
-        for d, module, name in declared_parameters(model)
+        for d, module, name in iter_parameter_specs(model)
     ]
     text = dump_yaml(release_run("run", CONFIG, tokenizer, folder))
     save_checkpoint(

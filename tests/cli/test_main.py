@@ -188,15 +188,15 @@ def test_a_closed_pipe_ends_quietly() -> None:
     "words", [["recipes"], ["recipes", "show", "tiny_cpu", "--yaml"], ["recipes", "--json"]]
 )
 def test_closed_pipe_before_the_first_line_is_not_an_error(words: list[str]) -> None:
-    reader, writer = os.pipe()
+    reader, generator = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "megalith", *words]
     try:
         result = subprocess.run(
-            command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+            command, stdout=generator, stderr=subprocess.PIPE, text=True, check=False
         )
     finally:
-        os.close(writer)
+        os.close(generator)
     assert (result.returncode, result.stderr) == (0, "")
 
 

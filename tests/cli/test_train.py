@@ -23,7 +23,7 @@ from megalith.data.chat_template import find_template
 from megalith.data.huggingface import train_bpe
 from megalith.data.tokenizer import build_tokenizer
 from megalith.models.companions import find_own_template
-from megalith.models.pretrained import locate, open_pretrained
+from megalith.models.pretrained import locate_source, open_pretrained
 from megalith.observe.metrics import read_metrics
 from megalith.recipes import resolve
 from megalith.testing.tiny import tiny_yaml
@@ -319,7 +319,7 @@ def test_checkpoint_of_conversations_has_the_template_of_its_run(
     Path("own.jinja").unlink()
     assert main(["train", "b", "--train.steps", "3"]) == 0
     assert "changed since the run was started: data" not in capsys.readouterr().out
-    opened = open_pretrained(locate("b"))
+    opened = open_pretrained(locate_source("b"))
     tokenizer = build_tokenizer(opened.tokenizer)
     found = find_own_template(opened, tokenizer) or find_template(
         None, tokenizer, opened.tokenizer.path, setting="x"

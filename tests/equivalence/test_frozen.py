@@ -14,7 +14,7 @@ from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
-from megalith.models.decoder import declared_parameters
+from megalith.models.decoder import iter_parameter_specs
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.testing.inject import patched, slow_link
@@ -44,7 +44,7 @@ so has the last."""
 
 
 def freeze(model: nn.Module, trained: Iterable[str]) -> None:
-    for declared, module, name in declared_parameters(model):
+    for declared, module, name in iter_parameter_specs(model):
         getattr(module, name).requires_grad_(declared.shard.name in trained)
 
 

@@ -13,7 +13,7 @@ from megalith.config.tokenizer import TokenizerConfig
 from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import DataError
-from megalith.infer.chat import Chat, StopFilter, template_of
+from megalith.infer.chat import Chat, StopFilter, select_template
 from megalith.infer.generate import GeneratedToken
 from megalith.infer.load import TextGenerator
 from megalith.models.adapters import AdaptedWeights
@@ -75,10 +75,10 @@ def test_a_turn_costs_its_own_tokens_and_is_the_turn_of_a_chat_that_begins_there
 ) -> None:
     model = Counting(tiny.model(tiny.config(vocab_size=257, max_seq_len=400), dtype=torch.float64))
     specials = {"eos_token": "<|endoftext|>"}
-    writer: Any = TextGenerator(model, ByteTokenizer(), frozenset({256}))  # type: ignore[arg-type]  # as far as it is used
+    generator: Any = TextGenerator(model, ByteTokenizer(), frozenset({256}))  # type: ignore[arg-type]  # as far as it is used
 
     def fresh() -> Chat:
-        return Chat(writer, ChatTemplate("t", BUILT_IN[template], specials), GREEDY)
+        return Chat(generator, ChatTemplate("t", BUILT_IN[template], specials), GREEDY)
 
     chat = fresh()
     for turn, text in enumerate(("hello", "and then?", "why", "x")):
@@ -136,7 +136,7 @@ def test_the_template_is_the_one_asked_for_else_that_of_the_run_with_adapters_or
     )
     settings = {"data": {"sft": {"path": ["talks.jsonl"], "template": "llama3"}}}
     tuned = Pretrained(tmp_path, tiny.config(), TokenizerConfig(), weights, {}, settings)
-    assert template_of(tuned, ByteTokenizer(), None).name == "llama3"
-    assert template_of(tuned, ByteTokenizer(), "identity").name == "identity"
+    assert select_template(tuned, ByteTokenizer(), None).name == "llama3"
+    assert select_template(tuned, ByteTokenizer(), "identity").name == "identity"
     with pytest.raises(DataError, match="has no chat template.* set --template to one of chatml"):
-        template_of(replace(tuned, settings={}), ByteTokenizer(), None)
+        select_template(replace(tuned, settings={}), ByteTokenizer(), None)

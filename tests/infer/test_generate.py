@@ -22,7 +22,7 @@ from megalith.infer.generate import (
     divide_token_budget,
     generate,
 )
-from megalith.infer.load import writing_layout
+from megalith.infer.load import generation_layout
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder
 from megalith.nn.moe.router import Router
@@ -304,7 +304,7 @@ def test_token_budget_is_divided_in_order(wanted: list[int], counts: list[int]) 
 def on_a_rank(
     rank: int, world: int, config: ModelConfig, make: Any, sample: SampleConfig
 ) -> list[GeneratedToken]:
-    mesh = build_mesh(model_grid(writing_layout(config, world), config, world), rank=rank)
+    mesh = build_mesh(model_grid(generation_layout(config, world), config, world), rank=rank)
     return list(generate(make(config, mesh, dtype=torch.float64), PROMPTS, sample))
 
 
@@ -339,7 +339,7 @@ def test_experts_on_several_ranks_write_what_one_process_writes(
     moe: MoEConfig, tiny: SimpleNamespace
 ) -> None:
     config = tiny.config(moe=moe)
-    assert (writing_layout(config, 2).ep, writing_layout(config, 2).etp) == (
+    assert (generation_layout(config, 2).ep, generation_layout(config, 2).etp) == (
         (2, 1) if moe is EXPERTS else (1, None)
     )
     expected = list(generate(tiny.model(config, dtype=torch.float64), PROMPTS, GREEDY))

@@ -19,13 +19,13 @@ from megalith.config.tree import dump_yaml
 from megalith.data.huggingface import train_bpe
 from megalith.errors import ConfigError, DataError
 from megalith.infer.generate import generate
-from megalith.infer.load import load_text_generator, open_source, writing_layout
+from megalith.infer.load import load_text_generator, open_source, generation_layout
 from megalith.kernels.grouped_linear import GroupedLinearFunction
 from megalith.kernels.norm import RMSNormFunction
 from megalith.kernels.rope import RopeFunction
 from megalith.kernels.weighted import WeightedGatedFunction
 from megalith.models.convert import convert
-from megalith.models.decoder import Decoder, declared_parameters
+from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.models.pretrained import open_pretrained
 from megalith.models.release import release_run
 from megalith.nn.mlp import MLP, GatedMLP
@@ -38,15 +38,15 @@ CPU = torch.device("cpu")
 def save(folder: Path, model: Decoder, tokenizer: TokenizerConfig) -> Path:
     entries = [
         CheckpointEntry(d.shard, "param", getattr(module, name))
-        for d, module, name in declared_parameters(model)
+        for d, module, name in iter_parameter_specs(model)
     ]
     text = dump_yaml(release_run("tiny", model.config, tokenizer, folder))
     return save_checkpoint(folder, 1, entries, {}, single_rank_group("world"), config_text=text, keep=None).path
 
 
 def text(source: Path, dtype: torch.dtype = torch.float32) -> list[int]:
-    writer = load_text_generator(open_source(str(source), 1), build_single_rank_mesh(), CPU, dtype)
-    return [w.token for w in generate(writer.model, [[5, 6, 7]], SampleConfig(max_new_tokens=9))]
+    generator = load_text_generator(open_source(str(source), 1), build_single_rank_mesh(), CPU, dtype)
+    return [w.token for w in generate(generator.model, [[5, 6, 7]], SampleConfig(max_new_tokens=9))]
 
 
 def test_a_run_a_checkpoint_and_a_folder_write_the_same(
@@ -68,13 +68,13 @@ def test_generation_supports_reference_kernels(
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=experts)), TokenizerConfig())
 
     def generate_ids(kernels: Kernel) -> list[int]:
-        writer = load_text_generator(
+        generator = load_text_generator(
             open_source(str(path), 1), build_single_rank_mesh(), CPU, torch.float64, kernels=kernels
         )
         return [
             w.token
             for w in generate(
-                writer.model, [[5, 6, 7]], SampleConfig(max_new_tokens=9, temperature=0.0)
+                generator.model, [[5, 6, 7]], SampleConfig(max_new_tokens=9, temperature=0.0)
             )
         ]
 
@@ -109,11 +109,11 @@ def test_prompts_are_read_in_chunks_with_the_same_result(
 
     def generate_ids(chunks: int) -> tuple[list[int], list[int]]:
         source = open_source(str(path), 1)
-        writer = load_text_generator(source, build_single_rank_mesh(), CPU, torch.float64, mlp_chunks=chunks)
+        generator = load_text_generator(source, build_single_rank_mesh(), CPU, torch.float64, mlp_chunks=chunks)
         reads: list[int] = []
-        for mlp in (one for one in writer.model.modules() if isinstance(one, GatedMLP | MLP)):
+        for mlp in (one for one in generator.model.modules() if isinstance(one, GatedMLP | MLP)):
             mlp.register_forward_pre_hook(lambda module, given: reads.append(len(given[0])))
-        return [w.token for w in generate(writer.model, prompts, sample)], reads
+        return [w.token for w in generate(generator.model, prompts, sample)], reads
 
     (whole, once), (divided, reads) = generate_ids(1), generate_ids(4)
     assert divided == whole
@@ -144,8 +144,8 @@ def test_mtp_layers_are_neither_built_nor_loaded(
         path = tmp_path / "theirs"
     source = open_source(str(path), 1)
     assert source.model.mtp.num_layers == 1
-    writer = load_text_generator(source, build_single_rank_mesh(), CPU, torch.float32)
-    assert not any("mtp" in d.shard.name for d, _, _ in declared_parameters(writer.model))
+    generator = load_text_generator(source, build_single_rank_mesh(), CPU, torch.float32)
+    assert not any("mtp" in d.shard.name for d, _, _ in iter_parameter_specs(generator.model))
     expected = [
         w.token for w in generate(tiny.model(config), [[5, 6, 7]], SampleConfig(max_new_tokens=9))
     ]
@@ -157,9 +157,9 @@ def test_ranks_divide_experts_whole_where_they_can(
     experts: int, ep: int, tiny: SimpleNamespace
 ) -> None:
     model = tiny.config(moe=MoEConfig(num_experts=experts, top_k=2, ffn_hidden_size=5))
-    layout = writing_layout(model, 2)
+    layout = generation_layout(model, 2)
     assert (layout.tp, layout.ep, layout.etp, layout.sp) == (2, ep, 1 if ep > 1 else None, False)
-    assert writing_layout(tiny.config(), 2) == ParallelConfig(tp=2)
+    assert generation_layout(tiny.config(), 2) == ParallelConfig(tp=2)
 
 
 def test_a_base_is_for_adapters(tmp_path: Path, tiny: SimpleNamespace) -> None:
@@ -173,8 +173,8 @@ def test_a_base_is_for_adapters(tmp_path: Path, tiny: SimpleNamespace) -> None:
 def test_generator_computes_in_the_requested_dtype(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
     for dtype in (torch.bfloat16, torch.float64):
-        writer = load_text_generator(open_source(str(path), 1), build_single_rank_mesh(), CPU, dtype)
-        assert {parameter.dtype for parameter in writer.model.parameters()} == {dtype}
+        generator = load_text_generator(open_source(str(path), 1), build_single_rank_mesh(), CPU, dtype)
+        assert {parameter.dtype for parameter in generator.model.parameters()} == {dtype}
         assert len(text(path, dtype)) == 9
 
 

@@ -130,7 +130,7 @@ def test_what_is_shown_is_what_was_written(ignore_eod: bool, tiny: SimpleNamespa
     model, sample = tiny.model(tiny.config(vocab_size=257)), SampleConfig(max_new_tokens=30, seed=5)
     free = [written.token for written in generate(model, [[97]], sample)]
     shown: list[str] = []
-    writer = TextGenerator(model, BYTES, frozenset({free[9]}))
-    (found,) = generate_text(writer, ["a"], sample, ignore_eod=ignore_eod, show=shown.append)
+    generator = TextGenerator(model, BYTES, frozenset({free[9]}))
+    (found,) = generate_text(generator, ["a"], sample, ignore_eod=ignore_eod, show=shown.append)
     assert "".join(shown) == "a" + found.text + "\n" and len(shown) == len(found.ids)
     assert found.ids == (free if ignore_eod else free[: free.index(free[9]) + 1])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.model import ModelConfig
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
+from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
 from megalith.models.hf import write_folder
 from megalith.parallel.mesh import Mesh, build_single_rank_mesh
 from megalith.plan.shards import Box
@@ -51,7 +51,7 @@ def model(model_config: ModelConfig, *, seed: int = 0, mesh: Mesh | None = None)
     made = blank(model_config, mesh)
     initialize(made, seed=seed)
     with torch.no_grad():
-        for declared, module, name in declared_parameters(made):
+        for declared, module, name in iter_parameter_specs(made):
             if name.endswith("bias"):
                 whole = torch.arange(1.0, 1.0 + torch.Size(declared.shard.shape).numel()).view(
                     declared.shard.shape
@@ -65,7 +65,7 @@ def entries(made: Decoder) -> list[CheckpointEntry]:
     """Its weights as a checkpoint sees them."""
     return [
         CheckpointEntry(d.shard, "param", getattr(module, name))
-        for d, module, name in declared_parameters(made)
+        for d, module, name in iter_parameter_specs(made)
     ]
 
 

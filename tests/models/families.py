@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.boxes import CheckpointEntry
-from megalith.models.decoder import Decoder, allocate, declared_parameters
+from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
 from megalith.models.hf import HuggingFaceFolder
 from megalith.models.names import group_by_parameter, to_parameter_layout
 from megalith.parallel.mesh import build_single_rank_mesh
@@ -368,7 +368,7 @@ def our_model(folder: HuggingFaceFolder, **changes: Any) -> Decoder:
     folder.fill(
         [
             CheckpointEntry(d.shard, "param", getattr(module, name))
-            for d, module, name in declared_parameters(model)
+            for d, module, name in iter_parameter_specs(model)
         ]
     )
     return model
@@ -397,7 +397,7 @@ def our_gradients(model: Decoder, folder: HuggingFaceFolder) -> dict[str, Tensor
         else folder.rules
     )  # as in their memory
     rules, found = group_by_parameter(every), dict[str, Tensor]()
-    for declared, module, name in declared_parameters(model):
+    for declared, module, name in iter_parameter_specs(model):
         if not getattr(module, name).requires_grad:
             continue  # the balancing bias
         gradient = getattr(module, name).grad.view(declared.shard.shape)

@@ -18,7 +18,7 @@ from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import DataError
 from megalith.models.companions import copy_auxiliary_files, find_own_template
 from megalith.models.convert import Kind, convert
-from megalith.models.pretrained import Pretrained, locate, open_pretrained
+from megalith.models.pretrained import Pretrained, locate_source, open_pretrained
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run
 from megalith.train.folder import RunFolder
@@ -84,7 +84,7 @@ ADAPTERS = {"lora.rank": "2"}
 
 
 def opened(path: Path) -> Pretrained:
-    return open_pretrained(locate(str(path)))
+    return open_pretrained(locate_source(str(path)))
 
 
 @pytest.mark.parametrize("settings", [ADAPTERS, {}])

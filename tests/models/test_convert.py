@@ -18,7 +18,7 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml, load_yaml
 from megalith.data.huggingface import train_bpe
 from megalith.errors import CheckpointError
-from megalith.models.convert import Kind, convert, kind_of, plan_moves, token_ids, written_names
+from megalith.models.convert import Kind, convert, format_of, plan_moves, token_ids, list_written_tensors
 from megalith.models.hf import HuggingFaceFolder
 from megalith.models.mistral import MISTRAL
 from megalith.models.names import Family
@@ -48,7 +48,7 @@ def test_a_round_trip_is_bit_exact(
         "megalith",
     )
     ours = open_pretrained(tmp_path / "ours")
-    assert kind_of(ours) == "megalith" and ours.model.padded_vocab_size() == 48
+    assert format_of(ours) == "megalith" and ours.model.padded_vocab_size() == 48
     convert(ours, tmp_path / "back", "huggingface", shard_nbytes=2000)
     before = load_file(tmp_path / "theirs" / "model.safetensors")
     after = {
@@ -81,7 +81,7 @@ def test_the_plan_lists_every_tensor_with_its_bytes(
     moves = plan_moves(source, to, torch.bfloat16)
     written_nbytes: list[int] = []
     assert convert(
-        source, tmp_path / "x", to, dtype=torch.bfloat16, wrote=written_nbytes.append
+        source, tmp_path / "x", to, dtype=torch.bfloat16, on_written=written_nbytes.append
     ) == sum(written_nbytes)
     assert sum(move.nbytes for move in moves) == sum(written_nbytes)
     assert {move.source_dtype for move in moves} == {"float32"} and {
@@ -225,10 +225,10 @@ def test_several_moves_may_fill_one_tensor_of_those_that_are_written(
     source = open_pretrained(tmp_path / "x")
     stored = load_file(tmp_path / "x" / "model.safetensors")
     moves = plan_moves(source, "huggingface", None)
-    assert written_names(moves) == stored.keys() and len(moves) > len(stored)
+    assert list_written_tensors(moves) == stored.keys() and len(moves) > len(stored)
     ours = {shard.name for shard in parameters(source.model)}
-    assert written_names(plan_moves(source, "megalith", None)) == ours
-    assert written_names([replace(moves[0], nbytes=0), replace(moves[1], target="zeros")]) == set()
+    assert list_written_tensors(plan_moves(source, "megalith", None)) == ours
+    assert list_written_tensors([replace(moves[0], nbytes=0), replace(moves[1], target="zeros")]) == set()
 
 
 def convert_words(source: Path, target: Path, *words: str) -> int:

@@ -27,7 +27,7 @@ from megalith.kernels.tokens import (
     tokens_of_rows,
     with_multimodal_positions,
 )
-from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialize
+from megalith.models.decoder import Decoder, allocate, build_chunks, iter_parameter_specs, initialize
 from megalith.models.hf import write_folder
 from megalith.models.qwen2 import QWEN2
 from megalith.nn.kernels import use_kernels
@@ -57,7 +57,7 @@ def test_it_declares_as_many_elements_as_the_closed_form_counts(
     config = tiny.config(pad_vocab_to_multiple_of=1, **changes)
     model = Decoder(config, build_single_rank_mesh())
     assert sum(
-        declared.shard.numel for declared, _, _ in declared_parameters(model)
+        declared.shard.numel for declared, _, _ in iter_parameter_specs(model)
     ) == num_parameters(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters(config)
 
@@ -71,11 +71,11 @@ def test_decoder_is_built_on_the_meta_device(tiny: SimpleNamespace) -> None:
 
 def test_every_parameter_is_declared_once_and_in_order(tiny: SimpleNamespace) -> None:
     model = Decoder(tiny.config(tied_embeddings=True), build_single_rank_mesh())
-    names = [declared.shard.name for declared, _, _ in declared_parameters(model)]
+    names = [declared.shard.name for declared, _, _ in iter_parameter_specs(model)]
     assert (
         len(set(names)) == len(names) and names[0] == "embed.weight" and names[-1] == "norm.weight"
     )
-    assert {id(getattr(module, name)) for _, module, name in declared_parameters(model)} == {
+    assert {id(getattr(module, name)) for _, module, name in iter_parameter_specs(model)} == {
         id(parameter) for parameter in model.parameters()
     }
 
@@ -207,7 +207,7 @@ def step(
     loss.backward()
     gradients = {
         declared.shard.name: getattr(module, name).grad.view(declared.shard.box_shape)
-        for declared, module, name in declared_parameters(model)
+        for declared, module, name in iter_parameter_specs(model)
     }
     return loss.detach(), gradients
 
@@ -218,7 +218,7 @@ def pieces_of_gradients(
     mesh = build_meta_mesh(model_grid(parallel, config, world), rank=rank)
     boxes = {
         d.shard.name: d.shard
-        for d, _, _ in declared_parameters(Decoder(config, mesh, sp=parallel.sp))
+        for d, _, _ in iter_parameter_specs(Decoder(config, mesh, sp=parallel.sp))
     }
     return (*step(config, parallel, rank, world), boxes)
 
@@ -319,10 +319,10 @@ def test_mtp_layers_on_any_stage_match_the_whole_model(
     in_order = [ranks[stage % parallel.pp][stage // parallel.pp] for stage in range(stages)]
     received: tuple[Tensor, ...] = ()
     for chunk in in_order[:-1]:
-        found = chunk(ids, tokens, mtp_inputs=mtp_inputs, **chunk.received(received))
+        found = chunk(ids, tokens, mtp_inputs=mtp_inputs, **chunk.stage_inputs(received))
         received = found if isinstance(found, tuple) else (found,)
     last = in_order[-1]
-    given = last.received(received)
+    given = last.stage_inputs(received)
     mine, expected = (
         one.losses(ids, labels, tokens, mtp_inputs=mtp_inputs, **more)
         for one, more in ((last, given), (whole, {}))
@@ -334,9 +334,9 @@ def test_mtp_layers_on_any_stage_match_the_whole_model(
         whole.evaluate(ids, labels, tokens, mtp_inputs=mtp_inputs),
     )
     held = {
-        d.shard.name: d.shard.stages for chunk in in_order for d, _, _ in declared_parameters(chunk)
+        d.shard.name: d.shard.stages for chunk in in_order for d, _, _ in iter_parameter_specs(chunk)
     }
-    assert sorted(held) == sorted(d.shard.name for d, _, _ in declared_parameters(whole))
+    assert sorted(held) == sorted(d.shard.name for d, _, _ in iter_parameter_specs(whole))
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -349,7 +349,7 @@ def test_every_parameter_is_on_the_stages_that_its_shard_names(
     found: dict[str, list[int]] = {}
     tensors: dict[str, Tensor] = {}
     for rank, chunks in enumerate(chunks_of(config, parallel)):
-        for declared, module, attribute in declared_parameters(nn.ModuleList(chunks)):
+        for declared, module, attribute in iter_parameter_specs(nn.ModuleList(chunks)):
             found.setdefault(declared.shard.name, []).append(rank)
             assert rank in declared.shard.stages
             value = getattr(module, attribute).detach()
@@ -358,7 +358,7 @@ def test_every_parameter_is_on_the_stages_that_its_shard_names(
             )
     whole = [
         declared.shard.name
-        for declared, _, _ in declared_parameters(Decoder(config, build_single_rank_mesh()))
+        for declared, _, _ in iter_parameter_specs(Decoder(config, build_single_rank_mesh()))
     ]
     assert sorted(found) == sorted(whole)
     several = {parameter for parameter, ranks in found.items() if len(ranks) > 1}
@@ -492,7 +492,7 @@ def test_cross_layer_attention_matches_plain_operations_forward_and_backward(
     config = tiny.config(num_layers=3, positions="none", cross=CrossConfig(memory=memory))
     model, ids, lengths = tiny.blank(config, dtype=torch.float64), ids_of(11), [4, 1, 6]
     initialize(model, seed=3)
-    places = [(d.shard, getattr(module, name)) for d, module, name in declared_parameters(model)]
+    places = [(d.shard, getattr(module, name)) for d, module, name in iter_parameter_specs(model)]
     weights = {
         shard.name: p.detach().view(shard.shape).clone().requires_grad_() for shard, p in places
     }

@@ -419,7 +419,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, tiny: SimpleNamespace
         tmp_path / "x",
         config,
         Watched(tiny.tensors(tiny.model(config))),
-        wrote=lambda nbytes: events.append("written"),
+        on_written=lambda nbytes: events.append("written"),
     )
     assert events[1::2] == ["written"] * len(rules(config)), (
         "the next tensor is read when the last one is in the file"

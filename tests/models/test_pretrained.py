@@ -28,9 +28,9 @@ from megalith.models.pretrained import (
     CheckpointWeights,
     find_family_of,
     load_pretrained,
-    locate,
+    locate_source,
     open_pretrained,
-    take_weights,
+    load_weights_with_records,
 )
 from megalith.models.qwen2 import QWEN2
 from megalith.models.release import release_run
@@ -71,11 +71,11 @@ def test_a_run_a_checkpoint_and_a_model_folder_are_found(
     entries = tiny.entries(tiny.model(tiny.config()))
     old, new = (save(run / "checkpoints", step, entries, tiny.config()) for step in (9, 10))
     tiny.folder(tmp_path / "theirs", tiny.config())
-    assert locate(str(run)) == locate(str(run / "checkpoints")) == new
-    assert locate(str(old)) == old
-    assert locate(str(tmp_path / "theirs")) == tmp_path / "theirs"
+    assert locate_source(str(run)) == locate_source(str(run / "checkpoints")) == new
+    assert locate_source(str(old)) == old
+    assert locate_source(str(tmp_path / "theirs")) == tmp_path / "theirs"
     monkeypatch.chdir(tmp_path)
-    assert locate("first") == Path("runs/first/checkpoints/step_0000010")
+    assert locate_source("first") == Path("runs/first/checkpoints/step_0000010")
 
 
 def test_a_source_without_a_model_is_rejected_with_its_contents(
@@ -86,23 +86,23 @@ def test_a_source_without_a_model_is_rejected_with_its_contents(
     with pytest.raises(
         CheckpointError, match="quikstart: no such folder.* Did you mean quickstart?"
     ):
-        locate("quikstart")
+        locate_source("quikstart")
     (tmp_path / "model.safetensors").write_text("")
     with pytest.raises(
         CheckpointError,
         match=r"model\.safetensors is a file\. Pass the folder of .*, such as \. if it",
     ):
-        locate("model.safetensors")
+        locate_source("model.safetensors")
     with pytest.raises(
         CheckpointError, match="zzz: no such folder.*Pass the folder of a run, checkpoint or model"
     ):
-        locate("zzz")
+        locate_source("zzz")
     (tmp_path / "runs" / "quickstart" / "config.yaml").write_text("")
     with pytest.raises(
         CheckpointError,
         match=r"has no checkpoint \(found: config.yaml\). Use the folder of a run that",
     ):
-        locate("quickstart")
+        locate_source("quickstart")
 
 
 def test_open_pretrained_reads_all_records_of_a_checkpoint(
@@ -283,7 +283,7 @@ def test_a_vocabulary_may_be_padded_to_another_multiple_than_in_a_checkpoint(
     before, after = (tiny.config(pad_vocab_to_multiple_of=multiple) for multiple in (there, here))
     model, back = tiny.model(before), tiny.blank(after)
     save(tmp_path, 1, tiny.entries(model), before)
-    assert take_weights(tiny.entries(back), str(tmp_path), single_rank_group("world"), model=after) == (
+    assert load_weights_with_records(tiny.entries(back), str(tmp_path), single_rank_group("world"), model=after) == (
         [],
         (),
         None,
@@ -305,7 +305,7 @@ def test_a_vocabulary_may_be_padded_to_another_multiple_than_in_a_checkpoint(
     with pytest.raises(
         CheckpointError, match=r"embed.weight is \[1\d\d, 12\] in this run and \[\d\d, 12\] in the"
     ):
-        take_weights(
+        load_weights_with_records(
             tiny.entries(tiny.blank(other)), str(tmp_path), single_rank_group("world"), model=other, rules=rules
         )
 
@@ -321,7 +321,7 @@ def test_master_weights_of_a_padded_vocabulary_match_its_weights(
     wide = [
         replace(entry, role="master", tensor=torch.full(entry.tensor.shape, 9.0)) for entry in low
     ]
-    take_weights([*low, *wide], str(tmp_path), single_rank_group("world"), model=after)
+    load_weights_with_records([*low, *wide], str(tmp_path), single_rank_group("world"), model=after)
     tables = [
         entry.tensor.detach().view(-1, 12)
         for entry in (*low, *wide)
@@ -485,9 +485,9 @@ def test_a_run_is_found_by_rank_0_alone(
 
     def counted(source: str) -> Path:
         asked.append(source)
-        return locate(source)
+        return locate_source(source)
 
-    monkeypatch.setattr(pretrained, "locate", counted)
+    monkeypatch.setattr(pretrained, "locate_source", counted)
     load_pretrained(tiny.entries(model), str(tmp_path / "x"), single_rank_group("world"), model=tiny.config())
     assert asked == [str(tmp_path / "x")]
 
@@ -560,14 +560,14 @@ def test_a_run_keeps_the_family_of_the_weights_it_started_from(
         },
         "adapters": {"checkpoint.load": str(tmp_path / "run"), "lora.rank": "2"},
     }.items():
-        opened = open_pretrained(locate(str(trained(tiny_run(load | settings), tmp_path / folder))))
+        opened = open_pretrained(locate_source(str(trained(tiny_run(load | settings), tmp_path / folder))))
         assert find_family_of(opened) is QWEN2, folder
     resumed = trained(
         tiny_run(load | {"checkpoint.load": str(tmp_path / "base"), "train.steps": "2"}),
         tmp_path / "run",
     )
-    assert find_family_of(open_pretrained(locate(str(resumed)))) is QWEN2
-    assert open_checkpoint(locate(str(resumed))).step == 2
+    assert find_family_of(open_pretrained(locate_source(str(resumed)))) is QWEN2
+    assert open_checkpoint(locate_source(str(resumed))).step == 2
 
 
 # --- chance chose experts
@@ -595,7 +595,7 @@ def test_forced_load_balancing_is_reported_when_the_checkpoint_is_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = trained(mixture_run(BY_CHANCE, 2), tmp_path / "run")
-    step = locate(str(run))
+    step = locate_source(str(run))
     assert open_checkpoint(step).state["forced_choices"] == [HOW]
     capsys.readouterr()
     for words in (
@@ -627,18 +627,18 @@ def test_forced_load_balancing_is_reported_when_the_checkpoint_is_used(
 
 def test_forced_load_balancing_is_reported_for_derived_checkpoints(tmp_path: Path) -> None:
     run = trained(mixture_run(BY_CHANCE, 1), tmp_path / "run")
-    convert(open_pretrained(locate(str(run))), tmp_path / "copy", "megalith")
+    convert(open_pretrained(locate_source(str(run))), tmp_path / "copy", "megalith")
     assert open_pretrained(tmp_path / "copy").warnings() == [FORCED_BALANCING_WARNING]
     for steps in (1, 2):  # begins with its weights, and goes on
         later = mixture_run(RouterConfig(), steps, checkpoint__load=str(tmp_path / "copy"))
-        found = open_pretrained(locate(str(trained(later, tmp_path / "later"))))
+        found = open_pretrained(locate_source(str(trained(later, tmp_path / "later"))))
         assert (
             found.warnings() == [FORCED_BALANCING_WARNING]
             and found.path.name == f"step_000000{steps}"
         )
     learned = trained(mixture_run(RouterConfig(), 1), tmp_path / "learned")
-    assert open_pretrained(locate(str(learned))).warnings() == []
-    assert "forced_choices" not in open_checkpoint(locate(str(learned))).state
+    assert open_pretrained(locate_source(str(learned))).warnings() == []
+    assert "forced_choices" not in open_checkpoint(locate_source(str(learned))).state
 
 
 def test_adapters_report_forced_load_balancing_of_their_initial_adapters(tmp_path: Path) -> None:
@@ -648,5 +648,5 @@ def test_adapters_report_forced_load_balancing_of_their_initial_adapters(tmp_pat
     later = trained(
         mixture_run(RouterConfig(), 1, lora__load=str(first), **beside), tmp_path / "later"
     )
-    assert open_checkpoint(locate(str(later))).state["forced_choices"] == [HOW]
-    assert open_pretrained(locate(str(later))).warnings() == [FORCED_BALANCING_WARNING]
+    assert open_checkpoint(locate_source(str(later))).state["forced_choices"] == [HOW]
+    assert open_pretrained(locate_source(str(later))).warnings() == [FORCED_BALANCING_WARNING]

@@ -30,7 +30,7 @@ def test_every_weight_is_in_the_release(
         tiny.InMemory(tensors),
         config_text="a: 1\n",
         state={"token_ids": {}},
-        wrote=written_nbytes.append,
+        on_written=written_nbytes.append,
     )
     checkpoint = open_checkpoint(tmp_path / "x")
     assert verify_checkpoint(tmp_path / "x") == []

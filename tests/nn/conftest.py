@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths
-from megalith.models.decoder import declared_parameters
+from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.init import init_param_
 from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, build_meta_mesh, model_grid
@@ -41,7 +41,7 @@ def build(kind: type[nn.Module], model: ModelConfig, mesh: Mesh | None = None) -
     mesh = mesh or build_single_rank_mesh()
     layer = kind("layers.0.x", model, mesh, TensorParallelComm(mesh.tp), dtype=torch.float64)
     layer.to_empty(device="cpu")
-    for declared, module, name in declared_parameters(layer):
+    for declared, module, name in iter_parameter_specs(layer):
         init_param_(getattr(module, name), declared.shard, Init(0.3, offset=0.1), seed=2)
     return layer
 
@@ -74,7 +74,7 @@ def weights(layer: nn.Module) -> dict[str, Tensor]:
         declared.shard.name.rpartition(".x.")[2]: getattr(module, name)
         .detach()
         .view(declared.shard.box_shape)
-        for declared, module, name in declared_parameters(layer)
+        for declared, module, name in iter_parameter_specs(layer)
     }
 
 

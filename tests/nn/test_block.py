@@ -9,7 +9,7 @@ from megalith.config.mla import MLAConfig
 from megalith.config.recompute import RecomputeConfig, RecomputedModule
 from megalith.kernels.rebuilt import RecomputedOutput
 from megalith.kernels.tokens import tokens_of_lengths
-from megalith.models.decoder import declared_parameters
+from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.attention import Attention
 from megalith.nn.block import RecomputedCore, SequentialBlock, block_of_layer
 from megalith.nn.init import init_param_
@@ -73,7 +73,7 @@ def test_recomputed_parts_are_the_parts_that_were_named(layers: SimpleNamespace)
     )
     assert all_of_it.attention_norm.again is all_of_it.mlp_norm.again is RecomputedOutput
     names = [
-        [declared.shard.name for declared, _, _ in declared_parameters(block)]
+        [declared.shard.name for declared, _, _ in iter_parameter_specs(block)]
         for block in (plain, all_of_it)
     ]
     assert names[0] == names[1]
@@ -139,7 +139,7 @@ def test_layer_with_its_own_sizes(layers: SimpleNamespace) -> None:
         "layers.1", config, mesh, TensorParallelComm(mesh.tp), dtype=torch.float32, index=1
     )
     shapes = {
-        declared.shard.name: declared.shard.shape for declared, _, _ in declared_parameters(second)
+        declared.shard.name: declared.shard.shape for declared, _, _ in iter_parameter_specs(second)
     }
     assert shapes["layers.1.attention.kv"] == (2, 1, 4, 18) and shapes["layers.1.mlp.gate_up"] == (
         2,
@@ -166,7 +166,7 @@ def test_fp32_residual_keeps_small_updates(layers: SimpleNamespace) -> None:
                 "layers.0", config, mesh, TensorParallelComm(mesh.tp), dtype=dtype
             )
             block.to_empty(device="cpu")
-            for declared, module, name in declared_parameters(block):
+            for declared, module, name in iter_parameter_specs(block):
                 init_param_(getattr(module, name), declared.shard, Init(0.1, offset=0.1), seed=2)
             tokens = RotaryEmbedding(config, dtype).add_to(tokens_of_lengths([9]))
             x = (

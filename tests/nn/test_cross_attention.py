@@ -27,7 +27,7 @@ from megalith.kernels.tokens import (
     tokens_of_queries,
     tokens_of_slices,
 )
-from megalith.models.decoder import allocate, declared_parameters
+from megalith.models.decoder import allocate, iter_parameter_specs
 from megalith.nn.cross_attention import CrossAttention, CrossLayerAttention, across
 from megalith.nn.dropout import add_attention_dropout
 from megalith.nn.init import init_param_
@@ -63,7 +63,7 @@ def build(
         core=core,
     )
     allocate(layer, torch.device("cpu"))
-    for declared, module, name in declared_parameters(layer):
+    for declared, module, name in iter_parameter_specs(layer):
         init_param_(getattr(module, name), declared.shard, Init(0.3, offset=0.1), seed=2)
     return layer
 
@@ -85,7 +85,7 @@ def test_attention_matches_the_formula_of_the_paper(layers: SimpleNamespace) -> 
     layer = build(config, build_single_rank_mesh())
     w = {
         d.shard.name[15:]: getattr(m, a).detach().view(d.shard.shape)
-        for d, m, a in declared_parameters(layer)
+        for d, m, a in iter_parameter_specs(layer)
     }
     x, memory = inputs()
     q = torch.einsum("th,ndh->tnd", x, w["q"]) + w["q_bias"]
@@ -124,7 +124,7 @@ def _on_ranks(
         "x": x.grad,
         "memory": memory.grad,
     }
-    for declared, module, name in declared_parameters(layer):
+    for declared, module, name in iter_parameter_specs(layer):
         box = tuple(slice(start, stop) for start, stop in declared.shard.box)
         found[declared.shard.name] = torch.zeros(declared.shard.shape, dtype=torch.float64)
         found[declared.shard.name][box] = getattr(module, name).grad.view(declared.shard.box_shape)
@@ -277,7 +277,7 @@ def _given(layer: CrossAttention, values: dict[str, Tensor]) -> CrossAttention:
     """The layer with weights from elsewhere, by the last parts of their names; what is not named is
     zero."""
     with torch.no_grad():
-        for declared, module, name in declared_parameters(layer):
+        for declared, module, name in iter_parameter_specs(layer):
             parameter = getattr(module, name)
             value = values.get(
                 declared.shard.name.removeprefix("cross."), torch.zeros_like(parameter)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalith.errors import DataError
-from megalith.models.decoder import declared_parameters
+from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.embedding import InputEmbedding, Scale
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm
@@ -17,7 +17,7 @@ def built(layers: SimpleNamespace, **changes: object) -> InputEmbedding:
     input_embedding = InputEmbedding(
         layers.config(**changes), tp_comm, dtype=torch.float64
     ).to_empty(device="cpu")
-    for declared, module, name in declared_parameters(input_embedding):
+    for declared, module, name in iter_parameter_specs(input_embedding):
         with torch.no_grad():
             getattr(module, name).copy_(
                 torch.arange(declared.shard.numel).view(declared.shard.matrix_shape)
@@ -28,7 +28,7 @@ def built(layers: SimpleNamespace, **changes: object) -> InputEmbedding:
 def test_default_input_embedding_is_the_identity(layers: SimpleNamespace) -> None:
     input_embedding, x = built(layers), layers.inputs(4)
     assert input_embedding(x, layers.tokens(layers.config(), [4])) is x
-    assert not list(declared_parameters(input_embedding))
+    assert not list(iter_parameter_specs(input_embedding))
 
 
 def test_scales_are_rounded_to_the_dtype_first() -> None:

@@ -10,7 +10,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.kernels.tokens import tokens_of_lengths
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
+from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
 from megalith.nn.frozen import BackwardBoundary, FrozenLayerRunner, freeze
 from megalith.parallel.mesh import build_single_rank_mesh
 
@@ -39,7 +39,7 @@ def gradients(optim: OptimConfig) -> dict[str, Tensor]:
     model, tokens = built(optim), tokens_of_lengths([5, 4], device="cpu")
     ids, labels = torch.arange(9) * 5 % 61, torch.arange(9) * 7 % 61
     torch.stack(model.losses(ids, labels, tokens, mtp_inputs=((labels, ids),))).sum().backward()
-    pairs = [(d.shard.name, getattr(m, name)) for d, m, name in declared_parameters(model)]
+    pairs = [(d.shard.name, getattr(m, name)) for d, m, name in iter_parameter_specs(model)]
     assert all(one.requires_grad == optim.trains(name) for name, one in pairs)
     return {name: one.grad for name, one in pairs if one.grad is not None}
 

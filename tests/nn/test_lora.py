@@ -16,7 +16,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.tokens import DropoutKey, tokens_of_lengths
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
+from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
 from megalith.nn import lora
 from megalith.nn.lora import ColumnLora, RowLora, attach_adapters
 from megalith.parallel.mesh import build_single_rank_mesh
@@ -49,7 +49,7 @@ def built(adapters: LoraConfig | None, config: ModelConfig = MODEL) -> Decoder:
     attach_adapters([model], config, adapters)
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
-    for declared, module, name in declared_parameters(model):
+    for declared, module, name in iter_parameter_specs(model):
         if declared.shard.name.endswith("lora_b"):
             getattr(module, name).data.normal_(
                 generator=torch.Generator().manual_seed(len(declared.shard.name))
@@ -60,7 +60,7 @@ def built(adapters: LoraConfig | None, config: ModelConfig = MODEL) -> Decoder:
 def weights(model: Decoder) -> dict[str, Tensor]:
     return {
         d.shard.name: getattr(m, name).data.view(d.shard.shape)
-        for d, m, name in declared_parameters(model)
+        for d, m, name in iter_parameter_specs(model)
     }
 
 
@@ -118,7 +118,7 @@ def test_names_and_shapes_are_a_file_format() -> None:
 def test_only_adapters_are_trained_and_their_initial_output_is_zero() -> None:
     model = Decoder(MODEL, build_single_rank_mesh())
     attach_adapters([model], MODEL, LoraConfig())
-    for declared, module, name in declared_parameters(model):
+    for declared, module, name in iter_parameter_specs(model):
         assert getattr(module, name).requires_grad == ("lora" in declared.shard.name), (
             declared.shard.name
         )
@@ -198,7 +198,7 @@ def test_adapter_dropout_affects_only_adapters_in_training() -> None:
         assert torch.equal(dropped, model(ids, training)) and not torch.equal(
             dropped, plain(ids, tokens)
         )
-        for declared, module, name in declared_parameters(model):
+        for declared, module, name in iter_parameter_specs(model):
             if declared.shard.name.endswith("lora_b"):
                 getattr(module, name).zero_()
         assert_equals("without adapters", model(ids, training), built(None)(ids, tokens), FP64)

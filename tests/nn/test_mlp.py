@@ -18,7 +18,7 @@ from megalith.kernels.activation import (
 from megalith.kernels.rebuilt import RecomputedOutput
 from megalith.kernels.swiglu import swiglu
 from megalith.kernels.tokens import tokens_of_queries
-from megalith.models.decoder import declared_parameters
+from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.init import init_param_
 from megalith.nn.mlp import (
     MLP,
@@ -117,7 +117,7 @@ def _filled(config: ModelConfig, mesh: Mesh, sp: bool) -> nn.Module:
         "layers.0.x", config, mesh, tp_comm, dtype=torch.float64, act_again=RecomputedOutput
     )
     layer.to_empty(device="cpu")
-    for declared, module, name in declared_parameters(layer):
+    for declared, module, name in iter_parameter_specs(layer):
         init_param_(getattr(module, name), declared.shard, Init(0.3, offset=0.1), seed=2)
     return layer
 
@@ -129,7 +129,7 @@ def _results(layer: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, d
     assert x.grad is not None
     gradients = {
         declared.shard.name: getattr(m, name).grad
-        for declared, m, name in declared_parameters(layer)
+        for declared, m, name in iter_parameter_specs(layer)
     }
     return y.detach(), x.grad, gradients
 
@@ -143,7 +143,7 @@ def _equals_one_rank(rank: int, world: int, config: ModelConfig, x: Tensor, sp: 
     expected_y, expected_dx, expected = _results(alone, x, dy)
     assert_equals("y", y, expected_y[mine], FP64)
     assert_equals("dx", dx, expected_dx[mine], FP64)
-    for declared, _, _ in declared_parameters(layer):
+    for declared, _, _ in iter_parameter_specs(layer):
         shard = declared.shard
         gradient = gradients[shard.name]
         if sp and not shard.cut:  # ranks have seen other tokens

@@ -12,7 +12,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths
-from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialize
+from megalith.models.decoder import Decoder, allocate, build_chunks, iter_parameter_specs, initialize
 from megalith.nn.mtp import MTPLayer, complete, mtp_acceptance_rate
 from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
@@ -87,7 +87,7 @@ def test_mtp_depth_matches_the_formula_of_the_paper() -> None:
     ):
         layer = made.mtp.layers[depth]
         assert isinstance(layer, MTPLayer)
-        w = {d.shard.name: getattr(module, name) for d, module, name in declared_parameters(layer)}
+        w = {d.shard.name: getattr(module, name) for d, module, name in iter_parameter_specs(layer)}
         name = f"mtp.{depth}"
         halves = [
             normed(made.embed.weight[their_ids], w[f"{name}.embed_norm.weight"]),
@@ -219,7 +219,7 @@ def test_loss_stage_has_a_copy_of_learned_positions(pipeline: PipelineConfig) ->
         build_chunks(sizes, build_meta_mesh(model_grid(parallel, sizes, 2), rank=0), parallel)
     )
     (shard,) = [
-        d.shard for d, _, _ in declared_parameters(chunks) if d.shard.name == "positions.weight"
+        d.shard for d, _, _ in iter_parameter_specs(chunks) if d.shard.name == "positions.weight"
     ]
     assert shard.stages == ((0,) if pipeline.vpp == 2 else (0, 1))
 
@@ -235,7 +235,7 @@ def test_loss_stage_has_mtp_layers_and_a_copy_of_the_embedding(
     held: list[dict[str, tuple[int, ...]]] = []
     for rank in range(2):
         chunks = torch.nn.ModuleList(build_chunks(sizes, build_meta_mesh(grid, rank=rank), parallel))
-        shards = [declared.shard for declared, _, _ in declared_parameters(chunks)]
+        shards = [declared.shard for declared, _, _ in iter_parameter_specs(chunks)]
         assert len({shard.name for shard in shards}) == len(shards)
         held.append({shard.name: shard.stages for shard in shards})
     last = 0 if pipeline.vpp == 2 else 1  # in a V both ends lie on the first rank
@@ -266,7 +266,7 @@ def test_mtp_matches_transformers() -> None:
     made = model(config(depths=1), dtype=torch.float32)
     ours = made.mtp.layers[0]
     assert isinstance(ours, MTPLayer)
-    w = {d.shard.name[6:]: getattr(module, name) for d, module, name in declared_parameters(ours)}
+    w = {d.shard.name[6:]: getattr(module, name) for d, module, name in iter_parameter_specs(ours)}
     block = theirs.mtp_block
     pairs = {
         "embed_norm.weight": theirs.enorm.weight,

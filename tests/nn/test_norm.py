@@ -5,7 +5,7 @@ import torch
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.rebuilt import RecomputedOutput, output_tensor
-from megalith.models.decoder import declared_parameters
+from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.init import init_param_
 from megalith.nn.norm import LayerNorm, Norm, RMSNorm, build_norm
 from megalith.testing.tiny import tiny_run
@@ -32,7 +32,7 @@ def norm(
         dtype=dtype,
     )
     made.to_empty(device="cpu")
-    for declared, module, name in declared_parameters(made):
+    for declared, module, name in iter_parameter_specs(made):
         init_param_(module.get_parameter(name), declared.shard, declared.init, seed=0)
     return made
 
@@ -95,7 +95,7 @@ def test_output_has_the_dtype_of_the_input(
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_its_parameters_are_whole_vectors_under_their_names(kind: Kind) -> None:
-    shards = [declared.shard for declared, _, _ in declared_parameters(norm(kind=kind))]
+    shards = [declared.shard for declared, _, _ in iter_parameter_specs(norm(kind=kind))]
     names = ["layers.3.mlp_norm.weight", "layers.3.mlp_norm.bias"][: 1 if kind == "rms" else 2]
     assert [shard.name for shard in shards] == names
     for shard in shards:

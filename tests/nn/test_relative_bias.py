@@ -14,7 +14,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.relative import RelativeConfig
 from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries
-from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialize
+from megalith.models.decoder import Decoder, allocate, build_chunks, iter_parameter_specs, initialize
 from megalith.nn.relative_bias import NoBias, RelativeBias
 from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
 from megalith.verify.variants import RELATIVE
@@ -83,7 +83,7 @@ def test_bidirectional_layers_with_relative_bias_match_the_t5_encoder() -> None:
     model = Decoder(config, build_single_rank_mesh(), dtype=torch.float64)
     allocate(model, torch.device("cpu"))
     with torch.no_grad():
-        for declared, module, name in declared_parameters(model):
+        for declared, module, name in iter_parameter_specs(model):
             parameter = getattr(module, name)
             parameter.copy_(
                 of_t5(declared.shard.name, theirs.state_dict(), config).reshape(parameter.shape)
@@ -121,7 +121,7 @@ def test_stages_with_layers_have_a_copy_each_and_chunks_of_a_rank_share_one() ->
     first, second = chunks(2, 0, vpp=2)
     assert isinstance(first.relative, RelativeBias) and isinstance(second.relative, RelativeBias)
     assert first.relative.weight is second.relative.weight
-    named = [d.shard for chunk in (first, second) for d, _, _ in declared_parameters(chunk)]
+    named = [d.shard for chunk in (first, second) for d, _, _ in iter_parameter_specs(chunk)]
     (shard,) = [shard for shard in named if shard.name == "relative.weight"]
     assert shard.stages == (0, 1)
     (empty,) = chunks(3, 0, layout="E|tt|ttL")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from megalith.models.decoder import declared_parameters
+from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.square import LinearReplacement
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm, TPComm
@@ -42,6 +42,6 @@ def test_sequence_parallel_gradients_are_summed_over_ranks(
         square = LinearReplacement(
             "layers.0.mlp", layers.config(), tp_comm, bias=True, dtype=torch.float32
         )
-        shards = [declared.shard for declared, _, _ in declared_parameters(square)]
+        shards = [declared.shard for declared, _, _ in iter_parameter_specs(square)]
         assert len(shards) == 2
         assert all(({*mesh.tp.axes} <= {*gradient_sum_axes(shard)}) == summed for shard in shards)

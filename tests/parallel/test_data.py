@@ -12,7 +12,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import RankError
 from megalith.kernels.tokens import PackedSeqParams, tokens_of_rows
-from megalith.models.decoder import Decoder, declared_parameters, initialize
+from megalith.models.decoder import Decoder, iter_parameter_specs, initialize
 from megalith.parallel import data as flat
 from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
@@ -41,7 +41,7 @@ def build(
     """A small float64 model on the engine."""
     model = Decoder(CONFIG, mesh, dtype=torch.float64)
     parameters = [
-        (declared.shard, module, name) for declared, module, name in declared_parameters(model)
+        (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
     data = BucketedDataParallel(
         model,
@@ -93,7 +93,7 @@ def test_a_tied_head_stays_tied() -> None:
     )
     model = Decoder(tied, build_single_rank_mesh())
     parameters = [
-        (declared.shard, module, name) for declared, module, name in declared_parameters(model)
+        (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
     BucketedDataParallel(
         model,
@@ -171,7 +171,7 @@ def _equals_ddp(rank: int, world: int) -> bool:
     wrapped = nn.parallel.DistributedDataParallel(_Loss(plain))
     wrapped(rank).backward()
     names = {
-        id(getattr(module, name)): d.shard.name for d, module, name in declared_parameters(plain)
+        id(getattr(module, name)): d.shard.name for d, module, name in iter_parameter_specs(plain)
     }
     theirs = {
         names[id(p)]: p.grad * world for p in plain.parameters() if p.grad is not None
@@ -377,7 +377,7 @@ def _reads(rank: int, world: int) -> list[bool]:
     mesh = build_mesh(model_grid(run_config, CONFIG, world), rank=rank)
     model = Decoder(CONFIG, mesh, dtype=torch.float64)
     parameters = [
-        (declared.shard, module, name) for declared, module, name in declared_parameters(model)
+        (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
     data = BucketedDataParallel(
         model,

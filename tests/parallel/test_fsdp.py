@@ -22,7 +22,7 @@ from megalith.errors import PlanError
 from megalith.kernels.experts import Groups
 from megalith.kernels.rebuilt import as_recomputed
 from megalith.kernels.tokens import tokens_of_rows
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
+from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
 from megalith.nn.block import SequentialBlock
 from megalith.nn.init import init_param_
 from megalith.observe.flight import Flight
@@ -78,7 +78,7 @@ def build(
     """A small model, its weights cut into rows."""
     model = Decoder(config, mesh, dtype=dtype, recompute=recompute or RecomputeConfig())
     parameters = [
-        (declared.shard, module, name) for declared, module, name in declared_parameters(model)
+        (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
     wide = torch.promote_types(dtype, torch.float32)
     data = FullyShardedDataParallel(
@@ -91,7 +91,7 @@ def build(
         keep_gathered=keep_gathered,
         overlap=overlap,
     )
-    init_of = {declared.shard.name: declared.init for declared, _, _ in declared_parameters(model)}
+    init_of = {declared.shard.name: declared.init for declared, _, _ in iter_parameter_specs(model)}
     for param in data.local_params:
         init_param_(param.weight, param.shard, init_of[param.shard.name], seed=5)
     return model, data
@@ -150,7 +150,7 @@ def sums_alone(
     for microbatch in range(MICROBATCHES * world):
         model.zero_grad()
         loss_of(model, microbatch).backward()
-        for declared, module, name in declared_parameters(model):
+        for declared, module, name in iter_parameter_specs(model):
             gradient = getattr(module, name).grad.to(torch.promote_types(dtype, torch.float32))
             key = declared.shard.name
             total[key] = total[key] + gradient if key in total else gradient
@@ -227,7 +227,7 @@ def _first_replica_leaves_layers_out(rank: int, world: int, overlap: bool) -> No
 def names(model: Decoder) -> dict[str, torch.nn.Parameter]:
     return {
         declared.shard.name: getattr(module, name)
-        for declared, module, name in declared_parameters(model)
+        for declared, module, name in iter_parameter_specs(model)
     }
 
 

@@ -23,7 +23,7 @@ from megalith.kernels import norm, swiglu, tiled_attention
 from megalith.kernels.linear import LinearFunction
 from megalith.kernels.rebuilt import RecomputedOutput
 from megalith.kernels.tokens import DropoutKey, tokens_of_lengths
-from megalith.models.decoder import declared_parameters
+from megalith.models.decoder import iter_parameter_specs
 from megalith.observe.meter import metered
 from megalith.parallel import data, recompute
 from megalith.parallel.group import single_rank_group
@@ -137,7 +137,7 @@ def test_gradients_of_layers_appear_although_nothing_before_them_wants_one(
 ) -> None:
     def frozen(one: RecomputeConfig) -> list[Tensor]:
         trainer = built(one)
-        for declared, module, attribute in declared_parameters(trainer.model):
+        for declared, module, attribute in iter_parameter_specs(trainer.model):
             if not declared.shard.name.startswith("layers.3."):
                 getattr(module, attribute).requires_grad_(False)
         return step(trainer)
@@ -210,7 +210,7 @@ def interleaved_step(trainer: Trainer) -> list[Tensor]:
     """Losses and gradients of two microbatches with dropout, of which both run forward before one
     runs backward."""
     draw = torch.Generator().manual_seed(3)
-    for declared, module, attribute in declared_parameters(trainer.model):
+    for declared, module, attribute in iter_parameter_specs(trainer.model):
         if declared.shard.name.endswith("lora_b"):
             weight = getattr(module, attribute).data
             weight.copy_(torch.randn(weight.shape, generator=draw) / 5)

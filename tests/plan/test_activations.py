@@ -637,7 +637,7 @@ def test_saved_activations_of_mtp_stages_match_the_ledger(layout: str, kind: str
         initialize(chunk, seed=1)
         mtp_inputs, given = (
             ((ids, ids),) * 2,
-            chunk.received(tuple(x.detach().requires_grad_() for x in received)),
+            chunk.stage_inputs(tuple(x.detach().requires_grad_() for x in received)),
         )
         with metered(chunk) as meter:
             found = (

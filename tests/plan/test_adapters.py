@@ -13,7 +13,7 @@ from megalith.config.lora import LoraConfig, has_adapters
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.models.decoder import build_chunks, declared_parameters
+from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.lora import attach_adapters
 from megalith.parallel.mesh import build_meta_mesh, model_grid
 from megalith.plan.adapters import trained, trained_layer_flops, trained_step_flops, with_adapters
@@ -40,7 +40,7 @@ def test_names_sizes_and_cuts_are_those_of_the_layers(tp: int, lora: LoraConfig)
         mesh = build_meta_mesh(model_grid(ParallelConfig(tp=tp), MODEL, tp), rank=rank)
         chunks = build_chunks(MODEL, mesh, ParallelConfig(tp=tp, sp=tp > 1))
         attach_adapters(chunks, MODEL, lora)
-        shards = {one.shard.name: one.shard for one, module, name in declared_parameters(chunks[0])}
+        shards = {one.shard.name: one.shard for one, module, name in iter_parameter_specs(chunks[0])}
         held = held_parameters(
             MODEL, tp=tp, tp_rank=rank, layers=range(2), embedding=True, loss=True
         )

@@ -13,7 +13,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.mup import MuPConfig
 from megalith.config.optim import OptimConfig
 from megalith.kernels.tokens import tokens_of_rows
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
+from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
 from megalith.optim.build import build_optimizer
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.initial import PLAIN, InitialValues, ParameterRates, mup_factors, initial_values
@@ -26,7 +26,7 @@ WIDTHS = (64, 128, 256, 512)
 
 
 def starts(model: ModelConfig) -> dict[str, tuple[float, bool]]:
-    found = declared_parameters(Decoder(model, build_single_rank_mesh()))
+    found = iter_parameter_specs(Decoder(model, build_single_rank_mesh()))
     return {
         declared.shard.name: (declared.init.std, declared.init.uniform) for declared, _, _ in found
     }
@@ -163,7 +163,7 @@ def trained(width: int, *, mup: bool, steps: int, lr: float) -> tuple[dict[str, 
     initialize(model, seed=1)
     params = [
         (declared.shard, getattr(module, name))
-        for declared, module, name in declared_parameters(model)
+        for declared, module, name in iter_parameter_specs(model)
     ]
     optimizer = build_optimizer(
         params, OptimConfig(), lambda shard: mup_factors(config, "adamw", shard.name, shard.inputs)
@@ -208,7 +208,7 @@ def test_each_weight_is_updated_at_its_own_rate(kind: str) -> None:
     model = Decoder(config, build_single_rank_mesh())
     params = [
         (declared.shard, torch.ones(declared.shard.matrix_shape))
-        for declared, _, _ in declared_parameters(model)
+        for declared, _, _ in iter_parameter_specs(model)
     ]
     made = OptimConfig(kind=kind, momentum=0.0)  # type: ignore[arg-type]  # one of the two
     optimizer = build_optimizer(

@@ -14,7 +14,7 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.data.loader import Masks, StepBatches, build_batch
 from megalith.data.sample import Sample
-from megalith.models.decoder import build_chunks, declared_parameters
+from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.frozen import freeze
 from megalith.nn.lora import attach_adapters
 from megalith.observe.meter import metered
@@ -67,7 +67,7 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
     freeze(list(model), run.model, run.optim)
     data = BucketedDataParallel(
         model,
-        [(one.shard, module, name) for one, module, name in declared_parameters(model)],
+        [(one.shard, module, name) for one, module, name in iter_parameter_specs(model)],
         mesh,
         device=torch.device("meta"),
         gradient_dtype=torch.promote_types(dtype, torch.float32),

@@ -13,7 +13,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.models.decoder import Decoder, build_chunks, declared_parameters
+from megalith.models.decoder import Decoder, build_chunks, iter_parameter_specs
 from megalith.parallel.engine import tp_reduce_axes
 from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
 from megalith.parallel.tensor import TensorParallel
@@ -122,7 +122,7 @@ def holds_what_is_declared(workload: Workload) -> None:
         built = [
             (one, getattr(module, name))
             for chunk in chunks
-            for one, module, name in declared_parameters(chunk)
+            for one, module, name in iter_parameter_specs(chunk)
         ]
         part = ExpertPart(run.parallel.ep, mesh.over("etp").size, place["etp"])
         held = workload.parameters(place["pp"], place["tp"], experts=part)
@@ -158,7 +158,7 @@ def test_a_rank_holds_what_the_model_declares_in_its_order(config: ModelConfig, 
     for rank in range(tp):
         model = Decoder(config, build_meta_mesh(grid, rank=rank))
         built = [
-            (one.shard.name, one.shard.matrix_shape) for one, _, _ in declared_parameters(model)
+            (one.shard.name, one.shard.matrix_shape) for one, _, _ in iter_parameter_specs(model)
         ]
         layers = range(config.num_layers)
         held = held_parameters(
@@ -186,7 +186,7 @@ def test_gradients_are_summed_over_the_ranks_that_the_model_says(tp: int, sp: bo
         )
         copies = tensor_part(config, tp=tp, rank=1).kv_copies
         for one, (declared, _, _) in zip(
-            held, declared_parameters(Decoder(config, mesh, sp=sp)), strict=True
+            held, iter_parameter_specs(Decoder(config, mesh, sp=sp)), strict=True
         ):
             axes = [axis for axis in tp_reduce_axes(declared.shard) if mesh.over(axis).size > 1]
             ranks = math.prod(mesh.over(axis).size for axis in axes)
@@ -225,7 +225,7 @@ def test_stages_hold_everything_once_and_a_shared_table_twice() -> None:
             stage=Stage(rest, loss=True, norm=True, num_mtp_layers=config.mtp.num_layers),
         )
         assert [one.name for one in last] == [
-            one.shard.name for one, _, _ in declared_parameters(stage)
+            one.shard.name for one, _, _ in iter_parameter_specs(stage)
         ]
 
 
@@ -240,7 +240,7 @@ def test_mtp_stage_holds_lookup_tables_and_no_head(positions: Any, tied: bool) -
         Stage(nothing, norm=True, num_mtp_layers=2),
         Stage(nothing, loss=True, num_mtp_layers=2),
     ):
-        built = declared_parameters(Decoder(config, build_single_rank_mesh(), stage=stage))
+        built = iter_parameter_specs(Decoder(config, build_single_rank_mesh(), stage=stage))
         held = held_parameters(
             config,
             tp=1,

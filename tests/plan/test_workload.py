@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from megalith.errors import PlanError
-from megalith.models.decoder import build_chunks, declared_parameters
+from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.parallel.mesh import build_meta_mesh
 from megalith.plan.context import Slicing, plan_slices
 from megalith.plan.workload import plan_workload
@@ -98,7 +98,7 @@ def test_mtp_layers_share_the_embedding_table_as_in_the_model(tied: str, schedul
         )
         real = [
             (d.shard.name, getattr(module, name).numel())
-            for d, module, name in declared_parameters(built)
+            for d, module, name in iter_parameter_specs(built)
         ]
         assert sorted(real) == sorted((one.name, one.numel) for one in workload.parameters(rank, 0))
         assert ("embed.weight" in dict(real)) == (rank in workload.table_stages)

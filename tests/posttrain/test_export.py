@@ -18,8 +18,8 @@ from megalith.config.lora import LoraConfig
 from megalith.config.tree import to_dict
 from megalith.errors import CheckpointError, ConfigError
 from megalith.kernels.tokens import tokens_of_lengths
-from megalith.models.decoder import Decoder, allocate, declared_parameters
-from megalith.models.pretrained import load_pretrained, locate, open_adapters, open_pretrained
+from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
+from megalith.models.pretrained import load_pretrained, locate_source, open_adapters, open_pretrained
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.posttrain.export import peft_config, plan_peft
 from megalith.testing.tiny import tiny_run
@@ -95,11 +95,11 @@ def logits(model: Any) -> Tensor:
 
 def ours(source: Path) -> Tensor:
     """Logits of our own model, filled from a run, a checkpoint or any folder."""
-    opened = open_pretrained(locate(str(source)))
+    opened = open_pretrained(locate_source(str(source)))
     model = Decoder(opened.model, build_single_rank_mesh())
     allocate(model, CPU)
     entries = [
-        CheckpointEntry(d.shard, "param", getattr(m, n)) for d, m, n in declared_parameters(model)
+        CheckpointEntry(d.shard, "param", getattr(m, n)) for d, m, n in iter_parameter_specs(model)
     ]
     load_pretrained(entries, str(source), build_single_rank_mesh().world, model=opened.model)
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_alpha_is_exported_with_its_type(alpha: float, written: float) -> None:
 
 
 def test_a_peft_folder_survives_a_round_trip(trained: Path, tmp_path: Path) -> None:
-    there, here = open_adapters(trained / "adapters"), open_adapters(locate(str(trained / "run")))
+    there, here = open_adapters(trained / "adapters"), open_adapters(locate_source(str(trained / "run")))
     assert there.names == here.names and to_dict(there.lora)["rank"] == 3
     assert all(torch.equal(there.read(name), here.read(name)) for name in there.names)
     torch.testing.assert_close(ours(trained / "adapters"), ours(trained / "run"), rtol=0, atol=1e-6)
@@ -202,7 +202,7 @@ def test_other_kinds_of_adapters_are_refused(
     raw = json.loads((trained / "adapters/adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(raw | changes))
     with pytest.raises(CheckpointError, match=text):
-        open_pretrained(locate(str(tmp_path)))
+        open_pretrained(locate_source(str(tmp_path)))
 
 
 def test_adapters_of_another_model_are_refused_by_name(trained: Path, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_adapters_of_another_model_are_refused_by_name(trained: Path, tmp_path: 
         CheckpointError,
         match=r"is for another base: .*q_proj.lora_A.weight is \[3, 24\], expected \[3, 32\]",
     ):
-        open_pretrained(locate(str(trained / "adapters")), base=str(other))
+        open_pretrained(locate_source(str(trained / "adapters")), base=str(other))
     tensors = load_file(trained / "adapters/adapter_model.safetensors")
     tensors["base_model.model.lm_head.lora_A.weight"] = tensors.pop(sorted(tensors)[0])
     (tmp_path / "damaged").mkdir()
@@ -223,7 +223,7 @@ def test_adapters_of_another_model_are_refused_by_name(trained: Path, tmp_path: 
         CheckpointError,
         match=r"missing: base_model.*; unexpected: base_model.model.lm_head.lora_A",
     ):
-        open_pretrained(locate(str(tmp_path / "damaged")))
+        open_pretrained(locate_source(str(tmp_path / "damaged")))
 
 
 DEEPSEEK: dict[str, Any] = {
@@ -285,7 +285,7 @@ def test_an_mlp_that_the_library_would_take_for_experts_is_no_adapter_of_its(
     with pytest.raises(
         ConfigError, match=rf"in {model} PEFT treats every MLP as experts.*--to huggingf"
     ):
-        plan_peft(open_pretrained(locate(str(run))))
+        plan_peft(open_pretrained(locate_source(str(run))))
     assert main(["convert", str(run), str(tmp_path / "merged")]) == 0
     torch.testing.assert_close(logits(theirs(tmp_path / "merged")), ours(run), rtol=0, atol=2e-5)
 
@@ -334,7 +334,7 @@ def test_adapters_of_a_shallower_model_are_missing_in_the_layers_that_they_promi
     with pytest.raises(
         CheckpointError, match=r"is for another base: missing: base_model.*layers.2"
     ):
-        open_pretrained(locate(str(trained / "adapters")), base=str(deeper))
+        open_pretrained(locate_source(str(trained / "adapters")), base=str(deeper))
 
 
 def test_layers_that_the_library_chose_by_an_expression_are_read(
@@ -389,7 +389,7 @@ def test_families_that_keep_matrices_together_are_refused_by_name_and_merge(
     with pytest.raises(
         ConfigError, match=rf"stores matrices fused or transposed \(q is in .*{tensor}.*--to hugg"
     ):
-        plan_peft(open_pretrained(locate(str(run))))
+        plan_peft(open_pretrained(locate_source(str(run))))
     assert main(["convert", str(run), str(tmp_path / "merged")]) == 0
     torch.testing.assert_close(logits(theirs(tmp_path / "merged")), ours(run), rtol=0, atol=2e-5)
 

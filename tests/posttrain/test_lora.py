@@ -14,8 +14,8 @@ from megalith.cli.main import main
 from megalith.config.tree import Override, dump_yaml
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import RECORD
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
-from megalith.models.pretrained import locate, open_adapters, open_pretrained
+from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
+from megalith.models.pretrained import locate_source, open_adapters, open_pretrained
 from megalith.models.release import release_run, write_release
 from megalith.nn.init import init_param_
 from megalith.observe.metrics import read_metrics
@@ -43,7 +43,7 @@ class Drawn:
         initialize(self.model, seed=seed)
         self.found = {
             d.shard.name: getattr(m, n).data.view(d.shard.shape)
-            for d, m, n in declared_parameters(self.model)
+            for d, m, n in iter_parameter_specs(self.model)
         }
 
     def dtype(self, parameter: str) -> torch.dtype:
@@ -135,7 +135,7 @@ def test_a_run_that_was_stopped_ends_at_the_same_bits(trained: Path, tmp_path: P
 
 
 def test_opened_it_is_the_base_with_the_product_added(trained: Path) -> None:
-    opened = open_pretrained(locate(str(trained)))
+    opened = open_pretrained(locate_source(str(trained)))
     found, plain = open_adapters(opened.path), Drawn(3)
     assert (found.lora.rank, opened.model) == (3, tiny_run().model)
     for name, shape in (
@@ -215,7 +215,7 @@ def test_adapters_of_another_base_are_no_start(trained: Path, tmp_path: Path) ->
 
 
 def test_adapter_readers_can_be_pickled(trained: Path) -> None:
-    weights = open_pretrained(locate(str(trained))).weights
+    weights = open_pretrained(locate_source(str(trained))).weights
     again = pickle.loads(
         pickle.dumps(weights)
     )  # lint: allow pickle-load: what we pickled a moment ago
@@ -229,7 +229,7 @@ def test_another_base_is_refused_by_its_values(trained: Path, tmp_path: Path) ->
     with pytest.raises(
         CheckpointError, match=r"holds adapters of another base: they were trained with .*/base"
     ):
-        open_pretrained(locate(str(trained)), base=str(other))
+        open_pretrained(locate_source(str(trained)), base=str(other))
     config = tiny_run({"checkpoint.load": str(other), **LORA, "train.steps": "9"})
     with pytest.raises(CheckpointError, match="Use the weights that they were trained with"):
         run_training(config, RunFolder(trained), build_single_rank_mesh(), CPU, show=False)
@@ -242,7 +242,7 @@ def test_a_base_may_move_and_is_reported_if_missing(tmp_path: Path) -> None:
         CheckpointError,
         match=r"their base weights are not at .*set --base to their folder",
     ):
-        open_pretrained(locate(str(tmp_path / "run")))
+        open_pretrained(locate_source(str(tmp_path / "run")))
     assert (
         main(
             [
@@ -257,7 +257,7 @@ def test_a_base_may_move_and_is_reported_if_missing(tmp_path: Path) -> None:
     )
     words = [str(tmp_path / "run"), "a", "--max-new-tokens", "2", "--base", str(tmp_path / "moved")]
     assert main(["generate", *words]) == 0
-    assert open_adapters(locate(str(tmp_path / "run"))).lora.rank == 3, "which are all here"
+    assert open_adapters(locate_source(str(tmp_path / "run"))).lora.rank == 3, "which are all here"
     train(
         tmp_path / "next",
         tmp_path / "moved",
@@ -266,7 +266,7 @@ def test_a_base_may_move_and_is_reported_if_missing(tmp_path: Path) -> None:
     record = open_checkpoint(tmp_path / "run/checkpoints/step_0000001").state[RECORD]
     assert record["base"] == str(tmp_path / "base") and len(record["fingerprint"]) == 32
     train(tmp_path / "run", tmp_path / "moved", {"train.steps": "2"})
-    assert open_pretrained(locate(str(tmp_path / "run"))).path.name == "step_0000002"
+    assert open_pretrained(locate_source(str(tmp_path / "run"))).path.name == "step_0000002"
 
 
 def test_bf16_adapters_have_master_weights_and_the_base_has_none(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_bf16_adapters_have_master_weights_and_the_base_has_none(tmp_path: Path)
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.02
     master_weights = {key for key in stored if key.startswith("optimizer.master.")}
     assert len(master_weights) == 20 and all(".lora_" in key for key in stored)
-    opened = open_pretrained(locate(str(tmp_path / "run")))
+    opened = open_pretrained(locate_source(str(tmp_path / "run")))
     assert open_adapters(opened.path).read("layers.0.mlp.down.lora_b").dtype == torch.float32
 
 
@@ -370,9 +370,9 @@ def test_tuning_on_two_processes_resumes_and_merges_into_what_one_process_makes(
             )
             == 0
         )
-        merged.append(tensors(locate(str(tmp_path / f"{name}-merged"))))
+        merged.append(tensors(locate_source(str(tmp_path / f"{name}-merged"))))
     assert merged[0].keys() == merged[1].keys() and not any(".lora_" in key for key in merged[0])
-    first = tensors(locate(str(load)))
+    first = tensors(locate_source(str(load)))
     assert_close(merged[0], merged[1], FP32)  # written in the dtype of the base
     changed = {key for key, values in merged[0].items() if not torch.equal(values, first[key])}
     assert changed == {

@@ -21,7 +21,7 @@ from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.errors import CheckpointError, ConfigError
 from megalith.kernels.tokens import tokens_of_lengths
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
+from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
 from megalith.models.pretrained import Pretrained, open_pretrained
 from megalith.models.release import release_run
 from megalith.parallel.group import single_rank_group
@@ -57,7 +57,7 @@ HALVES = MoEConfig(num_experts=6, top_k=4, ffn_hidden_size=10)
 def entries_of(model: Decoder) -> list[CheckpointEntry]:
     return [
         CheckpointEntry(one.shard, "param", getattr(module, name))
-        for one, module, name in declared_parameters(model)
+        for one, module, name in iter_parameter_specs(model)
     ]
 
 
@@ -216,7 +216,7 @@ def test_mtp_layers_are_upcycled_like_the_last_layer(
     assert len(found) == 2 and bool(found.all()) and off(expected, found) < 1e-6
     made = upcycle(open_pretrained(path), moe)
     names = {
-        one.shard.name for one, _, _ in declared_parameters(Decoder(made.model, build_single_rank_mesh()))
+        one.shard.name for one, _, _ in iter_parameter_specs(Decoder(made.model, build_single_rank_mesh()))
     }
     assert ("mtp.0.layer.moe.experts.down" in names) == (not layers)
 

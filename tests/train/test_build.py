@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalith.config.parallel import ParallelConfig
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
+from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
 from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import Trainer, build_trainer, checkpoint_entries, weight_entries
@@ -69,7 +69,7 @@ def test_each_precision_has_its_formats(
 
 
 def test_checkpoint_holds_weights_moments_and_separate_master_weights() -> None:
-    names = {declared.shard.name for declared, _, _ in declared_parameters(build().model)}
+    names = {declared.shard.name for declared, _, _ in iter_parameter_specs(build().model)}
     for params, roles in (("fp32", 3), ("bf16", 4)):
         entries = checkpoint_entries(build(precision__params=params))
         assert Counter(entry.role for entry in entries).keys() >= {"param", "exp_avg", "exp_avg_sq"}

@@ -15,7 +15,7 @@ from megalith.config.tree import Override
 from megalith.data.loader import Loader, MaskSettings
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.convert import convert
-from megalith.models.pretrained import locate, open_pretrained
+from megalith.models.pretrained import locate_source, open_pretrained
 from megalith.observe.metrics import read_metrics
 from megalith.optim.schedule import learning_rate, schedule_lengths, weight_decay
 from megalith.parallel.context import local_slicing
@@ -296,7 +296,7 @@ def test_loading_supports_other_vocabulary_padding(
 @pytest.mark.parametrize("fresh", [True, False])
 def test_description_names_start_step_and_end_of_schedule(fresh: bool, tmp_path: Path) -> None:
     train(tmp_path / "a", SHORT | {"train.steps": "2"})
-    checkpoint_source = open_checkpoint(locate(str(tmp_path / "a")))
+    checkpoint_source = open_checkpoint(locate_source(str(tmp_path / "a")))
     begun, state = (
         LATER | {"checkpoint.load_mode": "all"},
         TrainState.from_json(checkpoint_source.state["train"]),
@@ -314,7 +314,7 @@ def test_description_names_start_step_and_end_of_schedule(fresh: bool, tmp_path:
 
 def test_checkpoint_without_step_is_rejected(tmp_path: Path) -> None:
     train(tmp_path / "a", SHORT | {"train.steps": "2"})
-    source = open_pretrained(locate(str(tmp_path / "a")))
+    source = open_pretrained(locate_source(str(tmp_path / "a")))
     convert(source, tmp_path / "release", "megalith")
     convert(source, tmp_path / "theirs", "huggingface")
     for name, lacks in (

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalith.data.loader import Loader, MaskSettings, StepBatches
 from megalith.errors import DataError
-from megalith.models.decoder import declared_parameters
+from megalith.models.decoder import iter_parameter_specs
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -83,9 +83,9 @@ def test_a_step_is_the_mean_loss_the_clipped_gradient_and_adamw(clip: float) -> 
             module.grad_accumulator = None  # gradients to autograd's own `.grad`
     named = {
         declared.shard: torch.nn.Parameter(getattr(module, name).detach().clone())
-        for declared, module, name in declared_parameters(model)
+        for declared, module, name in iter_parameter_specs(model)
     }
-    for declared, module, name in declared_parameters(model):
+    for declared, module, name in iter_parameter_specs(model):
         setattr(module, name, named[declared.shard])
     optimizer = torch.optim.AdamW(
         [

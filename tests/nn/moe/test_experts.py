@@ -11,7 +11,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.grouped_linear import Groups
-from megalith.models.decoder import allocate, declared_parameters, initialize
+from megalith.models.decoder import allocate, iter_parameter_specs, initialize
 from megalith.nn.moe.experts import Experts, weighted_activation
 from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
@@ -105,7 +105,7 @@ def test_expert_parameters_use_the_expert_grid_and_mlp_init() -> None:
     layer = build(replace(MOE, biases=True, num_experts=40), replace(MODEL, hidden_size=64))
     found = {
         declared.shard.name.rsplit(".", 1)[1]: (declared, module, name)
-        for declared, module, name in declared_parameters(layer)
+        for declared, module, name in iter_parameter_specs(layer)
     }
     assert set(found) == {"gate_up", "gate_up_bias", "down", "down_bias"}
     assert {declared.shard.grid for declared, _, _ in found.values()} == {"expert"}
@@ -121,7 +121,7 @@ def test_expert_parameters_use_the_expert_grid_and_mlp_init() -> None:
 def test_no_rows_give_zero_gradients() -> None:
     layer = build()
     layer(sent((0, 0, 0, 0))).sum().backward()
-    for _, module, name in declared_parameters(layer):
+    for _, module, name in iter_parameter_specs(layer):
         gradient = getattr(module, name).grad
         assert gradient is not None and not gradient.any()
 
