@@ -39,7 +39,7 @@ class _Window(io.RawIOBase):
         return len(part)
 
 
-def saved_tensor(
+def parse_saved_tensor(
     data: memoryview,
 ) -> Any:  # an untrusted file may hold any object that weights_only permits
     """Return what `torch.save` wrote into `data`. A plain tensor is a read-only view; no code is

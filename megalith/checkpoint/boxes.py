@@ -26,7 +26,7 @@ class CheckpointEntry:
     tensor: Tensor
     """Elements of the shard's box (or flat range) in row-major order; contiguous, any shape."""
 
-    mine: bool = True
+    is_writer: bool = True
     """Whether this rank writes the shard; exactly one replica does. Loading fills it on all."""
 
     @property
@@ -100,7 +100,7 @@ def inner_view(piece: TensorPiece, box: Box) -> Tensor:
     ]
 
 
-def laid_out(values: Tensor) -> Tensor:
+def to_row_major(values: Tensor) -> Tensor:
     """Return the values in row-major order in memory; a copy only if they are not.
 
     A transposed matrix (for any grouping of dims into rows and columns) is copied with torch's
@@ -135,13 +135,13 @@ def as_bytes(values: Tensor) -> Iterator[memoryview]:
         else values.split(max(1, _COPY_NBYTES * len(values) // values.nbytes))
     )
     for part in rows:
-        flat = laid_out(part)
+        flat = to_row_major(part)
         yield (
             flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data
         )  # a dim of 1 has any stride
 
 
-def tiling_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
+def describe_tiling_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
     """Describe why `boxes` do not cover each element of a tensor exactly once; None if they do."""
     for box in boxes:
         if len(box) != len(shape) or not all(

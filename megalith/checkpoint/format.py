@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from megalith import storage
-from megalith.checkpoint.boxes import tiling_problem
+from megalith.checkpoint.boxes import describe_tiling_problem
 from megalith.errors import CheckpointError
 from megalith.plan.shards import Box
 
@@ -175,7 +175,7 @@ def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, Stor
                 )
             merged[key] = StoredTensor(known.shape, known.dtype, known.boxes + tensor.boxes)
     for key, tensor in merged.items():
-        problem = tiling_problem(tensor.shape, [stored.box for stored in tensor.boxes])
+        problem = describe_tiling_problem(tensor.shape, [stored.box for stored in tensor.boxes])
         if problem and key not in problems:
             problems[key] = problem
     if problems:
@@ -289,7 +289,7 @@ def _stored_tensor(key: str, raw: Any, files: Mapping[str, StoredFile]) -> Store
     if raw["dtype"] not in DTYPES:
         raise ValueError(f"{key} is of dtype {raw['dtype']!r}, expected one of {', '.join(DTYPES)}")
     boxes = tuple(_stored_box(box, files) for box in raw["boxes"])
-    problem = tiling_problem(shape, [stored.box for stored in boxes])
+    problem = describe_tiling_problem(shape, [stored.box for stored in boxes])
     if problem:
         raise ValueError(f"{key}: {problem}, expected once")
     return StoredTensor(shape, raw["dtype"], boxes)

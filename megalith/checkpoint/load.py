@@ -18,7 +18,7 @@ from torch import Tensor
 from megalith import storage
 from megalith.checkpoint import format as layout
 from megalith.checkpoint.agree import raise_on_all_ranks
-from megalith.checkpoint.archive import saved_tensor
+from megalith.checkpoint.archive import parse_saved_tensor
 from megalith.checkpoint.boxes import (
     CheckpointEntry,
     TensorPiece,
@@ -28,21 +28,21 @@ from megalith.checkpoint.boxes import (
     show_box,
 )
 from megalith.checkpoint.format import Manifest, StoredBox, StoredFile, StoredTensor
-from megalith.checkpoint.masters import MasterWeightPair, pairs_of, reconcile, worst_line
+from megalith.checkpoint.masters import MasterWeightPair, pair_master_weights, reconcile, describe_master_differences
 from megalith.checkpoint.strictness import (
     MASTER,
     MODEL,
     LoadReport,
     Purpose,
     Wanted,
-    announce,
+    log_load_report,
     check_patterns,
     differ_only_in_padding,
     differences,
     is_state,
     is_table,
-    left_out,
-    refused,
+    compare_keys,
+    select_rejected_keys,
 )
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.errors import CheckpointError, DamagedCheckpointError
@@ -207,8 +207,8 @@ class Checkpoint:
             )[0]
             raise DamagedCheckpointError(str(error), self.path, advice) from error
         if world.rank == 0:
-            announce(report, rules, self.path)
-            if line := worst_line(rank_differences, prefer_weights=rules.prefer_weights):
+            log_load_report(report, rules, self.path)
+            if line := describe_master_differences(rank_differences, prefer_weights=rules.prefer_weights):
                 _log.warning("%s: %s", self.path, line)
         return report
 
@@ -247,7 +247,7 @@ class Checkpoint:
         stored = self.manifest.tensors
         skip = rules.skip if purpose == "start" else ()
         check_patterns(skip, wanted.keys(), stored.keys())
-        report = left_out(wanted, stored.keys(), skip=skip, purpose=purpose)
+        report = compare_keys(wanted, stored.keys(), skip=skip, purpose=purpose)
         differ = [
             f"{key} is {list(shape)} in this run and {list(stored[source].shape)} in the checkpoint"
             for key, (source, shape) in sorted(wanted.items())
@@ -258,7 +258,7 @@ class Checkpoint:
                 is_table(key) and differ_only_in_padding(stored[source].shape, shape, vocab_size)
             )
         ]
-        rejected = refused(report, rules, purpose)
+        rejected = select_rejected_keys(report, rules, purpose)
         has_no_state = report.fresh_state and not any(map(is_state, report.unexpected_keys))
         if (
             has_no_state
@@ -291,7 +291,7 @@ class Checkpoint:
         """Make weights and master weights of this rank consistent; return {parameter: largest
         difference}."""
         differences_by_name: dict[str, float] = {}
-        for pair in pairs_of(entries, sources):
+        for pair in pair_master_weights(entries, sources):
             weights, master = f"{MODEL}{pair.shard.name}", f"{MASTER}{pair.shard.name}"
             wide = torch.promote_types(self.dtype(master), pair.wide.dtype) == pair.wide.dtype
             if (
@@ -343,7 +343,7 @@ class Checkpoint:
         data = _map_bytes(path, stored, place) if known else _map_checked_bytes(path, stored, place)
         self._verified_boxes.add((stored.file, stored.offset))
         try:
-            tensor = saved_tensor(data)
+            tensor = parse_saved_tensor(data)
         except Exception as error:  # untrusted bytes may raise any error, but are not executed
             raise CheckpointError(
                 f"{place} are not a plain tensor, and nothing in them was run "

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class LockHolder:
     """Process that holds the lock of a run folder."""
 
     id: str
@@ -46,7 +46,7 @@ class Holder:
 class RunLock:
     """Lock of a run folder, until `release` or the end of this process."""
 
-    def __init__(self, folder: Path, holder: Holder) -> None:
+    def __init__(self, folder: Path, holder: LockHolder) -> None:
         self.path, self.holder = folder / NAME, holder
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
@@ -125,7 +125,7 @@ def lock_run(folder: Path) -> RunLock:
                     old_holder.pid,
                     old_holder.host,
                 )
-            holder = Holder(
+            holder = LockHolder(
                 secrets.token_hex(8),
                 socket.gethostname(),
                 _machine(),
@@ -141,7 +141,7 @@ def lock_run(folder: Path) -> RunLock:
         ) from error
 
 
-def _check_holder_is_dead(folder: Path, holder: Holder) -> None:
+def _check_holder_is_dead(folder: Path, holder: LockHolder) -> None:
     """Raise if the process that holds the lock is alive, or may be."""
     who = f"{folder} is in use by process {holder.pid} on {holder.host}"
     if holder.machine == _machine():
@@ -161,7 +161,7 @@ def _check_holder_is_dead(folder: Path, holder: Holder) -> None:
 
 
 @contextlib.contextmanager
-def _locked_holder(path: Path) -> Iterator[Holder | None]:
+def _locked_holder(path: Path) -> Iterator[LockHolder | None]:
     """Read the lock under a file lock, so that no other process of this machine changes it at the
     same time."""
     while True:
@@ -187,16 +187,16 @@ def _is_open_at(handle: int, path: Path) -> bool:
         return False
 
 
-def _read(path: Path) -> Holder | None:
+def _read(path: Path) -> LockHolder | None:
     """Return the holder in the file; None if it is new, or if a crash left it incomplete."""
     try:
         fields = storage.parse_json(storage.read_bytes(path))
-        return Holder(**{name: kind(fields[name]) for name, kind in Holder.__annotations__.items()})
+        return LockHolder(**{name: kind(fields[name]) for name, kind in LockHolder.__annotations__.items()})
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 
 
-def _is_running(holder: Holder) -> bool:
+def _is_running(holder: LockHolder) -> bool:
     if not Path("/proc/self/stat").exists():  # not Linux: only the process id is checked
         try:
             os.kill(holder.pid, 0)

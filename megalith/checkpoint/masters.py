@@ -30,7 +30,7 @@ class MasterWeightPair:
     dtype."""
 
 
-def pairs_of(
+def pair_master_weights(
     entries: Sequence[CheckpointEntry], sources: Mapping[str, str]
 ) -> list[MasterWeightPair]:
     """Return the shards that were loaded from master weights; `sources` is {key: stored tensor it
@@ -85,7 +85,7 @@ def reconcile(weights: Tensor, master_weights: Tensor, *, prefer_weights: bool) 
     return largest if math.isfinite(largest) else math.inf
 
 
-def worst_line(
+def describe_master_differences(
     rank_differences: Sequence[Mapping[str, float]], *, prefer_weights: bool
 ) -> str | None:
     """Describe all ranks' {parameter: largest difference} in one line; None if all are empty."""

@@ -67,7 +67,7 @@ def set_aside_damaged(path: Path) -> Path:
     return aside
 
 
-def sweep(folder: Path) -> list[Path]:
+def remove_leftovers(folder: Path) -> list[Path]:
     """Remove what killed saves have left, and restore a checkpoint that an interrupted overwrite
     moved aside.
 

@@ -52,7 +52,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedTensor:
     """Name, dtype and shape of a tensor to be written."""
 
     name: str
@@ -195,7 +195,7 @@ def read_box(name: str, info: TensorInfo, part: tuple[slice, ...]) -> Tensor:
     return values.view(rows, *info.shape[1:])[:, *part[1:]] if part else values.view(())
 
 
-def allocate_file(file: Path, plan: Sequence[Planned], metadata: Mapping[str, str]) -> list[int]:
+def allocate_file(file: Path, plan: Sequence[PlannedTensor], metadata: Mapping[str, str]) -> list[int]:
     """Create a file with its header and space for the planned tensors; return the offset of
     each."""
     header = _header(plan, metadata)
@@ -206,8 +206,8 @@ def allocate_file(file: Path, plan: Sequence[Planned], metadata: Mapping[str, st
     return starts[:-1]
 
 
-def allocated_file(
-    file: Path, plan: Sequence[Planned], metadata: Mapping[str, str]
+def find_allocated_file(
+    file: Path, plan: Sequence[PlannedTensor], metadata: Mapping[str, str]
 ) -> list[int] | None:
     """Return the offsets of a file that `allocate_file` has created for this plan; None if there is
     none."""
@@ -223,7 +223,7 @@ def allocated_file(
     return starts[:-1] if same else None
 
 
-def _starts(plan: Sequence[Planned], header: bytes) -> list[int]:
+def _starts(plan: Sequence[PlannedTensor], header: bytes) -> list[int]:
     """Return the offsets of the tensors of a file, and the end of the last one."""
     starts = [8 + len(header)]
     for planned in plan:
@@ -266,7 +266,7 @@ def part_checksum(file: Path, start: int, nbytes: int) -> int:
 
 
 def write_file(
-    file: Path, plan: Sequence[Planned], tensors: Iterable[Tensor], metadata: Mapping[str, str]
+    file: Path, plan: Sequence[PlannedTensor], tensors: Iterable[Tensor], metadata: Mapping[str, str]
 ) -> None:
     """Write a new file of the planned tensors, which `tensors` yields in this order, one in memory
     at a time."""
@@ -275,7 +275,7 @@ def write_file(
     storage.sync_written(file)
 
 
-def header_in(nbytes: int, plan: Sequence[Planned], metadata: Mapping[str, str]) -> bytes:
+def padded_header(nbytes: int, plan: Sequence[PlannedTensor], metadata: Mapping[str, str]) -> bytes:
     """Return the header padded to `nbytes`, for a file whose tensors are written before all of them
     are known."""
     header, room = _header(plan, metadata), nbytes - 8
@@ -285,13 +285,13 @@ def header_in(nbytes: int, plan: Sequence[Planned], metadata: Mapping[str, str])
     return struct.pack("<Q", room) + header.ljust(room)
 
 
-def _as_planned(plan: Sequence[Planned], tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def _as_planned(plan: Sequence[PlannedTensor], tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for planned, tensor in zip(plan, tensors, strict=True):
         assert (tuple(tensor.shape), tensor.dtype) == (planned.shape, planned.dtype), planned
         yield tensor
 
 
-def _header(plan: Sequence[Planned], metadata: Mapping[str, str]) -> bytes:
+def _header(plan: Sequence[PlannedTensor], metadata: Mapping[str, str]) -> bytes:
     dtype_names = {dtype: dtype_name for dtype_name, dtype in DTYPES.items()}
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0

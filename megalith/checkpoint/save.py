@@ -137,7 +137,7 @@ def write_boxes(staging: Path, rank: int, entries: Sequence[CheckpointEntry]) ->
     """Write and hash this rank's boxes into one file of `staging`; synced to disk on return."""
     name = f"__{rank}_0.distcp"
     boxes: dict[str, list[StoredBox]] = {entry.key: [] for entry in entries}
-    todo = [entry for entry in entries if entry.mine and entry.tensor.numel()]
+    todo = [entry for entry in entries if entry.is_writer and entry.tensor.numel()]
     files = {}
     if todo:
         with BoxFile(staging / name) as file:
@@ -324,7 +324,7 @@ def _plan(entries: Sequence[CheckpointEntry], state: Mapping[str, Any]) -> _Plan
     nbytes = sum(
         entry.tensor.nbytes + _ENVELOPE_NBYTES * (1 + 2 * len(entry.shard.shape))
         for entry in entries
-        if entry.mine
+        if entry.is_writer
     )
     digests = {name: layout.sha256(json.dumps(value).encode()) for name, value in state.items()}
     return _Plan(nbytes, digests)

@@ -25,7 +25,7 @@ class Statistics:
     """Number of elements that are NaN or infinite."""
 
 
-def names_matching(checkpoint: Checkpoint, only: str) -> list[str]:
+def match_tensor_names(checkpoint: Checkpoint, only: str) -> list[str]:
     """Return the sorted names of tensors that match a pattern.
 
     Raises:
@@ -40,7 +40,7 @@ def names_matching(checkpoint: Checkpoint, only: str) -> list[str]:
     return names
 
 
-def statistics_of(checkpoint: Checkpoint, name: str) -> Statistics:
+def compute_statistics(checkpoint: Checkpoint, name: str) -> Statistics:
     """Compute the statistics of a tensor, one stored box at a time, in float64.
 
     Raises:
@@ -75,14 +75,14 @@ def statistics_of(checkpoint: Checkpoint, name: str) -> Statistics:
     )
 
 
-def values_that_are_no_numbers(checkpoint: Checkpoint) -> list[str]:
+def list_nonfinite_tensors(checkpoint: Checkpoint) -> list[str]:
     """Return a line for every tensor with NaN or infinite elements.
 
     Raises:
         CheckpointError: a file is damaged.
     """
     nonfinite_counts = {
-        name: statistics_of(checkpoint, name).not_finite
+        name: compute_statistics(checkpoint, name).not_finite
         for name in sorted(checkpoint.manifest.tensors)
     }
     return [

@@ -112,7 +112,7 @@ def is_skipped(key: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def left_out(
+def compare_keys(
     wanted: Wanted,
     stored: Collection[str],
     *,
@@ -145,7 +145,7 @@ def left_out(
     )
 
 
-def refused(report: LoadReport, rules: CheckpointConfig, purpose: Purpose) -> LoadReport:
+def select_rejected_keys(report: LoadReport, rules: CheckpointConfig, purpose: Purpose) -> LoadReport:
     """Return the part of the report that the rules reject."""
 
     missing = _rejected_keys(report.missing_keys, rules.missing_keys, purpose)
@@ -174,7 +174,7 @@ def check_patterns(
     idle = [pattern for pattern in patterns if not any(is_skipped(key, [pattern]) for key in known)]
     if idle:
         names = sorted(key.removeprefix(MODEL) for key in known if key.startswith(MODEL))
-        advice = did_you_mean(idle[0], names) or f" Parameters: {', '.join(by_pattern(names))}."
+        advice = did_you_mean(idle[0], names) or f" Parameters: {', '.join(group_by_pattern(names))}."
         raise CheckpointError(
             f"checkpoint.skip={', '.join(idle)} matches no tensor of the run or the "
             f"checkpoint.{advice} Use patterns of names that exist, such as "
@@ -182,16 +182,16 @@ def check_patterns(
         )
 
 
-def announce(report: LoadReport, rules: CheckpointConfig, path: object) -> None:
+def log_load_report(report: LoadReport, rules: CheckpointConfig, path: object) -> None:
     """Log warnings about missing, unexpected and skipped keys; run by one rank."""
     if report.missing_keys and rules.missing_keys == "warn":
         _log.warning("%s lacks %s", path, "; ".join(_with_experts(report)))
     if report.unexpected_keys and rules.unexpected_keys == "warn":
         _log.warning(
-            "%s also has %s: not loaded", path, "; ".join(by_pattern(report.unexpected_keys))
+            "%s also has %s: not loaded", path, "; ".join(group_by_pattern(report.unexpected_keys))
         )
     if report.kept:
-        names = f": {'; '.join(by_pattern(report.kept))}" if report.skipped else ""
+        names = f": {'; '.join(group_by_pattern(report.kept))}" if report.skipped else ""
         _log.warning(
             "%d tensors (%s parameters) kept their initial values%s",
             len(report.kept),
@@ -205,7 +205,7 @@ def differences(differ: Sequence[str], report: LoadReport) -> str:
     lines = [
         *(f"  {text}" for text in differ),
         *(f"  only in this run: {text}" for text in _with_experts(report)),
-        *(f"  only in the checkpoint: {text}" for text in by_pattern(report.unexpected_keys)),
+        *(f"  only in the checkpoint: {text}" for text in group_by_pattern(report.unexpected_keys)),
     ]
     return "\n".join(lines)
 
@@ -213,7 +213,7 @@ def differences(differ: Sequence[str], report: LoadReport) -> str:
 def _with_experts(report: LoadReport) -> list[str]:
     """Describe the missing keys, and which experts they are of."""
     which = f": {which_experts(range(report.num_experts))}"
-    return [f"{text}{which if EXPERTS in text else ''}" for text in by_pattern(report.missing_keys)]
+    return [f"{text}{which if EXPERTS in text else ''}" for text in group_by_pattern(report.missing_keys)]
 
 
 def which_experts(numbers: Iterable[int]) -> str:
@@ -264,7 +264,7 @@ def name_experts(names: Iterable[str]) -> list[str]:
     return others
 
 
-def by_pattern(keys: Sequence[str]) -> list[str]:
+def group_by_pattern(keys: Sequence[str]) -> list[str]:
     """Group keys that differ in one number: `layers.*.attention.q (* = 0, 1, 2)`."""
     groups: dict[str, list[str]] = {}
     for key in keys:

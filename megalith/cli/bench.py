@@ -92,12 +92,12 @@ def _check(command: OverlapCommand) -> None:
 
 def _overlap(run: TrainRun, command: OverlapCommand) -> int:
     from megalith.train.exposure import summarize_exposed_communication
-    from megalith.train.job import joined
+    from megalith.train.job import join_job
 
     bandwidth = (
         float("inf") if command.gigabytes_per_second is None else command.gigabytes_per_second * 1e9
     )
-    with joined(run, os.environ) as job:
+    with join_job(run, os.environ) as job:
         exposed = summarize_exposed_communication(
             run,
             job.mesh,

@@ -120,10 +120,10 @@ def listed(path: Path, only: str, *, values: bool) -> list[dict[str, Any]]:  # J
         CheckpointError: none fits, or a file is damaged.
     """
     from megalith.checkpoint.load import open_checkpoint
-    from megalith.checkpoint.statistics import names_matching, statistics_of
+    from megalith.checkpoint.statistics import match_tensor_names, compute_statistics
 
     opened = open_checkpoint(path)
-    tensors = {name: opened.manifest.tensors[name] for name in names_matching(opened, only)}
+    tensors = {name: opened.manifest.tensors[name] for name in match_tensor_names(opened, only)}
     return [
         {
             "name": name,
@@ -131,7 +131,7 @@ def listed(path: Path, only: str, *, values: bool) -> list[dict[str, Any]]:  # J
             "dtype": tensor.dtype,
             "boxes": len(tensor.boxes),
         }
-        | (asdict(statistics_of(opened, name)) if values else {})
+        | (asdict(compute_statistics(opened, name)) if values else {})
         for name, tensor in tensors.items()
     ]
 
@@ -148,7 +148,7 @@ def _describe_tensor(tensor: dict[str, Any]) -> str:  # JSON
 def verify(argv: list[str]) -> int:
     """Print the problems of checkpoints; return 1 if there are any."""
     from megalith.checkpoint.load import open_checkpoint, verify_checkpoint
-    from megalith.checkpoint.statistics import values_that_are_no_numbers
+    from megalith.checkpoint.statistics import list_nonfinite_tensors
 
     options = parse_options(CheckpointVerifyOptions, argv, prog="megalith checkpoint verify")
     problems_by_path = {
@@ -156,7 +156,7 @@ def verify(argv: list[str]) -> int:
     }
     if options.deep:
         problems_by_path |= {
-            path: values_that_are_no_numbers(open_checkpoint(Path(path)))
+            path: list_nonfinite_tensors(open_checkpoint(Path(path)))
             for path, problems in problems_by_path.items()
             if not problems
         }

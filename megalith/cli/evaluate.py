@@ -142,9 +142,9 @@ def _world(nproc: int) -> int:
 def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:
     from megalith.train.evaluate import run_evaluation
     from megalith.train.folder import RunFolder
-    from megalith.train.job import joined
+    from megalith.train.job import join_job
 
-    with joined(run, os.environ) as job:
+    with join_job(run, os.environ) as job:
         result = run_evaluation(
             run,
             RunFolder(folder),
@@ -169,6 +169,6 @@ def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:
         print(
             f"{folder} on {command.split}: loss {result.loss:.4f}, perplexity "
             f"{result.perplexity:.2f}{bits}"
-            f"{result.depths_text()} ({result.num_labels:,} tokens)"
+            f"{result.describe_mtp()} ({result.num_labels:,} tokens)"
         )
     return 0

@@ -11,10 +11,10 @@ from megalith.cli.arguments import parse_options
 from megalith.cli.evaluate import find_run
 from megalith.cli.output import print_json
 from megalith.errors import ConfigError
-from megalith.observe.routing import ExpertLoad, RoutingPredictability, study_trace
+from megalith.observe.routing import ExpertLoad, RoutingPredictability, analyze_trace
 
 if TYPE_CHECKING:  # imports torch
-    from megalith.train.foresight import Applied
+    from megalith.train.foresight import RouterPrediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"{folder} has model.moe=null, so it has no experts. Use a run with model.moe."
         )
-    loads, pairs = study_trace(folder / "routing", experts=moe.num_experts)
+    loads, pairs = analyze_trace(folder / "routing", experts=moe.num_experts)
     from megalith.train.foresight import apply_routers
 
     applied = apply_routers(folder / "routing", moe)
@@ -122,7 +122,7 @@ def predictability_lines(pairs: Sequence[RoutingPredictability]) -> list[str]:
     ]
 
 
-def router_lines(applied: Sequence["Applied"]) -> list[str]:
+def router_lines(applied: Sequence["RouterPrediction"]) -> list[str]:
     """Format a table of routers applied to the hidden states of their own and the previous
     layer."""
     if not applied:

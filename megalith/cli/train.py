@@ -99,11 +99,11 @@ def with_recompute_chosen(run: TrainRun) -> TrainRun:
 def _train(run: TrainRun, path: Path) -> int:
     """Train in the folder `path` as one rank of the job that the environment describes."""
     from megalith.train.folder import RunFolder
-    from megalith.train.job import joined
-    from megalith.train.loop import matching_tokenizer, run_training
+    from megalith.train.job import join_job
+    from megalith.train.loop import build_checked_tokenizer, run_training
 
-    matching_tokenizer(run)  # before the folder is created and other ranks wait
-    with joined(run, os.environ, path) as job:
+    build_checked_tokenizer(run)  # before the folder is created and other ranks wait
+    with join_job(run, os.environ, path) as job:
         outcome = run_training(run, RunFolder(path), job.mesh, job.device)
         first = job.first
     if first:

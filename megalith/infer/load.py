@@ -29,7 +29,7 @@ from megalith.nn.mlp import chunk_prefill_mlps
 from megalith.parallel.mesh import Mesh
 from megalith.plan.experts import expert_layout_problems
 from megalith.plan.grid import divisors
-from megalith.train.rules import key_value_heads_fit, model_problems
+from megalith.train.rules import check_kv_heads_fit_tp, model_problems
 
 MTP_PARAMETERS = ("mtp.*",)
 """Parameters of MTP layers, which are not loaded for generation."""
@@ -85,7 +85,7 @@ def _run(opened: Pretrained, tp: int) -> TrainRun:
 def _why_not(opened: Pretrained, tp: int, problem: str) -> str:
     """Return why ranks cannot share a model, in terms of --nproc instead of the settings of a
     run."""
-    if key_value_heads_fit(_run(opened, tp), tp) is not None:
+    if check_kv_heads_fit_tp(_run(opened, tp), tp) is not None:
         return (
             f"each process needs complete KV heads of model.num_heads={opened.model.num_heads} and "
             f"model.num_kv_heads={opened.model.num_kv_heads}, or an equal number of processes "

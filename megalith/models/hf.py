@@ -20,7 +20,7 @@ from megalith.checkpoint.boxes import (
     TensorPiece,
     divide,
     inner_view,
-    laid_out,
+    to_row_major,
     lengths,
     numel,
     pieces,
@@ -29,10 +29,10 @@ from megalith.checkpoint.format import show_bytes, show_dtype
 from megalith.checkpoint.safetensors import (
     DTYPES,
     READABLE,
-    Planned,
+    PlannedTensor,
     TensorInfo,
     allocate_file,
-    allocated_file,
+    find_allocated_file,
     part_checksum,
     read_box,
     read_header,
@@ -681,13 +681,13 @@ Parts = Sequence[TensorRule]
 
 def plan_files(
     rules: Sequence[TensorRule], dtype_of: Callable[[Parts], torch.dtype], shard_nbytes: int
-) -> list[list[tuple[Parts, Planned]]]:
+) -> list[list[tuple[Parts, PlannedTensor]]]:
     """Return the tensors of each file, in order; a file has at most `shard_nbytes`, or one
     tensor."""
-    files: list[list[tuple[Parts, Planned]]] = []
+    files: list[list[tuple[Parts, PlannedTensor]]] = []
     remaining_nbytes = 0
     for name, parts in group_by_tensor(rules).items():
-        planned = Planned(name, dtype_of(parts), parts[0].shape)
+        planned = PlannedTensor(name, dtype_of(parts), parts[0].shape)
         if planned.nbytes > remaining_nbytes or not files:
             files.append([])
             remaining_nbytes = shard_nbytes
@@ -784,7 +784,7 @@ def check_free_space(folder: Path, nbytes: int) -> None:
 
 def _write_weights(
     staging: Path,
-    files: Sequence[Sequence[tuple[Parts, Planned]]],
+    files: Sequence[Sequence[tuple[Parts, PlannedTensor]]],
     weights: Weights,
     on_written: Callable[[int], None],
     workers: int,
@@ -829,14 +829,14 @@ def _write_weights(
 
 
 def _find_allocated_files(
-    staging: Path, plans: Mapping[str, Sequence[Planned]]
+    staging: Path, plans: Mapping[str, Sequence[PlannedTensor]]
 ) -> dict[str, list[int]]:
     """Return the files that an interrupted conversion allocated for these plans, with the offsets
     of their tensors; other files are removed."""
     if not staging.exists():
         storage.make_folder(staging)
     offsets_of = {
-        name: allocated_file(staging / name, plan, METADATA) for name, plan in plans.items()
+        name: find_allocated_file(staging / name, plan, METADATA) for name, plan in plans.items()
     }
     allocated = {name: offsets for name, offsets in offsets_of.items() if offsets is not None}
     for name in storage.list_names(staging):
@@ -851,7 +851,7 @@ class _Job:
 
     file: Path
     start: int
-    content: Sequence[tuple[Parts, Planned]]
+    content: Sequence[tuple[Parts, PlannedTensor]]
     name: str
     """Key in the journal."""
 
@@ -882,7 +882,7 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def _read_tensors(
-    content: Sequence[tuple[Parts, Planned]], weights: Weights, on_written: Callable[[int], None]
+    content: Sequence[tuple[Parts, PlannedTensor]], weights: Weights, on_written: Callable[[int], None]
 ) -> Iterator[Tensor]:
     """Yield the values of the tensors in file order, in one or more pieces each."""
     for parts, planned in content:
@@ -897,14 +897,14 @@ def _read_tensors(
         on_written(planned.nbytes)
 
 
-def _assemble_tensor(parts: Parts, planned: Planned, weights: Weights) -> Tensor:
+def _assemble_tensor(parts: Parts, planned: PlannedTensor, weights: Weights) -> Tensor:
     """Return a tensor assembled from the parameter boxes it consists of."""
     values = torch.zeros(planned.shape, dtype=planned.dtype)
     for rule in parts:
         if rule.parameter is not None:
             target = values.view(rule.view)[tuple(slice(start, stop) for start, stop in rule.at)]
             target.copy_(
-                laid_out(
+                to_row_major(
                     to_tensor_layout(rule, weights.read(rule.parameter, rule.box, planned.dtype))
                 )
             )

@@ -18,11 +18,11 @@ from megalith.checkpoint.format import MANIFEST, step_folders
 from megalith.checkpoint.load import STRICT, Checkpoint, find_latest, open_checkpoint
 from megalith.checkpoint.strictness import (
     MODEL,
-    announce,
+    log_load_report,
     check_patterns,
     differences,
-    left_out,
-    refused,
+    compare_keys,
+    select_rejected_keys,
     weights_of,
 )
 from megalith.config.checkpoint import CheckpointConfig, NewRows
@@ -489,8 +489,8 @@ def _fill_from_folder(
         key: (weights, shape) for part in requested_on_ranks for key, weights, shape in part
     }
     check_patterns(rules.skip, requested.keys(), folder_keys)
-    report = left_out(requested, folder_keys, skip=rules.skip, purpose="start")
-    rejected = refused(report, rules, "start")
+    report = compare_keys(requested, folder_keys, skip=rules.skip, purpose="start")
+    rejected = select_rejected_keys(report, rules, "start")
     if rejected.missing_keys or rejected.unexpected_keys:
         raise CheckpointError(
             f"{folder.path} has a different model:\n{differences([], rejected)}\nTo load it, set "
@@ -500,7 +500,7 @@ def _fill_from_folder(
     filled = [entry for entry in entries if entry.key not in report.missing_keys + report.skipped]
     raise_on_all_ranks(lambda: folder.fill(filled), world)
     if world.rank == 0:
-        announce(report, rules, folder.path)
+        log_load_report(report, rules, folder.path)
 
 
 def check_same_model(

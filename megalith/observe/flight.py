@@ -1,4 +1,4 @@
-"""Flight recorder: the last collectives of this rank, and the report if one of them hangs."""
+"""FlightRecorder recorder: the last collectives of this rank, and the report if one of them hangs."""
 
 import sys
 import threading
@@ -102,7 +102,7 @@ class CollectiveRecord:
         return f"{self}{what}{rows}, at {short_path(self.site[0])}:{self.site[1]}"
 
 
-class Flight:
+class FlightRecorder:
     """Recorder of this rank's collectives, newest last; costs a few microseconds each, and sends
     nothing."""
 
@@ -141,7 +141,7 @@ class Flight:
         """Return the operations that have started and not finished, oldest first."""
         return [entry for entry in list(self.entries) if not entry.finished]
 
-    def note_torchs_own(self, ranks: tuple[int, ...]) -> None:
+    def record_torch_collective(self, ranks: tuple[int, ...]) -> None:
         """Record an operation that torch started by itself and the main thread is in."""
         frame = next(_frames(), None)
         if frame is None or not inside_torch() or self.unfinished():
@@ -155,7 +155,7 @@ class Flight:
             )
         )
 
-    def forget_torchs_own(self) -> None:
+    def remove_torch_collectives(self) -> None:
         """Remove the records of torch's own operations, which are never marked as done."""
         for entry in [entry for entry in self.entries if entry.lane == "torch"]:
             self.entries.remove(entry)

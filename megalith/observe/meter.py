@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 
-class Meter:
+class ActivationMeter:
     """Bytes of saved activations: current, peak, and by module."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -49,12 +49,12 @@ class Meter:
             nbytes_by_layer[".".join(parts[:2]) if parts[0] == "layers" else name] += nbytes
         return nbytes_by_layer
 
-    def pack(self, x: Tensor) -> "Tensor | Saved":
+    def pack(self, x: Tensor) -> "Tensor | MeteredTensor":
         """Record a tensor that autograd saves (pack hook)."""
         storage = x.untyped_storage()
         if storage._cdata in self._excluded or self._is_parameter(storage._cdata):
             return x
-        return Saved(x.detach(), self)
+        return MeteredTensor(x.detach(), self)
 
     def _is_parameter(self, key: int) -> bool:
         """Return whether a storage is that of a parameter; with zero=3 parameters change while
@@ -79,10 +79,10 @@ class Meter:
             self.live -= nbytes
 
 
-class Saved:
+class MeteredTensor:
     """A saved tensor, which updates the meter when it is freed."""
 
-    def __init__(self, x: Tensor, meter: Meter) -> None:
+    def __init__(self, x: Tensor, meter: ActivationMeter) -> None:
         storage = x.untyped_storage()
         self.x, self.meter, self.key, self.nbytes = x, meter, storage._cdata, storage.nbytes()
         meter.begins(self.key, self.nbytes)
@@ -92,14 +92,14 @@ class Saved:
 
 
 @contextmanager
-def metered(*models: nn.Module) -> Iterator[Meter]:
+def measure_saved_activations(*models: nn.Module) -> Iterator[ActivationMeter]:
     """Measure all tensors saved for backward inside the context, until they are freed, inside or
     later.
 
     Only the innermost saved-tensor hooks are called: activations inside a checkpointed region are
     not saved and not measured, and an offloaded layer reports its own.
     """
-    meter = Meter(models)
+    meter = ActivationMeter(models)
     with ExitStack() as stack:
         for model in models:
             for name, module in model.named_modules():
@@ -112,17 +112,17 @@ def metered(*models: nn.Module) -> Iterator[Meter]:
         yield meter
 
 
-def _unpack(saved: Tensor | Saved) -> Tensor:
-    return saved.x if isinstance(saved, Saved) else saved
+def _unpack(saved: Tensor | MeteredTensor) -> Tensor:
+    return saved.x if isinstance(saved, MeteredTensor) else saved
 
 
 def _enter(
-    meter: Meter, name: str, module: nn.Module, given: Any
+    meter: ActivationMeter, name: str, module: nn.Module, given: Any
 ) -> None:  # Any: whatever the module takes
     meter.path.append(name)
 
 
-def _leave(meter: Meter, module: nn.Module, given: Any, result: Any) -> None:
+def _leave(meter: ActivationMeter, module: nn.Module, given: Any, result: Any) -> None:
     meter.path.pop()
 
 

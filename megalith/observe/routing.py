@@ -29,7 +29,7 @@ LAYER = re.compile(r"(layers|mtp)\.\d+(\..+)?")
 """Pattern of layer names."""
 
 
-class Chosen(NamedTuple):
+class TraceRow(NamedTuple):
     """A row of a routing trace."""
 
     step: int
@@ -98,7 +98,7 @@ class RoutingPredictability:
 # --- reading
 
 
-def steps_of_trace(folder: Path) -> Iterator[tuple[int, dict[str, dict[Place, Chosen]]]]:
+def steps_of_trace(folder: Path) -> Iterator[tuple[int, dict[str, dict[Place, TraceRow]]]]:
     """Yield every traced step with the rows of all ranks, by layer and place; one step is in memory
     at a time.
 
@@ -113,13 +113,13 @@ def steps_of_trace(folder: Path) -> Iterator[tuple[int, dict[str, dict[Place, Ch
         )
     rows = heapq.merge(*map(rows_of_file, files), key=lambda row: row.step)
     for step, step_rows in groupby(rows, key=lambda row: row.step):
-        rows_by_layer: dict[str, dict[Place, Chosen]] = {}
+        rows_by_layer: dict[str, dict[Place, TraceRow]] = {}
         for row in step_rows:
             rows_by_layer.setdefault(row.layer, {})[row.place] = row
         yield step, rows_by_layer
 
 
-def rows_of_file(path: Path) -> Iterator[Chosen]:
+def rows_of_file(path: Path) -> Iterator[TraceRow]:
     """Yield the rows of a rank's file, except an incomplete last line.
 
     Raises:
@@ -139,7 +139,7 @@ def rows_of_file(path: Path) -> Iterator[Chosen]:
                 ) from error
 
 
-def _row(row: dict[str, Any], folder: Path) -> Chosen:  # Any: JSON
+def _row(row: dict[str, Any], folder: Path) -> TraceRow:  # Any: JSON
     place = (int(row["dp"]), int(row["cp"]), int(row["tp"]), int(row["microbatch"]))
     experts = np.array(row["experts"], dtype=np.int16).reshape(
         int(row["num_tokens"]), int(row["top_k"])
@@ -148,7 +148,7 @@ def _row(row: dict[str, Any], folder: Path) -> Chosen:  # Any: JSON
     if not LAYER.fullmatch(layer):
         raise ValueError(f"layer {layer!r}, expected layers.0 or the like")
     capture_file = row.get("sidecar")  # lint: allow old-word: field of the trace format
-    return Chosen(
+    return TraceRow(
         int(row["step"]),
         layer,
         place,
@@ -157,7 +157,7 @@ def _row(row: dict[str, Any], folder: Path) -> Chosen:  # Any: JSON
     )
 
 
-def in_order(layers: Iterable[str]) -> list[str]:
+def sort_layers(layers: Iterable[str]) -> list[str]:
     """Sort layer names by number, MTP layers last."""
     return sorted(
         layers, key=lambda layer: (not layer.startswith("layers."), int(layer.split(".")[1]))
@@ -195,7 +195,7 @@ def halves(tokens: int) -> tuple[slice, slice]:
     return slice(0, tokens // 2), slice(tokens // 2, tokens)
 
 
-def study_trace(
+def analyze_trace(
     folder: Path, *, experts: int
 ) -> tuple[list[ExpertLoad], list[RoutingPredictability]]:
     """Return the expert load of each layer and how well it predicts the next; reads the trace
@@ -219,7 +219,7 @@ def study_trace(
                     )
                 layer_counts = counts.setdefault(layer, np.zeros(experts, dtype=np.int64))
                 layer_counts += np.bincount(row.experts.ravel(), minlength=experts)
-        for layer_name, next_name, before, after in neighbors(layers):
+        for layer_name, next_name, before, after in iter_adjacent_layers(layers):
             zeros = np.zeros((2, 2, experts, experts), dtype=np.int64)
             pairs.setdefault((layer_name, next_name), LayerPairCounts(zeros[0], zeros[1])).add(
                 before.experts, after.experts
@@ -229,18 +229,18 @@ def study_trace(
             f"{folder}: this routing trace has no steps: they were removed when the run was "
             "restarted. Run with observe.routing_trace=1 or more from the beginning."
         )
-    uses = [_use(layer, counts[layer], top_k) for layer in in_order(counts)]
+    uses = [_use(layer, counts[layer], top_k) for layer in sort_layers(counts)]
     hits = _hits_of_all(folder, pairs)
     return uses, [
         _routing_predictability(names, pairs[names], hits[names]) for names in pairs_in_order(pairs)
     ]
 
 
-def neighbors(
-    layers: Mapping[str, dict[Place, Chosen]],
-) -> Iterator[tuple[str, str, Chosen, Chosen]]:
+def iter_adjacent_layers(
+    layers: Mapping[str, dict[Place, TraceRow]],
+) -> Iterator[tuple[str, str, TraceRow, TraceRow]]:
     """Yield each layer of a step and the next, with the rows of the same tokens in both."""
-    names = in_order(layers)
+    names = sort_layers(layers)
     for layer, next_layer in pairwise(names):
         for place, before in layers[layer].items():
             after = layers[next_layer].get(place)
@@ -251,7 +251,7 @@ def neighbors(
 def pairs_in_order(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Sort pairs of layers by the second layer."""
     unique_pairs = {*pairs}
-    order = in_order({layer for pair in unique_pairs for layer in pair})
+    order = sort_layers({layer for pair in unique_pairs for layer in pair})
     return sorted(unique_pairs, key=lambda pair: (order.index(pair[1]), order.index(pair[0])))
 
 
@@ -322,14 +322,14 @@ def _hits_of_all(
     }
     hits = {names: np.zeros(3) for names in pairs}
     for _, layers in steps_of_trace(folder):
-        for layer, next_layer, before, after in neighbors(layers):
+        for layer, next_layer, before, after in iter_adjacent_layers(layers):
             for half, part in enumerate(halves(len(before.experts))):
                 after_each, commonest = tables[layer, next_layer][half]
                 actual = after.experts[part]
                 best = likeliest(after_each, before.experts[part], actual.shape[1])
                 baseline = np.argsort(-commonest, kind="stable")[: actual.shape[1]]
                 hits[layer, next_layer] += (
-                    common(best, actual),
+                    count_common_experts(best, actual),
                     np.isin(actual, baseline).sum(),
                     actual.size,
                 )
@@ -356,7 +356,7 @@ def likeliest(
     return np.concatenate(best) if best else np.zeros((0, count), dtype=np.int64)
 
 
-def common(choices: NDArray[Any], other_choices: NDArray[Any]) -> int:
+def count_common_experts(choices: NDArray[Any], other_choices: NDArray[Any]) -> int:
     """Return the number of experts that are in both choices [n, k] of a token, summed over
     tokens."""
     return int((choices[:, :, None] == other_choices[:, None, :]).sum())

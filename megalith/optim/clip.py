@@ -16,7 +16,7 @@ so that the sum depends on the sharding by fp32 rounding (measured: below 1e-8 o
 normal numbers on). A full matrix summed in fp32 is off by 8e-5 (4M elements; torch 2.13)."""
 
 
-def counted(gradients: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> list[Tensor]:
+def first_replica_gradients(gradients: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> list[Tensor]:
     """Return the gradients of the shards of which this rank has the first replica."""
     coordinates = mesh.coordinates
     return [gradient for shard, gradient in gradients if is_first_replica(shard, coordinates)]

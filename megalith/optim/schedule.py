@@ -81,10 +81,10 @@ def learning_rate(schedule: ScheduleConfig, samples: int, lengths: ScheduleLengt
         fall_begins = lengths.decay - lengths.wsd_decay
         if samples <= fall_begins:
             return high
-        return low + (high - low) * FALLS[schedule.wsd_decay_style](
+        return low + (high - low) * DECAY_SHAPES[schedule.wsd_decay_style](
             (samples - fall_begins) / lengths.wsd_decay
         )
-    return low + (high - low) * FALLS[schedule.style](
+    return low + (high - low) * DECAY_SHAPES[schedule.style](
         (samples - lengths.warmup) / (lengths.decay - lengths.warmup)
     )
 
@@ -97,7 +97,7 @@ def weight_decay(schedule: ScheduleConfig, samples: int, lengths: ScheduleLength
     if samples >= lengths.total:
         return end
     return start + (end - start) * (
-        1.0 - FALLS[schedule.weight_decay_style](samples / lengths.total)
+        1.0 - DECAY_SHAPES[schedule.weight_decay_style](samples / lengths.total)
     )
 
 
@@ -159,7 +159,7 @@ def _minus_sqrt(x: float) -> float:
     return 1.0 - math.sqrt(x)
 
 
-FALLS: Mapping[str, Callable[[float], float]] = {
+DECAY_SHAPES: Mapping[str, Callable[[float], float]] = {
     "linear": _linear,
     "cosine": _cosine,
     "exponential": _exponential,

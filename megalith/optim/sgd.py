@@ -11,9 +11,9 @@ from megalith.optim.slots import (
     OptimizerSlot,
     RatesOf,
     build_slot,
-    by_rates,
+    group_by_rates,
     round_master_weights,
-    same_rates,
+    equal_rates,
 )
 from megalith.plan.shards import Shard
 
@@ -30,7 +30,7 @@ class SGD:
         self,
         weights: Sequence[tuple[Shard, Tensor]],
         config: OptimConfig,
-        rates: RatesOf = same_rates,
+        rates: RatesOf = equal_rates,
     ) -> None:
         self.config = config
         self.updates = 0
@@ -52,7 +52,7 @@ class SGD:
         rates of parameter groups, which replace `lr` and `weight_decay`.
         """
         self.updates += 1
-        for part in by_rates(
+        for part in group_by_rates(
             self.slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups
         ):
             self._update(part.slots, part.gradients, part.lr, part.weight_decay, scale)

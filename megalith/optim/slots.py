@@ -15,7 +15,7 @@ RatesOf = Callable[[Shard], ParameterRates]
 """Factors of the optimizer's settings for a parameter."""
 
 
-def same_rates(shard: Shard) -> ParameterRates:
+def equal_rates(shard: Shard) -> ParameterRates:
     """Return equal rates for all parameters."""
     return PLAIN
 
@@ -94,7 +94,7 @@ class SlotGroup(NamedTuple):
     weight_decay: float
 
 
-def by_rates(
+def group_by_rates(
     slots: Sequence[OptimizerSlot],
     gradients: Sequence[Tensor],
     *,

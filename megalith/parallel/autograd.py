@@ -221,7 +221,7 @@ class AsyncAllToAll:
     """Rows in flight in forward; must not be read yet."""
 
     entry: CollectiveRecord | None = None
-    """Flight record of the message in flight."""
+    """FlightRecorder record of the message in flight."""
 
     def start(self, x: Tensor, *, back: bool) -> Tensor:
         """Start the exchange in one direction; the result must not be read before `wait`."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.observe.flight import CollectiveRecord, Flight, message_lane
+from megalith.observe.flight import CollectiveRecord, FlightRecorder, message_lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Group:
     name: str = field(default="", repr=False)
     """Name of the group in torch's functional collectives; any text for meta tensors."""
 
-    flight: Flight | None = field(default=None, repr=False, compare=False)
-    """Flight recorder of this rank's collectives, for the report of a hang; None: not recorded."""
+    flight: FlightRecorder | None = field(default=None, repr=False, compare=False)
+    """FlightRecorder recorder of this rank's collectives, for the report of a hang; None: not recorded."""
 
     @property
     def size(self) -> int:

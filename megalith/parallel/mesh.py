@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megalith.observe.flight import Flight
+from megalith.observe.flight import FlightRecorder
 from megalith.parallel.group import Group
 from megalith.plan.grid import Grid, dense_grid, expert_grid
 from megalith.plan.layout import (
@@ -113,7 +113,7 @@ class Mesh:
 
 
 def build_mesh(
-    grid: Grid, *, rank: int, timeout_seconds: float = 600.0, flight: Flight | None = None
+    grid: Grid, *, rank: int, timeout_seconds: float = 600.0, flight: FlightRecorder | None = None
 ) -> Mesh:
     """Create every group of `grid`; all ranks of the process group call this together, including
     those outside the grid.
@@ -188,7 +188,7 @@ def _group(
     ranks: tuple[int, ...],
     rank: int,
     handle: dist.ProcessGroup | None,
-    flight: Flight | None,
+    flight: FlightRecorder | None,
 ) -> Group:
     name = handle.group_name if handle is not None else ""
     return Group(

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import Store
 
 from megalith.observe.flight import (
     CollectiveRecord,
-    Flight,
+    FlightRecorder,
     RankSnapshot,
     describe_hang,
     inside_torch,
@@ -52,7 +52,7 @@ ALARM, REPORT = "alarm", "report"
 class HangWatch:
     """Hang watch of one rank."""
 
-    flight: Flight
+    flight: FlightRecorder
     store: Store
     """A separate connection: the main thread may be waiting on its own."""
 
@@ -151,7 +151,7 @@ class HangWatch:
     def _exchange(self, winner: int) -> str:
         """Publish this rank's state, then create or wait for the report; "" if no rank waits any
         more."""
-        self.flight.note_torchs_own(tuple(range(self.world)))
+        self.flight.record_torch_collective(tuple(range(self.world)))
         place = json.dumps(asdict(self.flight.place(self.rank)))
         self.store.set(self._key(f"place/{self.rank}"), place)
         report = self._key(REPORT)
@@ -177,7 +177,7 @@ class HangWatch:
     def _dismiss_alarm(self, winner: int) -> None:
         """Dismiss the alarm, whose operation has ended by itself."""
         self.alarms += 1
-        self.flight.forget_torchs_own()
+        self.flight.remove_torch_collectives()
         if winner == self.rank:
             self._log_once(
                 f"rank {self.where(self.rank)} was in an operation for longer than "
@@ -240,7 +240,7 @@ class HangWatch:
 
     def _report_alone(self, error: Exception) -> str:
         """Return a report of this rank only, or "" if it does not wait any more."""
-        self.flight.note_torchs_own(tuple(range(self.world)))
+        self.flight.record_torch_collective(tuple(range(self.world)))
         waiting = self.flight.place(self.rank).waiting
         if waiting is None:
             return ""

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from megalith.errors import ConfigError, RankError
-from megalith.observe.flight import Flight
+from megalith.observe.flight import FlightRecorder
 from megalith.observe.limits import available_cores
 from megalith.parallel.group import Group, single_rank_group, gather_objects
 from megalith.parallel.launch import LISTENER, RANK_VARIABLES, in_worker, threads_per_rank
@@ -179,7 +179,7 @@ def connect(
     *,
     timeout_seconds: float,
     store: Store | None = None,
-    flight: Flight | None = None,
+    flight: FlightRecorder | None = None,
 ) -> Group:
     """Initialize torch.distributed and return the group of all ranks; a job of one rank has no
     process group.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint.format import show_dtype
-from megalith.checkpoint.safetensors import Planned, write_file
+from megalith.checkpoint.safetensors import PlannedTensor, write_file
 from megalith.config.lora import lora_layers, lora_targets
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import (
@@ -139,13 +139,13 @@ def plan_peft_moves(source: Pretrained, dtype: torch.dtype | None) -> list[Move]
     return moves
 
 
-def _planned(parts: list[PeftLayer], rank: int, dtype: torch.dtype) -> list[Planned]:
+def _planned(parts: list[PeftLayer], rank: int, dtype: torch.dtype) -> list[PlannedTensor]:
     """Return the planned tensors: A and B of each linear layer."""
     plan = []
     for part in parts:
         plan += [
-            Planned(part.key("A"), dtype, (rank, part.shape[1])),
-            Planned(part.key("B"), dtype, (part.shape[0], rank)),
+            PlannedTensor(part.key("A"), dtype, (rank, part.shape[1])),
+            PlannedTensor(part.key("B"), dtype, (part.shape[0], rank)),
         ]
     return plan
 

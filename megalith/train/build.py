@@ -19,7 +19,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.plan.groups import parameter_rates
 from megalith.plan.initial import ParameterRates
 from megalith.plan.shards import Shard, is_first_replica
-from megalith.train.staged import PipelineModel, build_pipeline_model, with_weight_grad_stores
+from megalith.train.staged import PipelineModel, build_pipeline_model, add_weight_grad_stores
 
 DTYPES = {
     "fp32": torch.float32,
@@ -76,7 +76,7 @@ def build_trainer(
         run,
         mesh,
         device,
-        with_weight_grad_stores(pipeline_model),
+        add_weight_grad_stores(pipeline_model),
         data,
         optimizer,
         build_loss_scale(run.precision),

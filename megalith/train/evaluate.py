@@ -61,7 +61,7 @@ class Evaluation:
         """Exponential of the loss, at most e^700."""
         return math.exp(min(self.loss, 700.0))
 
-    def of_depths(self) -> dict[str, float | None]:
+    def mtp_metrics(self) -> dict[str, float | None]:
         """Return the MTP values of a metrics row."""
         if not self.acceptance_rates:
             return {}
@@ -73,10 +73,10 @@ class Evaluation:
         }
         return {**metrics, "mtp_acceptance_length": self.acceptance_length}
 
-    def depths_text(self) -> str:
+    def describe_mtp(self) -> str:
         """Return the MTP acceptance as text for the end of a log line; empty without MTP layers.
 
-        >>> Evaluation(2.0, None, 9, (2.5, 3.0), (0.5, 0.25), 1.625).depths_text()
+        >>> Evaluation(2.0, None, 9, (2.5, 3.0), (0.5, 0.25), 1.625).describe_mtp()
         ', MTP acceptance rates 50.0 %, 25.0 %, acceptance length 1.62'
         """
         if not self.acceptance_rates:
@@ -85,7 +85,7 @@ class Evaluation:
         return f", MTP acceptance rates {shares}, acceptance length {self.acceptance_length:.2f}"
 
 
-AT_ONCE = 8
+MICROBATCHES_PER_RANK = 8
 """Microbatches per pipeline rank in one forward pass of the pipeline: the bubble is at most an
 eighth."""
 
@@ -94,7 +94,7 @@ DOCUMENTS = 64
 """Documents per data-parallel rank that are packed at a time."""
 
 
-def nothing(rows: int) -> None:
+def ignore_progress(rows: int) -> None:
     """Ignore the number of rows that were read."""
 
 
@@ -107,7 +107,7 @@ def evaluate(
     rows: int,
     tokenizer: Tokenizer,
     slicing: Slicing = WHOLE,
-    tell: Callable[[int], None] = nothing,
+    tell: Callable[[int], None] = ignore_progress,
     budget: TokenBudget | None = None,
 ) -> Evaluation:
     """Return the mean loss over the first `samples` samples, `rows` at a time. Collective over the
@@ -131,7 +131,7 @@ def evaluate(
         batches = _batches(dataset, masks, mesh, samples, rows, device, slicing, depths)
     else:
         batches = _packs(dataset, budget, mesh, samples, device, slicing, depths)
-    while group := list(islice(batches, 1 if mesh.pp.size == 1 else AT_ONCE * mesh.pp.size)):
+    while group := list(islice(batches, 1 if mesh.pp.size == 1 else MICROBATCHES_PER_RANK * mesh.pp.size)):
         losses = pipeline_model.forward(group)
         if counts_labels:
             sums += losses
@@ -222,7 +222,7 @@ def run_evaluation(
     rules = CheckpointConfig(
         allow_model_changes=run.checkpoint.allow_model_changes
     )  # evaluation needs all weights
-    entries = weight_entries(held_weights(pipeline_model), mesh)
+    entries = weight_entries(allocate_weights(pipeline_model), mesh)
     notes = load_pretrained(entries, str(folder.path), mesh.world, model=run.model, rules=rules)
     masks = build_mask_settings(run.data, run.model, tokenizer.eod)
     count = dataset.num_samples if samples is None else min(samples, dataset.num_samples)
@@ -244,7 +244,7 @@ def run_evaluation(
         )
 
 
-def held_weights(pipeline_model: PipelineModel) -> list[tuple[Shard, Tensor]]:
+def allocate_weights(pipeline_model: PipelineModel) -> list[tuple[Shard, Tensor]]:
     """Allocate the weights of this rank's model chunks, without gradients, and return their shards.
 
     With parallel.zero=3 a rank allocates its shard of each weight, else all of it. Collective over

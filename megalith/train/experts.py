@@ -17,14 +17,14 @@ from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.parallel.mesh import Mesh
 
 
-def routers_of(model: nn.Module) -> Iterator[Router]:
+def iter_routers(model: nn.Module) -> Iterator[Router]:
     """Yield every router in the order of the layers."""
     return (module for module in model.modules() if isinstance(module, Router))
 
 
 def learning(model: nn.Module) -> Iterator[tuple[Router, RoutingStats]]:
     """Yield the trained routers that have recorded routing statistics, with their records."""
-    for router in routers_of(model):
+    for router in iter_routers(model):
         record = router.balance.record
         if record is not None and any(
             weight.requires_grad for weight in router.gate.accumulated_parameters()
@@ -32,7 +32,7 @@ def learning(model: nn.Module) -> Iterator[tuple[Router, RoutingStats]]:
             yield router, record
 
 
-def move_balancing_biases(model: nn.Module, mesh: Mesh) -> None:
+def update_expert_biases(model: nn.Module, mesh: Mesh) -> None:
     """Update the expert bias after a step: raise it for underused experts, lower it for overused
     ones.
 
@@ -54,7 +54,7 @@ def move_balancing_biases(model: nn.Module, mesh: Mesh) -> None:
         bias.data.add_((count.mean() - count).sign().to(bias.dtype), alpha=rate)
 
 
-def move_balancing_offsets(model: nn.Module, mesh: Mesh) -> None:
+def update_quantile_offsets(model: nn.Module, mesh: Mesh) -> None:
     """Update the quantile offsets of the router logits after a step, so that experts are equally
     loaded.
 
@@ -79,7 +79,7 @@ def move_balancing_offsets(model: nn.Module, mesh: Mesh) -> None:
         offset.data.copy_(updated - updated.mean())
 
 
-def with_routing(batches: Sequence[Batch], routing: RoutingRecord) -> list[Batch]:
+def attach_routing(batches: Sequence[Batch], routing: RoutingRecord) -> list[Batch]:
     """Return microbatches whose expert choices are recorded in `routing`, or replayed from it.
 
     The choices are of this rank's own tokens and layers: they must be replayed under the same
@@ -118,7 +118,7 @@ def collect_expert_load(model: nn.Module, mesh: Mesh) -> list[LayerExpertLoad]:
     The result is the same on every rank. Pipeline stages without experts take part. Empty before
     the first step.
     """
-    routers = [router for router in routers_of(model) if router.balance.record is not None]
+    routers = [router for router in iter_routers(model) if router.balance.record is not None]
     local_rows = [_local_row(router) for router in routers]
     if local_rows:
         sums = all_reduce_(torch.stack(local_rows), mesh.over("dp", "cp", "tp")).tolist()
@@ -129,7 +129,7 @@ def collect_expert_load(model: nn.Module, mesh: Mesh) -> list[LayerExpertLoad]:
         loads = []
     gathered = gather_objects(loads, mesh.pp)
     all_loads = [load for part in gathered if isinstance(part, list) for load in part]
-    return sorted(all_loads, key=lambda load: in_order(load.layer))
+    return sorted(all_loads, key=lambda load: layer_sort_key(load.layer))
 
 
 def _local_row(router: Router) -> Tensor:
@@ -155,7 +155,7 @@ def _build_layer_load(router: Router, row: Sequence[float], mesh: Mesh) -> Layer
     return LayerExpertLoad(router.layer, tuple(row[:experts]), row[experts], losses, spread)
 
 
-def in_order(layer: str) -> tuple[bool, int]:
+def layer_sort_key(layer: str) -> tuple[bool, int]:
     """Return the sort key of a layer name: layers by number, then MTP layers."""
     kind, number = layer.split(".")[:2]
     return kind != "layers", int(number)

@@ -110,7 +110,7 @@ def run_folder(run: TrainRun, name: str | None) -> RunFolder:
     return RunFolder(Path("runs") / plain)
 
 
-def changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
+def list_changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
     """Return one line for each setting that differs from the folder's own settings and may differ.
 
     Raises:
@@ -139,7 +139,7 @@ def changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
 
 
 @contextlib.contextmanager
-def left_as_found(folder: RunFolder) -> Iterator[None]:
+def remove_new_folder_on_error(folder: RunFolder) -> Iterator[None]:
     """Remove the folder and log that a start created, if it fails before the run's settings are
     written."""
     created = [path for path in (folder.path, *folder.path.parents) if not path.exists()]

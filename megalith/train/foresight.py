@@ -16,10 +16,10 @@ from megalith.checkpoint.safetensors import TensorInfo, read_box, read_header
 from megalith.config.moe import MoEConfig
 from megalith.kernels.routing import choose_experts
 from megalith.observe.routing import (
-    Chosen,
+    TraceRow,
     Place,
-    common,
-    neighbors,
+    count_common_experts,
+    iter_adjacent_layers,
     pairs_in_order,
     steps_of_trace,
 )
@@ -28,7 +28,7 @@ Headers = dict[str, TensorInfo]
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class RouterPrediction:
     """A layer's router applied to the hidden states of the same or the previous layer."""
 
     layer: str
@@ -45,7 +45,7 @@ class Applied:
     """Cosine similarity of the predicted and the actual expert load."""
 
 
-def apply_routers(folder: Path, moe: MoEConfig) -> list[Applied]:
+def apply_routers(folder: Path, moe: MoEConfig) -> list[RouterPrediction]:
     """Apply each layer's router to its own hidden states and to those of the previous layer.
 
     Returns an empty list if the trace has no captures of hidden states and routers. On its own
@@ -62,12 +62,12 @@ def apply_routers(folder: Path, moe: MoEConfig) -> list[Applied]:
         pairs = [
             (layer, layer, row, row) for layer, rows in layers.items() for row in rows.values()
         ]
-        for layer, next_layer, before, after in (*pairs, *neighbors(layers)):
+        for layer, next_layer, before, after in (*pairs, *iter_adjacent_layers(layers)):
             hidden, router = _hidden(before, headers), routers[next_layer]
             if hidden is None or not router:
                 continue
-            chosen = choices_of(hidden, router, moe).numpy()
-            row = [common(chosen, after.experts), after.experts.size]
+            chosen = predict_experts(hidden, router, moe).numpy()
+            row = [count_common_experts(chosen, after.experts), after.experts.size]
             counts = [
                 np.bincount(one.ravel(), minlength=moe.num_experts)
                 for one in (chosen, after.experts)
@@ -81,7 +81,7 @@ def apply_routers(folder: Path, moe: MoEConfig) -> list[Applied]:
     ]
 
 
-def choices_of(hidden: Tensor, router: Mapping[str, Tensor], moe: MoEConfig) -> Tensor:
+def predict_experts(hidden: Tensor, router: Mapping[str, Tensor], moe: MoEConfig) -> Tensor:
     """Return the experts that a router (`weight`, biases, offsets) chooses for hidden states [t,
     h]: int64 [t, k]."""
     weight = router["weight"].to(torch.promote_types(router["weight"].dtype, torch.float32))
@@ -92,7 +92,7 @@ def choices_of(hidden: Tensor, router: Mapping[str, Tensor], moe: MoEConfig) -> 
     return choose_experts(logits, moe.router, moe.top_k, bias, offsets=offsets).experts
 
 
-def _capture_files(layers: Mapping[str, dict[Place, Chosen]]) -> set[Path]:
+def _capture_files(layers: Mapping[str, dict[Place, TraceRow]]) -> set[Path]:
     return {
         row.capture_file
         for rows in layers.values()
@@ -112,7 +112,7 @@ def _router(layer: str, headers: Iterable[Headers]) -> dict[str, Tensor]:
     }
 
 
-def _hidden(row: Chosen, headers: Mapping[Path, Headers]) -> Tensor | None:
+def _hidden(row: TraceRow, headers: Mapping[Path, Headers]) -> Tensor | None:
     if row.capture_file is None:
         return None
     name = f"{row.layer}/{row.place[3]}/hidden"
@@ -122,10 +122,10 @@ def _hidden(row: Chosen, headers: Mapping[Path, Headers]) -> Tensor | None:
 
 def _applied(
     names: tuple[str, str], row: np.ndarray[tuple[int], np.dtype[np.float64]], moe: MoEConfig
-) -> Applied:
+) -> RouterPrediction:
     predicted, actual = row[2 : 2 + moe.num_experts], row[2 + moe.num_experts :]
     norms = float(np.linalg.norm(predicted) * np.linalg.norm(actual))
-    return Applied(
+    return RouterPrediction(
         *names,
         tokens=int(row[1]) // moe.top_k,
         hits=float(row[0] / max(row[1], 1)),

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 from megalith.config.train import TrainRun
 from megalith.config.tree import flatten
 from megalith.kernels.memory import keep_freed_memory
-from megalith.observe.flight import Flight
+from megalith.observe.flight import FlightRecorder
 from megalith.parallel.fingerprints import Fingerprints
 from megalith.parallel.launch import end_rank
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
@@ -47,7 +47,7 @@ class Job:
 
 
 @contextmanager
-def joined(
+def join_job(
     run: TrainRun, environment: Mapping[str, str], folder: Path | None = None
 ) -> Iterator[Job]:
     """Join the process group that a launcher described in `environment`, or run on one rank.
@@ -73,7 +73,7 @@ def joined(
         _log.warning(problem)
     store = open_rendezvous(worker, timeout_seconds=run.parallel.timeout_seconds)
     assert store is not None
-    flight = Flight()
+    flight = FlightRecorder()
     if run.parallel.check_collectives:
         if worker.rank == 0 and run.parallel.zero == 3:
             _log.warning(

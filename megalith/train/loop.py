@@ -14,7 +14,7 @@ from megalith.checkpoint.agree import raise_on_all_ranks
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.lock import RunLock, lock_run
-from megalith.checkpoint.retention import sweep
+from megalith.checkpoint.retention import remove_leftovers
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.attention import attention_notes
 from megalith.config.model import ModelConfig
@@ -82,14 +82,14 @@ from megalith.train.evaluate import evaluate
 from megalith.train.experts import (
     collect_expert_load,
     expert_load_metrics,
-    routers_of,
-    with_routing,
+    iter_routers,
+    attach_routing,
 )
 from megalith.train.folder import (
     RunFolder,
     TokenizerFiles,
-    changed_settings,
-    left_as_found,
+    list_changed_settings,
+    remove_new_folder_on_error,
     read_tokenizer_files,
     set_aside_metrics,
     write_config,
@@ -102,7 +102,7 @@ from megalith.train.origin import (
 )
 from megalith.train.resume import fall_back, open_newest_checkpoint
 from megalith.train.state import TrainState
-from megalith.train.step import StepResult, train_step, where_not_finite
+from megalith.train.step import StepResult, train_step, describe_nonfinite_gradients
 from megalith.train.stop import Stopper
 from megalith.train.trace import RoutingTrace, cut_traces
 
@@ -142,15 +142,15 @@ def run_training(
     """
     first = mesh.world.rank == 0
     with (
-        left_as_found(folder) if first else nullcontext(),
+        remove_new_folder_on_error(folder) if first else nullcontext(),
         lock_run(folder.path) if first else nullcontext() as lock,
         log_to(folder.log) if first else nullcontext(),
         StepProgress(total=run.train.steps, show=show and first) as progress,
     ):
         if first:
-            for line in changed_settings(folder, run):
+            for line in list_changed_settings(folder, run):
                 progress.say(f"changed since the run was started: {line}")
-            sweep(folder.checkpoints)  # files that a killed run left incomplete
+            remove_leftovers(folder.checkpoints)  # files that a killed run left incomplete
         return _Loop(run, folder, mesh, device, progress, lock).run()
 
 
@@ -182,7 +182,7 @@ class _Loop:
         self.state = _read_train_state(start)
         if self.checkpoint_source is not None:
             check_steps_left(run, self.checkpoint_source, self.state)
-        self.tokenizer = matching_tokenizer(run)
+        self.tokenizer = build_checked_tokenizer(run)
         self.data = self._open_data(start)
         self.tokenizer_files = (
             read_tokenizer_files(run) if self.is_writer else TokenizerFiles(None, {})
@@ -191,8 +191,8 @@ class _Loop:
             run,
             mesh,
             device,
-            fill=saved is None and needs_first_weights(run),
-            fill_frozen=keeps_first_weights(run),
+            fill=saved is None and needs_initial_weights(run),
+            fill_frozen=may_keep_initial_weights(run),
         )
         while (damage := self._load_or_find_damage(saved)) is not None:
             saved = fall_back(damage, mesh.world)
@@ -331,7 +331,7 @@ class _Loop:
             None if self.trace is None else self.trace.begin(state.step + 1, batches.microbatches)
         )
         if routing is not None:
-            batches = replace(batches, microbatches=with_routing(batches.microbatches, routing))
+            batches = replace(batches, microbatches=attach_routing(batches.microbatches, routing))
         result = train_step(
             self.trainer,
             batches,
@@ -402,7 +402,7 @@ class _Loop:
                 raise self._divergence(
                     f"loss scale at its minimum {scale.scale:g} for {scale.stuck} steps in a row: "
                     "gradients are not finite whatever the scale (in "
-                    f"{where_not_finite(self.trainer)}).",
+                    f"{describe_nonfinite_gradients(self.trainer)}).",
                     more=", or set precision.params=bf16",
                 )
         elif self.state.skipped_in_a_row >= MOST_SKIPPED:
@@ -415,7 +415,7 @@ class _Loop:
             raise self._divergence(
                 f"{MOST_SKIPPED} steps in a row were skipped, the last with loss {result.loss} and "
                 f"gradient norm {result.grad_norm} (not finite in "
-                f"{where_not_finite(self.trainer)})."
+                f"{describe_nonfinite_gradients(self.trainer)})."
             )
 
     def _last_update(self) -> int:
@@ -557,7 +557,7 @@ class _Loop:
                 )
             return None
         layers, captures = (
-            len([*routers_of(self.trainer.pipeline_model.modules)]),
+            len([*iter_routers(self.trainer.pipeline_model.modules)]),
             self.run_config.observe.routing_captures,
         )
         return RoutingTrace(
@@ -613,14 +613,14 @@ class _Loop:
             "eval_loss": evaluation.loss,
             "eval_bits_per_byte": evaluation.bits_per_byte,
         }
-        self._write(row | evaluation.of_depths())
+        self._write(row | evaluation.mtp_metrics())
         bits = (
             ""
             if evaluation.bits_per_byte is None
             else f", {evaluation.bits_per_byte:.3f} bits per byte"
         )
         self.progress.say(
-            f"step {step}: held-out loss {evaluation.loss:.4f}{bits}{evaluation.depths_text()}"
+            f"step {step}: held-out loss {evaluation.loss:.4f}{bits}{evaluation.describe_mtp()}"
         )
 
     def _save(self, *, final: bool = False) -> None:
@@ -808,7 +808,7 @@ class _Loop:
             purpose="start" if resets_optimizer else "resume",
             vocab_size=run.model.vocab_size if padded else None,
         )
-        # A folder without config.yaml was not compared by changed_settings.
+        # A folder without config.yaml was not compared by list_changed_settings.
         for line in check_same_model(
             saved_run, run.model, allow=rules.allow_model_changes, padded=padded
         ):
@@ -962,13 +962,13 @@ def _read_train_state(checkpoint: Checkpoint | None) -> TrainState:
     return TrainState() if checkpoint is None else TrainState.from_json(checkpoint.state["train"])
 
 
-def needs_first_weights(run: TrainRun) -> bool:
+def needs_initial_weights(run: TrainRun) -> bool:
     """Return whether a new run initializes any weights randomly: LoRA adapters, or weights that are
     not loaded."""
-    return (run.lora is not None and run.lora.load is None) or keeps_first_weights(run)
+    return (run.lora is not None and run.lora.load is None) or may_keep_initial_weights(run)
 
 
-def keeps_first_weights(run: TrainRun) -> bool:
+def may_keep_initial_weights(run: TrainRun) -> bool:
     """Return whether model weights may keep their random initialization: some or all are not
     loaded."""
     checkpoint = run.checkpoint
@@ -1062,7 +1062,7 @@ def _compare_stages(trainer: Trainer) -> None:
             )
 
 
-def matching_tokenizer(run: TrainRun) -> Tokenizer:
+def build_checked_tokenizer(run: TrainRun) -> Tokenizer:
     """Build the run's tokenizer and check that its ids fit the model's vocabulary.
 
     Raises:

@@ -20,7 +20,7 @@ from megalith.kernels.replay import RoutingRecord
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh
-from megalith.train.experts import routers_of
+from megalith.train.experts import iter_routers
 
 Numbers = NDArray[np.int64]
 
@@ -37,7 +37,7 @@ class RoutingPart(NamedTuple):
     """[n, k]."""
 
 
-def whole_routing(routing: RoutingRecord, batches: Sequence[Batch], mesh: Mesh) -> dict[str, Tensor]:
+def gather_routing(routing: RoutingRecord, batches: Sequence[Batch], mesh: Mesh) -> dict[str, Tensor]:
     """Return the expert choices of a step by layer: int64 [tokens of the global batch, k], in
     reading order.
 
@@ -66,25 +66,25 @@ def whole_routing(routing: RoutingRecord, batches: Sequence[Batch], mesh: Mesh) 
             raise DataError(
                 f"{layer}: expert choices of {missing} of the step's {size} tokens were not "
                 "recorded. Record every microbatch of the step on all ranks, and pass the same "
-                "microbatches to whole_routing."
+                "microbatches to gather_routing."
             )
     return {layer: torch.from_numpy(step_choices[layer]) for layer in sorted(step_choices)}
 
 
-def routing_of(
+def shard_routing(
     whole: Mapping[str, Tensor], batches: Sequence[Batch], model: nn.Module, mesh: Mesh, *, sp: bool
 ) -> RoutingRecord:
     """Return this rank's part of the expert choices of a step, to be replayed, by layer and
     microbatch.
 
-    whole: by layer, [tokens of the global batch, k], as returned by `whole_routing`. Padding tokens
+    whole: by layer, [tokens of the global batch, k], as returned by `gather_routing`. Padding tokens
     choose the first experts.
 
     Raises:
         DataError: a layer is missing, or the number of tokens differs.
     """
     choices = {}
-    for layer in (router.layer for router in routers_of(model)):
+    for layer in (router.layer for router in iter_routers(model)):
         num_tokens = _common_size({_tokens_read(batch.tokens) for batch in batches})
         experts = _checked_choices(whole, layer, len(batches) * mesh.dp.size * num_tokens)
         for number, batch in enumerate(batches):
@@ -107,13 +107,13 @@ def parts(
     for (layer, number), experts in routing.choices.items():
         tokens, count = batches[number].tokens, len(experts)
         numbers = token_numbers(number, tokens, count, mesh)
-        selected = numbers >= 0 if filler else text_of(tokens, count, mesh)
+        selected = numbers >= 0 if filler else text_token_mask(tokens, count, mesh)
         yield RoutingPart(
             layer, number, numbers[selected], experts.cpu().numpy().astype(np.int32)[selected]
         )
 
 
-def text_of(tokens: PackedSeqParams, count: int, mesh: Mesh) -> NDArray[np.bool_]:
+def text_token_mask(tokens: PackedSeqParams, count: int, mesh: Mesh) -> NDArray[np.bool_]:
     """Return which of this rank's `count` tokens of a microbatch are text, not padding or filler:
     [count]."""
     valid: NDArray[np.bool_] = tokens.valid.cpu().numpy()

@@ -361,7 +361,7 @@ def _numbers(path: str, value: Plain) -> Iterator[tuple[str, float]]:
             yield from _numbers(f"{path}[{number}]", inner)
 
 
-def key_value_heads_fit(run: TrainRun, world: int) -> str | None:
+def check_kv_heads_fit_tp(run: TrainRun, world: int) -> str | None:
     """Each tensor-parallel rank has whole KV heads, or each KV head is replicated on equally many
     ranks."""
     keys, tp, heads = run.model.num_kv_heads, run.parallel.tp, run.model.num_heads
@@ -700,7 +700,7 @@ def number_problems(run: TrainRun) -> list[str]:
 
 
 LAYOUT_RULES: tuple[Rule, ...] = (
-    key_value_heads_fit,
+    check_kv_heads_fit_tp,
     check_kv_head_replication_is_uniform,
     check_every_rank_has_features,
     check_sp_needs_tp,

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.boxes import as_bytes
-from megalith.checkpoint.safetensors import Planned, header_in
+from megalith.checkpoint.safetensors import PlannedTensor, padded_header
 from megalith.config.train import Captured
 from megalith.data.loader import Batch
 from megalith.kernels.replay import RoutingCapture
 from megalith.parallel.mesh import Mesh
-from megalith.train.replay import text_of
+from megalith.train.replay import text_token_mask
 
 WAITING = 4
 """Tensors in host memory that wait to be written before the step blocks (heuristic: the tensors of
@@ -41,7 +41,7 @@ class CaptureFile:
         """Reserve space in front for the header of at most `most` tensors. Creates no file yet."""
         self.path, self._part = path, path.with_name(path.name + ".part")
         self._room = 8 * (128 + most * _ENTRY_NBYTES // 8)
-        self._planned: list[Planned] = []
+        self._planned: list[PlannedTensor] = []
         self._waiting: deque[Future[None]] = deque()
         self._pool: ThreadPoolExecutor | None = None
         self._file: BinaryIO | None = None
@@ -52,7 +52,7 @@ class CaptureFile:
         errors."""
         if self._failed is not None:
             return
-        self._planned.append(Planned(name, values.dtype, tuple(values.shape)))
+        self._planned.append(PlannedTensor(name, values.dtype, tuple(values.shape)))
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="captures")
         self._waiting.append(self._pool.submit(self._write, values))
@@ -72,7 +72,7 @@ class CaptureFile:
             if self._file is None:
                 return False
             self._file.seek(0)
-            self._file.write(header_in(self._room, self._planned, {"format": "pt"}))
+            self._file.write(padded_header(self._room, self._planned, {"format": "pt"}))
             self._file.close()
             self._part.replace(self.path)
         except OSError:
@@ -113,7 +113,7 @@ class CaptureFile:
                 self._failed = self._failed or error
 
 
-class Watcher:
+class CaptureWriter:
     """Writes what routers expose into a captures file, once each, in the trace's order and without
     padding."""
 
@@ -139,7 +139,7 @@ class Watcher:
             return
         self._done.add((seen.layer, seen.microbatch))
         number, count = seen.microbatch, len(seen.hidden)
-        is_text = torch.from_numpy(text_of(self._batches[number].tokens, count, self._mesh))
+        is_text = torch.from_numpy(text_token_mask(self._batches[number].tokens, count, self._mesh))
         for kind in ("hidden", "logits", "weights"):
             if kind in self._kinds:
                 values: Tensor = getattr(seen, kind).detach().to("cpu", torch.bfloat16, copy=True)

@@ -99,7 +99,7 @@ class PipelineModel:
         self, batches: Sequence[Batch], scale_loss: ScaleLossFn | None, scale: float = 1.0
     ) -> Tensor:
         p = self.run.parallel
-        schedule = planned_step(
+        schedule = build_step_schedule(
             p.pipeline,
             self.mesh.pp.size,
             len(batches),
@@ -227,7 +227,7 @@ def build_pipeline_model(
         timeout_seconds=backend_timeout(run.parallel.timeout_seconds),
     )
     if handles is not None and not handles.tags:
-        step = planned_step(
+        step = build_step_schedule(
             run.parallel.pipeline, mesh.pp.size, 1, overlap=run.parallel.overlap, forward_only=True
         )
         open_channels(handles, channels(step), device)
@@ -245,7 +245,7 @@ def overlap_token_exchanges(chunks: Sequence[nn.Module], dual_batch: DualBatchOv
         mixture.overlap_fn(dual_batch)
 
 
-def with_weight_grad_stores(pipeline_model: PipelineModel) -> PipelineModel:
+def add_weight_grad_stores(pipeline_model: PipelineModel) -> PipelineModel:
     """Add stores of deferred weight gradients if the schedule needs them.
 
     The gradient accumulators of the layers must exist already.
@@ -266,7 +266,7 @@ def splits_backward(pipeline: PipelineConfig, pp: int) -> bool:
 
 
 @lru_cache(maxsize=8)  # all steps use the same schedule, evaluation one or two others
-def planned_step(
+def build_step_schedule(
     pipeline: PipelineConfig,
     pp: int,
     microbatches: int,

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from megalith.data.loader import StepBatches
 from megalith.errors import DataError
-from megalith.optim.clip import clip_factor, counted, num_zeros, sum_of_squares
+from megalith.optim.clip import clip_factor, first_replica_gradients, num_zeros, sum_of_squares
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.parallel.engine import ShardedParam
 from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.parallel.tensor import iter_vocab_heads
 from megalith.train.build import Trainer
-from megalith.train.experts import move_balancing_biases, move_balancing_offsets
+from megalith.train.experts import update_expert_biases, update_quantile_offsets
 from megalith.train.loss import (
     StepLogitStats,
     collect_logit_stats,
@@ -115,12 +115,12 @@ def train_step(
                 step_stats[1].sqrt() / scale, trainer.run.optim.clip_grad, scale
             ),
         )
-        move_balancing_biases(trainer.pipeline_model.modules, mesh)
-        move_balancing_offsets(trainer.pipeline_model.modules, mesh)
+        update_expert_biases(trainer.pipeline_model.modules, mesh)
+        update_quantile_offsets(trainer.pipeline_model.modules, mesh)
         data.all_gather_params()
     elif not finite and trainer.run.optim.nonfinite_grad == "raise":
         raise DataError(
-            f"gradient norm {grad_norm}: not finite in {where_not_finite(trainer)}. Reduce "
+            f"gradient norm {grad_norm}: not finite in {describe_nonfinite_gradients(trainer)}. Reduce "
             "schedule.lr, check the data, or set optim.nonfinite_grad=skip."
         )
     loss, *mtp_losses = (total / max(1, count) for total, count in zip(sums, counts, strict=False))
@@ -145,7 +145,7 @@ def reduce_step_stats(
 ) -> StepStats:
     """All-reduce the statistics of a step in one message. Collective over the mesh."""
     mesh = trainer.mesh
-    local_gradients = counted([(o.shard, o.gradient) for o in local_params], mesh)
+    local_gradients = first_replica_gradients([(o.shard, o.gradient) for o in local_params], mesh)
     zeros = (
         num_zeros(local_gradients, trainer.device)
         if trainer.run.optim.count_zeros
@@ -176,7 +176,7 @@ def _gradient_multiplier(norm: Tensor, limit: float, scale: float) -> Tensor | N
     return (torch.ones_like(norm) if factor is None else factor) / scale
 
 
-def where_not_finite(trainer: Trainer) -> str:
+def describe_nonfinite_gradients(trainer: Trainer) -> str:
     """Describe the first parameters with non-finite gradients and their ranks. Collective; equal on
     all ranks.
 

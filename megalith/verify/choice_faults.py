@@ -9,7 +9,7 @@ from torch import Tensor
 from megalith.config.lora import LoraConfig
 from megalith.nn import lora
 from megalith.optim.schedule import NO_GROUPS, GroupRates
-from megalith.optim.slots import OptimizerSlot, SlotGroup, by_rates
+from megalith.optim.slots import OptimizerSlot, SlotGroup, group_by_rates
 from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.engine import ShardedParam
 from megalith.parallel.tensor import TPComm
@@ -34,7 +34,7 @@ def rates_of_slot_before(
     """Update every slot with the rates of the slot before it in the flat buffer."""
     before = [slots[-1], *slots[:-1]] if slots else []
     moved = [replace(slot, rates=other.rates) for slot, other in zip(slots, before, strict=True)]
-    return by_rates(moved, gradients, lr=lr, weight_decay=weight_decay, groups=groups)
+    return group_by_rates(moved, gradients, lr=lr, weight_decay=weight_decay, groups=groups)
 
 
 def whole_gradient(weight: Shard, adapters: LoraConfig, tp_comm: TPComm) -> tuple[Shard, Shard]:

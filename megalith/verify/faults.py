@@ -1093,7 +1093,7 @@ FAULTS: tuple[Fault, ...] = (
         "The rates of a parameter group are applied to the next slot.",
         "numbers",
         ("dp", "zero", "groups"),
-        lambda: patched(adamw, "by_rates", choice_faults.rates_of_slot_before),
+        lambda: patched(adamw, "group_by_rates", choice_faults.rates_of_slot_before),
     ),
     Fault(
         "norm_counts_copies",

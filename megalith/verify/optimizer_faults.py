@@ -14,7 +14,7 @@ from megalith.optim import adamw, clip, sgd
 from megalith.optim.adamw import AdamW
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.optim.sgd import SGD
-from megalith.optim.slots import OptimizerSlot, SlotGroup, by_rates
+from megalith.optim.slots import OptimizerSlot, SlotGroup, group_by_rates
 from megalith.parallel.mesh import Mesh
 from megalith.plan.shards import Box, Shard
 from megalith.testing.inject import patched
@@ -50,7 +50,7 @@ def decay_of_everything(
     groups: Mapping[str, GroupRates] = NO_GROUPS,
 ) -> list[SlotGroup]:
     """Apply weight decay to vectors as to matrices."""
-    parts = by_rates(slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups)
+    parts = group_by_rates(slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups)
     return [part._replace(weight_decay=weight_decay) for part in parts]
 
 
@@ -94,12 +94,12 @@ def damped_momentum(
 def count_final_norm(times: int) -> Callable[[Sequence[tuple[Shard, Tensor]], Mesh], list[Tensor]]:
     """Count the gradient of the last norm `times` times in the global norm."""
 
-    def counted(gradients: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> list[Tensor]:
+    def first_replica_gradients(gradients: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> list[Tensor]:
         final = [pair for pair in gradients if pair[0].name == "norm.weight"]
         others = [pair for pair in gradients if pair[0].name != "norm.weight"]
-        return clip.counted([*others, *final * times], mesh)
+        return clip.first_replica_gradients([*others, *final * times], mesh)
 
-    return counted
+    return first_replica_gradients
 
 
 def other_moment(self: Checkpoint, entry: CheckpointEntry) -> str:
@@ -109,7 +109,7 @@ def other_moment(self: Checkpoint, entry: CheckpointEntry) -> str:
         self,
         entry
         if role == entry.role
-        else CheckpointEntry(entry.shard, role, entry.tensor, entry.mine),
+        else CheckpointEntry(entry.shard, role, entry.tensor, entry.is_writer),
     )
 
 
@@ -137,7 +137,7 @@ EVERYWHERE: tuple[tuple[str, str, bool, Callable[[], AbstractContextManager[None
         "vectors_decay",
         "Weight decay also applies to norms and biases.",
         False,
-        lambda: patched(adamw, "by_rates", decay_of_everything),
+        lambda: patched(adamw, "group_by_rates", decay_of_everything),
     ),
     (
         "adamw_decay_added_to_gradient",
@@ -155,19 +155,19 @@ EVERYWHERE: tuple[tuple[str, str, bool, Callable[[], AbstractContextManager[None
         "sgd_vectors_decay",
         "In SGD, weight decay also applies to norms and biases.",
         True,
-        lambda: patched(sgd, "by_rates", decay_of_everything),
+        lambda: patched(sgd, "group_by_rates", decay_of_everything),
     ),
     (
         "clip_norm_ignores_parameter",
         "The global gradient norm for clipping ignores one parameter.",
         False,
-        lambda: patched(step, "counted", count_final_norm(0)),
+        lambda: patched(step, "first_replica_gradients", count_final_norm(0)),
     ),
     (
         "clip_norm_counts_parameter_twice",
         "The global gradient norm for clipping counts one parameter twice.",
         False,
-        lambda: patched(step, "counted", count_final_norm(2)),
+        lambda: patched(step, "first_replica_gradients", count_final_norm(2)),
     ),
     (
         "moments_swapped_on_load",

@@ -49,7 +49,7 @@ from megalith.train.build import (
     build_trainer,
     checkpoint_entries,
 )
-from megalith.train.experts import LayerExpertLoad, collect_expert_load, routers_of
+from megalith.train.experts import LayerExpertLoad, collect_expert_load, iter_routers
 from megalith.train.step import train_step
 from megalith.verify.faults import find_fault, plant_fault
 from megalith.verify.ragged import RaggedDocuments
@@ -602,7 +602,7 @@ def _biases(trainer: Trainer) -> dict[str, list[Tensor]]:
     """Return this rank's expert biases by layer."""
     return {
         router.layer: [router.expert_bias.detach().clone()]
-        for router in routers_of(trainer.pipeline_model.modules)
+        for router in iter_routers(trainer.pipeline_model.modules)
         if router.expert_bias is not None
     }
 

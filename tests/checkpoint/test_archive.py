@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.checkpoint.archive import saved_tensor
+from megalith.checkpoint.archive import parse_saved_tensor
 from megalith.checkpoint.save import BoxFile
 
 
@@ -25,7 +25,7 @@ def test_a_plain_tensor_is_a_view_of_the_bytes(shape: tuple[int, ...], dtype: to
     values = (torch.arange(30.0)[: torch.Size(shape).numel()].view(shape) % 3).to(dtype)
     for shift in (0, 1):  # at any address
         data = memoryview(bytearray(shift) + archive(values).obj)[shift:]
-        found = saved_tensor(data)
+        found = parse_saved_tensor(data)
         assert torch.equal(found, values) and (found.shape, found.dtype) == (shape, dtype)
         start = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
         assert start < found.data_ptr() < start + len(data)
@@ -44,7 +44,7 @@ def test_a_plain_tensor_is_a_view_of_the_bytes(shape: tuple[int, ...], dtype: to
     ids=["turned", "part", "empty", "several", "number", "words"],
 )
 def test_anything_else_is_as_torch_reads_it(value: Any) -> None:
-    found = saved_tensor(archive(value))
+    found = parse_saved_tensor(archive(value))
     assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
 
 
@@ -56,13 +56,13 @@ def test_values_that_are_packed_are_as_torch_reads_them() -> None:
     ):
         for name in there.namelist():
             here.writestr(name, there.read(name))
-    assert torch.equal(saved_tensor(memoryview(packed.getvalue())), torch.arange(600.0))
+    assert torch.equal(parse_saved_tensor(memoryview(packed.getvalue())), torch.arange(600.0))
 
 
 def test_foreign_bytes_raise() -> None:
     for data in (b"", b"PK\3\4", b"\0" * 5000, bytes(archive(torch.ones(9)))[:-40]):
         with pytest.raises((RuntimeError, EOFError, pickle.UnpicklingError)):
-            saved_tensor(memoryview(data))
+            parse_saved_tensor(memoryview(data))
 
 
 def test_dcp_reads_our_boxes(tmp_path: Path) -> None:
@@ -75,4 +75,4 @@ def test_dcp_reads_our_boxes(tmp_path: Path) -> None:
     for stored, wanted in ((first, values), (second, torch.arange(8.0)[::2])):
         part = data[stored.offset : stored.offset + stored.nbytes]
         assert torch.equal(torch.load(io.BytesIO(part), weights_only=True), wanted)
-        assert torch.equal(saved_tensor(memoryview(bytearray(part))), wanted)
+        assert torch.equal(parse_saved_tensor(memoryview(bytearray(part))), wanted)

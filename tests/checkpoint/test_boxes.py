@@ -13,11 +13,11 @@ from megalith.checkpoint.boxes import (
     TensorPiece,
     as_bytes,
     inner_view,
-    laid_out,
+    to_row_major,
     numel,
     pieces,
     show_box,
-    tiling_problem,
+    describe_tiling_problem,
 )
 from megalith.plan.shards import Shard
 
@@ -110,7 +110,7 @@ def test_pieces_are_views_so_that_loading_fills_the_tensor_itself() -> None:
 def test_a_hole_and_an_overlap_are_found_and_placed(
     shape: tuple[int, ...], boxes: list[tuple[tuple[int, int], ...]], problem: str | None
 ) -> None:
-    found = tiling_problem(shape, boxes)
+    found = describe_tiling_problem(shape, boxes)
     assert found == problem if problem is None else found == problem.replace("\\", "")
 
 
@@ -124,9 +124,9 @@ def test_any_single_fault_in_a_random_tiling_is_found() -> None:
             part.box for a, b in itertools.pairwise(cuts) for part in pieces(entry(shape, (a, b)))
         ]
         rng.shuffle(boxes)
-        assert tiling_problem(shape, boxes) is None
-        assert "is not written" in str(tiling_problem(shape, boxes[1:]))
-        assert "twice" in str(tiling_problem(shape, [*boxes, boxes[0]]))
+        assert describe_tiling_problem(shape, boxes) is None
+        assert "is not written" in str(describe_tiling_problem(shape, boxes[1:]))
+        assert "twice" in str(describe_tiling_problem(shape, [*boxes, boxes[0]]))
 
 
 def test_boxes_read_as_one_would_index() -> None:
@@ -154,7 +154,7 @@ def test_values_in_any_order_of_memory_are_laid_out_row_by_row(
         whole[:0].permute(2, 0, 1),
     ]
     for values in views:
-        found = laid_out(values)
+        found = to_row_major(values)
         assert found.is_contiguous() and torch.equal(found, values)
         assert b"".join(as_bytes(values)) == bytes(found.view(-1).view(torch.uint8).tolist())
-    assert laid_out(whole) is whole
+    assert to_row_major(whole) is whole

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megalith.checkpoint import lock
-from megalith.checkpoint.lock import NAME, SILENT_S, Holder, lock_run
+from megalith.checkpoint.lock import NAME, SILENT_S, LockHolder, lock_run
 from megalith.errors import CheckpointError
 
 HOLD = (
@@ -37,11 +37,11 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def holder(folder: Path) -> Holder:
-    return Holder(**json.loads((folder / NAME).read_text()))
+def holder(folder: Path) -> LockHolder:
+    return LockHolder(**json.loads((folder / NAME).read_text()))
 
 
-def write_holder(folder: Path, found: Holder, *, silent_s: float = 0.0) -> None:
+def write_holder(folder: Path, found: LockHolder, *, silent_s: float = 0.0) -> None:
     (folder / NAME).write_text(json.dumps(asdict(found)))
     then = time.time() - silent_s
     os.utime(folder / NAME, (then, then))
@@ -91,7 +91,7 @@ def test_a_number_given_out_again_is_another_process(tmp_path: Path) -> None:
 def test_lock_of_another_machine_is_rejected_until_heartbeat_timeout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    far = Holder("1", "node7", "another boot", 41, "5")
+    far = LockHolder("1", "node7", "another boot", 41, "5")
     write_holder(tmp_path, far, silent_s=SILENT_S - 100)
     with pytest.raises(
         CheckpointError, match=r"process 41 on node7, heard of 20 s ago.*run this again in 100 s"

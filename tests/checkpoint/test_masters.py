@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megalith.checkpoint.boxes import CheckpointEntry
-from megalith.checkpoint.masters import pairs_of, reconcile, worst_line
+from megalith.checkpoint.masters import pair_master_weights, reconcile, describe_master_differences
 from megalith.plan.shards import Shard
 
 
@@ -52,16 +52,16 @@ def test_pairs_are_the_slices_that_a_master_filled() -> None:
         CheckpointEntry(shard, "exp_avg", wide),
     ]
     weights, master = "model.w", "optimizer.master.w"
-    (found,) = pairs_of(entries, {weights: weights, master: master})
+    (found,) = pair_master_weights(entries, {weights: weights, master: master})
     assert found.wide.dtype == torch.float32 and found.low is not None and found.other is None
-    (found,) = pairs_of(entries, {weights: master, master: master})
+    (found,) = pair_master_weights(entries, {weights: master, master: master})
     assert found.low is None and found.other is not None and found.other.dtype == torch.bfloat16
-    assert pairs_of(entries, {weights: weights, master: weights}) == []
+    assert pair_master_weights(entries, {weights: weights, master: weights}) == []
 
 
 def test_the_line_names_the_worst_of_all_ranks() -> None:
-    assert worst_line([{}, {}], prefer_weights=False) is None
-    line = worst_line([{"a": 0.1}, {"a": 0.5, "b": 0.25}], prefer_weights=True)
+    assert describe_master_differences([{}, {}], prefer_weights=False) is None
+    line = describe_master_differences([{"a": 0.1}, {"a": 0.5, "b": 0.25}], prefer_weights=True)
     assert line == (
         "the weights of 2 parameters are not their master weights, rounded: a differs most, by "
         "0.5. The "

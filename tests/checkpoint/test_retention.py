@@ -122,7 +122,7 @@ def test_leftovers_of_killed_saves_are_removed(
     for name in ("notes.tmp-0123abcd", "step_0000009", "step_0000003.tmp-mine"):
         (tmp_path / name).mkdir()
     (tmp_path / "latest.tmp-77").touch()
-    dealt_with = retention.sweep(tmp_path)
+    dealt_with = retention.remove_leftovers(tmp_path)
     assert sorted(path.name for path in dealt_with) == [
         "step_0000000.trash-0123abcd",
         "step_0000001.old-0123abcd",
@@ -136,7 +136,7 @@ def test_leftovers_of_killed_saves_are_removed(
         "step_0000009",
     ]
     assert "step_0000002.tmp-0123abcd, left by an interrupted save" in caplog.text
-    assert retention.sweep(tmp_path / "nowhere") == []
+    assert retention.remove_leftovers(tmp_path / "nowhere") == []
 
 
 def test_an_overwrite_killed_between_its_renames_is_undone(
@@ -145,7 +145,7 @@ def test_an_overwrite_killed_between_its_renames_is_undone(
     save_steps(tmp_path, tiny, 1, 2)
     os.rename(tmp_path / "step_0000002", tmp_path / "step_0000002.old-0123abcd")
     assert find_latest(tmp_path) == tmp_path / "step_0000002.old-0123abcd", "before the sweep too"
-    retention.sweep(tmp_path)
+    retention.remove_leftovers(tmp_path)
     assert find_latest(tmp_path) == tmp_path / "step_0000002"
     assert f"recovered {tmp_path}/step_0000002 from an interrupted overwrite" in caplog.text
 
@@ -155,15 +155,15 @@ def test_the_pointer_is_corrected_by_the_sweep(
 ) -> None:
     save_steps(tmp_path, tiny, 1, 2, 3)
     (tmp_path / "step_0000003" / "manifest.json").unlink()
-    retention.sweep(tmp_path)
+    retention.remove_leftovers(tmp_path)
     assert (tmp_path / "latest").read_text() == "step_0000002\n"
     assert f"{tmp_path}/latest named 'step_0000003'; corrected to step_0000002" in caplog.text
     for text in ("", "\xff\n", None):
         (tmp_path / "latest").unlink() if text is None else (tmp_path / "latest").write_text(text)
-        retention.sweep(tmp_path)
+        retention.remove_leftovers(tmp_path)
         assert (tmp_path / "latest").read_text() == "step_0000002\n"
     caplog.clear()
-    retention.sweep(tmp_path)
+    retention.remove_leftovers(tmp_path)
     assert caplog.text == "", "once is enough"
 
 
@@ -180,6 +180,6 @@ def test_unwritable_pointer_is_a_warning(
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(storage, "replace_file", refuse)
-    assert retention.sweep(tmp_path) == []
+    assert retention.remove_leftovers(tmp_path) == []
     assert "could not be corrected ([Errno 30] Read-only file system)" in caplog.text
     assert find_latest(tmp_path) == tmp_path / "step_0000001"

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalith.checkpoint.safetensors import (
-    Planned,
+    PlannedTensor,
     TensorInfo,
     allocate_file,
-    header_in,
+    padded_header,
     read_box,
     read_header,
     show_names,
@@ -30,7 +30,7 @@ TENSORS: dict[str, Tensor] = {
 
 
 def write(file: Path, tensors: dict[str, Tensor] = TENSORS) -> None:
-    plan = [Planned(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    plan = [PlannedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     write_file(file, plan, iter(tensors.values()), {"format": "pt"})
 
 
@@ -45,17 +45,17 @@ def test_safetensors_library_reads_our_files(tmp_path: Path) -> None:
 
 
 def test_header_can_be_written_after_data(tmp_path: Path) -> None:
-    plan = [Planned(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
+    plan = [PlannedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
     file = tmp_path / "late.safetensors"
     file.write_bytes(b"\0" * 4096)
     assert write_part(file, 4096, TENSORS.values()).stop == file.stat().st_size
     with file.open("r+b") as out:
-        out.write(header_in(4096, plan, {"format": "pt"}))
+        out.write(padded_header(4096, plan, {"format": "pt"}))
     found = load_file(file)
     assert found.keys() == TENSORS.keys() == read_header(file).keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
     with pytest.raises(AssertionError, match="in room for 56"):
-        header_in(64, plan, {})
+        padded_header(64, plan, {})
 
 
 def test_files_of_safetensors_library_are_read(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_views_of_files_are_copy_on_write(tmp_path: Path) -> None:
 
 
 def test_parts_written_in_any_order_make_the_file(tmp_path: Path) -> None:
-    plan = [Planned(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
+    plan = [PlannedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
     starts = allocate_file(tmp_path / "x.safetensors", plan, {"format": "pt"})
     for start, tensor in reversed(list(zip(starts, TENSORS.values(), strict=True))):
         assert (

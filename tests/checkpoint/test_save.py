@@ -24,7 +24,7 @@ from megalith import storage
 from megalith.checkpoint import save
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.load import find_latest, open_checkpoint, verify_checkpoint
-from megalith.checkpoint.retention import sweep
+from megalith.checkpoint.retention import remove_leftovers
 from megalith.checkpoint.save import save_checkpoint
 from megalith.errors import CheckpointError
 from megalith.parallel.group import Group, single_rank_group
@@ -216,7 +216,7 @@ def test_killed_at_any_change_of_the_disk_the_newest_complete_checkpoint_loads(
     ):
         for swept in (False, True):
             if swept:
-                sweep(folder)
+                remove_leftovers(folder)
             latest = find_latest(folder)
             assert latest is not None and verify_checkpoint(latest) == [], at
             seed = next(
@@ -468,7 +468,7 @@ def test_tensor_not_written_exactly_once_is_rejected(tmp_path: Path, fault: str,
         for shard, dtype in zip(shards, dtypes)
     ]
     if fault == "hole":
-        entries[1] = CheckpointEntry(shards[1], "param", entries[1].tensor, mine=False)
+        entries[1] = CheckpointEntry(shards[1], "param", entries[1].tensor, is_writer=False)
     storage.make_folder(tmp_path / "staging")
     parts = [
         save.write_boxes(tmp_path / "staging", rank, [entry]) for rank, entry in enumerate(entries)
@@ -511,7 +511,7 @@ def test_a_real_kill_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         torch.equal(checkpoint.read(key), torch.full((64, 1024), float(checkpoint.step)))
         for key in checkpoint.manifest.tensors
     )
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert all("." not in name for name in storage.list_names(tmp_path))
 
 

@@ -9,7 +9,7 @@ import torch
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.load import Checkpoint, open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
-from megalith.checkpoint.statistics import names_matching, statistics_of, values_that_are_no_numbers
+from megalith.checkpoint.statistics import match_tensor_names, compute_statistics, list_nonfinite_tensors
 from megalith.errors import CheckpointError
 from megalith.parallel.group import single_rank_group
 from megalith.plan.shards import Shard
@@ -34,7 +34,7 @@ def test_they_are_those_of_the_whole_tensor_however_it_is_cut(
     rows: list[int], tmp_path: Path
 ) -> None:
     values = torch.randn((7, 5), generator=torch.Generator().manual_seed(3)) + 1000
-    found = statistics_of(saved(tmp_path, values, rows=rows), "model.a.weight")
+    found = compute_statistics(saved(tmp_path, values, rows=rows), "model.a.weight")
     exact = values.double()
     assert found.mean == pytest.approx(exact.mean().item(), rel=1e-14)
     assert found.std == pytest.approx(exact.std(correction=0).item(), rel=1e-9)
@@ -48,7 +48,7 @@ def test_they_are_those_of_the_whole_tensor_however_it_is_cut(
 def test_nonfinite_elements_are_counted_and_excluded(tmp_path: Path) -> None:
     values = torch.tensor([[math.nan, math.inf], [3.0, -1.0], [math.nan, -math.inf]])
     opened = saved(tmp_path / "some", values, rows=[1, 1, 1])
-    found = statistics_of(opened, "model.a.weight")
+    found = compute_statistics(opened, "model.a.weight")
     assert (found.mean, found.std, found.least, found.largest, found.not_finite) == (
         1.0,
         2.0,
@@ -56,21 +56,21 @@ def test_nonfinite_elements_are_counted_and_excluded(tmp_path: Path) -> None:
         3.0,
         4,
     )
-    assert values_that_are_no_numbers(opened) == [
+    assert list_nonfinite_tensors(opened) == [
         "model.a.weight: 4 of 6 elements are nan or infinite"
     ]
-    nothing = statistics_of(saved(tmp_path / "none", values[:1], rows=[1]), "model.a.weight")
+    nothing = compute_statistics(saved(tmp_path / "none", values[:1], rows=[1]), "model.a.weight")
     assert math.isnan(nothing.mean) and math.isnan(nothing.least) and nothing.not_finite == 2
 
 
 def test_finite_tensors_are_not_reported(tmp_path: Path) -> None:
-    assert values_that_are_no_numbers(saved(tmp_path, torch.ones(3, 2), rows=[3])) == []
+    assert list_nonfinite_tensors(saved(tmp_path, torch.ones(3, 2), rows=[3])) == []
 
 
 def test_names_are_chosen_by_a_pattern(tmp_path: Path) -> None:
     opened = saved(tmp_path, torch.ones(3, 2), rows=[1, 2])
-    assert names_matching(opened, "*.weight") == ["model.a.weight"]
+    assert match_tensor_names(opened, "*.weight") == ["model.a.weight"]
     with pytest.raises(
         CheckpointError, match=r"--only=b\.\* matches none of .*Use a pattern such as model\.\*"
     ):
-        names_matching(opened, "b.*")
+        match_tensor_names(opened, "b.*")

@@ -4,14 +4,14 @@ import pytest
 
 from megalith.checkpoint.strictness import (
     LoadReport,
-    by_pattern,
+    group_by_pattern,
     check_patterns,
     differences,
     is_skipped,
     is_state,
-    left_out,
+    compare_keys,
     name_experts,
-    refused,
+    select_rejected_keys,
     weights_of,
     which_experts,
 )
@@ -49,7 +49,7 @@ def test_weights_are_skipped_with_their_master_weights(pattern: str) -> None:
 
 def test_tensors_that_keep_values_are_counted_once() -> None:
     keys = ("model.a", "optimizer.master.a", "model.b", "optimizer.master.b")
-    report = left_out(
+    report = compare_keys(
         wanted(*keys), {"model.b", "optimizer.master.b", "model.c"}, skip=["b"], purpose="start"
     )
     assert report.missing_keys == ("model.a", "optimizer.master.a") and report.unexpected_keys == (
@@ -61,21 +61,21 @@ def test_tensors_that_keep_values_are_counted_once() -> None:
 def test_moments_are_unexpected_keys_of_resume_with_other_optimizer() -> None:
     stored = {"model.a", "optimizer.master.a", "optimizer.exp_avg.a"}
     asked = wanted("model.a", "optimizer.momentum.a")
-    report = left_out(asked, stored)
+    report = compare_keys(asked, stored)
     assert report.unexpected_keys == ("optimizer.exp_avg.a",) and report.fresh_state
-    assert left_out(asked, stored, purpose="start").unexpected_keys == ()
-    assert not left_out(wanted("model.a"), stored).fresh_state
+    assert compare_keys(asked, stored, purpose="start").unexpected_keys == ()
+    assert not compare_keys(wanted("model.a"), stored).fresh_state
 
 
 @pytest.mark.parametrize("purpose", ["resume", "start"])
 def test_only_a_start_may_lack_weights(purpose: str) -> None:
     report = LoadReport(("model.a", "optimizer.exp_avg.a"), ("model.b",))
     lenient = CheckpointConfig(missing_keys="warn", unexpected_keys="ignore")
-    found = refused(report, lenient, purpose)  # type: ignore[arg-type]  # one of the two
+    found = select_rejected_keys(report, lenient, purpose)  # type: ignore[arg-type]  # one of the two
     assert found == (
         LoadReport(("model.a",), ("model.b",)) if purpose == "resume" else LoadReport()
     )
-    assert refused(report, CheckpointConfig(), "start") == report
+    assert select_rejected_keys(report, CheckpointConfig(), "start") == report
 
 
 def test_unmatched_skip_pattern_is_rejected_with_parameter_names() -> None:
@@ -89,7 +89,7 @@ def test_unmatched_skip_pattern_is_rejected_with_parameter_names() -> None:
 
 
 def test_names_that_differ_in_a_number_share_a_line() -> None:
-    assert by_pattern(["layers.0.q", "layers.1.q", "norm"]) == ["layers.*.q (* = 0, 1)", "norm"]
+    assert group_by_pattern(["layers.0.q", "layers.1.q", "norm"]) == ["layers.*.q (* = 0, 1)", "norm"]
 
 
 def test_missing_experts_are_named_by_number() -> None:
@@ -101,13 +101,13 @@ def test_missing_experts_are_named_by_number() -> None:
     asked = {key: (key, (8, 3)) for key in keys} | {
         "model.norm.weight": ("model.norm.weight", (3,))
     }
-    report = left_out(asked, {"model.norm.weight"}, purpose="start")
-    assert report.num_experts == 8 and refused(report, CheckpointConfig(), "start").num_experts == 8
+    report = compare_keys(asked, {"model.norm.weight"}, purpose="start")
+    assert report.num_experts == 8 and select_rejected_keys(report, CheckpointConfig(), "start").num_experts == 8
     assert differences([], report) == (
         "  only in this run: model.layers.*.moe.experts.down (* = 1, 2): experts 0 to 7\n"
         "  only in this run: model.layers.*.moe.experts.gate_up (* = 1, 2): experts 0 to 7"
     )
-    assert left_out(asked, {*keys}, purpose="start").num_experts == 0
+    assert compare_keys(asked, {*keys}, purpose="start").num_experts == 0
 
 
 def test_single_experts_are_named_by_layer() -> None:

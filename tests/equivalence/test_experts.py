@@ -47,7 +47,7 @@ from megalith.train.build import (
     build_trainer,
     checkpoint_entries,
 )
-from megalith.train.experts import LayerExpertLoad, collect_expert_load, routers_of
+from megalith.train.experts import LayerExpertLoad, collect_expert_load, iter_routers
 from megalith.train.step import train_step
 from megalith.verify.ranks import (
     Gathered,
@@ -249,7 +249,7 @@ def test_evaluation_touches_no_record_and_no_bias() -> None:
     trainer = build_trainer(case.run, build_single_rank_mesh(), CPU)
     loader = _loader(case.run, trainer.mesh, consumed=0, steps=2)
     train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0)
-    routers = list(routers_of(trainer.pipeline_model.modules))
+    routers = list(iter_routers(trainer.pipeline_model.modules))
     before = [(router.balance.record, router.expert_bias) for router in routers]
     kept = [
         [part.clone() for part in (record.counts, record.losses, bias)]
@@ -530,7 +530,7 @@ class Skewed:
 
 
 def violation(balance: AuxLossConfig, router: RouterConfig) -> float:
-    """PackedSeqParams of the busiest expert over the mean, less 1, over the last 20 of 200 steps
+    """Tokens of the busiest expert over the mean, less 1, over the last 20 of 200 steps
     and the worst layer."""
     moe = MoEConfig(num_experts=8, ffn_hidden_size=10, aux_loss=balance, router=router)
     model = replace(BIASED_CHOICE, num_layers=2, moe=moe, init_std=0.2)

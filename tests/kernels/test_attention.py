@@ -262,7 +262,7 @@ MASKS = ["pairs", "padding", "both", "alone"]
 
 
 def masked(tokens: PackedSeqParams, kind: str) -> tuple[PackedSeqParams, list[Tensor | None]]:
-    """PackedSeqParams with masks, and which pairs those let see."""
+    """Tokens with masks, and which pairs those let see."""
     masks: list[Tensor | None] = [None] * len(tokens.lengths)
     if kind in ("pairs", "both"):
         masks = drawn(tokens)

@@ -94,7 +94,7 @@ def test_meta_table_gives_shapes() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("reach", [20, 59])
 def test_biases_by_distance_match_biases_by_pair(reach: int, causal: bool) -> None:
-    """PackedSeqParams of all numbers, taken from anywhere; a reach within which buckets differ
+    """Tokens of all numbers, taken from anywhere; a reach within which buckets differ
     no more changes nothing."""
     table = torch.randn(8, 3, dtype=torch.float64)
     pairs = reference_biases(table, 60, 60, max_distance=20, causal=causal)

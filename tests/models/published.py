@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megalith.checkpoint.boxes import tiling_problem
+from megalith.checkpoint.boxes import describe_tiling_problem
 from megalith.config.model import ModelConfig
 from megalith.models.names import Family, group_by_parameter, unpadded_shape
 from megalith.models.release import parameters
@@ -44,4 +44,4 @@ def check_rules(family: Family, config: ModelConfig) -> None:
     assert found.keys() == declared.keys()
     for name, shape in declared.items():
         assert unpadded_shape(found[name]) == shape
-        assert tiling_problem(shape, [rule.box for rule in found[name]]) is None
+        assert describe_tiling_problem(shape, [rule.box for rule in found[name]]) is None

@@ -14,7 +14,7 @@ from megalith.observe.flight import (
     RANKS_SHOWN,
     RECORDED,
     Event,
-    Flight,
+    FlightRecorder,
     RankSnapshot,
     describe_hang,
     message_lane,
@@ -24,7 +24,7 @@ from megalith.parallel.turns import DualBatchOverlap
 
 
 def enter(
-    flight: Flight, op: str = "all_reduce", lane: str = "1", ranks: tuple[int, ...] = (0, 1)
+    flight: FlightRecorder, op: str = "all_reduce", lane: str = "1", ranks: tuple[int, ...] = (0, 1)
 ) -> None:
     """One operation that is over at once."""
     flight.enter(
@@ -46,7 +46,7 @@ def event(
 
 
 def test_every_group_is_counted_by_itself() -> None:
-    flight = Flight()
+    flight = FlightRecorder()
     for lane in ("1", "2", "1", "1"):
         enter(flight, lane=lane)
     assert [(entry.lane, entry.number) for entry in flight.entries] == [
@@ -59,7 +59,7 @@ def test_every_group_is_counted_by_itself() -> None:
 
 
 def test_record_describes_data_and_call_site() -> None:
-    flight = Flight()
+    flight = FlightRecorder()
     enter(flight)
     rows = flight.enter(
         "all_to_all",
@@ -79,7 +79,7 @@ def test_record_describes_data_and_call_site() -> None:
 
 
 def test_only_last_collectives_are_recorded_but_all_are_counted() -> None:
-    flight = Flight()
+    flight = FlightRecorder()
     for _ in range(RECORDED + 5):
         enter(flight)
     assert len(flight.entries) == RECORDED
@@ -87,7 +87,7 @@ def test_only_last_collectives_are_recorded_but_all_are_counted() -> None:
 
 
 def test_recording_costs_microseconds() -> None:
-    flight = Flight()
+    flight = FlightRecorder()
     began = time.thread_time()
     for _ in range(1000):
         enter(flight)
@@ -107,7 +107,7 @@ class Handle:
 
 
 def test_operation_is_finished_when_handle_completes_or_is_dropped() -> None:
-    flight = Flight()
+    flight = FlightRecorder()
     handles = [Handle(), Handle(), Handle()]
     for handle in handles:
         flight.enter("all_reduce", ("dp",), (0, 1), "1").work = ref(handle)
@@ -118,7 +118,7 @@ def test_operation_is_finished_when_handle_completes_or_is_dropped() -> None:
 
 
 def test_snapshot_json_keeps_old_waits_and_newest_entries() -> None:
-    flight = Flight()
+    flight = FlightRecorder()
     flight.enter("barrier", ("pp",), (0, 2), "9")  # never over
     for _ in range(PUBLISHED + 7):
         enter(flight)
@@ -134,7 +134,7 @@ def test_where_a_rank_is_tells_of_the_lane_that_works() -> None:
     turns, found = DualBatchOverlap(), list[str]()
 
     def look() -> None:
-        found.extend(Flight().place(0).doing)
+        found.extend(FlightRecorder().place(0).doing)
 
     turns.both(lambda: None, look)  # the forward lane is over, and the main thread waits
     assert " in look" in found[0] and "test_flight.py" in found[0]
@@ -253,10 +253,10 @@ def test_no_report_if_no_rank_waited_longer_than_timeout() -> None:
 
 def test_a_note_of_torchs_own_collective_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight_module, "inside_torch", lambda: True)
-    flight = Flight()
+    flight = FlightRecorder()
     enter(flight)
     for _ in range(2):
-        flight.note_torchs_own((0, 1))
+        flight.record_torch_collective((0, 1))
         assert flight.counts["torch"] == 1 and len(flight.unfinished()) == 1
-        flight.forget_torchs_own()
+        flight.remove_torch_collectives()
         assert flight.counts == {"1": 1} and not flight.unfinished()

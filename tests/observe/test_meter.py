@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.observe.meter import metered
+from megalith.observe.meter import measure_saved_activations
 from megalith.parallel.recompute import Recomputed
 
 
@@ -21,7 +21,7 @@ class Twice(nn.Module):
 
 def test_each_region_reports_what_it_keeps_first_and_parameters_are_free() -> None:
     model, x = Twice(), torch.randn(11, 5)
-    with metered(model) as meter:
+    with measure_saved_activations(model) as meter:
         y = model(x)
     assert meter.kept == {"first": 11 * 5 * 4, "": 11 * 7 * 4, "second": 11 * 7 * 4}
     assert meter.live == meter.peak == sum(meter.kept.values())
@@ -33,7 +33,7 @@ def test_each_region_reports_what_it_keeps_first_and_parameters_are_free() -> No
 def test_memory_that_several_operations_keep_counts_once_and_whole() -> None:
     whole = torch.randn(10, 6, requires_grad=True) * 1
     part = whole[:, :2]
-    with metered() as meter:
+    with measure_saved_activations() as meter:
         y = part.square() + part.exp() * part
     assert (
         meter.kept[""] == 10 * 6 * 4 + 2 * 10 * 2 * 4 - 10 * 2 * 4
@@ -44,7 +44,7 @@ def test_memory_that_several_operations_keep_counts_once_and_whole() -> None:
 
 def test_the_peak_is_what_was_alive_together() -> None:
     x = torch.randn(100, requires_grad=True)
-    with metered() as meter:
+    with measure_saved_activations() as meter:
         for _ in range(3):
             x.square().sum().backward()
             x.exp().sum().backward()
@@ -54,7 +54,7 @@ def test_the_peak_is_what_was_alive_together() -> None:
 def test_recomputed_region_is_not_counted() -> None:
     model, x = Twice(), torch.randn(11, 5)
     region = Recomputed(model)
-    with metered(region) as meter:
+    with measure_saved_activations(region) as meter:
         y = region(x)
         assert meter.kept == {"": 11 * 5 * 4}
         y.sum().backward()
@@ -67,7 +67,7 @@ def test_layers_sum_their_parts() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList([Twice(), Twice()])})
     layers = model["layers"]
     assert isinstance(layers, nn.ModuleList)
-    with metered(model) as meter:
+    with measure_saved_activations(model) as meter:
         for layer in layers:
             layer(torch.randn(2, 5))
     assert meter.layers() == {f"layers.{index}": 2 * (5 + 7 + 7) * 4 for index in range(2)}
@@ -75,7 +75,7 @@ def test_layers_sum_their_parts() -> None:
 
 def test_hooks_are_gone_afterwards() -> None:
     model = Twice()
-    with pytest.raises(RuntimeError, match="shapes"), metered(model) as meter:
+    with pytest.raises(RuntimeError, match="shapes"), measure_saved_activations(model) as meter:
         model(torch.randn(3, 4))
     before = dict(meter.kept)
     model(torch.randn(3, 5))

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from megalith.errors import DataError
 from megalith.observe.routing import (
     RoutingPredictability,
-    in_order,
+    sort_layers,
     likeliest,
     steps_of_trace,
-    study_trace,
+    analyze_trace,
 )
 
 Experts = NDArray[np.int64]
@@ -61,7 +61,7 @@ def pair(
 ) -> RoutingPredictability:
     """How far the first layer tells the second."""
     write(folder, {"layers.0": here, "layers.1": there}, **how)
-    (found,) = study_trace(folder, experts=experts)[1]
+    (found,) = analyze_trace(folder, experts=experts)[1]
     assert (found.layer, found.following, found.tokens) == ("layers.0", "layers.1", len(here))
     return found
 
@@ -127,7 +127,7 @@ def test_how_choices_concentrate(tmp_path: Path) -> None:
             "layers.10": np.array([[0, 1], [2, 3]]),
         },
     )
-    few, even = study_trace(tmp_path, experts=4)[0]
+    few, even = analyze_trace(tmp_path, experts=4)[0]
     assert (few.layer, even.layer) == ("layers.2", "layers.10")
     assert few.shares == (0.5, 0.25, 0.125, 0.125) and (few.tokens, few.load, few.half) == (
         4,
@@ -144,7 +144,7 @@ def test_ranks_of_two_stages_and_of_two_places_are_joined_by_their_tokens(tmp_pa
         write(tmp_path, {"layers.0": here}, rank=dp, dp=dp)
     for dp, here in enumerate(places):
         write(tmp_path, {"layers.1": 2 - here, "mtp.0.layer": here}, rank=3 - dp, dp=dp)
-    uses, pairs = study_trace(tmp_path, experts=3)
+    uses, pairs = analyze_trace(tmp_path, experts=3)
     assert [use.tokens for use in uses] == [400, 400, 400]
     assert [(one.layer, one.following, one.tokens, one.all) for one in pairs] == [
         ("layers.0", "layers.1", 400, 1.0),
@@ -154,8 +154,8 @@ def test_ranks_of_two_stages_and_of_two_places_are_joined_by_their_tokens(tmp_pa
 
 def test_last_layer_has_no_predictability(tmp_path: Path) -> None:
     write(tmp_path, {"layers.4": distinct(5, 1, 3)})
-    assert study_trace(tmp_path, experts=3)[1] == []
-    assert in_order(["mtp.0.layer", "layers.10", "layers.9"]) == [
+    assert analyze_trace(tmp_path, experts=3)[1] == []
+    assert sort_layers(["mtp.0.layer", "layers.10", "layers.9"]) == [
         "layers.9",
         "layers.10",
         "mtp.0.layer",
@@ -167,13 +167,13 @@ def test_folder_without_trace_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"no routing trace in this folder .* Run with observe.routing_trace=1"
     ):
-        study_trace(tmp_path, experts=3)
+        analyze_trace(tmp_path, experts=3)
     write(tmp_path, {"layers.0": np.array([[5]])})
     with pytest.raises(
         DataError,
         match=r"step 1, layers.0: expert 5 of 3. Use the trace .* model.moe.num_experts=3",
     ):
-        study_trace(tmp_path, experts=3)
+        analyze_trace(tmp_path, experts=3)
     file = tmp_path / "rank_00000.jsonl"
     file.write_text(file.read_text() + '{"step": 2, "lay')
     assert [step for step, _ in steps_of_trace(tmp_path)] == [1], "a crash cut the last line short"
@@ -205,15 +205,15 @@ def test_damaged_row_is_reported_with_its_line(
         DataError,
         match=rf"line 2 is not a row of a routing trace .*{reported}.* Remove the line, or run",
     ):
-        study_trace(tmp_path, experts=3)
+        analyze_trace(tmp_path, experts=3)
 
 
 def test_negative_expert_and_empty_trace_are_errors(tmp_path: Path) -> None:
     write(tmp_path, {"layers.0": np.array([[1, -3]])})
     with pytest.raises(DataError, match="step 1, layers.0: expert -3 of 3"):
-        study_trace(tmp_path, experts=3)
+        analyze_trace(tmp_path, experts=3)
     (tmp_path / "rank_00000.jsonl").write_text("")
     with pytest.raises(
         DataError, match=r"this routing trace has no steps.* Run with observe.routing_trace=1"
     ):
-        study_trace(tmp_path, experts=3)
+        analyze_trace(tmp_path, experts=3)

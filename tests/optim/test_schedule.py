@@ -22,7 +22,7 @@ SHORT = ScheduleLengths(warmup=10, decay=100, wsd_decay=20, total=100)
 LONG = replace(SHORT, decay=110)
 ONE = ScheduleConfig(lr=1.0, min_lr=0.1, warmup_steps=10)
 STYLES = ["constant", "linear", "cosine", "inverse_square_root", "wsd"]
-FALLS = ["linear", "cosine", "exponential", "minus_sqrt"]
+DECAY_SHAPES = ["linear", "cosine", "exponential", "minus_sqrt"]
 
 
 def rate(style: Any, samples: int, lengths: ScheduleLengths, fall: Any = "linear") -> float:
@@ -82,12 +82,12 @@ def test_learning_rates_equal_megatrons(
 def test_warm_up_stable_decay_equals_megatrons(
     lengths: ScheduleLengths, samples: int, expected: list[float]
 ) -> None:
-    assert [rate("wsd", samples, lengths, fall) for fall in FALLS] == pytest.approx(
+    assert [rate("wsd", samples, lengths, fall) for fall in DECAY_SHAPES] == pytest.approx(
         expected, abs=1e-6
     )
 
 
-@pytest.mark.parametrize("fall", FALLS)
+@pytest.mark.parametrize("fall", DECAY_SHAPES)
 @pytest.mark.parametrize("style", STYLES)
 def test_the_rate_never_jumps_and_stays_between_its_bounds(style: str, fall: str) -> None:
     lengths = ScheduleLengths(warmup=1000, decay=10_000, wsd_decay=2000, total=12_000)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalith.optim.schedule import GroupRates
-from megalith.optim.slots import build_slot, by_rates, round_master_weights
+from megalith.optim.slots import build_slot, group_by_rates, round_master_weights
 from megalith.plan.initial import PLAIN, ParameterRates
 from megalith.plan.shards import Shard
 
@@ -49,7 +49,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     ]
     slots = [build_slot(shard, torch.ones(shard.matrix_shape), ()) for shard in shards]
     gradients = [torch.full_like(slot.weight, 5.0) for slot in slots]
-    (matrices, its, lr, decay), (vectors, theirs, _, none) = by_rates(
+    (matrices, its, lr, decay), (vectors, theirs, _, none) = group_by_rates(
         slots, gradients, lr=1e-3, weight_decay=0.1
     )
     assert (matrices, vectors) == ([slots[1]], [slots[0], slots[2]]) and (lr, decay, none) == (
@@ -61,7 +61,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
         id(gradients[0]),
         id(gradients[2]),
     ]
-    left = by_rates(vectors, theirs, lr=1e-3, weight_decay=0.1)
+    left = group_by_rates(vectors, theirs, lr=1e-3, weight_decay=0.1)
     assert [part.slots for part in left] == [vectors], "what is empty is left out"
 
 
@@ -72,7 +72,7 @@ def test_parts_have_the_same_rates() -> None:
         build_slot(shard, torch.ones(3, 2), (), slow if shard.name == "b" else PLAIN)
         for shard in shards
     ]
-    parts = by_rates(slots, [slot.weight for slot in slots], lr=1.0, weight_decay=0.1)
+    parts = group_by_rates(slots, [slot.weight for slot in slots], lr=1.0, weight_decay=0.1)
     assert [(part.slots, part.lr) for part in parts] == [
         ([slots[0], slots[2]], 1.0),
         ([slots[1]], 0.5),
@@ -86,7 +86,7 @@ def test_what_keeps_its_spread_does_not_decay() -> None:
         build_slot(shard, torch.ones(3, 2), (), each)
         for shard, each in zip(shards, rates, strict=True)
     ]
-    parts = by_rates(slots, [slot.weight for slot in slots], lr=1.0, weight_decay=0.1)
+    parts = group_by_rates(slots, [slot.weight for slot in slots], lr=1.0, weight_decay=0.1)
     assert [(part.slots, part.weight_decay) for part in parts] == [
         ([slots[0]], 0.1),
         ([slots[1]], 0.0),
@@ -111,7 +111,7 @@ def test_groups_decide_in_place_of_the_schedule_and_factors_multiply_what_they_d
         for s, each in zip(shards, rates, strict=True)
     ]
     groups = {"slow": GroupRates(lr=0.2, weight_decay=0.4)}
-    parts = by_rates(
+    parts = group_by_rates(
         slots, [slot.weight for slot in slots], lr=1.0, weight_decay=0.1, groups=groups
     )
     found = {part.slots[0].shard.name: (part.lr, part.weight_decay) for part in parts}

@@ -22,7 +22,7 @@ from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.scores import PLAIN, Scores, WeightDropout
 from megalith.kernels.tokens import DropoutKey, PackedSeqParams, tokens_of_lengths, tokens_of_slices
 from megalith.kernels.visible import AttentionMask, PairMask
-from megalith.observe.meter import metered
+from megalith.observe.meter import measure_saved_activations
 from megalith.parallel import context
 from megalith.parallel.context import RingAttend, build_attend, local_slicing
 from megalith.parallel.group import Group
@@ -447,7 +447,7 @@ def _memory(rank: int, world: int, case: Case) -> tuple[int, int]:
         ATTEND(*arguments)
 
     with (
-        metered() as meter,
+        measure_saved_activations() as meter,
         patched(context, "start_ring_exchange", pass_on),
         patched(context, "attend", attend),
     ):

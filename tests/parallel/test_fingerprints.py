@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from megalith.errors import CollectiveError
-from megalith.observe.flight import CollectiveRecord, Flight, message_lane
+from megalith.observe.flight import CollectiveRecord, FlightRecorder, message_lane
 from megalith.parallel import fingerprints
 from megalith.parallel.autograd import (
     all_gather,
@@ -42,7 +42,7 @@ from megalith.testing.ranks import everyone, run_ranks
 
 def checked(rank: int, world: int, folder: Path, axis: str = "dp") -> Group:
     """A group whose ranks compare every collective."""
-    flight, store = Flight(), FileStore(str(folder / "prints"), world)
+    flight, store = FlightRecorder(), FileStore(str(folder / "prints"), world)
     flight.compare = Fingerprints(store, rank, partial(name_rank, dense_grid(world=world))).compare
     return replace(everyone(rank, world, axis), flight=flight)
 

@@ -25,7 +25,7 @@ from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
 from megalith.nn.block import SequentialBlock
 from megalith.nn.init import init_param_
-from megalith.observe.flight import Flight
+from megalith.observe.flight import FlightRecorder
 from megalith.parallel import engine as engines
 from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.fsdp import (
@@ -105,7 +105,7 @@ def alone(*, dtype: torch.dtype = torch.float64, config: ModelConfig = CONFIG) -
     return model
 
 
-def dp_mesh(rank: int, world: int, *, flight: Flight | None = None) -> Mesh:
+def dp_mesh(rank: int, world: int, *, flight: FlightRecorder | None = None) -> Mesh:
     return build_mesh(model_grid(ParallelConfig(zero=3), CONFIG, world), rank=rank, flight=flight)
 
 
@@ -240,7 +240,7 @@ def _gathers(rank: int, world: int) -> list[list[str]]:
     """With and without overlap: gradients, and what was asked for in which order."""
     found, orders = [], []
     for overlap in (True, False):
-        flight = Flight()
+        flight = FlightRecorder()
         model, data = build(dp_mesh(rank, world, flight=flight), overlap=overlap)
         step(model, data, [rank])  # FSDP2 learns the order from the first
         before = len(flight.entries)
@@ -455,7 +455,7 @@ def test_forward_reads_the_updated_weights() -> None:
 
 
 def _noted(rank: int, world: int) -> tuple[list[str], list[str], int]:
-    flight = Flight()
+    flight = FlightRecorder()
     mesh = dp_mesh(rank, world, flight=flight)
     model, data = build(mesh, watch=True)
     flight.entries.clear()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalith.observe.flight import Flight, message_lane, reverse_lane
+from megalith.observe.flight import FlightRecorder, message_lane, reverse_lane
 from megalith.parallel.group import (
     Group,
     start_all_gather,
@@ -66,7 +66,7 @@ def test_a_group_counts_its_own_ranks_from_zero() -> None:
 
 
 def _notes(rank: int, world: int) -> list[str]:
-    group = replace(everyone(rank, world, "dp"), flight=Flight())
+    group = replace(everyone(rank, world, "dp"), flight=FlightRecorder())
     assert group.flight is not None
     all_reduce_(torch.ones(2), group)
     got = torch.zeros(3)

@@ -24,7 +24,7 @@ from megalith.kernels.linear import LinearFunction
 from megalith.kernels.rebuilt import RecomputedOutput
 from megalith.kernels.tokens import DropoutKey, tokens_of_lengths
 from megalith.models.decoder import iter_parameter_specs
-from megalith.observe.meter import metered
+from megalith.observe.meter import measure_saved_activations
 from megalith.parallel import data, recompute
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
@@ -174,7 +174,7 @@ def test_evaluation_keeps_and_recomputes_nothing(
 
     monkeypatch.setattr(recompute, "checkpoint", refuse)
     trainer = built(one)
-    with torch.no_grad(), metered(trainer.model) as meter:
+    with torch.no_grad(), measure_saved_activations(trainer.model) as meter:
         losses = step(trainer, backward=False)[:2]
     assert meter.peak == 0 and same(losses, reference("fp32")[:2])
 
@@ -302,7 +302,7 @@ def test_region_with_recomputed_input_saves_the_inputs_of_that_input() -> None:
         again.append(1)
         return source * 2
 
-    with metered() as meter:
+    with measure_saved_activations() as meter:
         y = Recomputed(lambda doubled: doubled.exp().sin())(
             RecomputedOutput(double(middle), double, (middle,))
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalith.errors import ConfigError
 from megalith.kernels.linear import forward, input_grad
 from megalith.observe.capabilities import has_symmetric_memory
-from megalith.observe.flight import Flight
+from megalith.observe.flight import FlightRecorder
 from megalith.parallel import symm_mem
 from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.rings import RING_EXCHANGE, ring_all_gather_matmul, ring_matmul_reduce_scatter
@@ -116,7 +116,7 @@ def test_comparison_detects_a_mean_instead_of_a_sum() -> None:
 
 
 def noted(rank: int, world: int) -> list[tuple[str, bool]]:
-    flight = Flight()
+    flight = FlightRecorder()
     group = replace(everyone(rank, world, "tp_kv", "tp_copy"), flight=flight)
     with fused_on_cpus():
         symm_mem_matmul_reduce_scatter(seeded(4, 3, seed=0), seeded(3, 2, seed=1), group, input_grad)

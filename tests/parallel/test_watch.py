@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from megalith.observe import flight as flight_module
-from megalith.observe.flight import Flight, RankSnapshot
+from megalith.observe.flight import FlightRecorder, RankSnapshot
 from megalith.parallel import watch as watch_module
 from megalith.parallel.autograd import AsyncAllToAll, reduce_from_tp
 from megalith.parallel.failure import Failure
@@ -34,7 +34,7 @@ def make(
     rank: int, world: int, folder: Path
 ) -> tuple[Group, HangWatch, threading.Event, list[Failure]]:
     """A group that is watched, and what its watch would end the process with."""
-    flight, ended, failures = Flight(), threading.Event(), list[Failure]()
+    flight, ended, failures = FlightRecorder(), threading.Event(), list[Failure]()
 
     def end(failure: Failure, after_seconds: float) -> None:
         failures.append(failure)
@@ -201,7 +201,7 @@ class StoppedStore(FileStore):
 def test_without_the_store_a_rank_still_says_what_it_waits_in(
     tmp_path: Path, kind: type[FileStore], why: str
 ) -> None:
-    flight, failures, ended = Flight(), list[Failure](), threading.Event()
+    flight, failures, ended = FlightRecorder(), list[Failure](), threading.Event()
 
     def end(failure: Failure, after_seconds: float) -> None:
         failures.append(failure)
@@ -215,7 +215,7 @@ def test_without_the_store_a_rank_still_says_what_it_waits_in(
 
 
 def _watch_alone(
-    folder: Path, store: Store, flight: Flight, *, world: int = 2
+    folder: Path, store: Store, flight: FlightRecorder, *, world: int = 2
 ) -> tuple[HangWatch, threading.Event, list[Failure]]:
     """The watch of rank 0, with the others not there."""
     ended, failures = threading.Event(), list[Failure]()
@@ -232,7 +232,7 @@ def test_without_the_store_a_rank_inside_torch_says_so(
 ) -> None:
     """As FSDP2's own collectives: nothing is unfinished in the list, and the rank is late all the
     same."""
-    flight = Flight()
+    flight = FlightRecorder()
     flight.enter("all_reduce", ("dp",), (0, 1), "1").done = True
     for module in (flight_module, watch_module):
         monkeypatch.setattr(module, "inside_torch", lambda: True)
@@ -244,7 +244,7 @@ def test_without_the_store_a_rank_inside_torch_says_so(
 
 
 def test_without_the_store_a_rank_that_has_left_torch_meanwhile_goes_on(tmp_path: Path) -> None:
-    flight = Flight()
+    flight = FlightRecorder()
     watch, _, failures = _watch_alone(tmp_path, GoneStore(str(tmp_path / "s"), 1), flight)
     assert watch._report_alone(RuntimeError("Broken pipe")) == ""
     assert not failures
@@ -254,15 +254,15 @@ def test_without_the_store_a_rank_that_has_left_torch_meanwhile_goes_on(tmp_path
 def test_an_operation_that_ends_while_the_ranks_are_asked_clears_the_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Store]
 ) -> None:
-    flight = Flight()
+    flight = FlightRecorder()
     slow = flight.enter("all_reduce", ("dp",), (0,), "1")
-    place = Flight.place
+    place = FlightRecorder.place
 
-    def ends_first(self: Flight, rank: int) -> RankSnapshot:
+    def ends_first(self: FlightRecorder, rank: int) -> RankSnapshot:
         slow.done = True
         return place(self, rank)
 
-    monkeypatch.setattr(Flight, "place", ends_first)
+    monkeypatch.setattr(FlightRecorder, "place", ends_first)
     store = HashStore() if kind is HashStore else TCPStore("localhost", 0, is_master=True)
     watch, ended, failures = _watch_alone(tmp_path, store, flight, world=1)
     with watching(watch):
@@ -312,7 +312,7 @@ class BrokenStore(HashStore):
 
 
 def test_exception_in_the_watch_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flight = Flight()
+    flight = FlightRecorder()
     watch, ended, failures = _watch_alone(tmp_path, BrokenStore(), flight)
     with watching(watch):
         while not watch.logged:
@@ -334,7 +334,7 @@ def test_exception_in_the_watch_is_logged(tmp_path: Path, monkeypatch: pytest.Mo
 def test_on_a_device_a_rank_is_late_when_it_still_works_long_after_its_newest_collective(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    flight, idle = Flight(), [True]
+    flight, idle = FlightRecorder(), [True]
     stream = SimpleNamespace(query=lambda: idle[0])
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
     watch = HangWatch(
@@ -354,7 +354,7 @@ def test_on_a_device_a_rank_is_late_when_it_still_works_long_after_its_newest_co
 def test_on_a_device_a_rank_waits_in_its_newest_collective_even_if_nobody_holds_its_handle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    flight = Flight()
+    flight = FlightRecorder()
     monkeypatch.setattr(
         torch.accelerator, "current_stream", lambda device: SimpleNamespace(query=lambda: False)
     )
@@ -371,7 +371,7 @@ def test_a_disk_that_is_full_keeps_no_rank_from_ending(tmp_path: Path) -> None:
     ended: list[Failure] = []
     (tmp_path / "file").write_text("")
     watch = HangWatch(
-        Flight(),
+        FlightRecorder(),
         HashStore(),
         1,
         2,
@@ -384,7 +384,7 @@ def test_a_disk_that_is_full_keeps_no_rank_from_ending(tmp_path: Path) -> None:
 
 
 def _mesh_records(rank: int, world: int) -> list[str]:
-    grid, flight = dense_grid(world=world, tp=2), Flight()
+    grid, flight = dense_grid(world=world, tp=2), FlightRecorder()
     for axis, (outer, inner) in PARTS.items():
         grid = grid.factor(axis=axis, outer=(outer, grid.size(axis)), inner=(inner, 1))
     mesh = build_mesh(grid, rank=rank, flight=flight)
@@ -399,7 +399,7 @@ def test_all_groups_of_a_mesh_record_what_is_entered() -> None:
 
 def test_backend_timeout_is_longer_than_the_watch() -> None:
     for seconds in (0.1, 600.0, 36000.0):
-        pause = HangWatch(Flight(), HashStore(), 0, 1, seconds, lambda *_: None).pause_seconds
+        pause = HangWatch(FlightRecorder(), HashStore(), 0, 1, seconds, lambda *_: None).pause_seconds
         assert backend_timeout(seconds) > seconds + 3 * pause
 
 

@@ -30,7 +30,7 @@ from megalith.kernels import routing, tiled_attention
 from megalith.kernels.permute import permute_choices, permute
 from megalith.kernels.tokens import AuxLossScale, DropoutKey, tokens_of_lengths, tokens_of_slices
 from megalith.models.decoder import Decoder, allocate, initialize
-from megalith.observe.meter import metered
+from megalith.observe.meter import measure_saved_activations
 from megalith.parallel.context import local_slicing
 from megalith.parallel.expert import local_expert_groups
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
@@ -137,7 +137,7 @@ def measure(setting: ActivationSetting, rank: int = 0, world: int = 1) -> tuple[
         tokens = replace(tokens, balance=AuxLossScale(0, 1, 1.0))
         if setting.model.moe.router.draws():
             tokens = replace(tokens, dropout=DropoutKey(7, torch.arange(len(ids))))
-    with metered(model) as meter, equally_busy(part.ep > 1):
+    with measure_saved_activations(model) as meter, equally_busy(part.ep > 1):
         loss = sum(
             model.losses(ids, ids, tokens, mtp_inputs=((ids, ids),) * setting.model.mtp.num_layers),
             torch.zeros(()),
@@ -639,7 +639,7 @@ def test_saved_activations_of_mtp_stages_match_the_ledger(layout: str, kind: str
             ((ids, ids),) * 2,
             chunk.stage_inputs(tuple(x.detach().requires_grad_() for x in received)),
         )
-        with metered(chunk) as meter:
+        with measure_saved_activations(chunk) as meter:
             found = (
                 chunk.losses(ids, ids, tokens, mtp_inputs=mtp_inputs, **given)
                 if stage.loss
@@ -765,7 +765,7 @@ def test_backward_brings_back_what_the_ledger_says(
         }
         found.append(meter.live + sum(back.values()))
 
-    with metered(decoder) as meter, pytest.MonkeyPatch.context() as patch:
+    with measure_saved_activations(decoder) as meter, pytest.MonkeyPatch.context() as patch:
         loss = decoder.loss(ids, ids, tokens_of_lengths([12, 12]))
         patch.setattr(OffloadedStorage, "start_back", noted)
         loss.backward()
@@ -805,7 +805,7 @@ def sharded_weights(
     trainer = build_trainer(run, mesh, torch.device("cpu"))
     trainer.data.begin_step(1)
     ids = torch.arange(24)
-    with metered(trainer.model) as meter:
+    with measure_saved_activations(trainer.model) as meter:
         loss = trainer.model.loss(ids, ids, tokens_of_lengths([12, 12]))
     setting = ActivationSetting(
         model=run.model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload

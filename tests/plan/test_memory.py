@@ -17,7 +17,7 @@ from megalith.data.sample import Sample
 from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.frozen import freeze
 from megalith.nn.lora import attach_adapters
-from megalith.observe.meter import metered
+from megalith.observe.meter import measure_saved_activations
 from megalith.optim.adamw import AdamW
 from megalith.parallel.context import local_slicing
 from megalith.parallel.data import IN_FLIGHT as SUMS_IN_FLIGHT
@@ -491,7 +491,7 @@ def metered_peak(rank: int, world: int, run: TrainRun) -> int:
         [sample] * rows, Masks(), device=torch.device("cpu"), slicing=local_slicing(run.parallel, mesh)
     )
     many = run.train.global_batch_size // (rows * mesh.dp.size)
-    with metered(*trainer.pipeline_model.chunks) as meter:
+    with measure_saved_activations(*trainer.pipeline_model.chunks) as meter:
         train_step(trainer, StepBatches([batch] * many, many), lr=0.0, weight_decay=0.0)
     destroy_mesh(mesh)
     return meter.peak

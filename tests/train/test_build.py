@@ -74,7 +74,7 @@ def test_checkpoint_holds_weights_moments_and_separate_master_weights() -> None:
         entries = checkpoint_entries(build(precision__params=params))
         assert Counter(entry.role for entry in entries).keys() >= {"param", "exp_avg", "exp_avg_sq"}
         assert len(entries) == len({entry.key for entry in entries}) == roles * len(names)
-        assert all(entry.mine for entry in entries)
+        assert all(entry.is_writer for entry in entries)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_ranks_together_write_every_element_once(parallel: ParallelConfig) -> No
         trainer = build_trainer(run, build_meta_mesh(grid, rank=rank), CPU, fill=False)
         for entry in checkpoint_entries(trainer):
             shapes[entry.key] = entry.shard.shape
-            written[entry.key] += entry.tensor.numel() * entry.mine
+            written[entry.key] += entry.tensor.numel() * entry.is_writer
     assert written == Counter({key: torch.Size(shape).numel() for key, shape in shapes.items()})
 
 

@@ -19,7 +19,7 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64
 from megalith.train.build import DTYPES, build_trainer
-from megalith.train.evaluate import Evaluation, evaluate, held_weights, run_evaluation
+from megalith.train.evaluate import Evaluation, evaluate, allocate_weights, run_evaluation
 from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
 from megalith.train.staged import build_pipeline_model
@@ -207,14 +207,14 @@ def test_mtp_losses_and_acceptance_match_plain_computation() -> None:
     )
     assert found.acceptance_length == pytest.approx(1 + runs / places) and runs > 0
     assert found.loss == pytest.approx(losses[0] / labels[0], rel=FP64.relative)
-    row = found.of_depths()
+    row = found.mtp_metrics()
     assert (
         row["mtp_2_acceptance_rate"] == found.acceptance_rates[1]
         and row["eval_mtp_1_loss"] == found.mtp_losses[0]
     )
     assert (
         f"MTP acceptance rates {found.acceptance_rates[0]:.1%}".replace("%", " %")
-        in found.depths_text()
+        in found.describe_mtp()
     )
 
 
@@ -272,7 +272,7 @@ def saved_loss(rank: int, world: int, run: TrainRun, path: Path) -> tuple[Evalua
     found = run_evaluation(run, RunFolder(path), mesh, CPU, split="valid", samples=5)
     pipeline_model = build_pipeline_model(run, mesh, CPU, dtype=DTYPES[run.precision.params])
     whole = sum(parameter.numel() for parameter in pipeline_model.modules.parameters())
-    return found, sum(rows.numel() for _, rows in held_weights(pipeline_model)), whole
+    return found, sum(rows.numel() for _, rows in allocate_weights(pipeline_model)), whole
 
 
 @pytest.mark.parametrize(

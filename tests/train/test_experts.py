@@ -24,10 +24,10 @@ from megalith.train.experts import (
     LayerExpertLoad,
     collect_expert_load,
     expert_load_metrics,
-    move_balancing_biases,
-    move_balancing_offsets,
-    routers_of,
-    with_routing,
+    update_expert_biases,
+    update_quantile_offsets,
+    iter_routers,
+    attach_routing,
 )
 from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
@@ -49,17 +49,17 @@ BALANCED = RouterConfig(score="sigmoid", expert_bias=True, expert_bias_update_ra
 
 def test_experts_chosen_more_than_others_lose_and_those_chosen_less_gain() -> None:
     trainer = build_trainer(run_with(BALANCED), build_single_rank_mesh(), torch.device("cpu"))
-    first, second = routers_of(trainer.pipeline_model.modules)
-    move_balancing_biases(trainer.pipeline_model.modules, trainer.mesh)
+    first, second = iter_routers(trainer.pipeline_model.modules)
+    update_expert_biases(trainer.pipeline_model.modules, trainer.mesh)
     assert first.expert_bias is not None and not first.expert_bias.any(), "nothing was counted yet"
     record = first.balance.stats_of_step(AuxLossScale(0, 2, 1.0), torch.zeros(1))
     second.balance.stats_of_step(AuxLossScale(0, 2, 1.0), torch.zeros(1))
     record.counts[:] = torch.tensor([[2.0, 1, 0, 1], [1, 2, 1, 0]])
-    move_balancing_biases(trainer.pipeline_model.modules, trainer.mesh)
+    update_expert_biases(trainer.pipeline_model.modules, trainer.mesh)
     assert torch.allclose(first.expert_bias, torch.tensor([-1e-3, -1e-3, 1e-3, 1e-3]))
     assert second.expert_bias is not None and not second.expert_bias.any(), "all were chosen equally often"
     record.counts[:] = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 0]])
-    move_balancing_biases(trainer.pipeline_model.modules, trainer.mesh)
+    update_expert_biases(trainer.pipeline_model.modules, trainer.mesh)
     assert torch.allclose(first.expert_bias, torch.tensor([-2e-3, 0, 2e-3, 2e-3])), (
         "steps of fixed size, however small the imbalance"
     )
@@ -86,7 +86,7 @@ def test_skipped_step_does_not_update_expert_bias(why: str) -> None:
     param.weight.fill_(torch.inf if why == "not finite" else 1.0)
     trainer.data.all_gather_params()
     assert not train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0).updated
-    routers = list(routers_of(trainer.pipeline_model.modules))
+    routers = list(iter_routers(trainer.pipeline_model.modules))
     assert not any(router.expert_bias.any() for router in routers if router.expert_bias is not None)
     param.weight.copy_(before)
     trainer.data.all_gather_params()
@@ -100,14 +100,14 @@ def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains
     assert run.model.moe is not None
     run = replace(run, model=replace(run.model, moe=replace(run.model.moe, aux_loss=balance)))
     trainer = build_trainer(run, build_single_rank_mesh(), torch.device("cpu"))
-    first, second = routers_of(trainer.pipeline_model.modules)
-    move_balancing_offsets(trainer.pipeline_model.modules, trainer.mesh)
+    first, second = iter_routers(trainer.pipeline_model.modules)
+    update_quantile_offsets(trainer.pipeline_model.modules, trainer.mesh)
     assert first.offset is not None and not first.offset.any(), "nothing was noted yet"
     record = first.balance.stats_of_step(AuxLossScale(0, 3, 1.0), torch.zeros(1))
     second.balance.stats_of_step(AuxLossScale(0, 3, 1.0), torch.zeros(1))
     record.offsets[:] = torch.tensor([[4.0, 0, 0, 0, 1], [8.0, 4, 0, 0, 1], [0, 0, 0, 0, 0]])
     first.offset.data.copy_(torch.tensor([0.0, 4, 0, -4]))
-    move_balancing_offsets(trainer.pipeline_model.modules, trainer.mesh)
+    update_quantile_offsets(trainer.pipeline_model.modules, trainer.mesh)
     fresh = torch.tensor([6 * 0.75, 2 * 0.75 + 1, 0, -1.0])
     assert torch.allclose(first.offset, fresh - fresh.mean())
     assert second.offset is not None and not second.offset.any(), "nothing but padding"
@@ -115,11 +115,11 @@ def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains
 
 def test_routers_that_are_not_trained_keep_their_biases() -> None:
     trainer = build_trainer(run_with(BALANCED), build_single_rank_mesh(), torch.device("cpu"))
-    router, _ = routers_of(trainer.pipeline_model.modules)
+    router, _ = iter_routers(trainer.pipeline_model.modules)
     router.balance.stats_of_step(AuxLossScale(0, 1, 1.0), torch.zeros(1)).counts[0, 0] = 5
     for weight in router.gate.accumulated_parameters():
         weight.requires_grad_(False)
-    move_balancing_biases(trainer.pipeline_model.modules, trainer.mesh)
+    update_expert_biases(trainer.pipeline_model.modules, trainer.mesh)
     assert router.expert_bias is not None and not router.expert_bias.any()
 
 
@@ -317,13 +317,13 @@ def losses_replayed(
 
     def total(routing: RoutingRecord) -> list[float]:
         trainer.data.begin_step(len(batches))
-        found = trainer.pipeline_model.forward_backward(with_routing(batches, routing), sum)  # type: ignore[arg-type]  # of one
+        found = trainer.pipeline_model.forward_backward(attach_routing(batches, routing), sum)  # type: ignore[arg-type]  # of one
         gradients = [float(param.gradient.double().sum()) for param in trainer.data.finish()]
         return [*found.tolist(), *gradients]
 
     recorded = total(routing)
     assert len(routing.choices) == len(batches) * len(
-        list(routers_of(trainer.pipeline_model.modules))
+        list(iter_routers(trainer.pipeline_model.modules))
     )
     others = RoutingRecord(
         {key: (chosen + 1) % 4 for key, chosen in routing.choices.items()}, followed=True

@@ -14,8 +14,8 @@ from megalith.recipes import resolve
 from megalith.train.folder import (
     RunFolder,
     TokenizerFiles,
-    changed_settings,
-    left_as_found,
+    list_changed_settings,
+    remove_new_folder_on_error,
     read_tokenizer_files,
     run_folder,
     set_aside_metrics,
@@ -35,14 +35,14 @@ def started(tmp_path: Path) -> tuple[RunFolder, TrainRun]:
 
 def test_unchanged_settings_are_not_listed(tmp_path: Path) -> None:
     folder, run = started(tmp_path)
-    assert changed_settings(folder, run) == []
-    assert changed_settings(RunFolder(tmp_path / "new"), run) == []
+    assert list_changed_settings(folder, run) == []
+    assert list_changed_settings(RunFolder(tmp_path / "new"), run) == []
 
 
 def test_permitted_changes_are_listed(tmp_path: Path) -> None:
     folder, run = started(tmp_path)
     later = apply_overrides(run, {"train.steps": "80", "parallel.tp": "2", "schedule.lr": "5e-4"})
-    lines = changed_settings(folder, later)
+    lines = list_changed_settings(folder, later)
     assert "train.steps: 40 before, 80 now" in lines
     assert {line.split(":")[0] for line in lines} == {"train.steps", "parallel.tp", "schedule.lr"}
 
@@ -61,7 +61,7 @@ def test_changed_fixed_settings_are_rejected_with_both_values(
 ) -> None:
     folder, run = started(tmp_path)
     with pytest.raises(ConfigError, match=f"{field}: .* before, {value} now") as caught:
-        changed_settings(folder, apply_overrides(run, {field: value}))
+        list_changed_settings(folder, apply_overrides(run, {field: value}))
     assert "choose another folder with --run NAME" in str(caught.value)
 
 
@@ -99,7 +99,7 @@ def test_metrics_without_a_checkpoint_are_set_aside_not_wiped(tmp_path: Path) ->
 def test_files_may_move(tmp_path: Path) -> None:
     folder, run = started(tmp_path)
     moved = apply_overrides(run, {"data.cache_path": "/elsewhere"})
-    assert changed_settings(folder, moved) == ["data.cache_path: None before, /elsewhere now"]
+    assert list_changed_settings(folder, moved) == ["data.cache_path: None before, /elsewhere now"]
 
 
 def test_conversations_may_move_and_are_listed(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_conversations_may_move_and_are_listed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     write_config(folder, run, NO_FILES)
     moved = apply_overrides(run, {"data.sft.path": "[b/a.jsonl]"})
-    assert changed_settings(folder, moved) == [
+    assert list_changed_settings(folder, moved) == [
         "data.sft.path: ['a.jsonl'] before, ['b/a.jsonl'] now"
     ]
 
@@ -127,17 +127,17 @@ def test_equal_tokenizer_elsewhere_is_no_change_and_another_one_is_listed(tmp_pa
     write_config(folder, run, read_tokenizer_files(run))
     assert "path: tokenizer/tokenizer.json" in folder.config.read_text()
     elsewhere = apply_overrides(run, {"tokenizer.path": str(tmp_path / "b")})
-    assert changed_settings(folder, run) == changed_settings(folder, elsewhere) == []
+    assert list_changed_settings(folder, run) == list_changed_settings(folder, elsewhere) == []
     (tmp_path / "b" / "tokenizer.json").write_text("[]")
     copy = folder.tokenizer / "tokenizer.json"
-    assert changed_settings(folder, elsewhere) == [
+    assert list_changed_settings(folder, elsewhere) == [
         f"tokenizer.path: {copy} before, {tmp_path / 'b'} now"
     ]
 
 
 def fail_after(folder: RunFolder, *steps: Callable[[], object]) -> None:
     """A start that does some things and is refused."""
-    with pytest.raises(ConfigError, match="refused"), left_as_found(folder):
+    with pytest.raises(ConfigError, match="refused"), remove_new_folder_on_error(folder):
         for step in steps:
             step()
         raise ConfigError("refused")
@@ -165,10 +165,10 @@ def test_other_trained_parameters_are_rejected_and_other_rates_listed(
     with pytest.raises(
         ConfigError, match=r"optim.frozen: \[\] before, \['embed.weight'\] now"
     ) as reported:
-        changed_settings(folder, apply_overrides(run, {"optim.frozen": "[embed.weight]"}))
+        list_changed_settings(folder, apply_overrides(run, {"optim.frozen": "[embed.weight]"}))
     assert "choose another folder with --run NAME" in str(reported.value)
     group = "[{name: table, match: [embed.weight], lr_scale: 0.1}]"
-    (line,) = changed_settings(folder, apply_overrides(run, {"optim.groups": group}))
+    (line,) = list_changed_settings(folder, apply_overrides(run, {"optim.groups": group}))
     assert line.startswith("optim.groups: []")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.errors import CheckpointError
-from megalith.train.foresight import apply_routers, choices_of
+from megalith.train.foresight import apply_routers, predict_experts
 
 SIGMOID = RouterConfig(score="sigmoid", expert_bias=True)
 MOE = MoEConfig(num_experts=6, top_k=2, ffn_hidden_size=3, router=SIGMOID)
@@ -50,7 +50,7 @@ def mixed(*, alike: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         own = {"weight": weights[layer], "balancing_bias": bias}
         tensors |= {f"layers.{layer}/router/{name}": values.clone() for name, values in own.items()}
         tensors[f"layers.{layer}/0/hidden"] = hidden[layer].clone()
-        chosen[f"layers.{layer}"] = choices_of(hidden[layer], own, MOE)
+        chosen[f"layers.{layer}"] = predict_experts(hidden[layer], own, MOE)
     return tensors, chosen
 
 
@@ -77,12 +77,12 @@ def test_next_router_predicts_choices_from_equal_hidden_states(tmp_path: Path, a
 def test_biases_and_offsets_have_their_part() -> None:
     hidden, weight = torch.ones(1, 2), torch.tensor([[1.0, 0.0], [0.0, 0.5], [0.0, 0.0]])
     moe = MoEConfig(num_experts=3, top_k=1, ffn_hidden_size=3)
-    assert choices_of(hidden, {"weight": weight}, moe).tolist() == [[0]]
-    assert choices_of(
+    assert predict_experts(hidden, {"weight": weight}, moe).tolist() == [[0]]
+    assert predict_experts(
         hidden, {"weight": weight, "router_bias": torch.tensor([0.0, 1.0, 0.0])}, moe
     ).tolist() == [[1]]
     moved = {"weight": weight, "balancing_offset": torch.tensor([3.0, 1.0, -1.0])}
-    assert choices_of(hidden, moved, moe).tolist() == [[2]]
+    assert predict_experts(hidden, moved, moe).tolist() == [[2]]
 
 
 def test_trace_without_captures_gives_no_predictions(tmp_path: Path) -> None:

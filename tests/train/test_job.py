@@ -15,7 +15,7 @@ from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.parallel.launch import LISTENER
 from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.tiny import tiny_run
-from megalith.train.job import joined
+from megalith.train.job import join_job
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
@@ -28,7 +28,7 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def test_without_a_launcher_one_process_is_the_whole_job() -> None:
-    with joined(tiny_run(), {}) as job:
+    with join_job(tiny_run(), {}) as job:
         assert (job.mesh.world.size, job.first, job.device) == (1, True, torch.device("cpu"))
         assert not dist.is_initialized()
 
@@ -36,7 +36,7 @@ def test_without_a_launcher_one_process_is_the_whole_job() -> None:
 def test_threads_are_those_of_the_settings() -> None:
     before = torch.get_num_threads()
     try:
-        with joined(tiny_run({"train.threads": "2"}), {}):
+        with join_job(tiny_run({"train.threads": "2"}), {}):
             assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -45,7 +45,7 @@ def test_threads_are_those_of_the_settings() -> None:
 def test_run_that_does_not_fit_the_ranks_is_rejected_before_rendezvous() -> None:
     with (
         pytest.raises(ConfigError, match="train.global_batch_size=12 is not a multiple"),
-        joined(tiny_run(), environment(0, 5, 1)),
+        join_job(tiny_run(), environment(0, 5, 1)),
     ):
         pass
 
@@ -65,7 +65,7 @@ def meet(rank: int, world: int, seeds: list[str], fail: bool) -> list[object]:
     """Join as a rank of our launcher would."""
     reported = reported_to(rank, world)
     try:
-        with joined(tiny_run({"seed": seeds[rank], "parallel.tp": "2"}), reported) as job:
+        with join_job(tiny_run({"seed": seeds[rank], "parallel.tp": "2"}), reported) as job:
             found = gather_objects((job.mesh.coordinates["tp_kv"], job.first), job.mesh.tp)
             if fail:
                 raise ValueError("a fault of ours")
@@ -112,7 +112,7 @@ def checks(rank: int, world: int) -> str:
     check_collectives."""
     reported = reported_to(rank, world)
     run = tiny_run({"parallel.tp": "2", "parallel.check_collectives": "true"})
-    with pytest.raises(CollectiveError) as caught, joined(run, reported) as job:
+    with pytest.raises(CollectiveError) as caught, join_job(run, reported) as job:
         all_reduce_(torch.ones(3 + rank), job.mesh.tp)
     return str(caught.value)
 
@@ -123,7 +123,7 @@ def collect_warnings(rank: int, world: int, zero: str) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]  # a test's log
     logging.getLogger("megalith.train.job").addHandler(handler)
-    with joined(
+    with join_job(
         tiny_run({"parallel.zero": zero, "parallel.check_collectives": "true"}),
         reported_to(rank, world),
     ):

@@ -25,7 +25,7 @@ from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, assert_close
 from megalith.train.build import all_gather_loaded_params, build_trainer, checkpoint_entries
 from megalith.train.folder import RunFolder
-from megalith.train.loop import Outcome, _RunData, matching_tokenizer, run_training
+from megalith.train.loop import Outcome, _RunData, build_checked_tokenizer, run_training
 from megalith.train.origin import describe_checkpoint_source
 from megalith.train.rules import run_problems
 from megalith.train.state import TrainState
@@ -90,7 +90,7 @@ def begun_by_hand(
     assert data.splits.train is not None
     loader = Loader(
         data.splits.train,
-        MaskSettings(eod=matching_tokenizer(run).eod, documents=run.data.document_masking),
+        MaskSettings(eod=build_checked_tokenizer(run).eod, documents=run.data.document_masking),
         mesh.dp,
         global_batch_size=rows,
         micro_batch_size=2,

@@ -19,8 +19,8 @@ from megalith.kernels.replay import RoutingRecord
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.train.build import Trainer, build_trainer
-from megalith.train.experts import LayerExpertLoad, collect_expert_load, routers_of, with_routing
-from megalith.train.replay import routing_of, whole_routing
+from megalith.train.experts import LayerExpertLoad, collect_expert_load, iter_routers, attach_routing
+from megalith.train.replay import shard_routing, gather_routing
 from megalith.train.step import train_step
 from megalith.verify.ranks import _loader, layout_case
 from megalith.verify.rows import staged
@@ -44,7 +44,7 @@ Whole = dict[str, Tensor]
 def push_experts(trainer: Trainer) -> None:
     """Biases and offsets of the choice as after some steps: they start at zero, and would move
     nothing."""
-    for router in routers_of(trainer.pipeline_model.modules):
+    for router in iter_routers(trainer.pipeline_model.modules):
         for moved in (router.expert_bias, router.offset):
             if moved is not None:
                 moved.data.copy_(torch.linspace(-0.02, 0.02, len(moved)))
@@ -70,13 +70,13 @@ def step_of(
     batches = _loader(run, mesh, consumed=0, steps=1).next().microbatches
     routing = RoutingRecord()
     if given is not None:
-        routing = routing_of(given, batches, trainer.pipeline_model.modules, mesh, sp=parallel.sp)
+        routing = shard_routing(given, batches, trainer.pipeline_model.modules, mesh, sp=parallel.sp)
     trainer.data.begin_step(len(batches))
     losses = trainer.pipeline_model.forward_backward(
-        with_routing(batches, routing), lambda found: sum(found)
+        attach_routing(batches, routing), lambda found: sum(found)
     )  # type: ignore[arg-type,return-value]  # of tensors
     trainer.data.finish()
-    return whole_routing(routing, batches, mesh), losses.tolist()
+    return gather_routing(routing, batches, mesh), losses.tolist()
 
 
 FEW_SEATS, FILLED = (replace(model, init_std=0.1) for model in (NARROW, PADDED))
@@ -167,17 +167,17 @@ def trained(run: TrainRun, given: Whole | None) -> tuple[Whole, Trained]:
     routing = (
         RoutingRecord()
         if given is None
-        else routing_of(given, step.microbatches, trainer.pipeline_model.modules, mesh, sp=False)
+        else shard_routing(given, step.microbatches, trainer.pipeline_model.modules, mesh, sp=False)
     )
     reported = train_step(
         trainer,
-        replace(step, microbatches=with_routing(step.microbatches, routing)),
+        replace(step, microbatches=attach_routing(step.microbatches, routing)),
         lr=1e-2,
         weight_decay=0.0,
     )
     gradients = [param.gradient.clone() for param in trainer.data.local_params]
     losses = [reported.loss, reported.grad_norm, *reported.mtp_losses]
-    return whole_routing(routing, step.microbatches, mesh), (
+    return gather_routing(routing, step.microbatches, mesh), (
         losses,
         gradients,
         collect_expert_load(trainer.pipeline_model.modules, mesh),
@@ -215,25 +215,25 @@ def test_choices_of_other_steps_are_rejected() -> None:
     batches = _loader(case.run, trainer.mesh, consumed=0, steps=1).next().microbatches
     model, mesh = trainer.pipeline_model.modules, trainer.mesh
     some = {f"layers.{layer}": torch.zeros(12 * 12, 2, dtype=torch.int64) for layer in range(4)}
-    assert len(routing_of(some, batches, model, mesh, sp=False).choices) == 4 * 2
+    assert len(shard_routing(some, batches, model, mesh, sp=False).choices) == 4 * 2
     few = some | {"layers.2": torch.zeros(5, 2, dtype=torch.int64)}
     with pytest.raises(
         DataError,
         match=r"layers\.2: expert choices of 5 tokens for a step that reads 144. Use choices",
     ):
-        routing_of(few, batches, model, mesh, sp=False)
+        shard_routing(few, batches, model, mesh, sp=False)
     few.pop("layers.2")
     with pytest.raises(
         DataError,
         match=r"layers\.2: no expert choices to replay \(layers with choices: layers\.0, layers\.1",
     ):
-        routing_of(few, batches, model, mesh, sp=False)
+        shard_routing(few, batches, model, mesh, sp=False)
     half = RoutingRecord({("layers.0", 0): torch.zeros(72, 2, dtype=torch.int64)})
     with pytest.raises(
         DataError,
         match=r"layers\.0: expert choices of 72 of the step's 144 tokens were not recorded. Record",
     ):
-        whole_routing(half, batches, mesh)
+        gather_routing(half, batches, mesh)
 
 
 def test_choices_of_microbatches_with_different_sizes_are_rejected() -> None:
@@ -241,4 +241,4 @@ def test_choices_of_microbatches_with_different_sizes_are_rejected() -> None:
     with pytest.raises(
         DataError, match=r"microbatches of \[4, 7\] tokens: .* Use train.seq_len without"
     ):
-        whole_routing(RoutingRecord(), batches, build_single_rank_mesh())
+        gather_routing(RoutingRecord(), batches, build_single_rank_mesh())

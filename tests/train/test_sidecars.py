@@ -14,7 +14,7 @@ from megalith.data.loader import Batch
 from megalith.kernels.replay import RoutingCapture
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.train import sidecars as capture_files
-from megalith.train.sidecars import WAITING, CaptureFile, Watcher
+from megalith.train.sidecars import WAITING, CaptureFile, CaptureWriter
 
 
 class FakeTokens:
@@ -118,7 +118,7 @@ def test_failed_step_leaves_no_captures(tmp_path: Path) -> None:
 def kept(path: Path, kinds: Any, *shown: RoutingCapture) -> dict[str, Tensor]:
     """What a watcher keeps of what it is shown."""
     capture_file = CaptureFile(path, most=40)
-    watch = Watcher(kinds, capture_file, list[Batch](BATCHES), build_single_rank_mesh())
+    watch = CaptureWriter(kinds, capture_file, list[Batch](BATCHES), build_single_rank_mesh())
     for seen in shown:
         watch(seen)
     assert capture_file.finish()

@@ -30,7 +30,7 @@ from megalith.train.build import build_trainer
 from megalith.train.evaluate import Evaluation, evaluate
 from megalith.train.folder import RunFolder
 from megalith.train.loop import _compare_stages, run_training
-from megalith.train.staged import build_pipeline_model, planned_step, splits_backward
+from megalith.train.staged import build_pipeline_model, build_step_schedule, splits_backward
 from megalith.train.step import train_step
 from megalith.verify.ranks import RaggedRows
 
@@ -62,7 +62,7 @@ def mesh_of(run: TrainRun, rank: int, world: int) -> Mesh:
 
 def test_without_a_pipeline_microbatch_follows_microbatch_whatever_the_settings() -> None:
     for pipeline in (PipelineConfig(), PipelineConfig(schedule="zb-h1", group=7, layout="x")):
-        schedule = planned_step(pipeline, 1, 3, overlap=True)
+        schedule = build_step_schedule(pipeline, 1, 3, overlap=True)
         assert [f"{kind}{microbatch}" for kind, _, microbatch, _ in schedule.ranks[0]] == [
             "F0",
             "B0",
@@ -74,14 +74,14 @@ def test_without_a_pipeline_microbatch_follows_microbatch_whatever_the_settings(
 
 
 def test_a_schedule_is_planned_once() -> None:
-    first = planned_step(PipelineConfig(vpp=2), 2, 4, overlap=True)
-    assert planned_step(PipelineConfig(vpp=2), 2, 4, overlap=True) is first
-    assert planned_step(PipelineConfig(vpp=2), 2, 4, overlap=True, forward_only=True) is not first
+    first = build_step_schedule(PipelineConfig(vpp=2), 2, 4, overlap=True)
+    assert build_step_schedule(PipelineConfig(vpp=2), 2, 4, overlap=True) is first
+    assert build_step_schedule(PipelineConfig(vpp=2), 2, 4, overlap=True, forward_only=True) is not first
 
 
 def test_training_alone_is_planned_in_pairs_and_only_where_it_is_asked_for() -> None:
     plain, paired = (
-        planned_step(PipelineConfig(), 1, 3, overlap=True, paired=each) for each in (False, True)
+        build_step_schedule(PipelineConfig(), 1, 3, overlap=True, paired=each) for each in (False, True)
     )
     assert plain.pairs == () and paired.pairs == (frozenset({(0, 1), (0, 2)}),)
     assert "".join(f"{a.kind}{a.microbatch}" for a in paired.ranks[0]) == "F0F1B0F2B1B2"

@@ -7,7 +7,7 @@ import torch
 
 from megalith.config.lora import LoraConfig
 from megalith.optim.schedule import GroupRates
-from megalith.optim.slots import build_slot, by_rates
+from megalith.optim.slots import build_slot, group_by_rates
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.tensor import SequenceParallelComm
 from megalith.plan.initial import PLAIN, ParameterRates
@@ -35,7 +35,7 @@ def test_rates_move_to_the_next_slot_where_there_are_several_kinds() -> None:
     def own(found: Any) -> list[str]:
         return [slot.shard.name for part in found for slot in part.slots if part.lr == 0.5]
 
-    assert own(by_rates(slots, gradients, lr=1.0, weight_decay=0.1, groups=groups)) == ["b"]
+    assert own(group_by_rates(slots, gradients, lr=1.0, weight_decay=0.1, groups=groups)) == ["b"]
     assert own(rates_of_slot_before(slots, gradients, lr=1.0, weight_decay=0.1, groups=groups)) == [
         "c"
     ]

@@ -509,7 +509,7 @@ MODEL = (
         effect="none",
         switch="--num-experts",
         reason="choices of experts are recorded and replayed by the code that trains, with "
-        "`with_routing`",
+        "`attach_routing`",
         flags="--enable-routing-replay! --moe-enable-routing-replay!",
     ),
     FlagGroup(

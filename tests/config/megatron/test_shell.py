@@ -7,7 +7,7 @@ from megalith.errors import ConfigError
 
 
 def read(text: str) -> list[object]:
-    """PackedSeqParams in short: words as texts (variables as <NAME>), operators as themselves,
+    """Tokens in short: words as texts (variables as <NAME>), operators as themselves,
     arrays as lists."""
     return [_short(token) for token in tokens(text)]
 

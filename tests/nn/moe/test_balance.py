@@ -181,7 +181,7 @@ GLOBAL = replace(MOE, aux_loss=AuxLossConfig(global_batch_coeff=0.7))
 ROWS = torch.randn(2, 2, 12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 """Of two ranks along dp, two microbatches each."""
 REAL = (11, 7)
-"""PackedSeqParams that are no padding, of each rank's microbatches."""
+"""Tokens that are no padding, of each rank's microbatches."""
 OVER_DP = {
     "dp2": ParallelConfig(dp=2),
     "dp2 ep2": ParallelConfig(dp=2, ep=2),
