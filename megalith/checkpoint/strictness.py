@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Literal
 
-from megalith.config.checkpoint import Answer, CheckpointConfig
+from megalith.config.checkpoint import KeyMismatchAction, CheckpointConfig
 from megalith.config.suggest import did_you_mean
 from megalith.errors import CheckpointError
 
@@ -156,7 +156,7 @@ def select_rejected_keys(report: LoadReport, rules: CheckpointConfig, purpose: P
     )
 
 
-def _rejected_keys(keys: Sequence[str], answer: Answer, purpose: Purpose) -> tuple[str, ...]:
+def _rejected_keys(keys: Sequence[str], answer: KeyMismatchAction, purpose: Purpose) -> tuple[str, ...]:
     return tuple(
         key for key in keys if answer == "error" or (purpose == "resume" and not is_state(key))
     )

@@ -22,19 +22,19 @@ import tyro
 
 from megalith.config.fields import (
     SettingLeaf,
-    default_of,
+    field_default,
     describe,
-    docs_of,
+    field_docs,
     hint_at,
-    hints_of,
-    is_many,
+    field_types,
+    is_sequence_type,
     is_required,
     item_hints,
     join_path,
     literal_values,
-    options_of,
+    union_options,
     plain,
-    section_of,
+    find_section_type,
     setting_names,
     unknown_setting,
 )
@@ -139,10 +139,10 @@ def _take_values(
 ) -> list[str]:  # Any: a type annotation
     """Remove the values of an option of type `hint` from the front of `words`, and return them."""
     num_values = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    options = options_of(hint)
+    options = union_options(hint)
     if bool in options and (num_values == 0 or not (named or words[0].lower() in _FLAG_WORDS)):
         return ["true"]
-    count = num_values if any(is_many(option) for option in options) else min(num_values, 1)
+    count = num_values if any(is_sequence_type(option) for option in options) else min(num_values, 1)
     taken = words[:count]
     del words[:count]
     return taken
@@ -178,7 +178,7 @@ def _number_problems(cls: type, argv: Sequence[str]) -> list[str]:
     for place, word in enumerate(argv):
         name, equals, value = word.partition("=")
         numbers = {int, float}.intersection(
-            options_of(hints.get(name.removeprefix("--").replace("-", "_")))
+            union_options(hints.get(name.removeprefix("--").replace("-", "_")))
         )
         if not (name.startswith("--") and numbers) or not (equals or argv[place + 1 :]):
             continue
@@ -259,7 +259,7 @@ def _help_group(argv: Sequence[str], root: type | None) -> str | None:
     place = next((i for i, word in enumerate(argv) if word in ("--help", "-h")), len(argv))
     word = next(iter(argv[place + 1 :]), "")
     return (
-        word if root is not None and word and section_of(hint_at(root, word)) is not None else None
+        word if root is not None and word and find_section_type(hint_at(root, word)) is not None else None
     )
 
 
@@ -268,10 +268,10 @@ def _print_fixed_options(cls: type, *, prog: str) -> None:
     assert is_dataclass(cls)
     positional, optional = [], []
     for field in fields(cls):
-        required, default = is_required(field), default_of(field)
-        metavar, doc = _metavar(hints_of(cls)[field.name]), docs_of(cls).get(field.name, "")
+        required, default = is_required(field), field_default(field)
+        metavar, doc = _metavar(field_types(cls)[field.name]), field_docs(cls).get(field.name, "")
         if _is_positional(cls, field.name):
-            many = any(is_many(option) for option in options_of(hints_of(cls)[field.name]))
+            many = any(is_sequence_type(option) for option in union_options(field_types(cls)[field.name]))
             word = f"{field.name.upper()} ..." if many else field.name.upper()
             positional.append((word if required else f"[{word}]", doc))
             continue
@@ -299,7 +299,7 @@ def _print_sections(
 ) -> None:
     """Print settings under the name and the description of their section."""
     for path, members in groupby(settings, key=lambda one: one.path.rpartition(".")[0]):
-        summary = _summary(section_of(hint_at(root, path)) if path else root)
+        summary = _summary(find_section_type(hint_at(root, path)) if path else root)
         print(f"\n{path}: {summary}" if path else f"\n{summary}")
         _print_entries([_setting_entry(one, values) for one in members])
 
@@ -308,8 +308,8 @@ def _group_entries(root: type, prefix: str = "") -> list[tuple[str, str]]:
     """Return every group of settings, including nested ones, with the first clause of its
     description."""
     entries = []
-    for name, hint in hints_of(root).items():
-        if (section := section_of(hint)) is not None:
+    for name, hint in field_types(root).items():
+        if (section := find_section_type(hint)) is not None:
             path = join_path(prefix, name)
             entries += [
                 (path, _first_clause(_summary(section), end="[.;:,]")),
@@ -352,12 +352,12 @@ def _value_words(value: object) -> str:
 def _metavar(hint: Any) -> str:  # Any: a type annotation
     """Return the type of an option's value: `INT`, `true|false`, `rms|layer`, `STR ...`."""
     words: list[str] = []
-    for option in options_of(hint):
+    for option in union_options(hint):
         if option is type(None):
             continue
         if literal_values(option):
             words += [str(value) for value in literal_values(option) if value is not None]
-        elif is_many(option):
+        elif is_sequence_type(option):
             items = item_hints(option, 1)
             words.append(
                 f"{_metavar(items[0])} ..." if len(items) == 1 else " ".join(map(_metavar, items))

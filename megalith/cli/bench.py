@@ -13,7 +13,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.output import print_json
-from megalith.cli.train import must_start_workers, with_recompute_chosen
+from megalith.cli.train import must_start_workers, resolve_recompute
 from megalith.config.suggest import did_you_mean
 from megalith.config.train import TrainRun
 from megalith.errors import ConfigError
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         from megalith.parallel.launch import run_workers
 
         return run_workers(["bench", *argv], command.nproc)
-    return _overlap(with_recompute_chosen(run), command)
+    return _overlap(resolve_recompute(run), command)
 
 
 def _check(command: OverlapCommand) -> None:

@@ -15,7 +15,7 @@ from tyro.conf import Positional
 from megalith import storage
 from megalith.cli.arguments import parse_options
 from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
-from megalith.cli.output import tell_warnings
+from megalith.cli.output import print_warnings
 from megalith.config.kernels import Kernel
 from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
@@ -102,19 +102,19 @@ def main(argv: list[str]) -> int:
     from megalith.parallel.launch import in_worker, run_workers
 
     if in_worker(os.environ) or options.nproc == 1:
-        return talk(options)
+        return run_chat(options)
     open_source(
         options.source, options.nproc, base=options.base
     )  # report errors of the source once, not per worker
     if options.input is not None:
-        return run_workers(["chat", *worker_words(options)], options.nproc)
+        return run_workers(["chat", *build_worker_arguments(options)], options.nproc)
     with tempfile.TemporaryDirectory(
         prefix="megalith-"
     ) as folder:  # workers cannot read the terminal's input
         pipe = f"{folder}/turns"
         os.mkfifo(pipe)
         threading.Thread(target=_forward_stdin, args=(pipe,), daemon=True).start()
-        return run_workers(["chat", *worker_words(options), f"--input={pipe}"], options.nproc)
+        return run_workers(["chat", *build_worker_arguments(options), f"--input={pipe}"], options.nproc)
 
 
 def _forward_stdin(pipe: str) -> None:
@@ -137,7 +137,7 @@ def option_problems(options: ChatOptions) -> list[str]:
     return problems
 
 
-def worker_words(options: ChatOptions) -> list[str]:
+def build_worker_arguments(options: ChatOptions) -> list[str]:
     """Return the command line of each worker."""
     words = [options.source]
     for field in fields(options):
@@ -159,7 +159,7 @@ def settings(options: ChatOptions) -> SampleConfig:
     )
 
 
-def talk(options: ChatOptions) -> int:
+def run_chat(options: ChatOptions) -> int:
     """Load the model and chat, as one rank of the job that the environment describes; rank 0
     reads input and prints."""
     from megalith.infer.load import open_source
@@ -179,12 +179,12 @@ def talk(options: ChatOptions) -> int:
     try:
         check_consistent_settings(asdict(options), everyone)
         if worker.rank == 0:
-            tell_warnings(source)
+            print_warnings(source)
         chat = open_chat(options, source, worker)
         with open_turns(options.input) if worker.rank == 0 else nullcontext() as turns:
             forgiving = gather_objects(turns is not None and turns.person, everyone)[0] is True
-            for line in spoken(turns, everyone):
-                take_turn(
+            for line in read_lines(turns, everyone):
+                handle_turn(
                     chat,
                     line,
                     first=worker.rank == 0,
@@ -282,7 +282,7 @@ def open_turns(path: str | None) -> Iterator[Turns]:
         yield Turns(file, Path(path).is_fifo() and sys.stdout.isatty())
 
 
-def spoken(turns: Turns | None, everyone: "Group") -> Iterator[str]:
+def read_lines(turns: Turns | None, everyone: "Group") -> Iterator[str]:
     """Yield the lines of the chat, the same on every rank, until the end; only the first rank
     has `turns`."""
     from megalith.parallel.group import gather_objects
@@ -295,7 +295,7 @@ def spoken(turns: Turns | None, everyone: "Group") -> Iterator[str]:
         yield line
 
 
-def take_turn(
+def handle_turn(
     chat: "Chat", line: str, *, first: bool, forgiving: bool = False, stoppable: bool = False
 ) -> None:
     """Run a command, or answer. `forgiving`: print errors and continue the conversation;

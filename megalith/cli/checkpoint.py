@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
 def show_info(argv: list[str]) -> int:
     """Print the contents of a checkpoint."""
     options = parse_options(CheckpointInfoOptions, argv, prog="megalith checkpoint info")
-    path = newest_in(folder_named(options.path))
+    path = find_latest_checkpoint(find_folder(options.path))
     info = describe(path)
     if options.only is not None or options.values:
         info["listed"] = listed(path, options.only or "*", values=options.values)
@@ -152,7 +152,7 @@ def verify(argv: list[str]) -> int:
 
     options = parse_options(CheckpointVerifyOptions, argv, prog="megalith checkpoint verify")
     problems_by_path = {
-        str(path): verify_checkpoint(path) for path in checkpoints_in(folder_named(options.path))
+        str(path): verify_checkpoint(path) for path in list_checkpoints(find_folder(options.path))
     }
     if options.deep:
         problems_by_path |= {
@@ -183,7 +183,7 @@ def diff(argv: list[str]) -> int:
             f"--atol={options.atol} must be a finite number of at least 0. Use for example --atol "
             "1e-6."
         )
-    a, b = (open_checkpoint(newest_in(folder_named(name))) for name in (options.a, options.b))
+    a, b = (open_checkpoint(find_latest_checkpoint(find_folder(name))) for name in (options.a, options.b))
     comparisons = list(compare_checkpoints(a, b, atol=options.atol, only=options.only))
     differing = [each for each in comparisons if each.kind != "same"]
     same = len(comparisons) - len(differing)
@@ -291,7 +291,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def folder_named(name: str) -> Path:
+def find_folder(name: str) -> Path:
     """Return the folder for a path, or for the name of a run under runs/.
 
     Raises:
@@ -315,7 +315,7 @@ def folder_named(name: str) -> Path:
     )
 
 
-def checkpoints_in(path: Path) -> list[Path]:
+def list_checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint at `path`, or all checkpoints in this folder, oldest first, including
     incomplete ones.
 
@@ -333,7 +333,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     return checkpoints or [open_checkpoint(path).path]  # raises an error about the folder
 
 
-def newest_in(path: Path) -> Path:
+def find_latest_checkpoint(path: Path) -> Path:
     """Return the checkpoint at `path`, or the latest complete one in this folder.
 
     Raises:
@@ -341,7 +341,7 @@ def newest_in(path: Path) -> Path:
     """
     from megalith.checkpoint.load import find_latest
 
-    checkpoints = checkpoints_in(path)
+    checkpoints = list_checkpoints(path)
     if checkpoints == [path]:
         return path
     return find_latest(checkpoints[0].parent) or checkpoints[0]

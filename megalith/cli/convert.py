@@ -20,8 +20,8 @@ from rich.progress import (
 from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
-from megalith.cli.output import print_json, tell_warnings
-from megalith.config.checkpoint import NewRows
+from megalith.cli.output import print_json, print_warnings
+from megalith.config.checkpoint import NewRowInit
 from megalith.config.moe import MoEConfig
 from megalith.config.tokenizer import FILES
 from megalith.config.tree import load_yaml
@@ -78,7 +78,7 @@ class ConvertOptions:
     """Extend the vocabulary of a Hugging Face model to this number of tokens; default:
     unchanged."""
 
-    new_rows: NewRows = "zero"
+    new_rows: NewRowInit = "zero"
     """Initial value of new embedding and head rows (padding or new tokens): zero, or the mean of
     the existing rows."""
 
@@ -132,13 +132,13 @@ def main(argv: list[str]) -> int:
     target = Path(options.target)
     check_target(target)
     source, to = open_source(options)
-    tell_warnings(source)
+    print_warnings(source)
     dtype = None if options.dtype is None else getattr(torch, DTYPES[options.dtype])
     if to == "peft":
         planned = plan_peft_moves(source, dtype)
         nbytes = 0 if options.dry_run else write_peft(target, source, dtype=dtype)
         modules = [part.module for part in plan_peft(source)]
-        show_peft(str(source.path), str(target), modules, planned, nbytes, options)
+        print_adapter_result(str(source.path), str(target), modules, planned, nbytes, options)
         return 0
     moves = describe_upcycled_sources(source, plan_moves(source, to, dtype))
     nbytes = sum(move.nbytes for move in moves)
@@ -146,7 +146,7 @@ def main(argv: list[str]) -> int:
         largest = int(options.shard_gb * 1e9)
         recipe = build_recipe(source, to, dtype=dtype, shard_nbytes=largest, new_rows=options.new_rows)
         attempt = Attempt(recipe, options.restart, options.take_over, options.keep)
-        with shown_progress(nbytes) as advance:
+        with show_progress(nbytes) as advance:
             nbytes = convert(
                 source,
                 target,
@@ -314,7 +314,7 @@ def option_problems(options: ConvertOptions) -> list[str]:
 
 
 @contextmanager
-def shown_progress(total: int) -> Iterator[Callable[[int], None]]:
+def show_progress(total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on a terminal; yields the function that adds written bytes to it."""
     console = Console(stderr=True)
     columns = (
@@ -331,7 +331,7 @@ def shown_progress(total: int) -> Iterator[Callable[[int], None]]:
         yield lambda nbytes: progress.advance(task, nbytes)
 
 
-def show_peft(
+def print_adapter_result(
     source: str,
     target: str,
     modules: list[str],

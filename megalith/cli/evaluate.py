@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     from megalith.recipes import resolve_run
 
     folder = find_run(command.run)
-    run = fitted(resolve_run(str(folder), overrides), _world(command.nproc), set(overrides))
+    run = fit_layout_to_world(resolve_run(str(folder), overrides), _world(command.nproc), set(overrides))
     if must_start_workers(run, command.nproc):
         from megalith.parallel.launch import run_workers
 
@@ -75,7 +75,7 @@ def find_run(name: str) -> Path:
     )
 
 
-def fitted(run: TrainRun, world: int, given: Collection[str]) -> TrainRun:
+def fit_layout_to_world(run: TrainRun, world: int, given: Collection[str]) -> TrainRun:
     """Return the run with a parallel layout for `world` processes, which may differ from that of
     training.
 
@@ -107,7 +107,7 @@ def fitted(run: TrainRun, world: int, given: Collection[str]) -> TrainRun:
         sp=p.sp if "sp" in kept else p.sp and tp > 1,
         **{name: getattr(defaults, name) for name in names if name not in kept},
     )
-    layout = layout if {"ep", "etp"} & kept else with_experts_divided(layout, run.model.moe, world)
+    layout = layout if {"ep", "etp"} & kept else fit_expert_parallel(layout, run.model.moe, world)
     ranks = max(layout.tp, 1) * max(layout.cp, 1) * max(layout.pp, 1)
     rows = run.train.micro_batch_size * max(layout.dp or world // ranks, 1)
     sections = {name.split(".")[0] for name in given}
@@ -120,7 +120,7 @@ def fitted(run: TrainRun, world: int, given: Collection[str]) -> TrainRun:
     )
 
 
-def with_experts_divided(
+def fit_expert_parallel(
     layout: ParallelConfig, moe: MoEConfig | None, world: int
 ) -> ParallelConfig:
     """Return the layout with expert parallelism possible for `world` processes: unchanged if it

@@ -13,7 +13,7 @@ from megalith.config.megatron.arguments import with_files
 from megalith.config.megatron.draft import FlagReport
 from megalith.config.megatron.launch import Launch, read_script, split_command
 from megalith.config.megatron.translate import Translation, named_tokenizer, translate
-from megalith.config.show import shown_value
+from megalith.config.show import format_value
 from megalith.config.tree import dump_yaml, to_dict
 from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
@@ -65,7 +65,7 @@ class FromMegatron:
 
 def main(argv: list[str]) -> int:
     """Run the command; the exit code is 2 if there is no run, or `--strict` rejects it."""
-    own, words = split_own(argv)
+    own, words = split_options(argv)
     options = parse_options(FromMegatron, own, prog="megalith from-megatron")
     launch = _launch(options, words)
     _reject_script_among_arguments(words)
@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
     return 2 if refusals else 0
 
 
-def split_own(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the command line into this command's options and Megatron's arguments."""
     own, words, values = [], [], []
     rest = iter(argv)
@@ -135,7 +135,7 @@ def report(entries: Sequence[FlagReport]) -> str:
 
 def _mapped_line(entry: FlagReport) -> str:
     why = f"  ({entry.text})" if entry.text else ""
-    return f"  {_short(entry.flag):<48} {entry.setting} = {_short(shown_value(entry.value))}{why}"
+    return f"  {_short(entry.flag):<48} {entry.setting} = {_short(format_value(entry.value))}{why}"
 
 
 def _short(text: str) -> str:

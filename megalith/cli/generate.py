@@ -16,7 +16,7 @@ from tyro.conf import Positional
 
 from megalith import storage
 from megalith.cli.arguments import parse_options
-from megalith.cli.output import print_json, tell_warnings
+from megalith.cli.output import print_json, print_warnings
 from megalith.config.kernels import Kernel
 from megalith.config.parallel import ParallelConfig
 from megalith.config.sample import SampleConfig, sample_problems
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
         file.write_text(
             "".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8"
         )
-        return run_workers(["generate", *worker_words(options, path, file)], options.nproc)
+        return run_workers(["generate", *build_worker_arguments(options, path, file)], options.nproc)
 
 
 def option_problems(options: GenerateOptions) -> list[str]:
@@ -139,7 +139,7 @@ def chunk_problems(chunks: int) -> list[str]:
     ]
 
 
-def worker_words(options: GenerateOptions, source: Path, file: Path) -> list[str]:
+def build_worker_arguments(options: GenerateOptions, source: Path, file: Path) -> list[str]:
     """Return the command line of each worker, with all prompts in one file."""
     words = [str(source), "--file", str(file)]
     for field in fields(options):
@@ -170,8 +170,8 @@ def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
     try:
         check_consistent_settings(asdict(options) | {"prompts": list(prompts)}, everyone)
         if worker.rank == 0:
-            tell_warnings(source)
-        transcripts, seconds = write_all(options, prompts, source, worker)
+            print_warnings(source)
+        transcripts, seconds = generate_all(options, prompts, source, worker)
     except BaseException:
         disconnect(worker, failed=True)
         raise
@@ -183,7 +183,7 @@ def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
     return 0
 
 
-def write_all(
+def generate_all(
     options: GenerateOptions, prompts: Sequence[str], source: "Pretrained", worker: "Worker"
 ) -> "tuple[list[Transcript], float]":
     """Load this rank's shard of the model and generate from every prompt; return the texts and

@@ -27,7 +27,7 @@ def finite(value: Any) -> Any:  # Any: JSON in, JSON out
     return value
 
 
-def tell_warnings(source: "Pretrained") -> None:
+def print_warnings(source: "Pretrained") -> None:
     """Print the warnings of a model to standard error."""
     for line in source.warnings():
         print(f"{source.path}: {line}", file=sys.stderr)

@@ -67,7 +67,7 @@ def pack(argv: list[str]) -> int:
     if options.json:
         print_json({"output": str(output), "seq_len": packing_input.seq_len, **asdict(report)})
     else:
-        print(f"wrote {output}: {text_of(report, packing_input.seq_len)}")
+        print(f"wrote {output}: {format_report(report, packing_input.seq_len)}")
         print(f"use it with --data.sft.packs {output}")
     return 0
 
@@ -93,7 +93,7 @@ def _problems(run: TrainRun, options: PackOptions) -> list[str]:
     return problems
 
 
-def text_of(report: PackReport, seq_len: int) -> str:
+def format_report(report: PackReport, seq_len: int) -> str:
     """Format the report for the terminal.
 
     >>> print(text_of(PackReport(3, 2, 4, 0.5, 4 / 3, ((1, 1, 2), (2, 2, 1))), 80))

@@ -10,7 +10,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.output import print_json
-from megalith.cli.plan_tables import passages, print_estimate, print_layout
+from megalith.cli.plan_tables import list_transfers, print_estimate, print_layout
 from megalith.config.suggest import did_you_mean
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     return actions[argv[0]](argv[1:])
 
 
-def checked_workload(
+def build_checked_workload(
     recipe: str, overrides: dict[str, Any], world: int | None
 ) -> Workload:  # Any: as typed
     """Return the workload of a run on its ranks after all rules were checked.
@@ -117,7 +117,7 @@ def explain_layout(argv: list[str]) -> int:
     command = parse_options(ExplainCommand, rest, prog="megalith plan explain", root=TrainRun)
     from megalith.observe.limits import available_memory
 
-    workload = checked_workload(command.recipe, overrides, command.world)
+    workload = build_checked_workload(command.recipe, overrides, command.world)
     device = device_named(command.device, world=workload.world, host_memory=available_memory())
     layout, ledger = explain(workload), memory_ledger(workload, device)
     place = worst(ledger)
@@ -137,7 +137,7 @@ def estimate(argv: list[str]) -> int:
     from megalith.observe.limits import available_memory
     from megalith.train.rules import run_problems
 
-    workload = checked_workload(command.recipe, overrides, command.world)
+    workload = build_checked_workload(command.recipe, overrides, command.world)
     device = device_named(command.device, world=workload.world, host_memory=available_memory())
     ledger = memory_ledger(workload, device)
     place = worst(ledger)
@@ -178,7 +178,7 @@ def _estimate_json(
                 if transfer is None
                 else asdict(transfer) | {"exposed": transfer.exposed}
             }
-            for row, transfer in passages(workload, place, device)
+            for row, transfer in list_transfers(workload, place, device)
         ],
         "flops_per_rank": rank_flops(workload),
         "repeated_share": repeated_share(workload),

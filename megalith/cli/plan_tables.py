@@ -336,7 +336,7 @@ def _traffic_table(workload: Workload, place: PlaceMemory, device: Device) -> Ta
     table = _table(
         "axis", "sent by that rank in a step", "bytes", "link", "ms", "ms left", "can overlap with"
     )
-    for row, transfer in passages(workload, place, device):
+    for row, transfer in list_transfers(workload, place, device):
         times = (
             ("", "", "")
             if transfer is None
@@ -348,7 +348,7 @@ def _traffic_table(workload: Workload, place: PlaceMemory, device: Device) -> Ta
     return table
 
 
-def passages(
+def list_transfers(
     workload: Workload, place: PlaceMemory, device: Device
 ) -> list[tuple[Traffic, CommunicationTime | None]]:
     """Return what that rank sends in a step and how long it takes; None if the time is unknown."""

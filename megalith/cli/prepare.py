@@ -94,7 +94,7 @@ def main(argv: list[str], *, resume_advice: str = "Pass --resume to continue.") 
     # This command uses one process per core; tokenizer threads would compete with them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, _interrupt)
-    config = config_of(command)
+    config = build_prepare_config(command)
     raise_all(option_problems(command) + prepare_problems(config))
     try:
         if command.train_tokenizer is not None:
@@ -136,7 +136,7 @@ def option_problems(command: PrepareCommand) -> list[str]:
     return problems
 
 
-def config_of(command: PrepareCommand) -> PrepareConfig:
+def build_prepare_config(command: PrepareCommand) -> PrepareConfig:
     """Return the settings of a command line."""
     path = command.tokenizer
     if command.train_tokenizer is not None and path == "byte":

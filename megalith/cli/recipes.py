@@ -12,7 +12,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.output import print_json
-from megalith.config.show import difference_table, run_table
+from megalith.config.show import build_difference_table, build_run_table
 from megalith.config.suggest import did_you_mean
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides, differences, dump_yaml, to_dict
@@ -137,7 +137,7 @@ def show_run(argv: list[str]) -> int:
     elif options.yaml:
         print(dump_yaml(run), end="")
     else:
-        Console().print(run_table(run))
+        Console().print(build_run_table(run))
     return 0
 
 
@@ -148,7 +148,7 @@ def diff_runs(argv: list[str]) -> int:
     if options.json:
         print_json([{"setting": path, "left": a, "right": b} for path, a, b in rows])
     elif rows:
-        Console().print(difference_table(rows, options.left, options.right))
+        Console().print(build_difference_table(rows, options.left, options.right))
     else:
         print(f"{options.left} and {options.right} are the same run.")
     return 1 if rows else 0

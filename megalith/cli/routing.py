@@ -68,10 +68,10 @@ def main(argv: list[str]) -> int:
         print(
             "\n".join(
                 [
-                    *use_lines(loads),
+                    *format_expert_load(loads),
                     "",
-                    *predictability_lines(pairs),
-                    *router_lines(applied),
+                    *format_predictability(pairs),
+                    *format_router_predictions(applied),
                     f"drew {plot}",
                 ]
             )
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def use_lines(loads: Sequence[ExpertLoad]) -> list[str]:
+def format_expert_load(loads: Sequence[ExpertLoad]) -> list[str]:
     """Format a table of expert load: the busiest experts, their load, the entropy, and the
     number of experts with half of the tokens."""
     rows = [f"{'layer':<14}{'tokens':>10}{'load':>8}{'entropy':>9}{'half':>6}  busiest"]
@@ -101,7 +101,7 @@ def use_lines(loads: Sequence[ExpertLoad]) -> list[str]:
     ]
 
 
-def predictability_lines(pairs: Sequence[RoutingPredictability]) -> list[str]:
+def format_predictability(pairs: Sequence[RoutingPredictability]) -> list[str]:
     """Format a table of how well a layer's routing predicts that of the next layer."""
     if not pairs:
         return []
@@ -122,7 +122,7 @@ def predictability_lines(pairs: Sequence[RoutingPredictability]) -> list[str]:
     ]
 
 
-def router_lines(applied: Sequence["RouterPrediction"]) -> list[str]:
+def format_router_predictions(applied: Sequence["RouterPrediction"]) -> list[str]:
     """Format a table of routers applied to the hidden states of their own and the previous
     layer."""
     if not applied:

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         from megalith.parallel.launch import run_workers
 
         return run_workers(["train", *argv], command.nproc)
-    return _train(with_recompute_chosen(run), _select_folder(run, command))
+    return _train(resolve_recompute(run), _select_folder(run, command))
 
 
 def _select_folder(run: TrainRun, command: TrainCommand) -> Path:
@@ -80,7 +80,7 @@ def must_start_workers(run: TrainRun, nproc: int) -> bool:
     return nproc > 1
 
 
-def with_recompute_chosen(run: TrainRun) -> TrainRun:
+def resolve_recompute(run: TrainRun) -> TrainRun:
     """Return this rank's run with recompute.granularity=auto resolved; the first rank prints the
     choice."""
     if run.recompute.granularity != "auto":

@@ -61,7 +61,7 @@ class AttentionConfig:
     arXiv:2505.06708."""
 
 
-def attention_notes(attention: AttentionConfig) -> list[str]:
+def list_attention_warnings(attention: AttentionConfig) -> list[str]:
     """Return a warning for the start of a run if attention is not causal."""
     if attention.causal:
         return []

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megalith.config.layers import LayersConfig, Part
+from megalith.config.layers import LayersConfig, LayerPart
 
 ATTENTION_SIZES = ("n_heads_in_group", "num_query_groups", "num_key_value_heads")
 """Spellings of the number of KV heads of a layer; the first is the number of query heads per KV
@@ -16,10 +16,10 @@ MLP_SIZES = ("ffn_mult", "ffn_hidden_size", "intermediate_size")
 FIXED: Mapping[str, object] = {"gated": True, "hidden_act": "silu"}
 """Required values of MLP fields, where they are set."""
 
-WIDTHS = 256
+SIZE_MULTIPLE = 256
 """Intermediate sizes computed from a multiplier are rounded up to a multiple of this."""
 
-MOST = 1_000_000
+MAX_MULTIPLIER = 1_000_000
 """Largest accepted multiplier. Heuristic: the widest known model, T5 11B, has 96
 (arXiv:1910.10683)."""
 
@@ -44,7 +44,7 @@ class LayerBlocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class BlockModelSizes:
     """Sizes of the model that the blocks belong to."""
 
     num_layers: int
@@ -57,7 +57,7 @@ class Sizes:
     """Intermediate size of MLP blocks that do not set it. Unset: they must set it."""
 
 
-def read_blocks(entries: object, sizes: Sizes) -> LayerBlocks:
+def read_blocks(entries: object, sizes: BlockModelSizes) -> LayerBlocks:
     """Convert a parsed list of blocks to layer settings. `sizes` are those of the whole model.
 
     Source: Bercovich et al. 2024, arXiv:2411.19146 (Puzzle).
@@ -102,23 +102,23 @@ def read_blocks(entries: object, sizes: Sizes) -> LayerBlocks:
     )
 
 
-def width_of(multiplier: float, hidden_size: int) -> int:
+def compute_ffn_size(multiplier: float, hidden_size: int) -> int:
     """Return the intermediate size of an MLP with this multiplier, which is at most `MOST`.
 
     >>> width_of(2.625, 8192), width_of(1.3125, 4096)
     (14336, 3584)
     """
-    return -(-int(2 * multiplier * hidden_size / 3) // WIDTHS) * WIDTHS
+    return -(-int(2 * multiplier * hidden_size / 3) // SIZE_MULTIPLE) * SIZE_MULTIPLE
 
 
-def multiplier_of(width: int, hidden_size: int) -> float | None:
+def find_ffn_multiplier(width: int, hidden_size: int) -> float | None:
     """Return a multiplier that gives this intermediate size; None if there is none.
 
     >>> multiplier_of(14336, 8192), multiplier_of(100, 8192)
     (2.625, None)
     """
     multiplier = 3 * width / (2 * hidden_size)
-    is_exact = multiplier <= MOST and width_of(multiplier, hidden_size) == width
+    is_exact = multiplier <= MAX_MULTIPLIER and compute_ffn_size(multiplier, hidden_size) == width
     return multiplier if is_exact else None
 
 
@@ -140,7 +140,7 @@ class _BlockPart:
         self.values: Mapping[str, Any] = values if isinstance(values, dict) else {"no_op": True}
         self.part = self._part()
 
-    def _part(self) -> Part:
+    def _part(self) -> LayerPart:
         left_out, linear = self._read_flag("no_op"), self._read_flag("replace_with_linear")
         if left_out and linear:
             self.problems.append(
@@ -162,7 +162,7 @@ class _BlockPart:
         )
         return meant
 
-    def key_value_heads(self, sizes: Sizes) -> int | None:
+    def key_value_heads(self, sizes: BlockModelSizes) -> int | None:
         """Return the number of KV heads; None in a block without attention."""
         name, value = self._size(ATTENTION_SIZES, sizes.num_kv_heads)
         heads = sizes.num_heads
@@ -176,7 +176,7 @@ class _BlockPart:
             return 1
         return heads // value if name == ATTENTION_SIZES[0] else value
 
-    def width(self, sizes: Sizes) -> int | None:
+    def width(self, sizes: BlockModelSizes) -> int | None:
         """Return the intermediate size; None in a block without an MLP."""
         name, value = self._size(MLP_SIZES, sizes.ffn_hidden_size)
         if value is None:
@@ -196,11 +196,11 @@ class _BlockPart:
         if (
             not isinstance(multiplier, int | float)
             or isinstance(multiplier, bool)
-            or not 0 < multiplier <= MOST
+            or not 0 < multiplier <= MAX_MULTIPLIER
         ):
-            self.problems.append(f"{shown} must be a number above 0 and at most {MOST}.")
+            self.problems.append(f"{shown} must be a number above 0 and at most {MAX_MULTIPLIER}.")
             return 1
-        width = width_of(multiplier, hidden_size)
+        width = compute_ffn_size(multiplier, hidden_size)
         if width == 0:
             least = 2 / hidden_size  # 4/3 features: at least one after rounding
             self.problems.append(f"{shown} gives an MLP of size 0, expected {least:.3g} or more.")

@@ -6,14 +6,14 @@ from typing import Literal
 from megalith.config.fields import hint_at, unknown_setting
 from megalith.config.model import ModelConfig
 
-Answer = Literal["error", "warn", "ignore"]
+KeyMismatchAction = Literal["error", "warn", "ignore"]
 """Handling of missing or unexpected keys: raise an error, warn, or ignore."""
 
-Taken = Literal["weights", "progress", "all"]
+LoadMode = Literal["weights", "progress", "all"]
 """State loaded by a new run: weights; also the progress in data and schedules; also the
 optimizer state."""
 
-NewRows = Literal["zero", "mean"]
+NewRowInit = Literal["zero", "mean"]
 """Initial value of vocabulary rows that the loaded model does not have."""
 
 
@@ -34,17 +34,17 @@ class CheckpointConfig:
     """Checkpoint, run or Hugging Face folder from which a new run starts; not used when the run
     resumes. Unset: random initial weights."""
 
-    load_mode: Taken = "weights"
+    load_mode: LoadMode = "weights"
     """State that a new run loads from `load`. weights: weights only, starting at step 0;
     progress: also the step, with the position in the data and in the schedules, but a new
     optimizer; all: also the optimizer state. A run that resumes always loads its full state."""
 
-    missing_keys: Answer = "error"
+    missing_keys: KeyMismatchAction = "error"
     """Handling of tensors that the checkpoint does not have. error: raise an error; warn,
     ignore: keep their initial values. When a run resumes, weights are always required, and
     this applies to optimizer state only."""
 
-    unexpected_keys: Answer = "error"
+    unexpected_keys: KeyMismatchAction = "error"
     """Handling of checkpoint tensors that the run does not have. error: raise an error; warn,
     ignore: skip them. When a run resumes, this applies to optimizer state only."""
 
@@ -52,7 +52,7 @@ class CheckpointConfig:
     """Patterns of parameters that are not loaded from `load` and keep their initial values, such
     as head.*"""
 
-    new_rows: NewRows = "zero"
+    new_rows: NewRowInit = "zero"
     """Initial value of embedding and head rows that the Hugging Face folder in `load` does not
     have: zero, or the mean of the existing rows. These rows are padding, or new tokens if
     model.vocab_size may change (`allow_model_changes`)."""

@@ -157,7 +157,7 @@ def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
     return tuple((low, high) if high > low else None for low, high in pairwise(ends))
 
 
-def split_of(data: DataConfig) -> str:
+def get_split(data: DataConfig) -> str:
     """Return the effective split: the setting, or the default of the source."""
     return data.split or (MOCK_SPLIT if data.mock else DEFAULT_SPLIT)
 

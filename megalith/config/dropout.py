@@ -17,7 +17,7 @@ class DropoutConfig:
     attention: float = 0.0
     """Dropout probability of the attention weights."""
 
-    def drops(self) -> bool:
+    def is_enabled(self) -> bool:
         """Return whether any probability is above 0."""
         return max(self.embedding, self.residual, self.attention) > 0
 

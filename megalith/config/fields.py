@@ -51,10 +51,10 @@ def hint_at(cls: type, path: str) -> Hint | None:
     """Return the type of the section or setting at a dotted path; None if it does not exist."""
     hint: Hint = cls
     for part in path.split("."):
-        section = section_of(hint)
-        mapping = next((option for option in options_of(hint) if origin_of(option) is dict), None)
+        section = find_section_type(hint)
+        mapping = next((option for option in union_options(hint) if type_origin(option) is dict), None)
         if section is not None:
-            hint = hints_of(section).get(part)
+            hint = field_types(section).get(part)
         else:
             hint = get_args(mapping)[1] if mapping is not None else None
         if hint is None:
@@ -69,13 +69,13 @@ def unknown_setting(cls: type, path: str, value: str | None = None) -> str:
     successor = successor_of_setting(path)
     if successor is not None and hint_at(cls, successor) is not None:
         return f"{given}: this setting was renamed. Use {successor}."
-    advice = did_you_mean(path, [*hints_of(cls), *setting_names(cls)])
+    advice = did_you_mean(path, [*field_types(cls), *setting_names(cls)])
     if not advice:
         prefix = path.rpartition(".")[0]
         hint = hint_at(cls, prefix)
-        section = section_of(hint)
+        section = find_section_type(hint)
         names = (
-            [join_path(prefix, name) for name in hints_of(section)] if section else [*hints_of(cls)]
+            [join_path(prefix, name) for name in field_types(section)] if section else [*field_types(cls)]
         )
         advice = (
             f" Use one of {', '.join(names)}."
@@ -90,7 +90,7 @@ def is_required(field: "Field[Any]") -> bool:
     return field.default is MISSING and field.default_factory is MISSING
 
 
-def default_of(field: "Field[Any]") -> Any:
+def field_default(field: "Field[Any]") -> Any:
     """Return the default of a dataclass field; None if it is required."""
     if field.default_factory is not MISSING:
         return field.default_factory()
@@ -98,13 +98,13 @@ def default_of(field: "Field[Any]") -> Any:
 
 
 @functools.cache
-def hints_of(cls: type) -> Mapping[str, Hint]:
+def field_types(cls: type) -> Mapping[str, Hint]:
     """Return the type of every field of a dataclass."""
     return get_type_hints(cls)
 
 
 @functools.cache
-def docs_of(cls: type) -> Mapping[str, str]:
+def field_docs(cls: type) -> Mapping[str, str]:
     """Return the docstring of each field of a dataclass, in one line."""
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
@@ -141,12 +141,12 @@ def join_path(prefix: str, name: str) -> str:
 def _describe(cls: type, prefix: str) -> tuple[SettingLeaf, ...]:
     settings: list[SettingLeaf] = []
     for field in fields(cls):
-        path, hint = join_path(prefix, field.name), hints_of(cls)[field.name]
-        section = section_of(hint)
+        path, hint = join_path(prefix, field.name), field_types(cls)[field.name]
+        section = find_section_type(hint)
         if section is not None and not literal_values(hint):
             settings += _describe(section, path)
             continue
-        default, doc = plain(default_of(field)), docs_of(cls).get(field.name, "")
+        default, doc = plain(field_default(field)), field_docs(cls).get(field.name, "")
         settings.append(
             SettingLeaf(path=path, hint=hint, required=is_required(field), default=default, doc=doc)
         )
@@ -156,24 +156,24 @@ def _describe(cls: type, prefix: str) -> tuple[SettingLeaf, ...]:
     return tuple(settings)
 
 
-def type_name(hint: Hint) -> str:
+def describe_type(hint: Hint) -> str:
     """Describe a type in words: `a whole number`, `true or false`, `one of a, b`, `a list of
     text`, `a number or null`."""
-    options = options_of(hint)
+    options = union_options(hint)
     if len(options) > 1:
-        return " or ".join(type_name(option) for option in options)
+        return " or ".join(describe_type(option) for option in options)
     (option,) = options
-    if origin_of(option) is Literal:
+    if type_origin(option) is Literal:
         return f"one of {', '.join(str(value) for value in get_args(option))}"
-    if is_many(option):
+    if is_sequence_type(option):
         arguments = get_args(option)
-        if origin_of(option) is list or arguments[-1:] == (Ellipsis,):
-            return f"a list of {type_name(arguments[0])}"
+        if type_origin(option) is list or arguments[-1:] == (Ellipsis,):
+            return f"a list of {describe_type(arguments[0])}"
         return (
             f"a list of {len(arguments)}: "
-            f"{', '.join(type_name(argument) for argument in arguments)}"
+            f"{', '.join(describe_type(argument) for argument in arguments)}"
         )
-    if origin_of(option) is dict or is_section(option):
+    if type_origin(option) is dict or is_section_type(option):
         return "a mapping"
     words = {
         bool: "true or false",
@@ -186,47 +186,47 @@ def type_name(hint: Hint) -> str:
     return words.get(option, str(option))
 
 
-def options_of(hint: Hint) -> tuple[Hint, ...]:
+def union_options(hint: Hint) -> tuple[Hint, ...]:
     """Return the alternatives of a union; any other type is its only alternative."""
-    return get_args(hint) if origin_of(hint) in (Union, types.UnionType) else (hint,)
+    return get_args(hint) if type_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def literal_values(hint: Hint) -> list[Plain]:
     """Return the values that a `Literal` among the alternatives allows."""
     return [
         value
-        for option in options_of(hint)
-        if origin_of(option) is Literal
+        for option in union_options(hint)
+        if type_origin(option) is Literal
         for value in get_args(option)
     ]
 
 
 @functools.cache
-def section_of(hint: Hint) -> type | None:
+def find_section_type(hint: Hint) -> type | None:
     """Return the dataclass of a section, also if it is optional; None for a leaf."""
-    return next((option for option in options_of(hint) if is_section(option)), None)
+    return next((option for option in union_options(hint) if is_section_type(option)), None)
 
 
-def is_section(option: Hint) -> bool:
+def is_section_type(option: Hint) -> bool:
     """Return whether this type is a dataclass."""
     return isinstance(option, type) and is_dataclass(option)
 
 
-def is_many(option: Hint) -> bool:
+def is_sequence_type(option: Hint) -> bool:
     """Return whether this type is a list or a tuple."""
-    return origin_of(option) in (list, tuple)
+    return type_origin(option) in (list, tuple)
 
 
 def item_hints(option: Hint, count: int) -> list[Hint]:
     """Return the type of each of `count` items of a list or tuple; a tuple of fixed length has
     its own count."""
     arguments = get_args(option)
-    if origin_of(option) is list or arguments[-1:] == (Ellipsis,):
+    if type_origin(option) is list or arguments[-1:] == (Ellipsis,):
         return [arguments[0]] * count
     return list(arguments)
 
 
 @functools.cache  # called for every value of every config that is built
-def origin_of(hint: Hint) -> Any:  # Any: list, tuple, dict, Literal or Union, which share no type
+def type_origin(hint: Hint) -> Any:  # Any: list, tuple, dict, Literal or Union, which share no type
     """Return `list` for `list[str]`, `Literal` for `Literal[1]`, None for a plain class."""
     return get_origin(hint)

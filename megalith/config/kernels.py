@@ -88,17 +88,17 @@ class KernelsConfig:
 KernelSetting = Kernel | KernelsConfig
 
 
-def kernels_of(setting: KernelSetting) -> KernelsConfig:
+def expand_kernel_setting(setting: KernelSetting) -> KernelsConfig:
     """Return the backend of each operation for a setting that may be a single word."""
     return setting if isinstance(setting, KernelsConfig) else KernelsConfig(all=setting)
 
 
-def switch_of(setting: KernelSetting) -> Kernel:
+def default_backend(setting: KernelSetting) -> Kernel:
     """Return the backend of operations that are not set individually."""
-    return kernels_of(setting).all
+    return expand_kernel_setting(setting).all
 
 
-def plainly(setting: KernelSetting) -> KernelSetting:
+def reset_explicit_backends(setting: KernelSetting) -> KernelSetting:
     """Return the setting with explicitly named backends replaced by auto, since they do not
     support every dtype and device."""
     if not isinstance(setting, KernelsConfig):

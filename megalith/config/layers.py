@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Part = Literal["full", "linear", "none"]
+LayerPart = Literal["full", "linear", "none"]
 """Attention or MLP of a layer: full, a linear layer [h, h] in its place, or none."""
 
 
@@ -15,11 +15,11 @@ class LayersConfig:
     Source: Bercovich et al. 2024, arXiv:2411.19146 (Puzzle), section 3.1.
     """
 
-    attention: tuple[Part, ...] = ()
+    attention: tuple[LayerPart, ...] = ()
     """Attention of each layer. full: attention; linear: a linear layer in its place, with the
     same norms; none: neither attention nor its norms."""
 
-    mlp: tuple[Part, ...] = ()
+    mlp: tuple[LayerPart, ...] = ()
     """MLP of each layer. full: MLP; linear: a linear layer in its place, with the same norms;
     none: neither the MLP nor its norms."""
 
@@ -30,5 +30,5 @@ class LayersConfig:
     """Intermediate size of each layer's MLP; model.ffn_hidden_size is the largest."""
 
 
-ALIKE = LayersConfig()
+EQUAL_LAYERS = LayersConfig()
 """Default: all layers are equal."""

@@ -79,7 +79,7 @@ def lora_layers(lora: LoraConfig, model: ModelConfig) -> tuple[int, ...]:
 
 def has_adapters(parameter: str, lora: LoraConfig, model: ModelConfig) -> bool:
     """Return whether a parameter, given by its canonical name, has adapters."""
-    matrix = matrix_of(parameter)
+    matrix = find_lora_target(parameter)
     if matrix is None:
         return False
     return int(parameter.split(".")[1]) in lora_layers(lora, model) and matrix in lora_targets(
@@ -87,7 +87,7 @@ def has_adapters(parameter: str, lora: LoraConfig, model: ModelConfig) -> bool:
     )
 
 
-def matrix_of(parameter: str) -> str | None:
+def find_lora_target(parameter: str) -> str | None:
     """Return the target name of a parameter, given by its canonical name; None for experts and
     parameters outside layers.
 
@@ -98,7 +98,7 @@ def matrix_of(parameter: str) -> str | None:
     return parts[3] if len(parts) == 4 and parts[0] == "layers" else None
 
 
-def adapts_something(lora: LoraConfig, model: ModelConfig) -> bool:
+def adapts_any_layer(lora: LoraConfig, model: ModelConfig) -> bool:
     """Return whether any of the selected layers has one of the targets: parts can be left out,
     and experts have no adapters."""
     targets = set(lora_targets(lora, model))
@@ -143,7 +143,7 @@ def lora_problems(
                 f"adapters.{did_you_mean(name, known)} "
                 f"Use one or more of {list(known)}."
             )
-    if not problems and not adapts_something(lora, model):
+    if not problems and not adapts_any_layer(lora, model):
         problems.append(
             f"lora.targets={list(lora.targets)}: none of the selected layers has such a linear "
             "layer (experts cannot have adapters). Use a target in attention, or set lora.layers "

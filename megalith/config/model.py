@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 from megalith.config.attention import AttentionConfig
 from megalith.config.cross import CrossConfig
 from megalith.config.dropout import DropoutConfig
-from megalith.config.layers import ALIKE, LayersConfig, Part
+from megalith.config.layers import EQUAL_LAYERS, LayersConfig, LayerPart
 from megalith.config.mla import MLAConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.mtp import MTPConfig
@@ -135,7 +135,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     """Soft cap of the logits z: logit_softcap * tanh(z / logit_softcap). Unset: no cap."""
 
-    layers: LayersConfig = ALIKE
+    layers: LayersConfig = EQUAL_LAYERS
     """Attention, MLP and sizes that differ between layers."""
 
     mtp: MTPConfig = field(default_factory=MTPConfig)
@@ -188,7 +188,7 @@ class ModelConfig:
         if kind.qk_norm_layers:
             normed = _repeated(kind.qk_norm_layers, layer, True)
             kind = replace(kind, qk_norm=kind.qk_norm if normed else "none", qk_norm_layers=())
-        if own == ALIKE:
+        if own == EQUAL_LAYERS:
             return self if kind is self.attention else replace(self, attention=kind)
         return replace(
             self,
@@ -200,11 +200,11 @@ class ModelConfig:
             ),
         )
 
-    def attention_part(self, layer: int) -> Part:
+    def attention_part(self, layer: int) -> LayerPart:
         """Return what layer `layer`, numbered over all stages, has as attention."""
         return _repeated(self.layers.attention, layer, "full")
 
-    def mlp_part(self, layer: int) -> Part:
+    def mlp_part(self, layer: int) -> LayerPart:
         """Return what layer `layer`, numbered over all stages, has as MLP."""
         return _repeated(self.layers.mlp, layer, "full")
 
@@ -224,7 +224,7 @@ class ModelConfig:
         """Return the width multiplier m of muP, hidden_size / base_hidden_size; 1 without muP."""
         return 1.0 if self.mup is None else self.hidden_size / self.mup.base_hidden_size
 
-    def score_scale(self) -> float | None:
+    def softmax_scale(self) -> float | None:
         """Return the softmax scale of attention scores; None means 1 / sqrt(key_size())."""
         if self.attention.scale is not None or self.mup is None:
             return self.attention.scale
@@ -256,7 +256,7 @@ class ModelConfig:
             and _repeated(own.layers, layer - own.memory, True)
         )
 
-    def has_cross_layer_source_before(self, layers: range) -> int | None:
+    def find_cross_layer_source(self, layers: range) -> int | None:
         """Return the index in `layers` of the layer whose input is the cross-layer source; None
         if it is in none of them."""
         taken = self.cross is not None and self.cross.memory in layers
@@ -270,7 +270,7 @@ class ModelConfig:
             self.uses_cross_layer_source(later) for later in range(layer, self.num_layers)
         )
 
-    def needs_biases(self, *, layers: int) -> bool:
+    def needs_relative_biases(self, *, layers: int) -> bool:
         """Return whether `layers` layers, including MTP layers, read the table of relative
         position biases."""
         return self.positions == "relative" and layers > 0

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
+RouterScore = Literal["softmax", "sigmoid", "sqrt_softplus"]
 """Functions that turn router logits into scores."""
 
-Drop = Literal["least", "last"]
+TokenDropPolicy = Literal["least", "last"]
 """Token dropping policy beyond the expert capacity: the tokens with the least router weight, or
 the last tokens of the sequence."""
 
@@ -15,7 +15,7 @@ the last tokens of the sequence."""
 class RouterConfig:
     """Router that selects and weights the experts of each token."""
 
-    score: Score = "softmax"
+    score: RouterScore = "softmax"
     """Function that turns router logits into scores. softmax: over all experts; sigmoid and
     sqrt_softplus, √log(1 + exp(logit)): per expert."""
 
@@ -65,7 +65,7 @@ class RouterConfig:
     """For benchmarks only: in training, add to the logits a random bias per expert and layer
     with this standard deviation, the same in every step, so that the load is unbalanced."""
 
-    def forced_settings(self) -> tuple[str, ...]:
+    def list_benchmark_settings(self) -> tuple[str, ...]:
         """Return the active benchmark-only routing settings as SETTING=VALUE; empty in a normal
         run."""
         balance = (
@@ -77,7 +77,7 @@ class RouterConfig:
             else balance
         )
 
-    def draws(self) -> bool:
+    def uses_random_numbers(self) -> bool:
         """Return whether routing in training uses random numbers."""
         return self.jitter > 0 or self.force_load_balancing or self.force_biased > 0
 
@@ -138,7 +138,7 @@ class CapacityConfig:
     """Capacity factor: an expert accepts at most ceil(factor K N / E) of the N tokens of a
     microbatch. Unset: dropless, no token is dropped."""
 
-    drop: Drop = "least"
+    drop: TokenDropPolicy = "least"
     """Token dropping policy: padding first, then the tokens with the least router weight (least)
     or the last tokens of the sequence (last)."""
 

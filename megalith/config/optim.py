@@ -100,7 +100,7 @@ class OptimConfig:
 
     def trains(self, parameter: str) -> bool:
         """Return whether a parameter, given by its canonical name, is trained."""
-        return fits(parameter, self.trained) and not fits(parameter, self.frozen)
+        return matches_any_pattern(parameter, self.trained) and not matches_any_pattern(parameter, self.frozen)
 
     def trains_all(self) -> bool:
         """Return whether no parameter is frozen by name."""
@@ -111,7 +111,7 @@ TRAIN_ALL = OptimConfig()
 """Default optimizer settings, with every parameter trained."""
 
 
-def fits(parameter: str, patterns: Sequence[str]) -> bool:
+def matches_any_pattern(parameter: str, patterns: Sequence[str]) -> bool:
     """Return whether a parameter name matches one of the patterns.
 
     >>> patterns = ["layers.[0-3].*"]

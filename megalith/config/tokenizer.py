@@ -45,7 +45,7 @@ class TokenizerConfig:
     """tiktoken: number of ids reserved for special tokens at the start of a JSON vocabulary."""
 
 
-def merges_beside(vocabulary: str) -> str | None:
+def find_merges_file(vocabulary: str) -> str | None:
     """Return the path of the merges file of a GPT-2 vocabulary; None if the file name is not that
     of a vocabulary.
 

@@ -198,6 +198,6 @@ def load_run(file: Path) -> TrainRun:
 
 def dropout_seed(run: TrainRun) -> int | None:
     """Return the seed of dropout masks and router noise; None if the run has neither."""
-    drops = run.model.dropout.drops() or (run.lora is not None and run.lora.dropout > 0)
-    noisy = run.model.moe is not None and run.model.moe.router.draws()
+    drops = run.model.dropout.is_enabled() or (run.lora is not None and run.lora.dropout > 0)
+    noisy = run.model.moe is not None and run.model.moe.router.uses_random_numbers()
     return run.seed if drops or noisy else None

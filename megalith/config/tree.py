@@ -19,20 +19,20 @@ from megalith import storage
 from megalith.config.fields import (
     Hint,
     Plain,
-    docs_of,
+    field_docs,
     hint_at,
-    hints_of,
-    is_many,
+    field_types,
+    is_sequence_type,
     is_required,
-    is_section,
+    is_section_type,
     item_hints,
     join_path,
     literal_values,
-    options_of,
-    origin_of,
+    union_options,
+    type_origin,
     plain,
-    section_of,
-    type_name,
+    find_section_type,
+    describe_type,
     unknown_setting,
 )
 from megalith.config.renamed import (
@@ -351,7 +351,7 @@ def _put(cls: type, data: dict[str, Plain], path: str, value: Plain) -> None:
     for number, section in enumerate(sections, 1):
         before = data.get(section)
         if not isinstance(before, dict):
-            word = getattr(section_of(hint_at(cls, ".".join(sections[:number]))), "shorthand", None)
+            word = getattr(find_section_type(hint_at(cls, ".".join(sections[:number]))), "shorthand", None)
             data[section] = {} if word is None or before is None else {word: before}
         data = data[section]
     data[leaf] = value
@@ -361,7 +361,7 @@ def _parse(hint: Hint, text: Override) -> Plain:
     """Parse text as plain data of type `hint`; text that does not fit is returned unchanged and
     reported later with its path."""
     if isinstance(text, list):
-        many = next((option for option in options_of(hint) if is_many(option)), None)
+        many = next((option for option in union_options(hint) if is_sequence_type(option)), None)
         if many is None:
             return _parse(hint, text[0]) if len(text) == 1 else text
         hints = item_hints(many, len(text))
@@ -371,13 +371,13 @@ def _parse(hint: Hint, text: Override) -> Plain:
             else text
         )
     if (
-        type(None) in options_of(hint)
+        type(None) in union_options(hint)
         and text.lower() in _NONE_WORDS
         and text not in literal_values(hint)
     ):
         return None
     candidates = [
-        _parse_one(option, text) for option in options_of(hint) if option is not type(None)
+        _parse_one(option, text) for option in union_options(hint) if option is not type(None)
     ]
     return next((value for value in candidates if _fits(hint, value)), candidates[0])
 
@@ -385,20 +385,20 @@ def _parse(hint: Hint, text: Override) -> Plain:
 def _parse_one(option: Hint, text: str) -> Plain:
     if option is bool:
         return _BOOL_WORDS.get(text.lower(), text)
-    if origin_of(option) is Literal:
+    if type_origin(option) is Literal:
         return next((value for value in get_args(option) if str(value) == text), text)
     if option in (int, float):
         try:
             return option(text)
         except ValueError:
             return text
-    nested = is_many(option) or is_section(option) or origin_of(option) is dict
+    nested = is_sequence_type(option) or is_section_type(option) or type_origin(option) is dict
     if nested and text[:1] in ("[", "{"):
         try:
             return parse_yaml(text)
         except yaml.YAMLError:
             return text
-    return _parse(option, [text]) if is_many(option) else text
+    return _parse(option, [text]) if is_sequence_type(option) else text
 
 
 # --- checking
@@ -445,7 +445,7 @@ def _build(cls: type[T], data: Mapping[str, Plain], problems: list[str]) -> T:
 def _section(
     cls: type, data: Mapping[Any, Plain], path: str, report: _Report
 ) -> Any:  # Any: an instance of `cls`
-    hints, values, before = hints_of(cls), {}, len(report.problems)
+    hints, values, before = field_types(cls), {}, len(report.problems)
     for key in data:
         if key not in hints:
             report.unknown(join_path(path, f"{key!s:.{_MAX_SHOWN}}"), data[key])
@@ -459,13 +459,13 @@ def _section(
 
 
 def _missing(cls: type, name: str, path: str) -> str:
-    hint = hints_of(cls)[name]
-    section = section_of(hint)
+    hint = field_types(cls)[name]
+    section = find_section_type(hint)
     if section is None:
-        return f"{path} is missing. Set it to {type_name(hint)}: {docs_of(cls).get(name, '')}"
+        return f"{path} is missing. Set it to {describe_type(hint)}: {field_docs(cls).get(name, '')}"
     needed = [join_path(path, field.name) for field in _fields(section) if is_required(field)]
     return (
-        f"{path} is missing: {docs_of(cls).get(name, '')} Set "
+        f"{path} is missing: {field_docs(cls).get(name, '')} Set "
         f"{' and '.join(needed) or path + ' to a mapping'}."
     )
 
@@ -479,10 +479,10 @@ def _value(
         return report.renamed(path, value, successor)
     if type(value) is hint and _scalar(hint, value) is not None:  # fast path for most values
         return value
-    if value is None and type(None) in options_of(hint):
+    if value is None and type(None) in union_options(hint):
         return None
-    options = [option for option in options_of(hint) if option is not type(None)]
-    section = section_of(hint)
+    options = [option for option in union_options(hint) if option is not type(None)]
+    section = find_section_type(hint)
     if section is not None and isinstance(value, Mapping):
         return _section(section, value, path, report)
     if len(options) > 1:
@@ -494,9 +494,9 @@ def _value(
             return report.mismatch(path, hint, value)
         return _value((exact or fitting)[0], value, path, report)
     (option,) = options
-    if is_many(option) and isinstance(value, list | tuple):
+    if is_sequence_type(option) and isinstance(value, list | tuple):
         return _many(option, value, path, report)
-    if origin_of(option) is dict and isinstance(value, Mapping):
+    if type_origin(option) is dict and isinstance(value, Mapping):
         return {
             str(k): _value(get_args(option)[1], v, join_path(path, str(k)), report)
             for k, v in value.items()
@@ -515,12 +515,12 @@ def _many(
         _value(hint, item, f"{path}[{i}]", report)
         for i, (hint, item) in enumerate(zip(hints, items))
     ]
-    return tuple(values) if origin_of(option) is tuple else values
+    return tuple(values) if type_origin(option) is tuple else values
 
 
 def _scalar(option: Hint, value: Plain) -> Plain:
     """Return `value` as a bool, int, float, text or literal; None if it is not of that type."""
-    if origin_of(option) is Literal:
+    if type_origin(option) is Literal:
         return next(
             (word for word in get_args(option) if word == value and type(word) is type(value)), None
         )
@@ -556,26 +556,26 @@ def _mismatch(path: str, hint: Hint, value: Plain) -> str:
         and len(value) <= _MAX_SHOWN
     )
     shown = value if short else f"{value!r:.60}"
-    if isinstance(value, str) and str in options_of(hint) and not _is_text(value):
+    if isinstance(value, str) and str in union_options(hint) and not _is_text(value):
         return (
             f"{path}={shown}: it contains NUL or a character that is not valid Unicode. Use "
             "UTF-8 text without it."
         )
-    if int in options_of(hint) and type(value) is int and abs(value) > MAX_INT:
+    if int in union_options(hint) and type(value) is int and abs(value) > MAX_INT:
         return (
             f"{path}={shown}: the largest whole number is {MAX_INT} (2**63 - 1). Use a smaller one."
         )
     if literal_values(hint) and all(
-        origin_of(option) is Literal or option is type(None) or is_section(option)
-        for option in options_of(hint)
+        type_origin(option) is Literal or option is type(None) or is_section_type(option)
+        for option in union_options(hint)
     ):
-        choices = type_name(hint)
+        choices = describe_type(hint)
         return (
             f"{path}={shown}: there is no such choice.{_nearest_choice(hint, value)} Use {choices}."
         )
     return (
-        f"{path}={shown}: expected {type_name(hint)}, found "
-        f"{type_name(type(value))}.{_advice(hint, value)}"
+        f"{path}={shown}: expected {describe_type(hint)}, found "
+        f"{describe_type(type(value))}.{_advice(hint, value)}"
     )
 
 
@@ -595,8 +595,8 @@ def _nearest_choice(hint: Hint, value: Plain) -> str:
 
 def _advice(hint: Hint, value: Plain) -> str:
     """Suggest a value that would work, if there is an obvious one."""
-    options = options_of(hint)
-    many = next((option for option in options if is_many(option)), None)
+    options = union_options(hint)
+    many = next((option for option in options if is_sequence_type(option)), None)
     if isinstance(value, str) and literal_values(hint):
         return _nearest_choice(hint, value)
     if int in options and isinstance(value, float) and value.is_integer():

@@ -17,7 +17,7 @@ from megalith.config.data import (
     parse_blend,
     parse_split,
     per_split_paths,
-    split_of,
+    get_split,
 )
 from megalith.data.blend import (
     BlendedDataset,
@@ -203,10 +203,10 @@ class _Builder:
             return self._blend(
                 name, parse_blend(f"data.{name}_path", words[name]), (0.0, 1.0), num_samples, longer
             )
-        share = parse_split(split_of(self._data))[SPLIT_NAMES.index(name)]
+        share = parse_split(get_split(self._data))[SPLIT_NAMES.index(name)]
         if share is None:
             raise ConfigError(
-                f"data.split={split_of(self._data)} assigns no data to {name}, but the run reads "
+                f"data.split={get_split(self._data)} assigns no data to {name}, but the run reads "
                 f"{num_samples or 'all'} "
                 f"{name} samples. Set a {name} share above 0."
             )

@@ -15,7 +15,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from megalith import storage
-from megalith.config.tokenizer import MERGES, VOCABULARY, merges_beside
+from megalith.config.tokenizer import MERGES, VOCABULARY, find_merges_file
 from megalith.data.marked import TokenSpans
 from megalith.errors import DataError
 
@@ -52,7 +52,7 @@ class HuggingFaceTokenizer:
         settings = _read_settings(file.with_name("tokenizer_config.json"))
         self.bos = self._id(_token_text(settings.get("bos_token")))
         self._eod = self._find_eod(eod, _token_text(settings.get("eos_token")))
-        merges = merges_beside(str(file))
+        merges = find_merges_file(str(file))
         self.is_gpt2_format = merges is not None
         contents = file.read_bytes() + (b"" if merges is None else Path(merges).read_bytes())
         contents += f"eod={self._eod} special={add_special_tokens}".encode()
@@ -220,7 +220,7 @@ def _cached_file(name: str) -> Path | None:
 
 
 def _read(file: Path) -> Any:  # tokenizers.Tokenizer, which has no type annotations
-    merges = merges_beside(str(file))
+    merges = find_merges_file(str(file))
     if merges is not None:
         return _read_gpt2(file, Path(merges))
     try:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.moe import Drop, RouterConfig, Score
+from megalith.config.moe import TokenDropPolicy, RouterConfig, RouterScore
 from megalith.kernels.linear import (
     Context,
     GradAccumulator,
@@ -138,7 +138,7 @@ def expert_weights(logits: Tensor, scores: Tensor, experts: Tensor, router: Rout
     ).to(logits.dtype)
 
 
-def score_experts(logits: Tensor, score: Score) -> Tensor:
+def score_experts(logits: Tensor, score: RouterScore) -> Tensor:
     """Return the scores [t, E] of logits [t, E], in fp32 or float64."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if score == "sqrt_softplus":
@@ -146,14 +146,14 @@ def score_experts(logits: Tensor, score: Score) -> Tensor:
     return wide.softmax(1) if score == "softmax" else wide.sigmoid()
 
 
-def normalized_scores(logits: Tensor, score: Score) -> Tensor:
+def normalized_scores(logits: Tensor, score: RouterScore) -> Tensor:
     """Return the scores normalized to a sum of 1 per token for aux losses, also if all of them are
     tiny."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return (wide if score == "softmax" else log_scores(wide, score)).softmax(1)
 
 
-def log_scores(logits: Tensor, score: Score) -> Tensor:
+def log_scores(logits: Tensor, score: RouterScore) -> Tensor:
     """Return the logarithm of sigmoid or sqrt_softplus scores: [t, E] -> [t, E]."""
     if score == "sigmoid":
         return torch.nn.functional.logsigmoid(logits)
@@ -279,7 +279,7 @@ def balancing_offsets(logits: Tensor, offsets: Tensor, valid: Tensor, top_k: int
 
 
 def select_within_capacity(
-    choice: Choice, capacity: int, drop: Drop, *, num_experts: int, order: Tensor | None = None
+    choice: Choice, capacity: int, drop: TokenDropPolicy, *, num_experts: int, order: Tensor | None = None
 ) -> Tensor:
     """Return which choices [t, k] remain under the expert capacity, bool: each expert keeps at most
     `capacity`.

@@ -20,7 +20,7 @@ from megalith.config.lora import (
     lora_layers,
     lora_matrices,
     lora_targets,
-    matrix_of,
+    find_lora_target,
 )
 from megalith.config.model import ModelConfig
 from megalith.config.tree import from_dict, parse_stored_settings
@@ -205,7 +205,7 @@ def find_peft_layers(
     """
     parts, unsupported = [], {}
     for rule in family.rules(model):
-        word = matrix_of(rule.parameter or "")
+        word = find_lora_target(rule.parameter or "")
         if word is None or word not in targets:
             continue
         if not _is_linear(rule):

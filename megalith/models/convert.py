@@ -11,7 +11,7 @@ import torch
 from megalith import __version__, storage
 from megalith.checkpoint.boxes import lengths, show_box
 from megalith.checkpoint.format import MANIFEST, sha256, show_dtype
-from megalith.config.checkpoint import NewRows
+from megalith.config.checkpoint import NewRowInit
 from megalith.config.tree import dump_yaml, to_dict
 from megalith.data.tokenizer import build_tokenizer, moved_to
 from megalith.models.adapters import ADAPTER_CONFIG, AdaptedWeights, fingerprint
@@ -231,7 +231,7 @@ def convert(
 
 
 def build_recipe(
-    source: Pretrained, to: Kind, *, dtype: torch.dtype | None, shard_nbytes: int, new_rows: NewRows
+    source: Pretrained, to: Kind, *, dtype: torch.dtype | None, shard_nbytes: int, new_rows: NewRowInit
 ) -> Recipe:
     """Return what determines the bytes of a conversion; conversions with equal recipes may reuse
     each other's files.

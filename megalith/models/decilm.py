@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megalith.config.blocks import Sizes, multiplier_of, read_blocks
+from megalith.config.blocks import BlockModelSizes, find_ffn_multiplier, read_blocks
 from megalith.config.model import ModelConfig
 from megalith.errors import raise_all
 from megalith.models.fields import Fields
@@ -40,7 +40,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     layers, heads, hidden = (
         raw[name] if isinstance(raw.get(name), int) and raw[name] > 0 else 1 for name in COUNTS
     )  # Fields reports problems with them below
-    sizes = Sizes(
+    sizes = BlockModelSizes(
         num_layers=layers,
         num_heads=heads,
         hidden_size=hidden,
@@ -106,7 +106,7 @@ def _block(config: ModelConfig, layer: int) -> dict[str, Any]:
         config.attention_part(layer),
         config.mlp_part(layer),
     )
-    width = multiplier_of(layer_config.ffn_hidden_size, config.hidden_size)
+    width = find_ffn_multiplier(layer_config.ffn_hidden_size, config.hidden_size)
     if mlp == "full" and width is None:
         raise_all(
             [
@@ -142,7 +142,7 @@ def _normalize_layers(config: ModelConfig) -> ModelConfig:
         }
         for n in range(config.num_layers)
     ]
-    sizes = Sizes(
+    sizes = BlockModelSizes(
         num_layers=config.num_layers, num_heads=config.num_heads, hidden_size=config.hidden_size
     )
     blocks = read_blocks(parts, sizes)

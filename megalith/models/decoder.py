@@ -139,7 +139,7 @@ class Decoder(nn.Module):
         )
         self.run_layers = LayerRunner(recompute, offload, mesh.tp)
         self.source_hook: SpanHook | None = None
-        if (before := config.has_cross_layer_source_before(self.stage.layers)) is not None:
+        if (before := config.find_cross_layer_source(self.stage.layers)) is not None:
             self.memory_norm = _memory_norm(config, tp_comm, dtype=dtype)
             self.source_hook = SpanHook(before, self._encode_cross_layer_source)
         if self.stage.norm:

@@ -40,7 +40,7 @@ from megalith.checkpoint.safetensors import (
     write_part,
 )
 from megalith.checkpoint.strictness import name_experts
-from megalith.config.checkpoint import NewRows
+from megalith.config.checkpoint import NewRowInit
 from megalith.config.model import ModelConfig
 from megalith.config.suggest import did_you_mean
 from megalith.errors import CheckpointError, ConfigError
@@ -243,7 +243,7 @@ class HuggingFaceFolder:
         """
         check_links(path, storage.list_names(path))
         self.path = path
-        self.new_rows: NewRows = "zero"
+        self.new_rows: NewRowInit = "zero"
         self._means: dict[str, Tensor] = {}
         raw = read_json(path / CONFIG)
         self.family, outer = find_family(raw, path)

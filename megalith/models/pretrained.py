@@ -25,7 +25,7 @@ from megalith.checkpoint.strictness import (
     select_rejected_keys,
     weights_of,
 )
-from megalith.config.checkpoint import CheckpointConfig, NewRows
+from megalith.config.checkpoint import CheckpointConfig, NewRowInit
 from megalith.config.model import ModelConfig
 from megalith.config.suggest import did_you_mean
 from megalith.config.tokenizer import TokenizerConfig
@@ -346,7 +346,7 @@ def trained_with_forced_balancing(
     """Return the settings that selected experts at random before a checkpoint, and those that do in
     `model`."""
     stored = [] if checkpoint is None else checkpoint.state.get(FORCE_LOAD_BALANCING, [])
-    current = () if model.moe is None else model.moe.router.forced_settings()
+    current = () if model.moe is None else model.moe.router.list_benchmark_settings()
     return tuple(dict.fromkeys((*(map(str, stored) if isinstance(stored, list) else ()), *current)))
 
 
@@ -422,7 +422,7 @@ def load_weights_with_records(
     )
 
 
-def add_rows(opened: Pretrained, model: ModelConfig, rows: NewRows, *, setting: str) -> None:
+def add_rows(opened: Pretrained, model: ModelConfig, rows: NewRowInit, *, setting: str) -> None:
     """Set how rows of `model`'s vocabulary tables are initialized that a Hugging Face folder lacks;
     `setting` requests it.
 

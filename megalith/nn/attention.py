@@ -136,7 +136,7 @@ def scores_of_layer(config: ModelConfig, layer: int) -> Scores:
     window = kind.window if config.has_window(layer) else None
     relative = config.relative.max_distance if config.positions == "relative" else None
     return Scores(
-        config.score_scale(),
+        config.softmax_scale(),
         window,
         window is not None and kind.chunked,
         kind.softcap,

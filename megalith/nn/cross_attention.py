@@ -58,7 +58,7 @@ class CrossAttentionBase(nn.Module):
         encoder states are those of the same tokens, and no token attends to later ones."""
         super().__init__()
         self.core = core
-        self.scores = Scores(config.score_scale(), softcap=config.attention.softcap, causal=causal)
+        self.scores = Scores(config.softmax_scale(), softcap=config.attention.softcap, causal=causal)
         heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size)
         self.num_heads, self.num_kv_heads = (
             heads.queries[mesh.tp.rank],

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from megalith.config.kernels import BackendName, KernelsConfig, KernelSetting, Op, kernels_of
+from megalith.config.kernels import BackendName, KernelsConfig, KernelSetting, Op, expand_kernel_setting
 from megalith.kernels.matmul import select_bf16_matmul
 from megalith.kernels.span_attention import reference_span_attention
 from megalith.parallel.context import AllGatherAttend, UlyssesAttend, UlyssesRingAttend, RingAttend
@@ -39,7 +39,7 @@ OPERATIONS: Mapping[str, Op] = {
 def use_kernels(models: Iterable[nn.Module], kernels: KernelSetting, mesh: Mesh) -> None:
     """Bind every module's operations to the backends of `kernels`; auto is the default. `matmul` is
     selected for the process."""
-    config = kernels_of(kernels)
+    config = expand_kernel_setting(kernels)
     select_bf16_matmul(config.of("matmul"))
     if config == KernelsConfig():
         return

@@ -257,7 +257,7 @@ def _recomputed_bytes(setting: ActivationSetting, layer: int, rows: Sequence[Sav
 
 
 def _layer_spans(setting: ActivationSetting, num_layers: int) -> list[Span]:
-    cut = setting.model.has_cross_layer_source_before(
+    cut = setting.model.find_cross_layer_source(
         range(setting.first_layer, setting.first_layer + num_layers)
     )
     return layer_spans(setting.recompute, setting.offload, num_layers, cut=cut)
@@ -522,7 +522,7 @@ def _cross_layer_source_rows(setting: ActivationSetting, num_layers: int) -> Ite
     if model.cross is None:
         return
     width, spans = setting.own_tokens * model.hidden_size, _layer_spans(setting, num_layers)
-    source_layer = model.has_cross_layer_source_before(range(first, first + num_layers))
+    source_layer = model.find_cross_layer_source(range(first, first + num_layers))
     later = [span for span in spans if first + span.start >= model.cross.memory]
     attending = [
         layer

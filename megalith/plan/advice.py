@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megalith.config.kernels import switch_of
+from megalith.config.kernels import default_backend
 from megalith.config.recompute import RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import Override, apply_overrides
@@ -237,7 +237,7 @@ def notes(workload: Workload, device: Device) -> list[str]:
             f"bubble. Use a larger train.global_batch_size, or parallel.pipeline.vpp."
         )
     lines += _expert_notes(workload, device)
-    if switch_of(run.kernels) == "reference":
+    if default_backend(run.kernels) == "reference":
         lines.append(
             f"kernels={describe_kernel_setting(run.kernels)}: the reference backends save all "
             "attention scores, logits and intermediate results, and are slower; these figures are "

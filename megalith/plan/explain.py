@@ -237,7 +237,7 @@ def kind_text(model: ModelConfig) -> str:
     words.append(f"{'gated ' * model.gated}{model.activation}")
     words += [*_mixture_text(model), *_cross_text(model), *_layer_differences_text(model)]
     words += [f"{model.mtp.num_layers} MTP layers"] if model.mtp.num_layers else []
-    return ", ".join(words + (["dropout"] if model.dropout.drops() else []))
+    return ", ".join(words + (["dropout"] if model.dropout.is_enabled() else []))
 
 
 def _mixture_text(model: ModelConfig) -> Iterator[str]:

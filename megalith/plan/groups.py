@@ -8,7 +8,7 @@ from itertools import combinations
 from megalith.config.fields import Plain
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
-from megalith.config.optim import GroupConfig, OptimConfig, fits
+from megalith.config.optim import GroupConfig, OptimConfig, matches_any_pattern
 from megalith.config.schedule import ScheduleConfig
 from megalith.config.suggest import did_you_mean
 from megalith.config.train import TrainRun
@@ -40,7 +40,7 @@ def parameter_rates(model: ModelConfig, optim: OptimConfig, name: str, inputs: i
     return mup_factors(model, optim.kind, name, inputs)._replace(
         lr_of=rate[0].name if rate else "",
         decay_of=decay[0].name if decay else "",
-        vector_decays=inputs == 0 and fits(name, optim.decayed_vectors),
+        vector_decays=inputs == 0 and matches_any_pattern(name, optim.decayed_vectors),
     )
 
 
@@ -159,7 +159,7 @@ def _before_router(name: str, depth: int) -> bool:
 def _vector_problems(optim: OptimConfig, held: Sequence[HeldParameter]) -> Iterator[str]:
     vectors = [one.name for one in held if not one.matrix]
     for pattern in optim.decayed_vectors:
-        if not any(fits(name, [pattern]) for name in vectors):
+        if not any(matches_any_pattern(name, [pattern]) for name in vectors):
             yield (
                 f"optim.decayed_vectors={pattern}: no vector has such a name."
                 f"{did_you_mean(pattern, _candidates(vectors))} Use names or patterns such as "
@@ -248,7 +248,7 @@ def _without_effect(
     decay."""
     where, reached = (
         f"optim.groups[{group.name}]",
-        [one for one in moving if fits(one.name, group.match)],
+        [one for one in moving if matches_any_pattern(one.name, group.match)],
     )
     if not reached:
         yield (
@@ -257,7 +257,7 @@ def _without_effect(
             f"is, such as {moving[0].name}."
         )
     elif any(_decay(group)) and not any(
-        one.matrix or fits(one.name, optim.decayed_vectors) for one in reached
+        one.matrix or matches_any_pattern(one.name, optim.decayed_vectors) for one in reached
     ):
         yield (
             f"{where} sets the weight decay of {reached[0].name} and other vectors, which do "
@@ -274,7 +274,7 @@ def _without_effect(
 
 def _decays(one: HeldParameter, optim: OptimConfig, model: ModelConfig) -> bool:
     """Return whether weight decay applies to a parameter."""
-    vector = not one.matrix and not fits(one.name, optim.decayed_vectors)
+    vector = not one.matrix and not matches_any_pattern(one.name, optim.decayed_vectors)
     return not vector and mup_factors(model, optim.kind, one.name, int(one.matrix)).decay > 0
 
 
@@ -283,7 +283,7 @@ def _conflicts(groups: Sequence[GroupConfig], moving: Sequence[HeldParameter]) -
     for what, decides in (("learning rate", _rate), ("weight decay", _decay)):
         for one, other in combinations([group for group in groups if any(decides(group))], 2):
             both = next(
-                (p.name for p in moving if fits(p.name, one.match) and fits(p.name, other.match)),
+                (p.name for p in moving if matches_any_pattern(p.name, one.match) and matches_any_pattern(p.name, other.match)),
                 None,
             )
             if both is not None and decides(one) != decides(other):
@@ -327,7 +327,7 @@ def _find_groups(
     groups: Sequence[GroupConfig], name: str, decides: Callable[[GroupConfig], Decided]
 ) -> list[GroupConfig]:
     """Return the groups that set a quantity of a parameter."""
-    return [group for group in groups if any(decides(group)) and fits(name, group.match)]
+    return [group for group in groups if any(decides(group)) and matches_any_pattern(name, group.match)]
 
 
 def _unknown(
@@ -336,7 +336,7 @@ def _unknown(
     """Yield errors of patterns that match no parameter."""
     names = [one.name for one in held]
     for pattern in patterns:
-        if any(fits(name, [pattern]) for name in names):
+        if any(matches_any_pattern(name, [pattern]) for name in names):
             continue
         near = did_you_mean(pattern, _candidates(names))
         if pattern == "head.weight" and model.tied_embeddings:

@@ -9,8 +9,8 @@ from megalith.config.kernels import (
     KernelSetting,
     Op,
     is_explicit_backend,
-    kernels_of,
-    switch_of,
+    expand_kernel_setting,
+    default_backend,
 )
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
@@ -235,7 +235,7 @@ def used_ops(model: ModelConfig, *, bf16_on_cpu: bool = False) -> tuple[Op, ...]
     CPUs."""
     absent: dict[Op, bool] = {
         "rope": model.positions != "rope",
-        "dropout": not model.dropout.drops(),
+        "dropout": not model.dropout.is_enabled(),
         "experts": model.moe is None,
         "matmul": not bf16_on_cpu,
     }
@@ -262,7 +262,7 @@ def explicit_backend_problems(
 ) -> list[str]:
     """Return one error text for each backend that is set by name and cannot be used, with one that
     can."""
-    config, problems = kernels_of(run.kernels), []
+    config, problems = expand_kernel_setting(run.kernels), []
     for op in OPS:
         backend_name = config.of(op)
         reason = (
@@ -316,7 +316,7 @@ def _explain_unused_op(op: Op, run: TrainRun) -> str | None:
         return f"model.positions={model.positions}: nothing is rotated"
     if (
         op == "dropout"
-        and not model.dropout.drops()
+        and not model.dropout.is_enabled()
         and (run.lora is None or run.lora.dropout == 0)
     ):
         return (
@@ -347,7 +347,7 @@ def describe_kernels(
 
     `bf16_kernels`: whether torch has bf16 kernels for this CPU.
     """
-    config, words, reasons = kernels_of(run.kernels), [], dict[str, list[str]]()
+    config, words, reasons = expand_kernel_setting(run.kernels), [], dict[str, list[str]]()
     bf16_on_cpu = device == CPU and run.precision.params == "bf16"
     for op in used_ops(run.model, bf16_on_cpu=bf16_on_cpu):
         backend_name = config.of(op)
@@ -364,7 +364,7 @@ def describe_kernels(
         words.append(f"{op} {chosen}")
         for reason in op_reasons.values():
             reasons.setdefault(reason, []).append(op)
-    switch = switch_of(run.kernels)
+    switch = default_backend(run.kernels)
     compiled = " (layers compiled by torch)" if run.train.compile else ""
     lines = [f"kernels: {switch}{compiled}: {', '.join(words)}"]
     return lines + [
@@ -408,6 +408,6 @@ def list_backend_specs() -> list[tuple[Op, BackendName, str, str]]:
 
 def describe_kernel_setting(setting: KernelSetting) -> str:
     """Return the setting as a user writes it: `reference`, or `auto, norm=numba`."""
-    config = kernels_of(setting)
+    config = expand_kernel_setting(setting)
     own = [f"{op}={getattr(config, op)}" for op in OPS if getattr(config, op) != "auto"]
     return ", ".join([config.all, *own])

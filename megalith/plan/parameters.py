@@ -367,7 +367,7 @@ def held_parameters(
     held = [table] if embedding else []
     if embedding and model.positions == "learned":
         held.append(places)
-    if model.needs_biases(layers=len(layers) + num_mtp_layers):
+    if model.needs_relative_biases(layers=len(layers) + num_mtp_layers):
         held.append(bias_table(model, tp=tp, tp_rank=tp_rank))
     for index in layers:
         held += layer_parameters(model, index, tp=tp, tp_rank=tp_rank, experts=experts)

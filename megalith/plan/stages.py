@@ -45,7 +45,7 @@ class Stage:
 
     def reads_biases(self, model: ModelConfig) -> bool:
         """Return whether the stage reads the table of relative position biases."""
-        return model.needs_biases(layers=len(self.layers) + self.num_mtp_layers)
+        return model.needs_relative_biases(layers=len(self.layers) + self.num_mtp_layers)
 
 
 def single_stage(num_layers: int, depths: int = 0) -> Stage:

@@ -294,7 +294,7 @@ def spans_again(workload: Workload, stage: Stage) -> list[int]:
     """Return the layers of each recomputed span; the sum that ends a span is not recomputed."""
     if not stage.layers:
         return []
-    run, cut = workload.run, workload.run.model.has_cross_layer_source_before(stage.layers)
+    run, cut = workload.run, workload.run.model.find_cross_layer_source(stage.layers)
     spans = layer_spans(run.recompute, run.offload, len(stage.layers), cut=cut)
     return [span.stop - span.start for span in spans if span.recomputed]
 

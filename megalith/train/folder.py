@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megalith import storage
 from megalith.config.sft import BUILT_IN_TEMPLATES
-from megalith.config.tokenizer import MERGES, VOCABULARY, TokenizerConfig, merges_beside
+from megalith.config.tokenizer import MERGES, VOCABULARY, TokenizerConfig, find_merges_file
 from megalith.config.train import CONFIG_FILE, TrainRun, load_run
 from megalith.config.tree import differences, dump_yaml
 from megalith.data.chat_template import TEMPLATE_FILE
@@ -205,7 +205,7 @@ def read_tokenizer_files(run: TrainRun) -> TokenizerFiles:
         files = {each: file for each, file in beside.items() if each in TOKENIZER_FILES} | {
             name: main
         }
-        merges = merges_beside(str(main)) if run.tokenizer.kind == "huggingface" else None
+        merges = find_merges_file(str(main)) if run.tokenizer.kind == "huggingface" else None
         files |= {} if merges is None else {MERGES: Path(merges)}
     if run.data.sft.template is not None:
         files.pop(TEMPLATE_FILE, None)
@@ -222,7 +222,7 @@ def _template_file(run: TrainRun) -> Path | None:
 
 def _name_of_copy(tokenizer: TokenizerConfig, main: Path) -> str:
     if tokenizer.kind == "huggingface":
-        return "tokenizer.json" if merges_beside(str(main)) is None else VOCABULARY
+        return "tokenizer.json" if find_merges_file(str(main)) is None else VOCABULARY
     return MODEL if tokenizer.kind == "sentencepiece" else TIKTOKEN_FILE
 
 

@@ -16,7 +16,7 @@ from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.retention import remove_leftovers
 from megalith.checkpoint.save import save_checkpoint
-from megalith.config.attention import attention_notes
+from megalith.config.attention import list_attention_warnings
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun, dropout_seed
 from megalith.data.build import Splits, build_datasets
@@ -265,7 +265,7 @@ class _Loop:
         notes = unused_notes(run, self.mesh.world.size) + zero_notes(
             run.parallel, self.mesh.dp.size
         )
-        notes += attention_notes(run.model.attention)
+        notes += list_attention_warnings(run.model.attention)
         notes += (
             [] if run.lora is not None else balance_notes(run.model)
         )  # LoRA freezes the routers

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from megalith.config.context import ContextConfig
 from megalith.config.cross import CrossConfig
-from megalith.config.kernels import plainly
+from megalith.config.kernels import reset_explicit_backends
 from megalith.config.layers import LayersConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
@@ -222,7 +222,7 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
         case.run,
         recompute=_shrink_recompute(run, tp),
         offload=offload,
-        kernels=plainly(run.kernels),  # copies are in float64
+        kernels=reset_explicit_backends(run.kernels),  # copies are in float64
         optim=_shrink_choice(replace(run.optim, eps=1e-3), run.model.num_layers, model),
         train=replace(
             case.run.train,

@@ -26,7 +26,7 @@ from megalith.checkpoint.load import (
     open_checkpoint,
     verify_checkpoint,
 )
-from megalith.config.checkpoint import Answer, CheckpointConfig
+from megalith.config.checkpoint import KeyMismatchAction, CheckpointConfig
 from megalith.errors import CheckpointError, DamagedCheckpointError
 from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.shards import Shard
@@ -298,7 +298,7 @@ def test_each_answer_to_tensors_of_one_side_only(
     tiny: SimpleNamespace,
     caplog: pytest.LogCaptureFixture,
     sides: str,
-    answer: Answer,
+    answer: KeyMismatchAction,
 ) -> None:
     theirs, ours = SIDES[sides]
     path = saved(tmp_path, tiny, entries_of({name: torch.ones(n) for name, n in theirs.items()}))
@@ -337,7 +337,7 @@ def test_each_answer_to_tensors_of_one_side_only(
 
 @pytest.mark.parametrize("answer", ["warn", "ignore"])
 def test_a_run_that_resumes_needs_all_of_its_weights_whatever_the_answer(
-    tmp_path: Path, tiny: SimpleNamespace, answer: Answer
+    tmp_path: Path, tiny: SimpleNamespace, answer: KeyMismatchAction
 ) -> None:
     path = saved(
         tmp_path,

@@ -17,8 +17,8 @@ from megalith.cli.chat import (
     open_chat,
     option_problems,
     settings,
-    take_turn,
-    worker_words,
+    handle_turn,
+    build_worker_arguments,
 )
 from megalith.cli.main import main
 from megalith.config.data import DataConfig
@@ -122,7 +122,7 @@ def test_workers_get_the_same_options(tuned: str) -> None:
     options = parse_options(
         ChatOptions, [tuned, "--system=-x", "--top-p", "0.5", "--greedy", "--nproc", "3"], prog="x"
     )
-    again = parse_options(ChatOptions, worker_words(options), prog="x")
+    again = parse_options(ChatOptions, build_worker_arguments(options), prog="x")
     assert again == replace(options, nproc=1)
 
 
@@ -212,7 +212,7 @@ def test_interrupted_answer_ends_and_the_conversation_continues(
 ) -> None:
     options = parse_options(ChatOptions, [tuned, "--max-new-tokens", "30", "--greedy"], prog="x")
     worker = Worker.from_environment({})
-    talk = open_chat(options, open_source(tuned, 1), worker)
+    run_chat = open_chat(options, open_source(tuned, 1), worker)
     shown: list[str] = []
 
     def impatient(text: str) -> None:
@@ -222,18 +222,18 @@ def test_interrupted_answer_ends_and_the_conversation_continues(
 
     monkeypatch.setattr(command, "print_now", impatient)
     with pytest.raises(KeyboardInterrupt):
-        take_turn(talk, "abc", first=True)
-    assert [message["role"] for message in talk.messages] == ["user", "assistant"]
-    assert talk.messages[1]["content"] == "".join(shown)
+        handle_turn(run_chat, "abc", first=True)
+    assert [message["role"] for message in run_chat.messages] == ["user", "assistant"]
+    assert run_chat.messages[1]["content"] == "".join(shown)
     shown.clear()
-    take_turn(talk, "and then?", first=True, forgiving=True, stoppable=True)
-    assert shown[3:] == [" [stopped]\n"] and len(talk.messages) == 4
-    before = list(talk.messages)
+    handle_turn(run_chat, "and then?", first=True, forgiving=True, stoppable=True)
+    assert shown[3:] == [" [stopped]\n"] and len(run_chat.messages) == 4
+    before = list(run_chat.messages)
     monkeypatch.setattr(command, "print_now", shown.append)
-    take_turn(talk, "xyz", first=True)
+    handle_turn(run_chat, "xyz", first=True)
     again = open_chat(options, open_source(tuned, 1), worker)
     again.messages = before
-    assert again.say("xyz", lambda text: None) == talk.messages[-1]["content"], (
+    assert again.say("xyz", lambda text: None) == run_chat.messages[-1]["content"], (
         "what was read is still right"
     )
 

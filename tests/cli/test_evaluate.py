@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megalith.cli.evaluate import fitted
+from megalith.cli.evaluate import fit_layout_to_world
 from megalith.cli.main import main
 from megalith.config.moe import MoEConfig
 from megalith.config.train import TrainRun
@@ -136,7 +136,7 @@ def test_the_layout_follows_the_processes_unless_it_is_given(
     layout: tuple[int, bool, int | None],
 ) -> None:
     run = tiny_run()
-    found = fitted(replace(run, parallel=replace(run.parallel, **trained)), world, given)
+    found = fit_layout_to_world(replace(run, parallel=replace(run.parallel, **trained)), world, given)
     assert (found.parallel.tp, found.parallel.sp, found.parallel.dp) == layout
     if not given:
         assert run_problems(found, world) == []
@@ -149,7 +149,7 @@ def test_the_layout_follows_the_processes_unless_it_is_given(
 def test_zero_3_weights_stay_sharded(trained: int, given: tuple[str, ...], zero: int) -> None:
     run = tiny_run({"parallel.zero": str(trained), "parallel.dp_replicate": "2"})
     for world in (1, 2, 3):
-        found = fitted(run, world, given)
+        found = fit_layout_to_world(run, world, given)
         assert (found.parallel.zero, found.parallel.dp_replicate) == (zero, 1)
         assert run_problems(found, world) == []
 
@@ -170,14 +170,14 @@ def test_expert_parallel_size_follows_the_number_of_processes(
     model = replace(run.model, moe=MoEConfig(num_experts=4, ffn_hidden_size=6))
     run = replace(run, model=model, parallel=replace(run.parallel, **trained))
     for world, (ep, etp) in found.items():
-        layout = fitted(run, world, ())
+        layout = fit_layout_to_world(run, world, ())
         assert (layout.parallel.ep, layout.parallel.etp, layout.parallel.overlap_experts) == (
             ep,
             etp,
             False,
         )
         assert run_problems(layout, world) == []
-    assert fitted(run, 1, ("parallel.ep",)).parallel.ep == trained["ep"]
+    assert fit_layout_to_world(run, 1, ("parallel.ep",)).parallel.ep == trained["ep"]
 
 
 @pytest.mark.slow
@@ -209,9 +209,9 @@ def test_settings_of_training_memory_are_reset() -> None:
         }
     )
     assert run_problems(run, 4) == []
-    assert run_problems(fitted(run, 1, ()), 1) == []
+    assert run_problems(fit_layout_to_world(run, 1, ()), 1) == []
     assert (
-        len(run_problems(fitted(run, 1, ("recompute.granularity", "parallel.reduce_dtype")), 1))
+        len(run_problems(fit_layout_to_world(run, 1, ("recompute.granularity", "parallel.reduce_dtype")), 1))
         == 2
     )
 

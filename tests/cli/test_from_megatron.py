@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megalith.cli.from_megatron import FromMegatron, report, split_own
+from megalith.cli.from_megatron import FromMegatron, report, split_options
 from megalith.cli.main import main
 from megalith.config.fields import describe
 from megalith.config.megatron.arguments import known_flags
@@ -58,7 +58,7 @@ def test_our_own_options_are_not_megatrons() -> None:
 
 
 def test_our_own_options_are_found_anywhere() -> None:
-    own, words = split_own(
+    own, words = split_options(
         ["--lr", "1", "--set", "A=1", "--json", "--bf16", "--set=B=x=y", "--world=8", "--strict"]
     )
     assert own == ["--json", "--world", "8", "--strict", "--set", "A=1", "B=x=y"]

@@ -17,7 +17,7 @@ from megalith.cli.generate import (
     print_now,
     read_prompt_file,
     read_prompts,
-    worker_words,
+    build_worker_arguments,
 )
 from megalith.cli.main import main
 from megalith.config.model import ModelConfig
@@ -290,7 +290,7 @@ def test_every_option_reaches_the_workers() -> None:
         "file",
         "nproc",
     }
-    read = parse_options(GenerateOptions, worker_words(options, Path("y"), Path("z")), prog="x")
+    read = parse_options(GenerateOptions, build_worker_arguments(options, Path("y"), Path("z")), prog="x")
     assert {name: getattr(read, name) for name in values} == values and (
         read.source,
         read.file,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megalith.cli.output import finite, print_json, tell_warnings
+from megalith.cli.output import finite, print_json, print_warnings
 
 
 def test_one_document_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,7 +27,7 @@ def test_model_warnings_go_to_standard_error(capsys: pytest.CaptureFixture[str])
     source: Any = SimpleNamespace(
         path="there", warnings=lambda: ["its head is tied", "its tokenizer is older"]
     )
-    tell_warnings(source)
+    print_warnings(source)
     found = capsys.readouterr()
     assert (
         found.out == "" and found.err == "there: its head is tied\nthere: its tokenizer is older\n"

@@ -12,7 +12,7 @@ from megalith.cli.plan_tables import (
     _gib,
     _ms,
     _some,
-    passages,
+    list_transfers,
     print_estimate,
     print_layout,
 )
@@ -143,6 +143,6 @@ def test_frozen_and_trained_parameters_are_shown_separately(
 def test_traffic_has_a_duration_where_the_device_has_links() -> None:
     workload = plan_workload(tiny_run({"parallel.tp": "2"}), 4)
     place = worst(memory_ledger(workload))
-    found = passages(workload, place, DEVICES["h100"])
+    found = list_transfers(workload, place, DEVICES["h100"])
     assert {row.axis for row, _ in found} == {"tp", "dp"}
     assert all(way is not None and way.seconds > 0 for _, way in found)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megalith.config.attention import AttentionConfig, attention_notes
+from megalith.config.attention import AttentionConfig, list_attention_warnings
 from megalith.config.model import ModelConfig
 
 MODEL = ModelConfig(
@@ -31,7 +31,7 @@ def test_sliding_window_applies_to_all_layers_or_the_pattern() -> None:
 
 
 def test_non_causal_attention_is_warned_about() -> None:
-    (note,) = attention_notes(AttentionConfig(causal=False))
+    (note,) = list_attention_warnings(AttentionConfig(causal=False))
     assert "model.attention.causal=false: every token attends to its own label" in note
     assert "set model.attention.causal=true" in note
-    assert attention_notes(AttentionConfig(window=4)) == []
+    assert list_attention_warnings(AttentionConfig(window=4)) == []

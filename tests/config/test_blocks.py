@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from megalith.config.blocks import Sizes, multiplier_of, read_blocks, width_of
-from megalith.config.layers import ALIKE, LayersConfig
+from megalith.config.blocks import BlockModelSizes, find_ffn_multiplier, read_blocks, compute_ffn_size
+from megalith.config.layers import EQUAL_LAYERS, LayersConfig
 
-SIZES = Sizes(num_layers=4, num_heads=32, hidden_size=4096)
+SIZES = BlockModelSizes(num_layers=4, num_heads=32, hidden_size=4096)
 WHOLE: dict[str, Any] = {"attention": {"n_heads_in_group": 4}, "ffn": {"ffn_mult": 5.25}}
 
 
@@ -20,7 +20,7 @@ def with_blocks(*changed: dict[str, Any]) -> list[dict[str, Any]]:
 def test_equal_blocks_give_model_sizes_without_patterns() -> None:
     found = read_blocks(with_blocks(), SIZES)
     assert (found.layers, found.num_kv_heads, found.ffn_hidden_size, found.problems) == (
-        ALIKE,
+        EQUAL_LAYERS,
         8,
         14336,
         (),
@@ -64,10 +64,10 @@ def test_repeating_patterns_are_shortened() -> None:
 def test_sizes_missing_in_a_block_come_from_the_model() -> None:
     bare: list[object] = [{"attention": {}, "ffn": {}}] * 4
     found = read_blocks(
-        bare, Sizes(num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3, ffn_hidden_size=20)
+        bare, BlockModelSizes(num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3, ffn_hidden_size=20)
     )
     assert (found.layers, found.num_kv_heads, found.ffn_hidden_size, found.problems) == (
-        ALIKE,
+        EQUAL_LAYERS,
         3,
         20,
         (),
@@ -86,15 +86,15 @@ def test_sizes_missing_in_a_block_come_from_the_model() -> None:
     [(5.25, 4096, 14336), (2.625, 8192, 14336), (1.0, 100, 256), (0.5, 8192, 2816)],
 )
 def test_widths_are_rounded_up_to_256(multiplier: float, hidden: int, width: int) -> None:
-    assert width_of(multiplier, hidden) == width
-    again = multiplier_of(width, hidden)
-    assert again is not None and width_of(again, hidden) == width
-    assert multiplier_of(width + 1, hidden) is None
+    assert compute_ffn_size(multiplier, hidden) == width
+    again = find_ffn_multiplier(width, hidden)
+    assert again is not None and compute_ffn_size(again, hidden) == width
+    assert find_ffn_multiplier(width + 1, hidden) is None
 
 
 def test_every_multiple_of_256_has_a_multiplier_for_every_hidden_size() -> None:
     for hidden in (24, 1000, 4096, 5120, 8192):
-        assert all(multiplier_of(256 * n, hidden) is not None for n in range(1, 120)), hidden
+        assert all(find_ffn_multiplier(256 * n, hidden) is not None for n in range(1, 120)), hidden
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_flags_must_be_booleans(half: str, name: str, value: object, works: str)
         f"Set it to {works}."
     )
     for plain in (None, False):
-        assert read_blocks(with_blocks({half: {**WHOLE[half], name: plain}}), SIZES).layers == ALIKE
+        assert read_blocks(with_blocks({half: {**WHOLE[half], name: plain}}), SIZES).layers == EQUAL_LAYERS
 
 
 @pytest.mark.parametrize(
@@ -184,19 +184,19 @@ def test_multiplier_out_of_range_is_reported(multiplier: float) -> None:
 
 @pytest.mark.parametrize("hidden", [6, 24, 1000, 4096, 5120])
 def test_mlp_of_size_zero_is_reported_with_a_valid_multiplier(hidden: int) -> None:
-    sizes = Sizes(num_layers=4, num_heads=32, hidden_size=hidden)
+    sizes = BlockModelSizes(num_layers=4, num_heads=32, hidden_size=hidden)
     (text,) = read_blocks(with_blocks({"ffn": {"ffn_mult": 1e-9}}), sizes).problems
     start, _, least = text.removesuffix(" or more.").rpartition(" ")
     assert start == "block_configs[3].ffn.ffn_mult=1e-09 gives an MLP of size 0, expected"
-    assert width_of(float(least), hidden) == 256
-    assert multiplier_of(10**12, hidden) is None
+    assert compute_ffn_size(float(least), hidden) == 256
+    assert find_ffn_multiplier(10**12, hidden) is None
 
 
 def test_model_without_attention_or_mlp_keeps_its_sizes() -> None:
     nothing = {"attention": {"no_op": True}, "ffn": {"no_op": True}}
     found = read_blocks(
         [nothing] * 4,
-        Sizes(num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3, ffn_hidden_size=20),
+        BlockModelSizes(num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3, ffn_hidden_size=20),
     )
     assert (found.num_kv_heads, found.ffn_hidden_size, found.problems) == (3, 20, ())
     assert found.layers == LayersConfig(attention=("none",), mlp=("none",))

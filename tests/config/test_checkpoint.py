@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalith.config.checkpoint import CheckpointConfig, Taken, checkpoint_problems
+from megalith.config.checkpoint import CheckpointConfig, LoadMode, checkpoint_problems
 from megalith.config.tree import from_dict, to_dict
 
 
@@ -54,7 +54,7 @@ def test_skip_needs_load() -> None:
 
 
 @pytest.mark.parametrize("take", ["progress", "all"])
-def test_load_mode_needs_load_and_all_weights(take: Taken) -> None:
+def test_load_mode_needs_load_and_all_weights(take: LoadMode) -> None:
     (text,) = checkpoint_problems(CheckpointConfig(load_mode=take))
     assert (
         f"checkpoint.load_mode={take} needs checkpoint.load, which is unset. Set "

@@ -9,7 +9,7 @@ from megalith.config.data import (
     parse_blend,
     parse_split,
     per_split_paths,
-    split_of,
+    get_split,
 )
 from megalith.errors import ConfigError
 
@@ -92,7 +92,7 @@ def test_invalid_split_is_rejected(split: str) -> None:
 
 
 def test_default_split_depends_on_the_source() -> None:
-    assert split_of(DataConfig(path=("a",))) == "969,30,1"
-    assert split_of(DataConfig(mock=True)) == "1,1,1"
-    assert split_of(DataConfig(mock=True, split="9,1")) == "9,1"
+    assert get_split(DataConfig(path=("a",))) == "969,30,1"
+    assert get_split(DataConfig(mock=True)) == "1,1,1"
+    assert get_split(DataConfig(mock=True, split="9,1")) == "9,1"
     assert per_split_paths(DataConfig(valid_path=("v",))) == {"valid": ("v",)}

@@ -6,9 +6,9 @@ from megalith.config.dropout import DropoutConfig, dropout_problems
 
 
 def test_dropout_is_off_by_default() -> None:
-    assert not DropoutConfig().drops()
+    assert not DropoutConfig().is_enabled()
     assert all(
-        DropoutConfig(**{name: 0.1}).drops() for name in ("embedding", "residual", "attention")
+        DropoutConfig(**{name: 0.1}).is_enabled() for name in ("embedding", "residual", "attention")
     )
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from megalith.config.fields import describe, hint_at, setting_names, type_name, unknown_setting
+from megalith.config.fields import describe, hint_at, setting_names, describe_type, unknown_setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def test_hint_at_resolves_optional_sections_and_mappings() -> None:
     ],
 )
 def test_types_are_described_in_words(hint: object, words: str) -> None:
-    assert type_name(hint) == words
+    assert describe_type(hint) == words
 
 
 def test_unknown_name_without_similar_names_lists_its_section() -> None:

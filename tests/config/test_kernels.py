@@ -8,9 +8,9 @@ from megalith.config.kernels import (
     Kernel,
     KernelsConfig,
     is_explicit_backend,
-    kernels_of,
-    plainly,
-    switch_of,
+    expand_kernel_setting,
+    reset_explicit_backends,
+    default_backend,
 )
 from megalith.config.tree import apply_overrides, from_dict, to_dict
 from megalith.errors import ConfigError
@@ -21,7 +21,7 @@ def test_all_applies_to_operations_left_at_auto() -> None:
     kernels = KernelsConfig(all="torch", norm="numba")
     assert (kernels.of("norm"), kernels.of("rope")) == ("numba", "torch")
     assert (
-        kernels_of("reference") == KernelsConfig(all="reference") and switch_of(kernels) == "torch"
+        expand_kernel_setting("reference") == KernelsConfig(all="reference") and default_backend(kernels) == "torch"
     )
     words: tuple[Kernel, ...] = ("auto", "torch", "reference")
     assert (
@@ -70,7 +70,7 @@ def test_every_operation_has_a_setting() -> None:
 
 
 def test_explicit_backends_can_be_reset_to_auto() -> None:
-    assert plainly("reference") == "reference"
-    assert plainly(KernelsConfig(all="torch", norm="numba", rope="reference")) == KernelsConfig(
+    assert reset_explicit_backends("reference") == "reference"
+    assert reset_explicit_backends(KernelsConfig(all="torch", norm="numba", rope="reference")) == KernelsConfig(
         all="torch", rope="reference"
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-from megalith.config.show import difference_table, run_table, shown_value
+from megalith.config.show import build_difference_table, build_run_table, format_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,25 +31,25 @@ def rendered(table: Table) -> str:
 
 
 def test_a_changed_setting_shows_its_default_and_what_it_means() -> None:
-    text = rendered(run_table(Root(name="x", inner=Inner(width=4))))
+    text = rendered(build_run_table(Root(name="x", inner=Inner(width=4))))
     assert "inner.width" in text
     assert "4  (default 3)" in text
     assert "Shape [t, h], in brackets." in text
 
 
 def test_a_default_is_shown_without_remark() -> None:
-    assert "default" not in rendered(run_table(Root(name="x")))
+    assert "default" not in rendered(build_run_table(Root(name="x")))
 
 
 def test_two_runs_are_shown_side_by_side() -> None:
-    text = rendered(difference_table([("a.b", 1, None), ("c", ["[x]"], "")], "left", "right"))
+    text = rendered(build_difference_table([("a.b", 1, None), ("c", ["[x]"], "")], "left", "right"))
     assert "left" in text
     assert "unset" in text
     assert '["[x]"]' in text
 
 
 def test_values_are_shown_as_in_yaml() -> None:
-    assert [shown_value(value) for value in (None, True, "a", "", 1e-5, [])] == [
+    assert [format_value(value) for value in (None, True, "a", "", 1e-5, [])] == [
         "unset",
         "true",
         "a",

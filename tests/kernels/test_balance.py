@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megalith.config.moe import RouterConfig, Score
+from megalith.config.moe import RouterConfig, RouterScore
 from megalith.kernels.balance import (
     attach_aux_loss,
     count_choices,
@@ -18,7 +18,7 @@ ALL = torch.ones(4, dtype=torch.bool)
 ONE, TWO = torch.zeros(4, dtype=torch.int32), torch.tensor([0, 1, 0, 1])
 
 
-def loss(score: Score, sequence: torch.Tensor) -> float:
+def loss(score: RouterScore, sequence: torch.Tensor) -> float:
     experts = choose_experts(LOGITS, RouterConfig(score=score), 2).experts
     counts = count_choices(experts, sequence, ALL, sequences=int(sequence.max()) + 1, num_experts=4)
     return float(
@@ -42,7 +42,7 @@ def test_padding_and_dropped_choices_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(("score", "value"), [("softmax", 1.2285117348), ("sigmoid", 1.0867542590)])
-def test_the_loss_of_a_microbatch(score: Score, value: float) -> None:
+def test_the_loss_of_a_microbatch(score: RouterScore, value: float) -> None:
     assert loss(score, ONE) == pytest.approx(value, abs=1e-10)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalith.cli.main import main
-from megalith.config.layers import ALIKE, LayersConfig, Part
+from megalith.config.layers import EQUAL_LAYERS, LayersConfig, LayerPart
 from megalith.errors import ConfigError
 from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models import llama
@@ -119,7 +119,7 @@ def test_equal_blocks_are_a_llama() -> None:
     fields = {"architectures", "model_type", "block_configs", "auto_map"}
     plain = {name: value for name, value in RAW.items() if name not in fields}
     as_llama = llama.read_config({**plain, "num_key_value_heads": 8, "intermediate_size": 14336})
-    assert read_config(RAW) == as_llama and as_llama.layers == ALIKE
+    assert read_config(RAW) == as_llama and as_llama.layers == EQUAL_LAYERS
     assert rules(as_llama) == llama.rules(as_llama)
 
 
@@ -197,7 +197,7 @@ def test_a_matrix_in_place_of_an_mlp_has_no_bias(tiny: SimpleNamespace) -> None:
         ConfigError, match="mlp_bias=True with .* in block_configs .* Set mlp_bias to false"
     ):
         read_config(raw | {"mlp_bias": True})
-    parts: tuple[Part, ...] = ("full", "linear")
+    parts: tuple[LayerPart, ...] = ("full", "linear")
     config = tiny.config(
         mlp_bias=True,
         qkv_bias=True,
@@ -218,7 +218,7 @@ def test_a_matrix_in_place_of_an_mlp_has_no_bias(tiny: SimpleNamespace) -> None:
 
 
 def test_tensor_names_are_those_of_published_files(tiny: SimpleNamespace) -> None:
-    parts: tuple[Part, ...] = ("linear", "none")
+    parts: tuple[LayerPart, ...] = ("linear", "none")
     names = [
         one.name
         for one in rules(tiny.config(layers=LayersConfig(attention=parts, mlp=("full", "linear"))))

@@ -4,7 +4,7 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm
 
-from megalith.config.layers import LayersConfig, Part
+from megalith.config.layers import LayersConfig, LayerPart
 from megalith.config.mla import MLAConfig
 from megalith.config.recompute import RecomputeConfig, RecomputedModule
 from megalith.kernels.rebuilt import RecomputedOutput
@@ -103,7 +103,7 @@ def test_recomputed_mla_up_projection_contains_no_recomputed_module(
 
 def test_layer_with_linear_replacement_or_without_a_part(layers: SimpleNamespace) -> None:
     x = layers.inputs(9)
-    kinds: list[tuple[Part, Part]] = [
+    kinds: list[tuple[LayerPart, LayerPart]] = [
         ("full", "none"),
         ("none", "full"),
         ("linear", "full"),

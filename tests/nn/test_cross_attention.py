@@ -220,7 +220,7 @@ def test_mup_scale_equals_that_of_self_attention(
     layers: SimpleNamespace,
 ) -> None:
     config = layers.config(head_dim=4, mup=MuPConfig(base_hidden_size=6, base_head_dim=3))
-    assert build(config, build_single_rank_mesh()).scores.scale == config.score_scale() == 3**0.5 / 4
+    assert build(config, build_single_rank_mesh()).scores.scale == config.softmax_scale() == 3**0.5 / 4
 
 
 def test_encoder_keys_are_computed_once_for_decoding(layers: SimpleNamespace) -> None:

@@ -131,11 +131,11 @@ def measure(setting: ActivationSetting, rank: int = 0, world: int = 1) -> tuple[
             ids[torch.from_numpy(slices.as_read(slicing.rank))],
             tokens_of_slices(slices, slicing),
         )
-    if setting.model.dropout.drops():
+    if setting.model.dropout.is_enabled():
         tokens = replace(tokens, dropout=DropoutKey(7, torch.arange(len(ids))))
     if setting.model.moe is not None:
         tokens = replace(tokens, balance=AuxLossScale(0, 1, 1.0))
-        if setting.model.moe.router.draws():
+        if setting.model.moe.router.uses_random_numbers():
             tokens = replace(tokens, dropout=DropoutKey(7, torch.arange(len(ids))))
     with measure_saved_activations(model) as meter, equally_busy(part.ep > 1):
         loss = sum(

@@ -135,10 +135,10 @@ def test_under_mup_adam_turns_matrices_slower_and_sgd_the_others_faster() -> Non
 
 def test_scores_are_scaled_by_the_size_of_a_head_and_given_ones_stay() -> None:
     at_base = replace(MUP, mup=MuPConfig(base_hidden_size=16, base_head_dim=16))
-    assert MUP.score_scale() == 1 / 16 and at_base.score_scale() == 4 / 16 == 1 / math.sqrt(16)
+    assert MUP.softmax_scale() == 1 / 16 and at_base.softmax_scale() == 4 / 16 == 1 / math.sqrt(16)
     half = MuPConfig(base_hidden_size=16, attention_scale_power=0.5)
-    assert replace(MUP, mup=half).score_scale() == 1 / 4 and MODEL.score_scale() is None
-    assert replace(MUP, attention=replace(MUP.attention, scale=0.3)).score_scale() == 0.3
+    assert replace(MUP, mup=half).softmax_scale() == 1 / 4 and MODEL.softmax_scale() is None
+    assert replace(MUP, attention=replace(MUP.attention, scale=0.3)).softmax_scale() == 0.3
 
 
 def size_of(x: torch.Tensor) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megalith.config.data import DataConfig
-from megalith.config.fields import describe, options_of
+from megalith.config.fields import describe, union_options
 from megalith.config.model import ModelConfig
 from megalith.config.schedule import ScheduleConfig
 from megalith.config.train import LoopConfig, TrainRun
@@ -549,7 +549,7 @@ def test_plain_name_is_accepted(name: str) -> None:
 
 
 def test_every_number_has_a_finite_upper_bound() -> None:
-    floats = [setting.path for setting in describe(TrainRun) if float in options_of(setting.hint)]
+    floats = [setting.path for setting in describe(TrainRun) if float in union_options(setting.hint)]
     full = tiny_run(
         {"model.moe.num_experts": "4", "model.moe.top_k": "2", "model.moe.ffn_hidden_size": "6"}
     )

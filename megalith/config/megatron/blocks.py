@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith import storage
-from megalith.config.blocks import Sizes, read_blocks
+from megalith.config.blocks import BlockModelSizes, read_blocks
 from megalith.config.megatron.draft import Draft, FlagReport
 
 PATH, TEXT = "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"
@@ -63,7 +63,7 @@ def translate_blocks(draft: Draft) -> None:
 def _put(draft: Draft, flag: str, document: Mapping[str, Any]) -> None:
     layers, heads, hidden = (draft.number(name) for name in COUNTS)
     keys, width = (draft.settings.get(f"model.{name}") for name in SETTINGS[2:])
-    sizes = Sizes(
+    sizes = BlockModelSizes(
         num_layers=layers,
         num_heads=heads,
         hidden_size=hidden,

@@ -8,7 +8,7 @@ from megalith.config.fields import Plain
 from megalith.config.megatron.arguments import Arguments
 from megalith.config.megatron.draft import Draft
 from megalith.config.megatron.sft import translate_sft
-from megalith.config.tokenizer import merges_beside
+from megalith.config.tokenizer import find_merges_file
 
 _PATHS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 
@@ -196,7 +196,7 @@ def _merges_are_beside(draft: Draft) -> bool:
     vocabulary, merges = (
         str(draft.arguments.value(flag) or "") for flag in ("--vocab-file", "--merge-file")
     )
-    wanted = merges_beside(vocabulary)
+    wanted = find_merges_file(vocabulary)
     if wanted is not None and wanted == merges:
         draft.say(
             "already",

@@ -138,7 +138,7 @@ def test_scores_of_latent_attention_are_scaled_where_megatron_scales_them(
         done.run is not None and done.refusals(strict=True) == [] and model_problems(done.run) == []
     )
     assert (
-        done.run.model.score_scale()
+        done.run.model.softmax_scale()
         == done.run.model.attention.scale
         == pytest.approx(sharper**2 / 20**0.5)
     )

@@ -117,7 +117,7 @@ def test_dropout_that_was_left_out_is_megatrons(tiny: Translate) -> None:
     dropout = run.model.dropout
     assert (dropout.embedding, dropout.residual, dropout.attention) == (0.1, 0.1, 0.1)
     off = tiny().run
-    assert off is not None and not off.model.dropout.drops()
+    assert off is not None and not off.model.dropout.is_enabled()
 
 
 def test_multi_token_prediction(tiny: Translate) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import AuxLossConfig, CapacityConfig, Drop, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, CapacityConfig, TokenDropPolicy, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.routing import Choice
 from megalith.kernels.tokens import (
@@ -111,7 +111,7 @@ def test_last_tokens_are_dropped_for_every_rank_order(
 
 
 @pytest.mark.parametrize("drop", ["least", "last"])
-def test_padding_does_not_use_expert_capacity(drop: Drop) -> None:
+def test_padding_does_not_use_expert_capacity(drop: TokenDropPolicy) -> None:
     router = alone(
         replace(MOE, capacity=CapacityConfig(factor=0.5, drop=drop))
     )  # 3 places, of 12 tokens with 2 choices
