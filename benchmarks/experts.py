@@ -33,8 +33,14 @@ from megalith.kernels.activation import GatedActivation
 from megalith.kernels.experts import Matrix, experts
 from megalith.kernels.grouped_linear import FUSED, LOOP, GroupedMatmulOps, groups_of
 from megalith.kernels.memory import keep_freed_memory
-from megalith.kernels.permute import gather_rows, permute_choices, permute, unpermute, weights_of_rows
-from megalith.kernels.rebuilt import RecomputedOutput, RecomputedOutputFactory
+from megalith.kernels.permute import (
+    gather_rows,
+    permute,
+    permute_choices,
+    unpermute,
+    weights_of_rows,
+)
+from megalith.kernels.recomputed import RecomputedOutput, RecomputedOutputFactory
 from megalith.kernels.weighted import weighted_gated
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

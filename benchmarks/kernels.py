@@ -179,7 +179,13 @@ def loss_ways(shapes: Shapes, compiled: bool) -> Ways:
 
     def whole(kernel: Kernel) -> Tensor:
         return linear_cross_entropy(
-            x, weight, labels, vocab=single_rank_group("tp"), first_row=0, vocab_size=v, kernel=kernel
+            x,
+            weight,
+            labels,
+            vocab=single_rank_group("tp"),
+            first_row=0,
+            vocab_size=v,
+            kernel=kernel,
         )
 
     ways: Ways = {k: back_and_forth(partial(whole, k), (x, weight)) for k in KERNELS}

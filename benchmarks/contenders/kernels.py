@@ -86,7 +86,11 @@ def contests(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator
     )
     labels = torch.randint(0, sizes.vocab, (t,), generator=draw).to(device)
     loss = partial(
-        linear_cross_entropy, labels=labels, vocab=single_rank_group("tp"), first_row=0, vocab_size=sizes.vocab
+        linear_cross_entropy,
+        labels=labels,
+        vocab=single_rank_group("tp"),
+        first_row=0,
+        vocab_size=sizes.vocab,
     )
     yield "head and loss", by_kernel(loss, inputs((t, h), (sizes.vocab, h)), ("auto", "torch"))
     qkv = inputs((t, sizes.heads, d), *[(t, sizes.kv_heads, d)] * 2)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalith.config.train import TrainRun
 from megalith.kernels.memory import keep_freed_memory
-from megalith.kernels.rebuilt import LayerInput
+from megalith.kernels.recomputed import LayerInput
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.moe.layer import MoE
 from megalith.parallel.group import barrier

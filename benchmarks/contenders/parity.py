@@ -107,7 +107,9 @@ def kernels(device: torch.device) -> list[Kernel]:
         )
 
     def losses(x: Tensor, w: Tensor) -> Tensor:
-        return token_losses(x, w, labels_there, vocab=single_rank_group("tp"), first_row=0, vocab_size=V)
+        return token_losses(
+            x, w, labels_there, vocab=single_rank_group("tp"), first_row=0, vocab_size=V
+        )
 
     def their_losses(x: Tensor, w: Tensor) -> Tensor:
         return reference_cross_entropy(x, w, labels, vocab_size=V)

@@ -26,7 +26,9 @@ class LossModel(nn.Module):
 
     def __init__(self, run: TrainRun) -> None:
         super().__init__()
-        self.decoder = Decoder(run.model, build_single_rank_mesh(), dtype=DTYPES[run.precision.params])
+        self.decoder = Decoder(
+            run.model, build_single_rank_mesh(), dtype=DTYPES[run.precision.params]
+        )
         allocate(self.decoder, torch.device("cpu"))
         initialize(self.decoder, seed=run.seed)
 

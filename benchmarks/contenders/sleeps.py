@@ -14,7 +14,7 @@ from megalith.kernels.linear import GradAccumulator
 from megalith.parallel.group import barrier
 from megalith.parallel.link import Spec, Tensors, create_pipeline_groups
 from megalith.parallel.pipeline import Pipeline
-from megalith.parallel.postpone import WeightGradStore
+from megalith.parallel.weight_grad_store import WeightGradStore
 from megalith.plan.schedule import Schedule
 from megalith.testing.inject import slow_link
 from megalith.testing.ranks import everyone

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint import format as layout
-from megalith.checkpoint.agree import raise_on_all_ranks
 from megalith.checkpoint.archive import parse_saved_tensor
 from megalith.checkpoint.boxes import (
     CheckpointEntry,
@@ -27,21 +26,27 @@ from megalith.checkpoint.boxes import (
     pieces,
     show_box,
 )
+from megalith.checkpoint.consistency import raise_on_all_ranks
 from megalith.checkpoint.format import Manifest, StoredBox, StoredFile, StoredTensor
-from megalith.checkpoint.masters import MasterWeightPair, pair_master_weights, reconcile, describe_master_differences
+from megalith.checkpoint.master_weights import (
+    MasterWeightPair,
+    describe_master_differences,
+    pair_master_weights,
+    reconcile,
+)
 from megalith.checkpoint.strictness import (
     MASTER,
     MODEL,
     LoadReport,
     Purpose,
     Wanted,
-    log_load_report,
     check_patterns,
+    compare_keys,
     differ_only_in_padding,
     differences,
     is_state,
     is_table,
-    compare_keys,
+    log_load_report,
     select_rejected_keys,
 )
 from megalith.config.checkpoint import CheckpointConfig
@@ -208,7 +213,9 @@ class Checkpoint:
             raise DamagedCheckpointError(str(error), self.path, advice) from error
         if world.rank == 0:
             log_load_report(report, rules, self.path)
-            if line := describe_master_differences(rank_differences, prefer_weights=rules.prefer_weights):
+            if line := describe_master_differences(
+                rank_differences, prefer_weights=rules.prefer_weights
+            ):
                 _log.warning("%s: %s", self.path, line)
         return report
 

@@ -191,7 +191,9 @@ def _read(path: Path) -> LockHolder | None:
     """Return the holder in the file; None if it is new, or if a crash left it incomplete."""
     try:
         fields = storage.parse_json(storage.read_bytes(path))
-        return LockHolder(**{name: kind(fields[name]) for name, kind in LockHolder.__annotations__.items()})
+        return LockHolder(
+            **{name: kind(fields[name]) for name, kind in LockHolder.__annotations__.items()}
+        )
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 

@@ -195,7 +195,9 @@ def read_box(name: str, info: TensorInfo, part: tuple[slice, ...]) -> Tensor:
     return values.view(rows, *info.shape[1:])[:, *part[1:]] if part else values.view(())
 
 
-def allocate_file(file: Path, plan: Sequence[PlannedTensor], metadata: Mapping[str, str]) -> list[int]:
+def allocate_file(
+    file: Path, plan: Sequence[PlannedTensor], metadata: Mapping[str, str]
+) -> list[int]:
     """Create a file with its header and space for the planned tensors; return the offset of
     each."""
     header = _header(plan, metadata)
@@ -266,7 +268,10 @@ def part_checksum(file: Path, start: int, nbytes: int) -> int:
 
 
 def write_file(
-    file: Path, plan: Sequence[PlannedTensor], tensors: Iterable[Tensor], metadata: Mapping[str, str]
+    file: Path,
+    plan: Sequence[PlannedTensor],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str],
 ) -> None:
     """Write a new file of the planned tensors, which `tensors` yields in this order, one in memory
     at a time."""

@@ -21,8 +21,8 @@ from torch import Tensor
 from megalith import __version__, storage
 from megalith.checkpoint import format as layout
 from megalith.checkpoint import retention
-from megalith.checkpoint.agree import raise_on_all_ranks
 from megalith.checkpoint.boxes import CheckpointEntry, as_bytes, lengths, pieces
+from megalith.checkpoint.consistency import raise_on_all_ranks
 from megalith.checkpoint.format import Manifest, StoredBox, StoredFile, StoredTensor
 from megalith.errors import CheckpointError
 from megalith.parallel.group import Group

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Literal
 
-from megalith.config.checkpoint import KeyMismatchAction, CheckpointConfig
+from megalith.config.checkpoint import CheckpointConfig, KeyMismatchAction
 from megalith.config.suggest import did_you_mean
 from megalith.errors import CheckpointError
 
@@ -145,7 +145,9 @@ def compare_keys(
     )
 
 
-def select_rejected_keys(report: LoadReport, rules: CheckpointConfig, purpose: Purpose) -> LoadReport:
+def select_rejected_keys(
+    report: LoadReport, rules: CheckpointConfig, purpose: Purpose
+) -> LoadReport:
     """Return the part of the report that the rules reject."""
 
     missing = _rejected_keys(report.missing_keys, rules.missing_keys, purpose)
@@ -156,7 +158,9 @@ def select_rejected_keys(report: LoadReport, rules: CheckpointConfig, purpose: P
     )
 
 
-def _rejected_keys(keys: Sequence[str], answer: KeyMismatchAction, purpose: Purpose) -> tuple[str, ...]:
+def _rejected_keys(
+    keys: Sequence[str], answer: KeyMismatchAction, purpose: Purpose
+) -> tuple[str, ...]:
     return tuple(
         key for key in keys if answer == "error" or (purpose == "resume" and not is_state(key))
     )
@@ -174,7 +178,9 @@ def check_patterns(
     idle = [pattern for pattern in patterns if not any(is_skipped(key, [pattern]) for key in known)]
     if idle:
         names = sorted(key.removeprefix(MODEL) for key in known if key.startswith(MODEL))
-        advice = did_you_mean(idle[0], names) or f" Parameters: {', '.join(group_by_pattern(names))}."
+        advice = (
+            did_you_mean(idle[0], names) or f" Parameters: {', '.join(group_by_pattern(names))}."
+        )
         raise CheckpointError(
             f"checkpoint.skip={', '.join(idle)} matches no tensor of the run or the "
             f"checkpoint.{advice} Use patterns of names that exist, such as "
@@ -213,7 +219,10 @@ def differences(differ: Sequence[str], report: LoadReport) -> str:
 def _with_experts(report: LoadReport) -> list[str]:
     """Describe the missing keys, and which experts they are of."""
     which = f": {which_experts(range(report.num_experts))}"
-    return [f"{text}{which if EXPERTS in text else ''}" for text in group_by_pattern(report.missing_keys)]
+    return [
+        f"{text}{which if EXPERTS in text else ''}"
+        for text in group_by_pattern(report.missing_keys)
+    ]
 
 
 def which_experts(numbers: Iterable[int]) -> str:

@@ -22,20 +22,20 @@ import tyro
 
 from megalith.config.fields import (
     SettingLeaf,
-    field_default,
     describe,
+    field_default,
     field_docs,
-    hint_at,
     field_types,
-    is_sequence_type,
+    find_section_type,
+    hint_at,
     is_required,
+    is_sequence_type,
     item_hints,
     join_path,
     literal_values,
-    union_options,
     plain,
-    find_section_type,
     setting_names,
+    union_options,
     unknown_setting,
 )
 from megalith.config.suggest import nearest
@@ -142,7 +142,9 @@ def _take_values(
     options = union_options(hint)
     if bool in options and (num_values == 0 or not (named or words[0].lower() in _FLAG_WORDS)):
         return ["true"]
-    count = num_values if any(is_sequence_type(option) for option in options) else min(num_values, 1)
+    count = (
+        num_values if any(is_sequence_type(option) for option in options) else min(num_values, 1)
+    )
     taken = words[:count]
     del words[:count]
     return taken
@@ -259,7 +261,9 @@ def _help_group(argv: Sequence[str], root: type | None) -> str | None:
     place = next((i for i, word in enumerate(argv) if word in ("--help", "-h")), len(argv))
     word = next(iter(argv[place + 1 :]), "")
     return (
-        word if root is not None and word and find_section_type(hint_at(root, word)) is not None else None
+        word
+        if root is not None and word and find_section_type(hint_at(root, word)) is not None
+        else None
     )
 
 
@@ -271,7 +275,9 @@ def _print_fixed_options(cls: type, *, prog: str) -> None:
         required, default = is_required(field), field_default(field)
         metavar, doc = _metavar(field_types(cls)[field.name]), field_docs(cls).get(field.name, "")
         if _is_positional(cls, field.name):
-            many = any(is_sequence_type(option) for option in union_options(field_types(cls)[field.name]))
+            many = any(
+                is_sequence_type(option) for option in union_options(field_types(cls)[field.name])
+            )
             word = f"{field.name.upper()} ..." if many else field.name.upper()
             positional.append((word if required else f"[{word}]", doc))
             continue

@@ -19,7 +19,7 @@ from megalith.config.train import TrainRun
 from megalith.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megalith.train.exposure import ExposedCommunication
+    from megalith.train.exposed_communication import ExposedCommunication
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def _check(command: OverlapCommand) -> None:
 
 
 def _overlap(run: TrainRun, command: OverlapCommand) -> int:
-    from megalith.train.exposure import summarize_exposed_communication
+    from megalith.train.exposed_communication import summarize_exposed_communication
     from megalith.train.job import join_job
 
     bandwidth = (

@@ -114,7 +114,9 @@ def main(argv: list[str]) -> int:
         pipe = f"{folder}/turns"
         os.mkfifo(pipe)
         threading.Thread(target=_forward_stdin, args=(pipe,), daemon=True).start()
-        return run_workers(["chat", *build_worker_arguments(options), f"--input={pipe}"], options.nproc)
+        return run_workers(
+            ["chat", *build_worker_arguments(options), f"--input={pipe}"], options.nproc
+        )
 
 
 def _forward_stdin(pipe: str) -> None:
@@ -204,7 +206,7 @@ def open_chat(options: ChatOptions, source: "Pretrained", worker: "Worker") -> "
 
     from megalith.data.tokenizer import build_tokenizer
     from megalith.infer.chat import Chat, select_template
-    from megalith.infer.load import load_text_generator, generation_layout
+    from megalith.infer.load import generation_layout, load_text_generator
     from megalith.parallel.mesh import build_mesh, model_grid
 
     template = select_template(source, build_tokenizer(source.tokenizer), options.template)

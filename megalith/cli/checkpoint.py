@@ -120,7 +120,7 @@ def listed(path: Path, only: str, *, values: bool) -> list[dict[str, Any]]:  # J
         CheckpointError: none fits, or a file is damaged.
     """
     from megalith.checkpoint.load import open_checkpoint
-    from megalith.checkpoint.statistics import match_tensor_names, compute_statistics
+    from megalith.checkpoint.statistics import compute_statistics, match_tensor_names
 
     opened = open_checkpoint(path)
     tensors = {name: opened.manifest.tensors[name] for name in match_tensor_names(opened, only)}
@@ -183,7 +183,10 @@ def diff(argv: list[str]) -> int:
             f"--atol={options.atol} must be a finite number of at least 0. Use for example --atol "
             "1e-6."
         )
-    a, b = (open_checkpoint(find_latest_checkpoint(find_folder(name))) for name in (options.a, options.b))
+    a, b = (
+        open_checkpoint(find_latest_checkpoint(find_folder(name)))
+        for name in (options.a, options.b)
+    )
     comparisons = list(compare_checkpoints(a, b, atol=options.atol, only=options.only))
     differing = [each for each in comparisons if each.kind != "same"]
     same = len(comparisons) - len(differing)

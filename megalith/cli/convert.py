@@ -122,11 +122,17 @@ def main(argv: list[str]) -> int:
     raise_all(option_problems(options))
     import torch  # keep --help free of the torch import
 
-    from megalith.models.convert import convert, describe_merged_adapters, plan_moves, build_recipe, list_written_tensors
+    from megalith.models.convert import (
+        build_recipe,
+        convert,
+        describe_merged_adapters,
+        list_written_tensors,
+        plan_moves,
+    )
     from megalith.models.journal import Attempt
     from megalith.models.pretrained import find_family_of
     from megalith.models.staging import check_target
-    from megalith.posttrain.export import plan_peft_moves, plan_peft, write_peft
+    from megalith.posttrain.export import plan_peft, plan_peft_moves, write_peft
     from megalith.posttrain.upcycle import describe_upcycled_sources, stored_weights
 
     target = Path(options.target)
@@ -144,7 +150,9 @@ def main(argv: list[str]) -> int:
     nbytes = sum(move.nbytes for move in moves)
     if not options.dry_run:
         largest = int(options.shard_gb * 1e9)
-        recipe = build_recipe(source, to, dtype=dtype, shard_nbytes=largest, new_rows=options.new_rows)
+        recipe = build_recipe(
+            source, to, dtype=dtype, shard_nbytes=largest, new_rows=options.new_rows
+        )
         attempt = Attempt(recipe, options.restart, options.take_over, options.keep)
         with show_progress(nbytes) as advance:
             nbytes = convert(
@@ -193,7 +201,7 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
         ConfigError: options do not fit the source.
     """
     from megalith.models.convert import format_of
-    from megalith.models.pretrained import locate_source, open_pretrained, check_has_adapters
+    from megalith.models.pretrained import check_has_adapters, locate_source, open_pretrained
     from megalith.posttrain.upcycle import upcycle
 
     source = open_pretrained(locate_source(options.source), base=options.base)

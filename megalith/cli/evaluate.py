@@ -51,7 +51,9 @@ def main(argv: list[str]) -> int:
     from megalith.recipes import resolve_run
 
     folder = find_run(command.run)
-    run = fit_layout_to_world(resolve_run(str(folder), overrides), _world(command.nproc), set(overrides))
+    run = fit_layout_to_world(
+        resolve_run(str(folder), overrides), _world(command.nproc), set(overrides)
+    )
     if must_start_workers(run, command.nproc):
         from megalith.parallel.launch import run_workers
 

@@ -113,7 +113,9 @@ def main(argv: list[str]) -> int:
         file.write_text(
             "".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8"
         )
-        return run_workers(["generate", *build_worker_arguments(options, path, file)], options.nproc)
+        return run_workers(
+            ["generate", *build_worker_arguments(options, path, file)], options.nproc
+        )
 
 
 def option_problems(options: GenerateOptions) -> list[str]:
@@ -190,7 +192,7 @@ def generate_all(
     the elapsed seconds."""
     import torch
 
-    from megalith.infer.load import load_text_generator, generation_layout
+    from megalith.infer.load import generation_layout, load_text_generator
     from megalith.infer.text import generate_text
     from megalith.parallel.mesh import build_mesh, model_grid
 

@@ -16,7 +16,7 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
 from megalith.plan.advice import Change, changes, notes, remedy, verdict
-from megalith.plan.automatic import resolve_auto_recompute, describe_auto_recompute
+from megalith.plan.automatic import describe_auto_recompute, resolve_auto_recompute
 from megalith.plan.devices import Device, device_named
 from megalith.plan.explain import explain
 from megalith.plan.layout import min_world_size

@@ -12,7 +12,13 @@ from megalith.plan.advice import Change, notes, verdict
 from megalith.plan.devices import EFFICIENCY, GIB, USABLE, Device
 from megalith.plan.explain import Explanation, GroupRow, StageRow, trains_all
 from megalith.plan.memory import PlaceMemory, crowded_bytes, worst
-from megalith.plan.times import CommunicationTime, communication_time, rank_flops, repeated_share, work_seconds
+from megalith.plan.times import (
+    CommunicationTime,
+    communication_time,
+    rank_flops,
+    repeated_share,
+    work_seconds,
+)
 from megalith.plan.traffic import Traffic, step_traffic
 from megalith.plan.workload import Workload
 
@@ -354,7 +360,10 @@ def list_transfers(
     """Return what that rank sends in a step and how long it takes; None if the time is unknown."""
     pp, tp = place.pp_rank, place.tp_rank
     rows = step_traffic(workload, pp, tp)
-    return [(row, communication_time(workload, row, pp_rank=pp, tp_rank=tp, device=device)) for row in rows]
+    return [
+        (row, communication_time(workload, row, pp_rank=pp, tp_rank=tp, device=device))
+        for row in rows
+    ]
 
 
 def _work_line(workload: Workload, device: Device) -> str:

@@ -22,7 +22,7 @@ from megalith.data.corpus import find_sources, read_texts
 from megalith.data.huggingface import train_bpe
 from megalith.data.journal import Totals
 from megalith.data.prepare import Progress, output_prefixes, prepare
-from megalith.data.tokenizer import build_tokenizer, appends_eod, detect_tokenizer_kind
+from megalith.data.tokenizer import appends_eod, build_tokenizer, detect_tokenizer_kind
 from megalith.errors import ConfigError, raise_all
 
 STOPPED = 75  # exit code of stopped runs that can be resumed, as in `megalith train`

@@ -14,7 +14,7 @@ from megalith.errors import ConfigError
 from megalith.observe.routing import ExpertLoad, RoutingPredictability, analyze_trace
 
 if TYPE_CHECKING:  # imports torch
-    from megalith.train.foresight import RouterPrediction
+    from megalith.train.routing_predictability import RouterPrediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
             f"{folder} has model.moe=null, so it has no experts. Use a run with model.moe."
         )
     loads, pairs = analyze_trace(folder / "routing", experts=moe.num_experts)
-    from megalith.train.foresight import apply_routers
+    from megalith.train.routing_predictability import apply_routers
 
     applied = apply_routers(folder / "routing", moe)
     plot = plot_routing(

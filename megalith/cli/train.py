@@ -11,7 +11,7 @@ from tyro.conf import Positional
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.config.train import TrainRun
 from megalith.errors import ConfigError
-from megalith.plan.automatic import resolve_auto_recompute, describe_auto_recompute
+from megalith.plan.automatic import describe_auto_recompute, resolve_auto_recompute
 
 if TYPE_CHECKING:
     from megalith.train.loop import Outcome

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megalith.config.layers import LayersConfig, LayerPart
+from megalith.config.layers import LayerPart, LayersConfig
 
 ATTENTION_SIZES = ("n_heads_in_group", "num_query_groups", "num_key_value_heads")
 """Spellings of the number of KV heads of a layer; the first is the number of query heads per KV

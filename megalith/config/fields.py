@@ -52,7 +52,9 @@ def hint_at(cls: type, path: str) -> Hint | None:
     hint: Hint = cls
     for part in path.split("."):
         section = find_section_type(hint)
-        mapping = next((option for option in union_options(hint) if type_origin(option) is dict), None)
+        mapping = next(
+            (option for option in union_options(hint) if type_origin(option) is dict), None
+        )
         if section is not None:
             hint = field_types(section).get(part)
         else:
@@ -75,7 +77,9 @@ def unknown_setting(cls: type, path: str, value: str | None = None) -> str:
         hint = hint_at(cls, prefix)
         section = find_section_type(hint)
         names = (
-            [join_path(prefix, name) for name in field_types(section)] if section else [*field_types(cls)]
+            [join_path(prefix, name) for name in field_types(section)]
+            if section
+            else [*field_types(cls)]
         )
         advice = (
             f" Use one of {', '.join(names)}."

@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 from megalith.config.attention import AttentionConfig
 from megalith.config.cross import CrossConfig
 from megalith.config.dropout import DropoutConfig
-from megalith.config.layers import EQUAL_LAYERS, LayersConfig, LayerPart
+from megalith.config.layers import EQUAL_LAYERS, LayerPart, LayersConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.mtp import MTPConfig

@@ -100,7 +100,9 @@ class OptimConfig:
 
     def trains(self, parameter: str) -> bool:
         """Return whether a parameter, given by its canonical name, is trained."""
-        return matches_any_pattern(parameter, self.trained) and not matches_any_pattern(parameter, self.frozen)
+        return matches_any_pattern(parameter, self.trained) and not matches_any_pattern(
+            parameter, self.frozen
+        )
 
     def trains_all(self) -> bool:
         """Return whether no parameter is frozen by name."""

@@ -19,20 +19,20 @@ from megalith import storage
 from megalith.config.fields import (
     Hint,
     Plain,
+    describe_type,
     field_docs,
-    hint_at,
     field_types,
-    is_sequence_type,
+    find_section_type,
+    hint_at,
     is_required,
     is_section_type,
+    is_sequence_type,
     item_hints,
     join_path,
     literal_values,
-    union_options,
-    type_origin,
     plain,
-    find_section_type,
-    describe_type,
+    type_origin,
+    union_options,
     unknown_setting,
 )
 from megalith.config.renamed import (
@@ -351,7 +351,9 @@ def _put(cls: type, data: dict[str, Plain], path: str, value: Plain) -> None:
     for number, section in enumerate(sections, 1):
         before = data.get(section)
         if not isinstance(before, dict):
-            word = getattr(find_section_type(hint_at(cls, ".".join(sections[:number]))), "shorthand", None)
+            word = getattr(
+                find_section_type(hint_at(cls, ".".join(sections[:number]))), "shorthand", None
+            )
             data[section] = {} if word is None or before is None else {word: before}
         data = data[section]
     data[leaf] = value
@@ -462,7 +464,9 @@ def _missing(cls: type, name: str, path: str) -> str:
     hint = field_types(cls)[name]
     section = find_section_type(hint)
     if section is None:
-        return f"{path} is missing. Set it to {describe_type(hint)}: {field_docs(cls).get(name, '')}"
+        return (
+            f"{path} is missing. Set it to {describe_type(hint)}: {field_docs(cls).get(name, '')}"
+        )
     needed = [join_path(path, field.name) for field in _fields(section) if is_required(field)]
     return (
         f"{path} is missing: {field_docs(cls).get(name, '')} Set "

@@ -163,5 +163,7 @@ class BlendedDocuments(BlendedDataset):
         """
         self._check(k)
         member = self._members[int(self._order.members[k])]
-        assert isinstance(member, HasDocumentLengths), "all members of a document blend are DocumentDatasets"
+        assert isinstance(member, HasDocumentLengths), (
+            "all members of a document blend are DocumentDatasets"
+        )
         return member.document_lengths(int(self._order.samples[k]))

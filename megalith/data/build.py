@@ -14,19 +14,19 @@ from megalith.config.data import (
     Blend,
     DataConfig,
     data_problems,
+    get_split,
     parse_blend,
     parse_split,
     per_split_paths,
-    get_split,
 )
 from megalith.data.blend import (
     BlendedDataset,
     BlendedDocuments,
     BlendOrder,
     build_exhaustive_order,
+    build_weighted_order,
     compute_member_sizes,
     order_arrays,
-    build_weighted_order,
 )
 from megalith.data.cache import load_or_build
 from megalith.data.documents import DocumentDataset
@@ -293,7 +293,9 @@ class _Builder:
             self._blend_folder(),
             f"{fingerprint} samples={count}",
             lambda: order_arrays(
-                build_exhaustive_order(sizes) if num_samples is None else build_weighted_order(sizes, count)
+                build_exhaustive_order(sizes)
+                if num_samples is None
+                else build_weighted_order(sizes, count)
             ),
         )
         order = BlendOrder(arrays["members"], arrays["samples"])

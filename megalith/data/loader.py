@@ -27,9 +27,15 @@ from megalith.kernels.tokens import (
     with_multimodal_positions,
 )
 from megalith.parallel.group import Group, gather_objects, start_all_reduce_
+from megalith.plan.batch_assignment import (
+    BatchAssignment,
+    DocumentCost,
+    TokenBudget,
+    assign_rows,
+    imbalance,
+)
 from megalith.plan.batches import cyclic_sample_ids, sample_ids
 from megalith.plan.context import WHOLE, Slicing, plan_slices
-from megalith.plan.deal import BatchAssignment, TokenBudget, DocumentCost, assign_rows, imbalance
 from megalith.plan.packing import (
     documents_from_eod,
     labels_inside_documents,
@@ -273,7 +279,8 @@ class Loader:
         first, dataset = self._position, self.dataset
         assert isinstance(dataset, HasDocumentLengths), "only documents can be packed"
         lengths = [
-            sum(dataset.document_lengths(first + number)) for number in range(self.global_batch_size)
+            sum(dataset.document_lengths(first + number))
+            for number in range(self.global_batch_size)
         ]
         assignment = budget.assign_batches(lengths, self.dp.size)
         mean_tokens = sum(lengths) / len(assignment.packs)
@@ -386,7 +393,9 @@ def build_batch(
     assert not (packed and plain), "packed and unpacked rows in one microbatch"
     inputs, labels, lengths = _packed_rows(packed) if packed else _plain_rows(plain, masks)
     read = (
-        tuple(length for row in packed for length in row.lengths_without_padding) if packed else tuple(lengths)
+        tuple(length for row in packed for length in row.lengths_without_padding)
+        if packed
+        else tuple(lengths)
     )
     counted = labels >= 0
     pairs = [

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megalith.data.row_masks import join_masks
 from megalith.data.sample import PackedSample
 from megalith.errors import DataError
-from megalith.plan.deal import TokenBudget
+from megalith.plan.batch_assignment import TokenBudget
 from megalith.plan.fill import PackedDocuments, pack_first_fit_decreasing
 from megalith.plan.keys import key
 
@@ -196,7 +196,9 @@ class PackReport:
     """(from, to, rows): number of rows with that many conversations."""
 
 
-def summarize_packing(packed: PackedDocuments, lengths: NDArray[np.int64], seq_len: int) -> PackReport:
+def summarize_packing(
+    packed: PackedDocuments, lengths: NDArray[np.int64], seq_len: int
+) -> PackReport:
     """Compute the statistics of a packing."""
     tokens, rows = int(lengths[packed.documents].sum()), packed.num_rows
     sizes = Counter(np.diff(packed.starts).tolist())

@@ -28,7 +28,13 @@ from megalith.data.pretrain import check_ids
 from megalith.data.sample import PackedSample
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
-from megalith.plan.fill import PackedDocuments, pack_one_per_row, pack_best_fit_decreasing, pack_by_group, pack_in_order
+from megalith.plan.fill import (
+    PackedDocuments,
+    pack_best_fit_decreasing,
+    pack_by_group,
+    pack_in_order,
+    pack_one_per_row,
+)
 from megalith.plan.keys import key
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from megalith.infer.cache import PrefixState
 from megalith.infer.generate import build_prefix_state, generate
 from megalith.infer.load import TextGenerator
 from megalith.infer.text import Transcript
-from megalith.models.companions import find_own_template, find_turn_end
+from megalith.models.auxiliary_files import find_own_template, find_turn_end
 from megalith.models.pretrained import Pretrained
 
 

@@ -18,10 +18,10 @@ from megalith.errors import ConfigError, DataError, raise_all
 from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
 from megalith.models.pretrained import (
     Pretrained,
+    check_has_adapters,
     load_weights,
     locate_source,
     open_pretrained,
-    check_has_adapters,
 )
 from megalith.models.release import release_run
 from megalith.nn.kernels import use_kernels

@@ -123,7 +123,8 @@ def generate_text(
     """
     encoded = encode_prompts(prompts, generator.tokenizer)
     transcripts = [
-        Transcript(text, ids, generator.tokenizer) for text, ids in zip(prompts, encoded, strict=True)
+        Transcript(text, ids, generator.tokenizer)
+        for text, ids in zip(prompts, encoded, strict=True)
     ]
     printer = OrderedPrinter(transcripts)
     stops: frozenset[int] = frozenset() if ignore_eod else generator.stops

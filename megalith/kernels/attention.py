@@ -298,7 +298,12 @@ def _with_masks(
 
 
 def select_masked_backend(
-    q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None, visible: AttentionMask
+    q: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    scores: Scores,
+    sinks: Tensor | None,
+    visible: AttentionMask,
 ) -> AttentionBackend:
     """Return the fastest backend that supports `scores` and the attention mask.
 

@@ -653,7 +653,12 @@ def _triton_gradient(
 
 
 def _add_gradients(
-    dlogits: Tensor, x: Tensor, weight: Tensor, head: HeadShard, dx: Tensor | None, dw: Tensor | None
+    dlogits: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    head: HeadShard,
+    dx: Tensor | None,
+    dw: Tensor | None,
 ) -> None:
     """Write the gradient of x to dx [c, h] and add that of the weight to dw [v_local, h], from a
     chunk's logit gradient [c, rows]."""

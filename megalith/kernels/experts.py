@@ -29,7 +29,7 @@ from megalith.kernels.grouped_linear import (
     select_grouped_matmul_ops,
 )
 from megalith.kernels.linear import Context
-from megalith.kernels.rebuilt import (
+from megalith.kernels.recomputed import (
     LayerInput,
     RecomputedOutput,
     RecomputedOutputFactory,

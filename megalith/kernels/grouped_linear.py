@@ -27,7 +27,7 @@ from megalith.kernels.linear import (
     saved_input,
 )
 from megalith.kernels.matmul import bmm, grouped_mm, is_upcast, mm
-from megalith.kernels.rebuilt import LayerInput, output_tensor
+from megalith.kernels.recomputed import LayerInput, output_tensor
 
 HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")
 ALIGNED = 16

@@ -10,7 +10,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.kernels.matmul import is_upcast, mm
-from megalith.kernels.rebuilt import LayerInput, RecomputedOutput, output_tensor, recompute_output
+from megalith.kernels.recomputed import (
+    LayerInput,
+    RecomputedOutput,
+    output_tensor,
+    recompute_output,
+)
 
 Context = Any  # autograd's `ctx`, which accepts any attribute
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.moe import TokenDropPolicy, RouterConfig, RouterScore
+from megalith.config.moe import RouterConfig, RouterScore, TokenDropPolicy
 from megalith.kernels.linear import (
     Context,
     GradAccumulator,
@@ -20,7 +20,7 @@ from megalith.kernels.linear import (
     save,
     saved_input,
 )
-from megalith.kernels.rebuilt import LayerInput, output_tensor
+from megalith.kernels.recomputed import LayerInput, output_tensor
 
 DROPPED_CHOICE = -1
 """Expert index of a choice that was dropped."""
@@ -279,7 +279,12 @@ def balancing_offsets(logits: Tensor, offsets: Tensor, valid: Tensor, top_k: int
 
 
 def select_within_capacity(
-    choice: Choice, capacity: int, drop: TokenDropPolicy, *, num_experts: int, order: Tensor | None = None
+    choice: Choice,
+    capacity: int,
+    drop: TokenDropPolicy,
+    *,
+    num_experts: int,
+    order: Tensor | None = None,
 ) -> Tensor:
     """Return which choices [t, k] remain under the expert capacity, bool: each expert keeps at most
     `capacity`.

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalith.kernels.replay import RoutingDecisions, MicrobatchRouting
+from megalith.kernels.replay import MicrobatchRouting, RoutingDecisions
 from megalith.kernels.visible import AttentionMask
 from megalith.plan.context import KeySpans, Numbers, Slices, Slicing, plan_spans
 
@@ -346,7 +346,9 @@ def tokens_of_slices(
     )
 
 
-def with_multimodal_positions(tokens: PackedSeqParams, places: NDArray[np.int64]) -> PackedSeqParams:
+def with_multimodal_positions(
+    tokens: PackedSeqParams, places: NDArray[np.int64]
+) -> PackedSeqParams:
     """Return the tokens with position ids `places` [3, t] in time, height and width, given for all
     tokens that were read; padding gets 0.
 
@@ -371,4 +373,6 @@ def with_multimodal_positions(tokens: PackedSeqParams, places: NDArray[np.int64]
 
 def _join(parts: Numbers, device: torch.device | str) -> TokenPermutation:
     order = np.argsort(parts.reshape(-1))
-    return TokenPermutation(torch.from_numpy(order).to(device), torch.from_numpy(np.argsort(order)).to(device))
+    return TokenPermutation(
+        torch.from_numpy(order).to(device), torch.from_numpy(np.argsort(order)).to(device)
+    )

@@ -16,11 +16,11 @@ from megalith.checkpoint.safetensors import DTYPES, TensorInfo, read_box, read_h
 from megalith.config.lora import (
     STACKED,
     LoraConfig,
+    find_lora_target,
     has_adapters,
     lora_layers,
     lora_matrices,
     lora_targets,
-    find_lora_target,
 )
 from megalith.config.model import ModelConfig
 from megalith.config.tree import from_dict, parse_stored_settings

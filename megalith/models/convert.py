@@ -15,7 +15,7 @@ from megalith.config.checkpoint import NewRowInit
 from megalith.config.tree import dump_yaml, to_dict
 from megalith.data.tokenizer import build_tokenizer, moved_to
 from megalith.models.adapters import ADAPTER_CONFIG, AdaptedWeights, fingerprint
-from megalith.models.companions import copy_auxiliary_files
+from megalith.models.auxiliary_files import copy_auxiliary_files
 from megalith.models.hf import CONFIG, HuggingFaceFolder, Weights, write_folder
 from megalith.models.journal import Attempt, Recipe
 from megalith.models.names import TensorRule, dtype_to_write
@@ -231,7 +231,12 @@ def convert(
 
 
 def build_recipe(
-    source: Pretrained, to: Kind, *, dtype: torch.dtype | None, shard_nbytes: int, new_rows: NewRowInit
+    source: Pretrained,
+    to: Kind,
+    *,
+    dtype: torch.dtype | None,
+    shard_nbytes: int,
+    new_rows: NewRowInit,
 ) -> Recipe:
     """Return what determines the bytes of a conversion; conversions with equal recipes may reuse
     each other's files.

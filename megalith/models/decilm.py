@@ -12,10 +12,7 @@ from typing import Any
 from megalith.config.blocks import BlockModelSizes, find_ffn_multiplier, read_blocks
 from megalith.config.model import ModelConfig
 from megalith.errors import raise_all
-from megalith.models.fields import Fields
-from megalith.models.names import Family, TensorRule, rule
-from megalith.models.rope import read_rope
-from megalith.models.usual import (
+from megalith.models.config_fields import (
     HEAD,
     NORMS,
     ROTARY_BUFFERS,
@@ -26,6 +23,9 @@ from megalith.models.usual import (
     read_common_fields,
     write_common_fields,
 )
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule, rule
+from megalith.models.rope import read_rope
 
 COUNTS = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 

@@ -14,7 +14,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import DispatcherName, ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.kernels.cross_entropy import LogitTransform
-from megalith.kernels.rebuilt import output_tensor
+from megalith.kernels.recomputed import output_tensor
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.attention import LayerCache
 from megalith.nn.block import IdentityNorm, Layer, block_of_layer
@@ -27,7 +27,6 @@ from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.context import build_attend
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import LayerRunner, SpanHook
-from megalith.parallel.rings import RING_EXCHANGE, CollectiveMatmul
 from megalith.parallel.tensor import (
     ColumnParallelLinear,
     Init,
@@ -38,9 +37,10 @@ from megalith.parallel.tensor import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
+from megalith.parallel.tensor_overlap import RING_EXCHANGE, CollectiveMatmul
 from megalith.plan.initial import initial_values
 from megalith.plan.shards import Shard, split_evenly
-from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_stages, single_stage
+from megalith.plan.stages import Stage, plan_stages, single_stage, stages_of_rank, table_stages
 
 RINGS, KEEP_ALL, KEEP_HERE = ContextConfig(), RecomputeConfig(), OffloadConfig()
 
@@ -113,7 +113,9 @@ class Decoder(nn.Module):
         self.stage = stage or single_stage(config.num_layers, config.mtp.num_layers)
         table = shared_tables.get("embed.weight")
         if self.stage.embedding:
-            self.embed = VocabParallelEmbedding(_table("embed.weight", config, mesh), tp_comm, dtype=dtype)
+            self.embed = VocabParallelEmbedding(
+                _table("embed.weight", config, mesh), tp_comm, dtype=dtype
+            )
             self.input_embedding = InputEmbedding(config, tp_comm, dtype=dtype)
             table = self.embed.weight
         shared = shared_tables.get("relative.weight")

@@ -17,6 +17,14 @@ from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.rope import RopeConfig
 from megalith.errors import raise_all
+from megalith.models.config_fields import (
+    HEAD,
+    NORMS,
+    ROTARY_BUFFERS,
+    SIZES,
+    check_all_fields_exported,
+    mlp_rules,
+)
 from megalith.models.experts import (
     ExpertNames,
     LayerRules,
@@ -28,14 +36,6 @@ from megalith.models.experts import (
 from megalith.models.fields import Fields, hf_activation_name
 from megalith.models.names import Family, TensorRule, rule
 from megalith.models.rope import read_rope, write_rope
-from megalith.models.usual import (
-    HEAD,
-    NORMS,
-    ROTARY_BUFFERS,
-    SIZES,
-    check_all_fields_exported,
-    mlp_rules,
-)
 
 # --- config.json
 

@@ -8,10 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalith.config.model import ModelConfig
-from megalith.models.fields import Fields
-from megalith.models.names import Family, TensorRule
-from megalith.models.rope import read_rope
-from megalith.models.usual import (
+from megalith.models.config_fields import (
     HEAD,
     ROTARY_BUFFERS,
     check_all_fields_exported,
@@ -19,6 +16,9 @@ from megalith.models.usual import (
     read_common_fields,
     write_common_fields,
 )
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule
+from megalith.models.rope import read_rope
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:

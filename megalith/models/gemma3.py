@@ -10,11 +10,7 @@ from typing import Any
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
-from megalith.models.fields import Fields
-from megalith.models.gemma2 import NORMS, scalar_of
-from megalith.models.names import Family, TensorRule
-from megalith.models.rope import read_rope, rope_values
-from megalith.models.usual import (
+from megalith.models.config_fields import (
     FULL,
     HEAD,
     ROTARY_BUFFERS,
@@ -29,6 +25,10 @@ from megalith.models.usual import (
     write_common_fields,
     write_windows,
 )
+from megalith.models.fields import Fields
+from megalith.models.gemma2 import NORMS, scalar_of
+from megalith.models.names import Family, TensorRule
+from megalith.models.rope import read_rope, rope_values
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:

@@ -9,10 +9,10 @@ from typing import Any
 
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
+from megalith.models.config_fields import HEAD, check_all_fields_exported, check_head_sizes
 from megalith.models.fields import Fields
 from megalith.models.names import Family, TensorRule, piece, rule
 from megalith.models.pieces import layer_norm_rules
-from megalith.models.usual import HEAD, check_all_fields_exported, check_head_sizes
 
 # --- config.json
 

@@ -11,11 +11,7 @@ from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.config.rope import RopeConfig
-from megalith.models.experts import read_aux_loss, require_moe, router_rules, write_aux_loss
-from megalith.models.fields import Fields
-from megalith.models.names import Family, TensorRule, piece, rule
-from megalith.models.rope import read_rope
-from megalith.models.usual import (
+from megalith.models.config_fields import (
     HEAD,
     NORMS,
     ROTARY_BUFFERS,
@@ -28,6 +24,10 @@ from megalith.models.usual import (
     write_common_fields,
     write_windows,
 )
+from megalith.models.experts import read_aux_loss, require_moe, router_rules, write_aux_loss
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule, piece, rule
+from megalith.models.rope import read_rope
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:

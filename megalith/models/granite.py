@@ -9,10 +9,7 @@ from typing import Any
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
-from megalith.models.fields import Fields
-from megalith.models.names import Family, TensorRule
-from megalith.models.rope import read_rope
-from megalith.models.usual import (
+from megalith.models.config_fields import (
     HEAD,
     ROTARY_BUFFERS,
     check_all_fields_exported,
@@ -20,6 +17,9 @@ from megalith.models.usual import (
     read_common_fields,
     write_common_fields,
 )
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule
+from megalith.models.rope import read_rope
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:

@@ -20,10 +20,10 @@ from megalith.checkpoint.boxes import (
     TensorPiece,
     divide,
     inner_view,
-    to_row_major,
     lengths,
     numel,
     pieces,
+    to_row_major,
 )
 from megalith.checkpoint.format import show_bytes, show_dtype
 from megalith.checkpoint.safetensors import (
@@ -44,6 +44,7 @@ from megalith.config.checkpoint import NewRowInit
 from megalith.config.model import ModelConfig
 from megalith.config.suggest import did_you_mean
 from megalith.errors import CheckpointError, ConfigError
+from megalith.models.config_fields import UnexportedFieldsError
 from megalith.models.decilm import DECILM
 from megalith.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megalith.models.fields import ACTIVATIONS, translate_field_names
@@ -87,7 +88,6 @@ from megalith.models.qwen3_moe import QWEN3_MOE
 from megalith.models.smollm3 import SMOLLM3
 from megalith.models.staging import open_staging, publish
 from megalith.models.starcoder2 import STARCODER2
-from megalith.models.usual import UnexportedFieldsError
 from megalith.plan.network import network_problems
 from megalith.plan.shards import Box, Shard, intersect
 
@@ -813,7 +813,9 @@ def _write_weights(
             jobs.append(_Job(staging / name, batch[0][0], tensors, journal_key, record))
     check_free_space(staging.parent, sum(job.nbytes for job in jobs if job.before is None))
     total = sum(
-        run_in_order([partial(_write_job, job, weights, on_written, journal) for job in jobs], workers)
+        run_in_order(
+            [partial(_write_job, job, weights, on_written, journal) for job in jobs], workers
+        )
     )
     for name in names:
         storage.sync_written(staging / name)
@@ -882,7 +884,9 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def _read_tensors(
-    content: Sequence[tuple[Parts, PlannedTensor]], weights: Weights, on_written: Callable[[int], None]
+    content: Sequence[tuple[Parts, PlannedTensor]],
+    weights: Weights,
+    on_written: Callable[[int], None],
 ) -> Iterator[Tensor]:
     """Yield the values of the tensors in file order, in one or more pieces each."""
     for parts, planned in content:

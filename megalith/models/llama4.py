@@ -15,17 +15,7 @@ from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.config.rope import RopeConfig
-from megalith.models.experts import (
-    OF_TRAINING,
-    ExpertNames,
-    flags_or_empty,
-    router_rules,
-    shared_rules,
-)
-from megalith.models.fields import Fields
-from megalith.models.names import Family, TensorRule, WrapperFamily, piece
-from megalith.models.rope import read_rope
-from megalith.models.usual import (
+from megalith.models.config_fields import (
     FULL,
     HEAD,
     ROTARY_BUFFERS,
@@ -36,6 +26,16 @@ from megalith.models.usual import (
     window_arguments,
     write_common_fields,
 )
+from megalith.models.experts import (
+    OF_TRAINING,
+    ExpertNames,
+    flags_or_empty,
+    router_rules,
+    shared_rules,
+)
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule, WrapperFamily, piece
+from megalith.models.rope import read_rope
 
 CHUNKED, BLOCK = "chunked_attention", "feed_forward"
 

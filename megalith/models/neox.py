@@ -9,11 +9,11 @@ from typing import Any
 
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
+from megalith.models.config_fields import SIZES, check_all_fields_exported, check_head_sizes
 from megalith.models.fields import Fields, hf_activation_name
 from megalith.models.names import Family, TensorRule, piece, rule
 from megalith.models.pieces import layer_norm_rules, ungated_rules
 from megalith.models.rope import read_rope, write_rope
-from megalith.models.usual import SIZES, check_all_fields_exported, check_head_sizes
 
 HEAD = "embed_out.weight"
 

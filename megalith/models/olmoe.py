@@ -8,11 +8,7 @@ from typing import Any
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
-from megalith.models.experts import ExpertNames, read_moe, require_moe, write_moe
-from megalith.models.fields import Fields
-from megalith.models.names import Family
-from megalith.models.rope import read_rope
-from megalith.models.usual import (
+from megalith.models.config_fields import (
     HEAD,
     ROTARY_BUFFERS,
     build_moe_family_rules,
@@ -21,6 +17,10 @@ from megalith.models.usual import (
     read_common_fields,
     write_common_fields,
 )
+from megalith.models.experts import ExpertNames, read_moe, require_moe, write_moe
+from megalith.models.fields import Fields
+from megalith.models.names import Family
+from megalith.models.rope import read_rope
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:

@@ -12,10 +12,7 @@ from typing import Any
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
-from megalith.models.fields import Fields
-from megalith.models.names import Family, TensorRule, piece, rule
-from megalith.models.rope import KIND, PER_PAIR, read_rope, write_rope
-from megalith.models.usual import (
+from megalith.models.config_fields import (
     HEAD,
     NORMS,
     ROTARY_BUFFERS,
@@ -24,6 +21,9 @@ from megalith.models.usual import (
     read_common_fields,
     write_common_fields,
 )
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule, piece, rule
+from megalith.models.rope import KIND, PER_PAIR, read_rope, write_rope
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:

@@ -12,16 +12,16 @@ import yaml
 from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint.agree import raise_on_all_ranks
 from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.consistency import raise_on_all_ranks
 from megalith.checkpoint.format import MANIFEST, step_folders
 from megalith.checkpoint.load import STRICT, Checkpoint, find_latest, open_checkpoint
 from megalith.checkpoint.strictness import (
     MODEL,
-    log_load_report,
     check_patterns,
-    differences,
     compare_keys,
+    differences,
+    log_load_report,
     select_rejected_keys,
     weights_of,
 )
@@ -45,6 +45,7 @@ from megalith.models.adapters import (
     fingerprint,
     peft_adapters,
 )
+from megalith.models.config_fields import canonical
 from megalith.models.hf import (
     CONFIG,
     GENERATION,
@@ -62,7 +63,6 @@ from megalith.models.hf import (
 from megalith.models.names import Family
 from megalith.models.peft_config import read_peft_config
 from megalith.models.release import parameters
-from megalith.models.usual import canonical
 from megalith.parallel.group import Group
 from megalith.plan.shards import Box
 
@@ -389,7 +389,9 @@ def load_pretrained(
     Raises:
         CheckpointError: on every rank: there is nothing to load, or the model differs from `model`.
     """
-    return load_weights_with_records(entries, source, world, model=model, rules=rules, padded=False).notes
+    return load_weights_with_records(
+        entries, source, world, model=model, rules=rules, padded=False
+    ).notes
 
 
 def load_weights_with_records(

@@ -8,6 +8,15 @@ from typing import Any
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
+from megalith.models.config_fields import (
+    HEAD,
+    ROTARY_BUFFERS,
+    build_moe_family_rules,
+    check_all_fields_exported,
+    read_common_fields,
+    window_arguments,
+    write_common_fields,
+)
 from megalith.models.experts import (
     ExpertNames,
     read_moe,
@@ -18,15 +27,6 @@ from megalith.models.experts import (
 from megalith.models.fields import Fields
 from megalith.models.names import Family
 from megalith.models.rope import read_rope
-from megalith.models.usual import (
-    HEAD,
-    ROTARY_BUFFERS,
-    build_moe_family_rules,
-    check_all_fields_exported,
-    read_common_fields,
-    window_arguments,
-    write_common_fields,
-)
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:

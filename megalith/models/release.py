@@ -40,7 +40,9 @@ BATCH_NBYTES = 256 * 2**20
 
 def parameters(model: ModelConfig) -> list[Shard]:
     """Return the full shard of every parameter of a model, in the order of the forward pass."""
-    return [spec.shard for spec, _, _ in iter_parameter_specs(Decoder(model, build_single_rank_mesh()))]
+    return [
+        spec.shard for spec, _, _ in iter_parameter_specs(Decoder(model, build_single_rank_mesh()))
+    ]
 
 
 def release_run(name: str, model: ModelConfig, tokenizer: TokenizerConfig, path: Path) -> TrainRun:

@@ -10,10 +10,7 @@ from typing import Any
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
-from megalith.models.fields import Fields
-from megalith.models.names import Family, TensorRule
-from megalith.models.rope import read_rope
-from megalith.models.usual import (
+from megalith.models.config_fields import (
     HEAD,
     ROTARY_BUFFERS,
     SWITCH_REMEDY,
@@ -26,6 +23,9 @@ from megalith.models.usual import (
     write_common_fields,
     write_windows,
 )
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule
+from megalith.models.rope import read_rope
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:

@@ -10,11 +10,7 @@ from typing import Any
 from megalith.config.attention import AttentionConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
-from megalith.models.fields import Fields, hf_activation_name
-from megalith.models.names import Family, TensorRule, rule
-from megalith.models.pieces import layer_norm_rules, ungated_rules
-from megalith.models.rope import read_rope, write_rope
-from megalith.models.usual import (
+from megalith.models.config_fields import (
     HEAD,
     NORMS,
     ROTARY_BUFFERS,
@@ -23,6 +19,10 @@ from megalith.models.usual import (
     check_all_fields_exported,
     check_head_sizes,
 )
+from megalith.models.fields import Fields, hf_activation_name
+from megalith.models.names import Family, TensorRule, rule
+from megalith.models.pieces import layer_norm_rules, ungated_rules
+from megalith.models.rope import read_rope, write_rope
 
 DROPOUTS = {
     "embedding_dropout": "embedding",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention import attention
-from megalith.kernels.rebuilt import LayerInput
+from megalith.kernels.recomputed import LayerInput
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.qk_norm import build_qk_norms

@@ -11,7 +11,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import DispatcherName
 from megalith.config.recompute import RecomputeConfig
 from megalith.kernels.attention import attention
-from megalith.kernels.rebuilt import (
+from megalith.kernels.recomputed import (
     RecomputedOutput,
     RecomputedOutputFactory,
     output_tensor,
@@ -22,11 +22,11 @@ from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.attention import Attention, LayerCache
 from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.dropout import Step, add_attention_dropout, build_dropout
+from megalith.nn.identity import LinearReplacement
 from megalith.nn.mla import HeadsFn, LatentAttention, no_recompute
 from megalith.nn.mlp import MLP, GatedMLP, build_mlp
 from megalith.nn.moe.layer import MoE, no_wrapper
 from megalith.nn.norm import Norm, build_norm
-from megalith.nn.square import LinearReplacement
 from megalith.parallel import recompute as recomputation
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
@@ -107,7 +107,9 @@ class Layer(nn.Module):
                 dtype=dtype,
                 index=index,
                 core=attend("weights", inside=up),
-                around=partial(Recomputed, check=check, saves_rope_tables=True) if up else no_recompute,
+                around=partial(Recomputed, check=check, saves_rope_tables=True)
+                if up
+                else no_recompute,
             )
             self.attention_out = branch("attention")
         if config.uses_cross_layer_source(index):

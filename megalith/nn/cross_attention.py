@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention import attention
 from megalith.kernels.masks import with_masks
-from megalith.kernels.rebuilt import LayerInput
+from megalith.kernels.recomputed import LayerInput
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.kernels.visible import AttentionMask
@@ -58,7 +58,9 @@ class CrossAttentionBase(nn.Module):
         encoder states are those of the same tokens, and no token attends to later ones."""
         super().__init__()
         self.core = core
-        self.scores = Scores(config.softmax_scale(), softcap=config.attention.softcap, causal=causal)
+        self.scores = Scores(
+            config.softmax_scale(), softcap=config.attention.softcap, causal=causal
+        )
         heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size)
         self.num_heads, self.num_kv_heads = (
             heads.queries[mesh.tp.rank],

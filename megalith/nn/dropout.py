@@ -43,7 +43,10 @@ class Dropout(nn.Module):
             return x
         seed, numbers = tokens.dropout.seed, tokens.dropout.numbers
         return self.drop(
-            x, self.p, key_of(seed, "dropout", self.place, self.layer), self.tp_comm.select_local(numbers)
+            x,
+            self.p,
+            key_of(seed, "dropout", self.place, self.layer),
+            self.tp_comm.select_local(numbers),
         )
 
 

@@ -13,10 +13,16 @@ from typing import Any
 
 from torch import nn
 
-from megalith.config.kernels import BackendName, KernelsConfig, KernelSetting, Op, expand_kernel_setting
+from megalith.config.kernels import (
+    BackendName,
+    KernelsConfig,
+    KernelSetting,
+    Op,
+    expand_kernel_setting,
+)
 from megalith.kernels.matmul import select_bf16_matmul
 from megalith.kernels.span_attention import reference_span_attention
-from megalith.parallel.context import AllGatherAttend, UlyssesAttend, UlyssesRingAttend, RingAttend
+from megalith.parallel.context import AllGatherAttend, RingAttend, UlyssesAttend, UlyssesRingAttend
 from megalith.parallel.mesh import Mesh
 
 Held = Any  # any attribute of a module

@@ -21,7 +21,7 @@ from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers
 from megalith.config.model import ModelConfig
 from megalith.kernels.dropout import dropout
 from megalith.kernels.linear import Context, linear
-from megalith.kernels.rebuilt import LayerInput, as_recomputed, output_tensor
+from megalith.kernels.recomputed import LayerInput, as_recomputed, output_tensor
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.dropout import key_of
 from megalith.nn.frozen import end_backward_at
@@ -33,9 +33,9 @@ from megalith.parallel.tensor import (
     ColumnParallelLinear,
     Init,
     ParameterSpec,
+    ReplicatedLinear,
     RowParallelLinear,
     TPComm,
-    ReplicatedLinear,
     register_param,
 )
 from megalith.plan.shards import Shard
@@ -49,7 +49,12 @@ class ColumnLora(nn.Module):
     """
 
     def __init__(
-        self, base: ColumnParallelLinear, names: Sequence[str], lora: LoraConfig, *, dtype: torch.dtype
+        self,
+        base: ColumnParallelLinear,
+        names: Sequence[str],
+        lora: LoraConfig,
+        *,
+        dtype: torch.dtype,
     ) -> None:
         """`names`: the matrices with adapters, in the base's order."""
         super().__init__()
@@ -63,7 +68,9 @@ class ColumnLora(nn.Module):
         for name in names:
             a, b = column_adapter(_shard_of(base, name), lora, base.tp_comm)
             _register_adapter(self, name, a, b, dtype=dtype)
-        self.drop = InputDropout(_shard_of(base, names[0]).name, lora.dropout, base.tp_comm.select_local)
+        self.drop = InputDropout(
+            _shard_of(base, names[0]).name, lora.dropout, base.tp_comm.select_local
+        )
 
     def forward(self, x: LayerInput) -> Tensor:
         """x [t, i], in the layout of `tp_comm` -> [t, f_tp]."""
@@ -369,7 +376,9 @@ def _adapted(
     """Return the module with adapters; None if it gets none."""
     if not isinstance(module, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
         return None
-    names = module.weight_names if isinstance(module, ColumnParallelLinear) else [module.weight_name]
+    names = (
+        module.weight_names if isinstance(module, ColumnParallelLinear) else [module.weight_name]
+    )
     names = [name for name in names if has_adapters(_shard_of(module, name).name, lora, model)]
     if not names:
         return None

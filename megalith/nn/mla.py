@@ -17,7 +17,7 @@ from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention import attention
 from megalith.kernels.matmul import einsum
-from megalith.kernels.rebuilt import LayerInput, output_tensor
+from megalith.kernels.recomputed import LayerInput, output_tensor
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.attention import LayerCache, output_linear, scores_of_layer
@@ -25,7 +25,13 @@ from megalith.nn.norm import build_norm
 from megalith.nn.rope import build_apply_rope
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ColumnParallelLinear, Init, ParameterSpec, TPComm, ReplicatedLinear
+from megalith.parallel.tensor import (
+    ColumnParallelLinear,
+    Init,
+    ParameterSpec,
+    ReplicatedLinear,
+    TPComm,
+)
 from megalith.plan.shards import Shard, split_evenly
 
 

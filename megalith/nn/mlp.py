@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.activation import GatedActivation, activate, gated
-from megalith.kernels.rebuilt import (
+from megalith.kernels.recomputed import (
     LayerInput,
     RecomputedOutput,
     RecomputedOutputFactory,
@@ -19,7 +19,14 @@ from megalith.kernels.rebuilt import (
 from megalith.kernels.swiglu import swiglu
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ZEROS, ColumnParallelLinear, Init, ParameterSpec, RowParallelLinear, TPComm
+from megalith.parallel.tensor import (
+    ZEROS,
+    ColumnParallelLinear,
+    Init,
+    ParameterSpec,
+    RowParallelLinear,
+    TPComm,
+)
 from megalith.plan.shards import Shard, split_evenly
 
 Inner = Callable[[Tensor], LayerInput]

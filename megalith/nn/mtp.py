@@ -22,7 +22,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import DispatcherName
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.kernels.attention import attention
-from megalith.kernels.rebuilt import output_tensor
+from megalith.kernels.recomputed import output_tensor
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.block import block_of_layer
 from megalith.nn.embedding import InputEmbedding
@@ -33,10 +33,10 @@ from megalith.parallel.recompute import LayerRunner
 from megalith.parallel.tensor import (
     Init,
     ParameterSpec,
+    ReplicatedLinear,
     TPComm,
     VocabParallelEmbedding,
     VocabParallelHead,
-    ReplicatedLinear,
 )
 from megalith.plan.shards import Shard
 

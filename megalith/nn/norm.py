@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from megalith.kernels.rebuilt import LayerInput, RecomputedOutputFactory
+from megalith.kernels.recomputed import LayerInput, RecomputedOutputFactory
 from megalith.parallel.tensor import ONES, ZEROS, ParameterSpec, register_param
 from megalith.plan.shards import Shard
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.rebuilt import output_tensor
+from megalith.kernels.recomputed import output_tensor
 from megalith.nn.norm import build_norm
 from megalith.parallel.autograd import all_reduce, mark_partial
 from megalith.parallel.group import Group

@@ -30,7 +30,7 @@ RANKS_SHOWN = 16
 BACKWARD_LANE = "backward-lane"
 """Name of the thread that runs while the main thread waits in dual-batch overlap."""
 
-_TURNS = "megalith.parallel.turns"
+_TURNS = "megalith.parallel.dual_batch"
 _INTERNAL_MODULES = (
     "megalith.parallel.group",
     "megalith.parallel.autograd",

@@ -12,9 +12,9 @@ from megalith.optim.slots import (
     OptimizerSlot,
     RatesOf,
     build_slot,
+    equal_rates,
     group_by_rates,
     round_master_weights,
-    equal_rates,
 )
 from megalith.plan.shards import Shard
 

@@ -22,7 +22,14 @@ import torch.distributed._functional_collectives
 from torch import Tensor
 
 from megalith.observe.flight import CollectiveRecord
-from megalith.parallel.group import Group, start_all_gather, mark_finished, local_range, record_collective, mark_waiting
+from megalith.parallel.group import (
+    Group,
+    local_range,
+    mark_finished,
+    mark_waiting,
+    record_collective,
+    start_all_gather,
+)
 from megalith.plan.shards import split_evenly
 
 _ops = torch.ops._c10d_functional

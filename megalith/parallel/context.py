@@ -43,12 +43,12 @@ from megalith.kernels.span_attention import (
     zeros_for,
 )
 from megalith.kernels.tiled_attention import by_token
-from megalith.kernels.tokens import ContextShard, TokenPermutation, PackedSeqParams
+from megalith.kernels.tokens import ContextShard, PackedSeqParams, TokenPermutation
 from megalith.kernels.visible import PairMask
 from megalith.parallel.autograd import Moves, all_gather, all_to_all
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.rings import PendingCollective, start_ring_exchange
+from megalith.parallel.tensor_overlap import PendingCollective, start_ring_exchange
 from megalith.plan.context import KeySpans, Slicing, kind_of_layer
 
 Pair = TypeVar("Pair", DroppedWeights, PairBiases, PairMask)
@@ -190,10 +190,21 @@ class UlyssesAttend:
         if scores.causal or context.slices.source is None:
             out = attention(q, k, v, all_tokens, scores, sinks)
         else:  # documents end with padding, which must be masked
-            spans, seen = context.spans_of_whole(**attention_range(scores, context)), seen_of_whole(context)
+            spans, seen = (
+                context.spans_of_whole(**attention_range(scores, context)),
+                seen_of_whole(context),
+            )
             biases = biases_of_whole(all_tokens, context, scores)
             out = span_attention(
-                q, k, v, spans, scores, sinks, build_dropped_weights(all_tokens, scores), biases, seen
+                q,
+                k,
+                v,
+                spans,
+                scores,
+                sinks,
+                build_dropped_weights(all_tokens, scores),
+                biases,
+                seen,
             )
         return exchange_heads_for_tokens(out, self.group, context.everyone)
 
@@ -287,9 +298,7 @@ def seen_of_whole(context: ContextShard) -> PairMask | None:
     """Return which pairs of all tokens, in natural order, attention masks let see; None: all."""
     visible = context.whole.visible
     return (
-        None
-        if visible is None
-        else PairMask(visible, _all_numbers(context), _all_numbers(context))
+        None if visible is None else PairMask(visible, _all_numbers(context), _all_numbers(context))
     )
 
 
@@ -349,7 +358,9 @@ def biases_of_all(tokens: PackedSeqParams, scores: Scores) -> PairBiases | None:
     )
 
 
-def biases_of_whole(tokens: PackedSeqParams, context: ContextShard, scores: Scores) -> PairBiases | None:
+def biases_of_whole(
+    tokens: PackedSeqParams, context: ContextShard, scores: Scores
+) -> PairBiases | None:
     """Return the position biases among all tokens, in natural order; None: none."""
     return _biases_to_all(tokens.biases, _all_numbers(context), context, scores)
 
@@ -528,10 +539,15 @@ class RingAttention(Function):
             rows_by_head(q, heads, repeats),
             rows_by_head(torch.cat([k, v], -1), heads, repeats).squeeze(1),
         )
-        result, kv = init_attention_result(q, widths[1], sinks, off_by_one=scores.off_by_one), local_kv
+        result, kv = (
+            init_attention_result(q, widths[1], sinks, off_by_one=scores.off_by_one),
+            local_kv,
+        )
         for step in range(group.size):
             next_kv = (
-                _maybe_wait(start_ring_exchange(kv, group), overlap) if step < group.size - 1 else None
+                _maybe_wait(start_ring_exchange(kv, group), overlap)
+                if step < group.size - 1
+                else None
             )
             owner = _owner(group, step)
             attend(
@@ -584,7 +600,9 @@ class RingAttention(Function):
         for step in range(1, group.size):
             kv = next_kv.wait()
             next_kv = (
-                _maybe_wait(start_ring_exchange(kv, group), overlap) if step < group.size - 1 else next_kv
+                _maybe_wait(start_ring_exchange(kv, group), overlap)
+                if step < group.size - 1
+                else next_kv
             )
             owner = _owner(group, step)
             sums = add_gradients(kv, spans[owner], torch.zeros_like(local_sums), owner)
@@ -681,7 +699,9 @@ def _maybe_wait(started: PendingCollective, overlap: bool) -> PendingCollective:
     return started if overlap else PendingCollective(started.wait())
 
 
-def _send_home(sums: Tensor, in_flight: PendingCollective | None, group: Group) -> PendingCollective:
+def _send_home(
+    sums: Tensor, in_flight: PendingCollective | None, group: Group
+) -> PendingCollective:
     """Add the gradient sums of the previous ranks for the same keys and pass them on; the last step
     ends at the keys' owner."""
     return start_ring_exchange(sums if in_flight is None else sums.add_(in_flight.wait()), group)

@@ -21,21 +21,21 @@ from megalith.kernels.embedding import add_rows_
 from megalith.kernels.grouped_linear import Groups, accumulate_grouped_product_
 from megalith.kernels.linear import add_product_, weight_grad
 from megalith.kernels.matmul import mm
-from megalith.parallel.alike import check_consistent_across_ranks
-from megalith.parallel.engine import (
+from megalith.parallel.consistency import check_consistent_across_ranks
+from megalith.parallel.grad_sync import (
     SHARD_AXES,
     Parameters,
     ShardedParam,
+    all_reduce_shared_gradients,
+    byte_checksum,
     check_slices_consistent_across_ranks,
     split_trained_and_frozen,
-    byte_checksum,
-    all_reduce_shared_gradients,
     tp_reduce_axes,
     warn_unused_params,
 )
 from megalith.parallel.group import Group, single_rank_group, start_all_reduce_
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.publish import ParamAllGather
+from megalith.parallel.param_all_gather import ParamAllGather
 from megalith.parallel.recompute import count_forward_passes
 from megalith.parallel.slices import PendingReduceScatter, start_bucket_reduce_scatter
 from megalith.parallel.tensor import TensorParallel
@@ -140,7 +140,9 @@ class BucketGradAccumulator:
         """Add each expert's `dy.T @ x`: x [r, i], dy [r, o], for one parameter."""
         (stack,) = self.stacks
         total = self.data_parallel.total(stack)
-        accumulate_grouped_product_(total, x, dy, groups, fresh=self.data_parallel.is_fresh(stack.numbers))
+        accumulate_grouped_product_(
+            total, x, dy, groups, fresh=self.data_parallel.is_fresh(stack.numbers)
+        )
         self.data_parallel.contributed(stack.numbers)
 
     def gradient(self, dw: Tensor) -> None:
@@ -268,7 +270,9 @@ class BucketedDataParallel:
         ]
         parts = {layer: self._parts(layer, runs[layer]) for layer in layers if runs[layer]}
         self._uses = self._connect(
-            parts, list(model) if isinstance(model, nn.ModuleList) else [model], accumulate_in_buckets
+            parts,
+            list(model) if isinstance(model, nn.ModuleList) else [model],
+            accumulate_in_buckets,
         )
         self._begin(0)
         self._sums: deque[tuple[int, PendingReduceScatter]] = deque()

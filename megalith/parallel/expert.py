@@ -20,25 +20,25 @@ from megalith.kernels.permute import (
     RowPermutation,
     expert_major,
     gather_rows,
+    invert_chunk_order,
+    permute,
     permute_choices,
     permute_choices_padded,
-    permute,
     sort_choices,
     sort_chunks,
-    invert_chunk_order,
     unpermute,
     weights_of_rows,
 )
-from megalith.kernels.rebuilt import LayerInput, as_recomputed, output_tensor
+from megalith.kernels.recomputed import LayerInput, as_recomputed, output_tensor
 from megalith.kernels.routing import DROPPED_CHOICE, Choice, expert_capacity
 from megalith.parallel.autograd import (
     AsyncAllToAll,
     OverlapFn,
     all_gather,
+    all_gather_no_grad,
     mark_partial,
     no_overlap,
     reduce_scatter,
-    all_gather_no_grad,
     start_all_to_all,
     wait_all_to_all,
 )
@@ -214,11 +214,15 @@ class AllToAllDispatcher:
         # without a capacity, the counts give the number of rows; they need a device sync anyway
         if self.room is None:
             sort = sort_choices(choice.experts, self.num_experts)
-            table = all_gather_counts(sort.counts, choice.experts.numel(), self.ep, self.etp, self.both)
+            table = all_gather_counts(
+                sort.counts, choice.experts.numel(), self.ep, self.etp, self.both
+            )
             rows = sum(table[self.etp.rank][self.ep.rank])
             order = permute_choices(choice.experts, self.num_experts, num_rows=rows, sort=sort)
         else:  # all ranks have equally many tokens
-            order = permute_choices_padded(choice.experts, self.num_experts, capacity=self.room.of(len(x)))
+            order = permute_choices_padded(
+                choice.experts, self.num_experts, capacity=self.room.of(len(x))
+            )
             table = [[[self.room.of(len(x))] * self.num_experts] * self.ep.size] * self.etp.size
         combiner = AllToAllCombiner(
             self, order, plan_exchange(table, ep_rank=self.ep.rank, etp_rank=self.etp.rank)
@@ -315,7 +319,9 @@ class AllGatherDispatcher:
         """Run three all-gathers: of tokens, choices and weights."""
         experts_per_rank = self.num_experts // self.ep.size
         chosen = all_gather_no_grad(choice.experts, self.both) - self.ep.rank * experts_per_rank
-        local_experts = torch.where((chosen >= 0) & (chosen < experts_per_rank), chosen, DROPPED_CHOICE)
+        local_experts = torch.where(
+            (chosen >= 0) & (chosen < experts_per_rank), chosen, DROPPED_CHOICE
+        )
         order = permute_choices(
             local_experts,
             experts_per_rank,
@@ -324,7 +330,8 @@ class AllGatherDispatcher:
         weights = weights_of_rows(all_gather(choice.weights, self.both), order)
         rows = permute(all_gather(output_tensor(x), self.both), order)
         return CompletedDispatch(
-            DispatchedTokens(rows, weights, local_expert_groups(order)), AllGatherCombiner(self, order)
+            DispatchedTokens(rows, weights, local_expert_groups(order)),
+            AllGatherCombiner(self, order),
         )
 
 
@@ -351,7 +358,9 @@ def order_rows(
     """Return the order of all rows by expert; dropless or padded to a capacity, their number is
     known without waiting for the device."""
     if room is not None:
-        return permute_choices_padded(choice.experts, num_experts, capacity=room.of(len(choice.experts)))
+        return permute_choices_padded(
+            choice.experts, num_experts, capacity=room.of(len(choice.experts))
+        )
     known = None if drops_tokens and not choice.experts.is_meta else choice.experts.numel()
     return permute_choices(choice.experts, num_experts, num_rows=known)
 

@@ -27,20 +27,26 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from megalith.errors import PlanError
-from megalith.kernels.rebuilt import RecomputedOutput
-from megalith.parallel.alike import check_consistent_across_ranks
+from megalith.kernels.recomputed import RecomputedOutput
+from megalith.parallel.consistency import check_consistent_across_ranks
 from megalith.parallel.data import SLICES_OVER, ShardGroups, shard_groups
-from megalith.parallel.engine import (
+from megalith.parallel.expert import DispatchedTokens
+from megalith.parallel.grad_sync import (
     Parameters,
     ShardedParam,
+    all_reduce_shared_gradients,
+    byte_checksum,
     check_slices_consistent_across_ranks,
     split_trained_and_frozen,
-    byte_checksum,
-    all_reduce_shared_gradients,
     warn_unused_params,
 )
-from megalith.parallel.expert import DispatchedTokens
-from megalith.parallel.group import Group, mark_finished, record_collective, track_work, start_all_reduce_
+from megalith.parallel.group import (
+    Group,
+    mark_finished,
+    record_collective,
+    start_all_reduce_,
+    track_work,
+)
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import VocabParallelEmbedding, VocabParallelHead
 from megalith.plan.fsdp import padded_numel, shard_rows
@@ -56,7 +62,7 @@ ShardGroupsByGrid = Mapping[str, ShardGroups]
 
 
 class FullyShardedDataParallel:
-    """Data parallelism of parallel.zero=3; see `GradSync` in parallel/engine.py.
+    """Data parallelism of parallel.zero=3; see `GradSync` in parallel/grad_sync.py.
 
     FSDP units are the layers, their experts, the embedding and the head; the final norm, and a
     table that embedding and head share, stay gathered from the forward of their chunk to the end of
@@ -717,7 +723,10 @@ def _inner_units(chunk: nn.Module) -> Iterator[nn.Module]:
         if isinstance(table, VocabParallelEmbedding | VocabParallelHead)
     )
     for child in chunk.children():
-        if isinstance(child, VocabParallelEmbedding | VocabParallelHead) and uses[id(child.weight)] == 1:
+        if (
+            isinstance(child, VocabParallelEmbedding | VocabParallelHead)
+            and uses[id(child.weight)] == 1
+        ):
             yield child
         if isinstance(child, nn.ModuleList):
             yield from child

@@ -31,8 +31,8 @@ from megalith.parallel.failure import (
     InterruptHandler,
     describe,
     die_with_parent,
-    explain_exit,
     exception_failure,
+    explain_exit,
     sort_failures,
 )
 

@@ -82,7 +82,9 @@ class PipelineGroups:
         return self.by_channel[direction, target > source]
 
 
-def create_pipeline_groups(group: Group, *, tags: bool, timeout_seconds: float = 600.0) -> PipelineGroups | None:
+def create_pipeline_groups(
+    group: Group, *, tags: bool, timeout_seconds: float = 600.0
+) -> PipelineGroups | None:
     """Create the process groups for the messages of the pipeline `group`; None for one rank or meta
     tensors.
 
@@ -112,7 +114,9 @@ def create_pipeline_groups(group: Group, *, tags: bool, timeout_seconds: float =
     return PipelineGroups(group, by_channel, tags)
 
 
-def open_channels(handles: PipelineGroups, channels: Sequence[Channel], device: torch.device) -> None:
+def open_channels(
+    handles: PipelineGroups, channels: Sequence[Channel], device: torch.device
+) -> None:
     """Send one number through every channel so that both ends are connected; all ranks list the
     same channels.
 

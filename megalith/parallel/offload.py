@@ -152,7 +152,9 @@ class OffloadedPass:
         # By storage and version: a storage written to since its last copy needs another one. A
         # storage's id may be reused once the storage is freed; a weak reference reserves the id,
         # not the memory.
-        self._copies: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[OffloadedStorage]]] = {}
+        self._copies: dict[
+            tuple[int, int], tuple[StorageWeakRef, weakref.ref[OffloadedStorage]]
+        ] = {}
 
     @contextmanager
     def span(self, number: int, layers: Sequence[nn.Module] = ()) -> Iterator[None]:
@@ -171,7 +173,9 @@ class OffloadedPass:
             if away is not None:
                 away.start_back()
 
-    def _pack(self, number: int, layers: Sequence[nn.Module], x: Tensor) -> Tensor | OffloadedTensor:
+    def _pack(
+        self, number: int, layers: Sequence[nn.Module], x: Tensor
+    ) -> Tensor | OffloadedTensor:
         storage = x.untyped_storage()
         if x.numel() < self.min_numel or storage._cdata in self.stays:
             return x

@@ -24,10 +24,10 @@ from megalith.kernels.linear import (
     stacked,
     weight_gradients,
 )
-from megalith.kernels.rebuilt import LayerInput, output_tensor
+from megalith.kernels.recomputed import LayerInput, output_tensor
 from megalith.parallel.autograd import mark_partial
 from megalith.parallel.group import Group
-from megalith.parallel.rings import Product, PendingCollective
+from megalith.parallel.tensor_overlap import PendingCollective, Product
 
 
 class OverlappedTPComm(Protocol):
@@ -125,7 +125,9 @@ class AllGatherLinearFunction(Function):
         saved = ctx.saved_tensors  # read once: a recomputed region returns them only once
         parameters, inputs = saved[: len(needs_dw)], saved[len(needs_dw) :]
         local_x = saved_input(ctx, needs_dw, inputs)
-        tokens: PendingCollective | None = None if local_x is None else ctx.overlapped.start_regather(local_x)
+        tokens: PendingCollective | None = (
+            None if local_x is None else ctx.overlapped.start_regather(local_x)
+        )
         dx: PendingCollective | None = None
         if ctx.needs_input_grad[0]:
             dx = ctx.overlapped.matmul_reduce_scatter(

@@ -13,9 +13,16 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalith.parallel.link import PipelineGroups, PendingReceive, Specs, StageLink, StageMessage, Tensors
-from megalith.parallel.postpone import WeightGradStore
-from megalith.parallel.turns import DualBatchOverlap
+from megalith.parallel.dual_batch import DualBatchOverlap
+from megalith.parallel.link import (
+    PendingReceive,
+    PipelineGroups,
+    Specs,
+    StageLink,
+    StageMessage,
+    Tensors,
+)
+from megalith.parallel.weight_grad_store import WeightGradStore
 from megalith.plan.pairs import concurrent_actions
 from megalith.plan.schedule import Action, Schedule
 from megalith.plan.transfers import Direction, neighbor

@@ -2,7 +2,7 @@
 backward.
 
 `recompute` is the primitive; `LayerRunner` applies it to whole layers. An activation that only one
-operation saves is dropped more cheaply by a `RecomputedOutput` input, see kernels/rebuilt.py.
+operation saves is dropped more cheaply by a `RecomputedOutput` input, see kernels/recomputed.py.
 Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198,
 section 5.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.kernels.rebuilt import (
+from megalith.kernels.recomputed import (
     BitwiseComparison,
     LayerInput,
     RecomputedOutput,
@@ -99,7 +99,9 @@ class Recomputed(nn.Module):
     """Module or function of x, other tensors and the tokens, whose inner activations are recomputed
     in backward."""
 
-    def __init__(self, function: Function, *, check: bool = False, saves_rope_tables: bool = False) -> None:
+    def __init__(
+        self, function: Function, *, check: bool = False, saves_rope_tables: bool = False
+    ) -> None:
         """`saves_rope_tables`: the function reads the rotary tables, which are then saved."""
         super().__init__()
         self.function, self.check, self.saves_rope_tables = function, check, saves_rope_tables
@@ -113,7 +115,9 @@ class Recomputed(nn.Module):
             for other in others
             if isinstance(other, PackedSeqParams)
         ]
-        tables = [table for tokens in last for table in tokens.rotary] if self.saves_rope_tables else []
+        tables = (
+            [table for tokens in last for table in tokens.rotary] if self.saves_rope_tables else []
+        )
         run = partial(_call, self.function, last, len(tables))
         return recompute(run, x, *tensors, *tables, check=self.check)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.parallel.group import Group, record_collective, track_work, start_receive, start_send
+from megalith.parallel.group import Group, record_collective, start_receive, start_send, track_work
 
 
 @dataclass(slots=True)
@@ -70,19 +70,26 @@ def start_bucket_reduce_scatter(
     if bucket.device.type == "cpu":
         sent = slices if dtype is None else slices.to(dtype)
         received = torch.empty_like(sent)
-        return PendingReduceScatter(_exchange(sent, received, group, tag), slices, received, group.rank)
+        return PendingReduceScatter(
+            _exchange(sent, received, group, tag), slices, received, group.rank
+        )
     if dtype is None:
         entry = record_collective(group, "reduce_scatter", bucket)
         work = dist.reduce_scatter_tensor(
             slices[group.rank], bucket, group=group.handle, async_op=True
         )
-        return PendingReduceScatter(PendingMessages([track_work(entry, work)]), slices, None, group.rank)
+        return PendingReduceScatter(
+            PendingMessages([track_work(entry, work)]), slices, None, group.rank
+        )
     sent = bucket.to(dtype)
     received = torch.empty_like(sent)
     entry = record_collective(group, "all_to_all", sent)
     work = dist.all_to_all_single(received, sent, group=group.handle, async_op=True)
     return PendingReduceScatter(
-        PendingMessages([track_work(entry, work)]), slices, received.view(group.size, -1), group.rank
+        PendingMessages([track_work(entry, work)]),
+        slices,
+        received.view(group.size, -1),
+        group.rank,
     )
 
 

@@ -21,26 +21,26 @@ from megalith.kernels.embedding import embedding
 from megalith.kernels.experts import Matrix
 from megalith.kernels.grouped_linear import GroupedGradAccumulator
 from megalith.kernels.linear import linear
-from megalith.kernels.rebuilt import LayerInput, as_recomputed, output_tensor
+from megalith.kernels.recomputed import LayerInput, as_recomputed, output_tensor
 from megalith.kernels.watched_loss import LossWithLogitStats
 from megalith.parallel.autograd import (
     all_gather,
+    all_gather_no_grad,
     copy_to_tp,
     mark_partial,
     reduce_from_tp,
     reduce_scatter,
-    all_gather_no_grad,
 )
 from megalith.parallel.group import Group
 from megalith.parallel.overlap import OverlappedTPComm, all_gather_linear, linear_reduce_scatter
-from megalith.parallel.rings import (
+from megalith.parallel.tensor_overlap import (
     RING_EXCHANGE,
     CollectiveMatmul,
-    Product,
     PendingCollective,
-    start_token_gather,
-    start_reduce_scatter,
+    Product,
     start_all_reduce,
+    start_reduce_scatter,
+    start_token_gather,
 )
 from megalith.plan.shards import Shard, split_evenly
 
@@ -500,11 +500,16 @@ class VocabParallelHead(nn.Module):
 def iter_vocab_heads(models: Iterable[nn.Module]) -> Iterator[VocabParallelHead]:
     """Return every head: the model's, and one for each MTP depth."""
     return (
-        module for model in models for module in model.modules() if isinstance(module, VocabParallelHead)
+        module
+        for model in models
+        for module in model.modules()
+        if isinstance(module, VocabParallelHead)
     )
 
 
-def set_training_losses(models: Iterable[nn.Module], choose: Callable[[], Callable[..., Tensor]]) -> None:
+def set_training_losses(
+    models: Iterable[nn.Module], choose: Callable[[], Callable[..., Tensor]]
+) -> None:
     """Set the training loss of every head to the result of `choose`."""
     for head in iter_vocab_heads(models):
         head.summed_loss = choose()
@@ -540,7 +545,14 @@ class ExpertMatrix(nn.Module):
         return [getattr(self, self.weight_name)]
 
 
-TensorParallel = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear | ExpertMatrix | VocabParallelEmbedding | VocabParallelHead
+TensorParallel = (
+    ColumnParallelLinear
+    | RowParallelLinear
+    | ReplicatedLinear
+    | ExpertMatrix
+    | VocabParallelEmbedding
+    | VocabParallelHead
+)
 
 
 def _attribute(spec: ParameterSpec) -> str:

@@ -18,16 +18,16 @@ from megalith.kernels.grouped_linear import Groups
 from megalith.kernels.permute import (
     RowPermutation,
     expert_major,
-    permute_choices,
-    permute,
-    sort_chunks,
     invert_chunk_order,
+    permute,
+    permute_choices,
+    sort_chunks,
     unpermute,
 )
 from megalith.kernels.permute import weights_of_rows as weights_of
-from megalith.kernels.rebuilt import LayerInput, output_tensor
+from megalith.kernels.recomputed import LayerInput, output_tensor
 from megalith.kernels.routing import DROPPED_CHOICE, Choice
-from megalith.parallel.autograd import all_to_all, all_gather_no_grad
+from megalith.parallel.autograd import all_gather_no_grad, all_to_all
 from megalith.parallel.expert import (
     CompletedDispatch,
     DispatchedTokens,
@@ -162,7 +162,9 @@ class ReferenceDispatcher:
             experts // experts_per_rank * along_ep * experts_per_rank + experts % experts_per_rank
         )
         spread = (first.unsqueeze(2) + copies).flatten(1)
-        return torch.where(experts.repeat_interleave(self.etp.size, dim=1) >= 0, spread, DROPPED_CHOICE)
+        return torch.where(
+            experts.repeat_interleave(self.etp.size, dim=1) >= 0, spread, DROPPED_CHOICE
+        )
 
     def _counts(self, order: RowPermutation) -> list[Sequence[int]]:
         """Return, by sending rank, the number of rows for each expert of each member, on the

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from megalith.errors import ConfigError, RankError
 from megalith.observe.flight import FlightRecorder
 from megalith.observe.limits import available_cores
-from megalith.parallel.group import Group, single_rank_group, gather_objects
+from megalith.parallel.group import Group, gather_objects, single_rank_group
 from megalith.parallel.launch import LISTENER, RANK_VARIABLES, in_worker, threads_per_rank
 from megalith.parallel.watch import wait_for
 from megalith.plan.grid import Grid
@@ -191,7 +191,9 @@ def connect(
         torch.accelerator.set_device_index(worker.local_rank)
     if worker.world == 1:
         return single_rank_group("world")
-    rendezvous_store = store if store is not None else open_rendezvous(worker, timeout_seconds=timeout_seconds)
+    rendezvous_store = (
+        store if store is not None else open_rendezvous(worker, timeout_seconds=timeout_seconds)
+    )
     assert rendezvous_store is not None
     dist.init_process_group(
         worker.backend,

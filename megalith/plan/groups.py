@@ -33,7 +33,9 @@ def is_trained(one: HeldParameter, optim: OptimConfig, lora: LoraConfig | None) 
     return optim.trains(one.name) if lora is None else not one.frozen
 
 
-def parameter_rates(model: ModelConfig, optim: OptimConfig, name: str, inputs: int) -> ParameterRates:
+def parameter_rates(
+    model: ModelConfig, optim: OptimConfig, name: str, inputs: int
+) -> ParameterRates:
     """Return the rates of a parameter with `inputs` input dims: of its groups, times muP's
     factors."""
     rate, decay = _find_groups(optim.groups, name, _rate), _find_groups(optim.groups, name, _decay)
@@ -283,7 +285,12 @@ def _conflicts(groups: Sequence[GroupConfig], moving: Sequence[HeldParameter]) -
     for what, decides in (("learning rate", _rate), ("weight decay", _decay)):
         for one, other in combinations([group for group in groups if any(decides(group))], 2):
             both = next(
-                (p.name for p in moving if matches_any_pattern(p.name, one.match) and matches_any_pattern(p.name, other.match)),
+                (
+                    p.name
+                    for p in moving
+                    if matches_any_pattern(p.name, one.match)
+                    and matches_any_pattern(p.name, other.match)
+                ),
                 None,
             )
             if both is not None and decides(one) != decides(other):
@@ -327,7 +334,9 @@ def _find_groups(
     groups: Sequence[GroupConfig], name: str, decides: Callable[[GroupConfig], Decided]
 ) -> list[GroupConfig]:
     """Return the groups that set a quantity of a parameter."""
-    return [group for group in groups if any(decides(group)) and matches_any_pattern(name, group.match)]
+    return [
+        group for group in groups if any(decides(group)) and matches_any_pattern(name, group.match)
+    ]
 
 
 def _unknown(

@@ -8,9 +8,9 @@ from megalith.config.kernels import (
     BackendName,
     KernelSetting,
     Op,
-    is_explicit_backend,
-    expand_kernel_setting,
     default_backend,
+    expand_kernel_setting,
+    is_explicit_backend,
 )
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun

@@ -23,7 +23,7 @@ from megalith.plan.costs import (
     step_flops,
 )
 from megalith.plan.memory import setting_of
-from megalith.plan.recompute import layer_spans, recomputed_modules, recompute_notes
+from megalith.plan.recompute import layer_spans, recompute_notes, recomputed_modules
 from megalith.plan.workload import plan_workload
 
 

@@ -131,7 +131,11 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
         for layer in stage.layers
         for x in gathered_input_features(run.model, layer)
     ]
-    recomputed_features, num_recomputed_sums, modules = list[int](), 0, recomputed_modules(run.recompute)
+    recomputed_features, num_recomputed_sums, modules = (
+        list[int](),
+        0,
+        recomputed_modules(run.recompute),
+    )
     for stage, counts in zip(stages, recomputed_spans, strict=True):
         repeated = stage.layers[: sum(counts)]
         recomputed_features += [

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megalith.config.train import TrainRun
 from megalith.plan.adapters import with_adapters
-from megalith.plan.deal import document_multiple, count_microbatches_of_longest
+from megalith.plan.batch_assignment import count_microbatches_of_longest, document_multiple
 from megalith.plan.frozen import with_frozen
 from megalith.plan.grid import Grid
 from megalith.plan.layout import model_grid

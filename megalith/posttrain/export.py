@@ -21,7 +21,7 @@ from megalith.models.adapters import (
     PeftLayer,
     find_peft_layers,
 )
-from megalith.models.companions import copy_auxiliary_files
+from megalith.models.auxiliary_files import copy_auxiliary_files
 from megalith.models.convert import Move
 from megalith.models.hf import TOKENIZER_FILES
 from megalith.models.pretrained import Pretrained, find_family_of

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalith.checkpoint.agree import raise_on_all_ranks
 from megalith.checkpoint.boxes import CheckpointEntry, pieces
+from megalith.checkpoint.consistency import raise_on_all_ranks
 from megalith.checkpoint.format import MANIFEST
 from megalith.checkpoint.load import Checkpoint, open_checkpoint
 from megalith.config.checkpoint import CheckpointConfig
@@ -20,12 +20,12 @@ from megalith.models.adapters import (
 )
 from megalith.models.pretrained import (
     build_base_record,
+    check_base_weights,
     load_pretrained,
     locate_source,
     open_adapters,
     open_pretrained,
     read_base_record,
-    check_base_weights,
     trained_with_forced_balancing,
 )
 from megalith.parallel.group import Group

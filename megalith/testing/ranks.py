@@ -38,9 +38,9 @@ from megalith.parallel.failure import (
     Failure,
     describe,
     die_with_parent,
-    explain_exit,
     exception_failure,
     exit_failure,
+    explain_exit,
 )
 from megalith.parallel.group import Group, single_rank_group
 

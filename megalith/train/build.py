@@ -14,12 +14,12 @@ from megalith.optim.build import build_optimizer
 from megalith.optim.loss_scale import LossScale, build_loss_scale
 from megalith.optim.slots import Optimizer
 from megalith.parallel.data import BucketedDataParallel
-from megalith.parallel.engine import GradSync, can_shard_weights
+from megalith.parallel.grad_sync import GradSync, can_shard_weights
 from megalith.parallel.mesh import Mesh
 from megalith.plan.groups import parameter_rates
 from megalith.plan.initial import ParameterRates
 from megalith.plan.shards import Shard, is_first_replica
-from megalith.train.staged import PipelineModel, build_pipeline_model, add_weight_grad_stores
+from megalith.train.staged import PipelineModel, add_weight_grad_stores, build_pipeline_model
 
 DTYPES = {
     "fp32": torch.float32,

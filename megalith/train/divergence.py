@@ -34,7 +34,9 @@ def find_nonfinite_parameters(entries: Sequence[CheckpointEntry]) -> list[str]:
 
     Checks the shards that this rank saves. The host waits for the device once.
     """
-    weights = [e for e in entries if e.role in ("param", "master") and e.is_writer and e.tensor.numel()]
+    weights = [
+        e for e in entries if e.role in ("param", "master") and e.is_writer and e.tensor.numel()
+    ]
     if not weights:
         return []
     # Minimum and maximum are NaN if any element is; they take a twentieth of the time of isfinite

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
-from megalith.data.loader import Batch, MaskSettings, build_batch, build_pack, build_mask_settings
+from megalith.data.loader import Batch, MaskSettings, build_batch, build_mask_settings, build_pack
 from megalith.data.sample import Dataset, HasDocumentLengths
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
@@ -22,11 +22,11 @@ from megalith.models.pretrained import load_pretrained
 from megalith.nn.mtp import complete
 from megalith.observe.progress import StepProgress
 from megalith.parallel.context import local_slicing
-from megalith.parallel.engine import can_shard_weights
+from megalith.parallel.grad_sync import can_shard_weights
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
+from megalith.plan.batch_assignment import TokenBudget, build_token_budget
 from megalith.plan.context import WHOLE, Slicing
-from megalith.plan.deal import TokenBudget, build_token_budget
 from megalith.plan.shards import Shard
 from megalith.train.build import DTYPES, weight_entries
 from megalith.train.folder import RunFolder
@@ -131,7 +131,9 @@ def evaluate(
         batches = _batches(dataset, masks, mesh, samples, rows, device, slicing, depths)
     else:
         batches = _packs(dataset, budget, mesh, samples, device, slicing, depths)
-    while group := list(islice(batches, 1 if mesh.pp.size == 1 else MICROBATCHES_PER_RANK * mesh.pp.size)):
+    while group := list(
+        islice(batches, 1 if mesh.pp.size == 1 else MICROBATCHES_PER_RANK * mesh.pp.size)
+    ):
         losses = pipeline_model.forward(group)
         if counts_labels:
             sums += losses

@@ -20,11 +20,11 @@ from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, mod
 from megalith.parallel.watch import HangWatch, backend_timeout, name_rank, watching
 from megalith.parallel.worker import (
     Worker,
-    clone_store,
     check_consistent_settings,
+    clone_store,
     connect,
-    disconnect,
     describe_slow_tp,
+    disconnect,
     open_rendezvous,
     set_threads,
 )

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from megalith.checkpoint.agree import raise_on_all_ranks
 from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.consistency import raise_on_all_ranks
 from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.retention import remove_leftovers
@@ -32,9 +32,9 @@ from megalith.models.pretrained import (
     FORCE_LOAD_BALANCING,
     HF_SOURCE,
     check_same_model,
+    load_weights_with_records,
     open_pretrained,
     read_hf_source,
-    load_weights_with_records,
     trained_with_forced_balancing,
 )
 from megalith.nn.moe.balance import LOSS_COEFFS
@@ -55,9 +55,9 @@ from megalith.parallel.context import local_slicing
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.adapters import trained_step_flops
+from megalith.plan.batch_assignment import build_token_budget, document_cost
 from megalith.plan.buckets import zero_notes
 from megalith.plan.costs import model_flops_utilization, pairs_seen, tflops_per_device
-from megalith.plan.deal import build_token_budget, document_cost
 from megalith.plan.experts import balance_notes
 from megalith.plan.kernels import describe_kernels
 from megalith.plan.repeated import repeated_flops
@@ -73,6 +73,11 @@ from megalith.train.build import (
     checkpoint_entries,
     weight_entries,
 )
+from megalith.train.checkpoint_source import (
+    check_steps_left,
+    describe_checkpoint_source,
+    open_checkpoint_source,
+)
 from megalith.train.divergence import (
     describe_last_good_checkpoint,
     find_nonfinite_parameters,
@@ -80,29 +85,24 @@ from megalith.train.divergence import (
 )
 from megalith.train.evaluate import evaluate
 from megalith.train.experts import (
+    attach_routing,
     collect_expert_load,
     expert_load_metrics,
     iter_routers,
-    attach_routing,
 )
 from megalith.train.folder import (
     RunFolder,
     TokenizerFiles,
     list_changed_settings,
-    remove_new_folder_on_error,
     read_tokenizer_files,
+    remove_new_folder_on_error,
     set_aside_metrics,
     write_config,
     write_parameters,
 )
-from megalith.train.origin import (
-    check_steps_left,
-    describe_checkpoint_source,
-    open_checkpoint_source,
-)
 from megalith.train.resume import fall_back, open_newest_checkpoint
 from megalith.train.state import TrainState
-from megalith.train.step import StepResult, train_step, describe_nonfinite_gradients
+from megalith.train.step import StepResult, describe_nonfinite_gradients, train_step
 from megalith.train.stop import Stopper
 from megalith.train.trace import RoutingTrace, cut_traces
 

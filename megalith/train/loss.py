@@ -32,7 +32,12 @@ def compute_head_losses(run: TrainRun) -> Callable[..., Tensor]:
     recomputes = train.loss_backward == "recomputed"
     if logs_logit_stats(run):
         return LossWithLogitStats(
-            partial(recomputed_cross_entropy_with_stats if recomputes else linear_cross_entropy_with_stats, **loss_kwargs),
+            partial(
+                recomputed_cross_entropy_with_stats
+                if recomputes
+                else linear_cross_entropy_with_stats,
+                **loss_kwargs,
+            ),
             train.z_loss,
         )
     loss_fn = recomputed_cross_entropy if recomputes else linear_cross_entropy

@@ -37,7 +37,9 @@ class RoutingPart(NamedTuple):
     """[n, k]."""
 
 
-def gather_routing(routing: RoutingRecord, batches: Sequence[Batch], mesh: Mesh) -> dict[str, Tensor]:
+def gather_routing(
+    routing: RoutingRecord, batches: Sequence[Batch], mesh: Mesh
+) -> dict[str, Tensor]:
     """Return the expert choices of a step by layer: int64 [tokens of the global batch, k], in
     reading order.
 

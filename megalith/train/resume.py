@@ -4,7 +4,7 @@ damaged."""
 import logging
 from pathlib import Path
 
-from megalith.checkpoint.agree import raise_on_all_ranks
+from megalith.checkpoint.consistency import raise_on_all_ranks
 from megalith.checkpoint.load import (
     Checkpoint,
     find_latest,
@@ -14,7 +14,7 @@ from megalith.checkpoint.load import (
 from megalith.checkpoint.retention import set_aside_damaged
 from megalith.errors import DamagedCheckpointError
 from megalith.parallel.group import Group
-from megalith.train.origin import PROGRESS
+from megalith.train.checkpoint_source import PROGRESS
 
 _log = logging.getLogger(__name__)
 

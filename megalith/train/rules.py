@@ -18,11 +18,11 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import to_dict
 from megalith.errors import raise_all
 from megalith.optim.schedule import schedule_problems
+from megalith.plan.batch_assignment import budget_problems
 from megalith.plan.batches import batch_problems
 from megalith.plan.buckets import zero_problems
 from megalith.plan.context import context_problems
-from megalith.plan.deal import budget_problems
-from megalith.plan.experts import expert_layout_problems, check_single_expert_weight
+from megalith.plan.experts import check_single_expert_weight, expert_layout_problems
 from megalith.plan.fsdp import fully_sharded_problems
 from megalith.plan.grid import dense_problems, divisors
 from megalith.plan.groups import pattern_problems

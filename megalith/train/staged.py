@@ -19,15 +19,22 @@ from megalith.nn.frozen import freeze
 from megalith.nn.kernels import use_kernels
 from megalith.nn.lora import attach_adapters
 from megalith.nn.moe.layer import MoE
-from megalith.parallel.link import PipelineGroups, Spec, Specs, Tensors, create_pipeline_groups, open_channels
+from megalith.parallel.dual_batch import DualBatchOverlap
+from megalith.parallel.link import (
+    PipelineGroups,
+    Spec,
+    Specs,
+    Tensors,
+    create_pipeline_groups,
+    open_channels,
+)
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Boundary, Pipeline
-from megalith.parallel.postpone import WeightGradStore
-from megalith.parallel.rings import RING_EXCHANGE
 from megalith.parallel.symm_mem import choose_collective_matmul
 from megalith.parallel.tensor import TensorParallel, set_training_losses
-from megalith.parallel.turns import DualBatchOverlap
+from megalith.parallel.tensor_overlap import RING_EXCHANGE
 from megalith.parallel.watch import backend_timeout
+from megalith.parallel.weight_grad_store import WeightGradStore
 from megalith.plan.kernels import explicit_backend_problems
 from megalith.plan.pairs import pair_forward_backward
 from megalith.plan.schedule import (

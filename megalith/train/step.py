@@ -13,7 +13,7 @@ from megalith.data.loader import StepBatches
 from megalith.errors import DataError
 from megalith.optim.clip import clip_factor, first_replica_gradients, num_zeros, sum_of_squares
 from megalith.optim.schedule import NO_GROUPS, GroupRates
-from megalith.parallel.engine import ShardedParam
+from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.parallel.tensor import iter_vocab_heads
 from megalith.train.build import Trainer
@@ -164,7 +164,10 @@ def _collect_logit_stats(trainer: Trainer) -> StepLogitStats | None:
     """Return the logit statistics of the heads, if the run logs them. Collective in that case."""
     if not logs_logit_stats(trainer.run):
         return None
-    heads, depths = list(iter_vocab_heads(trainer.pipeline_model.chunks)), trainer.run.model.mtp.num_layers
+    heads, depths = (
+        list(iter_vocab_heads(trainer.pipeline_model.chunks)),
+        trainer.run.model.mtp.num_layers,
+    )
     return collect_logit_stats(heads, trainer.mesh, depths=depths, device=trainer.device)
 
 

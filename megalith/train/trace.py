@@ -1,7 +1,7 @@
 """The routing trace: the experts of every token of a run's first steps, one JSON lines file per
 rank.
 
-Captures of router inputs and outputs are written to separate files (`train/sidecars.py`).
+Captures of router inputs and outputs are written to separate files (`train/captures.py`).
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from megalith.errors import DataError
 from megalith.kernels.replay import RoutingRecord
 from megalith.observe.metrics import cut_after
 from megalith.parallel.mesh import Mesh
+from megalith.train.captures import CaptureFile, CaptureWriter
 from megalith.train.experts import layer_sort_key
 from megalith.train.replay import parts
-from megalith.train.sidecars import CaptureFile, CaptureWriter
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,9 @@ class RoutingTrace:
             len(batches) * 3 + 4
         )  # tensors of every microbatch, and the router's weights
         self._capture_file = CaptureFile(_capture_file_of(self.path, step), most=most)
-        return RoutingRecord(watch=CaptureWriter(self._captures, self._capture_file, batches, self._mesh))
+        return RoutingRecord(
+            watch=CaptureWriter(self._captures, self._capture_file, batches, self._mesh)
+        )
 
     def write(self, step: int, routing: RoutingRecord, batches: Sequence[Batch]) -> None:
         """Write the choices of this rank's routers in a step.
@@ -140,7 +142,9 @@ def rows_of(
     routing_parts = parts(routing, batches, mesh, filler=False)
     name = "sidecar"  # lint: allow old-word: field of the trace format
     captures = {} if capture_file is None else {name: capture_file}
-    for part in sorted(routing_parts, key=lambda part: (layer_sort_key(part.layer), part.microbatch)):
+    for part in sorted(
+        routing_parts, key=lambda part: (layer_sort_key(part.layer), part.microbatch)
+    ):
         is_mtp, number = layer_sort_key(part.layer)
         yield {
             "step": step,

@@ -55,9 +55,7 @@ def rows_of_the_first_rank(context: ContextShard, near: int) -> list[PairMask] |
     """Use the attention-mask rows of the first rank's tokens on every rank."""
     seen = seen_of_groups(context, near)
     first = context.numbers_of_groups(near)[0]
-    return (
-        None if seen is None else [PairMask(pairs.visible, first, pairs.keys) for pairs in seen]
-    )
+    return None if seen is None else [PairMask(pairs.visible, first, pairs.keys) for pairs in seen]
 
 
 def known_to_the_first(context: ContextShard, near: int) -> list[PairMask] | None:

@@ -11,7 +11,7 @@ from megalith.nn import lora
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.optim.slots import OptimizerSlot, SlotGroup, group_by_rates
 from megalith.parallel.data import BucketedDataParallel
-from megalith.parallel.engine import ShardedParam
+from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.tensor import TPComm
 from megalith.plan.shards import Shard
 

@@ -25,8 +25,8 @@ from megalith.verify.ranks import (
     STEPS,
     Difference,
     choose_micro_batch_size,
-    layout_case,
     compare_with_one_process,
+    layout_case,
 )
 from megalith.verify.types import type_check
 

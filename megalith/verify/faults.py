@@ -23,9 +23,9 @@ from megalith.kernels import cross_entropy, tokens
 from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import linear
-from megalith.kernels.rebuilt import LayerInput, output_tensor
+from megalith.kernels.recomputed import LayerInput, output_tensor
 from megalith.kernels.scores import Scores
-from megalith.kernels.tokens import TokenPermutation, PackedSeqParams, tokens_of_slices
+from megalith.kernels.tokens import PackedSeqParams, TokenPermutation, tokens_of_slices
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn import lora, qk_norm
 from megalith.nn.cross_attention import CrossLayerAttention
@@ -37,16 +37,14 @@ from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Router, RouterGate
 from megalith.nn.norm import RMSNorm
 from megalith.optim import adamw, clip
-from megalith.parallel import context, data, engine, expert, publish, recompute, tensor
+from megalith.parallel import context, data, expert, grad_sync, param_all_gather, recompute, tensor
 from megalith.parallel.autograd import AsyncAllToAll, mark_partial
 from megalith.parallel.group import Group, single_rank_group, start_all_reduce_
 from megalith.parallel.link import StageLink
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.offload import OffloadedStorage
 from megalith.parallel.pipeline import Pipeline
-from megalith.parallel.postpone import WeightGradStore
-from megalith.parallel.rings import PendingCollective
-from megalith.parallel.slices import PendingReduceScatter, PendingMessages
+from megalith.parallel.slices import PendingMessages, PendingReduceScatter
 from megalith.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -56,6 +54,8 @@ from megalith.parallel.tensor import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
+from megalith.parallel.tensor_overlap import PendingCollective
+from megalith.parallel.weight_grad_store import WeightGradStore
 from megalith.plan.context import KeySpans, Numbers, Slices
 from megalith.plan.shards import Shard
 from megalith.testing.inject import patched
@@ -325,18 +325,18 @@ ORIGINAL_LOSSES = Decoder.losses
 
 def _without_sum(left_out: Callable[[Shard], bool]) -> AbstractContextManager[None]:
     """Gradients of some shards are not summed over tensor-parallel ranks."""
-    right = engine.tp_reduce_axes
+    right = grad_sync.tp_reduce_axes
 
     def wrong(shard: Shard) -> tuple[str, ...]:
         return () if left_out(shard) else right(shard)
 
-    return patched(engine, "tensor_axes", wrong)
+    return patched(grad_sync, "tensor_axes", wrong)
 
 
 def _averaged() -> AbstractContextManager[None]:
     finish = data.BucketedDataParallel.finish
 
-    def wrong(self: data.BucketedDataParallel) -> Sequence[engine.ShardedParam]:
+    def wrong(self: data.BucketedDataParallel) -> Sequence[grad_sync.ShardedParam]:
         local_params = finish(self)
         for param in local_params:
             param.gradient.div_(self.mesh.dp.size)
@@ -366,7 +366,7 @@ def _without_replicas() -> AbstractContextManager[None]:
 
 
 def _over_dp_alone(zero: int, mesh: Mesh, grid: str) -> data.ShardGroups:
-    return data.ShardGroups(single_rank_group(*engine.SHARD_AXES), mesh.dp)
+    return data.ShardGroups(single_rank_group(*grad_sync.SHARD_AXES), mesh.dp)
 
 
 def _last_microbatch_alone(self: data.BucketedDataParallel, most: int) -> None:
@@ -397,7 +397,9 @@ def _own_keys_for_all(x: Tensor, group: Group) -> PendingCollective:
     return PendingCollective(x.clone())
 
 
-def _gradients_stay(sums: Tensor, pending: PendingCollective | None, group: Group) -> PendingCollective:
+def _gradients_stay(
+    sums: Tensor, pending: PendingCollective | None, group: Group
+) -> PendingCollective:
     return PendingCollective(sums if pending is None else sums + pending.x, None)
 
 
@@ -564,7 +566,9 @@ FAULTS: tuple[Fault, ...] = (
         "The input gradient of a column-parallel layer is used before its all-reduce.",
         "numbers",
         ("tp", "whole tokens"),
-        lambda: patched(tensor, "start_bucket_reduce_scatter", lambda x, group: PendingCollective(x)),
+        lambda: patched(
+            tensor, "start_bucket_reduce_scatter", lambda x, group: PendingCollective(x)
+        ),
     ),
     Fault(
         "sp_gather_removed",
@@ -642,7 +646,7 @@ FAULTS: tuple[Fault, ...] = (
         "summed.",
         "numbers",
         ("pp", "mtp"),
-        lambda: patched(engine, "_stages", lambda shard: (0,)),
+        lambda: patched(grad_sync, "_stages", lambda shard: (0,)),
     ),
     Fault(
         "ring_never_turned",
@@ -698,7 +702,7 @@ FAULTS: tuple[Fault, ...] = (
         "Gradients of tied embeddings are not summed over the two stages.",
         "numbers",
         ("pp", "tied"),
-        lambda: patched(engine, "_stages", lambda shard: (0,)),
+        lambda: patched(grad_sync, "_stages", lambda shard: (0,)),
     ),
     Fault(
         "microbatches_swapped",
@@ -747,7 +751,9 @@ FAULTS: tuple[Fault, ...] = (
         "The all-gather of parameters is skipped, so ranks compute with stale weights.",
         "numbers",
         ("dp", "zero"),
-        lambda: patched(publish, "start_bucket_all_gather", lambda *_, **__: PendingMessages([])),
+        lambda: patched(
+            param_all_gather, "start_bucket_all_gather", lambda *_, **__: PendingMessages([])
+        ),
     ),
     Fault(
         "slice_off_by_one",
@@ -866,7 +872,7 @@ FAULTS: tuple[Fault, ...] = (
         "Gradients of the relative-bias table are not summed over stages.",
         "numbers",
         ("pp", "biases by distance"),
-        lambda: patched(engine, "_stages", lambda shard: (0,)),
+        lambda: patched(grad_sync, "_stages", lambda shard: (0,)),
     ),
     Fault(
         "biases_of_other_heads",

@@ -94,7 +94,9 @@ def damped_momentum(
 def count_final_norm(times: int) -> Callable[[Sequence[tuple[Shard, Tensor]], Mesh], list[Tensor]]:
     """Count the gradient of the last norm `times` times in the global norm."""
 
-    def first_replica_gradients(gradients: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> list[Tensor]:
+    def first_replica_gradients(
+        gradients: Sequence[tuple[Shard, Tensor]], mesh: Mesh
+    ) -> list[Tensor]:
         final = [pair for pair in gradients if pair[0].name == "norm.weight"]
         others = [pair for pair in gradients if pair[0].name != "norm.weight"]
         return clip.first_replica_gradients([*others, *final * times], mesh)

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalith.kernels.rebuilt import LayerInput
+from megalith.kernels.recomputed import LayerInput
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.mtp import MTPBlock, MTPInputs, MTPLayer
-from megalith.parallel import engine
+from megalith.parallel import grad_sync
 from megalith.parallel.group import Group
 from megalith.parallel.link import StageLink, StageMessage, Tensors
 from megalith.parallel.pipeline import Chunk, Pipeline
-from megalith.parallel.postpone import WeightGradStore
 from megalith.parallel.slices import sum_over_members_
+from megalith.parallel.weight_grad_store import WeightGradStore
 from megalith.plan.schedule import Schedule
 from megalith.testing.inject import patched
 
@@ -120,7 +120,7 @@ OWN_STAGE: tuple[tuple[str, str, Callable[[], AbstractContextManager[None]]], ..
     (
         "mtp_copy_not_summed",
         "The gradient of the embedding copy on the MTP stage is not summed.",
-        lambda: patched(engine, "sum_over_members_", skip_middle_replica),
+        lambda: patched(grad_sync, "sum_over_members_", skip_middle_replica),
     ),
     (
         "depths_in_other_order",

@@ -9,7 +9,7 @@ from megalith.config.kernels import Kernel
 from megalith.config.train import TrainRun
 from megalith.errors import RankError
 from megalith.plan.automatic import resolve_auto_recompute
-from megalith.plan.deal import count_microbatches_of_longest
+from megalith.plan.batch_assignment import count_microbatches_of_longest
 from megalith.plan.kernels import describe_kernel_setting
 from megalith.train.rules import run_problems
 from megalith.verify.fault_table import FaultResult, judge_fault
@@ -27,7 +27,7 @@ from megalith.verify.report import (
 )
 from megalith.verify.rows import Layout
 from megalith.verify.schedules import ScheduleReport, check_schedule
-from megalith.verify.shrink import shrink, describe_copy
+from megalith.verify.shrink import describe_copy, shrink
 from megalith.verify.types import type_check, type_check_in_child
 
 

@@ -37,7 +37,7 @@ from megalith.optim.schedule import GroupRates, group_rates, schedule_lengths
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
 from megalith.parallel.tensor import Init
-from megalith.plan.deal import build_token_budget
+from megalith.plan.batch_assignment import build_token_budget
 from megalith.plan.keys import key
 from megalith.plan.shards import Box, Shard
 from megalith.testing.ranks import run_ranks

@@ -113,5 +113,7 @@ def check_lists(schedule: Schedule, costs: Costs | None = None) -> ScheduleRepor
         num_messages=len(result.messages()),
         bubble=result.bubble,
         bubble_of_total=result.bubble_of_total,
-        peak_live=tuple(Fraction(peak) / schedule.num_chunks for peak in peak_activation_memory(schedule)),
+        peak_live=tuple(
+            Fraction(peak) / schedule.num_chunks for peak in peak_activation_memory(schedule)
+        ),
     )

@@ -22,8 +22,8 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import RecomputeConfig
 from megalith.config.rope import RopeConfig
 from megalith.config.train import TrainRun
+from megalith.plan.batch_assignment import count_microbatches_of_longest
 from megalith.plan.context import context_problems
-from megalith.plan.deal import count_microbatches_of_longest
 from megalith.plan.frozen import trained_names
 from megalith.plan.schedule import schedule_problems
 from megalith.plan.shards import key_value_ranks

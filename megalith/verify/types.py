@@ -39,13 +39,13 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.tree import from_dict, to_dict
 from megalith.kernels.masks import with_masks, with_padding
-from megalith.kernels.rebuilt import LayerInput
+from megalith.kernels.recomputed import LayerInput
 from megalith.kernels.routing import Choice
 from megalith.kernels.tokens import (
     AuxLossScale,
     DropoutKey,
-    TokenPermutation,
     PackedSeqParams,
+    TokenPermutation,
     tokens_of_lengths,
     tokens_of_slices,
 )

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint import agree
+from megalith.checkpoint import consistency
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.format import folder_name
 from megalith.checkpoint.save import SaveReport, commit, save_checkpoint, write_boxes
-from megalith.parallel.group import Group, single_rank_group, local_range
+from megalith.parallel.group import Group, local_range, single_rank_group
 from megalith.plan.shards import Shard, split_evenly
 
 SHAPES = {
@@ -142,7 +142,7 @@ def run_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
         with monkeypatch.context() as patch:
-            patch.setattr(agree, "gather_objects", gather)
+            patch.setattr(consistency, "gather_objects", gather)
             for thread in threads:
                 thread.start()
             for thread in threads:

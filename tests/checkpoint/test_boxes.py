@@ -12,12 +12,12 @@ from megalith.checkpoint.boxes import (
     CheckpointEntry,
     TensorPiece,
     as_bytes,
+    describe_tiling_problem,
     inner_view,
-    to_row_major,
     numel,
     pieces,
     show_box,
-    describe_tiling_problem,
+    to_row_major,
 )
 from megalith.plan.shards import Shard
 

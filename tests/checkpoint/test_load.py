@@ -26,7 +26,7 @@ from megalith.checkpoint.load import (
     open_checkpoint,
     verify_checkpoint,
 )
-from megalith.config.checkpoint import KeyMismatchAction, CheckpointConfig
+from megalith.config.checkpoint import CheckpointConfig, KeyMismatchAction
 from megalith.errors import CheckpointError, DamagedCheckpointError
 from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.shards import Shard

@@ -30,7 +30,9 @@ TENSORS: dict[str, Tensor] = {
 
 
 def write(file: Path, tensors: dict[str, Tensor] = TENSORS) -> None:
-    plan = [PlannedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    plan = [
+        PlannedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+    ]
     write_file(file, plan, iter(tensors.values()), {"format": "pt"})
 
 
@@ -45,7 +47,9 @@ def test_safetensors_library_reads_our_files(tmp_path: Path) -> None:
 
 
 def test_header_can_be_written_after_data(tmp_path: Path) -> None:
-    plan = [PlannedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
+    plan = [
+        PlannedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()
+    ]
     file = tmp_path / "late.safetensors"
     file.write_bytes(b"\0" * 4096)
     assert write_part(file, 4096, TENSORS.values()).stop == file.stat().st_size
@@ -170,7 +174,9 @@ def test_views_of_files_are_copy_on_write(tmp_path: Path) -> None:
 
 
 def test_parts_written_in_any_order_make_the_file(tmp_path: Path) -> None:
-    plan = [PlannedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
+    plan = [
+        PlannedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()
+    ]
     starts = allocate_file(tmp_path / "x.safetensors", plan, {"format": "pt"})
     for start, tensor in reversed(list(zip(starts, TENSORS.values(), strict=True))):
         assert (

@@ -9,7 +9,11 @@ import torch
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.load import Checkpoint, open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
-from megalith.checkpoint.statistics import match_tensor_names, compute_statistics, list_nonfinite_tensors
+from megalith.checkpoint.statistics import (
+    compute_statistics,
+    list_nonfinite_tensors,
+    match_tensor_names,
+)
 from megalith.errors import CheckpointError
 from megalith.parallel.group import single_rank_group
 from megalith.plan.shards import Shard
@@ -24,7 +28,13 @@ def saved(path: Path, values: torch.Tensor, *, rows: list[int]) -> Checkpoint:
         for n, part in enumerate(parts)
     ]
     save_checkpoint(
-        path, 1, entries, {"train": {}}, single_rank_group("world"), config_text="name: x\n", keep=None
+        path,
+        1,
+        entries,
+        {"train": {}},
+        single_rank_group("world"),
+        config_text="name: x\n",
+        keep=None,
     )
     return open_checkpoint(path / "step_0000001")
 
@@ -56,9 +66,7 @@ def test_nonfinite_elements_are_counted_and_excluded(tmp_path: Path) -> None:
         3.0,
         4,
     )
-    assert list_nonfinite_tensors(opened) == [
-        "model.a.weight: 4 of 6 elements are nan or infinite"
-    ]
+    assert list_nonfinite_tensors(opened) == ["model.a.weight: 4 of 6 elements are nan or infinite"]
     nothing = compute_statistics(saved(tmp_path / "none", values[:1], rows=[1]), "model.a.weight")
     assert math.isnan(nothing.mean) and math.isnan(nothing.least) and nothing.not_finite == 2
 

@@ -4,12 +4,12 @@ import pytest
 
 from megalith.checkpoint.strictness import (
     LoadReport,
-    group_by_pattern,
     check_patterns,
+    compare_keys,
     differences,
+    group_by_pattern,
     is_skipped,
     is_state,
-    compare_keys,
     name_experts,
     select_rejected_keys,
     weights_of,
@@ -89,7 +89,10 @@ def test_unmatched_skip_pattern_is_rejected_with_parameter_names() -> None:
 
 
 def test_names_that_differ_in_a_number_share_a_line() -> None:
-    assert group_by_pattern(["layers.0.q", "layers.1.q", "norm"]) == ["layers.*.q (* = 0, 1)", "norm"]
+    assert group_by_pattern(["layers.0.q", "layers.1.q", "norm"]) == [
+        "layers.*.q (* = 0, 1)",
+        "norm",
+    ]
 
 
 def test_missing_experts_are_named_by_number() -> None:
@@ -102,7 +105,10 @@ def test_missing_experts_are_named_by_number() -> None:
         "model.norm.weight": ("model.norm.weight", (3,))
     }
     report = compare_keys(asked, {"model.norm.weight"}, purpose="start")
-    assert report.num_experts == 8 and select_rejected_keys(report, CheckpointConfig(), "start").num_experts == 8
+    assert (
+        report.num_experts == 8
+        and select_rejected_keys(report, CheckpointConfig(), "start").num_experts == 8
+    )
     assert differences([], report) == (
         "  only in this run: model.layers.*.moe.experts.down (* = 1, 2): experts 0 to 7\n"
         "  only in this run: model.layers.*.moe.experts.gate_up (* = 1, 2): experts 0 to 7"

@@ -14,11 +14,11 @@ from megalith.cli import chat as command
 from megalith.cli.arguments import parse_options
 from megalith.cli.chat import (
     ChatOptions,
+    build_worker_arguments,
+    handle_turn,
     open_chat,
     option_problems,
     settings,
-    handle_turn,
-    build_worker_arguments,
 )
 from megalith.cli.main import main
 from megalith.config.data import DataConfig
@@ -28,7 +28,7 @@ from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.infer.load import open_source
 from megalith.kernels.norm import RMSNormFunction
-from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
+from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.models.release import release_run
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
@@ -58,7 +58,13 @@ def make_run(folder: Path, template: str | None, tokenizer: TokenizerConfig | No
     run = release_run("run", CONFIG, tokenizer or TokenizerConfig(), folder)
     text = dump_yaml(replace(run, data=DataConfig(sft=SFTConfig(template=template))))
     save_checkpoint(
-        folder / "checkpoints", 7, entries, {}, single_rank_group("world"), config_text=text, keep=None
+        folder / "checkpoints",
+        7,
+        entries,
+        {},
+        single_rank_group("world"),
+        config_text=text,
+        keep=None,
     )
     return str(folder)
 

@@ -237,7 +237,9 @@ def test_diff_ends_with_a_summary_of_weights_and_optimizer_state(
             if name == "b"
             else []
         )
-        save_checkpoint(tmp_path / name, 1, entries, {}, single_rank_group("world"), config_text="", keep=None)
+        save_checkpoint(
+            tmp_path / name, 1, entries, {}, single_rank_group("world"), config_text="", keep=None
+        )
     assert call("diff", tmp_path / "a", tmp_path / "b") == 1
     assert capsys.readouterr().out.splitlines()[-3:] == [
         "2 tensors are equal, 2 differ",

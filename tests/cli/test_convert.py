@@ -21,7 +21,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.models.convert import convert
-from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
+from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.models.pretrained import open_pretrained
 from megalith.models.release import release_run
 from megalith.parallel.group import single_rank_group

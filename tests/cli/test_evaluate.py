@@ -136,7 +136,9 @@ def test_the_layout_follows_the_processes_unless_it_is_given(
     layout: tuple[int, bool, int | None],
 ) -> None:
     run = tiny_run()
-    found = fit_layout_to_world(replace(run, parallel=replace(run.parallel, **trained)), world, given)
+    found = fit_layout_to_world(
+        replace(run, parallel=replace(run.parallel, **trained)), world, given
+    )
     assert (found.parallel.tp, found.parallel.sp, found.parallel.dp) == layout
     if not given:
         assert run_problems(found, world) == []
@@ -211,7 +213,11 @@ def test_settings_of_training_memory_are_reset() -> None:
     assert run_problems(run, 4) == []
     assert run_problems(fit_layout_to_world(run, 1, ()), 1) == []
     assert (
-        len(run_problems(fit_layout_to_world(run, 1, ("recompute.granularity", "parallel.reduce_dtype")), 1))
+        len(
+            run_problems(
+                fit_layout_to_world(run, 1, ("recompute.granularity", "parallel.reduce_dtype")), 1
+            )
+        )
         == 2
     )
 

@@ -14,17 +14,17 @@ from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.arguments import parse_options
 from megalith.cli.generate import (
     GenerateOptions,
+    build_worker_arguments,
     print_now,
     read_prompt_file,
     read_prompts,
-    build_worker_arguments,
 )
 from megalith.cli.main import main
 from megalith.config.model import ModelConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.errors import DataError
-from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
+from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.models.release import release_run
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
@@ -52,7 +52,13 @@ def make_run(folder: Path, tokenizer: TokenizerConfig) -> str:
     ]
     text = dump_yaml(release_run("run", CONFIG, tokenizer, folder))
     save_checkpoint(
-        folder / "checkpoints", 7, entries, {}, single_rank_group("world"), config_text=text, keep=None
+        folder / "checkpoints",
+        7,
+        entries,
+        {},
+        single_rank_group("world"),
+        config_text=text,
+        keep=None,
     )
     return str(folder)
 
@@ -290,7 +296,9 @@ def test_every_option_reaches_the_workers() -> None:
         "file",
         "nproc",
     }
-    read = parse_options(GenerateOptions, build_worker_arguments(options, Path("y"), Path("z")), prog="x")
+    read = parse_options(
+        GenerateOptions, build_worker_arguments(options, Path("y"), Path("z")), prog="x"
+    )
     assert {name: getattr(read, name) for name in values} == values and (
         read.source,
         read.file,

@@ -47,7 +47,9 @@ def test_a_run_reads_the_rows_that_were_packed(
         and "####" in printed
     )
     run = tiny_run({**SFT, "data.sft.packs": output})
-    run_training(run, RunFolder(tmp_path / "run"), build_single_rank_mesh(), torch.device("cpu"), show=False)
+    run_training(
+        run, RunFolder(tmp_path / "run"), build_single_rank_mesh(), torch.device("cpu"), show=False
+    )
     fills = [
         float(row["fill"] or 0)
         for row in read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -60,7 +62,9 @@ def test_run_with_packs_is_evaluated_on_validation_conversations(tmp_path: Path)
     run = tiny_run(
         SFT | {"data.sft.packs": packed(tmp_path), "train.eval_every": "3", "train.eval_steps": "1"}
     )
-    run_training(run, RunFolder(tmp_path / "run"), build_single_rank_mesh(), torch.device("cpu"), show=False)
+    run_training(
+        run, RunFolder(tmp_path / "run"), build_single_rank_mesh(), torch.device("cpu"), show=False
+    )
     assert any("eval_loss" in row for row in read_metrics(tmp_path / "run" / "metrics.jsonl"))
 
 

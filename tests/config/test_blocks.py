@@ -5,7 +5,12 @@ from typing import Any
 
 import pytest
 
-from megalith.config.blocks import BlockModelSizes, find_ffn_multiplier, read_blocks, compute_ffn_size
+from megalith.config.blocks import (
+    BlockModelSizes,
+    compute_ffn_size,
+    find_ffn_multiplier,
+    read_blocks,
+)
 from megalith.config.layers import EQUAL_LAYERS, LayersConfig
 
 SIZES = BlockModelSizes(num_layers=4, num_heads=32, hidden_size=4096)
@@ -64,7 +69,10 @@ def test_repeating_patterns_are_shortened() -> None:
 def test_sizes_missing_in_a_block_come_from_the_model() -> None:
     bare: list[object] = [{"attention": {}, "ffn": {}}] * 4
     found = read_blocks(
-        bare, BlockModelSizes(num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3, ffn_hidden_size=20)
+        bare,
+        BlockModelSizes(
+            num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3, ffn_hidden_size=20
+        ),
     )
     assert (found.layers, found.num_kv_heads, found.ffn_hidden_size, found.problems) == (
         EQUAL_LAYERS,
@@ -170,7 +178,10 @@ def test_flags_must_be_booleans(half: str, name: str, value: object, works: str)
         f"Set it to {works}."
     )
     for plain in (None, False):
-        assert read_blocks(with_blocks({half: {**WHOLE[half], name: plain}}), SIZES).layers == EQUAL_LAYERS
+        assert (
+            read_blocks(with_blocks({half: {**WHOLE[half], name: plain}}), SIZES).layers
+            == EQUAL_LAYERS
+        )
 
 
 @pytest.mark.parametrize(
@@ -196,7 +207,9 @@ def test_model_without_attention_or_mlp_keeps_its_sizes() -> None:
     nothing = {"attention": {"no_op": True}, "ffn": {"no_op": True}}
     found = read_blocks(
         [nothing] * 4,
-        BlockModelSizes(num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3, ffn_hidden_size=20),
+        BlockModelSizes(
+            num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3, ffn_hidden_size=20
+        ),
     )
     assert (found.num_kv_heads, found.ffn_hidden_size, found.problems) == (3, 20, ())
     assert found.layers == LayersConfig(attention=("none",), mlp=("none",))

@@ -6,10 +6,10 @@ from megalith.config.data import (
     Blend,
     DataConfig,
     data_problems,
+    get_split,
     parse_blend,
     parse_split,
     per_split_paths,
-    get_split,
 )
 from megalith.errors import ConfigError
 

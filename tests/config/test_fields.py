@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from megalith.config.fields import describe, hint_at, setting_names, describe_type, unknown_setting
+from megalith.config.fields import describe, describe_type, hint_at, setting_names, unknown_setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,10 @@ import pytest
 from megalith.config.kernels import (
     Kernel,
     KernelsConfig,
-    is_explicit_backend,
-    expand_kernel_setting,
-    reset_explicit_backends,
     default_backend,
+    expand_kernel_setting,
+    is_explicit_backend,
+    reset_explicit_backends,
 )
 from megalith.config.tree import apply_overrides, from_dict, to_dict
 from megalith.errors import ConfigError
@@ -21,7 +21,8 @@ def test_all_applies_to_operations_left_at_auto() -> None:
     kernels = KernelsConfig(all="torch", norm="numba")
     assert (kernels.of("norm"), kernels.of("rope")) == ("numba", "torch")
     assert (
-        expand_kernel_setting("reference") == KernelsConfig(all="reference") and default_backend(kernels) == "torch"
+        expand_kernel_setting("reference") == KernelsConfig(all="reference")
+        and default_backend(kernels) == "torch"
     )
     words: tuple[Kernel, ...] = ("auto", "torch", "reference")
     assert (
@@ -71,6 +72,6 @@ def test_every_operation_has_a_setting() -> None:
 
 def test_explicit_backends_can_be_reset_to_auto() -> None:
     assert reset_explicit_backends("reference") == "reference"
-    assert reset_explicit_backends(KernelsConfig(all="torch", norm="numba", rope="reference")) == KernelsConfig(
-        all="torch", rope="reference"
-    )
+    assert reset_explicit_backends(
+        KernelsConfig(all="torch", norm="numba", rope="reference")
+    ) == KernelsConfig(all="torch", rope="reference")

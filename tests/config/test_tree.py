@@ -8,7 +8,13 @@ from typing import Any, Literal
 
 import pytest
 
-from megalith.config.fields import describe, is_sequence_type, item_hints, literal_values, union_options
+from megalith.config.fields import (
+    describe,
+    is_sequence_type,
+    item_hints,
+    literal_values,
+    union_options,
+)
 from megalith.config.prepare import PrepareConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import (
@@ -406,7 +412,9 @@ def choices(cls: type) -> list[tuple[type, str, list[Any], bool]]:
     """(root, dotted name, choices, is it a list) of every setting that has them."""
     found = []
     for setting in describe(cls):
-        many = next((option for option in union_options(setting.hint) if is_sequence_type(option)), None)
+        many = next(
+            (option for option in union_options(setting.hint) if is_sequence_type(option)), None
+        )
         words = literal_values(setting.hint if many is None else item_hints(many, 1)[0])
         found += [(cls, setting.path, words, many is not None)] if words else []
     return found

@@ -7,9 +7,9 @@ from megalith.data.blend import (
     BlendedDataset,
     BlendOrder,
     build_exhaustive_order,
+    build_weighted_order,
     compute_member_sizes,
     normalize_weights,
-    build_weighted_order,
 )
 from megalith.data.mock import MockStore
 from megalith.data.pretrain import PretrainDataset, WindowPlan
@@ -34,8 +34,12 @@ def test_the_exhaustive_order_is_the_recorded_one() -> None:
 def test_shares_are_met_to_within_one_sample_per_member(case: int) -> None:
     draw = np.random.default_rng(case)
     weights, size = draw.random(draw.integers(1, 9)) + 0.01, int(draw.integers(20, 400))
-    taken = np.bincount(build_weighted_order(weights.tolist(), size).members, minlength=len(weights))
-    assert np.abs(taken - np.array(normalize_weights(weights.tolist())) * size).max() <= len(weights)
+    taken = np.bincount(
+        build_weighted_order(weights.tolist(), size).members, minlength=len(weights)
+    )
+    assert np.abs(taken - np.array(normalize_weights(weights.tolist())) * size).max() <= len(
+        weights
+    )
 
 
 def test_a_longer_order_begins_with_the_shorter_one() -> None:

@@ -53,7 +53,8 @@ def test_every_document_with_a_token_to_predict_is_read_whole_once_an_epoch(tmp_
             assert sample.ids.tolist() == list(range(1, size + 1)) and sample.lengths == (size,)
             assert sample.labels.tolist() == [*range(2, size + 1), 59]
     orders = {
-        tuple(dataset.document_lengths(4 * epoch + place)[0] for place in range(4)) for epoch in range(3)
+        tuple(dataset.document_lengths(4 * epoch + place)[0] for place in range(4))
+        for epoch in range(3)
     }
     assert len(orders) > 1, "epochs are shuffled anew"
     assert (
@@ -131,7 +132,9 @@ def test_splits_and_mock_settings_make_documents_of_text(tmp_path: Path) -> None
     )
     assert splits.train is not None and splits.valid is not None and splits.test is None
     assert splits.train.num_samples >= 50 and isinstance(splits.train, HasDocumentLengths)
-    assert all(splits.train.document_lengths(k) == (len(splits.train.sample(k).ids),) for k in range(50))
+    assert all(
+        splits.train.document_lengths(k) == (len(splits.train.sample(k).ids),) for k in range(50)
+    )
     assert [note.split(":")[0] for note in splits.notes] == ["train", "valid"]
     assert np.all(splits.train.sample(0).ids >= 0)
 

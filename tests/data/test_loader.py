@@ -24,8 +24,8 @@ from megalith.data.sample import PackedSample, Sample
 from megalith.errors import DataError
 from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.mesh import build_mesh, model_grid
+from megalith.plan.batch_assignment import DocumentCost, TokenBudget
 from megalith.plan.context import Slicing
-from megalith.plan.deal import TokenBudget, DocumentCost
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -240,7 +240,9 @@ def test_end_of_document_labels_can_be_masked_without_documents() -> None:
     assert batch.tokens.uniform == 3
 
 
-def shares(by: Literal["row", "document"], masks: MaskSettings = PLAIN, *, ranks: int = 2) -> list[Batch]:
+def shares(
+    by: Literal["row", "document"], masks: MaskSettings = PLAIN, *, ranks: int = 2
+) -> list[Batch]:
     """What each rank gets of two rows of 12 tokens."""
     draw = np.random.default_rng(0)
     samples = [Sample(draw.integers(1, 9, 13), 11) for _ in range(2)]
@@ -318,7 +320,10 @@ def test_squares_of_lengths_are_those_of_the_documents_as_they_were_read() -> No
             build_batch(samples, documents, device=CPU, slicing=slicing).squared_lengths
             == 4 + 9 + 1 + 36
         )
-        assert build_batch(samples, MaskSettings(), device=CPU, slicing=slicing).squared_lengths == 36 + 36
+        assert (
+            build_batch(samples, MaskSettings(), device=CPU, slicing=slicing).squared_lengths
+            == 36 + 36
+        )
 
 
 def _numbers(rank: int, world: int, micro: int) -> list[tuple[list[int], list[int]]]:

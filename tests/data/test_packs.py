@@ -17,7 +17,7 @@ from megalith.data.packs import (
 )
 from megalith.data.sample import PackedSample
 from megalith.errors import DataError
-from megalith.plan.deal import TokenBudget
+from megalith.plan.batch_assignment import TokenBudget
 from megalith.plan.fill import PackedDocuments
 
 
@@ -32,10 +32,16 @@ def test_documents_follow_one_another_and_filler_them() -> None:
         row.ids.tolist() == [10, 11, 12, 50, 51] + [0] * 7
         and row.labels.tolist() == [11, 12, 13, 51, 52] + [-1] * 7
     )
-    assert row.lengths == (3, 2, 4, 3) and row.lengths_without_padding == (3, 2) and row.num_valid == 5
+    assert (
+        row.lengths == (3, 2, 4, 3) and row.lengths_without_padding == (3, 2) and row.num_valid == 5
+    )
     assert token_numbers([7, 2], row, 100).tolist() == [700, 701, 702, 200, 201] + [-1] * 7
     empty = pack_documents([], TokenBudget(capacity=12, longest=8))
-    assert empty.lengths == (8, 4) and empty.lengths_without_padding == () and (empty.labels == -1).all()
+    assert (
+        empty.lengths == (8, 4)
+        and empty.lengths_without_padding == ()
+        and (empty.labels == -1).all()
+    )
     assert token_numbers([], empty, 100).tolist() == [-1] * 12
 
 
@@ -121,7 +127,9 @@ def test_a_report_counts_rows_by_what_is_in_them() -> None:
         (2, 2, 1),
         (3, 3, 1),
     )
-    many = summarize_packing(PackedDocuments(np.arange(30) % 8, np.array([0, 1, 30])), LENGTHS, 1000)
+    many = summarize_packing(
+        PackedDocuments(np.arange(30) % 8, np.array([0, 1, 30])), LENGTHS, 1000
+    )
     assert (
         many.histogram[0] == (1, 3, 1)
         and many.histogram[-1] == (28, 30, 1)
@@ -131,4 +139,7 @@ def test_a_report_counts_rows_by_what_is_in_them() -> None:
 
 def test_samples_of_rows_keep_what_they_had() -> None:
     whole = document(3, 4)
-    assert whole.lengths_without_padding == (4,) and replace(whole, num_valid=0).lengths_without_padding == ()
+    assert (
+        whole.lengths_without_padding == (4,)
+        and replace(whole, num_valid=0).lengths_without_padding == ()
+    )

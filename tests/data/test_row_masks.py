@@ -21,8 +21,8 @@ from megalith.kernels.attention import attention
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths
 from megalith.kernels.visible import PairMask
+from megalith.plan.batch_assignment import TokenBudget
 from megalith.plan.context import Slicing
-from megalith.plan.deal import TokenBudget
 
 CPU = torch.device("cpu")
 DRAW = np.random.default_rng(0)
@@ -47,7 +47,10 @@ def seen(tokens: PackedSeqParams) -> NDArray[np.bool_]:
 def test_a_row_says_what_its_tokens_see_wherever_documents_begin() -> None:
     rows = [sample(PAIRS[0], 1), sample(TEXT, 2), sample(None, 3), sample(PAIRS[1], 4)]
     rows[3].ids[4] = 0  # ends a document
-    for masks, lengths in ((MaskSettings(), [12] * 4), (MaskSettings(eod=0, documents=True), [12, 12, 12, 5, 7])):
+    for masks, lengths in (
+        (MaskSettings(), [12] * 4),
+        (MaskSettings(eod=0, documents=True), [12, 12, 12, 5, 7]),
+    ):
         batch = build_batch(rows, masks, device=CPU)
         assert [keys for _, keys in batch.tokens.lengths] == lengths
         found = seen(batch.tokens)
@@ -75,7 +78,10 @@ def test_padding_of_rows_is_hidden_from_models_that_look_at_later_tokens() -> No
         assert np.array_equal(found[here, here], np.broadcast_to(mask, (12, 12)))
     assert batch.tokens.valid.tolist() == [*[True] * 12, *(text < 9), *(text < 5), *(text < 4)]
     assert build_batch([rows[0], short], MaskSettings(), device=CPU).tokens.visible is None
-    assert build_batch([rows[0], rows[0]], MaskSettings(padding=True), device=CPU).tokens.visible is None
+    assert (
+        build_batch([rows[0], rows[0]], MaskSettings(padding=True), device=CPU).tokens.visible
+        is None
+    )
     whole = replace(short, num_valid=12)  # only the last label is padding
     assert build_batch([whole], MaskSettings(padding=True), device=CPU).tokens.visible is None
 
@@ -95,7 +101,9 @@ def test_whether_padding_is_hidden_follows_from_the_model() -> None:
     )
     both_ways = replace(model, attention=AttentionConfig(causal=False))
     data = DataConfig(mock=True, document_masking=True, eod_mask_loss=True)
-    assert build_mask_settings(data, model, 3) == MaskSettings(eod=3, documents=True, eod_mask_loss=True)
+    assert build_mask_settings(data, model, 3) == MaskSettings(
+        eod=3, documents=True, eod_mask_loss=True
+    )
     assert build_mask_settings(data, both_ways, None) == MaskSettings(
         documents=True, eod_mask_loss=True, padding=True
     )
@@ -142,7 +150,8 @@ def test_joined_rows_have_their_masks_side_by_side_and_filler_sees_nothing() -> 
     assert np.array_equal(row.mask.seen, expected)
     assert (
         pack_documents(
-            [replace(document, mask=None) for document in documents], TokenBudget(capacity=12, longest=8)
+            [replace(document, mask=None) for document in documents],
+            TokenBudget(capacity=12, longest=8),
         ).mask
         is None
     )

@@ -367,7 +367,9 @@ def test_conversations_alone_have_rows_of_their_own_length() -> None:
         sample.lengths == (len(sample.ids),) for sample in samples
     )
     assert all(alone.document_lengths(k) == sample.lengths for k, sample in enumerate(samples))
-    assert all(rows.document_lengths(k) == rows.sample(k).lengths_without_padding for k in range(len(rows)))
+    assert all(
+        rows.document_lengths(k) == rows.sample(k).lengths_without_padding for k in range(len(rows))
+    )
     assert sum(len(sample.ids) for sample in samples) == sum(
         rows.sample(k).num_valid for k in range(len(rows))
     )
@@ -381,14 +383,16 @@ def test_rows_of_a_file_of_packs_are_read_and_shuffled_in_each_epoch(tmp_path: P
     write_packs(tmp_path / "packs.npz", packing_input, filled)
     dataset = talks(packs=str(tmp_path / "packs.npz"))
     expected = {
-        tuple(packing_input.lengths[filled.row(number)].tolist()) for number in range(filled.num_rows)
+        tuple(packing_input.lengths[filled.row(number)].tolist())
+        for number in range(filled.num_rows)
     }
     assert (
         len(dataset) == filled.num_rows
         and {dataset.document_lengths(k) for k in range(len(dataset))} == expected
     )
     assert [dataset.document_lengths(k) for k in range(len(dataset))] != [
-        tuple(packing_input.lengths[filled.row(number)].tolist()) for number in range(filled.num_rows)
+        tuple(packing_input.lengths[filled.row(number)].tolist())
+        for number in range(filled.num_rows)
     ], "in another order"
     assert "packs " in dataset.fingerprint
     with pytest.raises(DataError, match="is not a file of packs"):

@@ -12,8 +12,8 @@ from megalith.data.tokenizer import (
     NullTokenizer,
     StreamDecoder,
     Tokenizer,
-    build_tokenizer,
     appends_eod,
+    build_tokenizer,
 )
 from megalith.errors import ConfigError, DataError
 

@@ -21,7 +21,7 @@ from megalith.errors import DataError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
-from megalith.plan.deal import BatchAssignment, TokenBudget, build_token_budget
+from megalith.plan.batch_assignment import BatchAssignment, TokenBudget, build_token_budget
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -256,9 +256,7 @@ def test_different_packing_is_reported_on_all_ranks_before_a_collective(
 ) -> None:
     texts = run_ranks(_assignment_error, 2, settings)
     assert len(set(texts)) == 1
-    assert (
-        "ranks assigned the documents of a step differently (microbatches:" in texts[0]
-    )
+    assert "ranks assigned the documents of a step differently (microbatches:" in texts[0]
     assert (
         "on rank 0" in texts[0]
         and "on rank 1" in texts[0]

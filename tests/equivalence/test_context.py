@@ -15,7 +15,7 @@ from megalith.kernels import span_attention
 from megalith.parallel import context
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import build_mesh, model_grid
-from megalith.parallel.rings import PendingCollective, start_ring_exchange
+from megalith.parallel.tensor_overlap import PendingCollective, start_ring_exchange
 from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run

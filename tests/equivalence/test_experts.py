@@ -277,7 +277,9 @@ def test_evaluation_drops_no_tokens_and_adds_no_noise_or_aux_loss() -> None:
     )
     found = []
     for moe in (plain, narrow):
-        trainer = build_trainer(case_of(replace(NARROW, moe=moe), ONE).run, build_single_rank_mesh(), CPU)
+        trainer = build_trainer(
+            case_of(replace(NARROW, moe=moe), ONE).run, build_single_rank_mesh(), CPU
+        )
         batches = _loader(trainer.run, trainer.mesh, consumed=0, steps=1).next().microbatches
         held_out = [
             replace(batch, tokens=replace(batch.tokens, dropout=None)) for batch in batches
@@ -302,7 +304,9 @@ def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
     shared."""
     runs = [case_of(model, ONE).run for model in (BIASED_CHOICE, NARROW, BIASED_CHOICE)]
     alone = [losses_of([build_trainer(run, build_single_rank_mesh(), CPU)], 3)[0] for run in runs]
-    assert losses_of([build_trainer(run, build_single_rank_mesh(), CPU) for run in runs], 3) == alone
+    assert (
+        losses_of([build_trainer(run, build_single_rank_mesh(), CPU) for run in runs], 3) == alone
+    )
     assert alone[0] == alone[2] != alone[1]
 
 

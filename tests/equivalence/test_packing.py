@@ -137,7 +137,8 @@ def _alone() -> tuple[float, float]:
     """Every document in a row of its own length: no filler at all."""
     trainer = build({})
     batches = [
-        build_batch([row((n,), LENGTHS[n])], MaskSettings(), device=CPU) for n in range(len(LENGTHS))
+        build_batch([row((n,), LENGTHS[n])], MaskSettings(), device=CPU)
+        for n in range(len(LENGTHS))
     ]
     assert all(len(batch.tokens.lengths) == 1 for batch in batches)
     loss, norm, expected = gradients(
@@ -175,7 +176,9 @@ def test_changing_one_document_leaves_the_outputs_of_the_others_as_they_were_to_
     first = row((0, 1, 2))
     changed = PackedSample(first.ids.copy(), first.labels, first.lengths, first.num_valid)
     changed.ids[5:8] = 200
-    before, after = (outputs(build_batch([each], MaskSettings(), device=CPU)) for each in (first, changed))
+    before, after = (
+        outputs(build_batch([each], MaskSettings(), device=CPU)) for each in (first, changed)
+    )
     assert torch.equal(before[:5], after[:5]) and torch.equal(before[8:], after[8:])
     assert not torch.equal(before[5:8], after[5:8])
 

@@ -21,10 +21,10 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.nn.moe.experts import Experts
 from megalith.parallel.autograd import AsyncAllToAll
+from megalith.parallel.dual_batch import DualBatchOverlap
 from megalith.parallel.link import Tensors
 from megalith.parallel.mesh import build_mesh, model_grid
 from megalith.parallel.pipeline import Pipeline
-from megalith.parallel.turns import DualBatchOverlap
 from megalith.plan.pairs import pair_forward_backward
 from megalith.plan.schedule import build_schedule
 from megalith.testing.inject import patched, slow_link

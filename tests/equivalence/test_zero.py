@@ -19,7 +19,13 @@ from megalith.config.tree import Override
 from megalith.data.loader import Loader, MaskSettings
 from megalith.parallel import data as flat
 from megalith.parallel.data import BucketedDataParallel
-from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, build_meta_mesh, model_grid
+from megalith.parallel.mesh import (
+    Mesh,
+    build_mesh,
+    build_meta_mesh,
+    build_single_rank_mesh,
+    model_grid,
+)
 from megalith.parallel.tensor import VocabParallelEmbedding
 from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
@@ -276,7 +282,9 @@ def _skipped(
     }
     if rank == where:
         (embed,) = [
-            module for module in trainer.model.modules() if isinstance(module, VocabParallelEmbedding)
+            module
+            for module in trainer.model.modules()
+            if isinstance(module, VocabParallelEmbedding)
         ]
         embed.register_forward_hook(
             lambda _module, _ids, x: x.register_hook(lambda dx: dx * float("inf")) and None

@@ -17,7 +17,7 @@ from megalith.infer.chat import Chat, StopFilter, select_template
 from megalith.infer.generate import GeneratedToken
 from megalith.infer.load import TextGenerator
 from megalith.models.adapters import AdaptedWeights
-from megalith.models.companions import find_turn_end
+from megalith.models.auxiliary_files import find_turn_end
 from megalith.models.decoder import Decoder
 from megalith.models.pretrained import Pretrained
 

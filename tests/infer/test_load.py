@@ -19,7 +19,7 @@ from megalith.config.tree import dump_yaml
 from megalith.data.huggingface import train_bpe
 from megalith.errors import ConfigError, DataError
 from megalith.infer.generate import generate
-from megalith.infer.load import load_text_generator, open_source, generation_layout
+from megalith.infer.load import generation_layout, load_text_generator, open_source
 from megalith.kernels.grouped_linear import GroupedLinearFunction
 from megalith.kernels.norm import RMSNormFunction
 from megalith.kernels.rope import RopeFunction
@@ -41,11 +41,15 @@ def save(folder: Path, model: Decoder, tokenizer: TokenizerConfig) -> Path:
         for d, module, name in iter_parameter_specs(model)
     ]
     text = dump_yaml(release_run("tiny", model.config, tokenizer, folder))
-    return save_checkpoint(folder, 1, entries, {}, single_rank_group("world"), config_text=text, keep=None).path
+    return save_checkpoint(
+        folder, 1, entries, {}, single_rank_group("world"), config_text=text, keep=None
+    ).path
 
 
 def text(source: Path, dtype: torch.dtype = torch.float32) -> list[int]:
-    generator = load_text_generator(open_source(str(source), 1), build_single_rank_mesh(), CPU, dtype)
+    generator = load_text_generator(
+        open_source(str(source), 1), build_single_rank_mesh(), CPU, dtype
+    )
     return [w.token for w in generate(generator.model, [[5, 6, 7]], SampleConfig(max_new_tokens=9))]
 
 
@@ -109,7 +113,9 @@ def test_prompts_are_read_in_chunks_with_the_same_result(
 
     def generate_ids(chunks: int) -> tuple[list[int], list[int]]:
         source = open_source(str(path), 1)
-        generator = load_text_generator(source, build_single_rank_mesh(), CPU, torch.float64, mlp_chunks=chunks)
+        generator = load_text_generator(
+            source, build_single_rank_mesh(), CPU, torch.float64, mlp_chunks=chunks
+        )
         reads: list[int] = []
         for mlp in (one for one in generator.model.modules() if isinstance(one, GatedMLP | MLP)):
             mlp.register_forward_pre_hook(lambda module, given: reads.append(len(given[0])))
@@ -173,7 +179,9 @@ def test_a_base_is_for_adapters(tmp_path: Path, tiny: SimpleNamespace) -> None:
 def test_generator_computes_in_the_requested_dtype(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
     for dtype in (torch.bfloat16, torch.float64):
-        generator = load_text_generator(open_source(str(path), 1), build_single_rank_mesh(), CPU, dtype)
+        generator = load_text_generator(
+            open_source(str(path), 1), build_single_rank_mesh(), CPU, dtype
+        )
         assert {parameter.dtype for parameter in generator.model.parameters()} == {dtype}
         assert len(text(path, dtype)) == 9
 
@@ -231,7 +239,9 @@ def test_a_tokenizer_without_an_end_is_fine_for_writing(
     words = TokenizerConfig(kind="huggingface", path=str(tmp_path / "words"))
     path = save(tmp_path / "a", tiny.model(tiny.config(vocab_size=300)), words)
     assert (
-        load_text_generator(open_source(str(path), 1), build_single_rank_mesh(), CPU, torch.float32).stops
+        load_text_generator(
+            open_source(str(path), 1), build_single_rank_mesh(), CPU, torch.float32
+        ).stops
         == frozenset()
     )
 

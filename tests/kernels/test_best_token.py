@@ -44,7 +44,9 @@ def test_best_token_has_the_largest_logit(chunk: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(best_token, "loss_chunk", lambda vocab_size, ranks: chunk)
     x, table = inputs()
     assert (
-        greedy_tokens(x, table, vocab=single_rank_group("tp"), first_row=0, vocab_size=VOCAB).tolist()
+        greedy_tokens(
+            x, table, vocab=single_rank_group("tp"), first_row=0, vocab_size=VOCAB
+        ).tolist()
         == expected()
     )
     assert 3 in expected() and 30 not in expected()  # of equals the first
@@ -56,7 +58,9 @@ def test_vocabulary_parallel_ranks_return_the_same_token() -> None:
 
 def test_rank_with_only_padding_rows_is_ignored() -> None:
     x, table = inputs()
-    only = greedy_tokens(x[:2], table[VOCAB:], vocab=single_rank_group("tp"), first_row=VOCAB, vocab_size=VOCAB)
+    only = greedy_tokens(
+        x[:2], table[VOCAB:], vocab=single_rank_group("tp"), first_row=VOCAB, vocab_size=VOCAB
+    )
     assert only.tolist() == [
         VOCAB,
         VOCAB,

@@ -104,7 +104,9 @@ def test_loss_and_gradients_equal_torch_for_any_chunk(form: str, chunk: int | No
 
 def test_losses_of_single_tokens_equal_the_reference() -> None:
     x, weight = inputs()
-    ours = token_losses(x, weight, LABELS, vocab=single_rank_group("tp"), first_row=0, vocab_size=V, chunk=4)
+    ours = token_losses(
+        x, weight, LABELS, vocab=single_rank_group("tp"), first_row=0, vocab_size=V, chunk=4
+    )
     theirs = reference_cross_entropy(x, weight, LABELS, vocab_size=V)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert ours[2] == ours[7] == 0
@@ -363,7 +365,15 @@ def test_nan_and_inf_propagate_to_the_loss(form: str, kernel: Kernel, bad: float
         x[3, 4] = bad
     whole = linear_cross_entropy if form == "sum" else token_losses
     assert (
-        not whole(x, weight, labels, vocab=single_rank_group("tp"), first_row=0, vocab_size=301, kernel=kernel)
+        not whole(
+            x,
+            weight,
+            labels,
+            vocab=single_rank_group("tp"),
+            first_row=0,
+            vocab_size=301,
+            kernel=kernel,
+        )
         .sum()
         .isfinite()
     )
@@ -426,7 +436,13 @@ def test_a_rank_that_has_only_padding_gets_no_gradient_and_no_nan(
 ) -> None:
     x, weight = inputs()
     head = HeadShard.of(
-        weight[:3], single_rank_group("tp"), V, V, None, loops=False, logit_transform=logit_transform
+        weight[:3],
+        single_rank_group("tp"),
+        V,
+        V,
+        None,
+        loops=False,
+        logit_transform=logit_transform,
     )
     slopes = head.logit_transform.slopes(head.logits(x, weight[:3]))
     assert slopes is None or isinstance(slopes, float) or bool((slopes == 0).all())
@@ -435,7 +451,9 @@ def test_a_rank_that_has_only_padding_gets_no_gradient_and_no_nan(
 def test_ranks_with_uneven_vocabulary_shards_use_equal_chunks() -> None:
     ranks = [Group(axes=("tp",), ranks=(0, 1, 2), rank=rank) for rank in range(3)]
     parts = [torch.zeros(rows, 4) for rows in (16384, 16383, 16383)]
-    heads = [HeadShard.of(part, group, 0, 49150, None, loops=True) for part, group in zip(parts, ranks)]
+    heads = [
+        HeadShard.of(part, group, 0, 49150, None, loops=True) for part, group in zip(parts, ranks)
+    ]
     assert len({head.chunk for head in heads}) == 1
     padding_only = HeadShard.of(parts[2], ranks[2], 49150, 49150, None, loops=True)
     assert (padding_only.rows, padding_only.chunk) == (0, heads[0].chunk)

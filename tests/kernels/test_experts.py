@@ -32,13 +32,13 @@ from megalith.kernels.grouped_linear import (
 from megalith.kernels.permute import (
     RowPermutation,
     gather_rows,
+    permute,
     permute_choices,
     permute_choices_padded,
-    permute,
     unpermute,
     weights_of_rows,
 )
-from megalith.kernels.rebuilt import RecomputedOutput
+from megalith.kernels.recomputed import RecomputedOutput
 from megalith.kernels.weighted import weighted_activate, weighted_gated
 
 E, H, F = 4, 6, 3
@@ -228,7 +228,9 @@ def plain_layer(x: Tensor, chosen: Tensor, weights: Tensor, up: Tensor, down: Te
     return torch.stack(out)
 
 
-def our_layer(order: RowPermutation, x: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def our_layer(
+    order: RowPermutation, x: Tensor, weights: Tensor, up: Tensor, down: Tensor
+) -> Tensor:
     rows = RecomputedOutput(permute(x, order), partial(gather_rows, order=order), (x,))
     y = experts(
         rows,

@@ -104,7 +104,9 @@ def test_attention_masks_match_the_reference(kind: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
     tokens = masked(alone=kind == "alone")
     assert tokens.visible is not None
-    tokens = tokens if kind != "padding" else replace(tokens, visible=AttentionMask(tokens.visible.keys))
+    tokens = (
+        tokens if kind != "padding" else replace(tokens, visible=AttentionMask(tokens.visible.keys))
+    )
     for scores in (SCORES[0], SCORES[2], SCORES[3]):
         q, k, v, sink = inputs_of(LENGTHS[0], torch.float32)
         sinks = None if scores.off_by_one else sink

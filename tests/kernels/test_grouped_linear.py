@@ -14,16 +14,16 @@ from megalith.kernels.grouped_linear import (
     MIN_ONEDNN_COPY_MULTIPLICATIONS,
     GroupedMatmulOps,
     Groups,
+    accumulate_grouped_product_,
     equal_groups,
     grouped_linear,
     groups_of,
-    accumulate_grouped_product_,
     reference_grouped_linear,
     select_grouped_matmul_ops,
     zero_experts_without_rows_,
 )
 from megalith.kernels.matmul import bf16_matmul
-from megalith.kernels.rebuilt import RecomputedOutput
+from megalith.kernels.recomputed import RecomputedOutput
 from megalith.testing.inject import patched
 from megalith.testing.tolerance import FP32, assert_equals
 
@@ -213,7 +213,10 @@ def test_grouped_product_is_written_or_added(
         [b.t() @ a for a, b in zip(x.double().split(counts), dy.double().split(counts))]
     )
     expected = expected if fresh else expected + total.double()
-    assert accumulate_grouped_product_(total, x, dy, groups, fresh=fresh, matmul_ops=matmul_ops) is total
+    assert (
+        accumulate_grouped_product_(total, x, dy, groups, fresh=fresh, matmul_ops=matmul_ops)
+        is total
+    )
     exact = dtype == total_dtype == torch.float32
     torch.testing.assert_close(
         total.double(), expected, rtol=1e-5 if exact else 2e-2, atol=1e-5 if exact else 5e-2

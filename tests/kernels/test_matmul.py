@@ -172,7 +172,9 @@ def test_all_matmuls_of_a_training_step_are_upcast(
     def step(form: BackendName) -> tuple[set[str], float]:
         with bf16_matmul("auto"):  # restores what was selected before
             trainer = build_trainer(
-                replace(run, kernels=KernelsConfig(matmul=form)), build_single_rank_mesh(), torch.device("cpu")
+                replace(run, kernels=KernelsConfig(matmul=form)),
+                build_single_rank_mesh(),
+                torch.device("cpu"),
             )
             batch = loader_of(run, trainer.mesh, consumed=0, steps=1).next()
             with Bf16Matmuls() as seen:

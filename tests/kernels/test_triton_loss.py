@@ -87,7 +87,9 @@ def test_smoothed_labels_equal_the_reference(logit_transform: LogitTransform) ->
     x, weight = seeded(TOKENS, HIDDEN).requires_grad_(), seeded(40, HIDDEN, seed=1).requires_grad_()
     labels = torch.tensor([0, 36, -1, 5, 7, 9, 11], device=DEVICE)
     whole = {"vocab_size": 37, "logit_transform": logit_transform, "smoothing": 0.1}
-    mine = linear_cross_entropy(x, weight, labels, vocab=single_rank_group("tp"), first_row=0, chunk=3, **whole)
+    mine = linear_cross_entropy(
+        x, weight, labels, vocab=single_rank_group("tp"), first_row=0, chunk=3, **whole
+    )
     theirs = reference_cross_entropy(x, weight, labels, **whole).sum()
     for a, b in zip(
         *(torch.autograd.grad(each, (x, weight)) for each in (mine, theirs)), strict=True

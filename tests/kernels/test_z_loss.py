@@ -123,7 +123,14 @@ def test_without_labels_loss_and_gradients_are_zero(form: str) -> None:
     x, weight = inputs()
     none = torch.full((T,), -1)
     found = FORMS[form](
-        x, weight, none, vocab=single_rank_group("tp"), first_row=0, vocab_size=V, z_loss=0.3, chunk=4
+        x,
+        weight,
+        none,
+        vocab=single_rank_group("tp"),
+        first_row=0,
+        vocab_size=V,
+        z_loss=0.3,
+        chunk=4,
     )
     assert found.loss.item() == 0 and bool(found.largest.isfinite().all())
     assert all(not gradient.any() for gradient in torch.autograd.grad(found.loss, (x, weight)))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.model import ModelConfig
-from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
+from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.models.hf import write_folder
 from megalith.parallel.mesh import Mesh, build_single_rank_mesh
 from megalith.plan.shards import Box

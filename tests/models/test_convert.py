@@ -18,7 +18,14 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml, load_yaml
 from megalith.data.huggingface import train_bpe
 from megalith.errors import CheckpointError
-from megalith.models.convert import Kind, convert, format_of, plan_moves, token_ids, list_written_tensors
+from megalith.models.convert import (
+    Kind,
+    convert,
+    format_of,
+    list_written_tensors,
+    plan_moves,
+    token_ids,
+)
 from megalith.models.hf import HuggingFaceFolder
 from megalith.models.mistral import MISTRAL
 from megalith.models.names import Family
@@ -118,7 +125,13 @@ def test_what_a_run_saved_becomes_a_folder_with_its_tokenizer(
     model = tiny.model(config)
     text = dump_yaml(release_run("run", config, words, tmp_path))
     path = save_checkpoint(
-        tmp_path, 4, tiny.entries(model), {}, single_rank_group("world"), config_text=text, keep=None
+        tmp_path,
+        4,
+        tiny.entries(model),
+        {},
+        single_rank_group("world"),
+        config_text=text,
+        keep=None,
     ).path
     source = open_pretrained(path)
     assert token_ids(source) == {
@@ -228,7 +241,10 @@ def test_several_moves_may_fill_one_tensor_of_those_that_are_written(
     assert list_written_tensors(moves) == stored.keys() and len(moves) > len(stored)
     ours = {shard.name for shard in parameters(source.model)}
     assert list_written_tensors(plan_moves(source, "megalith", None)) == ours
-    assert list_written_tensors([replace(moves[0], nbytes=0), replace(moves[1], target="zeros")]) == set()
+    assert (
+        list_written_tensors([replace(moves[0], nbytes=0), replace(moves[1], target="zeros")])
+        == set()
+    )
 
 
 def convert_words(source: Path, target: Path, *words: str) -> int:
@@ -274,7 +290,11 @@ def test_a_run_initializes_new_rows_on_every_tp_rank(tmp_path: Path, tiny: Simpl
     blank = tiny.blank(wider)
     rules = CheckpointConfig(load="x", new_rows="mean", allow_model_changes=("model.vocab_size",))
     load_pretrained(
-        tiny.entries(blank), str(tmp_path / "x"), single_rank_group("world"), model=wider, rules=rules
+        tiny.entries(blank),
+        str(tmp_path / "x"),
+        single_rank_group("world"),
+        model=wider,
+        rules=rules,
     )
     for name in ("embed.weight", "head.weight"):
         rows = tiny.tensors(model)[name]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalith.cli.main import main
-from megalith.config.layers import EQUAL_LAYERS, LayersConfig, LayerPart
+from megalith.config.layers import EQUAL_LAYERS, LayerPart, LayersConfig
 from megalith.errors import ConfigError
 from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models import llama

@@ -27,12 +27,18 @@ from megalith.kernels.tokens import (
     tokens_of_rows,
     with_multimodal_positions,
 )
-from megalith.models.decoder import Decoder, allocate, build_chunks, iter_parameter_specs, initialize
+from megalith.models.decoder import (
+    Decoder,
+    allocate,
+    build_chunks,
+    initialize,
+    iter_parameter_specs,
+)
 from megalith.models.hf import write_folder
 from megalith.models.qwen2 import QWEN2
 from megalith.nn.kernels import use_kernels
 from megalith.nn.moe.router import Router
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, build_meta_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_meta_mesh, build_single_rank_mesh, model_grid
 from megalith.plan.costs import num_parameters
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close, assert_equals, relative_error
@@ -66,7 +72,9 @@ def test_decoder_is_built_on_the_meta_device(tiny: SimpleNamespace) -> None:
     huge = tiny.config(
         vocab_size=128_256, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_hidden_size=28_672
     )
-    assert all(parameter.is_meta for parameter in Decoder(huge, build_single_rank_mesh()).parameters())
+    assert all(
+        parameter.is_meta for parameter in Decoder(huge, build_single_rank_mesh()).parameters()
+    )
 
 
 def test_every_parameter_is_declared_once_and_in_order(tiny: SimpleNamespace) -> None:
@@ -196,7 +204,9 @@ def step(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss, and this rank's gradients before they are summed, in float64."""
     mesh = (
-        build_mesh(model_grid(parallel, config, world), rank=rank) if world > 1 else build_single_rank_mesh()
+        build_mesh(model_grid(parallel, config, world), rank=rank)
+        if world > 1
+        else build_single_rank_mesh()
     )
     model = Decoder(config, mesh, sp=parallel.sp, dtype=torch.float64)
     allocate(model, torch.device("cpu"))
@@ -334,7 +344,9 @@ def test_mtp_layers_on_any_stage_match_the_whole_model(
         whole.evaluate(ids, labels, tokens, mtp_inputs=mtp_inputs),
     )
     held = {
-        d.shard.name: d.shard.stages for chunk in in_order for d, _, _ in iter_parameter_specs(chunk)
+        d.shard.name: d.shard.stages
+        for chunk in in_order
+        for d, _, _ in iter_parameter_specs(chunk)
     }
     assert sorted(held) == sorted(d.shard.name for d, _, _ in iter_parameter_specs(whole))
 

@@ -46,7 +46,9 @@ def test_a_pipeline_of_transformers_writes_what_we_write(tmp_path: Path) -> None
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "theirs")]) == 0
 
     source = open_source(str(tmp_path / "run"), 1)
-    writer = load_text_generator(source, build_single_rank_mesh(), torch.device("cpu"), torch.float32)
+    writer = load_text_generator(
+        source, build_single_rank_mesh(), torch.device("cpu"), torch.float32
+    )
     sample = SampleConfig(temperature=0.0, max_new_tokens=24)
     ours = generate_text(writer, PROMPTS, sample, ignore_eod=False, show=lambda text: None)
 

@@ -104,7 +104,9 @@ def train(model: ModelConfig, load: Path, path: Path, *, steps: int) -> Outcome:
         "tokenizer.vocab_size": str(model.vocab_size),
     }
     run = apply_overrides(replace(tiny_run(), model=model), settings)
-    return run_training(run, RunFolder(path), build_single_rank_mesh(), torch.device("cpu"), show=False)
+    return run_training(
+        run, RunFolder(path), build_single_rank_mesh(), torch.device("cpu"), show=False
+    )
 
 
 @pytest.mark.parametrize("family", EVERY)

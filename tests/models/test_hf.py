@@ -17,6 +17,7 @@ from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models import hf
+from megalith.models.config_fields import UnexportedFieldsError
 from megalith.models.hf import (
     HuggingFaceFolder,
     find_family,
@@ -25,7 +26,6 @@ from megalith.models.hf import (
     write_folder,
 )
 from megalith.models.llama import rules
-from megalith.models.usual import UnexportedFieldsError
 from megalith.parallel.mesh import build_meta_mesh, model_grid
 from megalith.plan.network import network_problems
 from megalith.plan.shards import Shard

@@ -312,7 +312,8 @@ def test_the_rules_cover_every_element_of_every_parameter_once(
     assert found.keys() == declared.keys()
     for name, shape in declared.items():
         assert (
-            describe_tiling_problem(unpadded_shape(found[name]), [rule.box for rule in found[name]]) is None
+            describe_tiling_problem(unpadded_shape(found[name]), [rule.box for rule in found[name]])
+            is None
         )
         rows = config.vocab_size if name in ("embed.weight", "head.weight") else shape[0]
         assert unpadded_shape(found[name]) == (rows, *shape[1:])

@@ -27,7 +27,12 @@ from megalith.models.names import Family
 from megalith.models.pretrained import open_pretrained
 from megalith.plan.costs import num_parameters
 from megalith.testing.tolerance import EXACT, assert_close, assert_equals, compare, relative_error
-from megalith.verify.ranks import Difference, choose_micro_batch_size, layout_case, compare_with_one_process
+from megalith.verify.ranks import (
+    Difference,
+    choose_micro_batch_size,
+    compare_with_one_process,
+    layout_case,
+)
 from tests.models.families import (
     CASES,
     FIRST,

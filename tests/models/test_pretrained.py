@@ -28,14 +28,14 @@ from megalith.models.pretrained import (
     CheckpointWeights,
     find_family_of,
     load_pretrained,
+    load_weights_with_records,
     locate_source,
     open_pretrained,
-    load_weights_with_records,
 )
 from megalith.models.qwen2 import QWEN2
 from megalith.models.release import release_run
 from megalith.parallel.group import single_rank_group
-from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
+from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh, model_grid
 from megalith.plan.shards import Shard
 from megalith.testing.tiny import tiny_run
 from megalith.train.folder import RunFolder
@@ -60,7 +60,13 @@ def save(
     """A checkpoint of a run."""
     text = dump_yaml(release_run("tiny", config, tokenizer, folder))
     return save_checkpoint(
-        folder, step, entries, {"step": step}, single_rank_group("world"), config_text=text, keep=None
+        folder,
+        step,
+        entries,
+        {"step": step},
+        single_rank_group("world"),
+        config_text=text,
+        keep=None,
     ).path
 
 
@@ -181,7 +187,9 @@ def test_every_layout_takes_its_weights_from_either_kind(
     for rank in range(tp):
         part = tiny.blank(config, build_meta_mesh(grid, rank=rank))
         assert (
-            load_pretrained(tiny.entries(part), str(tmp_path / kind), single_rank_group("world"), model=config)
+            load_pretrained(
+                tiny.entries(part), str(tmp_path / kind), single_rank_group("world"), model=config
+            )
             == []
         )
         for entry in tiny.entries(part):
@@ -247,7 +255,9 @@ def test_load_pretrained_loads_only_weights(tmp_path: Path, tiny: SimpleNamespac
     ]
     save(tmp_path, 1, [*tiny.entries(model), *moments], tiny.config())
     back = tiny.blank(tiny.config())
-    load_pretrained(tiny.entries(back), str(tmp_path), single_rank_group("world"), model=tiny.config())
+    load_pretrained(
+        tiny.entries(back), str(tmp_path), single_rank_group("world"), model=tiny.config()
+    )
     assert torch.equal(tiny.tensors(back)["norm.weight"], tiny.tensors(model)["norm.weight"])
 
 
@@ -266,14 +276,22 @@ def test_training_settings_may_differ_and_the_context_may_grow(
         dropout=dropout,
     )
     notes = load_pretrained(
-        tiny.entries(tiny.blank(changed)), str(tmp_path / "x"), single_rank_group("world"), model=changed
+        tiny.entries(tiny.blank(changed)),
+        str(tmp_path / "x"),
+        single_rank_group("world"),
+        model=changed,
     )
     assert notes == ["model.max_seq_len: 32 in the checkpoint, 64 in this run"]
     save(
         tmp_path / "y", 1, tiny.entries(model), tiny.config(head_dim=2, rope=RopeConfig(factor=3.0))
     )
     entries = tiny.entries(tiny.blank(tiny.config()))
-    assert load_pretrained(entries, str(tmp_path / "y"), single_rank_group("world"), model=tiny.config()) == []
+    assert (
+        load_pretrained(
+            entries, str(tmp_path / "y"), single_rank_group("world"), model=tiny.config()
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(("there", "here"), [(8, 1), (1, 8), (8, 64), (64, 8)])
@@ -283,7 +301,9 @@ def test_a_vocabulary_may_be_padded_to_another_multiple_than_in_a_checkpoint(
     before, after = (tiny.config(pad_vocab_to_multiple_of=multiple) for multiple in (there, here))
     model, back = tiny.model(before), tiny.blank(after)
     save(tmp_path, 1, tiny.entries(model), before)
-    assert load_weights_with_records(tiny.entries(back), str(tmp_path), single_rank_group("world"), model=after) == (
+    assert load_weights_with_records(
+        tiny.entries(back), str(tmp_path), single_rank_group("world"), model=after
+    ) == (
         [],
         (),
         None,
@@ -306,7 +326,11 @@ def test_a_vocabulary_may_be_padded_to_another_multiple_than_in_a_checkpoint(
         CheckpointError, match=r"embed.weight is \[1\d\d, 12\] in this run and \[\d\d, 12\] in the"
     ):
         load_weights_with_records(
-            tiny.entries(tiny.blank(other)), str(tmp_path), single_rank_group("world"), model=other, rules=rules
+            tiny.entries(tiny.blank(other)),
+            str(tmp_path),
+            single_rank_group("world"),
+            model=other,
+            rules=rules,
         )
 
 
@@ -386,7 +410,9 @@ def test_derived_settings_are_not_listed_as_differences(
     with pytest.raises(
         CheckpointError, match="set checkpoint.allow_model_changes to model.hidden_size[.]"
     ):
-        load_pretrained(tiny.entries(tiny.blank(wider)), str(tmp_path), single_rank_group("world"), model=wider)
+        load_pretrained(
+            tiny.entries(tiny.blank(wider)), str(tmp_path), single_rank_group("world"), model=wider
+        )
 
 
 def test_learned_positions_cannot_grow(tmp_path: Path, tiny: SimpleNamespace) -> None:
@@ -395,7 +421,10 @@ def test_learned_positions_cannot_grow(tmp_path: Path, tiny: SimpleNamespace) ->
     longer = replace(config, max_seq_len=64)
     with pytest.raises(CheckpointError, match=r"model.max_seq_len  32          64"):
         load_pretrained(
-            tiny.entries(tiny.blank(longer)), str(tmp_path), single_rank_group("world"), model=longer
+            tiny.entries(tiny.blank(longer)),
+            str(tmp_path),
+            single_rank_group("world"),
+            model=longer,
         )
 
 
@@ -415,7 +444,11 @@ def test_a_model_with_additional_biases_loads_the_other_weights(
     def load(**rules: Any) -> None:
         settings = CheckpointConfig(allow_model_changes=("model.mlp_bias",), **rules)
         load_pretrained(
-            tiny.entries(target), str(tmp_path / kind), single_rank_group("world"), model=biased, rules=settings
+            tiny.entries(target),
+            str(tmp_path / kind),
+            single_rank_group("world"),
+            model=biased,
+            rules=settings,
         )
 
     with pytest.raises(
@@ -451,7 +484,11 @@ def test_a_model_with_another_vocabulary_loads_the_layers(
     target = tiny.blank(other)
     rules = CheckpointConfig(skip=("head.*", "embed.*"), allow_model_changes=("model.vocab_size",))
     load_pretrained(
-        tiny.entries(target), str(tmp_path / kind), single_rank_group("world"), model=other, rules=rules
+        tiny.entries(target),
+        str(tmp_path / kind),
+        single_rank_group("world"),
+        model=other,
+        rules=rules,
     )
     kept = {name for name, tensor in tiny.tensors(target).items() if (tensor == -7).all()}
     assert kept == {"embed.weight", "head.weight"}
@@ -466,7 +503,10 @@ def test_another_model_is_rejected_with_all_differences(
     other = tiny.config(tied_embeddings=True, num_layers=3, vocab_size=38)
     with pytest.raises(CheckpointError, match="has a different model") as refused:
         load_pretrained(
-            tiny.entries(tiny.blank(other)), str(tmp_path / kind), single_rank_group("world"), model=other
+            tiny.entries(tiny.blank(other)),
+            str(tmp_path / kind),
+            single_rank_group("world"),
+            model=other,
         )
     for line in (
         "model.tied_embeddings  False       True",
@@ -488,7 +528,9 @@ def test_a_run_is_found_by_rank_0_alone(
         return locate_source(source)
 
     monkeypatch.setattr(pretrained, "locate_source", counted)
-    load_pretrained(tiny.entries(model), str(tmp_path / "x"), single_rank_group("world"), model=tiny.config())
+    load_pretrained(
+        tiny.entries(model), str(tmp_path / "x"), single_rank_group("world"), model=tiny.config()
+    )
     assert asked == [str(tmp_path / "x")]
 
 
@@ -560,7 +602,9 @@ def test_a_run_keeps_the_family_of_the_weights_it_started_from(
         },
         "adapters": {"checkpoint.load": str(tmp_path / "run"), "lora.rank": "2"},
     }.items():
-        opened = open_pretrained(locate_source(str(trained(tiny_run(load | settings), tmp_path / folder))))
+        opened = open_pretrained(
+            locate_source(str(trained(tiny_run(load | settings), tmp_path / folder)))
+        )
         assert find_family_of(opened) is QWEN2, folder
     resumed = trained(
         tiny_run(load | {"checkpoint.load": str(tmp_path / "base"), "train.steps": "2"}),

@@ -13,7 +13,13 @@ from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.init import init_param_
 from megalith.nn.rope import RotaryEmbedding
-from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, build_meta_mesh, model_grid
+from megalith.parallel.mesh import (
+    Mesh,
+    build_mesh,
+    build_meta_mesh,
+    build_single_rank_mesh,
+    model_grid,
+)
 from megalith.parallel.tensor import Init, TensorParallelComm
 
 SIZES: dict[str, Any] = {

@@ -4,10 +4,10 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm
 
-from megalith.config.layers import LayersConfig, LayerPart
+from megalith.config.layers import LayerPart, LayersConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.recompute import RecomputeConfig, RecomputedModule
-from megalith.kernels.rebuilt import RecomputedOutput
+from megalith.kernels.recomputed import RecomputedOutput
 from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.attention import Attention

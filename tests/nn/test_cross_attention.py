@@ -32,7 +32,13 @@ from megalith.nn.cross_attention import CrossAttention, CrossLayerAttention, acr
 from megalith.nn.dropout import add_attention_dropout
 from megalith.nn.init import init_param_
 from megalith.parallel.autograd import all_gather
-from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, build_meta_mesh, model_grid
+from megalith.parallel.mesh import (
+    Mesh,
+    build_mesh,
+    build_meta_mesh,
+    build_single_rank_mesh,
+    model_grid,
+)
 from megalith.parallel.tensor import Init, SequenceParallelComm, TensorParallelComm
 from megalith.plan.context import Slicing, plan_slices
 from megalith.plan.shards import DENSE_AXES
@@ -220,7 +226,9 @@ def test_mup_scale_equals_that_of_self_attention(
     layers: SimpleNamespace,
 ) -> None:
     config = layers.config(head_dim=4, mup=MuPConfig(base_hidden_size=6, base_head_dim=3))
-    assert build(config, build_single_rank_mesh()).scores.scale == config.softmax_scale() == 3**0.5 / 4
+    assert (
+        build(config, build_single_rank_mesh()).scores.scale == config.softmax_scale() == 3**0.5 / 4
+    )
 
 
 def test_encoder_keys_are_computed_once_for_decoding(layers: SimpleNamespace) -> None:

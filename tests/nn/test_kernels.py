@@ -28,7 +28,7 @@ from megalith.kernels import (
 )
 from megalith.kernels.attention import attention
 from megalith.kernels.norm import rms_norm
-from megalith.kernels.rebuilt import output_tensor
+from megalith.kernels.recomputed import output_tensor
 from megalith.kernels.span_attention import reference_span_attention
 from megalith.kernels.swiglu import swiglu as swiglu_function
 from megalith.kernels.tokens import DropoutKey, tokens_of_rows
@@ -46,9 +46,9 @@ from megalith.train.step import train_step
 from megalith.verify.ranks import (
     LayoutCase,
     compare_results,
+    compare_with_one_process,
     join_ranks,
     layout_case,
-    compare_with_one_process,
     run_case,
 )
 from megalith.verify.ranks import _loader as loader_of
@@ -150,7 +150,9 @@ def test_parallel_training_with_reference_kernels_matches_one_rank(
 def test_fsdp_weights_are_gathered_for_reference_backward() -> None:
     case = layout_case(PLAIN, ParallelConfig(dp=2, zero=3), 2)
     plain = replace(case, run=replace(case.run, kernels="reference"))
-    assert [difference for difference in compare_with_one_process(plain) if not difference.holds] == []
+    assert [
+        difference for difference in compare_with_one_process(plain) if not difference.holds
+    ] == []
     forms: dict[Kernel, bool] = {"auto": False, "torch": False, "reference": True}
     for kernels, reads in forms.items():
         run = replace(layout_case(PLAIN, ParallelConfig(), 1).run, kernels=kernels)
@@ -210,7 +212,9 @@ def test_adapter_dropout_is_bound_to_the_backend(monkeypatch: pytest.MonkeyPatch
 
 def test_context_parallel_attention_becomes_the_reference() -> None:
     mesh = build_single_rank_mesh()
-    made = with_kernel(RecomputedCore(RingAttend(mesh.cp), True), KernelsConfig(all="reference"), mesh)
+    made = with_kernel(
+        RecomputedCore(RingAttend(mesh.cp), True), KernelsConfig(all="reference"), mesh
+    )
     assert made == RecomputedCore(AllGatherAttend(mesh.cp, reference_span_attention), True)
     ring = RecomputedCore(RingAttend(mesh.cp), True)
     assert with_kernel(ring, KernelsConfig(all="reference", attention="split_kv"), mesh) is ring
@@ -219,7 +223,9 @@ def test_context_parallel_attention_becomes_the_reference() -> None:
 def test_each_operation_has_its_own_backend_setting() -> None:
     layer = Layer(norm=rms_norm, gate=swiglu_function, core=attention)
     use_kernels(
-        [layer], KernelsConfig(all="torch", norm="reference", attention="split_kv"), build_single_rank_mesh()
+        [layer],
+        KernelsConfig(all="torch", norm="reference", attention="split_kv"),
+        build_single_rank_mesh(),
     )
     held: dict[str, Any] = vars(layer)
     forms = {name: held[name].keywords["kernel"] for name in ("norm", "gate", "core")}

@@ -16,7 +16,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.tokens import DropoutKey, tokens_of_lengths
-from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
+from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn import lora
 from megalith.nn.lora import ColumnLora, RowLora, attach_adapters
 from megalith.parallel.mesh import build_single_rank_mesh

@@ -15,7 +15,7 @@ from megalith.kernels.activation import (
     reference_activate,
     reference_gated,
 )
-from megalith.kernels.rebuilt import RecomputedOutput
+from megalith.kernels.recomputed import RecomputedOutput
 from megalith.kernels.swiglu import swiglu
 from megalith.kernels.tokens import tokens_of_queries
 from megalith.models.decoder import iter_parameter_specs

@@ -12,10 +12,16 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths
-from megalith.models.decoder import Decoder, allocate, build_chunks, iter_parameter_specs, initialize
+from megalith.models.decoder import (
+    Decoder,
+    allocate,
+    build_chunks,
+    initialize,
+    iter_parameter_specs,
+)
 from megalith.nn.mtp import MTPLayer, complete, mtp_acceptance_rate
 from megalith.nn.rope import RotaryEmbedding
-from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
+from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh, model_grid
 from megalith.plan.packing import shift_tokens_within_documents
 from megalith.testing.tolerance import EXACT, FP64, PARITY, assert_close, assert_equals
 
@@ -234,7 +240,9 @@ def test_loss_stage_has_mtp_layers_and_a_copy_of_the_embedding(
     grid = model_grid(parallel, sizes, 2)
     held: list[dict[str, tuple[int, ...]]] = []
     for rank in range(2):
-        chunks = torch.nn.ModuleList(build_chunks(sizes, build_meta_mesh(grid, rank=rank), parallel))
+        chunks = torch.nn.ModuleList(
+            build_chunks(sizes, build_meta_mesh(grid, rank=rank), parallel)
+        )
         shards = [declared.shard for declared, _, _ in iter_parameter_specs(chunks)]
         assert len({shard.name for shard in shards}) == len(shards)
         held.append({shard.name: shard.stages for shard in shards})

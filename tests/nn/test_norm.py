@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.rebuilt import RecomputedOutput, output_tensor
+from megalith.kernels.recomputed import RecomputedOutput, output_tensor
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.init import init_param_
 from megalith.nn.norm import LayerNorm, Norm, RMSNorm, build_norm

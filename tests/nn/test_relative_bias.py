@@ -14,9 +14,15 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.relative import RelativeConfig
 from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries
-from megalith.models.decoder import Decoder, allocate, build_chunks, iter_parameter_specs, initialize
+from megalith.models.decoder import (
+    Decoder,
+    allocate,
+    build_chunks,
+    initialize,
+    iter_parameter_specs,
+)
 from megalith.nn.relative_bias import NoBias, RelativeBias
-from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
+from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh, model_grid
 from megalith.verify.variants import RELATIVE
 
 

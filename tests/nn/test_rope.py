@@ -109,9 +109,7 @@ def test_length_dependent_scaling_uses_each_documents_length(
         original_max_position=8,
         **factors if scaling == "longrope" else {},
     )
-    together = RotaryEmbedding(config(rope=rope), torch.float64).add_to(
-        tokens_of_lengths([11, 5])
-    )
+    together = RotaryEmbedding(config(rope=rope), torch.float64).add_to(tokens_of_lengths([11, 5]))
     apart = [
         RotaryEmbedding(config(rope=rope), torch.float64).add_to(tokens_of_lengths([length]))
         for length in (11, 5)

@@ -20,7 +20,7 @@ from megalith.observe.flight import (
     message_lane,
     missing_from,
 )
-from megalith.parallel.turns import DualBatchOverlap
+from megalith.parallel.dual_batch import DualBatchOverlap
 
 
 def enter(

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from megalith.errors import DataError
 from megalith.observe.routing import (
     RoutingPredictability,
-    sort_layers,
-    likeliest,
-    steps_of_trace,
     analyze_trace,
+    likeliest,
+    sort_layers,
+    steps_of_trace,
 )
 
 Experts = NDArray[np.int64]

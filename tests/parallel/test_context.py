@@ -27,7 +27,7 @@ from megalith.parallel import context
 from megalith.parallel.context import RingAttend, build_attend, local_slicing
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
-from megalith.parallel.rings import PendingCollective
+from megalith.parallel.tensor_overlap import PendingCollective
 from megalith.plan.context import KINDS, Slices, Slicing, plan_slices
 from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks

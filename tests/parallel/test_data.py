@@ -12,7 +12,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import RankError
 from megalith.kernels.tokens import PackedSeqParams, tokens_of_rows
-from megalith.models.decoder import Decoder, iter_parameter_specs, initialize
+from megalith.models.decoder import Decoder, initialize, iter_parameter_specs
 from megalith.parallel import data as flat
 from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid

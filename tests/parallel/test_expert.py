@@ -11,9 +11,9 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import DispatcherName, ParallelConfig
-from megalith.kernels.rebuilt import output_tensor
+from megalith.kernels.recomputed import output_tensor
 from megalith.kernels.routing import DROPPED_CHOICE, Choice
-from megalith.parallel.expert import ExpertCapacity, build_dispatcher, all_gather_counts
+from megalith.parallel.expert import ExpertCapacity, all_gather_counts, build_dispatcher
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.testing.inject import patched

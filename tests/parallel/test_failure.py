@@ -13,9 +13,9 @@ from megalith.parallel.failure import (
     MAX_SUMMARY,
     Failure,
     describe,
-    explain_exit,
     exception_failure,
     exit_failure,
+    explain_exit,
     sort_failures,
 )
 
@@ -78,7 +78,9 @@ def test_exit_codes_are_described(code: int, words: str) -> None:
 
 def test_cause_is_sorted_before_lost_peers_that_were_detected_earlier() -> None:
     dead = Failure(1, "was killed by signal 9 (SIGKILL)", "was killed by signal 9 (SIGKILL)", 50)
-    assert [failure.rank for failure in sort_failures([lost_peer(0, 10), lost_peer(2, 5), dead])] == [
+    assert [
+        failure.rank for failure in sort_failures([lost_peer(0, 10), lost_peer(2, 5), dead])
+    ] == [
         1,
         2,
         0,
@@ -127,9 +129,7 @@ def test_ranks_that_did_not_fail_themselves_come_last() -> None:
         "  rank 0:",
         "  rank 1:",
     ]
-    assert describe([exit_failure(4, 3)], {1: "was ended"}).endswith(
-        "\nthen:\n  rank 1: was ended"
-    )
+    assert describe([exit_failure(4, 3)], {1: "was ended"}).endswith("\nthen:\n  rank 1: was ended")
 
 
 def test_killed_process_is_described_in_one_line() -> None:

@@ -20,13 +20,13 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import RecomputeConfig
 from megalith.errors import PlanError
 from megalith.kernels.experts import Groups
-from megalith.kernels.rebuilt import as_recomputed
+from megalith.kernels.recomputed import as_recomputed
 from megalith.kernels.tokens import tokens_of_rows
-from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
+from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn.block import SequentialBlock
 from megalith.nn.init import init_param_
 from megalith.observe.flight import FlightRecorder
-from megalith.parallel import engine as engines
+from megalith.parallel import grad_sync as engines
 from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.fsdp import (
     FullyShardedDataParallel,

@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalith.observe.flight import FlightRecorder, message_lane, reverse_lane
 from megalith.parallel.group import (
     Group,
-    start_all_gather,
     all_reduce_,
     all_reduce_max_,
-    single_rank_group,
     barrier,
     gather_objects,
     local_range,
+    single_rank_group,
+    start_all_gather,
     start_all_reduce_,
     start_receive,
     start_send,

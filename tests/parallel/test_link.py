@@ -153,7 +153,13 @@ def _posted(*expected: Spec) -> PendingReceive:
     travels."""
     nobody: Any = None
     return PendingReceive(
-        StageMessage("forward", 2, 4), 1, single_rank_group("pp"), nobody, tag=0, specs=expected, device=CPU
+        StageMessage("forward", 2, 4),
+        1,
+        single_rank_group("pp"),
+        nobody,
+        tag=0,
+        specs=expected,
+        device=CPU,
     )
 
 

@@ -16,9 +16,9 @@ from megalith.parallel.mesh import (
     SPANS,
     Mesh,
     build_mesh,
-    destroy_mesh,
-    build_single_rank_mesh,
     build_meta_mesh,
+    build_single_rank_mesh,
+    destroy_mesh,
     model_grid,
 )
 from megalith.plan.grid import Grid

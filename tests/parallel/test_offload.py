@@ -15,7 +15,7 @@ from megalith.data.loader import Loader, MaskSettings
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.parallel import recompute as recompute_module
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
-from megalith.parallel.offload import OffloadedStorage, HostMemory, OffloadedPass
+from megalith.parallel.offload import HostMemory, OffloadedPass, OffloadedStorage
 from megalith.plan.activations import ActivationSetting, stage_activations
 from megalith.plan.workload import plan_workload
 from megalith.testing.inject import patched
@@ -36,7 +36,9 @@ def trainer(
     offload: OffloadConfig, recompute: RecomputeConfig = KEEP, device: str = "cpu"
 ) -> Trainer:
     return build_trainer(
-        replace(RUN, offload=offload, recompute=recompute), build_single_rank_mesh(), torch.device(device)
+        replace(RUN, offload=offload, recompute=recompute),
+        build_single_rank_mesh(),
+        torch.device(device),
     )
 
 
@@ -166,7 +168,10 @@ def _reloads(
             )
         start(self)
 
-    with patched(recompute_module, "OffloadedPass", begin), patched(OffloadedStorage, "start_back", noted):
+    with (
+        patched(recompute_module, "OffloadedPass", begin),
+        patched(OffloadedStorage, "start_back", noted),
+    ):
         train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0)
     actions = plan_workload(run, world).schedule.ranks[rank]
     forwards = [(op.chunk, op.microbatch) for op in actions if op.kind == "F"]
@@ -295,7 +300,9 @@ def test_wrong_copy_changes_the_gradients(monkeypatch: pytest.MonkeyPatch) -> No
     """A planted fault: copies come back before they are complete."""
     _, right = step(trainer(OffloadConfig()))
     monkeypatch.setattr(
-        OffloadedStorage, "start_back", lambda self: setattr(self, "back", torch.zeros_like(self.host))
+        OffloadedStorage,
+        "start_back",
+        lambda self: setattr(self, "back", torch.zeros_like(self.host)),
     )
     _, wrong = step(trainer(OffloadConfig(layers=2, min_numel=1)))
     assert not torch.equal(right, wrong)

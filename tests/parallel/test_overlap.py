@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megalith.kernels.linear import weight_grad
-from megalith.kernels.rebuilt import RecomputedOutput
+from megalith.kernels.recomputed import RecomputedOutput
 from megalith.models.decoder import allocate
 from megalith.parallel.group import Group
-from megalith.parallel.rings import RING_EXCHANGE
 from megalith.parallel.symm_mem import FUSED
 from megalith.parallel.tensor import (
     ColumnParallelLinear,
@@ -23,6 +22,7 @@ from megalith.parallel.tensor import (
     TensorParallelComm,
     TPComm,
 )
+from megalith.parallel.tensor_overlap import RING_EXCHANGE
 from megalith.plan.shards import Shard, split_evenly
 from megalith.testing.inject import slow_link
 from megalith.testing.ranks import everyone, run_ranks

@@ -13,7 +13,7 @@ from megalith.errors import RankError
 from megalith.kernels.linear import GradAccumulator, linear, weight_grad
 from megalith.parallel.link import Spec, Specs, Tensors, create_pipeline_groups
 from megalith.parallel.pipeline import Boundary, Pipeline
-from megalith.parallel.postpone import WeightGradStore
+from megalith.parallel.weight_grad_store import WeightGradStore
 from megalith.plan.schedule import Schedule, ScheduleName, build_schedule
 from megalith.plan.transfers import with_transfers
 from megalith.testing.inject import slow_link

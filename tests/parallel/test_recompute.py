@@ -21,7 +21,7 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.kernels import norm, swiglu, tiled_attention
 from megalith.kernels.linear import LinearFunction
-from megalith.kernels.rebuilt import RecomputedOutput
+from megalith.kernels.recomputed import RecomputedOutput
 from megalith.kernels.tokens import DropoutKey, tokens_of_lengths
 from megalith.models.decoder import iter_parameter_specs
 from megalith.observe.meter import measure_saved_activations
@@ -315,7 +315,9 @@ def test_region_with_recomputed_input_saves_the_inputs_of_that_input() -> None:
 
 def test_slices_of_a_saved_input_join_to_it() -> None:
     x = torch.randn(5, 3)
-    assert torch.equal(shard_saved_input(x, single_rank_group("tp_kv", "tp_copy")).again(x.flatten()), x)
+    assert torch.equal(
+        shard_saved_input(x, single_rank_group("tp_kv", "tp_copy")).again(x.flatten()), x
+    )
     run_ranks(joined, 2)
 
 

@@ -9,7 +9,12 @@ import torch.distributed as dist
 
 from megalith.parallel import slices
 from megalith.parallel.group import Group, start_receive, start_send
-from megalith.parallel.slices import PendingMessages, start_bucket_all_gather, start_bucket_reduce_scatter, sum_over_members_
+from megalith.parallel.slices import (
+    PendingMessages,
+    start_bucket_all_gather,
+    start_bucket_reduce_scatter,
+    sum_over_members_,
+)
 from megalith.testing.ranks import everyone, run_ranks
 
 N = 5
@@ -27,7 +32,11 @@ def _slice_of_sum(
     rank: int, world: int, dtype: torch.dtype, wire: torch.dtype | None
 ) -> torch.Tensor:
     group = everyone(rank, world, "dp_shard")
-    return start_bucket_reduce_scatter(bucket_of(rank, world, dtype), group, tag=3, dtype=wire).wait().clone()
+    return (
+        start_bucket_reduce_scatter(bucket_of(rank, world, dtype), group, tag=3, dtype=wire)
+        .wait()
+        .clone()
+    )
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -71,9 +80,12 @@ def test_every_rank_gets_every_slice(world: int) -> None:
 
 def _many_at_once(rank: int, world: int) -> list[float]:
     group = everyone(rank, world, "dp_shard")
-    started = [start_bucket_reduce_scatter(torch.full((world,), float(k)), group, tag=k) for k in range(6)]
+    started = [
+        start_bucket_reduce_scatter(torch.full((world,), float(k)), group, tag=k) for k in range(6)
+    ]
     gathers = [
-        start_bucket_all_gather(torch.full((world,), 10.0 * rank + k), group, tag=100 + k) for k in range(3)
+        start_bucket_all_gather(torch.full((world,), 10.0 * rank + k), group, tag=100 + k)
+        for k in range(3)
     ]
     for works in gathers:
         works.wait()

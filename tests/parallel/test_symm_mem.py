@@ -16,15 +16,19 @@ from megalith.observe.capabilities import has_symmetric_memory
 from megalith.observe.flight import FlightRecorder
 from megalith.parallel import symm_mem
 from megalith.parallel.group import Group, single_rank_group
-from megalith.parallel.rings import RING_EXCHANGE, ring_all_gather_matmul, ring_matmul_reduce_scatter
 from megalith.parallel.symm_mem import (
     FUSED,
     RankDevice,
     choose_collective_matmul,
+    my_place,
     symm_mem_all_gather_matmul,
     symm_mem_matmul_reduce_scatter,
-    my_place,
     why_not_fused,
+)
+from megalith.parallel.tensor_overlap import (
+    RING_EXCHANGE,
+    ring_all_gather_matmul,
+    ring_matmul_reduce_scatter,
 )
 from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.symm_mem import fused_on_cpus
@@ -119,7 +123,9 @@ def noted(rank: int, world: int) -> list[tuple[str, bool]]:
     flight = FlightRecorder()
     group = replace(everyone(rank, world, "tp_kv", "tp_copy"), flight=flight)
     with fused_on_cpus():
-        symm_mem_matmul_reduce_scatter(seeded(4, 3, seed=0), seeded(3, 2, seed=1), group, input_grad)
+        symm_mem_matmul_reduce_scatter(
+            seeded(4, 3, seed=0), seeded(3, 2, seed=1), group, input_grad
+        )
         symm_mem_all_gather_matmul(seeded(4, 2, seed=0), seeded(3, 2, seed=1), group, forward)
     return [(entry.op, entry.finished) for entry in flight.entries]
 
@@ -132,7 +138,10 @@ def test_fused_matmuls_are_recorded() -> None:
 def test_other_functions_are_rejected_as_matmul() -> None:
     with pytest.raises(AssertionError, match="is no plain matmul"):
         symm_mem_all_gather_matmul(
-            seeded(4, 2, seed=0), seeded(3, 2, seed=1), single_rank_group("tp"), lambda x, w: x @ w.t()
+            seeded(4, 2, seed=0),
+            seeded(3, 2, seed=1),
+            single_rank_group("tp"),
+            lambda x, w: x @ w.t(),
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megalith.kernels.cross_entropy import LogitTransform, linear_cross_entropy
-from megalith.kernels.rebuilt import output_tensor
+from megalith.kernels.recomputed import output_tensor
 from megalith.models.decoder import allocate
 from megalith.parallel.autograd import all_gather
 from megalith.parallel.group import Group, all_reduce_, local_range

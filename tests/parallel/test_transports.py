@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import ConfigError
-from megalith.kernels.rebuilt import output_tensor
+from megalith.kernels.recomputed import output_tensor
 from megalith.kernels.routing import Choice
 from megalith.parallel.expert import LocalDispatcher
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid

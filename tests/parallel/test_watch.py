@@ -399,7 +399,9 @@ def test_all_groups_of_a_mesh_record_what_is_entered() -> None:
 
 def test_backend_timeout_is_longer_than_the_watch() -> None:
     for seconds in (0.1, 600.0, 36000.0):
-        pause = HangWatch(FlightRecorder(), HashStore(), 0, 1, seconds, lambda *_: None).pause_seconds
+        pause = HangWatch(
+            FlightRecorder(), HashStore(), 0, 1, seconds, lambda *_: None
+        ).pause_seconds
         assert backend_timeout(seconds) > seconds + 3 * pause
 
 

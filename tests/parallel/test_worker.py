@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from megalith.errors import ConfigError, RankError
-from megalith.parallel.group import all_reduce_, single_rank_group, gather_objects
+from megalith.parallel.group import all_reduce_, gather_objects, single_rank_group
 from megalith.parallel.launch import LISTENER
 from megalith.parallel.worker import (
     Worker,
     check_consistent_settings,
     connect,
-    disconnect,
     describe_slow_tp,
+    disconnect,
     open_rendezvous,
     set_threads,
 )

@@ -27,7 +27,7 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig, RecomputedModule
 from megalith.config.rope import RopeConfig
 from megalith.kernels import routing, tiled_attention
-from megalith.kernels.permute import permute_choices, permute
+from megalith.kernels.permute import permute, permute_choices
 from megalith.kernels.tokens import AuxLossScale, DropoutKey, tokens_of_lengths, tokens_of_slices
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.observe.meter import measure_saved_activations
@@ -748,7 +748,12 @@ def test_backward_brings_back_what_the_ledger_says(
         model=model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
     )
     decoder = Decoder(
-        model, build_single_rank_mesh(), sp=False, dtype=torch.float32, recompute=recompute, offload=offload
+        model,
+        build_single_rank_mesh(),
+        sp=False,
+        dtype=torch.float32,
+        recompute=recompute,
+        offload=offload,
     )
     allocate(decoder, torch.device("cpu"))
     initialize(decoder, seed=1)

@@ -40,7 +40,9 @@ def test_names_sizes_and_cuts_are_those_of_the_layers(tp: int, lora: LoraConfig)
         mesh = build_meta_mesh(model_grid(ParallelConfig(tp=tp), MODEL, tp), rank=rank)
         chunks = build_chunks(MODEL, mesh, ParallelConfig(tp=tp, sp=tp > 1))
         attach_adapters(chunks, MODEL, lora)
-        shards = {one.shard.name: one.shard for one, module, name in iter_parameter_specs(chunks[0])}
+        shards = {
+            one.shard.name: one.shard for one, module, name in iter_parameter_specs(chunks[0])
+        }
         held = held_parameters(
             MODEL, tp=tp, tp_rank=rank, layers=range(2), embedding=True, loss=True
         )

@@ -17,14 +17,14 @@ from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.cross_entropy import HeadShard
 from megalith.kernels.experts import experts
-from megalith.kernels.rebuilt import output_tensor
+from megalith.kernels.recomputed import output_tensor
 from megalith.kernels.tokens import AuxLossScale, tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.kernels import use_kernels
 from megalith.nn.moe.experts import Experts
 from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.group import single_rank_group
-from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
+from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh, model_grid
 from megalith.plan.costs import (
     active_parameters,
     attention_flops,
@@ -720,7 +720,12 @@ def test_the_head_takes_a_chunk_of_the_size_that_the_estimate_counts() -> None:
     assert loss_chunk(1024, ranks=3) == 6144, "each rank forms a third of these logits"
     assert loss_chunk(128_256, ranks=1) == 512, "large vocabularies still take 512 tokens"
     head = HeadShard.of(
-        torch.empty(128_256, 2, device="meta"), single_rank_group("tp"), 0, 128_256, None, loops=False
+        torch.empty(128_256, 2, device="meta"),
+        single_rank_group("tp"),
+        0,
+        128_256,
+        None,
+        loops=False,
     )
     assert head.chunk == 512
 

@@ -112,8 +112,7 @@ def test_layers_look_from_the_memory_on_and_it_goes_on_as_long_as_one_does() -> 
         False,
     ]
     assert [
-        model.find_cross_layer_source(range(*ends))
-        for ends in ((0, 1), (0, 3), (1, 3), (2, 6))
+        model.find_cross_layer_source(range(*ends)) for ends in ((0, 1), (0, 3), (1, 3), (2, 6))
     ] == [
         None,
         1,

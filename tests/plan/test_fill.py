@@ -6,11 +6,11 @@ import pytest
 from megalith.errors import PlanError
 from megalith.plan.fill import (
     PackedDocuments,
-    pack_one_per_row,
     pack_best_fit_decreasing,
     pack_by_group,
     pack_first_fit_decreasing,
     pack_in_order,
+    pack_one_per_row,
 )
 from tests.cases import loop_over
 
@@ -52,7 +52,10 @@ def test_in_order_keeps_the_order_and_groups_share_no_row() -> None:
 
 def test_the_number_of_rows_depends_on_lengths_alone() -> None:
     lengths = [random.Random(7).randint(1, 30) for _ in range(60)]
-    assert pack_best_fit_decreasing(lengths, 40).num_rows == pack_best_fit_decreasing(lengths[::-1], 40).num_rows
+    assert (
+        pack_best_fit_decreasing(lengths, 40).num_rows
+        == pack_best_fit_decreasing(lengths[::-1], 40).num_rows
+    )
 
 
 @pytest.mark.parametrize("lengths", [[3, 7], [0, 2]])
@@ -81,4 +84,7 @@ def test_first_fit_takes_the_first_row_with_room(seed: int) -> None:
 
 
 def test_documents_apart_have_a_row_each() -> None:
-    assert pack_one_per_row([3, 5, 1]).documents.tolist() == [0, 1, 2] and pack_one_per_row([]).num_rows == 0
+    assert (
+        pack_one_per_row([3, 5, 1]).documents.tolist() == [0, 1, 2]
+        and pack_one_per_row([]).num_rows == 0
+    )

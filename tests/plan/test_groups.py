@@ -11,7 +11,7 @@ from megalith.config.moe import MoEConfig
 from megalith.config.mup import MuPConfig
 from megalith.config.optim import GroupConfig, OptimConfig
 from megalith.config.schedule import ScheduleConfig
-from megalith.plan.groups import named_parameters, parameter_rows, pattern_problems, parameter_rates
+from megalith.plan.groups import named_parameters, parameter_rates, parameter_rows, pattern_problems
 from megalith.plan.initial import PLAIN, ParameterRates
 from megalith.testing.tiny import tiny_run
 from megalith.verify.variants import BIASED_CHOICE, MTP_EXPERTS

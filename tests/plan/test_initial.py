@@ -13,10 +13,10 @@ from megalith.config.model import ModelConfig
 from megalith.config.mup import MuPConfig
 from megalith.config.optim import OptimConfig
 from megalith.kernels.tokens import tokens_of_rows
-from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
+from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.optim.build import build_optimizer
 from megalith.parallel.mesh import build_single_rank_mesh
-from megalith.plan.initial import PLAIN, InitialValues, ParameterRates, mup_factors, initial_values
+from megalith.plan.initial import PLAIN, InitialValues, ParameterRates, initial_values, mup_factors
 
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, ffn_hidden_size=96

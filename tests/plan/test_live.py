@@ -14,7 +14,10 @@ def test_1f1b_holds_one_microbatch_more_per_stage_to_come() -> None:
 
 
 def test_gpipe_holds_every_microbatch() -> None:
-    assert peak_activation_memory(build_schedule("gpipe", num_ranks=2, num_microbatches=5)) == (5, 5)
+    assert peak_activation_memory(build_schedule("gpipe", num_ranks=2, num_microbatches=5)) == (
+        5,
+        5,
+    )
 
 
 def test_interleaving_holds_the_published_share_more() -> None:
@@ -27,7 +30,12 @@ def test_zb_h1_holds_what_the_first_rank_of_1f1b_does_and_inputs_as_1f1b() -> No
     schedule = build_schedule("zb-h1", num_ranks=4, num_microbatches=8)
     assert peak_activation_memory(schedule) == (4, 4, 4, 4)
     assert peak_activation_memory(schedule, for_weights=[0] * 4) == (4, 3, 2, 1)
-    assert peak_activation_memory(schedule, activations=[10] * 4, for_weights=[5] * 4) == (40, 35, 30, 25)
+    assert peak_activation_memory(schedule, activations=[10] * 4, for_weights=[5] * 4) == (
+        40,
+        35,
+        30,
+        25,
+    )
 
 
 def test_a_v_holds_the_same_on_every_rank() -> None:

@@ -22,7 +22,7 @@ from megalith.optim.adamw import AdamW
 from megalith.parallel.context import local_slicing
 from megalith.parallel.data import IN_FLIGHT as SUMS_IN_FLIGHT
 from megalith.parallel.data import BucketedDataParallel
-from megalith.parallel.mesh import build_mesh, destroy_mesh, build_meta_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_meta_mesh, destroy_mesh, model_grid
 from megalith.plan import memory
 from megalith.plan.devices import DEVICES, device_named
 from megalith.plan.live import peak_activation_memory
@@ -488,7 +488,10 @@ def metered_peak(rank: int, world: int, run: TrainRun) -> int:
     length, rows = run.train.seq_len, run.train.micro_batch_size
     sample = Sample(ids=np.arange(length + 1) % run.model.vocab_size, num_valid=length + 1)
     batch = build_batch(
-        [sample] * rows, Masks(), device=torch.device("cpu"), slicing=local_slicing(run.parallel, mesh)
+        [sample] * rows,
+        Masks(),
+        device=torch.device("cpu"),
+        slicing=local_slicing(run.parallel, mesh),
     )
     many = run.train.global_batch_size // (rows * mesh.dp.size)
     with measure_saved_activations(*trainer.pipeline_model.chunks) as meter:

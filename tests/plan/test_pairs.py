@@ -128,7 +128,10 @@ def test_pairs_take_no_simulated_time_and_the_planned_memory(
 ) -> None:
     schedule = build_schedule(name, num_ranks=4, num_chunks=chunks, num_microbatches=16)
     paired = pair_forward_backward(schedule)
-    assert (max(peak_activation_memory(schedule)), max(peak_activation_memory(paired))) == (before, held)
+    assert (max(peak_activation_memory(schedule)), max(peak_activation_memory(paired))) == (
+        before,
+        held,
+    )
     slower = Fraction(simulate(with_transfers(paired)).makespan) / Fraction(
         simulate(with_transfers(schedule)).makespan
     )

@@ -14,8 +14,8 @@ from megalith.config.moe import AuxLossConfig, MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.models.decoder import Decoder, build_chunks, iter_parameter_specs
-from megalith.parallel.engine import tp_reduce_axes
-from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
+from megalith.parallel.grad_sync import tp_reduce_axes
+from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh, model_grid
 from megalith.parallel.tensor import TensorParallel
 from megalith.plan.costs import num_parameters
 from megalith.plan.parameters import ExpertPart, HeldParameter, held_parameters, tensor_part

@@ -14,9 +14,9 @@ from megalith.plan.recompute import (
     layer_spans,
     mlp_chunks_problems,
     mlp_in_chunks,
-    recomputed_modules,
     recompute_notes,
     recompute_problems,
+    recomputed_modules,
     shared_experts_problems,
     up_projection_problems,
 )
@@ -79,7 +79,9 @@ def test_the_last_layer_never_waits_in_host_memory_and_a_span_goes_there_whole()
 
 
 def test_only_selective_recomputation_has_modules() -> None:
-    assert recomputed_modules(RecomputeConfig(granularity="selective", modules=("norm", "mlp"))) == (
+    assert recomputed_modules(
+        RecomputeConfig(granularity="selective", modules=("norm", "mlp"))
+    ) == (
         "norm",
         "mlp",
     )

@@ -17,12 +17,12 @@ from megalith.plan.shards import (
     Shard,
     boxes_of_range,
     copies,
+    gradient_sum_axes,
     intersect,
     is_first_replica,
     key_value_ranks,
     split_evenly,
     split_heads,
-    gradient_sum_axes,
 )
 
 
@@ -87,9 +87,9 @@ def test_a_gradient_is_summed_where_the_box_is_the_same_unless_invariant(
     held = set(DENSE_AXES) - set(cut)
     assert set(copies(shard)) == held
     assert set(gradient_sum_axes(shard)) == held - invariant
-    assert gradient_sum_axes(shard) == tuple(axis for axis in DENSE_AXES if axis in gradient_sum_axes(shard)), (
-        "in grid order"
-    )
+    assert gradient_sum_axes(shard) == tuple(
+        axis for axis in DENSE_AXES if axis in gradient_sum_axes(shard)
+    ), "in grid order"
 
 
 @pytest.mark.parametrize(

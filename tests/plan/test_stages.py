@@ -15,12 +15,12 @@ from megalith.plan.stages import (
     layout_of,
     plan_stages,
     proposed_layout,
+    single_stage,
     stage_boundary,
     stage_of_layer,
     stages_of_rank,
     stages_problems,
     table_stages,
-    single_stage,
 )
 from megalith.verify.rows import FOUR, FOUR_TIED
 from megalith.verify.variants import RELATIVE

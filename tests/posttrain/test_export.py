@@ -19,7 +19,12 @@ from megalith.config.tree import to_dict
 from megalith.errors import CheckpointError, ConfigError
 from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
-from megalith.models.pretrained import load_pretrained, locate_source, open_adapters, open_pretrained
+from megalith.models.pretrained import (
+    load_pretrained,
+    locate_source,
+    open_adapters,
+    open_pretrained,
+)
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.posttrain.export import peft_config, plan_peft
 from megalith.testing.tiny import tiny_run
@@ -68,7 +73,9 @@ def train(path: Path, load: Path, **settings: str) -> Path:
         "checkpoint.load": str(load),
     }
     run = tiny_run(fixed | settings | {"train.eval_steps": "0"})
-    run_training(replace(run, model=read), RunFolder(path), build_single_rank_mesh(), CPU, show=False)
+    run_training(
+        replace(run, model=read), RunFolder(path), build_single_rank_mesh(), CPU, show=False
+    )
     return path
 
 
@@ -154,7 +161,10 @@ def test_alpha_is_exported_with_its_type(alpha: float, written: float) -> None:
 
 
 def test_a_peft_folder_survives_a_round_trip(trained: Path, tmp_path: Path) -> None:
-    there, here = open_adapters(trained / "adapters"), open_adapters(locate_source(str(trained / "run")))
+    there, here = (
+        open_adapters(trained / "adapters"),
+        open_adapters(locate_source(str(trained / "run"))),
+    )
     assert there.names == here.names and to_dict(there.lora)["rank"] == 3
     assert all(torch.equal(there.read(name), here.read(name)) for name in there.names)
     torch.testing.assert_close(ours(trained / "adapters"), ours(trained / "run"), rtol=0, atol=1e-6)

@@ -14,7 +14,7 @@ from megalith.cli.main import main
 from megalith.config.tree import Override, dump_yaml
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import RECORD
-from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
+from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.models.pretrained import locate_source, open_adapters, open_pretrained
 from megalith.models.release import release_run, write_release
 from megalith.nn.init import init_param_

@@ -21,7 +21,7 @@ from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.errors import CheckpointError, ConfigError
 from megalith.kernels.tokens import tokens_of_lengths
-from megalith.models.decoder import Decoder, allocate, iter_parameter_specs, initialize
+from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.models.pretrained import Pretrained, open_pretrained
 from megalith.models.release import release_run
 from megalith.parallel.group import single_rank_group
@@ -74,7 +74,9 @@ def dense(path: Path, **changes: Any) -> Path:
     text = dump_yaml(
         release_run("dense", config, TokenizerConfig(kind="null", vocab_size=61), path)
     )
-    save_checkpoint(path, 1, entries_of(model), {}, single_rank_group("world"), config_text=text, keep=None)
+    save_checkpoint(
+        path, 1, entries_of(model), {}, single_rank_group("world"), config_text=text, keep=None
+    )
     return next(path.glob("step_*"))
 
 
@@ -216,7 +218,8 @@ def test_mtp_layers_are_upcycled_like_the_last_layer(
     assert len(found) == 2 and bool(found.all()) and off(expected, found) < 1e-6
     made = upcycle(open_pretrained(path), moe)
     names = {
-        one.shard.name for one, _, _ in iter_parameter_specs(Decoder(made.model, build_single_rank_mesh()))
+        one.shard.name
+        for one, _, _ in iter_parameter_specs(Decoder(made.model, build_single_rank_mesh()))
     }
     assert ("mtp.0.layer.moe.experts.down" in names) == (not layers)
 

@@ -36,7 +36,11 @@ def test_adapters_train_on_the_base_run(tmp_path: Path) -> None:
     for recipe in (sft_tiny(), lora_tiny()):
         path = tmp_path / "runs" / recipe.name
         run_training(
-            small(recipe, tmp_path), RunFolder(path), build_single_rank_mesh(), torch.device("cpu"), show=False
+            small(recipe, tmp_path),
+            RunFolder(path),
+            build_single_rank_mesh(),
+            torch.device("cpu"),
+            show=False,
         )
     rows = [row for row in read_metrics(tmp_path / "runs/lora_tiny/metrics.jsonl") if "loss" in row]
     assert len(rows) == 2 and all(0 < float(row["supervised_share"] or 0) < 1 for row in rows)

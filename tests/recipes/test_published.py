@@ -28,9 +28,9 @@ from megalith.models import (
     smollm3,
     starcoder2,
 )
+from megalith.models.config_fields import canonical
 from megalith.models.gpt_oss import GPT_OSS
 from megalith.models.llama4 import LLAMA4
-from megalith.models.usual import canonical
 from megalith.plan.costs import active_parameters, num_parameters
 from megalith.recipes import recipes
 from megalith.recipes.published import pretraining, warmed_cosine

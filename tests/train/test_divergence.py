@@ -43,7 +43,9 @@ CONSTANT = {"schedule.style": "constant", "schedule.warmup_steps": "0"}
 
 def train(path: Path, settings: Mapping[str, str], *, show: bool = False) -> Outcome:
     """Run the tiny run on one process, with settings changed."""
-    return run_training(tiny_run(settings), RunFolder(path), build_single_rank_mesh(), CPU, show=show)
+    return run_training(
+        tiny_run(settings), RunFolder(path), build_single_rank_mesh(), CPU, show=show
+    )
 
 
 def checkpoints(path: Path) -> list[int]:
@@ -105,7 +107,9 @@ def test_advice_names_a_checkpoint_from_before_the_skipped_steps(tmp_path: Path)
     assert advice(3) == f"No checkpoint is from before that: start from the beginning {change}."
     for step in (2, 4):
         entries = [CheckpointEntry(Shard.full("w", (2,)), "param", torch.ones(2))]
-        save_checkpoint(tmp_path, step, entries, {}, single_rank_group("world"), config_text="", keep=None)
+        save_checkpoint(
+            tmp_path, step, entries, {}, single_rank_group("world"), config_text="", keep=None
+        )
     assert advice(1) == (
         f"No checkpoint is from before that: start from the beginning {change} and in another "
         "folder (--run NAME)."

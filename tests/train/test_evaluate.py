@@ -14,12 +14,12 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
-from megalith.plan.deal import build_token_budget
+from megalith.plan.batch_assignment import build_token_budget
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64
 from megalith.train.build import DTYPES, build_trainer
-from megalith.train.evaluate import Evaluation, evaluate, allocate_weights, run_evaluation
+from megalith.train.evaluate import Evaluation, allocate_weights, evaluate, run_evaluation
 from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
 from megalith.train.staged import build_pipeline_model
@@ -177,7 +177,10 @@ MTP_MODEL = {
 
 def test_mtp_losses_and_acceptance_match_plain_computation() -> None:
     run = tiny_run(MTP_MODEL)
-    trainer, found = build_trainer(run, build_single_rank_mesh(), CPU), evaluation(0, 1, run, rows=3)
+    trainer, found = (
+        build_trainer(run, build_single_rank_mesh(), CPU),
+        evaluation(0, 1, run, rows=3),
+    )
     (model,) = trainer.pipeline_model.chunks
     losses, right, labels, runs, places = [0.0] * 3, [0, 0], [0] * 3, 0, 0
     for k in range(SAMPLES):
@@ -257,7 +260,10 @@ def test_a_finished_run_is_evaluated_from_its_newest_checkpoint(tmp_path: Path) 
     whole = run_evaluation(run, folder, build_single_rank_mesh(), CPU, split="valid", samples=None)
     assert whole.num_labels > 5 * found.num_labels
     assert (
-        run_evaluation(run, folder, build_single_rank_mesh(), CPU, split="train", samples=5).num_labels == 60
+        run_evaluation(
+            run, folder, build_single_rank_mesh(), CPU, split="train", samples=5
+        ).num_labels
+        == 60
     )
 
 
@@ -307,7 +313,9 @@ def test_empty_split_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"data.split=9,1 gives test nothing.*Set a test share above 0"
     ):
-        run_evaluation(run, RunFolder(tmp_path), build_single_rank_mesh(), CPU, split="test", samples=1)
+        run_evaluation(
+            run, RunFolder(tmp_path), build_single_rank_mesh(), CPU, split="test", samples=1
+        )
 
 
 def test_perplexity_of_nonsense_is_a_number() -> None:

@@ -22,12 +22,12 @@ from megalith.testing.tiny import tiny_run
 from megalith.train.build import build_trainer
 from megalith.train.experts import (
     LayerExpertLoad,
+    attach_routing,
     collect_expert_load,
     expert_load_metrics,
+    iter_routers,
     update_expert_biases,
     update_quantile_offsets,
-    iter_routers,
-    attach_routing,
 )
 from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
@@ -57,7 +57,9 @@ def test_experts_chosen_more_than_others_lose_and_those_chosen_less_gain() -> No
     record.counts[:] = torch.tensor([[2.0, 1, 0, 1], [1, 2, 1, 0]])
     update_expert_biases(trainer.pipeline_model.modules, trainer.mesh)
     assert torch.allclose(first.expert_bias, torch.tensor([-1e-3, -1e-3, 1e-3, 1e-3]))
-    assert second.expert_bias is not None and not second.expert_bias.any(), "all were chosen equally often"
+    assert second.expert_bias is not None and not second.expert_bias.any(), (
+        "all were chosen equally often"
+    )
     record.counts[:] = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 0]])
     update_expert_biases(trainer.pipeline_model.modules, trainer.mesh)
     assert torch.allclose(first.expert_bias, torch.tensor([-2e-3, 0, 2e-3, 2e-3])), (
@@ -91,7 +93,9 @@ def test_skipped_step_does_not_update_expert_bias(why: str) -> None:
     param.weight.copy_(before)
     trainer.data.all_gather_params()
     assert train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0).updated
-    assert all(router.expert_bias is not None and bool(router.expert_bias.any()) for router in routers)
+    assert all(
+        router.expert_bias is not None and bool(router.expert_bias.any()) for router in routers
+    )
 
 
 def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains() -> None:
@@ -237,7 +241,9 @@ def test_metrics_of_run_have_every_layer_with_per_layer(tmp_path: Path) -> None:
         train=replace(run.train, steps=1, eval_steps=0),
         schedule=replace(run.schedule, decay_steps=1),
     )
-    run_training(run, RunFolder(tmp_path), build_single_rank_mesh(), torch.device("cpu"), show=False)
+    run_training(
+        run, RunFolder(tmp_path), build_single_rank_mesh(), torch.device("cpu"), show=False
+    )
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert {name for name in row if name.startswith("moe_layers_1_")} == {
         f"moe_layers_1_{name}"

@@ -54,7 +54,9 @@ def train(
     path: Path, settings: Mapping[str, Override] | None = None, *, show: bool = False
 ) -> Outcome:
     """The tiny run on one process, with settings changed."""
-    return run_training(tiny_run(settings), RunFolder(path), build_single_rank_mesh(), CPU, show=show)
+    return run_training(
+        tiny_run(settings), RunFolder(path), build_single_rank_mesh(), CPU, show=show
+    )
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -54,7 +54,10 @@ def test_head_loss_follows_settings() -> None:
     assert compute_head_losses(run_with(loss_backward="recomputed")) is recomputed_cross_entropy
     reported = compute_head_losses(run_with(z_loss=0.5))
     assert isinstance(reported, LossWithLogitStats) and reported.z_loss == 0.5
-    assert isinstance(reported.compute, partial) and reported.compute.func is linear_cross_entropy_with_stats
+    assert (
+        isinstance(reported.compute, partial)
+        and reported.compute.func is linear_cross_entropy_with_stats
+    )
 
 
 def test_every_head_has_a_record_of_its_own_and_knows_whether_backward_reads_the_table() -> None:
@@ -62,7 +65,9 @@ def test_every_head_has_a_record_of_its_own_and_knows_whether_backward_reads_the
         ({"z_loss": 0.5}, False),
         ({"z_loss": 0.5, "loss_backward": "recomputed"}, True),
     ):
-        trainer = build_trainer(run_with(depths=2, **train), build_single_rank_mesh(), torch.device("cpu"))
+        trainer = build_trainer(
+            run_with(depths=2, **train), build_single_rank_mesh(), torch.device("cpu")
+        )
         heads = list(iter_vocab_heads(trainer.pipeline_model.chunks))
         assert (
             heads[0] is trainer.model.head
@@ -98,12 +103,18 @@ def test_z_loss_is_minimized_and_reported_separately(backward: str) -> None:
 
 def test_the_shares_of_all_microbatches_add_up_to_the_mean_over_their_labels() -> None:
     sums = torch.tensor([6.0, 0.0, 3.5], dtype=torch.float64)
-    shares = [normalize_loss_by_labels(loss, num_labels=10, mesh=build_single_rank_mesh()) for loss in sums]
+    shares = [
+        normalize_loss_by_labels(loss, num_labels=10, mesh=build_single_rank_mesh())
+        for loss in sums
+    ]
     assert sum(shares) == 0.95
 
 
 def test_a_batch_without_labels_is_divided_by_one() -> None:
-    assert normalize_loss_by_labels(torch.zeros(()), num_labels=0, mesh=build_single_rank_mesh()) == 0.0
+    assert (
+        normalize_loss_by_labels(torch.zeros(()), num_labels=0, mesh=build_single_rank_mesh())
+        == 0.0
+    )
 
 
 def test_mtp_losses_are_normalized_by_their_own_labels_and_weighted() -> None:
@@ -113,6 +124,8 @@ def test_mtp_losses_are_normalized_by_their_own_labels_and_weighted() -> None:
     )
     assert float(share) == 4.0 * (6.0 / 10 + 0.5 * (4.0 / 8 + 9.0) / 2)
     assert (
-        normalize_losses_by_labels(losses[:1], num_labels=(10,), weight=0.5, mesh=build_single_rank_mesh())
+        normalize_losses_by_labels(
+            losses[:1], num_labels=(10,), weight=0.5, mesh=build_single_rank_mesh()
+        )
         == 0.6
     )

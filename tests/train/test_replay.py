@@ -19,8 +19,13 @@ from megalith.kernels.replay import RoutingRecord
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.train.build import Trainer, build_trainer
-from megalith.train.experts import LayerExpertLoad, collect_expert_load, iter_routers, attach_routing
-from megalith.train.replay import shard_routing, gather_routing
+from megalith.train.experts import (
+    LayerExpertLoad,
+    attach_routing,
+    collect_expert_load,
+    iter_routers,
+)
+from megalith.train.replay import gather_routing, shard_routing
 from megalith.train.step import train_step
 from megalith.verify.ranks import _loader, layout_case
 from megalith.verify.rows import staged
@@ -63,14 +68,18 @@ def step_of(
     case = layout_case(model, parallel, world, micro_batch_size=2, seq_len=16, documents=documents)
     run = replace(case.run, recompute=again)
     mesh = (
-        build_single_rank_mesh() if world == 1 else build_mesh(model_grid(parallel, model, world), rank=rank)
+        build_single_rank_mesh()
+        if world == 1
+        else build_mesh(model_grid(parallel, model, world), rank=rank)
     )
     trainer = build_trainer(run, mesh, CPU)
     push_experts(trainer)
     batches = _loader(run, mesh, consumed=0, steps=1).next().microbatches
     routing = RoutingRecord()
     if given is not None:
-        routing = shard_routing(given, batches, trainer.pipeline_model.modules, mesh, sp=parallel.sp)
+        routing = shard_routing(
+            given, batches, trainer.pipeline_model.modules, mesh, sp=parallel.sp
+        )
     trainer.data.begin_step(len(batches))
     losses = trainer.pipeline_model.forward_backward(
         attach_routing(batches, routing), lambda found: sum(found)
@@ -237,7 +246,9 @@ def test_choices_of_other_steps_are_rejected() -> None:
 
 
 def test_choices_of_microbatches_with_different_sizes_are_rejected() -> None:
-    batches = [build_batch([Sample(np.arange(size), size)], MaskSettings(), device=CPU) for size in (5, 8)]
+    batches = [
+        build_batch([Sample(np.arange(size), size)], MaskSettings(), device=CPU) for size in (5, 8)
+    ]
     with pytest.raises(
         DataError, match=r"microbatches of \[4, 7\] tokens: .* Use train.seq_len without"
     ):

@@ -549,7 +549,9 @@ def test_plain_name_is_accepted(name: str) -> None:
 
 
 def test_every_number_has_a_finite_upper_bound() -> None:
-    floats = [setting.path for setting in describe(TrainRun) if float in union_options(setting.hint)]
+    floats = [
+        setting.path for setting in describe(TrainRun) if float in union_options(setting.hint)
+    ]
     full = tiny_run(
         {"model.moe.num_experts": "4", "model.moe.top_k": "2", "model.moe.ffn_hidden_size": "6"}
     )

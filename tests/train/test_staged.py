@@ -20,7 +20,13 @@ from megalith.nn.moe.layer import MoE
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import local_slicing
 from megalith.parallel.expert import AllToAllDispatcher
-from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, build_meta_mesh, model_grid
+from megalith.parallel.mesh import (
+    Mesh,
+    build_mesh,
+    build_meta_mesh,
+    build_single_rank_mesh,
+    model_grid,
+)
 from megalith.parallel.watch import backend_timeout
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -76,12 +82,16 @@ def test_without_a_pipeline_microbatch_follows_microbatch_whatever_the_settings(
 def test_a_schedule_is_planned_once() -> None:
     first = build_step_schedule(PipelineConfig(vpp=2), 2, 4, overlap=True)
     assert build_step_schedule(PipelineConfig(vpp=2), 2, 4, overlap=True) is first
-    assert build_step_schedule(PipelineConfig(vpp=2), 2, 4, overlap=True, forward_only=True) is not first
+    assert (
+        build_step_schedule(PipelineConfig(vpp=2), 2, 4, overlap=True, forward_only=True)
+        is not first
+    )
 
 
 def test_training_alone_is_planned_in_pairs_and_only_where_it_is_asked_for() -> None:
     plain, paired = (
-        build_step_schedule(PipelineConfig(), 1, 3, overlap=True, paired=each) for each in (False, True)
+        build_step_schedule(PipelineConfig(), 1, 3, overlap=True, paired=each)
+        for each in (False, True)
     )
     assert plain.pairs == () and paired.pairs == (frozenset({(0, 1), (0, 2)}),)
     assert "".join(f"{a.kind}{a.microbatch}" for a in paired.ranks[0]) == "F0F1B0F2B1B2"

@@ -6,7 +6,7 @@ import torch
 from megalith.kernels.masks import with_masks
 from megalith.kernels.span_attention import init_attention_result
 from megalith.kernels.tokens import ContextShard, tokens_of_slices
-from megalith.parallel.context import select_local_heads, seen_of_groups
+from megalith.parallel.context import seen_of_groups, select_local_heads
 from megalith.parallel.group import Group
 from megalith.plan.context import Slicing, plan_slices, plan_spans
 from megalith.verify.attention_faults import (

@@ -42,7 +42,8 @@ def test_nobody_else_means_no_fault() -> None:
         == division_by_ep_alone(0, mesh, "expert").replicas.size
     )
     assert (
-        torch.equal(parts_of_own_rank(x, single_rank_group("etp")), x) and own_counts_alone(x, single_rank_group("dp")) is x
+        torch.equal(parts_of_own_rank(x, single_rank_group("etp")), x)
+        and own_counts_alone(x, single_rank_group("dp")) is x
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 from megalith.config.moe import MoEConfig
 from megalith.verify.fault_table import (
     EXPERT_NEEDS,
-    Outcome,
     FaultResult,
+    Outcome,
     _first_difference,
     as_markdown,
     judge_fault,

@@ -84,9 +84,7 @@ def test_what_divides_gradients_meets_what_delays_repeats_or_moves_them() -> Non
 
 
 def test_rows_come_in_the_order_of_their_processes() -> None:
-    assert [row.world for row in matrix_rows(sample=False)] == sorted(
-        row.world for row in MATRIX
-    )
+    assert [row.world for row in matrix_rows(sample=False)] == sorted(row.world for row in MATRIX)
     assert len(matrix_rows(sample=True)) == len(SAMPLE) < len(MATRIX) / 3
 
 

@@ -9,7 +9,7 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.testing.tiny import tiny_run
 from megalith.verify import prove
 from megalith.verify.matrix import MATRIX
-from megalith.verify.prove import compare_in_float64, verify_row, verify_run, schedule_of
+from megalith.verify.prove import compare_in_float64, schedule_of, verify_row, verify_run
 from megalith.verify.ranks import Difference, LayoutCase
 from megalith.verify.rows import Layout
 from megalith.verify.types import type_check

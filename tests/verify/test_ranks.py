@@ -20,8 +20,8 @@ from megalith.verify.ranks import (
     RankResult,
     choose_micro_batch_size,
     compare_results,
-    layout_case,
     compare_with_one_process,
+    layout_case,
     run_case,
 )
 

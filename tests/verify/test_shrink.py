@@ -25,7 +25,7 @@ from megalith.testing.tiny import tiny_run
 from megalith.train.rules import model_problems, run_problems
 from megalith.verify.ranks import LayoutCase, compare_with_one_process, run_of_one
 from megalith.verify.rows import FOUR
-from megalith.verify.shrink import MOST_RANKS, _shrink_choice, shrink, describe_copy
+from megalith.verify.shrink import MOST_RANKS, _shrink_choice, describe_copy, shrink
 from megalith.verify.variants import VARIANTS
 
 
@@ -551,7 +551,9 @@ def test_a_copy_of_a_mixture_divides_its_experts_as_the_run_does(name: str) -> N
     assert mixture is not None and mixture.num_experts <= 6 and mixture.top_k <= 2
     assert (mixture.num_experts == ep) == (name == "one expert on each rank")
     assert (mixture.router.num_groups is None) == (name != "groups")
-    assert f"{mixture.num_experts} of 64 experts" in describe_copy(run, world_of(run.parallel), case)
+    assert f"{mixture.num_experts} of 64 experts" in describe_copy(
+        run, world_of(run.parallel), case
+    )
 
 
 def test_a_copy_keeps_layers_without_experts_and_all_parts_of_a_mixture() -> None:

@@ -280,5 +280,7 @@ def test_the_loss_refuses_wrong_operands(x: Any, weight: Any, labels: Any, text:
 
 def test_a_loss_over_a_part_of_the_vocabulary_stays_different_on_every_rank() -> None:
     with checking():
-        out = losses(tensor(R), tensor(V, 5, 2, dp=R), labels_of(R), single_rank_group("tp_kv", "tp_copy"))
+        out = losses(
+            tensor(R), tensor(V, 5, 2, dp=R), labels_of(R), single_rank_group("tp_kv", "tp_copy")
+        )
         assert types_of(out)["tp_kv"] is V

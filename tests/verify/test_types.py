@@ -299,7 +299,9 @@ def layer(model: Decoder, number: int) -> Any:
 
 
 def built(model: ModelConfig, parallel: ParallelConfig, world: int) -> Decoder:
-    return Decoder(model, build_meta_mesh(model_grid(parallel, model, world), rank=0), sp=parallel.sp)
+    return Decoder(
+        model, build_meta_mesh(model_grid(parallel, model, world), rank=0), sp=parallel.sp
+    )
 
 
 def test_the_collectives_of_a_forward_pass_are_counted() -> None:

@@ -73,7 +73,10 @@ class LoadBalancing:
         if share is None:
             return choice
         record = self.stats_of_step(share, logits)
-        valid, sequence = self.tp_comm.select_local(tokens.valid), self.tp_comm.select_local(tokens.document_ids)
+        valid, sequence = (
+            self.tp_comm.select_local(tokens.valid),
+            self.tp_comm.select_local(tokens.document_ids),
+        )
         one, experts = torch.zeros_like(sequence), self.moe.num_experts
         with torch.no_grad():
             used = count_choices(choice.experts, one, valid, sequences=1, num_experts=experts)
@@ -125,7 +128,12 @@ class LoadBalancing:
             yield 3, z_loss(logits, batch_counts.sum() / moe.top_k, valid)
 
     def global_loss(
-        self, shares: Tensor, counts: Tensor, valid: Tensor, tokens: PackedSeqParams, record: RoutingStats
+        self,
+        shares: Tensor,
+        counts: Tensor,
+        valid: Tensor,
+        tokens: PackedSeqParams,
+        record: RoutingStats,
     ) -> Tensor:
         """Return the load-balancing loss over the step's microbatches up to this one, on all
         ranks."""

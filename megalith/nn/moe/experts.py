@@ -12,7 +12,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.kernels.activation import GatedActivation
 from megalith.kernels.experts import experts
-from megalith.kernels.rebuilt import output_tensor
+from megalith.kernels.recomputed import output_tensor
 from megalith.kernels.weighted import weighted_activate, weighted_gated
 from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.mesh import Mesh

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import DispatcherName
-from megalith.kernels.rebuilt import LayerInput, RecomputedOutputFactory
+from megalith.kernels.recomputed import LayerInput, RecomputedOutputFactory
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.mlp import build_mlp
 from megalith.nn.moe.experts import Experts
@@ -18,7 +18,7 @@ from megalith.nn.moe.router import Router
 from megalith.parallel.autograd import OverlapFn
 from megalith.parallel.expert import ExpertCapacity, with_overlap_fn
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import Init, ParameterSpec, TPComm, ReplicatedLinear
+from megalith.parallel.tensor import Init, ParameterSpec, ReplicatedLinear, TPComm
 from megalith.parallel.transports import build_transport
 from megalith.plan.shards import Shard
 

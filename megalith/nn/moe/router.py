@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.kernels.dropout import hashed_uniform
-from megalith.kernels.rebuilt import LayerInput, output_tensor
+from megalith.kernels.recomputed import LayerInput, output_tensor
 from megalith.kernels.routing import (
     Choice,
     balancing_offsets,
-    expert_capacity,
     choose_experts,
     drop_choices,
+    expert_capacity,
     expert_weights,
     router_logits,
     score_experts,
@@ -31,7 +31,14 @@ from megalith.nn.moe.balance import LoadBalancing
 from megalith.parallel.autograd import all_gather_no_grad
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ZEROS, Init, ParameterSpec, TPComm, ReplicatedLinear, register_param
+from megalith.parallel.tensor import (
+    ZEROS,
+    Init,
+    ParameterSpec,
+    ReplicatedLinear,
+    TPComm,
+    register_param,
+)
 from megalith.plan.shards import Shard
 
 
@@ -260,7 +267,9 @@ class Router(nn.Module):
         local_choices = Choice(
             choice.experts, choice.weights.detach().masked_fill(is_padding.unsqueeze(1), -1.0)
         )
-        all_choices = Choice(*(all_gather_no_grad(part.contiguous(), group) for part in local_choices))
+        all_choices = Choice(
+            *(all_gather_no_grad(part.contiguous(), group) for part in local_choices)
+        )
         limit = expert_capacity(
             capacity.factor, len(all_choices.experts), self.moe.top_k, self.moe.num_experts
         )

@@ -1,7 +1,7 @@
 """Tests of megalith/config/megatron/sft.py."""
 
 from megalith.config.data import data_problems
-from megalith.plan.deal import budget_problems
+from megalith.plan.batch_assignment import budget_problems
 from tests.config.megatron.conftest import Translate
 
 HUB = ("--mock-data", "--tokenizer-type")

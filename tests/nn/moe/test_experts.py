@@ -11,10 +11,10 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.grouped_linear import Groups
-from megalith.models.decoder import allocate, iter_parameter_specs, initialize
+from megalith.models.decoder import allocate, initialize, iter_parameter_specs
 from megalith.nn.moe.experts import Experts, weighted_activation
 from megalith.parallel.expert import DispatchedTokens
-from megalith.parallel.mesh import build_single_rank_mesh, build_meta_mesh, model_grid
+from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh, model_grid
 
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=7)
 MODEL = ModelConfig(

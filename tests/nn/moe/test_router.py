@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import AuxLossConfig, CapacityConfig, TokenDropPolicy, MoEConfig, RouterConfig
+from megalith.config.moe import (
+    AuxLossConfig,
+    CapacityConfig,
+    MoEConfig,
+    RouterConfig,
+    TokenDropPolicy,
+)
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.routing import Choice
 from megalith.kernels.tokens import (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.errors import CheckpointError
-from megalith.train.foresight import apply_routers, predict_experts
+from megalith.train.routing_predictability import apply_routers, predict_experts
 
 SIGMOID = RouterConfig(score="sigmoid", expert_bias=True)
 MOE = MoEConfig(num_experts=6, top_k=2, ffn_hidden_size=3, router=SIGMOID)

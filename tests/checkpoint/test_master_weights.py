@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from megalith.checkpoint.boxes import CheckpointEntry
-from megalith.checkpoint.masters import pair_master_weights, reconcile, describe_master_differences
+from megalith.checkpoint.master_weights import (
+    describe_master_differences,
+    pair_master_weights,
+    reconcile,
+)
 from megalith.plan.shards import Shard
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalith.observe.flight import CollectiveRecord
-from megalith.parallel.group import Group, start_all_gather, mark_finished, record_collective
+from megalith.parallel.group import Group, mark_finished, record_collective, start_all_gather
 
 _ops = torch.ops._c10d_functional
 
@@ -50,7 +50,9 @@ def start_token_gather(x: Tensor, group: Group) -> PendingCollective:
 def start_reduce_scatter(x: Tensor, group: Group) -> PendingCollective:
     """Start a reduce-scatter of `x` [ranks * t, ...] -> this rank's part [t, ...]."""
     entry = record_collective(group, "reduce_scatter", x)
-    return PendingCollective(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name), entry)
+    return PendingCollective(
+        _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name), entry
+    )
 
 
 def start_ring_exchange(x: Tensor, group: Group) -> PendingCollective:
@@ -62,10 +64,14 @@ def start_ring_exchange(x: Tensor, group: Group) -> PendingCollective:
     send, receive = [0] * group.size, [0] * group.size
     send[(group.rank + 1) % group.size] = receive[(group.rank - 1) % group.size] = x.shape[0]
     entry = record_collective(group, "all_to_all", x, rows=(send, receive))
-    return PendingCollective(_ops.all_to_all_single(x.contiguous(), receive, send, group.name), entry)
+    return PendingCollective(
+        _ops.all_to_all_single(x.contiguous(), receive, send, group.name), entry
+    )
 
 
-def ring_all_gather_matmul(x: Tensor, w: Tensor, group: Group, product: Product) -> tuple[Tensor, Tensor]:
+def ring_all_gather_matmul(
+    x: Tensor, w: Tensor, group: Group, product: Product
+) -> tuple[Tensor, Tensor]:
     """Return all tokens and their product with this rank's `w`: x [t / ranks, i] -> [t, i], [t, o].
 
     The parts go around the ring: one part is multiplied while the next one is received.

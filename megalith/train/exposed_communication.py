@@ -14,7 +14,7 @@ from megalith.observe.flight import axes_name
 from megalith.parallel.context import local_slicing
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
-from megalith.plan.deal import build_token_budget
+from megalith.plan.batch_assignment import build_token_budget
 from megalith.plan.shards import DENSE_AXES
 from megalith.testing.inject import SlowLink, slow_link
 from megalith.train.build import Trainer, build_trainer

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.linear import GradAccumulator
-from megalith.parallel.postpone import WeightGradStore
+from megalith.parallel.weight_grad_store import WeightGradStore
 
 
 @dataclass

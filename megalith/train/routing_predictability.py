@@ -16,8 +16,8 @@ from megalith.checkpoint.safetensors import TensorInfo, read_box, read_header
 from megalith.config.moe import MoEConfig
 from megalith.kernels.routing import choose_experts
 from megalith.observe.routing import (
-    TraceRow,
     Place,
+    TraceRow,
     count_common_experts,
     iter_adjacent_layers,
     pairs_in_order,

@@ -1,7 +1,7 @@
 """`checkpoint.load` with `load_mode` progress or all: a run that continues at the step of another
 run's checkpoint."""
 
-from megalith.checkpoint.agree import raise_on_all_ranks
+from megalith.checkpoint.consistency import raise_on_all_ranks
 from megalith.checkpoint.format import MANIFEST
 from megalith.checkpoint.load import Checkpoint, open_checkpoint
 from megalith.config.checkpoint import CheckpointConfig

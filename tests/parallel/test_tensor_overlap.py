@@ -10,13 +10,13 @@ from torch import Tensor
 
 from megalith.kernels.linear import forward, input_grad
 from megalith.parallel.group import Group
-from megalith.parallel.rings import (
+from megalith.parallel.tensor_overlap import (
     ring_all_gather_matmul,
     ring_matmul_reduce_scatter,
-    start_token_gather,
-    start_ring_exchange,
-    start_reduce_scatter,
     start_all_reduce,
+    start_reduce_scatter,
+    start_ring_exchange,
+    start_token_gather,
 )
 from megalith.testing.inject import slow_link
 from megalith.testing.ranks import everyone, run_ranks
@@ -55,7 +55,12 @@ def started(rank: int, world: int) -> None:
     with slow_link(latency_seconds=0.01, poison=True):
         on_their_way = [
             start(parts[rank], group)
-            for start in (start_all_reduce, start_token_gather, start_reduce_scatter, start_ring_exchange)
+            for start in (
+                start_all_reduce,
+                start_token_gather,
+                start_reduce_scatter,
+                start_ring_exchange,
+            )
         ]
         assert all(each.x.isnan().all() for each in on_their_way)
         whole, gathered, scattered, passed = (each.wait() for each in on_their_way)
@@ -83,7 +88,9 @@ def hidden(rank: int, world: int) -> tuple[float, float]:
     group = group_of(rank, world)
     product = partial(slow_product, seconds=0.04)
     with slow_link(latency_seconds=0.02) as link:
-        ring_all_gather_matmul(seeded(4, INPUTS, seed=0), seeded(OUTPUTS, INPUTS, seed=1), group, product)
+        ring_all_gather_matmul(
+            seeded(4, INPUTS, seed=0), seeded(OUTPUTS, INPUTS, seed=1), group, product
+        )
         ring_matmul_reduce_scatter(
             seeded(4 * world, INPUTS, seed=0), seeded(OUTPUTS, INPUTS, seed=1), group, product
         )

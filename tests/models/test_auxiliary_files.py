@@ -16,7 +16,7 @@ from megalith.data.chat_template import BUILT_IN
 from megalith.data.huggingface import train_bpe
 from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import DataError
-from megalith.models.companions import copy_auxiliary_files, find_own_template
+from megalith.models.auxiliary_files import copy_auxiliary_files, find_own_template
 from megalith.models.convert import Kind, convert
 from megalith.models.pretrained import Pretrained, locate_source, open_pretrained
 from megalith.parallel.mesh import build_single_rank_mesh

@@ -6,10 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.rebuilt import LayerInput
+from megalith.kernels.recomputed import LayerInput
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.attention import LayerCache
-from megalith.parallel.tensor import ZEROS, Init, ParameterSpec, TPComm, ReplicatedLinear, register_param
+from megalith.parallel.tensor import (
+    ZEROS,
+    Init,
+    ParameterSpec,
+    ReplicatedLinear,
+    TPComm,
+    register_param,
+)
 from megalith.plan.shards import Shard
 
 

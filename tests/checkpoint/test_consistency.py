@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megalith.checkpoint.agree import raise_on_all_ranks
+from megalith.checkpoint.consistency import raise_on_all_ranks
 from megalith.errors import CheckpointError, DataError, RankError, UserError
 from megalith.parallel.group import Group, single_rank_group
 

@@ -1,4 +1,4 @@
-"""Tests of megalith/plan/deal.py: every document once, packs no fuller than they may be, ranks
+"""Tests of megalith/plan/batch_assignment.py: every document once, packs no fuller than they may be, ranks
 alike."""
 
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.config.sft import SFTConfig
 from megalith.config.train import LoopConfig
 from megalith.errors import PlanError
-from megalith.plan.costs import pairs_seen, step_flops
-from megalith.plan.deal import (
+from megalith.plan.batch_assignment import (
     BatchAssignment,
-    TokenBudget,
     DocumentCost,
+    TokenBudget,
     assign_rows,
-    build_token_budget,
     budget_problems,
+    build_token_budget,
+    count_microbatches_of_longest,
     document_cost,
     imbalance,
-    count_microbatches_of_longest,
     smallest_valid_num_microbatches,
 )
+from megalith.plan.costs import pairs_seen, step_flops
 from tests.cases import loop_over
 
 MODEL = ModelConfig(
@@ -176,7 +176,10 @@ def test_rows_are_dealt_in_order_or_so_that_ranks_work_alike(seed: int) -> None:
 
 
 def test_a_budget_is_what_the_run_says() -> None:
-    assert build_token_budget(replace(PACKED, tokens_per_microbatch=None), ParallelConfig(), MODEL) is None
+    assert (
+        build_token_budget(replace(PACKED, tokens_per_microbatch=None), ParallelConfig(), MODEL)
+        is None
+    )
     parallel = ParallelConfig(cp=2, tp=2, sp=True, context=ContextConfig(slicing="document"))
     budget = build_token_budget(PACKED, parallel, MODEL)
     assert budget is not None and (budget.capacity, budget.multiple, budget.longest) == (128, 8, 32)

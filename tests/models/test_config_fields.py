@@ -14,17 +14,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.rope import RopeConfig
 from megalith.errors import ConfigError
-from megalith.models.fields import Fields
-from megalith.models.gemma2 import GEMMA2
-from megalith.models.gemma3 import GEMMA3
-from megalith.models.gpt_oss import GPT_OSS
-from megalith.models.llama import LLAMA, read_config, write_config
-from megalith.models.names import Family
-from megalith.models.qwen2 import QWEN2
-from megalith.models.qwen2_moe import QWEN2_MOE
-from megalith.models.qwen3 import QWEN3
-from megalith.models.smollm3 import SMOLLM3
-from megalith.models.usual import (
+from megalith.models.config_fields import (
     FULL,
     SLIDING,
     UnexportedFieldsError,
@@ -35,6 +25,16 @@ from megalith.models.usual import (
     shortest_pattern,
     window_arguments,
 )
+from megalith.models.fields import Fields
+from megalith.models.gemma2 import GEMMA2
+from megalith.models.gemma3 import GEMMA3
+from megalith.models.gpt_oss import GPT_OSS
+from megalith.models.llama import LLAMA, read_config, write_config
+from megalith.models.names import Family
+from megalith.models.qwen2 import QWEN2
+from megalith.models.qwen2_moe import QWEN2_MOE
+from megalith.models.qwen3 import QWEN3
+from megalith.models.smollm3 import SMOLLM3
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "head size": ({"head_dim": 2}, {"head_dim": None}),

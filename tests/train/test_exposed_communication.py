@@ -10,7 +10,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.parallel.mesh import build_mesh, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
-from megalith.train.exposure import (
+from megalith.train.exposed_communication import (
     ExposedCommunication,
     MeasuredTraffic,
     _group_axes,

@@ -151,7 +151,9 @@ class TokenBudget:
         packs = [tuple(packed.row(number).tolist()) for number in range(packed.num_rows)]
         least = -(-len(packs) // dp)
         count = (
-            max(least, 1) if forward_only else smallest_valid_num_microbatches(self.pipeline, self.pp, least)
+            max(least, 1)
+            if forward_only
+            else smallest_valid_num_microbatches(self.pipeline, self.pp, least)
         )
         costs = [self.cost(length) for length in lengths]
         packs = _split_packs(packs, costs, count * dp)
@@ -258,7 +260,9 @@ def smallest_valid_num_microbatches(pipeline: PipelineConfig, pp: int, least: in
     )
 
 
-def build_token_budget(train: LoopConfig, parallel: ParallelConfig, model: ModelConfig) -> TokenBudget | None:
+def build_token_budget(
+    train: LoopConfig, parallel: ParallelConfig, model: ModelConfig
+) -> TokenBudget | None:
     """Return the packing settings of a run; None if it reads rows of train.seq_len tokens."""
     if train.tokens_per_microbatch is None:
         return None

@@ -3,7 +3,7 @@
 import pytest
 
 from megalith.errors import RankError
-from megalith.parallel.alike import (
+from megalith.parallel.consistency import (
     check_consistent_across_ranks,
     check_shared_consistent_across_ranks,
 )

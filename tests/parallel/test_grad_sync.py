@@ -9,11 +9,11 @@ import torch
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import RankError
-from megalith.parallel.engine import (
+from megalith.parallel.grad_sync import (
     ShardedParam,
-    check_slices_consistent_across_ranks,
-    can_shard_weights,
     all_reduce_shared_gradients,
+    can_shard_weights,
+    check_slices_consistent_across_ranks,
     warn_unused_params,
 )
 from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh, model_grid
@@ -115,7 +115,9 @@ def test_weights_are_sharded_where_several_ranks_hold_the_same() -> None:
         parallel = ParallelConfig(tp=tp, sp=tp > 1, etp=etp if experts else None)
         return build_meta_mesh(model_grid(parallel, BIASED_CHOICE if experts else PLAIN, 2), rank=0)
 
-    assert can_shard_weights(mesh(1, 1, experts=False)) and not can_shard_weights(mesh(2, 1, experts=False))
+    assert can_shard_weights(mesh(1, 1, experts=False)) and not can_shard_weights(
+        mesh(2, 1, experts=False)
+    )
     assert can_shard_weights(mesh(2, 1, experts=True)), (
         "experts lie whole on both of the ranks that divide everything else"
     )

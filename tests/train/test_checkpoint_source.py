@@ -24,9 +24,9 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, assert_close
 from megalith.train.build import all_gather_loaded_params, build_trainer, checkpoint_entries
+from megalith.train.checkpoint_source import describe_checkpoint_source
 from megalith.train.folder import RunFolder
 from megalith.train.loop import Outcome, _RunData, build_checked_tokenizer, run_training
-from megalith.train.origin import describe_checkpoint_source
 from megalith.train.rules import run_problems
 from megalith.train.state import TrainState
 from megalith.train.step import train_step
@@ -48,7 +48,9 @@ EXPERTS: dict[str, Override] = {
 
 def train(path: Path, settings: Mapping[str, Override], *, show: bool = False) -> Outcome:
     """The tiny run on one process."""
-    return run_training(tiny_run(settings), RunFolder(path), build_single_rank_mesh(), CPU, show=show)
+    return run_training(
+        tiny_run(settings), RunFolder(path), build_single_rank_mesh(), CPU, show=show
+    )
 
 
 def train_as_rank(rank: int, world: int, run: TrainRun, path: Path) -> Outcome:

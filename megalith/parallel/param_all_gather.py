@@ -29,7 +29,9 @@ class ParamAllGather:
             bucket = self.plan.buckets[index]
             # .data: autograd need not count this as an in-place change
             weights = self.weights.data[bucket.start : bucket.stop]
-            self.pending[index] = start_bucket_all_gather(weights, self.slices[index], tag=2 * index + 1)
+            self.pending[index] = start_bucket_all_gather(
+                weights, self.slices[index], tag=2 * index + 1
+            )
 
     def wait_params(self) -> None:
         """Wait until all weights are complete."""

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megalith.parallel.alike import (
+from megalith.parallel.consistency import (
     check_consistent_across_ranks,
     check_shared_consistent_across_ranks,
 )
@@ -144,7 +144,9 @@ def check_slices_consistent_across_ranks(local_params: Sequence[ShardedParam], m
         for param in local_params
     ]
     for axes in TP_REDUCE_AXES:
-        summed = {shard.name: place for shard, place in local_slices if tp_reduce_axes(shard) == axes}
+        summed = {
+            shard.name: place for shard, place in local_slices if tp_reduce_axes(shard) == axes
+        }
         check_consistent_across_ranks(summed, mesh.over(*axes))
     shared = {
         shard.name: f"{place}, held by stages {shard.stages}"

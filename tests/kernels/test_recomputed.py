@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megalith.kernels.linear import linear
 from megalith.kernels.norm import rms_norm
-from megalith.kernels.rebuilt import (
+from megalith.kernels.recomputed import (
     RecomputedOutput,
     as_recomputed,
     fingerprint,
