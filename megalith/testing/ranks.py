@@ -4,6 +4,12 @@ run.
 Importing torch takes seconds and a call tens of milliseconds, so the workers are started once, on
 first use, and each call gives them a fresh gloo process group. A worker that fails, hangs or dies
 ends its call with a `RankError`.
+
+On Linux a fork server starts the workers in milliseconds: a process with one thread, which has
+imported torch and the modules of this package that the parent has imported. (The parent has threads
+and cannot fork safely.) Its workers share its hash seed and what modules read from the environment
+during their import. Elsewhere each worker is a new Python process: on macOS, system libraries that
+torch loads do not support fork.
 """
 
 import atexit
@@ -13,19 +19,21 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
@@ -112,12 +120,44 @@ class Call:
     """File through which the ranks of this call find each other."""
 
 
+@dataclass(slots=True)
+class _ForkedProcess:
+    """A worker started by the fork server, with the methods of `subprocess.Popen` used here."""
+
+    server: "_Worker"
+    pid: int
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            try:
+                reply = self.server.request(self.pid)
+                self.returncode = int(reply) if reply else None
+            except (OSError, RankError):  # the fork server has ended, and its workers with it
+                self.returncode = -signal.SIGKILL
+        return self.returncode
+
+    def wait(self, timeout: float = math.inf) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"worker process {self.pid}", timeout)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:  # the fork server keeps the pid until then
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """The parent's view of one worker process."""
+    """The parent's view of one worker process, or of the fork server."""
 
-    number: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | _ForkedProcess
     connection: Connection
     folder: Path
 
@@ -128,12 +168,11 @@ class _Worker:
         except (BrokenPipeError, ConnectionResetError):
             pass  # it is dead: waiting for its answer will say how it ended
 
-    def greet(self) -> None:
+    def greet(self) -> bytes:
         """Wait until it has imported what it needs, so that no call pays for that with its time."""
         try:
             if self.connection.poll(START_SECONDS):
-                self.connection.recv_bytes()
-                return
+                return self.connection.recv_bytes()
             ended = f"was not ready after {START_SECONDS:g} s"
         except (EOFError, ConnectionResetError):
             ended = explain_exit(self._exit_code())
@@ -141,6 +180,18 @@ class _Worker:
             f"a worker process {ended}. Run fewer at once if memory is short. Its "
             f"output:\n{self.output().strip()}"
         )
+
+    def request(self, message: object, *handles: int) -> bytes:
+        """Return the reply of the fork server to a request."""
+        try:
+            with suppress(BrokenPipeError, ConnectionResetError):  # greet() reports its end
+                self.connection.send(message)
+                for handle in handles:
+                    send_handle(self.connection, handle, self.process.pid)
+            return self.greet()
+        except BaseException:  # Ctrl-C too: the next request must not get this reply
+            self.kill()
+            raise
 
     def answer(self, rank: int) -> "Answer":
         """What it sent back, or how it ended without a word."""
@@ -201,6 +252,7 @@ class RankPool:
 
     workers: list[_Worker] = field(default_factory=list)
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="megalith-ranks-")))
+    fork_server: _Worker | None = None
     calls: int = 0
     started: int = 0
 
@@ -230,6 +282,9 @@ class RankPool:
             except subprocess.TimeoutExpired:
                 worker.kill()
         self.workers.clear()
+        if self.fork_server is not None:
+            self.fork_server.kill()
+            self.fork_server = None
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _messages(
@@ -249,9 +304,10 @@ class RankPool:
     def _grow(self, world: int) -> None:
         self.folder.mkdir(exist_ok=True)
         self.workers = [worker for worker in self.workers if worker.process.poll() is None]
-        new = [_start(self.started + n, self.folder) for n in range(world - len(self.workers))]
-        self.started += len(new)
+        new: list[_Worker] = []
         try:
+            while len(self.workers) + len(new) < world:
+                new.append(self._start())
             for worker in new:
                 worker.greet()
         except BaseException:  # Ctrl-C too
@@ -259,6 +315,22 @@ class RankPool:
                 worker.kill()
             raise
         self.workers += new
+
+    def _start(self) -> _Worker:
+        if sys.platform != "linux":
+            return _execute("serve", self._make_folder())
+        if self.fork_server is None or self.fork_server.process.poll() is not None:
+            self.fork_server = _execute("run_fork_server", self._make_folder())
+            self.fork_server.request(_modules_to_preload())
+        return _fork(self.fork_server, self._make_folder())
+
+    def _make_folder(self) -> Path:
+        self.started += 1
+        folder = self.folder / f"process{self.started}"
+        folder.mkdir()
+        for name in ("output", "stacks"):
+            (folder / name).touch()
+        return folder
 
     def _release(self, ranks: Mapping[int, _Worker], answers: Mapping[int, "Answer"]) -> None:
         """Let the workers of a call go on to the next; if one died or never answered, trust none of
@@ -274,9 +346,11 @@ class RankPool:
         self.workers = [worker for worker in self.workers if worker not in ranks.values()]
 
 
-PROGRAM = "import sys; from megalith.testing.ranks import serve; serve(*sys.argv[1:])"
-"""What a worker runs; this file must not be its `__main__`, or its answers would name classes the
-parent lacks."""
+PROGRAM = (
+    "import sys; from megalith.testing import ranks; getattr(ranks, sys.argv[1])(*sys.argv[2:])"
+)
+"""What a worker or the fork server runs; this file must not be its `__main__`, or its answers would
+name classes the parent lacks."""
 
 RELEASE = b"release"
 """Told to the ranks when all have answered, so that none closes its connections while a peer still
@@ -337,11 +411,13 @@ def _hang_text(late: Mapping[int, _Worker], world: int, timeout: float) -> str:
     return "\n".join(lines)
 
 
-def _start(number: int, folder: Path) -> _Worker:
-    ours, theirs = socket.socketpair()
-    mine = folder / f"worker{number}"
-    mine.mkdir()
-    (mine / "stacks").touch()
+def _modules_to_preload() -> list[str]:
+    """What workers import: `torch.manual_seed` the first, and test files the others."""
+    names = [name for name in sys.modules if name == "pytest" or name.startswith("megalith.")]
+    return ["torch._dynamo", *names]
+
+
+def _worker_environment() -> dict[str, str]:
     # One thread each, since ranks share the cores; the loopback device, since a laptop's host name
     # may lead nowhere.
     loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -352,17 +428,75 @@ def _start(number: int, folder: Path) -> _Worker:
     )
     environment["PYTHONUNBUFFERED"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    with theirs, (mine / "output").open("ab") as output:
+    return environment
+
+
+def _execute(function: str, folder: Path) -> _Worker:
+    """Start a Python process that calls a function of this module."""
+    connection, child_connection = Pipe()
+    handle = child_connection.fileno()
+    with child_connection, (folder / "output").open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(theirs.fileno()), str(os.getpid()), str(mine)],
-            env=environment,
+            [sys.executable, "-c", PROGRAM, function, str(handle), str(os.getpid()), str(folder)],
+            env=_worker_environment(),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[handle],
             process_group=0,  # Ctrl-C is the parent's to handle
         )
-    return _Worker(number, process, Connection(ours.detach()), mine)
+    return _Worker(process, connection, folder)
+
+
+def _fork(server: _Worker, folder: Path) -> _Worker:
+    """Have the fork server start a worker."""
+    connection, child_connection = Pipe()
+    with child_connection:
+        message = (folder, os.getcwd(), _worker_environment())
+        pid = int(server.request(message, child_connection.fileno()))
+    return _Worker(_ForkedProcess(server, pid), connection, folder)
+
+
+def run_fork_server(pipe: str, parent: str, folder: str) -> None:
+    """Import what workers need; then, at each request, fork one or reply how one ended."""
+    die_with_parent(int(parent))
+    server, connection = os.getpid(), Connection(int(pipe))
+    for name in connection.recv():
+        with suppress(ImportError):  # a worker that needs it reports the error
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else a collection in a worker would copy the memory of all these objects
+    connection.send_bytes(b"ready")
+    while True:
+        request = connection.recv()
+        if isinstance(request, int):
+            pid, status = os.waitpid(request, os.WNOHANG)
+            code = str(os.waitstatus_to_exitcode(status)) if pid else ""
+            connection.send_bytes(code.encode())
+            continue
+        handle = recv_handle(connection)
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            _serve_after_fork(server, handle, *request)
+            return
+        os.close(handle)
+        connection.send_bytes(str(pid).encode())
+
+
+def _serve_after_fork(
+    server: int, handle: int, folder: Path, directory: str, environment: Mapping[str, str]
+) -> None:
+    """Make this process what `_execute` would have started, and serve."""
+    os.setpgid(0, 0)  # Ctrl-C is the parent's to handle
+    with (folder / "output").open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.chdir(directory)
+    _restore(environment)
+    sys.path[:] = environment["PYTHONPATH"].split(os.pathsep)
+    importlib.invalidate_caches()
+    serve(str(handle), str(server), str(folder))
 
 
 def serve(pipe: str, parent: str, folder: str) -> None:

@@ -44,6 +44,12 @@ def _my_pid(rank: int, world: int) -> int:
     return os.getpid()
 
 
+def _describe_process(rank: int, world: int) -> tuple[int, int, list[str | None]]:
+    import_path = [path for path in sys.path if path.endswith("modules")]
+    described = [os.getcwd(), os.environ.get("MEGALITH_TEST_MESS"), *import_path]
+    return os.getpid(), os.getpgrp(), described
+
+
 def _draw(rank: int, world: int) -> Tensor:
     return torch.rand(2)
 
@@ -325,6 +331,30 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.undo()
     assert len(pool.run(_my_pid, 1, (), timeout=30)) == 1
     pool.close()
+
+
+def test_worker_starts_with_the_environment_of_its_parent_at_that_time(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pool.run(_my_pid, 1, (), timeout=60.0)
+    monkeypatch.setenv("MEGALITH_TEST_MESS", "é")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    *_, newest = pool.run(_describe_process, len(pool.workers) + 1, (), timeout=60.0)
+    pid, process_group, described = newest
+    assert described == [str(tmp_path), "é", str(tmp_path / "modules")]
+    assert process_group == pid, "Ctrl-C must not reach the workers"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux are workers forked")
+def test_fork_server_has_one_thread_and_is_replaced_after_its_death(pool: RankPool) -> None:
+    pids = pool.run(_my_pid, 2, (), timeout=60.0)
+    server = pool.fork_server
+    assert server is not None
+    assert len(os.listdir(f"/proc/{server.process.pid}/task")) == 1, "a fork copies one thread"
+    server.process.send_signal(signal.SIGKILL)
+    assert all(gone(pid) for pid in pids)
+    assert set(pids).isdisjoint(pool.run(_my_pid, 2, (), timeout=60.0))
 
 
 def test_only_functions_that_a_rank_can_find_are_accepted() -> None:
