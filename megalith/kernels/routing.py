@@ -38,7 +38,7 @@ class Choice(NamedTuple):
     """The experts chosen for each token, in the order of choice, and their weights."""
 
     experts: Tensor
-    """int64 [t, k], distinct experts of each token; `DROPPED_CHOICE` where the choice was dropped."""
+    """int64 [t, k], distinct experts of each token; `DROPPED_CHOICE` for dropped choices."""
 
     weights: Tensor
     """[t, k]: weight of each expert's output; 0 where the choice was dropped."""

@@ -311,8 +311,8 @@ def locate_source(source: str) -> Path:
 
 
 def open_pretrained(path: Path, *, base: str | None = None) -> Pretrained:
-    """Open the model in a folder returned by `locate_source`; adapters are added to their `base`, unset:
-    the base they name.
+    """Open the model in a folder returned by `locate_source`; adapters are added to `base`, or if it is
+    unset to the base that they name.
 
     Raises:
         CheckpointError: it is damaged, incomplete, or of an unsupported architecture.
@@ -616,8 +616,9 @@ def check_has_adapters(source: Pretrained, base: str) -> None:
 
 
 def read_base_record(path: Path) -> dict[str, str] | None:
-    """Return `build_base_record` of the base weights of adapters in a folder; None: PEFT adapters that
-    name no existing folder."""
+    """Return `build_base_record` of the base weights of adapters in a folder.
+
+    None for PEFT adapters that name no existing folder."""
     if (path / MANIFEST).exists():
         record = open_checkpoint(path).state.get(RECORD)
         return (

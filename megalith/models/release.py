@@ -75,7 +75,7 @@ def write_release(
     complete or not at all.
 
     `dtype` unset keeps the dtype of each parameter; `auxiliary_files` are written beside the
-    weights; `on_written` is called with the bytes of each parameter, from any of the `workers` threads,
+    weights; `on_written` is called with the bytes of each parameter, from any of the `workers`,
     each of which holds a few parameters in memory. With an `attempt`, finished files of an
     interrupted conversion with the same settings are reused.
 

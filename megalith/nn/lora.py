@@ -170,8 +170,10 @@ class RowLora(nn.Module):
 
 
 class ReplicatedLora(nn.Module):
-    """A `ReplicatedLinear` with an adapter: x [t, i], in the layout of `tp_comm` -> y [t, o]. A, B and W
-    are replicated."""
+    """A `ReplicatedLinear` with an adapter: x [t, i], in the layout of `tp_comm` -> y [t, o].
+
+    A, B and W are replicated.
+    """
 
     def __init__(
         self, base: ReplicatedLinear, tp_comm: TPComm, lora: LoraConfig, *, dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""FlightRecorder recorder: the last collectives of this rank, and the report if one of them hangs."""
+"""Flight recorder: the last collectives of this rank, and the report if one of them hangs."""
 
 import sys
 import threading

@@ -34,7 +34,7 @@ class Group:
     """Name of the group in torch's functional collectives; any text for meta tensors."""
 
     flight: FlightRecorder | None = field(default=None, repr=False, compare=False)
-    """FlightRecorder recorder of this rank's collectives, for the report of a hang; None: not recorded."""
+    """Records this rank's collectives, for the report of a hang; None: not recorded."""
 
     @property
     def size(self) -> int:

@@ -2,8 +2,8 @@
 directly.
 
 The only module that uses torch's symmetric memory, a private interface. The ring exchange of
-parallel/tensor_overlap.py is the reference: same arguments, and same results except for the order of sums.
-The decomposition is that of Wang et al. 2023 (see there), with copies by the GPUs' copy engines
+parallel/tensor_overlap.py is the reference: same arguments, and same results except for the order
+of sums. The decomposition is that of Wang et al. 2023 (see there), with copies by the GPUs' copy engines
 instead of messages.
 """
 

@@ -184,7 +184,8 @@ def connect(
     """Initialize torch.distributed and return the group of all ranks; a job of one rank has no
     process group.
 
-    Collectives that wait longer than `timeout_seconds` fail. `store`: from `open_rendezvous`; None: calls it.
+    Collectives that wait longer than `timeout_seconds` fail. `store` comes from
+    `open_rendezvous`, which is called if it is None.
     `flight` records this rank's collectives.
     """
     if worker.device.type != "cpu":

@@ -41,8 +41,8 @@ def load_base(
     model: ModelConfig,
     saved: Checkpoint | None,
 ) -> tuple[dict[str, str], list[str]]:
-    """Load frozen weights from `rules.load`; returns their `build_base_record`, and notes on how the
-    models differ.
+    """Load frozen weights from `rules.load`; returns their `build_base_record`, and
+    notes on how the models differ.
 
     Collective over `world`. `saved`: a checkpoint of adapters that were trained with such weights.
 

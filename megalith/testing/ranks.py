@@ -353,7 +353,7 @@ PROGRAM = (
 name classes the parent lacks."""
 
 RELEASE = b"release"
-"""Told to the ranks when all have answered, so that none closes its connections while a peer still
+"""Sent to the ranks when all have answered, so that none closes its connections while a peer still
 reads from them."""
 
 

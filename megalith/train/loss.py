@@ -15,7 +15,7 @@ from megalith.kernels.cross_entropy import (
     recomputed_cross_entropy,
     recomputed_cross_entropy_with_stats,
 )
-from megalith.kernels.watched_loss import LossWithLogitStats
+from megalith.kernels.logit_stats import LossWithLogitStats
 from megalith.parallel.autograd import mark_partial
 from megalith.parallel.group import all_reduce_max_
 from megalith.parallel.mesh import Mesh

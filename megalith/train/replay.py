@@ -79,8 +79,8 @@ def shard_routing(
     """Return this rank's part of the expert choices of a step, to be replayed, by layer and
     microbatch.
 
-    whole: by layer, [tokens of the global batch, k], as returned by `gather_routing`. Padding tokens
-    choose the first experts.
+    whole: by layer, [tokens of the global batch, k], as returned by `gather_routing`. Padding
+    tokens choose the first experts.
 
     Raises:
         DataError: a layer is missing, or the number of tokens differs.

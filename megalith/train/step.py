@@ -120,8 +120,8 @@ def train_step(
         data.all_gather_params()
     elif not finite and trainer.run.optim.nonfinite_grad == "raise":
         raise DataError(
-            f"gradient norm {grad_norm}: not finite in {describe_nonfinite_gradients(trainer)}. Reduce "
-            "schedule.lr, check the data, or set optim.nonfinite_grad=skip."
+            f"gradient norm {grad_norm}: not finite in {describe_nonfinite_gradients(trainer)}. "
+            "Reduce schedule.lr, check the data, or set optim.nonfinite_grad=skip."
         )
     loss, *mtp_losses = (total / max(1, count) for total, count in zip(sums, counts, strict=False))
     z_loss, max_logit = (

@@ -1,5 +1,4 @@
-"""Tests of megalith/plan/batch_assignment.py: every document once, packs no fuller than they may be, ranks
-alike."""
+"""Tests of load-balanced batching: every document once, packs within the limit, ranks equal."""
 
 from collections.abc import Sequence
 from dataclasses import replace

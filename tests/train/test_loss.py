@@ -14,7 +14,7 @@ from megalith.kernels.cross_entropy import (
     linear_cross_entropy_with_stats,
     recomputed_cross_entropy,
 )
-from megalith.kernels.watched_loss import LossWithLogitStats
+from megalith.kernels.logit_stats import LossWithLogitStats
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import iter_vocab_heads
 from megalith.testing.tiny import tiny_run

@@ -11,7 +11,7 @@ from megalith.kernels.cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_with_stats,
 )
-from megalith.kernels.watched_loss import LogitStats, LossWithLogitStats
+from megalith.kernels.logit_stats import LogitStats, LossWithLogitStats
 from megalith.parallel.group import single_rank_group
 
 
