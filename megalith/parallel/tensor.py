@@ -21,8 +21,8 @@ from megalith.kernels.embedding import embedding
 from megalith.kernels.experts import Matrix
 from megalith.kernels.grouped_linear import GroupedGradAccumulator
 from megalith.kernels.linear import linear
-from megalith.kernels.recomputed import LayerInput, as_recomputed, output_tensor
 from megalith.kernels.logit_stats import LossWithLogitStats
+from megalith.kernels.recomputed import LayerInput, as_recomputed, output_tensor
 from megalith.parallel.autograd import (
     all_gather,
     all_gather_no_grad,
