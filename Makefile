@@ -31,7 +31,7 @@ PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint con
 PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist loadfile
 
 # sys.monitoring, which needs Python 3.12, reports a line once. Tracing in Python 3.11 reports it every time it runs:
-# tests/plan/test_simulate.py took 2.4 times the CPU time, tests/models/test_families_train.py 1.7 times (November 2026).
+# tests/plan/test_simulate.py took 2.4 times the CPU time, tests/hf/test_families_train.py 1.7 times (November 2026).
 COVERAGE ?= $(shell $(PY) -c 'import sys; print(int(sys.version_info >= (3, 12)))')
 COVERAGE_REPORT := build/coverage.json
 COVERAGE_OPTIONS = $(if $(filter 1,$(COVERAGE)),--cov=megalith --cov-report=json:$(COVERAGE_REPORT))

@@ -23,8 +23,8 @@ from paired import Spread, spread, times_as_fast
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
+from megalith.config.optim import ScheduleConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.schedule import ScheduleConfig
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.testing.ranks import run_ranks
 

@@ -29,10 +29,10 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from megalith.kernels.activation import GatedActivation
+from megalith.kernels.activation import GatedActivation, weighted_gated
+from megalith.kernels.cpu_threads import keep_freed_memory
 from megalith.kernels.experts import Matrix, experts
 from megalith.kernels.grouped_linear import FUSED, LOOP, GroupedMatmulOps, groups_of
-from megalith.kernels.memory import keep_freed_memory
 from megalith.kernels.permute import (
     gather_rows,
     permute,
@@ -41,7 +41,6 @@ from megalith.kernels.permute import (
     weights_of_rows,
 )
 from megalith.kernels.recomputed import RecomputedOutput, RecomputedOutputFactory
-from megalith.kernels.weighted import weighted_gated
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}

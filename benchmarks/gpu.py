@@ -45,14 +45,12 @@ from train import LOSS_TOLERANCE, tiny
 
 from megalith.cli.doctor import print_report
 from megalith.config.train import TrainRun
-from megalith.observe.capabilities import capabilities
-from megalith.observe.checkup import advise, measure
-from megalith.observe.machine import device_peak_tflops, read_machine
-from megalith.parallel.launch import in_worker, run_workers, worker_main
+from megalith.launch.launcher import in_worker, run_workers, worker_main
+from megalith.observe.machine import advise, capabilities, device_peak_tflops, measure, read_machine
 from megalith.plan.costs import flops_per_token
-from megalith.recipes.llama3 import llama3_1b
+from megalith.recipes.llama import llama3_1b
 from megalith.recipes.small import llama_29m, llama_125m, llama_350m
-from megalith.train.build import DTYPES
+from megalith.train.trainer import DTYPES
 
 LIMIT_SECONDS = 480.0
 GUESSED_SECONDS = 75.0

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from megalith.config.kernels import Kernel
 from megalith.config.model import ModelConfig
-from megalith.kernels.activation import GatedActivation
-from megalith.kernels.attention import attention, reference_attention
-from megalith.kernels.cross_entropy import linear_cross_entropy, reference_cross_entropy
-from megalith.kernels.memory import keep_freed_memory
+from megalith.kernels.activation import GatedActivation, reference_swiglu, swiglu, weighted_gated
+from megalith.kernels.attention.dispatch import attention, reference_attention
+from megalith.kernels.attention.sdpa import sdpa_documents
+from megalith.kernels.cpu_threads import keep_freed_memory
 from megalith.kernels.norm import (
     add_rms_norm,
     layer_norm,
@@ -33,11 +33,9 @@ from megalith.kernels.norm import (
     reference_rms_norm,
     rms_norm,
 )
+from megalith.kernels.packed import tokens_of_rows
 from megalith.kernels.rope import apply_rope, reference_rope, rope_frequencies, rope_tables
-from megalith.kernels.sdpa import sdpa_documents
-from megalith.kernels.swiglu import reference_swiglu, swiglu
-from megalith.kernels.tokens import tokens_of_rows
-from megalith.kernels.weighted import weighted_gated
+from megalith.parallel.cross_entropy import linear_cross_entropy, reference_cross_entropy
 from megalith.parallel.group import single_rank_group
 from megalith.recipes.small import llama_6m, llama_29m
 

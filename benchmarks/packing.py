@@ -23,8 +23,8 @@ from paired import Spread, take_turns, times_as_fast
 from megalith.config.train import TrainRun
 from megalith.data.loader import MaskSettings, StepBatches, build_batch
 from megalith.data.sample import PackedSample
-from megalith.kernels.memory import keep_freed_memory
-from megalith.plan.fill import PackedDocuments, pack_best_fit_decreasing
+from megalith.kernels.cpu_threads import keep_freed_memory
+from megalith.plan.packing import PackedDocuments, pack_best_fit_decreasing
 from megalith.recipes.small import llama_6m, llama_29m
 
 RECIPES = {"6m": llama_6m, "29m": llama_29m}

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from contenders.sleeps import Naps, run_rank
 from paired import Spread, spread
 
-from megalith.config.pipeline import ScheduleName
+from megalith.config.parallel import ScheduleName
+from megalith.plan.p2p import with_transfers
 from megalith.plan.schedule import Schedule, build_schedule
 from megalith.plan.simulate import even_costs, simulate
-from megalith.plan.transfers import with_transfers
 from megalith.testing.ranks import run_ranks
 
 RANKS = 4

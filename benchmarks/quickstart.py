@@ -22,7 +22,7 @@ from pathlib import Path
 
 from megalith.cli.main import run_command
 from megalith.cli.quickstart import sample_words
-from megalith.data.local_text import find_local_text, share_of_known_words, zlib_bits_per_byte
+from megalith.data.prepare import find_local_text, share_of_known_words, zlib_bits_per_byte
 
 BAR_BITS, BAR_WORDS, BAR_TRAINING, BAR_ALL = 2.35, 0.80, 240.0, 540.0
 

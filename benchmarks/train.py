@@ -26,8 +26,8 @@ from contenders.transformers_llama import TransformersLlama
 from paired import Spread, Turns, take_turns, times_as_fast
 
 from megalith.config.train import TrainRun
-from megalith.kernels.memory import keep_freed_memory
-from megalith.observe.capabilities import cpp_compiler
+from megalith.kernels.cpu_threads import keep_freed_memory
+from megalith.observe.machine import cpp_compiler
 from megalith.recipes.small import llama_6m, llama_29m
 
 PEERS = ("eager", "compiled")

@@ -9,14 +9,14 @@ import torch
 
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
-from megalith.config.schedule import ScheduleConfig
+from megalith.config.optim import ScheduleConfig
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.data.build import build_datasets
 from megalith.data.loader import Loader, Masks
 from megalith.optim.schedule import learning_rate, schedule_lengths
 from megalith.parallel.mesh import build_single_rank_mesh
-from megalith.train.build import build_trainer
 from megalith.train.step import train_step
+from megalith.train.trainer import build_trainer
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2}
 SIZES = {"hidden_size": 64, "num_layers": 2, "ffn_hidden_size": 128}

@@ -14,22 +14,38 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "megalith"
 ROWS = (
     ("cli",),
-    ("recipes",),
     ("verify",),
-    ("train", "infer", "rl", "posttrain"),
-    ("models",),
-    ("nn", "optim", "data", "checkpoint"),
-    ("parallel", "kernels", "precision", "observe", "testing"),
-    ("plan",),
+    ("rl",),
+    ("train", "serve"),
+    ("infer", "posttrain"),
+    ("estimate", "hf"),
+    ("models", "rules", "testing"),
+    ("checkpoint", "data", "launch", "nn", "optim"),
+    ("parallel",),
+    ("observe",),
+    ("precision",),
+    ("kernels",),
+    ("megatron",),
+    ("plan", "recipes"),
     ("config",),
     ("errors", "storage"),
 )
 """Top row first. `megalith/__init__.py` is below all of them, `megalith/__main__.py` beside cli."""
 HEIGHT = {name: len(ROWS) - number for number, row in enumerate(ROWS) for name in row} | {
     "__init__": 0,
-    "__main__": 10,
+    "__main__": len(ROWS) + 1,
 }
-FREE_OF_TORCH = ("plan", "config", "errors", "storage", "__init__")
+FREE_OF_TORCH = (
+    "estimate",
+    "rules",
+    "megatron",
+    "plan",
+    "recipes",
+    "config",
+    "errors",
+    "storage",
+    "__init__",
+)
 
 
 def part_of(module: str) -> str:
@@ -65,9 +81,11 @@ def misplaced(path: Path, package: Path) -> Iterator[str]:
             yield f"{relative}:{line}: relative import {name}. Use the absolute name."
         elif name.split(".")[0] == "megalith" and name != "megalith.__version__":
             there = part_of(name)
-            if HEIGHT.get(there, 11) > HEIGHT[here]:
+            height = HEIGHT.get(there, len(ROWS) + 2)
+            if height > HEIGHT[here] or (height == HEIGHT[here] and there != here):
+                where = "above it" if height > HEIGHT[here] else "in the same row"
                 yield (
-                    f"{relative}:{line}: {here} imports {there}, which is above it. Move the "
+                    f"{relative}:{line}: {here} imports {there}, which is {where}. Move the "
                     "code, or the import."
                 )
         elif name.split(".")[0] == "torch" and here in FREE_OF_TORCH:

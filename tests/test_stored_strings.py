@@ -25,16 +25,11 @@ import pytest
 import torch
 import yaml
 
-from megalith.config.cross import CrossConfig
-from megalith.config.data import DataConfig
-from megalith.config.dropout import DropoutConfig
+from megalith.config.data import DataConfig, MockLengths, SFTConfig
+from megalith.config.generation import SampleConfig
 from megalith.config.lora import LoraConfig
-from megalith.config.mock import MockLengths
-from megalith.config.model import ModelConfig
+from megalith.config.model import CrossConfig, DropoutConfig, ModelConfig, MTPConfig
 from megalith.config.moe import MoEConfig, RouterConfig
-from megalith.config.mtp import MTPConfig
-from megalith.config.sample import SampleConfig
-from megalith.config.sft import SFTConfig
 from megalith.data.build import Splits, build_datasets
 from megalith.data.cache import load_or_build
 from megalith.data.chat_template import ChatTemplate
@@ -44,13 +39,13 @@ from megalith.data.packs import pack_first_fit, write_packs
 from megalith.data.sample import Dataset
 from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
+from megalith.hf.release import parameters
 from megalith.infer.sample import sample_tokens
-from megalith.kernels.tokens import DropoutKey, tokens_of_rows
+from megalith.kernels.packed import DropoutKey, tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, initialize
-from megalith.models.release import parameters
 from megalith.nn.lora import attach_adapters
 from megalith.parallel.mesh import build_single_rank_mesh
-from megalith.plan import keys, transports
+from megalith.plan import dispatch, keys
 from megalith.recipes import recipes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -306,7 +301,7 @@ def list_parameters(_: Path) -> dict[str, list[str]]:
 
 def list_entry_points(_: Path) -> list[str]:
     """Return the groups of entry points."""
-    return [transports.GROUP]
+    return [dispatch.GROUP]
 
 
 VALUES: dict[str, Callable[[Path], Any]] = {  # Any: YAML

@@ -5,7 +5,7 @@ usage: fault_table.py
 
 import sys
 
-from megalith.verify.fault_table import as_markdown, fault_table
+from megalith.verify.faults.table import as_markdown, fault_table
 
 
 def main() -> int:

@@ -39,9 +39,9 @@ COLLECTIVE_FOLDERS = ("megalith/parallel/", "megalith/testing/", "megalith/verif
 """Where collectives may be launched: parallel/ has the groups, the others create and check them."""
 
 CUDA_FILES = (
-    "megalith/observe/capabilities.py",
     "megalith/observe/machine.py",
-    "megalith/parallel/launch.py",
+    "megalith/observe/machine.py",
+    "megalith/launch/launcher.py",
 )
 """Files that may contain the device name "cuda"; others take the device as an argument."""
 
@@ -92,7 +92,7 @@ PAIRED = frozenset(
 )
 COLLECTIVES = JOINED_COLLECTIVES | PAIRED
 STARTERS = COLLECTIVES | {"batch_isend_irecv", "new_group", "init_process_group"}
-OUR_COLLECTIVE_MODULES = ("megalith.parallel.group", "megalith.parallel.autograd")
+OUR_COLLECTIVE_MODULES = ("megalith.parallel.group", "megalith.parallel.collectives")
 OUR_COLLECTIVES = frozenset(
     {
         *("all_reduce_", "start_all_reduce_", "all_reduce_max_", "gather_objects", "barrier"),

@@ -9,18 +9,16 @@ import torch
 from torch import Tensor
 
 from megalith.config.kernels import Kernel
-from megalith.kernels import flex_attention, varlen_attention
-from megalith.kernels.activation import GatedActivation
-from megalith.kernels.attention import attention
-from megalith.kernels.cross_entropy import linear_cross_entropy
+from megalith.kernels.activation import GatedActivation, swiglu, weighted_gated
+from megalith.kernels.attention import flex, varlen
+from megalith.kernels.attention.dispatch import attention
+from megalith.kernels.attention.scores import Scores
+from megalith.kernels.attention.sdpa import Lengths, sdpa_attention
+from megalith.kernels.attention.split_kv import span_attention
 from megalith.kernels.norm import add_layer_norm, add_rms_norm
+from megalith.kernels.packed import tokens_of_lengths
 from megalith.kernels.rope import apply_rope
-from megalith.kernels.scores import Scores
-from megalith.kernels.sdpa import Lengths, sdpa_attention
-from megalith.kernels.span_attention import span_attention
-from megalith.kernels.swiglu import swiglu
-from megalith.kernels.tokens import tokens_of_lengths
-from megalith.kernels.weighted import weighted_gated
+from megalith.parallel.cross_entropy import linear_cross_entropy
 from megalith.parallel.group import single_rank_group
 from megalith.plan.context import spans_of_lengths
 
@@ -123,10 +121,10 @@ def attention_ways(qkv: Sequence[Tensor], lengths: Lengths, scores: Scores) -> W
     }
     if plain:
         known["documents"] = lambda: sdpa_attention(q, k, v, lengths)
-    if varlen_attention.takes(q, v, scores, None):
-        known["varlen"] = lambda: varlen_attention.varlen_attention(q, k, v, lengths, scores)
-    if flex_attention.takes(q, v, scores):
-        known["flex"] = lambda: flex_attention.flexible_attention(q, k, v, lengths, scores)
+    if varlen.takes(q, v, scores, None):
+        known["varlen"] = lambda: varlen.varlen_attention(q, k, v, lengths, scores)
+    if flex.takes(q, v, scores):
+        known["flex"] = lambda: flex.flexible_attention(q, k, v, lengths, scores)
     ways: dict[str, Callable[[], Tensor]] = {
         "auto": lambda: attention(q, k, v, tokens, scores),
         **known,

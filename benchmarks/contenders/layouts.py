@@ -19,12 +19,13 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.errors import ConfigError
 from megalith.parallel.group import barrier
-from megalith.parallel.mesh import build_mesh, model_grid
+from megalith.parallel.mesh import build_mesh
 from megalith.plan.costs import flops_per_token
-from megalith.testing.symm_mem import fused_on_cpus
-from megalith.train.build import build_trainer
-from megalith.train.job import Job, joined
+from megalith.plan.grid import model_grid
+from megalith.testing.inject import fused_on_cpus
+from megalith.train.distributed import Job, joined
 from megalith.train.step import train_step
+from megalith.train.trainer import build_trainer
 
 RANKS = 2
 LAYOUTS: Mapping[str, ParallelConfig] = {

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
-from megalith.kernels.attention import attention
+from megalith.kernels.attention.dispatch import attention
+from megalith.kernels.attention.sdpa import sdpa_documents
 from megalith.kernels.linear import forward, input_grad
-from megalith.kernels.sdpa import sdpa_documents
-from megalith.kernels.tokens import tokens_of_rows
-from megalith.train.build import DTYPES
+from megalith.kernels.packed import tokens_of_rows
+from megalith.train.trainer import DTYPES
 
 
 class Product(NamedTuple):

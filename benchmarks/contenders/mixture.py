@@ -12,12 +12,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, MoEConfig
-from megalith.kernels.tokens import AuxLossScale, tokens_of_rows
+from megalith.kernels.packed import AuxLossScale, tokens_of_rows
 from megalith.models.decoder import allocate
-from megalith.nn.moe.layer import MoE
+from megalith.nn.moe import MoE
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import TensorParallelComm
-from megalith.recipes.qwen3 import qwen3_30b_a3b
+from megalith.recipes.qwen import qwen3_30b_a3b
 from megalith.testing.tolerance import relative_error
 
 DTYPE, TOLERANCE = torch.bfloat16, 3e-2

@@ -11,15 +11,16 @@ from paired import Turns, take_turns
 from torch import Tensor
 
 from megalith.config.train import TrainRun
-from megalith.kernels.memory import keep_freed_memory
+from megalith.kernels.cpu_threads import keep_freed_memory
+from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import LayerInput
-from megalith.kernels.tokens import PackedSeqParams
-from megalith.nn.moe.layer import MoE
+from megalith.nn.moe import MoE
 from megalith.parallel.group import barrier
-from megalith.parallel.mesh import Mesh, build_mesh, model_grid
+from megalith.parallel.mesh import Mesh, build_mesh
+from megalith.plan.grid import model_grid
 from megalith.testing.inject import SlowLink, patched, slow_link
-from megalith.train.build import build_trainer
 from megalith.train.step import train_step
+from megalith.train.trainer import build_trainer
 
 KINDS = ("in order", "shared", "pairs")
 """Nothing behind anything; shared experts while tokens are on their way; and another microbatch

@@ -8,13 +8,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megalith.kernels.activation import GatedActivation, gated, reference_gated
-from megalith.kernels.attention import attention, reference_attention
-from megalith.kernels.cross_entropy import (
-    linear_cross_entropy,
-    reference_cross_entropy,
-    token_losses,
+from megalith.kernels.activation import (
+    GatedActivation,
+    gated,
+    reference_gated,
+    reference_swiglu,
+    reference_weighted_gated,
+    swiglu,
+    weighted_gated,
 )
+from megalith.kernels.attention.dispatch import attention, reference_attention
+from megalith.kernels.attention.scores import Scores
 from megalith.kernels.embedding import embedding, reference_embedding
 from megalith.kernels.linear import linear, reference_linear
 from megalith.kernels.norm import (
@@ -25,11 +29,13 @@ from megalith.kernels.norm import (
     reference_rms_norm,
     rms_norm,
 )
+from megalith.kernels.packed import tokens_of_lengths, tokens_of_rows
 from megalith.kernels.rope import apply_rope, reference_rope
-from megalith.kernels.scores import Scores
-from megalith.kernels.swiglu import reference_swiglu, swiglu
-from megalith.kernels.tokens import tokens_of_lengths, tokens_of_rows
-from megalith.kernels.weighted import reference_weighted_gated, weighted_gated
+from megalith.parallel.cross_entropy import (
+    linear_cross_entropy,
+    reference_cross_entropy,
+    token_losses,
+)
 from megalith.parallel.group import single_rank_group
 from megalith.testing.tolerance import BF16, FP32_DEEP, relative_error
 

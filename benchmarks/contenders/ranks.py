@@ -12,12 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
-from megalith.kernels.memory import keep_freed_memory
+from megalith.kernels.cpu_threads import keep_freed_memory
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.parallel.group import all_reduce_, barrier
-from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
-from megalith.train.build import DTYPES, Trainer, build_trainer
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
 from megalith.train.step import train_step
+from megalith.train.trainer import DTYPES, Trainer, build_trainer
 
 
 class LossModel(nn.Module):

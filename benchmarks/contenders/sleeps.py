@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from megalith.kernels.linear import GradAccumulator
 from megalith.parallel.group import barrier
-from megalith.parallel.link import Spec, Tensors, create_pipeline_groups
+from megalith.parallel.p2p import Spec, Tensors, create_pipeline_groups
 from megalith.parallel.pipeline import Pipeline
 from megalith.parallel.weight_grad_store import WeightGradStore
 from megalith.plan.schedule import Schedule

@@ -19,8 +19,8 @@ from transformers import (
 
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
-from megalith.models.llama import LLAMA
-from megalith.train.build import DTYPES
+from megalith.hf.llama import LLAMA
+from megalith.train.trainer import DTYPES
 
 
 class TransformersLlama:

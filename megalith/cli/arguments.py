@@ -9,14 +9,17 @@ A command that takes a run looks like this:
 """
 
 import inspect
+import json
+import math
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from itertools import groupby
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import tyro
 
@@ -38,10 +41,13 @@ from megalith.config.fields import (
     union_options,
     unknown_setting,
 )
-from megalith.config.suggest import nearest
 from megalith.config.tree import Override, flatten
-from megalith.errors import ConfigError, raise_all
+from megalith.errors import ConfigError, nearest, raise_all
 from megalith.recipes import resolve
+
+if TYPE_CHECKING:
+    from megalith.hf.pretrained import Pretrained
+
 
 OptionsT = TypeVar("OptionsT")
 
@@ -401,3 +407,30 @@ def _run_on(argv: Sequence[str], root: type) -> object | None:
                 run = resolve(word)
                 return run if isinstance(run, root) else None
     return None
+
+
+# Output of commands: JSON documents on standard output, and warnings about a model on standard
+# error.
+
+
+def print_json(document: Any) -> None:  # Any: whatever JSON can hold
+    """Print one JSON document to standard output. NaN and infinities become null."""
+    print(json.dumps(finite(document), indent=2, ensure_ascii=False))
+
+
+def finite(value: Any) -> Any:  # Any: JSON in, JSON out
+    """Return the data with NaN and infinities replaced by None, tuples by lists and keys by
+    text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def print_warnings(source: "Pretrained") -> None:
+    """Print the warnings of a model to standard error."""
+    for line in source.warnings():
+        print(f"{source.path}: {line}", file=sys.stderr)

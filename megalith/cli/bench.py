@@ -11,12 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options, split_overrides
-from megalith.cli.output import print_json
+from megalith.cli.arguments import parse_options, print_json, split_overrides
 from megalith.cli.train import must_start_workers, resolve_recompute
-from megalith.config.suggest import did_you_mean
 from megalith.config.train import TrainRun
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from megalith.train.exposed_communication import ExposedCommunication
@@ -68,7 +66,7 @@ def main(argv: list[str]) -> int:
     run = resolve_run(command.recipe, overrides)
     run = replace(run, optim=replace(run.optim, nonfinite_grad="skip"))
     if must_start_workers(run, command.nproc):
-        from megalith.parallel.launch import run_workers
+        from megalith.launch.launcher import run_workers
 
         return run_workers(["bench", *argv], command.nproc)
     return _overlap(resolve_recompute(run), command)
@@ -91,8 +89,8 @@ def _check(command: OverlapCommand) -> None:
 
 
 def _overlap(run: TrainRun, command: OverlapCommand) -> int:
+    from megalith.train.distributed import join_job
     from megalith.train.exposed_communication import summarize_exposed_communication
-    from megalith.train.job import join_job
 
     bandwidth = (
         float("inf") if command.gigabytes_per_second is None else command.gigabytes_per_second * 1e9

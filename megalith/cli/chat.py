@@ -13,18 +13,17 @@ from typing import IO, TYPE_CHECKING, Literal
 from tyro.conf import Positional
 
 from megalith import storage
-from megalith.cli.arguments import parse_options
+from megalith.cli.arguments import parse_options, print_warnings
 from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
-from megalith.cli.output import print_warnings
+from megalith.config.generation import SampleConfig, sample_problems
 from megalith.config.kernels import Kernel
-from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
 
 if TYPE_CHECKING:  # keep --help free of the torch import
+    from megalith.hf.pretrained import Pretrained
     from megalith.infer.chat import Chat
-    from megalith.models.pretrained import Pretrained
+    from megalith.launch.worker import Worker
     from megalith.parallel.group import Group
-    from megalith.parallel.worker import Worker
 
 EXIT, RESET, HELP = "/exit", "/reset", "/help"
 DEFAULT_TEMPERATURE = (
@@ -99,7 +98,7 @@ def main(argv: list[str]) -> int:
     options = parse_options(ChatOptions, argv, prog="megalith chat")
     raise_all(option_problems(options))
     from megalith.infer.load import open_source
-    from megalith.parallel.launch import in_worker, run_workers
+    from megalith.launch.launcher import in_worker, run_workers
 
     if in_worker(os.environ) or options.nproc == 1:
         return run_chat(options)
@@ -165,14 +164,14 @@ def run_chat(options: ChatOptions) -> int:
     """Load the model and chat, as one rank of the job that the environment describes; rank 0
     reads input and prints."""
     from megalith.infer.load import open_source
-    from megalith.parallel.group import gather_objects
-    from megalith.parallel.worker import (
+    from megalith.launch.worker import (
         Worker,
         check_consistent_settings,
         connect,
         disconnect,
         set_threads,
     )
+    from megalith.parallel.group import gather_objects
 
     worker = Worker.from_environment(os.environ)
     source = open_source(options.source, worker.world, base=options.base)
@@ -207,7 +206,8 @@ def open_chat(options: ChatOptions, source: "Pretrained", worker: "Worker") -> "
     from megalith.data.tokenizer import build_tokenizer
     from megalith.infer.chat import Chat, select_template
     from megalith.infer.load import generation_layout, load_text_generator
-    from megalith.parallel.mesh import build_mesh, model_grid
+    from megalith.parallel.mesh import build_mesh
+    from megalith.plan.grid import model_grid
 
     template = select_template(source, build_tokenizer(source.tokenizer), options.template)
     grid = model_grid(generation_layout(source.model, worker.world), source.model, worker.world)

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options
-from megalith.cli.output import print_json
-from megalith.config.suggest import did_you_mean
-from megalith.errors import CheckpointError, ConfigError
+from megalith.cli.arguments import parse_options, print_json
+from megalith.errors import CheckpointError, ConfigError, did_you_mean
 
 if TYPE_CHECKING:  # imports torch
-    from megalith.checkpoint.compare import TensorComparison
+    from megalith.checkpoint.inspect import TensorComparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +117,8 @@ def listed(path: Path, only: str, *, values: bool) -> list[dict[str, Any]]:  # J
     Raises:
         CheckpointError: none fits, or a file is damaged.
     """
+    from megalith.checkpoint.inspect import compute_statistics, match_tensor_names
     from megalith.checkpoint.load import open_checkpoint
-    from megalith.checkpoint.statistics import compute_statistics, match_tensor_names
 
     opened = open_checkpoint(path)
     tensors = {name: opened.manifest.tensors[name] for name in match_tensor_names(opened, only)}
@@ -147,8 +145,8 @@ def _describe_tensor(tensor: dict[str, Any]) -> str:  # JSON
 
 def verify(argv: list[str]) -> int:
     """Print the problems of checkpoints; return 1 if there are any."""
+    from megalith.checkpoint.inspect import list_nonfinite_tensors
     from megalith.checkpoint.load import open_checkpoint, verify_checkpoint
-    from megalith.checkpoint.statistics import list_nonfinite_tensors
 
     options = parse_options(CheckpointVerifyOptions, argv, prog="megalith checkpoint verify")
     problems_by_path = {
@@ -174,7 +172,7 @@ def verify(argv: list[str]) -> int:
 
 def diff(argv: list[str]) -> int:
     """Print which tensors of two checkpoints differ, and by how much; return 1 if any does."""
-    from megalith.checkpoint.compare import compare_checkpoints
+    from megalith.checkpoint.inspect import compare_checkpoints
     from megalith.checkpoint.load import open_checkpoint
 
     options = parse_options(CheckpointDiffOptions, argv, prog="megalith checkpoint diff")

@@ -19,8 +19,7 @@ from rich.progress import (
 )
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options
-from megalith.cli.output import print_json, print_warnings
+from megalith.cli.arguments import parse_options, print_json, print_warnings
 from megalith.config.checkpoint import NewRowInit
 from megalith.config.moe import MoEConfig
 from megalith.config.tokenizer import FILES
@@ -28,8 +27,8 @@ from megalith.config.tree import load_yaml
 from megalith.errors import ConfigError, raise_all
 
 if TYPE_CHECKING:  # keep --help free of the torch import
-    from megalith.models.convert import Move
-    from megalith.models.pretrained import Pretrained
+    from megalith.hf.convert import Move
+    from megalith.hf.pretrained import Pretrained
 
 Target = Literal["megalith", "huggingface", "peft"]
 
@@ -122,16 +121,15 @@ def main(argv: list[str]) -> int:
     raise_all(option_problems(options))
     import torch  # keep --help free of the torch import
 
-    from megalith.models.convert import (
+    from megalith.hf.convert import (
         build_recipe,
         convert,
         describe_merged_adapters,
         list_written_tensors,
         plan_moves,
     )
-    from megalith.models.journal import Attempt
-    from megalith.models.pretrained import find_family_of
-    from megalith.models.staging import check_target
+    from megalith.hf.pretrained import find_family_of
+    from megalith.hf.staging import Attempt, check_target
     from megalith.posttrain.export import plan_peft, plan_peft_moves, write_peft
     from megalith.posttrain.upcycle import describe_upcycled_sources, stored_weights
 
@@ -200,8 +198,8 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
     Raises:
         ConfigError: options do not fit the source.
     """
-    from megalith.models.convert import format_of
-    from megalith.models.pretrained import check_has_adapters, locate_source, open_pretrained
+    from megalith.hf.convert import format_of
+    from megalith.hf.pretrained import check_has_adapters, locate_source, open_pretrained
     from megalith.posttrain.upcycle import upcycle
 
     source = open_pretrained(locate_source(options.source), base=options.base)
@@ -238,8 +236,8 @@ def _with_family(source: "Pretrained", name: str, to: Target) -> "Pretrained":
         ConfigError: there is no such family, or no Hugging Face folder is written from a
         checkpoint.
     """
-    from megalith.models.convert import format_of
-    from megalith.models.hf import HFSource, find_family_by_name
+    from megalith.hf.convert import format_of
+    from megalith.hf.folder import HFSource, find_family_by_name
 
     if to == "megalith" or format_of(source) == "huggingface":
         raise ConfigError(
@@ -259,8 +257,8 @@ def with_vocabulary(source: "Pretrained", options: ConvertOptions, to: Target) -
     Raises:
         ConfigError, CheckpointError: the source has tables of its own, or nothing would grow.
     """
-    from megalith.models.convert import format_of
-    from megalith.models.pretrained import add_rows
+    from megalith.hf.convert import format_of
+    from megalith.hf.pretrained import add_rows
 
     size = options.vocab_size
     if size is not None:

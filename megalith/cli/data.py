@@ -5,14 +5,12 @@ from dataclasses import asdict, dataclass
 
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options
-from megalith.cli.output import print_json
-from megalith.config.suggest import did_you_mean
+from megalith.cli.arguments import parse_options, print_json
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
 from megalith.data.stores import find_stores, merge_stores, read_store_tokenizer, summarize
 from megalith.data.tokenizer import Tokenizer, build_tokenizer, detect_tokenizer_kind
-from megalith.errors import ConfigError, DataError
+from megalith.errors import ConfigError, DataError, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,13 +9,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megalith.cli.arguments import parse_options
-from megalith.cli.output import print_json
+from megalith.cli.arguments import parse_options, print_json
 
 if TYPE_CHECKING:
-    from megalith.observe.capabilities import Capability
-    from megalith.observe.checkup import DeviceRates
-    from megalith.observe.machine import Machine
+    from megalith.observe.machine import Capability, DeviceRates, Machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +30,7 @@ class DoctorOptions:
 def main(argv: list[str]) -> int:
     """Run `megalith doctor`."""
     options = parse_options(DoctorOptions, argv, prog="megalith doctor")
-    from megalith.observe.capabilities import (
-        capabilities,
-    )  # imports torch, which --help does not need
-    from megalith.observe.checkup import advise, measure
-    from megalith.observe.machine import read_machine
+    from megalith.observe.machine import advise, capabilities, measure, read_machine
 
     machine, features = read_machine(), capabilities()
     rates = (
@@ -70,7 +63,7 @@ class BackendRow:
 
 def list_backends(machine: Machine) -> list[BackendRow]:
     """Return every backend that `kernels.OPERATION` can select."""
-    from megalith.kernels.engine import unavailable_backends
+    from megalith.kernels.backend import unavailable_backends
     from megalith.plan.kernels import GPU, find_backend_spec, list_backend_specs
 
     missing = unavailable_backends()

@@ -9,12 +9,10 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options, split_overrides
-from megalith.cli.output import print_json
+from megalith.cli.arguments import parse_options, print_json, split_overrides
 from megalith.cli.train import must_start_workers
 from megalith.config.moe import MoEConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.errors import ConfigError
 
@@ -55,7 +53,7 @@ def main(argv: list[str]) -> int:
         resolve_run(str(folder), overrides), _world(command.nproc), set(overrides)
     )
     if must_start_workers(run, command.nproc):
-        from megalith.parallel.launch import run_workers
+        from megalith.launch.launcher import run_workers
 
         return run_workers(["evaluate", *argv], command.nproc)
     return _evaluate(run, folder, command)
@@ -135,16 +133,16 @@ def fit_expert_parallel(
 
 def _world(nproc: int) -> int:
     """Return the world size of the evaluation: that of the launcher in a worker, else `nproc`."""
-    from megalith.parallel.launch import in_worker
-    from megalith.parallel.worker import Worker
+    from megalith.launch.launcher import in_worker
+    from megalith.launch.worker import Worker
 
     return Worker.from_environment(os.environ).world if in_worker(os.environ) else nproc
 
 
 def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:
+    from megalith.train.distributed import join_job
     from megalith.train.evaluate import run_evaluation
-    from megalith.train.folder import RunFolder
-    from megalith.train.job import join_job
+    from megalith.train.run_folder import RunFolder
 
     with join_job(run, os.environ) as job:
         result = run_evaluation(

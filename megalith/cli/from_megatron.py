@@ -7,17 +7,15 @@ from itertools import takewhile
 from pathlib import Path
 
 from megalith import storage
-from megalith.cli.arguments import parse_options
-from megalith.cli.output import print_json
-from megalith.config.megatron.arguments import with_files
-from megalith.config.megatron.draft import FlagReport
-from megalith.config.megatron.launch import Launch, read_script, split_command
-from megalith.config.megatron.translate import Translation, named_tokenizer, translate
-from megalith.config.show import format_value
-from megalith.config.tree import dump_yaml, to_dict
+from megalith.cli.arguments import parse_options, print_json
+from megalith.config.tree import dump_yaml, format_value, to_dict
 from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
-from megalith.train.rules import run_problems
+from megalith.megatron.arguments import with_files
+from megalith.megatron.draft import FlagReport
+from megalith.megatron.launch import Launch, read_script, split_command
+from megalith.megatron.translate import Translation, named_tokenizer, translate
+from megalith.rules.run import run_problems
 
 HEADINGS = (
     ("mapped", "none", "mapped"),

@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Positional
 
 from megalith import storage
-from megalith.cli.arguments import parse_options
-from megalith.cli.output import print_json, print_warnings
+from megalith.cli.arguments import parse_options, print_json, print_warnings
+from megalith.config.generation import SampleConfig, sample_problems
 from megalith.config.kernels import Kernel
 from megalith.config.parallel import ParallelConfig
-from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
 
 if TYPE_CHECKING:  # keep --help free of the torch import
+    from megalith.hf.pretrained import Pretrained
     from megalith.infer.text import Transcript
-    from megalith.models.pretrained import Pretrained
-    from megalith.parallel.worker import Worker
+    from megalith.launch.worker import Worker
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -101,7 +100,7 @@ def main(argv: list[str]) -> int:
     raise_all(option_problems(options))
     prompts = read_prompts(options)
     from megalith.infer.load import open_source
-    from megalith.parallel.launch import in_worker, run_workers
+    from megalith.launch.launcher import in_worker, run_workers
 
     if in_worker(os.environ) or options.nproc == 1:
         return write(options, prompts)
@@ -157,7 +156,7 @@ def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
     """Load the model and generate, as one rank of the job that the environment describes; rank 0
     prints."""
     from megalith.infer.load import open_source
-    from megalith.parallel.worker import (
+    from megalith.launch.worker import (
         Worker,
         check_consistent_settings,
         connect,
@@ -194,7 +193,8 @@ def generate_all(
 
     from megalith.infer.load import generation_layout, load_text_generator
     from megalith.infer.text import generate_text
-    from megalith.parallel.mesh import build_mesh, model_grid
+    from megalith.parallel.mesh import build_mesh
+    from megalith.plan.grid import model_grid
 
     grid = model_grid(generation_layout(source.model, worker.world), source.model, worker.world)
     dtype: torch.dtype = getattr(

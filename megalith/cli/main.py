@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from megalith import __version__
-from megalith.config.suggest import did_you_mean
-from megalith.errors import ConfigError, RankError, UserError
+from megalith.errors import ConfigError, RankError, UserError, did_you_mean
 
 # In the order in which a new user needs them. A command's module is its name with underscores; a
 # command without a module is not shown.
@@ -98,7 +97,7 @@ def _guarded(name: str, argv: list[str], *, alone: bool) -> int:
     `alone`: the process ends afterwards."""
     try:
         if "RANK" in os.environ:  # a worker: the launcher reports its failure once
-            from megalith.parallel.launch import worker_main
+            from megalith.launch.launcher import worker_main
 
             return worker_main(lambda: run_command(name, argv), os.environ)
         _check_encoding([name, *argv])

@@ -14,14 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from megalith.cli.arguments import parse_options
-from megalith.cli.output import print_json
-from megalith.config.prepare import PrepareConfig, prepare_problems
+from megalith.cli.arguments import parse_options, print_json
+from megalith.config.data import PrepareConfig, prepare_problems
 from megalith.config.tokenizer import FileKind, SplitPattern, TokenizerConfig
 from megalith.data.corpus import find_sources, read_texts
 from megalith.data.huggingface import train_bpe
-from megalith.data.journal import Totals
 from megalith.data.prepare import Progress, output_prefixes, prepare
+from megalith.data.stores import Totals
 from megalith.data.tokenizer import appends_eod, build_tokenizer, detect_tokenizer_kind
 from megalith.errors import ConfigError, raise_all
 

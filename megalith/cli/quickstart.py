@@ -18,7 +18,7 @@ from megalith.cli import prepare
 from megalith.cli.arguments import parse_options
 from megalith.cli.main import run_command
 from megalith.data.indexed import store_exists
-from megalith.data.local_text import (
+from megalith.data.prepare import (
     LocalText,
     find_local_text,
     share_of_known_words,

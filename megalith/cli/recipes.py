@@ -10,17 +10,21 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options, split_overrides
-from megalith.cli.output import print_json
-from megalith.config.show import build_difference_table, build_run_table
-from megalith.config.suggest import did_you_mean
+from megalith.cli.arguments import parse_options, print_json, split_overrides
 from megalith.config.train import TrainRun
-from megalith.config.tree import apply_overrides, differences, dump_yaml, to_dict
-from megalith.errors import ConfigError
+from megalith.config.tree import (
+    apply_overrides,
+    build_difference_table,
+    build_run_table,
+    differences,
+    dump_yaml,
+    to_dict,
+)
+from megalith.errors import ConfigError, did_you_mean
+from megalith.estimate.memory import memory_ledger, worst
+from megalith.estimate.workload import plan_workload
 from megalith.plan.costs import num_parameters
-from megalith.plan.layout import min_world_size
-from megalith.plan.memory import memory_ledger, worst
-from megalith.plan.workload import plan_workload
+from megalith.plan.grid import min_world_size
 from megalith.recipes import recipes, resolve
 
 

@@ -11,7 +11,7 @@ from tyro.conf import Positional
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.config.train import TrainRun
 from megalith.errors import ConfigError
-from megalith.plan.automatic import describe_auto_recompute, resolve_auto_recompute
+from megalith.estimate.advise import describe_auto_recompute, resolve_auto_recompute
 
 if TYPE_CHECKING:
     from megalith.train.loop import Outcome
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
     run = resolve_run(command.recipe, overrides)
     if must_start_workers(run, command.nproc):
-        from megalith.parallel.launch import run_workers
+        from megalith.launch.launcher import run_workers
 
         return run_workers(["train", *argv], command.nproc)
     return _train(resolve_recompute(run), _select_folder(run, command))
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 def _select_folder(run: TrainRun, command: TrainCommand) -> Path:
     """Return --run; else the folder of the run to resume, if the recipe is one; else runs/NAME for
     a new run."""
-    from megalith.train.folder import run_folder
+    from megalith.train.run_folder import run_folder
 
     folder = Path(command.recipe)
     is_run = (folder / "config.yaml").is_file() and not (folder / "manifest.json").exists()
@@ -66,8 +66,8 @@ def must_start_workers(run: TrainRun, nproc: int) -> bool:
     Raises:
         ConfigError: --nproc is below 1, or a rule is violated.
     """
-    from megalith.parallel.launch import in_worker
-    from megalith.train.rules import check_run
+    from megalith.launch.launcher import in_worker
+    from megalith.rules.run import check_run
 
     if nproc < 1:
         raise ConfigError(
@@ -85,8 +85,8 @@ def resolve_recompute(run: TrainRun) -> TrainRun:
     choice."""
     if run.recompute.granularity != "auto":
         return run
-    from megalith.parallel.worker import Worker
-    from megalith.train.rules import check_run
+    from megalith.launch.worker import Worker
+    from megalith.rules.run import check_run
 
     worker = Worker.from_environment(os.environ)
     check_run(run, worker.world)
@@ -98,9 +98,9 @@ def resolve_recompute(run: TrainRun) -> TrainRun:
 
 def _train(run: TrainRun, path: Path) -> int:
     """Train in the folder `path` as one rank of the job that the environment describes."""
-    from megalith.train.folder import RunFolder
-    from megalith.train.job import join_job
+    from megalith.train.distributed import join_job
     from megalith.train.loop import build_checked_tokenizer, run_training
+    from megalith.train.run_folder import RunFolder
 
     build_checked_tokenizer(run)  # before the folder is created and other ranks wait
     with join_job(run, os.environ, path) as job:

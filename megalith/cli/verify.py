@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options, split_overrides
-from megalith.cli.output import print_json
+from megalith.cli.arguments import parse_options, print_json, split_overrides
 from megalith.config.kernels import Kernel
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
-from megalith.plan.layout import min_world_size
+from megalith.plan.grid import min_world_size
 
 CHECK_FAILED = 1  # exit code
 RULE_VIOLATED = 2  # exit code: the run cannot be built with these settings

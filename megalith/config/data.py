@@ -1,16 +1,162 @@
-"""Data settings: source, splits, blend, sample order and index cache."""
+"""Data settings: source, splits, blend, sample order, index cache, mock data, supervised fine-
+tuning, and `megalith prepare`."""
 
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from functools import partial
 from itertools import pairwise
 from typing import Literal
 
-from megalith.config.mock import MockLengths, mock_problems
-from megalith.config.sft import Overlong, SFTConfig, sft_problems
+from megalith.config.tokenizer import TokenizerConfig, tokenizer_problems
 from megalith.errors import ConfigError
+
+# Settings of the document lengths of mock data.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MockLengths:
+    """Distribution of document lengths in mock data, in tokens including the end-of-document
+    token."""
+
+    kind: Literal["uniform", "lognormal", "file"] = "uniform"
+    """Distribution. uniform: from 1 token to data.mock_max_tokens, as in Megatron; lognormal:
+    many short and few long documents, as in real text; file: the lengths listed in `path`,
+    repeated."""
+    mean: float | None = None
+    """lognormal: mean length in tokens, before lengths are clamped to the valid range. Unset
+    with the other kinds."""
+    sigma: float = 1.0
+    """lognormal: standard deviation of the logarithm of the lengths."""
+    shortest: int = 1
+    """lognormal: minimum length in tokens; the maximum is data.mock_max_tokens - 1."""
+    path: str | None = None
+    """file: a text file of whole numbers separated by spaces, commas or newlines. Unset with the
+    other kinds."""
+
+
+def mock_problems(lengths: MockLengths, *, most: int, used: bool) -> list[str]:
+    """Return the violated rules as error messages; `most` is the longest document in tokens.
+    Accesses no file."""
+    defaults, name = MockLengths(), "data.mock_lengths"
+    if not used:
+        return (
+            []
+            if lengths == defaults
+            else [f"{name}.kind={lengths.kind} needs data.mock=true. Set it, or remove {name}."]
+        )
+    read = {"lognormal": ("mean", "sigma", "shortest"), "file": ("path",)}.get(lengths.kind, ())
+    problems = [
+        f"{name}.{field}={getattr(lengths, field)} is not used by {name}.kind={lengths.kind}. "
+        f"Remove it, or set {name}.kind={'file' if field == 'path' else 'lognormal'}."
+        for field in ("mean", "sigma", "shortest", "path")
+        if field not in read and getattr(lengths, field) != getattr(defaults, field)
+    ]
+    if lengths.kind == "file" and lengths.path is None:
+        problems.append(
+            f"{name}.kind={lengths.kind} needs {name}.path. Set it to a file of lengths."
+        )
+    if lengths.kind != "lognormal":
+        return problems
+    if lengths.mean is None or not (math.isfinite(lengths.mean) and 1 <= lengths.mean <= most):
+        problems.append(
+            f"{name}.mean={lengths.mean} must be from 1 to {most}, below "
+            f"data.mock_max_tokens={most + 1}."
+        )
+    if not (math.isfinite(lengths.sigma) and lengths.sigma >= 0):
+        problems.append(f"{name}.sigma={lengths.sigma} must be at least 0. Use 1.0.")
+    if not 1 <= lengths.shortest <= most:
+        problems.append(
+            f"{name}.shortest={lengths.shortest} must be from 1 to {most}, below "
+            f"data.mock_max_tokens={most + 1}."
+        )
+    return problems
+
+
+# Supervised fine-tuning data: conversations, chat template, loss mask and packing.
+
+Packing = Literal["best_fit", "greedy", "row"]
+Overlong = Literal["error", "truncate", "drop"]
+BUILT_IN_TEMPLATES = ("chatml", "llama3", "identity", "nemotron-h-aligned", "nemotron-nano-v2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SFTConfig:
+    """Conversations for supervised fine-tuning; used if `path` or `mock_conversations` is set."""
+
+    path: tuple[str, ...] = ()
+    """Conversation files, folders or globs: JSONL (also .gz and .zst) or Parquet, with the
+    columns `messages`, `conversations` (ShareGPT), `instruction` and `output` (Alpaca), or
+    `prompt` and `completion` (TRL)."""
+    valid_path: tuple[str, ...] = ()
+    """Conversation files of the validation split, as `path`. Mock conversations have their own
+    validation split."""
+    mock_conversations: int | None = None
+    """Number of generated conversations about sums, used instead of files. Unset: none."""
+    template: str | None = None
+    """Chat template: chatml, llama3, identity (contents only), nemotron-h-aligned,
+    nemotron-nano-v2, or a Jinja file. Unset: the tokenizer's template."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Loss mask. assistant: train on the assistant's messages and their end-of-turn tokens; all:
+    train on all tokens."""
+    packing: Packing = "best_fit"
+    """Sequence packing of conversations into rows. best_fit: put each where it leaves the least
+    space; greedy: fill a row until the next conversation does not fit; row: the conversations
+    of each input line form a row."""
+    packs: str | None = None
+    """File of `megalith data pack` that assigns conversations to rows. Unset: rows are packed by
+    `packing`."""
+    overlong: Overlong = "error"
+    """Treatment of conversations longer than a row. error: raise an error; truncate: cut at the
+    end; drop: skip. Truncated and dropped conversations are counted."""
+    shuffle: Literal["epoch", "none"] = "epoch"
+    """Order of conversations. epoch: reshuffle in every epoch; none: the order of the files, as
+    in Megatron."""
+    date: str = "2024-07-26"
+    """Date passed to chat templates that use the current date, so that tokens do not depend on
+    the day (the default is that of Llama 3.1's template)."""
+
+    def used(self) -> bool:
+        """Return whether the run reads conversations."""
+        return bool(self.path) or self.mock_conversations is not None
+
+
+def sft_problems(sft: SFTConfig) -> list[str]:
+    """Return the violated rules as error messages. Accesses no file."""
+    problems = []
+    if sft.path and sft.mock_conversations is not None:
+        problems.append(
+            f"data.sft.mock_conversations={sft.mock_conversations} with "
+            f"data.sft.path={' '.join(sft.path)}: "
+            f"set only one of them."
+        )
+    if sft.mock_conversations is not None and sft.mock_conversations < 1:
+        problems.append(
+            f"data.sft.mock_conversations={sft.mock_conversations} must be 1 or more, or unset."
+        )
+    if sft.valid_path and not sft.path:
+        problems.append(
+            f"data.sft.valid_path={' '.join(sft.valid_path)} needs data.sft.path, the training "
+            "split. Set data.sft.path, or remove data.sft.valid_path."
+        )
+    if sft.packs is not None and sft.packing != SFTConfig().packing:
+        problems.append(
+            f"data.sft.packing={sft.packing} with data.sft.packs={sft.packs}: the file already "
+            "assigns conversations to rows. Remove one of them."
+        )
+    if not _is_date(sft.date):
+        problems.append(f"data.sft.date={sft.date!r} must be an ISO date such as 2024-07-26.")
+    return problems
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
 
 Sampler = Literal["sequential", "cyclic", "cyclic_per_rank"]
 SPLIT_NAMES = ("train", "valid", "test")
@@ -260,3 +406,52 @@ def _number_problems(data: DataConfig) -> list[str]:
     return problems + mock_problems(
         data.mock_lengths, most=data.mock_max_tokens - 1, used=data.mock
     )
+
+
+# Settings of `megalith prepare`: input, tokenization, output.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareConfig:
+    """Tokenization of text files into one token store (.bin/.idx) per key."""
+
+    input: tuple[str, ...]
+    """Files, folders (all files below them, by name) and globs. Files ending in .gz and .zst are
+    decompressed."""
+    output: str
+    """Output prefix: OUTPUT.bin and OUTPUT.idx, or OUTPUT_KEY.bin and .idx with several keys. A
+    .tokenizer.yaml file beside them names the tokenizer."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """Tokenizer."""
+    format: Literal["auto", "jsonl", "text"] = "auto"
+    """Input format. jsonl: each line is a JSON object and a document; text: each file is a
+    document; auto: by the file extension."""
+    keys: tuple[str, ...] = ("text",)
+    """JSON keys whose text is tokenized, each into its own store."""
+    append_eod: bool = True
+    """Append the end-of-document token to every document that is not empty."""
+    workers: int = 1
+    """Number of tokenizer processes. The output does not depend on it."""
+    strict: bool = False
+    """Raise an error at the first line or file that cannot be used. Off: skip and count it."""
+    resume: bool = False
+    """Continue an interrupted `prepare` of the same files and settings."""
+    overwrite: bool = False
+    """Overwrite an existing store, or an unfinished one of another `prepare`, of the same name."""
+
+
+def prepare_problems(config: PrepareConfig) -> list[str]:
+    """Return the violated rules as error messages. Accesses no file."""
+    problems = tokenizer_problems(config.tokenizer)
+    if not config.input:
+        problems.append(f"input={config.input} is empty. Use one or more files, folders or globs.")
+    if not config.keys or len(set(config.keys)) < len(config.keys):
+        problems.append(f"keys={config.keys}: use one or more different keys.")
+    if config.workers < 1:
+        problems.append(f"workers={config.workers} must be 1 or more.")
+    if config.resume and config.overwrite:
+        problems.append(
+            "resume=True and overwrite=True exclude each other. Use resume to continue, or "
+            "overwrite to start again."
+        )
+    return problems

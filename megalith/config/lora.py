@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.model import ModelConfig
-from megalith.config.suggest import did_you_mean
+from megalith.errors import did_you_mean
 
 EVERY = "linear"
 """Target that selects every linear layer of attention and MLP."""

@@ -1,19 +1,355 @@
-"""Model configuration: the sizes and choices that define the parameters and the forward pass of
-a decoder-only transformer."""
+"""Model configuration: the sizes and choices that define the parameters and the forward pass of a
+decoder-only transformer: attention, RoPE, MLA, MTP, muP, dropout."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, TypeVar
 
-from megalith.config.attention import AttentionConfig
-from megalith.config.cross import CrossConfig
-from megalith.config.dropout import DropoutConfig
-from megalith.config.layers import EQUAL_LAYERS, LayerPart, LayersConfig
-from megalith.config.mla import MLAConfig
 from megalith.config.moe import MoEConfig
-from megalith.config.mtp import MTPConfig
-from megalith.config.mup import MuPConfig
-from megalith.config.relative import RelativeConfig
-from megalith.config.rope import RopeConfig
+
+# Attention settings: QK norms, softmax scale, masks, sliding windows, attention sinks and
+# gates.
+
+QKNorm = Literal["none", "head", "whole", "l2"]
+"""Normalization of queries and keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """Attention mechanism: scores, masks, norms and gates."""
+
+    qk_norm: QKNorm = "none"
+    """Normalization of queries and keys. head: over the features of each head, with one weight
+    shared by all heads; whole: over the features of all heads; l2: over those of each head,
+    without a weight."""
+
+    qk_norm_eps: float | None = None
+    """Epsilon of the QK norms. Unset: the model's norm_eps."""
+
+    qk_norm_layers: tuple[bool, ...] = ()
+    """Layers with QK norms, as a pattern that repeats over the layers. Empty: all."""
+
+    scale: float | None = None
+    """Softmax scale, by which attention scores are multiplied. Unset: 1 / sqrt(head_dim)."""
+
+    softcap: float | None = None
+    """Soft cap of attention scores s: softcap * tanh(s / softcap). Unset: no cap."""
+
+    causal: bool = True
+    """Causal attention mask. Off: each token attends to its whole document."""
+
+    window: int | None = None
+    """Sliding-window size in tokens, including the token itself. Without `causal`, the window
+    also covers as many tokens after it. Unset: full attention."""
+
+    window_right: int | None = None
+    """Without `causal`: number of tokens after a token that it attends to in layers with a
+    window. Unset: window - 1. To limit only this side, set `window` to the length of the
+    longest document."""
+
+    window_layers: tuple[bool, ...] = ()
+    """Layers with the sliding window, as a pattern that repeats over the layers. Empty: all."""
+
+    chunked: bool = False
+    """Chunked attention: documents are split into chunks of `window` tokens, and a token attends
+    only to its own chunk. Source: Meta 2025, the Llama 4 release."""
+
+    sinks: bool = False
+    """Attention sinks: a learned logit per head is included in the softmax denominator. Source:
+    arXiv:2309.17453."""
+
+    off_by_one: bool = False
+    """Include a logit of 0 in the softmax denominator, exp(s) / (1 + sum of exp(s)), so that a
+    head can attend to nothing. Source: Miller 2023, "Attention is off by one"."""
+
+    gated: bool = False
+    """Multiply each head's output by the sigmoid of a projection of the layer's input. Source:
+    arXiv:2505.06708."""
+
+
+def list_attention_warnings(attention: AttentionConfig) -> list[str]:
+    """Return a warning for the start of a run if attention is not causal."""
+    if attention.causal:
+        return []
+    return [
+        "model.attention.causal=false: every token attends to its own label, so the loss measures "
+        "copying; set model.attention.causal=true to train a language model"
+    ]
+
+
+# Rotary position embedding (RoPE): base frequency, layers and context extension.
+
+RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
+"""Methods of context extension."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding and its context extension.
+
+    Source: Su et al. 2021, arXiv:2104.09864; linear: Chen et al. 2023, arXiv:2306.15595; yarn: Peng
+    et al. 2023, arXiv:2309.00071; longrope: Ding et al. 2024, arXiv:2402.13753; llama3: the Llama
+    3.1 release; dynamic: base changed with the length (NTK-aware).
+    """
+
+    theta: float = 10_000.0
+    """Base of the frequencies: pair i of d rotary features rotates by position * theta ** (-2 i
+    / d)."""
+
+    local_theta: float | None = None
+    """Base of the frequencies in layers with a sliding window, to which `scaling` is then not
+    applied. Unset: theta."""
+
+    fraction: float = 1.0
+    """Fraction of each head's features, from the first, to which RoPE is applied (partial
+    rotary)."""
+
+    interleaved: bool = False
+    """Rotate features 2 i and 2 i + 1 as a pair, as GPT-J does. Off: features i and i + d / 2."""
+
+    skip: tuple[bool, ...] = ()
+    """Layers without RoPE (NoPE), as a pattern that repeats over the layers: (no, no, no, yes)
+    is every fourth layer. Empty: none."""
+
+    skip_growth: float = 0.0
+    """Attention temperature of layers without RoPE: queries are multiplied by 1 + skip_growth *
+    ln(1 + floor((position + 1) / skip_step)), so that attention does not flatten over long
+    contexts; 0: off. Source: Nakanishi 2025, arXiv:2501.19399."""
+
+    skip_step: int = 8192
+    """Number of tokens of a document after which the attention temperature changes."""
+
+    sections: tuple[int, ...] = ()
+    """Multimodal RoPE: number of pairs that rotate by time, by height and by width. Empty: one
+    position per token. Source: arXiv:2409.12191."""
+
+    scaling: RopeScaling = "none"
+    """Context extension. linear: divide positions by `factor`; dynamic: raise theta with the
+    sequence length; llama3: stretch long wavelengths; yarn: stretch wavelengths longer than
+    the original context; longrope: a factor per pair. yarn and longrope also scale attention."""
+
+    factor: float = 8.0
+    """Ratio of the extended to the original context length; not used with scaling none."""
+
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original_max_position / low_freq_factor are stretched by the
+    full factor."""
+
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original_max_position / high_freq_factor are unchanged."""
+
+    original_max_position: int = 8192
+    """llama3, yarn, dynamic, longrope: context length of pretraining, in tokens."""
+
+    beta_fast: float = 32.0
+    """yarn: pairs with more rotations than this over the original context are unchanged."""
+
+    beta_slow: float = 1.0
+    """yarn: pairs with fewer rotations than this over the original context are stretched by the
+    full factor."""
+
+    whole_pairs: bool = True
+    """yarn: round the first and last pair of the interpolation range to whole numbers."""
+
+    attention_factor: float | None = None
+    """yarn, longrope: factor applied to queries and keys. Unset: 0.1 ln(factor) + 1 with yarn,
+    sqrt(1 + ln(factor) / ln(original_max_position)) with longrope."""
+
+    short_factors: tuple[float, ...] = ()
+    """longrope: divisor of each pair's angles in documents of at most original_max_position
+    tokens."""
+
+    long_factors: tuple[float, ...] = ()
+    """longrope: divisor of each pair's angles in longer documents."""
+
+
+# Multi-head latent attention (MLA): sizes of the latent vectors and of the heads.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLAConfig:
+    """Multi-head latent attention: keys and values of all heads are projected from one latent
+    vector per token.
+
+    Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.
+    """
+
+    kv_rank: int
+    """Size of the latent vector of keys and values."""
+
+    q_rank: int | None = None
+    """Size of the latent vector of queries. Unset: queries are projected from the layer's input
+    directly."""
+
+    nope_dim: int = 128
+    """Size per head of the part of queries and keys without RoPE."""
+
+    rope_dim: int = 64
+    """Size per head of the part of queries and keys with RoPE; this part of the keys is shared
+    by all heads."""
+
+    value_dim: int = 128
+    """Size of values per head."""
+
+    norms: bool = True
+    """Normalize the two latent vectors, as published models do."""
+
+    norm_eps: float = 1e-6
+    """Epsilon of the norms of the latent vectors, whose type is `model.norm`."""
+
+    yarn_mscale: float | None = None
+    """With yarn: attention scores are multiplied by (0.1 yarn_mscale ln(rope.factor) + 1)
+    squared. Unset: not scaled."""
+
+
+# Cross-layer attention: later layers attend to the hidden states of an earlier layer.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossConfig:
+    """Layers with a second attention, to the hidden states of an earlier layer (the cross-layer
+    source).
+
+    The attention mask is that of self-attention without a window. Each layer projects its own keys
+    and values from the source, which is normalized once. Source: Sun et al. 2024, arXiv:2405.05254,
+    where layers share keys and values; the layer is the decoder layer of Vaswani et al. 2017,
+    arXiv:1706.03762, section 3.1.
+    """
+
+    memory: int
+    """Number of layers after which the hidden states are taken as the source; 0: the input of
+    the first layer."""
+
+    layers: tuple[bool, ...] = ()
+    """Layers that attend to the source, as a pattern that repeats from layer number `memory` on.
+    Empty: all of them."""
+
+
+# Relative position biases: a learned bias per head and distance bucket, added to attention
+# scores.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelativeConfig:
+    """Relative position biases, shared by all layers.
+
+    Source: Raffel et al. 2020, arXiv:1910.10683, section 2.1.
+    """
+
+    buckets: int = 32
+    """Number of distance buckets. Small distances have one bucket each, larger ones share
+    buckets. Without a causal mask, keys after the query use the second half."""
+
+    max_distance: int = 128
+    """Distance in tokens from which all distances share the last bucket."""
+
+
+# Multi-token prediction (MTP) settings.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPConfig:
+    """Multi-token prediction: additional layers that predict the tokens after the next one.
+
+    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2.
+    """
+
+    num_layers: int = 0
+    """Number of MTP layers, each of which predicts one more token after the next; 0: none."""
+
+    loss_weight: float = 0.1
+    """Weight of the mean MTP loss in the total loss."""
+
+
+# Maximal update parametrization (muP): initialization and learning rates that transfer from a
+# narrow to a wide model.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuPConfig:
+    """Maximal update parametrization (muP). With m = hidden_size / base_hidden_size, weight
+    matrices of layers are initialized with std / sqrt(m), logits are divided by m, and so are
+    Adam's learning rate and eps of these matrices; with SGD the learning rate of all other
+    parameters is multiplied by m. Embeddings, vectors and the output head are initialized as in
+    the base model.
+
+    Source: Yang et al. 2022, arXiv:2203.03466, table 8; Lingle 2024, arXiv:2404.05728.
+    """
+
+    base_hidden_size: int
+    """Hidden size of the base model, on which init_std and the learning rate were tuned."""
+
+    base_head_dim: int | None = None
+    """Head size of the base model, at which attention scores are scaled as without muP. Unset:
+    scores are divided by head_dim ** attention_scale_power."""
+
+    attention_scale_power: float = 1.0
+    """Exponent p of the attention scale sqrt(base_head_dim) / head_dim ** p."""
+
+
+# Dropout probabilities.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropoutConfig:
+    """Dropout probabilities. The masks depend on seed, step, layer, token and feature only, so
+    they are the same under every parallel layout, in recomputation and after a resume."""
+
+    embedding: float = 0.0
+    """Dropout probability of the embeddings."""
+
+    residual: float = 0.0
+    """Dropout probability of the outputs of attention and MLP."""
+
+    attention: float = 0.0
+    """Dropout probability of the attention weights."""
+
+    def is_enabled(self) -> bool:
+        """Return whether any probability is above 0."""
+        return max(self.embedding, self.residual, self.attention) > 0
+
+
+def dropout_problems(dropout: DropoutConfig) -> list[str]:
+    """Return the violated rules as error messages."""
+    shares = {field.name: getattr(dropout, field.name) for field in fields(dropout)}
+    return [
+        f"model.dropout.{name}={p} must be a probability, at least 0 and below 1. Use 0.1."
+        for name, p in shares.items()
+        if not 0 <= p < 1
+    ]
+
+
+# Settings of layers that differ from each other, as patterns repeated over the layers.
+
+LayerPart = Literal["full", "linear", "none"]
+"""Attention or MLP of a layer: full, a linear layer [h, h] in its place, or none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersConfig:
+    """Layers of different kinds or sizes. Each field is a pattern that repeats over the layers;
+    empty means that all layers are equal.
+
+    Source: Bercovich et al. 2024, arXiv:2411.19146 (Puzzle), section 3.1.
+    """
+
+    attention: tuple[LayerPart, ...] = ()
+    """Attention of each layer. full: attention; linear: a linear layer in its place, with the
+    same norms; none: neither attention nor its norms."""
+
+    mlp: tuple[LayerPart, ...] = ()
+    """MLP of each layer. full: MLP; linear: a linear layer in its place, with the same norms;
+    none: neither the MLP nor its norms."""
+
+    num_kv_heads: tuple[int, ...] = ()
+    """Number of KV heads of each layer; model.num_kv_heads is the largest."""
+
+    ffn_hidden_size: tuple[int, ...] = ()
+    """Intermediate size of each layer's MLP; model.ffn_hidden_size is the largest."""
+
+
+EQUAL_LAYERS = LayersConfig()
+"""Default: all layers are equal."""
+
 
 T = TypeVar("T")
 

@@ -1,10 +1,75 @@
-"""Parallelism: sizes of the parallel groups, communication overlap, ZeRO and gradient buckets."""
+"""Parallelism: sizes of the parallel groups, context parallelism, pipeline, activation
+checkpointing, communication overlap, ZeRO and gradient buckets."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megalith.config.context import ContextConfig
-from megalith.config.pipeline import PipelineConfig
+# Context parallelism: how tokens are split over ranks, and how attention communicates.
+
+ContextKind = Literal["ring", "gather", "a2a", "a2a+ring"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextConfig:
+    """Context parallelism settings; ignored with parallel.cp=1."""
+
+    kind: ContextKind = "ring"
+    """Communication of attention. ring: ring attention, keys and values are sent around the
+    ring; gather: keys and values are all-gathered; a2a: all-to-all of heads (Ulysses);
+    a2a+ring: a2a among neighboring ranks, ring across them."""
+
+    layers: tuple[ContextKind, ...] = ()
+    """Kind of each layer, if layers differ. Empty: `kind` for all."""
+
+    a2a: int | None = None
+    """a2a+ring: number of neighboring ranks in the all-to-all; the ring has cp / a2a ranks.
+    Unset: a2a+ring is not used."""
+
+    slicing: Literal["row", "document"] = "row"
+    """Load-balanced (zig-zag) split: each rank gets an early and a late chunk of each row, or of
+    each document."""
+
+
+# Pipeline parallelism: stages and schedule.
+
+ScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """Pipeline stages and schedule; ignored with parallel.pp=1 and vpp=1."""
+
+    schedule: ScheduleName = "auto"
+    """Pipeline schedule. auto: 1f1b, or interleaved if vpp > 1. zb-h1, zb-v and dualpipe-v (zero
+    bubble) split the backward into input and weight gradients; zb-v and dualpipe-v place two
+    model chunks per rank in a V shape."""
+
+    vpp: int = 1
+    """Virtual pipeline size: model chunks per rank. A larger value gives a smaller bubble and
+    more communication."""
+
+    group: int | None = None
+    """interleaved: number of consecutive microbatches that a rank runs through one chunk before
+    it switches to the next. Unset: pp."""
+
+    layout: str | None = None
+    """Stage layout as a string: E embedding, t transformer layer, m MTP layer, L loss; `|` ends
+    a stage; `t*3` and `(tt|)*2` repeat. Unset: an even split, with all MTP layers in the
+    stage of the loss."""
+
+    first_layers: int | None = None
+    """Number of layers of the first pipeline rank, over all its chunks. Unset: an even share."""
+
+    last_layers: int | None = None
+    """Number of layers of the last pipeline rank, over all its chunks. Unset: an even share."""
+
+    count_embedding: bool = False
+    """Count the embedding as one layer in the even split, so that the first stage has one layer
+    less."""
+
+    count_loss: bool = False
+    """Count the loss as one layer in the even split, so that the last stage has one layer less."""
+
 
 CollectiveMatmulName = Literal["auto", "ring_exchange", "fused"]
 DispatcherName = str
@@ -98,3 +163,65 @@ class ParallelConfig:
     timeout_seconds: float = 600.0
     """Timeout of a collective in seconds, after which the run ends with an error that names the
     ranks that did not join it."""
+
+
+# Activation checkpointing (recomputation in backward) and activation offload to host memory.
+
+RecomputedModule = Literal[
+    "core_attention", "norm", "mlp", "mlp_act", "shared_experts", "mla_up_proj"
+]
+"""Modules for selective recomputation. In a mixture of experts, `mlp` is the whole block
+including communication; `mlp_act` is the activation of the shared experts (routed experts
+never save theirs); `shared_experts` is the whole shared MLP, redundant with `mlp`.
+`mla_up_proj` is latent attention from the latent vectors to the heads' outputs: up
+projections, RoPE and core_attention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeConfig:
+    """Activation checkpointing: what is recomputed in backward. Source: Korthikanti et al. 2022,
+    arXiv:2205.05198, section 5."""
+
+    granularity: Literal["none", "full", "selective", "auto"] = "none"
+    """What is recomputed. none: nothing; full: whole layers, of which only the inputs are saved;
+    selective: `modules` of every layer; auto: the cheapest of these with which the run fits
+    on `device`."""
+
+    device: str | None = None
+    """auto: device whose memory must suffice: a100, h100, h200, b200, or a size in GiB. Unset
+    with the other granularities."""
+
+    method: Literal["uniform", "block"] = "uniform"
+    """full: which layers are recomputed. uniform: all layers, in chunks of num_layers; block:
+    only the first num_layers of each stage."""
+
+    num_layers: int = 1
+    """full: layers per chunk (uniform), or number of recomputed layers per stage (block)."""
+
+    modules: tuple[RecomputedModule, ...] = ("core_attention",)
+    """selective: modules to recompute."""
+
+    mlp_chunks: int = 1
+    """selective, with mlp among `modules`: number of chunks into which a rank's tokens of a
+    microbatch are split for the MLP, forward and backward, so that intermediate activations
+    of only one chunk exist at a time. A mixture of experts is not split."""
+
+    shard_inputs: bool = False
+    """full: shard each saved input over the tensor-parallel ranks; needs tp > 1 without sp."""
+
+    check: bool = False
+    """Compare all recomputed values with the original ones and raise an error if they are not
+    bitwise equal; slow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig:
+    """Activation offload: saved activations are copied to host memory between forward and
+    backward."""
+
+    layers: int = 0
+    """Number of layers, from the first of each stage, whose saved activations are offloaded to
+    host memory; 0: none."""
+
+    min_numel: int = 1 << 20
+    """Minimum number of elements of an offloaded tensor; smaller ones stay on the device."""

@@ -9,10 +9,8 @@ from megalith.config.data import DataConfig
 from megalith.config.kernels import KernelSetting
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
-from megalith.config.optim import OptimConfig, PrecisionConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.config.schedule import ScheduleConfig
+from megalith.config.optim import OptimConfig, PrecisionConfig, ScheduleConfig
+from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megalith.config.tokenizer import TokenizerConfig, locate_tokenizer
 from megalith.config.tree import load_yaml
 

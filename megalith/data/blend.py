@@ -8,8 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.data.cache import Arrays
-from megalith.data.documents import DocumentDataset
-from megalith.data.loops import compile_if_long, compute_exhaustive_order, compute_weighted_order
+from megalith.data.index_loops import (
+    compile_if_long,
+    compute_exhaustive_order,
+    compute_weighted_order,
+)
+from megalith.data.pretrain import DocumentDataset
 from megalith.data.sample import Dataset, HasDocumentLengths, Row
 from megalith.errors import DataError
 

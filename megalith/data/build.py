@@ -29,10 +29,15 @@ from megalith.data.blend import (
     order_arrays,
 )
 from megalith.data.cache import load_or_build
-from megalith.data.documents import DocumentDataset
 from megalith.data.indexed import IndexedDataset, missing_store_message
-from megalith.data.mock import MockStore
-from megalith.data.pretrain import PretrainDataset, WindowPlan, build_extended_dataset, check_ids
+from megalith.data.pretrain import (
+    DocumentDataset,
+    MockStore,
+    PretrainDataset,
+    WindowPlan,
+    build_extended_dataset,
+    check_ids,
+)
 from megalith.data.sample import Dataset, TokenStore
 from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import Tokenizer

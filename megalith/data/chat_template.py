@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalith import storage
-from megalith.config.sft import BUILT_IN_TEMPLATES
-from megalith.config.suggest import did_you_mean
+from megalith.config.data import BUILT_IN_TEMPLATES
 from megalith.data.huggingface import find_tokenizer_file
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import DataError
+from megalith.errors import DataError, did_you_mean
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from megalith import storage
-from megalith.data.corpus import LineBlock, Position, Source, find_sources, read_blocks
-from megalith.data.parquet import read_rows
+from megalith.data.corpus import LineBlock, Position, Source, find_sources, read_blocks, read_rows
 from megalith.errors import DataError
 from megalith.plan.keys import key
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megalith import storage
 from megalith.config.tokenizer import MERGES, VOCABULARY, find_merges_file
-from megalith.data.marked import TokenSpans
+from megalith.data.special_tokens import TokenSpans
 from megalith.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from megalith.config.data import DataConfig, Sampler
 from megalith.config.model import ModelConfig
-from megalith.data.packs import pack_documents, token_numbers
-from megalith.data.row_masks import row_masks, with_row_masks
+from megalith.data.packs import pack_documents, row_masks, token_numbers, with_row_masks
 from megalith.data.sample import Dataset, HasDocumentLengths, PackedSample, Row, Sample
 from megalith.errors import DataError
-from megalith.kernels.tokens import (
+from megalith.kernels.packed import (
     DropoutKey,
     PackedSeqParams,
     tokens_of_lengths,
@@ -32,9 +31,10 @@ from megalith.plan.batch_assignment import (
     DocumentCost,
     TokenBudget,
     assign_rows,
+    cyclic_sample_ids,
     imbalance,
+    sample_ids,
 )
-from megalith.plan.batches import cyclic_sample_ids, sample_ids
 from megalith.plan.context import WHOLE, Slicing, plan_slices
 from megalith.plan.packing import (
     documents_from_eod,

@@ -1,14 +1,17 @@
 """Pretraining samples: shuffled documents are concatenated and split into windows, which are
-shuffled.
+shuffled; datasets of whole documents and of mock documents.
 
 The order depends on the document lengths, the sequence length, the number of samples and a seed.
 The random draws are Megatron's, so that the same corpus yields the same samples.
 """
 
+import hashlib
 import logging
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalith import storage
+from megalith.config.data import MockLengths, Overlong
 from megalith.data.cache import Arrays, load_or_build
-from megalith.data.loops import compile_if_long, compute_sample_index
-from megalith.data.sample import Sample, TokenStore
+from megalith.data.index_loops import compile_if_long, compute_sample_index
+from megalith.data.sample import PackedSample, Sample, TokenStore
 from megalith.errors import DataError
+from megalith.plan.keys import key
 
 _log = logging.getLogger(__name__)
 
@@ -307,3 +313,215 @@ def check_ids(ids: NDArray[Any], vocab_size: int, name: str) -> None:
                 "tokenizer that wrote "
                 f"the data, or set the model's vocabulary to its size."
             )
+
+
+# Dataset whose samples are whole documents, in a new random order each epoch.
+
+
+class DocumentDataset:
+    """One split of one store; sample k is one document, determined by k alone."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        *,
+        share: tuple[float, float] = (0.0, 1.0),
+        split: str = "train",
+        seq_len: int,
+        overlong: Overlong,
+        seed: int,
+        num_samples: int | None,
+        vocab_size: int,
+    ) -> None:
+        """`num_samples`: the minimum, rounded up to whole epochs; None: one epoch.
+
+        Raises:
+            DataError: the split has no usable document, or a document is too long and
+                overlong=error.
+        """
+        self._store, self._split, self._seed, self._vocab_size = store, split, seed, vocab_size
+        self.name = store.name
+        self._first, end = split_range(share, len(store.sequence_lengths))
+        self._lengths, self._kept, self._excluded = _select_documents(
+            store.sequence_lengths[self._first : end],
+            seq_len,
+            overlong,
+            f"the {split} split of {store.name}",
+        )
+        epochs = 1 if num_samples is None else max(-(-num_samples // len(self._kept)), 1)
+        self._orders: dict[int, NDArray[np.int64]] = {}
+        self.num_samples = epochs * len(self._kept)
+        self.fingerprint = (
+            f"documents {store.fingerprint} sequences={self._first}:{end} seq_len={seq_len} "
+            f"overlong={overlong} "
+            f"seed={seed}"
+        )
+
+    @property
+    def report(self) -> str:
+        """How many documents are read, truncated and dropped."""
+        mean = self._lengths[self._kept].mean()
+        return f"{len(self._kept):,} documents of {mean:,.1f} tokens on average{self._excluded}"
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def document_lengths(self, k: int) -> tuple[int, ...]:
+        """Return the number of input tokens of document k."""
+        return (int(self._lengths[self._document_index(k)]),)
+
+    def sample(self, k: int) -> PackedSample:
+        """Return document k as a row of its own length; its last token is only a label.
+
+        Raises:
+            DataError: there is no sample k, or a token id is outside the vocabulary.
+        """
+        number = self._document_index(k)
+        length = int(self._lengths[number])
+        ids = self._store.get(self._first + number, 0, length + 1).astype(np.int64)
+        check_ids(ids, self._vocab_size, self._store.name)
+        return PackedSample(ids[:-1], ids[1:], (length,), length)
+
+    def _document_index(self, k: int) -> int:
+        """Return the index of the document in the split."""
+        if not 0 <= k < self.num_samples:
+            raise DataError(
+                f"the {self._split} split of {self._store.name} has {self.num_samples} documents, "
+                f"and document {k} was requested. Use more data, or set train.steps to a lower "
+                "value."
+            )
+        epoch, place = divmod(k, len(self._kept))
+        if epoch not in self._orders:
+            draw = np.random.default_rng(key(self._seed, "documents", "epoch", epoch))
+            self._orders = {epoch: draw.permutation(self._kept)} | {
+                near: order for near, order in self._orders.items() if abs(near - epoch) == 1
+            }
+        return int(self._orders[epoch][place])
+
+
+def _select_documents(
+    sequences: NDArray[np.int32], seq_len: int, overlong: Overlong, name: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64], str]:
+    """Return the input tokens of each document, the usable documents, and a text about the others.
+
+    Raises:
+        DataError: no document is usable, or one is too long and `overlong` is error.
+    """
+    lengths = np.maximum(sequences.astype(np.int64) - 1, 0)
+    long, short = lengths > seq_len, lengths == 0
+    if overlong == "error" and long.any():
+        first = int(np.flatnonzero(long)[0])
+        raise DataError(
+            f"{name}: document {first} has {int(lengths[first]) + 1} tokens, and "
+            f"train.seq_len={seq_len} "
+            f"allows {seq_len + 1} with the last label; {int(long.sum())} of {len(long)} are too "
+            "long. Set train.seq_len "
+            f"to {int(lengths.max())}, or data.overlong to truncate or drop."
+        )
+    kept = np.flatnonzero(~short & ~long if overlong == "drop" else ~short).astype(np.int64)
+    if len(kept) == 0:
+        raise DataError(
+            f"{name} has {len(kept)} usable documents of {len(lengths)}: {int(long.sum())} are "
+            "too long for "
+            f"train.seq_len={seq_len}, and {int(short.sum())} have no token to predict. Use more "
+            f"data, or set data.overlong=truncate."
+        )
+    counts = {
+        "truncated": int(long.sum()) if overlong == "truncate" else 0,
+        "dropped as too long": int(long.sum()) if overlong == "drop" else 0,
+        "dropped with nothing to predict": int(short.sum()),
+    }
+    excluded = "".join(f", {count:,} {reason}" for reason, count in counts.items() if count)
+    return np.minimum(lengths, seq_len), kept, excluded
+
+
+# Mock dataset of counting documents, for runs without data files.
+
+
+@dataclass(frozen=True)
+class MockStore:
+    """Mock token store; a document of length L is 1, 2 … L-1 modulo the vocabulary size, then the
+    end token.
+
+    The default lengths and contents are those of Megatron's mock data, so that both read the same
+    samples.
+    """
+
+    vocab_size: int
+    eod: int
+    num_documents: int = 100_000
+    max_tokens: int = 4096
+    lengths: MockLengths = field(default_factory=MockLengths)
+
+    @property
+    def name(self) -> str:
+        """Name in messages."""
+        return "the mock corpus"
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that changes when the tokens do."""
+        sizes = f"documents={self.num_documents},max={self.max_tokens}"
+        contents = f"{sizes},vocab={self.vocab_size},eod={self.eod}"
+        if self.lengths.kind == "uniform":
+            return f"mock({contents})"
+        digest = hashlib.blake2b(self.sequence_lengths.tobytes(), digest_size=16).hexdigest()
+        return f"mock({contents},lengths={digest})"
+
+    @cached_property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """int32 [num_documents]: from 1 to max_tokens - 1, or read from a file.
+
+        Raises:
+            DataError: the file of lengths is missing or invalid.
+        """
+        draw, count = np.random.default_rng(0), self.num_documents
+        if self.lengths.kind == "file":
+            assert self.lengths.path is not None
+            return np.resize(read_lengths(self.lengths.path), count)
+        if self.lengths.kind == "lognormal":
+            assert self.lengths.mean is not None
+            return lognormal_lengths(self.lengths, draw, count, most=self.max_tokens - 1)
+        return draw.integers(1, self.max_tokens, size=count, dtype=np.int32)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[np.int64]:
+        """Return `length` tokens of document `index` from `offset` on."""
+        total = int(self.sequence_lengths[index])
+        end = total if length is None else offset + length
+        tokens = np.arange(offset + 1, end + 1, dtype=np.int64) % self.vocab_size
+        if end == total and end > offset:
+            tokens[-1] = self.eod
+        return tokens
+
+
+def lognormal_lengths(
+    lengths: MockLengths, draw: np.random.Generator, count: int, *, most: int
+) -> NDArray[np.int32]:
+    """Return [count] lognormal integers; `lengths.mean` is the mean before clipping."""
+    assert lengths.mean is not None
+    drawn = draw.lognormal(math.log(lengths.mean) - lengths.sigma**2 / 2, lengths.sigma, count)
+    return np.clip(np.rint(drawn), lengths.shortest, most).astype(np.int32)
+
+
+def read_lengths(path: str) -> NDArray[np.int32]:
+    """Read lengths from a file.
+
+    Raises:
+        DataError: the file does not exist, or does not contain positive integers.
+    """
+    try:
+        words = storage.read_text(Path(path)).replace(",", " ").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"data.mock_lengths.path={path} cannot be read ({error}). Set it to a text file of "
+            "integers."
+        ) from error
+    wrong = next(
+        (word for word in words if not (word.isdecimal() and 1 <= int(word) < 2**31)), None
+    )
+    if wrong is not None or not words:
+        raise DataError(
+            f"data.mock_lengths.path={path} contains {wrong if words else 'nothing'!r}: expected "
+            "positive integers. Example: 17 240 1003."
+        )
+    return np.array(words, np.int64).astype(np.int32)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.data.marked import TokenSpans, encode_parts, spans_of_parts
+from megalith.data.special_tokens import TokenSpans, encode_parts, spans_of_parts
 from megalith.errors import DataError
 
 MODEL = "tokenizer.model"

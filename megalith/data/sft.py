@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.config.data import DataConfig
-from megalith.config.sft import SFTConfig
+from megalith.config.data import DataConfig, SFTConfig
 from megalith.data.cache import Arrays, load_or_build
 from megalith.data.chat_template import ChatTemplate, TextPiece, find_template
 from megalith.data.conversations import (
@@ -28,14 +27,14 @@ from megalith.data.pretrain import check_ids
 from megalith.data.sample import PackedSample
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
-from megalith.plan.fill import (
+from megalith.plan.keys import key
+from megalith.plan.packing import (
     PackedDocuments,
     pack_best_fit_decreasing,
     pack_by_group,
     pack_in_order,
     pack_one_per_row,
 )
-from megalith.plan.keys import key
 
 _log = logging.getLogger(__name__)
 _LOG_SECONDS = 30.0

@@ -15,7 +15,12 @@ from numpy.typing import NDArray
 
 from megalith import storage
 from megalith.config.tokenizer import SplitPattern
-from megalith.data.marked import TokenSpans, char_spans_of_bytes, encode_parts, spans_of_parts
+from megalith.data.special_tokens import (
+    TokenSpans,
+    char_spans_of_bytes,
+    encode_parts,
+    spans_of_parts,
+)
 from megalith.errors import DataError
 
 PATTERNS: dict[SplitPattern, str] = {

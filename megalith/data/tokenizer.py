@@ -16,12 +16,17 @@ from megalith.config.tokenizer import (
     tokenizer_problems,
 )
 from megalith.data.huggingface import END_OF_TEXT, HuggingFaceTokenizer, find_tokenizer_file
-from megalith.data.marked import TokenSpans, char_spans_of_bytes, encode_parts, spans_of_parts
 from megalith.data.sentencepiece import (
     MODEL,
     SentencePieceTokenizer,
     find_model_file,
     is_sentencepiece,
+)
+from megalith.data.special_tokens import (
+    TokenSpans,
+    char_spans_of_bytes,
+    encode_parts,
+    spans_of_parts,
 )
 from megalith.data.tiktoken import TiktokenTokenizer
 from megalith.errors import DataError, raise_all

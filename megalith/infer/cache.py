@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalith.kernels.tokens import PackedSeqParams
+from megalith.kernels.packed import PackedSeqParams
 from megalith.nn.attention import LayerCache
 
 

@@ -7,13 +7,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megalith.config.generation import SampleConfig, sample_problems
 from megalith.config.model import ModelConfig
-from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
 from megalith.infer.cache import EVERYTHING, AttentionView, KVCache, PrefixState
 from megalith.infer.sample import sample_tokens
+from megalith.kernels.packed import tokens_of_queries
 from megalith.kernels.rope import rope_length
-from megalith.kernels.tokens import tokens_of_queries
 from megalith.models.decoder import Decoder
 
 Finish = Literal["stop", "length", "context"]

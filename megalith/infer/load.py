@@ -9,27 +9,26 @@ import torch
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.kernels import Kernel
-from megalith.config.model import ModelConfig
-from megalith.config.mtp import MTPConfig
+from megalith.config.model import ModelConfig, MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
-from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
-from megalith.models.pretrained import (
+from megalith.hf.pretrained import (
     Pretrained,
     check_has_adapters,
     load_weights,
     locate_source,
     open_pretrained,
 )
-from megalith.models.release import release_run
+from megalith.hf.release import release_run
+from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
 from megalith.nn.kernels import use_kernels
 from megalith.nn.mlp import chunk_prefill_mlps
 from megalith.parallel.mesh import Mesh
-from megalith.plan.experts import expert_layout_problems
 from megalith.plan.grid import divisors
-from megalith.train.rules import check_kv_heads_fit_tp, model_problems
+from megalith.rules.moe import expert_layout_problems
+from megalith.rules.run import check_kv_heads_fit_tp, model_problems
 
 MTP_PARAMETERS = ("mtp.*",)
 """Parameters of MTP layers, which are not loaded for generation."""

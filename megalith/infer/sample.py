@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megalith.config.sample import SampleConfig
+from megalith.config.generation import SampleConfig
 from megalith.errors import CheckpointError
 from megalith.plan.keys import key
 

@@ -3,7 +3,7 @@ prompts."""
 
 from collections.abc import Callable, Sequence
 
-from megalith.config.sample import SampleConfig
+from megalith.config.generation import SampleConfig
 from megalith.data.tokenizer import StreamDecoder, Tokenizer, appends_eod
 from megalith.errors import DataError
 from megalith.infer.generate import Finish, GeneratedToken, generate

@@ -16,10 +16,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.config.kernels import BackendName
-from megalith.kernels import cpu
-from megalith.kernels.engine import select_backend
+from megalith.kernels import cpu_threads
+from megalith.kernels.attention.scores import WeightDropout
+from megalith.kernels.backend import select_backend
 from megalith.kernels.linear import Context
-from megalith.kernels.scores import WeightDropout
 from megalith.plan.context import KeySpans, KeyTile
 
 STEP_64, MIX_64 = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -96,8 +96,8 @@ class DroppedWeights:
         """Return the factors of a tile's attention weights, [heads of the tile, shared * rows,
         keys].
 
-        q [heads, shared, length, d] in the layout of kernels/span_attention.py: key/value heads of
-        row after row, and the query heads that share each.
+        q [heads, shared, length, d] in the layout of kernels/attention/split_kv.py: key/value heads
+        of row after row, and the query heads that share each.
         """
         head_factors, num_kv_heads, shared = [], q.shape[0] // spans.repeats, q.shape[1]
         for head in range(*heads.indices(q.shape[0])):
@@ -169,7 +169,7 @@ def _torch(x: Tensor, numbers: Tensor, p: float, key: int, first_feature: int) -
 def _loop(x: Tensor, numbers: Tensor, p: float, key: int, first_feature: int) -> Tensor:
     x = x.contiguous()
     y, hashes = torch.empty_like(x), _hash(numbers, key)
-    cpu.run(
+    cpu_threads.run(
         "dropout",
         x.dtype,
         *x.shape,

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.config.kernels import BackendName
-from megalith.kernels.engine import refuse
+from megalith.kernels.backend import refuse
 from megalith.kernels.grouped_linear import (
     BATCHED,
     FUSED,

@@ -20,13 +20,16 @@ from megalith.kernels.linear import (
     GradAccumulator,
     SavedInputPlan,
     add_product_,
+    bmm,
     forward,
+    grouped_mm,
     input_grad,
+    is_upcast,
+    mm,
     plan_saved_input,
     save,
     saved_input,
 )
-from megalith.kernels.matmul import bmm, grouped_mm, is_upcast, mm
 from megalith.kernels.recomputed import LayerInput, output_tensor
 
 HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")

@@ -13,9 +13,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.config.kernels import BackendName
-from megalith.kernels import cpu, gpu
-from megalith.kernels.engine import FusedBackend, select_backend
+from megalith.kernels import cpu_threads
+from megalith.kernels.backend import FusedBackend, select_backend
 from megalith.kernels.linear import Context
+from megalith.kernels.triton import launch
 
 
 def rms_norm(
@@ -112,7 +113,7 @@ def _select_backend(
     """Return the backend; the Triton kernels give the sum x's dtype, which equals torch's only if
     the residual has the same dtype."""
     both = (x,) if residual is None else (x, residual)
-    fits = x.shape[-1] <= gpu.WIDEST and both[-1].dtype == x.dtype
+    fits = x.shape[-1] <= launch.WIDEST and both[-1].dtype == x.dtype
     return select_backend(kernel, *both, *affine, op="norm", loops=loops, triton=fits)
 
 
@@ -357,7 +358,7 @@ def _loop_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, factor = _sum(x, residual).contiguous(), _factor(weight, zero_centered).float().contiguous()
     y, scale = torch.empty_like(x), x.new_empty(x.shape[0], 1, dtype=torch.float32)
-    cpu.run(
+    cpu_threads.run(
         "rms_norm",
         x.dtype,
         *x.shape,
@@ -383,8 +384,8 @@ def _loop_backward(
         torch.empty_like(x),
     )
     added = 0 if dtotal is None else dtotal.contiguous()
-    dweight = x.new_zeros(cpu.num_threads(x.numel()), x.shape[1], dtype=torch.float32)
-    cpu.run(
+    dweight = x.new_zeros(cpu_threads.num_threads(x.numel()), x.shape[1], dtype=torch.float32)
+    cpu_threads.run(
         "rms_norm_backward",
         x.dtype,
         *x.shape,
@@ -404,7 +405,7 @@ def _loop_backward(
 def _triton_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from megalith.kernels import triton_norm  # imports Triton
+    from megalith.kernels.triton import norm as triton_norm
 
     factor = _factor(weight, zero_centered)
     total, y, scale, _ = triton_norm.norm(
@@ -416,7 +417,7 @@ def _triton_forward(
 def _triton_backward(
     dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    from megalith.kernels import triton_norm
+    from megalith.kernels.triton import norm as triton_norm
 
     dx, dweight, _ = triton_norm.norm_backward(dy, x, weight, scale, None, dtotal)
     return dx, dweight
@@ -507,7 +508,7 @@ def _triton_layer_forward(
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`_layer_forward` in one pass, without fp32 copies."""
-    from megalith.kernels import triton_norm
+    from megalith.kernels.triton import norm as triton_norm
 
     total, y, scale, mean = triton_norm.norm(
         x, _factor(weight, zero_centered), bias, eps, residual=residual
@@ -519,7 +520,7 @@ def _triton_layer_forward(
 def _triton_layer_backward(
     dy: Tensor, x: Tensor, factor: Tensor, scale: Tensor, mean: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from megalith.kernels import triton_norm
+    from megalith.kernels.triton import norm as triton_norm
 
     dx, dweight, dbias = triton_norm.norm_backward(dy, x, factor, scale, mean, dtotal)
     assert dbias is not None

@@ -11,9 +11,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.config.kernels import BackendName
-from megalith.config.rope import RopeConfig
-from megalith.kernels import cpu
-from megalith.kernels.engine import FusedBackend, select_backend
+from megalith.config.model import RopeConfig
+from megalith.kernels import cpu_threads
+from megalith.kernels.backend import FusedBackend, select_backend
 from megalith.kernels.linear import Context
 
 
@@ -210,17 +210,21 @@ def _numba_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved
     tables = cos.contiguous(), sin.contiguous()
     pairs, strides = cos.shape[-1], (x.stride(0), x.stride(1))
     if 2 * pairs == x.shape[2] and not interleaved:
-        cpu.run("rope", x.dtype, *x.shape, *strides, sign, x, *tables, out, elements=x.numel())
+        cpu_threads.run(
+            "rope", x.dtype, *x.shape, *strides, sign, x, *tables, out, elements=x.numel()
+        )
     else:
-        loop: cpu.Loop = "rope_neighbors" if interleaved else "rope_part"
-        cpu.run(loop, x.dtype, *x.shape, pairs, *strides, sign, x, *tables, out, elements=x.numel())
+        loop: cpu_threads.Loop = "rope_neighbors" if interleaved else "rope_part"
+        cpu_threads.run(
+            loop, x.dtype, *x.shape, pairs, *strides, sign, x, *tables, out, elements=x.numel()
+        )
     return out
 
 
 def _triton_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
-    from megalith.kernels import triton_rope  # imports Triton
+    from megalith.kernels.triton import rope
 
-    return triton_rope.rotate(x, cos, sin, sign=sign, interleaved=interleaved)
+    return rope.rotate(x, cos, sin, sign=sign, interleaved=interleaved)
 
 
 ROTATE: Mapping[FusedBackend, Callable[..., Tensor]] = {

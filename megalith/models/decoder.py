@@ -9,22 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalith.config.context import ContextConfig
 from megalith.config.model import ModelConfig
-from megalith.config.parallel import DispatcherName, ParallelConfig
-from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.kernels.cross_entropy import LogitTransform
+from megalith.config.parallel import (
+    ContextConfig,
+    DispatcherName,
+    OffloadConfig,
+    ParallelConfig,
+    RecomputeConfig,
+)
+from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import output_tensor
-from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.attention import LayerCache
-from megalith.nn.block import IdentityNorm, Layer, block_of_layer
-from megalith.nn.embedding import InputEmbedding
+from megalith.nn.embedding import InputEmbedding, NoBias, RelativeBias
 from megalith.nn.init import init_param_
+from megalith.nn.layer import IdentityNorm, Layer, block_of_layer
 from megalith.nn.mtp import MTPBlock, MTPInputs, MTPLoss, mtp_acceptance_rate
 from megalith.nn.norm import Norm, build_norm, stream_dtype
-from megalith.nn.relative_bias import NoBias, RelativeBias
 from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.context import build_attend
+from megalith.parallel.cross_entropy import LogitTransform
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import LayerRunner, SpanHook
 from megalith.parallel.tensor import (
@@ -38,7 +41,7 @@ from megalith.parallel.tensor import (
     VocabParallelHead,
 )
 from megalith.parallel.tensor_overlap import RING_EXCHANGE, CollectiveMatmul
-from megalith.plan.initial import initial_values
+from megalith.plan.parameters import initial_values
 from megalith.plan.shards import Shard, split_evenly
 from megalith.plan.stages import Stage, plan_stages, single_stage, stages_of_rank, table_stages
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.attention import attention
+from megalith.kernels.attention.dispatch import attention
+from megalith.kernels.attention.scores import Scores
+from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import LayerInput
-from megalith.kernels.scores import Scores
-from megalith.kernels.tokens import PackedSeqParams
-from megalith.nn.qk_norm import build_qk_norms
+from megalith.nn.norm import build_qk_norms
 from megalith.nn.rope import build_apply_rope, build_attention_temperature
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.attention import attention
-from megalith.kernels.masks import with_masks
+from megalith.kernels.attention.dispatch import attention
+from megalith.kernels.attention.mask import AttentionMask, with_masks
+from megalith.kernels.attention.scores import Scores
+from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import LayerInput
-from megalith.kernels.scores import Scores
-from megalith.kernels.tokens import PackedSeqParams
-from megalith.kernels.visible import AttentionMask
 from megalith.nn.attention import LayerCache, output_linear
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
+from megalith.kernels.attention.scores import PLAIN, Scores, WeightDropout
 from megalith.kernels.dropout import dropout
-from megalith.kernels.scores import PLAIN, Scores, WeightDropout
-from megalith.kernels.tokens import PackedSeqParams
+from megalith.kernels.packed import PackedSeqParams
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import TPComm

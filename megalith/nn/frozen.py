@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig
-from megalith.kernels.tokens import PackedSeqParams
+from megalith.kernels.packed import PackedSeqParams
 from megalith.parallel.recompute import LayerRunner, SpanHook
 from megalith.plan.frozen import first_trained_layer, tables_trained
 

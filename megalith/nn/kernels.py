@@ -20,8 +20,8 @@ from megalith.config.kernels import (
     Op,
     expand_kernel_setting,
 )
-from megalith.kernels.matmul import select_bf16_matmul
-from megalith.kernels.span_attention import reference_span_attention
+from megalith.kernels.attention.split_kv import reference_span_attention
+from megalith.kernels.linear import select_bf16_matmul
 from megalith.parallel.context import AllGatherAttend, RingAttend, UlyssesAttend, UlyssesRingAttend
 from megalith.parallel.mesh import Mesh
 

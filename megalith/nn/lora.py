@@ -21,12 +21,12 @@ from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers
 from megalith.config.model import ModelConfig
 from megalith.kernels.dropout import dropout
 from megalith.kernels.linear import Context, linear
+from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import LayerInput, as_recomputed, output_tensor
-from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.dropout import key_of
 from megalith.nn.frozen import end_backward_at
 from megalith.nn.mla import HeadsFn, LatentAttention
-from megalith.parallel.autograd import mark_partial
+from megalith.parallel.collectives import mark_partial
 from megalith.parallel.recompute import Recomputed
 from megalith.parallel.tensor import (
     ZEROS,

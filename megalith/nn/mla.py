@@ -13,13 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megalith.config.mla import MLAConfig
-from megalith.config.model import ModelConfig
-from megalith.kernels.attention import attention
-from megalith.kernels.matmul import einsum
+from megalith.config.model import MLAConfig, ModelConfig
+from megalith.kernels.attention.dispatch import attention
+from megalith.kernels.attention.scores import Scores
+from megalith.kernels.linear import einsum
+from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import LayerInput, output_tensor
-from megalith.kernels.scores import Scores
-from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.attention import LayerCache, output_linear, scores_of_layer
 from megalith.nn.norm import build_norm
 from megalith.nn.rope import build_apply_rope

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.activation import GatedActivation, activate, gated
+from megalith.kernels.activation import GatedActivation, activate, gated, swiglu
+from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import (
     LayerInput,
     RecomputedOutput,
@@ -16,8 +17,6 @@ from megalith.kernels.recomputed import (
     output_tensor,
     split_rows,
 )
-from megalith.kernels.swiglu import swiglu
-from megalith.kernels.tokens import PackedSeqParams
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import (
     ZEROS,

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.config.parallel import DispatcherName
-from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.kernels.attention import attention
+from megalith.config.parallel import DispatcherName, OffloadConfig, RecomputeConfig
+from megalith.kernels.attention.dispatch import attention
+from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import output_tensor
-from megalith.kernels.tokens import PackedSeqParams
-from megalith.nn.block import block_of_layer
 from megalith.nn.embedding import InputEmbedding
+from megalith.nn.layer import block_of_layer
 from megalith.nn.norm import build_norm, stream_dtype
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalith.config.model import ModelConfig
-from megalith.config.rope import RopeConfig
+from megalith.config.model import ModelConfig, RopeConfig
 from megalith.errors import DataError
+from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.rope import (
     apply_rope,
     attention_factor,
@@ -18,7 +18,6 @@ from megalith.kernels.rope import (
     rope_length,
     rope_tables,
 )
-from megalith.kernels.tokens import PackedSeqParams
 
 ApplyRope = Callable[[Tensor, PackedSeqParams], Tensor]
 """Applies a layer's position embedding to queries or keys: [t, n, d] -> [t, n, d]."""

@@ -30,10 +30,10 @@ RANKS_SHOWN = 16
 BACKWARD_LANE = "backward-lane"
 """Name of the thread that runs while the main thread waits in dual-batch overlap."""
 
-_TURNS = "megalith.parallel.dual_batch"
+_TURNS = "megalith.parallel.pipeline"
 _INTERNAL_MODULES = (
     "megalith.parallel.group",
-    "megalith.parallel.autograd",
+    "megalith.parallel.collectives",
     "megalith.observe.flight",
     "torch",
     "threading",

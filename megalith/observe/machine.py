@@ -1,4 +1,5 @@
-"""Description of a machine: cores, memory, disk, GPUs and network links, and its measured speed."""
+"""Description of a machine: cores, memory, disk, GPUs and network links, its measured speed, and
+the capabilities of this installation."""
 
 import platform
 import re
@@ -11,13 +12,163 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
-from megalith.observe.capabilities import cpu_features
+from megalith.kernels import cpu_threads
+from megalith.kernels.attention.varlen import has_varlen
+from megalith.kernels.linear import HAS_BF16_KERNELS
+from megalith.kernels.triton import launch
 from megalith.observe.limits import available_cores, available_memory
+
+# Capabilities of this installation, detected by attributes, because version numbers do not
+# identify builds.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """A feature of torch, the machine or an optional package, and whether it is available."""
+
+    present: bool
+
+    purpose: str
+    """What it is used for."""
+
+    fix: str
+    """How to install it."""
+
+
+def capabilities() -> dict[str, Capability]:
+    """Return everything that the package uses from torch, the machine and optional packages, by
+    name."""
+    return _torch_capabilities() | _kernel_capabilities() | _tool_capabilities()
+
+
+def cpp_compiler() -> str | None:
+    """Return the path of the C++ compiler that torch.compile uses on a CPU; None if there is
+    none."""
+    return next((path for name in ("g++", "c++", "clang++") if (path := shutil.which(name))), None)
+
+
+def cpu_features() -> dict[str, object]:
+    """Return torch's CPU capabilities by name; empty if this torch version has no such function."""
+    read = getattr(torch.cpu, "get_capabilities", None)
+    return dict(read()) if read is not None else {}
+
+
+def has_symmetric_memory() -> bool:
+    """Return whether torch has symmetric memory and matmuls fused with collectives."""
+    name = "torch.distributed._symmetric_memory"
+    if not dist.is_available() or not torch.cuda.is_available() or find_spec(name) is None:
+        return False
+    module, operators = import_module(name), torch.ops.symm_mem
+    wanted = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+    backend = getattr(
+        module, "get_backend", lambda device: "unknown"
+    )  # older versions do not have it
+    return all(hasattr(operators, operator) for operator in wanted) and backend("cuda") is not None
+
+
+def _torch_capabilities() -> dict[str, Capability]:
+    other_torch = "install a torch build that has it"
+    distributed = dist.is_available()
+    return {
+        "gloo": Capability(
+            present=distributed and dist.is_gloo_available(),
+            purpose="several ranks on CPUs",
+            fix=other_torch,
+        ),
+        "nccl": Capability(
+            present=distributed and dist.is_nccl_available(),
+            purpose="several ranks on NVIDIA GPUs",
+            fix=other_torch,
+        ),
+        "NVIDIA GPU": Capability(
+            present=torch.cuda.is_available(),
+            purpose="training on NVIDIA GPUs",
+            fix="use a machine with one",
+        ),
+        "functional collectives": Capability(
+            present=hasattr(torch.ops, "_c10d_functional")
+            and hasattr(torch.ops._c10d_functional, "all_gather_into_tensor"),
+            purpose="tensor-parallel layers",
+            fix=other_torch,
+        ),
+        "fused AdamW": Capability(
+            present=hasattr(torch, "_fused_adamw_"),
+            purpose="one pass over the weights per step",
+            fix=other_torch,
+        ),
+        "symmetric memory": Capability(
+            present=has_symmetric_memory(),
+            purpose="parallel.collective_matmul=fused, on GPUs that read each other's memory",
+            fix="use parallel.collective_matmul=ring_exchange, or a CUDA build of torch on a "
+            "machine with "
+            "GPUs",
+        ),
+        "bf16 instructions": Capability(
+            present=torch.cuda.is_available()
+            or any(bool(on) for key, on in cpu_features().items() if "bf16" in key),
+            purpose="bf16 faster than fp32",
+            fix="use precision.params=fp32 on this machine",
+        ),
+        "bf16 CPU kernels": Capability(
+            present=HAS_BF16_KERNELS,
+            purpose="bf16 matmuls on CPUs; without them they are computed in fp32 "
+            "(kernels.matmul=upcast)",
+            fix="use precision.params=fp32 on this machine",
+        ),
+    }
+
+
+def _kernel_capabilities() -> dict[str, Capability]:
+    return {
+        "compiled loops": Capability(
+            present=cpu_threads.openmp() is not None,
+            purpose="norms, gates, rotations and losses in one pass over memory on CPUs",
+            fix="use a torch build that brings GNU's OpenMP, as those for Linux do",
+        ),
+        "Triton": Capability(
+            present=launch.has_triton(),
+            purpose="the same on GPUs, and flex_attention for caps and sinks",
+            fix="install torch's CUDA build, or run `pip install triton`",
+        ),
+        "varlen attention": Capability(
+            present=has_varlen(),
+            purpose="documents of many lengths, and windows, in one call on GPUs",
+            fix="use a newer torch, whose varlen_attn takes windows",
+        ),
+    }
+
+
+def _tool_capabilities() -> dict[str, Capability]:
+    packages = {
+        "spmd_types": (
+            "the type check of `megalith verify`",
+            "run `pip install spmd_types==0.3.1`",
+        ),
+        "transformers": ("comparison with Hugging Face models", "run `pip install 'megalith[hf]'`"),
+        "tensorboard": (
+            "TensorBoard events beside metrics.jsonl",
+            "run `pip install 'megalith[tensorboard]'`",
+        ),
+    }
+    optional = {
+        name: Capability(present=find_spec(name) is not None, purpose=purpose, fix=fix)
+        for name, (purpose, fix) in packages.items()
+    }
+    compiler = Capability(
+        present=cpp_compiler() is not None,
+        purpose="train.compile=true on CPUs",
+        fix="install one, for example `apt install g++`",
+    )
+    return {"C++ compiler": compiler} | optional
+
 
 Format = Literal["fp64", "fp32", "bf16", "fp16"]
 DTYPES: dict[Format, torch.dtype] = {
@@ -232,3 +383,87 @@ def peak_memory_gib(device: torch.device) -> float:
         resource.RUSAGE_SELF
     ).ru_maxrss  # kilobytes on Linux, bytes on macOS
     return largest * (1 if sys.platform == "darwin" else 1024) / GIB
+
+
+# Measurements and advice about a machine for `megalith doctor`.
+
+BYTES_PER_PARAMETER = 16  # fp32 weights, gradients and AdamW's two means
+OF_GPUS = ("nccl", "symmetric memory")
+"""Capabilities that only machines with GPUs need."""
+
+MEASURED_FORMATS: tuple[Format, ...] = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRates:
+    """Measured rates of one device."""
+
+    device: str
+    threads: int | None
+    """Number of CPU threads; None on a GPU."""
+
+    tflops: dict[Format, float]
+    peak_tflops: dict[Format, float | None]
+    """Peak rates of the data sheet; None if unknown, as for every CPU."""
+
+    bandwidth_gb_per_second: float
+
+
+def measure(device: str) -> DeviceRates:
+    """Measure one device; a CPU with torch's default number of threads."""
+    name = "" if device == "cpu" else torch.cuda.get_device_name(device)
+    peaks = {key: peak_flops(name, DTYPES[key]) for key in MEASURED_FORMATS}
+    return DeviceRates(
+        device=device,
+        threads=torch.get_num_threads() if device == "cpu" else None,
+        tflops={
+            key: measured_peak_flops(DTYPES[key], device=device) / 1e12 for key in MEASURED_FORMATS
+        },
+        peak_tflops={key: None if peak is None else peak / 1e12 for key, peak in peaks.items()},
+        bandwidth_gb_per_second=measured_bandwidth(device=device) / 1e9,
+    )
+
+
+def advise(
+    machine: Machine, available: dict[str, Capability], rates: list[DeviceRates]
+) -> list[str]:
+    """Return advice about model sizes, missing capabilities and settings, in sentences."""
+    memory = max([gpu.memory_gib for gpu in machine.gpus], default=machine.memory_gib)
+    largest = (
+        0.7 * memory * 2**30 / BYTES_PER_PARAMETER
+    )  # guess: the rest is for activations and everything else
+    where = "one GPU" if machine.gpus else "this machine"
+    advice = [
+        f"A model of up to about {largest / 1e9:.2g}B parameters can be trained in fp32 in the "
+        f"memory of {where}."
+    ]
+    if not machine.gpus:
+        advice.append(
+            "There is no NVIDIA GPU: everything runs, on the CPU. Use small models, such as "
+            "tiny_cpu."
+        )
+    for name, capability in available.items():
+        wanted = name != "NVIDIA GPU" and (name not in OF_GPUS or bool(machine.gpus))
+        if wanted and not capability.present:
+            advice.append(f"{name} is missing, needed for {capability.purpose}: {capability.fix}.")
+    for rate in rates:
+        if rate.tflops["bf16"] < rate.tflops["fp32"]:
+            advice.append(
+                f"bf16 is slower than fp32 on {rate.device}: use precision.params=fp32 there."
+            )
+        if rate.threads is not None and rate.threads < machine.cores:
+            advice.append(
+                f"torch uses {rate.threads} of {machine.cores} cores here. Set "
+                f"OMP_NUM_THREADS={machine.cores}, or let `megalith train` divide the cores among "
+                "its ranks."
+            )
+    if machine.disk_free_gib < 10:
+        advice.append(
+            f"Only {machine.disk_free_gib:.1f} GiB of disk are free here: set checkpoint.keep=1."
+        )
+    if machine.open_files is not None and machine.open_files < 1024:
+        advice.append(
+            f"A process may open only {machine.open_files} files. Run `ulimit -n 4096` for many "
+            "ranks."
+        )
+    return advice

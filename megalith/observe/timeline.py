@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import ConfigError
-from megalith.plan.live import peak_activation_memory
 from megalith.plan.schedule import Kind
-from megalith.plan.simulate import Simulation
+from megalith.plan.simulate import Simulation, peak_activation_memory
 
 COLORS: dict[Kind, str] = {"F": "#4c8bd6", "B": "#5aa469", "I": "#5aa469", "W": "#d9a441"}
 """Blue for forward, green for input gradients, yellow for weight gradients."""

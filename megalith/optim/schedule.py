@@ -11,8 +11,13 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple, get_args
 
-from megalith.config.optim import GroupConfig
-from megalith.config.schedule import DecayStyle, ScheduleConfig, WeightDecayStyle, WsdDecayStyle
+from megalith.config.optim import (
+    DecayStyle,
+    GroupConfig,
+    ScheduleConfig,
+    WeightDecayStyle,
+    WsdDecayStyle,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalith.optim.schedule import NO_GROUPS, GroupRates
-from megalith.plan.initial import PLAIN, ParameterRates
+from megalith.plan.parameters import PLAIN, ParameterRates
 from megalith.plan.shards import Shard
 
 RatesOf = Callable[[Shard], ParameterRates]

@@ -25,13 +25,18 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.context import ContextConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.kernels.attention import attention, build_dropped_weights
-from megalith.kernels.dropout import DroppedWeights
-from megalith.kernels.relative_bias import Distances, PairBiases, biases_by_distance
-from megalith.kernels.scores import PLAIN, Scores
-from megalith.kernels.span_attention import (
+from megalith.config.parallel import ContextConfig, ParallelConfig
+from megalith.kernels.attention.cpu_tiled import by_token
+from megalith.kernels.attention.dispatch import attention, build_dropped_weights
+from megalith.kernels.attention.mask import PairMask
+from megalith.kernels.attention.scores import (
+    PLAIN,
+    Distances,
+    PairBiases,
+    Scores,
+    biases_by_distance,
+)
+from megalith.kernels.attention.split_kv import (
     AttentionGrads,
     attend,
     attend_backward,
@@ -42,10 +47,9 @@ from megalith.kernels.span_attention import (
     span_attention,
     zeros_for,
 )
-from megalith.kernels.tiled_attention import by_token
-from megalith.kernels.tokens import ContextShard, PackedSeqParams, TokenPermutation
-from megalith.kernels.visible import PairMask
-from megalith.parallel.autograd import Moves, all_gather, all_to_all
+from megalith.kernels.dropout import DroppedWeights
+from megalith.kernels.packed import ContextShard, PackedSeqParams, TokenPermutation
+from megalith.parallel.collectives import Moves, all_gather, all_to_all
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor_overlap import PendingCollective, start_ring_exchange

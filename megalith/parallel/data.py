@@ -19,8 +19,12 @@ from torch import Tensor, nn
 
 from megalith.kernels.embedding import add_rows_
 from megalith.kernels.grouped_linear import Groups, accumulate_grouped_product_
-from megalith.kernels.linear import add_product_, weight_grad
-from megalith.kernels.matmul import mm
+from megalith.kernels.linear import add_product_, mm, weight_grad
+from megalith.parallel.bucket_comm import (
+    ParamAllGather,
+    PendingReduceScatter,
+    start_bucket_reduce_scatter,
+)
 from megalith.parallel.consistency import check_consistent_across_ranks
 from megalith.parallel.grad_sync import (
     SHARD_AXES,
@@ -35,9 +39,7 @@ from megalith.parallel.grad_sync import (
 )
 from megalith.parallel.group import Group, single_rank_group, start_all_reduce_
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.param_all_gather import ParamAllGather
 from megalith.parallel.recompute import count_forward_passes
-from megalith.parallel.slices import PendingReduceScatter, start_bucket_reduce_scatter
 from megalith.parallel.tensor import TensorParallel
 from megalith.plan.buckets import (
     BucketPlan,

@@ -31,7 +31,7 @@ from megalith.kernels.permute import (
 )
 from megalith.kernels.recomputed import LayerInput, as_recomputed, output_tensor
 from megalith.kernels.routing import DROPPED_CHOICE, Choice, expert_capacity
-from megalith.parallel.autograd import (
+from megalith.parallel.collectives import (
     AsyncAllToAll,
     OverlapFn,
     all_gather,
@@ -44,7 +44,7 @@ from megalith.parallel.autograd import (
 )
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
-from megalith.plan.exchange import ExchangePlan, Table, plan_exchange
+from megalith.plan.dispatch import ExchangePlan, Table, plan_exchange
 from megalith.plan.shards import split_evenly
 
 

@@ -49,8 +49,7 @@ from megalith.parallel.group import (
 )
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import VocabParallelEmbedding, VocabParallelHead
-from megalith.plan.fsdp import padded_numel, shard_rows
-from megalith.plan.shards import Shard
+from megalith.plan.shards import Shard, padded_numel, shard_rows
 
 DIVIDE_BY = 1.0
 """Divisor of FSDP2's gradient sums. Its default averages, but the loss has been divided by the

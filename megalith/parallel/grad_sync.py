@@ -12,13 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megalith.parallel.bucket_comm import sum_over_members_
 from megalith.parallel.consistency import (
     check_consistent_across_ranks,
     check_shared_consistent_across_ranks,
 )
 from megalith.parallel.group import Group, all_reduce_
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.slices import sum_over_members_
 from megalith.plan.shards import PARTS, Shard, gradient_sum_axes
 
 _log = logging.getLogger(__name__)
@@ -183,6 +183,7 @@ def tp_reduce_axes(shard: Shard) -> tuple[str, ...]:
 
 
 def _stages(shard: Shard) -> tuple[int, ...]:
-    """Stages over which its gradient is summed; a separate function so that verify/faults.py can
+    """Stages over which its gradient is summed; a separate function so that verify/faults/plant.py
+    can
     break this sum alone."""
     return shard.stages

@@ -10,9 +10,6 @@ import torch.distributed as dist
 from megalith.observe.flight import FlightRecorder
 from megalith.parallel.group import Group
 from megalith.plan.grid import Grid, dense_grid, expert_grid
-from megalith.plan.layout import (
-    model_grid as model_grid,
-)  # re-exported: users of the mesh import both from here
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, EXPERT_PARTS, PARTS
 
 MESH_AXES = ("pp", *DENSE_AXES, *EXPERT_AXES)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.config.parallel import OffloadConfig, RecomputeConfig
+from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import (
     BitwiseComparison,
     LayerInput,
@@ -27,8 +28,7 @@ from megalith.kernels.recomputed import (
     split_rows,
 )
 from megalith.kernels.replay import RoutingDecisions
-from megalith.kernels.tokens import PackedSeqParams
-from megalith.parallel.autograd import all_gather_no_grad
+from megalith.parallel.collectives import all_gather_no_grad
 from megalith.parallel.group import Group
 from megalith.parallel.offload import HostMemory, OffloadedPass, fetch_when_backward_reaches
 from megalith.plan.recompute import Span, layer_spans

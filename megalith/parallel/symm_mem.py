@@ -3,8 +3,8 @@ directly.
 
 The only module that uses torch's symmetric memory, a private interface. The ring exchange of
 parallel/tensor_overlap.py is the reference: same arguments, and same results except for the order
-of sums. The decomposition is that of Wang et al. 2023 (see there), with copies by the GPUs' copy engines
-instead of messages.
+of sums. The decomposition is that of Wang et al. 2023 (see there), with copies by the GPUs' copy
+engines instead of messages.
 """
 
 import logging
@@ -20,7 +20,7 @@ from torch import Tensor
 from megalith.config.parallel import CollectiveMatmulName
 from megalith.errors import ConfigError
 from megalith.kernels.linear import forward, input_grad
-from megalith.observe.capabilities import has_symmetric_memory
+from megalith.observe.machine import has_symmetric_memory
 from megalith.parallel.group import Group, gather_objects, mark_finished, record_collective
 from megalith.parallel.tensor_overlap import RING_EXCHANGE, CollectiveMatmul, Product
 

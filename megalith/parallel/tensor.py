@@ -8,22 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megalith.kernels.best_token import greedy_tokens
-from megalith.kernels.cross_entropy import (
-    IDENTITY_LOGITS,
-    LogitTransform,
-    linear_cross_entropy,
-    recomputed_cross_entropy,
-    recomputed_cross_entropy_with_stats,
-    token_losses,
-)
 from megalith.kernels.embedding import embedding
 from megalith.kernels.experts import Matrix
 from megalith.kernels.grouped_linear import GroupedGradAccumulator
 from megalith.kernels.linear import linear
-from megalith.kernels.logit_stats import LossWithLogitStats
 from megalith.kernels.recomputed import LayerInput, as_recomputed, output_tensor
-from megalith.parallel.autograd import (
+from megalith.parallel.collectives import (
     all_gather,
     all_gather_no_grad,
     copy_to_tp,
@@ -31,13 +21,24 @@ from megalith.parallel.autograd import (
     reduce_from_tp,
     reduce_scatter,
 )
+from megalith.parallel.cross_entropy import (
+    IDENTITY_LOGITS,
+    LogitTransform,
+    linear_cross_entropy,
+    recomputed_cross_entropy,
+    recomputed_cross_entropy_with_stats,
+    token_losses,
+)
 from megalith.parallel.group import Group
-from megalith.parallel.overlap import OverlappedTPComm, all_gather_linear, linear_reduce_scatter
+from megalith.parallel.logits import LossWithLogitStats, greedy_tokens
 from megalith.parallel.tensor_overlap import (
     RING_EXCHANGE,
     CollectiveMatmul,
+    OverlappedTPComm,
     PendingCollective,
     Product,
+    all_gather_linear,
+    linear_reduce_scatter,
     start_all_reduce,
     start_reduce_scatter,
     start_token_gather,

@@ -8,7 +8,7 @@ layer, for comparison with other programs; those of our layers are in `plan/acti
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from megalith.config.pipeline import ScheduleName
+from megalith.config.parallel import ScheduleName
 from megalith.plan.schedule import interleaved_warmup
 from megalith.plan.simulate import Number
 

@@ -16,11 +16,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.model import ModelConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.suggest import did_you_mean
-from megalith.errors import PlanError
+from megalith.config.parallel import ContextConfig, ContextKind, ParallelConfig
+from megalith.errors import PlanError, did_you_mean
 from megalith.plan.grid import divisors
 from megalith.plan.shards import split_heads
 

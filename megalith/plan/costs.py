@@ -1,4 +1,4 @@
-"""Parameter counts and FLOPs of a decoder, as closed formulas; memory is in plan/memory.py.
+"""Parameter counts and FLOPs of a decoder, as closed formulas; memory is in estimate/memory.py.
 
 In the formulas: h hidden_size, L layers, n heads, g KV heads, d head dim, f ffn_hidden_size, v
 vocabulary.
@@ -8,8 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megalith.config.attention import AttentionConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import AttentionConfig, ModelConfig
 from megalith.config.train import TrainRun
 from megalith.plan.parameters import (
     HeldParameter,
@@ -91,7 +90,7 @@ def step_flops(
     without). With experts: K·3·h·f in place of 3·h·f, and E·h of the router. Each MTP layer adds a
     layer like the last one, 2·h·h, and the head once more. Norms, biases, positions and activations
     are not counted. All parameters count as trained: a frozen matrix has no weight gradient and
-    costs 4·tokens, or 2·tokens if no parameter before it is trained (plan/adapters.py). Source:
+    costs 4·tokens, or 2·tokens if no parameter before it is trained (plan/frozen.py). Source:
     Narayanan et al. 2021, arXiv:2104.04473, appendix; there attention is counted without the causal
     mask.
     """

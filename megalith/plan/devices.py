@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from megalith.config.suggest import did_you_mean
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, did_you_mean
 
 GIB = 2**30
 

@@ -4,9 +4,8 @@ rules of both."""
 from typing import NamedTuple
 
 from megalith.config.model import ModelConfig
-from megalith.config.recompute import OffloadConfig, RecomputeConfig, RecomputedModule
-from megalith.config.suggest import did_you_mean
-from megalith.errors import PlanError
+from megalith.config.parallel import OffloadConfig, RecomputeConfig, RecomputedModule
+from megalith.errors import PlanError, did_you_mean
 from megalith.plan.devices import DEVICES, accelerator_named
 
 
@@ -20,7 +19,7 @@ def recomputed_modules(recompute: RecomputeConfig) -> tuple[RecomputedModule, ..
         raise PlanError(
             f"recompute.granularity={recompute.granularity} must be resolved before a model is "
             "planned or built. "
-            "Use resolve_auto_recompute of megalith/plan/automatic.py, as `megalith train` "
+            "Use resolve_auto_recompute of megalith/estimate/advise.py, as `megalith train` "
             "does."
         )
     modules = recompute.modules if recompute.granularity == "selective" else ()

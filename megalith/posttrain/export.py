@@ -13,7 +13,10 @@ from megalith.checkpoint.format import show_dtype
 from megalith.checkpoint.safetensors import PlannedTensor, write_file
 from megalith.config.lora import lora_layers, lora_targets
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.adapters import (
+from megalith.hf.auxiliary_files import copy_auxiliary_files
+from megalith.hf.convert import Move
+from megalith.hf.folder import TOKENIZER_FILES
+from megalith.hf.peft import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     AdaptedWeights,
@@ -21,11 +24,8 @@ from megalith.models.adapters import (
     PeftLayer,
     find_peft_layers,
 )
-from megalith.models.auxiliary_files import copy_auxiliary_files
-from megalith.models.convert import Move
-from megalith.models.hf import TOKENIZER_FILES
-from megalith.models.pretrained import Pretrained, find_family_of
-from megalith.models.staging import prepare_staging
+from megalith.hf.pretrained import Pretrained, find_family_of
+from megalith.hf.staging import prepare_staging
 
 TAKEN_FOR_EXPERTS = (
     "DeepseekV2ForCausalLM",

@@ -5,20 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalith.checkpoint.boxes import CheckpointEntry, pieces
-from megalith.checkpoint.consistency import raise_on_all_ranks
 from megalith.checkpoint.format import MANIFEST
 from megalith.checkpoint.load import Checkpoint, open_checkpoint
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.errors import CheckpointError
-from megalith.models.adapters import (
-    RECORD,
-    Adapters,
-    check_adapter_names,
-    describe_adapter_differences,
-)
-from megalith.models.pretrained import (
+from megalith.hf.peft import RECORD, Adapters, check_adapter_names, describe_adapter_differences
+from megalith.hf.pretrained import (
     build_base_record,
     check_base_weights,
     load_pretrained,
@@ -28,6 +22,7 @@ from megalith.models.pretrained import (
     read_base_record,
     trained_with_forced_balancing,
 )
+from megalith.parallel.consistency import raise_on_all_ranks
 from megalith.parallel.group import Group
 
 _log = logging.getLogger(__name__)

@@ -15,17 +15,17 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.errors import raise_all
-from megalith.models.convert import Move, describe_added_adapters
+from megalith.hf.convert import Move, describe_added_adapters
+from megalith.hf.folder import Weights
+from megalith.hf.pretrained import Pretrained
 from megalith.models.decoder import Decoder, iter_parameter_specs
-from megalith.models.hf import Weights
-from megalith.models.pretrained import Pretrained
 from megalith.nn.init import init_param_
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import ParameterSpec
-from megalith.plan.experts import moe_problems
 from megalith.plan.grid import divisors
 from megalith.plan.shards import Box
-from megalith.plan.unread import reads_mlp_bias, unread_problems
+from megalith.rules.moe import moe_problems
+from megalith.rules.no_effect import reads_mlp_bias, unread_problems
 
 Scale = Literal["spread", "down"]
 """Where the factor that compensates for the router weights is applied: "spread" over both matrices

@@ -4,34 +4,45 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megalith.config.data import DataConfig
-from megalith.config.suggest import did_you_mean
 from megalith.config.train import TrainRun, load_run
 from megalith.config.tree import Override, apply_overrides
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, did_you_mean
 from megalith.recipes.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
 from megalith.recipes.gemma import gemma2_2b, gemma2_9b, gemma3_1b, gemma3_270m, gemma_2b, gemma_7b
-from megalith.recipes.gpt2 import gpt2_124m
-from megalith.recipes.gpt_oss import gpt_oss_20b
-from megalith.recipes.granite import granite_2b
-from megalith.recipes.llama2 import llama2_7b, llama2_70b
-from megalith.recipes.llama3 import llama3_1b, llama3_8b, llama3_70b, llama3_405b
-from megalith.recipes.llama4 import llama4_scout
-from megalith.recipes.lora_tiny import lora_tiny
-from megalith.recipes.mistral import mistral_7b
-from megalith.recipes.mixtral import mixtral_8x7b
-from megalith.recipes.moe_tiny import moe_tiny
-from megalith.recipes.olmo2 import olmo2_1b, olmo2_7b, olmo2_13b
-from megalith.recipes.olmoe import olmoe_7b
-from megalith.recipes.phi3 import phi3_mini
-from megalith.recipes.pythia import pythia_160m
-from megalith.recipes.quickstart import quickstart
-from megalith.recipes.qwen2 import qwen1_5_moe_a2_7b, qwen2_7b
-from megalith.recipes.qwen3 import qwen3_0_6b, qwen3_8b, qwen3_30b_a3b
-from megalith.recipes.sft_tiny import sft_tiny
-from megalith.recipes.small import llama_6m, llama_29m, llama_125m, llama_350m
-from megalith.recipes.smollm import smollm3_3b, smollm_135m
-from megalith.recipes.starcoder2 import starcoder2_3b
-from megalith.recipes.tiny_cpu import tiny_cpu
+from megalith.recipes.gpt import gpt2_124m, gpt_oss_20b, pythia_160m
+from megalith.recipes.llama import (
+    llama2_7b,
+    llama2_70b,
+    llama3_1b,
+    llama3_8b,
+    llama3_70b,
+    llama3_405b,
+    llama4_scout,
+)
+from megalith.recipes.mistral import mistral_7b, mixtral_8x7b
+from megalith.recipes.others import (
+    granite_2b,
+    olmo2_1b,
+    olmo2_7b,
+    olmo2_13b,
+    olmoe_7b,
+    phi3_mini,
+    smollm3_3b,
+    smollm_135m,
+    starcoder2_3b,
+)
+from megalith.recipes.qwen import qwen1_5_moe_a2_7b, qwen2_7b, qwen3_0_6b, qwen3_8b, qwen3_30b_a3b
+from megalith.recipes.small import (
+    llama_6m,
+    llama_29m,
+    llama_125m,
+    llama_350m,
+    lora_tiny,
+    moe_tiny,
+    quickstart,
+    sft_tiny,
+    tiny_cpu,
+)
 
 _RECIPES = (
     tiny_cpu,

@@ -6,14 +6,9 @@ arXiv:2412.19437 (V3).
 
 from dataclasses import replace
 
-from megalith.config.mla import MLAConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import MLAConfig, ModelConfig, MTPConfig, RopeConfig
 from megalith.config.moe import AuxLossConfig, MoEConfig, RouterConfig
-from megalith.config.mtp import MTPConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig
-from megalith.config.recompute import RecomputeConfig
-from megalith.config.rope import RopeConfig
+from megalith.config.parallel import ParallelConfig, PipelineConfig, RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.recipes.published import pretraining, warmed_cosine
 

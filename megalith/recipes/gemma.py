@@ -4,10 +4,8 @@ Source: Gemma Team 2024, arXiv:2403.08295; 2024, arXiv:2408.00118; 2025, arXiv:2
 rates are ours: the first report gives none, and the later models up to 9B were distilled.
 """
 
-from megalith.config.attention import AttentionConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import AttentionConfig, ModelConfig, RopeConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.rope import RopeConfig
 from megalith.config.train import TrainRun
 from megalith.recipes.published import pretraining, warmed_cosine
 

@@ -6,9 +6,8 @@ Learning rates are those of the authors where published, and ours where a recipe
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
-from megalith.config.optim import PrecisionConfig
+from megalith.config.optim import PrecisionConfig, ScheduleConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.schedule import ScheduleConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import LoopConfig, TrainRun
 

@@ -1,5 +1,5 @@
 """Injected delays and faults for tests: slow links, results that are unreadable until waited for,
-ranks that hang."""
+ranks that hang, and symmetric memory without a GPU."""
 
 import functools
 import inspect
@@ -12,13 +12,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d
+
+from megalith.parallel import symm_mem
 
 COLLECTIVES = {
     "all_reduce": ("all_reduce",),
@@ -344,3 +348,26 @@ def die(*_: object, **__: object) -> NoReturn:
 
 def skip(*_: object, **__: object) -> None:
     """Do nothing: this rank skips a call that the others make."""
+
+
+# Fused collective matmul without a GPU: torch's fallback of its operators, run on gloo ranks.
+
+
+@contextmanager
+def fused_on_cpus() -> Iterator[None]:
+    """Make parallel.collective_matmul=fused available on CPUs in this process.
+
+    The operators are called as on GPUs, by name and with the same arguments; their implementation
+    is an all-gather and a matmul, or a matmul and a reduce-scatter, in sequence. So it tests our
+    calls, not the kernels.
+    """
+    defined = import_module("torch.distributed._symmetric_memory")
+    with (
+        torch.library._scoped_library("symm_mem", "FRAGMENT") as library,
+        patch.object(symm_mem, "why_not_fused", lambda places: None),
+    ):
+        library.impl("fused_all_gather_matmul", defined._fused_all_gather_matmul_fallback, "CPU")
+        library.impl(
+            "fused_matmul_reduce_scatter", defined._fused_matmul_reduce_scatter_fallback, "CPU"
+        )
+        yield

@@ -1,15 +1,21 @@
-"""A tiny training run for tests, with all components of a real one, that takes a fraction of a
-second."""
+"""Tiny runs, models and pipeline schedules for tests, with all components of real ones."""
 
+import random
 from collections.abc import Mapping
 from pathlib import Path
+
+import torch
+from torch import Tensor, nn
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
-from megalith.config.schedule import ScheduleConfig
+from megalith.config.optim import ScheduleConfig
+from megalith.config.parallel import ScheduleName
 from megalith.config.train import LoopConfig, ObserveConfig, TrainRun
 from megalith.config.tree import Override, apply_overrides, save_yaml
+from megalith.plan.schedule import Schedule, build_schedule
+from megalith.plan.shards import Shard
 
 
 def tiny_run(overrides: Mapping[str, Override] | None = None) -> TrainRun:
@@ -53,3 +59,63 @@ def tiny_yaml(path: Path, overrides: Mapping[str, Override] | None = None) -> Pa
     """Write `tiny_run` as a YAML file, for commands."""
     save_yaml(tiny_run(overrides), path)
     return path
+
+
+# A model whose parameter sizes are not divisible by any number of ranks.
+
+
+class OddSizedModel(nn.Module):
+    """Model with a parameter of one element, one with fewer rows than ranks, an unused one, and one
+    larger than several buckets."""
+
+    SHARDS = (
+        Shard.full("one", (1,), inputs=0),
+        Shard.full("matrix", (2, 3)),
+        Shard.full("unused", (5,), inputs=0),
+        Shard.full("long", (300,), inputs=0),
+    )
+
+    one: nn.Parameter
+    matrix: nn.Parameter
+    long: nn.Parameter
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        for shard in self.SHARDS:
+            ones = torch.ones(shard.matrix_shape, dtype=torch.float64, device=device)
+            self.register_parameter(shard.name, nn.Parameter(ones))
+
+    def forward(self, factor: float) -> Tensor:
+        """Return a loss whose gradients are `gradients(factor)`."""
+        return factor * (self.one.sum() + 2 * self.matrix.sum() + 3 * self.long.sum())
+
+    @staticmethod
+    def gradients(factor: float) -> dict[str, float]:
+        """Return the gradient value of every element of each parameter."""
+        return {"one": factor, "matrix": 2 * factor, "unused": 0.0, "long": 3 * factor}
+
+
+# Random pipeline schedules for property tests.
+
+NAMES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+
+
+def random_schedule(
+    rng: random.Random, name: ScheduleName | None = None, *, forward_only: bool = False
+) -> Schedule:
+    """Return a random schedule, or one of the given name, with up to 8 ranks, 4 chunks and 32
+    microbatches, in groups of any valid size."""
+    chosen: ScheduleName = name if name is not None else rng.choice(NAMES)
+    p, group = rng.randint(1, 8), None
+    m = rng.randint(p if chosen == "interleaved" else 1, 32)
+    chunks = {"interleaved": rng.randint(2, 4), "zb-v": 2, "dualpipe-v": 2}.get(chosen, 1)
+    if chosen == "interleaved":
+        group = rng.choice([size for size in range(p, m + 1) if m % size == 0 or m % size >= p])
+    return build_schedule(
+        chosen,
+        num_ranks=p,
+        num_chunks=chunks,
+        num_microbatches=m,
+        group=group,
+        forward_only=forward_only,
+    )

@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from megalith.kernels import gpu
+from megalith.kernels.triton import launch
 
 INTERPRET = "TRITON_INTERPRET"
 """Variable that Triton reads when a kernel is defined: it must be 1 before the first import, for
@@ -14,7 +14,7 @@ the whole process."""
 
 def triton_device() -> torch.device | None:
     """Return the device on which this process can run Triton kernels, or None."""
-    if not gpu.has_triton():
+    if not launch.has_triton():
         return None
     if os.environ.get(INTERPRET) == "1":
         return torch.device("cpu")

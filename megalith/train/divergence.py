@@ -9,7 +9,7 @@ import torch
 
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.load import list_complete_checkpoints
-from megalith.optim.loss_scale import LossScale
+from megalith.optim.gradients import LossScale
 from megalith.train.step import StepResult
 
 

@@ -17,8 +17,8 @@ from megalith.data.loader import Batch, MaskSettings, build_batch, build_mask_se
 from megalith.data.sample import Dataset, HasDocumentLengths
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
+from megalith.hf.pretrained import load_pretrained
 from megalith.models.decoder import allocate, iter_parameter_specs
-from megalith.models.pretrained import load_pretrained
 from megalith.nn.mtp import complete
 from megalith.observe.progress import StepProgress
 from megalith.parallel.context import local_slicing
@@ -28,9 +28,9 @@ from megalith.parallel.mesh import Mesh
 from megalith.plan.batch_assignment import TokenBudget, build_token_budget
 from megalith.plan.context import WHOLE, Slicing
 from megalith.plan.shards import Shard
-from megalith.train.build import DTYPES, weight_entries
-from megalith.train.folder import RunFolder
-from megalith.train.staged import PipelineModel, build_pipeline_model
+from megalith.train.forward_backward import PipelineModel, build_pipeline_model
+from megalith.train.run_folder import RunFolder
+from megalith.train.trainer import DTYPES, weight_entries
 
 
 @dataclass(frozen=True, slots=True)

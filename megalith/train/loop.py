@@ -11,24 +11,19 @@ from typing import Any, Literal
 import torch
 
 from megalith.checkpoint.boxes import CheckpointEntry
-from megalith.checkpoint.consistency import raise_on_all_ranks
 from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.lock import RunLock, lock_run
-from megalith.checkpoint.retention import remove_leftovers
-from megalith.checkpoint.save import save_checkpoint
-from megalith.config.attention import list_attention_warnings
-from megalith.config.model import ModelConfig
+from megalith.checkpoint.save import remove_leftovers, save_checkpoint
+from megalith.config.model import ModelConfig, list_attention_warnings
 from megalith.config.train import TrainRun, dropout_seed
 from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import Loader, MaskSettings, StepBatches, build_mask_settings
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
-from megalith.kernels.cpu import CompilationProgress
-from megalith.kernels.engine import unavailable_backends
-from megalith.kernels.matmul import HAS_BF16_KERNELS
-from megalith.kernels.replay import RoutingRecord
-from megalith.models.adapters import RECORD
-from megalith.models.pretrained import (
+from megalith.estimate.advise import describe_savings
+from megalith.estimate.times import repeated_flops
+from megalith.hf.peft import RECORD
+from megalith.hf.pretrained import (
     FORCE_LOAD_BALANCING,
     HF_SOURCE,
     check_same_model,
@@ -37,10 +32,13 @@ from megalith.models.pretrained import (
     read_hf_source,
     trained_with_forced_balancing,
 )
-from megalith.nn.moe.balance import LOSS_COEFFS
-from megalith.observe.logs import log_to
+from megalith.kernels.backend import unavailable_backends
+from megalith.kernels.cpu_threads import CompilationProgress
+from megalith.kernels.linear import HAS_BF16_KERNELS
+from megalith.kernels.replay import RoutingRecord
+from megalith.nn.router import LOSS_COEFFS
 from megalith.observe.machine import device_peak_tflops, peak_memory_gib
-from megalith.observe.metrics import MetricsFile, Row, Value, has_tensorboard
+from megalith.observe.metrics import MetricsFile, Row, Value, has_tensorboard, log_to
 from megalith.observe.plots import plot_experts, plot_run
 from megalith.observe.progress import StepProgress
 from megalith.optim.schedule import (
@@ -51,46 +49,40 @@ from megalith.optim.schedule import (
     schedule_lengths,
     weight_decay,
 )
+from megalith.parallel.consistency import raise_on_all_ranks
 from megalith.parallel.context import local_slicing
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
-from megalith.plan.adapters import trained_step_flops
 from megalith.plan.batch_assignment import build_token_budget, document_cost
 from megalith.plan.buckets import zero_notes
 from megalith.plan.costs import model_flops_utilization, pairs_seen, tflops_per_device
-from megalith.plan.experts import balance_notes
+from megalith.plan.frozen import trained_step_flops
 from megalith.plan.kernels import describe_kernels
-from megalith.plan.repeated import repeated_flops
-from megalith.plan.savings import describe_savings
 from megalith.plan.stages import plan_stages
-from megalith.plan.unused import unused_notes
 from megalith.posttrain.lora import load_adapters, load_base
-from megalith.train.build import (
-    DTYPES,
-    Trainer,
-    all_gather_loaded_params,
-    build_trainer,
-    checkpoint_entries,
-    weight_entries,
-)
-from megalith.train.checkpoint_source import (
-    check_steps_left,
-    describe_checkpoint_source,
-    open_checkpoint_source,
-)
+from megalith.rules.moe import balance_notes
+from megalith.rules.no_effect import unused_notes
 from megalith.train.divergence import (
     describe_last_good_checkpoint,
     find_nonfinite_parameters,
     is_divergent,
 )
 from megalith.train.evaluate import evaluate
-from megalith.train.experts import (
+from megalith.train.moe import (
     attach_routing,
     collect_expert_load,
     expert_load_metrics,
     iter_routers,
 )
-from megalith.train.folder import (
+from megalith.train.resume import (
+    TrainState,
+    check_steps_left,
+    describe_checkpoint_source,
+    fall_back,
+    open_checkpoint_source,
+    open_newest_checkpoint,
+)
+from megalith.train.run_folder import (
     RunFolder,
     TokenizerFiles,
     list_changed_settings,
@@ -100,11 +92,17 @@ from megalith.train.folder import (
     write_config,
     write_parameters,
 )
-from megalith.train.resume import fall_back, open_newest_checkpoint
-from megalith.train.state import TrainState
 from megalith.train.step import StepResult, describe_nonfinite_gradients, train_step
 from megalith.train.stop import Stopper
 from megalith.train.trace import RoutingTrace, cut_traces
+from megalith.train.trainer import (
+    DTYPES,
+    Trainer,
+    all_gather_loaded_params,
+    build_trainer,
+    checkpoint_entries,
+    weight_entries,
+)
 
 _log = logging.getLogger(__name__)
 

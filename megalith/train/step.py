@@ -11,19 +11,19 @@ from torch import Tensor
 
 from megalith.data.loader import StepBatches
 from megalith.errors import DataError
-from megalith.optim.clip import clip_factor, first_replica_gradients, num_zeros, sum_of_squares
+from megalith.optim.gradients import clip_factor, first_replica_gradients, num_zeros, sum_of_squares
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.parallel.tensor import iter_vocab_heads
-from megalith.train.build import Trainer
-from megalith.train.experts import update_expert_biases, update_quantile_offsets
-from megalith.train.loss import (
+from megalith.train.forward_backward import (
     StepLogitStats,
     collect_logit_stats,
     logs_logit_stats,
     normalize_losses_by_labels,
 )
+from megalith.train.moe import update_expert_biases, update_quantile_offsets
+from megalith.train.trainer import Trainer
 
 StepStats = Tensor
 """float64 [3 + losses]: ranks that stop, sum of squares and zeros of the gradients, losses."""

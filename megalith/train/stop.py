@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from megalith.parallel.launch import SIGNALS, is_ignored_hangup
+from megalith.launch.launcher import SIGNALS, is_ignored_hangup
 
 
 class Stopper:

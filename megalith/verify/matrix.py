@@ -10,17 +10,17 @@ from dataclasses import replace
 from itertools import product
 from typing import Literal
 
-from megalith.config.context import ContextConfig, ContextKind
-from megalith.config.cross import CrossConfig
-from megalith.config.dropout import DropoutConfig
 from megalith.config.lora import LoraConfig
-from megalith.config.model import ModelConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.verify.chosen import chosen_parameters
-from megalith.verify.expert_rows import expert_rows
-from megalith.verify.masked import masked_rows
-from megalith.verify.mtp_rows import mtp_stage_rows
+from megalith.config.model import CrossConfig, DropoutConfig, ModelConfig
+from megalith.config.parallel import (
+    ContextConfig,
+    ContextKind,
+    OffloadConfig,
+    ParallelConfig,
+    RecomputeConfig,
+)
+from megalith.verify.feature_rows import chosen_parameters, masked_rows, mtp_stage_rows
+from megalith.verify.moe_rows import expert_rows
 from megalith.verify.rows import (
     BIASED,
     BLOCK,
@@ -42,7 +42,7 @@ from megalith.verify.rows import (
     table,
     tiny,
 )
-from megalith.verify.variants import (
+from megalith.verify.tiny_models import (
     BOTH_WAYS,
     CHUNKED,
     CROSS_LAYER,

@@ -8,12 +8,12 @@ from dataclasses import replace
 from megalith.config.kernels import Kernel
 from megalith.config.train import TrainRun
 from megalith.errors import RankError
-from megalith.plan.automatic import resolve_auto_recompute
+from megalith.estimate.advise import resolve_auto_recompute
 from megalith.plan.batch_assignment import count_microbatches_of_longest
 from megalith.plan.kernels import describe_kernel_setting
-from megalith.train.rules import run_problems
-from megalith.verify.fault_table import FaultResult, judge_fault
-from megalith.verify.faults import FAULTS
+from megalith.rules.run import run_problems
+from megalith.verify.faults.plant import FAULTS
+from megalith.verify.faults.table import FaultResult, judge_fault
 from megalith.verify.matrix import matrix_rows
 from megalith.verify.ranks import Difference, LayoutCase, compare_with_one_process
 from megalith.verify.report import (

@@ -1,4 +1,5 @@
-"""Float64 verification: a layout that runs on real processes computes what one process computes.
+"""Float64 verification: a layout that runs on real processes computes what one process computes,
+also after a reload under another layout.
 
 In float64, rounding errors are about 1e-15, so any larger difference is a fault. Compared are loss,
 all gradients, initial weights, weights after three steps, and a fourth step after saving and
@@ -25,36 +26,158 @@ from megalith.checkpoint.save import save_checkpoint
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
-from megalith.config.optim import OptimConfig, PrecisionConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.config.schedule import ScheduleConfig
+from megalith.config.optim import OptimConfig, PrecisionConfig, ScheduleConfig
+from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megalith.config.train import LoopConfig, TrainRun, dropout_seed
 from megalith.data.loader import Loader, MaskSettings
-from megalith.data.sample import Dataset, RowMask, Sample
+from megalith.data.sample import Dataset, PackedSample, RowMask, Sample
 from megalith.nn.init import init_param_
 from megalith.optim.schedule import GroupRates, group_rates, schedule_lengths
 from megalith.parallel.context import local_slicing
-from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import Init
 from megalith.plan.batch_assignment import build_token_budget
+from megalith.plan.grid import model_grid
 from megalith.plan.keys import key
 from megalith.plan.shards import Box, Shard
+from megalith.rules.run import run_problems
+from megalith.testing.inject import fused_on_cpus
 from megalith.testing.ranks import run_ranks
-from megalith.testing.symm_mem import fused_on_cpus
 from megalith.testing.tolerance import FP64, compare
-from megalith.train.build import (
+from megalith.train.moe import LayerExpertLoad, collect_expert_load, iter_routers
+from megalith.train.step import train_step
+from megalith.train.trainer import (
     Trainer,
     all_gather_loaded_params,
     build_trainer,
     checkpoint_entries,
 )
-from megalith.train.experts import LayerExpertLoad, collect_expert_load, iter_routers
-from megalith.train.step import train_step
-from megalith.verify.faults import find_fault, plant_fault
-from megalith.verify.ragged import RaggedDocuments
-from megalith.verify.reshard import resharded_run
+from megalith.verify.faults.plant import find_fault, plant_fault
 from megalith.verify.torch_optim import RecordingOptimizer, TorchUpdate, torch_updates
+
+# Mock documents with random loss masks, for verification of sequence packing.
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedDocuments:
+    """Documents of 1 to `longest` tokens, of which about half have a label; some have none."""
+
+    longest: int
+    vocab_size: int
+    num_samples: int
+    masked: tuple[int, ...] = ()
+    """Samples without any label."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Text of all arguments."""
+        return " ".join(
+            [
+                "ragged documents",
+                *map(str, (self.longest, self.vocab_size, self.num_samples, self.masked)),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def document_lengths(self, k: int) -> tuple[int, ...]:
+        """Return the number of tokens of document k."""
+        draw = np.random.default_rng(key(0, "verify", "lengths", k))
+        return (int(draw.integers(1, self.longest + 1)),)
+
+    def sample(self, k: int) -> PackedSample:
+        """Return document k, the same on all ranks."""
+        (length,) = self.document_lengths(k)
+        draw = np.random.default_rng(key(0, "verify", "documents", k))
+        ids = draw.integers(0, self.vocab_size, length + 1)
+        kept = draw.random(length) < (0.0 if k in self.masked else 0.5)
+        return PackedSample(ids[:-1], np.where(kept, ids[1:], -1), (length,), length)
+
+
+# Chooses another layout under which the float64 verification loads a checkpoint.
+
+LEVELS: tuple[Literal[0, 1, 3], ...] = (0, 1, 3)
+"""ZeRO levels that differ in the sharding of weights and optimizer states; 2 also shards
+gradients."""
+
+
+def resharded_run(run: TrainRun, world: int) -> TrainRun | None:
+    """Return `run` under the most different layout of `world` ranks; None if there is no other
+    valid layout.
+
+    Weights and optimizer states are then sharded along other dimensions, over other ranks and at
+    other offsets. The run is built and loaded, not trained, so its batch fits any layout.
+    """
+    known = set(run_problems(run, world))
+    for parallel in reload_layouts(run.parallel, world):
+        if parallel.ep > 1 and run.model.moe is None:
+            continue
+        candidate = replace(
+            run,
+            parallel=parallel,
+            recompute=RecomputeConfig(),
+            offload=OffloadConfig(),
+            train=replace(
+                run.train,
+                global_batch_size=12 * world,
+                micro_batch_size=1,
+                tokens_per_microbatch=None,
+                loss_backward="kept",
+                loss_chunk=None,
+            ),
+        )
+        if known.issuperset(run_problems(candidate, world)):
+            return candidate
+    return None
+
+
+def reload_layouts(saved: ParallelConfig, world: int) -> Iterator[ParallelConfig]:
+    """Yield all other layouts of `world` ranks by tp, pp, dp, ZeRO level and ep, the most different
+    first.
+
+    >>> for saved in ParallelConfig(tp=2), ParallelConfig(pp=2), ParallelConfig(dp=2, zero=1):
+    ...     first = next(reload_layouts(saved, 2))
+    ...     print(f"tp {first.tp}, dp {first.dp}, zero {first.zero}")
+    tp 1, dp 2, zero 1
+    tp 1, dp 2, zero 3
+    tp 2, dp 1, zero 0
+    """
+    before = _degrees(saved, world)
+    degrees = [(tp, pp) for tp in _divisors(world) for pp in _divisors(world // tp)]
+    layouts = [
+        ParallelConfig(
+            tp=tp,
+            pp=pp,
+            dp=world // (tp * pp),
+            zero=zero,
+            ep=ep,
+            sp=sp,
+            bucket_numel=saved.bucket_numel,
+        )
+        for tp, pp in degrees
+        for zero in LEVELS[: 3 if tp * pp < world else 1]
+        for ep in _divisors(world // pp)
+        for sp in ((False, True) if tp > 1 else (False,))
+    ]
+    level = 3 if saved.pp > 1 else 1  # so that both levels are tested
+
+    def changes(layout: ParallelConfig) -> int:
+        return sum(a != b for a, b in zip(before, _degrees(layout, world), strict=True))
+
+    # Of equally different layouts, those with more tensor-parallel ranks reshard the most tensors.
+    layouts.sort(key=lambda p: (-changes(p), -p.tp, p.pp, p.zero != level, p.zero, p.ep, p.sp))
+    yield from (layout for layout in layouts if changes(layout) > 0)
+
+
+def _degrees(p: ParallelConfig, world: int) -> tuple[object, ...]:
+    """Return what determines which part of weights and optimizer states a rank holds."""
+    return p.tp, p.pp, p.dp or world // (p.tp * p.cp * p.pp), p.cp, p.zero > 0, p.ep
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
 
 STEPS = 3
 """Number of steps before saving; gradients are compared in the first."""

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from megalith.plan.shards import PARTS
-from megalith.verify.fault_table import FaultResult
+from megalith.verify.faults.table import FaultResult
 from megalith.verify.ranks import Difference
 from megalith.verify.schedules import ScheduleReport
 from megalith.verify.types import TypeReport

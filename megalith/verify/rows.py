@@ -5,16 +5,17 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megalith.config.checkpoint import CheckpointConfig
-from megalith.config.context import ContextConfig
-from megalith.config.dropout import DropoutConfig
 from megalith.config.lora import LoraConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import DropoutConfig, ModelConfig, MTPConfig
 from megalith.config.moe import AuxLossConfig, MoEConfig
-from megalith.config.mtp import MTPConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig
-from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.config.parallel import (
+    ContextConfig,
+    OffloadConfig,
+    ParallelConfig,
+    PipelineConfig,
+    RecomputeConfig,
+)
 from megalith.verify.ranks import LayoutCase, MaskKind, choose_micro_batch_size, layout_case
 
 Area = Literal[

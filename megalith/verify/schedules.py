@@ -7,13 +7,17 @@ simulated twice: matched by tags, as in gloo, and as queues of blocking operatio
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megalith.config.pipeline import PipelineConfig, ScheduleName
-from megalith.plan.live import peak_activation_memory
-from megalith.plan.pairs import pair_forward_backward
-from megalith.plan.queues import queue_problems
-from megalith.plan.schedule import Schedule, build_schedule, schedule_name, schedule_problems
-from megalith.plan.simulate import Costs, find_problems, simulate
-from megalith.plan.transfers import with_transfers
+from megalith.config.parallel import PipelineConfig, ScheduleName
+from megalith.plan.check_schedule import queue_problems
+from megalith.plan.p2p import with_transfers
+from megalith.plan.schedule import (
+    Schedule,
+    build_schedule,
+    pair_forward_backward,
+    schedule_name,
+    schedule_problems,
+)
+from megalith.plan.simulate import Costs, find_problems, peak_activation_memory, simulate
 
 
 @dataclass(frozen=True, slots=True)

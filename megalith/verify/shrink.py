@@ -9,18 +9,12 @@ from itertools import accumulate, combinations
 from math import prod
 from typing import TypeVar
 
-from megalith.config.context import ContextConfig
-from megalith.config.cross import CrossConfig
 from megalith.config.kernels import reset_explicit_backends
-from megalith.config.layers import LayersConfig
 from megalith.config.lora import LoraConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import CrossConfig, LayersConfig, ModelConfig, RopeConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.optim import OptimConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig
-from megalith.config.recompute import RecomputeConfig
-from megalith.config.rope import RopeConfig
+from megalith.config.parallel import ContextConfig, ParallelConfig, PipelineConfig, RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.plan.batch_assignment import count_microbatches_of_longest
 from megalith.plan.context import context_problems
@@ -28,8 +22,8 @@ from megalith.plan.frozen import trained_names
 from megalith.plan.schedule import schedule_problems
 from megalith.plan.shards import key_value_ranks
 from megalith.plan.stages import Stage, layout_of, plan_stages
-from megalith.plan.unread import FROM_A_LENGTH
-from megalith.train.rules import smallest_stage
+from megalith.rules.no_effect import FROM_A_LENGTH
+from megalith.rules.run import smallest_stage
 from megalith.verify.ranks import LayoutCase, balances_by_microbatch, layout_case
 
 MOST_RANKS = 8

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalith.config.train import TrainRun
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.optim.slots import Optimizer
-from megalith.plan.groups import parameter_rates
+from megalith.plan.param_groups import parameter_rates
 
 STATE_NAMES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}
 """Role of an optimizer state in a checkpoint -> its name in torch.optim."""

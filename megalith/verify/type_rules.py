@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalith.kernels.cross_entropy import LossSumFunction, TokenLossesFunction
 from megalith.parallel.context import RingAttention
+from megalith.parallel.cross_entropy import LossSumFunction, TokenLossesFunction
 from megalith.parallel.group import Group
 
 TYPES: Mapping[str, Type] = {"R": R, "I": I, "V": V, "P": P}
@@ -186,7 +186,7 @@ class Rule:
 
 
 class MoveRule(Rule):
-    """Applies `move` to the functions of parallel/autograd.py."""
+    """Applies `move` to the functions of parallel/collectives.py."""
 
     def __call__(self, out: Tensor, *, x: Tensor, group: Group) -> None:
         """Check types after `cls.apply` has returned `out`."""
@@ -195,7 +195,7 @@ class MoveRule(Rule):
 
 
 class VocabularyRule(Rule):
-    """Applies `vocabulary_loss` to the functions of kernels/cross_entropy.py."""
+    """Applies `vocabulary_loss` to the functions of parallel/cross_entropy.py."""
 
     def __call__(
         self, outs: tuple[Tensor, ...], *, x: Tensor, weight: Tensor, labels: Tensor, group: Group

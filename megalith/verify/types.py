@@ -2,7 +2,7 @@
 
 The model is built on meta tensors at several ranks of a world of any size, without a process group,
 and runs forward and backward as in a training step. A checker tracks which of four types (R, I, V,
-P: see parallel/autograd.py) every tensor has along every axis of the grid. See
+P: see parallel/collectives.py) every tensor has along every axis of the grid. See
 docs/concepts/types.md.
 
 Only this file and verify/type_rules.py use the checker library, `spmd_types`; training never
@@ -31,17 +31,19 @@ from spmd_types.checker import typecheck
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.config.parallel import (
+    ContextConfig,
+    ContextKind,
+    OffloadConfig,
+    ParallelConfig,
+    RecomputeConfig,
+)
 from megalith.config.tree import from_dict, to_dict
-from megalith.kernels.masks import with_masks, with_padding
-from megalith.kernels.recomputed import LayerInput
-from megalith.kernels.routing import Choice
-from megalith.kernels.tokens import (
+from megalith.kernels.attention.mask import with_masks, with_padding
+from megalith.kernels.packed import (
     AuxLossScale,
     DropoutKey,
     PackedSeqParams,
@@ -49,25 +51,27 @@ from megalith.kernels.tokens import (
     tokens_of_lengths,
     tokens_of_slices,
 )
+from megalith.kernels.recomputed import LayerInput
+from megalith.kernels.routing import Choice
 from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, iter_parameter_specs
-from megalith.nn.block import Layer
 from megalith.nn.frozen import FrozenLayerRunner, freeze
+from megalith.nn.layer import Layer
 from megalith.nn.lora import attach_adapters
-from megalith.nn.moe.experts import Experts
-from megalith.parallel import expert, transports
+from megalith.nn.moe import Experts
+from megalith.parallel import dispatchers, expert
 from megalith.parallel import recompute as recomputation
 from megalith.parallel.context import local_slicing
-from megalith.parallel.mesh import Mesh, build_meta_mesh, model_grid
+from megalith.parallel.mesh import Mesh, build_meta_mesh
 from megalith.plan.context import WHOLE, Slicing, kind_of_layer, plan_slices
+from megalith.plan.dispatch import BUILT_IN
 from megalith.plan.frozen import first_trained_layer
-from megalith.plan.grid import Grid
+from megalith.plan.grid import Grid, model_grid
 from megalith.plan.schedule import place_of, placement_of, schedule_name, stage_of
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, EXPERT_PARTS, PARTS, Shard
 from megalith.plan.stages import Stage, StageBoundary, plan_stages, stage_boundary
-from megalith.plan.transports import BUILT_IN
 from megalith.testing.inject import patched
-from megalith.train.loss import normalize_losses_by_labels
-from megalith.verify.faults import find_fault, plant_fault
+from megalith.train.forward_backward import normalize_losses_by_labels
+from megalith.verify.faults.plant import find_fault, plant_fault
 from megalith.verify.type_rules import IN_WORDS, axes_here, installed_rules, types_of
 
 WORDS = (
@@ -568,8 +572,8 @@ EXPERT_WORK: tuple[tuple[type, str], ...] = (
     (expert.LocalCombiner, "combine"),
     (expert.AllToAllCombiner, "combine"),
     (expert.AllGatherCombiner, "combine"),
-    (transports.ReferenceDispatcher, "__call__"),
-    (transports.ReferenceCombiner, "combine"),
+    (dispatchers.ReferenceDispatcher, "__call__"),
+    (dispatchers.ReferenceCombiner, "combine"),
 )
 """Methods that run on the expert grid."""
 

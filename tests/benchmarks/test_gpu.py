@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.train.rules import run_problems
+from megalith.rules.run import run_problems
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

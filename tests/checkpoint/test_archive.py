@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.checkpoint.archive import parse_saved_tensor
+from megalith.checkpoint.load import parse_saved_tensor
 from megalith.checkpoint.save import BoxFile
 
 

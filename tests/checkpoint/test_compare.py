@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalith.checkpoint.boxes import CheckpointEntry
-from megalith.checkpoint.compare import compare_checkpoints
+from megalith.checkpoint.inspect import compare_checkpoints
 from megalith.checkpoint.load import open_checkpoint
 from megalith.errors import CheckpointError
 from megalith.plan.shards import Shard

@@ -7,11 +7,7 @@ import pytest
 import torch
 
 from megalith.checkpoint.boxes import CheckpointEntry
-from megalith.checkpoint.master_weights import (
-    describe_master_differences,
-    pair_master_weights,
-    reconcile,
-)
+from megalith.checkpoint.keys import describe_master_differences, pair_master_weights, reconcile
 from megalith.plan.shards import Shard
 
 

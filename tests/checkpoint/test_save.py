@@ -24,8 +24,7 @@ from megalith import storage
 from megalith.checkpoint import save
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.load import find_latest, open_checkpoint, verify_checkpoint
-from megalith.checkpoint.retention import remove_leftovers
-from megalith.checkpoint.save import save_checkpoint
+from megalith.checkpoint.save import remove_leftovers, save_checkpoint
 from megalith.errors import CheckpointError
 from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.shards import Shard

@@ -1,4 +1,4 @@
-"""Tests of megalith/checkpoint/statistics.py."""
+"""Tests of megalith/checkpoint/inspect.py."""
 
 import math
 from pathlib import Path
@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from megalith.checkpoint.boxes import CheckpointEntry
-from megalith.checkpoint.load import Checkpoint, open_checkpoint
-from megalith.checkpoint.save import save_checkpoint
-from megalith.checkpoint.statistics import (
+from megalith.checkpoint.inspect import (
     compute_statistics,
     list_nonfinite_tensors,
     match_tensor_names,
 )
+from megalith.checkpoint.load import Checkpoint, open_checkpoint
+from megalith.checkpoint.save import save_checkpoint
 from megalith.errors import CheckpointError
 from megalith.parallel.group import single_rank_group
 from megalith.plan.shards import Shard

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalith.checkpoint.strictness import (
+from megalith.checkpoint.keys import (
     LoadReport,
     check_patterns,
     compare_keys,

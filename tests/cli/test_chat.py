@@ -21,18 +21,17 @@ from megalith.cli.chat import (
     settings,
 )
 from megalith.cli.main import main
-from megalith.config.data import DataConfig
+from megalith.config.data import BUILT_IN_TEMPLATES, DataConfig, SFTConfig
 from megalith.config.model import ModelConfig
-from megalith.config.sft import BUILT_IN_TEMPLATES, SFTConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
+from megalith.hf.release import release_run
 from megalith.infer.load import open_source
 from megalith.kernels.norm import RMSNormFunction
+from megalith.launch.worker import Worker
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
-from megalith.models.release import release_run
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
-from megalith.parallel.worker import Worker
 
 CONFIG = ModelConfig(
     vocab_size=257,

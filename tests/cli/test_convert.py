@@ -20,10 +20,10 @@ from megalith.cli.main import main
 from megalith.config.model import ModelConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
-from megalith.models.convert import convert
+from megalith.hf.convert import convert
+from megalith.hf.pretrained import open_pretrained
+from megalith.hf.release import release_run
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
-from megalith.models.pretrained import open_pretrained
-from megalith.models.release import release_run
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
 
@@ -393,8 +393,8 @@ def test_a_conversion_that_ends_early_leaves_nothing_behind(
         if fault == "full" and done >= 3:
             full()
 
-    monkeypatch.setattr("megalith.models.release.BATCH_NBYTES", 3000)
-    monkeypatch.setattr("megalith.models.hf.BATCH_NBYTES", 3000)
+    monkeypatch.setattr("megalith.hf.release.BATCH_NBYTES", 3000)
+    monkeypatch.setattr("megalith.hf.folder.BATCH_NBYTES", 3000)
     monkeypatch.setattr(storage, "begin_sync", broken)
     if fault == "full at the end":
         for name in ("sync_file", "sync_written"):

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from megalith.cli.main import main
-from megalith.observe import checkup
-from megalith.observe.checkup import DeviceRates
+from megalith.observe import machine
+from megalith.observe.machine import DeviceRates
 
 RATES = DeviceRates(
     device="cpu",
@@ -38,7 +38,7 @@ def test_one_json_document_holds_the_report(capsys: pytest.CaptureFixture[str]) 
 def test_report_shows_measured_rates(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkup, "measure", lambda device: replace(RATES, device=device))
+    monkeypatch.setattr(machine, "measure", lambda device: replace(RATES, device=device))
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "cpu, 4 threads" in text

@@ -16,8 +16,8 @@ from megalith.config.tree import dump_yaml
 from megalith.kernels.norm import RMSNormFunction
 from megalith.observe.metrics import read_metrics
 from megalith.recipes import resolve
+from megalith.rules.run import run_problems
 from megalith.testing.tiny import tiny_run, tiny_yaml
-from megalith.train.rules import run_problems
 
 
 @pytest.fixture(scope="module")

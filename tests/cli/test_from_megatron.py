@@ -13,14 +13,14 @@ import yaml
 from megalith.cli.from_megatron import FromMegatron, report, split_options
 from megalith.cli.main import main
 from megalith.config.fields import describe
-from megalith.config.megatron.arguments import known_flags
-from megalith.config.megatron.draft import FlagReport
-from megalith.config.megatron.launch import read_script
-from megalith.config.megatron.mapped import MAPPED
 from megalith.config.train import TrainRun
 from megalith.config.tree import flatten, load_yaml
-from megalith.train.rules import run_problems
-from tests.config.megatron.conftest import TINY_LLAMA
+from megalith.megatron.arguments import known_flags
+from megalith.megatron.draft import FlagReport
+from megalith.megatron.launch import read_script
+from megalith.megatron.mapped import MAPPED
+from megalith.rules.run import run_problems
+from tests.megatron.conftest import TINY_LLAMA
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = (ROOT / "docs" / "coming_from_megatron.md").read_text()

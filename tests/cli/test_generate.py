@@ -24,8 +24,8 @@ from megalith.config.model import ModelConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.errors import DataError
+from megalith.hf.release import release_run
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
-from megalith.models.release import release_run
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
 
@@ -260,7 +260,7 @@ def test_workers_get_the_same_options_and_every_prompt(
         started.append((argv, nproc, Path(argv[argv.index("--file") + 1]).read_text()))
         return 0
 
-    monkeypatch.setattr("megalith.parallel.launch.run_workers", start)
+    monkeypatch.setattr("megalith.launch.launcher.run_workers", start)
     monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
     assert main(["generate", run, "a\nb", "-", "--nproc", "2", "--top-k", "7", "--greedy"]) == 0
     ((argv, nproc, text),) = started

@@ -12,8 +12,8 @@ from megalith.errors import ConfigError, DataError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run, tiny_yaml
-from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
 
 SFT = {
     "data.mock": "false",

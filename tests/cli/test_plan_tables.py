@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from megalith.cli.plan_tables import (
+from megalith.cli.plan import (
     SHOWN,
     WHAT,
     _bytes,
@@ -16,11 +16,11 @@ from megalith.cli.plan_tables import (
     print_estimate,
     print_layout,
 )
+from megalith.estimate.explain import StageRow, explain
+from megalith.estimate.memory import RankMemory, memory_ledger, worst
+from megalith.estimate.traffic import step_traffic
+from megalith.estimate.workload import plan_workload
 from megalith.plan.devices import DEVICES, GIB
-from megalith.plan.explain import StageRow, explain
-from megalith.plan.memory import RankMemory, memory_ledger, worst
-from megalith.plan.traffic import step_traffic
-from megalith.plan.workload import plan_workload
 from megalith.recipes import resolve
 from megalith.testing.tiny import tiny_run
 

@@ -14,8 +14,8 @@ import pytest
 from megalith.cli.main import main
 from megalith.cli.prepare import Display
 from megalith.data.indexed import IndexedDataset
-from megalith.data.journal import Totals
 from megalith.data.prepare import Progress
+from megalith.data.stores import Totals
 
 LINES = '{"text": "one two three"}\n{"text": "four"}\nbroken\n'
 

@@ -15,8 +15,8 @@ from megalith.cli import quickstart
 from megalith.cli.main import main
 from megalith.config.train import TrainRun
 from megalith.data.indexed import IndexedDataset
-from megalith.data.journal import PrepareJournal
-from megalith.data.local_text import find_local_text
+from megalith.data.prepare import find_local_text
+from megalith.data.stores import PrepareJournal
 from megalith.recipes import resolve
 from megalith.train.loop import Outcome
 

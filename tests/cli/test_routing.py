@@ -12,8 +12,8 @@ from megalith.config.moe import MoEConfig
 from megalith.config.train import TrainRun
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run
-from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
 
 SETTINGS = {
     "train.steps": "2",

@@ -17,13 +17,13 @@ import pytest
 
 from megalith.cli.main import main
 from megalith.cli.train import _describe_outcome
-from megalith.config.recompute import RecomputeConfig
+from megalith.config.parallel import RecomputeConfig
 from megalith.config.tree import Override, apply_overrides
 from megalith.data.chat_template import find_template
 from megalith.data.huggingface import train_bpe
 from megalith.data.tokenizer import build_tokenizer
-from megalith.models.auxiliary_files import find_own_template
-from megalith.models.pretrained import locate_source, open_pretrained
+from megalith.hf.auxiliary_files import find_own_template
+from megalith.hf.pretrained import locate_source, open_pretrained
 from megalith.observe.metrics import read_metrics
 from megalith.recipes import resolve
 from megalith.testing.tiny import tiny_yaml

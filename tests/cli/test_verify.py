@@ -10,7 +10,7 @@ from megalith.cli.main import main
 from megalith.config.train import TrainRun
 from megalith.testing.tiny import tiny_yaml
 from megalith.verify import prove
-from megalith.verify.faults import FAULTS
+from megalith.verify.faults.plant import FAULTS
 from megalith.verify.matrix import MATRIX
 from megalith.verify.ranks import LayoutCase
 from megalith.verify.shrink import shrink

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from megalith.config.attention import AttentionConfig, list_attention_warnings
-from megalith.config.model import ModelConfig
+from megalith.config.model import AttentionConfig, ModelConfig, list_attention_warnings
 
 MODEL = ModelConfig(
     vocab_size=8, hidden_size=8, num_layers=7, num_heads=2, num_kv_heads=1, ffn_hidden_size=8

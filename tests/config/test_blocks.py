@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from megalith.config.blocks import (
+from megalith.config.block_configs import (
     BlockModelSizes,
     compute_ffn_size,
     find_ffn_multiplier,
     read_blocks,
 )
-from megalith.config.layers import EQUAL_LAYERS, LayersConfig
+from megalith.config.model import EQUAL_LAYERS, LayersConfig
 
 SIZES = BlockModelSizes(num_layers=4, num_heads=32, hidden_size=4096)
 WHOLE: dict[str, Any] = {"attention": {"n_heads_in_group": 4}, "ffn": {"ffn_mult": 5.25}}

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from megalith.config.dropout import DropoutConfig, dropout_problems
+from megalith.config.model import DropoutConfig, dropout_problems
 
 
 def test_dropout_is_off_by_default() -> None:

@@ -2,9 +2,7 @@
 
 from dataclasses import replace
 
-from megalith.config.attention import AttentionConfig
-from megalith.config.layers import LayersConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import AttentionConfig, LayersConfig, ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.tree import apply_overrides, from_dict, to_dict
 

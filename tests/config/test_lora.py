@@ -3,7 +3,6 @@ from typing import Any
 
 import pytest
 
-from megalith.config.attention import AttentionConfig
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.lora import (
     LoraConfig,
@@ -13,11 +12,10 @@ from megalith.config.lora import (
     lora_problems,
     lora_targets,
 )
-from megalith.config.mla import MLAConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import AttentionConfig, MLAConfig, ModelConfig
 from megalith.config.moe import AuxLossConfig, MoEConfig
+from megalith.rules.run import run_problems
 from megalith.testing.tiny import tiny_run
-from megalith.train.rules import run_problems
 
 MODEL = tiny_run().model
 LOADED = CheckpointConfig(load="base")

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from megalith.config.mla import MLAConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import MLAConfig, ModelConfig
 
 MODEL = ModelConfig(
     vocab_size=8, hidden_size=24, num_layers=5, num_heads=2, num_kv_heads=2, ffn_hidden_size=8

@@ -1,8 +1,8 @@
-"""Tests of megalith/config/mock.py."""
+"""Tests of megalith/config/data.py."""
 
 import pytest
 
-from megalith.config.mock import MockLengths, mock_problems
+from megalith.config.data import MockLengths, mock_problems
 
 WRONG = {
     "data.mock_lengths.mean=None must be from 1 to 99, below data.mock_max_tokens=100": MockLengths(

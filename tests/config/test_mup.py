@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from megalith.config.model import ModelConfig
-from megalith.config.mup import MuPConfig
+from megalith.config.model import ModelConfig, MuPConfig
 from megalith.config.tree import apply_overrides
 
 MODEL = ModelConfig(

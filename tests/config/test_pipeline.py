@@ -1,7 +1,6 @@
 """Pipeline settings: round trip and defaults."""
 
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig
+from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.config.tree import from_dict, to_dict
 from megalith.plan.schedule import schedule_name
 

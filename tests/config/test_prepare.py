@@ -1,6 +1,6 @@
 """Rules of the settings of prepare."""
 
-from megalith.config.prepare import PrepareConfig, prepare_problems
+from megalith.config.data import PrepareConfig, prepare_problems
 from megalith.config.tokenizer import TokenizerConfig
 
 

@@ -1,6 +1,6 @@
 """Settings of activation checkpointing and offload: round trip and defaults."""
 
-from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.config.parallel import OffloadConfig, RecomputeConfig
 from megalith.config.tree import from_dict, to_dict
 from megalith.plan.recompute import layer_spans, recomputed_modules
 

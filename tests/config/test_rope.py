@@ -2,9 +2,7 @@
 
 from dataclasses import replace
 
-from megalith.config.mla import MLAConfig
-from megalith.config.model import ModelConfig
-from megalith.config.rope import RopeConfig
+from megalith.config.model import MLAConfig, ModelConfig, RopeConfig
 
 MODEL = ModelConfig(
     vocab_size=8, hidden_size=24, num_layers=5, num_heads=2, num_kv_heads=1, ffn_hidden_size=8

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from megalith.config.sample import SampleConfig, sample_problems
+from megalith.config.generation import SampleConfig, sample_problems
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tests of megalith/config/schedule.py."""
+"""Tests of megalith/config/optim.py."""
 
 from dataclasses import FrozenInstanceError, replace
 from typing import get_args
@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from megalith.config.fields import describe
-from megalith.config.schedule import DecayStyle, ScheduleConfig, WeightDecayStyle, WsdDecayStyle
+from megalith.config.optim import DecayStyle, ScheduleConfig, WeightDecayStyle, WsdDecayStyle
 from megalith.optim.schedule import ScheduleLengths, learning_rate, schedule_problems, weight_decay
 
 LENGTHS = ScheduleLengths(warmup=0, decay=100, wsd_decay=50, total=100)

@@ -1,7 +1,6 @@
 import pytest
 
-from megalith.config.data import DataConfig, data_problems
-from megalith.config.sft import SFTConfig, sft_problems
+from megalith.config.data import DataConfig, SFTConfig, data_problems, sft_problems
 
 
 def test_conversations_are_a_data_source() -> None:

@@ -1,6 +1,6 @@
 """Suggestions of similar names."""
 
-from megalith.config.suggest import did_you_mean, nearest
+from megalith.errors import did_you_mean, nearest
 
 NAMES = ["parallel.tp", "parallel.dp", "model.hidden_size", "schedule.lr", "train.steps"]
 

@@ -60,7 +60,7 @@ def test_configs_are_frozen() -> None:
 
 def test_configs_recipes_and_plans_load_no_torch() -> None:
     code = (
-        "import sys, megalith.config.train, megalith.recipes, megalith.config.show, "
+        "import sys, megalith.config.train, megalith.recipes, megalith.config.tree, "
         "megalith.cli.recipes"
     )
     subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], check=True)

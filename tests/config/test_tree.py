@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
+from megalith.config.data import PrepareConfig
 from megalith.config.fields import (
     describe,
     is_sequence_type,
@@ -15,7 +16,6 @@ from megalith.config.fields import (
     literal_values,
     union_options,
 )
-from megalith.config.prepare import PrepareConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import (
     apply_overrides,

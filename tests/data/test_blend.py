@@ -11,8 +11,7 @@ from megalith.data.blend import (
     compute_member_sizes,
     normalize_weights,
 )
-from megalith.data.mock import MockStore
-from megalith.data.pretrain import PretrainDataset, WindowPlan
+from megalith.data.pretrain import MockStore, PretrainDataset, WindowPlan
 from megalith.errors import DataError
 from tests.cases import loop_over
 

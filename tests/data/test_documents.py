@@ -1,17 +1,14 @@
-"""Tests of megalith/data/documents.py, and of blends of whole documents."""
+"""Tests of megalith/data/pretrain.py, and of blends of whole documents."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megalith.config.data import DataConfig
-from megalith.config.mock import MockLengths
-from megalith.config.sft import Overlong
+from megalith.config.data import DataConfig, MockLengths, Overlong
 from megalith.data.build import build_datasets
-from megalith.data.documents import DocumentDataset
 from megalith.data.indexed import IndexedDatasetBuilder
-from megalith.data.mock import MockStore
+from megalith.data.pretrain import DocumentDataset, MockStore
 from megalith.data.sample import HasDocumentLengths
 from megalith.errors import DataError
 

@@ -8,7 +8,7 @@ import pytest
 
 from megalith.data.corpus import Position, Source
 from megalith.data.indexed import IndexedDataset
-from megalith.data.journal import EncodedKey, PrepareJournal, Totals
+from megalith.data.stores import EncodedKey, PrepareJournal, Totals
 from megalith.errors import DataError
 
 SOURCES = [Source("a", "jsonl", 100, 1), Source("b", "jsonl", 100, 2)]

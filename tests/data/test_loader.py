@@ -23,13 +23,14 @@ from megalith.data.loader import (
 from megalith.data.sample import PackedSample, Sample
 from megalith.errors import DataError
 from megalith.parallel.group import Group, single_rank_group
-from megalith.parallel.mesh import build_mesh, model_grid
+from megalith.parallel.mesh import build_mesh
 from megalith.plan.batch_assignment import DocumentCost, TokenBudget
 from megalith.plan.context import Slicing
+from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
-from megalith.verify.ragged import RaggedDocuments
+from megalith.verify.ranks import RaggedDocuments
 
 CPU = torch.device("cpu")
 PLAIN = MaskSettings()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.data.local_text import (
+from megalith.data.prepare import (
     find_local_text,
     share_of_known_words,
     words_in,

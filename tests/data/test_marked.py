@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from megalith.data.huggingface import train_bpe
-from megalith.data.marked import char_spans_of_bytes, encode_parts
+from megalith.data.special_tokens import char_spans_of_bytes, encode_parts
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
 
 

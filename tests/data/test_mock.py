@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalith.config.mock import MockLengths
-from megalith.data.mock import MockStore, read_lengths
+from megalith.config.data import MockLengths
+from megalith.data.pretrain import MockStore, read_lengths
 from megalith.errors import DataError
 
 

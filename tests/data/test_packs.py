@@ -18,7 +18,7 @@ from megalith.data.packs import (
 from megalith.data.sample import PackedSample
 from megalith.errors import DataError
 from megalith.plan.batch_assignment import TokenBudget
-from megalith.plan.fill import PackedDocuments
+from megalith.plan.packing import PackedDocuments
 
 
 def document(first: int, length: int) -> PackedSample:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.config.prepare import PrepareConfig
+from megalith.config.data import PrepareConfig
 from megalith.data.corpus import (
     Document,
     Position,
@@ -14,9 +14,10 @@ from megalith.data.corpus import (
     block_documents,
     find_sources,
     read_blocks,
+    read_rows,
+    row_ranges,
 )
 from megalith.data.indexed import IndexedDataset
-from megalith.data.parquet import read_rows, row_ranges
 from megalith.data.prepare import prepare
 from megalith.errors import DataError
 
@@ -50,7 +51,7 @@ def test_ranges_are_row_groups_and_cover_the_rows_once(start: int, tmp_path: Pat
 def test_rows_are_those_between_the_ends(
     start: int, stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megalith.data.parquet.BATCH_ROWS", 7)
+    monkeypatch.setattr("megalith.data.corpus.BATCH_ROWS", 7)
     rows = read_rows(written(tmp_path / "a.parquet"), start, stop, ["text"])
     assert [row["text"] for row in rows] == TEXTS[start:stop]
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalith.config.prepare import PrepareConfig
+from megalith.config.data import PrepareConfig
 from megalith.config.tokenizer import TokenizerConfig
-from megalith.data import journal
+from megalith.data import stores
 from megalith.data.corpus import read_blocks
 from megalith.data.huggingface import train_bpe
 from megalith.data.indexed import IndexedDataset, IndexedDatasetBuilder
@@ -179,7 +179,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes_and_leaves_no_process(
     entries = write_corpus(tmp_path)
     (tmp_path / "killed.py").write_text(KILLED)
     command = [sys.executable, str(tmp_path / "killed.py"), str(tmp_path), str(workers)]
-    environment = os.environ | {"PYTHONPATH": str(Path(journal.__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(Path(stores.__file__).parents[2])}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, env=environment, start_new_session=True
     )

@@ -9,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from megalith.data.indexed import IndexedDataset, IndexedDatasetBuilder
-from megalith.data.mock import MockStore
 from megalith.data.pretrain import (
     ExtendedDataset,
+    MockStore,
     PretrainDataset,
     WindowPlan,
     build_extended_dataset,

@@ -9,18 +9,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from megalith.config.attention import AttentionConfig
 from megalith.config.data import DataConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import AttentionConfig, ModelConfig
 from megalith.data.loader import MaskSettings, build_batch, build_mask_settings
-from megalith.data.packs import pack_documents
-from megalith.data.row_masks import join_masks, with_row_masks
+from megalith.data.packs import join_masks, pack_documents, with_row_masks
 from megalith.data.sample import PackedSample, RowMask, Sample
 from megalith.errors import DataError
-from megalith.kernels.attention import attention
-from megalith.kernels.scores import Scores
-from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths
-from megalith.kernels.visible import PairMask
+from megalith.kernels.attention.dispatch import attention
+from megalith.kernels.attention.mask import PairMask
+from megalith.kernels.attention.scores import Scores
+from megalith.kernels.packed import PackedSeqParams, tokens_of_lengths
 from megalith.plan.batch_assignment import TokenBudget
 from megalith.plan.context import Slicing
 

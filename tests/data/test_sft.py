@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from megalith.config.data import DataConfig
-from megalith.config.sft import Packing, SFTConfig
+from megalith.config.data import DataConfig, Packing, SFTConfig
 from megalith.data.build import Splits, build_datasets
 from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.huggingface import HuggingFaceTokenizer, train_bpe

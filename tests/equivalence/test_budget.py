@@ -20,19 +20,20 @@ from megalith.data.sample import Dataset, PackedSample
 from megalith.errors import DataError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import local_slicing
-from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.plan.batch_assignment import BatchAssignment, TokenBudget, build_token_budget
+from megalith.plan.grid import model_grid
+from megalith.rules.run import check_run
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, compare
 from megalith.train import step as step_file
-from megalith.train.build import Trainer, build_trainer
-from megalith.train.folder import RunFolder
+from megalith.train.forward_backward import normalize_losses_by_labels
 from megalith.train.loop import run_training
-from megalith.train.loss import normalize_losses_by_labels
-from megalith.train.rules import check_run
+from megalith.train.run_folder import RunFolder
 from megalith.train.step import train_step
+from megalith.train.trainer import Trainer, build_trainer
 
 CPU = torch.device("cpu")
 BASE = {

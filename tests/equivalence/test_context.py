@@ -11,16 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.data.loader import Loader, MaskSettings
-from megalith.kernels import span_attention
+from megalith.kernels.attention import split_kv
 from megalith.parallel import context
 from megalith.parallel.group import Group
-from megalith.parallel.mesh import build_mesh, model_grid
+from megalith.parallel.mesh import build_mesh
 from megalith.parallel.tensor_overlap import PendingCollective, start_ring_exchange
+from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
-from megalith.train.build import build_trainer
 from megalith.train.step import train_step
+from megalith.train.trainer import build_trainer
 from megalith.verify.ranks import RaggedRows
 
 CPU = torch.device("cpu")
@@ -69,8 +70,8 @@ def _exposed(
     whole, exposed = [], []
     with (
         patched(context, "start_ring_exchange", _at_once if no_overlap else START),
-        patched(context, "attend", partial(_slowly, span_attention.attend)),
-        patched(context, "attend_backward", partial(_slowly, span_attention.attend_backward)),
+        patched(context, "attend", partial(_slowly, split_kv.attend)),
+        patched(context, "attend_backward", partial(_slowly, split_kv.attend_backward)),
         slow_link(latency_seconds=LATENCY) as link,
     ):
         for _ in range(count):

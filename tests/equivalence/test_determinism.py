@@ -10,12 +10,13 @@ import torch
 
 from megalith.config.train import TrainRun
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.mesh import build_mesh, model_grid
+from megalith.parallel.mesh import build_mesh
+from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64
-from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
 
 SHORT = {
     "train.steps": "3",

@@ -19,9 +19,7 @@ from megalith.checkpoint.save import save_checkpoint
 from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.optim import PrecisionConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig
-from megalith.config.recompute import RecomputeConfig
+from megalith.config.parallel import ParallelConfig, PipelineConfig, RecomputeConfig
 from megalith.data.loader import Loader, MaskSettings
 from megalith.data.sample import Sample
 from megalith.kernels import experts as expert_kernels
@@ -37,18 +35,19 @@ from megalith.kernels.grouped_linear import (
 )
 from megalith.parallel import data
 from megalith.parallel.group import gather_objects
-from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP32_DEEP, FP64, assert_close
-from megalith.train.build import (
+from megalith.train.moe import LayerExpertLoad, collect_expert_load, iter_routers
+from megalith.train.step import train_step
+from megalith.train.trainer import (
     Trainer,
     all_gather_loaded_params,
     build_trainer,
     checkpoint_entries,
 )
-from megalith.train.experts import LayerExpertLoad, collect_expert_load, iter_routers
-from megalith.train.step import train_step
 from megalith.verify.ranks import (
     Gathered,
     LayoutCase,
@@ -58,7 +57,7 @@ from megalith.verify.ranks import (
     _slices,
     layout_case,
 )
-from megalith.verify.variants import BIASED_CHOICE, NARROW, NOISY
+from megalith.verify.tiny_models import BIASED_CHOICE, NARROW, NOISY
 
 CPU = torch.device("cpu")
 

@@ -12,22 +12,22 @@ from torch import Tensor, nn
 
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig
+from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.models.decoder import iter_parameter_specs
 from megalith.parallel.group import gather_objects
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close
-from megalith.train import build
-from megalith.train.build import (
+from megalith.train import trainer as build
+from megalith.train.step import train_step
+from megalith.train.trainer import (
     Trainer,
     all_gather_loaded_params,
     build_trainer,
     checkpoint_entries,
 )
-from megalith.train.step import train_step
 from megalith.verify import ranks as proof
 from megalith.verify.rows import TIED, tiny
 

@@ -10,19 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config.optim import GroupConfig, OptimConfig
+from megalith.config.optim import GroupConfig, OptimConfig, ScheduleConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.schedule import ScheduleConfig
 from megalith.observe.metrics import read_metrics
 from megalith.optim.schedule import group_rates, learning_rate, schedule_lengths, weight_decay
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.inject import patched
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, assert_close
-from megalith.train.build import build_trainer
-from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
 from megalith.train.step import train_step
+from megalith.train.trainer import build_trainer
 from megalith.verify import ranks as proof
 from megalith.verify.rows import tiny
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config.data import DataConfig
-from megalith.config.sft import SFTConfig
+from megalith.config.data import DataConfig, SFTConfig
 from megalith.data.conversations import Conversation, generate_mock_conversations
 from megalith.data.loader import Batch, MaskSettings, StepBatches, build_batch
 from megalith.data.sample import PackedSample
@@ -21,15 +20,16 @@ from megalith.data.tokenizer import ByteTokenizer
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import local_slicing
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, compare
-from megalith.train.build import Trainer, build_trainer
-from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
 from megalith.train.step import train_step
+from megalith.train.trainer import Trainer, build_trainer
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 3, 8, 1, 11, 2)

@@ -17,22 +17,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig
-from megalith.nn.moe.experts import Experts
-from megalith.parallel.autograd import AsyncAllToAll
-from megalith.parallel.dual_batch import DualBatchOverlap
-from megalith.parallel.link import Tensors
-from megalith.parallel.mesh import build_mesh, model_grid
-from megalith.parallel.pipeline import Pipeline
-from megalith.plan.pairs import pair_forward_backward
-from megalith.plan.schedule import build_schedule
+from megalith.config.parallel import ParallelConfig, PipelineConfig
+from megalith.nn.moe import Experts
+from megalith.parallel.collectives import AsyncAllToAll
+from megalith.parallel.mesh import build_mesh
+from megalith.parallel.p2p import Tensors
+from megalith.parallel.pipeline import DualBatchOverlap, Pipeline
+from megalith.plan.grid import model_grid
+from megalith.plan.schedule import build_schedule, pair_forward_backward
 from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
-from megalith.train.build import build_trainer
 from megalith.train.step import train_step
+from megalith.train.trainer import build_trainer
 from megalith.verify.ranks import LayoutCase, _loader, layout_case
-from megalith.verify.variants import BIASED_CHOICE
+from megalith.verify.tiny_models import BIASED_CHOICE
 
 CPU = torch.device("cpu")
 EP2 = ParallelConfig(dp=2, ep=2, zero=1, overlap_experts=True)

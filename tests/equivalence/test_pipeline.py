@@ -10,15 +10,14 @@ from torch import Tensor
 
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
-from megalith.config.model import ModelConfig
-from megalith.config.mtp import MTPConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.config.model import ModelConfig, MTPConfig
+from megalith.config.parallel import ParallelConfig, PipelineConfig
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close
-from megalith.train.build import all_gather_loaded_params, build_trainer, checkpoint_entries
 from megalith.train.step import train_step
+from megalith.train.trainer import all_gather_loaded_params, build_trainer, checkpoint_entries
 from megalith.verify.ranks import LayoutCase, _loader, layout_case
 
 UNTIED = ModelConfig(

@@ -19,25 +19,20 @@ from megalith.config.tree import Override
 from megalith.data.loader import Loader, MaskSettings
 from megalith.parallel import data as flat
 from megalith.parallel.data import BucketedDataParallel
-from megalith.parallel.mesh import (
-    Mesh,
-    build_mesh,
-    build_meta_mesh,
-    build_single_rank_mesh,
-    model_grid,
-)
+from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import VocabParallelEmbedding
+from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import EXACT, FP64, assert_close, relative_error
-from megalith.train.build import (
+from megalith.train.step import train_step
+from megalith.train.trainer import (
     Trainer,
     all_gather_loaded_params,
     build_trainer,
     checkpoint_entries,
 )
-from megalith.train.step import train_step
 from megalith.verify.ranks import RaggedRows
 
 CPU = torch.device("cpu")

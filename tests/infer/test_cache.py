@@ -11,9 +11,9 @@ from megalith.infer.cache import (
     KVCache,
     PrefixState,
 )
-from megalith.kernels.attention import attention
-from megalith.kernels.scores import PLAIN, Scores
-from megalith.kernels.tokens import tokens_of_queries, tokens_of_rows
+from megalith.kernels.attention.dispatch import attention
+from megalith.kernels.attention.scores import PLAIN, Scores
+from megalith.kernels.packed import tokens_of_queries, tokens_of_rows
 
 
 @pytest.mark.parametrize("sizes", [[1] * 70, [3, 60, 1, 1, 200], [64, 1], [65], [500, 500]])

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config.sample import SampleConfig
+from megalith.config.generation import SampleConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import DataError
+from megalith.hf.auxiliary_files import find_turn_end
+from megalith.hf.peft import AdaptedWeights
+from megalith.hf.pretrained import Pretrained
 from megalith.infer.chat import Chat, StopFilter, select_template
 from megalith.infer.generate import GeneratedToken
 from megalith.infer.load import TextGenerator
-from megalith.models.adapters import AdaptedWeights
-from megalith.models.auxiliary_files import find_turn_end
 from megalith.models.decoder import Decoder
-from megalith.models.pretrained import Pretrained
 
 NOTHING: Any = None  # weights that nobody reads
 GREEDY = SampleConfig(temperature=0.0, max_new_tokens=12)

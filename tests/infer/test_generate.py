@@ -5,13 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.config.attention import AttentionConfig
-from megalith.config.cross import CrossConfig
-from megalith.config.mla import MLAConfig
-from megalith.config.model import ModelConfig
+from megalith.config.generation import SampleConfig
+from megalith.config.model import AttentionConfig, CrossConfig, MLAConfig, ModelConfig, RopeConfig
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
-from megalith.config.rope import RopeConfig
-from megalith.config.sample import SampleConfig
 from megalith.errors import ConfigError, DataError
 from megalith.infer import cache
 from megalith.infer.cache import AttentionView
@@ -23,12 +19,13 @@ from megalith.infer.generate import (
     generate,
 )
 from megalith.infer.load import generation_layout
-from megalith.kernels.tokens import tokens_of_rows
+from megalith.kernels.packed import tokens_of_rows
 from megalith.models.decoder import Decoder
-from megalith.nn.moe.router import Router
-from megalith.parallel.mesh import build_mesh, model_grid
+from megalith.nn.router import Router
+from megalith.parallel.mesh import build_mesh
+from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
-from megalith.verify.variants import VARIANTS
+from megalith.verify.tiny_models import VARIANTS
 
 GREEDY = SampleConfig(temperature=0.0, max_new_tokens=20)
 PROMPTS = [[5, 17, 36, 3, 14], [8], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]

@@ -7,27 +7,25 @@ import torch
 
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
-from megalith.config.attention import AttentionConfig
+from megalith.config.generation import SampleConfig
 from megalith.config.kernels import Kernel
-from megalith.config.mla import MLAConfig
+from megalith.config.model import AttentionConfig, MLAConfig, MTPConfig
 from megalith.config.moe import MoEConfig
-from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.sample import SampleConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.data.huggingface import train_bpe
 from megalith.errors import ConfigError, DataError
+from megalith.hf.convert import convert
+from megalith.hf.pretrained import open_pretrained
+from megalith.hf.release import release_run
 from megalith.infer.generate import generate
 from megalith.infer.load import generation_layout, load_text_generator, open_source
+from megalith.kernels.activation import WeightedGatedFunction
 from megalith.kernels.grouped_linear import GroupedLinearFunction
 from megalith.kernels.norm import RMSNormFunction
 from megalith.kernels.rope import RopeFunction
-from megalith.kernels.weighted import WeightedGatedFunction
-from megalith.models.convert import convert
 from megalith.models.decoder import Decoder, iter_parameter_specs
-from megalith.models.pretrained import open_pretrained
-from megalith.models.release import release_run
 from megalith.nn.mlp import MLP, GatedMLP
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
@@ -90,7 +88,7 @@ def test_generation_supports_reference_kernels(
     for form in (RMSNormFunction, RopeFunction, WeightedGatedFunction, GroupedLinearFunction):
         monkeypatch.setattr(form, "apply", forbid)
     for name in ("tiled_attention", "sdpa_attention", "span_attention"):
-        monkeypatch.setattr(f"megalith.kernels.attention.{name}", forbid)
+        monkeypatch.setattr(f"megalith.kernels.attention.dispatch.{name}", forbid)
     assert generate_ids("reference") == expected
     with pytest.raises(AssertionError, match="a fast form runs"):
         generate_ids("auto")

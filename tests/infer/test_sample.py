@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config.sample import SampleConfig
+from megalith.config.generation import SampleConfig
 from megalith.errors import CheckpointError
 from megalith.infer.sample import filter_logits, sample_tokens
 

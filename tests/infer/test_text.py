@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megalith.config.sample import SampleConfig
+from megalith.config.generation import SampleConfig
 from megalith.data.huggingface import HuggingFaceTokenizer, train_bpe
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
 from megalith.errors import DataError

@@ -17,8 +17,8 @@ from megalith.kernels.activation import (
     gated,
     reference_activate,
     reference_gated,
+    swiglu,
 )
-from megalith.kernels.swiglu import swiglu
 
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 GPT_OSS = GatedActivation("quick_gelu", clamp=7.0, up_offset=1.0)

@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megalith.config.kernels import BackendName, Kernel
 from megalith.errors import ConfigError
-from megalith.kernels import attention as ways
-from megalith.kernels.attention import (
+from megalith.kernels.attention import dispatch as ways
+from megalith.kernels.attention.dispatch import (
     AttentionBackend,
     attention,
     drop_keys_before_window,
@@ -22,18 +22,23 @@ from megalith.kernels.attention import (
     split_into_chunks,
     visible_key_lengths,
 )
+from megalith.kernels.attention.mask import AttentionMask, with_masks, with_padding
+from megalith.kernels.attention.scores import (
+    PLAIN,
+    Scores,
+    WeightDropout,
+    mask_of_scores,
+    masked_attention,
+    reference_biases,
+)
 from megalith.kernels.dropout import dropped_weights
-from megalith.kernels.masks import with_masks, with_padding
-from megalith.kernels.relative_bias import reference_biases
-from megalith.kernels.scores import PLAIN, Scores, WeightDropout, mask_of_scores, masked_attention
-from megalith.kernels.tokens import (
+from megalith.kernels.packed import (
     DropoutKey,
     PackedSeqParams,
     tokens_of_lengths,
     tokens_of_queries,
     tokens_of_rows,
 )
-from megalith.kernels.visible import AttentionMask
 
 LAYOUTS = {
     "long rows": tokens_of_rows(2, 70),

@@ -2,14 +2,16 @@ import pytest
 import torch
 
 from megalith.config.moe import RouterConfig, RouterScore
-from megalith.kernels.balance import (
+from megalith.kernels.routing import (
+    DROPPED_CHOICE,
     attach_aux_loss,
+    choose_experts,
     count_choices,
     global_load_balancing_loss,
     load_balancing_loss,
+    normalized_scores,
     z_loss,
 )
-from megalith.kernels.routing import DROPPED_CHOICE, choose_experts, normalized_scores
 
 LOGITS = torch.tensor(
     [[2, 1, 0, -1], [1.5, 2.5, 0.5, -0.5], [3, 0, 1, 0.5], [0, 1, -1, 2]], dtype=torch.float64

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels import cpu
-from megalith.kernels.attention import attention
-from megalith.kernels.cross_entropy import linear_cross_entropy
+from megalith.kernels import cpu_threads
+from megalith.kernels.activation import swiglu
+from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import linear
 from megalith.kernels.norm import add_rms_norm, rms_norm
+from megalith.kernels.packed import tokens_of_rows
 from megalith.kernels.rope import apply_rope
-from megalith.kernels.swiglu import swiglu
-from megalith.kernels.tokens import tokens_of_rows
+from megalith.parallel.cross_entropy import linear_cross_entropy
 from megalith.parallel.group import single_rank_group
 
 ROWS = tokens_of_rows(2, 64)
@@ -35,48 +35,48 @@ def two_threads() -> Iterator[None]:
 
 @linux
 def test_openmp_library_is_torchs_own() -> None:
-    assert cpu.openmp() is not None
-    assert "/torch" in cpu._loaded_libraries()[0]
+    assert cpu_threads.openmp() is not None
+    assert "/torch" in cpu_threads._loaded_libraries()[0]
 
 
 @linux
 def test_loops_support_large_fp32_or_bf16_cpu_tensors() -> None:
     large, weight = torch.zeros(128, 64), torch.zeros(64)
-    assert cpu.takes(large, weight)
-    assert cpu.takes(large.bfloat16(), weight.bfloat16())
-    assert not cpu.takes(large[:2], weight)
-    assert not cpu.takes(large.double(), weight.double())
-    assert not cpu.takes(large.bfloat16(), weight)
-    assert not cpu.takes(large.half(), weight.half())
-    assert not cpu.takes(large.to("meta"), weight.to("meta"))
+    assert cpu_threads.takes(large, weight)
+    assert cpu_threads.takes(large.bfloat16(), weight.bfloat16())
+    assert not cpu_threads.takes(large[:2], weight)
+    assert not cpu_threads.takes(large.double(), weight.double())
+    assert not cpu_threads.takes(large.bfloat16(), weight)
+    assert not cpu_threads.takes(large.half(), weight.half())
+    assert not cpu_threads.takes(large.to("meta"), weight.to("meta"))
 
 
 def test_torch_backend_is_used_without_openmp(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate_up = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(cpu, "openmp", lambda: None)
-    assert not cpu.takes(gate_up)
+    monkeypatch.setattr(cpu_threads, "openmp", lambda: None)
+    assert not cpu_threads.takes(gate_up)
     torch.testing.assert_close(swiglu(gate_up), swiglu(gate_up, kernel="reference"))
 
 
 def test_arguments_become_eight_bytes_each() -> None:
     x = torch.zeros(3)
-    assert cpu._bits(x) == x.data_ptr()
-    assert cpu._bits(-7) == -7
-    assert cpu._bits(True) == 1
-    assert struct.unpack("d", struct.pack("q", cpu._bits(1e-5))) == (1e-5,)
+    assert cpu_threads._bits(x) == x.data_ptr()
+    assert cpu_threads._bits(-7) == -7
+    assert cpu_threads._bits(True) == 1
+    assert struct.unpack("d", struct.pack("q", cpu_threads._bits(1e-5))) == (1e-5,)
 
 
 def test_small_work_uses_one_thread(two_threads: None) -> None:
-    assert cpu.num_threads(cpu.MIN_THREADED_ELEMENTS - 1) == 1
-    assert cpu.num_threads(cpu.MIN_THREADED_ELEMENTS) == 2
+    assert cpu_threads.num_threads(cpu_threads.MIN_THREADED_ELEMENTS - 1) == 1
+    assert cpu_threads.num_threads(cpu_threads.MIN_THREADED_ELEMENTS) == 2
 
 
 @linux
 @pytest.mark.parametrize("rows", [1, 2, 3, 101])
 def test_two_threads_partition_any_number_of_rows(rows: int, two_threads: None) -> None:
-    h = cpu.MIN_THREADED_ELEMENTS
+    h = cpu_threads.MIN_THREADED_ELEMENTS
     x = torch.randn(rows, h, generator=torch.Generator().manual_seed(0), requires_grad=True)
     weight = torch.ones(h, requires_grad=True)
     results = []

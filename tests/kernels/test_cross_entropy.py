@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalith.config.kernels import Kernel
-from megalith.kernels.cross_entropy import (
+from megalith.parallel.cross_entropy import (
     HeadShard,
     LogitTransform,
     linear_cross_entropy,

@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from megalith.errors import ConfigError
-from megalith.kernels import cpu, gpu
-from megalith.kernels.engine import select_backend, unavailable_backends
+from megalith.kernels import cpu_threads
+from megalith.kernels.backend import select_backend, unavailable_backends
+from megalith.kernels.triton import launch
 
 
 def test_numba_is_selected_on_cpus_if_supported() -> None:
     x = torch.ones(200, 200)
-    assert select_backend("auto", x, op="norm") == ("torch" if cpu.openmp() is None else "numba")
+    assert select_backend("auto", x, op="norm") == (
+        "torch" if cpu_threads.openmp() is None else "numba"
+    )
     assert select_backend("auto", x, op="norm", loops=False) == "torch"
     assert select_backend("auto", x.double(), op="norm") == "torch"
     assert select_backend("torch", x, op="norm") == "torch"
@@ -19,8 +22,8 @@ def test_numba_is_selected_on_cpus_if_supported() -> None:
 def test_triton_is_selected_on_gpus_if_supported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cpu, "takes", lambda *tensors: False)
-    monkeypatch.setattr(gpu, "takes", lambda *tensors: True)
+    monkeypatch.setattr(cpu_threads, "takes", lambda *tensors: False)
+    monkeypatch.setattr(launch, "takes", lambda *tensors: True)
     x = torch.ones(2, 2)
     assert select_backend("auto", x, op="norm") == "triton"
     assert select_backend("auto", x, op="norm", triton=False) == "torch"
@@ -31,7 +34,7 @@ def test_explicit_backend_is_selected_or_rejected_with_an_alternative(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = torch.ones(3, 5)
-    if cpu.openmp() is not None:
+    if cpu_threads.openmp() is not None:
         assert select_backend("numba", x, op="rope") == "numba"  # however small
         with pytest.raises(
             ConfigError,
@@ -48,15 +51,15 @@ def test_explicit_backend_is_selected_or_rejected_with_an_alternative(
         match="kernels.norm=triton: .* Set kernels.norm to torch, which supports this input, or to",
     ):
         select_backend("triton", x, op="norm")
-    monkeypatch.setattr(cpu, "openmp", lambda: None)
+    monkeypatch.setattr(cpu_threads, "openmp", lambda: None)
     with pytest.raises(ConfigError, match="kernels.norm=numba: torch's OpenMP library on this"):
         select_backend("numba", x, op="norm")
 
 
 def test_unavailable_backends_are_listed_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "openmp", lambda: None)
-    monkeypatch.setattr(gpu, "has_triton", lambda: False)
+    monkeypatch.setattr(cpu_threads, "openmp", lambda: None)
+    monkeypatch.setattr(launch, "has_triton", lambda: False)
     assert {"numba", "triton", "flex"} <= set(unavailable_backends())
-    monkeypatch.setattr(cpu, "openmp", lambda: object())
-    monkeypatch.setattr(gpu, "has_triton", lambda: True)
+    monkeypatch.setattr(cpu_threads, "openmp", lambda: object())
+    monkeypatch.setattr(launch, "has_triton", lambda: True)
     assert not {"numba", "triton", "flex"} & set(unavailable_backends())

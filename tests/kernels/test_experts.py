@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError
-from megalith.kernels.activation import GatedActivation
+from megalith.kernels.activation import GatedActivation, weighted_activate, weighted_gated
 from megalith.kernels.experts import (
     Inner,
     Matrix,
@@ -39,7 +39,6 @@ from megalith.kernels.permute import (
     weights_of_rows,
 )
 from megalith.kernels.recomputed import RecomputedOutput
-from megalith.kernels.weighted import weighted_activate, weighted_gated
 
 E, H, F = 4, 6, 3
 UNEVEN = (5, 0, 1, 3)

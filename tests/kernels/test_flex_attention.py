@@ -7,19 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.attention import attention, reference_attention
-from megalith.kernels.flex_attention import (
+from megalith.kernels.attention.dispatch import attention, reference_attention
+from megalith.kernels.attention.flex import (
     block_mask,
     flexible_attention,
     intervals,
     plan_blocks,
     takes,
 )
-from megalith.kernels.masks import with_masks, with_padding
-from megalith.kernels.scores import Scores, WeightDropout
-from megalith.kernels.sdpa import Lengths
-from megalith.kernels.tokens import PackedSeqParams, tokens_of_queries
-from megalith.kernels.visible import AttentionMask, PairMask
+from megalith.kernels.attention.mask import AttentionMask, PairMask, with_masks, with_padding
+from megalith.kernels.attention.scores import Scores, WeightDropout
+from megalith.kernels.attention.sdpa import Lengths
+from megalith.kernels.packed import PackedSeqParams, tokens_of_queries
 from megalith.testing.tolerance import relative_error
 
 LENGTHS: tuple[Lengths, ...] = (
@@ -159,7 +158,7 @@ def test_block_mask_covers_all_visible_pairs(
 
 @pytest.mark.parametrize("scores", SCORES)
 def test_intervals_match_the_reference_mask(scores: Scores) -> None:
-    from megalith.kernels.scores import mask_of_scores
+    from megalith.kernels.attention.scores import mask_of_scores
 
     for lengths in LENGTHS:
         seen, row, start = intervals(lengths, scores.window, scores.after), 0, 0
@@ -181,7 +180,7 @@ def test_cpu_tensors_and_attention_dropout_are_not_supported(
 ) -> None:
     q = torch.empty(3, 2, 16)
     assert not takes(q, q, Scores(softcap=2.0))
-    monkeypatch.setattr("megalith.kernels.flex_attention.has_triton", lambda: True)
+    monkeypatch.setattr("megalith.kernels.attention.flex.has_triton", lambda: True)
     there = torch.empty(3, 2, 16, device="meta")
     assert not takes(there, there, Scores(softcap=2.0))
     assert not takes(q, q, Scores(dropout=WeightDropout(0.1, 1, 0)))

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.kernels import gpu
-from megalith.kernels.gpu import ProgramTile, tile_of_row_parts, tile_of_whole_rows
+from megalith.kernels.triton import launch
+from megalith.kernels.triton.launch import ProgramTile, tile_of_row_parts, tile_of_whole_rows
 from megalith.testing.triton import INTERPRET
 
 FOLDER = Path(__file__).parent
 FILES = sorted(str(path) for path in FOLDER.glob("test_triton_*.py"))
 
 
-@pytest.mark.skipif(not gpu.has_triton(), reason="Triton is not installed")
+@pytest.mark.skipif(not launch.has_triton(), reason="Triton is not installed")
 def test_triton_kernels_pass_their_tests_in_the_interpreter() -> None:
     # About 10 s of computing: an interpreter is slow, and one process runs all, because starting it
     # takes 3 s.
@@ -55,17 +55,17 @@ def test_cpu_tensors_are_not_supported_and_triton_is_not_imported() -> None:
         "assert not any(name.split('.')[0] == 'triton' for name in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-    assert not gpu.takes(torch.ones(2, 4))
+    assert not launch.takes(torch.ones(2, 4))
 
 
-@pytest.mark.parametrize("width", [1, 2, 100, 2048, 2049, gpu.WIDEST])
+@pytest.mark.parametrize("width", [1, 2, 100, 2048, 2049, launch.WIDEST])
 def test_tile_sizes_are_powers_of_two(width: int) -> None:
     whole, part = tile_of_whole_rows(width), tile_of_row_parts(width)
     assert whole.columns >= width
-    assert part.columns >= min(width, gpu.TILE)
+    assert part.columns >= min(width, launch.TILE)
     for tile in (whole, part):
         assert all(number & (number - 1) == 0 and number > 0 for number in tile)
-        assert tile.rows * tile.columns >= gpu.TILE // 2
+        assert tile.rows * tile.columns >= launch.TILE // 2
     assert whole.warps <= 16
 
 
@@ -78,24 +78,24 @@ Given = dict[str, Any]  # a program's arguments that are known when it is compil
 
 def programs() -> Iterator[tuple[Any, Given]]:
     """Every program that something calls, with settings that leave none of its lines out."""
-    from megalith.kernels import triton_gated, triton_loss, triton_norm, triton_rope
+    from megalith.kernels.triton import activation, cross_entropy, norm, rope
 
     tile = {"ROWS": 2, "COLUMNS": 1024}
-    yield triton_norm._norm, {"ADDS": True, "CENTERED": True, "TWICE": True, **tile}
-    yield triton_norm._norm_backward, {"ADDS": True, "CENTERED": True, **tile}
-    yield triton_rope._rotate, {"INTERLEAVED": True, "RESTS": True, "HEADS": 8, "COLUMNS": 64}
+    yield norm._norm, {"ADDS": True, "CENTERED": True, "TWICE": True, **tile}
+    yield norm._norm_backward, {"ADDS": True, "CENTERED": True, **tile}
+    yield rope._rotate, {"INTERLEAVED": True, "RESTS": True, "HEADS": 8, "COLUMNS": 64}
     for kind, gated in (("silu", True), ("gelu", True), ("squared_relu", False), ("relu", False)):
-        for program in (triton_gated._forward, triton_gated._backward):
+        for program in (activation._forward, activation._backward):
             yield (
                 program,
                 {"KIND": kind, "A": 1.0, "B": 0.0, "GATED": gated, "WEIGHTED": True, **tile},
             )
-    yield triton_loss._row_sums, tile
-    yield triton_loss._gradient, {"CAPPED": True, **tile}
+    yield cross_entropy._row_sums, tile
+    yield cross_entropy._gradient, {"CAPPED": True, **tile}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not gpu.has_triton(), reason="Triton is not installed")
+@pytest.mark.skipif(not launch.has_triton(), reason="Triton is not installed")
 @pytest.mark.parametrize("generation", [80, 90])
 def test_triton_kernels_compile_for_other_gpus(
     generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,7 @@ from megalith.kernels.grouped_linear import (
     select_grouped_matmul_ops,
     zero_experts_without_rows_,
 )
-from megalith.kernels.matmul import bf16_matmul
+from megalith.kernels.linear import bf16_matmul
 from megalith.kernels.recomputed import RecomputedOutput
 from megalith.testing.inject import patched
 from megalith.testing.tolerance import FP32, assert_equals

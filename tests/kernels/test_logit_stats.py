@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.cross_entropy import (
+from megalith.parallel.cross_entropy import (
     CrossEntropyResult,
     linear_cross_entropy,
     linear_cross_entropy_with_stats,
 )
-from megalith.kernels.logit_stats import LogitStats, LossWithLogitStats
 from megalith.parallel.group import single_rank_group
+from megalith.parallel.logits import LogitStats, LossWithLogitStats
 
 
 def measured(logsumexp: list[float], largest: list[float]) -> CrossEntropyResult:

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels import cpu
+from megalith.kernels import cpu_threads
 
-if cpu.openmp() is None:
+if cpu_threads.openmp() is None:
     pytest.skip(f"no OpenMP library to call on {sys.platform}", allow_module_level=True)
 
 from numba import njit
 
-from megalith.kernels import loops
-from megalith.kernels.loops import address, exp, largest_of, narrow, wide
+from megalith.kernels import cpu_numba
+from megalith.kernels.cpu_numba import address, exp, largest_of, narrow, wide
 
 SPECIAL = [
     0.0,
@@ -119,9 +119,9 @@ def test_a_loop_is_compiled_once_per_dtype() -> None:
 def test_read_only_installation_compiles_without_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real, kept = loops._compile, []
+    real, kept = cpu_numba._compile, []
 
-    def refuse_to_keep(loop: cpu.Loop, dtype: torch.dtype, *, keep: bool) -> int:
+    def refuse_to_keep(loop: cpu_threads.Loop, dtype: torch.dtype, *, keep: bool) -> int:
         kept.append(keep)
         if keep:
             raise RuntimeError(
@@ -129,7 +129,7 @@ def test_read_only_installation_compiles_without_cache(
             )
         return real(loop, dtype, keep=False)
 
-    monkeypatch.setattr(loops, "_compile", refuse_to_keep)
+    monkeypatch.setattr(cpu_numba, "_compile", refuse_to_keep)
     assert address.__wrapped__("swiglu", torch.float32) != 0
     assert kept == [True, False]
 
@@ -139,10 +139,10 @@ def test_compilation_is_reported_only_with_a_cold_cache(
 ) -> None:
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
     lines: list[str] = []
-    with cpu.CompilationProgress(lines.append):
+    with cpu_threads.CompilationProgress(lines.append):
         assert address.__wrapped__("swiglu", torch.float32) != 0
         assert lines == ["compiling CPU kernels (first run on this machine only)..."]
-    with cpu.CompilationProgress(lines.append):
+    with cpu_threads.CompilationProgress(lines.append):
         assert address.__wrapped__("swiglu", torch.float32) != 0
     assert len(lines) == 1 and list(tmp_path.rglob("*.nbc"))
 
@@ -152,11 +152,11 @@ def test_progress_of_compilation_is_reported_every_few_seconds(
 ) -> None:
     lines: list[str] = []
     times = iter([100.0, 101.0, 106.0, 107.0, 112.5])
-    monkeypatch.setattr(cpu.time, "monotonic", lambda: next(times))
-    with cpu.CompilationProgress(lines.append):
+    monkeypatch.setattr(cpu_threads.time, "monotonic", lambda: next(times))
+    with cpu_threads.CompilationProgress(lines.append):
         for _ in range(5):
-            cpu.report_compilation(cached=False)
-    cpu.report_compilation(cached=True)  # outside the block: not reported
+            cpu_threads.report_compilation(cached=False)
+    cpu_threads.report_compilation(cached=True)  # outside the block: not reported
     assert lines == [
         "compiling CPU kernels (in every run: numba has no folder to cache them in)...",
         "compiling CPU kernels: 2 done in 6 s",

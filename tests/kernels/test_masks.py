@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from megalith.errors import DataError
-from megalith.kernels.masks import rows_of, with_masks, with_padding
-from megalith.kernels.tokens import (
+from megalith.kernels.attention.mask import NO_MASK, rows_of, with_masks, with_padding
+from megalith.kernels.packed import (
     PackedSeqParams,
     tokens_of_lengths,
     tokens_of_queries,
     tokens_of_slices,
 )
-from megalith.kernels.visible import NO_MASK
 from megalith.plan.context import Slicing, plan_slices
 
 THREE = tokens_of_queries([(2, 3), (3, 3), (1, 4)])

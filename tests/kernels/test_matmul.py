@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalith.config.kernels import KernelsConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels import matmul
-from megalith.kernels.attention import attention
+from megalith.kernels import linear
+from megalith.kernels.attention.dispatch import attention
+from megalith.kernels.attention.scores import Scores
 from megalith.kernels.grouped_linear import (
     BATCHED,
     FUSED,
@@ -24,18 +25,26 @@ from megalith.kernels.grouped_linear import (
     equal_groups,
     grouped_linear,
 )
-from megalith.kernels.linear import add_product_, forward, input_grad, weight_grad
-from megalith.kernels.matmul import bf16_matmul, bmm, einsum, is_upcast, mm
-from megalith.kernels.scores import Scores
-from megalith.kernels.tokens import tokens_of_rows
+from megalith.kernels.linear import (
+    add_product_,
+    bf16_matmul,
+    bmm,
+    einsum,
+    forward,
+    input_grad,
+    is_upcast,
+    mm,
+    weight_grad,
+)
+from megalith.kernels.packed import tokens_of_rows
 from megalith.nn.kernels import use_kernels
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tolerance import BF16, assert_equals, matmul_bound
-from megalith.train.build import build_trainer
 from megalith.train.step import train_step
+from megalith.train.trainer import build_trainer
 from megalith.verify.ranks import _loader as loader_of
 from megalith.verify.ranks import layout_case
-from megalith.verify.variants import PLAIN, VARIANTS
+from megalith.verify.tiny_models import PLAIN, VARIANTS
 
 BackendName = Literal["torch", "upcast"]
 FORMS: tuple[BackendName, ...] = ("torch", "upcast")
@@ -190,7 +199,7 @@ def test_operands_are_upcast_where_the_cpu_has_no_bf16_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for has_kernels in (True, False):
-        monkeypatch.setattr(matmul, "HAS_BF16_KERNELS", has_kernels)
+        monkeypatch.setattr(linear, "HAS_BF16_KERNELS", has_kernels)
         with bf16_matmul("auto"):
             assert is_upcast(A) is not has_kernels
             assert not is_upcast(A.float()) and not is_upcast(A.to("meta"))
@@ -204,4 +213,4 @@ def test_the_setting_selects_either_way() -> None:
         assert not is_upcast(A)
         assert torch.equal(mm(A, B), torch.mm(A, B))
         use_kernels([], "auto", build_single_rank_mesh())
-        assert is_upcast(A) is not matmul.HAS_BF16_KERNELS
+        assert is_upcast(A) is not linear.HAS_BF16_KERNELS

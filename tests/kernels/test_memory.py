@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megalith.kernels.memory import keep_freed_memory
+from megalith.kernels.cpu_threads import keep_freed_memory
 
 FAULTS = """
 import resource, sys, torch

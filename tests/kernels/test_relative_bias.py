@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.relative_bias import (
+from megalith.kernels.attention.scores import (
     Distances,
     PairBiases,
     biases_by_distance,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.kernels import Kernel
-from megalith.config.rope import RopeConfig
+from megalith.config.model import RopeConfig
 from megalith.kernels.rope import (
     apply_rope,
     attention_factor,

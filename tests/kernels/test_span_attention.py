@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels import cpu
-from megalith.kernels.attention import reference_attention
-from megalith.kernels.scores import PLAIN, Scores
-from megalith.kernels.span_attention import (
+from megalith.kernels import cpu_threads
+from megalith.kernels.attention.dispatch import reference_attention
+from megalith.kernels.attention.scores import PLAIN, Scores
+from megalith.kernels.attention.split_kv import (
     AttentionGrads,
     attend,
     attend_backward,
@@ -21,7 +21,7 @@ from megalith.kernels.span_attention import (
     sink_gradient,
     span_attention,
 )
-from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths, tokens_of_rows
+from megalith.kernels.packed import PackedSeqParams, tokens_of_lengths, tokens_of_rows
 from megalith.plan.context import KeySpans, Slicing, plan_slices, plan_spans, spans_of_lengths
 from megalith.testing.tolerance import BF16, FP32, FP64, assert_equals
 from tests.cases import loop_over
@@ -239,7 +239,7 @@ def test_numba_pass_matches_torch_operations(
         for compiled in (True, False):
             with monkeypatch.context() as patch:
                 if not compiled:
-                    patch.setattr(cpu, "takes", lambda *tensors: False)
+                    patch.setattr(cpu_threads, "takes", lambda *tensors: False)
                 out = span_attention(
                     q, k, v, what, Scores(softcap=3.0), torch.linspace(-1, 1, 4, dtype=dtype)
                 )

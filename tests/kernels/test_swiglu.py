@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.kernels import Kernel
-from megalith.kernels.swiglu import reference_swiglu, swiglu
+from megalith.kernels.activation import reference_swiglu, swiglu
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels import cpu
-from megalith.kernels.attention import attention, reference_attention
-from megalith.kernels.matmul import bf16_matmul
-from megalith.kernels.scores import Scores
-from megalith.kernels.sdpa import sdpa_documents
-from megalith.kernels.tiled_attention import (
+from megalith.kernels import cpu_threads
+from megalith.kernels.attention.cpu_tiled import (
     KEPT_LENGTH,
     AttentionTile,
     _hidden,
     _loop_softmax,
     tiled_attention,
 )
-from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths, tokens_of_rows
+from megalith.kernels.attention.dispatch import attention, reference_attention
+from megalith.kernels.attention.scores import Scores
+from megalith.kernels.attention.sdpa import sdpa_documents
+from megalith.kernels.linear import bf16_matmul
+from megalith.kernels.packed import PackedSeqParams, tokens_of_lengths, tokens_of_rows
 
 
 def qkv(
@@ -63,7 +63,7 @@ def test_tiles_of_few_heads_match_tiles_of_all_heads(monkeypatch: pytest.MonkeyP
     tokens = tokens_of_rows(3, 70)
     q, k, v = qkv(tokens, heads=4, kv_heads=2)
     expected = attention(q, k, v, tokens)
-    monkeypatch.setattr("megalith.kernels.tiled_attention.TILE_SCORES", 1)
+    monkeypatch.setattr("megalith.kernels.attention.cpu_tiled.TILE_SCORES", 1)
     y = attention(q, k, v, tokens)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     y.sum().backward()
@@ -110,7 +110,9 @@ def test_gradients_match_finite_differences(causal: bool) -> None:
     )
 
 
-@pytest.mark.skipif(cpu.openmp() is None, reason="no OpenMP library to call on this machine")
+@pytest.mark.skipif(
+    cpu_threads.openmp() is None, reason="no OpenMP library to call on this machine"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "tile",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalith.kernels.tokens import (
+from megalith.kernels.packed import (
     tokens_of_lengths,
     tokens_of_queries,
     tokens_of_rows,

@@ -8,15 +8,19 @@ import torch
 from torch import Tensor
 
 from megalith.config.model import Activation
-from megalith.kernels import gpu
-from megalith.kernels.activation import SIGMOIDS, GatedActivation, gated, reference_gated
-from megalith.kernels.swiglu import reference_swiglu, swiglu
-from megalith.kernels.weighted import (
+from megalith.kernels.activation import (
+    SIGMOIDS,
+    GatedActivation,
+    gated,
+    reference_gated,
+    reference_swiglu,
     reference_weighted_activate,
     reference_weighted_gated,
+    swiglu,
     weighted_activate,
     weighted_gated,
 )
+from megalith.kernels.triton import launch
 from megalith.testing.triton import triton_device
 
 DEVICE = triton_device()
@@ -37,8 +41,8 @@ GATES = [
 @pytest.fixture(autouse=True)
 def taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the programs would not be asked."""
-    monkeypatch.setattr(gpu, "takes", lambda *tensors: True)
-    monkeypatch.setattr("megalith.kernels.cpu.takes", lambda *tensors: False)
+    monkeypatch.setattr(launch, "takes", lambda *tensors: True)
+    monkeypatch.setattr("megalith.kernels.cpu_threads.takes", lambda *tensors: False)
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -99,7 +103,7 @@ def test_weighted_activations_equal_the_reference(
 
 
 def test_activation_constants_match_the_numba_loops() -> None:
-    from megalith.kernels.triton_gated import CUBES
+    from megalith.kernels.triton.activation import CUBES
 
     assert {name: pytest.approx(numbers, rel=1e-9) for name, numbers in SIGMOIDS.items()} == CUBES
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels import gpu
-from megalith.kernels.cross_entropy import (
+from megalith.kernels.triton import launch
+from megalith.parallel.cross_entropy import (
     LogitTransform,
     linear_cross_entropy,
     reference_cross_entropy,
@@ -21,7 +21,7 @@ if DEVICE is None:
     )
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
-from megalith.kernels.triton_loss import gradient_, row_sums  # noqa: E402  # where Triton is missing, there is none
+from megalith.kernels.triton.cross_entropy import gradient_, row_sums  # noqa: E402  # where Triton is missing, there is none
 
 TOKENS, HIDDEN = 7, 24
 READOUTS = [LogitTransform(), LogitTransform(scale=0.5), LogitTransform(scale=1.3, softcap=2.0)]
@@ -30,8 +30,8 @@ READOUTS = [LogitTransform(), LogitTransform(scale=0.5), LogitTransform(scale=1.
 @pytest.fixture(autouse=True)
 def taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the programs would not be asked."""
-    monkeypatch.setattr(gpu, "takes", lambda *tensors: True)
-    monkeypatch.setattr("megalith.kernels.cpu.takes", lambda *tensors: False)
+    monkeypatch.setattr(launch, "takes", lambda *tensors: True)
+    monkeypatch.setattr("megalith.kernels.cpu_threads.takes", lambda *tensors: False)
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

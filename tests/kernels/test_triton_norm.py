@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels import gpu
 from megalith.kernels.norm import (
     add_layer_norm,
     add_rms_norm,
@@ -17,6 +16,7 @@ from megalith.kernels.norm import (
     reference_rms_norm,
     rms_norm,
 )
+from megalith.kernels.triton import launch
 from megalith.testing.triton import triton_device
 
 DEVICE = triton_device()
@@ -47,8 +47,8 @@ SHAPES = [
 @pytest.fixture(autouse=True)
 def taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the programs would not be asked."""
-    monkeypatch.setattr(gpu, "takes", lambda *tensors: True)
-    monkeypatch.setattr("megalith.kernels.cpu.takes", lambda *tensors: False)
+    monkeypatch.setattr(launch, "takes", lambda *tensors: True)
+    monkeypatch.setattr("megalith.kernels.cpu_threads.takes", lambda *tensors: False)
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -102,7 +102,7 @@ def test_one_norm_alone_takes_strided_rows_and_many_of_them() -> None:
 def test_partial_sums_of_the_weight_gradient_cover_every_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("megalith.kernels.triton_norm.PROGRAMS", 3)
+    monkeypatch.setattr("megalith.kernels.triton.norm.PROGRAMS", 3)
     x, weight = seeded(151, 100), seeded(100, seed=1)
     grads = [
         torch.autograd.grad(rms_norm(x, weight, 1e-6, kernel=kernel).square().sum(), (x, weight))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels import gpu
 from megalith.kernels.rope import apply_rope, reference_rope
+from megalith.kernels.triton import launch
 from megalith.testing.triton import triton_device
 
 DEVICE = triton_device()
@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 @pytest.fixture(autouse=True)
 def taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the programs would not be asked."""
-    monkeypatch.setattr(gpu, "takes", lambda *tensors: True)
-    monkeypatch.setattr("megalith.kernels.cpu.takes", lambda *tensors: False)
+    monkeypatch.setattr(launch, "takes", lambda *tensors: True)
+    monkeypatch.setattr("megalith.kernels.cpu_threads.takes", lambda *tensors: False)
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -6,11 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels import varlen_attention as varlen
-from megalith.kernels.attention import attention, reference_attention, select_attention_backend
-from megalith.kernels.scores import PLAIN, Scores
-from megalith.kernels.tokens import tokens_of_queries
-from megalith.kernels.varlen_attention import has_varlen, starts, takes, varlen_attention, window_of
+from megalith.kernels.attention import varlen
+from megalith.kernels.attention.dispatch import (
+    attention,
+    reference_attention,
+    select_attention_backend,
+)
+from megalith.kernels.attention.scores import PLAIN, Scores
+from megalith.kernels.attention.varlen import has_varlen, starts, takes, varlen_attention, window_of
+from megalith.kernels.packed import tokens_of_queries
 from megalith.testing.tolerance import relative_error
 
 LENGTHS = ((150, 150), (3, 3), (40, 90), (1, 130))
@@ -99,7 +103,7 @@ class OnGPU:
 def test_gpu_backend_selection_by_supported_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(varlen, "has_varlen", lambda: True)
-    monkeypatch.setattr("megalith.kernels.flex_attention.has_triton", lambda: True)
+    monkeypatch.setattr("megalith.kernels.attention.flex.has_triton", lambda: True)
     q: Any = OnGPU(8, 2, 64)
     wide: Any = OnGPU(8, 2, 64, dtype=torch.float32)
     odd: Any = OnGPU(8, 2, 20)
@@ -122,7 +126,7 @@ def test_gpu_backend_selection_by_supported_scores(monkeypatch: pytest.MonkeyPat
         == select_attention_backend(q, q, packed, Scores(softcap=2.0), None)
         == "flex"
     )
-    monkeypatch.setattr("megalith.kernels.flex_attention.has_triton", lambda: False)
+    monkeypatch.setattr("megalith.kernels.attention.flex.has_triton", lambda: False)
     assert select_attention_backend(q, q, rows, PLAIN, sinks) == "split_kv"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert select_attention_backend(q, q, packed, PLAIN, None) == "torch"

@@ -6,8 +6,11 @@ from torch import Tensor
 
 from megalith.config.kernels import Kernel
 from megalith.config.model import Activation
-from megalith.kernels.activation import SIGMOIDS, GatedActivation, activate, gated
-from megalith.kernels.weighted import (
+from megalith.kernels.activation import (
+    SIGMOIDS,
+    GatedActivation,
+    activate,
+    gated,
     reference_weighted_activate,
     reference_weighted_gated,
     weighted_activate,

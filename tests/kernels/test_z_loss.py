@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.kernels import Kernel
-from megalith.kernels.cross_entropy import (
+from megalith.parallel.cross_entropy import (
     CrossEntropyResult,
     LogitTransform,
     linear_cross_entropy,

@@ -8,20 +8,23 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megalith.config.attention import AttentionConfig
-from megalith.config.cross import CrossConfig
-from megalith.config.dropout import DropoutConfig
 from megalith.config.kernels import Kernel
-from megalith.config.model import ModelConfig
+from megalith.config.model import (
+    AttentionConfig,
+    CrossConfig,
+    DropoutConfig,
+    ModelConfig,
+    MTPConfig,
+    RopeConfig,
+)
 from megalith.config.moe import MoEConfig
-from megalith.config.mtp import MTPConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig
-from megalith.config.rope import RopeConfig
+from megalith.config.parallel import ParallelConfig, PipelineConfig
+from megalith.hf.folder import write_folder
+from megalith.hf.qwen2 import QWEN2
 from megalith.infer.generate import build_prefix_state
+from megalith.kernels.attention.mask import with_masks, with_padding
 from megalith.kernels.linear import stacked
-from megalith.kernels.masks import with_masks, with_padding
-from megalith.kernels.tokens import (
+from megalith.kernels.packed import (
     tokens_of_lengths,
     tokens_of_queries,
     tokens_of_rows,
@@ -34,15 +37,14 @@ from megalith.models.decoder import (
     initialize,
     iter_parameter_specs,
 )
-from megalith.models.hf import write_folder
-from megalith.models.qwen2 import QWEN2
 from megalith.nn.kernels import use_kernels
-from megalith.nn.moe.router import Router
-from megalith.parallel.mesh import build_mesh, build_meta_mesh, build_single_rank_mesh, model_grid
+from megalith.nn.router import Router
+from megalith.parallel.mesh import build_mesh, build_meta_mesh, build_single_rank_mesh
 from megalith.plan.costs import num_parameters
+from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close, assert_equals, relative_error
-from megalith.verify.variants import NARROW, PLAIN, VARIANTS
+from megalith.verify.tiny_models import NARROW, PLAIN, VARIANTS
 
 BIASED = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 CHANGES: dict[str, dict[str, Any]] = {

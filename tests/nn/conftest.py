@@ -9,18 +9,13 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths
+from megalith.kernels.packed import PackedSeqParams, tokens_of_lengths
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.init import init_param_
 from megalith.nn.rope import RotaryEmbedding
-from megalith.parallel.mesh import (
-    Mesh,
-    build_mesh,
-    build_meta_mesh,
-    build_single_rank_mesh,
-    model_grid,
-)
+from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import Init, TensorParallelComm
+from megalith.plan.grid import model_grid
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37,

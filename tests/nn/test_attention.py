@@ -5,10 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config.attention import AttentionConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import AttentionConfig, ModelConfig
+from megalith.kernels.packed import PackedSeqParams, tokens_of_queries
 from megalith.kernels.rope import reference_rope
-from megalith.kernels.tokens import PackedSeqParams, tokens_of_queries
 from megalith.nn.attention import Attention
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals

@@ -4,15 +4,14 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm
 
-from megalith.config.layers import LayerPart, LayersConfig
-from megalith.config.mla import MLAConfig
-from megalith.config.recompute import RecomputeConfig, RecomputedModule
+from megalith.config.model import LayerPart, LayersConfig, MLAConfig
+from megalith.config.parallel import RecomputeConfig, RecomputedModule
+from megalith.kernels.packed import tokens_of_lengths
 from megalith.kernels.recomputed import RecomputedOutput
-from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.attention import Attention
-from megalith.nn.block import RecomputedCore, SequentialBlock, block_of_layer
 from megalith.nn.init import init_param_
+from megalith.nn.layer import RecomputedCore, SequentialBlock, block_of_layer
 from megalith.nn.mla import LatentAttention, no_recompute
 from megalith.nn.mlp import GatedMLP
 from megalith.nn.rope import RotaryEmbedding

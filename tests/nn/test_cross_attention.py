@@ -12,15 +12,12 @@ from spmd_types import I, V
 from spmd_types.checker import typecheck
 from torch import Tensor
 
-from megalith.config.attention import AttentionConfig
-from megalith.config.dropout import DropoutConfig
-from megalith.config.model import ModelConfig
-from megalith.config.mup import MuPConfig
+from megalith.config.model import AttentionConfig, DropoutConfig, ModelConfig, MuPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import DataError
-from megalith.kernels.attention import attention
-from megalith.kernels.masks import with_masks, with_padding
-from megalith.kernels.tokens import (
+from megalith.kernels.attention.dispatch import attention
+from megalith.kernels.attention.mask import with_masks, with_padding
+from megalith.kernels.packed import (
     DropoutKey,
     PackedSeqParams,
     tokens_of_lengths,
@@ -31,16 +28,11 @@ from megalith.models.decoder import allocate, iter_parameter_specs
 from megalith.nn.cross_attention import CrossAttention, CrossLayerAttention, across
 from megalith.nn.dropout import add_attention_dropout
 from megalith.nn.init import init_param_
-from megalith.parallel.autograd import all_gather
-from megalith.parallel.mesh import (
-    Mesh,
-    build_mesh,
-    build_meta_mesh,
-    build_single_rank_mesh,
-    model_grid,
-)
+from megalith.parallel.collectives import all_gather
+from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import Init, SequenceParallelComm, TensorParallelComm
 from megalith.plan.context import Slicing, plan_slices
+from megalith.plan.grid import model_grid
 from megalith.plan.shards import DENSE_AXES
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals

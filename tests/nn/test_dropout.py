@@ -5,12 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config.dropout import DropoutConfig
-from megalith.config.mla import MLAConfig
-from megalith.kernels.attention import attention
+from megalith.config.model import DropoutConfig, MLAConfig
+from megalith.kernels.attention.dispatch import attention
+from megalith.kernels.attention.scores import Scores
 from megalith.kernels.dropout import dropout
-from megalith.kernels.scores import Scores
-from megalith.kernels.tokens import DropoutKey, PackedSeqParams, tokens_of_lengths, tokens_of_rows
+from megalith.kernels.packed import DropoutKey, PackedSeqParams, tokens_of_lengths, tokens_of_rows
 from megalith.nn.dropout import AttentionWithDropout, Dropout, add_attention_dropout, build_dropout
 from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm, TPComm

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.config.model import ModelConfig
-from megalith.config.mtp import MTPConfig
+from megalith.config.model import ModelConfig, MTPConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
-from megalith.kernels.tokens import tokens_of_lengths
+from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn.frozen import BackwardBoundary, FrozenLayerRunner, freeze
 from megalith.parallel.mesh import build_single_rank_mesh

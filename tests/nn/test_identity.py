@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megalith.models.decoder import iter_parameter_specs
-from megalith.nn.identity import LinearReplacement
+from megalith.nn.layer import LinearReplacement
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm, TPComm
 from megalith.plan.shards import gradient_sum_axes

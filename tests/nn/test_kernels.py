@@ -15,34 +15,28 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import ConfigError
-from megalith.kernels import (
-    activation,
-    cross_entropy,
-    dropout,
-    grouped_linear,
-    norm,
-    rope,
-    span_attention,
-    swiglu,
-    weighted,
-)
-from megalith.kernels.attention import attention
+from megalith.kernels import activation, dropout, grouped_linear, norm, rope
+from megalith.kernels import activation as swiglu
+from megalith.kernels import activation as weighted
+from megalith.kernels.activation import swiglu as swiglu_function
+from megalith.kernels.attention import split_kv
+from megalith.kernels.attention.dispatch import attention
+from megalith.kernels.attention.split_kv import reference_span_attention
 from megalith.kernels.norm import rms_norm
+from megalith.kernels.packed import DropoutKey, tokens_of_rows
 from megalith.kernels.recomputed import output_tensor
-from megalith.kernels.span_attention import reference_span_attention
-from megalith.kernels.swiglu import swiglu as swiglu_function
-from megalith.kernels.tokens import DropoutKey, tokens_of_rows
-from megalith.nn.block import RecomputedCore
 from megalith.nn.kernels import OPERATIONS, use_kernels, with_kernel
+from megalith.nn.layer import RecomputedCore
 from megalith.nn.lora import InputDropout
 from megalith.nn.rope import LayerRope
+from megalith.parallel import cross_entropy
 from megalith.parallel.context import AllGatherAttend, RingAttend
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
-from megalith.train.build import build_trainer
 from megalith.train.step import train_step
+from megalith.train.trainer import build_trainer
 from megalith.verify.ranks import (
     LayoutCase,
     compare_results,
@@ -52,7 +46,7 @@ from megalith.verify.ranks import (
     run_case,
 )
 from megalith.verify.ranks import _loader as loader_of
-from megalith.verify.variants import PLAIN, VARIANTS
+from megalith.verify.tiny_models import PLAIN, VARIANTS
 
 EXPERTS = MoEConfig(num_experts=5, top_k=2, ffn_hidden_size=7)
 KINDS: dict[str, ModelConfig] = {"plain": PLAIN, "experts": replace(PLAIN, moe=EXPERTS), **VARIANTS}
@@ -71,7 +65,7 @@ FAST = [
     dropout.DropoutFunction,
     cross_entropy.LossSumFunction,
     cross_entropy.TokenLossesFunction,
-    span_attention.SpanAttention,
+    split_kv.SpanAttention,
     grouped_linear.GroupedLinearFunction,
 ]
 """What each operation computes with where it may choose."""
@@ -99,7 +93,7 @@ def test_reference_setting_binds_every_operation(
     for function in FAST:
         monkeypatch.setattr(function, "apply", forbid)
     for name in ("tiled_attention", "sdpa_attention", "span_attention"):
-        monkeypatch.setattr(f"megalith.kernels.attention.{name}", forbid)
+        monkeypatch.setattr(f"megalith.kernels.attention.dispatch.{name}", forbid)
     run = layout_case(KINDS[kind], ParallelConfig(), 1).run
     with pytest.raises(AssertionError, match="a fast form"):
         one_step(run)
@@ -119,7 +113,7 @@ def test_training_matches_for_all_kernel_settings(
     dtype: Literal["fp32", "bf16"], tolerance: float, drift: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "megalith.kernels.cpu.MIN_LOOP_ELEMENTS", 1
+        "megalith.kernels.cpu_threads.MIN_LOOP_ELEMENTS", 1
     )  # so that loops take part in so small a model
     changes = {"precision": replace(tiny_run().precision, params=dtype)}
     losses, weights = losses_of("auto", **changes)
@@ -277,7 +271,7 @@ def test_unsupported_backend_is_rejected_when_the_model_is_built(
                 kernels=KernelsConfig(attention="flex"),
             )
         )
-    monkeypatch.setattr("megalith.kernels.cpu.openmp", lambda: None)
+    monkeypatch.setattr("megalith.kernels.cpu_threads.openmp", lambda: None)
     with pytest.raises(ConfigError, match="kernels.rope=numba: torch's OpenMP library on this"):
         one_step(
             replace(

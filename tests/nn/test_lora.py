@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalith.config.lora import STACKED, LoraConfig
-from megalith.config.mla import MLAConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import MLAConfig, ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.tokens import DropoutKey, tokens_of_lengths
+from megalith.kernels.packed import DropoutKey, tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn import lora
 from megalith.nn.lora import ColumnLora, RowLora, attach_adapters

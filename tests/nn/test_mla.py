@@ -7,14 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.config.attention import AttentionConfig
-from megalith.config.mla import MLAConfig
-from megalith.config.model import ModelConfig
-from megalith.config.rope import RopeConfig
+from megalith.config.model import AttentionConfig, MLAConfig, ModelConfig, RopeConfig
 from megalith.infer.cache import KVCache
-from megalith.kernels.tokens import PackedSeqParams, tokens_of_queries
+from megalith.kernels.packed import PackedSeqParams, tokens_of_queries
 from megalith.nn.mla import LatentAttention, absorbed, choose_form, expanded, latent_scores
-from megalith.parallel.autograd import all_gather
+from megalith.parallel.collectives import all_gather
 from megalith.parallel.tensor import SequenceParallelComm
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, PARITY, assert_close, assert_equals

@@ -14,10 +14,10 @@ from megalith.kernels.activation import (
     gated,
     reference_activate,
     reference_gated,
+    swiglu,
 )
+from megalith.kernels.packed import tokens_of_queries
 from megalith.kernels.recomputed import RecomputedOutput
-from megalith.kernels.swiglu import swiglu
-from megalith.kernels.tokens import tokens_of_queries
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.init import init_param_
 from megalith.nn.mlp import (
@@ -29,9 +29,10 @@ from megalith.nn.mlp import (
     chunk_prefill_mlps,
     recompute_activation,
 )
-from megalith.parallel.autograd import all_gather
-from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.collectives import all_gather
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import Init, SequenceParallelComm, TensorParallelComm
+from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
 

@@ -6,12 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config.model import ModelConfig
-from megalith.config.mtp import MTPConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig
-from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths
+from megalith.config.model import ModelConfig, MTPConfig
+from megalith.config.parallel import OffloadConfig, ParallelConfig, PipelineConfig, RecomputeConfig
+from megalith.kernels.packed import PackedSeqParams, tokens_of_lengths
 from megalith.models.decoder import (
     Decoder,
     allocate,
@@ -21,7 +18,8 @@ from megalith.models.decoder import (
 )
 from megalith.nn.mtp import MTPLayer, complete, mtp_acceptance_rate
 from megalith.nn.rope import RotaryEmbedding
-from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
 from megalith.plan.packing import shift_tokens_within_documents
 from megalith.testing.tolerance import EXACT, FP64, PARITY, assert_close, assert_equals
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config.attention import AttentionConfig, QKNorm
-from megalith.config.model import ModelConfig
+from megalith.config.model import AttentionConfig, ModelConfig, QKNorm
 from megalith.nn.attention import Attention
-from megalith.nn.qk_norm import AllHeadsNorms, l2_normalize
+from megalith.nn.norm import AllHeadsNorms, l2_normalize
 from megalith.plan.parameters import layer_parameters
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals

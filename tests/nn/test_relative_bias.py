@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.config.attention import AttentionConfig
-from megalith.config.model import ModelConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig
-from megalith.config.relative import RelativeConfig
-from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries
+from megalith.config.model import AttentionConfig, ModelConfig, RelativeConfig
+from megalith.config.parallel import ParallelConfig, PipelineConfig
+from megalith.kernels.packed import tokens_of_lengths, tokens_of_queries
 from megalith.models.decoder import (
     Decoder,
     allocate,
@@ -21,9 +18,10 @@ from megalith.models.decoder import (
     initialize,
     iter_parameter_specs,
 )
-from megalith.nn.relative_bias import NoBias, RelativeBias
-from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh, model_grid
-from megalith.verify.variants import RELATIVE
+from megalith.nn.embedding import NoBias, RelativeBias
+from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
+from megalith.verify.tiny_models import RELATIVE
 
 
 def of_t5(name: str, parameters: dict[str, Tensor], config: ModelConfig) -> Tensor:

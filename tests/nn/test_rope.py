@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config.attention import AttentionConfig
-from megalith.config.model import ModelConfig
-from megalith.config.rope import RopeConfig
+from megalith.config.model import AttentionConfig, ModelConfig, RopeConfig
 from megalith.errors import DataError
+from megalith.kernels.packed import tokens_of_lengths, tokens_of_queries, with_multimodal_positions
 from megalith.kernels.rope import rope_frequencies, rope_tables
-from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries, with_multimodal_positions
 from megalith.nn import rope as rotations
 from megalith.nn.rope import (
     LayerRope,

@@ -5,8 +5,8 @@ import importlib
 import pytest
 import torch
 
-from megalith.observe import capabilities as probes
-from megalith.observe.capabilities import capabilities, cpp_compiler, has_symmetric_memory
+from megalith.observe import machine as probes
+from megalith.observe.machine import capabilities, cpp_compiler, has_symmetric_memory
 
 
 def test_every_capability_has_purpose_and_fix() -> None:

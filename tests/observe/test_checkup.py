@@ -4,10 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from megalith.observe import checkup
-from megalith.observe.capabilities import Capability, capabilities
-from megalith.observe.checkup import DeviceRates, advise
-from megalith.observe.machine import Gpu, Machine, read_machine
+from megalith.observe import machine as checkup
+from megalith.observe.machine import (
+    Capability,
+    DeviceRates,
+    Gpu,
+    Machine,
+    advise,
+    capabilities,
+    read_machine,
+)
 
 RATES = DeviceRates(
     device="cpu",

@@ -20,7 +20,7 @@ from megalith.observe.flight import (
     message_lane,
     missing_from,
 )
-from megalith.parallel.dual_batch import DualBatchOverlap
+from megalith.parallel.pipeline import DualBatchOverlap
 
 
 def enter(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.observe.logs import log_to
+from megalith.observe.metrics import log_to
 
 
 def test_the_log_is_appended_and_other_loggers_stay_out(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from megalith.observe.timeline import (
     draw_timeline,
     html_timeline,
 )
+from megalith.plan.p2p import with_transfers
 from megalith.plan.schedule import build_schedule
 from megalith.plan.simulate import Costs, Simulation, even_costs, simulate
-from megalith.plan.transfers import with_transfers
 
 PAGE = Path(__file__).parents[2] / "docs/concepts/pipeline.md"
 

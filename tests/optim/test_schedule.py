@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megalith.config.optim import GroupConfig
-from megalith.config.schedule import ScheduleConfig
+from megalith.config.optim import GroupConfig, ScheduleConfig
 from megalith.optim.schedule import (
     ScheduleLengths,
     group_rates,

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megalith.config.optim import OptimConfig
-from megalith.optim.build import build_optimizer
 from megalith.optim.sgd import SGD
 from megalith.plan.shards import Shard
+from megalith.train.trainer import build_optimizer
 
 SHARDS = [Shard.full("w", (7, 5)), Shard.full("b", (5,), inputs=0)]
 

@@ -5,7 +5,7 @@ import torch
 
 from megalith.optim.schedule import GroupRates
 from megalith.optim.slots import build_slot, group_by_rates, round_master_weights
-from megalith.plan.initial import PLAIN, ParameterRates
+from megalith.plan.parameters import PLAIN, ParameterRates
 from megalith.plan.shards import Shard
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megalith.errors import RankError
-from megalith.parallel import autograd
-from megalith.parallel.autograd import (
+from megalith.parallel import collectives
+from megalith.parallel.collectives import (
     AsyncAllToAll,
     all_gather,
     all_gather_invariant,
@@ -369,7 +369,7 @@ def test_mark_partial_is_recorded_on_meta_tensors() -> None:
 def test_every_function_states_the_types_it_moves_between() -> None:
     stated = {
         value.__name__: getattr(value, "moves", None)
-        for value in vars(autograd).values()
+        for value in vars(collectives).values()
         if isinstance(value, type) and issubclass(value, torch.autograd.Function)
     }
     table = {

@@ -12,23 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.model import ModelConfig
-from megalith.config.parallel import ParallelConfig
+from megalith.config.parallel import ContextConfig, ContextKind, ParallelConfig
 from megalith.data.loader import Batch, with_dropout
-from megalith.kernels import span_attention
-from megalith.kernels.attention import attention, reference_attention
-from megalith.kernels.masks import with_masks, with_padding
-from megalith.kernels.scores import PLAIN, Scores, WeightDropout
-from megalith.kernels.tokens import DropoutKey, PackedSeqParams, tokens_of_lengths, tokens_of_slices
-from megalith.kernels.visible import AttentionMask, PairMask
+from megalith.kernels.attention import split_kv
+from megalith.kernels.attention.dispatch import attention, reference_attention
+from megalith.kernels.attention.mask import AttentionMask, PairMask, with_masks, with_padding
+from megalith.kernels.attention.scores import PLAIN, Scores, WeightDropout
+from megalith.kernels.packed import DropoutKey, PackedSeqParams, tokens_of_lengths, tokens_of_slices
 from megalith.observe.meter import measure_saved_activations
 from megalith.parallel import context
 from megalith.parallel.context import RingAttend, build_attend, local_slicing
 from megalith.parallel.group import Group
-from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.parallel.tensor_overlap import PendingCollective
 from megalith.plan.context import KINDS, Slices, Slicing, plan_slices
+from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, relative_error
@@ -459,8 +458,8 @@ def _memory(rank: int, world: int, case: Case) -> tuple[int, int]:
 
 PASS_ON, ATTEND, ATTEND_BACKWARD = (
     context.start_ring_exchange,
-    span_attention.attend,
-    span_attention.attend_backward,
+    split_kv.attend,
+    split_kv.attend_backward,
 )
 
 

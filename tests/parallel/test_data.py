@@ -11,16 +11,17 @@ from torch import nn
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import RankError
-from megalith.kernels.tokens import PackedSeqParams, tokens_of_rows
+from megalith.kernels.packed import PackedSeqParams, tokens_of_rows
 from megalith.models.decoder import Decoder, initialize, iter_parameter_specs
 from megalith.parallel import data as flat
+from megalith.parallel.bucket_comm import start_bucket_reduce_scatter
 from megalith.parallel.data import BucketedDataParallel
-from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
-from megalith.parallel.slices import start_bucket_reduce_scatter
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
 from megalith.plan.shards import Shard
 from megalith.testing.inject import patched, slow_link
-from megalith.testing.odd import OddSizedModel
 from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import OddSizedModel
 from megalith.testing.tolerance import FP64, assert_close
 
 CONFIG = ModelConfig(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.parallel.dual_batch import DualBatchOverlap
+from megalith.parallel.pipeline import DualBatchOverlap
 
 
 def saying(

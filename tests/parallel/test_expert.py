@@ -15,7 +15,8 @@ from megalith.kernels.recomputed import output_tensor
 from megalith.kernels.routing import DROPPED_CHOICE, Choice
 from megalith.parallel.expert import ExpertCapacity, all_gather_counts, build_dispatcher
 from megalith.parallel.group import single_rank_group
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 

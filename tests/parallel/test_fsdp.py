@@ -16,15 +16,14 @@ from megalith.checkpoint.save import save_checkpoint
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.config.optim import PrecisionConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.recompute import RecomputeConfig
+from megalith.config.parallel import ParallelConfig, RecomputeConfig
 from megalith.errors import PlanError
 from megalith.kernels.experts import Groups
+from megalith.kernels.packed import tokens_of_rows
 from megalith.kernels.recomputed import as_recomputed
-from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
-from megalith.nn.block import SequentialBlock
 from megalith.nn.init import init_param_
+from megalith.nn.layer import SequentialBlock
 from megalith.observe.flight import FlightRecorder
 from megalith.parallel import grad_sync as engines
 from megalith.parallel.expert import DispatchedTokens
@@ -36,19 +35,20 @@ from megalith.parallel.fsdp import (
     _reject_shared_chunks,
 )
 from megalith.parallel.group import gather_objects
-from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import Init
+from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched
-from megalith.testing.odd import OddSizedModel
 from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import OddSizedModel
 from megalith.testing.tolerance import FP64, assert_close, compare
-from megalith.train.build import (
+from megalith.train.step import train_step
+from megalith.train.trainer import (
     Trainer,
     all_gather_loaded_params,
     build_trainer,
     checkpoint_entries,
 )
-from megalith.train.step import train_step
 from megalith.verify import ranks as proof
 
 CPU = torch.device("cpu")

@@ -16,10 +16,11 @@ from megalith.parallel.grad_sync import (
     check_slices_consistent_across_ranks,
     warn_unused_params,
 )
-from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh, model_grid
+from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh
+from megalith.plan.grid import model_grid
 from megalith.plan.shards import PARTS, Shard
 from megalith.testing.ranks import run_ranks
-from megalith.verify.variants import BIASED_CHOICE, PLAIN
+from megalith.verify.tiny_models import BIASED_CHOICE, PLAIN
 
 SHARDS = (
     Shard.full("invariant", (3,), invariant=frozenset(PARTS["tp"]), inputs=0),

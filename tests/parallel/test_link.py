@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.errors import DataError, RankError
-from megalith.parallel import link
+from megalith.parallel import p2p
 from megalith.parallel.group import Group, single_rank_group, start_receive, start_send
-from megalith.parallel.link import (
+from megalith.parallel.p2p import (
     PendingReceive,
     Spec,
     StageLink,
@@ -26,8 +26,8 @@ from megalith.parallel.link import (
     open_channels,
     tensor_specs,
 )
+from megalith.plan.p2p import channels
 from megalith.plan.schedule import build_schedule
-from megalith.plan.transfers import channels
 from megalith.testing.ranks import everyone, run_ranks
 
 CPU = torch.device("cpu")
@@ -68,13 +68,13 @@ def test_one_rank_needs_no_process_group() -> None:
 def _any_order(rank: int, world: int, announce: bool) -> list[float]:
     handles = create_pipeline_groups(everyone(rank, world, "pp"), tags=True)
     messages = [StageMessage("forward", 1, microbatch) for microbatch in range(4)]
-    with StageLink(handles, num_microbatches=4, announce=announce, device=CPU) as link:
+    with StageLink(handles, num_microbatches=4, announce=announce, device=CPU) as p2p:
         if rank == 0:
             for message in messages:
-                link.send(message, (torch.full((3,), float(message.microbatch)), torch.zeros(2)), 1)
+                p2p.send(message, (torch.full((3,), float(message.microbatch)), torch.zeros(2)), 1)
             return []
         specs = (Spec((3,), torch.float32), Spec((2,), torch.float32))
-        posted = [link.post(message, specs, 0) for message in reversed(messages)]
+        posted = [p2p.post(message, specs, 0) for message in reversed(messages)]
         return [float(receive.wait()[0][2]) for receive in posted]
 
 
@@ -88,11 +88,11 @@ def _both_at_once(rank: int, world: int) -> bool:
     handles = create_pipeline_groups(everyone(rank, world, "pp"), tags=False)
     other, data = 1 - rank, torch.full((1 << 20,), float(rank))
     ways = ("forward", "backward") if rank == 0 else ("backward", "forward")
-    with StageLink(handles, num_microbatches=1, announce=False, device=CPU) as link:
+    with StageLink(handles, num_microbatches=1, announce=False, device=CPU) as p2p:
         for way in ways:
-            link.send(StageMessage(way, other, 0), (data,), other)
+            p2p.send(StageMessage(way, other, 0), (data,), other)
         found = [
-            link.post(StageMessage(way, rank, 0), tensor_specs([data]), other).wait()
+            p2p.post(StageMessage(way, rank, 0), tensor_specs([data]), other).wait()
             for way in reversed(ways)
         ]
     return all(bool((x == other).all()) for (x,) in found)
@@ -116,8 +116,8 @@ def _opened(rank: int, world: int) -> list[tuple[str, int]]:
         return started
 
     with (
-        patch.object(link, "start_send", noting("to", start_send)),
-        patch.object(link, "start_receive", noting("from", start_receive)),
+        patch.object(p2p, "start_send", noting("to", start_send)),
+        patch.object(p2p, "start_receive", noting("from", start_receive)),
     ):
         schedule = build_schedule("zb-v", num_ranks=world, num_chunks=2, num_microbatches=1)
         open_channels(handles, channels(schedule), CPU)
@@ -136,9 +136,9 @@ def test_every_channel_is_opened_before_the_first_step_and_both_ends_keep_one_or
 
 def _dies_while_sending(rank: int, world: int) -> None:
     handles = create_pipeline_groups(everyone(rank, world, "pp"), tags=True)
-    with StageLink(handles, num_microbatches=1, announce=False, device=CPU) as link:
+    with StageLink(handles, num_microbatches=1, announce=False, device=CPU) as p2p:
         if rank == 0:
-            link.send(StageMessage("forward", 1, 0), (torch.zeros(1 << 22),), 1)
+            p2p.send(StageMessage("forward", 1, 0), (torch.zeros(1 << 22),), 1)
         else:
             raise RuntimeError("rank 1 gives up")
 

@@ -19,9 +19,8 @@ from megalith.parallel.mesh import (
     build_meta_mesh,
     build_single_rank_mesh,
     destroy_mesh,
-    model_grid,
 )
-from megalith.plan.grid import Grid
+from megalith.plan.grid import Grid, model_grid
 from megalith.testing.ranks import run_ranks
 
 MODEL = ModelConfig(

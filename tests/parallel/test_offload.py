@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.config.parallel import OffloadConfig, RecomputeConfig
 from megalith.data.loader import Loader, MaskSettings
-from megalith.kernels.tokens import tokens_of_rows
+from megalith.estimate.activations import ActivationSetting, stage_activations
+from megalith.estimate.workload import plan_workload
+from megalith.kernels.packed import tokens_of_rows
 from megalith.parallel import recompute as recompute_module
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.parallel.offload import HostMemory, OffloadedPass, OffloadedStorage
-from megalith.plan.activations import ActivationSetting, stage_activations
-from megalith.plan.workload import plan_workload
+from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
-from megalith.train.build import Trainer, build_trainer
 from megalith.train.step import train_step
+from megalith.train.trainer import Trainer, build_trainer
 from megalith.verify.ranks import RaggedRows
 
 RUN = tiny_run({"model.num_layers": "4"})

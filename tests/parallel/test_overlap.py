@@ -24,9 +24,8 @@ from megalith.parallel.tensor import (
 )
 from megalith.parallel.tensor_overlap import RING_EXCHANGE
 from megalith.plan.shards import Shard, split_evenly
-from megalith.testing.inject import slow_link
+from megalith.testing.inject import fused_on_cpus, slow_link
 from megalith.testing.ranks import everyone, run_ranks
-from megalith.testing.symm_mem import fused_on_cpus
 from megalith.testing.tolerance import FP64, assert_equals
 
 TOKENS, INPUTS, OUTPUTS = 12, 6, 10

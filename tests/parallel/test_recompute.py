@@ -11,31 +11,35 @@ import torch
 from torch import Tensor
 from torch.profiler import profile
 
-from megalith.config.dropout import DropoutConfig
 from megalith.config.lora import LoraConfig
-from megalith.config.mla import MLAConfig
-from megalith.config.model import ModelConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.recompute import OffloadConfig, RecomputeConfig, RecomputedModule
+from megalith.config.model import DropoutConfig, MLAConfig, ModelConfig
+from megalith.config.parallel import (
+    OffloadConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    RecomputedModule,
+)
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
-from megalith.kernels import norm, swiglu, tiled_attention
+from megalith.kernels import activation, norm
+from megalith.kernels.attention import cpu_tiled
 from megalith.kernels.linear import LinearFunction
+from megalith.kernels.packed import DropoutKey, tokens_of_lengths
 from megalith.kernels.recomputed import RecomputedOutput
-from megalith.kernels.tokens import DropoutKey, tokens_of_lengths
 from megalith.models.decoder import iter_parameter_specs
 from megalith.observe.meter import measure_saved_activations
 from megalith.parallel import data, recompute
 from megalith.parallel.group import single_rank_group
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.parallel.recompute import Recomputed, shard_saved_input
+from megalith.plan.grid import model_grid
 from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, assert_equals
-from megalith.train.build import Trainer, build_trainer
 from megalith.train.step import train_step
+from megalith.train.trainer import Trainer, build_trainer
 from megalith.verify.ranks import _loader, layout_case
-from megalith.verify.variants import VARIANTS
+from megalith.verify.tiny_models import VARIANTS
 
 RUN = tiny_run({"model.num_layers": "4"})
 KEEP = RecomputeConfig()
@@ -367,12 +371,10 @@ def test_check_rejects_recomputation_with_other_values(
     trainer.data.begin_step(1)
     ids = torch.arange(72) * 3 % 257
     loss = trainer.model.loss(ids, ids, tokens_of_lengths([40, 32]))
-    for kernel in (norm, swiglu):
+    for kernel in (norm, activation):
         for engine, function in kernel.FORWARD.items():
             monkeypatch.setitem(kernel.FORWARD, engine, slightly_off(function))
-    monkeypatch.setattr(
-        tiled_attention, "_probabilities", slightly_off(tiled_attention._probabilities)
-    )
+    monkeypatch.setattr(cpu_tiled, "_probabilities", slightly_off(cpu_tiled._probabilities))
     with pytest.raises(RuntimeError, match="did not give the same bits a second time"):
         loss.backward()
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalith.parallel import slices
-from megalith.parallel.group import Group, start_receive, start_send
-from megalith.parallel.slices import (
+from megalith.parallel import bucket_comm
+from megalith.parallel.bucket_comm import (
     PendingMessages,
     start_bucket_all_gather,
     start_bucket_reduce_scatter,
     sum_over_members_,
 )
+from megalith.parallel.group import Group, start_receive, start_send
 from megalith.testing.ranks import everyone, run_ranks
 
 N = 5
@@ -130,8 +130,8 @@ def _order_of_messages(rank: int, world: int) -> list[tuple[str, int]]:
         return started
 
     with (
-        patch.object(slices, "start_send", noting("to", start_send)),
-        patch.object(slices, "start_receive", noting("from", start_receive)),
+        patch.object(bucket_comm, "start_send", noting("to", start_send)),
+        patch.object(bucket_comm, "start_receive", noting("from", start_receive)),
     ):
         sum_over_members_(torch.ones(3), everyone(rank, world, "pp"), range(world))
     return seen

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megalith.errors import ConfigError
 from megalith.kernels.linear import forward, input_grad
-from megalith.observe.capabilities import has_symmetric_memory
 from megalith.observe.flight import FlightRecorder
+from megalith.observe.machine import has_symmetric_memory
 from megalith.parallel import symm_mem
 from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.symm_mem import (
@@ -30,8 +30,8 @@ from megalith.parallel.tensor_overlap import (
     ring_all_gather_matmul,
     ring_matmul_reduce_scatter,
 )
+from megalith.testing.inject import fused_on_cpus
 from megalith.testing.ranks import everyone, run_ranks
-from megalith.testing.symm_mem import fused_on_cpus
 from megalith.testing.tolerance import BF16, FP32_DEEP, FP64, Tolerance, assert_equals
 
 TOKENS, INPUTS, OUTPUTS = 12, 5, 7

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megalith.kernels.cross_entropy import LogitTransform, linear_cross_entropy
 from megalith.kernels.recomputed import output_tensor
 from megalith.models.decoder import allocate
-from megalith.parallel.autograd import all_gather
+from megalith.parallel.collectives import all_gather
+from megalith.parallel.cross_entropy import LogitTransform, linear_cross_entropy
 from megalith.parallel.group import Group, all_reduce_, local_range
 from megalith.parallel.tensor import (
     ONES,

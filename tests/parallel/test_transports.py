@@ -12,10 +12,11 @@ from megalith.config.parallel import ParallelConfig
 from megalith.errors import ConfigError
 from megalith.kernels.recomputed import output_tensor
 from megalith.kernels.routing import Choice
+from megalith.parallel.dispatchers import build_transport, load_transport
 from megalith.parallel.expert import LocalDispatcher
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
-from megalith.parallel.transports import build_transport, load_transport
-from megalith.plan.transports import GROUP
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.dispatch import GROUP
+from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from tests.parallel.test_expert import MODEL, answer, made
 

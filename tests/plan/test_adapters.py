@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megalith.config.attention import AttentionConfig
 from megalith.config.lora import LoraConfig, has_adapters
-from megalith.config.mla import MLAConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import AttentionConfig, MLAConfig, ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.lora import attach_adapters
-from megalith.parallel.mesh import build_meta_mesh, model_grid
-from megalith.plan.adapters import trained, trained_layer_flops, trained_step_flops, with_adapters
+from megalith.parallel.mesh import build_meta_mesh
 from megalith.plan.costs import head_flops, layer_flops, pairs_in_window, step_flops
+from megalith.plan.frozen import trained, trained_layer_flops, trained_step_flops, with_adapters
+from megalith.plan.grid import model_grid
 from megalith.plan.parameters import held_parameters
 
 MODEL = ModelConfig(

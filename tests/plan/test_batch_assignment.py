@@ -6,13 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megalith.config.attention import AttentionConfig
-from megalith.config.context import ContextConfig
-from megalith.config.data import DataConfig
-from megalith.config.model import ModelConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig
-from megalith.config.sft import SFTConfig
+from megalith.config.data import DataConfig, SFTConfig
+from megalith.config.model import AttentionConfig, ModelConfig
+from megalith.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
 from megalith.config.train import LoopConfig
 from megalith.errors import PlanError
 from megalith.plan.batch_assignment import (

@@ -1,4 +1,4 @@
-"""Tests of megalith/plan/batches.py."""
+"""Tests of megalith/plan/batch_assignment.py."""
 
 import random
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalith.errors import DataError, PlanError
-from megalith.plan.batches import (
+from megalith.plan.batch_assignment import (
     batch_problems,
     cyclic_sample_ids,
     next_group,

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from megalith.config.pipeline import ScheduleName
+from megalith.config.parallel import ScheduleName
 from megalith.plan.closed_forms import (
     GptLayer,
     bubble_fraction,
@@ -15,10 +15,9 @@ from megalith.plan.closed_forms import (
     idle_time,
     peak_in_flight,
 )
-from megalith.plan.live import peak_activation_memory
+from megalith.plan.p2p import with_transfers
 from megalith.plan.schedule import build_schedule
-from megalith.plan.simulate import Number, even_costs, simulate
-from megalith.plan.transfers import with_transfers
+from megalith.plan.simulate import Number, even_costs, peak_activation_memory, simulate
 
 COSTS: list[tuple[Number, Number, Number]] = [
     (1, 1, 1),

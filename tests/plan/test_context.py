@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megalith.config.context import ContextConfig
 from megalith.config.model import ModelConfig
-from megalith.config.parallel import ParallelConfig
+from megalith.config.parallel import ContextConfig, ParallelConfig
 from megalith.errors import PlanError
 from megalith.plan.context import (
     TILE_ROWS,

@@ -8,23 +8,19 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megalith.config.attention import AttentionConfig
-from megalith.config.layers import LayersConfig
-from megalith.config.mla import MLAConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import AttentionConfig, LayersConfig, MLAConfig, ModelConfig, MTPConfig
 from megalith.config.moe import CapacityConfig, MoEConfig, RouterConfig
-from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.cross_entropy import HeadShard
 from megalith.kernels.experts import experts
+from megalith.kernels.packed import AuxLossScale, tokens_of_lengths
 from megalith.kernels.recomputed import output_tensor
-from megalith.kernels.tokens import AuxLossScale, tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.kernels import use_kernels
-from megalith.nn.moe.experts import Experts
+from megalith.nn.moe import Experts
+from megalith.parallel.cross_entropy import HeadShard
 from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.group import single_rank_group
-from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
 from megalith.plan.costs import (
     active_parameters,
     attention_flops,
@@ -43,10 +39,11 @@ from megalith.plan.costs import (
     tflops_per_device,
     tokens_of_loss,
 )
+from megalith.plan.grid import model_grid
 from megalith.plan.parameters import held_parameters, layer_parameters
 from megalith.testing.tiny import tiny_run
-from megalith.verify.variants import MIXTURES
-from megalith.verify.variants import VARIANTS as KINDS
+from megalith.verify.tiny_models import MIXTURES
+from megalith.verify.tiny_models import VARIANTS as KINDS
 
 LLAMA3_8B = ModelConfig(
     vocab_size=128256,

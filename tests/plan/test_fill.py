@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megalith.errors import PlanError
-from megalith.plan.fill import (
+from megalith.plan.packing import (
     PackedDocuments,
     pack_best_fit_decreasing,
     pack_by_group,

@@ -8,13 +8,18 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megalith.config.cross import CrossConfig
-from megalith.config.model import ModelConfig
-from megalith.config.mtp import MTPConfig
+from megalith.config.model import CrossConfig, ModelConfig, MTPConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
-from megalith.plan.adapters import trained, trained_layer_flops, trained_step_flops
 from megalith.plan.costs import head_flops, step_flops
-from megalith.plan.frozen import first_trained_layer, tables_trained, trained_names, with_frozen
+from megalith.plan.frozen import (
+    first_trained_layer,
+    tables_trained,
+    trained,
+    trained_layer_flops,
+    trained_names,
+    trained_step_flops,
+    with_frozen,
+)
 from megalith.plan.parameters import held_parameters
 from tests.cases import loop_over
 

@@ -5,13 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig, ScheduleName
-from megalith.config.recompute import OffloadConfig
-from megalith.plan.fsdp import fully_sharded_problems, padded_numel, shard_rows
-from megalith.plan.shards import Shard
+from megalith.config.parallel import OffloadConfig, ParallelConfig, PipelineConfig, ScheduleName
+from megalith.plan.shards import Shard, fully_sharded_problems, padded_numel, shard_rows
+from megalith.rules.run import run_problems
 from megalith.testing.tiny import tiny_run
-from megalith.train.rules import run_problems
 
 SHARDS = [
     Shard.full("vector", (7,), inputs=0),

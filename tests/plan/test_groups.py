@@ -6,15 +6,18 @@ from dataclasses import replace
 import pytest
 
 from megalith.config.lora import LoraConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import ModelConfig, MuPConfig
 from megalith.config.moe import MoEConfig
-from megalith.config.mup import MuPConfig
-from megalith.config.optim import GroupConfig, OptimConfig
-from megalith.config.schedule import ScheduleConfig
-from megalith.plan.groups import named_parameters, parameter_rates, parameter_rows, pattern_problems
-from megalith.plan.initial import PLAIN, ParameterRates
+from megalith.config.optim import GroupConfig, OptimConfig, ScheduleConfig
+from megalith.plan.param_groups import (
+    named_parameters,
+    parameter_rates,
+    parameter_rows,
+    pattern_problems,
+)
+from megalith.plan.parameters import PLAIN, ParameterRates
 from megalith.testing.tiny import tiny_run
-from megalith.verify.variants import BIASED_CHOICE, MTP_EXPERTS
+from megalith.verify.tiny_models import BIASED_CHOICE, MTP_EXPERTS
 
 MODEL = ModelConfig(
     vocab_size=61,

@@ -8,15 +8,19 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megalith.config.layers import LayersConfig
-from megalith.config.model import ModelConfig
-from megalith.config.mup import MuPConfig
+from megalith.config.model import LayersConfig, ModelConfig, MuPConfig
 from megalith.config.optim import OptimConfig
-from megalith.kernels.tokens import tokens_of_rows
+from megalith.kernels.packed import tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
-from megalith.optim.build import build_optimizer
 from megalith.parallel.mesh import build_single_rank_mesh
-from megalith.plan.initial import PLAIN, InitialValues, ParameterRates, initial_values, mup_factors
+from megalith.plan.parameters import (
+    PLAIN,
+    InitialValues,
+    ParameterRates,
+    initial_values,
+    mup_factors,
+)
+from megalith.train.trainer import build_optimizer
 
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, ffn_hidden_size=96

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from megalith.config.attention import AttentionConfig
 from megalith.config.kernels import OPS, KernelsConfig
+from megalith.config.model import AttentionConfig
 from megalith.config.train import TrainRun
 from megalith.kernels.activation import SIGMOIDS as SIGMOIDS_OF_LOOPS
-from megalith.kernels.gpu import WIDEST as WIDEST_OF_PROGRAMS
+from megalith.kernels.triton.launch import WIDEST as WIDEST_OF_PROGRAMS
 from megalith.plan.kernels import (
     BACKENDS,
     SIGMOIDS,

@@ -1,12 +1,11 @@
-"""Tests of megalith/plan/layout.py."""
+"""Tests of megalith/plan/grid.py."""
 
 import pytest
 
-from megalith.config.context import ContextConfig
 from megalith.config.model import ModelConfig
-from megalith.config.parallel import ParallelConfig
+from megalith.config.parallel import ContextConfig, ParallelConfig
 from megalith.errors import PlanError
-from megalith.plan.layout import min_world_size, model_grid
+from megalith.plan.grid import min_world_size, model_grid
 
 MODEL = ModelConfig(
     vocab_size=99, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=2, ffn_hidden_size=64

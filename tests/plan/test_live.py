@@ -1,10 +1,10 @@
-"""Tests of megalith/plan/live.py."""
+"""Tests of megalith/plan/simulate.py."""
 
 from fractions import Fraction
 
-from megalith.plan.live import peak_activation_memory, peak_microbatches_in_flight
+from megalith.plan.p2p import with_transfers
 from megalith.plan.schedule import build_schedule
-from megalith.plan.transfers import with_transfers
+from megalith.plan.simulate import peak_activation_memory, peak_microbatches_in_flight
 
 
 def test_1f1b_holds_one_microbatch_more_per_stage_to_come() -> None:

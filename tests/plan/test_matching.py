@@ -1,12 +1,12 @@
-"""Tests of megalith/plan/matching.py."""
+"""Tests of megalith/plan/check_schedule.py."""
 
 from dataclasses import replace
 
 import pytest
 
-from megalith.plan.matching import action_text, has_backward, has_transfers, matching_problems
+from megalith.plan.check_schedule import action_text, has_backward, has_transfers, matching_problems
+from megalith.plan.p2p import with_transfers
 from megalith.plan.schedule import Action, Kind, Schedule, build_schedule
-from megalith.plan.transfers import with_transfers
 
 
 def changed(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:

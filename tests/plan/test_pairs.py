@@ -9,20 +9,19 @@ import pytest
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
-from megalith.config.parallel import DispatcherName, ParallelConfig
-from megalith.config.pipeline import PipelineConfig, ScheduleName
-from megalith.plan.live import peak_activation_memory
-from megalith.plan.pairs import (
+from megalith.config.parallel import DispatcherName, ParallelConfig, PipelineConfig, ScheduleName
+from megalith.plan.check_schedule import queue_problems
+from megalith.plan.p2p import with_transfers
+from megalith.plan.schedule import (
     PAIRED_SCHEDULES,
+    Schedule,
+    build_schedule,
     concurrent_actions,
     pair_forward_backward,
     pairing_problems,
 )
-from megalith.plan.queues import queue_problems
-from megalith.plan.schedule import Schedule, build_schedule
-from megalith.plan.simulate import find_problems, simulate
-from megalith.plan.transfers import with_transfers
-from megalith.testing.schedules import random_schedule
+from megalith.plan.simulate import find_problems, peak_activation_memory, simulate
+from megalith.testing.tiny import random_schedule
 
 MODEL = ModelConfig(
     vocab_size=8,

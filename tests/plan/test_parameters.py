@@ -7,22 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.config.attention import AttentionConfig
-from megalith.config.mla import MLAConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import AttentionConfig, MLAConfig, ModelConfig, MTPConfig
 from megalith.config.moe import AuxLossConfig, MoEConfig, RouterConfig
-from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.estimate.workload import Workload, plan_workload
 from megalith.models.decoder import Decoder, build_chunks, iter_parameter_specs
 from megalith.parallel.grad_sync import tp_reduce_axes
-from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import TensorParallel
 from megalith.plan.costs import num_parameters
+from megalith.plan.grid import model_grid
 from megalith.plan.parameters import ExpertPart, HeldParameter, held_parameters, tensor_part
 from megalith.plan.stages import Stage
-from megalith.plan.workload import Workload, plan_workload
 from megalith.testing.tiny import tiny_run
-from megalith.verify.variants import VARIANTS as KINDS
+from megalith.verify.tiny_models import VARIANTS as KINDS
 
 SMALL = ModelConfig(
     vocab_size=999,

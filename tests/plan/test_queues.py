@@ -1,4 +1,4 @@
-"""Tests of megalith/plan/queues.py."""
+"""Tests of megalith/plan/check_schedule.py."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,12 +6,12 @@ from itertools import pairwise, product
 
 import pytest
 
-from megalith.config.pipeline import ScheduleName
-from megalith.plan.queues import queue_problems
+from megalith.config.parallel import ScheduleName
+from megalith.plan.check_schedule import queue_problems
+from megalith.plan.p2p import Channel, channels, with_transfers
 from megalith.plan.schedule import Action, Kind, Schedule, build_schedule, placement_of
 from megalith.plan.simulate import find_problems
-from megalith.plan.transfers import Channel, channels, with_transfers
-from megalith.testing.schedules import NAMES
+from megalith.testing.tiny import NAMES
 
 CHUNKS: dict[ScheduleName, int] = {"interleaved": 3, "zb-v": 2, "dualpipe-v": 2}
 

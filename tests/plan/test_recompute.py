@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megalith.config.mla import MLAConfig
+from megalith.config.model import MLAConfig
 from megalith.config.moe import MoEConfig
-from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.config.parallel import OffloadConfig, RecomputeConfig
 from megalith.plan.recompute import (
     Span,
     layer_spans,

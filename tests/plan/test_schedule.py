@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from megalith.config.pipeline import PipelineConfig, ScheduleName
+from megalith.config.parallel import PipelineConfig, ScheduleName
 from megalith.errors import PlanError
-from megalith.plan.live import peak_activation_memory
-from megalith.plan.matching import matching_problems
+from megalith.plan.check_schedule import matching_problems
 from megalith.plan.schedule import (
     Action,
     Schedule,
@@ -24,9 +23,9 @@ from megalith.plan.schedule import (
     schedule_problems,
     stage_of,
 )
-from megalith.plan.simulate import simulate
-from megalith.testing.schedules import NAMES as ALL
-from megalith.testing.schedules import random_schedule
+from megalith.plan.simulate import peak_activation_memory, simulate
+from megalith.testing.tiny import NAMES as ALL
+from megalith.testing.tiny import random_schedule
 from tests.cases import loop_over
 
 NAMES: list[tuple[ScheduleName, int]] = [

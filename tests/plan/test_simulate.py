@@ -8,13 +8,19 @@ from itertools import pairwise
 
 import pytest
 
-from megalith.config.pipeline import ScheduleName
+from megalith.config.parallel import ScheduleName
 from megalith.errors import PlanError
-from megalith.plan.live import peak_microbatches_in_flight
+from megalith.plan.p2p import with_transfers
 from megalith.plan.schedule import Action, Kind, Schedule, build_schedule
-from megalith.plan.simulate import Costs, Simulation, even_costs, find_problems, simulate
-from megalith.plan.transfers import with_transfers
-from megalith.testing.schedules import random_schedule
+from megalith.plan.simulate import (
+    Costs,
+    Simulation,
+    even_costs,
+    find_problems,
+    peak_microbatches_in_flight,
+    simulate,
+)
+from megalith.testing.tiny import random_schedule
 from tests.cases import loop_over
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from megalith.errors import PlanError
-from megalith.plan.stage_layout import MOST_ITEMS, parse_layout, show_layout
+from megalith.plan.stages import MOST_ITEMS, parse_layout, show_layout
 from tests.cases import loop_over
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from megalith.config.mtp import MTPConfig
-from megalith.config.pipeline import PipelineConfig
+from megalith.config.model import MTPConfig
+from megalith.config.parallel import PipelineConfig
 from megalith.errors import PlanError
 from megalith.plan.stages import (
     Stage,
@@ -23,7 +23,7 @@ from megalith.plan.stages import (
     table_stages,
 )
 from megalith.verify.rows import FOUR, FOUR_TIED
-from megalith.verify.variants import RELATIVE
+from megalith.verify.tiny_models import RELATIVE
 from tests.cases import loop_over
 
 

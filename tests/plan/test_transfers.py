@@ -1,15 +1,14 @@
-"""Tests of megalith/plan/transfers.py."""
+"""Tests of megalith/plan/p2p.py."""
 
 import random
 from dataclasses import replace
 
-from megalith.config.pipeline import ScheduleName
-from megalith.plan.matching import matching_problems
-from megalith.plan.queues import queue_problems
+from megalith.config.parallel import ScheduleName
+from megalith.plan.check_schedule import matching_problems, queue_problems
+from megalith.plan.p2p import Channel, channels, neighbor, with_transfers
 from megalith.plan.schedule import Action, Schedule, build_schedule
 from megalith.plan.simulate import simulate
-from megalith.plan.transfers import Channel, channels, neighbor, with_transfers
-from megalith.testing.schedules import random_schedule
+from megalith.testing.tiny import random_schedule
 from tests.cases import loop_over
 
 SHORT = {"send_forward": "sf", "recv_forward": "rf", "send_backward": "sb", "recv_backward": "rb"}

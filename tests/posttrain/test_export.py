@@ -17,19 +17,14 @@ from megalith.cli.main import main
 from megalith.config.lora import LoraConfig
 from megalith.config.tree import to_dict
 from megalith.errors import CheckpointError, ConfigError
-from megalith.kernels.tokens import tokens_of_lengths
+from megalith.hf.pretrained import load_pretrained, locate_source, open_adapters, open_pretrained
+from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
-from megalith.models.pretrained import (
-    load_pretrained,
-    locate_source,
-    open_adapters,
-    open_pretrained,
-)
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.posttrain.export import peft_config, plan_peft
 from megalith.testing.tiny import tiny_run
-from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -13,22 +13,23 @@ from megalith.checkpoint.load import open_checkpoint
 from megalith.cli.main import main
 from megalith.config.tree import Override, dump_yaml
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.adapters import RECORD
+from megalith.hf.peft import RECORD
+from megalith.hf.pretrained import locate_source, open_adapters, open_pretrained
+from megalith.hf.release import release_run, write_release
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
-from megalith.models.pretrained import locate_source, open_adapters, open_pretrained
-from megalith.models.release import release_run, write_release
 from megalith.nn.init import init_param_
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import Init
+from megalith.plan.grid import model_grid
 from megalith.plan.shards import Box, Shard
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, FP32, FP64, assert_close
-from megalith.train import build
+from megalith.train import trainer
 from megalith.train.evaluate import run_evaluation
-from megalith.train.folder import RunFolder
 from megalith.train.loop import Outcome, run_training
+from megalith.train.run_folder import RunFolder
 
 CPU = torch.device("cpu")
 LORA: dict[str, Override] = {"lora.rank": "3", "schedule.lr": "0.03", "checkpoint.every": "4"}
@@ -104,7 +105,7 @@ def test_the_base_is_initialized_only_if_missing_keys_are_allowed(
         drawn.append(shard.name)
         init_param_(parameter, shard, init, seed=seed)
 
-    monkeypatch.setattr(build, "init_param_", counted)
+    monkeypatch.setattr(trainer, "init_param_", counted)
     train(
         tmp_path / "run",
         trained.parent / "base",

@@ -13,17 +13,15 @@ from torch import Tensor
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.main import main
-from megalith.config.layers import LayersConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import LayersConfig, ModelConfig, MTPConfig
 from megalith.config.moe import MoEConfig, RouterConfig
-from megalith.config.mtp import MTPConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.errors import CheckpointError, ConfigError
-from megalith.kernels.tokens import tokens_of_lengths
+from megalith.hf.pretrained import Pretrained, open_pretrained
+from megalith.hf.release import release_run
+from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
-from megalith.models.pretrained import Pretrained, open_pretrained
-from megalith.models.release import release_run
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.posttrain.upcycle import (
@@ -34,8 +32,8 @@ from megalith.posttrain.upcycle import (
     upcycle_problems,
 )
 from megalith.testing.tiny import tiny_run
-from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
 
 CPU = torch.device("cpu")
 DENSE = ModelConfig(

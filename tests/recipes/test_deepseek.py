@@ -8,11 +8,11 @@ import pytest
 
 from megalith.config.moe import AuxLossConfig
 from megalith.config.train import TrainRun
-from megalith.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megalith.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megalith.plan.costs import active_parameters, num_parameters
 from megalith.plan.stages import plan_stages
 from megalith.recipes.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
-from tests.models.test_deepseek import RAW
+from tests.hf.test_deepseek import RAW
 
 SECOND: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"],

@@ -1,11 +1,17 @@
 """Batch sizes, positions and memory of the Llama recipes."""
 
-from megalith.plan.advice import verdict
+from megalith.estimate.advise import verdict
+from megalith.estimate.memory import memory_ledger, worst
+from megalith.estimate.workload import plan_workload
 from megalith.plan.devices import DEVICES
-from megalith.plan.memory import memory_ledger, worst
-from megalith.plan.workload import plan_workload
-from megalith.recipes.llama2 import llama2_7b, llama2_70b
-from megalith.recipes.llama3 import llama3_1b, llama3_8b, llama3_70b, llama3_405b
+from megalith.recipes.llama import (
+    llama2_7b,
+    llama2_70b,
+    llama3_1b,
+    llama3_8b,
+    llama3_70b,
+    llama3_405b,
+)
 
 
 def test_a_step_of_llama_2_has_four_million_tokens_and_the_run_two_trillion() -> None:

@@ -10,10 +10,9 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_single_rank_mesh
-from megalith.recipes.lora_tiny import lora_tiny
-from megalith.recipes.sft_tiny import sft_tiny
-from megalith.train.folder import RunFolder
+from megalith.recipes.small import lora_tiny, sft_tiny
 from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
 
 SHORT = {
     "train.steps": "2",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megalith.plan.costs import num_parameters
-from megalith.recipes.moe_tiny import moe_tiny
-from megalith.train.rules import run_problems
+from megalith.recipes.small import moe_tiny
+from megalith.rules.run import run_problems
 
 
 def test_moe_tiny_uses_expert_parallelism_over_two_processes() -> None:

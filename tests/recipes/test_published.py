@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig
 from megalith.config.train import TrainRun
-from megalith.models import (
+from megalith.hf import (
     gemma,
     gemma2,
     gemma3,
@@ -28,9 +28,9 @@ from megalith.models import (
     smollm3,
     starcoder2,
 )
-from megalith.models.config_fields import canonical
-from megalith.models.gpt_oss import GPT_OSS
-from megalith.models.llama4 import LLAMA4
+from megalith.hf.config_fields import canonical
+from megalith.hf.gpt_oss import GPT_OSS
+from megalith.hf.llama4 import LLAMA4
 from megalith.plan.costs import active_parameters, num_parameters
 from megalith.recipes import recipes
 from megalith.recipes.published import pretraining, warmed_cosine

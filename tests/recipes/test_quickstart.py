@@ -1,7 +1,7 @@
 """The recipe quickstart."""
 
 from megalith.plan.costs import num_parameters
-from megalith.recipes.quickstart import quickstart
+from megalith.recipes.small import quickstart
 
 
 def test_quickstart_reads_a_million_tokens_with_a_vocabulary_of_at_least_4096() -> None:

@@ -9,9 +9,9 @@ from megalith.config.tree import apply_overrides, from_dict, load_yaml, save_yam
 from megalith.errors import ConfigError
 from megalith.optim.schedule import count_warmup_steps
 from megalith.plan.costs import num_parameters
-from megalith.plan.layout import min_world_size
+from megalith.plan.grid import min_world_size
 from megalith.recipes import recipes, resolve, resolve_run
-from megalith.train.rules import run_problems
+from megalith.rules.run import run_problems
 from megalith.verify.ranks import compare_with_one_process
 from megalith.verify.shrink import shrink
 

@@ -8,7 +8,7 @@ from megalith.cli.main import main
 from megalith.config.data import data_problems
 from megalith.data.build import build_datasets
 from megalith.data.tokenizer import ByteTokenizer
-from megalith.recipes.sft_tiny import sft_tiny
+from megalith.recipes.small import sft_tiny
 
 
 def test_its_conversations_fit_its_rows_and_most_of_a_row_is_filled() -> None:

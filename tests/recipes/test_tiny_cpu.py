@@ -1,7 +1,7 @@
 """The recipe tiny_cpu."""
 
 from megalith.plan.costs import num_parameters, step_flops
-from megalith.recipes.tiny_cpu import tiny_cpu
+from megalith.recipes.small import tiny_cpu
 
 
 def test_tiny_cpu_is_of_the_5m_class_and_a_minute_of_one_slow_core() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.errors import RankError
-from megalith.parallel.autograd import all_gather, reduce_from_tp, reduce_scatter
+from megalith.parallel.collectives import all_gather, reduce_from_tp, reduce_scatter
 from megalith.parallel.group import all_reduce_, start_all_reduce_
 from megalith.testing.inject import die, on_call, skip, slow_link
 from megalith.testing.ranks import everyone, run_ranks

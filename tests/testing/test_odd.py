@@ -1,6 +1,6 @@
 """The odd model's gradients are what it says."""
 
-from megalith.testing.odd import OddSizedModel
+from megalith.testing.tiny import OddSizedModel
 
 
 def test_gradients_match_the_stated_values() -> None:

@@ -1,8 +1,8 @@
-"""Tests of megalith/testing/schedules.py."""
+"""Tests of megalith/testing/tiny.py."""
 
 import random
 
-from megalith.testing.schedules import NAMES, random_schedule
+from megalith.testing.tiny import NAMES, random_schedule
 
 
 def test_every_schedule_comes_up_in_many_sizes_and_the_same_for_the_same_seed() -> None:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from megalith.parallel import symm_mem
+from megalith.testing.inject import fused_on_cpus
 from megalith.testing.ranks import everyone, run_ranks
-from megalith.testing.symm_mem import fused_on_cpus
 
 
 def products(rank: int, world: int) -> tuple[Tensor, Tensor]:

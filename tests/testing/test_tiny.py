@@ -7,8 +7,8 @@ import pytest
 from megalith.config.train import TrainRun
 from megalith.config.tree import load_yaml
 from megalith.errors import ConfigError
+from megalith.rules.run import run_problems
 from megalith.testing.tiny import tiny_run, tiny_yaml
-from megalith.train.rules import run_problems
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 6])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.verify.faults import FAULTS
+from megalith.verify.faults.plant import FAULTS
 from tools import ci_report
 from tools.ci_report import main, planted_faults, versions
 

@@ -59,7 +59,7 @@ FAULTS = [
     ),
     ("no-typecheck", "tests/a.py", "import s\nwith s.no_typecheck():\n    f()"),
     ("no-typecheck", "megalith/verify/types.py", "from spmd_types import no_typecheck as n"),
-    ("optional-import", "megalith/models/hf.py", "import transformers"),
+    ("optional-import", "megalith/hf/folder.py", "import transformers"),
     (
         "optional-import",
         "megalith/observe/a.py",
@@ -124,7 +124,7 @@ CLEAN = [
     ("megalith/parallel/a.py", AUTOGRAD + "class F(Function):\n    moves: ClassVar = ('R', 'P')"),
     ("megalith/kernels/a.py", AUTOGRAD + "class F(Function):\n    reference = staticmethod(plain)"),
     ("megalith/nn/a.py", AUTOGRAD + "@typed_by(plain)\nclass F(Function):\n    pass"),
-    ("megalith/models/hf.py", "def load():\n    import transformers"),
+    ("megalith/hf/folder.py", "def load():\n    import transformers"),
     ("megalith/a.py", "TABLE = {'a': 1}\nNAMES = ()\ndef f():\n    seen = {}"),
     ("megalith/a.py", "# hot-path\nloss = x.item()  # sync-ok: once per step, after backward"),
     ("megalith/a.py", "loss = x.item()"),

@@ -9,9 +9,10 @@ import torch
 
 from megalith.config.parallel import ParallelConfig
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
-from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
 from megalith.testing.tiny import tiny_run
-from megalith.train.build import Trainer, build_trainer, checkpoint_entries, weight_entries
+from megalith.train.trainer import Trainer, build_trainer, checkpoint_entries, weight_entries
 
 CPU = torch.device("cpu")
 

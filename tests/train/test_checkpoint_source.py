@@ -14,22 +14,22 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import Override
 from megalith.data.loader import Loader, MaskSettings
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.convert import convert
-from megalith.models.pretrained import locate_source, open_pretrained
+from megalith.hf.convert import convert
+from megalith.hf.pretrained import locate_source, open_pretrained
 from megalith.observe.metrics import read_metrics
 from megalith.optim.schedule import learning_rate, schedule_lengths, weight_decay
 from megalith.parallel.context import local_slicing
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
+from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, assert_close
-from megalith.train.build import all_gather_loaded_params, build_trainer, checkpoint_entries
-from megalith.train.checkpoint_source import describe_checkpoint_source
-from megalith.train.folder import RunFolder
 from megalith.train.loop import Outcome, _RunData, build_checked_tokenizer, run_training
-from megalith.train.rules import run_problems
-from megalith.train.state import TrainState
+from megalith.train.resume import TrainState, describe_checkpoint_source
+from megalith.train.run_folder import RunFolder
 from megalith.train.step import train_step
+from megalith.train.trainer import all_gather_loaded_params, build_trainer, checkpoint_entries
 
 CPU = torch.device("cpu")
 SHORT: dict[str, Override] = {

@@ -15,23 +15,24 @@ from megalith.checkpoint.save import save_checkpoint
 from megalith.config.optim import LossScaleConfig
 from megalith.config.train import TrainRun
 from megalith.errors import DataError
-from megalith.optim.loss_scale import LossScale
+from megalith.optim.gradients import LossScale
 from megalith.parallel.group import single_rank_group
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
 from megalith.plan.shards import Shard
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train import loop
-from megalith.train.build import Trainer
 from megalith.train.divergence import (
     describe_last_good_checkpoint,
     find_nonfinite_parameters,
     is_divergent,
 )
-from megalith.train.folder import RunFolder
 from megalith.train.loop import Outcome, run_training
+from megalith.train.run_folder import RunFolder
 from megalith.train.step import StepResult, train_step
+from megalith.train.trainer import Trainer
 
 NAN, INF = math.nan, math.inf
 DYNAMIC = LossScale(LossScaleConfig(), 1024.0, dynamic=True)

@@ -13,18 +13,18 @@ from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import local_slicing
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.batch_assignment import build_token_budget
+from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64
-from megalith.train.build import DTYPES, build_trainer
 from megalith.train.evaluate import Evaluation, allocate_weights, evaluate, run_evaluation
-from megalith.train.folder import RunFolder
+from megalith.train.forward_backward import build_pipeline_model
 from megalith.train.loop import run_training
-from megalith.train.staged import build_pipeline_model
-from megalith.verify.ragged import RaggedDocuments
-from megalith.verify.ranks import RaggedRows
+from megalith.train.run_folder import RunFolder
+from megalith.train.trainer import DTYPES, build_trainer
+from megalith.verify.ranks import RaggedDocuments, RaggedRows
 
 CPU = torch.device("cpu")
 SAMPLES = 7

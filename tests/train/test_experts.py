@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig
-from megalith.config.recompute import RecomputeConfig
+from megalith.config.parallel import ParallelConfig, PipelineConfig, RecomputeConfig
 from megalith.config.train import ObserveConfig, TrainRun
 from megalith.data.loader import Loader, MaskSettings
 from megalith.errors import DataError
+from megalith.kernels.packed import AuxLossScale
 from megalith.kernels.replay import RoutingRecord
-from megalith.kernels.tokens import AuxLossScale
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
+from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
-from megalith.train.build import build_trainer
-from megalith.train.experts import (
+from megalith.train.loop import run_training
+from megalith.train.moe import (
     LayerExpertLoad,
     attach_routing,
     collect_expert_load,
@@ -29,10 +29,9 @@ from megalith.train.experts import (
     update_expert_biases,
     update_quantile_offsets,
 )
-from megalith.train.folder import RunFolder
-from megalith.train.loop import run_training
-from megalith.train.rules import run_problems
+from megalith.train.run_folder import RunFolder
 from megalith.train.step import train_step
+from megalith.train.trainer import build_trainer
 from megalith.verify.ranks import RaggedRows
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megalith.config.parallel import ParallelConfig
-from megalith.parallel.mesh import build_mesh, model_grid
+from megalith.parallel.mesh import build_mesh
+from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.exposed_communication import (

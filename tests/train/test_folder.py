@@ -11,7 +11,7 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
 from megalith.recipes import resolve
-from megalith.train.folder import (
+from megalith.train.run_folder import (
     RunFolder,
     TokenizerFiles,
     list_changed_settings,

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megalith.errors import CollectiveError, ConfigError
+from megalith.launch.launcher import LISTENER
 from megalith.parallel.group import all_reduce_, gather_objects
-from megalith.parallel.launch import LISTENER
 from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.tiny import tiny_run
-from megalith.train.job import join_job
+from megalith.train.distributed import join_job
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
@@ -122,7 +122,7 @@ def collect_warnings(rank: int, world: int, zero: str) -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]  # a test's log
-    logging.getLogger("megalith.train.job").addHandler(handler)
+    logging.getLogger("megalith.train.distributed").addHandler(handler)
     with join_job(
         tiny_run({"parallel.zero": zero, "parallel.check_collectives": "true"}),
         reported_to(rank, world),

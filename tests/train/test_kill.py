@@ -18,11 +18,12 @@ import pytest
 from megalith.config.train import TrainRun
 from megalith.config.tree import load_yaml
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_yaml
-from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
 
 FIELDS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
 STEPS = 84

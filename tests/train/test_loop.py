@@ -24,18 +24,19 @@ from megalith.data.indexed import IndexedDatasetBuilder
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.observe.metrics import read_metrics
 from megalith.observe.progress import StepProgress
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.costs import head_flops, step_flops
+from megalith.plan.grid import model_grid
+from megalith.rules.run import run_problems
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, FP64, assert_close
 from megalith.train import loop
-from megalith.train.build import build_trainer
-from megalith.train.folder import RunFolder
 from megalith.train.loop import Outcome, run_training
-from megalith.train.rules import run_problems
+from megalith.train.run_folder import RunFolder
 from megalith.train.step import StepResult, train_step
+from megalith.train.trainer import build_trainer
 
 CPU = torch.device("cpu")
 CONSTANT = {"schedule.style": "constant", "schedule.warmup_steps": "0"}

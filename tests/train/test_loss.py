@@ -7,24 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.config.mtp import MTPConfig
+from megalith.config.model import MTPConfig
 from megalith.config.train import TrainRun
-from megalith.kernels.cross_entropy import (
+from megalith.parallel.cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_with_stats,
     recomputed_cross_entropy,
 )
-from megalith.kernels.logit_stats import LossWithLogitStats
+from megalith.parallel.logits import LossWithLogitStats
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import iter_vocab_heads
 from megalith.testing.tiny import tiny_run
-from megalith.train.build import build_trainer
-from megalith.train.loss import (
+from megalith.train.forward_backward import (
     compute_head_losses,
     normalize_loss_by_labels,
     normalize_losses_by_labels,
 )
 from megalith.train.step import StepResult, train_step
+from megalith.train.trainer import build_trainer
 from megalith.verify.ranks import _loader as loader_of
 
 

@@ -9,27 +9,28 @@ import torch
 from torch import Tensor
 
 from megalith.config.model import ModelConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.recompute import RecomputeConfig
+from megalith.config.parallel import ParallelConfig, RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import MaskSettings, build_batch
 from megalith.data.sample import Sample
 from megalith.errors import DataError
 from megalith.kernels.replay import RoutingRecord
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
-from megalith.train.build import Trainer, build_trainer
-from megalith.train.experts import (
+from megalith.train.moe import (
     LayerExpertLoad,
     attach_routing,
     collect_expert_load,
+    gather_routing,
     iter_routers,
+    shard_routing,
 )
-from megalith.train.replay import gather_routing, shard_routing
 from megalith.train.step import train_step
+from megalith.train.trainer import Trainer, build_trainer
 from megalith.verify.ranks import _loader, layout_case
 from megalith.verify.rows import staged
-from megalith.verify.variants import (
+from megalith.verify.tiny_models import (
     BIASED_CHOICE,
     MIXTURES,
     MTP_EXPERTS,

@@ -14,10 +14,11 @@ from megalith.checkpoint.load import open_checkpoint
 from megalith.config.train import TrainRun, load_run
 from megalith.config.tree import apply_overrides
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
-from megalith.train.folder import RunFolder
 from megalith.train.loop import Outcome, run_training
+from megalith.train.run_folder import RunFolder
 
 CPU = torch.device("cpu")
 ARCHIVE = Path(__file__).parent / "fixtures/run_before_renaming.tar.gz"

@@ -9,35 +9,34 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.config.pipeline import PipelineConfig
+from megalith.config.parallel import PipelineConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import Loader, MaskSettings
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import RankError
-from megalith.kernels import attention
-from megalith.kernels.sdpa import Mask, mask_for_torch
-from megalith.nn.moe.layer import MoE
+from megalith.kernels.attention import dispatch as attention
+from megalith.kernels.attention.sdpa import Mask, mask_for_torch
+from megalith.launch.watchdog import backend_timeout
+from megalith.nn.moe import MoE
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import local_slicing
 from megalith.parallel.expert import AllToAllDispatcher
-from megalith.parallel.mesh import (
-    Mesh,
-    build_mesh,
-    build_meta_mesh,
-    build_single_rank_mesh,
-    model_grid,
-)
-from megalith.parallel.watch import backend_timeout
+from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, FP64
-from megalith.train import staged
-from megalith.train.build import build_trainer
+from megalith.train import forward_backward
 from megalith.train.evaluate import Evaluation, evaluate
-from megalith.train.folder import RunFolder
+from megalith.train.forward_backward import (
+    build_pipeline_model,
+    build_step_schedule,
+    splits_backward,
+)
 from megalith.train.loop import _compare_stages, run_training
-from megalith.train.staged import build_pipeline_model, build_step_schedule, splits_backward
+from megalith.train.run_folder import RunFolder
 from megalith.train.step import train_step
+from megalith.train.trainer import build_trainer
 from megalith.verify.ranks import RaggedRows
 
 CPU = torch.device("cpu")
@@ -131,7 +130,10 @@ def test_message_groups_have_the_backend_timeout() -> None:
     def reported(group: object, *, tags: bool, timeout_seconds: float) -> None:
         raise _Asked(timeout_seconds)
 
-    with patch.object(staged, "create_pipeline_groups", reported), pytest.raises(_Asked) as asked:
+    with (
+        patch.object(forward_backward, "create_pipeline_groups", reported),
+        pytest.raises(_Asked) as asked,
+    ):
         build_pipeline_model(run, build_single_rank_mesh(), CPU, dtype=torch.float64)
     assert asked.value.args == (backend_timeout(7),) and asked.value.args[0] > 7
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megalith.train.state import TrainState
+from megalith.train.resume import TrainState
 
 
 def test_state_comes_back_from_json() -> None:

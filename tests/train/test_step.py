@@ -10,12 +10,13 @@ from torch import Tensor
 from megalith.data.loader import Loader, MaskSettings, StepBatches
 from megalith.errors import DataError
 from megalith.models.decoder import iter_parameter_specs
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import EXACT, FP32_DEEP, FP64, assert_close
-from megalith.train.build import Trainer, build_trainer, checkpoint_entries
 from megalith.train.step import StepResult, train_step
+from megalith.train.trainer import Trainer, build_trainer, checkpoint_entries
 from megalith.verify.ranks import RaggedRows
 
 CPU = torch.device("cpu")

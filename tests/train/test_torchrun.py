@@ -13,8 +13,8 @@ from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run, tiny_yaml
 from megalith.testing.tolerance import CURVE64, FP64
-from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
 
 SETTINGS = {"precision.params": "fp64", "optim.eps": "1e-3"}
 

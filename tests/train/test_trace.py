@@ -17,13 +17,14 @@ from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig
 from megalith.config.train import Captured, TrainRun
 from megalith.kernels.replay import RoutingRecord
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh, model_grid
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
+from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train import trace
-from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
-from megalith.train.rules import run_problems
+from megalith.train.run_folder import RunFolder
 from megalith.train.trace import RoutingTrace
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "experts.md"

@@ -3,13 +3,13 @@
 import numpy as np
 import torch
 
-from megalith.kernels.masks import with_masks
-from megalith.kernels.span_attention import init_attention_result
-from megalith.kernels.tokens import ContextShard, tokens_of_slices
+from megalith.kernels.attention.mask import with_masks
+from megalith.kernels.attention.split_kv import init_attention_result
+from megalith.kernels.packed import ContextShard, tokens_of_slices
 from megalith.parallel.context import seen_of_groups, select_local_heads
 from megalith.parallel.group import Group
 from megalith.plan.context import Slicing, plan_slices, plan_spans
-from megalith.verify.attention_faults import (
+from megalith.verify.faults.model import (
     chunks_of_rows,
     heads_of_the_first_rank,
     known_to_the_first,

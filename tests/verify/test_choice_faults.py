@@ -10,16 +10,16 @@ from megalith.optim.schedule import GroupRates
 from megalith.optim.slots import build_slot, group_by_rates
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.tensor import SequenceParallelComm
-from megalith.plan.initial import PLAIN, ParameterRates
+from megalith.plan.parameters import PLAIN, ParameterRates
 from megalith.plan.shards import Shard
 from megalith.testing.inject import patched
-from megalith.verify import choice_faults
-from megalith.verify.choice_faults import decaying_frozen, rates_of_slot_before, whole_gradient
+from megalith.verify.faults import model
+from megalith.verify.faults.model import decaying_frozen, rates_of_slot_before, whole_gradient
 
 
 def test_what_is_not_trained_becomes_smaller() -> None:
     engine: Any = SimpleNamespace(frozen=[(Shard.full("w", (2,), inputs=0), torch.ones(2))])
-    with patched(choice_faults, "ORIGINAL_FINISH", lambda one: []):
+    with patched(model, "ORIGINAL_FINISH", lambda one: []):
         assert decaying_frozen(engine) == []
     assert 0 < float(engine.frozen[0][1][0]) < 1
 

@@ -2,8 +2,8 @@
 break no rule."""
 
 from megalith.plan.frozen import first_trained_layer, trained_names
-from megalith.train.rules import run_problems
-from megalith.verify.chosen import chosen_parameters
+from megalith.rules.run import run_problems
+from megalith.verify.feature_rows import chosen_parameters
 from megalith.verify.matrix import MATRIX
 
 ROWS = list(chosen_parameters())

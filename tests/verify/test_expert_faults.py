@@ -8,7 +8,7 @@ from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import Init
 from megalith.plan.shards import Shard
-from megalith.verify.expert_faults import (
+from megalith.verify.faults.moe import (
     division_by_ep_alone,
     division_of_dense,
     init_as_if_first_experts,

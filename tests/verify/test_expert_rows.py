@@ -2,7 +2,7 @@
 ranks."""
 
 from megalith.plan.schedule import schedule_name
-from megalith.verify.expert_rows import expert_rows
+from megalith.verify.moe_rows import expert_rows
 from megalith.verify.ranks import balances_by_microbatch, balances_over_ranks
 
 ROWS = list(expert_rows())

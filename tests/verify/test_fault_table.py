@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megalith.config.moe import MoEConfig
-from megalith.verify.fault_table import (
+from megalith.verify.faults.plant import FAULTS, Fault, find_fault
+from megalith.verify.faults.table import (
     EXPERT_NEEDS,
     FaultResult,
     Outcome,
@@ -17,7 +18,6 @@ from megalith.verify.fault_table import (
     judge_fault,
     smallest_layout,
 )
-from megalith.verify.faults import FAULTS, Fault, find_fault
 from megalith.verify.matrix import MATRIX
 from megalith.verify.ranks import Difference
 

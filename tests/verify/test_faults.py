@@ -7,25 +7,19 @@ import pytest
 
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.recompute import RecomputeConfig
+from megalith.config.parallel import ParallelConfig, RecomputeConfig
 from megalith.errors import ConfigError
 from megalith.models.decoder import KEEP_ALL
-from megalith.verify import (
-    attention_faults,
-    expert_faults,
-    faults,
-    optimizer_faults,
-    pipeline_faults,
-)
-from megalith.verify.fault_table import (
+from megalith.verify.faults import model as attention_faults
+from megalith.verify.faults import moe, optimizer, pipeline, plant
+from megalith.verify.faults.plant import FAULTS, Fault, find_fault, plant_fault
+from megalith.verify.faults.table import (
     EXPERT_NEEDS,
     adapters_of,
     memory_settings,
     with_attention,
     with_experts,
 )
-from megalith.verify.faults import FAULTS, Fault, find_fault, plant_fault
 from megalith.verify.types import TypeReport, type_check
 
 MODEL = ModelConfig(
@@ -187,13 +181,13 @@ def test_every_fault_of_types_and_shapes_has_its_text_tested() -> None:
 
 def test_nothing_is_left_of_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     replacements: list[tuple[Any, str, Any]] = []
-    original = faults.patched
+    original = plant.patched
 
     def noted(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
         replacements.append((owner, name, getattr(owner, name)))
         return original(owner, name, value)
 
-    for module in (faults, attention_faults, expert_faults, optimizer_faults, pipeline_faults):
+    for module in (plant, attention_faults, moe, optimizer, pipeline):
         monkeypatch.setattr(module, "replaced", noted)
     for fault in FAULTS:
         replacements.clear()

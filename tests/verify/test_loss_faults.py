@@ -2,9 +2,9 @@
 
 import torch
 
-from megalith.kernels.cross_entropy import HeadShard, softmax_over_ranks
+from megalith.parallel.cross_entropy import HeadShard, softmax_over_ranks
 from megalith.parallel.group import single_rank_group
-from megalith.verify.loss_faults import logsumexp_of_own_rows
+from megalith.verify.faults.model import logsumexp_of_own_rows
 
 
 def test_only_the_logsumexp_is_that_of_own_rows() -> None:

@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalith.config.context import ContextConfig
 from megalith.config.model import ModelConfig
-from megalith.config.parallel import ParallelConfig
+from megalith.config.parallel import ContextConfig, ParallelConfig
 from megalith.parallel.context import local_slicing
-from megalith.parallel.mesh import build_meta_mesh, model_grid
+from megalith.parallel.mesh import build_meta_mesh
 from megalith.plan.context import KINDS
+from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched
 from megalith.verify import types
-from megalith.verify.masked import FEW, masked_rows
+from megalith.verify.feature_rows import FEW, masked_rows
 from megalith.verify.ranks import RaggedRows
+from megalith.verify.tiny_models import SINKS
 from megalith.verify.types import paper_batch, type_check
-from megalith.verify.variants import SINKS
 
 ROWS = list(masked_rows())
 

@@ -3,13 +3,12 @@ once."""
 
 import pytest
 
-from megalith.config.context import ContextKind
-from megalith.config.pipeline import ScheduleName
+from megalith.config.parallel import ContextKind, ScheduleName
 from megalith.plan.schedule import schedule_name
-from megalith.train.rules import run_problems
+from megalith.rules.run import run_problems
 from megalith.verify.matrix import MATRIX, matrix_rows
 from megalith.verify.rows import Layout
-from megalith.verify.variants import VARIANTS
+from megalith.verify.tiny_models import VARIANTS
 from tests.cases import loop_over
 
 SAMPLE = [row for row in MATRIX if row.sample]

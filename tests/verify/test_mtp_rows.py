@@ -2,8 +2,8 @@
 and the loss are both."""
 
 from megalith.plan.stages import plan_stages
+from megalith.verify.feature_rows import mtp_stage_rows
 from megalith.verify.matrix import MATRIX
-from megalith.verify.mtp_rows import mtp_stage_rows
 
 
 def test_no_row_has_mtp_layers_on_a_stage_with_layers_and_loss() -> None:

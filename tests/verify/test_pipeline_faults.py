@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megalith.parallel.link import StageMessage, Tensors
+from megalith.parallel.p2p import StageMessage, Tensors
 from megalith.testing.inject import patched
-from megalith.verify import pipeline_faults
-from megalith.verify.pipeline_faults import (
+from megalith.verify.faults import pipeline
+from megalith.verify.faults.pipeline import (
     depths_in_other_order,
     gradient_of_memory_stays,
     never_added,
@@ -33,7 +33,7 @@ def sent(
     """What would have gone over the border."""
     found: DispatchedTokens = []
     with patched(
-        pipeline_faults,
+        pipeline,
         "ORIGINAL_SEND",
         lambda _, message, tensors, target: found.append((message, tensors)),
     ):
@@ -73,7 +73,7 @@ def test_weights_that_wait_are_forgotten() -> None:
 
 def test_middle_of_three_replicas_is_not_summed() -> None:
     found: list[list[int]] = []
-    with patched(pipeline_faults, "ORIGINAL_SUM", lambda x, group, members: found.append(members)):
+    with patched(pipeline, "ORIGINAL_SUM", lambda x, group, members: found.append(members)):
         for rank in (0, 2, 3):
             skip_middle_replica(torch.ones(1), SimpleNamespace(rank=rank), (0, 2, 3))  # type: ignore[arg-type]  # has what is read
     assert found == [[0, 3], [2], [0, 3]]

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig
+from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.testing.tiny import tiny_run
 from megalith.verify import prove
 from megalith.verify.matrix import MATRIX

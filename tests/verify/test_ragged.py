@@ -1,6 +1,6 @@
-"""Tests of megalith/verify/ragged.py."""
+"""Tests of megalith/verify/ranks.py."""
 
-from megalith.verify.ragged import RaggedDocuments
+from megalith.verify.ranks import RaggedDocuments
 
 
 def test_documents_are_uneven_and_the_same_for_everyone() -> None:

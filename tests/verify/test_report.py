@@ -7,8 +7,8 @@ from fractions import Fraction
 
 from rich.console import Console, RenderableType
 
-from megalith.verify.fault_table import FaultResult
-from megalith.verify.faults import find_fault
+from megalith.verify.faults.plant import find_fault
+from megalith.verify.faults.table import FaultResult
 from megalith.verify.ranks import Difference
 from megalith.verify.report import (
     LayoutResult,

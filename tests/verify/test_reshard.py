@@ -7,10 +7,9 @@ import pytest
 
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.train.rules import run_problems
+from megalith.rules.run import run_problems
 from megalith.verify.matrix import MATRIX
-from megalith.verify.ranks import layout_case
-from megalith.verify.reshard import reload_layouts, resharded_run
+from megalith.verify.ranks import layout_case, reload_layouts, resharded_run
 from megalith.verify.rows import FOUR, staged, tiny
 
 

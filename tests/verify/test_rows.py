@@ -4,8 +4,7 @@ case to prove."""
 import pytest
 
 from megalith.config.lora import LoraConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.recompute import RecomputeConfig
+from megalith.config.parallel import ParallelConfig, RecomputeConfig
 from megalith.verify.rows import FOUR, SHARED, TIED, UNEVEN, Layout, row_of, staged, table, tiny
 
 

@@ -7,10 +7,10 @@ from itertools import product
 
 import pytest
 
-from megalith.config.pipeline import PipelineConfig, ScheduleName
+from megalith.config.parallel import PipelineConfig, ScheduleName
+from megalith.plan.p2p import with_transfers
 from megalith.plan.schedule import Action, Kind, Schedule, build_schedule, schedule_problems
 from megalith.plan.simulate import even_costs, find_problems
-from megalith.plan.transfers import with_transfers
 from megalith.verify.schedules import check_lists, check_schedule
 
 

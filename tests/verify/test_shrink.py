@@ -7,26 +7,26 @@ from itertools import product
 
 import pytest
 
-from megalith.config.context import ContextConfig
-from megalith.config.cross import CrossConfig
 from megalith.config.kernels import KernelsConfig
-from megalith.config.model import ModelConfig
-from megalith.config.mtp import MTPConfig
+from megalith.config.model import CrossConfig, ModelConfig, MTPConfig, RopeConfig
 from megalith.config.optim import GroupConfig, OptimConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig
-from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.config.rope import RopeConfig
+from megalith.config.parallel import (
+    ContextConfig,
+    OffloadConfig,
+    ParallelConfig,
+    PipelineConfig,
+    RecomputeConfig,
+)
 from megalith.config.train import TrainRun
 from megalith.plan.shards import split_evenly, split_heads
 from megalith.plan.stages import plan_stages
 from megalith.recipes import recipes
+from megalith.rules.run import model_problems, run_problems
 from megalith.testing.tiny import tiny_run
-from megalith.train.rules import model_problems, run_problems
 from megalith.verify.ranks import LayoutCase, compare_with_one_process, run_of_one
 from megalith.verify.rows import FOUR
 from megalith.verify.shrink import MOST_RANKS, _shrink_choice, describe_copy, shrink
-from megalith.verify.variants import VARIANTS
+from megalith.verify.tiny_models import VARIANTS
 
 
 def run_of(

@@ -7,10 +7,10 @@ import torch
 
 from megalith.config.optim import GroupConfig, OptimConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.optim.build import build_optimizer
 from megalith.optim.schedule import GroupRates
-from megalith.plan.groups import parameter_rates
+from megalith.plan.param_groups import parameter_rates
 from megalith.plan.shards import Shard
+from megalith.train.trainer import build_optimizer
 from megalith.verify.matrix import MATRIX
 from megalith.verify.ranks import layout_case
 from megalith.verify.rows import tiny

@@ -13,12 +13,11 @@ from spmd_types import I, MeshAxis, P, R, SpmdTypeError, V
 from spmd_types.checker import typecheck
 from torch import Tensor
 
-from megalith.kernels.cross_entropy import token_losses
-from megalith.kernels.relative_bias import Distances, PairBiases
-from megalith.kernels.scores import Scores
-from megalith.kernels.span_attention import span_attention
-from megalith.parallel import autograd
+from megalith.kernels.attention.scores import Distances, PairBiases, Scores
+from megalith.kernels.attention.split_kv import span_attention
+from megalith.parallel import collectives
 from megalith.parallel.context import ring_attention
+from megalith.parallel.cross_entropy import token_losses
 from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.context import KeySpans
 from megalith.verify.type_rules import installed_rules, our_functions, types_of
@@ -45,35 +44,40 @@ SIZES = [1, 2, 1, 1, 1, 1, 1, 0]
 
 def in_two(x: Tensor) -> Tensor:
     """An exchange whose beginning and end lie apart."""
-    async_all_to_all = autograd.AsyncAllToAll(GROUP, SIZES, [2] * 8)
-    return autograd.wait_all_to_all(
-        autograd.start_all_to_all(x, async_all_to_all), async_all_to_all
+    async_all_to_all = collectives.AsyncAllToAll(GROUP, SIZES, [2] * 8)
+    return collectives.wait_all_to_all(
+        collectives.start_all_to_all(x, async_all_to_all), async_all_to_all
     )
 
 
 CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Any, Any, tuple[int, int]]] = {
-    "copy_to_tp": (lambda x: autograd.copy_to_tp(x, GROUP), I, R, (8, 2)),
-    "reduce_from_tp": (lambda x: autograd.reduce_from_tp(x, GROUP), P, I, (8, 2)),
-    "all_reduce": (lambda x: autograd.all_reduce(x, GROUP), P, R, (8, 2)),
-    "gather": (lambda x: autograd.all_gather(x, GROUP, dim=1), V, R, (8, 16)),
-    "gather_uneven": (lambda x: autograd.all_gather(x, GROUP, sizes=[8] * 7 + [4]), V, R, (60, 2)),
-    "reduce_scatter": (lambda x: autograd.reduce_scatter(x, GROUP), P, V, (1, 2)),
+    "copy_to_tp": (lambda x: collectives.copy_to_tp(x, GROUP), I, R, (8, 2)),
+    "reduce_from_tp": (lambda x: collectives.reduce_from_tp(x, GROUP), P, I, (8, 2)),
+    "all_reduce": (lambda x: collectives.all_reduce(x, GROUP), P, R, (8, 2)),
+    "gather": (lambda x: collectives.all_gather(x, GROUP, dim=1), V, R, (8, 16)),
+    "gather_uneven": (
+        lambda x: collectives.all_gather(x, GROUP, sizes=[8] * 7 + [4]),
+        V,
+        R,
+        (60, 2),
+    ),
+    "reduce_scatter": (lambda x: collectives.reduce_scatter(x, GROUP), P, V, (1, 2)),
     "reduce_scatter_uneven": (
-        lambda x: autograd.reduce_scatter(x, GROUP, sizes=SIZES),
+        lambda x: collectives.reduce_scatter(x, GROUP, sizes=SIZES),
         P,
         V,
         (1, 2),
     ),
-    "all_gather_invariant": (lambda x: autograd.all_gather_invariant(x, GROUP), V, I, (64, 2)),
-    "scatter_to_sp": (lambda x: autograd.scatter_to_sp(x, GROUP), I, V, (1, 2)),
+    "all_gather_invariant": (lambda x: collectives.all_gather_invariant(x, GROUP), V, I, (64, 2)),
+    "scatter_to_sp": (lambda x: collectives.scatter_to_sp(x, GROUP), I, V, (1, 2)),
     "all_to_all": (
-        lambda x: autograd.all_to_all(x, GROUP, send=SIZES, receive=[2] * 8),
+        lambda x: collectives.all_to_all(x, GROUP, send=SIZES, receive=[2] * 8),
         V,
         V,
         (16, 2),
     ),
     "start_all_to_all": (lambda x: in_two(x), V, V, (16, 2)),
-    "partial": (lambda x: autograd.mark_partial(x, GROUP), V, P, (8, 2)),
+    "partial": (lambda x: collectives.mark_partial(x, GROUP), V, P, (8, 2)),
 }
 
 
@@ -200,12 +204,12 @@ def test_heads_cut_over_tp_attend_with_their_own_sinks() -> None:
 
 def test_r_and_i_stand_for_each_other_where_no_gradient_flows() -> None:
     with checking():
-        assert types_of(autograd.copy_to_tp(tensor(R, grad=False), GROUP))["tp_kv"] is R
-        assert types_of(autograd.scatter_to_sp(tensor(R, grad=False), GROUP))["tp_kv"] is V
+        assert types_of(collectives.copy_to_tp(tensor(R, grad=False), GROUP))["tp_kv"] is R
+        assert types_of(collectives.scatter_to_sp(tensor(R, grad=False), GROUP))["tp_kv"] is V
         with torch.no_grad():
-            assert types_of(autograd.copy_to_tp(tensor(R), GROUP))["tp_kv"] is R
+            assert types_of(collectives.copy_to_tp(tensor(R), GROUP))["tp_kv"] is R
         with pytest.raises(SpmdTypeError, match="but got V"):
-            autograd.copy_to_tp(tensor(V, grad=False), GROUP)
+            collectives.copy_to_tp(tensor(V, grad=False), GROUP)
 
 
 def test_a_tensor_of_one_part_of_tp_cannot_move_over_the_whole_of_it() -> None:
@@ -215,7 +219,7 @@ def test_a_tensor_of_one_part_of_tp_cannot_move_over_the_whole_of_it() -> None:
         pytest.raises(SpmdTypeError, match="gather over MeshAxis\\(2:1\\) expects V .* but got R"),
     ):
         checker.assert_type(x, {AXES["dp"]: V, AXES["tp_kv"]: V, AXES["tp_copy"]: R})
-        autograd.all_gather(x, GROUP)
+        collectives.all_gather(x, GROUP)
 
 
 def test_a_tensor_without_types_is_refused() -> None:
@@ -226,13 +230,13 @@ def test_a_tensor_without_types_is_refused() -> None:
             match="over .* but got \\? \\(created outside of the check",
         ),
     ):
-        autograd.reduce_from_tp(torch.empty(8, 2, device="meta"), GROUP)
+        collectives.reduce_from_tp(torch.empty(8, 2, device="meta"), GROUP)
 
 
 def test_a_group_whose_size_is_not_that_of_its_axes_is_refused() -> None:
     half = Group(axes=("tp_kv", "tp_copy"), ranks=(8, 9), rank=0, name="paper")
     with checking(), pytest.raises(SpmdTypeError, match="has 2 ranks, but its axes do not"):
-        autograd.copy_to_tp(tensor(I), half)
+        collectives.copy_to_tp(tensor(I), half)
 
 
 def test_tokens_from_another_factorization_of_the_ranks_are_read_in_this_one() -> None:
@@ -240,7 +244,7 @@ def test_tokens_from_another_factorization_of_the_ranks_are_read_in_this_one() -
         x = torch.empty(8, 2, device="meta")
         with checker.set_current_mesh({"edp": MeshAxis.of(2, 16), "ep": MeshAxis.of(16, 1)}):
             checker.assert_type(x, {MeshAxis.of(2, 16): V, MeshAxis.of(16, 1): V})
-        assert types_of(autograd.all_gather(x, GROUP)) == {"dp": V, "tp_kv": R, "tp_copy": R}
+        assert types_of(collectives.all_gather(x, GROUP)) == {"dp": V, "tp_kv": R, "tp_copy": R}
 
 
 def losses(x: Tensor, weight: Tensor, labels: Tensor, group: Group = GROUP) -> Tensor:
@@ -258,7 +262,7 @@ def test_the_loss_of_each_token_is_the_same_on_every_rank_of_the_vocabulary() ->
         x, weight = tensor(R), tensor(V, 5, 2, dp=R)
         out = losses(x, weight, labels_of(R))
         assert out.shape == (8,) and types_of(out) == {"dp": V, "tp_kv": I, "tp_copy": I}
-        autograd.mark_partial(
+        collectives.mark_partial(
             out.sum(), Group(axes=("dp",), ranks=(3, 11, 19, 27), rank=1, name="paper")
         ).backward()
     assert x.grad is not None and weight.grad is not None

@@ -14,32 +14,35 @@ from spmd_types.checker import typecheck
 from torch import Tensor
 from torch.autograd import Function
 
-from megalith.config.context import ContextConfig, ContextKind
-from megalith.config.cross import CrossConfig
-from megalith.config.dropout import DropoutConfig
-from megalith.config.model import ModelConfig
-from megalith.config.mtp import MTPConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.pipeline import PipelineConfig
-from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.config.model import CrossConfig, DropoutConfig, ModelConfig, MTPConfig
+from megalith.config.parallel import (
+    ContextConfig,
+    ContextKind,
+    OffloadConfig,
+    ParallelConfig,
+    PipelineConfig,
+    RecomputeConfig,
+)
 from megalith.config.tree import apply_overrides, from_dict, to_dict
 from megalith.errors import ConfigError, PlanError
-from megalith.kernels.scores import Scores
-from megalith.kernels.tokens import PackedSeqParams
+from megalith.kernels.attention.scores import Scores
+from megalith.kernels.packed import PackedSeqParams
 from megalith.models.decoder import Decoder
 from megalith.nn import dropout as dropout_layers
-from megalith.nn.block import RecomputedCore, SequentialBlock
+from megalith.nn.layer import RecomputedCore, SequentialBlock
 from megalith.nn.mlp import GatedMLP
 from megalith.nn.norm import RMSNorm
-from megalith.parallel import autograd
+from megalith.parallel import collectives
 from megalith.parallel import tensor as layers
-from megalith.parallel.mesh import Mesh, build_meta_mesh, model_grid
+from megalith.parallel.mesh import Mesh, build_meta_mesh
+from megalith.plan.grid import model_grid
 from megalith.recipes import resolve
-from megalith.recipes.llama3 import llama3_70b
+from megalith.recipes.llama import llama3_70b
+from megalith.rules.run import run_problems
 from megalith.testing.inject import patched
-from megalith.train.rules import run_problems
-from megalith.verify.faults import FAULTS, changed_model, plant_fault
+from megalith.verify.faults.plant import FAULTS, changed_model, plant_fault
 from megalith.verify.ranks import layout_case
+from megalith.verify.tiny_models import CROSS_LAYER, MIXTURES, NARROW, PLANNED, VARIANTS
 from megalith.verify.type_rules import our_functions, types_of
 from megalith.verify.types import (
     ChildRequest,
@@ -52,7 +55,6 @@ from megalith.verify.types import (
     type_check,
     type_check_in_child,
 )
-from megalith.verify.variants import CROSS_LAYER, MIXTURES, NARROW, PLANNED, VARIANTS
 
 PAGE = Path(__file__).parents[2] / "docs/concepts/types.md"
 MODEL = ModelConfig(
@@ -479,7 +481,7 @@ def test_hidden_states_of_the_wrong_type_are_stopped_at_the_border_of_a_layer() 
     def wrong(
         self: SequentialBlock, x: Tensor, tokens: PackedSeqParams, cache: None = None
     ) -> Tensor:
-        return autograd.copy_to_tp(right(self, x, tokens, cache), self.mlp.down.tp_comm.group)
+        return collectives.copy_to_tp(right(self, x, tokens, cache), self.mlp.down.tp_comm.group)
 
     with patched(SequentialBlock, "forward", wrong):
         (problem,) = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).problems

@@ -8,9 +8,9 @@ from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, Router
 from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import differences
-from megalith.train.rules import model_problems
+from megalith.rules.run import model_problems
 from megalith.verify.ranks import layout_case
-from megalith.verify.variants import MIXTURES, PLAIN, VARIANTS
+from megalith.verify.tiny_models import MIXTURES, PLAIN, VARIANTS
 
 SIZES = (
     "vocab_size",

@@ -1,0 +1,1 @@
+"""Estimates of what a run costs: memory, communication, FLOPs and time, without a device."""

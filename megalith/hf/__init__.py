@@ -1,0 +1,1 @@
+"""Hugging Face folders: model families, config fields, tensors, conversion and adapters."""

@@ -1,0 +1,296 @@
+"""Conversion between model folders: the plan of what happens to every tensor, and its execution."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megalith import __version__, storage
+from megalith.checkpoint.boxes import lengths, show_box
+from megalith.checkpoint.format import MANIFEST, sha256, show_dtype
+from megalith.config.checkpoint import NewRowInit
+from megalith.config.tree import dump_yaml, to_dict
+from megalith.data.tokenizer import build_tokenizer, moved_to
+from megalith.hf.auxiliary_files import copy_auxiliary_files
+from megalith.hf.folder import CONFIG, HuggingFaceFolder, Weights, write_folder
+from megalith.hf.peft import ADAPTER_CONFIG, AdaptedWeights, fingerprint
+from megalith.hf.pretrained import FORCE_LOAD_BALANCING, HF_SOURCE, Pretrained, find_family_of
+from megalith.hf.release import parameters, release_run, write_release
+from megalith.hf.staging import Attempt, Recipe
+from megalith.hf.tensor_rules import TensorRule, dtype_to_write
+from megalith.plan.shards import Shard
+
+Kind = Literal["megalith", "huggingface"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """How one tensor is converted."""
+
+    source: str
+    """What is read: a tensor, the box of it unless it is the whole, and the adapters added to
+    it."""
+
+    target: str
+    shape: tuple[int, ...]
+    """Shape of the Hugging Face tensor, or of the parameter if there is none."""
+
+    source_dtype: str
+    """`bfloat16`, or `fp8 dequantized`."""
+
+    target_dtype: str
+    nbytes: int
+    """Bytes in the target; 0: not written."""
+
+
+def format_of(source: Pretrained) -> Kind:
+    """Return the format of a source."""
+    return "huggingface" if isinstance(source.weights, HuggingFaceFolder) else "megalith"
+
+
+def plan_moves(source: Pretrained, to: Kind, dtype: torch.dtype | None) -> list[Move]:
+    """Return how every tensor is converted, in the order of the forward pass, without reading
+    values.
+
+    Raises:
+        ConfigError: the format cannot express the model.
+    """
+    weights = source.weights
+    if to == "megalith" and not isinstance(weights, HuggingFaceFolder):
+        return [_parameter_move(shard, source, dtype) for shard in parameters(source.model)]
+    family = find_family_of(source)
+    unread = (
+        [_skipped_move(name, weights) for name in weights.others]
+        if isinstance(weights, HuggingFaceFolder)
+        else []
+    )
+    # The tensors of the folder itself, without added rows.
+    stored = (
+        weights.model_config
+        if to == "megalith" and isinstance(weights, HuggingFaceFolder)
+        else source.model
+    )
+    moves = [_tensor_move(rule, source, to, dtype) for rule in family.rules(stored)]
+    if to == "huggingface":
+        family.write_config(source.model)  # checks that the family can express the model
+        return (
+            moves
+            + [_tensor_move(rule, source, to, dtype) for rule in family.copies(source.model)]
+            + unread
+        )
+    assert isinstance(weights, HuggingFaceFolder)
+    return moves + [_duplicate_move(rule, weights) for rule in weights.copies] + unread
+
+
+def _skipped_move(name: str, folder: HuggingFaceFolder) -> Move:
+    info, stored = folder.others[name], folder.stored_as(name)
+    return Move(name, "nothing: not part of the text model", info.shape, stored, stored, 0)
+
+
+def _duplicate_move(copy: TensorRule, folder: HuggingFaceFolder) -> Move:
+    stored = folder.stored_as(copy.name)
+    return Move(copy.name, f"nothing: it repeats {copy.parameter}", copy.shape, stored, stored, 0)
+
+
+def _parameter_move(shard: Shard, source: Pretrained, dtype: torch.dtype | None) -> Move:
+    stored = source.weights.dtype(shard.name)
+    target_dtype = dtype_to_write(shard.name, stored, dtype)
+    source_name = shard.name + describe_added_adapters(shard.name, source.weights)
+    return Move(
+        source_name,
+        shard.name,
+        shard.shape,
+        show_dtype(stored),
+        show_dtype(target_dtype),
+        shard.numel * target_dtype.itemsize,
+    )
+
+
+def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dtype | None) -> Move:
+    parameter = rule.parameter or "embed.weight"
+    target_dtype = source.weights.dtype(parameter)
+    stored = show_dtype(target_dtype)
+    target_dtype = dtype_to_write(parameter, target_dtype, dtype)
+    if isinstance(source.weights, HuggingFaceFolder):
+        stored = source.weights.stored_as(rule.name)
+    parameter_part = "zeros" if rule.parameter is None else f"{rule.parameter}{show_box(rule.box)}"
+    tensor_part = (
+        rule.name if rule.covers_tensor else f"{rule.name}{show_box(rule.at)} of {list(rule.view)}"
+    )
+    read_part = parameter_part + describe_added_adapters(parameter, source.weights)
+    source_part, target_part = (
+        (tensor_part, parameter_part)
+        if format_of(source) == "huggingface"
+        else (read_part, tensor_part)
+    )
+    if format_of(source) == to:
+        target_part = source_part
+    shape = rule.shape if rule.covers_tensor else lengths(rule.at)
+    return Move(
+        source_part,
+        target_part,
+        shape,
+        stored,
+        show_dtype(target_dtype),
+        math.prod(shape) * target_dtype.itemsize,
+    )
+
+
+def describe_added_adapters(parameter: str, weights: Weights) -> str:
+    """Return a description of the adapters added to a parameter; empty without adapters."""
+    if (
+        not isinstance(weights, AdaptedWeights)
+        or f"{parameter}.lora_a" not in weights.adapters.names
+    ):
+        return ""
+    return f" + {weights.adapters.lora.scale:g} · lora_b · lora_a"
+
+
+def list_written_tensors(moves: Iterable[Move]) -> set[str]:
+    """Return the tensors that are written: several moves may fill one tensor, and others none."""
+    return {move.target.partition("[")[0] for move in moves if move.nbytes} - {"zeros"}
+
+
+def describe_merged_adapters(weights: Weights, moves: Sequence[Move]) -> str | None:
+    """Describe which adapters are merged into which model; None without adapters."""
+    if not isinstance(weights, AdaptedWeights):
+        return None
+    count = len(list_written_tensors(move for move in moves if " · lora_b · lora_a" in move.source))
+    rank = weights.adapters.lora.rank
+    return (
+        f"{count} of them with adapters of rank {rank} from {weights.path} added to "
+        f"{weights.base_path}"
+    )
+
+
+def convert(
+    source: Pretrained,
+    target: Path,
+    to: Kind,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_nbytes: int = 5 * 10**9,
+    on_written: Callable[[int], None] = lambda nbytes: None,
+    workers: int = 2,
+    attempt: Attempt | None = None,
+) -> int:
+    """Write `target` and return its bytes of weights. `on_written` is called with the bytes of each
+    tensor, from any worker.
+
+    `workers` threads write concurrently; each reads through memory maps and holds only what it
+    casts or transposes: a piece or one tensor. With an `attempt`, finished files of an interrupted
+    conversion are reused.
+
+    Raises:
+        CheckpointError: the target exists, an interrupted conversion had another source or other
+            settings, a source file is damaged, or writing failed.
+        ConfigError: the format cannot express the model.
+        DataError: its tokenizer no longer exists.
+    """
+    ids = token_ids(source)
+    auxiliary_files = copy_auxiliary_files(source, dict(ids), to_huggingface=to == "huggingface")
+    if to == "huggingface":
+        return write_folder(
+            target,
+            source.model,
+            source.weights,
+            dtype=dtype,
+            shard_nbytes=shard_nbytes,
+            family=find_family_of(source),
+            activation_names=None
+            if source.hf_source is None
+            else source.hf_source.activation_names,
+            extra=ids,
+            auxiliary_files=auxiliary_files,
+            on_written=on_written,
+            workers=workers,
+            attempt=attempt,
+        )
+    state: dict[str, Any] = {"token_ids": ids}  # Any: JSON
+    state |= (
+        {FORCE_LOAD_BALANCING: list(source.force_load_balancing)}
+        if source.force_load_balancing
+        else {}
+    )
+    state |= {} if source.hf_source is None else {HF_SOURCE: source.hf_source.as_json()}
+    return write_release(
+        target,
+        source.model,
+        source.weights,
+        config_text=_release_config(source, target),
+        dtype=dtype,
+        state=state,
+        auxiliary_files=auxiliary_files,
+        on_written=on_written,
+        workers=workers,
+        attempt=attempt,
+    )
+
+
+def build_recipe(
+    source: Pretrained,
+    to: Kind,
+    *,
+    dtype: torch.dtype | None,
+    shard_nbytes: int,
+    new_rows: NewRowInit,
+) -> Recipe:
+    """Return what determines the bytes of a conversion; conversions with equal recipes may reuse
+    each other's files.
+
+    Values are identified by the files (names, sizes, times; the manifest of a checkpoint, which has
+    all hashes) and by some values of each parameter, which do not depend on `new_rows`.
+    """
+    shape = sha256(repr(sorted(to_dict(source.model).items())).encode())[:16]
+    return {
+        "source": str(source.path.absolute()),
+        "its files": _hash_file_identities(source),
+        "its values": fingerprint(source.weights, source.model),
+        "its model": shape,
+        "to": to,
+        "dtype": "as they are" if dtype is None else show_dtype(dtype),
+        "new rows": new_rows,
+        "architecture": find_family_of(source).architecture if to == "huggingface" else "none",
+        "largest file": f"{shard_nbytes:,} bytes" if to == "huggingface" else "fixed",
+        "software": f"megalith {__version__}, torch {torch.__version__}",
+    }
+
+
+def _hash_file_identities(source: Pretrained) -> str:
+    """Return a hash that identifies the files of a source without reading them."""
+    folders = dict.fromkeys(
+        (
+            source.path,
+            *source.source_folders()[: 1 if isinstance(source.weights, AdaptedWeights) else 0],
+        )
+    )
+    identities = []
+    for folder in folders:
+        if (folder / MANIFEST).exists():
+            identities.append(
+                f"{folder.absolute()} {sha256(storage.read_bytes(folder / MANIFEST))}"
+            )
+            continue
+        for file in sorted(folder.iterdir()):
+            if file.suffix == ".safetensors" or file.name in (CONFIG, ADAPTER_CONFIG):
+                stat = file.stat()
+                identities.append(f"{file.absolute()} {stat.st_size} {stat.st_mtime_ns}")
+    return sha256("\n".join(identities).encode())[:16]
+
+
+def token_ids(source: Pretrained) -> Mapping[str, Any]:  # JSON
+    """Return bos_token_id, eos_token_id and pad_token_id of the model, or else of its tokenizer."""
+    if source.token_ids or source.tokenizer.kind == "null":
+        return source.token_ids
+    tokenizer = build_tokenizer(source.tokenizer)
+    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": None}
+
+
+def _release_config(source: Pretrained, target: Path) -> str:
+    if source.checkpoint is not None:
+        return source.checkpoint.config_text
+    tokenizer = moved_to(source.tokenizer, target.absolute())
+    return dump_yaml(release_run(target.name, source.model, tokenizer, target))

@@ -1,0 +1,1 @@
+"""Attention kernels: the reference and its backends."""

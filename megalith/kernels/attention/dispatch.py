@@ -1,0 +1,591 @@
+"""Softmax attention inside documents of packed sequences: the reference and the selection of a
+backend.
+
+Backends: `cpu_tiled` (kernels/attention/cpu_tiled.py) for whole documents on CPUs; `sdpa`
+(kernels/attention/sdpa.py), PyTorch's kernel; `split_kv` (kernels/attention/split_kv.py) for
+windows, soft caps, sinks and attention dropout; on GPUs `varlen` (kernels/attention/varlen.py) for
+documents of several lengths and `flex` (kernels/attention/flex.py) for soft caps and sinks. A bias
+per (query, key) pair and an attention mask use sdpa, one document at a time; a mask together with a
+window, cap, sink or dropout uses split_kv or flex.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megalith.config.kernels import BackendName, is_explicit_backend
+from megalith.kernels.attention.cpu_tiled import TILED_LENGTHS, tiled_attention
+from megalith.kernels.attention.mask import AttentionMask, PairMask
+from megalith.kernels.attention.scores import (
+    PLAIN,
+    Scores,
+    distance_biases,
+    mask_of_scores,
+    masked_attention,
+)
+from megalith.kernels.attention.sdpa import (
+    Lengths,
+    Mask,
+    mask_for_torch,
+    sdpa_attention,
+    sdpa_masked,
+)
+from megalith.kernels.attention.split_kv import span_attention
+from megalith.kernels.backend import refuse
+from megalith.kernels.dropout import DroppedWeights, weight_factors
+from megalith.kernels.packed import PackedSeqParams
+from megalith.plan.context import spans_of_lengths
+
+AttentionBackend = Literal["cpu_tiled", "torch", "split_kv", "varlen", "flex"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tokens: PackedSeqParams,
+    scores: Scores = PLAIN,
+    sinks: Tensor | None = None,
+    *,
+    kernel: BackendName = "auto",
+) -> Tensor:
+    """Softmax attention inside each document; n/g query heads share one key/value head.
+
+    q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], any strides -> [t, n, d_v]. A document's queries
+    are the last of its keys, so earlier keys may come from a KV cache. Without causality and
+    window, queries and keys may be different tokens (cross-attention). `sinks` [n]: see
+    `masked_attention`. An attention mask of the tokens hides keys in addition to `scores`. For
+    bf16, scores and softmax are fp32. kernel="torch" uses SDPA where it supports `scores`, else the
+    reference.
+    """
+    lengths = tokens.lengths
+    if is_explicit_backend(kernel):
+        check_explicit_backend(kernel, q, k, v, tokens, scores, sinks)
+    if tokens.visible is not None:
+        return _with_masks(q, k, v, tokens, tokens.visible, scores, sinks, kernel)
+    if scores.window is not None and scores.chunked:
+        k, v, lengths = split_into_chunks(k, v, lengths, scores.window)
+        scores = replace(scores, window=None, chunked=False)
+    if scores.window is not None:
+        k, v, lengths = drop_keys_before_window(k, v, lengths, scores.window)
+        scores = (
+            scores
+            if scores.hides(max(keys for _, keys in lengths))
+            else replace(scores, window=None)
+        )
+    if scores.relative is not None:
+        return _sdpa_or_reference(q, k, v, lengths, tokens, scores, sinks, kernel)
+    if kernel == "reference" or (kernel == "torch" and not sdpa_supports(scores, sinks)):
+        return _reference_by_document(q, k, v, lengths, tokens, scores, sinks)
+    backend = (
+        select_attention_backend(q, v, lengths, scores, sinks)
+        if kernel == "auto"
+        else ATTENTION_BACKENDS[kernel]
+    )
+    if backend == "split_kv":
+        # The plan is computed on the host from the lengths: torch.compile would trace it, once for
+        # each set of lengths.
+        run = torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
+        return run(q, k, v, lengths, scores, sinks, build_dropped_weights(tokens, scores))
+    if backend in ("varlen", "flex"):
+        return _on_gpu(backend, q, k, _contiguous_if_view(v, q, k), lengths, scores, sinks)
+    if backend == "cpu_tiled":
+        return tiled_attention(
+            q,
+            k,
+            v,
+            lengths_of_one_row(lengths),
+            scale=scores.factor(q.shape[2]),
+            causal=scores.causal,
+        )
+    return sdpa_attention(
+        q, k, _contiguous_if_view(v, q, k), lengths, scale=scores.scale, causal=scores.causal
+    )
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tokens: PackedSeqParams,
+    scores: Scores = PLAIN,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Reference implementation of `attention`, document by document in plain PyTorch operations."""
+    return _reference_by_document(q, k, v, tokens.lengths, tokens, scores, sinks)
+
+
+def _reference_by_document(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    tokens: PackedSeqParams,
+    scores: Scores,
+    sinks: Tensor | None,
+) -> Tensor:
+    query_counts, key_counts = zip(*lengths, strict=True)
+    masks = _masks(tokens, lengths, scores, q.device)
+    token_numbers = None
+    if scores.dropout is not None and tokens.dropout is not None:
+        token_numbers = list(
+            zip(
+                tokens.dropout.numbers.split(query_counts),
+                tokens.dropout.numbers_of_keys.split(key_counts),
+            )
+        )
+    outs = []
+    for n, (queries, keys, values) in enumerate(
+        zip(q.split(query_counts), k.split(key_counts), v.split(key_counts), strict=True)
+    ):
+        mask, factors = next(masks), None
+        if scores.dropout is not None and token_numbers is not None:
+            first = scores.dropout.first_head
+            heads = range(first, first + q.shape[1])
+            factors = weight_factors(scores.dropout, *token_numbers[n], heads, q.dtype)
+        bias = _bias(tokens, *lengths[n], scores)
+        outs.append(
+            masked_attention(queries, keys, values, mask, scores, sinks, bias=bias, factors=factors)
+        )
+    return torch.cat(outs)
+
+
+def _bias(tokens: PackedSeqParams, queries: int, keys: int, scores: Scores) -> Tensor | None:
+    """Return the relative position bias of a document's scores, [n, queries, keys], or None."""
+    if scores.relative is None:
+        return None
+    assert tokens.biases is not None, "the model gives its table of biases to the tokens"
+    return distance_biases(
+        tokens.biases, queries, keys, max_distance=scores.relative, causal=scores.causal
+    )
+
+
+def _masks(
+    tokens: PackedSeqParams, lengths: Lengths, scores: Scores, device: torch.device
+) -> Iterator[Tensor | None]:
+    """Yield the attention mask of each document, bool [queries or 1, keys], from `scores` and the
+    tokens' own mask; None: every key is visible. `lengths` may omit leading keys."""
+    document_masks: list[Tensor | None] = [None] * len(lengths)
+    if tokens.visible is not None:
+        document_masks, scores = (
+            tokens.visible.of_documents(tokens.lengths, lengths),
+            tokens.visible.scores(scores),
+        )
+    for (queries, keys), mask in zip(lengths, document_masks, strict=True):
+        visible = mask_of_scores(queries, keys, scores, device=device)
+        yield visible if mask is None else mask if visible is None else visible & mask
+
+
+def build_dropped_weights(tokens: PackedSeqParams, scores: Scores) -> DroppedWeights | None:
+    """Return the attention dropout of these tokens, or None."""
+    if scores.dropout is None or tokens.dropout is None:
+        return None
+    return DroppedWeights(scores.dropout, tokens.dropout.numbers, tokens.dropout.numbers_of_keys)
+
+
+def _sdpa_or_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    tokens: PackedSeqParams,
+    scores: Scores,
+    sinks: Tensor | None,
+    kernel: BackendName,
+) -> Tensor:
+    """Attention with an attention mask or a pairwise bias: SDPA if it supports the other settings,
+    else the reference."""
+    sdpa_supported = sdpa_supports(replace(scores, window=None, relative=None), sinks)
+    if kernel == "reference" or not sdpa_supported:
+        return _reference_by_document(q, k, v, lengths, tokens, scores, sinks)
+    # a view would keep the whole QKV projection alive for backward; the others are copies anyway
+    v = v.contiguous()
+    rows = len(lengths) if len(set(lengths)) == 1 else 1  # equal lengths: one call and one bias
+    masks: Iterator[Tensor | Mask | None] = _masks(tokens, lengths, scores, q.device)
+    if tokens.visible is not None:
+        masks = iter(_masks_for_torch(tokens.visible, tokens, lengths, scores, q))
+    lengths = lengths[:1] if rows > 1 else lengths
+    query_counts, key_counts = (
+        [queries * rows for queries, _ in lengths],
+        [keys * rows for _, keys in lengths],
+    )
+    outs = []
+    for n, (queries, keys, values) in enumerate(
+        zip(q.split(query_counts), k.split(key_counts), v.split(key_counts), strict=True)
+    ):
+        mask, bias = next(masks), _bias(tokens, *lengths[n], scores)
+        outs.append(sdpa_masked(queries, keys, values, mask, bias, rows=rows, scale=scores.scale))
+    return torch.cat(outs)
+
+
+def _masks_for_torch(
+    visible: AttentionMask, tokens: PackedSeqParams, lengths: Lengths, scores: Scores, q: Tensor
+) -> list[Mask | None]:
+    """Return `_masks` in SDPA's format, cached for all layers with the same settings; stacked if
+    all documents have one length."""
+    hiding_scores = visible.scores(scores)
+    cache_key = (
+        q.dtype,
+        lengths,
+        hiding_scores.window,
+        hiding_scores.right,
+        hiding_scores.causal,
+        hiding_scores.chunked,
+    )
+    if cache_key in visible.torch_masks:
+        return visible.torch_masks[cache_key]
+    masks = list(_masks(tokens, lengths, scores, q.device))
+    masks = [_stack_masks(masks)] if len(masks) > 1 and len(set(lengths)) == 1 else masks
+    torch_masks = [None if mask is None else mask_for_torch(mask, q.dtype) for mask in masks]
+    if not torch.compiler.is_compiling():
+        visible.torch_masks[cache_key] = torch_masks
+    return torch_masks
+
+
+def _stack_masks(masks: list[Tensor | None]) -> Tensor | None:
+    """Stack masks [queries or 1, keys] of documents of one length: [documents, queries or 1,
+    keys]."""
+    present_masks = [mask for mask in masks if mask is not None]
+    if not present_masks:
+        return None
+    shape = torch.broadcast_shapes(*(mask.shape for mask in present_masks))
+    all_visible = present_masks[0].new_ones(())
+    return torch.stack([(all_visible if mask is None else mask).expand(shape) for mask in masks])
+
+
+def _with_masks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tokens: PackedSeqParams,
+    visible: AttentionMask,
+    scores: Scores,
+    sinks: Tensor | None,
+    kernel: BackendName,
+) -> Tensor:
+    """Attention with an attention mask, by a backend that supports masks."""
+    hiding_scores = visible.scores(scores)
+    kept = visible_key_lengths(tokens.lengths, hiding_scores)
+    k, v = _keep_last_keys(k, v, tokens.lengths, kept)
+    window = (
+        hiding_scores.window
+        if hiding_scores.chunked or hiding_scores.hides(max(keys for _, keys in kept))
+        else None
+    )
+    scores, hiding_scores = replace(scores, window=window), replace(hiding_scores, window=window)
+    is_auto = kernel == "auto"
+    backend = (
+        select_masked_backend(q, v, kept, scores, sinks, visible)
+        if is_auto
+        else ATTENTION_BACKENDS.get(kernel, "torch")
+    )
+    if backend == "torch":
+        return _sdpa_or_reference(q, k, v, kept, tokens, scores, sinks, kernel)
+    lengths = kept
+    if hiding_scores.window is not None and hiding_scores.chunked:
+        lengths, hiding_scores = (
+            lengths_of_chunks(kept, hiding_scores.window),
+            replace(hiding_scores, window=None, chunked=False),
+        )
+    seen = PairMask(
+        visible,
+        torch.arange(len(q), device=q.device),
+        _numbers_of_keys(tokens.lengths, kept, q.device),
+    )
+    if backend == "flex":
+        from megalith.kernels.attention.flex import flexible_attention
+
+        return flexible_attention(
+            q, k, _contiguous_if_view(v, q, k), lengths, hiding_scores, sinks, seen
+        )
+    run = (
+        torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
+    )  # see `attention`
+    return run(q, k, v, lengths, hiding_scores, sinks, build_dropped_weights(tokens, scores), seen)
+
+
+def select_masked_backend(
+    q: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    scores: Scores,
+    sinks: Tensor | None,
+    visible: AttentionMask,
+) -> AttentionBackend:
+    """Return the fastest backend that supports `scores` and the attention mask.
+
+    SDPA needs a mask over all pairs, so it is not used for windows, nor on CPUs for long causal
+    documents with a padding mask only: split_kv takes the same time there (2048 tokens, 8 heads:
+    1.01 of SDPA's time in fp32, 0.96 in bf16) without such a mask. Relative position biases always
+    use SDPA or the reference.
+    """
+    cpu = q.device.type == "cpu"
+    long = any(keys >= TILED_LENGTHS.stop and queries > 1 for queries, keys in lengths)
+    intervals = cpu and long and scores.causal and visible.pairs is None
+    if scores.relative is not None or (sdpa_supports(scores, sinks) and not intervals):
+        return "torch"
+    if cpu:
+        return "split_kv"
+    from megalith.kernels.attention import flex
+
+    return "flex" if flex.takes(q, v, scores) else "split_kv"
+
+
+def visible_key_lengths(lengths: Lengths, scores: Scores) -> Lengths:
+    """Return (queries, keys) of each document without the cached keys that lie before every query's
+    window or chunk."""
+    if scores.window is None:
+        return lengths
+    return (
+        _of_chunks(lengths, scores.window)
+        if scores.chunked
+        else _of_windows(lengths, scores.window)
+    )
+
+
+def _numbers_of_keys(lengths: Lengths, kept: Lengths, device: torch.device) -> Tensor:
+    """Return the indices of the remaining keys among all keys, int64 [t_kv], if each document keeps
+    its last keys."""
+    ends = accumulate(keys for _, keys in lengths)
+    return torch.cat(
+        [
+            torch.arange(end - left, end, device=device)
+            for end, (_, left) in zip(ends, kept, strict=True)
+        ]
+    )
+
+
+def _spans(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    scores: Scores,
+    sinks: Tensor | None,
+    dropped: DroppedWeights | None,
+    seen: PairMask | None = None,
+) -> Tensor:
+    spans = spans_of_lengths(lengths, scores.window, causal=scores.causal, right=scores.right)
+    return span_attention(q, k, v, spans, scores, sinks, dropped, seen=seen)
+
+
+ATTENTION_BACKENDS: Mapping[BackendName, AttentionBackend] = {
+    "torch": "torch",
+    "sdpa": "torch",
+    "cpu_tiled": "cpu_tiled",
+    "split_kv": "split_kv",
+    "varlen": "varlen",
+    "flex": "flex",
+}
+"""Attention backend of each backend name that a user can set."""
+
+
+def check_explicit_backend(
+    kernel: BackendName,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tokens: PackedSeqParams,
+    scores: Scores,
+    sinks: Tensor | None,
+) -> None:
+    """Reject an explicitly requested backend that does not support the inputs.
+
+    Raises:
+        ConfigError: the backend does not support them; the message names one that does.
+    """
+    plain = sdpa_supports(scores, sinks)
+    if scores.relative is not None:
+        is_supported = kernel == "sdpa" and sdpa_supports(
+            replace(scores, window=None, relative=None), sinks
+        )
+    elif tokens.visible is not None and kernel in ("sdpa", "cpu_tiled", "varlen"):
+        is_supported = kernel == "sdpa" and sdpa_supports(replace(scores, window=None), sinks)
+    elif kernel in ("sdpa", "cpu_tiled"):
+        has_all_queries = all(queries == keys for queries, keys in tokens.lengths)
+        is_supported = plain and (kernel == "sdpa" or (has_all_queries and q.device.type == "cpu"))
+    elif kernel == "split_kv":
+        is_supported = True
+    else:
+        from megalith.kernels.attention import flex, varlen
+
+        varlen_supported = varlen.takes(q, v, scores, sinks)
+        is_supported = varlen_supported if kernel == "varlen" else flex.takes(q, v, scores)
+    if not is_supported:
+        refuse("attention", kernel, q)
+
+
+def select_attention_backend(
+    q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None
+) -> AttentionBackend:
+    """Return the fastest backend that supports `scores`; a window that spans whole documents counts
+    as none.
+
+    - split_kv: windows, soft caps, sinks and attention dropout; SDPA supports windows only with a
+      mask over all pairs, and none of the others. On CPUs also long documents whose values and keys
+      have different widths, since PyTorch has no fused kernel for them and materializes all scores.
+    - cpu_tiled: on CPUs, documents without cached keys that are neither very short nor very long.
+    - varlen: on GPUs, documents of several lengths, and windows, in 16 bits.
+    - flex: on GPUs, soft caps and sinks, and windows that varlen does not support.
+    - torch: everything else.
+
+    On GPUs the choice is heuristic, not measured.
+    """
+    if q.device.type != "cpu":
+        return _select_gpu_backend(q, v, lengths, scores, sinks)
+    if not sdpa_supports(scores, sinks):
+        return "split_kv"
+    if torch.compiler.is_compiling():
+        return "torch"
+    whole = all(queries == keys for queries, keys in lengths)
+    if whole and _cpu_tiled_is_faster(q.dtype, lengths_of_one_row(lengths)):
+        return "cpu_tiled"
+    unfused = v.shape[2] != q.shape[2] and any(
+        keys >= TILED_LENGTHS.stop and queries > 1 for queries, keys in lengths
+    )
+    return "split_kv" if unfused else "torch"
+
+
+def _select_gpu_backend(
+    q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None
+) -> AttentionBackend:
+    from megalith.kernels.attention import flex, varlen
+
+    sdpa_supported, equal_lengths = sdpa_supports(scores, sinks), len(set(lengths)) == 1
+    if not (sdpa_supported and equal_lengths) and varlen.takes(q, v, scores, sinks):
+        return "varlen"
+    if not sdpa_supported:
+        return "flex" if flex.takes(q, v, scores) else "split_kv"
+    return "torch"
+
+
+def _on_gpu(
+    backend: AttentionBackend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    scores: Scores,
+    sinks: Tensor | None,
+) -> Tensor:
+    from megalith.kernels.attention.flex import flexible_attention
+    from megalith.kernels.attention.varlen import varlen_attention
+
+    if backend == "varlen":
+        return varlen_attention(q, k, v, lengths, scores)
+    return flexible_attention(q, k, v, lengths, scores, sinks)
+
+
+def sdpa_supports(scores: Scores, sinks: Tensor | None) -> bool:
+    """Return whether SDPA computes these scores without a mask over all pairs."""
+    has_unsupported = (
+        scores.off_by_one
+        or scores.dropout is not None
+        or scores.relative is not None
+        or sinks is not None
+    )
+    return scores.window is None and scores.softcap is None and not has_unsupported
+
+
+def _cpu_tiled_is_faster(dtype: torch.dtype, lengths: tuple[int, ...]) -> bool:
+    """Return whether cpu_tiled is faster than SDPA: for documents of moderate length."""
+    typical = sum(lengths) // max(1, sum(length > 0 for length in lengths))
+    # Short documents: torch's bf16 backward is 4 to 9 times slower, and one tile holds several
+    # packed documents, one call only one.
+    shortest = 16 if dtype == torch.bfloat16 or len(lengths) > 1 else TILED_LENGTHS.start
+    return shortest <= typical and max(lengths) < TILED_LENGTHS.stop
+
+
+def lengths_of_one_row(lengths: Lengths) -> tuple[int, ...]:
+    """Return the lengths of the documents of one row: one length if all are equal, else all."""
+    return tuple(keys for _, keys in (lengths[:1] if len(set(lengths)) == 1 else lengths))
+
+
+def drop_keys_before_window(
+    k: Tensor, v: Tensor, lengths: Lengths, window: int
+) -> tuple[Tensor, Tensor, Lengths]:
+    """Drop the cached keys that lie before every query's window: return k, v and the remaining
+    lengths.
+
+    A token decoded with a KV cache then costs no more than its window. The cache may have dropped
+    those keys already.
+    """
+    kept = _of_windows(lengths, window)
+    return *_keep_last_keys(k, v, lengths, kept), kept
+
+
+def _of_windows(lengths: Lengths, window: int) -> Lengths:
+    return tuple(
+        (queries, min(keys, queries + window - 1) if queries else 0) for queries, keys in lengths
+    )
+
+
+def split_into_chunks(
+    k: Tensor, v: Tensor, lengths: Lengths, size: int
+) -> tuple[Tensor, Tensor, Lengths]:
+    """Split documents into chunks of `size` tokens, each a document: return k and v without chunks
+    that have no query, and the lengths.
+
+    Any backend then computes chunked attention, at the cost of the chunks alone. The KV cache may
+    have dropped whole chunks already.
+    """
+    kept = _of_chunks(lengths, size)
+    return *_keep_last_keys(k, v, lengths, kept), lengths_of_chunks(kept, size)
+
+
+def _of_chunks(lengths: Lengths, size: int) -> Lengths:
+    return tuple(
+        (queries, queries + (keys - queries) % size if queries else 0) for queries, keys in lengths
+    )
+
+
+def lengths_of_chunks(lengths: Lengths, size: int) -> Lengths:
+    """Return (queries, keys) of each chunk of `size` tokens; a document's queries start in its
+    first chunk.
+
+    >>> lengths_of_chunks(((3, 4), (5, 5)), 2)
+    ((1, 2), (2, 2), (2, 2), (2, 2), (1, 1))
+    """
+    chunk_lengths: list[tuple[int, int]] = []
+    for queries, keys in lengths:
+        chunk_keys = [min(size, keys - start) for start in range(0, keys, size)] or [0]
+        chunk_lengths += zip(
+            [chunk_keys[0] - (keys - queries), *chunk_keys[1:]], chunk_keys, strict=True
+        )
+    return tuple(chunk_lengths)
+
+
+def _keep_last_keys(k: Tensor, v: Tensor, lengths: Lengths, kept: Lengths) -> tuple[Tensor, Tensor]:
+    """Return the last keys and values of each document, as many as `kept` says; k and v themselves
+    if nothing is dropped."""
+    if len(k) == sum(keys for _, keys in kept):
+        return k, v
+    counts = [keys for _, keys in lengths]
+    k, v = (
+        torch.cat(
+            [
+                part[len(part) - left :]
+                for part, (_, left) in zip(x.split(counts), kept, strict=True)
+            ]
+        )
+        for x in (k, v)
+    )
+    return k, v
+
+
+def _contiguous_if_view(v: Tensor, *others: Tensor) -> Tensor:
+    """Return v, copied if it is a view of a larger tensor that backward would keep alive.
+
+    Values are a view of the QKV projection, while rotated queries and keys are new tensors. In a
+    layer of Llama-3 8B the copy saves 10 KiB of the 146 KiB per token that are saved for backward
+    in bf16.
+    """
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and v.requires_grad):
+        return v
+    storage = v.untyped_storage()
+    shared = any(storage._cdata == other.untyped_storage()._cdata for other in others)
+    return v if shared or storage.nbytes() == v.numel() * v.element_size() else v.contiguous()

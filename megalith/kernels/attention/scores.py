@@ -1,0 +1,309 @@
+"""Attention scores: scale, soft cap, sinks, relative position bias, visible keys and dropout
+settings, and the reference attention that uses them."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalith.plan.context import KeyTile
+
+
+class WeightDropout(NamedTuple):
+    """Dropout of attention weights in training: see kernels/dropout.py."""
+
+    p: float
+    key: int
+    """63 bits for this place and layer."""
+
+    first_head: int
+    """Index of the first local query head among all heads of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How attention scores q · k become weights. By default they are scaled by 1 / sqrt(d), and
+    attention is causal."""
+
+    scale: float | None = None
+    """Factor of the scores; None: 1 / sqrt(d)."""
+
+    window: int | None = None
+    """Sliding window: a token sees itself and the window - 1 tokens before it, and, if not causal,
+    after it; None: no window."""
+
+    chunked: bool = False
+    """Chunked attention: a token sees its chunk of `window` tokens, counted from the start of its
+    document, instead of a sliding window."""
+
+    softcap: float | None = None
+    """Soft cap: scores s become softcap · tanh(s / softcap); None: no cap."""
+
+    causal: bool = True
+    """Whether a token sees no later tokens."""
+
+    right: int | None = None
+    """With a window, and not causal: number of later tokens in the window; None: as many as earlier
+    ones."""
+
+    off_by_one: bool = False
+    """Softmax with an additional score of 0 that has no key: weights are exp(s) / (1 + sum of
+    exp(s)). Source: Miller 2023, "Attention is off by one"."""
+
+    relative: int | None = None
+    """Relative position bias: scores gain a bias by distance from the table in
+    `PackedSeqParams.biases`; distances of at least this many tokens are equal. None: no bias."""
+
+    dropout: WeightDropout | None = None
+    """Attention dropout, after softmax; None: no dropout."""
+
+    @property
+    def after(self) -> int | None:
+        """Number of later tokens that a token sees; None: all of its document."""
+        if self.causal:
+            return 0
+        if self.window is None:
+            return None
+        return self.window - 1 if self.right is None else self.right
+
+    def hides(self, longest: int) -> bool:
+        """Return whether the window hides any token of documents of at most `longest` tokens."""
+        if self.window is None:
+            return False
+        return self.window < longest or (not self.causal and (self.after or 0) < longest - 1)
+
+    def factor(self, head_dim: int) -> float:
+        """Return the factor of q · k for this head dim."""
+        return 1 / math.sqrt(head_dim) if self.scale is None else self.scale
+
+
+PLAIN = Scores()
+
+
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    scores: Scores = PLAIN,
+    sinks: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> Tensor:
+    """Reference implementation of attention in plain PyTorch operations: q [q, n, d], k [kv, g, d],
+    v [kv, g, d_v] -> [q, n, d_v].
+
+    `visible`, bool [q, kv], is the attention mask; None: all keys are visible; window, causality
+    and dropout of `scores` are ignored. `sinks` [n] are scores that take part in softmax without a
+    key (Xiao et al. 2023, arXiv:2309.17453; learned: OpenAI 2025, arXiv:2508.10925). Scores and
+    softmax are fp32 or float64. A query without visible keys gives 0. `bias` [n, q, kv] is added to
+    the scores; `factors` [n, q, kv] multiply the weights after softmax.
+    """
+    shared, dtype = q.shape[1] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    s = torch.einsum("qnd,knd->nqk", q.to(dtype), k.to(dtype)) * scores.factor(q.shape[2])
+    if scores.softcap is not None:
+        s = scores.softcap * torch.tanh(s / scores.softcap)
+    s = s if bias is None else s + bias.to(dtype)
+    weights = _softmax(s, visible, _sinks(s, scores, sinks))
+    weights = (weights if factors is None else weights * factors).to(q.dtype)
+    return torch.einsum("nqk,knd->qnd", weights, v)
+
+
+def _sinks(s: Tensor, scores: Scores, sinks: Tensor | None) -> Tensor | None:
+    """Return the scores of sinks for s [n, q, kv]: [n, q, 1], or None."""
+    if scores.off_by_one:
+        return torch.zeros_like(s[..., :1])
+    return None if sinks is None else sinks.to(s.dtype)[:, None, None].expand(-1, s.shape[1], 1)
+
+
+def _softmax(s: Tensor, visible: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Return the weights [n, q, kv]; 0 for hidden keys. With sinks the weights of a query sum to
+    less than 1."""
+    keys = s.shape[-1]
+    if visible is not None:
+        s = s.masked_fill(~visible, -math.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks], dim=-1)
+    if visible is None:
+        return s.softmax(-1)[..., :keys]
+    sees_nothing = ~visible.any(
+        -1, keepdim=True
+    )  # softmax of nothing but -inf is NaN, and so are its gradients
+    return s.masked_fill(sees_nothing, 0).softmax(-1)[..., :keys].masked_fill(sees_nothing, 0)
+
+
+def mask_of_scores(
+    queries: int, keys: int, scores: Scores, *, device: torch.device
+) -> Tensor | None:
+    """Return the attention mask of `scores`, bool [queries, keys], query i being token keys -
+    queries + i; None: all keys are visible."""
+    if scores.chunked and scores.window is not None:
+        chunks = torch.arange(keys, device=device) // scores.window
+        same_chunk = chunks[keys - queries :, None] == chunks
+        return (
+            same_chunk & causal_mask(queries, keys, device=device) if scores.causal else same_chunk
+        )
+    if scores.causal:
+        return causal_mask(queries, keys, window=scores.window, device=device)
+    if scores.window is None or not scores.hides(keys):
+        return None
+    everything = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    return everything.triu(keys - queries - scores.window + 1).tril(
+        keys - queries + (scores.after or 0)
+    )
+
+
+def causal_mask(
+    queries: int, keys: int, *, window: int | None = None, device: torch.device
+) -> Tensor:
+    """Return a causal attention mask, bool [queries, keys]: query i, which is token keys - queries
+    + i, sees itself and earlier keys.
+
+    With a `window` it sees itself and the window - 1 tokens before it.
+    """
+    before = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return before if window is None else before.triu(keys - queries - window + 1)
+
+
+# Relative position bias of attention scores: a learned number for each bucket of distances and
+# each head.
+#
+# Short distances have a bucket each; longer ones share buckets that widen with the logarithm of the
+# distance. Source: Raffel et al. 2020, arXiv:1910.10683, section 2.1.
+
+
+def distance_buckets(
+    distances: Tensor, *, num_buckets: int, max_distance: int, causal: bool
+) -> Tensor:
+    """Return the bucket of each distance, key minus query: int64, any shape -> int64.
+
+    Unless `causal`, later keys use the second half of the buckets. Distances of at least
+    `max_distance` share the last bucket; at bucket boundaries the logarithm is computed in fp32, as
+    in transformers.
+    """
+    first = torch.zeros_like(distances)
+    if causal:
+        far = distances.clamp(max=0).neg()
+    else:
+        num_buckets //= 2
+        first, far = (distances > 0).long() * num_buckets, distances.abs()
+    exact = num_buckets // 2
+    steps = (
+        torch.log(far.clamp(min=1).float() / exact)
+        / math.log(max_distance / exact)
+        * (num_buckets - exact)
+    )
+    shared = (exact + steps.long()).clamp(max=num_buckets - 1)
+    return first + torch.where(far < exact, far, shared)
+
+
+def distance_biases(
+    table: Tensor, queries: int, keys: int, *, max_distance: int, causal: bool
+) -> Tensor:
+    """Return the bias of each score of a document: table [buckets, n] -> [n, queries, keys].
+
+    Query i is token keys - queries + i. A pair's bias depends on its distance only, so queries +
+    keys - 1 values are looked up, and each query uses a slice of them.
+    """
+    if (
+        table.is_meta
+    ):  # meta tensors have no values to look up; any sum over the table has the right types
+        return table.sum(0).view(-1, 1, 1).expand(-1, queries, keys)
+    if queries == 0 or keys == 0:
+        return table.new_zeros(table.shape[1], queries, keys)
+    distances = torch.arange(1 - keys, queries, device=table.device)
+    buckets = distance_buckets(
+        distances, num_buckets=len(table), max_distance=max_distance, causal=causal
+    )
+    return table[buckets].T.unfold(1, keys, 1).flip(1)
+
+
+def biases_by_distance(table: Tensor, reach: int, *, max_distance: int, causal: bool) -> Tensor:
+    """Return the bias at each distance, key minus query, from -reach to reach: table [buckets, n]
+    -> [n, 2 reach + 1]."""
+    if table.is_meta:
+        return table.sum(0).view(-1, 1).expand(-1, 2 * reach + 1)
+    distances = torch.arange(-reach, reach + 1, device=table.device)
+    buckets = distance_buckets(
+        distances, num_buckets=len(table), max_distance=max_distance, causal=causal
+    )
+    return table[buckets].T.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Distances:
+    """Distances between queries and keys at arbitrary places of their documents."""
+
+    queries: Tensor
+    """int64 [t_q]: position of each query among all tokens, documents one after the other."""
+
+    keys: Tensor
+    """int64 [t_k]: position of each key among all tokens."""
+
+    reach: int
+    """The largest distance with its own index; longer ones are clamped to it."""
+
+    def of_row(self, rows: int) -> Tensor:
+        """Return the distances plus reach of all pairs of one of `rows` equal rows: int64 [queries,
+        keys]."""
+        return self._between(*(x[: len(x) // rows] for x in (self.queries, self.keys)))
+
+    def of_tile(self, tile: KeyTile) -> Tensor:
+        """Return the distances plus reach of a tile's pairs; with several equal rows, of the first:
+        int64 [queries, keys]."""
+        return self._between(
+            self.queries[tile.start : tile.stop], self.keys[tile.first : tile.last]
+        )
+
+    def _between(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return (keys - queries.unsqueeze(1)).clamp_(-self.reach, self.reach).add_(self.reach)
+
+
+@dataclass(frozen=True, slots=True)
+class PairBiases:
+    """Relative position bias of queries and keys in the layout of kernels/attention/split_kv.py."""
+
+    values: Tensor
+    """[n, 2 reach + 1], see `biases_by_distance`."""
+
+    distances: Distances
+
+    def of_tile(self, tile: KeyTile, heads: Tensor, shared: int) -> Tensor:
+        """Return the bias of a tile's scores: [heads, shared * rows, keys]; heads: key/value heads,
+        each shared by `shared` query heads."""
+        values = self.values.unflatten(0, (-1, shared))[heads]
+        return values[:, :, self.distances.of_tile(tile)].flatten(1, 2)
+
+    def add_gradient(
+        self, into: Tensor, dscores: Tensor, tile: KeyTile, heads: Tensor, shared: int
+    ) -> None:
+        """Add the contribution of a tile's dscores [heads, shared * rows, keys] to `into`, the
+        gradient of `values`."""
+        dscores = dscores.view(len(heads), shared, -1)
+        indices = self.distances.of_tile(tile).view(1, 1, -1).expand_as(dscores)
+        tile_grad = into.new_zeros(len(heads), shared, into.shape[1]).scatter_add_(
+            2, indices, dscores
+        )
+        into.view(-1, shared, into.shape[1]).index_add_(0, heads, tile_grad)
+
+    def of_row(self, rows: int) -> Tensor:
+        """Return the bias of all pairs of one of `rows` equal rows: [n, queries, keys]."""
+        if self.values.is_meta:
+            return self.values.sum(1).view(-1, 1, 1)
+        return self.values[:, self.distances.of_row(rows)]
+
+
+def reference_biases(
+    table: Tensor, queries: int, keys: int, *, max_distance: int, causal: bool
+) -> Tensor:
+    """Reference implementation of `distance_biases`, pair by pair."""
+    places = torch.arange(keys, device=table.device)
+    distances = places - places[keys - queries :, None]
+    buckets = distance_buckets(
+        distances, num_buckets=len(table), max_distance=max_distance, causal=causal
+    )
+    return table[buckets].permute(2, 0, 1)

@@ -1,0 +1,220 @@
+"""Dispatch of the numba loops in `kernels/cpu_numba.py`, which run on torch's OpenMP threads.
+
+A second thread pool would compete with torch's for the same cores, because both spin for a while
+after their work. So a loop runs in the OpenMP library that torch has loaded. Where that library
+cannot be called (macOS), no loop runs and the operations use their torch versions; both give the
+same values up to the last bit or two of the dtype.
+"""
+
+import ctypes
+import struct
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Loop = Literal[
+    "rms_norm",
+    "rms_norm_backward",
+    "swiglu",
+    "swiglu_backward",
+    "gated",
+    "gated_backward",
+    "dropout",
+    "rope",
+    "rope_part",
+    "rope_neighbors",
+    "weighted_gated",
+    "weighted_gated_backward",
+    "weighted_squared_relu",
+    "weighted_squared_relu_backward",
+    "row_sums",
+    "logit_gradients",
+    "visible_softmax",
+    "visible_exp",
+]
+
+MIN_LOOP_ELEMENTS = (
+    1 << 13
+)  # elements; below, launching a loop costs more than the memory passes that it saves
+MIN_THREADED_ELEMENTS = 1 << 15  # elements; below, waking a thread takes longer than the loop
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Element dtypes that the loops support."""
+
+
+COMPILATION_LINE_SECONDS = (
+    5.0  # between lines while loops are compiled: a few in the half minute that it takes
+)
+
+
+class CompilationProgress:
+    """Reports the compilation of loops inside a `with` block: one line at the start, then one every
+    few seconds."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """`say`: receives each line."""
+        self._say = say
+        self._num_compiled = 0
+        self._began = self._last_line = 0.0
+
+    def __enter__(self) -> "CompilationProgress":
+        self._token = _progress.set(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _progress.reset(self._token)
+
+    def start(self, *, cached: bool) -> None:
+        """Record that compilation of a loop starts; `cached`: its machine code is cached for later
+        runs."""
+        now = time.monotonic()
+        if self._num_compiled == 0:
+            self._began = self._last_line = now
+            when = (
+                "first run on this machine only"
+                if cached
+                else "in every run: numba has no folder to cache them in"
+            )
+            self._say(f"compiling CPU kernels ({when})...")
+        elif now - self._last_line >= COMPILATION_LINE_SECONDS:
+            self._last_line = now
+            self._say(
+                f"compiling CPU kernels: {self._num_compiled} done in {now - self._began:.0f} s"
+            )
+        self._num_compiled += 1
+
+
+_progress: ContextVar[CompilationProgress | None] = ContextVar("compilation_progress", default=None)
+
+
+def report_compilation(*, cached: bool) -> None:
+    """Notify the innermost `CompilationProgress`, if any, that compilation of a loop starts."""
+    progress = _progress.get()
+    if progress is not None:
+        progress.start(cached=cached)
+
+
+class OpenMP(NamedTuple):
+    """Functions of torch's OpenMP library that we call."""
+
+    parallel: Callable[..., None]
+    """GOMP_parallel(function, argument, threads, flags): runs function(argument) on every thread
+    and waits for all."""
+
+    thread_num: int
+    """Address of omp_get_thread_num."""
+
+    num_threads: int
+    """Address of omp_get_num_threads."""
+
+
+@cache
+def openmp() -> OpenMP | None:
+    """Return the OpenMP library that torch uses; None if it has no GOMP interface."""
+    for path in _loaded_libraries():
+        library = ctypes.CDLL(path)
+        if not hasattr(library, "GOMP_parallel"):
+            continue
+        parallel = library.GOMP_parallel
+        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        parallel.restype = None
+        return OpenMP(
+            parallel, _address(library.omp_get_thread_num), _address(library.omp_get_num_threads)
+        )
+    return None
+
+
+def _loaded_libraries() -> list[str]:
+    """Return the paths of the OpenMP libraries in this process, torch's own first."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return []
+    fields = (line.split(maxsplit=5) for line in maps.read_text().splitlines())
+    paths = {field[5] for field in fields if len(field) == 6}
+    known = [
+        path for path in paths if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))
+    ]
+    return sorted(known, key=lambda path: ("/torch" not in path, path))
+
+
+def _address(function: object) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]  # a function of a CDLL may be cast
+    assert address is not None
+    return address
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Return whether the compiled loops support these tensors and are faster: on the CPU, all fp32
+    or all bf16, the first large enough."""
+    return tensors[0].numel() >= MIN_LOOP_ELEMENTS and could_take(*tensors)
+
+
+def could_take(*tensors: Tensor) -> bool:
+    """Return whether the compiled loops support these tensors, of any size except 0."""
+    first = tensors[0]
+    return (
+        first.device.type == "cpu"
+        and first.dtype in DTYPES
+        and all(tensor.dtype == first.dtype for tensor in tensors)
+        and first.numel() > 0
+        and not torch.compiler.is_compiling()
+        and openmp() is not None
+    )
+
+
+def run(loop: Loop, dtype: torch.dtype, *arguments: Tensor | int | float, elements: int) -> None:
+    """Run a compiled loop on torch's threads: tensors of `dtype`, `elements` elements of work,
+    arguments in the order of the loop's docstring."""
+    from megalith.kernels.cpu_numba import address
+
+    openmp_library = openmp()
+    assert openmp_library is not None
+    argument_block = (ctypes.c_int64 * len(arguments))(*map(_bits, arguments))
+    openmp_library.parallel(address(loop, dtype), argument_block, num_threads(elements), 0)
+
+
+def num_threads(elements: int) -> int:
+    """Return the number of threads for work of this size."""
+    return torch.get_num_threads() if elements >= MIN_THREADED_ELEMENTS else 1
+
+
+def _bits(argument: Tensor | int | float) -> int:
+    """Return the 8 bytes that represent an argument: a tensor's address, an integer, or the bits of
+    a double."""
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    if isinstance(argument, float):
+        return int(struct.unpack("q", struct.pack("d", argument))[0])
+    return argument
+
+
+# Allocator settings of CPU runs: the process keeps freed memory, because every training step
+# allocates the same sizes again.
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+KEPT_BYTES = 2**31 - 1  # mallopt's limit for M_TRIM_THRESHOLD
+LARGEST_KEPT_BLOCK = 1 << 30  # larger blocks are still returned to the system at once
+
+
+def keep_freed_memory() -> bool:
+    """Configure the C library to keep freed memory; return True if it does (glibc), else False.
+
+    By default glibc returns blocks of megabytes to the system, which hands them out again zeroed,
+    page by page: each tensor of a step then costs a page fault per 4 KiB. Measured on training
+    steps of a 6M model: 2 to 4 % with one thread. The process then stays at its peak size. The
+    setting affects the whole process, so programs call this at their start.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    return bool(
+        mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BLOCK) and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+    )

@@ -1,0 +1,1 @@
+"""Local launcher, worker start and the watchdog that detects hangs."""

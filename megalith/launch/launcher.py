@@ -1,0 +1,489 @@
+"""Launcher of local ranks: starts them, forwards signals, terminates all when one fails, and
+reports the failure once. Imports no torch.
+
+On several machines `torchrun` does this; the ranks behave the same (see launch/worker.py).
+"""
+
+import faulthandler
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from megalith.errors import RankError, UserError
+from megalith.launch.failure import (
+    Failure,
+    InterruptHandler,
+    describe,
+    die_with_parent,
+    exception_failure,
+    explain_exit,
+    sort_failures,
+)
+from megalith.observe.limits import available_cores
+
+RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""Environment variables that torchrun, this launcher and the Slurm and Kubernetes files set for
+each rank."""
+
+LISTENER = "MEGALITH_LISTENER"
+"""Variable with the file descriptor of rank 0 that listens at MASTER_PORT: a port that was only
+looked up may be taken by then."""
+
+LAUNCHER = "MEGALITH_LAUNCHER"
+"""Variable that marks a rank started by `run_workers`: the launcher's process id and the folder for
+failure records."""
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Variable with the file in which torchrun expects a rank's failure; the ranks of one machine share
+the parent of its folder."""
+
+USER_ERROR, FAULT, STOPPED = 2, 1, 75
+"""Exit codes: the user can fix it; internal error; stopped after a save."""
+
+NOTICE_SECONDS = 1.0
+"""Time that the other ranks have to fail by themselves after one has, so that their errors are
+reported, too."""
+
+GRACE_SECONDS = 5.0
+"""Time between SIGTERM and SIGKILL."""
+
+OUTPUT_SHOWN = 2000
+"""Characters of the failed rank's own output that an error repeats."""
+
+FOLDER_PREFIX = "megalith-launch-"
+"""Prefix of a launcher's folder in the directory for temporary files."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that the launcher forwards to its ranks."""
+
+INTERRUPTED = "KeyboardInterrupt"
+"""Failure summary of a rank that SIGINT ended."""
+
+
+def in_worker(environment: Mapping[str, str]) -> bool:
+    """Return whether a launcher has started this process as a rank."""
+    return any(name in environment for name in RANK_VARIABLES)
+
+
+def is_ignored_hangup(number: int) -> bool:
+    """Return whether `number` is SIGHUP and this process ignores it (`nohup`), which must stay
+    so."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
+def threads_per_rank(cores: int, local_world: int) -> int:
+    """Return the CPU threads of each rank of a machine.
+
+    >>> threads_per_rank(8, 3), threads_per_rank(2, 4)
+    (2, 1)
+    """
+    return max(1, cores // local_world)
+
+
+def run_workers(
+    argv: Sequence[str],
+    nproc: int,
+    *,
+    command: Sequence[str] = (sys.executable, "-m", "megalith"),
+    environment: Mapping[str, str] = os.environ,
+) -> int:
+    """Run the same command on `nproc` processes of this machine and wait for all of them.
+
+    Rank 0 uses the terminal; the output of the others is stored and shown if they fail. When one
+    fails the others get SIGTERM after a second and SIGKILL 5 s later. The first SIGINT, SIGTERM or
+    SIGHUP to this process is forwarded, so that the ranks save and stop; a second one kills them.
+    The ranks end when this process ends in any way.
+
+    Returns:
+        0 when all are done, 75 when they stopped after a save, 128 + number when a signal ended
+        them before that, which is reported in one line on standard error.
+
+    Raises:
+        UserError: the message of the rank that failed first, if the user can fix it. RankError: the
+        traceback or exit status of the rank that failed first; then a line for each other.
+    """
+    with _launch_folder() as folder:
+        ranks = _LocalRanks([*command, *argv], nproc, folder, environment)
+        with _signals_to(ranks):
+            try:
+                ranks.start()
+                while ranks.watch():
+                    time.sleep(0.05)  # delay of noticing an exit; a poll costs microseconds
+            finally:  # an error in the launcher must not leave ranks running
+                ranks.kill()
+        return ranks.outcome()
+
+
+def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> int:
+    """Run a command as one rank. If `run_workers` started it, a failure is recorded for the parent,
+    which reports it once for all ranks.
+
+    Under torchrun the failure is also written to its error file, so that its summary shows the
+    first one, and a message that is equal on all ranks is printed by one of them. Ranks end with
+    the process that started them.
+
+    Raises:
+        RankError: under torchrun, instead of a traceback that only shows that another rank has
+        failed.
+    """
+    launcher = environment.get(LAUNCHER)
+    interrupt = InterruptHandler()
+    try:
+        if launcher is not None:
+            die_with_parent(int(launcher.partition(":")[0]))
+            faulthandler.enable()  # a crash outside Python shows where it was
+            signal.signal(signal.SIGINT, interrupt)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by `_Crew._start_rank`
+        elif ERROR_FILE in environment:
+            die_with_parent(os.getppid())
+        code = function()
+        # the result is final: a signal must not turn the exit of Python into a failure
+        if launcher is not None:
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        return code
+    except SystemExit:
+        raise
+    # KeyboardInterrupt too: the parent knows whether it was requested
+    except BaseException as error:
+        failure = exception_failure(int(environment.get("RANK", 0)), error, frames_to_skip=1)
+        if interrupt.received:
+            failure = replace(failure, summary=INTERRUPTED)
+        elif isinstance(error, UserError):
+            failure = replace(failure, text=str(error))  # without the traceback
+        if launcher is not None:
+            _write_failure_record(failure, Path(launcher.partition(":")[2]))
+            _exit_now(
+                USER_ERROR if isinstance(error, UserError) and not interrupt.received else FAULT
+            )
+        if ERROR_FILE not in environment:
+            raise
+        _write_torchrun_error(failure, Path(environment[ERROR_FILE]), error)
+        raise
+
+
+def _write_torchrun_error(failure: Failure, file: Path, error: BaseException) -> None:
+    """Write a failure for torchrun's summary; return if this rank should print it, too.
+
+    Raises:
+        RankError: a line that says that another rank failed first.
+    """
+    if failure.is_consequence:
+        # the rank that caused it should be first, and torchrun may end this rank before that
+        time.sleep(NOTICE_SECONDS)
+    file.write_text(_torchrun_record(failure))
+    if isinstance(error, UserError) and not _reports_first(failure.text, file.parent.parent):
+        # torchrun ends the others when the first one ends, even while one prints
+        time.sleep(NOTICE_SECONDS)
+        raise SystemExit(USER_ERROR)
+    if failure.is_consequence:
+        raise RankError(
+            f"rank {failure.rank} lost another rank, which failed first: {failure.summary[:200]}"
+        ) from None
+
+
+def _reports_first(text: str, folder: Path) -> bool:
+    """Return whether this rank is the first of its machine to report this text; `folder`:
+    torchrun's own for this start."""
+    name = f"reported-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    try:
+        (folder / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def end_rank(failure: Failure, after_seconds: float, *, environment: Mapping[str, str]) -> NoReturn:
+    """End this rank from any of its threads, with a failure that is recorded at once and reported
+    once for all ranks."""
+    if (launcher := environment.get(LAUNCHER)) is not None:
+        _write_failure_record(failure, Path(launcher.partition(":")[2]))
+    elif (file := environment.get(ERROR_FILE)) is not None:
+        Path(file).write_text(_torchrun_record(failure))
+    if launcher is None and failure.is_report:
+        sys.stderr.write(f"megalith: {failure.text}\n")
+    time.sleep(after_seconds)
+    _exit_now(FAULT)
+
+
+def _write_failure_record(failure: Failure, folder: Path) -> None:
+    """Write the failure for `run_workers`."""
+    unfinished = folder / f"rank{failure.rank}.tmp"
+    unfinished.write_text(json.dumps(asdict(failure)))
+    unfinished.rename(folder / f"rank{failure.rank}.json")  # atomic: a record is complete or absent
+
+
+def _exit_now(code: int) -> NoReturn:
+    """Exit at once: Python's cleanup could wait for ranks that have ended."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _torchrun_record(failure: Failure) -> str:
+    """Return the failure in torchrun's format."""
+    more = {"py_callstack": failure.text, "timestamp": str(int(time.time()))}
+    return json.dumps({"message": {"message": failure.summary, "extraInfo": more}})
+
+
+@dataclass(slots=True)
+class _LocalRanks:
+    """Processes of the local ranks, as their parent sees them."""
+
+    command: list[str]
+    nproc: int
+    folder: Path
+    environment: Mapping[str, str]
+    processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+    ended_ns: dict[int, int] = field(default_factory=dict)
+    """When each rank was found to have ended; `time.monotonic_ns()`, as in `Failure`."""
+    signals: list[int] = field(default_factory=list)
+    """Signals that this process has received."""
+    failed_ns: int | None = None
+    """When the first rank was found to have failed; after that the others are ended."""
+    sent_sigterm: bool = False
+    """Whether SIGTERM has been sent."""
+
+    def start(self) -> None:
+        """Start every rank."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            for rank in range(self.nproc):
+                self._start_rank(rank, server)
+
+    def _start_rank(self, rank: int, server: socket.socket) -> None:
+        listener = (server.fileno(),) if rank == 0 else ()
+        with self._output(rank).open("wb") as output, _blocked_signals():
+            quiet = None if rank == 0 else output
+            process = subprocess.Popen(
+                self.command,
+                env=self._environment(rank, server),
+                stdin=subprocess.DEVNULL,
+                stdout=quiet,
+                stderr=quiet,
+                pass_fds=listener,
+                process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
+            )
+        self.processes.append(process)
+        for number in self.signals:  # received during the start
+            process.send_signal(number)
+
+    def _environment(self, rank: int, server: socket.socket) -> dict[str, str]:
+        threads = str(threads_per_rank(available_cores(), self.nproc))
+        # a laptop's host name may not resolve
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        defaults = {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": loopback}
+        values = (rank, self.nproc, rank, self.nproc, *server.getsockname())
+        rank_variables = {
+            name: str(value) for name, value in zip(RANK_VARIABLES, values, strict=True)
+        }
+        rank_variables |= {LISTENER: str(server.fileno())} if rank == 0 else {}
+        return {
+            **defaults,
+            **self.environment,
+            **rank_variables,
+            LAUNCHER: f"{os.getpid()}:{self.folder}",
+        }
+
+    def watch(self) -> bool:
+        """Poll every rank once, and end the rest when one has failed; return whether some rank
+        runs."""
+        now = time.monotonic_ns()
+        new = [
+            rank
+            for rank, process in enumerate(self.processes)
+            if rank not in self.ended_ns and process.poll() is not None
+        ]
+        self.ended_ns |= dict.fromkeys(new, now)
+        if self.failed_ns is None and any(
+            self.processes[rank].returncode not in (0, STOPPED) for rank in new
+        ):
+            self.failed_ns = now
+        self._end_the_rest(now)
+        return len(self.ended_ns) < self.nproc
+
+    def _end_the_rest(self, now: int) -> None:
+        if self.failed_ns is None:
+            return
+        waited = (now - self.failed_ns) / 1e9
+        if waited > NOTICE_SECONDS and not self.sent_sigterm and not self.signals:
+            self.sent_sigterm = True
+            self.send(signal.SIGTERM)  # once: after a second signal a rank does not save
+        if waited > NOTICE_SECONDS + GRACE_SECONDS:
+            self.send(signal.SIGKILL)
+
+    def send(self, number: int) -> None:
+        """Send a signal to every running rank."""
+        for process in self.processes:
+            process.send_signal(number)  # does nothing to one that has ended
+
+    def kill(self) -> None:
+        """Kill every running rank and wait for it."""
+        self.send(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Forward the first signal; kill all ranks on a second one."""
+        self.signals.append(number)
+        self.send(number if len(self.signals) == 1 else signal.SIGKILL)
+
+    def outcome(self) -> int:
+        """Return the exit code of the job, or raise the error that `run_workers` raises."""
+        codes = [process.returncode for process in self.processes]
+        if all(code in (0, STOPPED) for code in codes):
+            return max(codes)
+        failure_by_rank = {
+            rank: self._failure(rank) for rank, code in enumerate(codes) if code not in (0, STOPPED)
+        }
+        failures = [failure for failure in failure_by_rank.values() if failure is not None]
+        if self.signals and (len(self.signals) > 1 or self._all_interrupted(failures)):
+            with suppress(OSError):  # after SIGHUP the terminal may be closed
+                sys.stderr.write(
+                    f"megalith: interrupted by {signal.Signals(self.signals[0]).name}\n"
+                )
+                sys.stderr.flush()
+            return 128 + self.signals[0]
+        first = sort_failures(failures)[0]
+        if codes[first.rank] == USER_ERROR and self._record(first.rank).exists():
+            everywhere = [failure.text for failure in failures] == [first.text] * self.nproc
+            raise UserError(first.text if everywhere else f"rank {first.rank}: {first.text}")
+        report = describe(
+            failures,
+            {
+                rank: "was ended because of it"
+                for rank in failure_by_rank
+                if failure_by_rank[rank] is None
+            },
+        )
+        printed = self._output(first.rank).read_text(errors="replace").strip()[-OUTPUT_SHOWN:]
+        raise RankError(f"{report}\noutput of rank {first.rank}:\n{printed}" if printed else report)
+
+    def _failure(self, rank: int) -> Failure | None:
+        """Return how a rank failed; None if the launcher ended it."""
+        record, code = self._record(rank), self.processes[rank].returncode
+        if record.exists():
+            return Failure(**json.loads(record.read_text()))
+        assert self.failed_ns is not None
+        if code in (-signal.SIGTERM, -signal.SIGKILL) and self.ended_ns[rank] > self.failed_ns:
+            return None
+        text = explain_exit(code)
+        return Failure(rank, text, text, self.ended_ns[rank])
+
+    def _all_interrupted(self, failures: list[Failure]) -> bool:
+        """Return whether the first signal ended the ranks; some may only have lost a peer that it
+        ended."""
+        summaries = (INTERRUPTED, explain_exit(-self.signals[0]))
+        others = [failure for failure in failures if failure.summary not in summaries]
+        lost_peer = all(failure.is_consequence for failure in others)
+        return not others or (lost_peer and len(others) < len(failures))
+
+    def _record(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.json"
+
+    def _output(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.txt"
+
+
+@contextmanager
+def _launch_folder() -> Iterator[Path]:
+    """Create a folder for failure records, locked as long as this process lives, and remove it at
+    the end.
+
+    Also removes the folders of launchers that were killed.
+    """
+    _remove_abandoned_folders(Path(tempfile.gettempdir()))
+    folder, lock = _create_locked_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _create_locked_folder() -> tuple[Path, int]:
+    """Create the folder and return it with the file descriptor that holds its lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        # another launch may remove the folder as abandoned before it is locked
+        with suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            # a file system without locks: no launch removes folders of others
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+
+
+def _remove_abandoned_folders(parent: Path) -> None:
+    """Remove the folders of this user in `parent` whose lock is free: the launcher that created
+    them has died.
+
+    A lock, unlike a process number, is never reused, and is also visible between containers that
+    share `parent`.
+    """
+    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # a link, a file, a folder of another user, or removed meanwhile
+            continue
+        try:
+            if os.fstat(lock).st_uid == os.getuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # its launcher is alive, or the file system has no locks
+            continue
+        finally:
+            os.close(lock)
+
+
+@contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Block the forwarded signals in this thread and in a process that it starts, which unblocks
+    them in `worker_main`.
+
+    Until then a signal to a rank stays pending: it could only end the start of Python with a
+    traceback.
+    """
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+
+
+@contextmanager
+def _signals_to(ranks: _LocalRanks) -> Iterator[None]:
+    """Handle the signals that would end this process with `crew`."""
+    # Python handles signals in the main thread only
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handled = [number for number in SIGNALS if not is_ignored_hangup(number)]
+    before = {number: signal.signal(number, ranks.on_signal) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,254 @@
+"""Mixture-of-experts layer: route, dispatch, apply the experts, combine."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
+from megalith.config.parallel import DispatcherName
+from megalith.kernels.activation import GatedActivation, weighted_activate, weighted_gated
+from megalith.kernels.experts import experts
+from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.recomputed import LayerInput, RecomputedOutputFactory, output_tensor
+from megalith.nn.mlp import build_mlp
+from megalith.nn.router import Router
+from megalith.parallel.collectives import OverlapFn
+from megalith.parallel.dispatchers import build_transport
+from megalith.parallel.expert import DispatchedTokens, ExpertCapacity, with_overlap_fn
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.tensor import (
+    ZEROS,
+    ExpertMatrix,
+    Init,
+    ParameterSpec,
+    ReplicatedLinear,
+    TPComm,
+)
+from megalith.plan.shards import Shard, split_evenly
+
+# The experts of an MoE layer: MLPs of equal shape, sharded over expert parallelism and expert
+# tensor parallelism.
+
+
+class Experts(nn.Module):
+    """Apply each expert to its rows: [r, d] -> [r, d], a partial sum over etp.
+
+    The router weight of a row multiplies its expert's output. Source: Shazeer et al. 2017,
+    arXiv:1701.06538.
+    """
+
+    def __init__(
+        self, name: str, config: ModelConfig, moe: MoEConfig, mesh: Mesh, *, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.inner = weighted_activation(config)
+        self.compute: Callable[..., Tensor] = (
+            experts  # an attribute, so that nn/kernels.py can bind its backend
+        )
+        self.apply_router_weight_on_input = moe.apply_router_weight_on_input
+        features = moe.latent_size or config.hidden_size
+        halves, word = ((2,), "gate_up") if config.gated else ((), "up")
+        inside = (moe.num_experts, *halves, moe.ffn_hidden_size)
+        cut = partial(_cut, moe=moe, mesh=mesh)
+        up = cut(f"{name}.{word}", (*inside, features), inner=1 + len(halves))
+        down = cut(f"{name}.down", (moe.num_experts, features, moe.ffn_hidden_size), inner=2)
+        up_bias = cut(f"{name}.{word}_bias", inside, inner=1 + len(halves), inputs=0)
+        down_bias = cut(f"{name}.down_bias", (moe.num_experts, features), inner=None, inputs=0)
+        std = config.init_std
+        self.up = ExpertMatrix(
+            ParameterSpec(up, Init(std)),
+            ParameterSpec(up_bias, ZEROS) if moe.biases else None,
+            dtype=dtype,
+        )
+        self.down = ExpertMatrix(
+            ParameterSpec(down, Init(std / math.sqrt(2 * config.num_layers))),
+            ParameterSpec(down_bias, ZEROS) if moe.biases else None,
+            dtype=dtype,
+        )
+
+    def forward(self, sent: DispatchedTokens) -> Tensor:
+        """Rows [r, d], sorted by expert -> [r, d]."""
+        rows, weights, groups = sent
+        if self.apply_router_weight_on_input:
+            read = output_tensor(rows)
+            rows, weights = read * weights.unsqueeze(1).to(read.dtype), torch.ones_like(weights)
+        return self.compute(rows, weights, groups, self.up(), self.down(), self.inner)
+
+
+def weighted_activation(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the activation between an expert's matmuls: that of the model's MLP, times the router
+    weight of each row."""
+    if not config.gated:
+        return partial(weighted_activate, activation=config.activation)
+    return partial(
+        weighted_gated,
+        gate=GatedActivation(config.activation, config.activation_clamp, config.up_offset),
+    )
+
+
+def _cut(
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    moe: MoEConfig,
+    mesh: Mesh,
+    inner: int | None,
+    inputs: int = 1,
+) -> Shard:
+    """Return the local experts' shard of a parameter [E, ...]: whole, or sharded along dim `inner`
+    over etp."""
+    ep, etp = mesh.over("ep"), mesh.over("etp")
+    shard = Shard.full(name, shape, inputs=inputs).split_dim(
+        0,
+        split_evenly(moe.num_experts, ep.size),
+        ep.rank,
+        ep.axes,
+    )
+    if inner is not None:
+        shard = shard.split_dim(
+            inner, split_evenly(moe.ffn_hidden_size, etp.size), etp.rank, etp.axes
+        )
+    return Shard(shard.name, shard.shape, shard.box, shard.cut, grid="expert", inputs=inputs)
+
+
+def no_wrapper(module: nn.Module) -> nn.Module:
+    """Return the module without a wrapper."""
+    return module
+
+
+class MoE(nn.Module):
+    """Mixture of experts: the weighted sum of the outputs of each token's experts: x [t, h] -> [t,
+    h], of the local tokens.
+
+    Source: Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021, arXiv:2101.03961.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        moe: MoEConfig,
+        mesh: Mesh,
+        tp_comm: TPComm,
+        *,
+        dtype: torch.dtype,
+        dispatcher: DispatcherName = "alltoall",
+        act_again: RecomputedOutputFactory | None = None,
+        number: int = 0,
+        around_shared: Callable[[nn.Module], nn.Module] = no_wrapper,
+    ) -> None:
+        """`number`: the layer's index over all stages; `act_again`: recomputation of the shared
+        experts' activation (that of the routed experts is never saved); `around_shared`: wraps the
+        shared experts."""
+        super().__init__()
+        self.router = Router(name, config, moe, mesh, tp_comm, dtype=dtype, number=number)
+        build = partial(build_transport, dispatcher, mesh, moe.num_experts)
+        self.dispatch = build()
+        self.dispatch_within_capacity = build(
+            drops_tokens=moe.capacity.factor is not None, room=fixed_expert_capacity(moe, mesh)
+        )
+        self.experts = Experts(f"{name}.experts", config, moe, mesh, dtype=dtype)
+        self.narrow, self.widen = latent_matrices(name, config, moe, tp_comm, dtype=dtype)
+        shared = moe.shared_ffn_hidden_size is not None
+        built = (
+            [SharedExperts(name, config, moe, mesh, tp_comm, dtype=dtype, act_again=act_again)]
+            if shared
+            else []
+        )
+        self.shared = nn.ModuleList(map(around_shared, built))
+
+    def overlap_fn(self, something: OverlapFn) -> None:
+        """Call this function during every dispatch and combine, before waiting for the
+        communication."""
+        self.dispatch = with_overlap_fn(self.dispatch, something)
+        self.dispatch_within_capacity = with_overlap_fn(self.dispatch_within_capacity, something)
+
+    def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        dispatch = (
+            self.dispatch if tokens.balance is None else self.dispatch_within_capacity
+        )  # in training
+        dispatched = dispatch(self.narrow(x), self.router(x, tokens))
+        shared_outputs = [
+            shared(x, tokens) for shared in self.shared
+        ]  # overlaps the dispatch, and that of gradients in backward
+        expert_input, return_path = dispatched.wait()
+        y: Tensor = self.widen(return_path.combine(self.experts(expert_input)))
+        for shared_output in shared_outputs:
+            y = y + shared_output
+        return y
+
+
+def fixed_expert_capacity(moe: MoEConfig, mesh: Mesh) -> ExpertCapacity | None:
+    """Return the fixed number of rows of every expert; None: as many as are routed to it."""
+    capacity = moe.capacity
+    if capacity.factor is None or not capacity.pad:
+        return None
+    return ExpertCapacity(capacity.factor, moe.top_k, moe.num_experts, mesh.over("cp", "tp").size)
+
+
+class SharedExperts(nn.Module):
+    """Shared experts, an MLP for all tokens, optionally with a scalar gate per token: x [t, h] ->
+    [t, h].
+
+    Source: Dai et al. 2024, arXiv:2401.06066, section 3.2; the gate: Qwen Team 2024,
+    arXiv:2407.10671.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        moe: MoEConfig,
+        mesh: Mesh,
+        tp_comm: TPComm,
+        *,
+        dtype: torch.dtype,
+        act_again: RecomputedOutputFactory | None = None,
+    ) -> None:
+        super().__init__()
+        assert moe.shared_ffn_hidden_size is not None
+        sized = replace(config, ffn_hidden_size=moe.shared_ffn_hidden_size)
+        self.mlp = build_mlp(
+            f"{name}.shared", sized, mesh, tp_comm, dtype=dtype, act_again=act_again
+        )
+        weigh = _matrix(
+            f"{name}.shared_gate", 1, config.hidden_size, config.init_std, tp_comm, dtype
+        )
+        self.weigh = nn.ModuleList([weigh] if moe.shared_gate else [])
+
+    def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        y: Tensor = self.mlp(x, tokens)
+        for weigh in self.weigh:
+            y = y * weigh(x).sigmoid()
+        return y
+
+
+def latent_matrices(
+    name: str, config: ModelConfig, moe: MoEConfig, tp_comm: TPComm, *, dtype: torch.dtype
+) -> tuple[nn.Module, nn.Module]:
+    """Build the projections to the experts' features and back; identities if these are equal to the
+    hidden size."""
+    h, latent = config.hidden_size, moe.latent_size
+    if latent is None:
+        return nn.Identity(), nn.Identity()
+    return (
+        _matrix(f"{name}.latent_in", latent, h, config.init_std, tp_comm, dtype),
+        _matrix(f"{name}.latent_out", h, latent, config.init_std, tp_comm, dtype),
+    )
+
+
+def _matrix(
+    name: str, outputs: int, inputs: int, std: float, tp_comm: TPComm, dtype: torch.dtype
+) -> ReplicatedLinear:
+    """Build a replicated matrix for the local tokens."""
+    return ReplicatedLinear(
+        ParameterSpec(Shard.full(name, (outputs, inputs), invariant=tp_comm.invariant), Init(std)),
+        dtype=dtype,
+    )

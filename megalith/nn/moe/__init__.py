@@ -1,1 +1,0 @@
-"""Mixture of experts (MoE): router, experts, load balancing and the MoE layer."""

@@ -1,0 +1,1 @@
+"""Rules across settings: which configs are rejected, and which settings have no effect."""

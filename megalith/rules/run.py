@@ -1,0 +1,729 @@
+"""Rules across the settings of a training run; all run before anything is built, and all failures
+are reported together."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+from megalith.config.checkpoint import checkpoint_problems
+from megalith.config.data import data_problems
+from megalith.config.fields import Plain, join_path
+from megalith.config.lora import lora_problems
+from megalith.config.model import dropout_problems
+from megalith.config.optim import optim_problems
+from megalith.config.tokenizer import tokenizer_problems
+from megalith.config.train import TrainRun
+from megalith.config.tree import to_dict
+from megalith.errors import raise_all
+from megalith.optim.schedule import schedule_problems
+from megalith.plan.batch_assignment import batch_problems, budget_problems
+from megalith.plan.buckets import zero_problems
+from megalith.plan.context import context_problems
+from megalith.plan.grid import dense_problems, divisors
+from megalith.plan.kernels import explicit_backend_problems
+from megalith.plan.param_groups import pattern_problems
+from megalith.plan.recompute import (
+    mlp_chunks_problems,
+    recompute_problems,
+    shared_experts_problems,
+    up_projection_problems,
+)
+from megalith.plan.schedule import SPLIT_SCHEDULES, pairing_problems, schedule_name
+from megalith.plan.schedule import schedule_problems as pipeline_schedule_problems
+from megalith.plan.shards import fully_sharded_problems
+from megalith.plan.stages import plan_stages, stages_of_rank, stages_problems
+from megalith.rules.model import count_problems, relation_problems
+from megalith.rules.model import number_problems as model_number_problems
+from megalith.rules.moe import check_single_expert_weight, expert_layout_problems
+
+Rule = Callable[[TrainRun, int], str | None]
+
+MOST_NAME_BYTES = 200
+"""Maximum length of a run's name: most file systems allow 255 bytes, and metrics, locks and backups
+add suffixes (heuristic)."""
+
+MOST_SAMPLES = 1 << 36
+"""Maximum samples of one run: their order takes half a TiB or more, and no corpus has as many
+rows."""
+
+
+MOST_RANKS = 1 << 20
+"""Maximum size of one axis. Heuristic: ten times the largest machines; plans build lists of ranks
+and stages."""
+
+MOST_STAGES = 1 << 12
+"""Maximum pipeline stages, and model chunks of all stages. Heuristic: fifty times the most that are
+used."""
+
+MOST_LAYERS = 1 << 14
+"""Maximum layers. Heuristic: a hundred times the deepest models; plans build lists of layers."""
+
+LARGEST_NUMBER = 1e6
+"""Largest absolute value of a setting that is not in LARGEST. Heuristic: far above all common
+values."""
+
+LARGEST: Mapping[str, float] = {
+    "schedule.lr": 1e3,
+    "schedule.weight_decay": 1e3,
+    "schedule.end_weight_decay": 1e3,
+    "optim.groups.lr": 1e3,
+    "optim.groups.weight_decay": 1e3,
+    "optim.groups.end_weight_decay": 1e3,
+    "optim.groups.lr_scale": 1e3,
+    "optim.groups.weight_decay_scale": 1e3,
+    "optim.eps": 1.0,
+    "optim.clip_grad": 1e30,
+    "train.z_loss": 1e3,
+    "model.moe.aux_loss.sequence_coeff": 1e3,
+    "model.moe.aux_loss.batch_coeff": 1e3,
+    "model.moe.aux_loss.global_batch_coeff": 1e3,
+    "model.moe.aux_loss.z_loss_coeff": 1e3,
+    "model.mtp.loss_weight": 1e3,
+    "model.init_std": 1e3,
+    "model.embedding_init_std": 1e3,
+    "model.init_overrides": 1e3,
+    "model.norm_eps": 1.0,
+    "model.attention.qk_norm_eps": 1.0,
+    "model.mla.norm_eps": 1.0,
+    "model.rope.theta": 1e15,
+    "model.rope.local_theta": 1e15,
+    "precision.loss_scale.constant": 2.0**64,
+    "precision.loss_scale.initial": 2.0**64,
+    "precision.loss_scale.min": 2.0**64,
+    "parallel.timeout_seconds": 1e9,
+    "train.max_minutes": 1e9,
+    "observe.peak_tflops": 1e9,
+    "data.mock_lengths.mean": 1e9,
+}
+"""Largest value of a setting. Heuristic: at least ten times the published values, and small enough
+that this setting alone causes no fp32 overflow in the first steps."""
+
+
+def check_run(run: TrainRun, world: int) -> None:
+    """Check that a run can work on `world` ranks.
+
+    Raises:
+        ConfigError: one line for each broken rule, with a value that works.
+    """
+    raise_all(run_problems(run, world))
+
+
+def run_problems(run: TrainRun, world: int) -> list[str]:
+    """Return the messages of all broken rules; rules that divide by counts run only if the counts
+    are positive."""
+    p, others = run.parallel, _other_problems(run, world)
+    others += largest_problems(run, others)
+    if _count_problems(run):
+        return others
+    fits = partial(_fits, run, frozenset(others))
+    return (
+        dense_problems(world=world, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, order=p.order, fits=fits)
+        + others
+    )
+
+
+def _fits(run: TrainRun, known: frozenset[str], degrees: Mapping[str, int], world: int) -> bool:
+    """Return whether other parallel degrees on `world` ranks break no rule that is not already in
+    `known`."""
+    p = replace(run.parallel, tp=degrees["tp"], cp=degrees["cp"], pp=degrees["pp"])
+    if p.dp is not None and p.tp * p.cp * p.pp * p.dp != world:
+        return False
+    return known.issuperset(_other_problems(replace(run, parallel=p), world))
+
+
+def _other_problems(run: TrainRun, world: int) -> list[str]:
+    """Return the messages of all broken rules, except that the degrees multiply to the world
+    size."""
+    p, t = run.parallel, run.train
+    counts = _count_problems(run)
+    problems = counts + number_problems(run)
+    if not counts:
+        packed = t.tokens_per_microbatch is not None  # checked by budget_problems
+        problems += context_problems(p, run.model, seq_len=2 * p.cp * p.tp if packed else t.seq_len)
+        problems += budget_problems(t, p, run.data)
+        problems += dropout_problems(run.model.dropout)
+        problems += lora_problems(run.lora, run.model, run.checkpoint, compiled=t.compile)
+        problems += pattern_problems(run.optim, run.schedule, run.model, run.lora)
+        if world % (p.tp * p.cp * p.pp) == 0:
+            dp = p.dp or world // (p.tp * p.cp * p.pp)
+            if not packed:
+                problems += batch_problems(
+                    global_batch_size=t.global_batch_size,
+                    micro_batch_size=t.micro_batch_size,
+                    dp=dp,
+                )
+            problems += zero_problems(p, dp) + pipeline_problems(run, dp)
+        problems += fully_sharded_problems(p, run.offload) + _relation_problems(run)
+        problems += expert_layout_problems(run.model, p, world, trains=True) + pairing_problems(
+            run.model, p
+        )
+        problems += [text for rule in RULES if (text := rule(run, world)) is not None]
+        problems += recompute_problems(
+            run.recompute,
+            run.offload,
+            tp=p.tp,
+            sp=p.sp,
+            compiled=t.compile,
+            stage_layers=smallest_stage(run),
+        )
+        problems += shared_experts_problems(run.recompute, run.model)
+        problems += up_projection_problems(run.recompute, run.model)
+        problems += mlp_chunks_problems(
+            run.recompute,
+            run.offload,
+            run.model,
+            tokens=(t.tokens_per_microbatch or t.micro_batch_size * t.seq_len // p.cp)
+            // (p.tp if p.sp else 1),
+            adapters_drop=run.lora is not None and run.lora.dropout > 0,
+        )
+    return (
+        problems
+        + optim_problems(run.optim, run.precision)
+        + schedule_problems(run.schedule, _steps_to_plan_with(run))
+        + data_problems(run.data)
+        + checkpoint_problems(run.checkpoint)
+        + tokenizer_problems(run.tokenizer)
+    )
+
+
+def pipeline_problems(run: TrainRun, dp: int) -> list[str]:
+    """Return the broken rules of pipeline stages and schedule; none with one chunk on one rank."""
+    p, t = run.parallel, run.train
+    if p.pp * p.pipeline.vpp == 1:
+        return []
+    problems = stages_problems(
+        p.pipeline, pp=p.pp, num_layers=run.model.num_layers, depths=run.model.mtp.num_layers
+    )
+    if t.tokens_per_microbatch is not None:  # the number of packs is adapted to the schedule
+        most = 4 * max(p.pipeline.group or p.pp, p.pp)
+        return problems + pipeline_schedule_problems(p.pipeline, pp=p.pp, num_microbatches=most)
+    rows = t.micro_batch_size * dp
+    if t.global_batch_size % rows == 0:  # else another rule fails
+        problems += pipeline_schedule_problems(
+            p.pipeline, pp=p.pp, num_microbatches=t.global_batch_size // rows, rows=rows
+        )
+    return problems
+
+
+def smallest_stage(run: TrainRun) -> int:
+    """Return the layers of the smallest nonempty pipeline stage; of the model if the stages are
+    invalid."""
+    pipeline, pp, layers, depths = (
+        run.parallel.pipeline,
+        run.parallel.pp,
+        run.model.num_layers,
+        run.model.mtp.num_layers,
+    )
+    if pp * pipeline.vpp == 1 or stages_problems(pipeline, pp=pp, num_layers=layers, depths=depths):
+        return layers
+    counts = [
+        len(stage.layers)
+        for stage in plan_stages(pipeline, pp=pp, num_layers=layers, depths=depths)
+    ]
+    return min(count for count in counts if count)
+
+
+def _relation_problems(run: TrainRun, *, trains: bool = True) -> list[str]:
+    """Return the model settings that contradict each other.
+
+    For a model that is loaded, the weight of a single chosen expert is not checked, because another
+    setting would change its outputs (`balance_notes` reports it).
+    """
+    moe, learned = run.model.moe, run.checkpoint.load is not None
+    allowed = check_single_expert_weight(moe) if learned and moe is not None else None
+    return [text for text in relation_problems(run.model, trains=trains) if text != allowed]
+
+
+def model_problems(run: TrainRun, *, trains: bool = True) -> list[str]:
+    """Return the broken rules of the model and its layout, for commands that read no data;
+    `trains`: as in `network_problems`."""
+    problems = _count_problems(run)
+    if not problems:
+        layout = (text for rule in LAYOUT_RULES if (text := rule(run, run.parallel.tp)) is not None)
+        problems = [*_relation_problems(run, trains=trains), *layout]
+    return problems + [text for text in number_problems(run) if text.startswith("model.")]
+
+
+def _steps_to_plan_with(run: TrainRun) -> int:
+    """Return the run's steps; if they are invalid, enough steps for the schedule, whose rules then
+    do not fail too."""
+    schedule = run.schedule
+    warmup = schedule.warmup_steps if isinstance(schedule.warmup_steps, int) else 0
+    enough = max(warmup, 0) + max(schedule.wsd_decay_steps or 0, 0) + 100
+    return run.train.steps if run.train.steps >= 1 else enough
+
+
+def _count_problems(run: TrainRun) -> list[str]:
+    counts = {
+        "parallel.tp": run.parallel.tp,
+        "parallel.cp": run.parallel.cp,
+        "parallel.pp": run.parallel.pp,
+        "parallel.bucket_numel": run.parallel.bucket_numel,
+        "parallel.pipeline.vpp": run.parallel.pipeline.vpp,
+        "train.steps": run.train.steps,
+        "train.global_batch_size": run.train.global_batch_size,
+        "train.micro_batch_size": run.train.micro_batch_size,
+        "train.seq_len": run.train.seq_len,
+        "train.log_every": run.train.log_every,
+        "checkpoint.max_save_failures": run.checkpoint.max_save_failures,
+    }
+    optional = {
+        "parallel.dp": run.parallel.dp,
+        "parallel.pipeline.group": run.parallel.pipeline.group,
+        "train.threads": run.train.threads,
+        "train.tokens_per_microbatch": run.train.tokens_per_microbatch,
+        "checkpoint.keep": run.checkpoint.keep,
+        "checkpoint.keep_every": run.checkpoint.keep_every,
+    }
+    counts |= {name: value for name, value in optional.items() if value is not None}
+    return (
+        count_problems(run.model)
+        + [
+            f"{name}={value} must be at least 1. Set {name} to 1 or more."
+            for name, value in counts.items()
+            if value < 1
+        ]
+        + _large_count_problems(run)
+    )
+
+
+def _large_count_problems(run: TrainRun) -> list[str]:
+    """Return the counts that are too large for plans that list their elements."""
+    p, model = run.parallel, run.model
+    axes = {
+        "parallel.tp": p.tp,
+        "parallel.cp": p.cp,
+        "parallel.dp": p.dp,
+        "parallel.ep": p.ep,
+        "parallel.etp": p.etp,
+        "parallel.dp_replicate": p.dp_replicate,
+        "parallel.pipeline.group": p.pipeline.group,
+    }
+    most_chunks = max(MOST_STAGES // max(p.pp, 1), 1)
+    layers = {
+        "model.num_layers": model.num_layers,
+        "model.mtp.num_layers": model.mtp.num_layers,
+        "model.moe.num_experts": None if model.moe is None else model.moe.num_experts,
+    }
+    limits: list[tuple[Mapping[str, int | None], int]] = [
+        (axes, MOST_RANKS),
+        ({"parallel.pp": p.pp}, MOST_STAGES),
+        (layers, MOST_LAYERS),
+        ({"parallel.pipeline.vpp": p.pipeline.vpp}, most_chunks),
+    ]
+    return [
+        f"{name}={value} must be at most {most}. Set {name} to {most} or less."
+        for counts, most in limits
+        for name, value in counts.items()
+        if value is not None and value > most
+    ]
+
+
+def check_run_name(run: TrainRun, world: int) -> str | None:
+    """The run's name is a folder name under runs/, without path separators."""
+    name = run.name
+    leads_elsewhere = set(name) <= {"."} or "/" in name or "\\" in name
+    if not leads_elsewhere and name.isprintable() and len(name.encode()) <= MOST_NAME_BYTES:
+        return None
+    return (
+        f"name={name!r:.60} cannot be the name of a folder under runs/: it must have 1 to "
+        f"{MOST_NAME_BYTES} bytes of printable characters without / and \\, and not only dots. Set "
+        "name to one such as my_run; to train in another folder, pass --run with its path."
+    )
+
+
+def largest_problems(run: TrainRun, known: list[str]) -> list[str]:
+    """Return the finite numbers so large that training would overflow, unless `known` reports them
+    already."""
+    problems = []
+    for path, value in _numbers("", to_dict(run)):
+        most = LARGEST.get(re.sub(r"\[\d+\]", "", path), LARGEST_NUMBER)
+        if most < abs(value) < math.inf and not any(f"{path}={value}" in text for text in known):
+            problems.append(
+                f"{path}={value} must be at most {most:g}. Set {path} to {most:g} or less."
+            )
+    return problems
+
+
+def _numbers(path: str, value: Plain) -> Iterator[tuple[str, float]]:
+    """Yield every floating-point number of a tree with its path."""
+    if isinstance(value, float):
+        yield path, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _numbers(join_path(path, name), inner)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _numbers(f"{path}[{number}]", inner)
+
+
+def check_kv_heads_fit_tp(run: TrainRun, world: int) -> str | None:
+    """Each tensor-parallel rank has whole KV heads, or each KV head is replicated on equally many
+    ranks."""
+    keys, tp, heads = run.model.num_kv_heads, run.parallel.tp, run.model.num_heads
+    if tp <= keys or (tp % keys == 0 and tp <= heads):
+        return None
+    fits = sorted({*range(1, min(keys, 16) + 1), *(n for n in divisors(heads) if n % keys == 0)})
+    return (
+        f"parallel.tp={tp} does not fit model.num_kv_heads={keys} (model.num_heads={heads}): a "
+        "rank needs whole KV heads, or each KV head is replicated on an equal number of ranks. Set "
+        f"parallel.tp to one of {fits}."
+    )
+
+
+def check_every_rank_has_features(run: TrainRun, world: int) -> str | None:
+    """Each tensor-parallel rank has a nonempty shard of every weight."""
+    tp, rows, own = run.parallel.tp, run.model.padded_vocab_size(), run.model.layers.ffn_hidden_size
+    name, features = (
+        ("layers.ffn_hidden_size", min(own))
+        if own
+        else ("ffn_hidden_size", run.model.ffn_hidden_size)
+    )
+    if tp <= min(features, rows):
+        return None
+    return (
+        f"parallel.tp={tp} is more than model.{name}={features} or the {rows} rows of the "
+        f"vocabulary. Set parallel.tp to at most {min(features, rows)}."
+    )
+
+
+def check_kv_head_replication_is_uniform(run: TrainRun, world: int) -> str | None:
+    """KV heads are replicated in every layer or in none."""
+    keys, tp = run.model.layers.num_kv_heads, run.parallel.tp
+    if not keys or tp <= min(keys) or min(keys) == max(keys):
+        return None
+    return (
+        f"parallel.tp={tp} with model.layers.num_kv_heads={list(keys)}: KV heads would be "
+        f"replicated in some layers and not in others. Set parallel.tp to {min(keys)} or less."
+    )
+
+
+def check_sp_needs_tp(run: TrainRun, world: int) -> str | None:
+    """Sequence parallelism shards tokens over the tensor-parallel ranks."""
+    if not run.parallel.sp or run.parallel.tp > 1:
+        return None
+    return (
+        "parallel.sp=true needs parallel.tp > 1, over which it shards tokens. Set parallel.tp to "
+        "2, or remove parallel.sp."
+    )
+
+
+def check_tp_comm_overlap_needs_sp(run: TrainRun, world: int) -> str | None:
+    """Tensor-parallel communication overlap needs sequence parallelism and overlap."""
+    p = run.parallel
+    if not p.tp_comm_overlap or (p.sp and p.overlap):
+        return None
+    return (
+        "parallel.tp_comm_overlap=true needs parallel.sp=true and parallel.overlap=true (now "
+        f"sp={p.sp}, overlap={p.overlap}): the collective matmul exchanges sequence-parallel "
+        "shards of the tokens. Set both, or remove parallel.tp_comm_overlap."
+    )
+
+
+def check_fused_collective_matmul(run: TrainRun, world: int) -> str | None:
+    """Fused collective matmuls are part of tensor-parallel communication overlap."""
+    p = run.parallel
+    if p.tp_comm_overlap or p.collective_matmul != "fused":
+        return None
+    return (
+        f"parallel.collective_matmul={p.collective_matmul} with parallel.tp_comm_overlap=false has "
+        "no effect. Set parallel.tp_comm_overlap=true, or parallel.collective_matmul=auto."
+    )
+
+
+def check_sp_divides_tokens(run: TrainRun, world: int) -> str | None:
+    """Sequence parallelism needs equally many tokens on each rank; with cp `context_problems`
+    checks this."""
+    tp, rows, length = run.parallel.tp, run.train.micro_batch_size, run.train.seq_len
+    packed = run.train.tokens_per_microbatch is not None
+    if not run.parallel.sp or run.parallel.cp > 1 or packed or rows * length % tp == 0:
+        return None
+    return (
+        f"train.micro_batch_size * train.seq_len = {rows} * {length} = {rows * length} tokens do "
+        f"not divide over parallel.tp={tp} ranks with parallel.sp=true. Set train.seq_len to "
+        f"{-(-length // tp) * tp} or train.micro_batch_size to {-(-rows // tp) * tp}."
+    )
+
+
+def check_seq_len(run: TrainRun, world: int) -> str | None:
+    """train.seq_len is at most the model's context length."""
+    length, limit = run.train.seq_len, run.model.max_seq_len
+    if length <= limit:
+        return None
+    return (
+        f"train.seq_len={length} is more than model.max_seq_len={limit}. Set train.seq_len to "
+        f"{limit} or less."
+    )
+
+
+def check_seq_len_fits_mtp(run: TrainRun, world: int) -> str | None:
+    """A row has tokens for every MTP depth."""
+    length, depths = run.train.seq_len, run.model.mtp.num_layers
+    if depths < length:
+        return None
+    return (
+        f"train.seq_len={length} with model.mtp.num_layers={depths}: the deepest prediction is "
+        f"{depths + 1} tokens ahead, beyond every row. Set train.seq_len to {depths + 1} or more, "
+        f"or model.mtp.num_layers to {length - 1} or less."
+    )
+
+
+def check_compile_without_tp_and_cp(run: TrainRun, world: int) -> str | None:
+    """Compiled layers contain no collectives."""
+    axes = [
+        f"parallel.{axis}={size}"
+        for axis in ("tp", "cp")
+        if (size := getattr(run.parallel, axis)) > 1
+    ]
+    if not run.train.compile or not axes:
+        return None
+    return (
+        f"train.compile=true with {' and '.join(axes)}: only layers without tensor or context "
+        "parallelism can be compiled. Set train.compile=false, or the degrees to 1."
+    )
+
+
+def check_compile_without_experts(run: TrainRun, world: int) -> str | None:
+    """Compiled layers have no experts, since each token count would be compiled separately."""
+    if not run.train.compile or run.model.moe is None:
+        return None
+    return (
+        f"train.compile=true with model.moe of {run.model.moe.num_experts} experts: the number of "
+        "tokens per expert changes in every step, which compiled layers do not support. Set "
+        "train.compile=false."
+    )
+
+
+def check_compile_without_split_backward(run: TrainRun, world: int) -> str | None:
+    """A compiled layer computes weight gradients and input gradients together."""
+    pipeline = run.parallel.pipeline
+    name = schedule_name(pipeline)
+    if not run.train.compile or run.parallel.pp * pipeline.vpp == 1 or name not in SPLIT_SCHEDULES:
+        return None
+    return (
+        f"train.compile=true with parallel.pipeline.schedule={name}: this schedule defers weight "
+        "gradients, and a compiled layer computes weight and input gradients together. Set "
+        "parallel.pipeline.schedule to one of gpipe, 1f1b, interleaved, or train.compile=false."
+    )
+
+
+def check_zero3_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
+    """With parallel.zero=3, model chunks are sharded separately, so the chunks of a rank cannot
+    share a table."""
+    p, layers, depths = run.parallel, run.model.num_layers, run.model.mtp.num_layers
+    alone = world // p.tp <= 1
+    if p.zero != 3 or alone or p.pipeline.vpp == 1 or min(p.pp, p.pipeline.vpp) < 1:
+        return None
+    if stages_problems(p.pipeline, pp=p.pp, num_layers=layers, depths=depths):
+        return None  # reported by another rule
+    stages = plan_stages(p.pipeline, pp=p.pp, num_layers=layers, depths=depths)
+    ranks = [stages_of_rank(stages, rank, p.pipeline, pp=p.pp) for rank in range(p.pp)]
+    biased = any(sum(chunk.reads_biases(run.model) for chunk in chunks) > 1 for chunks in ranks)
+    if not biased and not any(
+        sum(chunk.reads_table(run.model) for chunk in chunks) > 1 for chunks in ranks
+    ):
+        return None
+    if biased:
+        return (
+            f"parallel.zero={p.zero} with parallel.pipeline.vpp={p.pipeline.vpp} and "
+            "model.positions=relative: the chunks of a rank share one table of biases, and each "
+            "chunk is sharded separately. Set parallel.pipeline.vpp=1, or parallel.zero=2."
+        )
+    cause = (
+        "tied_embeddings=true"
+        if run.model.tied_embeddings
+        else f"mtp.num_layers={run.model.mtp.num_layers}"
+    )
+    return (
+        f"parallel.zero={p.zero} with parallel.pp={p.pp}, parallel.pipeline.vpp={p.pipeline.vpp} "
+        f"and model.{cause}: two chunks of a rank share the embedding table, and each chunk is "
+        "sharded separately. Set parallel.pipeline.vpp=1, or parallel.zero=2."
+    )
+
+
+def check_eval_steps(run: TrainRun, world: int) -> str | None:
+    """train.eval_every needs train.eval_steps."""
+    if not run.train.eval_every or run.train.eval_steps > 0:
+        return None
+    return (
+        f"train.eval_every={run.train.eval_every} but train.eval_steps=0: set train.eval_steps to "
+        "10, or remove train.eval_every."
+    )
+
+
+def check_betas(run: TrainRun, world: int) -> str | None:
+    """Optimizer betas are in [0, 1)."""
+    given = {"optim.beta1": run.optim.beta1, "optim.beta2": run.optim.beta2}
+    bad = [f"{name}={value}" for name, value in given.items() if not 0 <= value < 1]
+    return f"{', '.join(bad)} must be in [0, 1). Use 0.9 and 0.95." if bad else None
+
+
+def check_weight_decay(run: TrainRun, world: int) -> str | None:
+    """A step of decoupled weight decay does not increase weights."""
+    schedule, decoupled = run.schedule, run.optim.kind == "sgd" or run.optim.decoupled_weight_decay
+    names = {
+        "weight_decay": schedule.weight_decay,
+        "end_weight_decay": schedule.end_weight_decay or 0.0,
+    }
+    name, decay = max(names.items(), key=lambda item: item[1])
+    product = schedule.lr * decay
+    in_range = schedule.lr <= LARGEST["schedule.lr"] and decay <= LARGEST["schedule.weight_decay"]
+    if not (
+        decoupled and in_range and product > 2
+    ):  # numbers out of range are reported by another rule
+        return None
+    return (
+        f"schedule.{name}={decay} with schedule.lr={schedule.lr}: each step multiplies weights by "
+        f"1 - lr * decay = {1 - product:g}, so that they grow without bound. Set schedule.{name} "
+        f"to {2 / schedule.lr:g} or less."
+    )
+
+
+def check_label_smoothing(run: TrainRun, world: int) -> str | None:
+    """Label smoothing is in [0, 1)."""
+    share = run.train.label_smoothing
+    if 0 <= share < 1:
+        return None
+    return f"train.label_smoothing={share} must be in [0, 1). Use 0.1, or 0 for no smoothing."
+
+
+def check_z_loss_and_loss_chunk(run: TrainRun, world: int) -> str | None:
+    """The z-loss coefficient is not negative, and a loss chunk has at least one token."""
+    bad = []
+    if not 0 <= run.train.z_loss < math.inf:
+        bad.append(
+            f"train.z_loss={run.train.z_loss} must be a finite number of at least 0. Use 1e-4, or "
+            "0 for none."
+        )
+    if run.train.loss_chunk is not None and run.train.loss_chunk < 1:
+        bad.append(
+            f"train.loss_chunk={run.train.loss_chunk} must be at least 1. Use 1024, or leave it "
+            "unset."
+        )
+    return " ".join(bad) or None
+
+
+def check_explicit_backends(run: TrainRun, world: int) -> str | None:
+    """Kernel backends that are selected by name support the model; devices are checked when the
+    model is built."""
+    return " ".join(explicit_backend_problems(run)) or None
+
+
+def check_sft_tokenizer(run: TrainRun, world: int) -> str | None:
+    """Chat templates need a tokenizer of text."""
+    kind = run.tokenizer.kind
+    if not run.data.sft.used() or kind != "null":
+        return None
+    return (
+        f"tokenizer.kind={kind} with data.sft: conversations are text, which this tokenizer cannot "
+        "encode. Set tokenizer.kind to byte, or to huggingface with tokenizer.path."
+    )
+
+
+def check_num_samples(run: TrainRun, world: int) -> str | None:
+    """The order of all samples of a run, built before its first step, fits into memory."""
+    steps, rows = run.train.steps, run.train.global_batch_size
+    if steps * rows <= MOST_SAMPLES:
+        return None
+    return (
+        f"train.steps={steps} * train.global_batch_size={rows} = {steps * rows} samples is more "
+        f"than {MOST_SAMPLES} (2**36): the order of all samples is built first, at 8 bytes each or "
+        f"more. Set train.steps to {max(MOST_SAMPLES // rows, 1)} or less."
+    )
+
+
+def check_routing_trace_has_experts(run: TrainRun, world: int) -> str | None:
+    """A routing trace needs a model with routers."""
+    if run.observe.routing_trace <= 0 or run.model.moe is not None:
+        return None
+    return (
+        f"observe.routing_trace={run.observe.routing_trace} with model.moe=null: the model has no "
+        "experts. Set model.moe, or observe.routing_trace=0."
+    )
+
+
+def check_routing_captures_have_trace(run: TrainRun, world: int) -> str | None:
+    """Routing captures need a routing trace."""
+    captures, steps = run.observe.routing_captures, run.observe.routing_trace
+    if not captures or steps > 0:
+        return None
+    return (
+        f"observe.routing_captures=[{', '.join(captures)}] with observe.routing_trace={steps}: "
+        "captures are written with a routing trace. Set observe.routing_trace=1 or more, or "
+        "observe.routing_captures=[]."
+    )
+
+
+def check_per_layer_metrics(run: TrainRun, world: int) -> str | None:
+    """Metrics per layer are metrics of experts."""
+    if not run.observe.per_layer or run.model.moe is not None:
+        return None
+    return (
+        f"observe.per_layer={str(run.observe.per_layer).lower()} with model.moe=null: these "
+        "metrics are of experts. Set model.moe, or observe.per_layer=false."
+    )
+
+
+def number_problems(run: TrainRun) -> list[str]:
+    """Return a message for each number out of its range, NaN and infinity included."""
+    positive = {
+        "optim.eps": (run.optim.eps, 1e-8),
+        "parallel.timeout_seconds": (run.parallel.timeout_seconds, 600.0),
+        "observe.peak_tflops": (run.observe.peak_tflops, 100.0),
+    }
+    nonnegative = {
+        "optim.clip_grad": run.optim.clip_grad,
+        "train.eval_steps": run.train.eval_steps,
+        "train.eval_every": run.train.eval_every,
+        "checkpoint.every": run.checkpoint.every,
+        "seed": run.seed,
+        "train.max_minutes": run.train.max_minutes,
+        "observe.routing_trace": run.observe.routing_trace,
+    }
+    return (
+        model_number_problems(run.model)
+        + [
+            f"{name}={value} must be a finite number above 0. Use {example}."
+            for name, (value, example) in positive.items()
+            if value is not None and not 0 < value < math.inf
+        ]
+        + [
+            f"{name}={value} must be a finite number of at least 0. Use 0 or more."
+            for name, value in nonnegative.items()
+            if value is not None and not 0 <= value < math.inf
+        ]
+    )
+
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    check_kv_heads_fit_tp,
+    check_kv_head_replication_is_uniform,
+    check_every_rank_has_features,
+    check_sp_needs_tp,
+    check_tp_comm_overlap_needs_sp,
+    check_fused_collective_matmul,
+)
+RULES: tuple[Rule, ...] = (
+    *LAYOUT_RULES,
+    check_run_name,
+    check_sp_divides_tokens,
+    check_seq_len,
+    check_seq_len_fits_mtp,
+    check_compile_without_tp_and_cp,
+    check_compile_without_experts,
+    check_compile_without_split_backward,
+    check_z_loss_and_loss_chunk,
+    check_explicit_backends,
+    check_zero3_chunks_share_no_table,
+    check_eval_steps,
+    check_betas,
+    check_weight_decay,
+    check_label_smoothing,
+    check_num_samples,
+    check_sft_tokenizer,
+    check_routing_trace_has_experts,
+    check_routing_captures_have_trace,
+    check_per_layer_metrics,
+)

@@ -1,0 +1,110 @@
+"""Start of one rank: joins the process group, builds the mesh, and leaves the group at the end."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import PrefixStore
+
+from megalith.config.train import TrainRun
+from megalith.config.tree import flatten
+from megalith.kernels.cpu_threads import keep_freed_memory
+from megalith.launch.launcher import end_rank
+from megalith.launch.watchdog import Fingerprints, HangWatch, backend_timeout, name_rank, watching
+from megalith.launch.worker import (
+    Worker,
+    check_consistent_settings,
+    clone_store,
+    connect,
+    describe_slow_tp,
+    disconnect,
+    open_rendezvous,
+    set_threads,
+)
+from megalith.observe.flight import FlightRecorder
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
+from megalith.rules.run import check_run
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Mesh and device of this rank."""
+
+    mesh: Mesh
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which prints and logs."""
+        return self.mesh.world.rank == 0
+
+
+@contextmanager
+def join_job(
+    run: TrainRun, environment: Mapping[str, str], folder: Path | None = None
+) -> Iterator[Job]:
+    """Join the process group that a launcher described in `environment`, or run on one rank.
+
+    A collective that takes longer than parallel.timeout_seconds ends this process, after a report
+    of all ranks' positions was written to `folder`.
+
+    Raises:
+        ConfigError: the run does not fit the number of ranks (all broken rules are listed), or
+            other ranks were started with other settings.
+        RankError: not all ranks joined in time.
+    """
+    worker = Worker.from_environment(environment)
+    check_run(run, worker.world)
+    set_threads(worker, run.train.threads)
+    if worker.device.type == "cpu":
+        keep_freed_memory()
+    if worker.world == 1:
+        yield Job(build_single_rank_mesh(), worker.device)
+        return
+    grid = model_grid(run.parallel, run.model, worker.world)
+    if worker.rank == 0 and (problem := describe_slow_tp(grid, worker.local_world)) is not None:
+        _log.warning(problem)
+    store = open_rendezvous(worker, timeout_seconds=run.parallel.timeout_seconds)
+    assert store is not None
+    flight = FlightRecorder()
+    if run.parallel.check_collectives:
+        if worker.rank == 0 and run.parallel.zero == 3:
+            _log.warning(
+                "parallel.check_collectives=true with parallel.zero=3: the collectives that "
+                "torch's FSDP2 launches to gather weights and sum gradients are not compared, nor "
+                "listed when a rank hangs. Set parallel.zero=1 to compare all of them."
+            )
+        flight.compare = Fingerprints(
+            clone_store(store), worker.rank, partial(name_rank, grid)
+        ).compare
+    watch = HangWatch(
+        flight,
+        PrefixStore("watch", clone_store(store)),
+        worker.rank,
+        worker.world,
+        run.parallel.timeout_seconds,
+        end=partial(end_rank, environment=environment),
+        where=partial(name_rank, grid),
+        folder=folder,
+        device=worker.device,
+    )
+    patience = backend_timeout(run.parallel.timeout_seconds)
+    with watching(watch):
+        everyone = connect(worker, timeout_seconds=patience, store=store, flight=flight)
+        try:
+            check_consistent_settings(flatten(run), everyone)
+            yield Job(
+                build_mesh(grid, rank=worker.rank, timeout_seconds=patience, flight=flight),
+                worker.device,
+            )
+        except BaseException:
+            disconnect(worker, failed=True)
+            raise
+        disconnect(worker)

@@ -1,0 +1,260 @@
+"""The run folder: its files, the settings that a resumed run may change, and its copy of the
+tokenizer."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megalith import storage
+from megalith.config.data import BUILT_IN_TEMPLATES
+from megalith.config.tokenizer import MERGES, VOCABULARY, TokenizerConfig, find_merges_file
+from megalith.config.train import CONFIG_FILE, TrainRun, load_run
+from megalith.config.tree import differences, dump_yaml
+from megalith.data.chat_template import TEMPLATE_FILE
+from megalith.data.sentencepiece import MODEL
+from megalith.data.tokenizer import main_file
+from megalith.errors import ConfigError, DataError
+from megalith.hf.folder import TOKENIZER_FILES, list_auxiliary_files
+from megalith.plan.param_groups import parameter_rows
+
+FIXED = (
+    "model.",
+    "tokenizer.",
+    "data.",
+    "train.seq_len",
+    "train.global_batch_size",
+    "seed",
+    "lora",
+    "optim.trained",
+    "optim.frozen",
+)
+"""Settings that determine the weights' meaning or the order of the data: they cannot change during
+a run."""
+
+FREE_DATA = (
+    "data.cache_path",
+    "data.mmap",
+    "data.num_train_samples",
+    "data.path",
+    "data.train_path",
+    "data.valid_path",
+    "data.test_path",
+    "data.sft.path",
+    "data.sft.valid_path",
+    "data.sft.packs",
+    "tokenizer.path",
+    "lora.load",
+)
+"""Exceptions: these files may move; a fingerprint of their contents is checked instead."""
+
+
+TIKTOKEN_FILE = "tokenizer.tiktoken"
+"""Name of the copy of a tiktoken vocabulary, whatever the original is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of the files of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved settings; used as a recipe, they run it again."""
+        return self.path / CONFIG_FILE
+
+    @property
+    def tokenizer(self) -> Path:
+        """Copy of the run's tokenizer files; config.yaml names them relative to the folder."""
+        return self.path / "tokenizer"
+
+    @property
+    def log(self) -> Path:
+        """Log messages with their times."""
+        return self.path / "log.txt"
+
+    @property
+    def metrics(self) -> Path:
+        """Metrics: one JSON object per logged step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def routing(self) -> Path:
+        """Folder of the routing trace: rank_00000.jsonl, ..."""
+        return self.path / "routing"
+
+    @property
+    def parameters(self) -> Path:
+        """One JSON object per parameter: whether it is trained, learning rate and weight decay."""
+        return self.path / "parameters.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints: step_0000100/, ..."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of the TensorBoard event files."""
+        return self.path / "tensorboard"
+
+
+def run_folder(run: TrainRun, name: str | None) -> RunFolder:
+    """Return runs/NAME, or the path `name` if it contains a slash before its end or starts with a
+    dot."""
+    plain = (name or run.name).rstrip("/")  # shell completion appends a slash
+    if name and (not plain or "/" in plain or plain.startswith(".")):
+        return RunFolder(Path(name))
+    return RunFolder(Path("runs") / plain)
+
+
+def list_changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
+    """Return one line for each setting that differs from the folder's own settings and may differ.
+
+    Raises:
+        ConfigError: a setting differs that cannot change during a run.
+    """
+    if not folder.config.exists():
+        return []
+    before = load_run(folder.config)
+    ignored = {"name", *_paths_of_equal_files(before, run)}
+    changed = [
+        (field, old, new) for field, old, new in differences(before, run) if field not in ignored
+    ]
+    lines = {field: f"{field}: {old} before, {new} now" for field, old, new in changed}
+    fixed = [
+        line for field, line in lines.items() if field.startswith(FIXED) and field not in FREE_DATA
+    ]
+    if fixed:
+        listed = "\n".join(f"  {line}" for line in fixed)
+        raise ConfigError(
+            f"{folder.path} holds a run with other settings, which determine its weights and the "
+            "order of its data:\n"
+            f"{listed}\n"
+            "Use the settings it was started with, or choose another folder with --run NAME."
+        )
+    return list(lines.values())
+
+
+@contextlib.contextmanager
+def remove_new_folder_on_error(folder: RunFolder) -> Iterator[None]:
+    """Remove the folder and log that a start created, if it fails before the run's settings are
+    written."""
+    created = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        if created and not folder.config.exists():
+            with contextlib.suppress(OSError):  # files that others have put there stay
+                folder.log.unlink(missing_ok=True)
+                for path in created:
+                    path.rmdir()
+        raise
+
+
+def _paths_of_equal_files(before: TrainRun, run: TrainRun) -> list[str]:
+    """Return the settings that name different paths of the same tokenizer or template files."""
+    try:
+        equal = read_tokenizer_files(before).contents == read_tokenizer_files(run).contents
+    except (DataError, OSError):
+        return []
+    templates_are_files = all(_template_file(each) is not None for each in (before, run))
+    return (
+        ["tokenizer.path", *(["data.sft.template"] if templates_are_files else [])] if equal else []
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """Files of a run's tokenizer. The run and each checkpoint have a copy, so that they can be
+    moved."""
+
+    main: str | None
+    """Name of the file that tokenizer.path stands for; None if the tokenizer is not read from a
+    file."""
+
+    contents: Mapping[str, bytes]
+    """Content of every file, by its name in the copy."""
+
+    def config_text(self, run: TrainRun, folder: str) -> str:
+        """Return the settings of `run` as YAML, with paths of the copies in `folder` (relative to
+        config.yaml)."""
+        data, tokenizer = run.data, run.tokenizer
+        if self.main is not None:
+            tokenizer = replace(tokenizer, path=str(Path(folder) / self.main))
+        if TEMPLATE_FILE in self.contents and data.sft.template not in (None, *BUILT_IN_TEMPLATES):
+            data = replace(data, sft=replace(data.sft, template=str(Path(folder) / TEMPLATE_FILE)))
+        return dump_yaml(replace(run, data=data, tokenizer=tokenizer))
+
+
+def read_tokenizer_files(run: TrainRun) -> TokenizerFiles:
+    """Read the files of the run's tokenizer, under the names that every loader expects.
+
+    A chat template that data.sft.template names replaces the tokenizer's own.
+
+    Raises:
+        DataError: the tokenizer files do not exist.
+    """
+    files: dict[str, Path] = {}
+    name, main, template = None, main_file(run.tokenizer), _template_file(run)
+    if main is not None:
+        name = _name_of_copy(run.tokenizer, main)
+        beside = list_auxiliary_files(main.parent)
+        files = {each: file for each, file in beside.items() if each in TOKENIZER_FILES} | {
+            name: main
+        }
+        merges = find_merges_file(str(main)) if run.tokenizer.kind == "huggingface" else None
+        files |= {} if merges is None else {MERGES: Path(merges)}
+    if run.data.sft.template is not None:
+        files.pop(TEMPLATE_FILE, None)
+        files |= {} if template is None else {TEMPLATE_FILE: template}
+    return TokenizerFiles(name, {each: storage.read_bytes(file) for each, file in files.items()})
+
+
+def _template_file(run: TrainRun) -> Path | None:
+    """Return the file that data.sft.template names; None for a built-in template or no file."""
+    named = run.data.sft.template
+    is_file = named is not None and named not in BUILT_IN_TEMPLATES and Path(named).is_file()
+    return Path(named) if is_file and named is not None else None
+
+
+def _name_of_copy(tokenizer: TokenizerConfig, main: Path) -> str:
+    if tokenizer.kind == "huggingface":
+        return "tokenizer.json" if find_merges_file(str(main)) is None else VOCABULARY
+    return MODEL if tokenizer.kind == "sentencepiece" else TIKTOKEN_FILE
+
+
+def write_config(folder: RunFolder, run: TrainRun, tokenizer: TokenizerFiles) -> None:
+    """Save the resolved settings and the tokenizer files atomically.
+
+    A run killed at any point leaves the old or the new settings.
+    """
+    folder.path.mkdir(parents=True, exist_ok=True)
+    if tokenizer.contents:
+        folder.tokenizer.mkdir(exist_ok=True)
+        stale = {*TOKENIZER_FILES, TIKTOKEN_FILE} - tokenizer.contents.keys()
+        for name in stale:
+            storage.remove_file(folder.tokenizer / name)
+        for name, contents in tokenizer.contents.items():
+            storage.replace_file(folder.tokenizer / name, contents)
+    storage.replace_file(folder.config, tokenizer.config_text(run, folder.tokenizer.name).encode())
+
+
+def write_parameters(folder: RunFolder, run: TrainRun) -> None:
+    """Save the parameter group of each parameter."""
+    lines = [json.dumps(row) + "\n" for row in parameter_rows(run)]
+    storage.replace_file(folder.parameters, "".join(lines).encode())
+
+
+def set_aside_metrics(folder: RunFolder) -> Path | None:
+    """Rename the metrics of a run whose checkpoints are gone; return the new path, None if there
+    are none."""
+    if not folder.metrics.exists() or folder.metrics.stat().st_size == 0:
+        return None
+    number = 1
+    while (renamed := folder.metrics.with_name(f"metrics.before-{number}.jsonl")).exists():
+        number += 1
+    folder.metrics.rename(renamed)
+    return renamed

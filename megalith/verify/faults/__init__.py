@@ -1,0 +1,1 @@
+"""Faults that are planted to test that verification detects them."""

@@ -1,0 +1,102 @@
+"""Tests of megalith/estimate/times.py."""
+
+import pytest
+
+from megalith.config.tree import apply_overrides
+from megalith.estimate.times import (
+    CommunicationTime,
+    attention_share,
+    communication_time,
+    rank_flops,
+    repeated_share,
+    work_seconds,
+)
+from megalith.estimate.traffic import step_traffic
+from megalith.estimate.workload import plan_workload
+from megalith.plan.devices import DEVICES, EFFICIENCY, LINK_EFFICIENCY, device_named
+from megalith.recipes import resolve
+
+H100 = DEVICES["h100"]
+
+
+def test_the_work_of_a_rank_is_its_share_of_the_steps() -> None:
+    workload = plan_workload(resolve("llama3_8b"), 8)
+    tokens = 512 * 8192
+    assert rank_flops(workload) == pytest.approx(51_470_401_536 * tokens / 8)
+    seconds = work_seconds(workload, H100)
+    assert seconds == pytest.approx(rank_flops(workload) / (989.4e12 * EFFICIENCY))
+    assert work_seconds(workload, device_named("40", world=8, host_memory=0)) is None
+
+
+def test_work_that_is_done_twice_takes_its_time() -> None:
+    full = {"recompute.granularity": "full"}
+    run = resolve("llama3_8b")
+    plain, again = (plan_workload(apply_overrides(run, settings), 8) for settings in ({}, full))
+    head = 6 * 4096 * 128_256 / 51_470_401_536
+    assert repeated_share(plain) == 0
+    assert repeated_share(again) == pytest.approx((1 - head) / 3)
+    slow, fast = work_seconds(again, H100), work_seconds(plain, H100)
+    assert (
+        slow is not None and fast is not None and slow / fast == pytest.approx(1 + (1 - head) / 3)
+    )
+    block = full | {"recompute.method": "block", "recompute.num_layers": "8", "parallel.pp": "2"}
+    half = plan_workload(apply_overrides(run, block), 8)
+    assert repeated_share(half) == pytest.approx((1 - head) / 3 / 2), "8 of 16 layers of each stage"
+
+
+def test_a_link_within_a_node_is_the_faster_one() -> None:
+    workload = plan_workload(apply_overrides(resolve("llama3_70b"), {"parallel.cp": "2"}), 32)
+    found = {}
+    for row in step_traffic(workload, 0, 0):
+        way = communication_time(workload, row, pp_rank=0, tp_rank=0, device=H100)
+        assert way is not None
+        rate = (450e9 if way.near else 50e9) * LINK_EFFICIENCY
+        assert way.seconds == pytest.approx(row.nbytes / rate)
+        found[row.axis] = way.near
+        assert (way.room == 0) == (row.behind == "")
+    assert found == {"tp": True, "cp": False, "dp": False}
+
+
+def test_rows_to_experts_hide_behind_what_is_computed_in_pairs() -> None:
+    layout = {
+        "parallel.ep": "8",
+        "parallel.tp": "1",
+        "parallel.pp": "1",
+        "train.global_batch_size": "64",
+    }
+    found = {}
+    for pairs in ("false", "true"):
+        run = apply_overrides(resolve("mixtral_8x7b"), layout | {"parallel.overlap_experts": pairs})
+        workload = plan_workload(run, 8)
+        (row,) = (
+            row for row in step_traffic(workload, 0, 0) if row.what == "rows to experts and back"
+        )
+        found[pairs] = communication_time(workload, row, pp_rank=0, tp_rank=0, device=H100)
+        work = work_seconds(workload, H100)
+    plain, paired = found["false"], found["true"]
+    assert plain is not None and paired is not None and work is not None
+    assert plain.room == 0 and paired.seconds == plain.seconds
+    many = workload.num_microbatches
+    assert many > 1 and paired.room == pytest.approx((many - 1) / many * work), (
+        "the first forward has no partner"
+    )
+
+
+def test_what_is_left_is_what_finds_no_room() -> None:
+    assert CommunicationTime(near=True, seconds=3.0, room=2.0).exposed == 1.0
+    assert CommunicationTime(near=True, seconds=3.0, room=5.0).exposed == 0.0
+
+
+def test_passage_is_none_without_bandwidth() -> None:
+    workload = plan_workload(resolve("llama3_8b"), 8)
+    row = step_traffic(workload, 0, 0)[0]
+    cpu = device_named("cpu", world=8, host_memory=2**34)
+    assert communication_time(workload, row, pp_rank=0, tp_rank=0, device=cpu) is None
+
+
+def test_attention_has_more_of_long_rows() -> None:
+    short, long = (
+        plan_workload(apply_overrides(resolve("llama3_8b"), {"train.seq_len": length}), 2)
+        for length in ("1024", "8192")
+    )
+    assert 0 < attention_share(short) < attention_share(long) < 0.2
