@@ -16,21 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 START, STOP = "<!-- map -->", "<!-- /map -->"
 ROWS = (
-    *(
-        "cli",
-        "recipes",
-        "verify",
-        "train",
-        "infer",
-        "rl",
-        "posttrain",
-        "models",
-        "nn",
-        "optim",
-        "data",
-        "checkpoint",
-    ),
-    *("parallel", "kernels", "precision", "observe", "testing", "plan", "config"),
+    *("cli", "verify", "rl", "train", "serve", "infer", "posttrain", "estimate", "hf"),
+    *("models", "rules", "testing", "checkpoint", "data", "launch", "nn", "optim"),
+    *("parallel", "observe", "precision", "kernels", "megatron", "plan", "recipes", "config"),
 )
 """Folders in the order of the import rows, top first; anything else follows."""
 

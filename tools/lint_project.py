@@ -35,7 +35,12 @@ MAX_FUNCTION_STATEMENTS = 55
 MAX_FILE_STATEMENTS = 560
 """Statements, because the formatter decides how many lines they take."""
 
-COLLECTIVE_FOLDERS = ("megalith/parallel/", "megalith/testing/", "megalith/verify/")
+COLLECTIVE_FOLDERS = (
+    "megalith/parallel/",
+    "megalith/launch/",
+    "megalith/testing/",
+    "megalith/verify/",
+)
 """Where collectives may be launched: parallel/ has the groups, the others create and check them."""
 
 CUDA_FILES = (
