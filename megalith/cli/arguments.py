@@ -9,11 +9,8 @@ A command that takes a run looks like this:
 """
 
 import inspect
-import json
-import math
 import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -46,7 +43,7 @@ from megalith.errors import ConfigError, nearest, raise_all
 from megalith.recipes import resolve
 
 if TYPE_CHECKING:
-    from megalith.hf.pretrained import Pretrained
+    pass
 
 
 OptionsT = TypeVar("OptionsT")
@@ -407,30 +404,3 @@ def _run_on(argv: Sequence[str], root: type) -> object | None:
                 run = resolve(word)
                 return run if isinstance(run, root) else None
     return None
-
-
-# Output of commands: JSON documents on standard output, and warnings about a model on standard
-# error.
-
-
-def print_json(document: Any) -> None:  # Any: whatever JSON can hold
-    """Print one JSON document to standard output. NaN and infinities become null."""
-    print(json.dumps(finite(document), indent=2, ensure_ascii=False))
-
-
-def finite(value: Any) -> Any:  # Any: JSON in, JSON out
-    """Return the data with NaN and infinities replaced by None, tuples by lists and keys by
-    text."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
-
-
-def print_warnings(source: "Pretrained") -> None:
-    """Print the warnings of a model to standard error."""
-    for line in source.warnings():
-        print(f"{source.path}: {line}", file=sys.stderr)

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options, print_json, split_overrides
+from megalith.cli.arguments import parse_options, split_overrides
+from megalith.cli.output import print_json
 from megalith.cli.train import must_start_workers, resolve_recompute
 from megalith.config.train import TrainRun
 from megalith.errors import ConfigError, did_you_mean

@@ -13,8 +13,9 @@ from typing import IO, TYPE_CHECKING, Literal
 from tyro.conf import Positional
 
 from megalith import storage
-from megalith.cli.arguments import parse_options, print_warnings
+from megalith.cli.arguments import parse_options
 from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
+from megalith.cli.output import print_warnings
 from megalith.config.generation import SampleConfig, sample_problems
 from megalith.config.kernels import Kernel
 from megalith.errors import DataError, raise_all

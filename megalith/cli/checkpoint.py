@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options, print_json
+from megalith.cli.arguments import parse_options
+from megalith.cli.output import print_json
 from megalith.errors import CheckpointError, ConfigError, did_you_mean
 
 if TYPE_CHECKING:  # imports torch

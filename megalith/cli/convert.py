@@ -19,7 +19,8 @@ from rich.progress import (
 )
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options, print_json, print_warnings
+from megalith.cli.arguments import parse_options
+from megalith.cli.output import print_json, print_warnings
 from megalith.config.checkpoint import NewRowInit
 from megalith.config.moe import MoEConfig
 from megalith.config.tokenizer import FILES

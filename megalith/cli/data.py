@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options, print_json
+from megalith.cli.arguments import parse_options
+from megalith.cli.output import print_json
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
 from megalith.data.stores import find_stores, merge_stores, read_store_tokenizer, summarize

@@ -9,7 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megalith.cli.arguments import parse_options, print_json
+from megalith.cli.arguments import parse_options
+from megalith.cli.output import print_json
 
 if TYPE_CHECKING:
     from megalith.observe.machine import Capability, DeviceRates, Machine

@@ -9,7 +9,8 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options, print_json, split_overrides
+from megalith.cli.arguments import parse_options, split_overrides
+from megalith.cli.output import print_json
 from megalith.cli.train import must_start_workers
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig

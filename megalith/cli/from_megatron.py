@@ -7,8 +7,9 @@ from itertools import takewhile
 from pathlib import Path
 
 from megalith import storage
-from megalith.cli.arguments import parse_options, print_json
-from megalith.config.tree import dump_yaml, format_value, to_dict
+from megalith.cli.arguments import parse_options
+from megalith.cli.output import format_value, print_json
+from megalith.config.tree import dump_yaml, to_dict
 from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
 from megalith.megatron.arguments import with_files

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Positional
 
 from megalith import storage
-from megalith.cli.arguments import parse_options, print_json, print_warnings
+from megalith.cli.arguments import parse_options
+from megalith.cli.output import print_json, print_warnings
 from megalith.config.generation import SampleConfig, sample_problems
 from megalith.config.kernels import Kernel
 from megalith.config.parallel import ParallelConfig

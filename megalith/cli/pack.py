@@ -5,7 +5,8 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options, print_json, split_overrides
+from megalith.cli.arguments import parse_options, split_overrides
+from megalith.cli.output import print_json
 from megalith.config.train import TrainRun
 from megalith.data.packs import PackReport, pack_first_fit, summarize_packing, write_packs
 from megalith.data.sft import build_conversations

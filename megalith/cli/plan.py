@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options, print_json, split_overrides
+from megalith.cli.arguments import parse_options, split_overrides
+from megalith.cli.output import print_json
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError, did_you_mean

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from megalith.cli.arguments import parse_options, print_json
+from megalith.cli.arguments import parse_options
+from megalith.cli.output import print_json
 from megalith.config.data import PrepareConfig, prepare_problems
 from megalith.config.tokenizer import FileKind, SplitPattern, TokenizerConfig
 from megalith.data.corpus import find_sources, read_texts

@@ -10,16 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options, print_json, split_overrides
+from megalith.cli.arguments import parse_options, split_overrides
+from megalith.cli.output import build_difference_table, build_run_table, print_json
 from megalith.config.train import TrainRun
-from megalith.config.tree import (
-    apply_overrides,
-    build_difference_table,
-    build_run_table,
-    differences,
-    dump_yaml,
-    to_dict,
-)
+from megalith.config.tree import apply_overrides, differences, dump_yaml, to_dict
 from megalith.errors import ConfigError, did_you_mean
 from megalith.estimate.memory import memory_ledger, worst
 from megalith.estimate.workload import plan_workload

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options, print_json
+from megalith.cli.arguments import parse_options
 from megalith.cli.evaluate import find_run
+from megalith.cli.output import print_json
 from megalith.errors import ConfigError
 from megalith.observe.routing import ExpertLoad, RoutingPredictability, analyze_trace
 

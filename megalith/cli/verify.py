@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options, print_json, split_overrides
+from megalith.cli.arguments import parse_options, split_overrides
+from megalith.cli.output import print_json
 from megalith.config.kernels import Kernel
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides

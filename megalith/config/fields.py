@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from megalith.config.tree import successor_of_setting
+from megalith.config.renamed import successor_of_setting
 from megalith.errors import did_you_mean
 
 Hint: TypeAlias = Any  # a type annotation: a class, `int | None`, `Literal[...]`, `tuple[str, ...]`

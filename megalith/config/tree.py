@@ -1,31 +1,24 @@
 """Conversion of config trees (nested frozen dataclasses) from and to dicts, YAML files and dotted
-overrides, with type checks; renamed settings and tables of settings.
+overrides, with type checks.
 
 Every function accepts any root dataclass made of dataclasses, numbers, text, `Literal`s, `X |
 None`, lists, tuples and dicts. All problems of an input are reported together, each with its dotted
 path.
 """
 
-import functools
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import yaml
-from rich import box
-from rich.table import Table
-from rich.text import Text
 from yaml.error import MarkedYAMLError
 
 from megalith import storage
 from megalith.config.fields import (
     Hint,
     Plain,
-    describe,
     describe_type,
     field_docs,
     field_types,
@@ -42,81 +35,12 @@ from megalith.config.fields import (
     union_options,
     unknown_setting,
 )
+from megalith.config.renamed import (
+    successor_of_setting,
+    successor_of_value,
+    translate_stored_settings,
+)
 from megalith.errors import MAX_PROBLEMS, ConfigError, did_you_mean, raise_all
-
-# Settings that were renamed: the table `renamed.yaml`, successors for error messages, and
-# translation of stored configs.
-
-
-class RenamedSettings(NamedTuple):
-    """Names and values of settings in older versions, each with its successor."""
-
-    settings: Mapping[str, str]
-    """Old dotted name -> new dotted name, of settings and of whole sections."""
-
-    values: Mapping[str, Mapping[str, str]]
-    """New dotted name -> {old value: new value}."""
-
-
-@functools.cache
-def read_renamed_settings() -> RenamedSettings:
-    """Return the table that ships with the package."""
-    table = yaml.safe_load(
-        resources.files(__package__).joinpath("renamed.yaml").read_text(encoding="utf-8")
-    )
-    return RenamedSettings(table["settings"], table["values"])
-
-
-def successor_of_setting(path: str) -> str | None:
-    """Return the name that replaces the dotted name `path`, or None if it was not renamed.
-
-    >>> successor_of_setting("model.mtp.depths"), successor_of_setting("model.hidden_size")
-    ('model.mtp.num_layers', None)
-    """
-    names = read_renamed_settings().settings
-    sections = path.split(".")
-    for length in range(len(sections), 0, -1):
-        new = names.get(".".join(sections[:length]))
-        if new is not None:
-            return ".".join([new, *sections[length:]])
-    return None
-
-
-def successor_of_value(path: str, value: object) -> str | None:
-    """Return the value that replaces `value` of the setting `path` (its current name), or None
-    if it was not renamed."""
-    return (
-        read_renamed_settings().values.get(path, {}).get(value) if isinstance(value, str) else None
-    )
-
-
-def translate_stored_settings(
-    data: Any,
-) -> Any:  # parsed YAML of any shape; anything but a mapping is returned unchanged
-    """Return the settings of a stored config.yaml with renamed settings and values translated;
-    unknown names are unchanged."""
-    if not isinstance(data, Mapping):
-        return data
-    translated: dict[str, Any] = {}
-    for path, value in _leaves(data, ""):
-        new = successor_of_setting(path) or path
-        section = translated
-        *parents, leaf = new.split(".")
-        for parent in parents:
-            inner = section.setdefault(parent, {})
-            section = inner if isinstance(inner, dict) else section
-        section[leaf] = successor_of_value(new, value) or value
-    return translated
-
-
-def _leaves(data: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        path = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, path)
-        else:
-            yield path, value
-
 
 Override: TypeAlias = str | list[str]  # one value as typed, or several for a list
 T = TypeVar("T")
@@ -693,42 +617,3 @@ def _advice(hint: Hint, value: Plain) -> str:
 
 def _fields(cls: type) -> Any:  # Any: `fields` of a class not known to be a dataclass until now
     return fields(cls)
-
-
-# Tables of settings for the terminal.
-
-
-def build_run_table(run: object) -> Table:
-    """Return a table of every setting: dotted name, value, meaning. Values that differ from the
-    default are bold and show the default."""
-    settings = {setting.path: setting for setting in describe(type(run))}
-    table = Table("setting", "value", "meaning", box=box.SIMPLE_HEAD, pad_edge=False)
-    section = ""
-    for path, value in flatten(run).items():
-        setting = settings.get(path)
-        if path.rpartition(".")[0] != section:
-            section = path.rpartition(".")[0]
-            table.add_section()
-        chosen = setting is None or setting.required or setting.default != value
-        shown = Text(format_value(value), style="bold" if chosen else "dim")
-        if chosen and setting is not None and not setting.required:
-            shown.append(f"  (default {format_value(setting.default)})", style="dim not bold")
-        table.add_row(path, shown, Text(setting.doc if setting else ""))
-    return table
-
-
-def build_difference_table(rows: list[tuple[str, Plain, Plain]], left: str, right: str) -> Table:
-    """Return a table of the settings that differ between two runs, one column per run."""
-    table = Table("setting", left, right, box=box.SIMPLE_HEAD, pad_edge=False)
-    for path, a, b in rows:
-        table.add_row(path, Text(format_value(a)), Text(format_value(b)))
-    return table
-
-
-def format_value(value: Plain) -> str:
-    """Format a value as in YAML; None becomes `unset`."""
-    if value is None:
-        return "unset"
-    if isinstance(value, str) and value:
-        return value
-    return json.dumps(value, ensure_ascii=False)

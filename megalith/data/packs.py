@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from megalith.data.sample import PackedSample, Row, RowMask, Sample
 from megalith.errors import DataError
-from megalith.kernels.attention.mask import with_masks, with_padding
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.packed import PackedSeqParams, with_masks, with_padding
 from megalith.plan.batch_assignment import TokenBudget
 from megalith.plan.keys import key
 from megalith.plan.packing import PackedDocuments, pack_first_fit_decreasing

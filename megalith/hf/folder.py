@@ -67,9 +67,15 @@ from megalith.hf.qwen2 import QWEN2
 from megalith.hf.qwen2_moe import QWEN2_MOE
 from megalith.hf.qwen3 import QWEN3
 from megalith.hf.qwen3_moe import QWEN3_MOE
-from megalith.hf.release import run_in_order, split_by_nbytes
 from megalith.hf.smollm3 import SMOLLM3
-from megalith.hf.staging import Attempt, ConversionJournal, open_staging, publish
+from megalith.hf.staging import (
+    Attempt,
+    ConversionJournal,
+    open_staging,
+    publish,
+    run_in_order,
+    split_by_nbytes,
+)
 from megalith.hf.starcoder2 import STARCODER2
 from megalith.hf.tensor_rules import (
     BALANCING_BIAS,

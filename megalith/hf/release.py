@@ -2,11 +2,10 @@
 time.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -28,53 +27,18 @@ from megalith.config.optim import ScheduleConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.hf.folder import Weights, check_free_space
-from megalith.hf.staging import Attempt, ConversionJournal, open_staging, publish
+from megalith.hf.staging import (
+    Attempt,
+    ConversionJournal,
+    open_staging,
+    publish,
+    run_in_order,
+    split_by_nbytes,
+)
 from megalith.hf.tensor_rules import dtype_to_write
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.shards import Box, Shard
-
-# Independent jobs of a conversion, run one after another or by several threads.
-#
-# Reading, casting, hashing and writing release the GIL, so threads run them concurrently.
-
-Item = TypeVar("Item")
-Done = TypeVar("Done")
-
-
-def split_by_nbytes(
-    items: Sequence[Item], nbytes: Callable[[Item], int], least: int
-) -> list[list[Item]]:
-    """Split items into lists of at least `least` bytes each, except for the last.
-
-    >>> split_by_nbytes([3, 1, 4, 1, 5], lambda size: size, 4)
-    [[3, 1], [4], [1, 5]]
-    """
-    lists: list[list[Item]] = []
-    remaining = 0
-    for item in items:
-        if remaining <= 0:
-            lists.append([])
-            remaining = least
-        lists[-1].append(item)
-        remaining -= nbytes(item)
-    return lists
-
-
-def run_in_order(jobs: Sequence[Callable[[], Done]], workers: int) -> Iterator[Done]:
-    """Yield the results of the jobs in order. After an error or an interrupt, pending jobs are
-    canceled."""
-    if workers == 1 or len(jobs) == 1:
-        for job in jobs:
-            yield job()
-        return
-    pool = ThreadPoolExecutor(min(workers, len(jobs)), thread_name_prefix="convert")
-    try:
-        for future in [pool.submit(job) for job in jobs]:
-            yield future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
 
 BATCH_NBYTES = 256 * 2**20
 """Approximate size of a file (heuristic)."""
@@ -222,17 +186,17 @@ def _is_complete(file: Path, part: WrittenFiles) -> bool:
     )
 
 
-ReleaseItem = tuple[Shard, torch.dtype]
+Item = tuple[Shard, torch.dtype]
 """A parameter, and the dtype in which it is written."""
 
 
-def _nbytes(item: ReleaseItem) -> int:
+def _nbytes(item: Item) -> int:
     return item[0].numel * item[1].itemsize
 
 
 def _write_batch(
     path: Path,
-    batch: Sequence[ReleaseItem],
+    batch: Sequence[Item],
     weights: Weights,
     on_written: Callable[[int], None],
     journal: ConversionJournal,

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention.dispatch import attention
-from megalith.kernels.attention.mask import AttentionMask, with_masks
+from megalith.kernels.attention.mask import AttentionMask
 from megalith.kernels.attention.scores import Scores
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.packed import PackedSeqParams, with_masks
 from megalith.kernels.recomputed import LayerInput
 from megalith.nn.attention import LayerCache, output_linear
 from megalith.parallel.context import Attend

@@ -13,9 +13,8 @@ from megalith.config.parallel import PipelineConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
 from megalith.errors import raise_all
-from megalith.kernels.attention.mask import for_one_pass
 from megalith.kernels.backend import unavailable_backends
-from megalith.kernels.packed import AuxLossScale
+from megalith.kernels.packed import AuxLossScale, for_one_pass
 from megalith.launch.watchdog import backend_timeout
 from megalith.models.decoder import Decoder, build_chunks
 from megalith.nn.frozen import freeze

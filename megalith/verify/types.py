@@ -42,7 +42,6 @@ from megalith.config.parallel import (
     RecomputeConfig,
 )
 from megalith.config.tree import from_dict, to_dict
-from megalith.kernels.attention.mask import with_masks, with_padding
 from megalith.kernels.packed import (
     AuxLossScale,
     DropoutKey,
@@ -50,6 +49,8 @@ from megalith.kernels.packed import (
     TokenPermutation,
     tokens_of_lengths,
     tokens_of_slices,
+    with_masks,
+    with_padding,
 )
 from megalith.kernels.recomputed import LayerInput
 from megalith.kernels.routing import Choice

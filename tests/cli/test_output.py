@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megalith.cli.arguments import finite, print_json, print_warnings
+from megalith.cli.output import finite, print_json, print_warnings
 
 
 def test_one_document_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

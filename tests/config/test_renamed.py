@@ -7,15 +7,13 @@ import pytest
 import yaml
 
 from megalith.config.fields import hint_at, literal_values
-from megalith.config.train import CONFIG_FILE, TrainRun, load_run
-from megalith.config.tree import (
-    apply_overrides,
-    flatten,
+from megalith.config.renamed import (
     read_renamed_settings,
     successor_of_setting,
-    to_dict,
     translate_stored_settings,
 )
+from megalith.config.train import CONFIG_FILE, TrainRun, load_run
+from megalith.config.tree import apply_overrides, flatten, to_dict
 from megalith.errors import ConfigError
 from megalith.testing.tiny import tiny_run
 

@@ -8,7 +8,7 @@ from time import sleep
 import pytest
 
 from megalith.errors import CheckpointError
-from megalith.hf.release import run_in_order, split_by_nbytes
+from megalith.hf.staging import run_in_order, split_by_nbytes
 
 
 def squared(number: int) -> int:

@@ -22,7 +22,7 @@ from megalith.kernels.attention.dispatch import (
     split_into_chunks,
     visible_key_lengths,
 )
-from megalith.kernels.attention.mask import AttentionMask, with_masks, with_padding
+from megalith.kernels.attention.mask import AttentionMask
 from megalith.kernels.attention.scores import (
     PLAIN,
     Scores,
@@ -38,6 +38,8 @@ from megalith.kernels.packed import (
     tokens_of_lengths,
     tokens_of_queries,
     tokens_of_rows,
+    with_masks,
+    with_padding,
 )
 
 LAYOUTS = {

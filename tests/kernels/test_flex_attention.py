@@ -15,10 +15,10 @@ from megalith.kernels.attention.flex import (
     plan_blocks,
     takes,
 )
-from megalith.kernels.attention.mask import AttentionMask, PairMask, with_masks, with_padding
+from megalith.kernels.attention.mask import AttentionMask, PairMask
 from megalith.kernels.attention.scores import Scores, WeightDropout
 from megalith.kernels.attention.sdpa import Lengths
-from megalith.kernels.packed import PackedSeqParams, tokens_of_queries
+from megalith.kernels.packed import PackedSeqParams, tokens_of_queries, with_masks, with_padding
 from megalith.testing.tolerance import relative_error
 
 LENGTHS: tuple[Lengths, ...] = (

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from megalith.errors import DataError
-from megalith.kernels.attention.mask import NO_MASK, rows_of, with_masks, with_padding
+from megalith.kernels.attention.mask import NO_MASK
 from megalith.kernels.packed import (
     PackedSeqParams,
+    rows_of,
     tokens_of_lengths,
     tokens_of_queries,
     tokens_of_slices,
+    with_masks,
+    with_padding,
 )
 from megalith.plan.context import Slicing, plan_slices
 

@@ -3,9 +3,15 @@
 import pytest
 import torch
 
-from megalith.kernels.attention.mask import AttentionMask, PairMask, with_masks, with_padding
+from megalith.kernels.attention.mask import AttentionMask, PairMask
 from megalith.kernels.attention.scores import PLAIN, Scores, mask_of_scores
-from megalith.kernels.packed import PackedSeqParams, tokens_of_lengths, tokens_of_queries
+from megalith.kernels.packed import (
+    PackedSeqParams,
+    tokens_of_lengths,
+    tokens_of_queries,
+    with_masks,
+    with_padding,
+)
 from megalith.plan.context import spans_of_lengths
 
 RAGGED = tokens_of_queries([(3, 3), (4, 9), (0, 0), (2, 2), (1, 70)])

@@ -22,13 +22,14 @@ from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.hf.folder import write_folder
 from megalith.hf.qwen2 import QWEN2
 from megalith.infer.generate import build_prefix_state
-from megalith.kernels.attention.mask import with_masks, with_padding
 from megalith.kernels.linear import stacked
 from megalith.kernels.packed import (
     tokens_of_lengths,
     tokens_of_queries,
     tokens_of_rows,
+    with_masks,
     with_multimodal_positions,
+    with_padding,
 )
 from megalith.models.decoder import (
     Decoder,

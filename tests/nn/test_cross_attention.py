@@ -16,13 +16,14 @@ from megalith.config.model import AttentionConfig, DropoutConfig, ModelConfig, M
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import DataError
 from megalith.kernels.attention.dispatch import attention
-from megalith.kernels.attention.mask import with_masks, with_padding
 from megalith.kernels.packed import (
     DropoutKey,
     PackedSeqParams,
     tokens_of_lengths,
     tokens_of_queries,
     tokens_of_slices,
+    with_masks,
+    with_padding,
 )
 from megalith.models.decoder import allocate, iter_parameter_specs
 from megalith.nn.cross_attention import CrossAttention, CrossLayerAttention, across

@@ -17,9 +17,16 @@ from megalith.config.parallel import ContextConfig, ContextKind, ParallelConfig
 from megalith.data.loader import Batch, with_dropout
 from megalith.kernels.attention import split_kv
 from megalith.kernels.attention.dispatch import attention, reference_attention
-from megalith.kernels.attention.mask import AttentionMask, PairMask, with_masks, with_padding
+from megalith.kernels.attention.mask import AttentionMask, PairMask
 from megalith.kernels.attention.scores import PLAIN, Scores, WeightDropout
-from megalith.kernels.packed import DropoutKey, PackedSeqParams, tokens_of_lengths, tokens_of_slices
+from megalith.kernels.packed import (
+    DropoutKey,
+    PackedSeqParams,
+    tokens_of_lengths,
+    tokens_of_slices,
+    with_masks,
+    with_padding,
+)
 from megalith.observe.meter import measure_saved_activations
 from megalith.parallel import context
 from megalith.parallel.context import RingAttend, build_attend, local_slicing

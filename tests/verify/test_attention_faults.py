@@ -3,9 +3,8 @@
 import numpy as np
 import torch
 
-from megalith.kernels.attention.mask import with_masks
 from megalith.kernels.attention.split_kv import init_attention_result
-from megalith.kernels.packed import ContextShard, tokens_of_slices
+from megalith.kernels.packed import ContextShard, tokens_of_slices, with_masks
 from megalith.parallel.context import seen_of_groups, select_local_heads
 from megalith.parallel.group import Group
 from megalith.plan.context import Slicing, plan_slices, plan_spans

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-from megalith.config.tree import build_difference_table, build_run_table, format_value
+from megalith.cli.output import build_difference_table, build_run_table, format_value
 
 
 @dataclass(frozen=True, kw_only=True)
