@@ -73,7 +73,7 @@ def weights(trainer: Trainer) -> proof.Gathered:
 
 def joined(trainer: Trainer) -> dict[str, Tensor]:
     """Return whole weights, from all ranks."""
-    return proof._joined(proof._join_slices(gather_objects(weights(trainer), trainer.mesh.world)))
+    return proof._assemble(proof._join_slices(gather_objects(weights(trainer), trainer.mesh.world)))
 
 
 def run_steps(
