@@ -128,12 +128,10 @@ def _verify_all(*, sample: bool, json: bool, kernels: Kernel) -> int:
         console.print(fault_summary(verdicts))
         for line in problem_lines(results, verdicts):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
-        held, refused = (
-            sum(result.holds for result in results),
-            sum(verdict.refused for verdict in verdicts),
-        )
+        held = sum(result.holds for result in results)
+        rejected = sum(verdict.rejected for verdict in verdicts)
         console.print(
-            f"{held} of {len(results)} layouts match one process, {refused} of {len(verdicts)} "
+            f"{held} of {len(results)} layouts match one process, {rejected} of {len(verdicts)} "
             f"injected faults were detected; {time.perf_counter() - started:.0f} s",
             highlight=False,
         )

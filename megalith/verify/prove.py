@@ -12,7 +12,7 @@ from megalith.estimate.advise import resolve_auto_recompute
 from megalith.plan.batch_assignment import count_microbatches_of_longest
 from megalith.plan.kernels import describe_kernel_setting
 from megalith.rules.run import run_problems
-from megalith.verify.faults.plant import FAULTS
+from megalith.verify.faults.plant import load_faults
 from megalith.verify.faults.table import FaultResult, judge_fault
 from megalith.verify.matrix import Layout, matrix_rows
 from megalith.verify.ranks import Difference, LayoutCase, compare_with_one_process
@@ -144,11 +144,11 @@ def verify_matrix(
         results.append(verify_row(row, kernels))
         held = "holds" if results[-1].holds else f"DOES NOT HOLD: {results[-1].problems[0]}"
         tell(f"layout {number}/{len(rows)} {row.name}: {held}, {results[-1].seconds:.1f} s")
-    verdicts = []
-    for number, fault in enumerate(FAULTS, 1):
+    verdicts, faults = [], load_faults()
+    for number, fault in enumerate(faults, 1):
         verdicts.append(judge_fault(fault))
         tell(
-            f"fault {number}/{len(FAULTS)} {fault.name}: "
-            f"{'rejected' if verdicts[-1].refused else 'NOT DETECTED'}"
+            f"fault {number}/{len(faults)} {fault.name}: "
+            f"{'rejected' if verdicts[-1].rejected else 'NOT DETECTED'}"
         )
     return results, verdicts

@@ -199,7 +199,7 @@ def fault_summary(verdicts: Sequence[FaultResult]) -> Table:
     for verdict in verdicts:
         types = f"rejected at {verdict.by_types}" if verdict.by_types else "not detected"
         table.add_row(
-            verdict.fault.name, types, verdict.numbers, "yes" if verdict.refused else "NO"
+            verdict.fault.name, types, verdict.numbers, "yes" if verdict.rejected else "NO"
         )
     return table
 
@@ -211,7 +211,7 @@ def problem_lines(results: Sequence[LayoutResult], verdicts: Sequence[FaultResul
     ] + [
         f"the planted fault {verdict.fault.name} was not detected: {verdict.fault.what}"
         for verdict in verdicts
-        if not verdict.refused
+        if not verdict.rejected
     ]
 
 
@@ -226,13 +226,13 @@ def matrix_json(
             "types": verdict.by_types,
             "numbers": verdict.numbers,
             "detail": verdict.detail,
-            "refused": verdict.refused,
+            "rejected": verdict.rejected,
         }
         for verdict in verdicts
     ]
     return {
         "holds": all(result.holds for result in results)
-        and all(verdict.refused for verdict in verdicts),
+        and all(verdict.rejected for verdict in verdicts),
         "layouts": [asdict(result) | {"holds": result.holds} for result in results],
         "faults": faults,
     }

@@ -10,7 +10,7 @@ from megalith.cli.main import main
 from megalith.config.train import TrainRun
 from megalith.testing.tiny import tiny_yaml
 from megalith.verify import prove
-from megalith.verify.faults.plant import FAULTS
+from megalith.verify.faults.plant import find_fault
 from megalith.verify.matrix import load_matrix
 from megalith.verify.ranks import LayoutCase
 from megalith.verify.shrink import shrink
@@ -129,14 +129,12 @@ def test_all_verifies_the_matrix_and_every_fault(
     """Two small rows and one fault of theirs; the whole takes minutes."""
     rows = [row for row in load_matrix() if row.name in ("dp2", "pp2 gpipe")]
     monkeypatch.setattr(prove, "matrix_rows", lambda *, sample: rows)
-    monkeypatch.setattr(
-        prove, "FAULTS", [fault for fault in FAULTS if fault.name == "dp_sum_averaged"]
-    )
+    monkeypatch.setattr(prove, "load_faults", lambda: [find_fault("dp_sum_averaged")])
     assert main(["verify", "--all", "--json"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert found["holds"] and [row["name"] for row in found["layouts"]] == ["dp2", "pp2 gpipe"]
-    assert [(fault["numbers"], fault["refused"]) for fault in found["faults"]] == [
+    assert [(fault["numbers"], fault["rejected"]) for fault in found["faults"]] == [
         ("wrong gradients", True)
     ]
     assert (

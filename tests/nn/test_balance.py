@@ -18,12 +18,11 @@ from megalith.kernels.routing import (
     normalized_scores,
 )
 from megalith.models.decoder import allocate, initialize
-from megalith.nn.router import LOSS_COEFFS, LOSSES, LoadBalancing, Router
+from megalith.nn.router import LOSS_COEFFS, LOSSES, Router
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm
 from megalith.plan.grid import model_grid
-from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.verify.faults.moe import step_of_own_tokens
 
@@ -229,7 +228,7 @@ def step_over_dp(
     allocate(router, torch.device("cpu"))
     initialize(router, seed=3)
     place = mesh.dp.rank
-    with patched(LoadBalancing, "global_loss", step_of_own_tokens) if fault else nullcontext():
+    with step_of_own_tokens.context() if fault else nullcontext():
         for number, x in enumerate(ROWS[place]):
             tokens = replace(training(number, weight=0.25), valid=torch.arange(12) < REAL[place])
             (router(tp_comm.select_local(x), tokens).weights * 0).sum().backward()

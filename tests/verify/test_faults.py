@@ -10,9 +10,8 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig, RecomputeConfig
 from megalith.errors import ConfigError
 from megalith.models.decoder import KEEP_ALL
-from megalith.verify.faults import model as attention_faults
-from megalith.verify.faults import moe, optimizer, pipeline, plant
-from megalith.verify.faults.plant import FAULTS, Fault, find_fault, plant_fault
+from megalith.verify.faults import layers, moe, plant, training
+from megalith.verify.faults.plant import Fault, find_fault, load_faults, plant_fault
 from megalith.verify.faults.table import (
     EXPERT_NEEDS,
     adapters_of,
@@ -141,7 +140,7 @@ def regions(fault: Fault) -> list[bool]:
     ]
 
 
-CASES = [(fault, sp) for fault in FAULTS for sp in regions(fault)]
+CASES = [(fault, sp) for fault in load_faults() for sp in regions(fault)]
 
 
 @pytest.mark.parametrize("sp", [False, True])
@@ -175,8 +174,8 @@ def test_a_fault_is_refused_by_the_type_check_if_types_or_shapes_can_show_it(
 
 
 def test_every_fault_of_types_and_shapes_has_its_text_tested() -> None:
-    assert {fault.name for fault in FAULTS if fault.found_by != "numbers"} == set(REFUSALS)
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    assert {fault.name for fault in load_faults() if fault.found_by != "numbers"} == set(REFUSALS)
+    assert len({fault.name for fault in load_faults()}) == len(load_faults())
 
 
 def test_nothing_is_left_of_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,9 +186,9 @@ def test_nothing_is_left_of_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
         replacements.append((owner, name, getattr(owner, name)))
         return original(owner, name, value)
 
-    for module in (plant, attention_faults, moe, optimizer, pipeline):
-        monkeypatch.setattr(module, "replaced", noted)
-    for fault in FAULTS:
+    for module in (plant, layers, moe, training):
+        monkeypatch.setattr(module, "patched", noted)
+    for fault in load_faults():
         replacements.clear()
         with pytest.raises(KeyError), fault.context():
             assert replacements, fault.name

@@ -186,7 +186,9 @@ def test_the_matrix_holds_only_if_every_layout_and_every_fault_does() -> None:
     ]
     assert matrix_json(RESULTS[:1], [SEEN])["holds"] is True
     assert matrix_json(RESULTS[:1], [SEEN, UNSEEN])["holds"] is False
-    assert document["faults"][0]["types"] == "layers.0" and document["faults"][0]["refused"] is True
+    assert (
+        document["faults"][0]["types"] == "layers.0" and document["faults"][0]["rejected"] is True
+    )
 
 
 def test_the_document_is_json_and_holds_only_if_every_row_does() -> None:

@@ -40,7 +40,7 @@ from megalith.recipes import resolve
 from megalith.recipes.llama import llama3_70b
 from megalith.rules.run import run_problems
 from megalith.testing.inject import patched
-from megalith.verify.faults.plant import FAULTS, changed_model, plant_fault
+from megalith.verify.faults.plant import changed_model, load_faults, plant_fault
 from megalith.verify.ranks import layout_case
 from megalith.verify.tiny_models import CROSS_LAYER, MIXTURES, NARROW, PLANNED, VARIANTS
 from megalith.verify.type_rules import our_functions, types_of
@@ -353,7 +353,7 @@ def test_the_page_about_types_has_the_refusal_and_every_fault_with_the_proof_tha
             replace(MODEL, num_layers=1), ParallelConfig(tp=2), world=4
         ).problems
     assert f"```\n{problem}\n```" in page
-    for fault in FAULTS:
+    for fault in load_faults():
         verdict = (
             "not detected: numbers"
             if fault.found_by == "numbers"

@@ -26,7 +26,7 @@ from megalith.config.parallel import (
     RecomputeConfig,
 )
 from megalith.errors import RankError
-from megalith.verify.faults.plant import FAULTS, Fault, plant_fault
+from megalith.verify.faults.plant import Fault, load_faults, plant_fault
 from megalith.verify.ranks import (
     STEPS,
     Difference,
@@ -63,7 +63,7 @@ class FaultResult:
     """Error and parameter name."""
 
     @property
-    def refused(self) -> bool:
+    def rejected(self) -> bool:
         """Whether any part of the verification detected the fault."""
         return self.by_types is not None or self.numbers != "no effect"
 
@@ -237,7 +237,7 @@ def memory_settings(fault: Fault) -> tuple[RecomputeConfig, OffloadConfig]:
 
 def fault_table() -> list[FaultResult]:
     """Judge every fault; takes about a second per fault."""
-    return [judge_fault(fault) for fault in FAULTS]
+    return [judge_fault(fault) for fault in load_faults()]
 
 
 def as_markdown(verdicts: Sequence[FaultResult]) -> str:
