@@ -145,7 +145,7 @@ def test_all_is_the_matrix_and_every_fault(
     )
     assert main(["verify", "--all", "--sample"]) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert "2 of 2 layouts equal one process, 1 of 1 planted faults are refused" in output
+    assert "2 of 2 layouts match one process, 1 of 1 injected faults were detected" in output
 
 
 def test_all_layouts_may_be_computed_by_plain_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
