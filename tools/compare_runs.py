@@ -30,8 +30,6 @@ from typing import Any
 
 import yaml
 
-DONE = "compared"
-"""Marks a run that was trained and resumed."""
 RENAMED = Path("megalith/config/renamed.yaml")
 TIMED = (
     "tokens_per_second",
@@ -313,15 +311,15 @@ def compare(
         results = []
         for label, checkout in zip(("old", "new"), checkouts, strict=True):
             renames = read_renames(checkout)
-            place = cache_folder(checkout, steps) if label == "old" else None
-            if place is None or not (place / name / DONE).exists():
-                place = folder / label
-                place.mkdir(parents=True, exist_ok=True)
+            cache = cache_folder(checkout, steps) if label == "old" else None
+            place = folder / label
+            place.mkdir(parents=True, exist_ok=True)
+            if cache is not None and (cache / name).exists():
+                shutil.copytree(cache / name, place / name, dirs_exist_ok=True)
+            else:
                 config = write_config(name, CASES[name], renames, place, steps)
                 train(checkout, python, config, place / name, CASES[name], place / f"{name}.log")
-                (place / name / DONE).touch()
-                if label == "old":
-                    store_results(place / name, cache_folder(checkout, steps))
+                store_results(place / name, cache)
             results.append(read_results(place / name, renames))
         lines = differences(*results)
         tensors = sum(
