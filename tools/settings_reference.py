@@ -58,9 +58,7 @@ def build_page() -> str:
     """Return the text of the page."""
     lines = [HEADER]
     for section, settings in groupby(describe(TrainRun), key=section_of):
-        lines.append(
-            f"## {section or 'run'}\n\n| setting | type | default | meaning |\n|---|---|---|---|"
-        )
+        lines.append(f"## {section or 'run'}\n\n{TABLE_HEAD}")
         lines += [format_row(setting) for setting in settings]
         lines.append("")
     return "\n".join(lines)
