@@ -20,7 +20,6 @@ from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import linear
 from megalith.kernels.packed import ContextShard, PackedSeqParams, TokenPermutation
-from megalith.kernels.recomputed import LayerInput, output_tensor
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn import lora, norm
 from megalith.nn.cross_attention import CrossLayerAttention
@@ -57,7 +56,7 @@ from megalith.verify.faults.plant import Original, changes_model, plants, replac
 class PatchedTPComm:
     """TPComm with replaced functions."""
 
-    prepare_input: Callable[[LayerInput], LayerInput]
+    prepare_input: Callable[[Tensor], Tensor]
     reduce_output: Callable[[Tensor], Tensor]
     group: Group
     invariant: frozenset[str]
@@ -69,7 +68,7 @@ def _patch_tp_comm(
     layers: nn.Module,
     kind: type[nn.Module],
     *,
-    prepare_input: Callable[[LayerInput], LayerInput] | None = None,
+    prepare_input: Callable[[Tensor], Tensor] | None = None,
     reduce_output: Callable[[Tensor], Tensor] | None = None,
     group: Group | None = None,
 ) -> None:
@@ -434,7 +433,7 @@ def masks_forgotten(original: Original, shard: ContextShard, near: int) -> list[
 def memory_of_later_tokens(
     original: Original,
     self: CrossLayerAttention,
-    x: LayerInput,
+    x: Tensor,
     k: Tensor,
     v: Tensor,
     tokens: PackedSeqParams,
@@ -494,11 +493,10 @@ class StaleRecompute:
         self.last: Tensor | None = None
 
     def __call__(
-        self, function: Callable[..., Tensor], x: LayerInput, *others: Tensor, check: bool = False
+        self, function: Callable[..., Tensor], x: Tensor, *others: Tensor, check: bool = False
     ) -> Tensor:
-        now = output_tensor(x)
-        before = now if self.last is None or self.last.shape != now.shape else self.last
-        self.last = now.detach().requires_grad_(now.requires_grad)
+        before = x if self.last is None or self.last.shape != x.shape else self.last
+        self.last = x.detach().requires_grad_(x.requires_grad)
         return self.recompute(StaleSecondPass(function, before), x, *others, check=check)
 
 
