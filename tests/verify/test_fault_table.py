@@ -23,6 +23,7 @@ from megalith.verify.ranks import Difference
 from tests.cases import loop_over
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "concepts" / "types.md"
+DEFECTS = PAGE.parents[1] / "reference" / "defects_of_megatron.md"
 
 EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "column_enter_removed": (True, "wrong gradients"),
@@ -167,23 +168,24 @@ def test_the_page_about_types_says_the_same() -> None:
         assert numbers.startswith(EXPECTED[name][1]), name
 
 
-def test_every_known_fault_of_mixtures_of_experts_is_seen_by_a_test_that_is_there() -> None:
-    """The page lists what others found; a test, a planted fault or a row of the matrix that it
-    names must exist."""
-    section = (
-        (PAGE.parent / "verify.md").read_text().split("## Mixtures of experts")[1].split("\n## ")[0]
-    )
-    lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
-    assert len(lines) == 16
-    root = PAGE.parent.parent.parent
-    for line in lines:
-        seen = line.strip("| ").split(" | ")[2]
-        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", seen)
-        named = re.findall(r"`(\w+)`", seen)
-        assert tests or named, line
-        assert all(f"def {name}(" in (root / path).read_text() for path, name in tests), line
-        assert {*named} <= {*EXPECTED}, line
-        assert {*re.findall(r'row "([^"]+)"', seen)} <= {row.name for row in load_matrix()}, line
+def test_every_known_defect_of_megatron_has_a_test_that_exists() -> None:
+    """Each row of the page names a test, a planted fault or a row of the matrix."""
+    areas = DEFECTS.read_text().split("\n## ")[1:]
+    rows = [line for area in areas for line in area.splitlines() if line.startswith("| ")]
+    rows = [line for line in rows if not line.startswith("| Defect |")]
+    assert len(areas) >= 7 and len(rows) >= 100
+    names = {row.name for row in load_matrix()}
+    for line in rows:
+        evidence = line.strip("| ").split(" | ")[2]
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", evidence)
+        faults = re.findall(r"planted `(\w+)`", evidence)
+        layouts = re.findall(r'row "([^"]+)"', evidence)
+        assert tests or faults or layouts, line
+        assert len(tests) + len(faults) == evidence.count("`") // 2, line
+        for path, name in tests:
+            file = DEFECTS.parents[2] / path
+            assert file.exists() and f"def {name}(" in file.read_text(), f"{path}::{name}"
+        assert {*faults} <= {*EXPECTED} and {*layouts} <= names, line
 
 
 def test_the_table_is_markdown(verdicts: Verdicts) -> None:
