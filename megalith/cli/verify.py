@@ -83,8 +83,7 @@ def _reject_with_all(command: VerifyCommand, overrides: list[str]) -> None:
     if conflicting:
         raise ConfigError(
             f"--all with {', '.join(conflicting)}: layouts of --all have fixed settings. Remove "
-            "one of "
-            "them."
+            "one of them."
         )
 
 
@@ -96,8 +95,7 @@ class _KernelOverrides:
 def _verify(run: TrainRun, world: int, *, json: bool) -> int:
     from rich.console import Console
 
-    from megalith.verify.prove import verify_run
-    from megalith.verify.report import LEGEND, as_json, as_table
+    from megalith.verify.prove import LEGEND, as_json, as_table, verify_run
 
     rows = verify_run(run, world)
     if json:
@@ -114,11 +112,16 @@ def _verify(run: TrainRun, world: int, *, json: bool) -> int:
 def _verify_all(*, sample: bool, json: bool, kernels: Kernel) -> int:
     from rich.console import Console
 
-    from megalith.verify.prove import verify_matrix
-    from megalith.verify.report import fault_summary, matrix_json, problem_lines, summary_table
+    from megalith.verify.prove import (
+        fault_summary,
+        matrix_json,
+        problem_lines,
+        summary_table,
+        verify_matrix,
+    )
 
     started = time.perf_counter()
-    results, verdicts = verify_matrix(sample=sample, tell=_print_progress, kernels=kernels)
+    results, verdicts = verify_matrix(sample=sample, log=_print_progress, kernels=kernels)
     document = matrix_json(results, verdicts)
     if json:
         print_json(document)

@@ -32,22 +32,20 @@ def test_valid_layout_exits_with_0_and_has_rows_for_every_part(
     questions = " ".join(row["question"] for row in rows)
     for asked in (
         "every rule",
-        "at world 6",
+        "at world size 6",
         "4 processes",
         "first loss",
         "gradients",
         "checkpoint",
-        "copies agree",
+        "replicas are equal",
     ):
         assert asked in questions
 
 
-def test_the_table_says_which_part_proves_what(
-    recipe: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_lists_what_each_part_checks(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", recipe]) == 0
     output = capsys.readouterr().out
-    assert "proof of the layout" in output and "every rule" in output and "NO" not in output
+    assert "verification of the layout" in output and "all rules" in output and "NO" not in output
     assert "at its real size: (b) the reduction of every gradient, but no values" in " ".join(
         output.split()
     )
@@ -146,7 +144,7 @@ def test_all_verifies_the_matrix_and_every_fault(
     assert "2 of 2 layouts match one process, 1 of 1 injected faults were detected" in output
 
 
-def test_all_layouts_may_be_computed_by_plain_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_setting_applies_to_all_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
     def note(**settings: object) -> tuple[list[object], list[object]]:
@@ -160,7 +158,7 @@ def test_all_layouts_may_be_computed_by_plain_definitions(monkeypatch: pytest.Mo
     assert asked == ["reference", "auto"]
 
 
-def test_kernels_that_do_not_exist_are_refused_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_kernels_are_rejected_with_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--all", "--kernels", "plain"]) == 2
     assert (
         "kernels=plain: there is no such choice. Use one of auto, torch, reference."

@@ -1,5 +1,4 @@
-"""Every mistake that people make with parallel training is refused by one part of the proof or the
-other."""
+"""Every planted fault is rejected by the type check or by the float64 comparison."""
 
 import re
 from collections.abc import Callable
@@ -106,8 +105,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "second_pass_counted": (False, "wrong counts"),
     "second_sum_removed": (True, "wrong gradients"),
     "host_copy_lost": (False, "wrong gradients"),
-    # More than the usual ones. The last two change nothing that one can measure: they leave out a
-    # declaration.
+    # The last two only omit a declaration, so no value changes.
     "embedding_not_summed": (True, "wrong loss"),
     "frozen_weights_decay": (False, "wrong weights after a step"),
     "rates_of_the_neighbor": (False, "wrong weights after a step"),
@@ -125,7 +123,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "loss_not_partial": (True, "no effect"),
     "etp_part_not_declared": (True, "no effect"),
 }
-"""Of each fault: whether the type check refuses it, and what float64 on real processes finds."""
+"""Per fault: whether the type check rejects it, and the outcome of float64 on real processes."""
 
 
 class Verdicts(dict[str, FaultResult]):
@@ -137,7 +135,7 @@ class Verdicts(dict[str, FaultResult]):
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> Verdicts:
+def fault_results() -> Verdicts:
     return Verdicts()
 
 
@@ -147,9 +145,9 @@ def test_every_fault_has_an_expected_outcome() -> None:
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_planted_fault_is_rejected(
-    name: str, verdicts: Verdicts, record_property: Callable[[str, object], None]
+    name: str, fault_results: Verdicts, record_property: Callable[[str, object], None]
 ) -> None:
-    verdict = verdicts[name]
+    verdict = fault_results[name]
     assert verdict.rejected
     assert (verdict.by_types is not None, verdict.numbers) == EXPECTED[name]
     assert (verdict.by_types is not None) == (verdict.fault.found_by != "numbers")
@@ -158,7 +156,7 @@ def test_planted_fault_is_rejected(
     record_property("rejected_fault", name)  # `.ci/run` fails unless every fault is recorded
 
 
-def test_the_page_about_types_says_the_same() -> None:
+def test_docs_list_every_fault_with_its_outcome() -> None:
     rows = dict(re.findall(r"^\| `(\w+)`: [^|]*\| (.*) \|$", PAGE.read_text(), re.MULTILINE))
     assert set(rows) == set(EXPECTED)
     for name, row in rows.items():
@@ -188,15 +186,15 @@ def test_every_known_defect_of_megatron_has_a_test_that_exists() -> None:
         assert {*faults} <= {*EXPECTED} and {*layouts} <= names, line
 
 
-def test_the_table_is_markdown(verdicts: Verdicts) -> None:
-    table = as_markdown([verdicts[name] for name in EXPECTED])
+def test_fault_table_is_formatted_as_markdown(fault_results: Verdicts) -> None:
+    table = as_markdown([fault_results[name] for name in EXPECTED])
     print(table)
     assert len(table.splitlines()) == 2 + len(load_faults())
     assert all(line.count(" | ") == 2 for line in table.splitlines() if line.startswith("| `"))
 
 
 @loop_over("fault", load_faults())
-def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
+def test_smallest_layout_has_the_features_that_the_fault_needs(fault: Fault) -> None:
     model, parallel = smallest_layout(fault)
     assert (parallel.tp > 1, (parallel.dp or 1) > 1) == ("tp" in fault.needs, "dp" in fault.needs)
     assert (parallel.cp > 1, parallel.pp > 1) == ("cp" in fault.needs, "pp" in fault.needs)
@@ -248,10 +246,10 @@ def difference(what: str, *, holds: bool) -> Difference:
     return Difference(what, "norm.weight", 0.0 if holds else 0.25, holds)
 
 
-def test_the_earliest_sign_is_what_counts() -> None:
+def test_first_difference_determines_the_outcome() -> None:
     later = [
         difference("weights after 3 steps", holds=False),
-        difference("copies agree", holds=False),
+        difference("replicas are equal", holds=False),
     ]
     assert _first_difference([difference("first loss", holds=True)]) == ("no effect", "")
     assert _first_difference(later)[0] == "wrong weights after a step"
