@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention.scores import Scores
 from megalith.kernels.packed import PackedSeqParams
-from megalith.kernels.recomputed import LayerInput
 from megalith.nn.build import BuildContext
 from megalith.nn.dropout import build_core_attention
 from megalith.nn.lora import RowLora
@@ -60,7 +59,7 @@ class Attention(nn.Module):
         self.out = output_linear(name, config, context, heads.queries)
 
     def forward(
-        self, x: LayerInput, tokens: PackedSeqParams, cache: LayerCache | None = None
+        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
     ) -> Tensor:
         """x [t, h] -> [t, h]."""
         n, g, d = self.num_heads, self.num_kv_heads, self.head_dim

@@ -12,10 +12,8 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import RecomputeConfig
 from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import (
-    LayerInput,
-    RecomputedOutput,
-    output_tensor,
-    recompute_checked,
+    register_checked_recompute,
+    register_recompute,
 )
 from megalith.nn.attention import Attention, LayerCache
 from megalith.nn.build import BuildContext
@@ -55,7 +53,7 @@ class LinearReplacement(nn.Module):
         self.shift = AddBias(f"{name}.linear_bias", h, context) if bias else nn.Identity()
 
     def forward(
-        self, x: LayerInput, tokens: PackedSeqParams | None = None, cache: LayerCache | None = None
+        self, x: Tensor, tokens: PackedSeqParams | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         """x [t, h] -> [t, h]; `tokens` and `cache` are ignored."""
         y: Tensor = self.shift(self.linear(x))
@@ -106,7 +104,7 @@ class ResidualBranch(nn.Module):
 
     def forward(self, y: Tensor, tokens: PackedSeqParams) -> Tensor:
         """y [t, h] -> [t, h]."""
-        y = output_tensor(self.norm(y))
+        y = self.norm(y)
         for step in (*self.scale, *self.dropped):
             y = step(y, tokens)
         return y
@@ -163,7 +161,7 @@ def _input_norm(name: str, config: ModelConfig, context: BuildContext) -> Norm |
         return IdentityNorm(context.dtype)
     recompute, again = context.recompute, None
     if "norm" in recomputed_modules(recompute):
-        again = recompute_checked if recompute.check else RecomputedOutput
+        again = register_checked_recompute if recompute.check else register_recompute
     return build_norm(name, config.hidden_size, config, context, again=again)
 
 

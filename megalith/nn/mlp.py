@@ -12,11 +12,9 @@ from megalith.kernels.activation import GatedActivation, activate, gated, swiglu
 from megalith.kernels.backend import AUTO, Backends
 from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import (
-    LayerInput,
-    RecomputedOutput,
-    RecomputedOutputFactory,
-    output_tensor,
-    recompute_checked,
+    RegisterRecompute,
+    register_checked_recompute,
+    register_recompute,
     split_rows,
 )
 from megalith.nn.build import BuildContext
@@ -25,7 +23,7 @@ from megalith.parallel.tensor import ZEROS, ColumnParallelLinear, Init, RowParal
 from megalith.plan.recompute import recomputed_modules
 from megalith.plan.shards import Shard, split_evenly
 
-Inner = Callable[[Tensor], LayerInput]
+Inner = Callable[[Tensor], Tensor]
 """Activation between the two matmuls: [t, f] -> [t, f], or gated [t, 2 f] -> [t, f]."""
 
 
@@ -40,7 +38,7 @@ class GatedMLP(nn.Module):
         self.gate_up = _up(f"{name}.gate_up", (2,), config, context)
         self.down = _down(f"{name}.down", config, context)
 
-    def forward(self, x: LayerInput, tokens: PackedSeqParams | None = None) -> Tensor:
+    def forward(self, x: Tensor, tokens: PackedSeqParams | None = None) -> Tensor:
         """x [t, h] -> [t, h]. `tokens` are used by hooks of LoRA dropout."""
         return self.down(self.activation(self.gate_up(x)))
 
@@ -55,7 +53,7 @@ class MLP(nn.Module):
         self.up = _up(f"{name}.up", (), config, context)
         self.down = _down(f"{name}.down", config, context)
 
-    def forward(self, x: LayerInput, tokens: PackedSeqParams | None = None) -> Tensor:
+    def forward(self, x: Tensor, tokens: PackedSeqParams | None = None) -> Tensor:
         """x [t, h] -> [t, h]. `tokens` are used by hooks of LoRA dropout."""
         return self.down(self.activation(self.up(x)))
 
@@ -71,9 +69,9 @@ class ChunkedPrefillMLP(nn.Module):
         super().__init__()
         self.mlp, self.chunks = mlp, chunks
 
-    def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, h] -> [t, h]; fewer chunks if there are fewer tokens."""
-        count = min(self.chunks, output_tensor(x).shape[0]) if tokens.max_seqlen_q > 1 else 1
+        count = min(self.chunks, x.shape[0]) if tokens.max_seqlen_q > 1 else 1
         return torch.cat([self.mlp(part, tokens) for part in split_rows(x, count)])
 
 
@@ -94,7 +92,7 @@ def build_activation(config: ModelConfig, context: BuildContext) -> Inner:
     recompute = context.recompute
     if "mlp_act" not in recomputed_modules(recompute):
         return activation
-    again = recompute_checked if recompute.check else RecomputedOutput
+    again = register_checked_recompute if recompute.check else register_recompute
     return partial(recompute_activation, again, activation)
 
 
@@ -109,9 +107,9 @@ def choose_activation(config: ModelConfig, backends: Backends = AUTO) -> Callabl
 
 
 def recompute_activation(
-    again: RecomputedOutputFactory, activation: Callable[[Tensor], Tensor], x: Tensor
-) -> RecomputedOutput:
-    """Return `activation(x)` as a recomputed output; backward saves x only."""
+    again: RegisterRecompute, activation: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
+    """Return `activation(x)`, which backward recomputes; it saves x only."""
     return again(activation(x), activation, (x,))
 
 

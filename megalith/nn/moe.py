@@ -14,7 +14,6 @@ from megalith.kernels.activation import GatedActivation, weighted_activate, weig
 from megalith.kernels.backend import AUTO, Backends
 from megalith.kernels.experts import experts
 from megalith.kernels.packed import PackedSeqParams
-from megalith.kernels.recomputed import LayerInput, output_tensor
 from megalith.nn.build import BuildContext
 from megalith.nn.mlp import build_mlp
 from megalith.nn.router import Router
@@ -68,8 +67,8 @@ class Experts(nn.Module):
         """Rows [r, d], sorted by expert -> [r, d]."""
         rows, weights, groups = sent
         if self.apply_router_weight_on_input:
-            read = output_tensor(rows)
-            rows, weights = read * weights.unsqueeze(1).to(read.dtype), torch.ones_like(weights)
+            rows = rows * weights.unsqueeze(1).to(rows.dtype)
+            weights = torch.ones_like(weights)
         return self.compute(rows, weights, groups, self.up(), self.down(), self.inner)
 
 
@@ -150,7 +149,7 @@ class MoE(nn.Module):
                 Recomputed(shared, check=recompute.check) if is_recomputed else shared
             )
 
-    def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, h] -> [t, h]."""
         dispatch = (
             self.dispatch if tokens.balance is None else self.dispatch_within_capacity
@@ -199,7 +198,7 @@ class SharedExperts(nn.Module):
                 _matrix(f"{name}.shared_gate", 1, config.hidden_size, config.init_std, context)
             )
 
-    def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, h] -> [t, h]."""
         y: Tensor = self.mlp(x, tokens)
         for weigh in self.weigh:

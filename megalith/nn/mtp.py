@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import OffloadConfig
 from megalith.kernels.packed import PackedSeqParams
-from megalith.kernels.recomputed import output_tensor
 from megalith.nn.build import BuildContext
 from megalith.nn.embedding import InputEmbedding
 from megalith.nn.layer import block_of_layer
@@ -86,11 +85,9 @@ class MTPLayer(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, h], ids [t] -> [t, h]."""
         embedded = self.input_embedding(self.embed(ids), tokens)
-        both = torch.cat(
-            [output_tensor(self.embed_norm(embedded)), output_tensor(self.hidden_norm(x))], dim=-1
-        )
+        both = torch.cat([self.embed_norm(embedded), self.hidden_norm(x)], dim=-1)
         x, _ = self.run_layers([self.layer], self.project(both).to(self.stream), tokens)
-        return output_tensor(self.norm(x))
+        return self.norm(x)
 
 
 class MTPBlock(nn.Module):

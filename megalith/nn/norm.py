@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from megalith.kernels.recomputed import LayerInput, RecomputedOutputFactory, output_tensor
+from megalith.kernels.recomputed import RegisterRecompute
 from megalith.nn.build import BuildContext
 from megalith.parallel.collectives import all_reduce, mark_partial
 from megalith.parallel.group import Group
@@ -36,7 +36,7 @@ class Norm(nn.Module):
         context: BuildContext,
         *,
         invariant: frozenset[str],
-        again: RecomputedOutputFactory | None = None,
+        again: RegisterRecompute | None = None,
     ) -> None:
         """`invariant`: axes over which the gradient is complete on every rank; `again`: the output
         is recomputed in backward instead of saved by the next layer."""
@@ -50,17 +50,17 @@ class Norm(nn.Module):
         """Return the parameters: scale, and shift if there is one."""
         return (self.weight,)
 
-    def forward(self, x: Tensor) -> LayerInput:
+    def forward(self, x: Tensor) -> Tensor:
         """x [t, h] -> [t, h]."""
         return self._result(self.norm(x, *self.affine()), x)
 
-    def add_and_normalize(self, x: Tensor, residual: Tensor) -> tuple[Tensor, LayerInput]:
+    def add_and_normalize(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x, residual [t, h] -> their sum, and the normalized sum; fused, which saves one pass in
         backward."""
         total, normed = self.add_norm(x, residual, *self.affine())
         return total, self._result(normed, total)
 
-    def _result(self, normed: Tensor, x: Tensor) -> LayerInput:
+    def _result(self, normed: Tensor, x: Tensor) -> Tensor:
         if self.again is None:
             return normed
         return self.again(normed, self.norm, (x, *self.affine()))
@@ -83,7 +83,7 @@ class RMSNorm(Norm):
         *,
         eps: float,
         invariant: frozenset[str],
-        again: RecomputedOutputFactory | None = None,
+        again: RegisterRecompute | None = None,
     ) -> None:
         super().__init__(name, size, config, context, invariant=invariant, again=again)
         self.norm, self.add_norm = _norm_functions(rms_norm, add_rms_norm, config, context, eps)
@@ -108,7 +108,7 @@ class LayerNorm(Norm):
         *,
         eps: float,
         invariant: frozenset[str],
-        again: RecomputedOutputFactory | None = None,
+        again: RegisterRecompute | None = None,
     ) -> None:
         super().__init__(name, size, config, context, invariant=invariant, again=again)
         shard = Shard.full(f"{name}.bias", (size,), invariant=invariant, inputs=0)
@@ -131,7 +131,7 @@ def build_norm(
     context: BuildContext,
     *,
     invariant: frozenset[str] | None = None,
-    again: RecomputedOutputFactory | None = None,
+    again: RegisterRecompute | None = None,
     eps: float | None = None,
 ) -> Norm:
     """Build the model's norm over `size` features; `eps`: default that of the model; `invariant`:
@@ -256,9 +256,7 @@ class HeadNorms(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [t, n, d], k [t, g, d] -> normalized q and k."""
-        normed = (
-            output_tensor(norm(x.flatten(0, 1))) for norm, x in ((self.q_norm, q), (self.k_norm, k))
-        )
+        normed = (norm(x.flatten(0, 1)) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         q, k = (y.view(x.shape) for y, x in zip(normed, (q, k), strict=True))
         return q, k
 

@@ -17,7 +17,7 @@ from megalith.kernels.activation import (
     swiglu,
 )
 from megalith.kernels.packed import tokens_of_queries
-from megalith.kernels.recomputed import RecomputedOutput
+from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.build import build_context
 from megalith.nn.init import init_param_
@@ -187,8 +187,7 @@ def test_activation_is_recomputed_from_the_up_projection(
     changes: dict[str, Any], layers: SimpleNamespace
 ) -> None:
     x, activation = layers.inputs(5), choose_activation(layers.config(**changes))
-    found = recompute_activation(RecomputedOutput, activation, x)
-    assert torch.equal(found.value, activation(x)) and torch.equal(
-        found.again(*found.inputs), found.value
-    )
-    assert found.inputs[0] is x
+    y = recompute_activation(register_recompute, activation, x)
+    recipe = recompute_recipe(y)
+    assert recipe is not None and recipe.inputs[0] is x
+    assert torch.equal(y, activation(x)) and torch.equal(recipe.function(*recipe.inputs), y)

@@ -15,7 +15,6 @@ from megalith.config.parallel import ParallelConfig
 from megalith.kernels.backend import Backends
 from megalith.kernels.experts import experts
 from megalith.kernels.packed import AuxLossScale, tokens_of_lengths
-from megalith.kernels.recomputed import output_tensor
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.build import build_context
 from megalith.nn.moe import Experts
@@ -623,7 +622,7 @@ def count_model(
         torch.stack(model.losses(ids, labels, tokens, mtp_inputs=mtp_inputs)).sum().backward()
     return Counted(
         counter.get_total_flops(),
-        [len(output_tensor(one.rows)) for one in sent],
+        [len(one.rows) for one in sent],
         torch.ops.aten._grouped_mm in counter.get_flop_counts()["Global"],
         bool(sent) and all(one.groups.equal for one in sent),
     )

@@ -24,7 +24,6 @@ from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import linear
 from megalith.kernels.packed import PackedSeqParams, TokenPermutation, tokens_of_slices
-from megalith.kernels.recomputed import LayerInput, output_tensor
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn import lora, norm, router
 from megalith.nn.build import BuildContext
@@ -185,7 +184,7 @@ def plant_fault(name: str | None) -> AbstractContextManager[None]:
 class PatchedTPComm:
     """TPComm with replaced functions."""
 
-    prepare_input: Callable[[LayerInput], LayerInput]
+    prepare_input: Callable[[Tensor], Tensor]
     reduce_output: Callable[[Tensor], Tensor]
     group: Group
     invariant: frozenset[str]
@@ -211,7 +210,7 @@ def _patch_tp_comm(
     layers: nn.Module,
     kind: type[nn.Module],
     *,
-    prepare_input: Callable[[LayerInput], LayerInput] | None = None,
+    prepare_input: Callable[[Tensor], Tensor] | None = None,
     reduce_output: Callable[[Tensor], Tensor] | None = None,
     group: Group | None = None,
 ) -> None:
@@ -333,7 +332,7 @@ def _without_sum(left_out: Callable[[Shard], bool]) -> AbstractContextManager[No
     def wrong(shard: Shard) -> tuple[str, ...]:
         return () if left_out(shard) else right(shard)
 
-    return patched(grad_sync, "tensor_axes", wrong)
+    return patched(grad_sync, "tp_reduce_axes", wrong)
 
 
 def _averaged() -> AbstractContextManager[None]:
@@ -494,11 +493,10 @@ class _StaleRecompute:
         self.last: Tensor | None = None
 
     def recompute(
-        self, function: Callable[..., Tensor], x: LayerInput, *others: Tensor, check: bool = False
+        self, function: Callable[..., Tensor], x: Tensor, *others: Tensor, check: bool = False
     ) -> Tensor:
-        now = output_tensor(x)
-        before = now if self.last is None or self.last.shape != now.shape else self.last
-        self.last = now.detach().requires_grad_(now.requires_grad)
+        before = x if self.last is None or self.last.shape != x.shape else self.last
+        self.last = x.detach().requires_grad_(x.requires_grad)
         return ORIGINAL_RECOMPUTE(_StaleInSecondPass(function, before), x, *others, check=check)
 
 
@@ -569,9 +567,7 @@ FAULTS: tuple[Fault, ...] = (
         "The input gradient of a column-parallel layer is used before its all-reduce.",
         "numbers",
         ("tp", "whole tokens"),
-        lambda: patched(
-            tensor, "start_bucket_reduce_scatter", lambda x, group: PendingCollective(x)
-        ),
+        lambda: patched(tensor, "start_all_reduce", lambda x, group: PendingCollective(x)),
     ),
     Fault(
         "sp_gather_removed",
