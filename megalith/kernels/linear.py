@@ -281,6 +281,23 @@ def weight_gradients(
     return [part if want else None for part, want in zip(parts, wanted, strict=True)]
 
 
+class WeightMatmul(NamedTuple):
+    """The matmul of one linear layer: its weights, and how it is computed."""
+
+    parameters: Sequence[Tensor]
+    grad_accumulator: GradAccumulator | None = None
+    matmul_ops: MatmulOps = PLAIN
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return `linear` of x [t, i] -> [t, o]."""
+        return linear(
+            x,
+            self.parameters,
+            grad_accumulator=self.grad_accumulator,
+            matmul_ops=self.matmul_ops,
+        )
+
+
 def reference_linear(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Reference implementation of `linear` in plain PyTorch operations."""
     return torch.cat([x @ p.t() for p in parameters], dim=-1)

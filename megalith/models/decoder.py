@@ -39,7 +39,7 @@ from megalith.parallel.tensor import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from megalith.parallel.tensor_overlap import RING_EXCHANGE, CollectiveMatmul
+from megalith.parallel.tensor_overlap import CollectiveMatmul
 from megalith.plan.parameters import initial_values
 from megalith.plan.shards import Shard, split_evenly
 from megalith.plan.stages import Stage, plan_stages, single_stage, stages_of_rank, table_stages
@@ -93,8 +93,7 @@ class Decoder(nn.Module):
         recompute: RecomputeConfig = KEEP_ALL,
         offload: OffloadConfig = KEEP_HERE,
         overlap: bool = True,
-        tp_comm_overlap: bool = False,
-        products: CollectiveMatmul = RING_EXCHANGE,
+        collective_matmul: CollectiveMatmul | None = None,
         dispatcher: DispatcherName = "alltoall",
     ) -> None:
         """`stage`: what to build; unset: the whole model.
@@ -104,9 +103,7 @@ class Decoder(nn.Module):
         """
         super().__init__()
         tp_comm: TPComm = (
-            SequenceParallelComm(
-                mesh.tp, overlap=overlap, tp_comm_overlap=tp_comm_overlap, products=products
-            )
+            SequenceParallelComm(mesh.tp, overlap=overlap, collective_matmul=collective_matmul)
             if sp and mesh.tp.size > 1
             else TensorParallelComm(mesh.tp, overlap=overlap)
         )
@@ -329,7 +326,7 @@ def build_chunks(
     dtype: torch.dtype = torch.float32,
     recompute: RecomputeConfig = KEEP_ALL,
     offload: OffloadConfig = KEEP_HERE,
-    products: CollectiveMatmul = RING_EXCHANGE,
+    collective_matmul: CollectiveMatmul | None = None,
 ) -> list[Decoder]:
     """Return the model chunks of this pipeline rank, by chunk number; without a pipeline the whole
     model.
@@ -362,8 +359,7 @@ def build_chunks(
             recompute=recompute,
             offload=offload,
             overlap=parallel.overlap,
-            tp_comm_overlap=parallel.tp_comm_overlap,
-            products=products,
+            collective_matmul=collective_matmul,
             dispatcher=parallel.dispatcher,
         )
         own_parameters = {

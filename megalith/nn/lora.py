@@ -26,7 +26,6 @@ from megalith.kernels.recomputed import derive_recompute
 from megalith.nn.dropout import key_of
 from megalith.nn.frozen import end_backward_at
 from megalith.nn.mla import HeadsFn, LatentAttention
-from megalith.parallel.collectives import mark_partial
 from megalith.parallel.recompute import Recomputed
 from megalith.parallel.tensor import (
     ZEROS,
@@ -165,7 +164,7 @@ class RowLora(nn.Module):
         """x [t, i_tp] -> [t, o]."""
         y = self.base(x)
         z = linear(self.drop(x), [getattr(self, f"{self.name}_lora_a")])
-        z = self.tp_comm.reduce_output(mark_partial(z, self.tp_comm.group))
+        z = self.tp_comm.reduce_output(z)
         return y + linear(z * self.scale, [getattr(self, f"{self.name}_lora_b")])
 
 

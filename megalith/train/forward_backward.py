@@ -42,7 +42,6 @@ from megalith.parallel.p2p import (
 from megalith.parallel.pipeline import Boundary, DualBatchOverlap, Pipeline
 from megalith.parallel.symm_mem import choose_collective_matmul
 from megalith.parallel.tensor import TensorParallel, VocabParallelHead, set_training_losses
-from megalith.parallel.tensor_overlap import RING_EXCHANGE
 from megalith.parallel.weight_grad_store import WeightGradStore
 from megalith.plan.kernels import explicit_backend_problems
 from megalith.plan.p2p import channels, with_transfers
@@ -311,10 +310,10 @@ def build_pipeline_model(
 ) -> PipelineModel:
     """Build this rank's chunks, without allocating weights, and their communication channels.
     Collective."""
-    products = (
+    collective_matmul = (
         choose_collective_matmul(run.parallel.collective_matmul, mesh.tp, device)
         if run.parallel.tp_comm_overlap
-        else RING_EXCHANGE
+        else None
     )
     chunks = build_chunks(
         run.model,
@@ -323,7 +322,7 @@ def build_pipeline_model(
         dtype=dtype,
         recompute=run.recompute,
         offload=run.offload,
-        products=products,
+        collective_matmul=collective_matmul,
     )
     attach_adapters(chunks, run.model, run.lora)
     freeze(chunks, run.model, run.optim)

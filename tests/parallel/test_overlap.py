@@ -107,11 +107,11 @@ def compare(rank: int, world: int, dtype: torch.dtype) -> None:
                     run(kind, tp_comm(group), group, dtype, grad_accumulator), plain, strict=True
                 ):
                     assert torch.equal(mine, reference), (kind, tp_comm, grad_accumulator)
-            for matmul_ops in (RING_EXCHANGE, FUSED) if dtype == torch.float64 else ():
+            for collective_matmul in (RING_EXCHANGE, FUSED) if dtype == torch.float64 else ():
                 with fused_on_cpus():
                     ring = run(
                         kind,
-                        SequenceParallelComm(group, tp_comm_overlap=True, products=matmul_ops),
+                        SequenceParallelComm(group, collective_matmul=collective_matmul),
                         group,
                         dtype,
                         grad_accumulator,
