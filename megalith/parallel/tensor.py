@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megalith.kernels.embedding import embedding
 from megalith.kernels.experts import Matrix
-from megalith.kernels.grouped_linear import GroupedGradAccumulator
-from megalith.kernels.linear import WeightMatmul, linear
+from megalith.kernels.grouped_linear import GroupedGradAccumulator, GroupedMatmulOps
+from megalith.kernels.linear import PLAIN, MatmulOps, WeightMatmul, linear
 from megalith.kernels.recomputed import derive_recompute, pass_recompute
 from megalith.parallel.collectives import (
     all_gather,
@@ -223,9 +223,10 @@ class ColumnParallelLinear(nn.Module):
         tp_comm: TPComm,
         *,
         dtype: torch.dtype,
+        matmul_ops: MatmulOps = PLAIN,
     ) -> None:
         super().__init__()
-        self.tp_comm = tp_comm
+        self.tp_comm, self.matmul_ops = tp_comm, matmul_ops
         self.grad_accumulator: GroupedGradAccumulator | None = None
         self.weight_names = [_attribute(weight) for weight in weights]
         self.bias_names = [_attribute(bias) for bias in biases]
@@ -234,7 +235,8 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [t, i] -> [t, f_tp]."""
-        matmul = WeightMatmul(self.accumulated_parameters(), self.grad_accumulator)
+        weights = self.accumulated_parameters()
+        matmul = WeightMatmul(weights, self.grad_accumulator, self.matmul_ops)
         y = self.tp_comm.prepare_input(x, matmul)
         if self.bias_names:
             y = y + torch.cat([getattr(self, name) for name in self.bias_names])
@@ -261,9 +263,10 @@ class RowParallelLinear(nn.Module):
         tp_comm: TPComm,
         *,
         dtype: torch.dtype,
+        matmul_ops: MatmulOps = PLAIN,
     ) -> None:
         super().__init__()
-        self.tp_comm = tp_comm
+        self.tp_comm, self.matmul_ops = tp_comm, matmul_ops
         self.grad_accumulator: GroupedGradAccumulator | None = None
         self.weight_name, self.bias_name = (
             _attribute(weight),
@@ -275,7 +278,8 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [t, i_tp] -> [t, o]."""
-        matmul = WeightMatmul(self.accumulated_parameters(), self.grad_accumulator)
+        weights = self.accumulated_parameters()
+        matmul = WeightMatmul(weights, self.grad_accumulator, self.matmul_ops)
         y = self.tp_comm.reduce_output(x, matmul)
         return y if self.bias_name is None else y + getattr(self, self.bias_name)
 
@@ -292,15 +296,19 @@ class ReplicatedLinear(nn.Module):
     sequence parallel the gradient is summed over ranks.
     """
 
-    def __init__(self, weight: ParameterSpec, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weight: ParameterSpec, *, dtype: torch.dtype, matmul_ops: MatmulOps = PLAIN
+    ) -> None:
         super().__init__()
+        self.matmul_ops = matmul_ops
         self.grad_accumulator: GroupedGradAccumulator | None = None
         self.weight_name = _attribute(weight)
         register_param(self, self.weight_name, weight, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [t, i] -> [t, o]."""
-        return linear(x, self.accumulated_parameters(), grad_accumulator=self.grad_accumulator)
+        weights = self.accumulated_parameters()
+        return WeightMatmul(weights, self.grad_accumulator, self.matmul_ops)(x)
 
     def accumulated_parameters(self) -> list[nn.Parameter]:
         """Return the parameter whose gradient goes to `grad_accumulator`."""
@@ -488,9 +496,16 @@ class ExpertMatrix(nn.Module):
     """
 
     def __init__(
-        self, weight: ParameterSpec, bias: ParameterSpec | None, *, dtype: torch.dtype
+        self,
+        weight: ParameterSpec,
+        bias: ParameterSpec | None,
+        *,
+        dtype: torch.dtype,
+        matmul_ops: GroupedMatmulOps | None = None,
     ) -> None:
+        """`matmul_ops`: unset: the fastest for the rows."""
         super().__init__()
+        self.matmul_ops = matmul_ops
         self.grad_accumulator: GroupedGradAccumulator | None = None
         self.weight_name, self.bias_name = (
             _attribute(weight),
@@ -501,9 +516,10 @@ class ExpertMatrix(nn.Module):
                 register_param(self, _attribute(spec), spec, dtype=dtype)
 
     def forward(self) -> Matrix:
-        """Return weight, bias and gradient accumulator."""
+        """Return weight, bias, gradient accumulator and matmuls."""
         bias = None if self.bias_name is None else getattr(self, self.bias_name)
-        return Matrix(getattr(self, self.weight_name), bias, self.grad_accumulator)
+        weight = getattr(self, self.weight_name)
+        return Matrix(weight, bias, self.grad_accumulator, self.matmul_ops)
 
     def accumulated_parameters(self) -> list[nn.Parameter]:
         """Return the parameter whose gradient goes to `grad_accumulator`."""

@@ -31,7 +31,7 @@ from megalith.parallel.group import Group, mark_finished, record_collective, sta
 _ops = torch.ops._c10d_functional
 
 Product = Callable[[Tensor, Tensor], Tensor]
-"""(x [t, i], w) -> [t, o]: `forward` or `input_grad` of kernels/linear.py."""
+"""(x [t, i], w) -> [t, o]: `forward` or `input_grad` of `MatmulOps`."""
 
 
 class PendingCollective(NamedTuple):
