@@ -22,7 +22,7 @@ from tests.parallel.test_expert import MODEL, answer, made
 KINDS = ("anything", "one expert", "nothing from the first")
 
 CODE = """
-from megalith.parallel.transports import ReferenceDispatcher
+from megalith.parallel.dispatchers import ReferenceDispatcher
 
 calls = []
 
