@@ -9,6 +9,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.grouped_linear import Groups, LoopMatmulOps
 from megalith.kernels.linear import MatmulOps
+from megalith.nn.router import RouterGate
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import (
     ColumnParallelLinear,
@@ -77,6 +78,8 @@ class ReplaceOps:
 
     def __call__(self, model: nn.Module, mesh: Mesh) -> None:
         for layer in model.modules():
+            if isinstance(layer, RouterGate):  # always computed in the router's dtype
+                continue
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
                 layer.matmul_ops = ScaledOps()
                 self.ops.append(layer.matmul_ops)
