@@ -1,24 +1,21 @@
 """Matmuls of every parallel layer are replaced by one argument of the layer."""
 
+from contextlib import AbstractContextManager
+from functools import partial
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import pytest
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.grouped_linear import Groups, LoopMatmulOps
 from megalith.kernels.linear import MatmulOps
-from megalith.nn.router import RouterGate
-from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import (
-    ColumnParallelLinear,
-    ExpertMatrix,
-    ReplicatedLinear,
-    RowParallelLinear,
-)
+from megalith.nn.build import build_context
+from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
-from megalith.verify.faults.plant import changed_model
+from megalith.train import forward_backward
 from megalith.verify.ranks import (
     LayoutCase,
     RankResult,
@@ -70,27 +67,31 @@ class ScaledGroupedOps(LoopMatmulOps):
         return 3.0 * super().weight_grad(dy, x, groups)
 
 
-class ReplaceOps:
+class ScaledOpsOfLayers:
     """Gives every layer of a model its own scaled matmuls."""
 
     def __init__(self) -> None:
-        self.ops: list[ScaledOps | ScaledGroupedOps] = []
+        self.ops: dict[str, ScaledOps | ScaledGroupedOps] = {}
 
-    def __call__(self, model: nn.Module, mesh: Mesh) -> None:
-        for layer in model.modules():
-            if isinstance(layer, RouterGate):  # always computed in the router's dtype
-                continue
-            if isinstance(layer, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
-                layer.matmul_ops = ScaledOps()
-                self.ops.append(layer.matmul_ops)
-            elif isinstance(layer, ExpertMatrix):
-                layer.matmul_ops = ScaledGroupedOps()
-                self.ops.append(layer.matmul_ops)
+    def build(self, weight: str) -> ScaledOps:
+        return cast(ScaledOps, self.ops.setdefault(weight, ScaledOps()))
+
+    def build_grouped(self, weight: str) -> ScaledGroupedOps:
+        return cast(ScaledGroupedOps, self.ops.setdefault(weight, ScaledGroupedOps()))
+
+    def used(self) -> AbstractContextManager[None]:
+        """Return a context in which models are built with these matmuls."""
+        build = partial(
+            build_context,
+            build_matmul_ops=self.build,
+            build_grouped_matmul_ops=self.build_grouped,
+        )
+        return patched(forward_backward, "build_context", build)
 
 
 def run_with_scaled_ops(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult:
     """Run the case with scaled matmuls on one rank."""
-    with changed_model(ReplaceOps()):
+    with ScaledOpsOfLayers().used():
         return run_case(rank, world, case, folder)
 
 
@@ -118,9 +119,10 @@ def test_replaced_matmuls_give_the_results_of_one_process(
 
 @pytest.mark.parametrize("model", [PLAIN, BIASED_CHOICE], ids=["dense", "experts"])
 def test_every_layer_calls_its_own_matmuls(model: ModelConfig) -> None:
-    replace_ops = ReplaceOps()
+    layers = ScaledOpsOfLayers()
     case = layout_case(model, ParallelConfig(), 1)
-    with changed_model(replace_ops), TemporaryDirectory() as folder:
+    with layers.used(), TemporaryDirectory() as folder:
         scaled = run_case(0, 1, case, folder)
-    assert replace_ops.ops and all(all(ops.calls) for ops in replace_ops.ops)
+    assert {name.rsplit(".", 1)[1] for name in layers.ops} >= {"q", "o", "gate_up", "down"}
+    assert all(all(ops.calls) for ops in layers.ops.values())
     assert scaled.losses[0] != compute_reference(case).losses[0]
