@@ -31,7 +31,7 @@ def test_valid_layout_exits_with_0_and_has_rows_for_every_part(
     assert {row["part"] for row in rows} == {"a", "b", "c", "d"}
     questions = " ".join(row["question"] for row in rows)
     for asked in (
-        "every rule",
+        "all rules",
         "at world size 6",
         "4 processes",
         "first loss",

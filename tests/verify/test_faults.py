@@ -9,7 +9,7 @@ from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig, RecomputeConfig
 from megalith.errors import ConfigError
-from megalith.models.decoder import KEEP_ALL
+from megalith.nn.build import NO_RECOMPUTE
 from megalith.verify.faults import layers, moe, plant, training
 from megalith.verify.faults.plant import Fault, find_fault, load_faults, plant_fault
 from megalith.verify.faults.table import (
@@ -119,7 +119,7 @@ REFUSALS = {
 def check(
     *,
     sp: bool,
-    recompute: RecomputeConfig = KEEP_ALL,
+    recompute: RecomputeConfig = NO_RECOMPUTE,
     model: ModelConfig = MODEL,
     lora: LoraConfig | None = None,
 ) -> TypeReport:

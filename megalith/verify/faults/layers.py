@@ -1,5 +1,6 @@
 """Planted faults in layers, loss, tensor and context parallelism, and recomputation."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from megalith.kernels.attention.scores import Scores
 from megalith.kernels.attention.split_kv import PartialAttention, attend, init_attention_result
 from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.embedding import embedding
-from megalith.kernels.linear import linear
+from megalith.kernels.linear import WeightMatmul, linear
 from megalith.kernels.packed import ContextShard, PackedSeqParams, TokenPermutation
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn import lora, norm
@@ -28,7 +29,7 @@ from megalith.nn.mla import LatentAttention
 from megalith.nn.norm import RMSNorm
 from megalith.nn.router import RouterGate
 from megalith.parallel import context, cross_entropy, grad_sync, recompute, tensor
-from megalith.parallel.collectives import mark_partial
+from megalith.parallel.collectives import mark_partial, reduce_from_tp, reduce_scatter
 from megalith.parallel.cross_entropy import HeadShard, Softmax
 from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.mesh import Mesh
@@ -37,7 +38,6 @@ from megalith.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
     SequenceParallelComm,
-    TensorParallelComm,
     TPComm,
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -54,22 +54,33 @@ from megalith.verify.faults.plant import Original, changes_model, plants, replac
 
 @dataclass(frozen=True, slots=True)
 class PatchedTPComm:
-    """TPComm with replaced functions."""
+    """TPComm without overlap whose collectives are replaced."""
 
-    prepare_input: Callable[[Tensor], Tensor]
-    reduce_output: Callable[[Tensor], Tensor]
+    prepare: Callable[[Tensor], Tensor]
+    """Collective before the work."""
+
+    reduce: Callable[[Tensor], Tensor]
+    """Collective after the work, on partial sums."""
+
     group: Group
     invariant: frozenset[str]
-    overlapped: None = None
-    tp_comm_overlap: bool = False
+
+    def prepare_input(self, x: Tensor, matmul: WeightMatmul | None = None) -> Tensor:
+        """Apply `prepare` and the matmul."""
+        x = self.prepare(x)
+        return x if matmul is None else matmul(x)
+
+    def reduce_output(self, x: Tensor, matmul: WeightMatmul | None = None) -> Tensor:
+        """Apply the matmul and `reduce`."""
+        return self.reduce(mark_partial(x if matmul is None else matmul(x), self.group))
 
 
 def _patch_tp_comm(
     layers: nn.Module,
     kind: type[nn.Module],
     *,
-    prepare_input: Callable[[Tensor], Tensor] | None = None,
-    reduce_output: Callable[[Tensor], Tensor] | None = None,
+    prepare: Callable[[Tensor], Tensor] | None = None,
+    reduce: Callable[[Tensor], Tensor] | None = None,
     group: Group | None = None,
 ) -> None:
     """Replace the tensor-parallel communication of all layers of one class."""
@@ -77,15 +88,21 @@ def _patch_tp_comm(
         if isinstance(layer, kind):
             old: TPComm = layer.tp_comm  # type: ignore[assignment]  # every kind passed here has one
             new = PatchedTPComm(
-                prepare_input or old.prepare_input,
-                reduce_output or old.reduce_output,
+                prepare or old.prepare_input,
+                reduce or _reduction(old, old.group),
                 group or old.group,
                 old.invariant,
             )
             layer.tp_comm = new  # type: ignore[assignment]  # it is a plain attribute, where mypy expects a module
 
 
-def _identity(x: Any) -> Any:  # Any: used for prepare_input (inputs) and reduce_output (tensors)
+def _reduction(tp_comm: TPComm, group: Group) -> Callable[[Tensor], Tensor]:
+    """Return the collective of `reduce_output`, over `group`."""
+    sp = isinstance(tp_comm, SequenceParallelComm)
+    return functools.partial(reduce_scatter if sp else reduce_from_tp, group=group)
+
+
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -99,27 +116,25 @@ def _declare_invariant(model: Decoder, mesh: Mesh, kind: type[nn.Module]) -> Non
 @changes_model("tp, whole tokens")
 def column_enter_removed(model: Decoder, mesh: Mesh) -> None:
     """Backward of a column-parallel layer does not all-reduce the gradient of its input."""
-    _patch_tp_comm(model, ColumnParallelLinear, prepare_input=_identity)
+    _patch_tp_comm(model, ColumnParallelLinear, prepare=_identity)
 
 
 @changes_model("tp")
 def row_sum_removed(model: Decoder, mesh: Mesh) -> None:
     """A row-parallel layer returns its partial output instead of the sum over tp."""
-    _patch_tp_comm(model, RowParallelLinear, reduce_output=_identity)
+    _patch_tp_comm(model, RowParallelLinear, reduce=_identity)
 
 
 @changes_model("tp, dp")
 def row_sum_over_dp(model: Decoder, mesh: Mesh) -> None:
     """A row-parallel layer sums over dp instead of tp."""
-    sharded = isinstance(model.tp_comm, SequenceParallelComm)
-    wrong = SequenceParallelComm(mesh.dp) if sharded else TensorParallelComm(mesh.dp)
-    _patch_tp_comm(model, RowParallelLinear, reduce_output=wrong.reduce_output)
+    _patch_tp_comm(model, RowParallelLinear, reduce=_reduction(model.tp_comm, mesh.dp))
 
 
 @changes_model("tp")
 def embedding_not_summed(model: Decoder, mesh: Mesh) -> None:
     """The vocabulary-parallel embedding returns its partial output instead of the sum."""
-    _patch_tp_comm(model, VocabParallelEmbedding, reduce_output=_identity)
+    _patch_tp_comm(model, VocabParallelEmbedding, reduce=_identity)
 
 
 @replaces(RowParallelLinear, "forward", "tp, bias", found_by="types")
@@ -128,7 +143,7 @@ def bias_before_sum(original: Original, self: RowParallelLinear, x: Tensor) -> T
     weight, accumulator = self.accumulated_parameters(), self.grad_accumulator
     y = mark_partial(linear(x, weight, grad_accumulator=accumulator), self.tp_comm.group)
     y = y if self.bias_name is None else y + getattr(self, self.bias_name)
-    return self.tp_comm.reduce_output(y)
+    return _reduction(self.tp_comm, self.tp_comm.group)(y)
 
 
 @replaces(tensor, "start_all_reduce", "tp, whole tokens")
@@ -140,7 +155,7 @@ def overlapped_sum_removed(original: Original, x: Tensor, group: Group) -> Pendi
 @changes_model("tp, sp", found_by="shapes")
 def sp_gather_removed(model: Decoder, mesh: Mesh) -> None:
     """A column-parallel layer does not all-gather the tokens under sequence parallelism."""
-    _patch_tp_comm(model, ColumnParallelLinear, prepare_input=_identity)
+    _patch_tp_comm(model, ColumnParallelLinear, prepare=_identity)
 
 
 @changes_model("tp, sp")
@@ -456,7 +471,7 @@ def whole_norm_local(original: Original, x: Tensor, group: Group) -> Tensor:
 @changes_model("tp, whole tokens, latent")
 def latent_key_not_entered(model: Decoder, mesh: Mesh) -> None:
     """Backward of the shared latent-attention key does not sum its gradient over tp."""
-    _patch_tp_comm(model, LatentAttention, prepare_input=_identity)
+    _patch_tp_comm(model, LatentAttention, prepare=_identity)
 
 
 @replaces(LearnedPositions, "forward", "tp, sp, learned positions")
@@ -520,13 +535,13 @@ def stale_input_recomputed() -> AbstractContextManager[None]:
 @changes_model("tp, whole tokens, recompute")
 def second_sum_removed(model: Decoder, mesh: Mesh) -> None:
     """Recomputation in backward omits the sum over tp."""
-    right = model.tp_comm.reduce_output
+    right = _reduction(model.tp_comm, mesh.tp)
 
     def reduce_in_forward(x: Tensor) -> Tensor:
         in_backward = torch._C._current_graph_task_id() != -1
         return x if in_backward else right(x)
 
-    _patch_tp_comm(model, RowParallelLinear, reduce_output=reduce_in_forward)
+    _patch_tp_comm(model, RowParallelLinear, reduce=reduce_in_forward)
 
 
 @replaces(OffloadedStorage, "storage", "dp, offload")

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from megalith.errors import ConfigError, did_you_mean
 from megalith.models.decoder import Decoder
+from megalith.nn.build import BuildContext
 from megalith.parallel.mesh import Mesh
 from megalith.testing.inject import patched
 
@@ -114,10 +115,10 @@ def changed_model(change: Callable[[Decoder, Mesh], None]) -> AbstractContextMan
     """Apply `change` to every `Decoder` that is built in this context."""
 
     def build_and_change(
-        original: Original, self: Decoder, config: object, mesh: Mesh, **others: object
+        original: Original, self: Decoder, context: BuildContext, **others: object
     ) -> None:
-        original(self, config, mesh, **others)
-        change(self, mesh)
+        original(self, context, **others)
+        change(self, context.mesh)
 
     return _replace(Decoder, "__init__", build_and_change)
 
