@@ -18,9 +18,9 @@ import torch
 
 from megalith.config.model import ModelConfig
 from megalith.config.tree import apply_overrides
-from megalith.hf.decilm import DECILM
-from megalith.hf.folder import FAMILIES, HuggingFaceFolder
-from megalith.hf.tensor_rules import Family
+from megalith.hf.families import DECILM, FAMILIES
+from megalith.hf.family import Family
+from megalith.hf.folder import HuggingFaceFolder
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run
 from megalith.train.loop import Outcome, run_training
