@@ -11,9 +11,9 @@ from megalith.config.model import ModelConfig, MTPConfig, RopeConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.hf.config_fields import (
     ConfigField,
-    FieldSpec,
     FieldGroup,
     Fields,
+    FieldSpec,
     Settings,
     constant,
     read_setting,

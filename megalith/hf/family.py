@@ -20,7 +20,7 @@ from megalith.config.model import (
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.tree import differences
 from megalith.errors import ConfigError, raise_all
-from megalith.hf.config_fields import FieldSpec, Fields, Settings
+from megalith.hf.config_fields import Fields, FieldSpec, Settings
 from megalith.hf.shared_fields import (
     ARCHITECTURE,
     rope_values,

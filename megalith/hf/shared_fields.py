@@ -11,9 +11,9 @@ from typing import Any
 from megalith.config.model import ModelConfig, RopeConfig
 from megalith.hf.config_fields import (
     ConfigField,
-    FieldSpec,
     FieldGroup,
     Fields,
+    FieldSpec,
     Settings,
     constant,
     hf_activation_name,

@@ -18,7 +18,6 @@ from megalith.config.parallel import (
     RecomputeConfig,
 )
 from megalith.kernels.packed import PackedSeqParams
-from megalith.kernels.recomputed import output_tensor
 from megalith.nn.attention import LayerCache
 from megalith.nn.embedding import InputEmbedding, NoBias, RelativeBias
 from megalith.nn.init import init_param_
@@ -213,7 +212,7 @@ class Decoder(nn.Module):
         else:
             x = self._forward_with_caches(x, tokens, caches)
         if self.stage.norm:
-            x = output_tensor(self.norm(x))
+            x = self.norm(x)
         if self.config.needs_cross_layer_source(self.stage.layers.stop):
             assert tokens.memory is not None, f"stage {self.stage} passes on a cross-layer source"
             return x, tokens.memory
@@ -248,7 +247,7 @@ class Decoder(nn.Module):
 
     def _encode_cross_layer_source(self, x: Tensor) -> Tensor:
         """Return the normalized x [t, h] that later layers attend to."""
-        return output_tensor(self.memory_norm(x))
+        return self.memory_norm(x)
 
     def loss(
         self,

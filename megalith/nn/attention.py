@@ -11,7 +11,6 @@ from megalith.config.model import ModelConfig
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import Scores
 from megalith.kernels.packed import PackedSeqParams
-from megalith.kernels.recomputed import LayerInput
 from megalith.nn.norm import build_qk_norms
 from megalith.nn.rope import build_apply_rope, build_attention_temperature
 from megalith.parallel.context import Attend
@@ -84,7 +83,7 @@ class Attention(nn.Module):
         self.out = output_linear(name, config, heads.queries, mesh, tp_comm, dtype=dtype)
 
     def forward(
-        self, x: LayerInput, tokens: PackedSeqParams, cache: LayerCache | None = None
+        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
     ) -> Tensor:
         """x [t, h] -> [t, h]."""
         n, g, d = self.num_heads, self.num_kv_heads, self.head_dim

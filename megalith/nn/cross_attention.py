@@ -12,7 +12,6 @@ from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.mask import AttentionMask
 from megalith.kernels.attention.scores import Scores
 from megalith.kernels.packed import PackedSeqParams, with_masks
-from megalith.kernels.recomputed import LayerInput
 from megalith.nn.attention import LayerCache, output_linear
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
@@ -90,13 +89,13 @@ class CrossAttentionBase(nn.Module):
         self.keys = column(keys("", memory_size or config.hidden_size), keys("_bias"))
         self.out = output_linear(name, config, heads.queries, mesh, tp_comm, dtype=dtype)
 
-    def encode_keys(self, encoder_hidden: LayerInput, tokens: PackedSeqParams) -> EncodedKeys:
+    def encode_keys(self, encoder_hidden: Tensor, tokens: PackedSeqParams) -> EncodedKeys:
         """Return keys and values of encoder_hidden [t_kv, m], which can be used repeatedly."""
         k, v = self.keys(encoder_hidden).chunk(2, dim=-1)
         g = self.num_kv_heads
         return EncodedKeys(k.unflatten(-1, (g, -1)), v.unflatten(-1, (g, -1)), tokens)
 
-    def attend(self, x: LayerInput, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def attend(self, x: Tensor, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, h], k and v [t_kv, g, d]; tokens: of both -> [t, h]."""
         q = self.queries(x).unflatten(-1, (self.num_heads, -1))
         return self.out(self.core(q, k, v, tokens, scores=self.scores).flatten(1))
@@ -112,7 +111,7 @@ class CrossAttention(CrossAttentionBase):
 
     def forward(
         self,
-        x: LayerInput,
+        x: Tensor,
         tokens: PackedSeqParams,
         encoder_hidden: Tensor,
         encoder_tokens: PackedSeqParams,
@@ -125,7 +124,7 @@ class CrossAttention(CrossAttentionBase):
 
     def attend_encoded(
         self,
-        x: LayerInput,
+        x: Tensor,
         tokens: PackedSeqParams,
         encoded_keys: EncodedKeys,
         masks: Sequence[Tensor | None] | None = None,
@@ -150,7 +149,7 @@ class CrossLayerAttention(CrossAttentionBase):
     """
 
     def forward(
-        self, x: LayerInput, tokens: PackedSeqParams, cache: LayerCache | None = None
+        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
     ) -> Tensor:
         """x [t, h] -> [t, h]; cache: keys and values of the source hidden states of earlier
         tokens."""

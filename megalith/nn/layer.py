@@ -15,11 +15,9 @@ from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import PLAIN, Scores
 from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import (
-    LayerInput,
-    RecomputedOutput,
-    RecomputedOutputFactory,
-    output_tensor,
-    recompute_checked,
+    RegisterRecompute,
+    register_checked_recompute,
+    register_recompute,
 )
 from megalith.nn.attention import Attention, LayerCache
 from megalith.nn.cross_attention import CrossLayerAttention
@@ -66,7 +64,7 @@ class LinearReplacement(nn.Module):
         )
 
     def forward(
-        self, x: LayerInput, tokens: PackedSeqParams | None = None, cache: LayerCache | None = None
+        self, x: Tensor, tokens: PackedSeqParams | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         """x [t, h] -> [t, h]; `tokens` and `cache` are ignored."""
         y: Tensor = self.shift(self.linear(x))
@@ -118,10 +116,8 @@ class Layer(nn.Module):
         super().__init__()
         config, number = config.at(index), index if number is None else number
         again, check = recomputed_modules(recompute), recompute.check
-        recomputed_output: RecomputedOutputFactory = (
-            recompute_checked if check else RecomputedOutput
-        )
-        act = recomputed_output if "mlp_act" in again else None
+        register: RegisterRecompute = register_checked_recompute if check else register_recompute
+        act = register if "mlp_act" in again else None
 
         def attend(place: str, *, inside: bool = False) -> Attend:
             dropped = add_attention_dropout(core, config, number, mesh, place=place)
@@ -134,7 +130,7 @@ class Layer(nn.Module):
         def norm(
             word: str,
             *,
-            again: RecomputedOutputFactory | None = recomputed_output if "norm" in again else None,
+            again: RegisterRecompute | None = register if "norm" in again else None,
         ) -> Norm:
             size, invariant = config.hidden_size, tp_comm.invariant
             return build_norm(
@@ -242,7 +238,7 @@ def _mlp(
     *,
     dtype: torch.dtype,
     index: int,
-    act_again: RecomputedOutputFactory | None,
+    act_again: RegisterRecompute | None,
 ) -> GatedMLP | MLP | LinearReplacement:
     """Build a layer's dense MLP or its linear replacement."""
     if config.mlp_part(index) == "linear":
@@ -381,7 +377,7 @@ class ResidualBranch(nn.Module):
 
     def forward(self, y: Tensor, tokens: PackedSeqParams) -> Tensor:
         """y [t, h] -> [t, h]."""
-        y = output_tensor(self.norm(y))
+        y = self.norm(y)
         for step in (*self.scale, *self.dropped):
             y = step(y, tokens)
         return y

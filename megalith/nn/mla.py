@@ -18,7 +18,6 @@ from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import Scores
 from megalith.kernels.linear import einsum
 from megalith.kernels.packed import PackedSeqParams
-from megalith.kernels.recomputed import LayerInput, output_tensor
 from megalith.nn.attention import LayerCache, output_linear, scores_of_layer
 from megalith.nn.norm import build_norm
 from megalith.nn.rope import build_apply_rope
@@ -184,21 +183,21 @@ class LatentAttention(nn.Module):
         self.out = output_linear(name, config, heads, mesh, tp_comm, dtype=dtype)
 
     def forward(
-        self, x: LayerInput, tokens: PackedSeqParams, cache: LayerCache | None = None
+        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
     ) -> Tensor:
         """x [t, h] -> [t, h]."""
-        short: LayerInput = x
+        short = x
         for step in list(self.queries)[:-1]:  # the down projection, if queries have one
             short = step(short)
         latent, k_rotated = self.kv_down(x).split([self.sizes.kv_rank, self.sizes.rope_dim], dim=-1)
-        latent = output_tensor(self.kv_norm(latent.contiguous()))
+        latent = self.kv_norm(latent.contiguous())
         if cache is None:
             return self.out(self.around(self.find)(short, latent, k_rotated, tokens).flatten(1))
         return self.out(self.find(short, latent, k_rotated, tokens, cache).flatten(1))
 
     def find(
         self,
-        short: LayerInput,
+        short: Tensor,
         latent: Tensor,
         k_rotated: Tensor,
         tokens: PackedSeqParams,
@@ -211,7 +210,7 @@ class LatentAttention(nn.Module):
         q = self.queries[-1](short).unflatten(-1, (self.num_heads, -1))
         q_plain, q_rotated = q.split([self.sizes.nope_dim, self.sizes.rope_dim], dim=-1)
         k_rotated = self.apply_rope(
-            output_tensor(self.tp_comm.prepare_input(k_rotated.contiguous())).unsqueeze(1), tokens
+            self.tp_comm.prepare_input(k_rotated.contiguous()).unsqueeze(1), tokens
         )
         if cache is not None:
             k_rotated, cached = cache.extend(k_rotated, latent.unsqueeze(1), tokens)

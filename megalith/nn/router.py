@@ -13,7 +13,6 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.kernels.dropout import hashed_uniform
 from megalith.kernels.packed import AuxLossScale, DropoutKey, PackedSeqParams
-from megalith.kernels.recomputed import LayerInput, output_tensor
 from megalith.kernels.routing import (
     Choice,
     attach_aux_loss,
@@ -198,7 +197,7 @@ class RouterGate(ReplicatedLinear):
         super().__init__(weight, dtype=dtype)
         self.inside = inside
 
-    def forward(self, x: LayerInput) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [t, h] -> [t, E], in dtype `inside`."""
         return router_logits(
             x,
@@ -217,14 +216,12 @@ class Noise:
     layer: int
     tp_comm: TPComm
 
-    def on_input(self, x: LayerInput, tokens: PackedSeqParams) -> LayerInput:
+    def on_input(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
         """Multiply x [t, h] by uniform noise between 1 - jitter and 1 + jitter."""
         if self.router.jitter == 0 or tokens.dropout is None:
             return x
-        value = output_tensor(x)
-        return value * (
-            1 + self.router.jitter * self._draw(tokens.dropout, "jitter", value.shape[1])
-        ).to(value.dtype)
+        noise = self._draw(tokens.dropout, "jitter", x.shape[1])
+        return x * (1 + self.router.jitter * noise).to(x.dtype)
 
     def for_logits(self, logits: Tensor, tokens: PackedSeqParams) -> Tensor:
         """Replace logits [t, E] by random ones with force_load_balancing, and shift each expert's
@@ -318,7 +315,7 @@ class Router(nn.Module):
             self.balancing_offset.requires_grad_(False)  # set after each step
         self.balance = LoadBalancing(moe, tp_comm, mesh)
 
-    def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Choice:
+    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Choice:
         """x [t, h], of the local tokens -> experts and weights [t, k]."""
         logits = self.gate(self.noise.on_input(x, tokens))
         if self.moe.router.bias:
@@ -330,7 +327,7 @@ class Router(nn.Module):
         if tokens.decided is not None:
             tokens.decided.note(self.layer, choice.experts, within.experts)
         if tokens.route is not None:
-            tokens.route.show(self.layer, output_tensor(x), logits, within.weights, self.own())
+            tokens.route.show(self.layer, x, logits, within.weights, self.own())
         return self.balance(within, choice.experts, logits, tokens)
 
     def own(self) -> dict[str, Tensor]:
