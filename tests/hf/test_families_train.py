@@ -134,7 +134,7 @@ def test_a_family_without_a_tiny_model_fails_with_a_hint(
     new = replace(FAMILIES[0], architecture="NovelForCausalLM", model_type="novel")
     with pytest.raises(
         AssertionError,
-        match=r"NovelForCausalLM has no tiny model. Add one to CASES in tests/models/f",
+        match=r"NovelForCausalLM has no tiny model. Add one to CASES in tests/hf/families",
     ):
         tiny_folder(new, tmp_path / "theirs", tiny)
     assert all(cases_of(family) for family in FAMILIES if family is not DECILM)
