@@ -2,7 +2,6 @@
 tensor-parallel group."""
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import Scores
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.recomputed import LayerInput
 from megalith.nn.norm import build_qk_norms
 from megalith.nn.rope import build_apply_rope, build_attention_temperature
@@ -26,14 +25,6 @@ from megalith.parallel.tensor import (
     register_param,
 )
 from megalith.plan.shards import HeadSplit, Shard, split_heads
-
-
-class LayerCache(Protocol):
-    """KV cache of one layer in text generation."""
-
-    def extend(self, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> tuple[Tensor, Tensor]:
-        """Append k, v [t, g, d] of the current tokens; return those of all tokens of each document
-        [t_kv, g, d]."""
 
 
 class Attention(nn.Module):
@@ -83,9 +74,7 @@ class Attention(nn.Module):
         self.gate = sigmoid_gate if config.attention.gated else no_gate
         self.out = output_linear(name, config, heads.queries, mesh, tp_comm, dtype=dtype)
 
-    def forward(
-        self, x: LayerInput, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: LayerInput, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         n, g, d = self.num_heads, self.num_kv_heads, self.head_dim
         projected = self.qkv(x)
@@ -94,13 +83,22 @@ class Attention(nn.Module):
         )
         q, k = self.norms(q.unflatten(-1, (n, d)), k.unflatten(-1, (g, d)))
         q, k, v = (
-            self.attention_temperature(self.apply_rope(q, tokens), tokens),
-            self.apply_rope(k, tokens),
+            self.attention_temperature(self.apply_rope(q, inputs), inputs),
+            self.apply_rope(k, inputs),
             v.unflatten(-1, (g, d)),
         )
-        if cache is not None:
-            k, v = cache.extend(k, v, tokens)
-        heads = self.core(q, k, v, tokens, scores=self.scores, sinks=self.sinks())
+        if inputs.cache is not None:
+            k, v = inputs.cache.extend(k, v, inputs.seq_params)
+        heads = self.core(
+            q,
+            k,
+            v,
+            inputs.seq_params,
+            scores=self.scores,
+            sinks=self.sinks(),
+            attention_bias=inputs.attention_bias,
+            dropout_key=inputs.dropout_key,
+        )
         return self.out(self.gate(heads.flatten(1), gate))
 
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention.scores import PLAIN, Scores, WeightDropout
-from megalith.kernels.dropout import dropout
+from megalith.kernels.dropout import DropoutKey, dropout
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import PackedSeqParams
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
@@ -16,7 +17,7 @@ from megalith.parallel.tensor import TPComm
 from megalith.plan.keys import key
 from megalith.plan.shards import split_evenly, split_heads
 
-Step = Callable[[Tensor, PackedSeqParams], Tensor]
+Step = Callable[[Tensor, LayerInputs], Tensor]
 """x [t, h], in the layout of `tp_comm` -> [t, h]."""
 
 key_of = torch.compiler.assume_constant_result(key)
@@ -36,12 +37,12 @@ class Dropout(nn.Module):
         super().__init__()
         self.place, self.layer, self.p, self.tp_comm, self.drop = place, layer, p, tp_comm, dropout
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] of the local tokens, in the layout of `tp_comm` -> [t, h]; x itself outside
         training."""
-        if tokens.dropout is None:
+        if inputs.dropout_key is None:
             return x
-        seed, numbers = tokens.dropout.seed, tokens.dropout.numbers
+        seed, numbers = inputs.dropout_key.seed, inputs.dropout_key.numbers
         return self.drop(
             x,
             self.p,
@@ -71,17 +72,27 @@ class AttentionWithDropout:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: PackedSeqParams,
+        seq_params: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
     ) -> Tensor:
         """Call `core` with the dropout settings in `scores`."""
-        if tokens.dropout is None:
-            return self.core(q, k, v, tokens, scores=scores, sinks=sinks)
-        place = key_of(tokens.dropout.seed, "dropout", self.place, self.layer)
-        dropping = replace(scores, dropout=WeightDropout(self.p, place, self.first_head))
-        return self.core(q, k, v, tokens, scores=dropping, sinks=sinks)
+        if dropout_key is not None:
+            place = key_of(dropout_key.seed, "dropout", self.place, self.layer)
+            scores = replace(scores, dropout=WeightDropout(self.p, place, self.first_head))
+        return self.core(
+            q,
+            k,
+            v,
+            seq_params,
+            scores=scores,
+            sinks=sinks,
+            attention_bias=attention_bias,
+            dropout_key=dropout_key,
+        )
 
 
 def add_attention_dropout(

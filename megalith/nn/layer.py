@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import DispatcherName, RecomputeConfig
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import PLAIN, Scores
+from megalith.kernels.dropout import DropoutKey
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import (
     LayerInput,
@@ -21,7 +24,7 @@ from megalith.kernels.recomputed import (
     output_tensor,
     recompute_checked,
 )
-from megalith.nn.attention import Attention, LayerCache
+from megalith.nn.attention import Attention
 from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.dropout import Step, add_attention_dropout, build_dropout
 from megalith.nn.mla import HeadsFn, LatentAttention, no_recompute
@@ -65,10 +68,8 @@ class LinearReplacement(nn.Module):
             AddBias(f"{name}.linear_bias", h, tp_comm, dtype=dtype) if bias else nn.Identity()
         )
 
-    def forward(
-        self, x: LayerInput, tokens: PackedSeqParams | None = None, cache: LayerCache | None = None
-    ) -> Tensor:
-        """x [t, h] -> [t, h]; `tokens` and `cache` are ignored."""
+    def forward(self, x: LayerInput, inputs: LayerInputs | None = None) -> Tensor:
+        """x [t, h] -> [t, h]; `inputs` are ignored."""
         y: Tensor = self.shift(self.linear(x))
         return y
 
@@ -254,13 +255,11 @@ class SequentialBlock(Layer):
     """Layer with attention and then an MLP, each added to the residual stream: x [t, h] -> x [t,
     h]."""
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
-        attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
+        attended = self.attention_out(self.attention(self.attention_norm(x), inputs), inputs)
         x, normed = self.mlp_norm.add_and_normalize(attended, x)
-        return x + self.mlp_out(self.mlp(normed, tokens), tokens)
+        return x + self.mlp_out(self.mlp(normed, inputs), inputs)
 
 
 class CrossBlock(Layer):
@@ -271,20 +270,13 @@ class CrossBlock(Layer):
 
     attentions = 2
 
-    def forward(
-        self,
-        x: Tensor,
-        tokens: PackedSeqParams,
-        cache: LayerCache | None = None,
-        cross_cache: LayerCache | None = None,
-    ) -> Tensor:
-        """x [t, h] -> [t, h]; the tokens hold the source hidden states. Caches: of self-attention,
-        and of cross-layer attention."""
-        attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x [t, h] -> [t, h]; `inputs.encoder_hidden`: the cross-layer source."""
+        attended = self.attention_out(self.attention(self.attention_norm(x), inputs), inputs)
         x, normed = self.cross_norm.add_and_normalize(attended, x)
-        cross_attended = self.cross_out(self.cross(normed, tokens, cross_cache), tokens)
+        cross_attended = self.cross_out(self.cross(normed, inputs), inputs)
         x, normed = self.mlp_norm.add_and_normalize(cross_attended, x)
-        return x + self.mlp_out(self.mlp(normed, tokens), tokens)
+        return x + self.mlp_out(self.mlp(normed, inputs), inputs)
 
 
 class ParallelBlock(Layer):
@@ -294,44 +286,36 @@ class ParallelBlock(Layer):
     section 2.
     """
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
-        attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
-        return x + attended + self.mlp_out(self.mlp(self.mlp_norm(x), tokens), tokens)
+        attended = self.attention_out(self.attention(self.attention_norm(x), inputs), inputs)
+        return x + attended + self.mlp_out(self.mlp(self.mlp_norm(x), inputs), inputs)
 
 
 class OneNormBlock(Layer):
     """Parallel layer with one norm for attention and MLP: x [t, h] -> x [t, h]."""
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         normed = self.attention_norm(x)
-        attended = self.attention_out(self.attention(normed, tokens, cache), tokens)
-        return x + attended + self.mlp_out(self.mlp(normed, tokens), tokens)
+        attended = self.attention_out(self.attention(normed, inputs), inputs)
+        return x + attended + self.mlp_out(self.mlp(normed, inputs), inputs)
 
 
 class AttentionBlock(Layer):
     """A layer without an MLP: x [t, h] -> x [t, h]."""
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
-        return x + self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
+        return x + self.attention_out(self.attention(self.attention_norm(x), inputs), inputs)
 
 
 class MLPBlock(Layer):
     """A layer without attention: x [t, h] -> x [t, h]."""
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
-        return x + self.mlp_out(self.mlp(self.mlp_norm(x), tokens), tokens)
+        return x + self.mlp_out(self.mlp(self.mlp_norm(x), inputs), inputs)
 
 
 BLOCKS: dict[str, type[Layer]] = {
@@ -379,11 +363,11 @@ class ResidualBranch(nn.Module):
         self.scale = (ScaleBy(scale),) if scale != 1.0 else ()
         self.dropped = tuple(dropped)
 
-    def forward(self, y: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, y: Tensor, inputs: LayerInputs) -> Tensor:
         """y [t, h] -> [t, h]."""
         y = output_tensor(self.norm(y))
         for step in (*self.scale, *self.dropped):
-            y = step(y, tokens)
+            y = step(y, inputs)
         return y
 
 
@@ -393,7 +377,7 @@ class ScaleBy:
 
     factor: float
 
-    def __call__(self, y: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def __call__(self, y: Tensor, inputs: LayerInputs) -> Tensor:
         """y [t, h] -> [t, h]."""
         return y * self.factor
 
@@ -410,25 +394,32 @@ class RecomputedCore:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: PackedSeqParams,
+        seq_params: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
     ) -> Tensor:
         """Save q, k, v, made contiguous, because values are a view of a larger tensor that would be
         kept alive."""
         tensors = [x.contiguous() for x in (k, v, sinks) if x is not None]
+        arguments = {
+            "scores": scores,
+            "attention_bias": attention_bias,
+            "dropout_key": dropout_key,
+        }
         return recomputation.recompute(
-            partial(self._attend, tokens, scores), q, *tensors, check=self.check
+            partial(self._attend, seq_params, arguments), q, *tensors, check=self.check
         )
 
     def _attend(
         self,
-        tokens: PackedSeqParams,
-        scores: Scores,
+        seq_params: PackedSeqParams,
+        arguments: dict[str, Any],  # keyword arguments of `Attend`
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *sinks: Tensor,
     ) -> Tensor:
-        return self.core(q, k, v, tokens, scores=scores, sinks=sinks[0] if sinks else None)
+        return self.core(q, k, v, seq_params, sinks=sinks[0] if sinks else None, **arguments)

@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers
 from megalith.config.model import ModelConfig
 from megalith.kernels.dropout import dropout
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import Context, linear
-from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import LayerInput, as_recomputed, output_tensor
 from megalith.nn.dropout import key_of
 from megalith.nn.frozen import end_backward_at
@@ -215,18 +215,18 @@ class InputDropout(nn.Module):
             first_feature,
             dropout,
         )
-        self.tokens: PackedSeqParams | None = None
-        # Set by a hook of the enclosing attention or MLP: linear layers do not receive tokens.
+        self.inputs: LayerInputs | None = None
+        # Set by a hook of the enclosing attention or MLP: linear layers do not receive it.
 
     def forward(self, x: LayerInput) -> LayerInput:
         """Return x itself outside training. Backward recomputes the mask, and x if it is a
         recomputed output."""
         if self.p == 0.0:
             return x
-        assert self.tokens is not None, f"{self.place}: the hook did not set the tokens"
-        if self.tokens.dropout is None:
+        assert self.inputs is not None, f"{self.place}: the hook did not set the inputs"
+        dropout_key = self.inputs.dropout_key
+        if dropout_key is None:
             return x
-        dropout_key = self.tokens.dropout
         again = with_arguments(
             self.drop,
             p=self.p,
@@ -325,7 +325,7 @@ def attach_adapters(chunks: Sequence[Any], model: ModelConfig, lora: LoraConfig 
 
 
 def _attach(layer: nn.Module, tp_comm: TPComm, model: ModelConfig, lora: LoraConfig) -> None:
-    """Add adapters to one layer, and hooks that pass the tokens of attention and MLP to their
+    """Add adapters to one layer, and hooks that pass the inputs of attention and MLP to their
     dropout."""
     for parent in list(layer.modules()):
         for name, child in list(parent.named_children()):
@@ -343,33 +343,33 @@ def _attach(layer: nn.Module, tp_comm: TPComm, model: ModelConfig, lora: LoraCon
             if isinstance(module, InputDropout) and module.p > 0
         ]
         if drops:
-            called_module.register_forward_pre_hook(with_arguments(_set_tokens, drops))
+            called_module.register_forward_pre_hook(with_arguments(_set_inputs, drops))
         if drops and isinstance(called_module, LatentAttention):  # part of which may be recomputed
-            called_module.around = with_arguments(_around_with_tokens, called_module.around, drops)
+            called_module.around = with_arguments(_around_with_inputs, called_module.around, drops)
 
 
-def _set_tokens(drops: Sequence[InputDropout], part: nn.Module, arguments: tuple[Any, ...]) -> None:
+def _set_inputs(drops: Sequence[InputDropout], part: nn.Module, arguments: tuple[Any, ...]) -> None:
     for drop in drops:
-        drop.tokens = arguments[1]
+        drop.inputs = arguments[1]
 
 
-def _around_with_tokens(
+def _around_with_inputs(
     around: Callable[[HeadsFn], HeadsFn], drops: Sequence[InputDropout], find: HeadsFn
 ) -> HeadsFn:
-    return around(with_arguments(_set_tokens_and_find, drops, find))
+    return around(with_arguments(_set_inputs_and_find, drops, find))
 
 
-def _set_tokens_and_find(
+def _set_inputs_and_find(
     drops: Sequence[InputDropout],
     find: HeadsFn,
     short: LayerInput,
     latent: Tensor,
     k_rotated: Tensor,
-    tokens: PackedSeqParams,
+    inputs: LayerInputs,
 ) -> Tensor:
     for drop in drops:
-        drop.tokens = tokens
-    return find(short, latent, k_rotated, tokens)
+        drop.inputs = inputs
+    return find(short, latent, k_rotated, inputs)
 
 
 def _adapted(

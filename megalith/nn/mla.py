@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from megalith.config.model import MLAConfig, ModelConfig
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import Scores
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import einsum
-from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import LayerInput, output_tensor
-from megalith.nn.attention import LayerCache, output_linear, scores_of_layer
+from megalith.nn.attention import output_linear, scores_of_layer
 from megalith.nn.norm import build_norm
 from megalith.nn.rope import build_apply_rope
 from megalith.parallel.context import Attend
@@ -50,20 +50,20 @@ class LatentInputs(NamedTuple):
     """[t_kv, 1, rope_dim]: the rotated key that all heads share."""
 
 
-LatentForm = Callable[["LatentAttention", LatentInputs, PackedSeqParams], Tensor]
+LatentForm = Callable[["LatentAttention", LatentInputs, LayerInputs], Tensor]
 """Computes the heads' outputs [t, n, value_dim]; `expanded` and `absorbed` give the same result."""
 
 
-def expanded(layer: "LatentAttention", parts: LatentInputs, tokens: PackedSeqParams) -> Tensor:
+def expanded(layer: "LatentAttention", parts: LatentInputs, inputs: LayerInputs) -> Tensor:
     """Compute attention with keys and values of each head, projected from the latent vectors."""
     kv = layer.kv_up(parts.latent).unflatten(-1, (layer.num_heads, -1))
     k_plain, v = kv.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=-1)
     q = torch.cat([parts.q_plain, parts.q_rotated], dim=-1)
     k = torch.cat([k_plain, parts.k_rotated.expand(-1, layer.num_heads, -1)], dim=-1)
-    return layer.core(q, k, v, tokens, scores=layer.scores)
+    return layer.attend(q, k, v, inputs)
 
 
-def absorbed(layer: "LatentAttention", parts: LatentInputs, tokens: PackedSeqParams) -> Tensor:
+def absorbed(layer: "LatentAttention", parts: LatentInputs, inputs: LayerInputs) -> Tensor:
     """Compute attention with the latent vectors as keys and values of all heads.
 
     The key projection is applied to the queries, the value projection to the output.
@@ -75,9 +75,7 @@ def absorbed(layer: "LatentAttention", parts: LatentInputs, tokens: PackedSeqPar
     both = torch.cat([parts.latent.unsqueeze(1), parts.k_rotated], dim=-1)
     # Values include the few rotated features, unused: torch's fused kernel requires values as wide
     # as keys.
-    attended_latent = layer.core(q, both, both, tokens, scores=layer.scores)[
-        ..., : layer.sizes.kv_rank
-    ]
+    attended_latent = layer.attend(q, both, both, inputs)[..., : layer.sizes.kv_rank]
     return einsum("tnr,nvr->tnv", attended_latent, up_values)
 
 
@@ -103,7 +101,7 @@ ChooseForm = Callable[[MLAConfig, Sequence[tuple[int, int]]], LatentForm]
 
 
 HeadsFn = Callable[..., Tensor]
-"""(latent vectors of queries, those of keys and values, the shared key, tokens) -> outputs of the
+"""(latent vectors of queries, those of keys and values, the shared key, inputs) -> outputs of the
 heads [t, n, value_dim]."""
 
 
@@ -183,26 +181,22 @@ class LatentAttention(nn.Module):
         self.kv_up = of_heads("kv_up", sizes.nope_dim + sizes.value_dim, sizes.kv_rank)
         self.out = output_linear(name, config, heads, mesh, tp_comm, dtype=dtype)
 
-    def forward(
-        self, x: LayerInput, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: LayerInput, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         short: LayerInput = x
         for step in list(self.queries)[:-1]:  # the down projection, if queries have one
             short = step(short)
         latent, k_rotated = self.kv_down(x).split([self.sizes.kv_rank, self.sizes.rope_dim], dim=-1)
         latent = output_tensor(self.kv_norm(latent.contiguous()))
-        if cache is None:
-            return self.out(self.around(self.find)(short, latent, k_rotated, tokens).flatten(1))
-        return self.out(self.find(short, latent, k_rotated, tokens, cache).flatten(1))
+        find = self.find if inputs.cache is not None else self.around(self.find)
+        return self.out(find(short, latent, k_rotated, inputs).flatten(1))
 
     def find(
         self,
         short: LayerInput,
         latent: Tensor,
         k_rotated: Tensor,
-        tokens: PackedSeqParams,
-        cache: LayerCache | None = None,
+        inputs: LayerInputs,
     ) -> Tensor:
         """Compute the heads' outputs: latent vectors of queries, or x, [t, rq], those of keys and
         values [t, r] and the shared key [t, rope_dim], all in the layout of `tp_comm` -> [t, n,
@@ -211,15 +205,29 @@ class LatentAttention(nn.Module):
         q = self.queries[-1](short).unflatten(-1, (self.num_heads, -1))
         q_plain, q_rotated = q.split([self.sizes.nope_dim, self.sizes.rope_dim], dim=-1)
         k_rotated = self.apply_rope(
-            output_tensor(self.tp_comm.prepare_input(k_rotated.contiguous())).unsqueeze(1), tokens
+            output_tensor(self.tp_comm.prepare_input(k_rotated.contiguous())).unsqueeze(1), inputs
         )
-        if cache is not None:
-            k_rotated, cached = cache.extend(k_rotated, latent.unsqueeze(1), tokens)
-            latent, form = cached.squeeze(1), self.reading(self.sizes, tokens.lengths)
+        if inputs.cache is not None:
+            k_rotated, cached = inputs.cache.extend(
+                k_rotated, latent.unsqueeze(1), inputs.seq_params
+            )
+            latent, form = cached.squeeze(1), self.reading(self.sizes, inputs.seq_params.lengths)
         return form(
             self,
-            LatentInputs(q_plain, self.apply_rope(q_rotated, tokens), latent, k_rotated),
-            tokens,
+            LatentInputs(q_plain, self.apply_rope(q_rotated, inputs), latent, k_rotated),
+            inputs,
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> Tensor:
+        """Softmax attention of the local heads: q [t, n, d], k, v [t_kv, g, d] -> [t, n, d]."""
+        return self.core(
+            q,
+            k,
+            v,
+            inputs.seq_params,
+            scores=self.scores,
+            attention_bias=inputs.attention_bias,
+            dropout_key=inputs.dropout_key,
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.activation import GatedActivation, activate, gated, swiglu
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.recomputed import (
     LayerInput,
     RecomputedOutput,
@@ -52,8 +52,8 @@ class GatedMLP(nn.Module):
         self.gate_up = _up(f"{name}.gate_up", (2,), config, mesh, tp_comm, dtype)
         self.down = _down(f"{name}.down", config, mesh, tp_comm, dtype)
 
-    def forward(self, x: LayerInput, tokens: PackedSeqParams | None = None) -> Tensor:
-        """x [t, h] -> [t, h]. `tokens` are used by hooks of LoRA dropout."""
+    def forward(self, x: LayerInput, inputs: LayerInputs | None = None) -> Tensor:
+        """x [t, h] -> [t, h]. `inputs` are used by hooks of LoRA dropout."""
         return self.down(self.activation(self.gate_up(x)))
 
 
@@ -76,8 +76,8 @@ class MLP(nn.Module):
         self.up = _up(f"{name}.up", (), config, mesh, tp_comm, dtype)
         self.down = _down(f"{name}.down", config, mesh, tp_comm, dtype)
 
-    def forward(self, x: LayerInput, tokens: PackedSeqParams | None = None) -> Tensor:
-        """x [t, h] -> [t, h]. `tokens` are used by hooks of LoRA dropout."""
+    def forward(self, x: LayerInput, inputs: LayerInputs | None = None) -> Tensor:
+        """x [t, h] -> [t, h]. `inputs` are used by hooks of LoRA dropout."""
         return self.down(self.activation(self.up(x)))
 
 
@@ -109,10 +109,12 @@ class ChunkedPrefillMLP(nn.Module):
         super().__init__()
         self.mlp, self.chunks = mlp, chunks
 
-    def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: LayerInput, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]; fewer chunks if there are fewer tokens."""
-        count = min(self.chunks, output_tensor(x).shape[0]) if tokens.max_seqlen_q > 1 else 1
-        return torch.cat([self.mlp(part, tokens) for part in split_rows(x, count)])
+        count = (
+            min(self.chunks, output_tensor(x).shape[0]) if inputs.seq_params.max_seqlen_q > 1 else 1
+        )
+        return torch.cat([self.mlp(part, inputs) for part in split_rows(x, count)])
 
 
 def chunk_prefill_mlps(model: nn.Module, chunks: int) -> int:

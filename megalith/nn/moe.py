@@ -13,7 +13,7 @@ from megalith.config.moe import MoEConfig
 from megalith.config.parallel import DispatcherName
 from megalith.kernels.activation import GatedActivation, weighted_activate, weighted_gated
 from megalith.kernels.experts import experts
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.recomputed import LayerInput, RecomputedOutputFactory, output_tensor
 from megalith.nn.mlp import build_mlp
 from megalith.nn.router import Router
@@ -168,14 +168,16 @@ class MoE(nn.Module):
         self.dispatch = with_overlap_fn(self.dispatch, something)
         self.dispatch_within_capacity = with_overlap_fn(self.dispatch_within_capacity, something)
 
-    def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: LayerInput, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         dispatch = (
-            self.dispatch if tokens.balance is None else self.dispatch_within_capacity
+            self.dispatch
+            if inputs.router_inputs.aux_loss_scale is None
+            else self.dispatch_within_capacity
         )  # in training
-        dispatched = dispatch(self.narrow(x), self.router(x, tokens))
+        dispatched = dispatch(self.narrow(x), self.router(x, inputs))
         shared_outputs = [
-            shared(x, tokens) for shared in self.shared
+            shared(x, inputs) for shared in self.shared
         ]  # overlaps the dispatch, and that of gradients in backward
         expert_input, return_path = dispatched.wait()
         y: Tensor = self.widen(return_path.combine(self.experts(expert_input)))
@@ -222,9 +224,9 @@ class SharedExperts(nn.Module):
         )
         self.weigh = nn.ModuleList([weigh] if moe.shared_gate else [])
 
-    def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: LayerInput, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
-        y: Tensor = self.mlp(x, tokens)
+        y: Tensor = self.mlp(x, inputs)
         for weigh in self.weigh:
             y = y * weigh(x).sigmoid()
         return y

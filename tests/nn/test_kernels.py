@@ -22,8 +22,10 @@ from megalith.kernels.activation import swiglu as swiglu_function
 from megalith.kernels.attention import split_kv
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.split_kv import reference_span_attention
+from megalith.kernels.dropout import DropoutKey
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.norm import rms_norm
-from megalith.kernels.packed import DropoutKey, tokens_of_rows
+from megalith.kernels.packed import tokens_of_rows
 from megalith.kernels.recomputed import output_tensor
 from megalith.nn.kernels import OPERATIONS, use_kernels, with_kernel
 from megalith.nn.layer import RecomputedCore
@@ -197,7 +199,7 @@ def test_nested_operations_are_bound() -> None:
 def test_adapter_dropout_is_bound_to_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dropout.DropoutFunction, "apply", forbid)
     drop, x = InputDropout("layers.0.mlp.down", 0.5, lambda known: known), torch.ones(4, 6)
-    drop.tokens = replace(tokens_of_rows(1, 4), dropout=DropoutKey(3, torch.arange(4)))
+    drop.inputs = LayerInputs(tokens_of_rows(1, 4), dropout_key=DropoutKey(3, torch.arange(4)))
     with pytest.raises(AssertionError, match="a fast form"):
         drop(x)
     use_kernels([drop], "reference", build_single_rank_mesh())
