@@ -73,11 +73,13 @@ lint-links: $(DEV)
 
 lint-map: $(DEV)
 	$(PY) tools/file_map.py --check
+	$(PY) tools/settings_reference.py --check
 
 fmt: $(DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(PY) tools/file_map.py --write
+	$(PY) tools/settings_reference.py --write
 
 bench: $(DEV)
 	@for file in benchmarks/*.py; do echo "== $$file"; $(PY) "$$file" || exit 1; done

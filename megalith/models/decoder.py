@@ -18,7 +18,6 @@ from megalith.config.parallel import (
     RecomputeConfig,
 )
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
-from megalith.kernels.recomputed import output_tensor
 from megalith.nn.embedding import InputEmbedding, NoBias, RelativeBias
 from megalith.nn.init import init_param_
 from megalith.nn.layer import IdentityNorm, Layer, block_of_layer
@@ -212,7 +211,7 @@ class Decoder(nn.Module):
         else:
             x = self._forward_with_caches(x, inputs, caches)
         if self.stage.norm:
-            x = output_tensor(self.norm(x))
+            x = self.norm(x)
         if self.config.needs_cross_layer_source(self.stage.layers.stop):
             source = inputs.encoder_hidden
             assert source is not None, f"stage {self.stage} passes on a cross-layer source"
@@ -249,7 +248,7 @@ class Decoder(nn.Module):
 
     def _encode_cross_layer_source(self, x: Tensor) -> Tensor:
         """Return the normalized x [t, h] that later layers attend to."""
-        return output_tensor(self.memory_norm(x))
+        return self.memory_norm(x)
 
     def loss(
         self,

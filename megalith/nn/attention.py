@@ -10,7 +10,6 @@ from megalith.config.model import ModelConfig
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import Scores
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.recomputed import LayerInput
 from megalith.nn.norm import build_qk_norms
 from megalith.nn.rope import build_apply_rope, build_attention_temperature
 from megalith.parallel.context import Attend
@@ -74,7 +73,7 @@ class Attention(nn.Module):
         self.gate = sigmoid_gate if config.attention.gated else no_gate
         self.out = output_linear(name, config, heads.queries, mesh, tp_comm, dtype=dtype)
 
-    def forward(self, x: LayerInput, inputs: LayerInputs) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         n, g, d = self.num_heads, self.num_kv_heads, self.head_dim
         projected = self.qkv(x)

@@ -13,7 +13,6 @@ from megalith.kernels.attention.mask import AttentionMask
 from megalith.kernels.attention.scores import Scores
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import with_masks
-from megalith.kernels.recomputed import LayerInput
 from megalith.nn.attention import output_linear
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
@@ -91,13 +90,13 @@ class CrossAttentionBase(nn.Module):
         self.keys = column(keys("", memory_size or config.hidden_size), keys("_bias"))
         self.out = output_linear(name, config, heads.queries, mesh, tp_comm, dtype=dtype)
 
-    def encode_keys(self, encoder_hidden: LayerInput, inputs: LayerInputs) -> EncodedKeys:
+    def encode_keys(self, encoder_hidden: Tensor, inputs: LayerInputs) -> EncodedKeys:
         """Return keys and values of encoder_hidden [t_kv, m], which can be used repeatedly."""
         k, v = self.keys(encoder_hidden).chunk(2, dim=-1)
         g = self.num_kv_heads
         return EncodedKeys(k.unflatten(-1, (g, -1)), v.unflatten(-1, (g, -1)), inputs)
 
-    def attend(self, x: LayerInput, k: Tensor, v: Tensor, inputs: LayerInputs) -> Tensor:
+    def attend(self, x: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h], k and v [t_kv, g, d]; inputs: of both -> [t, h]."""
         q = self.queries(x).unflatten(-1, (self.num_heads, -1))
         heads = self.core(
@@ -116,7 +115,7 @@ class CrossAttention(CrossAttentionBase):
 
     def forward(
         self,
-        x: LayerInput,
+        x: Tensor,
         inputs: LayerInputs,
         encoder_hidden: Tensor,
         encoder_inputs: LayerInputs,
@@ -129,7 +128,7 @@ class CrossAttention(CrossAttentionBase):
 
     def attend_encoded(
         self,
-        x: LayerInput,
+        x: Tensor,
         inputs: LayerInputs,
         encoded_keys: EncodedKeys,
         masks: Sequence[Tensor | None] | None = None,
@@ -153,7 +152,7 @@ class CrossLayerAttention(CrossAttentionBase):
     same sharding under context parallelism, so attention works as self-attention does.
     """
 
-    def forward(self, x: LayerInput, inputs: LayerInputs) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]; `inputs.cross_cache`: keys and values of the source hidden states of
         earlier tokens."""
         assert inputs.encoder_hidden is not None, (

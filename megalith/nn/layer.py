@@ -18,11 +18,9 @@ from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import (
-    LayerInput,
-    RecomputedOutput,
-    RecomputedOutputFactory,
-    output_tensor,
-    recompute_checked,
+    RegisterRecompute,
+    register_checked_recompute,
+    register_recompute,
 )
 from megalith.nn.attention import Attention
 from megalith.nn.cross_attention import CrossLayerAttention
@@ -68,7 +66,7 @@ class LinearReplacement(nn.Module):
             AddBias(f"{name}.linear_bias", h, tp_comm, dtype=dtype) if bias else nn.Identity()
         )
 
-    def forward(self, x: LayerInput, inputs: LayerInputs | None = None) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs | None = None) -> Tensor:
         """x [t, h] -> [t, h]; `inputs` are ignored."""
         y: Tensor = self.shift(self.linear(x))
         return y
@@ -119,10 +117,8 @@ class Layer(nn.Module):
         super().__init__()
         config, number = config.at(index), index if number is None else number
         again, check = recomputed_modules(recompute), recompute.check
-        recomputed_output: RecomputedOutputFactory = (
-            recompute_checked if check else RecomputedOutput
-        )
-        act = recomputed_output if "mlp_act" in again else None
+        register: RegisterRecompute = register_checked_recompute if check else register_recompute
+        act = register if "mlp_act" in again else None
 
         def attend(place: str, *, inside: bool = False) -> Attend:
             dropped = add_attention_dropout(core, config, number, mesh, place=place)
@@ -135,7 +131,7 @@ class Layer(nn.Module):
         def norm(
             word: str,
             *,
-            again: RecomputedOutputFactory | None = recomputed_output if "norm" in again else None,
+            again: RegisterRecompute | None = register if "norm" in again else None,
         ) -> Norm:
             size, invariant = config.hidden_size, tp_comm.invariant
             return build_norm(
@@ -243,7 +239,7 @@ def _mlp(
     *,
     dtype: torch.dtype,
     index: int,
-    act_again: RecomputedOutputFactory | None,
+    act_again: RegisterRecompute | None,
 ) -> GatedMLP | MLP | LinearReplacement:
     """Build a layer's dense MLP or its linear replacement."""
     if config.mlp_part(index) == "linear":
@@ -365,7 +361,7 @@ class ResidualBranch(nn.Module):
 
     def forward(self, y: Tensor, inputs: LayerInputs) -> Tensor:
         """y [t, h] -> [t, h]."""
-        y = output_tensor(self.norm(y))
+        y = self.norm(y)
         for step in (*self.scale, *self.dropped):
             y = step(y, inputs)
         return y

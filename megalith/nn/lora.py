@@ -22,7 +22,7 @@ from megalith.config.model import ModelConfig
 from megalith.kernels.dropout import dropout
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import Context, linear
-from megalith.kernels.recomputed import LayerInput, as_recomputed, output_tensor
+from megalith.kernels.recomputed import derive_recompute
 from megalith.nn.dropout import key_of
 from megalith.nn.frozen import end_backward_at
 from megalith.nn.mla import HeadsFn, LatentAttention
@@ -72,14 +72,14 @@ class ColumnLora(nn.Module):
             _shard_of(base, names[0]).name, lora.dropout, base.tp_comm.select_local
         )
 
-    def forward(self, x: LayerInput) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [t, i], in the layout of `tp_comm` -> [t, f_tp]."""
         y = self.base(x)
         z = (
             linear(self.drop(x), [getattr(self, f"{name}_lora_a") for name in self.names])
             * self.scale
         )
-        features = iter(output_tensor(self.tp_comm.prepare_input(z)).split(self.rank, dim=-1))
+        features = iter(self.tp_comm.prepare_input(z).split(self.rank, dim=-1))
         starts, added, end = [], [], 0
         for name, weight in zip(
             self.base.weight_names, self.base.accumulated_parameters(), strict=True
@@ -161,7 +161,7 @@ class RowLora(nn.Module):
             weight.name, lora.dropout, _all_tokens, first_feature=first_input_feature(weight)
         )
 
-    def forward(self, x: LayerInput) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [t, i_tp] -> [t, o]."""
         y = self.base(x)
         z = linear(self.drop(x), [getattr(self, f"{self.name}_lora_a")])
@@ -184,7 +184,7 @@ class ReplicatedLora(nn.Module):
         _register_adapter(self, self.name, *whole_adapter(weight, lora), dtype=dtype)
         self.drop = InputDropout(weight.name, lora.dropout, tp_comm.select_local)
 
-    def forward(self, x: LayerInput) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [t, i] -> [t, o]."""
         y = self.base(x)
         z = linear(self.drop(x), [getattr(self, f"{self.name}_lora_a")]) * self.scale
@@ -218,7 +218,7 @@ class InputDropout(nn.Module):
         self.inputs: LayerInputs | None = None
         # Set by a hook of the enclosing attention or MLP: linear layers do not receive it.
 
-    def forward(self, x: LayerInput) -> LayerInput:
+    def forward(self, x: Tensor) -> Tensor:
         """Return x itself outside training. Backward recomputes the mask, and x if it is a
         recomputed output."""
         if self.p == 0.0:
@@ -234,7 +234,7 @@ class InputDropout(nn.Module):
             numbers=self.local_part(dropout_key.numbers),
             first_feature=self.first_feature,
         )
-        return as_recomputed(x).then(again(output_tensor(x)), again)
+        return derive_recompute(x, again(x), again)
 
 
 def column_adapter(weight: Shard, lora: LoraConfig, tp_comm: TPComm) -> tuple[Shard, Shard]:
@@ -362,7 +362,7 @@ def _around_with_inputs(
 def _set_inputs_and_find(
     drops: Sequence[InputDropout],
     find: HeadsFn,
-    short: LayerInput,
+    short: Tensor,
     latent: Tensor,
     k_rotated: Tensor,
     inputs: LayerInputs,

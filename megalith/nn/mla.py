@@ -18,7 +18,6 @@ from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import Scores
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import einsum
-from megalith.kernels.recomputed import LayerInput, output_tensor
 from megalith.nn.attention import output_linear, scores_of_layer
 from megalith.nn.norm import build_norm
 from megalith.nn.rope import build_apply_rope
@@ -181,19 +180,19 @@ class LatentAttention(nn.Module):
         self.kv_up = of_heads("kv_up", sizes.nope_dim + sizes.value_dim, sizes.kv_rank)
         self.out = output_linear(name, config, heads, mesh, tp_comm, dtype=dtype)
 
-    def forward(self, x: LayerInput, inputs: LayerInputs) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
-        short: LayerInput = x
+        short = x
         for step in list(self.queries)[:-1]:  # the down projection, if queries have one
             short = step(short)
         latent, k_rotated = self.kv_down(x).split([self.sizes.kv_rank, self.sizes.rope_dim], dim=-1)
-        latent = output_tensor(self.kv_norm(latent.contiguous()))
+        latent = self.kv_norm(latent.contiguous())
         find = self.find if inputs.cache is not None else self.around(self.find)
         return self.out(find(short, latent, k_rotated, inputs).flatten(1))
 
     def find(
         self,
-        short: LayerInput,
+        short: Tensor,
         latent: Tensor,
         k_rotated: Tensor,
         inputs: LayerInputs,
@@ -205,7 +204,7 @@ class LatentAttention(nn.Module):
         q = self.queries[-1](short).unflatten(-1, (self.num_heads, -1))
         q_plain, q_rotated = q.split([self.sizes.nope_dim, self.sizes.rope_dim], dim=-1)
         k_rotated = self.apply_rope(
-            output_tensor(self.tp_comm.prepare_input(k_rotated.contiguous())).unsqueeze(1), inputs
+            self.tp_comm.prepare_input(k_rotated.contiguous()).unsqueeze(1), inputs
         )
         if inputs.cache is not None:
             k_rotated, cached = inputs.cache.extend(

@@ -10,13 +10,7 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.kernels.activation import GatedActivation, activate, gated, swiglu
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.recomputed import (
-    LayerInput,
-    RecomputedOutput,
-    RecomputedOutputFactory,
-    output_tensor,
-    split_rows,
-)
+from megalith.kernels.recomputed import RegisterRecompute, split_rows
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import (
     ZEROS,
@@ -28,7 +22,7 @@ from megalith.parallel.tensor import (
 )
 from megalith.plan.shards import Shard, split_evenly
 
-Inner = Callable[[Tensor], LayerInput]
+Inner = Callable[[Tensor], Tensor]
 """Activation between the two matmuls: [t, f] -> [t, f], or gated [t, 2 f] -> [t, f]."""
 
 
@@ -52,7 +46,7 @@ class GatedMLP(nn.Module):
         self.gate_up = _up(f"{name}.gate_up", (2,), config, mesh, tp_comm, dtype)
         self.down = _down(f"{name}.down", config, mesh, tp_comm, dtype)
 
-    def forward(self, x: LayerInput, inputs: LayerInputs | None = None) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs | None = None) -> Tensor:
         """x [t, h] -> [t, h]. `inputs` are used by hooks of LoRA dropout."""
         return self.down(self.activation(self.gate_up(x)))
 
@@ -76,7 +70,7 @@ class MLP(nn.Module):
         self.up = _up(f"{name}.up", (), config, mesh, tp_comm, dtype)
         self.down = _down(f"{name}.down", config, mesh, tp_comm, dtype)
 
-    def forward(self, x: LayerInput, inputs: LayerInputs | None = None) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs | None = None) -> Tensor:
         """x [t, h] -> [t, h]. `inputs` are used by hooks of LoRA dropout."""
         return self.down(self.activation(self.up(x)))
 
@@ -88,7 +82,7 @@ def build_mlp(
     tp_comm: TPComm,
     *,
     dtype: torch.dtype,
-    act_again: RecomputedOutputFactory | None = None,
+    act_again: RegisterRecompute | None = None,
 ) -> GatedMLP | MLP:
     """Build the MLP that the config describes. `act_again`: the activation is recomputed in
     backward instead of saved."""
@@ -109,11 +103,9 @@ class ChunkedPrefillMLP(nn.Module):
         super().__init__()
         self.mlp, self.chunks = mlp, chunks
 
-    def forward(self, x: LayerInput, inputs: LayerInputs) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]; fewer chunks if there are fewer tokens."""
-        count = (
-            min(self.chunks, output_tensor(x).shape[0]) if inputs.seq_params.max_seqlen_q > 1 else 1
-        )
+        count = min(self.chunks, x.shape[0]) if inputs.seq_params.max_seqlen_q > 1 else 1
         return torch.cat([self.mlp(part, inputs) for part in split_rows(x, count)])
 
 
@@ -141,9 +133,9 @@ def choose_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
 
 
 def recompute_activation(
-    again: RecomputedOutputFactory, activation: Callable[[Tensor], Tensor], x: Tensor
-) -> RecomputedOutput:
-    """Return `activation(x)` as a recomputed output; backward saves x only."""
+    again: RegisterRecompute, activation: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
+    """Return `activation(x)`, which backward recomputes; it saves x only."""
     return again(activation(x), activation, (x,))
 
 

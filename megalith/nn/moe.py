@@ -14,7 +14,7 @@ from megalith.config.parallel import DispatcherName
 from megalith.kernels.activation import GatedActivation, weighted_activate, weighted_gated
 from megalith.kernels.experts import experts
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.recomputed import LayerInput, RecomputedOutputFactory, output_tensor
+from megalith.kernels.recomputed import RegisterRecompute
 from megalith.nn.mlp import build_mlp
 from megalith.nn.router import Router
 from megalith.parallel.collectives import OverlapFn
@@ -75,8 +75,8 @@ class Experts(nn.Module):
         """Rows [r, d], sorted by expert -> [r, d]."""
         rows, weights, groups = sent
         if self.apply_router_weight_on_input:
-            read = output_tensor(rows)
-            rows, weights = read * weights.unsqueeze(1).to(read.dtype), torch.ones_like(weights)
+            rows = rows * weights.unsqueeze(1).to(rows.dtype)
+            weights = torch.ones_like(weights)
         return self.compute(rows, weights, groups, self.up(), self.down(), self.inner)
 
 
@@ -138,7 +138,7 @@ class MoE(nn.Module):
         *,
         dtype: torch.dtype,
         dispatcher: DispatcherName = "alltoall",
-        act_again: RecomputedOutputFactory | None = None,
+        act_again: RegisterRecompute | None = None,
         number: int = 0,
         around_shared: Callable[[nn.Module], nn.Module] = no_wrapper,
     ) -> None:
@@ -168,7 +168,7 @@ class MoE(nn.Module):
         self.dispatch = with_overlap_fn(self.dispatch, something)
         self.dispatch_within_capacity = with_overlap_fn(self.dispatch_within_capacity, something)
 
-    def forward(self, x: LayerInput, inputs: LayerInputs) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         dispatch = (
             self.dispatch
@@ -211,7 +211,7 @@ class SharedExperts(nn.Module):
         tp_comm: TPComm,
         *,
         dtype: torch.dtype,
-        act_again: RecomputedOutputFactory | None = None,
+        act_again: RegisterRecompute | None = None,
     ) -> None:
         super().__init__()
         assert moe.shared_ffn_hidden_size is not None
@@ -224,7 +224,7 @@ class SharedExperts(nn.Module):
         )
         self.weigh = nn.ModuleList([weigh] if moe.shared_gate else [])
 
-    def forward(self, x: LayerInput, inputs: LayerInputs) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         y: Tensor = self.mlp(x, inputs)
         for weigh in self.weigh:

@@ -22,7 +22,6 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import DispatcherName, OffloadConfig, RecomputeConfig
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.recomputed import output_tensor
 from megalith.nn.embedding import InputEmbedding
 from megalith.nn.layer import block_of_layer
 from megalith.nn.norm import build_norm, stream_dtype
@@ -109,11 +108,9 @@ class MTPLayer(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h], ids [t] -> [t, h]."""
         embedded = self.input_embedding(self.embed(ids), inputs)
-        both = torch.cat(
-            [output_tensor(self.embed_norm(embedded)), output_tensor(self.hidden_norm(x))], dim=-1
-        )
+        both = torch.cat([self.embed_norm(embedded), self.hidden_norm(x)], dim=-1)
         x, _ = self.run_layers([self.layer], self.project(both).to(self.stream), inputs)
-        return output_tensor(self.norm(x))
+        return self.norm(x)
 
 
 class MTPBlock(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from megalith.kernels.recomputed import LayerInput, RecomputedOutputFactory, output_tensor
+from megalith.kernels.recomputed import RegisterRecompute
 from megalith.parallel.collectives import all_reduce, mark_partial
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
@@ -36,7 +36,7 @@ class Norm(nn.Module):
         invariant: frozenset[str],
         dtype: torch.dtype,
         zero_centered: bool,
-        again: RecomputedOutputFactory | None,
+        again: RegisterRecompute | None,
     ) -> None:
         """`again`: the output is recomputed in backward instead of saved by the next layer."""
         super().__init__()
@@ -50,17 +50,17 @@ class Norm(nn.Module):
         """Return the parameters: scale, and shift if there is one."""
         return (self.weight,)
 
-    def forward(self, x: Tensor) -> LayerInput:
+    def forward(self, x: Tensor) -> Tensor:
         """x [t, h] -> [t, h]."""
         return self._result(self.norm(x, *self.affine()), x)
 
-    def add_and_normalize(self, x: Tensor, residual: Tensor) -> tuple[Tensor, LayerInput]:
+    def add_and_normalize(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x, residual [t, h] -> their sum, and the normalized sum; fused, which saves one pass in
         backward."""
         total, normed = self.add_norm(x, residual, *self.affine())
         return total, self._result(normed, total)
 
-    def _result(self, normed: Tensor, x: Tensor) -> LayerInput:
+    def _result(self, normed: Tensor, x: Tensor) -> Tensor:
         if self.again is None:
             return normed
         return self.again(normed, self.norm, (x, *self.affine()))
@@ -82,7 +82,7 @@ class RMSNorm(Norm):
         invariant: frozenset[str],
         dtype: torch.dtype,
         zero_centered: bool = False,
-        again: RecomputedOutputFactory | None = None,
+        again: RegisterRecompute | None = None,
     ) -> None:
         """`zero_centered`: scale by 1 + weight, which starts at 0."""
         super().__init__(
@@ -110,7 +110,7 @@ class LayerNorm(Norm):
         invariant: frozenset[str],
         dtype: torch.dtype,
         zero_centered: bool = False,
-        again: RecomputedOutputFactory | None = None,
+        again: RegisterRecompute | None = None,
     ) -> None:
         """`zero_centered`: scale by 1 + weight, which starts at 0."""
         super().__init__(
@@ -133,7 +133,7 @@ def build_norm(
     *,
     invariant: frozenset[str],
     dtype: torch.dtype,
-    again: RecomputedOutputFactory | None = None,
+    again: RegisterRecompute | None = None,
     eps: float | None = None,
 ) -> Norm:
     """Build the model's norm over `size` features; `eps`: default that of the model. Other
@@ -244,9 +244,7 @@ class HeadNorms(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [t, n, d], k [t, g, d] -> normalized q and k."""
-        normed = (
-            output_tensor(norm(x.flatten(0, 1))) for norm, x in ((self.q_norm, q), (self.k_norm, k))
-        )
+        normed = (norm(x.flatten(0, 1)) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         q, k = (y.view(x.shape) for y, x in zip(normed, (q, k), strict=True))
         return q, k
 

@@ -14,7 +14,6 @@ from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.kernels.dropout import DropoutKey, hashed_uniform
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs
 from megalith.kernels.packed import ContextShard
-from megalith.kernels.recomputed import LayerInput, output_tensor
 from megalith.kernels.routing import (
     Choice,
     attach_aux_loss,
@@ -199,7 +198,7 @@ class RouterGate(ReplicatedLinear):
         super().__init__(weight, dtype=dtype)
         self.inside = inside
 
-    def forward(self, x: LayerInput) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [t, h] -> [t, E], in dtype `inside`."""
         return router_logits(
             x,
@@ -218,14 +217,12 @@ class Noise:
     layer: int
     tp_comm: TPComm
 
-    def on_input(self, x: LayerInput, inputs: LayerInputs) -> LayerInput:
+    def on_input(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """Multiply x [t, h] by uniform noise between 1 - jitter and 1 + jitter."""
         if self.router.jitter == 0 or inputs.dropout_key is None:
             return x
-        value = output_tensor(x)
-        return value * (
-            1 + self.router.jitter * self._draw(inputs.dropout_key, "jitter", value.shape[1])
-        ).to(value.dtype)
+        noise = self._draw(inputs.dropout_key, "jitter", x.shape[1])
+        return x * (1 + self.router.jitter * noise).to(x.dtype)
 
     def for_logits(self, logits: Tensor, inputs: LayerInputs) -> Tensor:
         """Replace logits [t, E] by random ones with force_load_balancing, and shift each expert's
@@ -321,7 +318,7 @@ class Router(nn.Module):
             self.balancing_offset.requires_grad_(False)  # set after each step
         self.balance = LoadBalancing(moe, tp_comm, mesh)
 
-    def forward(self, x: LayerInput, inputs: LayerInputs) -> Choice:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Choice:
         """x [t, h], of the local tokens -> experts and weights [t, k]."""
         logits = self.gate(self.noise.on_input(x, inputs))
         if self.moe.router.bias:
@@ -334,7 +331,7 @@ class Router(nn.Module):
         if first_pass is not None:
             first_pass.note(self.layer, choice.experts, within.experts)
         if routing is not None:
-            routing.show(self.layer, output_tensor(x), logits, within.weights, self.own())
+            routing.show(self.layer, x, logits, within.weights, self.own())
         return self.balance(within, choice.experts, logits, inputs)
 
     def own(self) -> dict[str, Tensor]:

@@ -25,7 +25,6 @@ from megalith.kernels.permute import (
     unpermute,
 )
 from megalith.kernels.permute import weights_of_rows as weights_of
-from megalith.kernels.recomputed import LayerInput, output_tensor
 from megalith.kernels.routing import DROPPED_CHOICE, Choice
 from megalith.parallel.collectives import all_gather_no_grad, all_to_all
 from megalith.parallel.expert import (
@@ -117,9 +116,8 @@ class ReferenceDispatcher:
     both: Group
     drops_tokens: bool
 
-    def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
+    def __call__(self, x: Tensor, choice: Choice) -> PendingDispatch:
         """Exchange counts, rows and their weights."""
-        x = output_tensor(x)
         experts_per_rank, ranks, local_rank = (
             self.num_experts // self.ep.size,
             self.both.size,

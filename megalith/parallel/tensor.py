@@ -1,7 +1,7 @@
 """Tensor parallel and sequence parallel layers, and their communication (`TPComm`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial as with_arguments
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from megalith.kernels.embedding import embedding
 from megalith.kernels.experts import Matrix
 from megalith.kernels.grouped_linear import GroupedGradAccumulator
 from megalith.kernels.linear import linear
-from megalith.kernels.recomputed import LayerInput, as_recomputed, output_tensor
+from megalith.kernels.recomputed import derive_recompute, pass_recompute
 from megalith.parallel.collectives import (
     all_gather,
     all_gather_no_grad,
@@ -84,7 +84,7 @@ class TPComm(Protocol):
         """Select this rank's tokens outside tensor-parallel work from values [t, ...] of all
         tokens."""
 
-    def prepare_input(self, x: LayerInput) -> LayerInput:
+    def prepare_input(self, x: Tensor) -> Tensor:
         """Tokens of this rank -> all tokens [t, h], for work that differs between ranks (R)."""
 
     def reduce_output(self, x: Tensor) -> Tensor:
@@ -117,10 +117,9 @@ class TensorParallelComm:
         """Return all values."""
         return values
 
-    def prepare_input(self, x: LayerInput) -> LayerInput:
+    def prepare_input(self, x: Tensor) -> Tensor:
         """Identity forward; all-reduce backward."""
-        copied = copy_to_tp(output_tensor(x), self.group)
-        return copied if isinstance(x, Tensor) else replace(x, value=copied)
+        return pass_recompute(x, copy_to_tp(x, self.group))
 
     def reduce_output(self, x: Tensor) -> Tensor:
         """All-reduce forward; identity backward."""
@@ -178,10 +177,10 @@ class SequenceParallelComm:
         count = values.shape[0] // self.group.size
         return values.narrow(0, self.group.rank * count, count)
 
-    def prepare_input(self, x: LayerInput) -> LayerInput:
+    def prepare_input(self, x: Tensor) -> Tensor:
         """All-gather forward; reduce-scatter backward."""
-        gathered = all_gather(output_tensor(x), self.group)
-        return as_recomputed(x).then(gathered, with_arguments(all_gather_no_grad, group=self.group))
+        gathered = all_gather(x, self.group)
+        return derive_recompute(x, gathered, with_arguments(all_gather_no_grad, group=self.group))
 
     def reduce_output(self, x: Tensor) -> Tensor:
         """Reduce-scatter forward; all-gather backward."""
@@ -247,7 +246,7 @@ class ColumnParallelLinear(nn.Module):
         for spec in (*weights, *biases):
             register_param(self, _attribute(spec), spec, dtype=dtype)
 
-    def forward(self, x: LayerInput) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [t, i] -> [t, f_tp]."""
         overlapped = self.tp_comm.overlapped
         if overlapped is None:
@@ -297,7 +296,7 @@ class RowParallelLinear(nn.Module):
             if spec is not None:
                 register_param(self, _attribute(spec), spec, dtype=dtype)
 
-    def forward(self, x: LayerInput) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [t, i_tp] -> [t, o]."""
         overlapped = self.tp_comm.overlapped
         if overlapped is None or not self.tp_comm.tp_comm_overlap:
@@ -334,7 +333,7 @@ class ReplicatedLinear(nn.Module):
         self.weight_name = _attribute(weight)
         register_param(self, self.weight_name, weight, dtype=dtype)
 
-    def forward(self, x: LayerInput) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [t, i] -> [t, o]."""
         return linear(x, self.accumulated_parameters(), grad_accumulator=self.grad_accumulator)
 
@@ -452,7 +451,7 @@ class VocabParallelHead(nn.Module):
         minimized: see `set_training_losses`.
         """
         return (self.eval_loss if evaluating else self.summed_loss)(
-            output_tensor(self.tp_comm.prepare_input(x)),
+            self.tp_comm.prepare_input(x),
             self.weight,
             labels,
             vocab=self.tp_comm.group,
@@ -466,7 +465,7 @@ class VocabParallelHead(nn.Module):
         """-log p(label) of each token, 0 where the label is negative: -> [t] (I). Backward
         recomputes the logits."""
         return self.single_losses(
-            output_tensor(self.tp_comm.prepare_input(x)),
+            self.tp_comm.prepare_input(x),
             self.weight,
             labels,
             vocab=self.tp_comm.group,
@@ -480,7 +479,7 @@ class VocabParallelHead(nn.Module):
         """Return the token with the largest logit after each position: x [t, h] in the layout of
         `tp_comm` -> int64 [t] (I), no gradient."""
         return greedy_tokens(
-            output_tensor(self.tp_comm.prepare_input(x)),
+            self.tp_comm.prepare_input(x),
             self.weight,
             vocab=self.tp_comm.group,
             first_row=self.first_row,

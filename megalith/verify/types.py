@@ -51,7 +51,6 @@ from megalith.kernels.packed import (
     with_masks,
     with_padding,
 )
-from megalith.kernels.recomputed import LayerInput
 from megalith.kernels.routing import Choice
 from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, iter_parameter_specs
 from megalith.nn.frozen import FrozenLayerRunner, freeze
@@ -787,7 +786,7 @@ def second_passes_typed(watch: TypeWatch) -> Iterator[None]:
     original = recomputation.recompute
 
     def typed_recompute(
-        function: Callable[..., Tensor], x: LayerInput, *others: Tensor, check: bool = False
+        function: Callable[..., Tensor], x: Tensor, *others: Tensor, check: bool = False
     ) -> Tensor:
         return original(TypedRecompute(function, watch), x, *others, check=check)
 

@@ -590,8 +590,8 @@ def test_masked_text_continued_from_a_cache_matches_one_forward(name: str) -> No
         expected, kept = model(ids, whole), build_prefix_state(config)
         assert isinstance(expected, Tensor)
         for start, end in ((0, 7), (7, 8), (8, 12), (12, 13), (13, 14)):
-            part = LayerInputs(tokens_of_queries([(end - start, end)], reach=[14]))
+            part = tokens_of_queries([(end - start, end)], reach=[14])
             part = with_padding(with_masks(part, [mask[start:end, :end]]), text[:end])
-            found = model(ids[start:end], part, kept.cache.layers([0]))
+            found = model(ids[start:end], LayerInputs(part), kept.cache.layers([0]))
             assert isinstance(found, Tensor)
             assert_equals(f"tokens {start} to {end}", found, expected[start:end], FP64)

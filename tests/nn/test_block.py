@@ -8,7 +8,7 @@ from megalith.config.model import LayerPart, LayersConfig, MLAConfig
 from megalith.config.parallel import RecomputeConfig, RecomputedModule
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_lengths
-from megalith.kernels.recomputed import RecomputedOutput
+from megalith.kernels.recomputed import register_recompute
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.attention import Attention
 from megalith.nn.init import init_param_
@@ -71,7 +71,7 @@ def test_recomputed_parts_are_the_parts_that_were_named(layers: SimpleNamespace)
     assert isinstance(all_of_it.mlp, Recomputed) and isinstance(
         all_of_it.attention.core, RecomputedCore
     )
-    assert all_of_it.attention_norm.again is all_of_it.mlp_norm.again is RecomputedOutput
+    assert all_of_it.attention_norm.again is all_of_it.mlp_norm.again is register_recompute
     names = [
         [declared.shard.name for declared, _, _ in iter_parameter_specs(block)]
         for block in (plain, all_of_it)

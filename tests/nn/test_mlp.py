@@ -18,7 +18,7 @@ from megalith.kernels.activation import (
 )
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_queries
-from megalith.kernels.recomputed import RecomputedOutput
+from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.init import init_param_
 from megalith.nn.mlp import (
@@ -116,7 +116,7 @@ def _filled(config: ModelConfig, mesh: Mesh, sp: bool) -> nn.Module:
         SequenceParallelComm(mesh.tp) if sp and mesh.tp.size > 1 else TensorParallelComm(mesh.tp)
     )
     layer = build_mlp(
-        "layers.0.x", config, mesh, tp_comm, dtype=torch.float64, act_again=RecomputedOutput
+        "layers.0.x", config, mesh, tp_comm, dtype=torch.float64, act_again=register_recompute
     )
     layer.to_empty(device="cpu")
     for declared, module, name in iter_parameter_specs(layer):
@@ -188,8 +188,7 @@ def test_activation_is_recomputed_from_the_up_projection(
     changes: dict[str, Any], layers: SimpleNamespace
 ) -> None:
     x, activation = layers.inputs(5), choose_activation(layers.config(**changes))
-    found = recompute_activation(RecomputedOutput, activation, x)
-    assert torch.equal(found.value, activation(x)) and torch.equal(
-        found.again(*found.inputs), found.value
-    )
-    assert found.inputs[0] is x
+    y = recompute_activation(register_recompute, activation, x)
+    recipe = recompute_recipe(y)
+    assert recipe is not None and recipe.inputs[0] is x
+    assert torch.equal(y, activation(x)) and torch.equal(recipe.function(*recipe.inputs), y)

@@ -21,7 +21,7 @@ from megalith.errors import PlanError
 from megalith.kernels.experts import Groups
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_rows
-from megalith.kernels.recomputed import as_recomputed
+from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn.init import init_param_
 from megalith.nn.layer import SequentialBlock
@@ -32,7 +32,7 @@ from megalith.parallel.fsdp import (
     FullyShardedDataParallel,
     ShardedUnit,
     Unit,
-    _expose_recomputed_outputs,
+    _keep_recompute_recipes,
     _reject_shared_chunks,
 )
 from megalith.parallel.group import gather_objects
@@ -424,11 +424,12 @@ def test_hooks_on_experts_see_and_may_replace_recomputed_rows() -> None:
         return (args[0]._replace(rows=args[0].rows * 1), *args[1:])
 
     experts.register_forward_pre_hook(look, prepend=True)  # as FSDP2 does
-    _expose_recomputed_outputs(experts)
-    rows = as_recomputed(torch.ones(2, 3, requires_grad=True))
+    _keep_recompute_recipes(experts)
+    rows = torch.ones(2, 3, requires_grad=True)
+    register_recompute(rows, torch.clone, (rows.detach(),))
     sent = experts(DispatchedTokens(rows, torch.ones(2), Groups((2,))))
-    assert seen == [rows.value] and sent.rows.value.grad_fn is not None
-    assert sent.rows.inputs == rows.inputs and sent.rows.again == rows.again
+    assert seen == [rows] and sent.rows.grad_fn is not None
+    assert recompute_recipe(sent.rows) == recompute_recipe(rows) is not None
     plain = torch.ones(2, 3)
     assert torch.equal(experts(DispatchedTokens(plain, torch.ones(2), Groups((2,)))).rows, plain)
 

@@ -14,7 +14,6 @@ from megalith.config.parallel import ParallelConfig
 from megalith.kernels.experts import experts
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
 from megalith.kernels.packed import tokens_of_lengths
-from megalith.kernels.recomputed import output_tensor
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.kernels import use_kernels
 from megalith.nn.moe import Experts
@@ -625,7 +624,7 @@ def count_model(
         torch.stack(model.losses(ids, labels, tokens, mtp_inputs=mtp_inputs)).sum().backward()
     return Counted(
         counter.get_total_flops(),
-        [len(output_tensor(one.rows)) for one in sent],
+        [len(one.rows) for one in sent],
         torch.ops.aten._grouped_mm in counter.get_flop_counts()["Global"],
         bool(sent) and all(one.groups.equal for one in sent),
     )
