@@ -4,19 +4,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.mask import AttentionMask
 from megalith.kernels.attention.scores import Scores
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import with_masks
 from megalith.nn.attention import output_linear
-from megalith.parallel.context import Attend
-from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ZEROS, ColumnParallelLinear, Init, ParameterSpec, TPComm
+from megalith.nn.build import BuildContext
+from megalith.nn.dropout import build_core_attention
+from megalith.nn.lora import ColumnLora
+from megalith.parallel.tensor import ZEROS, ColumnParallelLinear, Init
 from megalith.plan.shards import Shard, split_heads
 
 
@@ -45,18 +44,16 @@ class CrossAttentionBase(nn.Module):
         self,
         name: str,
         config: ModelConfig,
-        mesh: Mesh,
-        tp_comm: TPComm,
+        context: BuildContext,
         *,
-        dtype: torch.dtype,
         memory_size: int | None = None,
         causal: bool = False,
-        core: Attend = attention,
     ) -> None:
         """`memory_size`: features of the encoder states (m); unset: as many as of x. `causal`: the
         encoder states are those of the same tokens, and no token attends to later ones."""
         super().__init__()
-        self.core = core
+        mesh = context.mesh
+        self.core = build_core_attention(config, context, place="cross weights")
         self.scores = Scores(
             config.softmax_scale(), softcap=config.attention.softcap, causal=causal
         )
@@ -80,15 +77,13 @@ class CrossAttentionBase(nn.Module):
             shard = Shard.full(f"{name}.kv{suffix}", (2, g, d, *inputs), inputs=len(inputs))
             return shard.split_dim(1, heads.keys, replica_ranks.rank, replica_ranks.axes)
 
-        def column(weight: Shard, bias: Shard) -> ColumnParallelLinear:
-            biases = [ParameterSpec(bias, ZEROS)] if config.qkv_bias else []
-            return ColumnParallelLinear(
-                [ParameterSpec(weight, Init(config.init_std))], biases, tp_comm, dtype=dtype
-            )
+        def column(weight: Shard, bias: Shard) -> ColumnParallelLinear | ColumnLora:
+            biases = [(bias, ZEROS)] if config.qkv_bias else []
+            return context.column_linear([(weight, Init(config.init_std))], biases)
 
         self.queries = column(queries("", config.hidden_size), queries("_bias"))
         self.keys = column(keys("", memory_size or config.hidden_size), keys("_bias"))
-        self.out = output_linear(name, config, heads.queries, mesh, tp_comm, dtype=dtype)
+        self.out = output_linear(name, config, context, heads.queries)
 
     def encode_keys(self, encoder_hidden: Tensor, inputs: LayerInputs) -> EncodedKeys:
         """Return keys and values of encoder_hidden [t_kv, m], which can be used repeatedly."""

@@ -3,7 +3,7 @@ aux losses and records of the expert load."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
-from megalith.kernels.dropout import DropoutKey, hashed_uniform
+from megalith.kernels.dropout import DropoutKey, hashed_uniform, key_of
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs
 from megalith.kernels.packed import ContextShard
 from megalith.kernels.routing import (
@@ -33,7 +33,7 @@ from megalith.kernels.routing import (
     top_k_indices,
     z_loss,
 )
-from megalith.nn.dropout import key_of
+from megalith.nn.build import BuildContext
 from megalith.parallel.collectives import all_gather_no_grad
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
@@ -269,53 +269,36 @@ class Router(nn.Module):
         name: str,
         config: ModelConfig,
         moe: MoEConfig,
-        mesh: Mesh,
-        tp_comm: TPComm,
-        *,
-        dtype: torch.dtype,
-        number: int = 0,
+        context: BuildContext,
     ) -> None:
-        """`number`: the layer's index over all stages, which keys its noise."""
         super().__init__()
+        mesh, tp_comm, dtype = context.mesh, context.tp_comm, context.dtype
         self.layer = name.removesuffix(".moe")
         self.moe, self.sharing = moe, mesh.over("cp", "tp")
         self.cp_first = mesh.grid.strides("cp")[1] < mesh.grid.strides("tp")[1]
         """Whether cp is inside tp in `parallel.order`."""
-        self.noise = Noise(moe.router, number, tp_comm)
+        self.noise = Noise(moe.router, context.dropout_layer, tp_comm)
         wide = torch.promote_types(dtype, torch.float32)
         inside = {"fp32": wide, "fp64": torch.float64, "model": dtype}[moe.router.dtype]
         shard = Shard.full(
             f"{name}.router", (moe.num_experts, config.hidden_size), invariant=tp_comm.invariant
         )
         self.gate = RouterGate(
-            ParameterSpec(shard, Init(config.init_std)), dtype=dtype, inside=inside
+            context.spec(shard, Init(config.init_std)), dtype=dtype, inside=inside
         )
         vector = partial(
             Shard.full, shape=(moe.num_experts,), invariant=tp_comm.invariant, inputs=0
         )
         if moe.router.bias:
-            register_param(
-                self,
-                "router_bias",
-                ParameterSpec(vector(f"{name}.router_bias"), ZEROS),
-                dtype=dtype,
-            )
-        if moe.router.expert_bias:
-            register_param(
-                self,
-                "balancing_bias",
-                ParameterSpec(vector(f"{name}.balancing_bias"), ZEROS),
-                dtype=wide,
-            )
-            self.balancing_bias.requires_grad_(False)  # updated from the counts after each step
-        if moe.aux_loss.quantile:
-            register_param(
-                self,
-                "balancing_offset",
-                ParameterSpec(vector(f"{name}.balancing_offset"), ZEROS),
-                dtype=wide,
-            )
-            self.balancing_offset.requires_grad_(False)  # set after each step
+            context.register_param(self, "router_bias", vector(f"{name}.router_bias"), ZEROS)
+        # set after each step: the expert bias from the counts, the offset from the logits
+        untrained = {
+            "balancing_bias": moe.router.expert_bias,
+            "balancing_offset": moe.aux_loss.quantile,
+        }
+        for word in [word for word, exists in untrained.items() if exists]:
+            spec = replace(context.spec(vector(f"{name}.{word}"), ZEROS), trained=False)
+            register_param(self, word, spec, dtype=wide)
         self.balance = LoadBalancing(moe, tp_comm, mesh)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Choice:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megalith.kernels.backend import AUTO, Backends
 from megalith.kernels.embedding import embedding
 from megalith.kernels.experts import Matrix
 from megalith.kernels.grouped_linear import GroupedGradAccumulator
@@ -66,6 +67,8 @@ class ParameterSpec:
 
     shard: Shard
     init: Init
+    trained: bool = True
+    """Whether it gets a gradient; False: frozen."""
 
 
 class TPComm(Protocol):
@@ -216,9 +219,8 @@ def register_param(
     `module.param_specs`."""
     specs: dict[str, ParameterSpec] = module.__dict__.setdefault("param_specs", {})
     specs[name] = spec
-    module.register_parameter(
-        name, nn.Parameter(torch.empty(spec.shard.matrix_shape, dtype=dtype, device="meta"))
-    )
+    empty = torch.empty(spec.shard.matrix_shape, dtype=dtype, device="meta")
+    module.register_parameter(name, nn.Parameter(empty, requires_grad=spec.trained))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -380,6 +382,11 @@ class VocabParallelEmbedding(nn.Module):
         return [self.weight]
 
 
+def default_loss(backends: Backends) -> Callable[..., Tensor]:
+    """Return the loss of an output head: cross-entropy without options."""
+    return backends.bind("cross_entropy", linear_cross_entropy)
+
+
 class VocabParallelHead(nn.Module):
     """Output layer whose vocabulary is sharded over the tensor-parallel group; computes logits and
     the cross-entropy loss.
@@ -398,16 +405,19 @@ class VocabParallelHead(nn.Module):
         tied: nn.Parameter | None,
         dtype: torch.dtype,
         logit_transform: LogitTransform = IDENTITY_LOGITS,
+        build_loss: Callable[[Backends], Callable[..., Tensor]] = default_loss,
+        backends: Backends = AUTO,
     ) -> None:
         """`logit_transform`: applied to the products of hidden states and vocabulary to get
-        logits."""
+        logits; `build_loss`: builds the training loss of this head."""
         super().__init__()
         self.tp_comm, self.logit_transform, self.table = tp_comm, logit_transform, weight
-        self.summed_loss: Callable[..., Tensor] = linear_cross_entropy
+        self.build_loss, self.backends = build_loss, backends
+        self.summed_loss = build_loss(backends)
         """Training loss, summed over tokens."""
-        self.eval_loss: Callable[..., Tensor] = linear_cross_entropy
+        self.eval_loss = default_loss(backends)
         """Evaluation loss, -log p(label), whatever the training loss is."""
-        self.single_losses = token_losses
+        self.single_losses = backends.bind("cross_entropy", token_losses)
         self.grad_accumulator: GroupedGradAccumulator | None = None
         self.vocab_size = vocab_size
         self.first_row = weight.shard.box[0][0]
@@ -441,6 +451,8 @@ class VocabParallelHead(nn.Module):
             tied=self.weight,
             dtype=self.weight.dtype,
             logit_transform=self.logit_transform,
+            build_loss=self.build_loss,
+            backends=self.backends,
         )
 
     def loss(self, x: Tensor, labels: Tensor, *, evaluating: bool = False) -> Tensor:
@@ -448,7 +460,7 @@ class VocabParallelHead(nn.Module):
         `tp_comm`, labels [t] -> scalar.
 
         Equal on all ranks of the group (I). Unless `evaluating`, includes everything that is
-        minimized: see `set_training_losses`.
+        minimized.
         """
         return (self.eval_loss if evaluating else self.summed_loss)(
             self.tp_comm.prepare_input(x),
@@ -505,14 +517,6 @@ def iter_vocab_heads(models: Iterable[nn.Module]) -> Iterator[VocabParallelHead]
         for module in model.modules()
         if isinstance(module, VocabParallelHead)
     )
-
-
-def set_training_losses(
-    models: Iterable[nn.Module], choose: Callable[[], Callable[..., Tensor]]
-) -> None:
-    """Set the training loss of every head to the result of `choose`."""
-    for head in iter_vocab_heads(models):
-        head.summed_loss = choose()
 
 
 class ExpertMatrix(nn.Module):

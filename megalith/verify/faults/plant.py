@@ -31,6 +31,7 @@ from megalith.kernels.packed import (
 )
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn import lora, norm, router
+from megalith.nn.build import BuildContext
 from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.embedding import LearnedPositions
 from megalith.nn.mla import LatentAttention
@@ -203,9 +204,9 @@ def changed_model(change: Change) -> AbstractContextManager[None]:
     """Apply `change` to every `Decoder` that is built in this context."""
     trainer = Decoder.__init__
 
-    def build_and_change(self: Decoder, config: Any, mesh: Mesh, **others: Any) -> None:
-        trainer(self, config, mesh, **others)
-        change(self, mesh)
+    def build_and_change(self: Decoder, context: BuildContext, **others: Any) -> None:
+        trainer(self, context, **others)
+        change(self, context.mesh)
 
     return patched(Decoder, "__init__", build_and_change)
 
