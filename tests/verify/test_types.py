@@ -25,7 +25,7 @@ from megalith.config.parallel import (
 )
 from megalith.config.tree import apply_overrides, from_dict, to_dict
 from megalith.errors import ConfigError, PlanError
-from megalith.kernels.attention.scores import Scores
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import WeightMatmul
 from megalith.kernels.packed import PackedSeqParams
 from megalith.models.decoder import Decoder
@@ -243,13 +243,13 @@ def test_stage_that_ignores_received_tensors_is_rejected() -> None:
     def forgets(
         self: Decoder,
         ids: Tensor,
-        tokens: PackedSeqParams,
+        inputs: LayerInputs,
         caches: None = None,
         *,
         x: Tensor | None = None,
         **rest: Any,
     ) -> Any:
-        return right(self, ids, tokens, x=None if x is None else x.detach(), **rest)
+        return right(self, ids, inputs, x=None if x is None else x.detach(), **rest)
 
     with patched(Decoder, "forward", forgets):
         (problem,) = type_check(STAGED, ParallelConfig(pp=2), world=4, ranks=(2,)).problems
@@ -474,10 +474,8 @@ def test_undeclared_partial_sum_is_rejected() -> None:
 def test_hidden_states_of_the_wrong_type_are_rejected_at_the_layer_boundary() -> None:
     right = SequentialBlock.forward
 
-    def wrong(
-        self: SequentialBlock, x: Tensor, tokens: PackedSeqParams, cache: None = None
-    ) -> Tensor:
-        return collectives.copy_to_tp(right(self, x, tokens, cache), self.mlp.down.tp_comm.group)
+    def wrong(self: SequentialBlock, x: Tensor, inputs: LayerInputs) -> Tensor:
+        return collectives.copy_to_tp(right(self, x, inputs), self.mlp.down.tp_comm.group)
 
     with patched(SequentialBlock, "forward", wrong):
         (problem,) = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).problems
@@ -488,8 +486,16 @@ def test_hidden_states_of_the_wrong_type_are_rejected_at_the_layer_boundary() ->
     )
 
 
+<<<<<<< HEAD
 def test_operation_without_meta_shape_is_an_internal_error_with_traceback() -> None:
     def reads_a_number(self: GatedMLP, x: Tensor, tokens: object = None) -> Tensor:
+||||||| 8d1c8ff6
+def test_an_operation_that_has_no_shape_on_paper_is_our_fault_and_keeps_its_traceback() -> None:
+    def reads_a_number(self: GatedMLP, x: Tensor, tokens: object = None) -> Tensor:
+=======
+def test_an_operation_that_has_no_shape_on_paper_is_our_fault_and_keeps_its_traceback() -> None:
+    def reads_a_number(self: GatedMLP, x: Tensor, inputs: object = None) -> Tensor:
+>>>>>>> integ
         return x * x.sum().item()
 
     with (
@@ -639,13 +645,17 @@ def test_recomputed_attention_is_type_checked_again(monkeypatch: pytest.MonkeyPa
     plain = RecomputedCore._attend
 
     def attend(
-        self: RecomputedCore, tokens: PackedSeqParams, scores: Scores, q: Tensor, *others: Tensor
+        self: RecomputedCore,
+        seq_params: PackedSeqParams,
+        arguments: Any,
+        q: Tensor,
+        *others: Tensor,
     ) -> Tensor:
         if torch._C._current_graph_task_id() != -1:  # in backward
             q = q + checker.assert_type(
                 torch.ones(()), dict.fromkeys(checker.get_local_type(q), P)
             )  # it is not
-        return plain(self, tokens, scores, q, *others)
+        return plain(self, seq_params, arguments, q, *others)
 
     again = RecomputeConfig(granularity="selective", modules=("core_attention",))
     assert type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), recompute=again).ok

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.routing import Choice, count_choices
 from megalith.nn import router
 from megalith.nn.moe import Experts
@@ -97,10 +97,53 @@ def experts_weighted_twice(original: Original, self: Experts, sent: DispatchedTo
     return y * sent.weights.unsqueeze(1)
 
 
+<<<<<<< HEAD
 @replaces(Router, "within_capacity", "cp, capacity")
 def refused_by_each_rank(
     original: Original, self: Router, choice: Choice, tokens: PackedSeqParams
+||||||| 8d1c8ff6
+def refused_by_each_rank(self: Router, choice: Choice, tokens: PackedSeqParams) -> Choice:
+    """Apply the expert capacity per rank, without the tokens of the ranks that share it."""
+    with patched(self, "sharing", single_rank_group(*self.sharing.axes)):
+        return ORIGINAL_WITHIN_CAPACITY(self, choice, replace(tokens, context=None))
+
+
+ORIGINAL_EXPERTS, ORIGINAL_WAIT, ORIGINAL_WITHIN_CAPACITY = (
+    Experts.forward,
+    AsyncAllToAll.wait,
+    Router.within_capacity,
+)
+
+
+# --- balance
+
+
+def counted_before_refusal(
+    self: LoadBalancing, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
+=======
+def refused_by_each_rank(self: Router, choice: Choice, inputs: LayerInputs) -> Choice:
+    """Apply the expert capacity per rank, without the tokens of the ranks that share it."""
+    with patched(self, "sharing", single_rank_group(*self.sharing.axes)):
+        return ORIGINAL_WITHIN_CAPACITY(
+            self, choice, replace(inputs, seq_params=replace(inputs.seq_params, context=None))
+        )
+
+
+ORIGINAL_EXPERTS, ORIGINAL_WAIT, ORIGINAL_WITHIN_CAPACITY = (
+    Experts.forward,
+    AsyncAllToAll.wait,
+    Router.within_capacity,
+)
+
+
+# --- balance
+
+
+def counted_before_refusal(
+    self: LoadBalancing, choice: Choice, asked: Tensor, logits: Tensor, inputs: LayerInputs
+>>>>>>> integ
 ) -> Choice:
+<<<<<<< HEAD
     """Expert capacity is applied per rank instead of over the ranks that share tokens."""
     with patched(self, "sharing", single_rank_group(*self.sharing.axes)):
         kept: Choice = original(self, choice, replace(tokens, context=None))
@@ -122,29 +165,132 @@ def counted_before_refusal(
     """Dropped tokens are included in the expert load."""
     balanced: Choice = original(self, choice, asked, logits, tokens)
     record, share = self.record, tokens.balance
+||||||| 8d1c8ff6
+    """Count the router's choices before token dropping."""
+    balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)
+    record, share = self.record, tokens.balance
+=======
+    """Count the router's choices before token dropping."""
+    balanced = ORIGINAL_BALANCE(self, choice, asked, logits, inputs)
+    record, share = self.record, inputs.router_inputs.aux_loss_scale
+>>>>>>> integ
     if record is not None and share is not None:
-        valid = self.tp_comm.select_local(tokens.valid)
+        valid = self.tp_comm.select_local(inputs.seq_params.valid)
         one, experts = torch.zeros_like(valid), self.moe.num_experts
         counts = count_choices(asked, one, valid, sequences=1, num_experts=experts)
         record.counts[share.microbatch] = counts[0]
     return balanced
 
 
+<<<<<<< HEAD
 @replaces(LoadBalancing, "__call__", "dp, recompute, experts")
 def second_pass_counted(
     original: Original,
+||||||| 8d1c8ff6
+def scaled_by_sharing_ranks(self: LoadBalancing, *arguments: object) -> list[tuple[int, Tensor]]:
+    """Multiply the aux loss by the number of ranks that share tokens."""
+    return [(kind, loss * self.sharing.size) for kind, loss in ORIGINAL_LOSSES(self, *arguments)]  # type: ignore[arg-type]  # as they came
+
+
+def offsets_of_own(self: Router, logits: Tensor, tokens: PackedSeqParams) -> None:
+    """Compute expert offsets from the rank's own tokens."""
+    sharing, self.sharing = self.sharing, single_rank_group(*self.sharing.axes)
+    ORIGINAL_OFFSETS(self, logits, tokens)
+    self.sharing = sharing
+
+
+def step_of_own_tokens(
+=======
+def scaled_by_sharing_ranks(self: LoadBalancing, *arguments: object) -> list[tuple[int, Tensor]]:
+    """Multiply the aux loss by the number of ranks that share tokens."""
+    return [(kind, loss * self.sharing.size) for kind, loss in ORIGINAL_LOSSES(self, *arguments)]  # type: ignore[arg-type]  # as they came
+
+
+def offsets_of_own(self: Router, logits: Tensor, inputs: LayerInputs) -> None:
+    """Compute expert offsets from the rank's own tokens."""
+    sharing, self.sharing = self.sharing, single_rank_group(*self.sharing.axes)
+    ORIGINAL_OFFSETS(self, logits, inputs)
+    self.sharing = sharing
+
+
+def step_of_own_tokens(
+>>>>>>> integ
     self: LoadBalancing,
+<<<<<<< HEAD
     choice: Choice,
     asked: Tensor,
     logits: Tensor,
     tokens: PackedSeqParams,
+||||||| 8d1c8ff6
+    shares: Tensor,
+    counts: Tensor,
+    valid: Tensor,
+    tokens: PackedSeqParams,
+    record: RoutingStats,
+) -> Tensor:
+    """Compute the aux loss over the global batch from the rank's own microbatches only."""
+    with patched(self, "everyone", self.sharing):
+        return ORIGINAL_GLOBAL_LOSS(self, shares, counts, valid, tokens, record)
+
+
+def own_counts_alone(x: Tensor, group: Group) -> Tensor:
+    """Return the local counts without the sum over ranks."""
+    return x
+
+
+def counted_again(
+    self: LoadBalancing, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
+=======
+    shares: Tensor,
+    counts: Tensor,
+    valid: Tensor,
+    inputs: LayerInputs,
+    record: RoutingStats,
+) -> Tensor:
+    """Compute the aux loss over the global batch from the rank's own microbatches only."""
+    with patched(self, "everyone", self.sharing):
+        return ORIGINAL_GLOBAL_LOSS(self, shares, counts, valid, inputs, record)
+
+
+def own_counts_alone(x: Tensor, group: Group) -> Tensor:
+    """Return the local counts without the sum over ranks."""
+    return x
+
+
+def counted_again(
+    self: LoadBalancing, choice: Choice, asked: Tensor, logits: Tensor, inputs: LayerInputs
+>>>>>>> integ
 ) -> Choice:
+<<<<<<< HEAD
     """Recomputation counts the expert load of tokens again."""
     balanced: Choice = original(self, choice, asked, logits, tokens)
+||||||| 8d1c8ff6
+    """Count a microbatch again when backward recomputes it."""
+    balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)
+=======
+    """Count a microbatch again when backward recomputes it."""
+    balanced = ORIGINAL_BALANCE(self, choice, asked, logits, inputs)
+>>>>>>> integ
     record: RoutingStats | None = self.record
+<<<<<<< HEAD
     in_backward = torch._C._current_graph_task_id() != -1
     if record is not None and tokens.balance is not None and in_backward:
         record.counts[tokens.balance.microbatch] *= 2
+||||||| 8d1c8ff6
+    if (
+        record is not None
+        and tokens.balance is not None
+        and torch._C._current_graph_task_id() != -1
+    ):
+        record.counts[tokens.balance.microbatch] *= 2
+=======
+    if (
+        record is not None
+        and inputs.router_inputs.aux_loss_scale is not None
+        and torch._C._current_graph_task_id() != -1
+    ):
+        record.counts[inputs.router_inputs.aux_loss_scale.microbatch] *= 2
+>>>>>>> integ
     return balanced
 
 
