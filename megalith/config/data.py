@@ -175,7 +175,8 @@ class DataConfig:
     """Use mock documents, which need no files and no tokenizer."""
     plugin: str | None = None
     """Dataset of another package, built as Class(data, split=, num_samples=, seq_len=, seed=,
-    vocab_size=, eod=): an installed entry point, or on the command line package.module:name."""
+    vocab_size=, eod=): an installed entry point, or on the command line package.module:name.
+    Unset: another source."""
     path: tuple[str, ...] = ()
     """Prefixes of .bin/.idx files, either plain (`a b`) or with weights (`0.3 a 0.7 b`); `split`
     divides each of them."""
