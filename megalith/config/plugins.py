@@ -33,22 +33,24 @@ KINDS: tuple[PluginKind, ...] = get_args(PluginKind)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlugins:
     """Parts of the model from other packages: installed entry points, or on the command line
-    package.module:name. Unset: the built-in part."""
+    package.module:name."""
 
     attention: str | None = None
-    """Attention of the layers, built as Class(name, config, context)."""
+    """Attention of the layers, built as Class(name, config, context). Unset: built in."""
 
     mlp: str | None = None
-    """MLP of the layers without experts, built as Class(name, config, context)."""
+    """MLP of the layers without experts, built as Class(name, config, context). Unset: built in."""
 
     norm: str | None = None
-    """Norm, a subclass of megalith.nn.norm.Norm."""
+    """Norm, a subclass of megalith.nn.norm.Norm. Unset: `norm`."""
 
     activation: str | None = None
-    """Activation function of dense MLPs: [t, f], or [t, 2 f] with model.gated, to [t, f]."""
+    """Activation function of dense MLPs: [t, f], or [t, 2 f] with model.gated, to [t, f].
+    Unset: `activation`."""
 
     block: str | None = None
-    """Layer class of layers with attention and MLP, a subclass of megalith.nn.layer.Layer."""
+    """Layer class of layers with attention and MLP, a subclass of megalith.nn.layer.Layer.
+    Unset: `block`."""
 
 
 SETTINGS: Mapping[str, PluginKind] = {
