@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.packed import PackedSeqParams
-from megalith.nn.attention import LayerCache, output_linear, scores_of_layer
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.nn.attention import output_linear, scores_of_layer
 from megalith.nn.build import BuildContext
 from megalith.nn.dropout import build_core_attention
 from megalith.nn.rope import build_apply_rope
@@ -40,14 +40,14 @@ class ValueResidualAttention(nn.Module):
         weight = weight.split_dim(0, heads, tp.rank, tp.axes)
         context.register_param(self, "weight", weight, ZEROS)
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(1)
-        q, k, values = self.apply_rope(q, tokens), self.apply_rope(k, tokens), v
-        if cache is not None:
-            k, values = cache.extend(k, v, tokens)
-        heads = self.core(q, k, values, tokens, scores=self.scores)
+        q, k, values = self.apply_rope(q, inputs), self.apply_rope(k, inputs), v
+        if inputs.cache is not None:
+            k, values = inputs.cache.extend(k, v, inputs.seq_params)
+        heads = self.core(
+            q, k, values, inputs.seq_params, scores=self.scores, dropout_key=inputs.dropout_key
+        )
         y: Tensor = self.out((heads + self.weight[:, None] * v).flatten(1))
         return y
