@@ -29,7 +29,7 @@ from megalith.train.trainer import (
     checkpoint_entries,
 )
 from megalith.verify import ranks as proof
-from megalith.verify.rows import TIED, tiny
+from megalith.verify.tiny_models import TIED, tiny
 
 Zero = Literal[0, 1, 2, 3]
 
