@@ -28,10 +28,10 @@ from megalith.train.callbacks.health import FaultDetector, ReplicaCheck
 from megalith.train.callbacks.load import load_installed_callbacks
 from megalith.train.callbacks.metrics import (
     BatchMetrics,
-    ExpertLoad,
+    ExpertLoadMetrics,
     MetricsWriter,
     Plots,
-    Progress,
+    ProgressReporter,
     RunFiles,
     Throughput,
     write_run_files,
@@ -106,7 +106,7 @@ class TrainLoop:
                 RunFiles(),
                 Throughput(),
                 RoutingTraceWriter(),
-                ExpertLoad(),
+                ExpertLoadMetrics(),
                 BatchMetrics(),
                 self.fault_detector,
                 self.stop_requests,
@@ -114,7 +114,7 @@ class TrainLoop:
                 self.checkpointer,
                 Plots(),
                 MetricsWriter(),
-                Progress(progress),
+                ProgressReporter(progress),
                 *load_installed_callbacks(run.train.callbacks),
                 *callbacks,
             ]

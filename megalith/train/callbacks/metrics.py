@@ -161,7 +161,7 @@ def _attention_pairs(model: ModelConfig, batches: StepBatches, dp: int) -> tuple
     return squares, ranks * sum(pairs_seen(length, model.attention) for length in lengths)
 
 
-class ExpertLoad(Callback):
+class ExpertLoadMetrics(Callback):
     """Measures the expert load and the aux losses of logged steps."""
 
     collective = True
@@ -288,7 +288,7 @@ class MetricsWriter(Callback):
             )
 
 
-class Progress(Callback):
+class ProgressReporter(Callback):
     """Prints notes on the settings at the start, and the progress of steps and evaluations."""
 
     essential = True
