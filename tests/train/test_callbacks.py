@@ -13,13 +13,14 @@ import torch
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import SaveReport
 from megalith.config.train import TrainRun
-from megalith.errors import CallbackError, ConfigError
+from megalith.errors import CallbackError, CheckpointError, ConfigError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
+from megalith.train.callbacks import health
 from megalith.train.callbacks.base import (
     Callback,
     CallbackList,
@@ -33,6 +34,7 @@ from megalith.train.evaluate import Evaluation
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 from megalith.train.step import StepRequest
+from megalith.train.trainer import build_trainer
 
 CPU = torch.device("cpu")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "callback.py"
@@ -259,3 +261,24 @@ def test_callback_with_wrong_methods_or_name_is_rejected(
 def test_settings_name_only_installed_callbacks(name: str, message: str) -> None:
     (problem,) = run_problems(tiny_run({"train.callbacks": name}), 1)
     assert message in problem
+
+
+def _starts_apart(rank: int, world: int) -> str:
+    """Two replicas of which one has another first weight."""
+    run = tiny_run({"parallel.dp": "2"})
+    trainer = build_trainer(
+        run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), CPU
+    )
+    health.compare_replicas(trainer)
+    with torch.no_grad():
+        trainer.data.weights[3] += rank
+    try:
+        health.compare_replicas(trainer)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_replicas_with_different_weights_are_rejected_on_every_rank() -> None:
+    for output in run_ranks(_starts_apart, 2):
+        assert output.startswith("ranks [1] start from other weights than rank 0")
