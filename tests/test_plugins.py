@@ -23,6 +23,7 @@ from megalith.kernels.activation import swiglu
 from megalith.nn.layer import SequentialBlock
 from megalith.nn.mlp import GatedMLP, choose_activation
 from megalith.nn.norm import RMSNorm
+from megalith.observe.metrics import read_metrics
 from megalith.optim.schedule import ScheduleLengths, learning_rate
 from megalith.optim.sgd import SGD
 from megalith.parallel.mesh import build_single_rank_mesh
@@ -172,7 +173,13 @@ def test_installed_plugin_trains_under_tp(tmp_path: Path) -> None:
     subprocess.run(
         [*pip, "--no-build-isolation", "--target", str(target), str(package)], check=True
     )
-    run = tiny_run({"parallel.tp": "2", "model.plugins.attention": "value_residual"})
+    run = tiny_run(
+        {
+            "parallel.tp": "2",
+            "model.plugins.attention": "value_residual",
+            "train.callbacks": "lowest_loss",
+        }
+    )
     save_yaml(run, tmp_path / "run.yaml")
     command = [sys.executable, "-m", "megalith", "train", "run.yaml", "--nproc", "2"]
     environment = os.environ | {"PYTHONPATH": f"{target}{os.pathsep}{ROOT}"}
@@ -187,5 +194,11 @@ def test_installed_plugin_trains_under_tp(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-    saved = tmp_path / "runs" / "tiny" / "checkpoints" / "step_0000008"
-    assert (saved / "manifest.json").exists()
+    folder = tmp_path / "runs" / "tiny"
+    assert (folder / "checkpoints" / "step_0000008" / "manifest.json").exists()
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if "lowest_loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    losses = [row["loss"] for row in rows]
+    assert [row["lowest_loss"] for row in rows] == pytest.approx(
+        [min(losses[: number + 1]) for number in range(8)]
+    )
