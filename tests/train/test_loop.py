@@ -852,7 +852,7 @@ def _starts_apart(rank: int, world: int) -> str:
     )
     loop._compare_replicas(trainer)
     with torch.no_grad():
-        trainer.data.weights[3] += rank
+        trainer.data.weights[0][3] += rank
     try:
         loop._compare_replicas(trainer)
     except CheckpointError as error:

@@ -390,10 +390,7 @@ def _last_microbatch_alone(self: data.BucketedDataParallel, most: int) -> None:
     complete."""
     while len(self._sums) > most:
         index = self._sums[0][0] % len(self.plan.buckets)
-        first, _ = self._slice(index)
-        bucket = self.plan.buckets[index]
-        slices = self.divisions["dense"].slices.size
-        self.gradients[first : first + (bucket.stop - bucket.start) // slices].zero_()
+        self.gradients[index].zero_()
         ORIGINAL_COMPLETE(self, len(self._sums) - 1)
 
 
