@@ -20,10 +20,15 @@ from megalith.data import loader
 from megalith.errors import ConfigError, did_you_mean
 from megalith.kernels import packed
 from megalith.kernels.attention.scores import Scores
-from megalith.kernels.dropout import DroppedWeights
+from megalith.kernels.dropout import DropoutKey, DroppedWeights
 from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import WeightMatmul, linear
-from megalith.kernels.packed import PackedSeqParams, TokenPermutation, tokens_of_slices
+from megalith.kernels.packed import (
+    ContextShard,
+    PackedSeqParams,
+    TokenPermutation,
+    tokens_of_slices,
+)
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn import lora, norm, router
 from megalith.nn.build import BuildContext
@@ -466,9 +471,9 @@ ORIGINAL_WITH_DROPOUT = loader.with_dropout
 
 
 def _numbers_of_queries(
-    packed: PackedSeqParams, scores: Scores, near: int
+    shard: ContextShard, dropout_key: DropoutKey | None, scores: Scores, near: int
 ) -> list[DroppedWeights] | None:
-    dropped = ORIGINAL_DROPPED(packed, scores, near)
+    dropped = ORIGINAL_DROPPED(shard, dropout_key, scores, near)
     return dropped and [replace(one, keys=one.queries) for one in dropped]
 
 
