@@ -120,14 +120,10 @@ def build_grad_sync(
     Parameters whose `requires_grad` is False are frozen: they are initialized and saved, but have
     no gradients and no optimizer state.
     """
-    p, dtype = run.parallel, DTYPES[run.precision.params]
+    p, watch = run.parallel, run.optim.nonfinite_grad == "raise"
     parameters = [
         (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
-    gradient_dtype, watch = (
-        torch.promote_types(dtype, torch.float32),
-        run.optim.nonfinite_grad == "raise",
-    )
     if p.zero == 3 and can_shard_weights(mesh):
         from megalith.parallel.fsdp import (
             FullyShardedDataParallel,
@@ -138,7 +134,7 @@ def build_grad_sync(
             parameters,
             mesh,
             device=device,
-            gradient_dtype=gradient_dtype,
+            gradient_dtype=torch.promote_types(DTYPES[run.precision.params], torch.float32),
             keep_gathered=len(model) * p.pp > 1,
             watch=watch,
             overlap=p.overlap,
@@ -148,7 +144,6 @@ def build_grad_sync(
         parameters,
         mesh,
         device=device,
-        gradient_dtype=gradient_dtype,
         bucket_numel=p.bucket_numel,
         overlap=p.overlap,
         accumulate_in_buckets=not run.train.compile,
