@@ -64,6 +64,11 @@ class LoopConfig:
     """Gradients of the loss. kept: computed with the loss and stored until backward; recomputed:
     computed in backward from recomputed logits."""
 
+    loss_plugin: str | None = None
+    """Training loss of another package, a function like
+    megalith.parallel.cross_entropy.linear_cross_entropy: an installed entry point, or on the
+    command line package.module:name. Unset: cross-entropy."""
+
     log_every: int = 1
     """Steps between rows of metrics.jsonl. A row has the loss of its step, and times since the
     previous row."""
@@ -84,6 +89,14 @@ class LoopConfig:
     """Time limit in minutes, after which the run saves a checkpoint and exits with code 75; the
     same command resumes it. Unset: no limit."""
 
+    callbacks: tuple[str, ...] = ()
+    """Callbacks of installed packages, named by their entry points in the group
+    `megalith.callbacks`. A class that is not installed is named on the command line: --callback
+    package.module:Class."""
+
+
+CALLBACK_GROUP = "megalith.callbacks"
+"""Group of the entry points that `LoopConfig.callbacks` names."""
 
 Captured = Literal["hidden", "logits", "weights", "routers"]
 
