@@ -35,11 +35,9 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig(**SIZES | changes)
 
 
-def blank(
-    model_config: ModelConfig, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32
-) -> Decoder:
-    """A model whose weights are all -7."""
-    model = Decoder(build_context(model_config, mesh or build_single_rank_mesh(), dtype=dtype))
+def blank(model_config: ModelConfig, mesh: Mesh | None = None, **fields: Any) -> Decoder:
+    """A model whose weights are all -7; `fields`: see `BuildContext`."""
+    model = Decoder(build_context(model_config, mesh or build_single_rank_mesh(), **fields))
     allocate(model, torch.device("cpu"))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -47,9 +45,11 @@ def blank(
     return model
 
 
-def model(model_config: ModelConfig, *, seed: int = 0, mesh: Mesh | None = None) -> Decoder:
-    """A model with first weights, and biases that are not zero."""
-    made = blank(model_config, mesh)
+def model(
+    model_config: ModelConfig, *, seed: int = 0, mesh: Mesh | None = None, **fields: Any
+) -> Decoder:
+    """A model with initial weights and biases that are not zero; `fields`: see `BuildContext`."""
+    made = blank(model_config, mesh, **fields)
     initialize(made, seed=seed)
     with torch.no_grad():
         for declared, module, name in iter_parameter_specs(made):
