@@ -12,6 +12,7 @@ from torch import Tensor
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.model import ModelConfig
 from megalith.hf.folder import write_folder
+from megalith.kernels.backend import AUTO, Backends
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn.build import build_context
 from megalith.parallel.mesh import Mesh, build_single_rank_mesh
@@ -35,9 +36,15 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig(**SIZES | changes)
 
 
-def blank(model_config: ModelConfig, mesh: Mesh | None = None, **fields: Any) -> Decoder:
-    """A model whose weights are all -7; `fields`: see `BuildContext`."""
-    model = Decoder(build_context(model_config, mesh or build_single_rank_mesh(), **fields))
+def blank(
+    model_config: ModelConfig,
+    mesh: Mesh | None = None,
+    dtype: torch.dtype = torch.float32,
+    backends: Backends = AUTO,
+) -> Decoder:
+    """A model whose weights are all -7."""
+    mesh = mesh or build_single_rank_mesh()
+    model = Decoder(build_context(model_config, mesh, dtype=dtype, backends=backends))
     allocate(model, torch.device("cpu"))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -46,10 +53,14 @@ def blank(model_config: ModelConfig, mesh: Mesh | None = None, **fields: Any) ->
 
 
 def model(
-    model_config: ModelConfig, *, seed: int = 0, mesh: Mesh | None = None, **fields: Any
+    model_config: ModelConfig,
+    *,
+    seed: int = 0,
+    mesh: Mesh | None = None,
+    backends: Backends = AUTO,
 ) -> Decoder:
-    """A model with initial weights and biases that are not zero; `fields`: see `BuildContext`."""
-    made = blank(model_config, mesh, **fields)
+    """A model with first weights, and biases that are not zero."""
+    made = blank(model_config, mesh, backends=backends)
     initialize(made, seed=seed)
     with torch.no_grad():
         for declared, module, name in iter_parameter_specs(made):

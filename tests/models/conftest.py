@@ -1,4 +1,4 @@
-"""Fixtures of tests of models: the tiny models of `tests/hf`."""
+"""Fixtures of model tests: the tiny models of tests/hf."""
 
 from tests.hf.conftest import tiny
 
