@@ -55,9 +55,10 @@ from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.batch_assignment import build_token_budget, document_cost
 from megalith.plan.buckets import zero_notes
-from megalith.plan.costs import model_flops_utilization, pairs_seen, tflops_per_device
+from megalith.plan.costs import model_flops_utilization, tflops_per_device
 from megalith.plan.frozen import trained_step_flops
 from megalith.plan.kernels import describe_kernels
+from megalith.plan.layers.base import pairs_seen
 from megalith.plan.stages import plan_stages
 from megalith.posttrain.lora import load_adapters, load_base
 from megalith.rules.moe import balance_notes
