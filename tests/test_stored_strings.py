@@ -193,7 +193,9 @@ def record_data_keys(folder: Path) -> list[str]:
     with recorded_keys() as texts:
         list(generate_mock_conversations(2, 7))
         rows = conversations("best_fit")
-        write_packs(folder / "packs.npz", rows.room(), pack_first_fit(rows.room(), 4))
+        write_packs(
+            folder / "packs.npz", rows.packing_input(), pack_first_fit(rows.packing_input(), 4)
+        )
         mock_splits(whole_documents=True, overlong="truncate")
         sample_tokens(torch.zeros(1, 3), SampleConfig(temperature=1.0, seed=9), [(2, 5)])
     return sorted({text for text in texts if "made up" not in text or text.startswith("7 ")})
@@ -260,7 +262,7 @@ def compute_fingerprints(folder: Path) -> dict[str, str]:
     lengths = MockLengths(kind="file", path=str(folder / "lengths.txt"))
     mock = mock_splits()
     rows = conversations("best_fit")
-    write_packs(folder / "packs.npz", rows.room(), pack_first_fit(rows.room(), 4))
+    write_packs(folder / "packs.npz", rows.packing_input(), pack_first_fit(rows.packing_input(), 4))
     return {
         "mock, train": fingerprint_of(mock.train),
         "mock, valid": fingerprint_of(mock.valid),

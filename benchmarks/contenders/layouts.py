@@ -23,7 +23,7 @@ from megalith.parallel.mesh import build_mesh
 from megalith.plan.costs import flops_per_token
 from megalith.plan.grid import model_grid
 from megalith.testing.inject import fused_on_cpus
-from megalith.train.distributed import Job, joined
+from megalith.train.distributed import Job, join_job
 from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer
 
@@ -46,7 +46,7 @@ def race_layouts(run: TrainRun, *, rounds: int) -> int:
     """One rank's part: rank 0 prints every layout's rate, and how it compares with plain tensor
     parallelism."""
     first = replace(run, parallel=LAYOUTS["tp plain"])
-    with joined(first, os.environ) as job, _served(job.device):
+    with join_job(first, os.environ) as job, _served(job.device):
         steps = dict(_build(run, job))
         losses = {name: step() for name, step in steps.items()}
         turns = take_turns(

@@ -14,7 +14,7 @@ from megalith.plan.kernels import describe_kernel_setting
 from megalith.rules.run import run_problems
 from megalith.verify.faults.plant import FAULTS
 from megalith.verify.faults.table import FaultResult, judge_fault
-from megalith.verify.matrix import matrix_rows
+from megalith.verify.matrix import Layout, matrix_rows
 from megalith.verify.ranks import Difference, LayoutCase, compare_with_one_process
 from megalith.verify.report import (
     LayoutResult,
@@ -25,7 +25,6 @@ from megalith.verify.report import (
     schedule_rows,
     type_rows,
 )
-from megalith.verify.rows import Layout
 from megalith.verify.schedules import ScheduleReport, check_schedule
 from megalith.verify.shrink import describe_copy, shrink
 from megalith.verify.types import type_check, type_check_in_child

@@ -16,6 +16,39 @@ from megalith.config.model import (
 )
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 
+
+def tiny(
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 4,
+    num_layers: int = 2,
+    tied: bool = False,
+    bias: bool = False,
+) -> ModelConfig:
+    """Return a model with sizes that are no powers of two, a padded vocabulary, and dimensions that
+    tp 3 does not divide."""
+    return ModelConfig(
+        vocab_size=61,
+        pad_vocab_to_multiple_of=4,
+        hidden_size=24,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=6,
+        ffn_hidden_size=20,
+        tied_embeddings=tied,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+    )
+
+
+TIED = tiny(tied=True)
+SHARED = tiny(num_heads=8, num_kv_heads=2)  # tp 4 has two ranks per KV head
+UNEVEN = tiny(num_heads=6, num_kv_heads=2)  # and with 6 heads these have two query heads and one
+FOUR = tiny(num_kv_heads=2, num_layers=4)
+FOUR_TIED = replace(FOUR, tied_embeddings=True)
+
 PLAIN = ModelConfig(
     vocab_size=61,
     pad_vocab_to_multiple_of=4,
@@ -396,3 +429,31 @@ MIXTURES = {
     "planned pairs": PLANNED_PAIRS,
     "over the step": OVER_THE_STEP,
 }
+
+EXPERTS = replace(
+    PLAIN,
+    num_kv_heads=6,
+    moe=MoEConfig(num_experts=4, ffn_hidden_size=10, shared_ffn_hidden_size=9),
+)
+"""Experts in all layers, without aux losses."""
+
+MODELS: dict[str, ModelConfig] = {
+    "tiny": tiny(),
+    "biased": tiny(bias=True),
+    "shared": SHARED,
+    "uneven": UNEVEN,
+    "four": FOUR,
+    "six_layers": replace(FOUR, num_layers=6),
+    "experts": EXPERTS,
+    "balanced": replace(
+        EXPERTS,
+        moe=replace(EXPERTS.moe, aux_loss=AuxLossConfig(batch_coeff=0.2)),  # type: ignore[type-var]
+    ),
+    "tiny_experts": replace(
+        tiny(),
+        # The z-loss is a mean over tokens, not packs.
+        moe=MoEConfig(num_experts=4, ffn_hidden_size=10, aux_loss=AuxLossConfig(z_loss_coeff=0.3)),
+    ),
+    **{name.replace(" ", "_"): model for name, model in (VARIANTS | MIXTURES).items()},
+}
+"""Every model of the matrix by its name in `matrix.yaml`."""

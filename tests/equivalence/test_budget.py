@@ -214,7 +214,7 @@ def _seeing_one_another(
     rows: Sequence[PackedSample], masks: MaskSettings, **others: Any
 ) -> Batch:  # Any: its own
     merged = [
-        replace(row, lengths=(row.num_valid, *row.lengths[len(row.read_lengths) :]))
+        replace(row, lengths=(row.num_valid, *row.lengths[len(row.lengths_without_padding) :]))
         if row.num_valid
         else row
         for row in rows

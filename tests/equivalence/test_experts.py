@@ -51,8 +51,8 @@ from megalith.train.trainer import (
 from megalith.verify.ranks import (
     Gathered,
     LayoutCase,
+    _assemble,
     _join_slices,
-    _joined,
     _loader,
     _slices,
     layout_case,
@@ -504,11 +504,13 @@ def test_experts_and_ranks_without_any_token_have_no_gradient_and_stay(
     _, _, expected, reached = on_ranks(pushed, case_of(model, ONE), push)
     chosen = [value > 0 for value in push]
     assert [[count > 0 for count in counts] for counts in use] == [chosen] * 2
-    assert_close(_joined(after), _joined(reached), FP64)
+    assert_close(_assemble(after), _assemble(reached), FP64)
     for name in ("layers.0.moe.experts.gate_up", "layers.1.moe.experts.down"):
-        assert [bool(part.any()) for part in _joined(gradients)[name]] == chosen
-        assert torch.allclose(_joined(gradients)[name], _joined(expected)[name], rtol=1e-9, atol=0)
-        moved = (_joined(after)[name] != _joined(before)[name]).flatten(1).any(1)
+        assert [bool(part.any()) for part in _assemble(gradients)[name]] == chosen
+        assert torch.allclose(
+            _assemble(gradients)[name], _assemble(expected)[name], rtol=1e-9, atol=0
+        )
+        moved = (_assemble(after)[name] != _assemble(before)[name]).flatten(1).any(1)
         assert moved.tolist() == chosen
 
 

@@ -29,7 +29,7 @@ from megalith.train.trainer import (
     checkpoint_entries,
 )
 from megalith.verify import ranks as proof
-from megalith.verify.rows import TIED, tiny
+from megalith.verify.tiny_models import TIED, tiny
 
 Zero = Literal[0, 1, 2, 3]
 
@@ -73,7 +73,7 @@ def weights(trainer: Trainer) -> proof.Gathered:
 
 def joined(trainer: Trainer) -> dict[str, Tensor]:
     """Return whole weights, from all ranks."""
-    return proof._joined(proof._join_slices(gather_objects(weights(trainer), trainer.mesh.world)))
+    return proof._assemble(proof._join_slices(gather_objects(weights(trainer), trainer.mesh.world)))
 
 
 def run_steps(

@@ -7,16 +7,15 @@ The rows are those of `megalith verify --all`; the sample of them is in `make te
 
 import pytest
 
-from megalith.verify.matrix import MATRIX
+from megalith.verify.matrix import Layout, load_matrix
 from megalith.verify.ranks import RaggedRows, compare_with_one_process
-from megalith.verify.rows import Layout
 
 
 @pytest.mark.parametrize(
     "row",
     [
         pytest.param(row, id=row.name, marks=[] if row.sample else [pytest.mark.slow])
-        for row in MATRIX
+        for row in load_matrix()
     ],
 )
 def test_layout_equals_one_process(row: Layout) -> None:

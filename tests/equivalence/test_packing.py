@@ -301,7 +301,7 @@ def _not_shifted(self: ConversationDataset, k: int) -> PackedSample:
 def _seeing_one_another(self: ConversationDataset, k: int) -> PackedSample:
     """Conversations of a row are one document."""
     row = RIGHT_ROW(self, k)
-    return replace(row, lengths=(row.num_valid, *row.lengths[len(row.read_lengths) :]))
+    return replace(row, lengths=(row.num_valid, *row.lengths[len(row.lengths_without_padding) :]))
 
 
 RIGHT_ROW = ConversationDataset.sample

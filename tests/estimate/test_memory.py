@@ -12,7 +12,7 @@ from torch import nn
 
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
-from megalith.data.loader import Masks, StepBatches, build_batch
+from megalith.data.loader import MaskSettings, StepBatches, build_batch
 from megalith.data.sample import Sample
 from megalith.estimate import memory
 from megalith.estimate.memory import (
@@ -491,7 +491,7 @@ def metered_peak(rank: int, world: int, run: TrainRun) -> int:
     sample = Sample(ids=np.arange(length + 1) % run.model.vocab_size, num_valid=length + 1)
     batch = build_batch(
         [sample] * rows,
-        Masks(),
+        MaskSettings(),
         device=torch.device("cpu"),
         slicing=local_slicing(run.parallel, mesh),
     )

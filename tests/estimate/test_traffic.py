@@ -10,7 +10,7 @@ import torch
 
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
-from megalith.data.loader import Masks, StepBatches, build_batch
+from megalith.data.loader import MaskSettings, StepBatches, build_batch
 from megalith.data.sample import Sample
 from megalith.estimate.memory import crowded_bytes, memory_ledger, worst
 from megalith.estimate.traffic import Traffic, sent, step_traffic
@@ -43,7 +43,7 @@ def recorded(rank: int, world: int, run: TrainRun) -> Sums:
     sample = Sample(ids=ids, num_valid=length + 1)
     batch = build_batch(
         [sample] * rows,
-        Masks(),
+        MaskSettings(),
         device=torch.device("cpu"),
         slicing=local_slicing(run.parallel, mesh),
         num_mtp_layers=run.model.mtp.num_layers,

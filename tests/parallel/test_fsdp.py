@@ -516,7 +516,7 @@ def _train(trainer: Trainer, *, first: int, steps: int) -> dict[str, Tensor]:
 def _weights(trainer: Trainer) -> dict[str, Tensor]:
     """Whole, in float64."""
     slices = gather_objects(proof._weights(trainer), trainer.mesh.world)
-    return proof._joined(proof._join_slices(slices))
+    return proof._assemble(proof._join_slices(slices))
 
 
 def _goes_on(rank: int, world: int, folder: str) -> None:

@@ -22,8 +22,7 @@ from megalith.plan.stages import (
     stages_problems,
     table_stages,
 )
-from megalith.verify.rows import FOUR, FOUR_TIED
-from megalith.verify.tiny_models import RELATIVE
+from megalith.verify.tiny_models import FOUR, FOUR_TIED, RELATIVE
 from tests.cases import loop_over
 
 

@@ -35,7 +35,7 @@ from megalith.plan.costs import active_parameters, num_parameters
 from megalith.recipes import recipes
 from megalith.recipes.published import pretraining, warmed_cosine
 from tests.cases import loop_over
-from tests.models import (
+from tests.hf import (
     test_gemma,
     test_gemma2,
     test_gemma3,

@@ -33,7 +33,7 @@ def impatient(loader):  # from the third step on: ranks of a busy machine may st
 
 with ExitStack() as planted:
     if sys.argv[1] == "hang":
-        planted.enter_context(inject.replaced(job, "HangWatch", watched))
+        planted.enter_context(inject.patched(job, "HangWatch", watched))
         planted.enter_context(inject.on_call(Loader, "next", 2, impatient))
     if sys.argv[1] == "skip" and os.environ["RANK"] == "1":
         planted.enter_context(inject.on_call(loop, "_compare_replicas", 0, inject.skip))

@@ -28,8 +28,8 @@ from megalith.train.moe import (
 )
 from megalith.train.step import train_step
 from megalith.train.trainer import Trainer, build_trainer
+from megalith.verify.matrix import parse_parallel
 from megalith.verify.ranks import _loader, layout_case
-from megalith.verify.rows import staged
 from megalith.verify.tiny_models import (
     BIASED_CHOICE,
     MIXTURES,
@@ -97,9 +97,9 @@ LAYOUTS: dict[str, tuple[ModelConfig, ParallelConfig, bool]] = {
     "dp2 ep2": (BIASED_CHOICE, ParallelConfig(dp=2, ep=2), False),
     "tp2 sp ep2": (BIASED_CHOICE, ParallelConfig(tp=2, sp=True, ep=2, etp=1), False),
     "cp2 ep2, documents": (BIASED_CHOICE, ParallelConfig(cp=2, ep=2), True),
-    "pp2 vpp2": (BIASED_CHOICE, staged(2, vpp=2), False),
+    "pp2 vpp2": (BIASED_CHOICE, parse_parallel("pp2 vpp2"), False),
     "cp2 tp2 sp ep2, documents": (BIASED_CHOICE, ParallelConfig(cp=2, tp=2, sp=True, ep=2), True),
-    "mtp, pp2 dp2 ep2": (MTP_EXPERTS, replace(staged(2, dp=2), ep=2), False),
+    "mtp, pp2 dp2 ep2": (MTP_EXPERTS, parse_parallel("pp2 dp2 ep2"), False),
     "few seats and latent, dp2 ep2": (FEW_SEATS, ParallelConfig(dp=2, ep=2), False),
     "few seats and latent, cp2 tp2 sp ep2, documents": (
         FEW_SEATS,
@@ -114,10 +114,10 @@ LAYOUTS: dict[str, tuple[ModelConfig, ParallelConfig, bool]] = {
     ),
     "planned, tp2 sp": (PLANNED, ParallelConfig(tp=2, sp=True), False),
     "planned pairs, cp2 dp2 ep2": (PLANNED_PAIRS, ParallelConfig(cp=2, dp=2, ep=2), False),
-    "offset, cp2 pp2 ep2": (OFFSET, replace(staged(2, cp=2), ep=2), False),
+    "offset, cp2 pp2 ep2": (OFFSET, parse_parallel("cp2 pp2 ep2"), False),
     "whole latent, tp2 pp2 sp ep2, documents": (
         WHOLE_LATENT,
-        replace(staged(2, tp=2, sp=True), ep=2, etp=1),
+        parse_parallel("tp2 pp2 sp ep2 etp1"),
         True,
     ),
 }

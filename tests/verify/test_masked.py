@@ -13,22 +13,11 @@ from megalith.plan.context import KINDS
 from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched
 from megalith.verify import types
-from megalith.verify.feature_rows import FEW, masked_rows
 from megalith.verify.ranks import RaggedRows
-from megalith.verify.tiny_models import SINKS
+from megalith.verify.tiny_models import SINKS, tiny
 from megalith.verify.types import paper_batch, type_check
 
-ROWS = list(masked_rows())
-
-
-def test_masks_meet_every_axis_and_every_kind_of_exchange() -> None:
-    layouts = [row.parallel for row in ROWS]
-    assert {row.masks for row in ROWS} == {"beside", "alone"} and any(row.documents for row in ROWS)
-    for axis in ("tp", "cp", "pp", "dp", "ep"):
-        assert max(getattr(p, axis) or 1 for p in layouts) > 1
-    assert {p.context.kind for p in layouts if p.cp > 1} == {*KINDS}
-    assert {row.recompute.granularity for row in ROWS} == {"none", "full", "selective"}
-    assert all(row.case().masks == row.masks for row in ROWS)
+FEW = tiny(num_kv_heads=2)
 
 
 def test_rows_have_masks_of_every_kind_and_some_let_a_token_see_nothing() -> None:

@@ -7,14 +7,13 @@ import pytest
 from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.testing.tiny import tiny_run
 from megalith.verify import prove
-from megalith.verify.matrix import MATRIX
+from megalith.verify.matrix import Layout, load_matrix
 from megalith.verify.prove import compare_in_float64, schedule_of, verify_row, verify_run
 from megalith.verify.ranks import Difference, LayoutCase
-from megalith.verify.rows import Layout
 from megalith.verify.types import type_check
 
-DP2 = next(row for row in MATRIX if row.name == "dp2")
-PP2 = next(row for row in MATRIX if row.name == "pp2 tied, as many as ranks")
+DP2 = next(row for row in load_matrix() if row.name == "dp2")
+PP2 = next(row for row in load_matrix() if row.name == "pp2 tied, as many as ranks")
 
 
 def test_a_row_that_holds_has_no_problems_and_a_rounding_error() -> None:

@@ -8,23 +8,23 @@ import pytest
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.rules.run import run_problems
-from megalith.verify.matrix import MATRIX
+from megalith.verify.matrix import load_matrix, parse_parallel
 from megalith.verify.ranks import layout_case, reload_layouts, resharded_run
-from megalith.verify.rows import FOUR, staged, tiny
+from megalith.verify.tiny_models import FOUR, tiny
 
 
 @pytest.mark.parametrize(
     ("saved", "world", "expected"),
     [
         (ParallelConfig(tp=2), 2, "tp 1, pp 1, dp 2, zero 1"),
-        (staged(2), 2, "tp 1, pp 1, dp 2, zero 3"),
+        (parse_parallel("pp2"), 2, "tp 1, pp 1, dp 2, zero 3"),
         (ParallelConfig(dp=2), 2, "tp 2, pp 1, dp 1, zero 0"),
         (ParallelConfig(dp=2, zero=1), 2, "tp 2, pp 1, dp 1, zero 0"),
         (ParallelConfig(dp=2, zero=3), 2, "tp 2, pp 1, dp 1, zero 0"),
         (ParallelConfig(cp=2), 2, "tp 1, pp 1, dp 2, zero 1"),
-        (staged(2, dp=2, zero=2), 4, "tp 4, pp 1, dp 1, zero 0"),
+        (parse_parallel("pp2 dp2 zero2"), 4, "tp 4, pp 1, dp 1, zero 0"),
         (ParallelConfig(tp=4), 4, "tp 1, pp 2, dp 2, zero 1"),
-        (staged(2, tp=2, dp=2), 8, "tp 1, pp 1, dp 8, zero 3"),
+        (parse_parallel("tp2 pp2 dp2"), 8, "tp 1, pp 1, dp 8, zero 3"),
     ],
 )
 def test_checkpoint_is_read_under_the_layout_that_differs_most(
@@ -56,7 +56,7 @@ def test_one_rank_has_no_other_layout() -> None:
 
 def test_rows_of_the_matrix_reach_every_kind_of_layout_that_can_be_loaded() -> None:
     seen: set[tuple[bool, bool, bool, int]] = set()
-    for row in (row for row in MATRIX if row.sample):
+    for row in (row for row in load_matrix() if row.sample):
         run = resharded_run(row.case().run, row.world)
         assert (run is None) == (row.world == 1), row.name
         if run is not None:

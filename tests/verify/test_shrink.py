@@ -24,9 +24,8 @@ from megalith.recipes import recipes
 from megalith.rules.run import model_problems, run_problems
 from megalith.testing.tiny import tiny_run
 from megalith.verify.ranks import LayoutCase, compare_with_one_process, run_of_one
-from megalith.verify.rows import FOUR
 from megalith.verify.shrink import MOST_RANKS, _shrink_choice, describe_copy, shrink
-from megalith.verify.tiny_models import VARIANTS
+from megalith.verify.tiny_models import FOUR, VARIANTS
 
 
 def run_of(

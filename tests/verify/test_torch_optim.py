@@ -11,9 +11,9 @@ from megalith.optim.schedule import GroupRates
 from megalith.plan.param_groups import parameter_rates
 from megalith.plan.shards import Shard
 from megalith.train.trainer import build_optimizer
-from megalith.verify.matrix import MATRIX
+from megalith.verify.matrix import load_matrix
 from megalith.verify.ranks import layout_case
-from megalith.verify.rows import tiny
+from megalith.verify.tiny_models import tiny
 from megalith.verify.torch_optim import RecordingOptimizer, is_matrix, torch_updates
 
 RUN = layout_case(tiny(), ParallelConfig(), 1).run
@@ -116,7 +116,7 @@ def test_norms_biases_and_sinks_are_vectors() -> None:
 
 
 def test_the_matrix_has_rows_with_every_optimizer() -> None:
-    optims = [row.optim for row in MATRIX]
+    optims = [row.optim for row in load_matrix()]
     assert {(optim.kind, optim.decoupled_weight_decay) for optim in optims} == {
         ("adamw", True),
         ("adamw", False),

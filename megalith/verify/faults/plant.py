@@ -332,7 +332,7 @@ def _without_sum(left_out: Callable[[Shard], bool]) -> AbstractContextManager[No
     def wrong(shard: Shard) -> tuple[str, ...]:
         return () if left_out(shard) else right(shard)
 
-    return patched(grad_sync, "tensor_axes", wrong)
+    return patched(grad_sync, "tp_reduce_axes", wrong)
 
 
 def _averaged() -> AbstractContextManager[None]:
@@ -568,9 +568,7 @@ FAULTS: tuple[Fault, ...] = (
         "The input gradient of a column-parallel layer is used before its all-reduce.",
         "numbers",
         ("tp", "whole tokens"),
-        lambda: patched(
-            tensor, "start_bucket_reduce_scatter", lambda x, group: PendingCollective(x)
-        ),
+        lambda: patched(tensor, "start_all_reduce", lambda x, group: PendingCollective(x)),
     ),
     Fault(
         "sp_gather_removed",
