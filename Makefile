@@ -3,7 +3,7 @@
 #   make quickstart   install, then train a small GPT on text that is already on this machine
 #   make test         install, then the tests (about 14 minutes on two idle cores)
 #   make test-all     the same and the slow ones
-#   make lint         formatter, linter, type checker, project rules, links, map of the code
+#   make lint         formatter, linter, type checker, project rules, links, generated parts of the docs
 #   make bench        every benchmark; each prints a ratio
 #
 # Settings: PYTHON=python3.12 (which Python makes the environment), JOBS=4 (test processes),
@@ -73,11 +73,15 @@ lint-links: $(DEV)
 
 lint-map: $(DEV)
 	$(PY) tools/file_map.py --check
+	$(PY) tools/flag_table.py --check
+	$(PY) tools/settings_reference.py --check
 
 fmt: $(DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(PY) tools/file_map.py --write
+	$(PY) tools/flag_table.py --write
+	$(PY) tools/settings_reference.py --write
 
 bench: $(DEV)
 	@for file in benchmarks/*.py; do echo "== $$file"; $(PY) "$$file" || exit 1; done

@@ -40,7 +40,7 @@ from megalith.kernels.permute import (
     unpermute,
     weights_of_rows,
 )
-from megalith.kernels.recomputed import RecomputedOutput, RecomputedOutputFactory
+from megalith.kernels.recomputed import RegisterRecompute, register_recompute
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
@@ -114,10 +114,11 @@ class Layer:
         ]
 
 
-def ours(layer: Layer, again: RecomputedOutputFactory | None = RecomputedOutput) -> list[Tensor]:
+def ours(layer: Layer, again: RegisterRecompute | None = register_recompute) -> list[Tensor]:
     """Rows are gathered again in backward, and so is the activation unless it is kept."""
     order = permute_choices(layer.chosen, layer.sizes.experts, num_rows=layer.chosen.numel())
-    rows = RecomputedOutput(permute(layer.x, order), partial(gather_rows, order=order), (layer.x,))
+    rows = permute(layer.x, order)
+    register_recompute(rows, partial(gather_rows, order=order), (layer.x,))
     weights = weights_of_rows(layer.weights, order)
     y = experts(
         rows,

@@ -12,7 +12,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.optim import ScheduleConfig
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.data.build import build_datasets
-from megalith.data.loader import Loader, Masks
+from megalith.data.loader import Loader, MaskSettings
 from megalith.optim.schedule import learning_rate, schedule_lengths
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.train.step import train_step
@@ -41,7 +41,7 @@ def train(run: TrainRun) -> list[float]:
     data = build_datasets(run.data, seed=run.seed, **tokens, **samples, **held_out)
     assert data.train is not None
     batch = {"global_batch_size": loop.global_batch_size, "micro_batch_size": loop.micro_batch_size}
-    masks, position = Masks(eod=256), {"consumed": 0, "steps": loop.steps}
+    masks, position = MaskSettings(eod=256), {"consumed": 0, "steps": loop.steps}
     loader = Loader(data.train, masks, mesh.dp, device=cpu, **batch, **position)
     lengths = schedule_lengths(
         run.schedule, global_batch_size=loop.global_batch_size, total_steps=loop.steps

@@ -43,7 +43,7 @@ from megalith.hf.release import parameters
 from megalith.infer.sample import sample_tokens
 from megalith.kernels.packed import DropoutKey, tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, initialize
-from megalith.nn.lora import attach_adapters
+from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan import dispatch, keys
 from megalith.recipes import recipes
@@ -152,8 +152,8 @@ def record_model_keys(_: Path) -> dict[str, list[str]]:
     tokens = replace(tokens_of_rows(1, 4), dropout=DropoutKey(5, ids))
     recorded = {}
     for name, config in TINY_MODELS.items():
-        model = Decoder(config, build_single_rank_mesh())
-        attach_adapters([model], config, LoraConfig(rank=2, dropout=0.1))
+        lora = LoraConfig(rank=2, dropout=0.1)
+        model = Decoder(build_context(config, build_single_rank_mesh(), lora=lora))
         allocate(model, torch.device("cpu"))
         with recorded_keys() as texts:
             initialize(model, seed=3)

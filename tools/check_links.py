@@ -90,7 +90,11 @@ def broken(page: Path, root: Path) -> list[str]:
     name, found = page.relative_to(root).as_posix(), []
     for number, target, quoted in links(page.read_text()):
         if quoted:
-            wrong = "" if (root / target).exists() else f"`{target}` is no file of this repository"
+            wrong = (
+                ""
+                if any((base / target).exists() for base in (root, root / "megalith"))
+                else f"`{target}` is no file of this repository"
+            )
         else:
             wrong = _wrong_target(page, root, target)
         if wrong:

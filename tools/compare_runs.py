@@ -12,12 +12,14 @@ that loading is covered too.
 
 Settings are written below by their names at OLD's oldest supported commit. A checkout with the file
 `megalith/config/renamed.yaml` gets them by their new names, and what it writes is translated by the
-same table. Ends with 1 if any value differs.
+same table. The runs of an unmodified OLD are kept in a temporary folder for the next comparison.
+Ends with 1 if any value differs.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -278,6 +280,28 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def cache_folder(checkout: Path, steps: int) -> Path | None:
+    """Return where the runs of an unmodified checkout are kept for the next comparison, by commit
+    and user; None if the checkout is modified."""
+    git = ["git", "-C", str(checkout)]
+    if subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout:
+        return None
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    root = Path(tempfile.gettempdir()) / f"megalith-compare-runs-{os.getuid()}"
+    return root / f"{commit.strip()}-{steps}" if commit.strip() else None
+
+
+def store_results(run: Path, cache: Path | None) -> None:
+    """Copy a finished run to the cache, under its final name when it is complete."""
+    if cache is None:
+        return
+    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=cache) as temporary:
+        copy = Path(shutil.copytree(run, Path(temporary) / run.name, symlinks=True))
+        if not (cache / run.name).exists():
+            copy.rename(cache / run.name)
+
+
 def compare(
     checkouts: Sequence[Path], names: Sequence[str], python: str, folder: Path, steps: int
 ) -> int:
@@ -287,10 +311,15 @@ def compare(
         results = []
         for label, checkout in zip(("old", "new"), checkouts, strict=True):
             renames = read_renames(checkout)
+            cache = cache_folder(checkout, steps) if label == "old" else None
             place = folder / label
             place.mkdir(parents=True, exist_ok=True)
-            config = write_config(name, CASES[name], renames, place, steps)
-            train(checkout, python, config, place / name, CASES[name], place / f"{name}.log")
+            if cache is not None and (cache / name).exists():
+                shutil.copytree(cache / name, place / name, dirs_exist_ok=True)
+            else:
+                config = write_config(name, CASES[name], renames, place, steps)
+                train(checkout, python, config, place / name, CASES[name], place / f"{name}.log")
+                store_results(place / name, cache)
             results.append(read_results(place / name, renames))
         lines = differences(*results)
         tensors = sum(

@@ -14,9 +14,9 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, MoEConfig
 from megalith.kernels.packed import AuxLossScale, tokens_of_rows
 from megalith.models.decoder import allocate
+from megalith.nn.build import build_context
 from megalith.nn.moe import MoE
 from megalith.parallel.mesh import build_single_rank_mesh
-from megalith.parallel.tensor import TensorParallelComm
 from megalith.recipes.qwen import qwen3_30b_a3b
 from megalith.testing.tolerance import relative_error
 
@@ -166,7 +166,7 @@ class Layer:
 def build(config: ModelConfig, moe: MoEConfig, device: torch.device) -> MoE:
     """The layer, its weights not written yet."""
     mesh = build_single_rank_mesh()
-    layer = MoE("layers.0.moe", config, moe, mesh, TensorParallelComm(mesh.tp), dtype=DTYPE)
+    layer = MoE("layers.0.moe", config, moe, build_context(config, mesh, dtype=DTYPE))
     allocate(layer, device)
     return layer
 

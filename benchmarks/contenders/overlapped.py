@@ -13,7 +13,6 @@ from torch import Tensor
 from megalith.config.train import TrainRun
 from megalith.kernels.cpu_threads import keep_freed_memory
 from megalith.kernels.packed import PackedSeqParams
-from megalith.kernels.recomputed import LayerInput
 from megalith.nn.moe import MoE
 from megalith.parallel.group import barrier
 from megalith.parallel.mesh import Mesh, build_mesh
@@ -39,7 +38,7 @@ class RankReport:
     """Seconds of a step in which the rank stood still for exchanges, where the link was slow."""
 
 
-def in_order(self: MoE, x: LayerInput, tokens: PackedSeqParams) -> Tensor:
+def in_order(self: MoE, x: Tensor, tokens: PackedSeqParams) -> Tensor:
     """A mixture that computes shared experts when tokens are back."""
     dispatch = self.dispatch if tokens.balance is None else self.dispatch_within_capacity
     sent, way = dispatch(self.narrow(x), self.router(x, tokens)).wait()

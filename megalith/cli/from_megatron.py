@@ -12,9 +12,8 @@ from megalith.cli.output import format_value, print_json
 from megalith.config.tree import dump_yaml, to_dict
 from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
-from megalith.megatron.arguments import with_files
-from megalith.megatron.draft import FlagReport
 from megalith.megatron.launch import Launch, read_script, split_command
+from megalith.megatron.parse import FlagReport, expand_file_flags
 from megalith.megatron.translate import Translation, named_tokenizer, translate
 from megalith.rules.run import run_problems
 
@@ -68,7 +67,7 @@ def main(argv: list[str]) -> int:
     options = parse_options(FromMegatron, own, prog="megalith from-megatron")
     launch = _launch(options, words)
     _reject_script_among_arguments(words)
-    words = with_files([*launch.arguments, *words] if options.script else launch.arguments)
+    words = expand_file_flags([*launch.arguments, *words] if options.script else launch.arguments)
     if not words:
         raise ConfigError(
             f"{len(words)} arguments were given. Pass Megatron arguments, or --script FILE."

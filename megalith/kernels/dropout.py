@@ -21,6 +21,10 @@ from megalith.kernels.attention.scores import WeightDropout
 from megalith.kernels.backend import select_backend
 from megalith.kernels.linear import Context
 from megalith.plan.context import KeySpans, KeyTile
+from megalith.plan.keys import key as integer_key
+
+key_of = torch.compiler.assume_constant_result(integer_key)
+"""`plan.keys.key` as a constant for torch.compile."""
 
 STEP_64, MIX_64 = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 STEP_32, MIX_32 = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)

@@ -29,12 +29,7 @@ from megalith.kernels.grouped_linear import (
     select_grouped_matmul_ops,
 )
 from megalith.kernels.linear import Context
-from megalith.kernels.recomputed import (
-    LayerInput,
-    RecomputedOutput,
-    RecomputedOutputFactory,
-    output_tensor,
-)
+from megalith.kernels.recomputed import RegisterRecompute, register_recompute
 
 COLUMNS = 8
 """Number of columns to which row weights are repeated, so that matmuls with them are aligned."""
@@ -58,14 +53,14 @@ class Matrix(NamedTuple):
 
 
 def experts(
-    rows: LayerInput,
+    rows: Tensor,
     weights: Tensor,
     groups: Groups,
     up: Matrix,
     down: Matrix,
     inner: Inner,
     *,
-    again: RecomputedOutputFactory | None = RecomputedOutput,
+    again: RegisterRecompute | None = register_recompute,
     kernel: BackendName = "auto",
 ) -> Tensor:
     """Compute `down(inner(up(row), weight))` with the expert of each row: rows [r, h], weights [r]
@@ -76,14 +71,14 @@ def experts(
     """
     if kernel == "reference":
         return reference_experts(
-            output_tensor(rows),
+            rows,
             weights,
             groups,
             _accumulate_grad(up),
             _accumulate_grad(down),
             inner,
         )
-    up_ops = grouped_matmul_ops_by_name(kernel, output_tensor(rows), up.weight, groups)
+    up_ops = grouped_matmul_ops_by_name(kernel, rows, up.weight, groups)
     if up_ops is LOOP:
         groups = groups.known_on_host()  # one device synchronization instead of one per matmul
     pre_activation = with_bias(
@@ -94,13 +89,12 @@ def experts(
         groups,
     )
     activated = inner(pre_activation, weights)
-    down_input: LayerInput = (
-        activated if again is None else again(activated, inner, (pre_activation, weights))
-    )
+    if again is not None:
+        activated = again(activated, inner, (pre_activation, weights))
     down_ops = grouped_matmul_ops_by_name(kernel, activated, down.weight, groups)
     return with_bias(
         grouped_linear(
-            down_input,
+            activated,
             down.weight,
             groups,
             grad_accumulator=down.grad_accumulator,

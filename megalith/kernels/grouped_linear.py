@@ -18,7 +18,6 @@ from megalith.kernels.linear import (
     HAS_ONEDNN,
     Context,
     GradAccumulator,
-    SavedInputPlan,
     add_product_,
     bmm,
     forward,
@@ -26,11 +25,9 @@ from megalith.kernels.linear import (
     input_grad,
     is_upcast,
     mm,
-    plan_saved_input,
     save,
     saved_input,
 )
-from megalith.kernels.recomputed import LayerInput, output_tensor
 
 HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")
 ALIGNED = 16
@@ -338,7 +335,7 @@ def accumulate_grouped_product_(
 
 
 def grouped_linear(
-    x: LayerInput,
+    x: Tensor,
     w: Tensor,
     groups: Groups,
     *,
@@ -349,18 +346,16 @@ def grouped_linear(
     concatenated) -> [r, o].
 
     Backward computes dx first. With a gradient accumulator it then passes (x, dy) on once, and
-    autograd gets no gradient. If x is a `RecomputedOutput`, its inputs are saved instead of it; if
-    w requires no gradient, nothing is. `matmul_ops`: unset: the fastest for x.
+    autograd gets no gradient. If x is recomputed in backward, what it is recomputed from is
+    saved instead of it; if w requires no gradient, nothing is. `matmul_ops`: unset: the fastest for
+    x.
     """
-    value = output_tensor(x)
-    assert groups.counts is None or sum(groups.counts) == len(value), (groups, value.shape)
-    matmul_ops = matmul_ops or select_grouped_matmul_ops(value, w, groups)
+    assert groups.counts is None or sum(groups.counts) == len(x), (groups, x.shape)
+    matmul_ops = matmul_ops or select_grouped_matmul_ops(x, w, groups)
     groups = (
         groups.known_on_host() if matmul_ops is LOOP else groups
     )  # one synchronization for the three matmuls
-    y: Tensor = GroupedLinearFunction.apply(
-        value, plan_saved_input(x, [w]), groups, grad_accumulator, matmul_ops, w
-    )  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = GroupedLinearFunction.apply(x, groups, grad_accumulator, matmul_ops, w)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
@@ -378,23 +373,20 @@ class GroupedLinearFunction(Function):
     """Autograd function of `grouped_linear`."""
 
     reference = staticmethod(
-        lambda x, kept, groups, grad_accumulator, matmul_ops, w: reference_grouped_linear(
-            x, w, groups
-        )
+        lambda x, groups, grad_accumulator, matmul_ops, w: reference_grouped_linear(x, w, groups)
     )
 
     @staticmethod
     def forward(
         ctx: Context,
         x: Tensor,
-        kept: SavedInputPlan,
         groups: Groups,
         grad_accumulator: GroupedGradAccumulator | None,
         matmul_ops: GroupedMatmulOps,
         w: Tensor,
     ) -> Tensor:
         """x [r, i] -> y [r, o]."""
-        save(ctx, kept, x, [w])
+        save(ctx, x, [w], ctx.needs_input_grad[4:])
         ctx.groups, ctx.grad_accumulator, ctx.matmul_ops = groups, grad_accumulator, matmul_ops
         return matmul_ops.forward(x, w, groups)
 
@@ -405,10 +397,10 @@ class GroupedLinearFunction(Function):
         w, *inputs = ctx.saved_tensors
         dy = dy.contiguous()
         dx = ctx.matmul_ops.input_grad(dy, w, ctx.groups) if ctx.needs_input_grad[0] else None
-        x = saved_input(ctx, ctx.needs_input_grad[5:], tuple(inputs))
+        x = saved_input(ctx, ctx.needs_input_grad[4:], inputs)
         dw = None
         if x is not None and ctx.grad_accumulator is not None:
             ctx.grad_accumulator.grouped_product(x, dy, ctx.groups)
         elif x is not None:
             dw = ctx.matmul_ops.weight_grad(dy, x, ctx.groups)
-        return dx, None, None, None, None, dw
+        return dx, None, None, None, dw

@@ -12,12 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.config.kernels import BackendName
-from megalith.kernels.recomputed import (
-    LayerInput,
-    RecomputedOutput,
-    output_tensor,
-    recompute_output,
-)
+from megalith.kernels.recomputed import tensors_to_save
 
 # Matmuls of bf16 operands on CPUs: by torch's bf16 kernels, or in fp32 on upcast operands.
 #
@@ -237,7 +232,7 @@ def _are_adjacent_in_memory(parameters: Sequence[Tensor]) -> bool:
 
 
 def linear(
-    x: LayerInput,
+    x: Tensor,
     parameters: Sequence[Tensor],
     *,
     grad_accumulator: GradAccumulator | None = None,
@@ -248,52 +243,28 @@ def linear(
 
     x [t, i], parameters [o_1, i], [o_2, i] ... -> [t, o_1 + o_2 ...]. Backward computes dx first.
     With a gradient accumulator it then passes (x, dy) on once for all parameters if any requires a
-    gradient, and autograd gets none; without one, each parameter gets its rows of dw. If x is a
-    `RecomputedOutput`, its inputs are saved instead of it; if no parameter requires a gradient,
-    nothing is.
+    gradient, and autograd gets none; without one, each parameter gets its rows of dw. If x is
+    recomputed in backward, what it is recomputed from is saved instead of it; if no parameter
+    requires a gradient, nothing is.
     """
-    kept = plan_saved_input(x, parameters)
-    y: Tensor = LinearFunction.apply(
-        output_tensor(x), kept, grad_accumulator, matmul_ops, *parameters
-    )  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = LinearFunction.apply(x, grad_accumulator, matmul_ops, *parameters)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
-class SavedInputPlan(NamedTuple):
-    """How backward obtains the layer's input x."""
-
-    wanted: bool
-    """Whether backward needs x."""
-
-    again: Callable[..., Tensor] | None = None
-    """Recomputes x from `inputs`; None: x itself is saved."""
-
-    inputs: tuple[Tensor, ...] = ()
+def save(ctx: Context, x: Tensor, parameters: Sequence[Tensor], wanted: Sequence[bool]) -> None:
+    """Save the parameters and, if any of them requires a gradient, x [t, i] or what it is
+    recomputed from, for `saved_input`."""
+    if any(wanted):
+        ctx.saved_x, inputs = tensors_to_save(x)
+        ctx.save_for_backward(*parameters, *inputs)
+    else:
+        ctx.save_for_backward(*parameters)
 
 
-def plan_saved_input(x: LayerInput, parameters: Sequence[Tensor]) -> SavedInputPlan:
-    """Return how the backward of a linear layer obtains its input."""
-    wanted = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
-    return (
-        SavedInputPlan(wanted, x.again, x.inputs)
-        if isinstance(x, RecomputedOutput)
-        else SavedInputPlan(wanted)
-    )
-
-
-def save(ctx: Context, kept: SavedInputPlan, x: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Save the parameters, and x [t, i] or the inputs of its recomputation, for `saved_input`."""
-    inputs = kept.inputs if kept.again is not None else (x,)
-    ctx.save_for_backward(*parameters, *(inputs if kept.wanted else ()))
-    ctx.again, ctx.like = kept.again, (x.shape, x.dtype)
-
-
-def saved_input(ctx: Context, wanted: Sequence[bool], inputs: tuple[Tensor, ...]) -> Tensor | None:
+def saved_input(ctx: Context, wanted: Sequence[bool], inputs: Sequence[Tensor]) -> Tensor | None:
     """Return x in backward, from the saved tensors after the parameters; None if no parameter
     requires a gradient."""
-    if not any(wanted):
-        return None
-    return inputs[0] if ctx.again is None else recompute_output(ctx.again, inputs, like=ctx.like)
+    return ctx.saved_x.restore(inputs) if any(wanted) else None
 
 
 def weight_gradients(
@@ -319,20 +290,19 @@ class LinearFunction(Function):
     """Autograd function of `linear`."""
 
     reference = staticmethod(
-        lambda x, kept, grad_accumulator, matmul_ops, *parameters: reference_linear(x, parameters)
+        lambda x, grad_accumulator, matmul_ops, *parameters: reference_linear(x, parameters)
     )
 
     @staticmethod
     def forward(
         ctx: Context,
         x: Tensor,
-        kept: SavedInputPlan,
         grad_accumulator: GradAccumulator | None,
         matmul_ops: MatmulOps,
         *parameters: Tensor,
     ) -> Tensor:
         """x [t, i] -> y [t, o]."""
-        save(ctx, kept, x, parameters)
+        save(ctx, x, parameters, ctx.needs_input_grad[3:])
         ctx.grad_accumulator, ctx.matmul_ops = grad_accumulator, matmul_ops
         return matmul_ops.forward(x, stacked(parameters))
 
@@ -340,9 +310,9 @@ class LinearFunction(Function):
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dy [t, o] -> dx [t, i], and dw to the gradient accumulator or to the parameters."""
-        wanted = ctx.needs_input_grad[4:]
+        wanted = ctx.needs_input_grad[3:]
         saved = ctx.saved_tensors
         parameters, inputs = saved[: len(wanted)], saved[len(wanted) :]
         dx = ctx.matmul_ops.input_grad(dy, stacked(parameters)) if ctx.needs_input_grad[0] else None
         x = saved_input(ctx, wanted, inputs)
-        return dx, None, None, None, *weight_gradients(ctx, parameters, wanted, x, dy)
+        return dx, None, None, *weight_gradients(ctx, parameters, wanted, x, dy)

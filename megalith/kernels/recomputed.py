@@ -1,51 +1,149 @@
-"""`RecomputedOutput`: a tensor that need not be saved for backward, because it can be recomputed
+"""Recomputed outputs: tensors that need not be saved for backward, because they can be recomputed
 from others.
 
 Examples: a norm's output from its input, which the norm saves anyway; all tokens from each rank's
-part; a full tensor from its shards. Layers save the `inputs` with `save_for_backward`, so hooks on
-saved tensors (memory statistics, activation offload) see what is saved. Source of the idea:
-Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+part; a full tensor from its shards. The function that computes such a tensor registers how; a
+function that saves the tensor for backward calls `tensors_to_save` and gets the inputs of the
+recomputation instead. It saves them with `save_for_backward`, so hooks on saved tensors (memory
+statistics, activation offload) see what is saved. Source of the idea: Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.2.2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
-@dataclass(frozen=True, slots=True)
-class RecomputedOutput:
-    """A tensor of the autograd graph, and how to recompute it bit by bit."""
+class RecomputeRecipe(NamedTuple):
+    """How to recompute a tensor bit by bit."""
 
-    value: Tensor
-    """The tensor, through which gradients flow."""
-
-    again: Callable[..., Tensor]
-    """Recomputes the value from `inputs`; may call collectives, on all ranks alike."""
+    function: Callable[..., Tensor]
+    """Recomputes the tensor from `inputs`; may call collectives, on all ranks alike."""
 
     inputs: tuple[Tensor, ...]
     """Tensors to save for the recomputation."""
 
-    def then(self, value: Tensor, function: Callable[[Tensor], Tensor]) -> "RecomputedOutput":
-        """Return `value`, the result of `function` on this output, recomputed by both functions in
-        sequence."""
-        return RecomputedOutput(value, partial(_compose, self.again, function), self.inputs)
+
+# An entry lives as long as its tensor. It is no attribute of the tensor, because copies and views
+# must not inherit it.
+_recipes = WeakTensorKeyDictionary()
+
+RegisterRecompute = Callable[[Tensor, Callable[..., Tensor], tuple[Tensor, ...]], Tensor]
+"""`register_recompute` or `register_checked_recompute`."""
 
 
-RecomputedOutputFactory = Callable[
-    [Tensor, Callable[..., Tensor], tuple[Tensor, ...]], RecomputedOutput
-]
-"""Constructor of a layer's recomputed output: `RecomputedOutput` or `recompute_checked`."""
+def register_recompute(
+    x: Tensor, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]
+) -> Tensor:
+    """Let backward recompute x as `function(*inputs)` instead of saving it; returns x.
+
+    Without gradients nothing is registered; torch.compile decides itself what it recomputes.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _recipes[x] = RecomputeRecipe(function, inputs)
+    return x
 
 
-def recompute_checked(
-    value: Tensor, again: Callable[..., Tensor], inputs: tuple[Tensor, ...]
-) -> RecomputedOutput:
-    """Return a `RecomputedOutput` that compares the bits of each recomputation with those of the
-    value."""
-    return RecomputedOutput(value, BitwiseComparison(again, fingerprint(value)), inputs)
+def register_checked_recompute(
+    x: Tensor, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]
+) -> Tensor:
+    """`register_recompute` that compares the bits of each recomputation with those of x."""
+    return register_recompute(x, BitwiseComparison(function, fingerprint(x)), inputs)
+
+
+def derive_recompute(x: Tensor, y: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Let backward recompute y, which is `function(x)`, from x or from what x is recomputed from;
+    returns y."""
+    if y is x:
+        return y
+    recipe = recompute_recipe(x)
+    if recipe is None:
+        return register_recompute(y, function, (x,))
+    return register_recompute(y, partial(_compose, recipe.function, function), recipe.inputs)
+
+
+def pass_recompute(x: Tensor, y: Tensor) -> Tensor:
+    """Let backward recompute y, which has the values of x, as it recomputes x; returns y."""
+    recipe = recompute_recipe(x)
+    return y if recipe is None or y is x else register_recompute(y, *recipe)
+
+
+def recompute_recipe(x: Tensor) -> RecomputeRecipe | None:
+    """Return how x is recomputed in backward; None: it has to be saved."""
+    if torch.compiler.is_compiling() or not _recipes:
+        return None
+    recipe: RecomputeRecipe | None = _recipes.get(x)
+    return recipe
+
+
+@contextmanager
+def save_entirely(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Inside this context, functions save these tensors themselves, not what they are recomputed
+    from."""
+    recipes = [(x, recipe) for x in tensors if (recipe := recompute_recipe(x)) is not None]
+    for x, _ in recipes:
+        del _recipes[x]
+    try:
+        yield
+    finally:
+        for x, recipe in recipes:
+            _recipes[x] = recipe
+
+
+class SavedTensor(NamedTuple):
+    """How backward obtains a tensor of forward from the tensors that were saved instead of it."""
+
+    function: Callable[..., Tensor] | None
+    """Recomputes the tensor; None: it was saved itself."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def restore(self, saved: Sequence[Tensor]) -> Tensor:
+        """Return the tensor; raises RuntimeError if its shape or dtype differs from forward."""
+        if self.function is None:
+            return saved[0]
+        with torch.no_grad():
+            x = self.function(*saved)
+        if (x.shape, x.dtype) != (self.shape, self.dtype):
+            raise RuntimeError(
+                f"backward recomputed {x.dtype} {list(x.shape)} where forward computed "
+                f"{self.dtype} {list(self.shape)}: {self.function} must return the same tensor "
+                "whenever it is called with the same inputs."
+            )
+        return x
+
+
+def tensors_to_save(x: Tensor) -> tuple[SavedTensor, tuple[Tensor, ...]]:
+    """Return the tensors to save for backward instead of x, and how x is restored from them."""
+    recipe = recompute_recipe(x)
+    if recipe is None:
+        return SavedTensor(None, x.shape, x.dtype), (x,)
+    return SavedTensor(recipe.function, x.shape, x.dtype), recipe.inputs
+
+
+def split_rows(x: Tensor, count: int) -> Sequence[Tensor]:
+    """Split x [t, ...] along the rows into `count` parts, the first of them one row longer if they
+    do not divide evenly.
+
+    Each part of a recomputed output recomputes the entire output.
+    """
+    each, longer = divmod(x.shape[0], count)
+    sizes = [each + (number < longer) for number in range(count)]
+    parts = x.split(sizes)
+    if recompute_recipe(x) is None:
+        return parts
+    starts = [sum(sizes[:number]) for number in range(count)]
+    return [
+        derive_recompute(x, part, partial(torch.narrow, dim=0, start=start, length=size))
+        for part, start, size in zip(parts, starts, sizes, strict=True)
+    ]
 
 
 def fingerprint(x: Tensor) -> Tensor:
@@ -76,57 +174,6 @@ class BitwiseComparison:
                 "is fixed."
             )
         return y
-
-
-LayerInput = Tensor | RecomputedOutput
-"""Input of a layer whose backward needs it."""
-
-
-def output_tensor(x: LayerInput) -> Tensor:
-    """Return the tensor itself, for layers that do not save it or save it entirely."""
-    return x.value if isinstance(x, RecomputedOutput) else x
-
-
-def as_recomputed(x: LayerInput) -> RecomputedOutput:
-    """Return any input as a `RecomputedOutput`; a tensor is its own input."""
-    return x if isinstance(x, RecomputedOutput) else RecomputedOutput(x, _identity, (x,))
-
-
-def split_rows(x: LayerInput, count: int) -> Sequence[LayerInput]:
-    """Split x [t, ...] along the rows into `count` parts, the first of them one row longer if they
-    do not divide evenly.
-
-    Each part of a recomputed output recomputes the entire output.
-    """
-    each, longer = divmod(output_tensor(x).shape[0], count)
-    sizes = [each + (number < longer) for number in range(count)]
-    if isinstance(x, Tensor):
-        return x.split(sizes)
-    cuts = (
-        partial(torch.narrow, dim=0, start=sum(sizes[:number]), length=sizes[number])
-        for number in range(count)
-    )
-    return [x.then(part, cut) for part, cut in zip(x.value.split(sizes), cuts, strict=True)]
-
-
-def recompute_output(
-    again: Callable[..., Tensor], inputs: Sequence[Tensor], *, like: tuple[torch.Size, torch.dtype]
-) -> Tensor:
-    """Recompute an output in backward; raises RuntimeError if its shape or dtype differs from
-    forward."""
-    with torch.no_grad():
-        x = again(*inputs)
-    if (x.shape, x.dtype) != like:
-        raise RuntimeError(
-            f"backward recomputed {x.dtype} {list(x.shape)} where forward computed {like[1]} "
-            f"{list(like[0])}: {again} must return the same tensor whenever it is called with the "
-            "same inputs."
-        )
-    return x
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
 
 
 def _compose(

@@ -15,12 +15,9 @@ from megalith.config.moe import RouterConfig, RouterScore, TokenDropPolicy
 from megalith.kernels.linear import (
     Context,
     GradAccumulator,
-    SavedInputPlan,
-    plan_saved_input,
     save,
     saved_input,
 )
-from megalith.kernels.recomputed import LayerInput, output_tensor
 
 DROPPED_CHOICE = -1
 """Expert index of a choice that was dropped."""
@@ -48,7 +45,7 @@ class Choice(NamedTuple):
 
 
 def router_logits(
-    x: LayerInput,
+    x: Tensor,
     weight: Tensor,
     *,
     dtype: torch.dtype,
@@ -58,9 +55,7 @@ def router_logits(
 
     Backward saves x and the weight in their dtypes and converts them again.
     """
-    logits: Tensor = RouterLogitsFunction.apply(
-        output_tensor(x), plan_saved_input(x, [weight]), grad_accumulator, dtype, weight
-    )  # type: ignore[no-untyped-call]  # torch's own
+    logits: Tensor = RouterLogitsFunction.apply(x, grad_accumulator, dtype, weight)  # type: ignore[no-untyped-call]  # torch's own
     return logits
 
 
@@ -68,20 +63,19 @@ class RouterLogitsFunction(Function):
     """Autograd function of `router_logits`."""
 
     reference = staticmethod(
-        lambda x, kept, grad_accumulator, dtype, weight: x.to(dtype) @ weight.to(dtype).t()
+        lambda x, grad_accumulator, dtype, weight: x.to(dtype) @ weight.to(dtype).t()
     )
 
     @staticmethod
     def forward(
         ctx: Context,
         x: Tensor,
-        kept: SavedInputPlan,
         grad_accumulator: GradAccumulator | None,
         dtype: torch.dtype,
         weight: Tensor,
     ) -> Tensor:
         """x [t, h] -> [t, E]."""
-        save(ctx, kept, x, [weight])
+        save(ctx, x, [weight], ctx.needs_input_grad[3:])
         ctx.grad_accumulator, ctx.dtype = grad_accumulator, dtype
         return x.to(dtype) @ weight.to(dtype).t()
 
@@ -92,14 +86,14 @@ class RouterLogitsFunction(Function):
         weight."""
         weight, *inputs = ctx.saved_tensors
         dx = (dy @ weight.to(ctx.dtype)).to(weight.dtype) if ctx.needs_input_grad[0] else None
-        x = saved_input(ctx, ctx.needs_input_grad[4:], tuple(inputs))
+        x = saved_input(ctx, ctx.needs_input_grad[3:], inputs)
         if x is None:
-            return dx, None, None, None, None
+            return dx, None, None, None
         dw = dy.t() @ x.to(ctx.dtype)
         if ctx.grad_accumulator is None:
-            return dx, None, None, None, dw.to(weight.dtype)
+            return dx, None, None, dw.to(weight.dtype)
         ctx.grad_accumulator.gradient(dw)
-        return dx, None, None, None, None
+        return dx, None, None, None
 
 
 # --- choice

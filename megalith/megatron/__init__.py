@@ -1,2 +1,1 @@
-"""Megatron's arguments as settings of ours: which become what, which wait for a feature, which are
-refused and why."""
+"""Translate arguments and launch scripts of Megatron-LM to Megalith settings."""

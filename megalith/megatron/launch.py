@@ -1,5 +1,4 @@
-"""A launch script as Megatron's arguments: variables and arrays are filled in, nothing is ever
-run."""
+"""Read the arguments of a training from its launch command or script; nothing is executed."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,8 +8,15 @@ from pathlib import PurePath
 from typing import Literal
 
 from megalith.errors import ConfigError
-from megalith.megatron.shell import ArrayLiteral, Operator, Token, Word, tokens
-from megalith.megatron.variables import Variables, names_in
+from megalith.megatron.shell import (
+    ArrayLiteral,
+    Operator,
+    Token,
+    Variables,
+    Word,
+    tokenize,
+    variable_names,
+)
 
 OTHER_PROGRAMS: Mapping[str, str] = {
     "pretrain_bert.py": "BERT",
@@ -25,14 +31,13 @@ OTHER_PROGRAMS: Mapping[str, str] = {
     "pretrain_vision_inpaint.py": "a vision model",
     "train_rl.py": "a policy by reinforcement learning",
 }
-"""Megatron's trainings that are not of a GPT, and what each trains."""
+"""Training programs of Megatron other than pretrain_gpt.py, and what they train."""
 
 MAX_SCRIPT = 2**17
 """Characters of a script. Heuristic: ten times a long one."""
 
 MAX_CALLS = 50
-"""Functions and texts of `bash -c` that are followed inside each other. Heuristic: scripts nest
-two."""
+"""Nesting depth of functions and `bash -c` commands. Heuristic: scripts nest two."""
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _LAUNCHERS = ("torchrun", "torch.distributed.launch", "torch.distributed.run")
@@ -41,71 +46,72 @@ _DECLARE = ("export", "declare", "typeset", "readonly", "local")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a job starts its training."""
+    """The command that starts a training."""
 
     program: str | None
-    """The Python file; None when only arguments were given."""
+    """Python file; None if only arguments were given."""
 
     arguments: tuple[str, ...]
-    """What stands behind it. A variable that nothing sets stays as `${NAME}`."""
+    """Arguments of the program. A variable that is not set stays as `${NAME}`."""
 
     world: int | None
-    """Ranks of the job, where the command says so."""
+    """World size, if the command contains it."""
 
 
 @dataclass(slots=True)
 class _Block:
-    """An `if`, loop, `case`, call or group that is open."""
+    """An `if`, loop, `case`, call or group whose commands are being read."""
 
     kind: Literal["if", "loop", "case", "group"]
     line: int
     runs: bool | None
-    """Does the part that is being read run? None: unknown."""
+    """Whether the current branch runs; None: unknown."""
 
     testing: bool = False
-    """The condition is being read."""
+    """Whether the condition is being read."""
 
     taken: bool | None = False
-    """Did an earlier branch run?"""
+    """Whether an earlier branch ran; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A function of the script."""
+    """A function defined by the script."""
 
     name: str
     line: int
     body: tuple[Token, ...]
     end: int
-    """Where the script goes on behind it."""
+    """Position of the token after it."""
 
 
 def split_command(words: Sequence[str]) -> Launch:
-    """The program and its arguments out of `torchrun ... pretrain_gpt.py ...`, or arguments alone.
+    """Split `torchrun ... pretrain_gpt.py ...` into the program and its arguments; words without a
+    program are arguments.
 
     Raises:
         ConfigError: the program trains another kind of model.
     """
-    place = _program_place(words)
-    if place is None:
+    position = _find_program(words)
+    if position is None:
         return Launch(None, tuple(words), None)
-    program = words[place]
+    program = words[position]
     trained = OTHER_PROGRAMS.get(PurePath(program).name)
     if trained is not None:
         raise ConfigError(
-            f"{program} trains {trained}, and only a GPT can be translated yet. Use a command with "
+            f"{program} trains {trained}, and only a GPT can be translated. Use a command with "
             "pretrain_gpt.py."
         )
-    return Launch(program, tuple(words[place + 1 :]), _world(words[:place]))
+    return Launch(program, tuple(words[position + 1 :]), _read_world_size(words[:position]))
 
 
 def read_script(text: str, variables: Mapping[str, str]) -> Launch:
-    """The training that a bash script starts. `variables` are set from outside; the script cannot
-    change them.
+    """Return the training that a bash script starts. `variables` are set by the caller, and the
+    script cannot change them.
 
     Raises:
-        ConfigError: the script starts no training, several, or one whose arguments depend on what
-            cannot be told; or it is too long, or expands to too much.
+        ConfigError: the script starts no training, several, or one whose arguments depend on an
+            unknown condition; or it is too long, or its expansion is.
     """
     if len(text) > MAX_SCRIPT:
         raise ConfigError(
@@ -114,7 +120,7 @@ def read_script(text: str, variables: Mapping[str, str]) -> Launch:
             f"lists of data in a file for --data-args-path."
         )
     shell = _Shell(Variables(variables))
-    shell.read(list(tokens(text)))
+    shell.read(list(tokenize(text)))
     trainings = [
         launch
         for launch in shell.launches
@@ -136,19 +142,19 @@ def read_script(text: str, variables: Mapping[str, str]) -> Launch:
     return distinct[0]
 
 
-def _program_place(words: Sequence[str]) -> int | None:
+def _find_program(words: Sequence[str]) -> int | None:
     return next(
         (
-            place
-            for place, word in enumerate(words)
+            position
+            for position, word in enumerate(words)
             if word.endswith(".py") and not word.startswith("-")
         ),
         None,
     )
 
 
-def _world(launcher: Sequence[str]) -> int | None:
-    """Ranks that a launcher starts; None when another program (srun, mpirun) decides."""
+def _read_world_size(launcher: Sequence[str]) -> int | None:
+    """Return the world size of a launcher; None if another program (srun, mpirun) decides."""
     words = [part for word in launcher for part in word.split("=", 1)]
     if not any(PurePath(word).name in _LAUNCHERS for word in words):
         plain = bool(words) and all(
@@ -166,7 +172,7 @@ def _world(launcher: Sequence[str]) -> int | None:
 
 @dataclass(slots=True)
 class _Shell:
-    """What is known while a script is read from top to bottom."""
+    """State while a script is read from top to bottom."""
 
     variables: Variables
     blocks: list[_Block] = field(default_factory=list)
@@ -174,31 +180,31 @@ class _Shell:
     functions: dict[str, _Function] = field(default_factory=dict)
     count: int = 0
     depth: int = 0
-    """Functions and texts that are being read now, one inside the other."""
+    """Nesting depth of the functions and `bash -c` commands that are being read."""
 
     def read(self, script: list[Token]) -> None:
-        """Go through the commands of a script."""
+        """Read the commands of a script."""
         command: list[Word | ArrayLiteral] = []
-        status: bool | None = True  # how the last command ended; None: it cannot be told
-        runs: bool | None = True  # does the next one run, as far as && and || decide?
-        skip, place = False, 0
+        status: bool | None = True  # exit status of the last command; None: unknown
+        runs: bool | None = True  # whether && and || let the next command run
+        skip, position = False, 0
         script = [*script, Operator("\n", 0)]
         self.variables.charge(len(script))
         ends = _matching_braces(script)
-        while place < len(script):
-            function = None if command else _function(script, place, ends)
+        while position < len(script):
+            function = None if command else _find_function(script, position, ends)
             if function is not None:
                 self.functions[function.name] = function
-                place = function.end
+                position = function.end
                 continue
-            token = script[place]
-            place += 1
+            token = script[position]
+            position += 1
             if not isinstance(token, Operator):
                 command += [] if skip else [token]
                 skip = False
             elif token.text[:1] in "<>" or token.text in ("&>", "&>>"):
                 skip = True  # a file, not an argument
-                if command and token.glued and _plain(command[-1]).isdecimal():
+                if command and token.glued and _plain_text(command[-1]).isdecimal():
                     command.pop()  # the 2 of 2>&1
             else:
                 status = self.command(command, runs, status) if command else status
@@ -209,15 +215,19 @@ class _Shell:
     def command(
         self, command: list[Word | ArrayLiteral], runs: bool | None, status: bool | None
     ) -> bool | None:
-        """Read one command; returns how it ends, or `status`, how the one before did, when it does
-        not run."""
+        """Read one command and return its exit status, or `status`, that of the previous one, if it
+        does not run."""
         self.count += 1
         negated = False
         first = 0
-        while first < len(command) and self.keyword(_plain(command[first]), command[first].line):
-            negated ^= _plain(command[first]) == "!"
+        while first < len(command) and self.keyword(
+            _plain_text(command[first]), command[first].line
+        ):
+            negated ^= _plain_text(command[first]) == "!"
             first = (
-                len(command) if _plain(command[first]) in ("for", "case", "select") else first + 1
+                len(command)
+                if _plain_text(command[first]) in ("for", "case", "select")
+                else first + 1
             )
         command = command[first:]
         active = runs
@@ -233,18 +243,18 @@ class _Shell:
         return result
 
     def run(self, command: list[Word | ArrayLiteral], active: bool | None) -> bool | None:
-        """Follow a command that sets variables, asks a question or starts a training."""
-        if _plain(command[0]) in ("[", "[[", "test"):
+        """Interpret a test, a function call, an assignment or the start of a training."""
+        if _plain_text(command[0]) in ("[", "[[", "test"):
             return self.variables.test([word for word in command if isinstance(word, Word)])
-        if _plain(command[0]) in self.functions:
-            self.call(self.functions[_plain(command[0])], command[1:], active)
+        if _plain_text(command[0]) in self.functions:
+            self.call(self.functions[_plain_text(command[0])], command[1:], active)
             return None
         return True if self.assignments(command, active) else self.start(command)
 
     def call(
         self, function: _Function, words: list[Word | ArrayLiteral], active: bool | None
     ) -> None:
-        """Follow a function of the script, with its own $1, $2 and so on."""
+        """Read the body of a function with its own $1, $2 and so on."""
         self.enter()
         outside, self.functions = (
             self.functions,
@@ -252,7 +262,10 @@ class _Shell:
         )
         before = self.variables.fixed
         given = [
-            value for word in words if isinstance(word, Word) for value in self.variables.fill(word)
+            value
+            for word in words
+            if isinstance(word, Word)
+            for value in self.variables.expand_word(word)
         ]
         named = {name: value for name, value in before.items() if not name.isdecimal()}
         self.variables.fixed = named | {str(number): value for number, value in enumerate(given, 1)}
@@ -264,7 +277,7 @@ class _Shell:
         self.depth -= 1
 
     def enter(self) -> None:
-        """Count a function or text that is about to be read inside another.
+        """Increase the nesting depth.
 
         Raises:
             ConfigError: they are nested too deeply.
@@ -277,7 +290,7 @@ class _Shell:
             )
 
     def keyword(self, word: str, line: int) -> bool:
-        """Open, turn or close a block. False for an ordinary word."""
+        """Open, continue or close a block; return False for a word that is no keyword."""
         block = self.blocks[-1] if self.blocks else None
         if word in ("if", "while"):
             self.blocks.append(_Block("if" if word == "if" else "loop", line, None, testing=True))
@@ -293,7 +306,7 @@ class _Shell:
             if word == "then":
                 block.runs, block.taken = _branch(block)
             elif block.runs is not False:
-                block.runs = None  # how often cannot be told
+                block.runs = None  # the number of iterations is unknown
         elif block is not None and word in ("elif", "else"):
             block.testing, block.runs = word == "elif", True
             if word == "else":
@@ -303,8 +316,8 @@ class _Shell:
         return True
 
     def assignments(self, command: list[Word | ArrayLiteral], active: bool | None) -> bool:
-        """Take assignments off the front of a command; True when nothing is left of it."""
-        if _plain(command[0]) in _DECLARE:
+        """Remove assignments from the front of a command; return whether nothing is left."""
+        if _plain_text(command[0]) in _DECLARE:
             del command[0]
             command[:] = [word for word in command if _assigns(word)]
         while command and _assigns(command[0]):
@@ -315,70 +328,76 @@ class _Shell:
         return not command
 
     def start(self, command: list[Word | ArrayLiteral]) -> bool | None:
-        """Note a command that starts a training; how others end is unknown."""
+        """Record a command that starts a training; the exit status of others is unknown."""
         words = [
             value
             for word in command
             if isinstance(word, Word)
-            for value in self.variables.fill(word)
+            for value in self.variables.expand_word(word)
         ]
         if words and words[0] in ("echo", "printf"):
             return True
         inner = next((word for word in words if re.search(r"\.py\s", word)), None)
         if (
-            inner is not None and _program_place(words) is None
+            inner is not None and _find_program(words) is None
         ):  # bash -c "torchrun ...", or one text with all of it
             inside = _Shell(self.variables, depth=self.depth)
             inside.enter()
-            inside.read(list(tokens(inner)))
+            inside.read(list(tokenize(inner)))
             self.launches += inside.launches
             if inside.launches:
-                self.refuse_unsure(command)
-        elif _program_place(words) is not None:
+                self.reject_uncertain(command)
+        elif _find_program(words) is not None:
             launch = split_command(words)
             if any(word.startswith("--") for word in launch.arguments):
-                self.refuse_unsure(command)
+                self.reject_uncertain(command)
                 self.launches.append(launch)
         return None
 
-    def refuse_unsure(self, command: list[Word | ArrayLiteral]) -> None:
-        """A training whose arguments hang on a condition that cannot be judged is not
-        translated."""
-        unsure = self.variables.unsure
-        for name in (name for word in command if isinstance(word, Word) for name in names_in(word)):
-            if name in unsure:
+    def reject_uncertain(self, command: list[Word | ArrayLiteral]) -> None:
+        """Reject a training whose arguments depend on an unknown condition.
+
+        Raises:
+            ConfigError: they do.
+        """
+        uncertain = self.variables.uncertain
+        for name in (
+            name for word in command if isinstance(word, Word) for name in variable_names(word)
+        ):
+            if name in uncertain:
                 raise ConfigError(
-                    f"{name} is changed under a condition, at line {unsure[name]} of the script, "
-                    "that cannot be judged "
-                    "without running it. Pass --set NAME=VALUE for what it asks about, or for "
-                    f"{name} itself."
+                    f"{name} depends on a condition at line {uncertain[name]} of the script, which "
+                    "is not known without running it. Pass --set NAME=VALUE for a variable of the "
+                    f"condition, or for {name} itself."
                 )
 
 
 def _matching_braces(script: Sequence[Token]) -> dict[int, int]:
-    """Return the place of the `}` that closes each `{`; one that is not closed has none."""
+    """Return the position of the `}` that closes each `{`, if there is one."""
     ends: dict[int, int] = {}
     open_braces: list[int] = []
-    for place, token in enumerate(script):
+    for position, token in enumerate(script):
         brace = _brace(token)
         if brace == 1:
-            open_braces.append(place)
+            open_braces.append(position)
         elif brace == -1 and open_braces:
-            ends[open_braces.pop()] = place
+            ends[open_braces.pop()] = position
     return ends
 
 
-def _function(script: Sequence[Token], place: int, ends: Mapping[int, int]) -> _Function | None:
-    """The function whose definition begins at `place`: `name() { ... }` or `function name { ...
-    }`."""
+def _find_function(
+    script: Sequence[Token], position: int, ends: Mapping[int, int]
+) -> _Function | None:
+    """Return the function whose definition starts at `position`: `name() { ... }` or
+    `function name { ... }`."""
     head = [
-        token.text if isinstance(token, Operator) else _plain(token)
-        for token in script[place : place + 6]
+        token.text if isinstance(token, Operator) else _plain_text(token)
+        for token in script[position : position + 6]
     ]
     named = head[:1] == ["function"]
     name, rest = (head[1:2], head[2:]) if named else (head[:1], head[1:])
     brackets = rest[:2] == ["(", ")"]
-    begin = place + 1 + named + 2 * brackets
+    begin = position + 1 + named + 2 * brackets
     while (
         begin < len(script) and isinstance(token := script[begin], Operator) and token.text == "\n"
     ):
@@ -394,26 +413,26 @@ def _function(script: Sequence[Token], place: int, ends: Mapping[int, int]) -> _
 
 
 def _brace(token: Token) -> int:
-    """1 for `{`, -1 for `}`."""
-    return 0 if isinstance(token, Operator) else {"{": 1, "}": -1}.get(_plain(token), 0)
+    """Return 1 for `{`, -1 for `}`, otherwise 0."""
+    return 0 if isinstance(token, Operator) else {"{": 1, "}": -1}.get(_plain_text(token), 0)
 
 
 def _both(left: bool | None, right: bool | None) -> bool | None:
-    """`and` of answers that may be unknown."""
+    """Return `left and right`; None means unknown."""
     if left is False or right is False:
         return False
     return None if left is None or right is None else True
 
 
 def _branch(block: _Block) -> tuple[bool | None, bool | None]:
-    """Whether the branch whose condition was just read runs, and whether any branch did so far."""
+    """Return whether the branch after the last condition runs, and whether any branch has run."""
     runs = _both(block.runs, None if block.taken is None else not block.taken)
     taken = True if block.taken or runs else None if block.taken is None or runs is None else False
     return runs, taken
 
 
-def _plain(word: Word | ArrayLiteral) -> str:
-    """The letters of a word that has nothing to fill in and no quotes, else ""."""
+def _plain_text(word: Word | ArrayLiteral) -> str:
+    """Return the text of a word without expansions and quotes, otherwise ""."""
     if isinstance(word, ArrayLiteral) or any(
         part.kind != "text" or part.quoted for part in word.parts
     ):
@@ -422,11 +441,11 @@ def _plain(word: Word | ArrayLiteral) -> str:
 
 
 def _assigns(word: Word | ArrayLiteral) -> bool:
-    return isinstance(word, ArrayLiteral) or _ASSIGNMENT.match(_letters(word)) is not None
+    return isinstance(word, ArrayLiteral) or _ASSIGNMENT.match(_leading_text(word)) is not None
 
 
-def _letters(word: Word) -> str:
-    """The unquoted letters that a word begins with."""
+def _leading_text(word: Word) -> str:
+    """Return the unquoted text at the start of a word."""
     return "".join(
         part.text
         for part in takewhile(lambda part: part.kind == "text" and not part.quoted, word.parts)
@@ -434,13 +453,13 @@ def _letters(word: Word) -> str:
 
 
 def _assignment(word: Word | ArrayLiteral) -> tuple[str, bool, Word | ArrayLiteral]:
-    """Name, whether it appends, and value of NAME=value, NAME+=value or an array."""
+    """Return name, whether it appends, and value of NAME=value, NAME+=value or an array."""
     if isinstance(word, ArrayLiteral):
         return word.name, word.append, word
-    match = _ASSIGNMENT.match(_letters(word))
+    match = _ASSIGNMENT.match(_leading_text(word))
     assert match is not None
     return (
         match[1],
         bool(match[2]),
         Word(word.parts[match.end() :], word.line),
-    )  # an unquoted letter is one part
+    )  # each unquoted character is one part

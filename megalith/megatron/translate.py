@@ -1,4 +1,4 @@
-"""Megatron's arguments to a run of ours, with a word on every argument that was given or
+"""Translate Megatron's arguments to a run, with a report on every argument that is given or
 assumed."""
 
 from collections.abc import Sequence
@@ -8,38 +8,49 @@ from megalith.config.fields import Plain
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import from_dict
-from megalith.megatron.arguments import Arguments, read_arguments
-from megalith.megatron.data import tokenizer_settings, translate_data
-from megalith.megatron.draft import Draft, FlagReport, judge_unmapped, mention_the_rest
-from megalith.megatron.experts import translate_trace
-from megalith.megatron.layout import data_parallel_ranks, ranks_of, translate_layout
-from megalith.megatron.memory import translate_memory
+from megalith.megatron.data import read_tokenizer_settings, translate_data
+from megalith.megatron.layers import translate_routing_trace
+from megalith.megatron.layout import (
+    find_dp_size,
+    find_world_size,
+    translate_layout,
+    translate_memory,
+)
 from megalith.megatron.model import translate_model
-from megalith.megatron.optimizer import translate_optimizer
-from megalith.megatron.schedule import translate_schedule
-from megalith.megatron.steps import translate_folders, translate_steps
+from megalith.megatron.parse import (
+    Draft,
+    FlagReport,
+    parse_arguments,
+    report_unmapped,
+    report_unused,
+)
+from megalith.megatron.training import (
+    translate_folders,
+    translate_optimizer,
+    translate_schedule,
+    translate_steps,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """A run of ours, or why there is none."""
+    """A run, or the reasons why there is none."""
 
     run: TrainRun | None
-    """The run, also when arguments were left out of it; None when it cannot be written at all."""
+    """The run, also if arguments are not mapped; None if it cannot be written at all."""
 
     entries: tuple[FlagReport, ...]
-    """What became of each argument."""
+    """Report on each argument."""
 
     problems: tuple[str, ...]
-    """Why there is no run."""
+    """Why the run cannot be written."""
 
     ranks: int
-    """Ranks on which the run has Megatron's data-parallel ranks; as few as can be when their number
-    is not known."""
+    """World size with Megatron's data-parallel size; as small as possible if that is unknown."""
 
     def refusals(self, *, strict: bool) -> list[str]:
-        """Why the run must not be used: it cannot be written, would be another model, or (`strict`)
-        other numbers."""
+        """Return why the run must not be used: it cannot be written, would train another model, or
+        (`strict`) would have other losses."""
         effects = ("model", "numbers") if strict else ("model",)
         return [
             *self.problems,
@@ -50,51 +61,50 @@ class Translation:
 def translate(
     words: Sequence[str], *, name: str, world: int | None = None, tokenizer_vocab: int | None = None
 ) -> Translation:
-    """A list of Megatron's arguments as a run called `name`.
+    """Translate Megatron's arguments to a run called `name`.
 
-    world: ranks of the job, where known; tokenizer_vocab: ids of the tokenizer that the arguments
-    name, where known. Raises nothing: what cannot be read or is missing is in `problems`, all of
-    it.
+    world: world size of the job, if known; tokenizer_vocab: vocabulary size of the tokenizer that
+    the arguments name, if known. Raises nothing: all messages are in `problems`.
     """
-    draft = Draft(read_arguments(words))
-    dp = data_parallel_ranks(draft, world)
+    draft = Draft(parse_arguments(words))
+    dp = find_dp_size(draft, world)
     translate_model(draft)
     translate_data(draft, tokenizer_vocab)
     translate_steps(draft, dp)
-    translate_trace(draft)
+    translate_routing_trace(draft)
     translate_schedule(draft)
     translate_optimizer(draft)
     translate_layout(draft)
     translate_memory(draft)
     translate_folders(draft)
-    judge_unmapped(draft)
-    mention_the_rest(draft)
+    report_unmapped(draft)
+    report_unused(draft)
     problems = (*draft.arguments.problems, *draft.problems)
     return Translation(
         run=None if problems else from_dict(TrainRun, _nested({"name": name, **draft.settings})),
         entries=tuple(draft.entries),
         problems=problems,
-        ranks=ranks_of(draft, dp),
+        ranks=find_world_size(draft, dp),
     )
 
 
 def named_tokenizer(words: Sequence[str]) -> TokenizerConfig | None:
-    """The tokenizer whose size the translation needs: named by the arguments, and its size is
-    not."""
-    arguments: Arguments = read_arguments(words)
-    settings = {name: value for name, (_, value) in tokenizer_settings(arguments).items()}
+    """Return the tokenizer whose vocabulary size the translation needs; None if the arguments do
+    not name a tokenizer, or also contain the size."""
+    arguments = parse_arguments(words)
+    settings = {name: value for name, (_, value) in read_tokenizer_settings(arguments).items()}
     if not isinstance(settings.get("path"), str) or arguments.given("--vocab-size"):
         return None
     return from_dict(TokenizerConfig, settings)
 
 
 def _nested(settings: dict[str, Plain]) -> dict[str, Plain]:
-    """Dotted names as nested mappings."""
+    """Return nested mappings from dotted names."""
     tree: dict[str, Plain] = {}
     for path, value in settings.items():
         *sections, leaf = path.split(".")
-        place = tree
+        node = tree
         for section in sections:
-            place = place.setdefault(section, {})
-        place[leaf] = value
+            node = node.setdefault(section, {})
+        node[leaf] = value
     return tree

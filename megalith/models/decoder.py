@@ -10,48 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.config.parallel import (
-    ContextConfig,
-    DispatcherName,
-    OffloadConfig,
-    ParallelConfig,
-    RecomputeConfig,
-)
 from megalith.kernels.packed import PackedSeqParams
-from megalith.kernels.recomputed import output_tensor
 from megalith.nn.attention import LayerCache
+from megalith.nn.build import BuildContext
 from megalith.nn.embedding import InputEmbedding, NoBias, RelativeBias
+from megalith.nn.frozen import FrozenLayerRunner
 from megalith.nn.init import init_param_
 from megalith.nn.layer import IdentityNorm, Layer, block_of_layer
 from megalith.nn.mtp import MTPBlock, MTPInputs, MTPLoss, mtp_acceptance_rate
 from megalith.nn.norm import Norm, build_norm, stream_dtype
 from megalith.nn.rope import RotaryEmbedding
-from megalith.parallel.context import build_attend
 from megalith.parallel.cross_entropy import LogitTransform
-from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import LayerRunner, SpanHook
 from megalith.parallel.tensor import (
     ColumnParallelLinear,
     Init,
     ParameterSpec,
-    SequenceParallelComm,
-    TensorParallelComm,
-    TPComm,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from megalith.parallel.tensor_overlap import RING_EXCHANGE, CollectiveMatmul
-from megalith.plan.parameters import initial_values
 from megalith.plan.shards import Shard, split_evenly
 from megalith.plan.stages import Stage, plan_stages, single_stage, stages_of_rank, table_stages
-
-RINGS, KEEP_ALL, KEEP_HERE = ContextConfig(), RecomputeConfig(), OffloadConfig()
 
 TABLES = ("embed.weight", "positions.weight", "relative.weight")
 """Parameters that several pipeline stages may use."""
 
-ALONE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-NOTHING: Mapping[str, nn.Parameter] = MappingProxyType({})
+NO_TABLES: Mapping[str, nn.Parameter] = MappingProxyType({})
 
 
 class Decoder(nn.Module):
@@ -82,107 +66,65 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
-        mesh: Mesh,
+        context: BuildContext,
         *,
-        sp: bool = False,
-        dtype: torch.dtype = torch.float32,
         stage: Stage | None = None,
-        replica_ranks: Mapping[str, tuple[int, ...]] = ALONE,
-        shared_tables: Mapping[str, nn.Parameter] = NOTHING,
-        context: ContextConfig = RINGS,
-        recompute: RecomputeConfig = KEEP_ALL,
-        offload: OffloadConfig = KEEP_HERE,
-        overlap: bool = True,
-        tp_comm_overlap: bool = False,
-        products: CollectiveMatmul = RING_EXCHANGE,
-        dispatcher: DispatcherName = "alltoall",
+        shared_tables: Mapping[str, nn.Parameter] = NO_TABLES,
     ) -> None:
-        """`stage`: what to build; unset: the whole model.
-
-        `replica_ranks`: pipeline ranks that hold a copy of a table which several stages use, by
-        name; `shared_tables`: such tables that another chunk of this rank already has.
-        """
+        """`stage`: what to build; unset: the whole model. `shared_tables`: tables that several
+        stages use and another chunk of this rank already has, by name."""
         super().__init__()
-        tp_comm: TPComm = (
-            SequenceParallelComm(
-                mesh.tp, overlap=overlap, tp_comm_overlap=tp_comm_overlap, products=products
-            )
-            if sp and mesh.tp.size > 1
-            else TensorParallelComm(mesh.tp, overlap=overlap)
-        )
-        self.config, self.dtype, self.tp_comm = config, dtype, tp_comm
-        self.stream_dtype = stream_dtype(config, dtype)
+        config, tp_comm = context.model, context.tp_comm
+        self.config, self.dtype, self.tp_comm = config, context.dtype, tp_comm
+        self.stream_dtype = stream_dtype(config, context.dtype)
         self.stage = stage or single_stage(config.num_layers, config.mtp.num_layers)
+        first_trained = context.first_layer_of_backward
+        num_frozen = sum(
+            first_trained is not None and index < first_trained for index in self.stage.layers
+        )
         table = shared_tables.get("embed.weight")
         if self.stage.embedding:
             self.embed = VocabParallelEmbedding(
-                _table("embed.weight", config, mesh), tp_comm, dtype=dtype
+                _table("embed.weight", context), tp_comm, dtype=context.dtype
             )
-            self.input_embedding = InputEmbedding(config, tp_comm, dtype=dtype)
+            self.input_embedding = InputEmbedding(
+                config, context, requires_grad=first_trained is not None and num_frozen == 0
+            )
             table = self.embed.weight
-        shared = shared_tables.get("relative.weight")
-        has_relative_bias = self.stage.reads_biases(config)
         self.relative = (
-            RelativeBias(config, mesh, dtype=dtype, shared=shared)
-            if has_relative_bias
+            RelativeBias(config, context, shared=shared_tables.get("relative.weight"))
+            if self.stage.reads_biases(config)
             else NoBias()
         )
         self.layers = nn.ModuleList(
-            block_of_layer(config, index)(
-                f"layers.{index}",
-                config,
-                mesh,
-                tp_comm,
-                dtype=dtype,
-                index=index,
-                core=build_attend(context, index, mesh, overlap=overlap),
-                recompute=recompute,
-                dispatcher=dispatcher,
-            )
+            block_of_layer(config, index)(f"layers.{index}", config, context.at_layer(index))
             for index in self.stage.layers
         )
-        self.run_layers = LayerRunner(recompute, offload, mesh.tp)
+        run_layers = LayerRunner(context.recompute, context.offload, context.mesh.tp)
+        self.run_layers = FrozenLayerRunner(run_layers, num_frozen) if num_frozen else run_layers
         self.source_hook: SpanHook | None = None
         if (before := config.find_cross_layer_source(self.stage.layers)) is not None:
-            self.memory_norm = _memory_norm(config, tp_comm, dtype=dtype)
+            self.memory_norm = _memory_norm(config, context)
             self.source_hook = SpanHook(before, self._encode_cross_layer_source)
         if self.stage.norm:
-            self.norm = build_norm(
-                "norm", config.hidden_size, config, invariant=tp_comm.invariant, dtype=dtype
-            )
+            self.norm = build_norm("norm", config.hidden_size, config, context)
         if self.stage.loss:
-            self.head = VocabParallelHead(
-                _table("embed.weight" if config.tied_embeddings else "head.weight", config, mesh),
-                tp_comm,
-                vocab_size=config.vocab_size,
-                tied=table if config.tied_embeddings else None,
-                dtype=dtype,
-                logit_transform=LogitTransform(
-                    config.logit_scale / config.width_factor(), config.logit_softcap
-                ),
-            )
+            self.head = _build_head(context, table)
             table = self.head.weight if config.tied_embeddings else table
         if self.stage.loss and config.mtp.num_layers > self.stage.num_mtp_layers:
             self.mtp = MTPLoss(config.mtp.num_layers, self.head)
         elif self.stage.loss or self.stage.num_mtp_layers:
             self.mtp = MTPBlock(
                 config,
-                mesh,
-                tp_comm,
-                dtype=dtype,
-                table=_table("embed.weight", config, mesh),
+                context,
+                table=_table("embed.weight", context),
                 shared=table,
                 places=self.input_embedding.places()
                 if self.stage.embedding
                 else shared_tables.get("positions.weight"),
                 head=self.head if self.stage.loss else None,
-                recompute=recompute,
-                dispatcher=dispatcher,
-                core=build_attend(context, config.num_layers - 1, mesh, overlap=overlap),
             )
-        self.rotations = RotaryEmbedding(config, dtype)
-        _set_stages_and_init(self, (mesh.pp.rank,), replica_ranks)
+        self.rotations = RotaryEmbedding(config, context.dtype)
 
     def forward(
         self,
@@ -213,7 +155,7 @@ class Decoder(nn.Module):
         else:
             x = self._forward_with_caches(x, tokens, caches)
         if self.stage.norm:
-            x = output_tensor(self.norm(x))
+            x = self.norm(x)
         if self.config.needs_cross_layer_source(self.stage.layers.stop):
             assert tokens.memory is not None, f"stage {self.stage} passes on a cross-layer source"
             return x, tokens.memory
@@ -248,7 +190,7 @@ class Decoder(nn.Module):
 
     def _encode_cross_layer_source(self, x: Tensor) -> Tensor:
         """Return the normalized x [t, h] that later layers attend to."""
-        return output_tensor(self.memory_norm(x))
+        return self.memory_norm(x)
 
     def loss(
         self,
@@ -322,16 +264,7 @@ class Decoder(nn.Module):
         return self.head.logits(self(ids, tokens, caches)[wanted])
 
 
-def build_chunks(
-    config: ModelConfig,
-    mesh: Mesh,
-    parallel: ParallelConfig,
-    *,
-    dtype: torch.dtype = torch.float32,
-    recompute: RecomputeConfig = KEEP_ALL,
-    offload: OffloadConfig = KEEP_HERE,
-    products: CollectiveMatmul = RING_EXCHANGE,
-) -> list[Decoder]:
+def build_chunks(context: BuildContext) -> list[Decoder]:
     """Return the model chunks of this pipeline rank, by chunk number; without a pipeline the whole
     model.
 
@@ -341,32 +274,15 @@ def build_chunks(
     Raises:
         PlanError: the layers cannot be divided into these stages.
     """
-    pp, pipeline = mesh.pp.size, parallel.pipeline
+    config, pp, pipeline = context.model, context.mesh.pp, context.parallel.pipeline
     stages = plan_stages(
-        pipeline, pp=pp, num_layers=config.num_layers, depths=config.mtp.num_layers
+        pipeline, pp=pp.size, num_layers=config.num_layers, depths=config.mtp.num_layers
     )
-    replica_ranks, shared_tables = (
-        table_stages(config, stages, pipeline, pp=pp),
-        dict[str, nn.Parameter](),
-    )
+    context = replace(context, replica_ranks=table_stages(config, stages, pipeline, pp=pp.size))
+    shared_tables = dict[str, nn.Parameter]()
     chunks: list[Decoder] = []
-    for stage in stages_of_rank(stages, mesh.pp.rank, pipeline, pp=pp):
-        chunk = Decoder(
-            config,
-            mesh,
-            sp=parallel.sp,
-            dtype=dtype,
-            stage=stage,
-            replica_ranks=replica_ranks,
-            shared_tables=shared_tables,
-            context=parallel.context,
-            recompute=recompute,
-            offload=offload,
-            overlap=parallel.overlap,
-            tp_comm_overlap=parallel.tp_comm_overlap,
-            products=products,
-            dispatcher=parallel.dispatcher,
-        )
+    for stage in stages_of_rank(stages, pp.rank, pipeline, pp=pp.size):
+        chunk = Decoder(context, stage=stage, shared_tables=shared_tables)
         own_parameters = {
             spec.shard.name: getattr(module, name)
             for spec, module, name in iter_parameter_specs(chunk)
@@ -415,35 +331,37 @@ def _make_contiguous(parameters: Sequence[nn.Parameter]) -> None:
         parameter.data = rows
 
 
-def _memory_norm(
-    config: ModelConfig, tp_comm: TPComm, *, dtype: torch.dtype
-) -> Norm | IdentityNorm:
+def _memory_norm(config: ModelConfig, context: BuildContext) -> Norm | IdentityNorm:
     """Return the norm of the cross-layer source; the identity in models that only normalize outputs
     of layers."""
     if config.norm_placement == "after":
-        return IdentityNorm(dtype)
-    return build_norm(
-        "memory_norm", config.hidden_size, config, invariant=tp_comm.invariant, dtype=dtype
+        return IdentityNorm(context.dtype)
+    return build_norm("memory_norm", config.hidden_size, config, context)
+
+
+def _build_head(context: BuildContext, table: nn.Parameter | None) -> VocabParallelHead:
+    """Build the output head; `table`: the embedding table, if this rank has it, which a tied head
+    uses."""
+    config = context.model
+    return VocabParallelHead(
+        _table("embed.weight" if config.tied_embeddings else "head.weight", context),
+        context.tp_comm,
+        vocab_size=config.vocab_size,
+        tied=table if config.tied_embeddings else None,
+        dtype=context.dtype,
+        logit_transform=LogitTransform(
+            config.logit_scale / config.width_factor(), config.logit_softcap
+        ),
+        build_loss=context.build_loss,
+        backends=context.backends,
     )
 
 
-def _table(name: str, config: ModelConfig, mesh: Mesh) -> ParameterSpec:
+def _table(name: str, context: BuildContext) -> ParameterSpec:
     """Return the specification of the local rows of a vocabulary table [v, h]; padding rows are
     zero."""
+    config, tp = context.model, context.mesh.tp
     rows = config.padded_vocab_size()
     shard = Shard.full(name, (rows, config.hidden_size))
-    shard = shard.split_dim(0, split_evenly(rows, mesh.tp.size), mesh.tp.rank, mesh.tp.axes)
-    return ParameterSpec(shard, Init(config.init_std, rows=config.vocab_size))
-
-
-def _set_stages_and_init(
-    model: Decoder, own_stages: tuple[int, ...], shared: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Set, in the specification of every parameter, the pipeline ranks that hold it (`shared` by
-    name, or `own_stages`) and its initial distribution."""
-    for spec, module, name in list(iter_parameter_specs(model)):
-        shard, init = spec.shard, spec.init
-        initial = initial_values(model.config, shard.name, shard.shape, shard.inputs, init.std)
-        init = replace(init, std=initial.std, uniform=initial.uniform)
-        shard = replace(shard, stages=shared.get(shard.name) or own_stages)
-        module.__dict__["param_specs"][name] = replace(spec, shard=shard, init=init)
+    shard = shard.split_dim(0, split_evenly(rows, tp.size), tp.rank, tp.axes)
+    return context.spec(shard, Init(config.init_std, rows=config.vocab_size))

@@ -8,23 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import Scores
 from megalith.kernels.packed import PackedSeqParams
-from megalith.kernels.recomputed import LayerInput
+from megalith.nn.build import BuildContext
+from megalith.nn.dropout import build_core_attention
+from megalith.nn.lora import RowLora
 from megalith.nn.norm import build_qk_norms
 from megalith.nn.rope import build_apply_rope, build_attention_temperature
-from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import (
-    ZEROS,
-    ColumnParallelLinear,
-    Init,
-    ParameterSpec,
-    RowParallelLinear,
-    TPComm,
-    register_param,
-)
+from megalith.parallel.tensor import ZEROS, Init, RowParallelLinear
 from megalith.plan.shards import HeadSplit, Shard, split_heads
 
 
@@ -44,25 +36,13 @@ class Attention(nn.Module):
     arXiv:2305.13245.
     """
 
-    def __init__(
-        self,
-        name: str,
-        config: ModelConfig,
-        mesh: Mesh,
-        tp_comm: TPComm,
-        *,
-        dtype: torch.dtype,
-        index: int = 0,
-        core: Attend = attention,
-    ) -> None:
-        """`index`: the layer's index over all stages, which determines position embedding and
-        window; `core`: computes softmax attention."""
+    def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
-        self.core, self.scores = core, scores_of_layer(config, index)
-        self.apply_rope, self.attention_temperature = (
-            build_apply_rope(config, index),
-            build_attention_temperature(config, index),
-        )
+        mesh = context.mesh
+        self.core = build_core_attention(config, context)
+        self.scores = scores_of_layer(config, context.layer)
+        self.apply_rope = build_apply_rope(config, context)
+        self.attention_temperature = build_attention_temperature(config, context.layer)
         self.head_dim = config.head_size()
         heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size)
         self.num_heads = heads.queries[mesh.tp.rank]
@@ -70,21 +50,16 @@ class Attention(nn.Module):
         start = Init(config.init_std)
         weights = _input_shards(name, config, mesh, heads, columns=config.hidden_size)
         biases = _input_shards(name, config, mesh, heads, columns=None) if config.qkv_bias else []
-        self.qkv = ColumnParallelLinear(
-            [ParameterSpec(weight, start) for weight in weights],
-            [ParameterSpec(bias, ZEROS) for bias in biases],
-            tp_comm,
-            dtype=dtype,
+        self.qkv = context.column_linear(
+            [(weight, start) for weight in weights], [(bias, ZEROS) for bias in biases]
         )
-        self.norms = build_qk_norms(name, config, mesh, heads, dtype=dtype)
-        self.sinks = (
-            Sinks(name, config, mesh, heads, dtype=dtype) if config.attention.sinks else no_sinks
-        )
+        self.norms = build_qk_norms(name, config, context, heads)
+        self.sinks = Sinks(name, config, context, heads) if config.attention.sinks else no_sinks
         self.gate = sigmoid_gate if config.attention.gated else no_gate
-        self.out = output_linear(name, config, heads.queries, mesh, tp_comm, dtype=dtype)
+        self.out = output_linear(name, config, context, heads.queries)
 
     def forward(
-        self, x: LayerInput, tokens: PackedSeqParams, cache: LayerCache | None = None
+        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
     ) -> Tensor:
         """x [t, h] -> [t, h]."""
         n, g, d = self.num_heads, self.num_kv_heads, self.head_dim
@@ -105,28 +80,21 @@ class Attention(nn.Module):
 
 
 def output_linear(
-    name: str,
-    config: ModelConfig,
-    heads: list[int],
-    mesh: Mesh,
-    tp_comm: TPComm,
-    *,
-    dtype: torch.dtype,
-) -> RowParallelLinear:
+    name: str, config: ModelConfig, context: BuildContext, heads: list[int]
+) -> RowParallelLinear | RowLora:
     """Build the output projection from the local heads to the residual stream: o [h, n, d_v],
     sharded into `heads` per tp rank."""
     o = Shard.full(
         f"{name}.o", (config.hidden_size, config.num_heads, config.value_size()), inputs=2
     )
-    o = o.split_dim(1, heads, mesh.tp.rank, mesh.tp.axes)
+    tp = context.mesh.tp
+    o = o.split_dim(1, heads, tp.rank, tp.axes)
     bias = Shard.full(
-        f"{name}.o_bias", (config.hidden_size,), invariant=tp_comm.invariant, inputs=0
+        f"{name}.o_bias", (config.hidden_size,), invariant=context.tp_comm.invariant, inputs=0
     )
-    return RowParallelLinear(
-        ParameterSpec(o, Init(config.init_std / math.sqrt(2 * config.num_layers))),
-        ParameterSpec(bias, ZEROS) if config.output_bias else None,
-        tp_comm,
-        dtype=dtype,
+    return context.row_linear(
+        (o, Init(config.init_std / math.sqrt(2 * config.num_layers))),
+        (bias, ZEROS) if config.output_bias else None,
     )
 
 
@@ -157,12 +125,13 @@ class Sinks(nn.Module):
     weight: nn.Parameter
 
     def __init__(
-        self, name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype
+        self, name: str, config: ModelConfig, context: BuildContext, heads: HeadSplit
     ) -> None:
         super().__init__()
+        tp = context.mesh.tp
         shard = Shard.full(f"{name}.sinks", (config.num_heads,), inputs=0)
-        shard = shard.split_dim(0, heads.queries, mesh.tp.rank, mesh.tp.axes)
-        register_param(self, "weight", ParameterSpec(shard, Init(config.init_std)), dtype=dtype)
+        shard = shard.split_dim(0, heads.queries, tp.rank, tp.axes)
+        context.register_param(self, "weight", shard, Init(config.init_std))
 
     def forward(self) -> Tensor:
         """Return the sinks [n_tp]."""

@@ -4,19 +4,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.mask import AttentionMask
 from megalith.kernels.attention.scores import Scores
 from megalith.kernels.packed import PackedSeqParams, with_masks
-from megalith.kernels.recomputed import LayerInput
 from megalith.nn.attention import LayerCache, output_linear
-from megalith.parallel.context import Attend
-from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ZEROS, ColumnParallelLinear, Init, ParameterSpec, TPComm
+from megalith.nn.build import BuildContext
+from megalith.nn.dropout import build_core_attention
+from megalith.nn.lora import ColumnLora
+from megalith.parallel.tensor import ZEROS, ColumnParallelLinear, Init
 from megalith.plan.shards import Shard, split_heads
 
 
@@ -45,18 +43,16 @@ class CrossAttentionBase(nn.Module):
         self,
         name: str,
         config: ModelConfig,
-        mesh: Mesh,
-        tp_comm: TPComm,
+        context: BuildContext,
         *,
-        dtype: torch.dtype,
         memory_size: int | None = None,
         causal: bool = False,
-        core: Attend = attention,
     ) -> None:
         """`memory_size`: features of the encoder states (m); unset: as many as of x. `causal`: the
         encoder states are those of the same tokens, and no token attends to later ones."""
         super().__init__()
-        self.core = core
+        mesh = context.mesh
+        self.core = build_core_attention(config, context, place="cross weights")
         self.scores = Scores(
             config.softmax_scale(), softcap=config.attention.softcap, causal=causal
         )
@@ -80,23 +76,21 @@ class CrossAttentionBase(nn.Module):
             shard = Shard.full(f"{name}.kv{suffix}", (2, g, d, *inputs), inputs=len(inputs))
             return shard.split_dim(1, heads.keys, replica_ranks.rank, replica_ranks.axes)
 
-        def column(weight: Shard, bias: Shard) -> ColumnParallelLinear:
-            biases = [ParameterSpec(bias, ZEROS)] if config.qkv_bias else []
-            return ColumnParallelLinear(
-                [ParameterSpec(weight, Init(config.init_std))], biases, tp_comm, dtype=dtype
-            )
+        def column(weight: Shard, bias: Shard) -> ColumnParallelLinear | ColumnLora:
+            biases = [(bias, ZEROS)] if config.qkv_bias else []
+            return context.column_linear([(weight, Init(config.init_std))], biases)
 
         self.queries = column(queries("", config.hidden_size), queries("_bias"))
         self.keys = column(keys("", memory_size or config.hidden_size), keys("_bias"))
-        self.out = output_linear(name, config, heads.queries, mesh, tp_comm, dtype=dtype)
+        self.out = output_linear(name, config, context, heads.queries)
 
-    def encode_keys(self, encoder_hidden: LayerInput, tokens: PackedSeqParams) -> EncodedKeys:
+    def encode_keys(self, encoder_hidden: Tensor, tokens: PackedSeqParams) -> EncodedKeys:
         """Return keys and values of encoder_hidden [t_kv, m], which can be used repeatedly."""
         k, v = self.keys(encoder_hidden).chunk(2, dim=-1)
         g = self.num_kv_heads
         return EncodedKeys(k.unflatten(-1, (g, -1)), v.unflatten(-1, (g, -1)), tokens)
 
-    def attend(self, x: LayerInput, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def attend(self, x: Tensor, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, h], k and v [t_kv, g, d]; tokens: of both -> [t, h]."""
         q = self.queries(x).unflatten(-1, (self.num_heads, -1))
         return self.out(self.core(q, k, v, tokens, scores=self.scores).flatten(1))
@@ -112,7 +106,7 @@ class CrossAttention(CrossAttentionBase):
 
     def forward(
         self,
-        x: LayerInput,
+        x: Tensor,
         tokens: PackedSeqParams,
         encoder_hidden: Tensor,
         encoder_tokens: PackedSeqParams,
@@ -125,7 +119,7 @@ class CrossAttention(CrossAttentionBase):
 
     def attend_encoded(
         self,
-        x: LayerInput,
+        x: Tensor,
         tokens: PackedSeqParams,
         encoded_keys: EncodedKeys,
         masks: Sequence[Tensor | None] | None = None,
@@ -150,7 +144,7 @@ class CrossLayerAttention(CrossAttentionBase):
     """
 
     def forward(
-        self, x: LayerInput, tokens: PackedSeqParams, cache: LayerCache | None = None
+        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
     ) -> Tensor:
         """x [t, h] -> [t, h]; cache: keys and values of the source hidden states of earlier
         tokens."""

@@ -10,10 +10,10 @@ from megalith.config.model import ModelConfig
 from megalith.errors import DataError
 from megalith.kernels.embedding import embedding
 from megalith.kernels.packed import PackedSeqParams
+from megalith.nn.build import BuildContext
 from megalith.nn.dropout import Step, build_dropout
 from megalith.nn.norm import stream_dtype
-from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import Init, ParameterSpec, TPComm, register_param
+from megalith.parallel.tensor import Init
 from megalith.plan.shards import Shard, split_heads
 
 
@@ -31,22 +31,21 @@ class LearnedPositions(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        tp_comm: TPComm,
+        context: BuildContext,
         *,
-        dtype: torch.dtype,
         position_offset: int = 0,
         shared: nn.Parameter | None = None,
     ) -> None:
         """`shared`: the table, if this rank has it already."""
         super().__init__()
-        self.tp_comm, self.position_offset = tp_comm, position_offset
+        self.tp_comm, self.position_offset = context.tp_comm, position_offset
         shard = Shard.full(
             "positions.weight",
             (config.max_seq_len, config.hidden_size),
-            invariant=tp_comm.invariant,
+            invariant=self.tp_comm.invariant,
         )
         if shared is None:
-            register_param(self, "weight", ParameterSpec(shard, Init(config.init_std)), dtype=dtype)
+            context.register_param(self, "weight", shard, Init(config.init_std))
         else:
             self.register_parameter("weight", shared)
 
@@ -81,28 +80,31 @@ class InputEmbedding(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        tp_comm: TPComm,
+        context: BuildContext,
         *,
-        dtype: torch.dtype,
         number: int = 0,
         places: nn.Parameter | None = None,
+        requires_grad: bool = False,
     ) -> None:
         """`number`: offset of the embedded tokens (MTP depth), which also identifies the dropout
-        masks; `places`: the table of learned positions, if this rank has it already."""
+        masks; `places`: the table of learned positions, if this rank has it already;
+        `requires_grad`: the output requires a gradient although the tables are frozen, because
+        activation checkpointing has no backward otherwise."""
         super().__init__()
+        self.requires_grad = requires_grad
         steps: list[Step] = []
         if config.positions == "learned":
             self.positions = LearnedPositions(
-                config, tp_comm, dtype=dtype, position_offset=number, shared=places
+                config, context, position_offset=number, shared=places
             )
             steps.append(self.positions)
         if config.embedding_scale != 1.0:
-            steps.append(Scale(config.embedding_scale, dtype))
+            steps.append(Scale(config.embedding_scale, context.dtype))
         if config.fp32_residual:
-            steps.append(CastToStream(stream_dtype(config, dtype)))
+            steps.append(CastToStream(stream_dtype(config, context.dtype)))
         self.steps = (
             *steps,
-            *build_dropout("embedding", number, config.dropout.embedding, tp_comm),
+            *build_dropout("embedding", number, config.dropout.embedding, context),
         )
 
     def places(self) -> nn.Parameter | None:
@@ -113,7 +115,7 @@ class InputEmbedding(nn.Module):
         """x [t, h] -> [t, h]."""
         for step in self.steps:
             x = step(x, tokens)
-        return x
+        return x.requires_grad_() if self.requires_grad and torch.is_grad_enabled() else x
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,27 +154,16 @@ class RelativeBias(nn.Module):
     weight: nn.Parameter
 
     def __init__(
-        self,
-        config: ModelConfig,
-        mesh: Mesh,
-        *,
-        dtype: torch.dtype,
-        shared: nn.Parameter | None = None,
+        self, config: ModelConfig, context: BuildContext, *, shared: nn.Parameter | None = None
     ) -> None:
         """`shared`: the table, if another chunk of this rank has it already."""
         super().__init__()
-        n, heads = (
-            config.num_heads,
-            split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size).queries,
-        )
-        shard = Shard.full("relative.weight", (config.relative.buckets, n)).split_dim(
-            1,
-            heads,
-            mesh.tp.rank,
-            mesh.tp.axes,
-        )
+        n, tp = config.num_heads, context.mesh.tp
+        heads = split_heads(n, config.num_kv_heads, tp.size).queries
+        shard = Shard.full("relative.weight", (config.relative.buckets, n))
+        shard = shard.split_dim(1, heads, tp.rank, tp.axes)
         if shared is None:
-            register_param(self, "weight", ParameterSpec(shard, Init(config.init_std)), dtype=dtype)
+            context.register_param(self, "weight", shard, Init(config.init_std))
         else:
             self.register_parameter("weight", shared)
 

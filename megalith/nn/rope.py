@@ -18,6 +18,7 @@ from megalith.kernels.rope import (
     rope_length,
     rope_tables,
 )
+from megalith.nn.build import BuildContext
 
 ApplyRope = Callable[[Tensor, PackedSeqParams], Tensor]
 """Applies a layer's position embedding to queries or keys: [t, n, d] -> [t, n, d]."""
@@ -140,12 +141,13 @@ def no_rope(x: Tensor, tokens: PackedSeqParams) -> Tensor:
     return x
 
 
-def build_apply_rope(config: ModelConfig, layer: int) -> ApplyRope:
-    """Build the RoPE of a layer, numbered over all stages."""
-    if not config.uses_rope(layer):
+def build_apply_rope(config: ModelConfig, context: BuildContext) -> ApplyRope:
+    """Build the RoPE of a layer."""
+    if not config.uses_rope(context.layer):
         return no_rope
-    own = config.rope.local_theta is not None and config.has_window(layer)
-    return LayerRope(2 if own else 0, config.rope.interleaved)
+    own = config.rope.local_theta is not None and config.has_window(context.layer)
+    rotate = context.backends.bind("rope", apply_rope)
+    return LayerRope(2 if own else 0, config.rope.interleaved, rotate)
 
 
 @dataclass(frozen=True, slots=True)

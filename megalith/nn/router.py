@@ -3,7 +3,7 @@ aux losses and records of the expert load."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
-from megalith.kernels.dropout import hashed_uniform
+from megalith.kernels.dropout import hashed_uniform, key_of
 from megalith.kernels.packed import AuxLossScale, DropoutKey, PackedSeqParams
-from megalith.kernels.recomputed import LayerInput, output_tensor
 from megalith.kernels.routing import (
     Choice,
     attach_aux_loss,
@@ -33,7 +32,7 @@ from megalith.kernels.routing import (
     top_k_indices,
     z_loss,
 )
-from megalith.nn.dropout import key_of
+from megalith.nn.build import BuildContext
 from megalith.parallel.collectives import all_gather_no_grad
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
@@ -198,7 +197,7 @@ class RouterGate(ReplicatedLinear):
         super().__init__(weight, dtype=dtype)
         self.inside = inside
 
-    def forward(self, x: LayerInput) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [t, h] -> [t, E], in dtype `inside`."""
         return router_logits(
             x,
@@ -217,14 +216,12 @@ class Noise:
     layer: int
     tp_comm: TPComm
 
-    def on_input(self, x: LayerInput, tokens: PackedSeqParams) -> LayerInput:
+    def on_input(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
         """Multiply x [t, h] by uniform noise between 1 - jitter and 1 + jitter."""
         if self.router.jitter == 0 or tokens.dropout is None:
             return x
-        value = output_tensor(x)
-        return value * (
-            1 + self.router.jitter * self._draw(tokens.dropout, "jitter", value.shape[1])
-        ).to(value.dtype)
+        noise = self._draw(tokens.dropout, "jitter", x.shape[1])
+        return x * (1 + self.router.jitter * noise).to(x.dtype)
 
     def for_logits(self, logits: Tensor, tokens: PackedSeqParams) -> Tensor:
         """Replace logits [t, E] by random ones with force_load_balancing, and shift each expert's
@@ -269,56 +266,39 @@ class Router(nn.Module):
         name: str,
         config: ModelConfig,
         moe: MoEConfig,
-        mesh: Mesh,
-        tp_comm: TPComm,
-        *,
-        dtype: torch.dtype,
-        number: int = 0,
+        context: BuildContext,
     ) -> None:
-        """`number`: the layer's index over all stages, which keys its noise."""
         super().__init__()
+        mesh, tp_comm, dtype = context.mesh, context.tp_comm, context.dtype
         self.layer = name.removesuffix(".moe")
         self.moe, self.sharing = moe, mesh.over("cp", "tp")
         self.cp_first = mesh.grid.strides("cp")[1] < mesh.grid.strides("tp")[1]
         """Whether cp is inside tp in `parallel.order`."""
-        self.noise = Noise(moe.router, number, tp_comm)
+        self.noise = Noise(moe.router, context.dropout_layer, tp_comm)
         wide = torch.promote_types(dtype, torch.float32)
         inside = {"fp32": wide, "fp64": torch.float64, "model": dtype}[moe.router.dtype]
         shard = Shard.full(
             f"{name}.router", (moe.num_experts, config.hidden_size), invariant=tp_comm.invariant
         )
         self.gate = RouterGate(
-            ParameterSpec(shard, Init(config.init_std)), dtype=dtype, inside=inside
+            context.spec(shard, Init(config.init_std)), dtype=dtype, inside=inside
         )
         vector = partial(
             Shard.full, shape=(moe.num_experts,), invariant=tp_comm.invariant, inputs=0
         )
         if moe.router.bias:
-            register_param(
-                self,
-                "router_bias",
-                ParameterSpec(vector(f"{name}.router_bias"), ZEROS),
-                dtype=dtype,
-            )
-        if moe.router.expert_bias:
-            register_param(
-                self,
-                "balancing_bias",
-                ParameterSpec(vector(f"{name}.balancing_bias"), ZEROS),
-                dtype=wide,
-            )
-            self.balancing_bias.requires_grad_(False)  # updated from the counts after each step
-        if moe.aux_loss.quantile:
-            register_param(
-                self,
-                "balancing_offset",
-                ParameterSpec(vector(f"{name}.balancing_offset"), ZEROS),
-                dtype=wide,
-            )
-            self.balancing_offset.requires_grad_(False)  # set after each step
+            context.register_param(self, "router_bias", vector(f"{name}.router_bias"), ZEROS)
+        # set after each step: the expert bias from the counts, the offset from the logits
+        untrained = {
+            "balancing_bias": moe.router.expert_bias,
+            "balancing_offset": moe.aux_loss.quantile,
+        }
+        for word in [word for word, exists in untrained.items() if exists]:
+            spec = replace(context.spec(vector(f"{name}.{word}"), ZEROS), trained=False)
+            register_param(self, word, spec, dtype=wide)
         self.balance = LoadBalancing(moe, tp_comm, mesh)
 
-    def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Choice:
+    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Choice:
         """x [t, h], of the local tokens -> experts and weights [t, k]."""
         logits = self.gate(self.noise.on_input(x, tokens))
         if self.moe.router.bias:
@@ -330,7 +310,7 @@ class Router(nn.Module):
         if tokens.decided is not None:
             tokens.decided.note(self.layer, choice.experts, within.experts)
         if tokens.route is not None:
-            tokens.route.show(self.layer, output_tensor(x), logits, within.weights, self.own())
+            tokens.route.show(self.layer, x, logits, within.weights, self.own())
         return self.balance(within, choice.experts, logits, tokens)
 
     def own(self) -> dict[str, Tensor]:

@@ -42,11 +42,13 @@ from megalith.kernels.attention.split_kv import (
     attend_backward,
     init_attention_result,
     output_share,
+    reference_span_attention,
     rows_by_head,
     sink_gradient,
     span_attention,
     zeros_for,
 )
+from megalith.kernels.backend import AUTO, Backends
 from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.packed import ContextShard, PackedSeqParams, TokenPermutation
 from megalith.parallel.collectives import Moves, all_gather, all_to_all
@@ -79,13 +81,23 @@ class Attend(Protocol):
         """
 
 
-def build_attend(context: ContextConfig, layer: int, mesh: Mesh, *, overlap: bool = True) -> Attend:
+def build_attend(
+    context: ContextConfig,
+    layer: int,
+    mesh: Mesh,
+    *,
+    overlap: bool = True,
+    backends: Backends = AUTO,
+) -> Attend:
     """Return the context-parallel attention of a layer, numbered over all stages.
 
-    `overlap`: overlap the messages around a ring with computation.
+    `overlap`: overlap the messages around a ring with computation. Context parallelism has one
+    backend, split_kv; torch and reference select the reference over the keys of all ranks.
     """
     if mesh.cp.size == 1:
-        return attention
+        return backends.bind("attention", attention)
+    if backends.of("attention").name in ("torch", "reference"):
+        return AllGatherAttend(mesh.cp, reference_span_attention)
     match kind_of_layer(context, layer):
         case "ring":
             return RingAttend(mesh.cp, overlap=overlap)

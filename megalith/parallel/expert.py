@@ -7,7 +7,7 @@ Source: Lepikhin et al. 2020, arXiv:2006.16668; the two grids: Liu et al. 2025, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial as partial_of
 from typing import NamedTuple, Protocol
 
@@ -29,7 +29,7 @@ from megalith.kernels.permute import (
     unpermute,
     weights_of_rows,
 )
-from megalith.kernels.recomputed import LayerInput, as_recomputed, output_tensor
+from megalith.kernels.recomputed import derive_recompute
 from megalith.kernels.routing import DROPPED_CHOICE, Choice, expert_capacity
 from megalith.parallel.collectives import (
     AsyncAllToAll,
@@ -51,7 +51,7 @@ from megalith.plan.shards import split_evenly
 class DispatchedTokens(NamedTuple):
     """Tokens dispatched to the experts of this rank."""
 
-    rows: LayerInput
+    rows: Tensor
     """[r, d]: tokens, sorted by expert; recomputed from the tokens if no message lies between."""
 
     weights: Tensor
@@ -79,7 +79,7 @@ class PendingDispatch(Protocol):
 class Dispatcher(Protocol):
     """Token dispatcher: sends tokens to their experts."""
 
-    def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
+    def __call__(self, x: Tensor, choice: Choice) -> PendingDispatch:
         """Start dispatching tokens x [t, h] to their chosen experts [t, k]. Collective."""
 
 
@@ -111,27 +111,19 @@ def build_dispatcher(
     *,
     drops_tokens: bool = False,
     room: ExpertCapacity | None = None,
+    overlap_fn: OverlapFn = no_overlap,
 ) -> Dispatcher:
     """Return the token dispatcher of that name; a local one if one rank holds all experts
     completely. `drops_tokens`: token dropping, so that the number of rows is known only after
-    routing, unless rows are padded to the capacity `room`."""
+    routing, unless rows are padded to the capacity `room`. `overlap_fn`: called while messages of
+    an all-to-all are in flight."""
     ep, etp, both = mesh.over("ep"), mesh.over("etp"), mesh.over("ep", "etp")
     if both.size == 1:
         return LocalDispatcher(num_experts, drops_tokens, room)
     if name == "alltoall":
-        return AllToAllDispatcher(num_experts, room, ep, etp, both)
+        return AllToAllDispatcher(num_experts, room, ep, etp, both, overlap_fn)
     assert room is None, "an all-gather does not pad rows to a capacity"
     return AllGatherDispatcher(num_experts, ep, both)
-
-
-def with_overlap_fn(dispatcher: Dispatcher, overlap_fn: OverlapFn) -> Dispatcher:
-    """Return the dispatcher with an `overlap_fn` that it calls while its messages are in flight, if
-    it sends any."""
-    return (
-        replace(dispatcher, overlap_fn=overlap_fn)
-        if isinstance(dispatcher, AllToAllDispatcher)
-        else dispatcher
-    )
 
 
 # --- local experts
@@ -145,7 +137,7 @@ class LocalDispatcher:
     drops_tokens: bool
     room: ExpertCapacity | None = None
 
-    def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
+    def __call__(self, x: Tensor, choice: Choice) -> PendingDispatch:
         """Sort rows by expert without a message."""
         order, t = (
             order_rows(choice, self.num_experts, self.drops_tokens, self.room),
@@ -156,9 +148,7 @@ class LocalDispatcher:
             if self.room is None
             else equal_groups(self.num_experts, self.room.of(t))
         )
-        rows = as_recomputed(x).then(
-            permute(output_tensor(x), order), partial_of(gather_rows, order=order)
-        )
+        rows = derive_recompute(x, permute(x, order), partial_of(gather_rows, order=order))
         return CompletedDispatch(
             DispatchedTokens(rows, weights_of_rows(choice.weights, order), groups),
             LocalCombiner(order),
@@ -207,10 +197,9 @@ class AllToAllDispatcher:
     overlap_fn: OverlapFn = no_overlap
     """Called while rows are in flight."""
 
-    def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
+    def __call__(self, x: Tensor, choice: Choice) -> PendingDispatch:
         """Start two messages (two more in combine) and, unless rows are padded to a capacity,
         exchange the counts; along etp, two all-gathers and a reduce-scatter in combine."""
-        x = output_tensor(x)
         # without a capacity, the counts give the number of rows; they need a device sync anyway
         if self.room is None:
             sort = sort_choices(choice.experts, self.num_experts)
@@ -315,7 +304,7 @@ class AllGatherDispatcher:
     both: Group
     """Ranks that together hold every expert once."""
 
-    def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
+    def __call__(self, x: Tensor, choice: Choice) -> PendingDispatch:
         """Run three all-gathers: of tokens, choices and weights."""
         experts_per_rank = self.num_experts // self.ep.size
         chosen = all_gather_no_grad(choice.experts, self.both) - self.ep.rank * experts_per_rank
@@ -328,7 +317,7 @@ class AllGatherDispatcher:
             num_rows=len(local_experts) if local_experts.is_meta else None,
         )
         weights = weights_of_rows(all_gather(choice.weights, self.both), order)
-        rows = permute(all_gather(output_tensor(x), self.both), order)
+        rows = permute(all_gather(x, self.both), order)
         return CompletedDispatch(
             DispatchedTokens(rows, weights, local_expert_groups(order)),
             AllGatherCombiner(self, order),

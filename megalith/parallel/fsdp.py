@@ -10,7 +10,6 @@ that uses DTensor.
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,10 +26,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from megalith.errors import PlanError
-from megalith.kernels.recomputed import RecomputedOutput
+from megalith.kernels.recomputed import RecomputeRecipe, recompute_recipe, register_recompute
 from megalith.parallel.consistency import check_consistent_across_ranks
 from megalith.parallel.data import SLICES_OVER, ShardGroups, shard_groups
-from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.grad_sync import (
     Parameters,
     ShardedParam,
@@ -487,7 +485,7 @@ def fully_shard_chunk(
             continue
         shard(module, mesh=over, reshard_after_forward=not keep_gathered)
         if _grid_of(module) == "expert":
-            _expose_recomputed_outputs(module)
+            _keep_recompute_recipes(module)
         plain = isinstance(module, VocabParallelHead) and module.reads_table_again
         if (
             isinstance(module, VocabParallelEmbedding | VocabParallelHead)
@@ -517,35 +515,29 @@ def _device_mesh(group: Group, device: torch.device) -> DeviceMesh:
 class _HiddenFromFSDP:
     """Wrapper that hides tensors from FSDP2."""
 
-    def __init__(self, rows: RecomputedOutput) -> None:
-        self.rows = rows
+    def __init__(self, recipe: RecomputeRecipe) -> None:
+        self.recipe = recipe
 
 
-def _expose_recomputed_outputs(experts: nn.Module) -> None:
-    """Show FSDP2 the input rows of experts, also if they are recomputed in backward.
+def _keep_recompute_recipes(experts: nn.Module) -> None:
+    """Let backward recompute the input rows of experts although FSDP2 passes copies of them.
 
-    FSDP2 reduces a unit's gradients when those of all tensors among the unit's inputs are complete,
-    and would otherwise see only the rows' routing weights.
+    FSDP2 replaces the tensors among a unit's inputs, to reduce the unit's gradients when theirs are
+    complete.
     """
 
-    def take_apart(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        (sent,) = args
-        rows = sent.rows
-        return (
-            (sent._replace(rows=rows.value), _HiddenFromFSDP(rows))
-            if isinstance(rows, RecomputedOutput)
-            else args
-        )
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        recipe = recompute_recipe(args[0].rows)
+        return args if recipe is None else (*args, _HiddenFromFSDP(recipe))
 
-    def put_together(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if len(args) == 1:
+    def after(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not isinstance(args[-1], _HiddenFromFSDP):
             return args
-        sent, aside = args
-        assert isinstance(sent, DispatchedTokens) and isinstance(sent.rows, Tensor)
-        return (sent._replace(rows=replace(aside.rows, value=sent.rows)),)
+        register_recompute(args[0].rows, *args[-1].recipe)
+        return args[:-1]
 
-    experts.register_forward_pre_hook(take_apart, prepend=True)  # before FSDP2's own
-    experts.register_forward_pre_hook(put_together)
+    experts.register_forward_pre_hook(before, prepend=True)  # before FSDP2's own
+    experts.register_forward_pre_hook(after)
 
 
 def shard_groups_by_grid(parameters: Parameters, mesh: Mesh) -> ShardGroupsByGrid:

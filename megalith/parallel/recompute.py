@@ -2,7 +2,7 @@
 backward.
 
 `recompute` is the primitive; `LayerRunner` applies it to whole layers. An activation that only one
-operation saves is dropped more cheaply by a `RecomputedOutput` input, see kernels/recomputed.py.
+operation saves is dropped more cheaply by `register_recompute`, see kernels/recomputed.py.
 Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198,
 section 5.
 """
@@ -20,12 +20,12 @@ from megalith.config.parallel import OffloadConfig, RecomputeConfig
 from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import (
     BitwiseComparison,
-    LayerInput,
-    RecomputedOutput,
+    SavedTensor,
     fingerprint,
-    output_tensor,
-    recompute_output,
+    register_recompute,
+    save_entirely,
     split_rows,
+    tensors_to_save,
 )
 from megalith.kernels.replay import RoutingDecisions
 from megalith.parallel.collectives import all_gather_no_grad
@@ -36,7 +36,7 @@ from megalith.plan.recompute import Span, layer_spans
 Function = Callable[..., Tensor]
 
 
-def recompute(function: Function, x: LayerInput, *others: Tensor, check: bool = False) -> Tensor:
+def recompute(function: Function, x: Tensor, *others: Tensor, check: bool = False) -> Tensor:
     """Run `function(x, *others)`, saving only `others` and x, or what x is recomputed from, for
     backward.
 
@@ -47,15 +47,17 @@ def recompute(function: Function, x: LayerInput, *others: Tensor, check: bool = 
     the first.
     """
     if not torch.is_grad_enabled():
-        return function(output_tensor(x), *others)
+        return function(x, *others)
     function = _BitwiseChecked(function) if check else function
-    region, inputs = (
-        (_RecomputedInput(function, x), x.inputs)
-        if isinstance(x, RecomputedOutput)
-        else (function, (x,))
+    saved_x, inputs = tensors_to_save(x)
+    region = (
+        function
+        if saved_x.function is None
+        else _RecomputedInput(function, x, saved_x, len(inputs))
     )
-    # the second pass may stop at the last saved tensor, unless its result is compared
-    with set_checkpoint_early_stop(not check):
+    # The second pass may stop at the last saved tensor, unless its result is compared. Its inputs
+    # are new tensors, which must be saved in both passes alike.
+    with set_checkpoint_early_stop(not check), save_entirely((x, *others)):
         y: Tensor = checkpoint(
             region, *inputs, *others, use_reentrant=False, preserve_rng_state=False
         )
@@ -80,18 +82,16 @@ class _BitwiseChecked:
 class _RecomputedInput:
     """Runs a region on its input tensor the first time, and on the recomputed input after that."""
 
-    def __init__(self, function: Function, x: RecomputedOutput) -> None:
-        self.function, self.again, self.num_inputs = function, x.again, len(x.inputs)
-        self.first: Tensor | None = x.value
-        self.like, self.requires_grad = (x.value.shape, x.value.dtype), x.value.requires_grad
+    def __init__(self, function: Function, x: Tensor, saved_x: SavedTensor, count: int) -> None:
+        self.function, self.saved_x, self.count = function, saved_x, count
+        self.first: Tensor | None = x
+        self.requires_grad = x.requires_grad
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        inputs, others = tensors[: self.num_inputs], tensors[self.num_inputs :]
+        inputs, others = tensors[: self.count], tensors[self.count :]
         x, self.first = self.first, None
         if x is None:
-            x = recompute_output(self.again, inputs, like=self.like).requires_grad_(
-                self.requires_grad
-            )
+            x = self.saved_x.restore(inputs).requires_grad_(self.requires_grad)
         return self.function(x, *others)
 
 
@@ -106,7 +106,7 @@ class Recomputed(nn.Module):
         super().__init__()
         self.function, self.check, self.saves_rope_tables = function, check, saves_rope_tables
 
-    def forward(self, x: LayerInput, *others: Tensor | PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, *others: Tensor | PackedSeqParams) -> Tensor:
         """Return the function's result; `others` may end with the tokens."""
         # contiguous: a view would keep its whole base tensor alive (v as a part of qkv)
         tensors = [other.contiguous() for other in others if isinstance(other, Tensor)]
@@ -146,7 +146,7 @@ class RecomputedInChunks(Recomputed):
         super().__init__(function, check=check)
         self.chunks = chunks
 
-    def forward(self, x: LayerInput, *others: Tensor | PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, *others: Tensor | PackedSeqParams) -> Tensor:
         """x [t, h] -> [t, h]; the function is given the tokens of the full input beside each
         chunk."""
         parts = split_rows(x, self.chunks)
@@ -227,9 +227,10 @@ class LayerRunner:
     ) -> Tensor:
         if not span.recomputed:
             return _run(layers, tokens, x)
-        saved = shard_saved_input(x, self.group) if self.recompute.shard_inputs else x
+        if self.recompute.shard_inputs:
+            shard_saved_input(x, self.group)
         run = partial(_run, layers, replace(tokens, decided=RoutingDecisions()))
-        return recompute(run, saved, *_shared(tokens), check=self.recompute.check)
+        return recompute(run, x, *_shared(tokens), check=self.recompute.check)
 
 
 def _shared(tokens: PackedSeqParams) -> tuple[Tensor, ...]:
@@ -250,9 +251,9 @@ def _run(
     return x
 
 
-def shard_saved_input(x: Tensor, group: Group) -> RecomputedOutput:
-    """Return x, equal on all ranks of `group`, as a tensor that is recomputed from equal slices of
-    which each rank saves one.
+def shard_saved_input(x: Tensor, group: Group) -> None:
+    """Let backward recompute x, equal on all ranks of `group`, from equal slices of which each rank
+    saves one.
 
     The slices are of its elements in order, the last one padded with zeros. Recomputing takes one
     all-gather.
@@ -263,7 +264,7 @@ def shard_saved_input(x: Tensor, group: Group) -> RecomputedOutput:
         local_slice = x.new_zeros(length)
         part = flat[group.rank * length : (group.rank + 1) * length]
         local_slice[: part.numel()] = part
-    return RecomputedOutput(x, partial(_gather_slices, group=group, shape=x.shape), (local_slice,))
+    register_recompute(x, partial(_gather_slices, group=group, shape=x.shape), (local_slice,))
 
 
 def _gather_slices(local_slice: Tensor, *, group: Group, shape: torch.Size) -> Tensor:

@@ -1,18 +1,19 @@
 """Tensor parallel and sequence parallel layers, and their communication (`TPComm`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial as with_arguments
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megalith.kernels.backend import AUTO, Backends
 from megalith.kernels.embedding import embedding
 from megalith.kernels.experts import Matrix
 from megalith.kernels.grouped_linear import GroupedGradAccumulator
 from megalith.kernels.linear import linear
-from megalith.kernels.recomputed import LayerInput, as_recomputed, output_tensor
+from megalith.kernels.recomputed import derive_recompute, pass_recompute
 from megalith.parallel.collectives import (
     all_gather,
     all_gather_no_grad,
@@ -66,6 +67,8 @@ class ParameterSpec:
 
     shard: Shard
     init: Init
+    trained: bool = True
+    """Whether it gets a gradient; False: frozen."""
 
 
 class TPComm(Protocol):
@@ -84,7 +87,7 @@ class TPComm(Protocol):
         """Select this rank's tokens outside tensor-parallel work from values [t, ...] of all
         tokens."""
 
-    def prepare_input(self, x: LayerInput) -> LayerInput:
+    def prepare_input(self, x: Tensor) -> Tensor:
         """Tokens of this rank -> all tokens [t, h], for work that differs between ranks (R)."""
 
     def reduce_output(self, x: Tensor) -> Tensor:
@@ -117,10 +120,9 @@ class TensorParallelComm:
         """Return all values."""
         return values
 
-    def prepare_input(self, x: LayerInput) -> LayerInput:
+    def prepare_input(self, x: Tensor) -> Tensor:
         """Identity forward; all-reduce backward."""
-        copied = copy_to_tp(output_tensor(x), self.group)
-        return copied if isinstance(x, Tensor) else replace(x, value=copied)
+        return pass_recompute(x, copy_to_tp(x, self.group))
 
     def reduce_output(self, x: Tensor) -> Tensor:
         """All-reduce forward; identity backward."""
@@ -178,10 +180,10 @@ class SequenceParallelComm:
         count = values.shape[0] // self.group.size
         return values.narrow(0, self.group.rank * count, count)
 
-    def prepare_input(self, x: LayerInput) -> LayerInput:
+    def prepare_input(self, x: Tensor) -> Tensor:
         """All-gather forward; reduce-scatter backward."""
-        gathered = all_gather(output_tensor(x), self.group)
-        return as_recomputed(x).then(gathered, with_arguments(all_gather_no_grad, group=self.group))
+        gathered = all_gather(x, self.group)
+        return derive_recompute(x, gathered, with_arguments(all_gather_no_grad, group=self.group))
 
     def reduce_output(self, x: Tensor) -> Tensor:
         """Reduce-scatter forward; all-gather backward."""
@@ -217,9 +219,8 @@ def register_param(
     `module.param_specs`."""
     specs: dict[str, ParameterSpec] = module.__dict__.setdefault("param_specs", {})
     specs[name] = spec
-    module.register_parameter(
-        name, nn.Parameter(torch.empty(spec.shard.matrix_shape, dtype=dtype, device="meta"))
-    )
+    empty = torch.empty(spec.shard.matrix_shape, dtype=dtype, device="meta")
+    module.register_parameter(name, nn.Parameter(empty, requires_grad=spec.trained))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -247,7 +248,7 @@ class ColumnParallelLinear(nn.Module):
         for spec in (*weights, *biases):
             register_param(self, _attribute(spec), spec, dtype=dtype)
 
-    def forward(self, x: LayerInput) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [t, i] -> [t, f_tp]."""
         overlapped = self.tp_comm.overlapped
         if overlapped is None:
@@ -297,7 +298,7 @@ class RowParallelLinear(nn.Module):
             if spec is not None:
                 register_param(self, _attribute(spec), spec, dtype=dtype)
 
-    def forward(self, x: LayerInput) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [t, i_tp] -> [t, o]."""
         overlapped = self.tp_comm.overlapped
         if overlapped is None or not self.tp_comm.tp_comm_overlap:
@@ -334,7 +335,7 @@ class ReplicatedLinear(nn.Module):
         self.weight_name = _attribute(weight)
         register_param(self, self.weight_name, weight, dtype=dtype)
 
-    def forward(self, x: LayerInput) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [t, i] -> [t, o]."""
         return linear(x, self.accumulated_parameters(), grad_accumulator=self.grad_accumulator)
 
@@ -381,6 +382,11 @@ class VocabParallelEmbedding(nn.Module):
         return [self.weight]
 
 
+def default_loss(backends: Backends) -> Callable[..., Tensor]:
+    """Return the loss of an output head: cross-entropy without options."""
+    return backends.bind("cross_entropy", linear_cross_entropy)
+
+
 class VocabParallelHead(nn.Module):
     """Output layer whose vocabulary is sharded over the tensor-parallel group; computes logits and
     the cross-entropy loss.
@@ -399,16 +405,19 @@ class VocabParallelHead(nn.Module):
         tied: nn.Parameter | None,
         dtype: torch.dtype,
         logit_transform: LogitTransform = IDENTITY_LOGITS,
+        build_loss: Callable[[Backends], Callable[..., Tensor]] = default_loss,
+        backends: Backends = AUTO,
     ) -> None:
         """`logit_transform`: applied to the products of hidden states and vocabulary to get
-        logits."""
+        logits; `build_loss`: builds the training loss of this head."""
         super().__init__()
         self.tp_comm, self.logit_transform, self.table = tp_comm, logit_transform, weight
-        self.summed_loss: Callable[..., Tensor] = linear_cross_entropy
+        self.build_loss, self.backends = build_loss, backends
+        self.summed_loss = build_loss(backends)
         """Training loss, summed over tokens."""
-        self.eval_loss: Callable[..., Tensor] = linear_cross_entropy
+        self.eval_loss = default_loss(backends)
         """Evaluation loss, -log p(label), whatever the training loss is."""
-        self.single_losses = token_losses
+        self.single_losses = backends.bind("cross_entropy", token_losses)
         self.grad_accumulator: GroupedGradAccumulator | None = None
         self.vocab_size = vocab_size
         self.first_row = weight.shard.box[0][0]
@@ -442,6 +451,8 @@ class VocabParallelHead(nn.Module):
             tied=self.weight,
             dtype=self.weight.dtype,
             logit_transform=self.logit_transform,
+            build_loss=self.build_loss,
+            backends=self.backends,
         )
 
     def loss(self, x: Tensor, labels: Tensor, *, evaluating: bool = False) -> Tensor:
@@ -449,10 +460,10 @@ class VocabParallelHead(nn.Module):
         `tp_comm`, labels [t] -> scalar.
 
         Equal on all ranks of the group (I). Unless `evaluating`, includes everything that is
-        minimized: see `set_training_losses`.
+        minimized.
         """
         return (self.eval_loss if evaluating else self.summed_loss)(
-            output_tensor(self.tp_comm.prepare_input(x)),
+            self.tp_comm.prepare_input(x),
             self.weight,
             labels,
             vocab=self.tp_comm.group,
@@ -466,7 +477,7 @@ class VocabParallelHead(nn.Module):
         """-log p(label) of each token, 0 where the label is negative: -> [t] (I). Backward
         recomputes the logits."""
         return self.single_losses(
-            output_tensor(self.tp_comm.prepare_input(x)),
+            self.tp_comm.prepare_input(x),
             self.weight,
             labels,
             vocab=self.tp_comm.group,
@@ -480,7 +491,7 @@ class VocabParallelHead(nn.Module):
         """Return the token with the largest logit after each position: x [t, h] in the layout of
         `tp_comm` -> int64 [t] (I), no gradient."""
         return greedy_tokens(
-            output_tensor(self.tp_comm.prepare_input(x)),
+            self.tp_comm.prepare_input(x),
             self.weight,
             vocab=self.tp_comm.group,
             first_row=self.first_row,
@@ -506,14 +517,6 @@ def iter_vocab_heads(models: Iterable[nn.Module]) -> Iterator[VocabParallelHead]
         for module in model.modules()
         if isinstance(module, VocabParallelHead)
     )
-
-
-def set_training_losses(
-    models: Iterable[nn.Module], choose: Callable[[], Callable[..., Tensor]]
-) -> None:
-    """Set the training loss of every head to the result of `choose`."""
-    for head in iter_vocab_heads(models):
-        head.summed_loss = choose()
 
 
 class ExpertMatrix(nn.Module):

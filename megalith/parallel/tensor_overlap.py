@@ -19,15 +19,12 @@ from megalith.kernels.linear import (
     Context,
     GradAccumulator,
     MatmulOps,
-    SavedInputPlan,
-    plan_saved_input,
     reference_linear,
     save,
     saved_input,
     stacked,
     weight_gradients,
 )
-from megalith.kernels.recomputed import LayerInput, output_tensor
 from megalith.observe.flight import CollectiveRecord
 from megalith.parallel.collectives import mark_partial
 from megalith.parallel.group import Group, mark_finished, record_collective, start_all_gather
@@ -151,7 +148,7 @@ class OverlappedTPComm(Protocol):
     def group(self) -> Group:
         """The tensor-parallel ranks."""
 
-    def prepare_input(self, x: LayerInput) -> LayerInput:
+    def prepare_input(self, x: Tensor) -> Tensor:
         """Input communication without overlap."""
 
     def reduce_output(self, x: Tensor) -> Tensor:
@@ -168,7 +165,7 @@ class OverlappedTPComm(Protocol):
 
 
 def all_gather_linear(
-    x: LayerInput,
+    x: Tensor,
     parameters: Sequence[Tensor],
     overlapped: OverlappedTPComm,
     *,
@@ -179,15 +176,12 @@ def all_gather_linear(
     Backward gathers the tokens again during the matmul for dx, and reduces dx during the matmul for
     the weight gradients.
     """
-    kept = plan_saved_input(x, parameters)
-    y: Tensor = AllGatherLinearFunction.apply(
-        output_tensor(x), kept, overlapped, grad_accumulator, PLAIN, *parameters
-    )  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = AllGatherLinearFunction.apply(x, overlapped, grad_accumulator, PLAIN, *parameters)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
 def linear_reduce_scatter(
-    x: LayerInput,
+    x: Tensor,
     parameters: Sequence[Tensor],
     overlapped: OverlappedTPComm,
     *,
@@ -195,9 +189,8 @@ def linear_reduce_scatter(
 ) -> Tensor:
     """Compute `tp_comm.reduce_output(mark_partial(linear(x, parameters)))`, as a collective matmul
     if enabled."""
-    kept = plan_saved_input(x, parameters)
     y: Tensor = LinearReduceScatterFunction.apply(
-        output_tensor(x), kept, overlapped, grad_accumulator, PLAIN, *parameters
+        x, overlapped, grad_accumulator, PLAIN, *parameters
     )  # type: ignore[no-untyped-call]  # torch's own
     return y
 
@@ -206,8 +199,8 @@ class AllGatherLinearFunction(Function):
     """Autograd function of `all_gather_linear`."""
 
     reference = staticmethod(
-        lambda x, kept, overlapped, grad_accumulator, matmul_ops, *parameters: reference_linear(
-            output_tensor(overlapped.prepare_input(x)), parameters
+        lambda x, overlapped, grad_accumulator, matmul_ops, *parameters: reference_linear(
+            overlapped.prepare_input(x), parameters
         )
     )
 
@@ -215,14 +208,13 @@ class AllGatherLinearFunction(Function):
     def forward(
         ctx: Context,
         x: Tensor,
-        kept: SavedInputPlan,
         overlapped: OverlappedTPComm,
         grad_accumulator: GradAccumulator | None,
         matmul_ops: MatmulOps,
         *parameters: Tensor,
     ) -> Tensor:
         """x [t, i], in the layout of `tp_comm` -> y [t, o]."""
-        save(ctx, kept, x, parameters)
+        save(ctx, x, parameters, ctx.needs_input_grad[4:])
         ctx.overlapped, ctx.grad_accumulator, ctx.matmul_ops = (
             overlapped,
             grad_accumulator,
@@ -235,7 +227,7 @@ class AllGatherLinearFunction(Function):
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dy [t, o] -> dx in the layout of `tp_comm`, and dw to the gradient accumulator or the
         parameters."""
-        needs_dw = ctx.needs_input_grad[5:]
+        needs_dw = ctx.needs_input_grad[4:]
         saved = ctx.saved_tensors  # read once: a recomputed region returns them only once
         parameters, inputs = saved[: len(needs_dw)], saved[len(needs_dw) :]
         local_x = saved_input(ctx, needs_dw, inputs)
@@ -250,17 +242,15 @@ class AllGatherLinearFunction(Function):
         grads = weight_gradients(
             ctx, parameters, needs_dw, None if tokens is None else tokens.wait(), dy
         )
-        return None if dx is None else dx.wait(), None, None, None, None, *grads
+        return None if dx is None else dx.wait(), None, None, None, *grads
 
 
 class LinearReduceScatterFunction(Function):
     """Autograd function of `linear_reduce_scatter`."""
 
     reference = staticmethod(
-        lambda x, kept, overlapped, grad_accumulator, matmul_ops, *parameters: (
-            overlapped.reduce_output(
-                mark_partial(reference_linear(x, parameters), overlapped.group)
-            )
+        lambda x, overlapped, grad_accumulator, matmul_ops, *parameters: overlapped.reduce_output(
+            mark_partial(reference_linear(x, parameters), overlapped.group)
         )
     )
 
@@ -268,14 +258,13 @@ class LinearReduceScatterFunction(Function):
     def forward(
         ctx: Context,
         x: Tensor,
-        kept: SavedInputPlan,
         overlapped: OverlappedTPComm,
         grad_accumulator: GradAccumulator | None,
         matmul_ops: MatmulOps,
         *parameters: Tensor,
     ) -> Tensor:
         """x [t, i_tp] -> y [t, o], in the layout of `tp_comm`."""
-        save(ctx, kept, x, parameters)
+        save(ctx, x, parameters, ctx.needs_input_grad[4:])
         ctx.overlapped, ctx.grad_accumulator, ctx.matmul_ops = (
             overlapped,
             grad_accumulator,
@@ -288,7 +277,7 @@ class LinearReduceScatterFunction(Function):
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dy, in the layout of `tp_comm` -> dx [t, i_tp], and dw to the gradient accumulator or the
         parameters."""
-        needs_dw, saved = ctx.needs_input_grad[5:], ctx.saved_tensors
+        needs_dw, saved = ctx.needs_input_grad[4:], ctx.saved_tensors
         parameters, inputs = saved[: len(needs_dw)], saved[len(needs_dw) :]
         gathered_dy, dx = ctx.overlapped.all_gather_matmul(
             dy, stacked(parameters), ctx.matmul_ops.input_grad
@@ -296,7 +285,6 @@ class LinearReduceScatterFunction(Function):
         x = saved_input(ctx, needs_dw, inputs)
         return (
             dx,
-            None,
             None,
             None,
             None,

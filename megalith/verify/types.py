@@ -52,12 +52,11 @@ from megalith.kernels.packed import (
     with_masks,
     with_padding,
 )
-from megalith.kernels.recomputed import LayerInput
 from megalith.kernels.routing import Choice
-from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, iter_parameter_specs
-from megalith.nn.frozen import FrozenLayerRunner, freeze
+from megalith.models.decoder import Decoder, build_chunks, iter_parameter_specs
+from megalith.nn.build import NO_OFFLOAD, NO_RECOMPUTE, build_context
+from megalith.nn.frozen import FrozenLayerRunner
 from megalith.nn.layer import Layer
-from megalith.nn.lora import attach_adapters
 from megalith.nn.moe import Experts
 from megalith.parallel import dispatchers, expert
 from megalith.parallel import recompute as recomputation
@@ -169,8 +168,8 @@ def type_check(
     *,
     world: int,
     ranks: Sequence[int] | None = None,
-    recompute: RecomputeConfig = KEEP_ALL,
-    offload: OffloadConfig = KEEP_HERE,
+    recompute: RecomputeConfig = NO_RECOMPUTE,
+    offload: OffloadConfig = NO_OFFLOAD,
     lora: LoraConfig | None = None,
     optim: OptimConfig = TRAIN_ALL,
     masked: bool = False,
@@ -495,10 +494,17 @@ def _chunks(
     lora: LoraConfig | None,
     optim: OptimConfig,
 ) -> list[Decoder]:
-    chunks = build_chunks(model, mesh, parallel, dtype=torch.bfloat16, recompute=recompute)
-    attach_adapters(chunks, model, lora)
-    freeze(chunks, model, optim)
-    return chunks
+    return build_chunks(
+        build_context(
+            model,
+            mesh,
+            parallel,
+            dtype=torch.bfloat16,
+            recompute=recompute,
+            lora=lora,
+            optim=optim,
+        )
+    )
 
 
 def paper_batch(
@@ -698,7 +704,7 @@ def _shard_problems(
         neighbor = rank + step * grid.strides(axis)[1]
         other = build_meta_mesh(grid, rank=neighbor)
         neighbor_shards = _shards_of(
-            _chunks(model, other, parallel, KEEP_ALL, lora, optim)[rank_model.chunk]
+            _chunks(model, other, parallel, NO_RECOMPUTE, lora, optim)[rank_model.chunk]
         )
         for name, shard in rank_model.shards.items():
             if axis not in (EXPERT_AXES if shard.grid == "expert" else DENSE_AXES):
@@ -788,7 +794,7 @@ def second_passes_typed(watch: TypeWatch) -> Iterator[None]:
     original = recomputation.recompute
 
     def typed_recompute(
-        function: Callable[..., Tensor], x: LayerInput, *others: Tensor, check: bool = False
+        function: Callable[..., Tensor], x: Tensor, *others: Tensor, check: bool = False
     ) -> Tensor:
         return original(TypedRecompute(function, watch), x, *others, check=check)
 
@@ -937,8 +943,8 @@ class ChildRequest:
     parallel: ParallelConfig
     world: int
     ranks: tuple[int, ...] | None = None
-    recompute: RecomputeConfig = KEEP_ALL
-    offload: OffloadConfig = KEEP_HERE
+    recompute: RecomputeConfig = NO_RECOMPUTE
+    offload: OffloadConfig = NO_OFFLOAD
     lora: LoraConfig | None = None
     optim: OptimConfig = TRAIN_ALL
     fault: str | None = None
@@ -954,8 +960,8 @@ def type_check_in_child(
     *,
     world: int,
     ranks: Sequence[int] | None = None,
-    recompute: RecomputeConfig = KEEP_ALL,
-    offload: OffloadConfig = KEEP_HERE,
+    recompute: RecomputeConfig = NO_RECOMPUTE,
+    offload: OffloadConfig = NO_OFFLOAD,
     lora: LoraConfig | None = None,
     optim: OptimConfig = TRAIN_ALL,
     fault: str | None = None,

@@ -483,11 +483,11 @@ LOOP = """
 import sys, pathlib, torch
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
-from megalith.parallel.group import alone
+from megalith.parallel.group import single_rank_group
 from megalith.plan.shards import Shard
 for step in range(1, 100_000):
     entries = [CheckpointEntry(Shard.full(f"w{n}", (64, 1024)), "param", torch.full((64, 1024), float(step))) for n in range(8)]
-    save_checkpoint(pathlib.Path(sys.argv[1]), step, entries, {}, alone("world"), config_text="", keep=2)
+    save_checkpoint(pathlib.Path(sys.argv[1]), step, entries, {}, single_rank_group("world"), config_text="", keep=2)
     print(step, flush=True)
 """
 

@@ -231,7 +231,7 @@ def test_settings_of_training_memory_are_reset() -> None:
         ),
         (["--nproc", "0"], "--nproc=0 must be at least 1"),
         (["--parallel.tp", "2"], "world"),
-        (["--model.num_layers", "3"], "another model"),
+        (["--model.num_layers", "3"], "has a different model"),
     ],
 )
 def test_user_errors_are_messages(

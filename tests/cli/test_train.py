@@ -396,7 +396,7 @@ def test_nan_loss_at_the_end_is_an_error_and_not_done(
         (["tiny_cpu", "--parallel.sp"], "parallel.sp=true needs parallel.tp > 1"),
         (
             ["tiny_cpu", "--data.mock", "false", "--data.path", "gone"],
-            "data: expected a token store at gone",
+            "data: no token store at gone",
         ),
         (["tiny_cpu", "--tokenizer.kind", "huggingface", "--tokenizer.path", "gone"], "gone"),
         (["tiny_cpu", "--checkpoint.load", "gone"], "gone"),

@@ -157,7 +157,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(
 
 KILLED = """
 import sys
-from megalith.config.prepare import PrepareConfig
+from megalith.config.data import PrepareConfig
 from megalith.data import journal
 from megalith.data.corpus import read_blocks
 from megalith.data.prepare import prepare

@@ -18,6 +18,7 @@ from megalith.data.sample import PackedSample
 from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.models.decoder import Decoder, allocate, initialize
+from megalith.nn.build import build_context
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -164,7 +165,7 @@ def test_packed_documents_match_under_every_axis(name: str) -> None:
 
 
 def outputs(batch: Batch) -> Tensor:
-    model = Decoder(tiny_run().model, build_single_rank_mesh())
+    model = Decoder(build_context(tiny_run().model, build_single_rank_mesh()))
     allocate(model, CPU)
     initialize(model, seed=3)
     with torch.no_grad():

@@ -45,6 +45,7 @@ from megalith.kernels.attention import cpu_tiled
 from megalith.kernels.packed import AuxLossScale, DropoutKey, tokens_of_lengths, tokens_of_slices
 from megalith.kernels.permute import permute, permute_choices
 from megalith.models.decoder import Decoder, allocate, initialize
+from megalith.nn.build import build_context
 from megalith.observe.meter import measure_saved_activations
 from megalith.parallel.context import local_slicing
 from megalith.parallel.expert import local_expert_groups
@@ -123,14 +124,14 @@ def measure(setting: LayerSetting, rank: int = 0, world: int = 1) -> tuple[int, 
         else build_mesh(model_grid(parallel, setting.model, world), rank=rank)
     )
     model = Decoder(
-        setting.model,
-        mesh,
-        sp=setting.sp,
-        dtype=DTYPES[setting.dtype],
-        recompute=setting.recompute,
-        offload=setting.offload,
-        context=context,
-        dispatcher=setting.dispatcher,
+        build_context(
+            setting.model,
+            mesh,
+            ParallelConfig(sp=setting.sp, dispatcher=setting.dispatcher, context=context),
+            dtype=DTYPES[setting.dtype],
+            recompute=setting.recompute,
+            offload=setting.offload,
+        )
     )
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
@@ -637,7 +638,9 @@ def test_saved_activations_of_mtp_stages_match_the_ledger(layout: str, kind: str
     ids, tokens = torch.arange(24) % 61, tokens_of_lengths([12, 12])
     received: tuple[torch.Tensor, ...] = ()
     for stage in plan_stages(PipelineConfig(layout=layout), pp=4, num_layers=3, depths=2):
-        chunk = Decoder(model, build_single_rank_mesh(), stage=stage, recompute=recompute)
+        chunk = Decoder(
+            build_context(model, build_single_rank_mesh(), recompute=recompute), stage=stage
+        )
         allocate(chunk, torch.device("cpu"))
         initialize(chunk, seed=1)
         mtp_inputs, given = (
@@ -753,12 +756,14 @@ def test_backward_brings_back_what_the_ledger_says(
         model=model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
     )
     decoder = Decoder(
-        model,
-        build_single_rank_mesh(),
-        sp=False,
-        dtype=torch.float32,
-        recompute=recompute,
-        offload=offload,
+        build_context(
+            model,
+            build_single_rank_mesh(),
+            ParallelConfig(sp=False),
+            dtype=torch.float32,
+            recompute=recompute,
+            offload=offload,
+        )
     )
     allocate(decoder, torch.device("cpu"))
     initialize(decoder, seed=1)

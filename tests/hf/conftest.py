@@ -13,6 +13,7 @@ from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.model import ModelConfig
 from megalith.hf.folder import write_folder
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.parallel.mesh import Mesh, build_single_rank_mesh
 from megalith.plan.shards import Box
 
@@ -38,7 +39,7 @@ def blank(
     model_config: ModelConfig, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32
 ) -> Decoder:
     """A model whose weights are all -7."""
-    model = Decoder(model_config, mesh or build_single_rank_mesh(), dtype=dtype)
+    model = Decoder(build_context(model_config, mesh or build_single_rank_mesh(), dtype=dtype))
     allocate(model, torch.device("cpu"))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -17,6 +17,7 @@ from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.hf.folder import HuggingFaceFolder
 from megalith.hf.tensor_rules import group_by_parameter, to_parameter_layout
 from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
 
 
@@ -363,7 +364,9 @@ def their_model(
 
 def our_model(folder: HuggingFaceFolder, **changes: Any) -> Decoder:
     """The same weights in a model of ours, with settings changed."""
-    model = Decoder(replace(folder.model_config, **changes), build_single_rank_mesh())
+    model = Decoder(
+        build_context(replace(folder.model_config, **changes), build_single_rank_mesh())
+    )
     allocate(model, torch.device("cpu"))
     folder.fill(
         [

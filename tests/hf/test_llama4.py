@@ -277,8 +277,8 @@ def test_what_is_left_out_may_be_of_any_dtype_and_is_not_counted(
     assert main(words) == 0
     count = len(load_file(tmp_path / "out" / "model.safetensors"))
     assert capsys.readouterr().out.startswith(
-        f"wrote {tmp_path / 'out'}: {count} tensors, {len(left)} left out, "
+        f"wrote {tmp_path / 'out'}: {count} tensors, {len(left)} skipped, "
     )
-    assert last.startswith(f"{count} tensors, {len(left)} left out, ") and len(
-        lines
-    ) == count + len(left)
+    assert last.startswith(f"{count} tensors, {len(left)} skipped, ") and len(lines) == count + len(
+        left
+    )

@@ -38,7 +38,7 @@ from megalith.kernels.permute import (
     unpermute,
     weights_of_rows,
 )
-from megalith.kernels.recomputed import RecomputedOutput
+from megalith.kernels.recomputed import RegisterRecompute, register_recompute
 
 E, H, F = 4, 6, 3
 UNEVEN = (5, 0, 1, 3)
@@ -169,7 +169,7 @@ def test_experts_without_rows_get_zero_gradients() -> None:
         assert (each.grad.view(E, -1)[[0, 2, 3]] != 0).any(1).all()
 
 
-def kept_bytes(again: Callable[..., RecomputedOutput] | None) -> int:
+def kept_bytes(again: RegisterRecompute | None) -> int:
     """What backward of a case keeps beside its inputs."""
     kept: dict[int, int] = {}
     given = inputs(9)
@@ -192,13 +192,13 @@ def kept_bytes(again: Callable[..., RecomputedOutput] | None) -> int:
 
 
 def test_backward_saves_the_up_projection_and_recomputes_the_activation() -> None:
-    assert kept_bytes(RecomputedOutput) == 8 * 9 * 2 * F
+    assert kept_bytes(register_recompute) == 8 * 9 * 2 * F
     assert kept_bytes(None) == 8 * 9 * 3 * F
 
 
 def test_saving_the_activation_gives_equal_bits() -> None:
     results = []
-    for again in (RecomputedOutput, None):
+    for again in (register_recompute, None):
         given = inputs(9)
         y = experts(
             given[0],
@@ -230,7 +230,7 @@ def plain_layer(x: Tensor, chosen: Tensor, weights: Tensor, up: Tensor, down: Te
 def our_layer(
     order: RowPermutation, x: Tensor, weights: Tensor, up: Tensor, down: Tensor
 ) -> Tensor:
-    rows = RecomputedOutput(permute(x, order), partial(gather_rows, order=order), (x,))
+    rows = register_recompute(permute(x, order), partial(gather_rows, order=order), (x,))
     y = experts(
         rows,
         weights_of_rows(weights, order),

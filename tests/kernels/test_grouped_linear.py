@@ -23,7 +23,7 @@ from megalith.kernels.grouped_linear import (
     zero_experts_without_rows_,
 )
 from megalith.kernels.linear import bf16_matmul
-from megalith.kernels.recomputed import RecomputedOutput
+from megalith.kernels.recomputed import register_recompute
 from megalith.testing.inject import patched
 from megalith.testing.tolerance import FP32, assert_equals
 
@@ -249,7 +249,7 @@ def test_recomputed_input_is_not_saved() -> None:
     doubled = 2 * source
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         y = grouped_linear(
-            RecomputedOutput(doubled, lambda s: 2 * s, (source,)), w, groups_of(UNEVEN)
+            register_recompute(doubled, lambda s: 2 * s, (source,)), w, groups_of(UNEVEN)
         )
     assert {saved.data_ptr() for saved in kept} == {w.data_ptr(), source.data_ptr()}
     expected = reference_grouped_linear(2 * source, w, groups_of(UNEVEN))

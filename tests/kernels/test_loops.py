@@ -170,7 +170,7 @@ from pathlib import Path
 import torch
 from numba.core.caching import IndexDataCacheFile
 from megalith.kernels import loops
-from megalith.kernels.swiglu import swiglu
+from megalith.kernels.activation import swiglu
 
 folder, mine = Path(sys.argv[1]), sys.argv[2]
 save_index, save_data = IndexDataCacheFile._save_index, IndexDataCacheFile._save_data

@@ -11,7 +11,7 @@ from megalith.kernels.cpu_threads import keep_freed_memory
 
 FAULTS = """
 import resource, sys, torch
-from megalith.kernels.memory import keep_freed_memory
+from megalith.kernels.cpu_threads import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 def step():

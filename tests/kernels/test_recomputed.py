@@ -1,6 +1,8 @@
 """Recomputed inputs of linear layers: recomputed once in backward, bit by bit, and only if
 needed."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,12 +11,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from megalith.kernels.linear import linear
 from megalith.kernels.norm import rms_norm
 from megalith.kernels.recomputed import (
-    RecomputedOutput,
-    as_recomputed,
+    SavedTensor,
+    derive_recompute,
     fingerprint,
-    output_tensor,
-    recompute_checked,
-    recompute_output,
+    pass_recompute,
+    recompute_recipe,
+    register_checked_recompute,
+    register_recompute,
+    save_entirely,
     split_rows,
 )
 from megalith.testing.tolerance import EXACT, assert_equals
@@ -50,7 +54,7 @@ def gradients(
 
     with saved_tensors_hooks(note, lambda saved: saved):
         y = norm(x, scale)
-        z = linear(RecomputedOutput(y, norm, (x, scale)) if discard else y, [w])
+        z = linear(register_recompute(y, norm, (x, scale)) if discard else y, [w])
     kept = [shape for shape in shapes if shape[0] == y.data_ptr()]
     leaves = [x, scale] + ([] if frozen else [w])
     return list(torch.autograd.grad(z.square().sum(), leaves)), kept
@@ -76,7 +80,7 @@ def test_nothing_is_recomputed_for_a_frozen_weight() -> None:
 def test_second_backward_recomputes_again() -> None:
     norm, x, w = Norm(), seeded(7, 5).requires_grad_(), seeded(3, 5, seed=2).requires_grad_()
     ones = torch.ones(5)
-    z = linear(RecomputedOutput(norm(x, ones), norm, (x, ones)), [w])
+    z = linear(register_recompute(norm(x, ones), norm, (x, ones)), [w])
     first = torch.autograd.grad(z.sum(), [x, w], retain_graph=True)
     second = torch.autograd.grad(z.sum(), [x, w])
     assert norm.calls == 3
@@ -85,17 +89,38 @@ def test_second_backward_recomputes_again() -> None:
 
 def test_composed_outputs_are_recomputed_by_both_functions() -> None:
     x = seeded(4, 6)
-    doubled = RecomputedOutput(x * 2, lambda x: x * 2, (x,))
-    longer = doubled.then(torch.cat([doubled.value, doubled.value]), lambda y: torch.cat([y, y]))
-    assert torch.equal(longer.again(*longer.inputs), longer.value)
-    assert as_recomputed(longer) is longer and output_tensor(longer) is longer.value
-    assert torch.equal(as_recomputed(x).again(*as_recomputed(x).inputs), output_tensor(x))
+    doubled = register_recompute(x * 2, lambda x: x * 2, (x,))
+    longer = derive_recompute(doubled, torch.cat([doubled] * 2), lambda y: torch.cat([y, y]))
+    recipe = recompute_recipe(longer)
+    assert recipe is not None and recipe.inputs == (x,)
+    assert torch.equal(recipe.function(*recipe.inputs), longer)
+    first = derive_recompute(x, x[:1].clone(), lambda x: x[:1])
+    recipe = recompute_recipe(first)
+    assert recipe is not None and torch.equal(recipe.function(*recipe.inputs), first)
+
+
+def test_recipes_belong_to_one_tensor_and_end_with_it() -> None:
+    x = seeded(4, 6)
+    doubled = register_recompute(x * 2, lambda x: x * 2, (x,))
+    recipe, alive = recompute_recipe(doubled), weakref.ref(doubled)
+    assert recompute_recipe(x) is recompute_recipe(doubled.view(-1)) is None
+    copied = pass_recompute(doubled, doubled.view_as(doubled))
+    assert recompute_recipe(copied) == recipe
+    assert pass_recompute(x, doubled) is doubled and recompute_recipe(doubled) == recipe
+    assert derive_recompute(x, x, torch.clone) is x and recompute_recipe(x) is None
+    with save_entirely((x, doubled)):
+        assert recompute_recipe(doubled) is None
+    assert recompute_recipe(doubled) == recipe and recompute_recipe(x) is None
+    del doubled, copied
+    assert alive() is None
+    with torch.no_grad():
+        assert recompute_recipe(register_recompute(x * 2, lambda x: x * 2, (x,))) is None
 
 
 def test_recomputed_input_of_another_shape_or_dtype_raises_an_error() -> None:
     w = seeded(3, 5, seed=2).requires_grad_()
     for wrong in (lambda x: x[1:], lambda x: x.double()):
-        y = linear(RecomputedOutput(seeded(7, 5), wrong, (seeded(7, 5),)), [w])
+        y = linear(register_recompute(seeded(7, 5), wrong, (seeded(7, 5),)), [w])
         with pytest.raises(RuntimeError, match="must return the same tensor"):
             y.sum().backward()
 
@@ -105,7 +130,7 @@ def test_wrong_recomputation_changes_the_gradient() -> None:
     right, wrong = seeded(7, 5), seeded(7, 5, seed=9)
     (expected,) = torch.autograd.grad(linear(right, [w]).sum(), w)
     (found,) = torch.autograd.grad(
-        linear(RecomputedOutput(right, lambda x: x, (wrong,)), [w]).sum(), w
+        linear(register_recompute(right, lambda x: x, (wrong,)), [w]).sum(), w
     )
     with pytest.raises(AssertionError, match="expected the same bits"):
         assert_equals("w", found, expected, EXACT)
@@ -113,8 +138,8 @@ def test_wrong_recomputation_changes_the_gradient() -> None:
 
 def test_checked_recomputation_with_other_bits_raises_an_error() -> None:
     w, x = seeded(3, 5, seed=2).requires_grad_(), seeded(7, 5)
-    linear(recompute_checked(x * 2, lambda x: x * 2, (x,)), [w]).sum().backward()
-    y = linear(recompute_checked(x * 2, lambda x: x * 2.0000002, (x,)), [w])
+    linear(register_checked_recompute(x * 2, lambda x: x * 2, (x,)), [w]).sum().backward()
+    y = linear(register_checked_recompute(x * 2, lambda x: x * 2.0000002, (x,)), [w])
     with pytest.raises(RuntimeError, match="did not give the same bits a second time"):
         y.sum().backward()
 
@@ -139,25 +164,25 @@ def test_fingerprint_depends_on_values_and_order(dtype: torch.dtype) -> None:
 
 def test_recomputation_error_names_both_shapes_and_dtypes() -> None:
     x = seeded(4, 3)
-    like = x.shape, x.dtype
-    assert torch.equal(recompute_output(torch.clone, (x,), like=like), x)
+    assert torch.equal(SavedTensor(torch.clone, x.shape, x.dtype).restore([x]), x)
     with pytest.raises(
         RuntimeError,
         match=r"recomputed torch.float32 \[3, 4\] where forward computed torch.float32 \[4, 3\]",
     ):
-        recompute_output(torch.t, (x,), like=like)
+        SavedTensor(torch.t, x.shape, x.dtype).restore([x])
     with pytest.raises(
         RuntimeError, match=r"float64 \[4, 3\] where .* must return the same tensor"
     ):
-        recompute_output(Tensor.double, (x,), like=like)
+        SavedTensor(Tensor.double, x.shape, x.dtype).restore([x])
 
 
 def test_split_rows_of_recomputed_output() -> None:
     x = seeded(8, 2)
-    doubled = RecomputedOutput(2 * x, lambda x: 2 * x, (x,))
-    assert [len(output_tensor(part)) for part in split_rows(x, 3)] == [3, 3, 2]
-    assert [len(output_tensor(part)) for part in split_rows(x[:2], 3)] == [1, 1, 0]
+    doubled = register_recompute(2 * x, lambda x: 2 * x, (x,))
+    assert [len(part) for part in split_rows(x, 3)] == [3, 3, 2]
+    assert [len(part) for part in split_rows(x[:2], 3)] == [1, 1, 0]
     for part, expected in zip(split_rows(doubled, 3), (2 * x).split([3, 3, 2]), strict=True):
-        assert isinstance(part, RecomputedOutput) and part.inputs is doubled.inputs
-        assert_equals("value", part.value, expected, EXACT)
-        assert_equals("again", part.again(*part.inputs), expected, EXACT)
+        recipe = recompute_recipe(part)
+        assert recipe is not None and recipe.inputs == (x,)
+        assert_equals("value", part, expected, EXACT)
+        assert_equals("recomputed", recipe.function(*recipe.inputs), expected, EXACT)

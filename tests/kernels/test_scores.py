@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from megalith.kernels.attention.scores import Scores, causal_mask, mask_of_scores, masked_attention
+from megalith.kernels.attention.scores import (
+    Scores,
+    causal_mask,
+    mask_of_scores,
+    masked_attention,
+)
 
 
 def test_default_scale_is_one_over_sqrt_head_dim() -> None:

@@ -13,7 +13,13 @@ from megalith.kernels.attention.dispatch import (
     select_attention_backend,
 )
 from megalith.kernels.attention.scores import PLAIN, Scores
-from megalith.kernels.attention.varlen import has_varlen, starts, takes, varlen_attention, window_of
+from megalith.kernels.attention.varlen import (
+    has_varlen,
+    starts,
+    takes,
+    varlen_attention,
+    window_of,
+)
 from megalith.kernels.packed import tokens_of_queries
 from megalith.testing.tolerance import relative_error
 

@@ -22,7 +22,7 @@ WORKER = """
 import json, os, signal, sys, time
 from pathlib import Path
 from megalith.errors import ConfigError
-from megalith.parallel.launch import worker_main
+from megalith.launch.launcher import worker_main
 
 rank, here = int(os.environ["RANK"]), Path(sys.argv[2])
 
@@ -85,8 +85,8 @@ def stop():
 
 def hang():
     import threading
-    from megalith.parallel.failure import Failure
-    from megalith.parallel.launch import end_rank
+    from megalith.launch.failure import Failure
+    from megalith.launch.launcher import end_rank
     if rank == 0:
         failure = Failure(0, "rank 1 did not arrive", "rank 1 did not arrive\\nlook there", 5, is_report=True)
     else:
@@ -129,7 +129,7 @@ sys.exit(worker_main(globals()[sys.argv[1]], os.environ))
 PARENT = """
 import sys
 from megalith.errors import RankError
-from megalith.parallel.launch import run_workers
+from megalith.launch.launcher import run_workers
 try:
     sys.exit(run_workers(sys.argv[3:], int(sys.argv[2]), command=[sys.executable, sys.argv[1]]))
 except RankError as error:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import Kernel, KernelsConfig
 from megalith.config.model import (
     AttentionConfig,
     CrossConfig,
@@ -22,6 +22,7 @@ from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.hf.folder import write_folder
 from megalith.hf.qwen2 import QWEN2
 from megalith.infer.generate import build_prefix_state
+from megalith.kernels.backend import Backends
 from megalith.kernels.linear import stacked
 from megalith.kernels.packed import (
     tokens_of_lengths,
@@ -38,7 +39,7 @@ from megalith.models.decoder import (
     initialize,
     iter_parameter_specs,
 )
-from megalith.nn.kernels import use_kernels
+from megalith.nn.build import build_context
 from megalith.nn.router import Router
 from megalith.parallel.mesh import build_mesh, build_meta_mesh, build_single_rank_mesh
 from megalith.plan.costs import num_parameters
@@ -64,7 +65,7 @@ def test_it_declares_as_many_elements_as_the_closed_form_counts(
     changes: dict[str, Any], tiny: SimpleNamespace
 ) -> None:
     config = tiny.config(pad_vocab_to_multiple_of=1, **changes)
-    model = Decoder(config, build_single_rank_mesh())
+    model = Decoder(build_context(config, build_single_rank_mesh()))
     assert sum(
         declared.shard.numel for declared, _, _ in iter_parameter_specs(model)
     ) == num_parameters(config)
@@ -76,12 +77,13 @@ def test_decoder_is_built_on_the_meta_device(tiny: SimpleNamespace) -> None:
         vocab_size=128_256, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_hidden_size=28_672
     )
     assert all(
-        parameter.is_meta for parameter in Decoder(huge, build_single_rank_mesh()).parameters()
+        parameter.is_meta
+        for parameter in Decoder(build_context(huge, build_single_rank_mesh())).parameters()
     )
 
 
 def test_every_parameter_is_declared_once_and_in_order(tiny: SimpleNamespace) -> None:
-    model = Decoder(tiny.config(tied_embeddings=True), build_single_rank_mesh())
+    model = Decoder(build_context(tiny.config(tied_embeddings=True), build_single_rank_mesh()))
     names = [declared.shard.name for declared, _, _ in iter_parameter_specs(model)]
     assert (
         len(set(names)) == len(names) and names[0] == "embed.weight" and names[-1] == "norm.weight"
@@ -130,8 +132,8 @@ def test_documents_do_not_see_one_another(tiny: SimpleNamespace) -> None:
 def test_documents_without_a_token_change_nothing(
     changes: dict[str, Any], kernel: Kernel, tiny: SimpleNamespace
 ) -> None:
-    model = tiny.model(tiny.config(**changes))
-    use_kernels([model], kernel, build_single_rank_mesh())
+    backends = Backends(KernelsConfig(all=kernel))
+    model = tiny.model(tiny.config(**changes), backends=backends)
     ids, found = ids_of(24), []
     for lengths in ([13, 1, 10], [0, 13, 0, 0, 1, 10, 0]):
         model.zero_grad()
@@ -187,7 +189,7 @@ def test_weights_back_into_the_residual_stream_start_smaller_and_the_rest_as_the
     config = tiny.config(
         hidden_size=120, ffn_hidden_size=300, num_layers=8, init_std=0.02, **BIASED
     )
-    model = Decoder(config, build_single_rank_mesh())
+    model = Decoder(build_context(config, build_single_rank_mesh()))
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     for entry in tiny.entries(model):
@@ -211,7 +213,7 @@ def step(
         if world > 1
         else build_single_rank_mesh()
     )
-    model = Decoder(config, mesh, sp=parallel.sp, dtype=torch.float64)
+    model = Decoder(build_context(config, mesh, parallel, dtype=torch.float64))
     allocate(model, torch.device("cpu"))
     initialize(model, seed=3)
     ids, labels = ids_of(12), ids_of(12).flip(0)
@@ -231,7 +233,7 @@ def pieces_of_gradients(
     mesh = build_meta_mesh(model_grid(parallel, config, world), rank=rank)
     boxes = {
         d.shard.name: d.shard
-        for d, _, _ in iter_parameter_specs(Decoder(config, mesh, sp=parallel.sp))
+        for d, _, _ in iter_parameter_specs(Decoder(build_context(config, mesh, parallel)))
     }
     return (*step(config, parallel, rank, world), boxes)
 
@@ -282,7 +284,11 @@ def chunks_of(config: ModelConfig, parallel: ParallelConfig) -> list[list[Decode
     ranks = []
     for rank in range(parallel.pp):
         chunks = nn.ModuleList(
-            build_chunks(config, build_meta_mesh(grid, rank=rank), parallel, dtype=torch.float64)
+            build_chunks(
+                build_context(
+                    config, build_meta_mesh(grid, rank=rank), parallel, dtype=torch.float64
+                )
+            )
         )
         allocate(chunks, torch.device("cpu"))
         initialize(chunks, seed=3)
@@ -297,7 +303,7 @@ def test_chunks_one_after_the_other_compute_what_the_whole_model_does(
 ) -> None:
     parallel, num_layers = STAGES[name]
     config = tiny.config(num_layers=num_layers, tied_embeddings=tied)
-    whole = Decoder(config, build_single_rank_mesh(), dtype=torch.float64)
+    whole = Decoder(build_context(config, build_single_rank_mesh(), dtype=torch.float64))
     allocate(whole, torch.device("cpu"))
     initialize(whole, seed=3)
     ids, labels, tokens = ids_of(12), ids_of(12).flip(0), tokens_of_lengths([7, 5])
@@ -323,7 +329,7 @@ def test_mtp_layers_on_any_stage_match_the_whole_model(
         tiny.config(num_layers=4, tied_embeddings=tied, mtp=MTPConfig(num_layers=2)),
         MTP_MODEL[name],
     )
-    whole = Decoder(config, build_single_rank_mesh(), dtype=torch.float64)
+    whole = Decoder(build_context(config, build_single_rank_mesh(), dtype=torch.float64))
     allocate(whole, torch.device("cpu"))
     initialize(whole, seed=3)
     ids, labels, tokens = ids_of(12), ids_of(12).flip(0), tokens_of_lengths([7, 5])
@@ -373,7 +379,9 @@ def test_every_parameter_is_on_the_stages_that_its_shard_names(
             )
     whole = [
         declared.shard.name
-        for declared, _, _ in iter_parameter_specs(Decoder(config, build_single_rank_mesh()))
+        for declared, _, _ in iter_parameter_specs(
+            Decoder(build_context(config, build_single_rank_mesh()))
+        )
     ]
     assert sorted(found) == sorted(whole)
     several = {parameter for parameter, ranks in found.items() if len(ranks) > 1}
@@ -387,7 +395,11 @@ def test_routers_of_all_stages_and_mtp_layers_have_separate_noise(
     config = tiny.config(num_layers=4, moe=moe, mtp=MTPConfig(num_layers=2))
     parallel = ParallelConfig(pp=2)
     stages = [
-        build_chunks(config, build_meta_mesh(model_grid(parallel, config, 2), rank=rank), parallel)
+        build_chunks(
+            build_context(
+                config, build_meta_mesh(model_grid(parallel, config, 2), rank=rank), parallel
+            )
+        )
         for rank in (0, 1)
     ]
     routers = [
@@ -547,7 +559,9 @@ def test_padding_does_not_change_the_result(name: str) -> None:
     config = {**VARIANTS, "narrow": NARROW}[name]
     config = config if name != "both ways" else replace(config, dropout=DropoutConfig())
     config = replace(config, mtp=MTPConfig(), rope=replace(config.rope, sections=None))
-    model = build_chunks(config, build_single_rank_mesh(), ParallelConfig(), dtype=torch.float64)[0]
+    model = build_chunks(
+        build_context(config, build_single_rank_mesh(), ParallelConfig(), dtype=torch.float64)
+    )[0]
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     ids, text = ids_of(20), torch.ones(20, dtype=torch.bool)
@@ -570,7 +584,9 @@ def test_padding_does_not_change_the_result(name: str) -> None:
 )
 def test_masked_text_continued_from_a_cache_matches_one_forward(name: str) -> None:
     config = {**VARIANTS, "plain": PLAIN}[name]
-    model = build_chunks(config, build_single_rank_mesh(), ParallelConfig(), dtype=torch.float64)[0]
+    model = build_chunks(
+        build_context(config, build_single_rank_mesh(), ParallelConfig(), dtype=torch.float64)
+    )[0]
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     text, mask = (

@@ -18,6 +18,7 @@ from megalith.kernels.routing import (
     normalized_scores,
 )
 from megalith.models.decoder import allocate, initialize
+from megalith.nn.build import build_context
 from megalith.nn.router import LOSS_COEFFS, LOSSES, LoadBalancing, Router
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -51,9 +52,7 @@ def training(microbatch: int = 0, weight: float = 0.5) -> PackedSeqParams:
 
 def router_of(moe: MoEConfig) -> Router:
     mesh = build_single_rank_mesh()
-    router = Router(
-        "layers.0.moe", MODEL, moe, mesh, TensorParallelComm(mesh.tp), dtype=torch.float64
-    )
+    router = Router("layers.0.moe", MODEL, moe, build_context(MODEL, mesh, dtype=torch.float64))
     allocate(router, torch.device("cpu"))
     initialize(router, seed=3)
     return router
@@ -71,7 +70,9 @@ def gradient_of_losses(router: Router, batches: list[Tensor]) -> Tensor:
 def divided(rank: int, world: int, moe: MoEConfig) -> tuple[Tensor, Tensor]:
     mesh = build_mesh(model_grid(ParallelConfig(tp=world, sp=True), MODEL, world), rank=rank)
     tp_comm = SequenceParallelComm(mesh.tp)
-    router = Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64)
+    router = Router(
+        "layers.0.moe", MODEL, moe, build_context(MODEL, mesh, tp_comm=tp_comm, dtype=torch.float64)
+    )
     allocate(router, torch.device("cpu"))
     initialize(router, seed=3)
     gradient = gradient_of_losses(router, [tp_comm.select_local(x) for x in X])
@@ -225,7 +226,12 @@ def step_over_dp(
     my tokens."""
     mesh = build_mesh(model_grid(parallel, replace(MODEL, moe=GLOBAL), world), rank=rank)
     tp_comm = SequenceParallelComm(mesh.tp) if parallel.sp else TensorParallelComm(mesh.tp)
-    router = Router("layers.0.moe", MODEL, GLOBAL, mesh, tp_comm, dtype=torch.float64)
+    router = Router(
+        "layers.0.moe",
+        MODEL,
+        GLOBAL,
+        build_context(MODEL, mesh, tp_comm=tp_comm, dtype=torch.float64),
+    )
     allocate(router, torch.device("cpu"))
     initialize(router, seed=3)
     place = mesh.dp.rank

@@ -7,17 +7,19 @@ from torch.nn.functional import rms_norm
 from megalith.config.model import LayerPart, LayersConfig, MLAConfig
 from megalith.config.parallel import RecomputeConfig, RecomputedModule
 from megalith.kernels.packed import tokens_of_lengths
-from megalith.kernels.recomputed import RecomputedOutput
+from megalith.kernels.recomputed import register_recompute
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.attention import Attention
+from megalith.nn.build import build_context
+from megalith.nn.dropout import RecomputedCore
 from megalith.nn.init import init_param_
-from megalith.nn.layer import RecomputedCore, SequentialBlock, block_of_layer
+from megalith.nn.layer import SequentialBlock, block_of_layer
 from megalith.nn.mla import LatentAttention, no_recompute
 from megalith.nn.mlp import GatedMLP
 from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.recompute import Recomputed
-from megalith.parallel.tensor import Init, TensorParallelComm
+from megalith.parallel.tensor import Init
 from megalith.testing.tolerance import FP64, assert_equals
 
 
@@ -56,21 +58,14 @@ def test_recomputed_parts_are_the_parts_that_were_named(layers: SimpleNamespace)
 
     def built(*modules: RecomputedModule) -> SequentialBlock:
         recompute = RecomputeConfig(granularity="selective", modules=modules)
-        return SequentialBlock(
-            "layers.0",
-            config,
-            mesh,
-            TensorParallelComm(mesh.tp),
-            dtype=torch.float32,
-            recompute=recompute,
-        )
+        return SequentialBlock("layers.0", config, build_context(config, mesh, recompute=recompute))
 
     plain, all_of_it = built(), built("core_attention", "norm", "mlp", "mlp_act")
     assert not isinstance(plain.mlp, Recomputed) and plain.attention_norm.again is None
     assert isinstance(all_of_it.mlp, Recomputed) and isinstance(
         all_of_it.attention.core, RecomputedCore
     )
-    assert all_of_it.attention_norm.again is all_of_it.mlp_norm.again is RecomputedOutput
+    assert all_of_it.attention_norm.again is all_of_it.mlp_norm.again is register_recompute
     names = [
         [declared.shard.name for declared, _, _ in iter_parameter_specs(block)]
         for block in (plain, all_of_it)
@@ -87,14 +82,8 @@ def test_recomputed_mla_up_projection_contains_no_recomputed_module(
     config, mesh = layers.config(num_heads=4, num_kv_heads=4, mla=SHORT), build_single_rank_mesh()
     for modules in (("core_attention",), ("core_attention", "mla_up_proj")):
         again = RecomputeConfig(granularity="selective", modules=modules)
-        layer = SequentialBlock(
-            "layers.0",
-            config,
-            mesh,
-            TensorParallelComm(mesh.tp),
-            dtype=torch.float32,
-            recompute=again,
-        ).attention
+        context = build_context(config, mesh, recompute=again)
+        layer = SequentialBlock("layers.0", config, context).attention
         assert isinstance(layer, LatentAttention)
         assert isinstance(layer.core, RecomputedCore) == ("mla_up_proj" not in modules)
         assert (layer.around is no_recompute) == ("mla_up_proj" not in modules)
@@ -134,9 +123,7 @@ def test_layer_with_its_own_sizes(layers: SimpleNamespace) -> None:
         num_layers=2, layers=LayersConfig(num_kv_heads=(3, 1), ffn_hidden_size=(11, 5))
     )
     mesh = build_single_rank_mesh()
-    second = SequentialBlock(
-        "layers.1", config, mesh, TensorParallelComm(mesh.tp), dtype=torch.float32, index=1
-    )
+    second = SequentialBlock("layers.1", config, build_context(config, mesh).at_layer(1))
     shapes = {
         declared.shard.name: declared.shard.shape for declared, _, _ in iter_parameter_specs(second)
     }
@@ -162,7 +149,7 @@ def test_fp32_residual_keeps_small_updates(layers: SimpleNamespace) -> None:
         found = {}
         for dtype in (torch.bfloat16, torch.float64):
             block = block_of_layer(config, 0)(
-                "layers.0", config, mesh, TensorParallelComm(mesh.tp), dtype=dtype
+                "layers.0", config, build_context(config, mesh, dtype=dtype)
             )
             block.to_empty(device="cpu")
             for declared, module, name in iter_parameter_specs(block):

@@ -15,7 +15,6 @@ from torch import Tensor
 from megalith.config.model import AttentionConfig, DropoutConfig, ModelConfig, MuPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import DataError
-from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.packed import (
     DropoutKey,
     PackedSeqParams,
@@ -26,12 +25,12 @@ from megalith.kernels.packed import (
     with_padding,
 )
 from megalith.models.decoder import allocate, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.nn.cross_attention import CrossAttention, CrossLayerAttention, across
-from megalith.nn.dropout import add_attention_dropout
 from megalith.nn.init import init_param_
 from megalith.parallel.collectives import all_gather
 from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh, build_single_rank_mesh
-from megalith.parallel.tensor import Init, SequenceParallelComm, TensorParallelComm
+from megalith.parallel.tensor import Init
 from megalith.plan.context import Slicing, plan_slices
 from megalith.plan.grid import model_grid
 from megalith.plan.shards import DENSE_AXES
@@ -48,19 +47,9 @@ def build(
     config: ModelConfig, mesh: Mesh, *, sp: bool = False, dropout: float = 0.0
 ) -> CrossAttention:
     """In float64 with random weights and biases, the same under every layout."""
-    tp_comm = SequenceParallelComm(mesh.tp) if sp else TensorParallelComm(mesh.tp)
-    core = add_attention_dropout(
-        attention, replace(config, dropout=DropoutConfig(attention=dropout)), 0, mesh
-    )
-    layer = CrossAttention(
-        "layers.0.cross",
-        config,
-        mesh,
-        tp_comm,
-        dtype=torch.float64,
-        memory_size=MEMORY_SIZE,
-        core=core,
-    )
+    config = replace(config, dropout=DropoutConfig(attention=dropout))
+    context = build_context(config, mesh, ParallelConfig(sp=sp), dtype=torch.float64)
+    layer = CrossAttention("layers.0.cross", config, context, memory_size=MEMORY_SIZE)
     allocate(layer, torch.device("cpu"))
     for declared, module, name in iter_parameter_specs(layer):
         init_param_(getattr(module, name), declared.shard, Init(0.3, offset=0.1), seed=2)
@@ -249,8 +238,8 @@ def test_it_type_checks(sp: bool, layers: SimpleNamespace) -> None:
     config = layers.config(num_kv_heads=2)
     grid = model_grid(ParallelConfig(tp=4, dp=2), config, 8)
     mesh = build_meta_mesh(grid, rank=1)
-    tp_comm = SequenceParallelComm(mesh.tp) if sp else TensorParallelComm(mesh.tp)
-    layer = CrossAttention("layers.0.cross", config, mesh, tp_comm, dtype=torch.float32)
+    context = build_context(config, mesh, ParallelConfig(sp=sp))
+    layer = CrossAttention("layers.0.cross", config, context)
     wanted: dict[str, Any] = {axis: V if axis.startswith("dp") or sp else I for axis in DENSE_AXES}
     axes, texts, memories = (
         mesh_axes(grid),
@@ -288,8 +277,7 @@ def _given(layer: CrossAttention, values: dict[str, Tensor]) -> CrossAttention:
 
 
 def _plain(config: ModelConfig) -> CrossAttention:
-    mesh = build_single_rank_mesh()
-    layer = CrossAttention("cross", config, mesh, TensorParallelComm(mesh.tp), dtype=torch.float32)
+    layer = CrossAttention("cross", config, build_context(config, build_single_rank_mesh()))
     allocate(layer, torch.device("cpu"))
     return layer
 

@@ -7,16 +7,16 @@ import torch
 
 from megalith.errors import DataError
 from megalith.models.decoder import iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.nn.embedding import InputEmbedding, Scale
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm
 
 
 def built(layers: SimpleNamespace, **changes: object) -> InputEmbedding:
-    tp_comm = TensorParallelComm(build_single_rank_mesh().tp)
-    input_embedding = InputEmbedding(
-        layers.config(**changes), tp_comm, dtype=torch.float64
-    ).to_empty(device="cpu")
+    config = layers.config(**changes)
+    context = build_context(config, build_single_rank_mesh(), dtype=torch.float64)
+    input_embedding = InputEmbedding(config, context).to_empty(device="cpu")
     for declared, module, name in iter_parameter_specs(input_embedding):
         with torch.no_grad():
             getattr(module, name).copy_(

@@ -11,9 +11,9 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.kernels.packed import tokens_of_rows
 from megalith.models.decoder import allocate, initialize
+from megalith.nn.build import build_context
 from megalith.nn.moe import MoE
 from megalith.parallel.mesh import build_single_rank_mesh
-from megalith.parallel.tensor import TensorParallelComm
 from megalith.testing.tolerance import PARITY, relative_error
 
 LATENT = MoEConfig(
@@ -77,7 +77,7 @@ def theirs_of(moe: MoEConfig) -> Any:
 
 def ours_of(moe: MoEConfig) -> MoE:
     mesh = build_single_rank_mesh()
-    layer = MoE("layers.0.moe", MODEL, moe, mesh, TensorParallelComm(mesh.tp), dtype=torch.float32)
+    layer = MoE("layers.0.moe", MODEL, moe, build_context(MODEL, mesh, dtype=torch.float32))
     allocate(layer, torch.device("cpu"))
     initialize(layer, seed=3)
     return layer

@@ -14,11 +14,11 @@ from megalith.kernels.packed import AuxLossScale, PackedSeqParams, tokens_of_row
 from megalith.kernels.replay import RoutingDecisions
 from megalith.kernels.routing import DROPPED_CHOICE, Choice, expert_weights, score_experts
 from megalith.models.decoder import allocate, initialize
+from megalith.nn.build import build_context
 from megalith.nn.moe import MoE
 from megalith.nn.router import Router
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.recompute import Recomputed
-from megalith.parallel.tensor import TensorParallelComm
 
 MODEL = ModelConfig(
     vocab_size=8, hidden_size=12, num_layers=2, num_heads=2, num_kv_heads=1, ffn_hidden_size=8
@@ -28,7 +28,7 @@ MOE = MoEConfig(num_experts=5, top_k=2, ffn_hidden_size=7)
 
 def build(moe: MoEConfig, model: ModelConfig = MODEL) -> MoE:
     mesh = build_single_rank_mesh()
-    layer = MoE("layers.0.moe", model, moe, mesh, TensorParallelComm(mesh.tp), dtype=torch.float64)
+    layer = MoE("layers.0.moe", model, moe, build_context(model, mesh, dtype=torch.float64))
     allocate(layer, torch.device("cpu"))
     initialize(layer, seed=3)
     with torch.no_grad():

@@ -17,7 +17,8 @@ from megalith.config.parallel import ParallelConfig
 from megalith.kernels.packed import DropoutKey, tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn import lora
-from megalith.nn.lora import ColumnLora, RowLora, attach_adapters
+from megalith.nn.build import build_context
+from megalith.nn.lora import ColumnLora, RowLora
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.shards import Shard
 from megalith.testing.inject import patched
@@ -44,8 +45,8 @@ SHORT = replace(MODEL, num_kv_heads=4, qkv_bias=False, mla=LATENT)
 
 def built(adapters: LoraConfig | None, config: ModelConfig = MODEL) -> Decoder:
     """A model in float64 with adapters that do something."""
-    model = Decoder(config, build_single_rank_mesh(), dtype=torch.float64)
-    attach_adapters([model], config, adapters)
+    context = build_context(config, build_single_rank_mesh(), dtype=torch.float64, lora=adapters)
+    model = Decoder(context)
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     for declared, module, name in iter_parameter_specs(model):
@@ -115,8 +116,7 @@ def test_names_and_shapes_are_a_file_format() -> None:
 
 
 def test_only_adapters_are_trained_and_their_initial_output_is_zero() -> None:
-    model = Decoder(MODEL, build_single_rank_mesh())
-    attach_adapters([model], MODEL, LoraConfig())
+    model = Decoder(build_context(MODEL, build_single_rank_mesh(), lora=LoraConfig()))
     for declared, module, name in iter_parameter_specs(model):
         assert getattr(module, name).requires_grad == ("lora" in declared.shard.name), (
             declared.shard.name
@@ -130,8 +130,8 @@ def test_only_adapters_are_trained_and_their_initial_output_is_zero() -> None:
 
 
 def test_matrices_without_adapters_are_unchanged() -> None:
-    model = Decoder(MODEL, build_single_rank_mesh())
-    attach_adapters([model], MODEL, LoraConfig(targets=("o", "gate_up")))
+    lora = LoraConfig(targets=("o", "gate_up"))
+    model = Decoder(build_context(MODEL, build_single_rank_mesh(), lora=lora))
     kinds = [type(m) for m in model.modules() if isinstance(m, ColumnLora | RowLora)]
     assert kinds == [RowLora, ColumnLora] * 2
     assert not any(isinstance(m, ColumnLora | RowLora) for m in built(None).modules())

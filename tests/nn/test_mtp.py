@@ -16,6 +16,7 @@ from megalith.models.decoder import (
     initialize,
     iter_parameter_specs,
 )
+from megalith.nn.build import build_context
 from megalith.nn.mtp import MTPLayer, complete, mtp_acceptance_rate
 from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
@@ -43,7 +44,7 @@ def config(depths: int = 2, **changes: Any) -> ModelConfig:
 
 def model(config: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
     """Random weights; norms are not one."""
-    made = Decoder(config, build_single_rank_mesh(), dtype=dtype, **options)
+    made = Decoder(build_context(config, build_single_rank_mesh(), dtype=dtype, **options))
     allocate(made, torch.device("cpu"))
     initialize(made, seed=0)
     generator = torch.Generator().manual_seed(0)
@@ -220,7 +221,9 @@ def test_loss_stage_has_a_copy_of_learned_positions(pipeline: PipelineConfig) ->
         replace(config(positions="learned"), num_layers=4),
     )
     chunks = torch.nn.ModuleList(
-        build_chunks(sizes, build_meta_mesh(model_grid(parallel, sizes, 2), rank=0), parallel)
+        build_chunks(
+            build_context(sizes, build_meta_mesh(model_grid(parallel, sizes, 2), rank=0), parallel)
+        )
     )
     (shard,) = [
         d.shard for d, _, _ in iter_parameter_specs(chunks) if d.shard.name == "positions.weight"
@@ -239,7 +242,7 @@ def test_loss_stage_has_mtp_layers_and_a_copy_of_the_embedding(
     held: list[dict[str, tuple[int, ...]]] = []
     for rank in range(2):
         chunks = torch.nn.ModuleList(
-            build_chunks(sizes, build_meta_mesh(grid, rank=rank), parallel)
+            build_chunks(build_context(sizes, build_meta_mesh(grid, rank=rank), parallel))
         )
         shards = [declared.shard for declared, _, _ in iter_parameter_specs(chunks)]
         assert len({shard.name for shard in shards}) == len(shards)

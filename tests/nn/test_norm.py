@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.recomputed import RecomputedOutput, output_tensor
+from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.nn.init import init_param_
 from megalith.nn.norm import LayerNorm, Norm, RMSNorm, build_norm
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run
 
 Kind = Literal["rms", "layer"]
@@ -28,8 +30,8 @@ def norm(
         "layers.3.mlp_norm",
         7,
         config(kind, zero_centered),
+        build_context(config(kind, zero_centered), build_single_rank_mesh(), dtype=dtype),
         invariant=frozenset({"tp_kv"}),
-        dtype=dtype,
     )
     made.to_empty(device="cpu")
     for declared, module, name in iter_parameter_specs(made):
@@ -44,7 +46,7 @@ def test_norm_class_follows_the_config() -> None:
 @pytest.mark.parametrize(("kind", "zero_centered"), EVERY)
 def test_initial_norm_has_unit_scale(kind: Kind, zero_centered: bool) -> None:
     x = torch.randn(5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = output_tensor(norm(torch.float64, kind, zero_centered)(x))
+    found = norm(torch.float64, kind, zero_centered)(x)
     expected = (
         torch.layer_norm(x, (7,), eps=1e-5)
         if kind == "layer"
@@ -56,14 +58,14 @@ def test_initial_norm_has_unit_scale(kind: Kind, zero_centered: bool) -> None:
 @pytest.mark.parametrize(("kind", "zero_centered"), EVERY)
 def test_features_are_scaled_and_shifted(kind: Kind, zero_centered: bool) -> None:
     made, x = norm(torch.float64, kind, zero_centered), torch.randn(5, 7, dtype=torch.float64)
-    plain = output_tensor(made(x)).detach()
+    plain = made(x).detach()
     with torch.no_grad():
         made.weight.copy_(torch.arange(7.0))
         if isinstance(made, LayerNorm):
             made.bias.fill_(3.0)
     shift = 3.0 if kind == "layer" else 0.0
     torch.testing.assert_close(
-        output_tensor(made(x)).detach(), plain * (torch.arange(7.0) + zero_centered) + shift
+        made(x).detach(), plain * (torch.arange(7.0) + zero_centered) + shift
     )
 
 
@@ -75,7 +77,7 @@ def test_fused_residual_norm_gives_sum_norm_and_gradients(kind: Kind, zero_cente
     )
     inputs = [x.requires_grad_(), residual.requires_grad_(), *made.parameters()]
     total, normed = made.add_and_normalize(x, residual)
-    got, plain = (total, output_tensor(normed)), (x + residual, output_tensor(made(x + residual)))
+    got, plain = (total, normed), (x + residual, made(x + residual))
     torch.testing.assert_close(got, plain)
     torch.testing.assert_close(
         torch.autograd.grad(got, inputs, (dsum, dy)), torch.autograd.grad(plain, inputs, (dsum, dy))
@@ -87,10 +89,7 @@ def test_fused_residual_norm_gives_sum_norm_and_gradients(kind: Kind, zero_cente
 def test_output_has_the_dtype_of_the_input(
     dtype: torch.dtype, kind: Kind, zero_centered: bool
 ) -> None:
-    assert (
-        output_tensor(norm(dtype, kind, zero_centered)(torch.ones(2, 7, dtype=dtype))).dtype
-        == dtype
-    )
+    assert norm(dtype, kind, zero_centered)(torch.ones(2, 7, dtype=dtype)).dtype == dtype
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -110,12 +109,12 @@ def test_recomputed_norm_output_is_bitwise_equal(kind: Kind, zero_centered: bool
     made, draw = norm(kind=kind, zero_centered=zero_centered), torch.Generator().manual_seed(0)
     x, residual = (torch.randn(5, 7, generator=draw) for _ in range(2))
     plain, (total, after) = made(x), made.add_and_normalize(x, residual)
-    made.again = RecomputedOutput
+    made.again = register_recompute
     for found, value, source in (
         (made(x), plain, x),
-        (made.add_and_normalize(x, residual)[1], output_tensor(after), total),
+        (made.add_and_normalize(x, residual)[1], after, total),
     ):
-        assert isinstance(found, RecomputedOutput) and torch.equal(found.value, value)
-        assert torch.equal(found.inputs[0], source) and torch.equal(
-            found.again(*found.inputs), value
-        )
+        recipe = recompute_recipe(found)
+        assert recipe is not None and torch.equal(found, value)
+        assert torch.equal(recipe.inputs[0], source)
+        assert torch.equal(recipe.function(*recipe.inputs), value)

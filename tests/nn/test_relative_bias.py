@@ -18,6 +18,7 @@ from megalith.models.decoder import (
     initialize,
     iter_parameter_specs,
 )
+from megalith.nn.build import build_context
 from megalith.nn.embedding import NoBias, RelativeBias
 from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
@@ -84,7 +85,7 @@ def test_bidirectional_layers_with_relative_bias_match_the_t5_encoder() -> None:
         relative=RelativeConfig(buckets=8, max_distance=11),
         attention=AttentionConfig(causal=False, scale=1.0),
     )
-    model = Decoder(config, build_single_rank_mesh(), dtype=torch.float64)
+    model = Decoder(build_context(config, build_single_rank_mesh(), dtype=torch.float64))
     allocate(model, torch.device("cpu"))
     with torch.no_grad():
         for declared, module, name in iter_parameter_specs(model):
@@ -105,7 +106,8 @@ def test_a_rank_has_the_columns_of_its_heads() -> None:
     parts = []
     for rank in range(4):
         mesh = build_meta_mesh(model_grid(ParallelConfig(tp=4), RELATIVE, 4), rank=rank)
-        shard = RelativeBias(RELATIVE, mesh, dtype=torch.float32).param_specs["weight"].shard  # type: ignore[union-attr]
+        table = RelativeBias(RELATIVE, build_context(RELATIVE, mesh))
+        shard = table.param_specs["weight"].shard  # type: ignore[union-attr]
         parts.append(shard.box)
         assert (
             shard.name == "relative.weight"
@@ -118,7 +120,7 @@ def test_a_rank_has_the_columns_of_its_heads() -> None:
 def chunks(pp: int, rank: int, **pipeline: object) -> list[Decoder]:
     parallel = ParallelConfig(pp=pp, pipeline=PipelineConfig(**pipeline))  # type: ignore[arg-type]
     mesh = build_meta_mesh(model_grid(parallel, RELATIVE, pp), rank=rank)
-    return build_chunks(RELATIVE, mesh, parallel)
+    return build_chunks(build_context(RELATIVE, mesh, parallel))
 
 
 def test_stages_with_layers_have_a_copy_each_and_chunks_of_a_rank_share_one() -> None:
@@ -137,7 +139,7 @@ def test_stages_with_layers_have_a_copy_each_and_chunks_of_a_rank_share_one() ->
 def test_decoding_with_kv_cache_uses_distances_from_the_query(layers: SimpleNamespace) -> None:
     """A cache holds earlier keys, so the first query of a part is not the first token."""
     config = replace(RELATIVE, num_layers=1)
-    model = Decoder(config, build_single_rank_mesh(), dtype=torch.float64)
+    model = Decoder(build_context(config, build_single_rank_mesh(), dtype=torch.float64))
     allocate(model, torch.device("cpu"))
     initialize(model, seed=3)
     nn.init.normal_(model.relative.weight)  # type: ignore[arg-type]

@@ -12,13 +12,16 @@ from megalith.errors import DataError
 from megalith.kernels.packed import tokens_of_lengths, tokens_of_queries, with_multimodal_positions
 from megalith.kernels.rope import rope_frequencies, rope_tables
 from megalith.nn import rope as rotations
+from megalith.nn.build import build_context
 from megalith.nn.rope import (
+    ApplyRope,
     LayerRope,
     RotaryEmbedding,
     build_apply_rope,
     build_attention_temperature,
     no_rope,
 )
+from megalith.parallel.mesh import build_single_rank_mesh
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -37,12 +40,16 @@ def seeded(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def apply_rope_of(model: ModelConfig, layer: int = 0) -> ApplyRope:
+    return build_apply_rope(model, build_context(model, build_single_rank_mesh()).at_layer(layer))
+
+
 def test_layers_use_their_own_rope_tables() -> None:
     local = RopeConfig(
         local_theta=50.0, scaling="linear", factor=4.0, skip=(False, False, False, True)
     )
     model = config(rope=local, attention=AttentionConfig(window=3, window_layers=(True, False)))
-    assert [build_apply_rope(model, layer) for layer in range(4)] == [
+    assert [apply_rope_of(model, layer) for layer in range(4)] == [
         LayerRope(2, False),
         LayerRope(0, False),
         LayerRope(2, False),
@@ -63,7 +70,7 @@ def test_layers_use_their_own_rope_tables() -> None:
 def test_a_model_without_rotary_positions_has_no_tables() -> None:
     model = config(positions="learned")
     assert RotaryEmbedding(model, torch.float64).add_to(tokens_of_lengths([3])).rotary == ()
-    assert build_apply_rope(model, 0) is no_rope
+    assert apply_rope_of(model) is no_rope
 
 
 @pytest.mark.parametrize(
@@ -71,7 +78,7 @@ def test_a_model_without_rotary_positions_has_no_tables() -> None:
 )
 def test_scores_depend_on_distances_alone(rope: RopeConfig) -> None:
     model = config(rope=rope)
-    q, k, turn = seeded(6, 3, 8), seeded(6, 3, 8, seed=1), build_apply_rope(model, 0)
+    q, k, turn = seeded(6, 3, 8), seeded(6, 3, 8, seed=1), apply_rope_of(model)
     whole = RotaryEmbedding(model, torch.float64).add_to(tokens_of_lengths([13]))
     found = []
     for first in (0, 7):

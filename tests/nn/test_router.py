@@ -24,6 +24,7 @@ from megalith.kernels.packed import (
 )
 from megalith.kernels.routing import Choice
 from megalith.models.decoder import allocate, initialize
+from megalith.nn.build import build_context
 from megalith.nn.router import Router
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -55,9 +56,7 @@ def training(seed: int = 0) -> PackedSeqParams:
 
 def alone(moe: MoEConfig, dtype: torch.dtype = torch.float64) -> Router:
     mesh = build_single_rank_mesh()
-    return filled(
-        Router("layers.0.moe", MODEL, moe, mesh, TensorParallelComm(mesh.tp), dtype=dtype)
-    )
+    return filled(Router("layers.0.moe", MODEL, moe, build_context(MODEL, mesh, dtype=dtype)))
 
 
 def filled(router: Router) -> Router:
@@ -69,9 +68,14 @@ def filled(router: Router) -> Router:
 def divided(rank: int, world: int, moe: MoEConfig) -> Choice:
     mesh = build_mesh(model_grid(ParallelConfig(tp=world, sp=True), MODEL, world), rank=rank)
     tp_comm = SequenceParallelComm(mesh.tp)
-    choice = filled(Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64))(
-        tp_comm.select_local(X), training()
-    )
+    choice = filled(
+        Router(
+            "layers.0.moe",
+            MODEL,
+            moe,
+            build_context(MODEL, mesh, tp_comm=tp_comm, dtype=torch.float64),
+        )
+    )(tp_comm.select_local(X), training())
     return Choice(choice.experts, choice.weights.detach())
 
 
@@ -101,7 +105,14 @@ def shared(rank: int, world: int, moe: MoEConfig, order: str) -> tuple[Tensor, T
     slices = plan_slices([12], row=12, slicing=slicing)
     numbers = tp_comm.select_local(torch.from_numpy(slices.numbers[slicing.rank]))
     tokens = replace(tokens_of_slices(slices, slicing), balance=AuxLossScale(0, 1, 1.0))
-    router = filled(Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64))
+    router = filled(
+        Router(
+            "layers.0.moe",
+            MODEL,
+            moe,
+            build_context(MODEL, mesh, tp_comm=tp_comm, dtype=torch.float64),
+        )
+    )
     return numbers, router(X[numbers], tokens).experts
 
 
@@ -210,7 +221,14 @@ def offsets_noted(rank: int, world: int, moe: MoEConfig) -> Tensor:
         else build_mesh(model_grid(ParallelConfig(tp=2, sp=True), MODEL, 2), rank=rank)
     )
     tp_comm = SequenceParallelComm(mesh.tp) if world > 1 else TensorParallelComm(mesh.tp)
-    router = filled(Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64))
+    router = filled(
+        Router(
+            "layers.0.moe",
+            MODEL,
+            moe,
+            build_context(MODEL, mesh, tp_comm=tp_comm, dtype=torch.float64),
+        )
+    )
     router(tp_comm.select_local(X), replace(training(), valid=torch.arange(12) < 10))
     assert router.balance.record is not None
     return router.balance.record.offsets

@@ -11,7 +11,6 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import DispatcherName, ParallelConfig
-from megalith.kernels.recomputed import output_tensor
 from megalith.kernels.routing import DROPPED_CHOICE, Choice
 from megalith.parallel.expert import ExpertCapacity, all_gather_counts, build_dispatcher
 from megalith.parallel.group import single_rank_group
@@ -69,10 +68,10 @@ def there_and_back(
     sent, way = build_dispatcher(name, mesh, 4, drops_tokens=True, room=room)(x, choice).wait()
     mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
     expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
-    y = way.combine(answer(output_tensor(sent.rows), sent.weights, expert, 1 / etp))
+    y = way.combine(answer(sent.rows, sent.weights, expert, 1 / etp))
     y.sum().backward()
     assert x.grad is not None and choice.weights.grad is not None
-    return y.detach(), x.grad, choice.weights.grad, len(output_tensor(sent.rows))
+    return y.detach(), x.grad, choice.weights.grad, len(sent.rows)
 
 
 @pytest.mark.parametrize("kind", ["anything", "one expert", "nothing from the first"])
@@ -119,7 +118,7 @@ def with_few_tokens(
     sent, way = build_dispatcher("alltoall", mesh, 4)(x, Choice(choice, weights)).wait()
     mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
     expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
-    y = way.combine(answer(output_tensor(sent.rows), sent.weights, expert, 1 / etp))
+    y = way.combine(answer(sent.rows, sent.weights, expert, 1 / etp))
     y.sum().backward()
     assert weights.grad is not None and weights.grad.shape == (counts[rank], K)
     factors = (choice + 1) * weights.detach()
@@ -156,7 +155,7 @@ def test_local_dispatcher_sends_no_message() -> None:
     x, choice = made(0, "anything")
     sent, way = build_dispatcher("alltoall", build_single_rank_mesh(), 4)(x, choice).wait()
     assert torch.allclose(
-        way.combine(output_tensor(sent.rows) * sent.weights.unsqueeze(1)),
+        way.combine(sent.rows * sent.weights.unsqueeze(1)),
         x * choice.weights.sum(1, keepdim=True),
     )
 
@@ -197,7 +196,7 @@ def waits(rank: int, world: int, drops_tokens: bool) -> tuple[list[str], int]:
         for name in ("tolist", "__int__", "__bool__", "item"):
             stack.enter_context(patched(Tensor, name, noted(name, getattr(Tensor, name), asked)))
         sent, _ = dispatch(x, choice).wait()
-    return asked, len(output_tensor(sent.rows))
+    return asked, len(sent.rows)
 
 
 def noted(name: str, method: Callable[..., object], asked: list[str]) -> Callable[..., object]:

@@ -20,8 +20,9 @@ from megalith.config.parallel import ParallelConfig, RecomputeConfig
 from megalith.errors import PlanError
 from megalith.kernels.experts import Groups
 from megalith.kernels.packed import tokens_of_rows
-from megalith.kernels.recomputed import as_recomputed
+from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.nn.init import init_param_
 from megalith.nn.layer import SequentialBlock
 from megalith.observe.flight import FlightRecorder
@@ -31,7 +32,7 @@ from megalith.parallel.fsdp import (
     FullyShardedDataParallel,
     ShardedUnit,
     Unit,
-    _expose_recomputed_outputs,
+    _keep_recompute_recipes,
     _reject_shared_chunks,
 )
 from megalith.parallel.group import gather_objects
@@ -76,7 +77,9 @@ def build(
     overlap: bool = True,
 ) -> tuple[Decoder, FullyShardedDataParallel]:
     """A small model, its weights cut into rows."""
-    model = Decoder(config, mesh, dtype=dtype, recompute=recompute or RecomputeConfig())
+    model = Decoder(
+        build_context(config, mesh, dtype=dtype, recompute=recompute or RecomputeConfig())
+    )
     parameters = [
         (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
@@ -99,7 +102,7 @@ def build(
 
 def alone(*, dtype: torch.dtype = torch.float64, config: ModelConfig = CONFIG) -> Decoder:
     """The same model in one piece."""
-    model = Decoder(config, build_single_rank_mesh(), dtype=dtype)
+    model = Decoder(build_context(config, build_single_rank_mesh(), dtype=dtype))
     allocate(model, CPU)
     initialize(model, seed=5)
     return model
@@ -423,11 +426,12 @@ def test_hooks_on_experts_see_and_may_replace_recomputed_rows() -> None:
         return (args[0]._replace(rows=args[0].rows * 1), *args[1:])
 
     experts.register_forward_pre_hook(look, prepend=True)  # as FSDP2 does
-    _expose_recomputed_outputs(experts)
-    rows = as_recomputed(torch.ones(2, 3, requires_grad=True))
+    _keep_recompute_recipes(experts)
+    rows = torch.ones(2, 3, requires_grad=True)
+    register_recompute(rows, torch.clone, (rows.detach(),))
     sent = experts(DispatchedTokens(rows, torch.ones(2), Groups((2,))))
-    assert seen == [rows.value] and sent.rows.value.grad_fn is not None
-    assert sent.rows.inputs == rows.inputs and sent.rows.again == rows.again
+    assert seen == [rows] and sent.rows.grad_fn is not None
+    assert recompute_recipe(sent.rows) == recompute_recipe(rows) is not None
     plain = torch.ones(2, 3)
     assert torch.equal(experts(DispatchedTokens(plain, torch.ones(2), Groups((2,)))).rows, plain)
 
@@ -562,7 +566,7 @@ def test_resume_is_bitwise_equal_and_checkpoints_convert_between_layouts(
 
 
 def test_chunks_that_share_a_table_are_rejected_with_working_values() -> None:
-    model = Decoder(replace(CONFIG, tied_embeddings=True), build_single_rank_mesh())
+    model = Decoder(build_context(replace(CONFIG, tied_embeddings=True), build_single_rank_mesh()))
     _reject_shared_chunks([model])  # shared inside one chunk
     with pytest.raises(PlanError) as caught:
         _reject_shared_chunks([model.embed, model.head])

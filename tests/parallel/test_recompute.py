@@ -25,8 +25,9 @@ from megalith.kernels import activation, norm
 from megalith.kernels.attention import cpu_tiled
 from megalith.kernels.linear import LinearFunction
 from megalith.kernels.packed import DropoutKey, tokens_of_lengths
-from megalith.kernels.recomputed import RecomputedOutput
+from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import iter_parameter_specs
+from megalith.nn import layer as layer_module
 from megalith.observe.meter import measure_saved_activations
 from megalith.parallel import data, recompute
 from megalith.parallel.group import single_rank_group
@@ -308,7 +309,7 @@ def test_region_with_recomputed_input_saves_the_inputs_of_that_input() -> None:
 
     with measure_saved_activations() as meter:
         y = Recomputed(lambda doubled: doubled.exp().sin())(
-            RecomputedOutput(double(middle), double, (middle,))
+            register_recompute(double(middle), double, (middle,))
         )
     assert meter.live == 5 * 4 * 4
     (found,) = torch.autograd.grad(y.sum(), x)
@@ -319,16 +320,18 @@ def test_region_with_recomputed_input_saves_the_inputs_of_that_input() -> None:
 
 def test_slices_of_a_saved_input_join_to_it() -> None:
     x = torch.randn(5, 3)
-    assert torch.equal(
-        shard_saved_input(x, single_rank_group("tp_kv", "tp_copy")).again(x.flatten()), x
-    )
+    shard_saved_input(x, single_rank_group("tp_kv", "tp_copy"))
+    recipe = recompute_recipe(x)
+    assert recipe is not None and torch.equal(recipe.function(x.flatten()), x)
     run_ranks(joined, 2)
 
 
 def joined(rank: int, world: int) -> None:
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
-    parts = shard_saved_input(x, everyone(rank, world, "tp_kv", "tp_copy"))
-    assert parts.inputs[0].shape == (8,) and torch.equal(parts.again(*parts.inputs), x)
+    shard_saved_input(x, everyone(rank, world, "tp_kv", "tp_copy"))
+    recipe = recompute_recipe(x)
+    assert recipe is not None and recipe.inputs[0].shape == (8,)
+    assert torch.equal(recipe.function(*recipe.inputs), x)
 
 
 @pytest.mark.parametrize(
@@ -399,14 +402,10 @@ def slightly_off(function: Any) -> Any:
 def test_norm_recomputed_from_the_wrong_input_changes_the_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = RecomputedOutput.__init__
+    def wrong(x: Tensor, function: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        return register_recompute(x, function, (inputs[0].detach() * 0.5, *inputs[1:]))
 
-    def wrong(
-        self: RecomputedOutput, value: Tensor, again: Any, inputs: tuple[Tensor, ...]
-    ) -> None:
-        right(self, value, again, (inputs[0].detach() * 0.5, *inputs[1:]))
-
-    monkeypatch.setattr(RecomputedOutput, "__init__", wrong)
+    monkeypatch.setattr(layer_module, "register_recompute", wrong)
     assert not same(step(built(SELECTIVE[3])), reference("fp32"))
     assert SELECTIVE[3].modules == ("mlp_act",)
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megalith.kernels.recomputed import output_tensor
 from megalith.models.decoder import allocate
 from megalith.parallel.collectives import all_gather
 from megalith.parallel.cross_entropy import LogitTransform, linear_cross_entropy
@@ -26,7 +25,6 @@ from megalith.parallel.tensor import (
     TPComm,
     VocabParallelEmbedding,
     VocabParallelHead,
-    set_training_losses,
 )
 from megalith.plan.shards import Shard, split_evenly
 from megalith.testing.ranks import everyone, run_ranks
@@ -178,9 +176,9 @@ def head(rank: int, world: int, sp: bool) -> None:
             tied=None,
             dtype=torch.float64,
             logit_transform=logit_transform,
-        )
-        set_training_losses(
-            [layer], partial(partial, linear_cross_entropy, smoothing=spread * (known - 1) / known)
+            build_loss=lambda backends, smoothing=spread * (known - 1) / known: partial(
+                linear_cross_entropy, smoothing=smoothing
+            ),
         )
         filled(layer, {"weight": table})
         mine, dense_x, dense = (
@@ -218,7 +216,7 @@ def regions(rank: int, world: int, sp: bool) -> None:
     tp_comm = region_of(group, sp)
     assert tp_comm.invariant == (frozenset() if sp else {"tp_kv", "tp_copy"})
     x = seeded(TOKENS, 3)
-    entered = output_tensor(tp_comm.prepare_input(part(x, 0, group).contiguous() if sp else x))
+    entered = tp_comm.prepare_input(part(x, 0, group).contiguous() if sp else x)
     same("entered", entered, x)
     parts = [seeded(TOKENS, 3, seed=r) for r in range(world)]
     left, total = tp_comm.reduce_output(parts[rank]), torch.stack(parts).sum(0)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import ConfigError
-from megalith.kernels.recomputed import output_tensor
 from megalith.kernels.routing import Choice
 from megalith.parallel.dispatchers import build_transport, load_transport
 from megalith.parallel.expert import LocalDispatcher
@@ -23,7 +22,7 @@ from tests.parallel.test_expert import MODEL, answer, made
 KINDS = ("anything", "one expert", "nothing from the first")
 
 CODE = """
-from megalith.parallel.transports import ReferenceDispatcher
+from megalith.parallel.dispatchers import ReferenceDispatcher
 
 calls = []
 
@@ -49,7 +48,7 @@ def there_and_back(
     expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
     y = way.combine(
         answer(
-            output_tensor(sent.rows),
+            sent.rows,
             sent.weights,
             expert,
             (mesh.over("etp").rank + 1) / (etp * (etp + 1) / 2),

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megalith.config.kernels import KernelsConfig
 from megalith.config.model import AttentionConfig, LayersConfig, MLAConfig, ModelConfig, MTPConfig
 from megalith.config.moe import CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.kernels.backend import Backends
 from megalith.kernels.experts import experts
 from megalith.kernels.packed import AuxLossScale, tokens_of_lengths
-from megalith.kernels.recomputed import output_tensor
 from megalith.models.decoder import Decoder, allocate, initialize
-from megalith.nn.kernels import use_kernels
+from megalith.nn.build import build_context
 from megalith.nn.moe import Experts
 from megalith.parallel.cross_entropy import HeadShard
 from megalith.parallel.expert import DispatchedTokens
@@ -362,7 +363,7 @@ def test_layers_with_parts_left_out_or_replaced_have_their_known_numbers(
 def built(config: ModelConfig, *, tp: int, rank: int = 0, sp: bool = False) -> Decoder:
     """One rank's part of the model, without memory."""
     grid = model_grid(ParallelConfig(tp=tp), config, tp)
-    return Decoder(config, build_meta_mesh(grid, rank=rank), sp=sp)
+    return Decoder(build_context(config, build_meta_mesh(grid, rank=rank), ParallelConfig(sp=sp)))
 
 
 @pytest.mark.parametrize("config", [*VARIANTS, *KINDS.values()], ids=lambda config: config.norm)
@@ -599,10 +600,10 @@ def count_model(
 ) -> Counted:
     """What torch counts in the model of plain definitions; with `products` experts compute as in
     training."""
-    model, mesh = Decoder(config, build_single_rank_mesh(), dtype=dtype), build_single_rank_mesh()
+    mesh, reference = build_single_rank_mesh(), Backends(KernelsConfig(all="reference"))
+    model = Decoder(build_context(config, mesh, dtype=dtype, backends=reference))
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
-    use_kernels([model], "reference", mesh)
     sent: list[DispatchedTokens] = []
     for module in model.modules():
         if isinstance(module, Experts):
@@ -620,7 +621,7 @@ def count_model(
         torch.stack(model.losses(ids, labels, tokens, mtp_inputs=mtp_inputs)).sum().backward()
     return Counted(
         counter.get_total_flops(),
-        [len(output_tensor(one.rows)) for one in sent],
+        [len(one.rows) for one in sent],
         torch.ops.aten._grouped_mm in counter.get_flop_counts()["Global"],
         bool(sent) and all(one.groups.equal for one in sent),
     )

@@ -22,6 +22,7 @@ from megalith.hf.pretrained import Pretrained, open_pretrained
 from megalith.hf.release import release_run
 from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.posttrain.upcycle import (
@@ -62,7 +63,7 @@ def entries_of(model: Decoder) -> list[CheckpointEntry]:
 def dense(path: Path, **changes: Any) -> Path:
     """A checkpoint with random weights, biases among them."""
     config = replace(DENSE, **changes)
-    model = Decoder(config, build_single_rank_mesh())
+    model = Decoder(build_context(config, build_single_rank_mesh()))
     allocate(model, CPU)
     initialize(model, seed=1)
     with torch.no_grad():
@@ -80,7 +81,7 @@ def dense(path: Path, **changes: Any) -> Path:
 
 def loaded(source: Pretrained) -> Decoder:
     """In float64, of the fp32 weights."""
-    model = Decoder(source.model, build_single_rank_mesh(), dtype=torch.float64)
+    model = Decoder(build_context(source.model, build_single_rank_mesh(), dtype=torch.float64))
     allocate(model, CPU)
     with torch.no_grad():
         for entry in entries_of(model):
@@ -217,7 +218,9 @@ def test_mtp_layers_are_upcycled_like_the_last_layer(
     made = upcycle(open_pretrained(path), moe)
     names = {
         one.shard.name
-        for one, _, _ in iter_parameter_specs(Decoder(made.model, build_single_rank_mesh()))
+        for one, _, _ in iter_parameter_specs(
+            Decoder(build_context(made.model, build_single_rank_mesh()))
+        )
     }
     assert ("mtp.0.layer.moe.experts.down" in names) == (not layers)
 

@@ -1,10 +1,10 @@
-"""The map of the code is made from the files, and a README that differs is refused."""
+"""The code map is built from the modules, and a page that differs is reported."""
 
 from pathlib import Path
 
 import pytest
 
-from tools.file_map import build_map, first_sentence, insert_map, problems
+from tools.file_map import PAGE, build_map, build_page, first_sentence, problems
 
 
 @pytest.fixture
@@ -23,19 +23,19 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_map_has_a_line_per_file_in_the_order_of_the_rows(root: Path) -> None:
+def test_map_has_a_line_per_module_in_import_order(root: Path) -> None:
     assert build_map(root / "megalith").splitlines() == [
-        "**[megalith/](megalith)** The package.",
+        "**[megalith/](../megalith)** The package.",
         "",
-        "- [`errors.py`](megalith/errors.py): Errors for people: text, not traces.",
+        "- [`errors.py`](../megalith/errors.py): Errors for people: text, not traces.",
         "",
-        "**[megalith/cli/](megalith/cli)** Commands.",
+        "**[megalith/cli/](../megalith/cli)** Commands.",
         "",
-        "- [`cli/train.py`](megalith/cli/train.py): Train.",
+        "- [`cli/train.py`](../megalith/cli/train.py): Train.",
         "",
-        "**[megalith/plan/](megalith/plan)**",
+        "**[megalith/plan/](../megalith/plan)**",
         "",
-        "- [`plan/grid.py`](megalith/plan/grid.py): The rank grid over two lines.",
+        "- [`plan/grid.py`](../megalith/plan/grid.py): The rank grid over two lines.",
     ]
 
 
@@ -52,28 +52,22 @@ def test_the_map_has_a_line_per_file_in_the_order_of_the_rows(root: Path) -> Non
         ("x = 1", ""),
     ],
 )
-def test_the_first_sentence_ends_where_a_reader_would_stop(text: str, sentence: str) -> None:
+def test_first_sentence_ends_at_the_first_full_stop(text: str, sentence: str) -> None:
     assert first_sentence(text) == sentence
 
 
-def test_a_readme_that_differs_a_missing_one_and_a_silent_file_are_named(root: Path) -> None:
-    assert any("no such file" in line for line in problems(root))
-    (root / "README.md").write_text("no markers")
-    assert any("<!-- map -->" in line for line in problems(root))
-    (root / "README.md").write_text("<!-- map -->\nold\n<!-- /map -->\n")
-    assert any("not current. Run: make fmt" in line for line in problems(root))
+def test_outdated_page_missing_page_and_missing_docstring_are_reported(root: Path) -> None:
+    assert f"{PAGE}: not current. Run: make fmt" in problems(root)
+    (root / "docs").mkdir()
+    (root / PAGE).write_text("old")
+    assert f"{PAGE}: not current. Run: make fmt" in problems(root)
     assert any(
-        "megalith/plan/__init__.py: opens without a docstring" in line for line in problems(root)
+        "megalith/plan/__init__.py: begins without a docstring" in line for line in problems(root)
     )
 
 
-def test_a_readme_with_the_map_inserted_is_current(root: Path) -> None:
+def test_written_page_is_current(root: Path) -> None:
     (root / "megalith/plan/__init__.py").write_text('"""Plans."""')
-    text = insert_map(
-        "# Title\n<!-- map -->\nold\n<!-- /map -->\nend\n", build_map(root / "megalith")
-    )
-    (root / "README.md").write_text(text)
-    assert text.startswith("# Title\n")
-    assert text.endswith("<!-- /map -->\nend\n")
-    assert "old" not in text
+    (root / "docs").mkdir()
+    (root / PAGE).write_text(build_page(root))
     assert problems(root) == []

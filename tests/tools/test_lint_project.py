@@ -82,7 +82,7 @@ FAULTS = [
     ("old-word", "tests/a.py", "def test_what_is_told():\n    f()"),
     ("old-word", "benchmarks/a.py", "raise ValueError(f'{n} holders')"),
     ("old-word", "megalith/train/a.py", '"""Weights and masters."""'),
-    ("old-word", "megalith/train/exposed_communication.py", "x = 1"),
+    ("old-word", "megalith/train/exposure.py", "x = 1"),
     ("old-word", "megalith/plan/a.py", "def deal(lengths):\n    return lengths"),
     ("old-word", "megalith/kernels/a.py", "class _Products:\n    x = 1"),
     ("old-word", "megalith/parallel/a.py", "class BucketSink:\n    x = 1"),

@@ -311,7 +311,7 @@ def test_fsdp_evaluation_loads_shards_without_full_weights(
 def test_empty_split_is_rejected(tmp_path: Path) -> None:
     run = tiny_run({"data.split": "9,1"})
     with pytest.raises(
-        ConfigError, match=r"data.split=9,1 gives test nothing.*Set a test share above 0"
+        ConfigError, match=r"data.split=9,1 assigns no data to test.*Set a test share above 0"
     ):
         run_evaluation(
             run, RunFolder(tmp_path), build_single_rank_mesh(), CPU, split="test", samples=1

@@ -19,9 +19,9 @@ from contextlib import ExitStack
 from megalith.cli import main
 from megalith.data.loader import Loader
 from megalith.testing import inject
-from megalith.train import job, loop
+from megalith.train import distributed, loop
 
-watches, watch, read = [], job.HangWatch, Loader.next
+watches, watch, read = [], distributed.HangWatch, Loader.next
 
 def watched(*args, **kwargs):
     watches.append(watch(*args, **kwargs))
@@ -33,7 +33,7 @@ def impatient(loader):  # from the third step on: ranks of a busy machine may st
 
 with ExitStack() as planted:
     if sys.argv[1] == "hang":
-        planted.enter_context(inject.patched(job, "HangWatch", watched))
+        planted.enter_context(inject.patched(distributed, "HangWatch", watched))
         planted.enter_context(inject.on_call(Loader, "next", 2, impatient))
     if sys.argv[1] == "skip" and os.environ["RANK"] == "1":
         planted.enter_context(inject.on_call(loop, "_compare_replicas", 0, inject.skip))
@@ -43,7 +43,7 @@ with ExitStack() as planted:
 PARENT = """
 import sys
 from megalith.errors import RankError
-from megalith.parallel.launch import run_workers
+from megalith.launch.launcher import run_workers
 try:
     sys.exit(run_workers(sys.argv[2:], 2, command=[sys.executable, sys.argv[1]]))
 except RankError as error:

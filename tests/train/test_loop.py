@@ -541,7 +541,7 @@ def test_error_names_maximum_steps_without_repetition(tmp_path: Path) -> None:
 
 
 def test_too_small_data_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the training data has .* samples, and the run reads 1200"):
+    with pytest.raises(DataError, match="the training data has .* samples, and the run needs 1200"):
         train(tmp_path, {"data.num_train_samples": "96", "train.steps": "100"})
 
 

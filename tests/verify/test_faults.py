@@ -188,7 +188,7 @@ def test_nothing_is_left_of_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(owner, name, value)
 
     for module in (plant, attention_faults, moe, optimizer, pipeline):
-        monkeypatch.setattr(module, "replaced", noted)
+        monkeypatch.setattr(module, "patched", noted)
     for fault in FAULTS:
         replacements.clear()
         with pytest.raises(KeyError), fault.context():

@@ -29,7 +29,9 @@ from megalith.kernels.attention.scores import Scores
 from megalith.kernels.packed import PackedSeqParams
 from megalith.models.decoder import Decoder
 from megalith.nn import dropout as dropout_layers
-from megalith.nn.layer import RecomputedCore, SequentialBlock
+from megalith.nn.build import build_context
+from megalith.nn.dropout import RecomputedCore
+from megalith.nn.layer import SequentialBlock
 from megalith.nn.mlp import GatedMLP
 from megalith.nn.norm import RMSNorm
 from megalith.parallel import collectives
@@ -302,7 +304,7 @@ def layer(model: Decoder, number: int) -> Any:
 
 def built(model: ModelConfig, parallel: ParallelConfig, world: int) -> Decoder:
     return Decoder(
-        model, build_meta_mesh(model_grid(parallel, model, world), rank=0), sp=parallel.sp
+        build_context(model, build_meta_mesh(model_grid(parallel, model, world), rank=0), parallel)
     )
 
 

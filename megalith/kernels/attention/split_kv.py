@@ -31,7 +31,13 @@ from torch.autograd.function import once_differentiable
 from megalith.kernels import cpu_threads
 from megalith.kernels.attention.cpu_tiled import TILE_SCORES, by_head, by_token, wide
 from megalith.kernels.attention.mask import PairMask
-from megalith.kernels.attention.scores import PLAIN, Distances, PairBiases, Scores, masked_attention
+from megalith.kernels.attention.scores import (
+    PLAIN,
+    Distances,
+    PairBiases,
+    Scores,
+    masked_attention,
+)
 from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.linear import Context, bmm
 from megalith.plan.context import KeySpans, KeyTile

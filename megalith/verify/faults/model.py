@@ -13,7 +13,11 @@ from torch import Tensor
 from megalith.config.lora import LoraConfig
 from megalith.kernels.attention.mask import PairMask
 from megalith.kernels.attention.scores import Scores
-from megalith.kernels.attention.split_kv import PartialAttention, attend, init_attention_result
+from megalith.kernels.attention.split_kv import (
+    PartialAttention,
+    attend,
+    init_attention_result,
+)
 from megalith.kernels.packed import ContextShard
 from megalith.nn import lora
 from megalith.optim.schedule import NO_GROUPS, GroupRates

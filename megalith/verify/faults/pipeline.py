@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from megalith.kernels.packed import PackedSeqParams
-from megalith.kernels.recomputed import LayerInput
 from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.mtp import MTPBlock, MTPInputs, MTPLayer
 from megalith.parallel import grad_sync
@@ -66,7 +65,7 @@ def stale_memory() -> Callable[[StageLink, StageMessage, Tensors, int], None]:
 
 
 def memory_of_later_tokens(
-    self: CrossLayerAttention, x: LayerInput, k: Tensor, v: Tensor, tokens: PackedSeqParams
+    self: CrossLayerAttention, x: Tensor, k: Tensor, v: Tensor, tokens: PackedSeqParams
 ) -> Tensor:
     """Run cross-layer attention without the causal mask."""
     self.scores = replace(self.scores, causal=False)

@@ -24,9 +24,9 @@ from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import linear
 from megalith.kernels.packed import PackedSeqParams, TokenPermutation, tokens_of_slices
-from megalith.kernels.recomputed import LayerInput, output_tensor
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn import lora, norm, router
+from megalith.nn.build import BuildContext
 from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.embedding import LearnedPositions
 from megalith.nn.mla import LatentAttention
@@ -184,7 +184,7 @@ def plant_fault(name: str | None) -> AbstractContextManager[None]:
 class PatchedTPComm:
     """TPComm with replaced functions."""
 
-    prepare_input: Callable[[LayerInput], LayerInput]
+    prepare_input: Callable[[Tensor], Tensor]
     reduce_output: Callable[[Tensor], Tensor]
     group: Group
     invariant: frozenset[str]
@@ -199,9 +199,9 @@ def changed_model(change: Change) -> AbstractContextManager[None]:
     """Apply `change` to every `Decoder` that is built in this context."""
     trainer = Decoder.__init__
 
-    def build_and_change(self: Decoder, config: Any, mesh: Mesh, **others: Any) -> None:
-        trainer(self, config, mesh, **others)
-        change(self, mesh)
+    def build_and_change(self: Decoder, context: BuildContext, **others: Any) -> None:
+        trainer(self, context, **others)
+        change(self, context.mesh)
 
     return patched(Decoder, "__init__", build_and_change)
 
@@ -210,7 +210,7 @@ def _patch_tp_comm(
     layers: nn.Module,
     kind: type[nn.Module],
     *,
-    prepare_input: Callable[[LayerInput], LayerInput] | None = None,
+    prepare_input: Callable[[Tensor], Tensor] | None = None,
     reduce_output: Callable[[Tensor], Tensor] | None = None,
     group: Group | None = None,
 ) -> None:
@@ -493,11 +493,10 @@ class _StaleRecompute:
         self.last: Tensor | None = None
 
     def recompute(
-        self, function: Callable[..., Tensor], x: LayerInput, *others: Tensor, check: bool = False
+        self, function: Callable[..., Tensor], x: Tensor, *others: Tensor, check: bool = False
     ) -> Tensor:
-        now = output_tensor(x)
-        before = now if self.last is None or self.last.shape != now.shape else self.last
-        self.last = now.detach().requires_grad_(now.requires_grad)
+        before = x if self.last is None or self.last.shape != x.shape else self.last
+        self.last = x.detach().requires_grad_(x.requires_grad)
         return ORIGINAL_RECOMPUTE(_StaleInSecondPass(function, before), x, *others, check=check)
 
 

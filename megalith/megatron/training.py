@@ -1,0 +1,378 @@
+"""Translate batches, steps, precision, optimizer, schedules and folders to our settings."""
+
+from megalith.config.data import parse_split
+from megalith.config.fields import Plain
+from megalith.errors import ConfigError
+from megalith.megatron.parse import Draft
+
+_MICRO, _GLOBAL = "--micro-batch-size", "--global-batch-size"
+_ITERS, _SAMPLES = "--train-iters", "--train-samples"
+_GLOBAL_SETTING = "train.global_batch_size"
+
+
+def translate_steps(draft: Draft, dp: int | None) -> None:
+    """Translate batch sizes and steps. `dp`: data-parallel size of the job, if known."""
+    draft.need("--seq-length", "the tokens per row")
+    draft.need(_MICRO, "the rows of a microbatch")
+    for flag in ("--seq-length", _MICRO, "--log-interval", "--exit-duration-in-mins", "--seed"):
+        draft.copy(flag)
+    _translate_global_batch(draft, dp)
+    _translate_length(draft)
+    _translate_evaluation(draft)
+
+
+def _read_count(draft: Draft, setting: str) -> int:
+    """Return a setting that is a positive number; 1 if it is not, which is already a problem."""
+    count = draft.settings.get(setting)
+    return count if isinstance(count, int) and count > 0 else 1
+
+
+def _translate_global_batch(draft: Draft, dp: int | None) -> None:
+    if draft.arguments.value(_GLOBAL) is not None:
+        draft.copy(_GLOBAL)
+    elif dp is not None:
+        size = draft.number(_MICRO)
+        text = f"{_MICRO} {size} · {dp} data-parallel ranks"
+        draft.put(_GLOBAL, _GLOBAL_SETTING, size * dp, text, of=(_MICRO,))
+    else:
+        draft.problems.append(
+            f"{_GLOBAL} is missing: Megatron uses {_MICRO} times the number of data-parallel "
+            f"ranks, which is not known. Pass {_GLOBAL}, or --world with the number of ranks of "
+            "the job."
+        )
+
+
+def _translate_length(draft: Draft) -> None:
+    steps, samples = draft.arguments.value(_ITERS), draft.arguments.value(_SAMPLES)
+    if (steps is None) == (samples is None):
+        flags = (_ITERS, _SAMPLES)
+        typed = [draft.arguments.typed(flag) for flag in flags if draft.arguments.given(flag)]
+        given = " and ".join(typed) or f"{' and '.join(flags)} are missing"
+        draft.problems.append(f"{given}: expected exactly one of them. Set one of them.")
+    if steps is not None:
+        draft.copy(_ITERS)
+    elif samples is not None:
+        size = _read_count(draft, _GLOBAL_SETTING)
+        text = f"/ {size} per step"
+        draft.put(_SAMPLES, "train.steps", samples // size, text, of=(_GLOBAL_SETTING,))
+        if samples % size and draft.sure(_GLOBAL_SETTING):
+            text = "keeps the sample order of Megatron"
+            draft.put(_SAMPLES, "data.num_train_samples", samples, text)
+
+
+def _translate_evaluation(draft: Draft) -> None:
+    interval_flag, steps_flag = "--eval-interval", "--eval-iters"
+    interval, steps = draft.arguments.value(interval_flag), draft.arguments.value(steps_flag)
+    if not _has_validation(draft):
+        draft.put(steps_flag, "train.eval_steps", 0)
+        if draft.arguments.given(steps_flag) or draft.arguments.given(interval_flag):
+            text = "nothing is evaluated, because there is no validation data"
+            draft.say("explained", steps_flag, text)
+        return
+    draft.put(steps_flag, "train.eval_steps", steps)
+    if interval is not None and interval > 0 and steps > 0:
+        draft.put(interval_flag, "train.eval_every", interval)
+    elif steps > 0:
+        text = "evaluates after the last step only; Megatron before 0.19 assumes 1000"
+        draft.say("explained", interval_flag, text)
+
+
+def _has_validation(draft: Draft) -> bool:
+    arguments, split = draft.arguments, draft.settings.get("data.split")
+    valid, paths = "--valid-data-path", ("--train-data-path", "--test-data-path")
+    if arguments.value("--sft"):
+        return bool(arguments.given(valid) or arguments.value("--mock-data"))
+    if any(arguments.given(flag) for flag in (valid, *paths)):
+        return arguments.given(valid)
+    try:
+        return split is None or parse_split(split)[1] is not None
+    except ConfigError:  # reported with the rules of the run
+        return True
+
+
+def translate_folders(draft: Draft) -> None:
+    """Translate checkpoints and TensorBoard."""
+    arguments, interval, setting = draft.arguments, "--save-interval", "checkpoint.every"
+    save, load = arguments.value("--save"), arguments.value("--load")
+    if save is None:
+        draft.put(interval, setting, 0, "without --save only the last step is saved")
+    elif arguments.value(interval) is None:
+        draft.need(interval, "the steps between two checkpoints")
+    else:
+        draft.put(interval, setting, arguments.value(interval))
+        text = "checkpoints are in the run folder: select it with megalith train --run"
+        draft.say("explained", "--save", text)
+    if arguments.value("--no-save-optim"):
+        draft.put("--no-save-optim", "checkpoint.save_optimizer", False)
+    if load is not None and load == save:
+        draft.say("already", "--load", "the same command resumes a run from its own folder")
+    elif load is not None:
+        text = (
+            "Megatron checkpoints cannot be read, and the run would start with initial weights. "
+            "Convert the model to Hugging Face and set checkpoint.load to that folder, or remove it"
+        )
+        draft.say("not mapped", "--load", text, "model")
+    _translate_retention(draft)
+    if arguments.value("--tensorboard-dir") is not None:
+        text = "written to tensorboard/ in the run folder"
+        draft.put("--tensorboard-dir", "observe.tensorboard", True, text)
+
+
+def _translate_retention(draft: Draft) -> None:
+    retain, newest = "--save-retain-interval", "--most-recent-k"
+    interval, count = draft.arguments.value(retain), draft.arguments.value(newest)
+    if interval is not None:
+        draft.put(retain, "checkpoint.keep_every", interval)
+        draft.put(retain, "checkpoint.keep", 1, "the newest is kept until the next is saved")
+    elif count is not None and count > 0:
+        draft.put(newest, "checkpoint.keep", count)
+    else:
+        draft.put(newest, "checkpoint.keep", None, "Megatron keeps every checkpoint")
+
+
+# --- optimizer and precision
+
+_ADAM = ("--adam-beta1", "--adam-beta2", "--adam-eps")
+_COUPLED = "--no-decoupled-weight-decay"
+_LOSS_SCALE = (
+    "--initial-loss-scale",
+    "--min-loss-scale",
+    "--loss-scale-window",
+    "--hysteresis",
+    "--loss-scale",
+)
+
+
+def translate_optimizer(draft: Draft) -> None:
+    """Translate the optimizer, gradient clipping, precision and the handling of NaN gradients."""
+    _translate_update(draft)
+    draft.copy("--clip-grad")
+    if draft.arguments.value("--log-num-zeros-in-grad"):
+        draft.put("--log-num-zeros-in-grad", "optim.count_zeros", True)
+    _translate_decoupled_lr(draft)
+    _translate_decayed_vectors(draft)
+    param_map = "--dump-param-to-param-group-map"
+    if draft.arguments.given(param_map):
+        text = "written to parameters.jsonl in the run folder"
+        draft.put(param_map, "observe.parameters", True, text)
+    _translate_precision(draft)
+    _translate_nonfinite_grad(draft)
+
+
+def _translate_decoupled_lr(draft: Draft) -> None:
+    """Translate the learning rate of the embedding and the head, which may be one parameter."""
+    arguments, flag, min_flag = draft.arguments, "--decoupled-lr", "--decoupled-min-lr"
+    min_lr = arguments.value(min_flag)
+    if arguments.value(flag) is None:
+        if arguments.given(min_flag):
+            draft.say("already", min_flag, f"takes effect only with {flag}")
+        return
+    names: list[Plain] = ["embed.weight"]
+    if not draft.settings.get("model.tied_embeddings"):
+        names.append("head.weight")
+    group: dict[str, Plain] = {"name": "embedding_and_output", "match": names}
+    group["lr"] = arguments.value(flag)
+    if min_lr is not None and draft.settings.get("schedule.style") == "constant":
+        draft.say("already", min_flag, "has no effect on a constant learning rate")
+    elif min_lr is not None:
+        group["min_lr"] = min_lr
+        draft.say("already", min_flag, f"is part of the parameter group of {flag}")
+    draft.put(flag, "optim.groups", [group])
+
+
+def _translate_decayed_vectors(draft: Draft) -> None:
+    """Translate weight decay of query and key norms; of MLA Megatron decays only that of
+    queries."""
+    settings = draft.settings
+    flags = ("--apply-wd-to-qk-layernorm", "--no-weight-decay-cond-type")
+    given = [flag for flag in flags if draft.arguments.value(flag)]
+    names: list[Plain] = []
+    if settings.get("model.attention.qk_norm") == "head":
+        names = ["*.q_norm.*", "*.k_norm.*"]
+    elif settings.get("model.mla.q_rank") is not None and settings.get("model.mla.norms", True):
+        names = ["*.q_down_norm.*"]
+    if not names:
+        for flag in given:
+            draft.say("already", flag, "the model has no norms of queries and keys")
+        return
+    for flag in given[:1]:
+        draft.put(flag, "optim.decayed_vectors", names)
+    for flag in given[1:]:
+        draft.say("already", flag, f"has the same meaning as {given[0]}")
+
+
+def _translate_update(draft: Draft) -> None:
+    arguments, kind = draft.arguments, str(draft.arguments.value("--optimizer"))
+    unused: tuple[str, ...] = ()
+    other = "adam" if kind == "sgd" else "sgd"
+    if kind == "sgd":
+        draft.put("--optimizer", "optim.kind", "sgd")
+        draft.copy("--sgd-momentum")
+        unused = (*_ADAM, _COUPLED)
+    elif kind == "adam":
+        for flag in _ADAM:
+            draft.copy(flag)
+        if arguments.value(_COUPLED):
+            draft.put(_COUPLED, "optim.decoupled_weight_decay", False)
+        unused = ("--sgd-momentum",)
+    else:
+        text = "not implemented: optimizers other than AdamW and SGD. Use adam or sgd"
+        draft.say("not mapped", "--optimizer", text, "model")
+    for flag in unused:
+        if arguments.given(flag):
+            draft.say("already", flag, f"takes effect only with --optimizer {other}")
+
+
+def _translate_precision(draft: Draft) -> None:
+    """Translate the dtype of weights and activations, and loss scaling of fp16."""
+    fp16, bf16 = (bool(draft.arguments.value(flag)) for flag in ("--fp16", "--bf16"))
+    if fp16 and bf16:
+        draft.problems.append("--fp16 and --bf16: weights have one dtype. Use one of them.")
+    if fp16:
+        draft.put("--fp16", "precision.params", "fp16")
+    else:
+        draft.put("--bf16", "precision.params", "bf16" if bf16 else "fp32")
+    for flag in _LOSS_SCALE:
+        if fp16:
+            draft.copy(flag)
+        elif draft.arguments.given(flag):
+            draft.say("already", flag, "takes effect only with --fp16")
+
+
+def _translate_nonfinite_grad(draft: Draft) -> None:
+    """Translate the handling of NaN and infinite gradients: Megatron ends the run, except with
+    fp16, where overflows are expected."""
+    flag, setting = "--no-check-for-nan-in-loss-and-grad", "optim.nonfinite_grad"
+    skip = bool(draft.arguments.value(flag))
+    if not draft.arguments.value("--fp16"):
+        draft.put(flag, setting, "skip" if skip else "raise")
+        return
+    draft.put(flag if skip else "--fp16", setting, "skip", "it reduces the loss scale")
+    if draft.arguments.value("--loss-scale") is not None and not skip:
+        text = "a step whose gradients overflow is skipped and counted; Megatron ends the run there"
+        draft.say("explained", "--loss-scale", text)
+
+
+# --- schedules
+
+_STYLES = {"inverse-square-root": "inverse_square_root", "WSD": "wsd"}
+_WARMUP, _DECAY, _WSD_DECAY = "--lr-warmup", "--lr-decay", "--lr-wsd-decay"
+
+
+def translate_schedule(draft: Draft) -> None:
+    """Translate the schedules of learning rate and weight decay."""
+    draft.need("--lr", "the highest learning rate")
+    draft.copy("--lr")
+    style = str(draft.arguments.value("--lr-decay-style"))
+    draft.put("--lr-decay-style", "schedule.style", _STYLES.get(style, style))
+    _reject_mixed_units(draft)
+    _translate_warmup(draft)
+    _translate_decay(draft, style)
+    _translate_wsd(draft, style)
+    _translate_weight_decay(draft)
+
+
+def _reject_mixed_units(draft: Draft) -> None:
+    """Report lengths in samples if the run is measured in iterations, and the reverse."""
+    unit, other = ("iters", "samples") if draft.arguments.given(_ITERS) else ("samples", "iters")
+    for name in (_DECAY, _WARMUP, _WSD_DECAY):
+        flag = f"{name}-{other}"
+        if draft.arguments.given(flag) and draft.arguments.value(flag):
+            typed = draft.arguments.typed(flag)
+            draft.problems.append(
+                f"{typed}: this run is measured with --train-{unit}. Use {name}-{unit}."
+            )
+
+
+def _read_steps(draft: Draft, name: str) -> tuple[str, float] | None:
+    """Return the flag and the length in steps of `--lr-decay` and similar; None if neither
+    spelling was given."""
+    for unit in ("iters", "samples"):
+        flag = f"{name}-{unit}"
+        value = draft.arguments.value(flag)
+        if draft.arguments.given(flag) and value is not None:
+            return flag, value if unit == "iters" else value / _read_count(draft, _GLOBAL_SETTING)
+    return None
+
+
+def _put_steps(
+    draft: Draft, flag: str, setting: str, steps: float, *, of: tuple[str, ...] = ()
+) -> None:
+    """Set a number of steps, rounded to a whole number, which is reported."""
+    rounded = round(steps)
+    if flag.endswith("-samples"):
+        of = (*of, _GLOBAL_SETTING)
+    draft.put(flag, setting, rounded, of=of)
+    if setting not in draft.unsure and abs(rounded - steps) > 1e-6 * max(steps, 1.0):
+        text = f"{steps:.6g} steps are rounded to {rounded}"
+        draft.say("explained", flag, text, "numbers")
+
+
+def _translate_warmup(draft: Draft) -> None:
+    flag, init, setting = "--lr-warmup-fraction", "--lr-warmup-init", "schedule.warmup_steps"
+    fraction, given = draft.arguments.value(flag), _read_steps(draft, _WARMUP)
+    if fraction is not None and given is not None and given[1] > 0:
+        draft.problems.append(
+            f"{draft.arguments.typed(flag)} and {given[0]}: expected one of them. Remove one."
+        )
+    elif fraction is not None:
+        decay = _read_steps(draft, _DECAY)
+        length = decay[1] if decay else _read_count(draft, "train.steps")
+        of = () if decay else ("train.steps",)
+        _put_steps(draft, flag, setting, fraction * length, of=of)
+    elif given is not None:
+        _put_steps(draft, given[0], setting, given[1])
+    if draft.settings.get(setting):
+        draft.copy(init)
+    elif draft.arguments.value(init):
+        draft.say("already", init, "has no effect without warmup")
+
+
+def _translate_decay(draft: Draft, style: str) -> None:
+    given = _read_steps(draft, _DECAY)
+    if style == "constant":
+        for flag in (given[0] if given else None, "--min-lr"):
+            if flag is not None and draft.arguments.given(flag) and draft.arguments.value(flag):
+                text = "has no effect with --lr-decay-style constant, in Megatron too"
+                draft.say("already", flag, text)
+        return
+    draft.copy("--min-lr")
+    if given is not None and given[1] == _read_count(draft, "train.steps"):
+        draft.say("already", given[0], "decay over the whole run is the default")
+    elif given is not None:
+        _put_steps(draft, given[0], "schedule.decay_steps", given[1])
+
+
+def _translate_wsd(draft: Draft, style: str) -> None:
+    given, style_flag = _read_steps(draft, _WSD_DECAY), "--lr-wsd-decay-style"
+    if style == "WSD":
+        draft.copy(style_flag)
+        if given is not None:
+            _put_steps(draft, given[0], "schedule.wsd_decay_steps", given[1])
+        return
+    for flag in (given[0] if given else None, style_flag):
+        if flag is not None and draft.arguments.given(flag):
+            draft.say("already", flag, "takes effect only with --lr-decay-style WSD")
+
+
+def _translate_weight_decay(draft: Draft) -> None:
+    style_flag, start, end = (
+        "--weight-decay-incr-style",
+        "--start-weight-decay",
+        "--end-weight-decay",
+    )
+    draft.copy(style_flag)
+    if draft.arguments.value(style_flag) != "constant":
+        draft.need(start, "the first weight decay")
+        draft.need(end, "the last weight decay")
+        draft.copy(start)
+        draft.copy(end)
+        return
+    draft.copy("--weight-decay")
+    for flag in (start, end):
+        value = draft.arguments.value(flag)
+        if value is not None:
+            draft.problems.append(
+                f"{flag} {value}: the weight decay is constant. Remove it, or use "
+                f"{style_flag} linear."
+            )
