@@ -23,7 +23,7 @@ from typing import NamedTuple
 from megalith.config.parallel import OffloadConfig, RecomputeConfig
 from megalith.plan.layers import LAYER_KINDS, branches
 from megalith.plan.layers.attention import all_rope_tables
-from megalith.plan.layers.base import Branch, LayerSetting, SavedTensor, total
+from megalith.plan.layers.base import LayerBranch, LayerSetting, SavedActivation, total
 from megalith.plan.layers.cross_attention import source_tensors
 from megalith.plan.layers.embedding import embedding_tensors
 from megalith.plan.layers.head import head_tensors
@@ -37,13 +37,13 @@ from megalith.plan.recompute import Span, layer_spans, mlp_in_chunks, recomputed
 class StageActivations:
     """Saved activations of one microbatch on one rank, in one stage or model chunk."""
 
-    layers: tuple[tuple[SavedTensor, ...], ...]
+    layers: tuple[tuple[SavedActivation, ...], ...]
     """By layer; a span of recomputed layers has all its rows at its first layer."""
 
-    host: tuple[tuple[SavedTensor, ...], ...]
+    host: tuple[tuple[SavedActivation, ...], ...]
     """By layer: the rows that are offloaded to host memory."""
 
-    ends: tuple[SavedTensor, ...]
+    ends: tuple[SavedActivation, ...]
     """Rows of the embedding, the last norm and the loss, as far as the stage has them, and of
     tensors that layers share."""
 
@@ -88,8 +88,8 @@ def stage_activations(
     layer_tensors = [
         tuple(layer_rows(setting, modules, first + layer)) for layer in range(num_layers)
     ]
-    layers: list[tuple[SavedTensor, ...]] = []
-    host: list[tuple[SavedTensor, ...]] = []
+    layers: list[tuple[SavedActivation, ...]] = []
+    host: list[tuple[SavedActivation, ...]] = []
     transient = max(
         (_recomputed_bytes(setting, first + n, rows) for n, rows in enumerate(layer_tensors)),
         default=0,
@@ -118,7 +118,7 @@ class _Ends(NamedTuple):
     num_mtp_layers: int
 
 
-def _recomputed_bytes(setting: LayerSetting, layer: int, rows: Sequence[SavedTensor]) -> int:
+def _recomputed_bytes(setting: LayerSetting, layer: int, rows: Sequence[SavedActivation]) -> int:
     """Return the bytes that backward recomputes in a layer that saves `rows`; with MLP chunks, of
     one chunk."""
     recomputed = total(layer_rows_without_recompute(setting, layer)) - total(rows)
@@ -160,32 +160,32 @@ def peak_copied_back(spans: Sequence[tuple[int, int]]) -> int:
 
 def layer_rows_without_recompute(
     setting: LayerSetting, layer: int | None = None
-) -> list[SavedTensor]:
+) -> list[SavedActivation]:
     """Return the saved tensors of a layer without recomputation."""
     return layer_rows(replace(setting, recompute=RecomputeConfig()), (), layer)
 
 
 def layer_rows(
     setting: LayerSetting, again: Sequence[str], layer: int | None = None
-) -> list[SavedTensor]:
+) -> list[SavedActivation]:
     """Return the saved tensors of a layer (global number; unset: the first of the stage) with the
     modules `again` recomputed."""
     index = setting.first_layer if layer is None else layer
     own = replace(setting, model=setting.model.at(index))
-    rows: list[SavedTensor] = []
+    rows: list[SavedActivation] = []
     for branch in branches(setting.model, index):
         rows += _branch_rows(own, branch, again, is_first=not rows)
     return rows
 
 
 def _branch_rows(
-    setting: LayerSetting, branch: Branch, again: Sequence[str], *, is_first: bool
-) -> list[SavedTensor]:
+    setting: LayerSetting, branch: LayerBranch, again: Sequence[str], *, is_first: bool
+) -> list[SavedActivation]:
     """Return the saved tensors of a branch of a layer and of the norms around it; is_first: it
     reads the input of the layer."""
     model, norm = setting.model, f"{branch.name}_norm"
     placement, block = model.norm_placement, "sequential" if is_first else model.block
-    before, rows = placement != "after", list[SavedTensor]()
+    before, rows = placement != "after", list[SavedActivation]()
     if before and is_first:
         rows += stream_norm_tensors(setting, norm)
     elif before and (branch.name == "cross" or block == "sequential"):
@@ -202,23 +202,23 @@ def _branch_rows(
     )
 
 
-def span_input(setting: LayerSetting) -> SavedTensor:
+def span_input(setting: LayerSetting) -> SavedActivation:
     """Return the input that a span of recomputed layers saves, or its padded shard of 1/tp."""
     numel = setting.own_tokens * setting.model.hidden_size
     if setting.recompute.shard_inputs:
         numel = -(-numel // setting.tp)
-    return SavedTensor("", "input of recomputed layers", numel, numel * setting.stream)
+    return SavedActivation("", "input of recomputed layers", numel, numel * setting.stream)
 
 
 def offloaded(
-    setting: LayerSetting, span: Span, rows: Sequence[SavedTensor]
-) -> tuple[SavedTensor, ...]:
+    setting: LayerSetting, span: Span, rows: Sequence[SavedActivation]
+) -> tuple[SavedActivation, ...]:
     """Return the rows that are offloaded to host memory: those of offloaded layers that are large
     enough."""
     return tuple(row for row in rows if span.offloaded and row.numel >= setting.offload.min_numel)
 
 
-def _end_rows(setting: LayerSetting, num_layers: int, ends: _Ends) -> Iterator[SavedTensor]:
+def _end_rows(setting: LayerSetting, num_layers: int, ends: _Ends) -> Iterator[SavedActivation]:
     """Yield the saved tensors of the embedding, the last norm, the loss and the MTP layers."""
     first = setting.first_layer
     if ends.embedding:
@@ -237,7 +237,7 @@ def _end_rows(setting: LayerSetting, num_layers: int, ends: _Ends) -> Iterator[S
             yield from head_tensors(setting, region)
 
 
-def _mtp_layer_rows(setting: LayerSetting, region: str) -> list[SavedTensor]:
+def _mtp_layer_rows(setting: LayerSetting, region: str) -> list[SavedActivation]:
     """Return the saved tensors of the decoder layer of an MTP layer, which is like the last one."""
     if layer_spans(setting.recompute, OffloadConfig(), 1)[0].recomputed:
         return [span_input(setting)]
@@ -245,11 +245,15 @@ def _mtp_layer_rows(setting: LayerSetting, region: str) -> list[SavedTensor]:
     return [row._replace(region=f"{region}.layer.{row.region}".rstrip(".")) for row in rows]
 
 
-def _shared_rows(setting: LayerSetting, num_layers: int, ends: _Ends) -> list[SavedTensor]:
+def _shared_rows(setting: LayerSetting, num_layers: int, ends: _Ends) -> list[SavedActivation]:
     """Return the tensors that several layers share: RoPE tables, the mask of padding, token indices
     for dropout."""
     dropout, first, t = setting.model.dropout, setting.first_layer, setting.tokens
-    again, shared, all_recomputed = recomputed_modules(setting.recompute), set[SavedTensor](), True
+    again, shared, all_recomputed = (
+        recomputed_modules(setting.recompute),
+        set[SavedActivation](),
+        True,
+    )
     mtp_layers = [setting.model.num_layers - 1] if ends.num_mtp_layers else []
     for layers in (range(first, first + num_layers), mtp_layers):
         for span in layer_spans(setting.recompute, OffloadConfig(), len(layers)):
@@ -263,5 +267,5 @@ def _shared_rows(setting: LayerSetting, num_layers: int, ends: _Ends) -> list[Sa
     rows = sorted(shared)
     dropped = dropout.residual > 0 and not all_recomputed
     if dropped or (dropout.embedding > 0 and (ends.embedding or ends.num_mtp_layers > 0)):
-        rows.append(SavedTensor("shared", "numbers of tokens", t, 8 * t))
+        rows.append(SavedActivation("shared", "numbers of tokens", t, 8 * t))
     return rows

@@ -33,7 +33,6 @@ from megalith.config.parallel import (
     RecomputeConfig,
     RecomputedModule,
 )
-from megalith.estimate import activations
 from megalith.estimate.activations import (
     layer_rows,
     peak_copied_back,
@@ -54,10 +53,11 @@ from megalith.parallel.offload import OffloadedStorage
 from megalith.plan.closed_forms import GptLayer, gpt_layer_bytes
 from megalith.plan.context import plan_slices
 from megalith.plan.grid import model_grid
+from megalith.plan.layers import core_attention
 from megalith.plan.layers.base import (
     ExpertPart,
     LayerSetting,
-    SavedTensor,
+    SavedActivation,
     total,
 )
 from megalith.plan.layers.core_attention import attention_backend
@@ -193,7 +193,7 @@ def expected(setting: LayerSetting) -> Counter[str]:
     return found
 
 
-def untold(row: SavedTensor) -> bool:
+def untold(row: SavedActivation) -> bool:
     """Whether autograd does not know of it: an operation keeps it by itself."""
     return row.region.endswith("mlp.order")
 
@@ -686,7 +686,7 @@ def test_recomputed_activations_are_transient() -> None:
 
 def test_tile_constants_match_the_kernels() -> None:
     for name in ("TILED_LENGTHS", "KEPT_LENGTH", "TILE_ROWS", "TILE_SCORES"):
-        assert getattr(activations, name) == getattr(cpu_tiled, name)
+        assert getattr(core_attention, name) == getattr(cpu_tiled, name)
 
 
 def test_selective_attention_saves_the_papers_share_of_a_gpt_layer() -> None:

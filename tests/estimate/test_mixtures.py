@@ -1,4 +1,4 @@
-"""Tests of megalith/estimate/moe.py; that real ranks keep so much,
+"""Tests of megalith/plan/layers/moe.py; that real ranks save so much,
 tests/estimate/test_activations.py
 says."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megalith.config.model import ModelConfig
 from megalith.plan.layers.attention import ATTENTION
-from megalith.plan.layers.base import Branch, HeldParameter, LayerKind, LayerRank
+from megalith.plan.layers.base import HeldParameter, LayerBranch, LayerKind, LayerRank
 from megalith.plan.layers.cross_attention import CROSS_LAYER_ATTENTION
 from megalith.plan.layers.linear_replacement import LINEAR_REPLACEMENT
 from megalith.plan.layers.mla import MLA
@@ -29,24 +29,26 @@ LAYER_KINDS: dict[str, LayerKind] = {
 """Planning functions of each kind of layer."""
 
 
-def branches(model: ModelConfig, layer: int) -> list[Branch]:
+def branches(model: ModelConfig, layer: int) -> list[LayerBranch]:
     """Return the residual branches of a decoder layer by its global number, in order of
     computation."""
     own = model.at(layer)
-    kinds: list[Branch] = []
+    kinds: list[LayerBranch] = []
     attention, mlp = model.attention_part(layer), model.mlp_part(layer)
     if attention != "none":
         full = "attention" if model.mla is None else "mla"
-        kinds.append(Branch("attention", full if attention == "full" else attention, layer, own))
+        kinds.append(
+            LayerBranch("attention", full if attention == "full" else attention, layer, own)
+        )
     if model.uses_cross_layer_source(layer):
-        kinds.append(Branch("cross", "cross_layer_attention", layer, own))
+        kinds.append(LayerBranch("cross", "cross_layer_attention", layer, own))
     if mlp != "none":
         full = "moe" if model.has_experts(layer) else "mlp"
-        kinds.append(Branch("mlp", full if mlp == "full" else mlp, layer, own))
+        kinds.append(LayerBranch("mlp", full if mlp == "full" else mlp, layer, own))
     return kinds
 
 
-def branch_parameters(branch: Branch, rank: LayerRank) -> Iterator[HeldParameter]:
+def branch_parameters(branch: LayerBranch, rank: LayerRank) -> Iterator[HeldParameter]:
     """Yield the parameters of a branch and of the norms around its layer."""
     model = branch.model
     shares_norm = branch.name == "mlp" and model.block == "parallel_one_norm"

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 
 from megalith.config.model import ModelConfig
 from megalith.plan.layers.base import (
-    Branch,
     DocumentCounts,
     HeldParameter,
+    LayerBranch,
     LayerKind,
     LayerRank,
     LayerSetting,
-    SavedTensor,
+    SavedActivation,
     TPMessages,
     hidden_gradient_numel,
 )
@@ -36,7 +36,7 @@ from megalith.plan.layers.core_attention import (
 from megalith.plan.layers.norm import norm_parameters, norm_tensors
 
 
-def _parameters(branch: Branch, rank: LayerRank) -> Iterator[HeldParameter]:
+def _parameters(branch: LayerBranch, rank: LayerRank) -> Iterator[HeldParameter]:
     """Yield h·(n + 2 g)·d + n·d·h elements, and n·d·h more with a gate."""
     model, part = branch.model, branch.tensor_part(rank)
     h, d, kv_cut, kind = model.hidden_size, model.head_size(), part.kv_copies == 1, model.attention
@@ -81,28 +81,28 @@ def attention_position(name: str) -> int:
     return 2 if name.startswith(later) else 1
 
 
-def self_attention_flops(branch: Branch, counts: DocumentCounts) -> int:
+def self_attention_flops(branch: LayerBranch, counts: DocumentCounts) -> int:
     """Return the model FLOPs of core attention, in a window if the layer has one."""
     model = branch.model
     kind = model.attention if model.has_window(branch.layer) else None
     return core_attention_flops(model, counts.doubled_pairs(kind))
 
 
-def attention_weight_numel(branch: Branch, setting: LayerSetting) -> int:
+def attention_weight_numel(branch: LayerBranch, setting: LayerSetting) -> int:
     """Return t · (2 h + (2 n + 2 g) d) elements."""
     return head_gradient_numel(branch, setting) + hidden_gradient_numel(branch, setting)
 
 
-def rope_tables(setting: LayerSetting, local: bool) -> list[SavedTensor]:
+def rope_tables(setting: LayerSetting, local: bool) -> list[SavedActivation]:
     """Return the cosines and sines of the tokens' positions; `local`: those of windowed layers."""
     numel, suffix = setting.model.rotary_size() // 2 * setting.tokens, " of windows" * local
     nbytes = numel * setting.element
     return [
-        SavedTensor("shared", f"{what}{suffix}", numel, nbytes) for what in ("cosines", "sines")
+        SavedActivation("shared", f"{what}{suffix}", numel, nbytes) for what in ("cosines", "sines")
     ]
 
 
-def all_rope_tables(setting: LayerSetting) -> list[SavedTensor]:
+def all_rope_tables(setting: LayerSetting) -> list[SavedActivation]:
     """Return every RoPE table of the model; recomputed attention and recomputed layers save all."""
     if setting.model.positions != "rope":
         return []
@@ -111,8 +111,8 @@ def all_rope_tables(setting: LayerSetting) -> list[SavedTensor]:
 
 
 def layer_rope_tables(
-    branch: Branch, setting: LayerSetting, again: Sequence[str]
-) -> list[SavedTensor]:
+    branch: LayerBranch, setting: LayerSetting, again: Sequence[str]
+) -> list[SavedActivation]:
     """Return the RoPE table of a layer."""
     model = branch.model
     if not model.uses_rope(branch.layer):
@@ -123,44 +123,44 @@ def layer_rope_tables(
 
 
 def attention_tensors(
-    branch: Branch, setting: LayerSetting, again: Sequence[str]
-) -> list[SavedTensor]:
+    branch: LayerBranch, setting: LayerSetting, again: Sequence[str]
+) -> list[SavedActivation]:
     """Return the saved tensors from queries, keys and values to the output projection, with
     core_attention recomputed if in `again`."""
     model, e, w = setting.model, setting.element, setting.wide
     inner = setting.part.heads * model.value_size() * setting.tokens
-    output = SavedTensor("attention.out", "input", inner, inner * e)
+    output = SavedActivation("attention.out", "input", inner, inner * e)
     rows = core_tensors(setting, branch.layer, "core_attention" in again)
     saves_output = any(row.what == "output" and row.numel == inner for row in rows)
     if model.has_attention_temperature(branch.layer):
         t = setting.tokens
-        rows.append(SavedTensor("attention", "growth of queries", t, t * w))
+        rows.append(SavedActivation("attention", "growth of queries", t, t * w))
     if not model.attention.gated:
         return rows if saves_output else [*rows, output]
     # The gate saves the output of attention, the projection its own input.
     if not saves_output:
-        rows.append(SavedTensor("attention", "output before the gate", inner, inner * e))
-    rows.append(SavedTensor("attention", "gate", inner, inner * w))
+        rows.append(SavedActivation("attention", "output before the gate", inner, inner * e))
+    rows.append(SavedActivation("attention", "gate", inner, inner * w))
     if e != w:
-        rows.append(SavedTensor("attention", "gate, rounded", inner, inner * e))
+        rows.append(SavedActivation("attention", "gate, rounded", inner, inner * e))
     return [*rows, output]
 
 
 def _saved_tensors(
-    branch: Branch, setting: LayerSetting, again: Sequence[str], saves_input: bool
-) -> list[SavedTensor]:
+    branch: LayerBranch, setting: LayerSetting, again: Sequence[str], saves_input: bool
+) -> list[SavedActivation]:
     rows = [setting.hidden("attention.qkv")] if saves_input else []
     return rows + _qk_norm_tensors(setting) + attention_tensors(branch, setting, again)
 
 
-def _qk_norm_tensors(setting: LayerSetting) -> list[SavedTensor]:
+def _qk_norm_tensors(setting: LayerSetting) -> list[SavedActivation]:
     """Return the saved tensors of the QK norms; unfused norms save their input in fp32, or the
     whole projection."""
     model, t, d, w = setting.model, setting.tokens, setting.model.head_size(), setting.wide
     kind, heads = model.attention.qk_norm, {"q": setting.part.heads, "k": setting.part.kv_heads}
     if kind == "none":
         return []
-    rows: list[SavedTensor] = []
+    rows: list[SavedActivation] = []
     if kind == "head":
         for name, count in heads.items():
             rows += norm_tensors(
@@ -172,7 +172,7 @@ def _qk_norm_tensors(setting: LayerSetting) -> list[SavedTensor]:
     }
     if setting.element == w:
         rows.append(
-            SavedTensor(
+            SavedActivation(
                 regions["q"],
                 "projection",
                 projection_numel(setting),
@@ -182,17 +182,17 @@ def _qk_norm_tensors(setting: LayerSetting) -> list[SavedTensor]:
     for name, count in heads.items():
         width, statistics = count * d * t, t if kind == "whole" else count * t
         if setting.element != w:
-            rows.append(SavedTensor(regions[name], "input", width, width * w))
-        rows.append(SavedTensor(regions[name], "scale", statistics, statistics * w))
+            rows.append(SavedActivation(regions[name], "input", width, width * w))
+        rows.append(SavedActivation(regions[name], "scale", statistics, statistics * w))
         if kind == "whole":
             element = w if model.zero_centered_gamma else setting.element
-            rows.append(SavedTensor(regions[name], "normed", width, width * element))
+            rows.append(SavedActivation(regions[name], "normed", width, width * element))
             if model.zero_centered_gamma:
-                rows.append(SavedTensor(regions[name], "1 + weight", count * d, count * d * w))
+                rows.append(SavedActivation(regions[name], "1 + weight", count * d, count * d * w))
     return rows
 
 
-def _tp_messages(branch: Branch, again: Sequence[str]) -> TPMessages:
+def _tp_messages(branch: LayerBranch, again: Sequence[str]) -> TPMessages:
     x = (branch.model.hidden_size,)
     return TPMessages(inputs=x, weight_inputs=x, sums=1)
 

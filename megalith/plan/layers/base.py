@@ -126,7 +126,7 @@ class LayerRank:
         return self.experts or ExpertPart(etp=self.tp, etp_rank=self.rank)
 
 
-class Branch(NamedTuple):
+class LayerBranch(NamedTuple):
     """One residual branch of a decoder layer: norm, a layer of some kind, norm."""
 
     name: Literal["attention", "cross", "mlp"]
@@ -221,7 +221,7 @@ WIDTHS = {
 }
 
 
-class SavedTensor(NamedTuple):
+class SavedActivation(NamedTuple):
     """One tensor that is saved for backward."""
 
     region: str
@@ -235,7 +235,7 @@ class SavedTensor(NamedTuple):
     """Bytes of its storage, which is larger if the tensor is a view of a larger one."""
 
 
-def total(rows: Sequence[SavedTensor]) -> int:
+def total(rows: Sequence[SavedActivation]) -> int:
     """Return the total bytes of some saved tensors."""
     return sum(row.nbytes for row in rows)
 
@@ -319,10 +319,10 @@ class LayerSetting:
         """Position of this rank."""
         return LayerRank(self.tp, self.tp_rank, self.experts)
 
-    def hidden(self, region: str, what: str = "input") -> SavedTensor:
+    def hidden(self, region: str, what: str = "input") -> SavedActivation:
         """Return a saved tensor with the hidden states of this rank's tokens."""
         numel = self.own_tokens * self.model.hidden_size
-        return SavedTensor(region, what, numel, numel * self.element)
+        return SavedActivation(region, what, numel, numel * self.element)
 
 
 # --- communication
@@ -422,25 +422,25 @@ class TPMessages:
 # --- a layer kind
 
 
-def _no_flops(branch: Branch, counts: DocumentCounts) -> int:
+def _no_flops(branch: LayerBranch, counts: DocumentCounts) -> int:
     return 0
 
 
-def _no_elements(branch: Branch, setting: LayerSetting) -> int:
+def _no_elements(branch: LayerBranch, setting: LayerSetting) -> int:
     return 0
 
 
 def _no_shared_tensors(
-    branch: Branch, setting: LayerSetting, again: Sequence[str]
-) -> list[SavedTensor]:
+    branch: LayerBranch, setting: LayerSetting, again: Sequence[str]
+) -> list[SavedActivation]:
     return []
 
 
-def _no_tp_messages(branch: Branch, again: Sequence[str]) -> TPMessages:
+def _no_tp_messages(branch: LayerBranch, again: Sequence[str]) -> TPMessages:
     return TPMessages()
 
 
-def _no_exchange(branch: Branch, setting: LayerSetting) -> Exchange | None:
+def _no_exchange(branch: LayerBranch, setting: LayerSetting) -> Exchange | None:
     return None
 
 
@@ -448,7 +448,7 @@ def _first_position(name: str) -> int:
     return 1
 
 
-def hidden_gradient_numel(branch: Branch, setting: LayerSetting) -> int:
+def hidden_gradient_numel(branch: LayerBranch, setting: LayerSetting) -> int:
     """Return the elements of the input and of the output gradient of a layer: 2 h per token."""
     return 2 * branch.model.hidden_size * setting.tokens
 
@@ -461,40 +461,40 @@ class LayerKind:
     sequences of names are the modules that backward recomputes.
     """
 
-    parameters: Callable[[Branch, LayerRank], Iterator[HeldParameter]]
+    parameters: Callable[[LayerBranch, LayerRank], Iterator[HeldParameter]]
     """Parameters in the order in which the module registers them; names without `layers.N.`. Each
     token is multiplied with every matrix once, and with those of K of E experts."""
 
-    saved_tensors: Callable[[Branch, LayerSetting, Sequence[str], bool], list[SavedTensor]]
+    saved_tensors: Callable[[LayerBranch, LayerSetting, Sequence[str], bool], list[SavedActivation]]
     """Saved activations; the last argument says whether the layer saves its input."""
 
-    core_flops: Callable[[Branch, DocumentCounts], int] = _no_flops
+    core_flops: Callable[[LayerBranch, DocumentCounts], int] = _no_flops
     """Model FLOPs of forward and backward other than those of its matrices."""
 
-    shared_tensors: Callable[[Branch, LayerSetting, Sequence[str]], list[SavedTensor]] = (
+    shared_tensors: Callable[[LayerBranch, LayerSetting, Sequence[str]], list[SavedActivation]] = (
         _no_shared_tensors
     )
     """Saved tensors that all layers of a stage share, such as RoPE tables; equal ones count once.
     """
 
-    weight_gradient_numel: Callable[[Branch, LayerSetting], int] = hidden_gradient_numel
+    weight_gradient_numel: Callable[[LayerBranch, LayerSetting], int] = hidden_gradient_numel
     """Elements of the inputs and output gradients of all matrices, which a deferred weight gradient
     needs."""
 
-    backward_numel: Callable[[Branch, LayerSetting], int] = _no_elements
+    backward_numel: Callable[[LayerBranch, LayerSetting], int] = _no_elements
     """Elements of the gradients inside the layer that backward holds at once."""
 
-    received_numel: Callable[[Branch, LayerSetting], int] = _no_elements
+    received_numel: Callable[[LayerBranch, LayerSetting], int] = _no_elements
     """Elements that the layer receives from other context-parallel ranks and holds at once."""
 
     num_input_gradients: int = 2
     """Number of [t, h] gradients that backward of a layer with this branch holds."""
 
-    tp_messages: Callable[[Branch, Sequence[str]], TPMessages] = _no_tp_messages
+    tp_messages: Callable[[LayerBranch, Sequence[str]], TPMessages] = _no_tp_messages
     """Communication over tensor-parallel ranks; the default is a layer that every rank computes for
     its own tokens."""
 
-    exchange: Callable[[Branch, LayerSetting], Exchange | None] = _no_exchange
+    exchange: Callable[[LayerBranch, LayerSetting], Exchange | None] = _no_exchange
     """Communication over context-parallel or expert-parallel ranks."""
 
     position: Callable[[str], int] = _first_position

@@ -17,12 +17,12 @@ from typing import Literal
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ContextKind
 from megalith.plan.layers.base import (
-    Branch,
+    LayerBranch,
     LayerRecompute,
     LayerSetting,
     Message,
     Passes,
-    SavedTensor,
+    SavedActivation,
 )
 
 TILED_LENGTHS, SHORTEST_TILED = range(64, 2049), 16
@@ -38,13 +38,13 @@ def core_attention_flops(model: ModelConfig, doubled_pairs: int) -> int:
     return 3 * pairs * model.num_heads * (model.key_size() + model.value_size())
 
 
-def head_gradient_numel(branch: Branch, setting: LayerSetting) -> int:
+def head_gradient_numel(branch: LayerBranch, setting: LayerSetting) -> int:
     """Return the elements of the heads' queries, keys, values and outputs on this rank."""
     model, part = branch.model, branch.tensor_part(setting.rank)
     return (part.heads + part.kv_heads) * (model.key_size() + model.value_size()) * setting.tokens
 
 
-def received_numel(branch: Branch, setting: LayerSetting) -> int:
+def received_numel(branch: LayerBranch, setting: LayerSetting) -> int:
     """Return the elements of keys and values of other context-parallel ranks: two chunks on a ring,
     all if they are gathered."""
     if setting.cp == 1:
@@ -57,7 +57,7 @@ def received_numel(branch: Branch, setting: LayerSetting) -> int:
 # --- saved activations
 
 
-def core_tensors(setting: LayerSetting, layer: int, again: bool) -> list[SavedTensor]:
+def core_tensors(setting: LayerSetting, layer: int, again: bool) -> list[SavedActivation]:
     """Return the saved tensors of core attention, recomputed if `again`; its output only if it
     saves a copy of its own."""
     if again:
@@ -85,17 +85,17 @@ def _reads_projection(setting: LayerSetting, layer: int) -> bool:
 
 def _qkv_tensors(
     setting: LayerSetting, heads: int, kv_heads: int, *, tokens: int | None = None
-) -> list[SavedTensor]:
+) -> list[SavedActivation]:
     """Return queries, keys and values of `tokens` tokens; unset: of this rank's."""
     t, e = setting.tokens if tokens is None else tokens, setting.element
     keys, values = setting.model.key_size(), setting.model.value_size()
     sizes = {"q": heads * keys * t, "k": kv_heads * keys * t, "v": kv_heads * values * t}
-    return [SavedTensor("attention", what, numel, numel * e) for what, numel in sizes.items()]
+    return [SavedActivation("attention", what, numel, numel * e) for what, numel in sizes.items()]
 
 
 def _local_tensors(
     setting: LayerSetting, layer: int, heads: int, kv_heads: int, *, separate: bool
-) -> list[SavedTensor]:
+) -> list[SavedActivation]:
     """Return the saved tensors of attention over whole documents; `separate`: the next projection
     does not read its output."""
     setting = in_chunks(setting, layer)
@@ -116,16 +116,16 @@ def _local_tensors(
             else ()
         )
         return rows + [
-            SavedTensor("attention", "probabilities", numel, numel * e) for numel in numels
+            SavedActivation("attention", "probabilities", numel, numel * e) for numel in numels
         ]
     if backend == "split_kv":
-        rows.append(SavedTensor("attention", "log-sum", heads * t, heads * t * setting.wide))
+        rows.append(SavedActivation("attention", "log-sum", heads * t, heads * t * setting.wide))
         output_name = (
             output_name if separate or _reads_saved_output(setting, heads) else "output by head"
         )
-        return [*rows, SavedTensor("attention", output_name, heads * d * t, heads * d * t * e)]
+        return [*rows, SavedActivation("attention", output_name, heads * d * t, heads * d * t * e)]
     if _reads_projection(setting, layer) and not separate:
-        whole = SavedTensor(
+        whole = SavedActivation(
             "attention",
             "queries, keys, values",
             projection_numel(setting),
@@ -135,15 +135,15 @@ def _local_tensors(
     calls = kernel_lengths(setting.lengths)
     if backend == "plain":
         pairs = heads * sum(length**2 for length in setting.lengths)
-        return [*rows, SavedTensor("attention", "probabilities", pairs, pairs * e)]
+        return [*rows, SavedActivation("attention", "probabilities", pairs, pairs * e)]
     for length in calls if len(calls) > 1 else (t,):
         tokens = heads * length
-        rows.append(SavedTensor("attention", "log-sum", tokens, tokens * setting.wide))
-        rows.append(SavedTensor("attention", output_name, tokens * d, tokens * d * e))
+        rows.append(SavedActivation("attention", "log-sum", tokens, tokens * setting.wide))
+        rows.append(SavedActivation("attention", output_name, tokens * d, tokens * d * e))
     return rows
 
 
-def _biased_tensors(setting: LayerSetting, layer: int, heads: int) -> list[SavedTensor]:
+def _biased_tensors(setting: LayerSetting, layer: int, heads: int) -> list[SavedActivation]:
     """Return the saved tensors of attention with relative position biases: torch's unfused kernel,
     which copies its inputs for every query head."""
     model, w, t = setting.model, setting.wide, sum(setting.lengths)
@@ -156,15 +156,15 @@ def _biased_tensors(setting: LayerSetting, layer: int, heads: int) -> list[Saved
         sum(2 * n - 1 for n in runs),
     )
     rows = [
-        SavedTensor("attention", "queries, keys, values by head", copies, copies * w),
-        SavedTensor("attention", "weights", pairs, pairs * w),
-        SavedTensor("attention", "buckets of distances", distances, 8 * distances),
+        SavedActivation("attention", "queries, keys, values by head", copies, copies * w),
+        SavedActivation("attention", "weights", pairs, pairs * w),
+        SavedActivation("attention", "buckets of distances", distances, 8 * distances),
     ]
     hidden = model.attention.causal or _window_hides(model, layer, max(runs))
     num_pairs = sum(n**2 for n in runs)
     masks = [
-        SavedTensor("attention", "mask", num_pairs, num_pairs),
-        SavedTensor("attention", "queries that see nothing", t, t),
+        SavedActivation("attention", "mask", num_pairs, num_pairs),
+        SavedActivation("attention", "queries that see nothing", t, t),
     ]
     return rows + masks if hidden else rows
 
@@ -234,7 +234,7 @@ def kv_heads_exchanged(kv_heads: int, ranks: int) -> int:
     return lcm(kv_heads, ranks) // ranks
 
 
-def _context_tensors(setting: LayerSetting, layer: int) -> list[SavedTensor]:
+def _context_tensors(setting: LayerSetting, layer: int) -> list[SavedActivation]:
     """Return the saved tensors of context-parallel attention, see parallel/context.py."""
     part, e, w, cp, ranks = setting.part, setting.element, setting.wide, setting.cp, setting.cp
     if setting.context == "a2a+ring":
@@ -258,21 +258,21 @@ def _context_tensors(setting: LayerSetting, layer: int) -> list[SavedTensor]:
     )
     rows = [("q", heads * k * t), *keys, (output_name, heads * v * t)]
     return [
-        *(SavedTensor("attention", what, numel, numel * e) for what, numel in rows),
-        SavedTensor("attention", "log-sum", heads * t, heads * t * w),
+        *(SavedActivation("attention", what, numel, numel * e) for what, numel in rows),
+        SavedActivation("attention", "log-sum", heads * t, heads * t * w),
         *_distance_tensors(setting, heads),
     ]
 
 
-def _distance_tensors(setting: LayerSetting, heads: int) -> list[SavedTensor]:
+def _distance_tensors(setting: LayerSetting, heads: int) -> list[SavedActivation]:
     """Return the relative position biases of all distances, and the bucket of each distance."""
     if setting.model.positions != "relative":
         return []
     distances = 2 * min(setting.model.relative.max_distance, max(setting.lengths) - 1) + 1
     values = heads * distances
     return [
-        SavedTensor("attention", "biases of distances", values, values * setting.element),
-        SavedTensor("attention", "buckets of distances", distances, 8 * distances),
+        SavedActivation("attention", "biases of distances", values, values * setting.element),
+        SavedActivation("attention", "buckets of distances", distances, 8 * distances),
     ]
 
 
@@ -382,7 +382,7 @@ class KeyValueExchange:
         )
 
 
-def key_value_exchange(branch: Branch, setting: LayerSetting) -> KeyValueExchange:
+def key_value_exchange(branch: LayerBranch, setting: LayerSetting) -> KeyValueExchange:
     """Return the exchange of one layer."""
     part = branch.tensor_part(setting.rank)
     return KeyValueExchange(

@@ -7,13 +7,13 @@ from dataclasses import replace
 from megalith.config.model import AttentionConfig, ModelConfig, RopeConfig
 from megalith.plan.layers.attention import attention_tensors, output_parameters
 from megalith.plan.layers.base import (
-    Branch,
     DocumentCounts,
     HeldParameter,
+    LayerBranch,
     LayerKind,
     LayerRank,
     LayerSetting,
-    SavedTensor,
+    SavedActivation,
     TPMessages,
 )
 from megalith.plan.layers.core_attention import (
@@ -32,7 +32,7 @@ def source_norm_parameters(model: ModelConfig) -> list[HeldParameter]:
     return list(norm_parameters("memory_norm", model)) if normed else []
 
 
-def _parameters(branch: Branch, rank: LayerRank) -> Iterator[HeldParameter]:
+def _parameters(branch: LayerBranch, rank: LayerRank) -> Iterator[HeldParameter]:
     """Yield h·(n + 2 g)·d + n·d·h elements."""
     model, part = branch.model, branch.tensor_part(rank)
     h, d, kv_cut = model.hidden_size, model.head_size(), part.kv_copies == 1
@@ -46,14 +46,14 @@ def _parameters(branch: Branch, rank: LayerRank) -> Iterator[HeldParameter]:
     yield from output_parameters(model, query, where="cross")
 
 
-def _core_flops(branch: Branch, counts: DocumentCounts) -> int:
+def _core_flops(branch: LayerBranch, counts: DocumentCounts) -> int:
     """Return the model FLOPs of core attention without a window."""
     return core_attention_flops(branch.model, counts.doubled_pairs(None))
 
 
 def _saved_tensors(
-    branch: Branch, setting: LayerSetting, again: Sequence[str], saves_input: bool
-) -> list[SavedTensor]:
+    branch: LayerBranch, setting: LayerSetting, again: Sequence[str], saves_input: bool
+) -> list[SavedActivation]:
     """Return the saved tensors without the shared source hidden states: as of attention without a
     window, without RoPE and without norms of queries and keys."""
     kind, rows = branch.model.attention, [setting.hidden("cross.queries")] if saves_input else []
@@ -65,7 +65,7 @@ def _saved_tensors(
 
 def source_tensors(
     setting: LayerSetting, layers: range, spans: Sequence[Span]
-) -> Iterator[SavedTensor]:
+) -> Iterator[SavedActivation]:
     """Yield the source hidden states, shared by all layers of a stage, and their norm.
 
     The norm reads the same input as the first norm of the next layer; it saves the input only if
@@ -94,12 +94,12 @@ def source_tensors(
         yield read
 
 
-def _weight_gradient_numel(branch: Branch, setting: LayerSetting) -> int:
+def _weight_gradient_numel(branch: LayerBranch, setting: LayerSetting) -> int:
     """Return t · (3 h + (2 n + 2 g) d) elements."""
     return head_gradient_numel(branch, setting) + 3 * branch.model.hidden_size * setting.tokens
 
 
-def _tp_messages(branch: Branch, again: Sequence[str]) -> TPMessages:
+def _tp_messages(branch: LayerBranch, again: Sequence[str]) -> TPMessages:
     """Return the input of the queries, and the source."""
     inputs = (branch.model.hidden_size,) * 2
     return TPMessages(inputs=inputs, weight_inputs=inputs, sums=1)

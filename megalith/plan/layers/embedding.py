@@ -7,7 +7,7 @@ from megalith.plan.layers.base import (
     HeldParameter,
     LayerRank,
     LayerSetting,
-    SavedTensor,
+    SavedActivation,
     tensor_part,
 )
 
@@ -33,13 +33,13 @@ def bias_table(model: ModelConfig, rank: LayerRank) -> HeldParameter:
     return HeldParameter("relative.weight", model.relative.buckets, heads, cut=True)
 
 
-def embedding_tensors(setting: LayerSetting, prefix: str = "") -> Iterator[SavedTensor]:
+def embedding_tensors(setting: LayerSetting, prefix: str = "") -> Iterator[SavedActivation]:
     """Yield the saved tensors of the lookup of tokens and of learned positions."""
     yield from _lookup_tensors(f"{prefix}embed", setting.tokens)
     if setting.model.positions == "learned":
         yield from _lookup_tensors(f"{prefix}input_embedding.positions", setting.own_tokens)
 
 
-def _lookup_tensors(region: str, tokens: int) -> Iterator[SavedTensor]:
-    yield SavedTensor(region, "rows of the table", tokens, 8 * tokens)
-    yield SavedTensor(region, "which rows are mine", tokens, tokens)
+def _lookup_tensors(region: str, tokens: int) -> Iterator[SavedActivation]:
+    yield SavedActivation(region, "rows of the table", tokens, 8 * tokens)
+    yield SavedActivation(region, "which rows are mine", tokens, tokens)

@@ -4,7 +4,7 @@ gradients of both in forward."""
 from collections.abc import Iterator
 
 from megalith.config.model import ModelConfig
-from megalith.plan.layers.base import LayerSetting, Message, SavedTensor
+from megalith.plan.layers.base import LayerSetting, Message, SavedActivation
 
 TYPE_RULE = "VocabularyRule"
 """Rule of verify/type_rules.py for the autograd functions of the vocabulary-parallel loss."""
@@ -15,13 +15,13 @@ def head_flops(model: ModelConfig, tokens: int) -> int:
     return 6 * tokens * model.hidden_size * model.vocab_size
 
 
-def head_tensors(setting: LayerSetting, region: str = "") -> list[SavedTensor]:
+def head_tensors(setting: LayerSetting, region: str = "") -> list[SavedActivation]:
     """Return the gradients that the head computes in forward."""
     h = setting.model.hidden_size
     width, rows = setting.tokens * h, setting.part.vocab * h
     return [
-        SavedTensor(region, "gradient of the head's input", width, width * setting.element),
-        SavedTensor(region, "gradient of the head's weight", rows, rows * setting.wide),
+        SavedActivation(region, "gradient of the head's input", width, width * setting.element),
+        SavedActivation(region, "gradient of the head's weight", rows, rows * setting.wide),
     ]
 
 

@@ -4,16 +4,16 @@ computes for its own tokens."""
 from collections.abc import Iterator, Sequence
 
 from megalith.plan.layers.base import (
-    Branch,
     HeldParameter,
+    LayerBranch,
     LayerKind,
     LayerRank,
     LayerSetting,
-    SavedTensor,
+    SavedActivation,
 )
 
 
-def _parameters(branch: Branch, rank: LayerRank) -> Iterator[HeldParameter]:
+def _parameters(branch: LayerBranch, rank: LayerRank) -> Iterator[HeldParameter]:
     """Yield an h·h matrix and its bias."""
     model = branch.model
     yield HeldParameter(f"{branch.name}.linear", model.hidden_size, model.hidden_size)
@@ -22,8 +22,8 @@ def _parameters(branch: Branch, rank: LayerRank) -> Iterator[HeldParameter]:
 
 
 def _saved_tensors(
-    branch: Branch, setting: LayerSetting, again: Sequence[str], saves_input: bool
-) -> list[SavedTensor]:
+    branch: LayerBranch, setting: LayerSetting, again: Sequence[str], saves_input: bool
+) -> list[SavedActivation]:
     """Return its input."""
     region = branch.name if branch.name in again else f"{branch.name}.linear"
     return [setting.hidden(region)] if saves_input else []

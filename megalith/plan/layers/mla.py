@@ -18,25 +18,25 @@ from megalith.plan.layers.attention import (
     self_attention_flops,
 )
 from megalith.plan.layers.base import (
-    Branch,
     HeldParameter,
+    LayerBranch,
     LayerKind,
     LayerRank,
     LayerSetting,
-    SavedTensor,
+    SavedActivation,
     TPMessages,
 )
 from megalith.plan.layers.core_attention import key_value_exchange, received_numel
 from megalith.plan.layers.norm import norm_parameters, norm_tensors
 
 
-def _sizes(branch: Branch) -> MLAConfig:
+def _sizes(branch: LayerBranch) -> MLAConfig:
     sizes = branch.model.mla
     assert sizes is not None, "only models with `mla` have layers of this kind"
     return sizes
 
 
-def _parameters(branch: Branch, rank: LayerRank) -> Iterator[HeldParameter]:
+def _parameters(branch: LayerBranch, rank: LayerRank) -> Iterator[HeldParameter]:
     """Yield q: h·n·(d_nope + d_rope), or r_q·(h + n·(d_nope + d_rope)) + r_q; k and v: h·(r_kv +
     d_rope) + r_kv + r_kv·n·(d_nope + d_v); and n·d_v·h. Single r are those of norms."""
     model, part, sizes, h = (
@@ -67,24 +67,24 @@ def _parameters(branch: Branch, rank: LayerRank) -> Iterator[HeldParameter]:
 
 
 def _saved_tensors(
-    branch: Branch, setting: LayerSetting, again: Sequence[str], saves_input: bool
-) -> list[SavedTensor]:
+    branch: LayerBranch, setting: LayerSetting, again: Sequence[str], saves_input: bool
+) -> list[SavedActivation]:
     first = "attention.kv_down" if _sizes(branch).q_rank is None else "attention.queries.0"
     rows = [setting.hidden(first)] if saves_input else []
     if "mla_up_proj" not in again:
         return rows + _latent_tensors(branch, setting) + attention_tensors(branch, setting, again)
     inner = setting.part.heads * setting.model.value_size() * setting.tokens
-    output = SavedTensor("attention.out", "input", inner, inner * setting.element)
+    output = SavedActivation("attention.out", "input", inner, inner * setting.element)
     return [*rows, *_latent_tensors(branch, setting, again=True), output]
 
 
 def _latent_tensors(
-    branch: Branch, setting: LayerSetting, *, again: bool = False
-) -> list[SavedTensor]:
+    branch: LayerBranch, setting: LayerSetting, *, again: bool = False
+) -> list[SavedActivation]:
     """Return the saved tensors of latent attention: its compressed vectors before and after their
     norms; if recomputed, also the shared key."""
     sizes, e, own = _sizes(branch), setting.element, setting.own_tokens
-    rows: list[SavedTensor] = []
+    rows: list[SavedActivation] = []
 
     for rank, norm, up in (
         (sizes.q_rank, "attention.queries.1", "attention.queries.2"),
@@ -93,21 +93,23 @@ def _latent_tensors(
         if rank is not None:
             rows += norm_tensors(setting, norm, features=rank) if sizes.norms else []
             rows.append(
-                SavedTensor("attention" if again else up, "input", own * rank, own * rank * e)
+                SavedActivation("attention" if again else up, "input", own * rank, own * rank * e)
             )
     shared = own * sizes.rope_dim
-    return [*rows, SavedTensor("attention", "shared key", shared, shared * e)] if again else rows
+    return (
+        [*rows, SavedActivation("attention", "shared key", shared, shared * e)] if again else rows
+    )
 
 
 def _shared_tensors(
-    branch: Branch, setting: LayerSetting, again: Sequence[str]
-) -> list[SavedTensor]:
+    branch: LayerBranch, setting: LayerSetting, again: Sequence[str]
+) -> list[SavedActivation]:
     if "mla_up_proj" in again:
         return all_rope_tables(setting)
     return layer_rope_tables(branch, setting, again)
 
 
-def _tp_messages(branch: Branch, again: Sequence[str]) -> TPMessages:
+def _tp_messages(branch: LayerBranch, again: Sequence[str]) -> TPMessages:
     """Return the compressed vectors, and the key shared by all heads, which no matrix reads."""
     sizes = _sizes(branch)
     vectors = (sizes.q_rank or branch.model.hidden_size, sizes.kv_rank)

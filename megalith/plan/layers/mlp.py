@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 from megalith.config.model import ModelConfig
 from megalith.plan.layers.base import (
-    Branch,
     HeldParameter,
+    LayerBranch,
     LayerKind,
     LayerRank,
     LayerSetting,
-    SavedTensor,
+    SavedActivation,
     TPMessages,
     hidden_gradient_numel,
 )
@@ -39,13 +39,15 @@ def mlp_parameters(prefix: str, model: ModelConfig, ffn: int) -> Iterator[HeldPa
         yield HeldParameter(f"{prefix}.down_bias", model.hidden_size)
 
 
-def mlp_tensors(setting: LayerSetting, ffn: int, again: Sequence[str]) -> list[SavedTensor]:
+def mlp_tensors(setting: LayerSetting, ffn: int, again: Sequence[str]) -> list[SavedActivation]:
     """Return the saved tensors between the two matmuls."""
     inner, e, gated = ffn * setting.tokens, setting.element, setting.model.gated
     before = 2 * inner if gated else inner
-    rows = [SavedTensor("mlp", "gate and up" if gated else "up", before, before * e)]
+    rows = [SavedActivation("mlp", "gate and up" if gated else "up", before, before * e)]
     return (
-        rows if "mlp_act" in again else [*rows, SavedTensor("mlp.down", "input", inner, inner * e)]
+        rows
+        if "mlp_act" in again
+        else [*rows, SavedActivation("mlp.down", "input", inner, inner * e)]
     )
 
 
@@ -54,30 +56,30 @@ def mlp_position(name: str) -> int:
     return 2 if name.rsplit(".", 1)[-1].startswith("down") else 1
 
 
-def _parameters(branch: Branch, rank: LayerRank) -> Iterator[HeldParameter]:
+def _parameters(branch: LayerBranch, rank: LayerRank) -> Iterator[HeldParameter]:
     yield from mlp_parameters("mlp", branch.model, branch.tensor_part(rank).ffn)
 
 
 def _saved_tensors(
-    branch: Branch, setting: LayerSetting, again: Sequence[str], saves_input: bool
-) -> list[SavedTensor]:
+    branch: LayerBranch, setting: LayerSetting, again: Sequence[str], saves_input: bool
+) -> list[SavedActivation]:
     up = "mlp.gate_up" if branch.model.gated else "mlp.up"
     rows = [setting.hidden("mlp" if "mlp" in again else up)] if saves_input else []
     return rows if "mlp" in again else rows + mlp_tensors(setting, setting.part.ffn, again)
 
 
-def _weight_gradient_numel(branch: Branch, setting: LayerSetting) -> int:
+def _weight_gradient_numel(branch: LayerBranch, setting: LayerSetting) -> int:
     """Return t · (2 h + 3 f) elements, or 2 f without a gate."""
     inner = num_inner_copies(branch.model) * branch.tensor_part(setting.rank).ffn
     return inner * setting.tokens + hidden_gradient_numel(branch, setting)
 
 
-def _backward_numel(branch: Branch, setting: LayerSetting) -> int:
+def _backward_numel(branch: LayerBranch, setting: LayerSetting) -> int:
     """Return t · 3 f elements, or 2 f without a gate, of the largest MLP of the model."""
     return num_inner_copies(branch.model) * setting.part.ffn * setting.tokens
 
 
-def _tp_messages(branch: Branch, again: Sequence[str]) -> TPMessages:
+def _tp_messages(branch: LayerBranch, again: Sequence[str]) -> TPMessages:
     x = (branch.model.hidden_size,)
     return TPMessages(
         inputs=x, weight_inputs=x, recomputed_inputs=x if "mlp" in again else (), sums=1

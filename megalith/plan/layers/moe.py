@@ -27,17 +27,17 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, MoEConfig
 from megalith.config.parallel import DispatcherName
 from megalith.plan.layers.base import (
-    Branch,
     Exchange,
     ExpertPart,
     HeldParameter,
+    LayerBranch,
     LayerKind,
     LayerRank,
     LayerRecompute,
     LayerSetting,
     Message,
     Passes,
-    SavedTensor,
+    SavedActivation,
     TPMessages,
     hidden_gradient_numel,
 )
@@ -47,13 +47,13 @@ from megalith.plan.shards import split_evenly
 # --- parameters
 
 
-def _config(branch: Branch) -> MoEConfig:
+def _config(branch: LayerBranch) -> MoEConfig:
     moe = branch.model.moe
     assert moe is not None, "only models with `moe` have layers of this kind"
     return moe
 
 
-def _parameters(branch: Branch, rank: LayerRank) -> Iterator[HeldParameter]:
+def _parameters(branch: LayerBranch, rank: LayerRank) -> Iterator[HeldParameter]:
     """Yield the router E·h; experts E·3·d·f with a gate, else E·2·d·f, d = latent_size or h; shared
     experts as an MLP."""
     model, moe, h = branch.model, _config(branch), branch.model.hidden_size
@@ -222,43 +222,43 @@ def layer_mixture(setting: LayerSetting) -> Mixture:
     )
 
 
-def mixture_tensors(m: Mixture) -> Iterator[SavedTensor]:
+def mixture_tensors(m: Mixture) -> Iterator[SavedActivation]:
     """Yield the saved activations of one layer, without its input and the shared experts."""
     yield from _router(m)
     if m.moe.capacity.factor is not None:
         choices = m.tokens * m.moe.top_k
-        yield SavedTensor("router", "choices that were taken", choices, choices)
+        yield SavedActivation("router", "choices that were taken", choices, choices)
     yield from _losses(m)
     yield from _order(m)
     yield from _experts(m)
     if m.moe.latent_size is not None:
         numel = m.tokens * m.features
-        yield SavedTensor("widen", "input", numel, numel * m.element)
+        yield SavedActivation("widen", "input", numel, numel * m.element)
 
 
-def _router(m: Mixture) -> Iterator[SavedTensor]:
+def _router(m: Mixture) -> Iterator[SavedActivation]:
     """Yield the router's saved logits or scores, choices and weights."""
     router, every, chosen = m.moe.router, m.tokens * m.moe.num_experts, m.tokens * m.moe.top_k
     if router.jitter > 0:
         numel = m.tokens * m.model.hidden_size
-        yield SavedTensor("router", "jitter", numel, numel * m.element)
-        yield SavedTensor("router.gate", "input with jitter", numel, numel * m.element)
-    yield SavedTensor("router", "choices", chosen, 8 * chosen)
+        yield SavedActivation("router", "jitter", numel, numel * m.element)
+        yield SavedActivation("router.gate", "input with jitter", numel, numel * m.element)
+    yield SavedActivation("router", "choices", chosen, 8 * chosen)
     if router.norm_topk_prob and router.score == "softmax":
-        yield SavedTensor("router", "logits", every, every * m.logit)
-        yield SavedTensor("router", "weights", chosen, chosen * m.score)
+        yield SavedActivation("router", "logits", every, every * m.logit)
+        yield SavedActivation("router", "weights", chosen, chosen * m.score)
         return
-    yield SavedTensor("router", "scores", every, every * m.score)
+    yield SavedActivation("router", "scores", every, every * m.score)
     if router.score == "sqrt_softplus":
-        yield SavedTensor("router", "logits", every, every * m.score)
+        yield SavedActivation("router", "logits", every, every * m.score)
     if router.norm_topk_prob:
-        yield SavedTensor("router", "scores that were chosen", chosen, chosen * m.score)
-        yield SavedTensor("router", "their sums", m.tokens, m.tokens * m.score)
+        yield SavedActivation("router", "scores that were chosen", chosen, chosen * m.score)
+        yield SavedActivation("router", "their sums", m.tokens, m.tokens * m.score)
     elif m.moe.capacity.factor is not None:
-        yield SavedTensor("router", "weights", chosen, chosen * m.logit)
+        yield SavedActivation("router", "weights", chosen, chosen * m.logit)
 
 
-def _losses(m: Mixture) -> Iterator[SavedTensor]:
+def _losses(m: Mixture) -> Iterator[SavedActivation]:
     """Yield the saved activations of the aux losses."""
     losses, every = m.moe.aux_loss, m.tokens * m.moe.num_experts
     of_shares = [losses.sequence_coeff, losses.batch_coeff, losses.global_batch_coeff]
@@ -266,24 +266,24 @@ def _losses(m: Mixture) -> Iterator[SavedTensor]:
     single, softplus = score != "softmax", score == "sqrt_softplus"
     keeps_logits = m.logit == m.score and (softplus or (m.moe.router.norm_topk_prob and not single))
     if not keeps_logits and ((single and any(of_shares)) or losses.z_loss_coeff):
-        yield SavedTensor("router", "logits, for losses", every, every * m.score)
+        yield SavedActivation("router", "logits, for losses", every, every * m.score)
     if any(of_shares):
-        yield SavedTensor("router", "shares", every, every * m.score)
+        yield SavedActivation("router", "shares", every, every * m.score)
         if score == "sigmoid":
-            yield SavedTensor("router", "logs of sigmoids", every, every * m.score)
+            yield SavedActivation("router", "logs of sigmoids", every, every * m.score)
     for loss in (losses.sequence_coeff, losses.batch_coeff):
         if loss:
-            yield SavedTensor("router", "factors", every, every * m.score)
+            yield SavedActivation("router", "factors", every, every * m.score)
     if losses.global_batch_coeff:
-        yield SavedTensor(
+        yield SavedActivation(
             "router", "factors of the step", m.moe.num_experts, m.moe.num_experts * m.score
         )
     if losses.z_loss_coeff:
-        yield SavedTensor("router", "sizes of logits", m.tokens, m.tokens * m.score)
-        yield SavedTensor("router", "number of tokens", 1, 8)
+        yield SavedActivation("router", "sizes of logits", m.tokens, m.tokens * m.score)
+        yield SavedActivation("router", "number of tokens", 1, 8)
 
 
-def _order(m: Mixture) -> Iterator[SavedTensor]:
+def _order(m: Mixture) -> Iterator[SavedActivation]:
     """Yield the int64 permutation indices of the tokens that this rank sorts by expert."""
     if m.room is not None:
         yield from _padded_order(m, m.moe.num_experts * m.room)
@@ -294,12 +294,12 @@ def _order(m: Mixture) -> Iterator[SavedTensor]:
         tokens * m.moe.top_k,
         m.moe.num_experts // (m.experts.ep if gathers else 1),
     )
-    yield SavedTensor("", "choice of each row", rows, 8 * rows)
+    yield SavedActivation("", "choice of each row", rows, 8 * rows)
     sent = m.rows if gathers else rows
     ends = 0 if m.ranks > 1 and not gathers else 4 * local_experts
-    yield SavedTensor("order", "token of each row", sent, 8 * sent)
-    yield SavedTensor("order", "rows of each token", sent, 8 * sent)
-    yield SavedTensor(
+    yield SavedActivation("order", "token of each row", sent, 8 * sent)
+    yield SavedActivation("order", "rows of each token", sent, 8 * sent)
+    yield SavedActivation(
         "order",
         "first of them, and counts",
         tokens + local_experts,
@@ -307,31 +307,37 @@ def _order(m: Mixture) -> Iterator[SavedTensor]:
     )
 
 
-def _padded_order(m: Mixture, rows: int) -> Iterator[SavedTensor]:
+def _padded_order(m: Mixture, rows: int) -> Iterator[SavedActivation]:
     """Yield the permutation indices if all experts have the same padded number of rows."""
     choices, others = m.tokens * m.moe.top_k, m.tokens + m.moe.num_experts
-    yield SavedTensor("", "choice of each row", rows, 8 * rows)
-    yield SavedTensor("", "rows that are filler", rows, rows)
-    yield SavedTensor("order", "token of each row", rows, 8 * rows)
-    yield SavedTensor("order", "rows of each token, and which are missing", choices, 9 * choices)
-    yield SavedTensor("order", "first of them, and counts", others, 8 * others)
+    yield SavedActivation("", "choice of each row", rows, 8 * rows)
+    yield SavedActivation("", "rows that are filler", rows, rows)
+    yield SavedActivation("order", "token of each row", rows, 8 * rows)
+    yield SavedActivation(
+        "order", "rows of each token, and which are missing", choices, 9 * choices
+    )
+    yield SavedActivation("order", "first of them, and counts", others, 8 * others)
 
 
-def _experts(m: Mixture) -> Iterator[SavedTensor]:
+def _experts(m: Mixture) -> Iterator[SavedActivation]:
     """Yield the saved input rows, the output of gate and up, and the row weights."""
     numel, wide = m.rows * m.features, m.rows * m.inner * (2 if m.model.gated else 1)
     if m.rows_stay:
         tokens = m.tokens * m.features if m.moe.latent_size is not None else 0
         yield from (
-            [SavedTensor("experts", "tokens of rows", tokens, tokens * m.element)] if tokens else []
+            [SavedActivation("experts", "tokens of rows", tokens, tokens * m.element)]
+            if tokens
+            else []
         )
     else:
-        yield SavedTensor("experts", "rows", numel, numel * m.element)
-    yield SavedTensor("experts", "gate and up" if m.model.gated else "up", wide, wide * m.element)
-    yield SavedTensor("experts", "weights", m.rows, m.rows * m.logit)
+        yield SavedActivation("experts", "rows", numel, numel * m.element)
+    yield SavedActivation(
+        "experts", "gate and up" if m.model.gated else "up", wide, wide * m.element
+    )
+    yield SavedActivation("experts", "weights", m.rows, m.rows * m.logit)
     if m.moe.apply_router_weight_on_input:
-        yield SavedTensor("experts", "rows before their weights", numel, numel * m.element)
-        yield SavedTensor("experts", "weights of inputs", m.rows, m.rows * m.element)
+        yield SavedActivation("experts", "rows before their weights", numel, numel * m.element)
+        yield SavedActivation("experts", "weights of inputs", m.rows, m.rows * m.element)
 
 
 def _has_aux_losses(losses: AuxLossConfig) -> bool:
@@ -348,12 +354,12 @@ def _reads_only_jittered_input(moe: MoEConfig, again: Sequence[str]) -> bool:
 
 
 def _saved_tensors(
-    branch: Branch, setting: LayerSetting, again: Sequence[str], saves_input: bool
-) -> list[SavedTensor]:
+    branch: LayerBranch, setting: LayerSetting, again: Sequence[str], saves_input: bool
+) -> list[SavedActivation]:
     moe, mixture = _config(branch), layer_mixture(setting)
     first = "narrow" if moe.latent_size is not None else "router.gate"
     jittered = _reads_only_jittered_input(moe, again) and not mixture.rows_stay
-    rows: list[SavedTensor] = []
+    rows: list[SavedActivation] = []
     if saves_input and not jittered:
         rows.append(setting.hidden("mlp" if "mlp" in again else f"mlp.{first}"))
     if "mlp" in again:
@@ -366,22 +372,22 @@ def _saved_tensors(
         rows.append(row._replace(region=f"mlp.shared.0.{row.region}"))
     if moe.shared_gate:
         own = setting.own_tokens
-        rows.append(SavedTensor("mlp.shared.0", "gate", own, own * setting.element))
+        rows.append(SavedActivation("mlp.shared.0", "gate", own, own * setting.element))
         rows.append(setting.hidden("mlp.shared.0", "output before the gate"))
     return rows
 
 
 def _shared_tensors(
-    branch: Branch, setting: LayerSetting, again: Sequence[str]
-) -> list[SavedTensor]:
+    branch: LayerBranch, setting: LayerSetting, again: Sequence[str]
+) -> list[SavedActivation]:
     """Return the mask of padding, if aux losses save it."""
     t = setting.tokens
     if "mlp" in again or not _has_aux_losses(_config(branch).aux_loss):
         return []
-    return [SavedTensor("shared", "which tokens count", t, t)]
+    return [SavedActivation("shared", "which tokens count", t, t)]
 
 
-def _weight_gradient_numel(branch: Branch, setting: LayerSetting) -> int:
+def _weight_gradient_numel(branch: LayerBranch, setting: LayerSetting) -> int:
     """Return r · (2 d + 3 f) elements of the experts, s · E of the router, and those of the shared
     experts."""
     moe, m, copies = _config(branch), layer_mixture(setting), num_inner_copies(branch.model)
@@ -390,7 +396,7 @@ def _weight_gradient_numel(branch: Branch, setting: LayerSetting) -> int:
     return experts + shared + hidden_gradient_numel(branch, setting)
 
 
-def _backward_numel(branch: Branch, setting: LayerSetting) -> int:
+def _backward_numel(branch: LayerBranch, setting: LayerSetting) -> int:
     """Return the elements inside the experts, with their rows twice, before and after sorting, and
     inside the shared experts."""
     moe, m, copies = _config(branch), layer_mixture(setting), num_inner_copies(branch.model)
@@ -401,7 +407,7 @@ def _backward_numel(branch: Branch, setting: LayerSetting) -> int:
 # --- communication
 
 
-def _tp_messages(branch: Branch, again: Sequence[str]) -> TPMessages:
+def _tp_messages(branch: LayerBranch, again: Sequence[str]) -> TPMessages:
     """Return the messages of the shared experts; the gate follows their sum, and needs it again."""
     moe, x = _config(branch), (branch.model.hidden_size,)
     repeats = not {"mlp", "shared_experts"}.isdisjoint(again)
@@ -542,7 +548,7 @@ class ExpertExchange:
             yield Message("cp_tp", "weights of choices", "all_gather", sharing, calls, nbytes)
 
 
-def _exchange(branch: Branch, setting: LayerSetting) -> Exchange:
+def _exchange(branch: LayerBranch, setting: LayerSetting) -> Exchange:
     m = layer_mixture(setting)
     return ExpertExchange(
         moe=m.moe,

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megalith.config.model import ModelConfig
-from megalith.plan.layers.base import HeldParameter, LayerSetting, SavedTensor
+from megalith.plan.layers.base import HeldParameter, LayerSetting, SavedActivation
 from megalith.plan.layers.embedding import embedding_tensors
 from megalith.plan.layers.norm import norm_parameters, norm_tensors, stream_norm_tensors
 
@@ -25,13 +25,13 @@ def mtp_projection_flops(model: ModelConfig, tokens: int) -> int:
 
 
 def mtp_tensors(
-    setting: LayerSetting, region: str, layer: Iterable[SavedTensor]
-) -> Iterator[SavedTensor]:
+    setting: LayerSetting, region: str, layer: Iterable[SavedActivation]
+) -> Iterator[SavedActivation]:
     """Yield the saved tensors of one MTP layer; `layer`: those of its decoder layer."""
     width = 2 * setting.own_tokens * setting.model.hidden_size
     yield from embedding_tensors(setting, f"{region}.")
     yield from stream_norm_tensors(setting, f"{region}.embed_norm")
     yield from norm_tensors(setting, f"{region}.hidden_norm")
-    yield SavedTensor(f"{region}.project", "input", width, width * setting.element)
+    yield SavedActivation(f"{region}.project", "input", width, width * setting.element)
     yield from layer
     yield from stream_norm_tensors(setting, f"{region}.norm")

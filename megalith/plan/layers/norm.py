@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megalith.config.model import ModelConfig
-from megalith.plan.layers.base import HeldParameter, LayerSetting, SavedTensor, Summed
+from megalith.plan.layers.base import HeldParameter, LayerSetting, SavedActivation, Summed
 
 
 def norm_parameters(
@@ -17,26 +17,26 @@ def norm_parameters(
 
 def norm_tensors(
     setting: LayerSetting, region: str, *, tokens: int | None = None, features: int | None = None
-) -> list[SavedTensor]:
+) -> list[SavedActivation]:
     """Return the saved tensors of a norm inside a residual branch: its input first, then one or two
     statistics."""
     own = setting.own_tokens if tokens is None else tokens
     width = own * (setting.model.hidden_size if features is None else features)
     rows = [
-        SavedTensor(region, "input", width, width * setting.element),
-        SavedTensor(region, "scale", own, own * setting.wide),
+        SavedActivation(region, "input", width, width * setting.element),
+        SavedActivation(region, "scale", own, own * setting.wide),
     ]
     if setting.model.norm == "layer":
-        rows.append(SavedTensor(region, "mean", own, own * setting.wide))
+        rows.append(SavedActivation(region, "mean", own, own * setting.wide))
     return rows
 
 
-def stream_norm_tensors(setting: LayerSetting, region: str) -> list[SavedTensor]:
+def stream_norm_tensors(setting: LayerSetting, region: str) -> list[SavedActivation]:
     """Return the saved tensors of a norm of the residual stream."""
     read, *statistics = norm_tensors(setting, region)
     return [read._replace(nbytes=read.numel * setting.stream), *statistics]
 
 
-def residual_norm_tensors(setting: LayerSetting, norm: str) -> list[SavedTensor]:
+def residual_norm_tensors(setting: LayerSetting, norm: str) -> list[SavedActivation]:
     """Return the saved tensors of a norm that also adds its input to the residual stream."""
     return [row._replace(what=f"{row.what} of {norm}") for row in stream_norm_tensors(setting, "")]
