@@ -12,6 +12,8 @@ from megalith.config.model import ModelConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megalith.kernels.backend import AUTO, Backends
+from megalith.kernels.grouped_linear import GroupedMatmulOps
+from megalith.kernels.linear import PLAIN, MatmulOps
 from megalith.nn.lora import ColumnLora, ReplicatedLora, RowLora
 from megalith.parallel.collectives import OverlapFn, no_overlap
 from megalith.parallel.mesh import Mesh
@@ -33,6 +35,16 @@ from megalith.plan.parameters import initial_values
 from megalith.plan.shards import Shard
 
 NO_RECOMPUTE, NO_OFFLOAD = RecomputeConfig(), OffloadConfig()
+
+
+def plain_matmul_ops(weight: str) -> MatmulOps:
+    """Return plain matmuls for every linear layer."""
+    return PLAIN
+
+
+def fastest_matmul_ops(weight: str) -> None:
+    """Select the fastest grouped matmuls for the rows of each call."""
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +74,12 @@ class BuildContext:
 
     build_loss: Callable[[Backends], Callable[..., Tensor]] = default_loss
     """Builds the training loss of one output head, summed over tokens."""
+
+    build_matmul_ops: Callable[[str], MatmulOps] = plain_matmul_ops
+    """Builds the matmuls of one linear layer, given the name of its first weight."""
+
+    build_grouped_matmul_ops: Callable[[str], GroupedMatmulOps | None] = fastest_matmul_ops
+    """Builds the matmuls of one weight of all experts, given its name; None: the fastest."""
 
     overlap_fn: OverlapFn = no_overlap
     """Called while messages of the token dispatch are in flight (dual-batch overlap)."""
@@ -113,6 +131,7 @@ class BuildContext:
             [self.spec(*bias) for bias in biases],
             self.tp_comm,
             dtype=self.dtype,
+            matmul_ops=self.build_matmul_ops(weights[0][0].name),
         )
         adapted = [shard for shard, _ in weights if self._has_adapters(shard)]
         if self.lora is None or not adapted:
@@ -129,6 +148,7 @@ class BuildContext:
             None if bias is None else self.spec(*bias),
             self.tp_comm,
             dtype=self.dtype,
+            matmul_ops=self.build_matmul_ops(weight[0].name),
         )
         if self.lora is None or not self._has_adapters(weight[0]):
             return linear
@@ -136,7 +156,9 @@ class BuildContext:
 
     def replicated_linear(self, shard: Shard, init: Init) -> ReplicatedLinear | ReplicatedLora:
         """Build a linear layer with a replicated weight, with its adapter."""
-        linear = ReplicatedLinear(self.spec(shard, init), dtype=self.dtype)
+        linear = ReplicatedLinear(
+            self.spec(shard, init), dtype=self.dtype, matmul_ops=self.build_matmul_ops(shard.name)
+        )
         if self.lora is None or not self._has_adapters(shard):
             return linear
         return ReplicatedLora(linear, self.tp_comm, self.lora, self.backends, dtype=self.dtype)
@@ -151,19 +173,18 @@ def build_context(
     parallel: ParallelConfig | None = None,
     *,
     tp_comm: TPComm | None = None,
-    products: CollectiveMatmul = RING_EXCHANGE,
+    collective_matmul: CollectiveMatmul = RING_EXCHANGE,
     **fields: Any,
 ) -> BuildContext:
     """Return the context of a model's layers; by default with the communication that `parallel`
-    selects. `products` implements collective matmuls, `fields` are the other fields of
-    `BuildContext`."""
+    selects. `collective_matmul` is used if `parallel` overlaps communication with matmuls; `fields`
+    are the other fields of `BuildContext`."""
     parallel = parallel or ParallelConfig()
     if tp_comm is None and parallel.sp and mesh.tp.size > 1:
         tp_comm = SequenceParallelComm(
             mesh.tp,
             overlap=parallel.overlap,
-            tp_comm_overlap=parallel.tp_comm_overlap,
-            products=products,
+            collective_matmul=collective_matmul if parallel.tp_comm_overlap else None,
         )
     tp_comm = tp_comm or TensorParallelComm(mesh.tp, overlap=parallel.overlap)
     return BuildContext(model=model, mesh=mesh, parallel=parallel, tp_comm=tp_comm, **fields)

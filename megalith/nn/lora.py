@@ -23,7 +23,6 @@ from megalith.kernels.dropout import dropout, key_of
 from megalith.kernels.linear import Context, linear
 from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import derive_recompute
-from megalith.parallel.collectives import mark_partial
 from megalith.parallel.tensor import (
     ZEROS,
     ColumnParallelLinear,
@@ -168,7 +167,7 @@ class RowLora(nn.Module):
         """x [t, i_tp] -> [t, o]."""
         y = self.base(x)
         z = linear(self.drop(x), [getattr(self, f"{self.name}_lora_a")])
-        z = self.tp_comm.reduce_output(mark_partial(z, self.tp_comm.group))
+        z = self.tp_comm.reduce_output(z)
         return y + linear(z * self.scale, [getattr(self, f"{self.name}_lora_b")])
 
 

@@ -56,11 +56,13 @@ class Experts(nn.Module):
             context.spec(up, Init(std)),
             context.spec(up_bias, ZEROS) if moe.biases else None,
             dtype=context.dtype,
+            matmul_ops=context.build_grouped_matmul_ops(up.name),
         )
         self.down = ExpertMatrix(
             context.spec(down, Init(std / math.sqrt(2 * config.num_layers))),
             context.spec(down_bias, ZEROS) if moe.biases else None,
             dtype=context.dtype,
+            matmul_ops=context.build_grouped_matmul_ops(down.name),
         )
 
     def forward(self, sent: DispatchedTokens) -> Tensor:

@@ -20,7 +20,7 @@ from megalith.config.parallel import OffloadConfig, RecomputeConfig
 from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import (
     BitwiseComparison,
-    SavedTensor,
+    SavedInput,
     fingerprint,
     register_recompute,
     save_entirely,
@@ -82,7 +82,7 @@ class _BitwiseChecked:
 class _RecomputedInput:
     """Runs a region on its input tensor the first time, and on the recomputed input after that."""
 
-    def __init__(self, function: Function, x: Tensor, saved_x: SavedTensor, count: int) -> None:
+    def __init__(self, function: Function, x: Tensor, saved_x: SavedInput, count: int) -> None:
         self.function, self.saved_x, self.count = function, saved_x, count
         self.first: Tensor | None = x
         self.requires_grad = x.requires_grad

@@ -313,7 +313,7 @@ def build_run_context(
 ) -> BuildContext:
     """Return what the layers of a run's model are built with. Collective if the layout overlaps
     tensor-parallel communication."""
-    products = (
+    collective_matmul = (
         choose_collective_matmul(run.parallel.collective_matmul, mesh.tp, device)
         if run.parallel.tp_comm_overlap
         else RING_EXCHANGE
@@ -322,7 +322,7 @@ def build_run_context(
         run.model,
         mesh,
         run.parallel,
-        products=products,
+        collective_matmul=collective_matmul,
         dtype=dtype,
         backends=select_backends(run.kernels),
         recompute=run.recompute,

@@ -2,7 +2,6 @@
 experts nobody chooses, and balance that is learned. That each layout equals one process is in
 test_layouts.py."""
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -369,9 +368,11 @@ def matmuls(*, grouped: bool) -> Iterator[None]:
         ways.append(select_grouped_matmul_ops(x, w, groups) if grouped else LOOP)
         return ways[-1]
 
-    put = functools.partial(
-        accumulate_grouped_product_, matmul_ops=FUSED if grouped and HAS_GROUPED_MM else LOOP
-    )
+    ops = FUSED if grouped and HAS_GROUPED_MM else LOOP
+
+    def put(*tensors: Any, matmul_ops: GroupedMatmulOps | None, **options: Any) -> Tensor:
+        return accumulate_grouped_product_(*tensors, matmul_ops=ops, **options)
+
     with everywhere(noted), patched(data, "accumulate_grouped_product_", put):
         yield
     assert ways and (FUSED in ways) == (grouped and HAS_GROUPED_MM)

@@ -395,8 +395,8 @@ def batch(vocab_size: int) -> tuple[Tensor, Tensor]:
 def our_gradients(model: Decoder, folder: HuggingFaceFolder) -> dict[str, Tensor]:
     """Gradients under their names, in their shapes."""
     every = (
-        folder.family.fused_rules(folder.model_config)
-        if folder.family.fused_rules
+        folder.family.rules(folder.model_config, fused=True)
+        if folder.family.fused_tensors
         else folder.rules
     )  # as in their memory
     rules, found = group_by_parameter(every), dict[str, Tensor]()

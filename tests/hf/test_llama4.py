@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from megalith.cli.main import main
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.convert import convert, plan_moves
+from megalith.hf.families import LLAMA4
 from megalith.hf.folder import HuggingFaceFolder
-from megalith.hf.llama4 import LLAMA4
 from megalith.hf.pretrained import open_pretrained
 from megalith.kernels.packed import tokens_of_rows
 from megalith.plan.costs import active_parameters
@@ -279,6 +279,5 @@ def test_what_is_left_out_may_be_of_any_dtype_and_is_not_counted(
     assert capsys.readouterr().out.startswith(
         f"wrote {tmp_path / 'out'}: {count} tensors, {len(left)} skipped, "
     )
-    assert last.startswith(f"{count} tensors, {len(left)} skipped, ") and len(lines) == count + len(
-        left
-    )
+    assert last.startswith(f"{count} tensors, {len(left)} skipped, ")
+    assert len(lines) == count + len(left)

@@ -19,9 +19,10 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.errors import ConfigError
 from megalith.hf.convert import convert
-from megalith.hf.folder import FAMILIES, HuggingFaceFolder, write_folder
+from megalith.hf.families import FAMILIES
+from megalith.hf.family import Family
+from megalith.hf.folder import HuggingFaceFolder, write_folder
 from megalith.hf.pretrained import open_pretrained
-from megalith.hf.tensor_rules import Family
 from megalith.infer.generate import generate
 from megalith.kernels.packed import tokens_of_rows
 from megalith.plan.costs import num_parameters
@@ -152,7 +153,7 @@ def test_scores_loss_and_every_gradient_equal_those_of_transformers(
     our_loss = ours.loss(ids.flatten(), labels.flatten(), tokens)
     our_loss.backward()
 
-    head = folder.family.tied  # which some families call otherwise in their files
+    head = folder.family.head  # which some families call otherwise in their files
     expected = {
         name.replace("lm_head.weight", head): part.grad for name, part in theirs.named_parameters()
     }

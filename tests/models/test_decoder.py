@@ -19,8 +19,8 @@ from megalith.config.model import (
 )
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig
+from megalith.hf.families import QWEN2
 from megalith.hf.folder import write_folder
-from megalith.hf.qwen2 import QWEN2
 from megalith.infer.generate import build_prefix_state
 from megalith.kernels.backend import Backends
 from megalith.kernels.linear import stacked

@@ -159,9 +159,9 @@ def test_recompute_adds_each_weight_gradient_once(
     given: list[data.BucketGradAccumulator] = []
     product = data.BucketGradAccumulator.product
 
-    def noted(self: data.BucketGradAccumulator, x: Tensor, dy: Tensor) -> None:
+    def noted(self: data.BucketGradAccumulator, *arguments: Any) -> None:
         given.append(self)
-        product(self, x, dy)
+        product(self, *arguments)
 
     monkeypatch.setattr(data.BucketGradAccumulator, "product", noted)
     step(built(one))
@@ -253,9 +253,9 @@ def test_recompute_of_latent_attention_adds_each_weight_gradient_once(
     given: list[data.BucketGradAccumulator] = []
     product = data.BucketGradAccumulator.product
 
-    def noted(self: data.BucketGradAccumulator, x: Tensor, dy: Tensor) -> None:
+    def noted(self: data.BucketGradAccumulator, *arguments: Any) -> None:
         given.append(self)
-        product(self, x, dy)
+        product(self, *arguments)
 
     theirs = step(built(KEEP, dtype, LATENT))
     monkeypatch.setattr(data.BucketGradAccumulator, "product", noted)
@@ -444,9 +444,9 @@ def test_each_mlp_chunk_adds_one_weight_gradient(
     given: list[tuple[int, int]] = []
     product = data.BucketGradAccumulator.product
 
-    def noted(self: data.BucketGradAccumulator, x: Tensor, dy: Tensor) -> None:
+    def noted(self: data.BucketGradAccumulator, x: Tensor, *others: Any) -> None:
         given.append((x.shape[1], len(x)))
-        product(self, x, dy)
+        product(self, x, *others)
 
     monkeypatch.setattr(data.BucketGradAccumulator, "product", noted)
     step(built(replace(CHUNKS, mlp_chunks=5)))
@@ -470,9 +470,8 @@ def test_weight_gradient_added_twice_is_rejected(monkeypatch: pytest.MonkeyPatch
     def twice(ctx: Any, dy: Tensor) -> Any:
         result = backward(ctx, dy)
         if ctx.grad_accumulator is not None:
-            ctx.grad_accumulator.product(
-                *(saved for saved in ctx.saved_tensors if saved.shape[0] == dy.shape[0]), dy
-            )
+            (x,) = (saved for saved in ctx.saved_tensors if saved.shape[0] == dy.shape[0])
+            ctx.grad_accumulator.product(x, dy, ctx.matmul_ops)
         return result
 
     monkeypatch.setattr(LinearFunction, "backward", staticmethod(twice))

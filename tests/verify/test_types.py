@@ -26,6 +26,7 @@ from megalith.config.parallel import (
 from megalith.config.tree import apply_overrides, from_dict, to_dict
 from megalith.errors import ConfigError, PlanError
 from megalith.kernels.attention.scores import Scores
+from megalith.kernels.linear import WeightMatmul
 from megalith.kernels.packed import PackedSeqParams
 from megalith.models.decoder import Decoder
 from megalith.nn import dropout as dropout_layers
@@ -36,6 +37,7 @@ from megalith.nn.mlp import GatedMLP
 from megalith.nn.norm import RMSNorm
 from megalith.parallel import collectives
 from megalith.parallel import tensor as layers
+from megalith.parallel.collectives import mark_partial
 from megalith.parallel.mesh import Mesh, build_meta_mesh
 from megalith.plan.grid import model_grid
 from megalith.recipes import resolve
@@ -226,19 +228,13 @@ def test_problems_on_a_middle_stage_are_found_under_the_layers_global_number() -
 
 
 class WithoutSum:
-    """A region that leaves divided work without the sum."""
-
-    overlapped = None
-    rings = False
+    """Communication that returns partial sums without adding them."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.group, self.invariant = mesh.tp, frozenset(mesh.tp.axes)
 
-    def prepare_input(self, x: Tensor) -> Tensor:
-        return x
-
-    def reduce_output(self, x: Tensor) -> Tensor:
-        return x
+    def reduce_output(self, x: Tensor, matmul: WeightMatmul) -> Tensor:
+        return mark_partial(matmul(x), self.group)
 
 
 def test_a_stage_that_forgets_what_it_received_is_refused() -> None:
