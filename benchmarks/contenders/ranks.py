@@ -37,7 +37,7 @@ class LossModel(nn.Module):
     def forward(self, batches: StepBatches) -> Tensor:
         """The loss of the only microbatch, as a share of the mean over the labels of all ranks."""
         (batch,) = batches.microbatches
-        loss: Tensor = self.decoder.loss(batch.ids, batch.labels, batch.tokens)
+        loss: Tensor = self.decoder.loss(batch.ids, batch.labels, batch.layer_inputs())
         return loss / batches.num_labels
 
 

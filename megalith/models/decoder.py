@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.packed import PackedSeqParams
-from megalith.nn.attention import LayerCache
+from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.nn.build import BuildContext
 from megalith.nn.embedding import InputEmbedding, NoBias, RelativeBias
 from megalith.nn.frozen import FrozenLayerRunner
@@ -129,7 +128,7 @@ class Decoder(nn.Module):
     def forward(
         self,
         ids: Tensor,
-        tokens: PackedSeqParams,
+        inputs: LayerInputs,
         caches: Sequence[LayerCache] | None = None,
         *,
         x: Tensor | None = None,
@@ -144,24 +143,25 @@ class Decoder(nn.Module):
         that attend to it, and `mtp_hidden`, the outputs of MTP layers, from their stage to that of
         the loss. `mtp_inputs` are the ids and labels of the MTP layers.
         """
-        tokens = replace(
-            self.relative.add_to(self.rotations.add_to(tokens)), memory=cross_layer_source
+        inputs = replace(
+            self.relative.add_to(self.rotations.add_to(inputs)), encoder_hidden=cross_layer_source
         )
         if self.stage.embedding:
-            x = self.input_embedding(self.embed(ids), tokens)
+            x = self.input_embedding(self.embed(ids), inputs)
         assert x is not None, f"stage {self.stage} needs hidden states"
         if caches is None:
-            x, tokens = self.run_layers(list(self.layers), x, tokens, self.source_hook)
+            x, inputs = self.run_layers(list(self.layers), x, inputs, self.source_hook)
         else:
-            x = self._forward_with_caches(x, tokens, caches)
+            x = self._forward_with_caches(x, inputs, caches)
         if self.stage.norm:
             x = self.norm(x)
         if self.config.needs_cross_layer_source(self.stage.layers.stop):
-            assert tokens.memory is not None, f"stage {self.stage} passes on a cross-layer source"
-            return x, tokens.memory
+            source = inputs.encoder_hidden
+            assert source is not None, f"stage {self.stage} passes on a cross-layer source"
+            return x, source
         if self.stage.num_mtp_layers and not self.stage.loss:
             assert isinstance(self.mtp, MTPBlock)
-            mtp_hidden = self.mtp.states(x, mtp_inputs, tokens)
+            mtp_hidden = self.mtp.states(x, mtp_inputs, inputs)
         return (x, *mtp_hidden) if mtp_hidden else x
 
     def stage_inputs(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
@@ -176,15 +176,16 @@ class Decoder(nn.Module):
         )
 
     def _forward_with_caches(
-        self, x: Tensor, tokens: PackedSeqParams, caches: Sequence[LayerCache]
+        self, x: Tensor, inputs: LayerInputs, caches: Sequence[LayerCache]
     ) -> Tensor:
         """Run all layers with a KV cache for each attention."""
         remaining = iter(caches)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             if self.source_hook is not None and number == self.source_hook.before:
-                tokens = replace(tokens, memory=self.source_hook.how(x))
-            x = layer(x, tokens, *islice(remaining, layer.attentions))
+                inputs = replace(inputs, encoder_hidden=self.source_hook.how(x))
+            cache, cross_cache = [*islice(remaining, layer.attentions), None, None][:2]
+            x = layer(x, replace(inputs, cache=cache, cross_cache=cross_cache))
         assert next(remaining, None) is None, "more caches than attentions"
         return x
 
@@ -196,20 +197,20 @@ class Decoder(nn.Module):
         self,
         ids: Tensor,
         labels: Tensor,
-        tokens: PackedSeqParams,
+        inputs: LayerInputs,
         *,
         x: Tensor | None = None,
         cross_layer_source: Tensor | None = None,
     ) -> Tensor:
         """Return the sum of -log p(label) over the labels [t] that are not negative; equal on all
         tensor-parallel ranks."""
-        return self.head.loss(self(ids, tokens, x=x, cross_layer_source=cross_layer_source), labels)
+        return self.head.loss(self(ids, inputs, x=x, cross_layer_source=cross_layer_source), labels)
 
     def losses(
         self,
         ids: Tensor,
         labels: Tensor,
-        tokens: PackedSeqParams,
+        inputs: LayerInputs,
         *,
         mtp_inputs: MTPInputs = (),
         **received: Any,
@@ -219,26 +220,26 @@ class Decoder(nn.Module):
 
         received: outputs of the previous stage, as arguments of `forward`.
         """
-        tokens = self.rotations.add_to(tokens)
-        hidden = self._hidden(ids, tokens, received)
+        inputs = self.rotations.add_to(inputs)
+        hidden = self._hidden(ids, inputs, received)
         main_loss = self.head.loss(hidden[0], labels)
-        return main_loss, *self.mtp.losses(hidden, mtp_inputs, self.relative.add_to(tokens))
+        return main_loss, *self.mtp.losses(hidden, mtp_inputs, self.relative.add_to(inputs))
 
     def evaluate(
         self,
         ids: Tensor,
         labels: Tensor,
-        tokens: PackedSeqParams,
+        inputs: LayerInputs,
         *,
         mtp_inputs: MTPInputs = (),
         **received: Any,
     ) -> Tensor:
         """Return `losses` in float64, followed by the MTP acceptance rates if the model has MTP
         layers."""
-        tokens = self.rotations.add_to(tokens)
-        hidden = self._hidden(ids, tokens, received)
+        inputs = self.rotations.add_to(inputs)
+        hidden = self._hidden(ids, inputs, received)
         main_loss = self.head.loss(hidden[0], labels, evaluating=True)
-        losses, num_correct = self.mtp.evaluate(hidden, mtp_inputs, self.relative.add_to(tokens))
+        losses, num_correct = self.mtp.evaluate(hidden, mtp_inputs, self.relative.add_to(inputs))
         all_losses = torch.stack([main_loss, *losses]).double()
         return (
             torch.cat(
@@ -249,19 +250,19 @@ class Decoder(nn.Module):
         )
 
     def _hidden(
-        self, ids: Tensor, tokens: PackedSeqParams, received: Mapping[str, Any]
+        self, ids: Tensor, inputs: LayerInputs, received: Mapping[str, Any]
     ) -> tuple[Tensor, ...]:
         """Return the hidden states of the model, and those of MTP depths computed in another
         stage."""
-        hidden = self(ids, tokens, **received)
+        hidden = self(ids, inputs, **received)
         return hidden if isinstance(hidden, tuple) else (hidden,)
 
     def logits(
-        self, ids: Tensor, tokens: PackedSeqParams, caches: Sequence[LayerCache], wanted: Tensor
+        self, ids: Tensor, inputs: LayerInputs, caches: Sequence[LayerCache], wanted: Tensor
     ) -> Tensor:
         """Return logits [len(wanted), vocab_size] at the positions `wanted`; every rank must have
         all tokens (no sp)."""
-        return self.head.logits(self(ids, tokens, caches)[wanted])
+        return self.head.logits(self(ids, inputs, caches)[wanted])
 
 
 def build_chunks(context: BuildContext) -> list[Decoder]:

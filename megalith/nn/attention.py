@@ -2,14 +2,13 @@
 tensor-parallel group."""
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention.scores import Scores
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.nn.build import BuildContext
 from megalith.nn.dropout import build_core_attention
 from megalith.nn.lora import RowLora
@@ -18,14 +17,6 @@ from megalith.nn.rope import build_apply_rope, build_attention_temperature
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import ZEROS, Init, RowParallelLinear
 from megalith.plan.shards import HeadSplit, Shard, split_heads
-
-
-class LayerCache(Protocol):
-    """KV cache of one layer in text generation."""
-
-    def extend(self, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> tuple[Tensor, Tensor]:
-        """Append k, v [t, g, d] of the current tokens; return those of all tokens of each document
-        [t_kv, g, d]."""
 
 
 class Attention(nn.Module):
@@ -58,9 +49,7 @@ class Attention(nn.Module):
         self.gate = sigmoid_gate if config.attention.gated else no_gate
         self.out = output_linear(name, config, context, heads.queries)
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         n, g, d = self.num_heads, self.num_kv_heads, self.head_dim
         projected = self.qkv(x)
@@ -69,13 +58,22 @@ class Attention(nn.Module):
         )
         q, k = self.norms(q.unflatten(-1, (n, d)), k.unflatten(-1, (g, d)))
         q, k, v = (
-            self.attention_temperature(self.apply_rope(q, tokens), tokens),
-            self.apply_rope(k, tokens),
+            self.attention_temperature(self.apply_rope(q, inputs), inputs),
+            self.apply_rope(k, inputs),
             v.unflatten(-1, (g, d)),
         )
-        if cache is not None:
-            k, v = cache.extend(k, v, tokens)
-        heads = self.core(q, k, v, tokens, scores=self.scores, sinks=self.sinks())
+        if inputs.cache is not None:
+            k, v = inputs.cache.extend(k, v, inputs.seq_params)
+        heads = self.core(
+            q,
+            k,
+            v,
+            inputs.seq_params,
+            scores=self.scores,
+            sinks=self.sinks(),
+            attention_bias=inputs.attention_bias,
+            dropout_key=inputs.dropout_key,
+        )
         return self.out(self.gate(heads.flatten(1), gate))
 
 

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention.scores import PLAIN, Scores, WeightDropout
-from megalith.kernels.dropout import dropout, key_of
+from megalith.kernels.dropout import DropoutKey, dropout, key_of
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import PackedSeqParams
 from megalith.nn.build import BuildContext
 from megalith.parallel import recompute as recomputation
@@ -16,7 +18,7 @@ from megalith.parallel.context import Attend, build_attend
 from megalith.plan.recompute import recomputed_modules
 from megalith.plan.shards import split_evenly, split_heads
 
-Step = Callable[[Tensor, PackedSeqParams], Tensor]
+Step = Callable[[Tensor, LayerInputs], Tensor]
 """x [t, h], in the layout of `tp_comm` -> [t, h]."""
 
 
@@ -34,12 +36,12 @@ class Dropout(nn.Module):
         self.place, self.layer, self.p, self.tp_comm = place, layer, p, context.tp_comm
         self.drop = context.backends.bind("dropout", dropout)
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] of the local tokens, in the layout of `tp_comm` -> [t, h]; x itself outside
         training."""
-        if tokens.dropout is None:
+        if inputs.dropout_key is None:
             return x
-        seed, numbers = tokens.dropout.seed, tokens.dropout.numbers
+        seed, numbers = inputs.dropout_key.seed, inputs.dropout_key.numbers
         return self.drop(
             x,
             self.p,
@@ -69,17 +71,27 @@ class AttentionWithDropout:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: PackedSeqParams,
+        seq_params: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
     ) -> Tensor:
         """Call `core` with the dropout settings in `scores`."""
-        if tokens.dropout is None:
-            return self.core(q, k, v, tokens, scores=scores, sinks=sinks)
-        place = key_of(tokens.dropout.seed, "dropout", self.place, self.layer)
-        dropping = replace(scores, dropout=WeightDropout(self.p, place, self.first_head))
-        return self.core(q, k, v, tokens, scores=dropping, sinks=sinks)
+        if dropout_key is not None:
+            place = key_of(dropout_key.seed, "dropout", self.place, self.layer)
+            scores = replace(scores, dropout=WeightDropout(self.p, place, self.first_head))
+        return self.core(
+            q,
+            k,
+            v,
+            seq_params,
+            scores=scores,
+            sinks=sinks,
+            attention_bias=attention_bias,
+            dropout_key=dropout_key,
+        )
 
 
 def build_core_attention(
@@ -141,25 +153,32 @@ class RecomputedCore:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: PackedSeqParams,
+        seq_params: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
     ) -> Tensor:
         """Save q, k, v, made contiguous, because values are a view of a larger tensor that would be
         kept alive."""
         tensors = [x.contiguous() for x in (k, v, sinks) if x is not None]
+        arguments = {
+            "scores": scores,
+            "attention_bias": attention_bias,
+            "dropout_key": dropout_key,
+        }
         return recomputation.recompute(
-            partial(self._attend, tokens, scores), q, *tensors, check=self.check
+            partial(self._attend, seq_params, arguments), q, *tensors, check=self.check
         )
 
     def _attend(
         self,
-        tokens: PackedSeqParams,
-        scores: Scores,
+        seq_params: PackedSeqParams,
+        arguments: dict[str, Any],  # keyword arguments of `Attend`
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *sinks: Tensor,
     ) -> Tensor:
-        return self.core(q, k, v, tokens, scores=scores, sinks=sinks[0] if sinks else None)
+        return self.core(q, k, v, seq_params, sinks=sinks[0] if sinks else None, **arguments)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.errors import DataError
 from megalith.kernels.embedding import embedding
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.nn.build import BuildContext
 from megalith.nn.dropout import Step, build_dropout
 from megalith.nn.norm import stream_dtype
@@ -49,24 +49,23 @@ class LearnedPositions(nn.Module):
         else:
             self.register_parameter("weight", shared)
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h].
 
         Raises:
             DataError: a document is longer than the table.
         """
         # Context-parallel rows may end with padding beyond the table, which gets zeros.
-        if tokens.context is None and tokens.max_seqlen_kv > len(self.weight):
+        seq_params = inputs.seq_params
+        if seq_params.context is None and seq_params.max_seqlen_kv > len(self.weight):
             raise DataError(
-                f"a document has {tokens.max_seqlen_kv} tokens, but model.positions=learned has "
-                f"only {len(self.weight)} positions. Use documents of at most {len(self.weight)} "
-                f"tokens, or set model.max_seq_len={tokens.max_seqlen_kv}."
+                f"a document has {seq_params.max_seqlen_kv} tokens, but model.positions=learned "
+                f"has only {len(self.weight)} positions. Use documents of at most "
+                f"{len(self.weight)} tokens, or set model.max_seq_len={seq_params.max_seqlen_kv}."
             )
-        places = (
-            tokens.position_ids + self.position_offset
-            if self.position_offset
-            else tokens.position_ids
-        )
+        places = seq_params.position_ids
+        if self.position_offset:
+            places = places + self.position_offset
         return x + embedding(self.tp_comm.select_local(places), self.weight)
 
 
@@ -111,10 +110,10 @@ class InputEmbedding(nn.Module):
         """Return the table of learned positions, or None."""
         return self.positions.weight if hasattr(self, "positions") else None
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         for step in self.steps:
-            x = step(x, tokens)
+            x = step(x, inputs)
         return x.requires_grad_() if self.requires_grad and torch.is_grad_enabled() else x
 
 
@@ -124,7 +123,7 @@ class CastToStream:
 
     dtype: torch.dtype
 
-    def __call__(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         return x.to(self.dtype)
 
@@ -136,7 +135,7 @@ class Scale:
     def __init__(self, factor: float, dtype: torch.dtype) -> None:
         self.factor = torch.tensor(factor, dtype=dtype).item()
 
-    def __call__(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         return x * self.factor
 
@@ -145,7 +144,7 @@ class Scale:
 
 
 class RelativeBias(nn.Module):
-    """Adds the table of relative position biases [buckets, n] to the tokens.
+    """Adds the table of relative position biases [buckets, n] to the layers' inputs.
 
     A rank has the columns of its heads. Pipeline stages hold a copy each, whose gradients are
     summed; chunks of a rank share one. Source: Raffel et al. 2020, arXiv:1910.10683, section 2.1.
@@ -167,15 +166,15 @@ class RelativeBias(nn.Module):
         else:
             self.register_parameter("weight", shared)
 
-    def add_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
-        """Return the tokens with the local heads' biases: the parameter itself, so that recomputed
+    def add_to(self, inputs: LayerInputs) -> LayerInputs:
+        """Return the inputs with the local heads' biases: the parameter itself, so that recomputed
         layers read it again."""
-        return replace(tokens, biases=self.weight)
+        return replace(inputs, attention_bias=self.weight)
 
 
 class NoBias(nn.Module):
     """Placeholder for models without relative position bias."""
 
-    def add_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
-        """Return the tokens unchanged."""
-        return tokens
+    def add_to(self, inputs: LayerInputs) -> LayerInputs:
+        """Return the inputs unchanged."""
+        return inputs

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.parallel.recompute import LayerRunner, SpanHook
 
 
@@ -24,21 +24,21 @@ class FrozenLayerRunner:
         self,
         layers: Sequence[nn.Module],
         x: Tensor,
-        tokens: PackedSeqParams,
+        inputs: LayerInputs,
         span_hook: SpanHook | None = None,
-    ) -> tuple[Tensor, PackedSeqParams]:
-        """x [t, h], in the layout of the layers -> [t, h], and the tokens with the cross-layer
+    ) -> tuple[Tensor, LayerInputs]:
+        """x [t, h], in the layout of the layers -> [t, h], and the inputs with the cross-layer
         source."""
         training = torch.is_grad_enabled()
         below = span_hook is not None and span_hook.before < self.count
         with torch.no_grad():
-            x, tokens = self.run(layers[: self.count], x, tokens, span_hook if below else None)
+            x, inputs = self.run(layers[: self.count], x, inputs, span_hook if below else None)
         rest, later = (
             layers[self.count :],
             None if span_hook is None or below else span_hook.after(self.count),
         )
         return (
-            self.run(rest, x.requires_grad_() if training else x, tokens, later)
+            self.run(rest, x.requires_grad_() if training else x, inputs, later)
             if rest
-            else (x, tokens)
+            else (x, inputs)
         )

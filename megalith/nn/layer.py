@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import RecomputeConfig
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.recomputed import (
     register_checked_recompute,
     register_recompute,
 )
-from megalith.nn.attention import Attention, LayerCache
+from megalith.nn.attention import Attention
 from megalith.nn.build import BuildContext
 from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.dropout import Step, build_dropout
@@ -52,10 +52,8 @@ class LinearReplacement(nn.Module):
         self.linear = context.replicated_linear(weight, start)
         self.shift = AddBias(f"{name}.linear_bias", h, context) if bias else nn.Identity()
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams | None = None, cache: LayerCache | None = None
-    ) -> Tensor:
-        """x [t, h] -> [t, h]; `tokens` and `cache` are ignored."""
+    def forward(self, x: Tensor, inputs: LayerInputs | None = None) -> Tensor:
+        """x [t, h] -> [t, h]; `inputs` are ignored."""
         y: Tensor = self.shift(self.linear(x))
         return y
 
@@ -102,11 +100,11 @@ class ResidualBranch(nn.Module):
         self.scale = (ScaleBy(scale),) if scale != 1.0 else ()
         self.dropped = tuple(dropped)
 
-    def forward(self, y: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, y: Tensor, inputs: LayerInputs) -> Tensor:
         """y [t, h] -> [t, h]."""
         y = self.norm(y)
         for step in (*self.scale, *self.dropped):
-            y = step(y, tokens)
+            y = step(y, inputs)
         return y
 
 
@@ -116,7 +114,7 @@ class ScaleBy:
 
     factor: float
 
-    def __call__(self, y: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def __call__(self, y: Tensor, inputs: LayerInputs) -> Tensor:
         """y [t, h] -> [t, h]."""
         return y * self.factor
 
@@ -210,13 +208,11 @@ class SequentialBlock(Layer):
     """Layer with attention and then an MLP, each added to the residual stream: x [t, h] -> x [t,
     h]."""
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
-        attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
+        attended = self.attention_out(self.attention(self.attention_norm(x), inputs), inputs)
         x, normed = self.mlp_norm.add_and_normalize(attended, x)
-        return x + self.mlp_out(self.mlp(normed, tokens), tokens)
+        return x + self.mlp_out(self.mlp(normed, inputs), inputs)
 
 
 class CrossBlock(Layer):
@@ -227,20 +223,13 @@ class CrossBlock(Layer):
 
     attentions = 2
 
-    def forward(
-        self,
-        x: Tensor,
-        tokens: PackedSeqParams,
-        cache: LayerCache | None = None,
-        cross_cache: LayerCache | None = None,
-    ) -> Tensor:
-        """x [t, h] -> [t, h]; the tokens hold the source hidden states. Caches: of self-attention,
-        and of cross-layer attention."""
-        attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x [t, h] -> [t, h]; `inputs.encoder_hidden`: the cross-layer source."""
+        attended = self.attention_out(self.attention(self.attention_norm(x), inputs), inputs)
         x, normed = self.cross_norm.add_and_normalize(attended, x)
-        cross_attended = self.cross_out(self.cross(normed, tokens, cross_cache), tokens)
+        cross_attended = self.cross_out(self.cross(normed, inputs), inputs)
         x, normed = self.mlp_norm.add_and_normalize(cross_attended, x)
-        return x + self.mlp_out(self.mlp(normed, tokens), tokens)
+        return x + self.mlp_out(self.mlp(normed, inputs), inputs)
 
 
 class ParallelBlock(Layer):
@@ -250,44 +239,36 @@ class ParallelBlock(Layer):
     section 2.
     """
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
-        attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
-        return x + attended + self.mlp_out(self.mlp(self.mlp_norm(x), tokens), tokens)
+        attended = self.attention_out(self.attention(self.attention_norm(x), inputs), inputs)
+        return x + attended + self.mlp_out(self.mlp(self.mlp_norm(x), inputs), inputs)
 
 
 class OneNormBlock(Layer):
     """Parallel layer with one norm for attention and MLP: x [t, h] -> x [t, h]."""
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         normed = self.attention_norm(x)
-        attended = self.attention_out(self.attention(normed, tokens, cache), tokens)
-        return x + attended + self.mlp_out(self.mlp(normed, tokens), tokens)
+        attended = self.attention_out(self.attention(normed, inputs), inputs)
+        return x + attended + self.mlp_out(self.mlp(normed, inputs), inputs)
 
 
 class AttentionBlock(Layer):
     """A layer without an MLP: x [t, h] -> x [t, h]."""
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
-        return x + self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
+        return x + self.attention_out(self.attention(self.attention_norm(x), inputs), inputs)
 
 
 class MLPBlock(Layer):
     """A layer without attention: x [t, h] -> x [t, h]."""
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
-        return x + self.mlp_out(self.mlp(self.mlp_norm(x), tokens), tokens)
+        return x + self.mlp_out(self.mlp(self.mlp_norm(x), inputs), inputs)
 
 
 BLOCKS: dict[str, type[Layer]] = {

@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from megalith.config.lora import STACKED, LoraConfig
 from megalith.kernels.backend import AUTO, Backends
 from megalith.kernels.dropout import dropout, key_of
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import Context, linear
-from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import derive_recompute
 from megalith.parallel.tensor import (
     ZEROS,
@@ -220,18 +220,18 @@ class InputDropout(nn.Module):
         self.place, self.p = place, p
         self.local_part, self.first_feature = local_part, first_feature
         self.drop = backends.bind("dropout", dropout)
-        self.tokens: PackedSeqParams | None = None
-        # Set by a hook of the enclosing attention or MLP: linear layers do not receive tokens.
+        self.inputs: LayerInputs | None = None
+        # Set by a hook of the enclosing attention or MLP: linear layers do not receive it.
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x itself outside training. Backward recomputes the mask, and x if it is a
         recomputed output."""
         if self.p == 0.0:
             return x
-        assert self.tokens is not None, f"{self.place}: the hook did not set the tokens"
-        if self.tokens.dropout is None:
+        assert self.inputs is not None, f"{self.place}: the hook did not set the inputs"
+        dropout_key = self.inputs.dropout_key
+        if dropout_key is None:
             return x
-        dropout_key = self.tokens.dropout
         again = with_arguments(
             self.drop,
             p=self.p,
@@ -319,20 +319,20 @@ values, the shared key, tokens) -> outputs of the heads [t, n, value_dim]."""
 
 
 def connect_adapter_dropout(part: nn.Module) -> nn.Module:
-    """Return an attention or MLP whose call passes its tokens to the dropout of its adapters,
+    """Return an attention or MLP whose call passes its inputs to the dropout of its adapters,
     because linear layers do not receive them."""
     if drops := _adapter_dropout(part):
-        part.register_forward_pre_hook(with_arguments(_set_tokens, drops))
+        part.register_forward_pre_hook(with_arguments(_set_inputs, drops))
     return part
 
 
 def pass_inputs_to_adapter_dropout(
     around: Callable[[HeadsFn], HeadsFn], part: nn.Module
 ) -> Callable[[HeadsFn], HeadsFn]:
-    """Return a wrapper of a part of latent attention that also passes the tokens to the dropout of
+    """Return a wrapper of a part of latent attention that also passes the inputs to the dropout of
     its adapters when backward recomputes this part alone."""
     drops = _adapter_dropout(part)
-    return with_arguments(_around_with_tokens, around, drops) if drops else around
+    return with_arguments(_around_with_inputs, around, drops) if drops else around
 
 
 def _adapter_dropout(part: nn.Module) -> list[InputDropout]:
@@ -341,28 +341,28 @@ def _adapter_dropout(part: nn.Module) -> list[InputDropout]:
     ]
 
 
-def _set_tokens(drops: Sequence[InputDropout], part: nn.Module, arguments: tuple[Any, ...]) -> None:
+def _set_inputs(drops: Sequence[InputDropout], part: nn.Module, arguments: tuple[Any, ...]) -> None:
     for drop in drops:
-        drop.tokens = arguments[1]
+        drop.inputs = arguments[1]
 
 
-def _around_with_tokens(
+def _around_with_inputs(
     around: Callable[[HeadsFn], HeadsFn], drops: Sequence[InputDropout], find: HeadsFn
 ) -> HeadsFn:
-    return around(with_arguments(_set_tokens_and_find, drops, find))
+    return around(with_arguments(_set_inputs_and_find, drops, find))
 
 
-def _set_tokens_and_find(
+def _set_inputs_and_find(
     drops: Sequence[InputDropout],
     find: HeadsFn,
     short: Tensor,
     latent: Tensor,
     k_rotated: Tensor,
-    tokens: PackedSeqParams,
+    inputs: LayerInputs,
 ) -> Tensor:
     for drop in drops:
-        drop.tokens = tokens
-    return find(short, latent, k_rotated, tokens)
+        drop.inputs = inputs
+    return find(short, latent, k_rotated, inputs)
 
 
 def _all_tokens(values: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from megalith.config.model import MLAConfig, ModelConfig
 from megalith.kernels.attention.scores import Scores
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import einsum
-from megalith.kernels.packed import PackedSeqParams
-from megalith.nn.attention import LayerCache, output_linear, scores_of_layer
+from megalith.nn.attention import output_linear, scores_of_layer
 from megalith.nn.build import BuildContext
 from megalith.nn.dropout import build_core_attention
 from megalith.nn.lora import ColumnLora, HeadsFn, pass_inputs_to_adapter_dropout
@@ -46,20 +46,20 @@ class LatentInputs(NamedTuple):
     """[t_kv, 1, rope_dim]: the rotated key that all heads share."""
 
 
-LatentForm = Callable[["LatentAttention", LatentInputs, PackedSeqParams], Tensor]
+LatentForm = Callable[["LatentAttention", LatentInputs, LayerInputs], Tensor]
 """Computes the heads' outputs [t, n, value_dim]; `expanded` and `absorbed` give the same result."""
 
 
-def expanded(layer: "LatentAttention", parts: LatentInputs, tokens: PackedSeqParams) -> Tensor:
+def expanded(layer: "LatentAttention", parts: LatentInputs, inputs: LayerInputs) -> Tensor:
     """Compute attention with keys and values of each head, projected from the latent vectors."""
     kv = layer.kv_up(parts.latent).unflatten(-1, (layer.num_heads, -1))
     k_plain, v = kv.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=-1)
     q = torch.cat([parts.q_plain, parts.q_rotated], dim=-1)
     k = torch.cat([k_plain, parts.k_rotated.expand(-1, layer.num_heads, -1)], dim=-1)
-    return layer.core(q, k, v, tokens, scores=layer.scores)
+    return layer.attend(q, k, v, inputs)
 
 
-def absorbed(layer: "LatentAttention", parts: LatentInputs, tokens: PackedSeqParams) -> Tensor:
+def absorbed(layer: "LatentAttention", parts: LatentInputs, inputs: LayerInputs) -> Tensor:
     """Compute attention with the latent vectors as keys and values of all heads.
 
     The key projection is applied to the queries, the value projection to the output.
@@ -71,9 +71,7 @@ def absorbed(layer: "LatentAttention", parts: LatentInputs, tokens: PackedSeqPar
     both = torch.cat([parts.latent.unsqueeze(1), parts.k_rotated], dim=-1)
     # Values include the few rotated features, unused: torch's fused kernel requires values as wide
     # as keys.
-    attended_latent = layer.core(q, both, both, tokens, scores=layer.scores)[
-        ..., : layer.sizes.kv_rank
-    ]
+    attended_latent = layer.attend(q, both, both, inputs)[..., : layer.sizes.kv_rank]
     return einsum("tnr,nvr->tnv", attended_latent, up_values)
 
 
@@ -168,26 +166,22 @@ class LatentAttention(nn.Module):
         self.around = pass_inputs_to_adapter_dropout(around, self)
         """Wraps the computation from latent vectors to heads' outputs, for recomputation."""
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         short = x
         for step in list(self.queries)[:-1]:  # the down projection, if queries have one
             short = step(short)
         latent, k_rotated = self.kv_down(x).split([self.sizes.kv_rank, self.sizes.rope_dim], dim=-1)
         latent = self.kv_norm(latent.contiguous())
-        if cache is None:
-            return self.out(self.around(self.find)(short, latent, k_rotated, tokens).flatten(1))
-        return self.out(self.find(short, latent, k_rotated, tokens, cache).flatten(1))
+        find = self.find if inputs.cache is not None else self.around(self.find)
+        return self.out(find(short, latent, k_rotated, inputs).flatten(1))
 
     def find(
         self,
         short: Tensor,
         latent: Tensor,
         k_rotated: Tensor,
-        tokens: PackedSeqParams,
-        cache: LayerCache | None = None,
+        inputs: LayerInputs,
     ) -> Tensor:
         """Compute the heads' outputs: latent vectors of queries, or x, [t, rq], those of keys and
         values [t, r] and the shared key [t, rope_dim], all in the layout of `tp_comm` -> [t, n,
@@ -196,15 +190,29 @@ class LatentAttention(nn.Module):
         q = self.queries[-1](short).unflatten(-1, (self.num_heads, -1))
         q_plain, q_rotated = q.split([self.sizes.nope_dim, self.sizes.rope_dim], dim=-1)
         k_rotated = self.apply_rope(
-            self.tp_comm.prepare_input(k_rotated.contiguous()).unsqueeze(1), tokens
+            self.tp_comm.prepare_input(k_rotated.contiguous()).unsqueeze(1), inputs
         )
-        if cache is not None:
-            k_rotated, cached = cache.extend(k_rotated, latent.unsqueeze(1), tokens)
-            latent, form = cached.squeeze(1), self.reading(self.sizes, tokens.lengths)
+        if inputs.cache is not None:
+            k_rotated, cached = inputs.cache.extend(
+                k_rotated, latent.unsqueeze(1), inputs.seq_params
+            )
+            latent, form = cached.squeeze(1), self.reading(self.sizes, inputs.seq_params.lengths)
         return form(
             self,
-            LatentInputs(q_plain, self.apply_rope(q_rotated, tokens), latent, k_rotated),
-            tokens,
+            LatentInputs(q_plain, self.apply_rope(q_rotated, inputs), latent, k_rotated),
+            inputs,
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> Tensor:
+        """Softmax attention of the local heads: q [t, n, d], k, v [t_kv, g, d] -> [t, n, d]."""
+        return self.core(
+            q,
+            k,
+            v,
+            inputs.seq_params,
+            scores=self.scores,
+            attention_bias=inputs.attention_bias,
+            dropout_key=inputs.dropout_key,
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.kernels.activation import GatedActivation, activate, gated, swiglu
 from megalith.kernels.backend import AUTO, Backends
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.recomputed import (
     RegisterRecompute,
     register_checked_recompute,
@@ -38,8 +38,8 @@ class GatedMLP(nn.Module):
         self.gate_up = _up(f"{name}.gate_up", (2,), config, context)
         self.down = _down(f"{name}.down", config, context)
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams | None = None) -> Tensor:
-        """x [t, h] -> [t, h]. `tokens` are used by hooks of LoRA dropout."""
+    def forward(self, x: Tensor, inputs: LayerInputs | None = None) -> Tensor:
+        """x [t, h] -> [t, h]. `inputs` are used by hooks of LoRA dropout."""
         return self.down(self.activation(self.gate_up(x)))
 
 
@@ -53,8 +53,8 @@ class MLP(nn.Module):
         self.up = _up(f"{name}.up", (), config, context)
         self.down = _down(f"{name}.down", config, context)
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams | None = None) -> Tensor:
-        """x [t, h] -> [t, h]. `tokens` are used by hooks of LoRA dropout."""
+    def forward(self, x: Tensor, inputs: LayerInputs | None = None) -> Tensor:
+        """x [t, h] -> [t, h]. `inputs` are used by hooks of LoRA dropout."""
         return self.down(self.activation(self.up(x)))
 
 
@@ -69,10 +69,10 @@ class ChunkedPrefillMLP(nn.Module):
         super().__init__()
         self.mlp, self.chunks = mlp, chunks
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]; fewer chunks if there are fewer tokens."""
-        count = min(self.chunks, x.shape[0]) if tokens.max_seqlen_q > 1 else 1
-        return torch.cat([self.mlp(part, tokens) for part in split_rows(x, count)])
+        count = min(self.chunks, x.shape[0]) if inputs.seq_params.max_seqlen_q > 1 else 1
+        return torch.cat([self.mlp(part, inputs) for part in split_rows(x, count)])
 
 
 def build_mlp(

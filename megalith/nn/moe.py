@@ -13,7 +13,7 @@ from megalith.config.moe import MoEConfig
 from megalith.kernels.activation import GatedActivation, weighted_activate, weighted_gated
 from megalith.kernels.backend import AUTO, Backends
 from megalith.kernels.experts import experts
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.nn.build import BuildContext
 from megalith.nn.mlp import build_mlp
 from megalith.nn.router import Router
@@ -151,14 +151,16 @@ class MoE(nn.Module):
                 Recomputed(shared, check=recompute.check) if is_recomputed else shared
             )
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         dispatch = (
-            self.dispatch if tokens.balance is None else self.dispatch_within_capacity
+            self.dispatch
+            if inputs.router_inputs.aux_loss_scale is None
+            else self.dispatch_within_capacity
         )  # in training
-        dispatched = dispatch(self.narrow(x), self.router(x, tokens))
+        dispatched = dispatch(self.narrow(x), self.router(x, inputs))
         shared_outputs = [
-            shared(x, tokens) for shared in self.shared
+            shared(x, inputs) for shared in self.shared
         ]  # overlaps the dispatch, and that of gradients in backward
         expert_input, return_path = dispatched.wait()
         y: Tensor = self.widen(return_path.combine(self.experts(expert_input)))
@@ -200,9 +202,9 @@ class SharedExperts(nn.Module):
                 _matrix(f"{name}.shared_gate", 1, config.hidden_size, config.init_std, context)
             )
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
-        y: Tensor = self.mlp(x, tokens)
+        y: Tensor = self.mlp(x, inputs)
         for weigh in self.weigh:
             y = y * weigh(x).sigmoid()
         return y

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import OffloadConfig
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.nn.build import BuildContext
 from megalith.nn.embedding import InputEmbedding
 from megalith.nn.layer import block_of_layer
@@ -82,11 +82,11 @@ class MTPLayer(nn.Module):
         if head is not None:
             self.head = head.share_weight()
 
-    def forward(self, x: Tensor, ids: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h], ids [t] -> [t, h]."""
-        embedded = self.input_embedding(self.embed(ids), tokens)
+        embedded = self.input_embedding(self.embed(ids), inputs)
         both = torch.cat([self.embed_norm(embedded), self.hidden_norm(x)], dim=-1)
-        x, _ = self.run_layers([self.layer], self.project(both).to(self.stream), tokens)
+        x, _ = self.run_layers([self.layer], self.project(both).to(self.stream), inputs)
         return self.norm(x)
 
 
@@ -123,33 +123,31 @@ class MTPBlock(nn.Module):
             self.layers.append(made)
             shared, places = made.embed.weight, made.input_embedding.places()
 
-    def states(
-        self, x: Tensor, mtp_inputs: MTPInputs, tokens: PackedSeqParams
-    ) -> tuple[Tensor, ...]:
+    def states(self, x: Tensor, mtp_inputs: MTPInputs, inputs: LayerInputs) -> tuple[Tensor, ...]:
         """Return the hidden states of every depth, each [t, h]; x: those of the model."""
         hidden_states = []
         for prediction, (ids, _) in self._each(mtp_inputs):
-            x = prediction(x, ids, tokens)
+            x = prediction(x, ids, inputs)
             hidden_states.append(x)
         return tuple(hidden_states)
 
     def losses(
-        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, tokens: PackedSeqParams
+        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, inputs: LayerInputs
     ) -> Iterator[Tensor]:
         """Yield the summed loss of every depth; hidden: only the model's hidden states."""
         (x,) = hidden
         for prediction, (ids, labels) in self._each(mtp_inputs):
-            x = prediction(x, ids, tokens)
+            x = prediction(x, ids, inputs)
             yield prediction.head.loss(x, labels)
 
     def evaluate(
-        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, tokens: PackedSeqParams
+        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, inputs: LayerInputs
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the summed loss of every depth, and where its most likely token is the label: bool
         [t]."""
         (x,), losses, right = hidden, [], []
         for prediction, (ids, labels) in self._each(mtp_inputs):
-            x = prediction(x, ids, tokens)
+            x = prediction(x, ids, inputs)
             losses.append(prediction.head.loss(x, labels, evaluating=True))
             right.append(
                 prediction.head.best(x) == labels
@@ -174,7 +172,7 @@ class MTPLoss(nn.Module):
         self.heads = nn.ModuleList(head.share_weight() for _ in range(depths))
 
     def losses(
-        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, tokens: PackedSeqParams
+        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, inputs: LayerInputs
     ) -> Iterator[Tensor]:
         """Yield the summed loss of every depth; hidden: the hidden states of the model and of every
         depth."""
@@ -182,7 +180,7 @@ class MTPLoss(nn.Module):
             yield head.loss(x, labels)
 
     def evaluate(
-        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, tokens: PackedSeqParams
+        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, inputs: LayerInputs
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Evaluate as `MTPBlock.evaluate`."""
         each = list(self._each(hidden, mtp_inputs))

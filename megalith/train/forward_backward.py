@@ -14,7 +14,8 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
 from megalith.errors import raise_all
 from megalith.kernels.backend import Backends, select_backends, unavailable_backends
-from megalith.kernels.packed import AuxLossScale, for_one_pass
+from megalith.kernels.layer_inputs import AuxLossScale
+from megalith.kernels.packed import for_one_pass
 from megalith.launch.watchdog import backend_timeout
 from megalith.models.decoder import Decoder, build_chunks
 from megalith.nn.build import BuildContext, build_context
@@ -279,25 +280,26 @@ class _ChunkStep:
         Takes the tensors from the previous stage (none on the first) and returns those for the next
         stage, or the loss that backward starts from.
         """
-        batch, inputs = self.batches[microbatch], self.model.stage_inputs(received)
-        batch = replace(batch, tokens=for_one_pass(batch.tokens))
+        batch, from_stage = self.batches[microbatch], self.model.stage_inputs(received)
+        aux_loss_scale = None
         if self.balance is not None:
-            share = AuxLossScale(
+            aux_loss_scale = AuxLossScale(
                 microbatch, len(self.batches), self.balance * batch.part, batch.part
             )
-            batch = replace(batch, tokens=replace(batch.tokens, balance=share))
+        batch = replace(batch, seq_params=for_one_pass(batch.seq_params))
+        inputs = batch.layer_inputs(aux_loss_scale)
         if not self.model.stage.loss:
-            outputs = self.model(batch.ids, batch.tokens, mtp_inputs=batch.mtp_inputs, **inputs)
+            outputs = self.model(batch.ids, inputs, mtp_inputs=batch.mtp_inputs, **from_stage)
             return outputs if isinstance(outputs, tuple) else (outputs,)
         if self.scale_loss is None:
             self.total.add_(
                 self.model.evaluate(
-                    batch.ids, batch.labels, batch.tokens, mtp_inputs=batch.mtp_inputs, **inputs
+                    batch.ids, batch.labels, inputs, mtp_inputs=batch.mtp_inputs, **from_stage
                 )
             )
             return ()
         losses = self.model.losses(
-            batch.ids, batch.labels, batch.tokens, mtp_inputs=batch.mtp_inputs, **inputs
+            batch.ids, batch.labels, inputs, mtp_inputs=batch.mtp_inputs, **from_stage
         )
         self.total[: len(losses)] += torch.stack([loss.detach() for loss in losses])
         return (self.scale_loss(losses),)

@@ -279,9 +279,7 @@ def test_evaluation_drops_no_tokens_and_adds_no_noise_or_aux_loss() -> None:
             case_of(replace(NARROW, moe=moe), ONE).run, build_single_rank_mesh(), CPU
         )
         batches = _loader(trainer.run, trainer.mesh, consumed=0, steps=1).next().microbatches
-        held_out = [
-            replace(batch, tokens=replace(batch.tokens, dropout=None)) for batch in batches
-        ]  # as they are read
+        held_out = [replace(batch, dropout_key=None) for batch in batches]  # as they are read
         found.append(trainer.pipeline_model.forward(held_out))
     assert torch.equal(found[0], found[1]) and bool(found[0].any())
 

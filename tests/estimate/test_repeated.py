@@ -14,6 +14,7 @@ from megalith.config.moe import MoEConfig
 from megalith.config.parallel import RecomputeConfig, RecomputedModule
 from megalith.estimate.times import repeated_flops
 from megalith.kernels.backend import Backends
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.build import build_context
@@ -65,9 +66,12 @@ def counted(model: ModelConfig, recompute: RecomputeConfig) -> int:
     )
     allocate(decoder, torch.device("cpu"))
     initialize(decoder, seed=1)
-    tokens = tokens_of_lengths(list(DOCUMENTS))
+    tokens = LayerInputs(tokens_of_lengths(list(DOCUMENTS)))
     ids = torch.randint(
-        0, model.vocab_size, (tokens.num_tokens,), generator=torch.Generator().manual_seed(2)
+        0,
+        model.vocab_size,
+        (tokens.seq_params.num_tokens,),
+        generator=torch.Generator().manual_seed(2),
     )
     with FlopCounterMode(display=False) as counter:
         losses = decoder.losses(ids, ids, tokens, mtp_inputs=((ids, ids),) * model.mtp.num_layers)

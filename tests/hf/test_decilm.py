@@ -17,6 +17,7 @@ from megalith.config.model import EQUAL_LAYERS, LayerPart, LayersConfig
 from megalith.errors import ConfigError
 from megalith.hf.families import DECILM, LLAMA
 from megalith.hf.folder import HuggingFaceFolder, find_family
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import Decoder
 from megalith.plan.costs import num_parameters
@@ -133,7 +134,9 @@ def filled(path: Path, tiny: SimpleNamespace) -> Decoder:
 def logits(model: Decoder) -> Tensor:
     """Scores of two documents."""
     with torch.no_grad():
-        return model.head.logits(model(torch.arange(11) * 7 % 37, tokens_of_lengths([4, 7])))
+        return model.head.logits(
+            model(torch.arange(11) * 7 % 37, LayerInputs(tokens_of_lengths([4, 7])))
+        )
 
 
 def test_a_llama_with_equal_blocks_gives_the_same_scores(

@@ -15,7 +15,8 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.families import QWEN3_MOE
 from megalith.hf.family import canonical_experts
 from megalith.hf.folder import HuggingFaceFolder
-from megalith.kernels.packed import AuxLossScale, tokens_of_rows
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
+from megalith.kernels.packed import tokens_of_rows
 from megalith.testing.tolerance import relative_error
 from tests.hf.families import CASES, batch, our_gradients, our_model, saved
 from tests.hf.published import QWEN3_30B_A3B
@@ -84,7 +85,9 @@ def test_aux_loss_matches_transformers(name: str, tmp_path: Path) -> None:
     loss = cross_entropy(found.logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     (loss + theirs.config.router_aux_loss_coef * found.aux_loss).backward()
     ours = our_model(folder)
-    tokens = replace(tokens_of_rows(*ids.shape), balance=AuxLossScale(0, 1, 1.0))
+    tokens = LayerInputs(
+        tokens_of_rows(*ids.shape), router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0))
+    )
     (ours.loss(ids.flatten(), labels.flatten(), tokens) / (labels >= 0).sum()).backward()
     router = next(
         key

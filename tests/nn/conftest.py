@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.packed import PackedSeqParams, tokens_of_lengths
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.build import build_context
 from megalith.nn.init import init_param_
@@ -58,9 +59,9 @@ def real(model: ModelConfig, tp: int, rank: int) -> Mesh:
     return build_mesh(model_grid(ParallelConfig(tp=tp), model, tp), rank=rank)
 
 
-def tokens(model: ModelConfig, lengths: list[int]) -> PackedSeqParams:
+def layer_inputs(model: ModelConfig, lengths: list[int]) -> LayerInputs:
     """Documents, with their rotations."""
-    return RotaryEmbedding(model, torch.float64).add_to(tokens_of_lengths(lengths))
+    return RotaryEmbedding(model, torch.float64).add_to(LayerInputs(tokens_of_lengths(lengths)))
 
 
 def inputs(count: int, features: int = 18) -> Tensor:
@@ -88,7 +89,7 @@ def layers() -> SimpleNamespace:
         build=build,
         paper=paper,
         real=real,
-        tokens=tokens,
+        layer_inputs=layer_inputs,
         inputs=inputs,
         weights=weights,
     )

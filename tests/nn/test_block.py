@@ -6,6 +6,7 @@ from torch.nn.functional import rms_norm
 
 from megalith.config.model import LayerPart, LayersConfig, MLAConfig
 from megalith.config.parallel import RecomputeConfig, RecomputedModule
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_lengths
 from megalith.kernels.recomputed import register_recompute
 from megalith.models.decoder import iter_parameter_specs
@@ -28,7 +29,7 @@ def test_a_layer_adds_attention_and_then_the_mlp_each_to_its_own_normalized_inpu
 ) -> None:
     config = layers.config()
     block = layers.build(SequentialBlock, config)
-    x, tokens = layers.inputs(9), layers.tokens(config, [5, 4])
+    x, tokens = layers.inputs(9), layers.layer_inputs(config, [5, 4])
     w = layers.weights(block)
     middle = x + block.attention(
         rms_norm(x, (18,), w["attention_norm.weight"], config.norm_eps), tokens
@@ -100,7 +101,7 @@ def test_layer_with_linear_replacement_or_without_a_part(layers: SimpleNamespace
     for attention, mlp in kinds:
         config = layers.config(layers=LayersConfig(attention=(attention,), mlp=(mlp,)))
         tokens, block = (
-            layers.tokens(config, [5, 4]),
+            layers.layer_inputs(config, [5, 4]),
             layers.build(block_of_layer(config, 0), config),
         )
         w, expected = layers.weights(block), x
@@ -154,7 +155,7 @@ def test_fp32_residual_keeps_small_updates(layers: SimpleNamespace) -> None:
             block.to_empty(device="cpu")
             for declared, module, name in iter_parameter_specs(block):
                 init_param_(getattr(module, name), declared.shard, Init(0.1, offset=0.1), seed=2)
-            tokens = RotaryEmbedding(config, dtype).add_to(tokens_of_lengths([9]))
+            tokens = RotaryEmbedding(config, dtype).add_to(LayerInputs(tokens_of_lengths([9])))
             x = (
                 (100 * layers.inputs(9))
                 .to(torch.promote_types(dtype, torch.float32))

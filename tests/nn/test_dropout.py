@@ -8,8 +8,9 @@ from torch import Tensor
 from megalith.config.model import DropoutConfig, MLAConfig
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import Scores
-from megalith.kernels.dropout import dropout
-from megalith.kernels.packed import DropoutKey, PackedSeqParams, tokens_of_lengths, tokens_of_rows
+from megalith.kernels.dropout import DropoutKey, dropout
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.packed import tokens_of_lengths, tokens_of_rows
 from megalith.nn.build import build_context
 from megalith.nn.dropout import AttentionWithDropout, Dropout, build_core_attention, build_dropout
 from megalith.parallel.group import Group
@@ -23,9 +24,9 @@ NUMBERS = torch.arange(700, 712)
 X = torch.rand(12, 16, generator=torch.Generator().manual_seed(0)) + 1
 
 
-def tokens(*, seed: int | None = 5) -> PackedSeqParams:
-    found = tokens_of_rows(2, 6)
-    return found if seed is None else replace(found, dropout=DropoutKey(seed, NUMBERS))
+def tokens(*, seed: int | None = 5) -> LayerInputs:
+    found = LayerInputs(tokens_of_rows(2, 6))
+    return found if seed is None else replace(found, dropout_key=DropoutKey(seed, NUMBERS))
 
 
 def made(
@@ -80,7 +81,7 @@ def test_torch_compile_treats_the_key_as_a_constant() -> None:
 # --- attention's weights
 
 DOCUMENTS = tokens_of_lengths([5, 4])
-TRAINED = replace(DOCUMENTS, dropout=DropoutKey(5, torch.arange(300, 309)))
+KEY = DropoutKey(5, torch.arange(300, 309))
 
 
 def queries(heads: int, *, seed: int) -> Tensor:
@@ -98,7 +99,7 @@ def test_weights_are_dropped_after_softmax_and_the_rest_divided() -> None:
         v = torch.zeros_like(V)
         v[token] = 1.0
         dropped = AttentionWithDropout(attention, 2, 0.4, 0)(
-            Q, K, v, TRAINED, scores=scores, sinks=sinks
+            Q, K, v, DOCUMENTS, scores=scores, sinks=sinks, dropout_key=KEY
         )
         weights = attention(Q, K, v, DOCUMENTS, scores=scores, sinks=sinks)
         found |= set((dropped / weights)[weights != 0].mul(1e6).round().int().tolist())
@@ -106,10 +107,12 @@ def test_weights_are_dropped_after_softmax_and_the_rest_divided() -> None:
 
 
 def test_tensor_parallel_attention_dropout_matches_one_rank() -> None:
-    whole = AttentionWithDropout(attention, 2, 0.4, 0)(Q, K, V, TRAINED)
-    part = AttentionWithDropout(attention, 2, 0.4, 2)(Q[:, 2:], K[:, 1:], V[:, 1:], TRAINED)
+    whole = AttentionWithDropout(attention, 2, 0.4, 0)(Q, K, V, DOCUMENTS, dropout_key=KEY)
+    part = AttentionWithDropout(attention, 2, 0.4, 2)(
+        Q[:, 2:], K[:, 1:], V[:, 1:], DOCUMENTS, dropout_key=KEY
+    )
     torch.testing.assert_close(part, whole[:, 2:])
-    other_layer = AttentionWithDropout(attention, 3, 0.4, 0)(Q, K, V, TRAINED)
+    other_layer = AttentionWithDropout(attention, 3, 0.4, 0)(Q, K, V, DOCUMENTS, dropout_key=KEY)
     assert not torch.equal(other_layer, whole)
 
 

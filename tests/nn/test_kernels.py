@@ -20,8 +20,10 @@ from megalith.kernels.attention import split_kv
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.split_kv import reference_span_attention
 from megalith.kernels.backend import Backends
+from megalith.kernels.dropout import DropoutKey
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.norm import rms_norm
-from megalith.kernels.packed import DropoutKey, tokens_of_rows
+from megalith.kernels.packed import tokens_of_rows
 from megalith.models.decoder import Decoder
 from megalith.nn.build import build_context
 from megalith.nn.lora import InputDropout
@@ -190,15 +192,15 @@ def test_experts_are_bound_to_their_backends() -> None:
 
 def test_adapter_dropout_is_bound_to_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dropout.DropoutFunction, "apply", forbid)
-    tokens, x = tokens_of_rows(1, 4), torch.ones(4, 6)
-    tokens = replace(tokens, dropout=DropoutKey(3, torch.arange(4)))
+    inputs = LayerInputs(tokens_of_rows(1, 4), dropout_key=DropoutKey(3, torch.arange(4)))
+    x = torch.ones(4, 6)
     drop = InputDropout("layers.0.mlp.down", 0.5, lambda known: known)
-    drop.tokens = tokens
+    drop.inputs = inputs
     with pytest.raises(AssertionError, match="a fast form"):
         drop(x)
     reference = Backends(KernelsConfig(all="reference"))
     drop = InputDropout("layers.0.mlp.down", 0.5, lambda known: known, reference)
-    drop.tokens = tokens
+    drop.inputs = inputs
     assert set(drop(x).flatten().tolist()) == {0.0, 2.0}
 
 

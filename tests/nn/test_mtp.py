@@ -8,7 +8,8 @@ from torch import Tensor
 
 from megalith.config.model import ModelConfig, MTPConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, PipelineConfig, RecomputeConfig
-from megalith.kernels.packed import PackedSeqParams, tokens_of_lengths
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import (
     Decoder,
     allocate,
@@ -57,12 +58,12 @@ def model(config: ModelConfig, dtype: torch.dtype = torch.float64, **options: An
     return made
 
 
-def text() -> tuple[Tensor, Tensor, PackedSeqParams]:
+def text() -> tuple[Tensor, Tensor, LayerInputs]:
     """Ids and labels of three documents; the last token of each has no label."""
     ids = torch.randint(0, 37, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
     labels = ids.roll(-1)
     labels[torch.tensor(LENGTHS).cumsum(0) - 1] = -1
-    return ids, labels, tokens_of_lengths(LENGTHS)
+    return ids, labels, LayerInputs(tokens_of_lengths(LENGTHS))
 
 
 def mtp_inputs(ids: Tensor, labels: Tensor, depths: int) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -118,7 +119,7 @@ def test_mtp_embeddings_use_their_own_positions(positions: Any) -> None:
             table = torch.cat(
                 [made.input_embedding.positions.weight, torch.zeros(2, 12, dtype=torch.float64)]
             )
-            expected = expected + table[tokens.position_ids + depth + 1]
+            expected = expected + table[tokens.seq_params.position_ids + depth + 1]
         assert_equals(
             "embeddings", layer.input_embedding(layer.embed(their_ids), tokens), expected, EXACT
         )
@@ -169,9 +170,9 @@ def loss_at(made: Decoder, ids: Tensor, depth: int, place: int, label: int) -> T
     """The loss of one token at one depth."""
     pairs = list(mtp_inputs(ids, ids.roll(-1), 2))
     pairs[depth] = (pairs[depth][0], torch.where(torch.arange(len(ids)) == place, label, -1))
-    return made.losses(ids, ids.roll(-1), tokens_of_lengths(LENGTHS), mtp_inputs=tuple(pairs))[
-        1 + depth
-    ]
+    return made.losses(
+        ids, ids.roll(-1), LayerInputs(tokens_of_lengths(LENGTHS)), mtp_inputs=tuple(pairs)
+    )[1 + depth]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -295,7 +296,7 @@ def test_mtp_matches_transformers() -> None:
         block.self_attn.v_proj.weight.copy_(w["layer.attention.kv"][12:])
         block.mlp.gate_proj.weight.copy_(w["layer.mlp.gate_up"][:10])
         block.mlp.up_proj.weight.copy_(w["layer.mlp.gate_up"][10:])
-    hidden, ids, tokens = torch.randn(7, 12), torch.arange(7), tokens_of_lengths([7])
+    hidden, ids, tokens = torch.randn(7, 12), torch.arange(7), LayerInputs(tokens_of_lengths([7]))
     positions = torch.arange(7)[None]
     rotary = LlamaRotaryEmbedding(theirs_config)(hidden[None], positions)
     mask = torch.full((1, 1, 7, 7), -math.inf).triu(1)

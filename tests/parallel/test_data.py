@@ -11,7 +11,8 @@ from torch import nn
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import RankError
-from megalith.kernels.packed import PackedSeqParams, tokens_of_rows
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.packed import tokens_of_rows
 from megalith.models.decoder import Decoder, initialize, iter_parameter_specs
 from megalith.nn.build import build_context
 from megalith.parallel import data as flat
@@ -63,7 +64,7 @@ def build(
 def loss_of(model: Decoder, microbatch: int) -> torch.Tensor:
     """One microbatch of two rows."""
     ids = torch.randint(0, 30, (14,), generator=torch.Generator().manual_seed(microbatch))
-    return model.loss(ids, ids.roll(-1), tokens_of_rows(2, 7))
+    return model.loss(ids, ids.roll(-1), LayerInputs(tokens_of_rows(2, 7)))
 
 
 def gradients(data: BucketedDataParallel) -> dict[str, torch.Tensor]:
@@ -416,8 +417,8 @@ def _reads(rank: int, world: int) -> list[bool]:
     return results
 
 
-def rotary(model: Decoder) -> PackedSeqParams:
-    tokens = tokens_of_rows(2, 7)
+def rotary(model: Decoder) -> LayerInputs:
+    tokens = LayerInputs(tokens_of_rows(2, 7))
     return model.rotations.add_to(tokens)
 
 

@@ -14,7 +14,8 @@ from megalith.config.moe import CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.backend import Backends
 from megalith.kernels.experts import experts
-from megalith.kernels.packed import AuxLossScale, tokens_of_lengths
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
+from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.build import build_context
 from megalith.nn.moe import Experts
@@ -609,7 +610,10 @@ def count_model(
         if isinstance(module, Experts):
             module.register_forward_pre_hook(lambda _, given: sent.append(given[0]))
             module.compute = experts if products else module.compute
-    tokens = replace(tokens_of_lengths(list(DOCUMENTS)), balance=AuxLossScale(0, 1, 1.0))
+    tokens = LayerInputs(
+        tokens_of_lengths(list(DOCUMENTS)),
+        router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0)),
+    )
     drawn = torch.randint(
         0, config.vocab_size, (2, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(2)
     )

@@ -10,6 +10,7 @@ import torch
 
 from megalith.config.model import LayersConfig, ModelConfig, MuPConfig
 from megalith.config.optim import OptimConfig
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn.build import build_context
@@ -174,7 +175,11 @@ def trained(width: int, *, mup: bool, steps: int, lr: float) -> tuple[dict[str, 
         params, OptimConfig(), lambda shard: mup_factors(config, "adamw", shard.name, shard.inputs)
     )
     ids = torch.randint(0, 64, (4 * 17,), generator=torch.Generator().manual_seed(3)).view(4, 17)
-    inputs, labels, tokens = ids[:, :-1].flatten(), ids[:, 1:].flatten(), tokens_of_rows(4, 16)
+    inputs, labels, tokens = (
+        ids[:, :-1].flatten(),
+        ids[:, 1:].flatten(),
+        LayerInputs(tokens_of_rows(4, 16)),
+    )
     for _ in range(steps):
         model.zero_grad()
         (model.loss(inputs, labels, tokens) / labels.numel()).backward()

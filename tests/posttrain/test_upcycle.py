@@ -20,6 +20,7 @@ from megalith.config.tree import dump_yaml
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.pretrained import Pretrained, open_pretrained
 from megalith.hf.release import release_run
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn.build import build_context
@@ -97,7 +98,7 @@ def logits(path: Path, moe: MoEConfig | None = None, **options: Any) -> Tensor:
     source = source if moe is None else upcycle(source, moe, **options)
     model = loaded(source)
     with torch.no_grad():
-        return model.head.logits(model(IDS, tokens_of_lengths([9, 14])))
+        return model.head.logits(model(IDS, LayerInputs(tokens_of_lengths([9, 14]))))
 
 
 def off(theirs: Tensor, ours: Tensor) -> float:
@@ -203,7 +204,10 @@ def losses_of_depths(path: Path, moe: MoEConfig | None = None) -> Tensor:
     ids, labels = IDS, IDS.roll(-1)
     with torch.no_grad():
         found = model.losses(
-            ids, labels, tokens_of_lengths([23]), mtp_inputs=((ids.roll(-1), labels.roll(-1)),)
+            ids,
+            labels,
+            LayerInputs(tokens_of_lengths([23])),
+            mtp_inputs=((ids.roll(-1), labels.roll(-1)),),
         )
     return torch.stack([loss.sum() for loss in found])
 

@@ -675,6 +675,21 @@ def test_skipped_step_is_counted_and_does_not_advance_schedules(
     assert found[2]["grad_norm"] is None
 
 
+def test_logged_learning_rate_is_that_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates: list[float] = []
+
+    def recorded(*arguments: Any, lr: float, **options: Any) -> StepResult:
+        rates.append(lr)
+        return train_step(*arguments, lr=lr, **options)
+
+    monkeypatch.setattr(loop, "train_step", recorded)
+    train(tmp_path)
+    assert len(set(rates)) > 4
+    assert [row["lr"] for row in rows(tmp_path) if "loss" in row] == rates
+
+
 def test_rows_are_logged_as_often_as_asked_and_at_the_end(tmp_path: Path) -> None:
     train(tmp_path, {"train.log_every": "3", "train.eval_every": "none"})
     assert [(row["step"], "loss" in row) for row in rows(tmp_path)] == [
