@@ -58,15 +58,8 @@ def test_step_executes_the_modules_that_the_tour_lists() -> None:
     section = TOUR.read_text().split("## Modules of a step")[1].split("\n## ")[0]
     listed = set(re.findall(r"`([\w/]+\.py)`", section))
     assert executed == listed, (
-<<<<<<< HEAD
-        f"docs/tour.md lacks {sorted(executed - listed)}, and "
-        f"{sorted(listed - executed)} are not executed"
-||||||| 8d1c8ff6
-        f"docs/tour.md lacks {sorted(executed - listed)} and has too many {sorted(listed - executed)}"
-=======
         f"docs/tour.md lacks {sorted(executed - listed)} and has too many "
         f"{sorted(listed - executed)}"
->>>>>>> integ
     )
     core = [name for name in executed if not name.startswith(OUTSIDE_CORE)]
     assert len(executed) <= MAX_MODULES and len(core) <= MAX_CORE_MODULES, sorted(executed)

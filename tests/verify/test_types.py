@@ -486,16 +486,8 @@ def test_hidden_states_of_the_wrong_type_are_rejected_at_the_layer_boundary() ->
     )
 
 
-<<<<<<< HEAD
 def test_operation_without_meta_shape_is_an_internal_error_with_traceback() -> None:
-    def reads_a_number(self: GatedMLP, x: Tensor, tokens: object = None) -> Tensor:
-||||||| 8d1c8ff6
-def test_an_operation_that_has_no_shape_on_paper_is_our_fault_and_keeps_its_traceback() -> None:
-    def reads_a_number(self: GatedMLP, x: Tensor, tokens: object = None) -> Tensor:
-=======
-def test_an_operation_that_has_no_shape_on_paper_is_our_fault_and_keeps_its_traceback() -> None:
     def reads_a_number(self: GatedMLP, x: Tensor, inputs: object = None) -> Tensor:
->>>>>>> integ
         return x * x.sum().item()
 
     with (

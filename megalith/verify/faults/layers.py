@@ -17,8 +17,9 @@ from megalith.kernels import packed
 from megalith.kernels.attention.mask import PairMask
 from megalith.kernels.attention.scores import Scores
 from megalith.kernels.attention.split_kv import PartialAttention, attend, init_attention_result
-from megalith.kernels.dropout import DroppedWeights
+from megalith.kernels.dropout import DropoutKey, DroppedWeights
 from megalith.kernels.embedding import embedding
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import WeightMatmul, linear
 from megalith.kernels.packed import ContextShard, PackedSeqParams, TokenPermutation
 from megalith.models.decoder import Decoder, iter_parameter_specs
@@ -306,10 +307,14 @@ def cp_chunks_swapped(original: Original, self: Slices, rank: int) -> Numbers:
 
 @replaces(context, "dropped_of_groups", "cp, dropped weights")
 def cp_weights_dropped_by_own_numbers(
-    original: Original, tokens: PackedSeqParams, scores: Scores, near: int
+    original: Original,
+    shard: ContextShard,
+    dropout_key: DropoutKey | None,
+    scores: Scores,
+    near: int,
 ) -> list[DroppedWeights] | None:
     """Ring attention uses the rank's own token numbers for the attention dropout of all keys."""
-    dropped = original(tokens, scores, near)
+    dropped = original(shard, dropout_key, scores, near)
     return dropped and [replace(one, keys=one.queries) for one in dropped]
 
 
@@ -451,11 +456,11 @@ def memory_of_later_tokens(
     x: Tensor,
     k: Tensor,
     v: Tensor,
-    tokens: PackedSeqParams,
+    inputs: LayerInputs,
 ) -> Tensor:
     """Cross-layer attention is not causal, so tokens attend to later ones."""
     self.scores = replace(self.scores, causal=False)
-    y: Tensor = original(self, x, k, v, tokens)
+    y: Tensor = original(self, x, k, v, inputs)
     return y
 
 

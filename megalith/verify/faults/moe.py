@@ -97,56 +97,14 @@ def experts_weighted_twice(original: Original, self: Experts, sent: DispatchedTo
     return y * sent.weights.unsqueeze(1)
 
 
-<<<<<<< HEAD
 @replaces(Router, "within_capacity", "cp, capacity")
 def refused_by_each_rank(
-    original: Original, self: Router, choice: Choice, tokens: PackedSeqParams
-||||||| 8d1c8ff6
-def refused_by_each_rank(self: Router, choice: Choice, tokens: PackedSeqParams) -> Choice:
-    """Apply the expert capacity per rank, without the tokens of the ranks that share it."""
-    with patched(self, "sharing", single_rank_group(*self.sharing.axes)):
-        return ORIGINAL_WITHIN_CAPACITY(self, choice, replace(tokens, context=None))
-
-
-ORIGINAL_EXPERTS, ORIGINAL_WAIT, ORIGINAL_WITHIN_CAPACITY = (
-    Experts.forward,
-    AsyncAllToAll.wait,
-    Router.within_capacity,
-)
-
-
-# --- balance
-
-
-def counted_before_refusal(
-    self: LoadBalancing, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
-=======
-def refused_by_each_rank(self: Router, choice: Choice, inputs: LayerInputs) -> Choice:
-    """Apply the expert capacity per rank, without the tokens of the ranks that share it."""
-    with patched(self, "sharing", single_rank_group(*self.sharing.axes)):
-        return ORIGINAL_WITHIN_CAPACITY(
-            self, choice, replace(inputs, seq_params=replace(inputs.seq_params, context=None))
-        )
-
-
-ORIGINAL_EXPERTS, ORIGINAL_WAIT, ORIGINAL_WITHIN_CAPACITY = (
-    Experts.forward,
-    AsyncAllToAll.wait,
-    Router.within_capacity,
-)
-
-
-# --- balance
-
-
-def counted_before_refusal(
-    self: LoadBalancing, choice: Choice, asked: Tensor, logits: Tensor, inputs: LayerInputs
->>>>>>> integ
+    original: Original, self: Router, choice: Choice, inputs: LayerInputs
 ) -> Choice:
-<<<<<<< HEAD
     """Expert capacity is applied per rank instead of over the ranks that share tokens."""
+    seq_params = replace(inputs.seq_params, context=None)
     with patched(self, "sharing", single_rank_group(*self.sharing.axes)):
-        kept: Choice = original(self, choice, replace(tokens, context=None))
+        kept: Choice = original(self, choice, replace(inputs, seq_params=seq_params))
     return kept
 
 
@@ -160,20 +118,11 @@ def counted_before_refusal(
     choice: Choice,
     asked: Tensor,
     logits: Tensor,
-    tokens: PackedSeqParams,
+    inputs: LayerInputs,
 ) -> Choice:
     """Dropped tokens are included in the expert load."""
-    balanced: Choice = original(self, choice, asked, logits, tokens)
-    record, share = self.record, tokens.balance
-||||||| 8d1c8ff6
-    """Count the router's choices before token dropping."""
-    balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)
-    record, share = self.record, tokens.balance
-=======
-    """Count the router's choices before token dropping."""
-    balanced = ORIGINAL_BALANCE(self, choice, asked, logits, inputs)
+    balanced: Choice = original(self, choice, asked, logits, inputs)
     record, share = self.record, inputs.router_inputs.aux_loss_scale
->>>>>>> integ
     if record is not None and share is not None:
         valid = self.tp_comm.select_local(inputs.seq_params.valid)
         one, experts = torch.zeros_like(valid), self.moe.num_experts
@@ -182,115 +131,22 @@ def counted_before_refusal(
     return balanced
 
 
-<<<<<<< HEAD
 @replaces(LoadBalancing, "__call__", "dp, recompute, experts")
 def second_pass_counted(
     original: Original,
-||||||| 8d1c8ff6
-def scaled_by_sharing_ranks(self: LoadBalancing, *arguments: object) -> list[tuple[int, Tensor]]:
-    """Multiply the aux loss by the number of ranks that share tokens."""
-    return [(kind, loss * self.sharing.size) for kind, loss in ORIGINAL_LOSSES(self, *arguments)]  # type: ignore[arg-type]  # as they came
-
-
-def offsets_of_own(self: Router, logits: Tensor, tokens: PackedSeqParams) -> None:
-    """Compute expert offsets from the rank's own tokens."""
-    sharing, self.sharing = self.sharing, single_rank_group(*self.sharing.axes)
-    ORIGINAL_OFFSETS(self, logits, tokens)
-    self.sharing = sharing
-
-
-def step_of_own_tokens(
-=======
-def scaled_by_sharing_ranks(self: LoadBalancing, *arguments: object) -> list[tuple[int, Tensor]]:
-    """Multiply the aux loss by the number of ranks that share tokens."""
-    return [(kind, loss * self.sharing.size) for kind, loss in ORIGINAL_LOSSES(self, *arguments)]  # type: ignore[arg-type]  # as they came
-
-
-def offsets_of_own(self: Router, logits: Tensor, inputs: LayerInputs) -> None:
-    """Compute expert offsets from the rank's own tokens."""
-    sharing, self.sharing = self.sharing, single_rank_group(*self.sharing.axes)
-    ORIGINAL_OFFSETS(self, logits, inputs)
-    self.sharing = sharing
-
-
-def step_of_own_tokens(
->>>>>>> integ
     self: LoadBalancing,
-<<<<<<< HEAD
     choice: Choice,
     asked: Tensor,
     logits: Tensor,
-    tokens: PackedSeqParams,
-||||||| 8d1c8ff6
-    shares: Tensor,
-    counts: Tensor,
-    valid: Tensor,
-    tokens: PackedSeqParams,
-    record: RoutingStats,
-) -> Tensor:
-    """Compute the aux loss over the global batch from the rank's own microbatches only."""
-    with patched(self, "everyone", self.sharing):
-        return ORIGINAL_GLOBAL_LOSS(self, shares, counts, valid, tokens, record)
-
-
-def own_counts_alone(x: Tensor, group: Group) -> Tensor:
-    """Return the local counts without the sum over ranks."""
-    return x
-
-
-def counted_again(
-    self: LoadBalancing, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
-=======
-    shares: Tensor,
-    counts: Tensor,
-    valid: Tensor,
     inputs: LayerInputs,
-    record: RoutingStats,
-) -> Tensor:
-    """Compute the aux loss over the global batch from the rank's own microbatches only."""
-    with patched(self, "everyone", self.sharing):
-        return ORIGINAL_GLOBAL_LOSS(self, shares, counts, valid, inputs, record)
-
-
-def own_counts_alone(x: Tensor, group: Group) -> Tensor:
-    """Return the local counts without the sum over ranks."""
-    return x
-
-
-def counted_again(
-    self: LoadBalancing, choice: Choice, asked: Tensor, logits: Tensor, inputs: LayerInputs
->>>>>>> integ
 ) -> Choice:
-<<<<<<< HEAD
     """Recomputation counts the expert load of tokens again."""
-    balanced: Choice = original(self, choice, asked, logits, tokens)
-||||||| 8d1c8ff6
-    """Count a microbatch again when backward recomputes it."""
-    balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)
-=======
-    """Count a microbatch again when backward recomputes it."""
-    balanced = ORIGINAL_BALANCE(self, choice, asked, logits, inputs)
->>>>>>> integ
+    balanced: Choice = original(self, choice, asked, logits, inputs)
     record: RoutingStats | None = self.record
-<<<<<<< HEAD
+    share = inputs.router_inputs.aux_loss_scale
     in_backward = torch._C._current_graph_task_id() != -1
-    if record is not None and tokens.balance is not None and in_backward:
-        record.counts[tokens.balance.microbatch] *= 2
-||||||| 8d1c8ff6
-    if (
-        record is not None
-        and tokens.balance is not None
-        and torch._C._current_graph_task_id() != -1
-    ):
-        record.counts[tokens.balance.microbatch] *= 2
-=======
-    if (
-        record is not None
-        and inputs.router_inputs.aux_loss_scale is not None
-        and torch._C._current_graph_task_id() != -1
-    ):
-        record.counts[inputs.router_inputs.aux_loss_scale.microbatch] *= 2
->>>>>>> integ
+    if record is not None and share is not None and in_backward:
+        record.counts[share.microbatch] *= 2
     return balanced
 
 
@@ -324,8 +180,8 @@ def bias_moved_by_own_tokens(original: Original, x: Tensor, group: Group) -> Ten
 
 @replaces(Router, "note_offsets", "cp, balancing offset")
 def offset_of_own_tokens(
-    original: Original, self: Router, logits: Tensor, tokens: PackedSeqParams
+    original: Original, self: Router, logits: Tensor, inputs: LayerInputs
 ) -> None:
     """Expert offsets balance only a rank's own tokens."""
     with patched(self, "sharing", single_rank_group(*self.sharing.axes)):
-        original(self, logits, tokens)
+        original(self, logits, inputs)

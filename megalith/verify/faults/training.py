@@ -12,7 +12,7 @@ from torch import Tensor
 from megalith.checkpoint import load
 from megalith.checkpoint.boxes import CheckpointEntry, TensorPiece
 from megalith.checkpoint.load import Checkpoint
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.nn.mtp import MTPBlock, MTPInputs, MTPLayer
 from megalith.optim import adamw, gradients, sgd
 from megalith.optim.adamw import AdamW
@@ -156,14 +156,14 @@ def depths_gradients_kept(*arguments: Any) -> None:
 
 @replaces(MTPBlock, "states", "pp, tied, own stage")
 def depths_before_their_norms(
-    original: Original, self: MTPBlock, x: Tensor, mtp_inputs: MTPInputs, tokens: PackedSeqParams
+    original: Original, self: MTPBlock, x: Tensor, mtp_inputs: MTPInputs, inputs: LayerInputs
 ) -> tuple[Tensor, ...]:
     """The loss receives the hidden states of MTP layers before their norms."""
     states: list[Tensor] = []
     for layer, (ids, _) in zip(self.layers, mtp_inputs, strict=True):
         assert isinstance(layer, MTPLayer)
-        handle = layer.norm.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
-        x = layer(x, ids, tokens)
+        handle = layer.norm.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+        x = layer(x, ids, inputs)
         handle.remove()
     return tuple(states)
 
