@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.mtp import MTPBlock, MTPInputs, MTPLayer
 from megalith.parallel import grad_sync
@@ -65,11 +65,16 @@ def stale_memory() -> Callable[[StageLink, StageMessage, Tensors, int], None]:
 
 
 def memory_of_later_tokens(
-    self: CrossLayerAttention, x: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs
+    self: CrossLayerAttention,
+    x: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inputs: LayerInputs,
+    cache: LayerCache | None,
 ) -> Tensor:
     """Run cross-layer attention without the causal mask."""
     self.scores = replace(self.scores, causal=False)
-    return ORIGINAL_ATTEND(self, x, k, v, inputs)
+    return ORIGINAL_ATTEND(self, x, k, v, inputs, cache)
 
 
 def skip_middle_replica(x: Tensor, group: Group, members: Sequence[int]) -> Tensor:
