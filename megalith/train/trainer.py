@@ -1,6 +1,6 @@
 """Builds what a training step needs from the config: model, gradient synchronization, optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from megalith.train.forward_backward import (
     add_weight_grad_stores,
     build_pipeline_model,
 )
+from megalith.train.moe import update_expert_biases, update_quantile_offsets
 
 # Builds the optimizer of a config.
 
@@ -45,6 +46,11 @@ DTYPES = {
 }
 
 
+WeightUpdate = Callable[[nn.ModuleList, Mesh], None]
+"""Changes weights of this rank's model chunks after the optimizer's step, before updated parameters
+are all-gathered; collective over the mesh."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trainer:
     """Model, gradient synchronization, optimizer and loss scale of one rank."""
@@ -57,6 +63,8 @@ class Trainer:
     optimizer: Optimizer
     loss_scale: LossScale | None
     """Loss scaling state; None unless the run is in fp16."""
+    weight_updates: Sequence[WeightUpdate] = ()
+    """Applied in this order after each optimizer step, such as the update of the expert bias."""
 
     @property
     def model(self) -> Decoder:
@@ -96,6 +104,7 @@ def build_trainer(
         data,
         optimizer,
         build_loss_scale(run.precision),
+        () if run.model.moe is None else (update_expert_biases, update_quantile_offsets),
     )
 
 

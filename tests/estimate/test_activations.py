@@ -860,7 +860,7 @@ LLAMA_8B = ActivationSetting(
 
 def test_the_page_says_what_the_ledger_says() -> None:
     text, plain = PAGE.read_text(), total(layer_rows(LLAMA_8B, ()))
-    assert f"keeps {plain / 8192 / 1024:.1f} KiB" in text
+    assert f"saves {plain / 8192 / 1024:.1f} KiB" in text
     for module in MODULES:
         one = replace(
             LLAMA_8B, recompute=RecomputeConfig(granularity="selective", modules=(module,))
