@@ -278,12 +278,12 @@ def test_paged_cache_gives_the_logits_of_the_growing_cache(
     mla = MLAConfig(kv_rank=7, nope_dim=4, rope_dim=4, value_dim=3) if latent else None
     config = tiny.config(mla=mla, num_kv_heads=6 if latent else 2)
     model = tiny.model(config, dtype=torch.float64)
-    growing, paged, num_read = KVCache(2), [PagedCache(), PagedCache()], [0, 0, 0]
+    growing, paged, num_cached = KVCache(2), [PagedCache(), PagedCache()], [0, 0, 0]
     for step in ([2, 4, 1], [0, 1, 1], [5, 1, 3], [1, 1, 1]):
         order = [number for number in (2, 0, 1) if step[number]]
         for number in order:
-            num_read[number] += step[number]
-        lengths = [(step[number], num_read[number]) for number in order]
+            num_cached[number] += step[number]
+        lengths = [(step[number], num_cached[number]) for number in order]
         inputs = LayerInputs(tokens_of_queries(lengths))
         ids = torch.arange(inputs.seq_params.num_tokens) * 5 % 37
         for cache in paged:
@@ -318,13 +318,13 @@ def test_recurrent_state_continues_each_document() -> None:
         decaying_sum(KVCache(1).layers([0])[0], text, tokens_of_rows(1, len(text)))
         for text in texts
     ]
-    cache, num_read = KVCache(1), [0, 0]
+    cache, num_cached = KVCache(1), [0, 0]
     for step in ([3, 1], [1, 1], [3, 3]):
-        starts, num_read = num_read, [a + b for a, b in zip(num_read, step)]
-        parts = [text[a:b] for text, a, b in zip(texts, starts, num_read)]
-        seq_params = tokens_of_queries(list(zip(step, num_read)))
+        starts, num_cached = num_cached, [a + b for a, b in zip(num_cached, step)]
+        parts = [text[a:b] for text, a, b in zip(texts, starts, num_cached)]
+        seq_params = tokens_of_queries(list(zip(step, num_cached)))
         y = decaying_sum(cache.layers([5, 8])[0], torch.cat(parts), seq_params)
-        expected = [text[a:b] for text, a, b in zip(whole, starts, num_read)]
+        expected = [text[a:b] for text, a, b in zip(whole, starts, num_cached)]
         assert torch.equal(y, torch.cat(expected))
 
 
