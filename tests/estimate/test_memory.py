@@ -30,7 +30,6 @@ from megalith.estimate.memory import (
 from megalith.estimate.workload import Workload, plan_workload
 from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.build import build_context
-from megalith.observe.meter import measure_saved_activations
 from megalith.optim.adamw import AdamW
 from megalith.parallel.context import local_slicing
 from megalith.parallel.data import IN_FLIGHT as SUMS_IN_FLIGHT
@@ -43,6 +42,7 @@ from megalith.plan.parameters import layer_parameters
 from megalith.plan.simulate import peak_activation_memory
 from megalith.plan.stages import single_stage
 from megalith.recipes import resolve
+from megalith.testing.meter import measure_saved_activations
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.step import train_step
