@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal, TypeVar
 
 from megalith.config.moe import MoEConfig
+from megalith.config.plugins import ModelPlugins
 
 # Attention settings: QK norms, softmax scale, masks, sliding windows, attention sinks and
 # gates.
@@ -473,6 +474,9 @@ class ModelConfig:
 
     layers: LayersConfig = EQUAL_LAYERS
     """Attention, MLP and sizes that differ between layers."""
+
+    plugins: ModelPlugins = field(default_factory=ModelPlugins)
+    """Parts of the model from other packages."""
 
     mtp: MTPConfig = field(default_factory=MTPConfig)
     """Multi-token prediction (MTP)."""

@@ -1,7 +1,7 @@
 """Tensor parallel and sequence parallel layers, and their communication (`TPComm`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial as with_arguments
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from megalith.kernels.experts import Matrix
 from megalith.kernels.grouped_linear import GroupedGradAccumulator, GroupedMatmulOps
 from megalith.kernels.linear import PLAIN, MatmulOps, WeightMatmul, linear
 from megalith.kernels.recomputed import derive_recompute, pass_recompute
+from megalith.observe.machine import FORMATS
 from megalith.parallel.collectives import (
     all_gather,
     all_gather_no_grad,
@@ -26,8 +27,7 @@ from megalith.parallel.cross_entropy import (
     IDENTITY_LOGITS,
     LogitTransform,
     linear_cross_entropy,
-    recomputed_cross_entropy,
-    recomputed_cross_entropy_with_stats,
+    linear_cross_entropy_with_stats,
     token_losses,
 )
 from megalith.parallel.group import Group
@@ -201,8 +201,9 @@ class SequenceParallelComm:
 def register_param(
     module: nn.Module, name: str, spec: ParameterSpec, *, dtype: torch.dtype
 ) -> None:
-    """Register the parameter `name` of `module` on the meta device, and record its spec in
-    `module.param_specs`."""
+    """Register the parameter `name` of `module` on the meta device, and record its spec, with its
+    dtype, in `module.param_specs`."""
+    spec = replace(spec, shard=replace(spec.shard, dtype=FORMATS[dtype]))
     specs: dict[str, ParameterSpec] = module.__dict__.setdefault("param_specs", {})
     specs[name] = spec
     empty = torch.empty(spec.shard.matrix_shape, dtype=dtype, device="meta")
@@ -402,17 +403,15 @@ class VocabParallelHead(nn.Module):
 
     @property
     def reads_table_again(self) -> bool:
-        """Whether the backward of `loss` reads the table: true for the reference loss and for
-        losses that recompute logits."""
+        """Whether the backward of `loss` reads the table: true for the reference loss, for losses
+        that recompute logits and for those of plug-ins."""
         loss_fn: Callable[..., object] = self.summed_loss
         keywords: dict[str, object] = {}
         while isinstance(loss_fn, LossWithLogitStats | with_arguments):
             keywords |= loss_fn.keywords if isinstance(loss_fn, with_arguments) else {}
             loss_fn = loss_fn.func if isinstance(loss_fn, with_arguments) else loss_fn.compute
-        return (
-            loss_fn in (recomputed_cross_entropy, recomputed_cross_entropy_with_stats)
-            or keywords.get("kernel") == "reference"
-        )
+        saves_gradients = loss_fn in (linear_cross_entropy, linear_cross_entropy_with_stats)
+        return not saves_gradients or keywords.get("kernel") == "reference"
 
     def share_weight(self) -> "VocabParallelHead":
         """Return a head with the same parameter for one more use in a forward pass; data

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.optim import OptimConfig
+from megalith.config.plugins import load_plugin
 from megalith.config.train import TrainRun
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn.init import init_param_
@@ -34,7 +35,10 @@ from megalith.train.moe import update_expert_biases, update_quantile_offsets
 def build_optimizer(
     weights: Sequence[tuple[Shard, Tensor]], config: OptimConfig, rates: RatesOf = equal_rates
 ) -> Optimizer:
-    """Build the optimizer of `optim.kind` over these shards; `rates`: factors of each parameter."""
+    """Build the optimizer over these shards; `rates`: factors of each parameter."""
+    if config.plugin is not None:
+        optimizer: Optimizer = load_plugin("optimizer", config.plugin)(weights, config, rates)
+        return optimizer
     return SGD(weights, config, rates) if config.kind == "sgd" else AdamW(weights, config, rates)
 
 
@@ -116,14 +120,10 @@ def build_grad_sync(
     Parameters whose `requires_grad` is False are frozen: they are initialized and saved, but have
     no gradients and no optimizer state.
     """
-    p, dtype = run.parallel, DTYPES[run.precision.params]
+    p, watch = run.parallel, run.optim.nonfinite_grad == "raise"
     parameters = [
         (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
-    gradient_dtype, watch = (
-        torch.promote_types(dtype, torch.float32),
-        run.optim.nonfinite_grad == "raise",
-    )
     if p.zero == 3 and can_shard_weights(mesh):
         from megalith.parallel.fsdp import (
             FullyShardedDataParallel,
@@ -134,7 +134,7 @@ def build_grad_sync(
             parameters,
             mesh,
             device=device,
-            gradient_dtype=gradient_dtype,
+            gradient_dtype=torch.promote_types(DTYPES[run.precision.params], torch.float32),
             keep_gathered=len(model) * p.pp > 1,
             watch=watch,
             overlap=p.overlap,
@@ -144,7 +144,6 @@ def build_grad_sync(
         parameters,
         mesh,
         device=device,
-        gradient_dtype=gradient_dtype,
         bucket_numel=p.bucket_numel,
         overlap=p.overlap,
         accumulate_in_buckets=not run.train.compile,

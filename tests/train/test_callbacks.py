@@ -271,7 +271,7 @@ def _starts_apart(rank: int, world: int) -> str:
     )
     health.compare_replicas(trainer)
     with torch.no_grad():
-        trainer.data.weights[3] += rank
+        trainer.data.weights[0][3] += rank
     try:
         health.compare_replicas(trainer)
     except CheckpointError as error:

@@ -191,10 +191,7 @@ def microbatch_overwritten(original: Original, self: BucketedDataParallel, most:
     """The gradients of a microbatch overwrite the accumulated ones in a slice."""
     while len(self._sums) > most:
         index = self._sums[0][0] % len(self.plan.buckets)
-        first, _ = self._slice(index)
-        bucket = self.plan.buckets[index]
-        slices = self.divisions["dense"].slices.size
-        self.gradients[first : first + (bucket.stop - bucket.start) // slices].zero_()
+        self.gradients[index].zero_()
         original(self, len(self._sums) - 1)
 
 
