@@ -19,7 +19,7 @@ from megalith.kernels.attention.scores import Scores
 from megalith.kernels.attention.split_kv import PartialAttention, attend, init_attention_result
 from megalith.kernels.dropout import DropoutKey, DroppedWeights
 from megalith.kernels.embedding import embedding
-from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.kernels.linear import WeightMatmul, linear
 from megalith.kernels.packed import ContextShard, PackedSeqParams, TokenPermutation
 from megalith.models.decoder import Decoder, iter_parameter_specs
@@ -457,10 +457,11 @@ def memory_of_later_tokens(
     k: Tensor,
     v: Tensor,
     inputs: LayerInputs,
+    cache: LayerCache | None,
 ) -> Tensor:
     """Cross-layer attention is not causal, so tokens attend to later ones."""
     self.scores = replace(self.scores, causal=False)
-    y: Tensor = original(self, x, k, v, inputs)
+    y: Tensor = original(self, x, k, v, inputs, cache)
     return y
 
 
@@ -481,10 +482,10 @@ def latent_key_not_entered(model: Decoder, mesh: Mesh) -> None:
 
 @replaces(LearnedPositions, "forward", "tp, sp, learned positions")
 def positions_of_first_rank(
-    original: Original, self: LearnedPositions, x: Tensor, tokens: PackedSeqParams
+    original: Original, self: LearnedPositions, x: Tensor, inputs: LayerInputs
 ) -> Tensor:
     """Under sp, each rank adds the learned positions of the first slice."""
-    return x + embedding(tokens.position_ids[: len(x)], self.weight)
+    return x + embedding(inputs.seq_params.position_ids[: len(x)], self.weight)
 
 
 @replaces(lora, "column_adapter", "tp, sp, adapters", found_by="types")
