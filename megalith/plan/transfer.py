@@ -88,18 +88,18 @@ def _choose_sender(
 ) -> tuple[int, int, Box]:
     """Return (rank, index of its box, common part) of a rank that holds as much of `box` as any;
     of several, the one that sends the fewest elements so far."""
-    holders = [
+    replicas = [
         (-box_numel(part), num_sent[rank], rank, index, part)
         for rank, boxes in enumerate(held)
         for index, one in enumerate(boxes)
         if (part := intersect(one, box)) is not None
     ]
-    if not holders:
+    if not replicas:
         raise PlanError(
             f"rank {receiver} needs the elements {box}, which no rank holds. Load a checkpoint or "
             "a layout that contains all boxes."
         )
-    _, _, rank, index, part = min(holders)
+    _, _, rank, index, part = min(replicas)
     return rank, index, part
 
 
