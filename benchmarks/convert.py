@@ -26,12 +26,11 @@ from paired import take_turns, times_as_fast
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.model import ModelConfig
 from megalith.hf.convert import convert
+from megalith.hf.families import GPT2, LLAMA
+from megalith.hf.family import Family
 from megalith.hf.folder import HuggingFaceFolder, write_folder
-from megalith.hf.gpt2 import GPT2
-from megalith.hf.llama import LLAMA
 from megalith.hf.pretrained import open_pretrained
 from megalith.hf.release import parameters
-from megalith.hf.tensor_rules import Family
 from megalith.plan.shards import Box
 
 SPEED_BAR = 0.5

@@ -41,9 +41,11 @@ from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
 from megalith.hf.release import parameters
 from megalith.infer.sample import sample_tokens
-from megalith.kernels.packed import DropoutKey, tokens_of_rows
+from megalith.kernels.dropout import DropoutKey
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.packed import tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, initialize
-from megalith.nn.lora import attach_adapters
+from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan import dispatch, keys
 from megalith.recipes import recipes
@@ -149,11 +151,11 @@ def record_model_keys(_: Path) -> dict[str, list[str]]:
     """Return the keys of initial weights, and of one training forward with every kind of
     dropout."""
     ids = torch.arange(4)
-    tokens = replace(tokens_of_rows(1, 4), dropout=DropoutKey(5, ids))
+    tokens = LayerInputs(tokens_of_rows(1, 4), dropout_key=DropoutKey(5, ids))
     recorded = {}
     for name, config in TINY_MODELS.items():
-        model = Decoder(config, build_single_rank_mesh())
-        attach_adapters([model], config, LoraConfig(rank=2, dropout=0.1))
+        lora = LoraConfig(rank=2, dropout=0.1)
+        model = Decoder(build_context(config, build_single_rank_mesh(), lora=lora))
         allocate(model, torch.device("cpu"))
         with recorded_keys() as texts:
             initialize(model, seed=3)

@@ -12,11 +12,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, MoEConfig
-from megalith.kernels.packed import AuxLossScale, tokens_of_rows
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
+from megalith.kernels.packed import tokens_of_rows
 from megalith.models.decoder import allocate
+from megalith.nn.build import build_context
 from megalith.nn.moe import MoE
 from megalith.parallel.mesh import build_single_rank_mesh
-from megalith.parallel.tensor import TensorParallelComm
 from megalith.recipes.qwen import qwen3_30b_a3b
 from megalith.testing.tolerance import relative_error
 
@@ -95,14 +96,17 @@ class Layer:
                 matrix.normal_(std=matrix.shape[1] ** -0.5, generator=draw)
             self.weights[0].copy_(torch.eye(*self.weights[0].shape))
         self.x.requires_grad_()
-        self.tokens = replace(tokens_of_rows(1, t, device=device), balance=AuxLossScale(0, 1, 1.0))
+        self.tokens = LayerInputs(
+            tokens_of_rows(1, t, device=device),
+            router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0)),
+        )
 
     def words(self) -> str:
         """Its sizes, and how uneven its choices are."""
         moe, rows = self.moe, self.chosen.numel()
         busiest = int(self.chosen.flatten().bincount().max()) * moe.num_experts / rows
         return (
-            f"{self.tokens.num_tokens} tokens of h {self.config.hidden_size}, {moe.num_experts} "
+            f"{len(self.x)} tokens of h {self.config.hidden_size}, {moe.num_experts} "
             "experts of "
             f"f {moe.ffn_hidden_size}, {moe.top_k} for each token, the busiest with {busiest:.1f} "
             "times its share"
@@ -166,7 +170,7 @@ class Layer:
 def build(config: ModelConfig, moe: MoEConfig, device: torch.device) -> MoE:
     """The layer, its weights not written yet."""
     mesh = build_single_rank_mesh()
-    layer = MoE("layers.0.moe", config, moe, mesh, TensorParallelComm(mesh.tp), dtype=DTYPE)
+    layer = MoE("layers.0.moe", config, moe, build_context(config, mesh, dtype=DTYPE))
     allocate(layer, device)
     return layer
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalith.config.train import TrainRun
 from megalith.kernels.cpu_threads import keep_freed_memory
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.nn.moe import MoE
 from megalith.parallel.group import barrier
 from megalith.parallel.mesh import Mesh, build_mesh
@@ -38,13 +38,17 @@ class RankReport:
     """Seconds of a step in which the rank stood still for exchanges, where the link was slow."""
 
 
-def in_order(self: MoE, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+def in_order(self: MoE, x: Tensor, inputs: LayerInputs) -> Tensor:
     """A mixture that computes shared experts when tokens are back."""
-    dispatch = self.dispatch if tokens.balance is None else self.dispatch_within_capacity
-    sent, way = dispatch(self.narrow(x), self.router(x, tokens)).wait()
+    dispatch = (
+        self.dispatch
+        if inputs.router_inputs.aux_loss_scale is None
+        else self.dispatch_within_capacity
+    )
+    sent, way = dispatch(self.narrow(x), self.router(x, inputs)).wait()
     y: Tensor = self.widen(way.combine(self.experts(sent)))
     for shared in self.shared:
-        y = y + shared(x, tokens)
+        y = y + shared(x, inputs)
     return y
 
 

@@ -95,7 +95,10 @@ def kernels(device: torch.device) -> list[Kernel]:
     """Every kernel whose inputs can be random; `ours` takes them on `device`, the reference on the
     CPU."""
     angles = torch.arange(T).unsqueeze(1) / 7 ** torch.arange(16)
-    rows, packed = tokens_of_rows(3, T // 3), tokens_of_lengths([200, 1, T - 201])
+    rows, packed = (
+        tokens_of_rows(3, T // 3),
+        tokens_of_lengths([200, 1, T - 201]),
+    )
     rows_there, packed_there = (
         tokens_of_rows(3, T // 3, device=device),
         tokens_of_lengths([200, 1, T - 201], device=device),
@@ -167,8 +170,8 @@ def kernels(device: torch.device) -> list[Kernel]:
         *[
             Kernel(
                 f"attention, {name}",
-                partial(attention, tokens=packed_there, scores=scores),
-                partial(reference_attention, tokens=packed, scores=scores),
+                partial(attention, seq_params=packed_there, scores=scores),
+                partial(reference_attention, seq_params=packed, scores=scores),
                 attended,
             )
             for name, scores in (
@@ -178,14 +181,14 @@ def kernels(device: torch.device) -> list[Kernel]:
         ],
         Kernel(
             "attention of equal rows",
-            partial(attention, tokens=rows_there),
-            partial(reference_attention, tokens=rows),
+            partial(attention, seq_params=rows_there),
+            partial(reference_attention, seq_params=rows),
             attended,
         ),
         Kernel(
             "attention of documents",
-            partial(attention, tokens=packed_there),
-            partial(reference_attention, tokens=packed),
+            partial(attention, seq_params=packed_there),
+            partial(reference_attention, seq_params=packed),
             attended,
         ),
         Kernel(

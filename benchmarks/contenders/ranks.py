@@ -14,6 +14,7 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
 from megalith.kernels.cpu_threads import keep_freed_memory
 from megalith.models.decoder import Decoder, allocate, initialize
+from megalith.nn.build import build_context
 from megalith.parallel.group import all_reduce_, barrier
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
@@ -28,7 +29,7 @@ class LossModel(nn.Module):
     def __init__(self, run: TrainRun) -> None:
         super().__init__()
         self.decoder = Decoder(
-            run.model, build_single_rank_mesh(), dtype=DTYPES[run.precision.params]
+            build_context(run.model, build_single_rank_mesh(), dtype=DTYPES[run.precision.params])
         )
         allocate(self.decoder, torch.device("cpu"))
         initialize(self.decoder, seed=run.seed)
@@ -36,7 +37,7 @@ class LossModel(nn.Module):
     def forward(self, batches: StepBatches) -> Tensor:
         """The loss of the only microbatch, as a share of the mean over the labels of all ranks."""
         (batch,) = batches.microbatches
-        loss: Tensor = self.decoder.loss(batch.ids, batch.labels, batch.tokens)
+        loss: Tensor = self.decoder.loss(batch.ids, batch.labels, batch.layer_inputs())
         return loss / batches.num_labels
 
 

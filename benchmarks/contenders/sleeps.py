@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megalith.kernels.linear import GradAccumulator
+from megalith.kernels.linear import GradAccumulator, MatmulOps
 from megalith.parallel.group import barrier
 from megalith.parallel.p2p import Spec, Tensors, create_pipeline_groups
 from megalith.parallel.pipeline import Pipeline
@@ -37,7 +37,7 @@ class SleepingGradAccumulator:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def product(self, x: Tensor, dy: Tensor) -> None:
+    def product(self, x: Tensor, dy: Tensor, matmul_ops: MatmulOps) -> None:
         """Sleep."""
         time.sleep(self.seconds)
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
-from megalith.hf.llama import LLAMA
+from megalith.hf.families import LLAMA
 from megalith.train.trainer import DTYPES
 
 

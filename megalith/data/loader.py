@@ -18,13 +18,15 @@ from megalith.config.model import ModelConfig
 from megalith.data.packs import pack_documents, row_masks, token_numbers, with_row_masks
 from megalith.data.sample import Dataset, HasDocumentLengths, PackedSample, Row, Sample
 from megalith.errors import DataError
+from megalith.kernels.dropout import DropoutKey
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
 from megalith.kernels.packed import (
-    DropoutKey,
     PackedSeqParams,
     tokens_of_lengths,
     tokens_of_slices,
     with_multimodal_positions,
 )
+from megalith.kernels.replay import MicrobatchRouting
 from megalith.parallel.group import Group, gather_objects, start_all_reduce_
 from megalith.plan.batch_assignment import (
     BatchAssignment,
@@ -56,7 +58,7 @@ class Batch:
     labels: Tensor
     """int64 [t]: the next token; -1 where the loss mask excludes it."""
 
-    tokens: PackedSeqParams
+    seq_params: PackedSeqParams
     """Document boundaries, position ids and masks of the tokens."""
 
     num_labels: int
@@ -78,10 +80,24 @@ class Batch:
     part: float = 1.0
     """Its tokens divided by the mean per microbatch of the step; 1 for unpacked rows."""
 
+    dropout_key: DropoutKey | None = None
+    """Key of the dropout masks; None: no dropout."""
+
+    routing: MicrobatchRouting | None = None
+    """Routing record or replay of the microbatch; None: neither."""
+
     @property
     def squared_lengths(self) -> int:
         """Sum of the squared document lengths."""
         return sum(length**2 for length in self.lengths)
+
+    def layer_inputs(self, aux_loss_scale: AuxLossScale | None = None) -> LayerInputs:
+        """Return the inputs of the layers; `aux_loss_scale`: only in training."""
+        return LayerInputs(
+            self.seq_params,
+            dropout_key=self.dropout_key,
+            router_inputs=RouterInputs(aux_loss_scale, routing=self.routing),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,18 +421,18 @@ def build_batch(
             for depth in range(1, num_mtp_layers + 1)
         ),
     ]
-    shared, tokens = _share(pairs, lengths, slicing, device)
+    shared, seq_params = _share(pairs, lengths, slicing, device)
     if (places := _places(samples, lengths)) is not None:
-        tokens = with_multimodal_positions(tokens, places)
+        seq_params = with_multimodal_positions(seq_params, places)
     hidden = row_masks(samples, padding=masks.padding)
-    tokens = _mask_padding(with_row_masks(tokens, hidden, lengths), packed)
+    seq_params = _mask_padding(with_row_masks(seq_params, hidden, lengths), packed)
     (own_ids, own_labels), *others = [
         (_flat(ids, device), _flat(labels, device)) for ids, labels in shared
     ]
     return Batch(
         own_ids,
         own_labels,
-        tokens,
+        seq_params,
         int(counted.sum()),
         read,
         num_tokens=sum(read),
@@ -445,38 +461,52 @@ def build_pack(
     batch = build_batch(
         [row], MaskSettings(), device=device, slicing=slicing, num_mtp_layers=num_mtp_layers
     )
-    tokens = _with_numbers(
-        batch.tokens, token_numbers(documents, row, budget.longest), seed=dropout_seed
+    numbers = token_numbers(documents, row, budget.longest)
+    return replace(
+        batch,
+        seq_params=_with_padding_of(batch.seq_params, numbers),
+        part=row.num_valid / even if even else 1.0,
+        dropout_key=None
+        if dropout_seed is None
+        else _dropout_key(batch.seq_params, numbers, dropout_seed),
     )
-    return replace(batch, tokens=tokens, part=row.num_valid / even if even else 1.0)
 
 
-def _mask_padding(tokens: PackedSeqParams, rows: Sequence[PackedSample]) -> PackedSeqParams:
+def _mask_padding(seq_params: PackedSeqParams, rows: Sequence[PackedSample]) -> PackedSeqParams:
     """Mark the padding of packed rows, which is not routed to experts."""
     if all(row.num_valid == len(row.ids) for row in rows):
-        return tokens
+        return seq_params
     text = [np.arange(len(row.ids)) < row.num_valid for row in rows]
-    return _with_numbers(tokens, np.where(np.concatenate(text), 0, -1), seed=None)
+    return _with_padding_of(seq_params, np.where(np.concatenate(text), 0, -1))
 
 
-def _with_numbers(tokens: PackedSeqParams, numbers: Ids, *, seed: int | None) -> PackedSeqParams:
-    """Mark tokens whose `numbers` [t] (of all ranks' input) are negative as padding; set the
-    dropout key if there is a seed."""
-    context = tokens.context
-    source = None if context is None else context.slices.source
-    reordered = numbers if source is None else np.where(source >= 0, numbers[source], -1)
-    local_numbers = (
-        reordered if context is None else reordered[context.slices.numbers[context.rank]]
-    )
+def _with_padding_of(seq_params: PackedSeqParams, numbers: Ids) -> PackedSeqParams:
+    """Mark tokens whose `numbers` [t] (of all ranks' input) are negative as padding."""
+    own, whole = _shard_numbers(seq_params, numbers)
+    device, context = seq_params.position_ids.device, seq_params.context
     if context is not None:
-        context = replace(context, whole=_marked(context.whole, reordered, seed))
-    return replace(_marked(tokens, local_numbers, seed), context=context)
+        valid = context.whole.valid & _flat(whole >= 0, device)
+        context = replace(context, whole=replace(context.whole, valid=valid))
+    return replace(seq_params, valid=seq_params.valid & _flat(own >= 0, device), context=context)
 
 
-def _marked(tokens: PackedSeqParams, numbers: Ids, seed: int | None) -> PackedSeqParams:
-    device = tokens.position_ids.device
-    dropout = None if seed is None else DropoutKey(seed, _flat(numbers, device))
-    return replace(tokens, valid=tokens.valid & _flat(numbers >= 0, device), dropout=dropout)
+def _dropout_key(seq_params: PackedSeqParams, numbers: Ids, seed: int) -> DropoutKey:
+    """Return the dropout key of tokens with these `numbers` [t] (of all ranks' input)."""
+    own, whole = _shard_numbers(seq_params, numbers)
+    device = seq_params.position_ids.device
+    keys = None if seq_params.context is None else _flat(whole, device)
+    return DropoutKey(seed, _flat(own, device), keys)
+
+
+def _shard_numbers(seq_params: PackedSeqParams, numbers: Ids) -> tuple[Ids, Ids]:
+    """Return the numbers of this rank's tokens and of all tokens of the microbatch, both with the
+    padding of context parallelism, which has -1; numbers: of all ranks' input."""
+    context = seq_params.context
+    if context is None:
+        return numbers, numbers
+    source = context.slices.source
+    whole = numbers if source is None else np.where(source >= 0, numbers[source], -1)
+    return whole[context.slices.numbers[context.rank]], whole
 
 
 def _plain_rows(samples: Sequence[Sample], masks: MaskSettings) -> tuple[Ids, Ids, list[int]]:
@@ -533,24 +563,14 @@ def _places(samples: Sequence[Row], lengths: list[int]) -> Ids | None:
 
 
 def with_dropout(batch: Batch, rows: Sequence[int], *, seed: int) -> Batch:
-    """Set the dropout keys of a batch; `rows`: positions of its rows in the whole run."""
-    context, device = batch.tokens.context, batch.ids.device
+    """Set the dropout key of a batch; `rows`: positions of its rows in the whole run."""
+    context = batch.seq_params.context
     source = None if context is None else context.slices.source
-    read = batch.tokens.whole.num_tokens if source is None else np.count_nonzero(source >= 0)
-    numbers = np.asarray(rows, dtype=np.int64)[:, None] * (read // len(rows)) + np.arange(
-        read // len(rows)
-    )
-    numbers = numbers.reshape(-1)
-    if context is None:
-        return replace(
-            batch, tokens=replace(batch.tokens, dropout=DropoutKey(seed, _flat(numbers, device)))
-        )
-    local_indices = context.slices.as_read(context.rank)
-    reordered = numbers if source is None else np.where(source >= 0, numbers[source], -1)
-    numbers = np.where(local_indices >= 0, numbers[local_indices], -1)
-    own, whole = (DropoutKey(seed, _flat(one, device)) for one in (numbers, reordered))
-    context = replace(context, whole=replace(context.whole, dropout=whole))
-    return replace(batch, tokens=replace(batch.tokens, dropout=own, context=context))
+    count = batch.seq_params.whole.num_tokens if source is None else np.count_nonzero(source >= 0)
+    length = int(count) // len(rows)
+    numbers = np.asarray(rows, dtype=np.int64)[:, None] * length + np.arange(length)
+    key = _dropout_key(batch.seq_params, numbers.reshape(-1), seed)
+    return replace(batch, dropout_key=key)
 
 
 def _share(

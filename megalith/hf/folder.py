@@ -43,31 +43,11 @@ from megalith.checkpoint.safetensors import (
 from megalith.config.checkpoint import NewRowInit
 from megalith.config.model import ModelConfig
 from megalith.errors import CheckpointError, ConfigError, did_you_mean
-from megalith.hf.config_fields import UnexportedFieldsError
-from megalith.hf.decilm import DECILM
-from megalith.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from megalith.hf.fields import ACTIVATIONS, translate_field_names
-from megalith.hf.gemma import GEMMA
-from megalith.hf.gemma2 import GEMMA2
-from megalith.hf.gemma3 import GEMMA3
-from megalith.hf.gpt2 import GPT2
-from megalith.hf.gpt_oss import GPT_OSS
-from megalith.hf.granite import GRANITE
-from megalith.hf.llama import LLAMA
-from megalith.hf.llama4 import LLAMA4
-from megalith.hf.mistral import MISTRAL
-from megalith.hf.mixtral import MIXTRAL
-from megalith.hf.neox import NEOX
-from megalith.hf.olmo2 import OLMO2
-from megalith.hf.olmoe import OLMOE
-from megalith.hf.phi3 import PHI3
+from megalith.hf.config_fields import ACTIVATIONS, translate_field_names
+from megalith.hf.families import FAMILIES
+from megalith.hf.family import Family, UnexportedFieldsError, WrapperFamily
 from megalith.hf.quantized import FIELD as QUANTISED
 from megalith.hf.quantized import DequantizedTensor, dequantize
-from megalith.hf.qwen2 import QWEN2
-from megalith.hf.qwen2_moe import QWEN2_MOE
-from megalith.hf.qwen3 import QWEN3
-from megalith.hf.qwen3_moe import QWEN3_MOE
-from megalith.hf.smollm3 import SMOLLM3
 from megalith.hf.staging import (
     Attempt,
     ConversionJournal,
@@ -76,17 +56,13 @@ from megalith.hf.staging import (
     run_in_order,
     split_by_nbytes,
 )
-from megalith.hf.starcoder2 import STARCODER2
 from megalith.hf.tensor_rules import (
     BALANCING_BIAS,
-    Family,
     TensorRule,
-    WrapperFamily,
     dtype_to_write,
     group_by_parameter,
     group_by_tensor,
     locate_box,
-    select_rules,
     strip_missing_prefix,
     to_parameter_layout,
     to_tensor_layout,
@@ -94,33 +70,6 @@ from megalith.hf.tensor_rules import (
 )
 from megalith.plan.shards import Box, Shard, intersect
 from megalith.rules.model import network_problems
-
-FAMILIES: tuple[Family, ...] = (
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    OLMO2,
-    SMOLLM3,
-    GRANITE,
-    PHI3,
-    STARCODER2,
-    GPT2,
-    NEOX,
-    DEEPSEEK_V3,
-    DEEPSEEK_V2,
-    MIXTRAL,
-    QWEN3_MOE,
-    QWEN2_MOE,
-    OLMOE,
-    GPT_OSS,
-    LLAMA4,
-    DECILM,
-)
-"""All supported architectures; a model that several can express is written as the first of them."""
 
 PADDABLE_TABLES = ("embed.weight", "head.weight")
 """Vocabulary tables, which may have more rows than their tensors; additional rows are zero or the
@@ -276,7 +225,7 @@ class HuggingFaceFolder:
         self.source = HFSource(self.family, _activation_names(self.raw, self.model_config))
         names = self._tensors.keys()
         self.rules = strip_missing_prefix(
-            select_rules(self.family, self.model_config, names), self.family.prefix, names
+            self.family.select_rules(self.model_config, names), self.family.prefix, names
         )
         self._rules = group_by_parameter(self.rules)
         self.copies = [
@@ -415,16 +364,16 @@ class HuggingFaceFolder:
     def _check_names(self) -> None:
         expected = {rule.name for rule in self.rules}
         missing_keys = sorted(expected - self._tensors.keys())
-        ignored = {name for name in self._tensors if self.family.ignored.fullmatch(name)}
+        ignored = {name for name in self._tensors if self.family.ignored_tensors.fullmatch(name)}
         ignored |= {rule.name for rule in self.copies}
-        unexpected_keys = sorted(self._tensors.keys() - expected - ignored - {self.family.tied})
+        unexpected_keys = sorted(self._tensors.keys() - expected - ignored - {self.family.head})
         problems = [f"missing: {show_names(name_experts(missing_keys))}"] if missing_keys else []
         problems += (
             [f"unexpected in {self.family.architecture}: {show_names(unexpected_keys)}"]
             if unexpected_keys
             else []
         )
-        if missing_keys == [self.family.tied]:
+        if missing_keys == [self.family.head]:
             problems = [
                 f"{missing_keys[0]} is missing (set tie_word_embeddings to true if the head "
                 "shares the "
@@ -460,12 +409,12 @@ class HuggingFaceFolder:
 
     def _check_tied(self) -> None:
         """Check that the head tensor of a tied model, if it is stored, equals the embedding."""
-        if self.family.tied not in self._tensors or not self.model_config.tied_embeddings:
+        if self.family.head not in self._tensors or not self.model_config.tied_embeddings:
             return
         table = self._rules["embed.weight"][0]
-        if not self._equals_table(self.family.tied, table):
+        if not self._equals_table(self.family.head, table):
             raise CheckpointError(
-                f"{self.path}: tie_word_embeddings=true, but {self.family.tied} differs from "
+                f"{self.path}: tie_word_embeddings=true, but {self.family.head} differs from "
                 f"{table.name}. "
                 f"Set tie_word_embeddings to false in config.json if the head has separate weights."
             )

@@ -29,9 +29,10 @@ from megalith.config.lora import (
 from megalith.config.model import ModelConfig
 from megalith.config.tree import from_dict, parse_stored_settings
 from megalith.errors import CheckpointError, ConfigError
+from megalith.hf.family import Family
 from megalith.hf.folder import PIECE_NBYTES, Weights, check_links, read_json
 from megalith.hf.release import parameters
-from megalith.hf.tensor_rules import Family, TensorRule
+from megalith.hf.tensor_rules import TensorRule
 from megalith.plan.shards import Box
 
 # Reader of adapter_config.json of the peft library: every field is interpreted, without effect, or

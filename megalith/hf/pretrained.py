@@ -33,7 +33,7 @@ from megalith.data.huggingface import is_gpt2
 from megalith.data.sentencepiece import is_sentencepiece
 from megalith.data.tokenizer import locate_copied_tokenizer, main_file
 from megalith.errors import CheckpointError, ConfigError, did_you_mean
-from megalith.hf.config_fields import canonical
+from megalith.hf.family import Family, canonical
 from megalith.hf.folder import (
     CONFIG,
     GENERATION,
@@ -60,7 +60,6 @@ from megalith.hf.peft import (
     read_peft_config,
 )
 from megalith.hf.release import parameters
-from megalith.hf.tensor_rules import Family
 from megalith.parallel.consistency import raise_on_all_ranks
 from megalith.parallel.group import Group
 from megalith.plan.shards import Box

@@ -37,6 +37,7 @@ from megalith.hf.staging import (
 )
 from megalith.hf.tensor_rules import dtype_to_write
 from megalith.models.decoder import Decoder, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.shards import Box, Shard
 
@@ -47,7 +48,10 @@ BATCH_NBYTES = 256 * 2**20
 def parameters(model: ModelConfig) -> list[Shard]:
     """Return the full shard of every parameter of a model, in the order of the forward pass."""
     return [
-        spec.shard for spec, _, _ in iter_parameter_specs(Decoder(model, build_single_rank_mesh()))
+        spec.shard
+        for spec, _, _ in iter_parameter_specs(
+            Decoder(build_context(model, build_single_rank_mesh()))
+        )
     ]
 
 

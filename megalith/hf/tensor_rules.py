@@ -1,19 +1,24 @@
 """Rules that map Hugging Face tensors to parameters: a part of a tensor, seen with other dims, is a
 box of a parameter.
 
-The rules are plain values, which reading, writing, dry runs and tests share.
+A family has a table of tensors, whose dims are written as in einops (`(n d) h`); `build_rules`
+expands it to the rules of a model. The rules are plain values, which reading, writing, dry runs and
+tests share.
 """
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalith.config.model import ModelConfig
+from megalith.hf.config_fields import read_setting
 from megalith.plan.shards import Box
 
 BALANCING_BIAS = ".balancing_bias"
@@ -77,84 +82,6 @@ class TensorRule:
         return [dim for dim in self.dims if dim is not None] == list(range(len(self.view)))
 
 
-def no_copied_tensors(config: ModelConfig) -> list[TensorRule]:
-    """Return no rules: the family stores no parameter twice."""
-    return []
-
-
-def keep_config(config: ModelConfig, names: Collection[str]) -> ModelConfig:
-    """Return the config unchanged: it does not depend on the names of the tensors."""
-    return config
-
-
-@dataclass(frozen=True, slots=True)
-class WrapperFamily:
-    """A multimodal architecture that contains a supported text model; its other parts are not
-    read."""
-
-    architecture: str
-    """Name in `architectures` of config.json."""
-
-    model_type: str
-    """model_type, used for configs without `architectures`."""
-
-    section: str
-    """Field of config.json that contains the config of the text model."""
-
-    prefix: str
-    """Prefix of the tensor names of the text model."""
-
-    others: re.Pattern[str]
-    """Names of the tensors that are not read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A Hugging Face architecture: how its config and tensors are read and written."""
-
-    architecture: str
-    """Name in `architectures` of config.json."""
-
-    model_type: str
-    """model_type, used for configs without `architectures`."""
-
-    read_config: Callable[[Mapping[str, Any]], ModelConfig]
-    """Return the ModelConfig of a config.json; raises ConfigError with every unsupported field."""
-
-    write_config: Callable[[ModelConfig], dict[str, Any]]
-    """Return the config.json of a ModelConfig; raises ConfigError with every setting that cannot be
-    expressed."""
-
-    rules: Callable[[ModelConfig], list[TensorRule]]
-    """Return the rules of all tensors, in the order of the forward pass."""
-
-    ignored: re.Pattern[str]
-    """Tensors without parameters in old files."""
-
-    tied: str
-    """The head tensor, which files of models with tied embeddings may contain or omit."""
-
-    prefix: str = ""
-    """Prefix of most tensor names, which some files omit."""
-
-    copies: Callable[[ModelConfig], list[TensorRule]] = no_copied_tensors
-    """Return the rules of tensors that repeat a parameter: optional when reading, always
-    written."""
-
-    fused_rules: Callable[[ModelConfig], list[TensorRule]] | None = None
-    """Return the rules for fused expert tensors, as in transformers 5; None: no experts, or no such
-    format."""
-
-    in_transformers: bool = True
-    """Whether `from_pretrained` loads exported folders without custom code."""
-
-    wrapper: WrapperFamily | None = None
-    """A multimodal architecture whose folders can be read as this one; never written."""
-
-    adjust_config: Callable[[ModelConfig, Collection[str]], ModelConfig] = keep_config
-    """Correct a config by the tensors that the folder contains."""
-
-
 class TensorSlice(NamedTuple):
     """Location of a box in a Hugging Face tensor: `tensor[slices].view(view)[at]`, with its dims
     reordered."""
@@ -169,7 +96,7 @@ class TensorSlice(NamedTuple):
 def locate_box(rule: TensorRule, part: Box) -> TensorSlice:
     """Return the location of `part`, a box inside the box of the rule, in the tensor.
 
-    >>> keys = rule("k", "kv", (2, 3, 4), shape=(6, 4), part=0)
+    >>> keys = TensorRow("k", "kv", "(g d) h", "[0] g d h").build({"g": 2, "d": 3, "h": 4})
     >>> locate_box(keys, ((0, 1), (1, 2), (0, 3), (2, 4))).slices
     (slice(3, 6, None), slice(2, 4, None))
     """
@@ -269,15 +196,6 @@ def group_by_parameter(rules: Sequence[TensorRule]) -> dict[str, list[TensorRule
     return by_name
 
 
-def select_rules(family: Family, config: ModelConfig, names: Collection[str]) -> list[TensorRule]:
-    """Return the rules of a folder, which depend on whether its expert tensors are fused."""
-    if family.fused_rules is not None and any(
-        name.endswith(".experts.gate_up_proj") for name in names
-    ):
-        return family.fused_rules(config)
-    return family.rules(config)
-
-
 def strip_missing_prefix(
     rules: Sequence[TensorRule], prefix: str, names: Collection[str]
 ) -> list[TensorRule]:
@@ -294,74 +212,350 @@ def unpadded_shape(rules: Sequence[TensorRule]) -> tuple[int, ...]:
     )
 
 
-def rule(
-    name: str,
-    parameter: str | None,
-    lengths: Sequence[int],
-    *,
-    shape: Sequence[int],
-    part: int | None = None,
-) -> TensorRule:
-    """Return the rule of a whole tensor: a parameter of shape `lengths`, or slice `part` of its
-    additional first dim."""
-    assert math.prod(shape) == math.prod(lengths), name
-    if part is None:
-        return piece(
-            name, parameter, tuple((0, length) for length in lengths), shape=shape, view=lengths
-        )
-    box = ((part, part + 1), *((0, length) for length in lengths))
-    return piece(name, parameter, box, shape=shape, view=lengths, dims=(None, *range(len(lengths))))
+# --- table of tensors
 
 
-def piece(
-    name: str,
-    parameter: str | None,
-    box: Box,
-    *,
-    shape: Sequence[int],
-    view: Sequence[int],
-    at: Box | None = None,
-    dims: Sequence[int | None] | None = None,
-) -> TensorRule:
-    """Return the rule of a part of a tensor; `at` unset: the whole view, `dims` unset: the same
-    order of dims."""
-    result = TensorRule(
-        name,
-        tuple(shape),
-        parameter,
-        box,
-        tuple(view),
-        at or tuple((0, size) for size in view),
-        tuple(range(len(box))) if dims is None else tuple(dims),
+class _Dim(NamedTuple):
+    """A dim of the view of a tensor: sum of sizes, and the part of it that the rule covers."""
+
+    size: str
+    start: str
+    stop: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """A row of a family's table: a Hugging Face tensor, or a part of it, and its parameter.
+
+    `dims` lists the dims of the tensor; a dim in parentheses is split, `3[1:3]` is a part of a dim
+    of size 3, and `n+g` the sum of two sizes. `box` lists the dims of the parameter, unset in the
+    same order; `[1]` is an index of a dim that the tensor does not have. `[expert]` stands for the
+    number of an expert, for each of which the row is repeated: in the name, and first in the box.
+
+    >>> TensorRow("k", "kv", "(g d) h", "[0] g d h").build({"g": 2, "d": 3, "h": 4}).box
+    ((0, 1), (0, 2), (0, 3), (0, 4))
+    """
+
+    name: str
+    parameter: str
+    dims: str
+    box: str = ""
+    when: str = ""
+    """Setting that the model must have for the tensor to exist (`qkv_bias`, `moe.top_k=1`,
+    `!tied_embeddings`)."""
+
+    zeros: str = ""
+    """Setting with which the tensor exists without its parameter, filled with zeros."""
+
+    def build(self, sizes: Mapping[str, int]) -> TensorRule:
+        """Return the rule for dims of these sizes; of expert 0 if the row is repeated."""
+        groups = _parse_dims(self.dims)
+        dims = [dim for group in groups for dim in group]
+        view = tuple(_evaluate(dim.size, sizes) for dim in dims)
+        at = tuple((_evaluate(dim.start, sizes), _evaluate(dim.stop, sizes)) for dim in dims)
+        box = [(0, stop - start) for start, stop in at]
+        positions: list[int | None] = list(range(len(dims)))
+        if self.box:
+            names, spans = [dim.size for dim in dims], box
+            positions, box = [], []
+            for token in self.box.replace(EXPERT, "[0]").split():
+                is_index = token.startswith("[")
+                index = int(token[1:-1]) if is_index else names.index(token)
+                positions.append(None if is_index else index)
+                box.append((index, index + 1) if is_index else spans[index])
+        shape = tuple(math.prod(_evaluate(dim.size, sizes) for dim in group) for group in groups)
+        return TensorRule(self.name, shape, self.parameter, tuple(box), view, at, tuple(positions))
+
+
+EXPERT = "[expert]"
+
+
+@lru_cache
+def _parse_dims(text: str) -> tuple[tuple[_Dim, ...], ...]:
+    """Return the dims of a tensor, each as the dims it is split into."""
+    groups = re.findall(r"\(([^)]*)\)|(\S+)", text)
+    return tuple(
+        tuple(_parse_dim(token) for token in (split or single).split()) for split, single in groups
     )
-    for dim, (start, stop) in zip(result.dims, result.box, strict=True):
-        span = (0, 1) if dim is None else result.at[dim]
-        assert span[1] - span[0] == stop - start, result
-    return result
 
 
-# Tensor rules that several families share and Llama does not have: LayerNorm with bias, and MLPs
-# without a gate.
+def _parse_dim(token: str) -> _Dim:
+    size, _, part = token.rstrip("]").partition("[")
+    start, colon, stop = part.partition(":")
+    if not part:
+        return _Dim(size, "0", size)
+    return _Dim(size, start, stop if colon else f"{start}+1")
 
 
-def layer_norm_rules(hf_name: str, parameter: str, size: int) -> list[TensorRule]:
-    """Return the rules of a LayerNorm over `size` features."""
-    return [
-        rule(f"{hf_name}.{part}", f"{parameter}.{part}", (size,), shape=(size,))
-        for part in ("weight", "bias")
-    ]
+def _evaluate(expression: str, sizes: Mapping[str, int]) -> int:
+    """Return the sum of sizes and numbers in an expression such as `n+g`."""
+    return sum(int(name) if name.isdigit() else sizes[name] for name in expression.split("+"))
 
 
-def ungated_rules(config: ModelConfig, up: str, down: str, parameter: str) -> list[TensorRule]:
-    """Return the rules of an MLP without a gate, whose linear layers are named `up` and `down`."""
-    h, f = config.hidden_size, config.ffn_hidden_size
-    rules = [
-        rule(f"{up}.weight", f"{parameter}.up", (f, h), shape=(f, h)),
-        rule(f"{down}.weight", f"{parameter}.down", (h, f), shape=(h, f)),
-    ]
-    if config.mlp_bias:
-        rules += [
-            rule(f"{up}.bias", f"{parameter}.up_bias", (f,), shape=(f,)),
-            rule(f"{down}.bias", f"{parameter}.down_bias", (h,), shape=(h,)),
-        ]
+def _holds(condition: str, config: ModelConfig) -> bool:
+    """Return whether a model has the setting of a condition."""
+    setting, _, expected = condition.removeprefix("!").partition("=")
+    value = read_setting(config, setting)
+    return (str(value) == expected if expected else bool(value)) != condition.startswith("!")
+
+
+LayerCondition = Callable[[ModelConfig, int], bool]
+
+
+def has_attention(config: ModelConfig, layer: int) -> bool:
+    """Return whether the layer has attention."""
+    return config.attention_part(layer) == "full"
+
+
+def has_mlp(config: ModelConfig, layer: int) -> bool:
+    """Return whether the layer has an MLP, and no experts."""
+    return config.mlp_part(layer) == "full" and not config.has_experts(layer)
+
+
+def has_experts(config: ModelConfig, layer: int) -> bool:
+    """Return whether the layer has a mixture of experts."""
+    return config.has_experts(layer)
+
+
+def in_every_layer(config: ModelConfig, layer: int) -> bool:
+    """Return true: the tensors are in every layer."""
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """The tensors of one module of a layer: its Hugging Face name, the name of ours, and rows with
+    names inside the module."""
+
+    name: str
+    parameter: str
+    rows: tuple[TensorRow, ...]
+    when: LayerCondition = in_every_layer
+    """Returns whether a layer has the module."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTable:
+    """All tensors of a family, in the order of the forward pass."""
+
+    layer: tuple[TensorGroup, ...]
+    embedding: tuple[TensorRow, ...]
+    head: tuple[TensorRow, ...]
+    """The last norm and the output head."""
+
+    layers: str = "model.layers"
+    """Prefix of the names of a layer's tensors, before its number."""
+
+    mtp_input: tuple[TensorRow, ...] = ()
+    """Tensors of an MTP layer before those of its transformer layer; MTP layers are numbered after
+    the last layer."""
+
+    mtp_output: tuple[TensorRow, ...] = ()
+    """Tensors of an MTP layer after those of its transformer layer."""
+
+    mtp_copies: tuple[TensorRow, ...] = ()
+    """Tensors of an MTP layer that repeat parameters outside of it."""
+
+
+def build_rules(table: TensorTable, config: ModelConfig) -> list[TensorRule]:
+    """Return the rules of a model, in the order of the forward pass."""
+    rules = _expand(table.embedding, config)
+    for layer in range(config.num_layers):
+        rules += _layer_rules(table, config, layer, f"{table.layers}.{layer}", f"layers.{layer}")
+    rules += _expand(table.head, config)
+    for depth in range(config.mtp.num_layers if table.mtp_input else 0):
+        name, parameter = f"{table.layers}.{config.num_layers + depth}", f"mtp.{depth}"
+        rules += _expand(table.mtp_input, config, name, parameter)
+        rules += _layer_rules(table, config, config.num_layers - 1, name, f"{parameter}.layer")
+        rules += _expand(table.mtp_output, config, name, parameter)
     return rules
+
+
+def build_copy_rules(table: TensorTable, config: ModelConfig) -> list[TensorRule]:
+    """Return the rules of tensors that repeat a parameter."""
+    depths = range(config.mtp.num_layers)
+    return [
+        rule
+        for depth in depths
+        for rule in _expand(table.mtp_copies, config, f"{table.layers}.{config.num_layers + depth}")
+    ]
+
+
+def _layer_rules(
+    table: TensorTable, config: ModelConfig, layer: int, name: str, parameter: str
+) -> list[TensorRule]:
+    layer_config = config.at(layer)
+    groups = [group for group in table.layer if group.when(config, layer)]
+    return [
+        rule
+        for group in groups
+        for rule in _expand(
+            group.rows, layer_config, f"{name}.{group.name}", f"{parameter}.{group.parameter}"
+        )
+    ]
+
+
+def _expand(
+    rows: Iterable[TensorRow], config: ModelConfig, name: str = "", parameter: str = ""
+) -> list[TensorRule]:
+    """Return the rules of the rows that the model has, with prefixes of names; rows of experts are
+    repeated for each of them."""
+    sizes = _dim_sizes(config)
+    present = [
+        row
+        for row in rows
+        if any(_holds(condition, config) for condition in (row.when, row.zeros) if condition)
+        or not row.when
+    ]
+    rules: list[TensorRule] = []
+    for is_repeated, group in groupby(present, lambda row: EXPERT in row.name):
+        unnamed = [(row, _build_present(row, config, sizes)) for row in group]
+        for expert in range(sizes["e"] if is_repeated else 1):
+            rules += [_named(rule, row, (name, parameter), expert) for row, rule in unnamed]
+    return rules
+
+
+def _build_present(row: TensorRow, config: ModelConfig, sizes: Mapping[str, int]) -> TensorRule:
+    """Return the rule of a tensor of the model; without its parameter if the model lacks it."""
+    rule = row.build(sizes)
+    if not row.zeros or _holds(row.when, config):
+        return rule
+    box = tuple((0, size) for size in rule.shape)
+    return TensorRule(rule.name, rule.shape, None, box, rule.shape, box, tuple(range(len(box))))
+
+
+def _named(rule: TensorRule, row: TensorRow, prefixes: tuple[str, str], expert: int) -> TensorRule:
+    """Return a rule with full names, and the box of an expert."""
+    name, parameter = (f"{prefix}." if prefix else "" for prefix in prefixes)
+    box = rule.box
+    if row.box.startswith(EXPERT):
+        box = ((expert, expert + 1), *box[1:])
+    return TensorRule(
+        name + rule.name.replace(EXPERT, str(expert)),
+        rule.shape,
+        None if rule.parameter is None else parameter + rule.parameter,
+        box,
+        rule.view,
+        rule.at,
+        rule.dims,
+    )
+
+
+def _dim_sizes(config: ModelConfig) -> dict[str, int]:
+    """Return the sizes of named dims: h hidden, n heads, g KV heads, d head dim, f ffn, v vocab,
+    e experts."""
+    sizes = {
+        "v": config.vocab_size,
+        "h": config.hidden_size,
+        "n": config.num_heads,
+        "g": config.num_kv_heads,
+        "d": config.head_size(),
+        "f": config.ffn_hidden_size,
+        "positions": config.max_seq_len,
+    }
+    if (moe := config.moe) is not None:
+        sizes |= {
+            "e": moe.num_experts,
+            "moe_f": moe.ffn_hidden_size,
+            "shared_f": moe.shared_ffn_hidden_size or 0,
+        }
+    if (mla := config.mla) is not None:
+        sizes |= {
+            "kv_rank": mla.kv_rank,
+            "q_rank": mla.q_rank or 0,
+            "nope_d": mla.nope_dim,
+            "rope_d": mla.rope_dim,
+            "value_d": mla.value_dim,
+        }
+    return sizes
+
+
+# --- tensors of Llama, which most families share
+
+
+def layer_norm(name: str, parameter: str) -> TensorGroup:
+    """Return the tensors of a LayerNorm: weight and bias."""
+    rows = tuple(TensorRow(part, part, "h") for part in ("weight", "bias"))
+    return TensorGroup(name, parameter, rows)
+
+
+def rms_norm(name: str, parameter: str, when: LayerCondition = in_every_layer) -> TensorGroup:
+    """Return the tensor of an RMSNorm."""
+    return TensorGroup(name, parameter, (TensorRow("weight", "weight", "h"),), when)
+
+
+HEAD = "lm_head.weight"
+EMBEDDING = (TensorRow("model.embed_tokens.weight", "embed.weight", "v h"),)
+FINAL_NORM = TensorRow("model.norm.weight", "norm.weight", "h")
+UNTIED_HEAD = TensorRow(HEAD, "head.weight", "v h", when="!tied_embeddings")
+
+ROTARY_BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+"""Tensors without parameters: conversions of 2023 stored the rotary frequencies."""
+
+INPUT_NORM = rms_norm("input_layernorm", "attention_norm")
+MLP_NORM = rms_norm("post_attention_layernorm", "mlp_norm")
+
+ATTENTION_WEIGHTS = (
+    TensorRow("q_proj.weight", "q", "(n d) h"),
+    TensorRow("k_proj.weight", "kv", "(g d) h", "[0] g d h"),
+    TensorRow("v_proj.weight", "kv", "(g d) h", "[1] g d h"),
+    TensorRow("o_proj.weight", "o", "h (n d)"),
+    TensorRow("q_norm.weight", "q_norm.weight", "d", when="attention.qk_norm=head"),
+    TensorRow("k_norm.weight", "k_norm.weight", "d", when="attention.qk_norm=head"),
+    TensorRow("q_norm.weight", "q_norm.weight", "(n d)", when="attention.qk_norm=whole"),
+    TensorRow("k_norm.weight", "k_norm.weight", "(g d)", when="attention.qk_norm=whole"),
+)
+ATTENTION_BIASES = (
+    TensorRow("q_proj.bias", "q_bias", "(n d)", when="qkv_bias", zeros="output_bias"),
+    TensorRow("k_proj.bias", "kv_bias", "(g d)", "[0] g d", when="qkv_bias", zeros="output_bias"),
+    TensorRow("v_proj.bias", "kv_bias", "(g d)", "[1] g d", when="qkv_bias", zeros="output_bias"),
+    TensorRow("o_proj.bias", "o_bias", "h", when="output_bias", zeros="qkv_bias"),
+)
+"""Biases of families with one field for all four: missing ones are exported as zeros."""
+
+ATTENTION = TensorGroup(
+    "self_attn", "attention", (*ATTENTION_WEIGHTS, *ATTENTION_BIASES), has_attention
+)
+ATTENTION_WITH_QKV_BIAS = TensorGroup(
+    "self_attn",
+    "attention",
+    (*ATTENTION_WEIGHTS, *(replace(row, zeros="") for row in ATTENTION_BIASES)),
+)
+"""Attention whose output projection has no bias."""
+
+GATED_MLP = TensorGroup(
+    "mlp",
+    "mlp",
+    (
+        TensorRow("gate_proj.weight", "gate_up", "f h", "[0] f h"),
+        TensorRow("up_proj.weight", "gate_up", "f h", "[1] f h"),
+        TensorRow("down_proj.weight", "down", "h f"),
+        TensorRow("gate_proj.bias", "gate_up_bias", "f", "[0] f", when="mlp_bias"),
+        TensorRow("up_proj.bias", "gate_up_bias", "f", "[1] f", when="mlp_bias"),
+        TensorRow("down_proj.bias", "down_bias", "h", when="mlp_bias"),
+    ),
+    has_mlp,
+)
+
+
+def ungated_mlp(up: str, down: str) -> TensorGroup:
+    """Return the tensors of an MLP without a gate, whose linear layers are named `up` and
+    `down`."""
+    return TensorGroup(
+        "mlp",
+        "mlp",
+        (
+            TensorRow(f"{up}.weight", "up", "f h"),
+            TensorRow(f"{down}.weight", "down", "h f"),
+            TensorRow(f"{up}.bias", "up_bias", "f", when="mlp_bias"),
+            TensorRow(f"{down}.bias", "down_bias", "h", when="mlp_bias"),
+        ),
+        has_mlp,
+    )
+
+
+def llama_tensors(*layer: TensorGroup) -> TensorTable:
+    """Return the table of a family whose tensors outside of layers are named as in Llama; `layer`
+    unset: as in Llama, too."""
+    groups = layer or (INPUT_NORM, ATTENTION, MLP_NORM, GATED_MLP)
+    return TensorTable(groups, EMBEDDING, (FINAL_NORM, UNTIED_HEAD))

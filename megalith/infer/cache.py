@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalith.kernels.layer_inputs import LayerCache
 from megalith.kernels.packed import PackedSeqParams
-from megalith.nn.attention import LayerCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,9 @@ class PackedCache:
     def __init__(self, keys: Sequence[GrowingBuffer], values: Sequence[GrowingBuffer]) -> None:
         self._keys, self._values = keys, values
 
-    def extend(self, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> tuple[Tensor, Tensor]:
+    def extend(self, k: Tensor, v: Tensor, seq_params: PackedSeqParams) -> tuple[Tensor, Tensor]:
         """Append k, v [t, g, d] of the new tokens; returns all that they attend to [t_kv, g, d]."""
-        queries = [length for length, _ in tokens.lengths]
+        queries = [length for length, _ in seq_params.lengths]
         return _extend(self._keys, k, queries), _extend(self._values, v, queries)
 
 

@@ -13,6 +13,7 @@ from megalith.config.model import ModelConfig
 from megalith.errors import DataError, raise_all
 from megalith.infer.cache import EVERYTHING, AttentionView, KVCache, PrefixState
 from megalith.infer.sample import sample_tokens
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_queries
 from megalith.kernels.rope import rope_length
 from megalith.models.decoder import Decoder
@@ -196,7 +197,7 @@ def _forward_step(
         sequence.num_cached += count
         if sequence.num_cached == len(sequence.ids):
             last_positions.append(len(ids) - 1)
-    tokens = tokens_of_queries(
+    seq_params = tokens_of_queries(
         [(count, sequence.num_cached) for sequence, count in new_tokens_of],
         reach=[len(sequence.ids) for sequence, _ in new_tokens_of],
         device=device,
@@ -204,7 +205,7 @@ def _forward_step(
     caches = cache.layers([sequence.number for sequence, _ in new_tokens_of])
     return model.logits(
         torch.tensor(ids, device=device),
-        tokens,
+        LayerInputs(seq_params),
         caches,
         torch.tensor(last_positions, device=device).long(),
     )

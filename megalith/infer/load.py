@@ -22,9 +22,10 @@ from megalith.hf.pretrained import (
     open_pretrained,
 )
 from megalith.hf.release import release_run
+from megalith.kernels.backend import select_backends
 from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
-from megalith.nn.kernels import use_kernels
-from megalith.nn.mlp import chunk_prefill_mlps
+from megalith.nn.build import build_context
+from megalith.nn.mlp import ChunkedPrefillMLP
 from megalith.parallel.mesh import Mesh
 from megalith.plan.grid import divisors
 from megalith.rules.moe import expert_layout_problems
@@ -136,9 +137,16 @@ def load_text_generator(
     tokenizer = build_tokenizer(source.tokenizer)
     check_vocabulary(tokenizer, source.model, source.path)
     # MTP layers are used in training only.
-    model = Decoder(replace(source.model, mtp=MTPConfig()), mesh, dtype=dtype)
-    use_kernels([model], kernels, mesh)
-    if mlp_chunks > 1 and chunk_prefill_mlps(model, mlp_chunks) == 0:
+    context = build_context(
+        replace(source.model, mtp=MTPConfig()),
+        mesh,
+        dtype=dtype,
+        backends=select_backends(kernels),
+        prefill_mlp_chunks=mlp_chunks,
+    )
+    model = Decoder(context)
+    has_mlps = any(isinstance(module, ChunkedPrefillMLP) for module in model.modules())
+    if mlp_chunks > 1 and not has_mlps:
         raise ConfigError(
             f"--mlp-chunks={mlp_chunks} chunks the input of dense MLPs, but no layer of "
             f"{source.path} has one. Remove --mlp-chunks, or set it to 1."

@@ -1,18 +1,72 @@
-"""Backend selection of fused operations: numba loops on CPUs, Triton kernels on GPUs, or torch
-operations."""
+"""Kernel backends: the backend of every operation of a model, selected when the model is built, and
+the choice among numba loops, Triton kernels and torch operations in one call.
 
-from collections.abc import Mapping
-from typing import Literal
+The table of backends with their conditions is `BACKENDS` in plan/kernels.py.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
-from megalith.config.kernels import BackendName, Op
+from megalith.config.kernels import (
+    BackendName,
+    KernelsConfig,
+    KernelSetting,
+    Op,
+    expand_kernel_setting,
+)
 from megalith.errors import ConfigError
 from megalith.kernels import cpu_threads
+from megalith.kernels.linear import select_bf16_matmul
 from megalith.kernels.triton import launch
 from megalith.plan.kernels import find_backend_spec
 
 FusedBackend = Literal["numba", "triton", "torch"]
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Backend of one operation of a model."""
+
+    op: Op
+
+    name: BackendName = "auto"
+    """auto: each call uses the fastest backend that supports its dtypes, sizes and options."""
+
+    def bind(self, function: Callable[..., Result]) -> Callable[..., Result]:
+        """Return the operation, a function with a keyword `kernel`, bound to this backend."""
+        return function if self.name == "auto" else partial(function, kernel=self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """Backend of every operation of a model, an argument of its constructor."""
+
+    config: KernelsConfig = field(default_factory=KernelsConfig)
+
+    def of(self, op: Op) -> Backend:
+        """Return the backend of an operation."""
+        return Backend(op, self.config.of(op))
+
+    def bind(self, op: Op, function: Callable[..., Result]) -> Callable[..., Result]:
+        """Return an operation bound to its backend: see `Backend.bind`."""
+        return self.of(op).bind(function)
+
+
+AUTO = Backends()
+"""The fastest backend of every operation."""
+
+
+def select_backends(kernels: KernelSetting) -> Backends:
+    """Return the backends of a model, and select that of bf16 matmuls on CPUs for the process."""
+    backends = Backends(expand_kernel_setting(kernels))
+    select_bf16_matmul(backends.of("matmul").name)
+    return backends
 
 
 def select_backend(

@@ -9,6 +9,7 @@ bits).
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +22,34 @@ from megalith.kernels.attention.scores import WeightDropout
 from megalith.kernels.backend import select_backend
 from megalith.kernels.linear import Context
 from megalith.plan.context import KeySpans, KeyTile
+from megalith.plan.keys import key as integer_key
+
+key_of = torch.compiler.assume_constant_result(integer_key)
+"""`plan.keys.key` as a constant for torch.compile."""
 
 STEP_64, MIX_64 = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 STEP_32, MIX_32 = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)
+
+
+class DropoutKey(NamedTuple):
+    """Key of dropout masks: the run's seed and the number of each token."""
+
+    seed: int
+    """Seed of the run."""
+
+    numbers: Tensor
+    """int64 [t]: number of each token in the run: (row, counted from the run's first) * seq_len +
+    position in the row; -1 for padding. A number occurs once in a run, so it also identifies the
+    step."""
+
+    keys: Tensor | None = None
+    """int64 [t_kv]: numbers of the keys, if these are other tokens than the queries: under context
+    parallelism all tokens of the microbatch, in natural order."""
+
+    @property
+    def numbers_of_keys(self) -> Tensor:
+        """Numbers of the keys: int64 [t_kv]."""
+        return self.numbers if self.keys is None else self.keys
 
 
 def dropout(

@@ -51,6 +51,9 @@ class Matrix(NamedTuple):
     grad_accumulator: GroupedGradAccumulator | None = None
     """Takes the weight's gradient (fused weight-gradient accumulation); unset: autograd does."""
 
+    matmul_ops: GroupedMatmulOps | None = None
+    """Computes its matmuls; None: the fastest for the rows, or those of the selected backend."""
+
 
 def experts(
     rows: Tensor,
@@ -78,7 +81,7 @@ def experts(
             _accumulate_grad(down),
             inner,
         )
-    up_ops = grouped_matmul_ops_by_name(kernel, rows, up.weight, groups)
+    up_ops = up.matmul_ops or grouped_matmul_ops_by_name(kernel, rows, up.weight, groups)
     if up_ops is LOOP:
         groups = groups.known_on_host()  # one device synchronization instead of one per matmul
     pre_activation = with_bias(
@@ -91,7 +94,7 @@ def experts(
     activated = inner(pre_activation, weights)
     if again is not None:
         activated = again(activated, inner, (pre_activation, weights))
-    down_ops = grouped_matmul_ops_by_name(kernel, activated, down.weight, groups)
+    down_ops = down.matmul_ops or grouped_matmul_ops_by_name(kernel, activated, down.weight, groups)
     return with_bias(
         grouped_linear(
             activated,

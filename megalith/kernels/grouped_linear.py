@@ -5,9 +5,9 @@ An expert without rows gets a gradient of zeros instead of None: which experts h
 between ranks, but gradient collectives must not.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -106,50 +106,26 @@ def equal_groups(experts: int, rows: int) -> Groups:
 # --- three grouped matmuls, each with three implementations
 
 
-class GroupedMatmulOps(NamedTuple):
-    """Forward, input-gradient and weight-gradient grouped matmuls; precision recipes replace them
-    instead of the layer."""
+class GroupedMatmulOps(Protocol):
+    """Forward, input-gradient and weight-gradient grouped matmuls.
 
-    forward: Callable[[Tensor, Tensor, Groups], Tensor]
-    """x [r, i], w [e o, i] -> y [r, o]."""
+    Precision recipes replace this object instead of the layer; it may hold state, for example
+    scales, if each matrix of experts has its own object.
+    """
 
-    input_grad: Callable[[Tensor, Tensor, Groups], Tensor]
-    """dy [r, o], w [e o, i] -> dx [r, i]."""
+    def forward(self, x: Tensor, w: Tensor, groups: Groups) -> Tensor:
+        """x [r, i], w [e o, i] -> y [r, o]."""
 
-    weight_grad: Callable[[Tensor, Tensor, Groups], Tensor]
-    """dy [r, o], x [r, i] -> dw [e o, i]."""
+    def input_grad(self, dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
+        """dy [r, o], w [e o, i] -> dx [r, i]."""
+
+    def weight_grad(self, dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
+        """dy [r, o], x [r, i] -> dw [e o, i]."""
 
 
 def by_expert(w: Tensor, e: int) -> Tensor:
     """View a tensor that is equally divided among experts by expert: [e n, i] -> [e, n, i]."""
     return w.unflatten(0, (e, w.shape[0] // e))
-
-
-def loop_forward(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """Forward, one matmul per expert, each written into its rows of y."""
-    counts = groups.on_host()
-    weights = by_expert(w, len(counts))
-    y = x.new_empty(x.shape[0], weights.shape[1])
-    for rows, weight, out in _busy(counts, x.split(counts), weights, y.split(counts)):
-        if _onednn_copy_pays(rows, weight):
-            out.copy_(forward(rows, weight))
-        else:
-            torch.mm(rows, weight.t(), out=out)
-    return y
-
-
-def loop_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """Input gradient, one matmul per expert, each written into its rows of dx."""
-    counts = groups.on_host()
-    dx = dy.new_empty(dy.shape[0], w.shape[1])
-    for rows, weight, out in _busy(
-        counts, dy.split(counts), by_expert(w, len(counts)), dx.split(counts)
-    ):
-        if _onednn_copy_pays(rows, weight):
-            out.copy_(input_grad(rows, weight))
-        else:
-            torch.mm(rows, weight, out=out)
-    return dx
 
 
 def _busy(counts: Sequence[int], *of_experts: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
@@ -169,14 +145,42 @@ def _onednn_copy_pays(part: Tensor, weight: Tensor) -> bool:
     return wanted and part.shape[0] * weight.numel() >= MIN_ONEDNN_COPY_MULTIPLICATIONS
 
 
-def loop_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
-    """Weight gradient, one matmul per expert, each written into its part of dw; zeros without
-    rows."""
-    counts = groups.on_host()
-    dw = dy.new_empty(len(counts) * dy.shape[1], x.shape[1])
-    for part, inputs, out in _each(dw, dy, x, counts):
-        mm(part.t(), inputs, out=out)
-    return dw
+class LoopMatmulOps(GroupedMatmulOps):
+    """Grouped matmuls as one matmul per expert."""
+
+    def forward(self, x: Tensor, w: Tensor, groups: Groups) -> Tensor:
+        """Forward, one matmul per expert, each written into its rows of y."""
+        counts = groups.on_host()
+        weights = by_expert(w, len(counts))
+        y = x.new_empty(x.shape[0], weights.shape[1])
+        for rows, weight, out in _busy(counts, x.split(counts), weights, y.split(counts)):
+            if _onednn_copy_pays(rows, weight):
+                out.copy_(forward(rows, weight))
+            else:
+                torch.mm(rows, weight.t(), out=out)
+        return y
+
+    def input_grad(self, dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
+        """Input gradient, one matmul per expert, each written into its rows of dx."""
+        counts = groups.on_host()
+        dx = dy.new_empty(dy.shape[0], w.shape[1])
+        for rows, weight, out in _busy(
+            counts, dy.split(counts), by_expert(w, len(counts)), dx.split(counts)
+        ):
+            if _onednn_copy_pays(rows, weight):
+                out.copy_(input_grad(rows, weight))
+            else:
+                torch.mm(rows, weight, out=out)
+        return dx
+
+    def weight_grad(self, dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
+        """Weight gradient, one matmul per expert, each written into its part of dw; zeros without
+        rows."""
+        counts = groups.on_host()
+        dw = dy.new_empty(len(counts) * dy.shape[1], x.shape[1])
+        for part, inputs, out in _each(dw, dy, x, counts):
+            mm(part.t(), inputs, out=out)
+        return dw
 
 
 def _each(
@@ -186,57 +190,59 @@ def _each(
     return zip(dy.split(counts), x.split(counts), by_expert(total, len(counts)), strict=True)
 
 
-LOOP = GroupedMatmulOps(loop_forward, loop_input_grad, loop_weight_grad)
+LOOP = LoopMatmulOps()
 """Supports every device and dtype."""
 
 
-def batched_forward(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """Forward of all experts as one batched matmul."""
-    e = groups.experts
-    weights, y = by_expert(w, e), x.new_empty(x.shape[0], w.shape[0] // e)
-    bmm(by_expert(x, e), weights.transpose(1, 2), out=by_expert(y, e))
-    return y
+class BatchedMatmulOps(GroupedMatmulOps):
+    """Grouped matmuls as one batched matmul, for groups of equal size."""
+
+    def forward(self, x: Tensor, w: Tensor, groups: Groups) -> Tensor:
+        """Forward of all experts as one batched matmul."""
+        e = groups.experts
+        weights, y = by_expert(w, e), x.new_empty(x.shape[0], w.shape[0] // e)
+        bmm(by_expert(x, e), weights.transpose(1, 2), out=by_expert(y, e))
+        return y
+
+    def input_grad(self, dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
+        """Input gradient of all experts as one batched matmul."""
+        e, dx = groups.experts, dy.new_empty(dy.shape[0], w.shape[1])
+        bmm(by_expert(dy, e), by_expert(w, e), out=by_expert(dx, e))
+        return dx
+
+    def weight_grad(self, dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
+        """Weight gradient of all experts as one batched matmul."""
+        e = groups.experts
+        dw = dy.new_empty(e * dy.shape[1], x.shape[1])
+        bmm(by_expert(dy, e).transpose(1, 2), by_expert(x, e), out=by_expert(dw, e))
+        return dw
 
 
-def batched_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """Input gradient of all experts as one batched matmul."""
-    e, dx = groups.experts, dy.new_empty(dy.shape[0], w.shape[1])
-    bmm(by_expert(dy, e), by_expert(w, e), out=by_expert(dx, e))
-    return dx
-
-
-def batched_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
-    """Weight gradient of all experts as one batched matmul."""
-    e = groups.experts
-    dw = dy.new_empty(e * dy.shape[1], x.shape[1])
-    bmm(by_expert(dy, e).transpose(1, 2), by_expert(x, e), out=by_expert(dw, e))
-    return dw
-
-
-BATCHED = GroupedMatmulOps(batched_forward, batched_input_grad, batched_weight_grad)
+BATCHED = BatchedMatmulOps()
 """Supports groups of equal size."""
 
 
-def fused_forward(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """Forward by torch's grouped matmul."""
-    ends = groups.on_device(x.device)
-    return grouped_mm(x, by_expert(w, len(ends)).transpose(1, 2), offs=ends)
+class FusedMatmulOps(GroupedMatmulOps):
+    """Grouped matmuls by torch's kernel."""
 
+    def forward(self, x: Tensor, w: Tensor, groups: Groups) -> Tensor:
+        """Forward by torch's grouped matmul."""
+        ends = groups.on_device(x.device)
+        return grouped_mm(x, by_expert(w, len(ends)).transpose(1, 2), offs=ends)
 
-def fused_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """Input gradient by torch's grouped matmul."""
-    ends = groups.on_device(dy.device)
-    return grouped_mm(dy, by_expert(w, len(ends)), offs=ends)
+    def input_grad(self, dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
+        """Input gradient by torch's grouped matmul."""
+        ends = groups.on_device(dy.device)
+        return grouped_mm(dy, by_expert(w, len(ends)), offs=ends)
 
-
-def fused_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
-    """Weight gradient by torch's grouped matmul, which may leave parts of experts without rows
-    unwritten; these are set to 0."""
-    ends = groups.on_device(dy.device)
-    dw = grouped_mm(dy.t(), x, offs=ends)
-    return (
-        dw if dy.device.type == "cpu" else zero_experts_without_rows_(dw, groups, ends)
-    ).flatten(0, 1)
+    def weight_grad(self, dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
+        """Weight gradient by torch's grouped matmul, which may leave parts of experts without rows
+        unwritten; these are set to 0."""
+        ends = groups.on_device(dy.device)
+        dw = grouped_mm(dy.t(), x, offs=ends)
+        return (
+            dw if dy.device.type == "cpu" else zero_experts_without_rows_(dw, groups, ends)
+        ).flatten(0, 1)
 
 
 def zero_experts_without_rows_(dw: Tensor, groups: Groups, ends: Tensor) -> Tensor:
@@ -251,9 +257,13 @@ def zero_experts_without_rows_(dw: Tensor, groups: Groups, ends: Tensor) -> Tens
     return dw
 
 
-FUSED = GroupedMatmulOps(fused_forward, fused_input_grad, fused_weight_grad)
+FUSED = FusedMatmulOps()
 """On GPUs one kernel, which reads the group sizes on the device; on CPUs the same loop as `LOOP`,
 but not in Python."""
+
+
+BUILT_IN = (LOOP, BATCHED, FUSED)
+"""Grouped matmuls among which a gradient accumulator chooses the fastest for itself."""
 
 
 def select_grouped_matmul_ops(x: Tensor, w: Tensor, groups: Groups) -> GroupedMatmulOps:
@@ -292,9 +302,11 @@ def fused_takes(x: Tensor, w: Tensor, groups: Groups) -> bool:
 class GroupedGradAccumulator(GradAccumulator, Protocol):
     """Gradient accumulator of all experts' matrices as one parameter [e o, i]."""
 
-    def grouped_product(self, x: Tensor, dy: Tensor, groups: Groups) -> None:
-        """Add each expert's `dy.T @ x`: x [r, i], dy [r, o]. Also called for groups without
-        rows."""
+    def grouped_product(
+        self, x: Tensor, dy: Tensor, groups: Groups, matmul_ops: GroupedMatmulOps | None
+    ) -> None:
+        """Add each expert's `dy.T @ x`: x [r, i], dy [r, o], computed by `matmul_ops`; None: by the
+        fastest. Also called for groups without rows."""
 
 
 def accumulate_grouped_product_(
@@ -400,7 +412,8 @@ class GroupedLinearFunction(Function):
         x = saved_input(ctx, ctx.needs_input_grad[4:], inputs)
         dw = None
         if x is not None and ctx.grad_accumulator is not None:
-            ctx.grad_accumulator.grouped_product(x, dy, ctx.groups)
+            chosen = None if ctx.matmul_ops in BUILT_IN else ctx.matmul_ops
+            ctx.grad_accumulator.grouped_product(x, dy, ctx.groups, chosen)
         elif x is not None:
             dw = ctx.matmul_ops.weight_grad(dy, x, ctx.groups)
         return dx, None, None, None, dw

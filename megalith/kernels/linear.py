@@ -2,7 +2,7 @@
 calls them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -156,16 +156,28 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b.t())
 
 
-class MatmulOps(NamedTuple):
-    """Forward, input-gradient and weight-gradient matmuls of a linear layer; precision recipes and
-    collective matmuls replace them instead of the layer."""
+class MatmulOps:
+    """Forward, input-gradient and weight-gradient matmuls of a linear layer.
 
-    forward: Callable[[Tensor, Tensor], Tensor] = forward
-    input_grad: Callable[[Tensor, Tensor], Tensor] = input_grad
-    weight_grad: Callable[[Tensor, Tensor], Tensor] = weight_grad
+    Precision recipes replace this object instead of the layer. A subclass may hold state, for
+    example scales; each layer then has its own object.
+    """
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        """x [t, i], w [o, i] -> y [t, o]."""
+        return forward(x, w)
+
+    def input_grad(self, dy: Tensor, w: Tensor) -> Tensor:
+        """dy [t, o], w [o, i] -> dx [t, i]."""
+        return input_grad(dy, w)
+
+    def weight_grad(self, dy: Tensor, x: Tensor) -> Tensor:
+        """dy [t, o], x [t, i] -> dw [o, i]."""
+        return weight_grad(dy, x)
 
 
 PLAIN = MatmulOps()
+"""Matmuls in the dtype of their operands."""
 
 
 class GradAccumulator(Protocol):
@@ -176,8 +188,8 @@ class GradAccumulator(Protocol):
     afterwards.
     """
 
-    def product(self, x: Tensor, dy: Tensor) -> None:
-        """Add `dy.T @ x`: x [t, i], dy [t, o] for a weight [o, i]."""
+    def product(self, x: Tensor, dy: Tensor, matmul_ops: MatmulOps) -> None:
+        """Add `dy.T @ x`, computed by `matmul_ops`: x [t, i], dy [t, o] for a weight [o, i]."""
 
     def gradient(self, dw: Tensor) -> None:
         """Add a computed gradient: dw [o, i]."""
@@ -186,20 +198,20 @@ class GradAccumulator(Protocol):
         """Add row i of dy [t, i] to row `rows[i]` of the gradient: rows [t] int64, may repeat."""
 
 
-def add_product_(total: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+def add_product_(total: Tensor, x: Tensor, dy: Tensor, matmul_ops: MatmulOps = PLAIN) -> Tensor:
     """Compute `total += dy.T @ x` in place: total [o, i], of any dtype. Default implementation of
     gradient accumulators.
 
-    If all dtypes are equal, the matmul accumulates into `total` directly, which saves a pass over a
-    matrix of the weight's size.
+    If all dtypes are equal, a plain matmul accumulates into `total` directly, which saves a pass
+    over a matrix of the weight's size.
     """
-    if total.dtype == dy.dtype == x.dtype:
+    if matmul_ops is PLAIN and total.dtype == dy.dtype == x.dtype:
         return (
             total.add_(torch.mm(dy.float().t(), x.float()))
             if is_upcast(dy)
             else total.addmm_(dy.t(), x)
         )
-    return total.add_(weight_grad(dy, x))
+    return total.add_(matmul_ops.weight_grad(dy, x))
 
 
 def stacked(parameters: Sequence[Tensor]) -> Tensor:
@@ -275,10 +287,27 @@ def weight_gradients(
     if x is None:
         return [None] * len(parameters)
     if ctx.grad_accumulator is not None:
-        ctx.grad_accumulator.product(x, dy)
+        ctx.grad_accumulator.product(x, dy, ctx.matmul_ops)
         return [None] * len(parameters)
     parts = ctx.matmul_ops.weight_grad(dy, x).split([p.shape[0] for p in parameters])
     return [part if want else None for part, want in zip(parts, wanted, strict=True)]
+
+
+class WeightMatmul(NamedTuple):
+    """The matmul of one linear layer: its weights, and how it is computed."""
+
+    parameters: Sequence[Tensor]
+    grad_accumulator: GradAccumulator | None = None
+    matmul_ops: MatmulOps = PLAIN
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return `linear` of x [t, i] -> [t, o]."""
+        return linear(
+            x,
+            self.parameters,
+            grad_accumulator=self.grad_accumulator,
+            matmul_ops=self.matmul_ops,
+        )
 
 
 def reference_linear(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from megalith.errors import DataError
 from megalith.kernels.attention.mask import NO_MASK, AttentionMask
-from megalith.kernels.replay import MicrobatchRouting, RoutingDecisions
 from megalith.plan.context import KeySpans, Numbers, Slices, Slicing, plan_spans
 
 
@@ -57,30 +55,6 @@ class PackedSeqParams:
     """Full length of each document, on the host, as far as known when it is processed in parts;
     None: the number of its keys."""
 
-    rotary: tuple[Tensor, ...] = ()
-    """Cosine and sine [t, pairs] of RoPE, set once per forward by the model; a second pair if some
-    layers have other angles."""
-
-    biases: Tensor | None = None
-    """[buckets, n]: relative position bias of the local heads by bucket of distance, a parameter of
-    the model that is set once per forward; None: no relative positions."""
-
-    memory: Tensor | None = None
-    """Normalized hidden states [t, h] of these tokens after an earlier layer, in the layout of
-    `tp_comm`, set by the model for layers with cross-layer attention."""
-
-    dropout: "DropoutKey | None" = None
-    """Key of the dropout masks; None: no dropout, as in evaluation."""
-
-    balance: "AuxLossScale | None" = None
-    """Scale of the aux losses of this microbatch; None outside training."""
-
-    decided: RoutingDecisions | None = None
-    """Routing decisions of the first pass, set where a part of the model is recomputed."""
-
-    route: MicrobatchRouting | None = None
-    """Routing record or replay of this microbatch; None: neither."""
-
     visible: AttentionMask | None = None
     """Attention mask and padding mask, see `kernels/attention/mask.py`; None: no mask besides those
     of the
@@ -99,43 +73,6 @@ class PackedSeqParams:
     def whole(self) -> "PackedSeqParams":
         """All tokens of the microbatch under context parallelism; else self."""
         return self if self.context is None else self.context.whole
-
-
-class AuxLossScale(NamedTuple):
-    """Index of a microbatch in its step, and its weight in the step's loss."""
-
-    microbatch: int
-    """Index of the microbatch on this rank."""
-
-    microbatches: int
-    """Number of microbatches of this rank in the step."""
-
-    weight: float
-    """Weight of a mean over the microbatch: `part` / (microbatches of all ranks), times the fp16
-    loss scale."""
-
-    part: float = 1.0
-    """The microbatch's share of the step's tokens, relative to an even share."""
-
-
-class DropoutKey(NamedTuple):
-    """Key of dropout masks: the run's seed and the number of each token."""
-
-    seed: int
-    """Seed of the run."""
-
-    numbers: Tensor
-    """int64 [t]: number of each token in the run: (row, counted from the run's first) * seq_len +
-    position in the row; -1 for padding. A number occurs once in a run, so it also identifies the
-    step."""
-
-    keys: Tensor | None = None
-    """The numbers of the keys, if these are other tokens than the queries."""
-
-    @property
-    def numbers_of_keys(self) -> Tensor:
-        """Numbers of the keys: int64 [t_kv]."""
-        return self.numbers if self.keys is None else self.keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def save_entirely(tensors: Sequence[Tensor]) -> Iterator[None]:
             _recipes[x] = recipe
 
 
-class SavedTensor(NamedTuple):
+class SavedInput(NamedTuple):
     """How backward obtains a tensor of forward from the tensors that were saved instead of it."""
 
     function: Callable[..., Tensor] | None
@@ -120,12 +120,12 @@ class SavedTensor(NamedTuple):
         return x
 
 
-def tensors_to_save(x: Tensor) -> tuple[SavedTensor, tuple[Tensor, ...]]:
+def tensors_to_save(x: Tensor) -> tuple[SavedInput, tuple[Tensor, ...]]:
     """Return the tensors to save for backward instead of x, and how x is restored from them."""
     recipe = recompute_recipe(x)
     if recipe is None:
-        return SavedTensor(None, x.shape, x.dtype), (x,)
-    return SavedTensor(recipe.function, x.shape, x.dtype), recipe.inputs
+        return SavedInput(None, x.shape, x.dtype), (x,)
+    return SavedInput(recipe.function, x.shape, x.dtype), recipe.inputs
 
 
 def split_rows(x: Tensor, count: int) -> Sequence[Tensor]:

@@ -10,47 +10,31 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.config.parallel import (
-    ContextConfig,
-    DispatcherName,
-    OffloadConfig,
-    ParallelConfig,
-    RecomputeConfig,
-)
-from megalith.kernels.packed import PackedSeqParams
-from megalith.nn.attention import LayerCache
+from megalith.kernels.layer_inputs import LayerCache, LayerInputs
+from megalith.nn.build import BuildContext
 from megalith.nn.embedding import InputEmbedding, NoBias, RelativeBias
+from megalith.nn.frozen import FrozenLayerRunner
 from megalith.nn.init import init_param_
 from megalith.nn.layer import IdentityNorm, Layer, block_of_layer
 from megalith.nn.mtp import MTPBlock, MTPInputs, MTPLoss, mtp_acceptance_rate
 from megalith.nn.norm import Norm, build_norm, stream_dtype
 from megalith.nn.rope import RotaryEmbedding
-from megalith.parallel.context import build_attend
 from megalith.parallel.cross_entropy import LogitTransform
-from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import LayerRunner, SpanHook
 from megalith.parallel.tensor import (
     ColumnParallelLinear,
     Init,
     ParameterSpec,
-    SequenceParallelComm,
-    TensorParallelComm,
-    TPComm,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from megalith.parallel.tensor_overlap import RING_EXCHANGE, CollectiveMatmul
-from megalith.plan.parameters import initial_values
 from megalith.plan.shards import Shard, split_evenly
 from megalith.plan.stages import Stage, plan_stages, single_stage, stages_of_rank, table_stages
-
-RINGS, KEEP_ALL, KEEP_HERE = ContextConfig(), RecomputeConfig(), OffloadConfig()
 
 TABLES = ("embed.weight", "positions.weight", "relative.weight")
 """Parameters that several pipeline stages may use."""
 
-ALONE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-NOTHING: Mapping[str, nn.Parameter] = MappingProxyType({})
+NO_TABLES: Mapping[str, nn.Parameter] = MappingProxyType({})
 
 
 class Decoder(nn.Module):
@@ -81,112 +65,70 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
-        mesh: Mesh,
+        context: BuildContext,
         *,
-        sp: bool = False,
-        dtype: torch.dtype = torch.float32,
         stage: Stage | None = None,
-        replica_ranks: Mapping[str, tuple[int, ...]] = ALONE,
-        shared_tables: Mapping[str, nn.Parameter] = NOTHING,
-        context: ContextConfig = RINGS,
-        recompute: RecomputeConfig = KEEP_ALL,
-        offload: OffloadConfig = KEEP_HERE,
-        overlap: bool = True,
-        tp_comm_overlap: bool = False,
-        products: CollectiveMatmul = RING_EXCHANGE,
-        dispatcher: DispatcherName = "alltoall",
+        shared_tables: Mapping[str, nn.Parameter] = NO_TABLES,
     ) -> None:
-        """`stage`: what to build; unset: the whole model.
-
-        `replica_ranks`: pipeline ranks that hold a copy of a table which several stages use, by
-        name; `shared_tables`: such tables that another chunk of this rank already has.
-        """
+        """`stage`: what to build; unset: the whole model. `shared_tables`: tables that several
+        stages use and another chunk of this rank already has, by name."""
         super().__init__()
-        tp_comm: TPComm = (
-            SequenceParallelComm(
-                mesh.tp, overlap=overlap, tp_comm_overlap=tp_comm_overlap, products=products
-            )
-            if sp and mesh.tp.size > 1
-            else TensorParallelComm(mesh.tp, overlap=overlap)
-        )
-        self.config, self.dtype, self.tp_comm = config, dtype, tp_comm
-        self.stream_dtype = stream_dtype(config, dtype)
+        config, tp_comm = context.model, context.tp_comm
+        self.config, self.dtype, self.tp_comm = config, context.dtype, tp_comm
+        self.stream_dtype = stream_dtype(config, context.dtype)
         self.stage = stage or single_stage(config.num_layers, config.mtp.num_layers)
+        first_trained = context.first_layer_of_backward
+        num_frozen = sum(
+            first_trained is not None and index < first_trained for index in self.stage.layers
+        )
         table = shared_tables.get("embed.weight")
         if self.stage.embedding:
             self.embed = VocabParallelEmbedding(
-                _table("embed.weight", config, mesh), tp_comm, dtype=dtype
+                _table("embed.weight", context), tp_comm, dtype=context.dtype
             )
-            self.input_embedding = InputEmbedding(config, tp_comm, dtype=dtype)
+            self.input_embedding = InputEmbedding(
+                config, context, requires_grad=first_trained is not None and num_frozen == 0
+            )
             table = self.embed.weight
-        shared = shared_tables.get("relative.weight")
-        has_relative_bias = self.stage.reads_biases(config)
         self.relative = (
-            RelativeBias(config, mesh, dtype=dtype, shared=shared)
-            if has_relative_bias
+            RelativeBias(config, context, shared=shared_tables.get("relative.weight"))
+            if self.stage.reads_biases(config)
             else NoBias()
         )
         self.layers = nn.ModuleList(
-            block_of_layer(config, index)(
-                f"layers.{index}",
-                config,
-                mesh,
-                tp_comm,
-                dtype=dtype,
-                index=index,
-                core=build_attend(context, index, mesh, overlap=overlap),
-                recompute=recompute,
-                dispatcher=dispatcher,
-            )
+            block_of_layer(config, index)(f"layers.{index}", config, context.at_layer(index))
             for index in self.stage.layers
         )
-        self.run_layers = LayerRunner(recompute, offload, mesh.tp)
+        run_layers = LayerRunner(context.recompute, context.offload, context.mesh.tp)
+        self.run_layers = FrozenLayerRunner(run_layers, num_frozen) if num_frozen else run_layers
         self.source_hook: SpanHook | None = None
         if (before := config.find_cross_layer_source(self.stage.layers)) is not None:
-            self.memory_norm = _memory_norm(config, tp_comm, dtype=dtype)
+            self.memory_norm = _memory_norm(config, context)
             self.source_hook = SpanHook(before, self._encode_cross_layer_source)
         if self.stage.norm:
-            self.norm = build_norm(
-                "norm", config.hidden_size, config, invariant=tp_comm.invariant, dtype=dtype
-            )
+            self.norm = build_norm("norm", config.hidden_size, config, context)
         if self.stage.loss:
-            self.head = VocabParallelHead(
-                _table("embed.weight" if config.tied_embeddings else "head.weight", config, mesh),
-                tp_comm,
-                vocab_size=config.vocab_size,
-                tied=table if config.tied_embeddings else None,
-                dtype=dtype,
-                logit_transform=LogitTransform(
-                    config.logit_scale / config.width_factor(), config.logit_softcap
-                ),
-            )
+            self.head = _build_head(context, table)
             table = self.head.weight if config.tied_embeddings else table
         if self.stage.loss and config.mtp.num_layers > self.stage.num_mtp_layers:
             self.mtp = MTPLoss(config.mtp.num_layers, self.head)
         elif self.stage.loss or self.stage.num_mtp_layers:
             self.mtp = MTPBlock(
                 config,
-                mesh,
-                tp_comm,
-                dtype=dtype,
-                table=_table("embed.weight", config, mesh),
+                context,
+                table=_table("embed.weight", context),
                 shared=table,
                 places=self.input_embedding.places()
                 if self.stage.embedding
                 else shared_tables.get("positions.weight"),
                 head=self.head if self.stage.loss else None,
-                recompute=recompute,
-                dispatcher=dispatcher,
-                core=build_attend(context, config.num_layers - 1, mesh, overlap=overlap),
             )
-        self.rotations = RotaryEmbedding(config, dtype)
-        _set_stages_and_init(self, (mesh.pp.rank,), replica_ranks)
+        self.rotations = RotaryEmbedding(config, context.dtype)
 
     def forward(
         self,
         ids: Tensor,
-        tokens: PackedSeqParams,
+        inputs: LayerInputs,
         caches: Sequence[LayerCache] | None = None,
         *,
         x: Tensor | None = None,
@@ -201,24 +143,25 @@ class Decoder(nn.Module):
         that attend to it, and `mtp_hidden`, the outputs of MTP layers, from their stage to that of
         the loss. `mtp_inputs` are the ids and labels of the MTP layers.
         """
-        tokens = replace(
-            self.relative.add_to(self.rotations.add_to(tokens)), memory=cross_layer_source
+        inputs = replace(
+            self.relative.add_to(self.rotations.add_to(inputs)), encoder_hidden=cross_layer_source
         )
         if self.stage.embedding:
-            x = self.input_embedding(self.embed(ids), tokens)
+            x = self.input_embedding(self.embed(ids), inputs)
         assert x is not None, f"stage {self.stage} needs hidden states"
         if caches is None:
-            x, tokens = self.run_layers(list(self.layers), x, tokens, self.source_hook)
+            x, inputs = self.run_layers(list(self.layers), x, inputs, self.source_hook)
         else:
-            x = self._forward_with_caches(x, tokens, caches)
+            x = self._forward_with_caches(x, inputs, caches)
         if self.stage.norm:
             x = self.norm(x)
         if self.config.needs_cross_layer_source(self.stage.layers.stop):
-            assert tokens.memory is not None, f"stage {self.stage} passes on a cross-layer source"
-            return x, tokens.memory
+            source = inputs.encoder_hidden
+            assert source is not None, f"stage {self.stage} passes on a cross-layer source"
+            return x, source
         if self.stage.num_mtp_layers and not self.stage.loss:
             assert isinstance(self.mtp, MTPBlock)
-            mtp_hidden = self.mtp.states(x, mtp_inputs, tokens)
+            mtp_hidden = self.mtp.states(x, mtp_inputs, inputs)
         return (x, *mtp_hidden) if mtp_hidden else x
 
     def stage_inputs(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
@@ -233,15 +176,16 @@ class Decoder(nn.Module):
         )
 
     def _forward_with_caches(
-        self, x: Tensor, tokens: PackedSeqParams, caches: Sequence[LayerCache]
+        self, x: Tensor, inputs: LayerInputs, caches: Sequence[LayerCache]
     ) -> Tensor:
         """Run all layers with a KV cache for each attention."""
         remaining = iter(caches)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             if self.source_hook is not None and number == self.source_hook.before:
-                tokens = replace(tokens, memory=self.source_hook.how(x))
-            x = layer(x, tokens, *islice(remaining, layer.attentions))
+                inputs = replace(inputs, encoder_hidden=self.source_hook.how(x))
+            cache, cross_cache = [*islice(remaining, layer.attentions), None, None][:2]
+            x = layer(x, replace(inputs, cache=cache, cross_cache=cross_cache))
         assert next(remaining, None) is None, "more caches than attentions"
         return x
 
@@ -253,20 +197,20 @@ class Decoder(nn.Module):
         self,
         ids: Tensor,
         labels: Tensor,
-        tokens: PackedSeqParams,
+        inputs: LayerInputs,
         *,
         x: Tensor | None = None,
         cross_layer_source: Tensor | None = None,
     ) -> Tensor:
         """Return the sum of -log p(label) over the labels [t] that are not negative; equal on all
         tensor-parallel ranks."""
-        return self.head.loss(self(ids, tokens, x=x, cross_layer_source=cross_layer_source), labels)
+        return self.head.loss(self(ids, inputs, x=x, cross_layer_source=cross_layer_source), labels)
 
     def losses(
         self,
         ids: Tensor,
         labels: Tensor,
-        tokens: PackedSeqParams,
+        inputs: LayerInputs,
         *,
         mtp_inputs: MTPInputs = (),
         **received: Any,
@@ -276,26 +220,26 @@ class Decoder(nn.Module):
 
         received: outputs of the previous stage, as arguments of `forward`.
         """
-        tokens = self.rotations.add_to(tokens)
-        hidden = self._hidden(ids, tokens, received)
+        inputs = self.rotations.add_to(inputs)
+        hidden = self._hidden(ids, inputs, received)
         main_loss = self.head.loss(hidden[0], labels)
-        return main_loss, *self.mtp.losses(hidden, mtp_inputs, self.relative.add_to(tokens))
+        return main_loss, *self.mtp.losses(hidden, mtp_inputs, self.relative.add_to(inputs))
 
     def evaluate(
         self,
         ids: Tensor,
         labels: Tensor,
-        tokens: PackedSeqParams,
+        inputs: LayerInputs,
         *,
         mtp_inputs: MTPInputs = (),
         **received: Any,
     ) -> Tensor:
         """Return `losses` in float64, followed by the MTP acceptance rates if the model has MTP
         layers."""
-        tokens = self.rotations.add_to(tokens)
-        hidden = self._hidden(ids, tokens, received)
+        inputs = self.rotations.add_to(inputs)
+        hidden = self._hidden(ids, inputs, received)
         main_loss = self.head.loss(hidden[0], labels, evaluating=True)
-        losses, num_correct = self.mtp.evaluate(hidden, mtp_inputs, self.relative.add_to(tokens))
+        losses, num_correct = self.mtp.evaluate(hidden, mtp_inputs, self.relative.add_to(inputs))
         all_losses = torch.stack([main_loss, *losses]).double()
         return (
             torch.cat(
@@ -306,31 +250,22 @@ class Decoder(nn.Module):
         )
 
     def _hidden(
-        self, ids: Tensor, tokens: PackedSeqParams, received: Mapping[str, Any]
+        self, ids: Tensor, inputs: LayerInputs, received: Mapping[str, Any]
     ) -> tuple[Tensor, ...]:
         """Return the hidden states of the model, and those of MTP depths computed in another
         stage."""
-        hidden = self(ids, tokens, **received)
+        hidden = self(ids, inputs, **received)
         return hidden if isinstance(hidden, tuple) else (hidden,)
 
     def logits(
-        self, ids: Tensor, tokens: PackedSeqParams, caches: Sequence[LayerCache], wanted: Tensor
+        self, ids: Tensor, inputs: LayerInputs, caches: Sequence[LayerCache], wanted: Tensor
     ) -> Tensor:
         """Return logits [len(wanted), vocab_size] at the positions `wanted`; every rank must have
         all tokens (no sp)."""
-        return self.head.logits(self(ids, tokens, caches)[wanted])
+        return self.head.logits(self(ids, inputs, caches)[wanted])
 
 
-def build_chunks(
-    config: ModelConfig,
-    mesh: Mesh,
-    parallel: ParallelConfig,
-    *,
-    dtype: torch.dtype = torch.float32,
-    recompute: RecomputeConfig = KEEP_ALL,
-    offload: OffloadConfig = KEEP_HERE,
-    products: CollectiveMatmul = RING_EXCHANGE,
-) -> list[Decoder]:
+def build_chunks(context: BuildContext) -> list[Decoder]:
     """Return the model chunks of this pipeline rank, by chunk number; without a pipeline the whole
     model.
 
@@ -340,32 +275,15 @@ def build_chunks(
     Raises:
         PlanError: the layers cannot be divided into these stages.
     """
-    pp, pipeline = mesh.pp.size, parallel.pipeline
+    config, pp, pipeline = context.model, context.mesh.pp, context.parallel.pipeline
     stages = plan_stages(
-        pipeline, pp=pp, num_layers=config.num_layers, depths=config.mtp.num_layers
+        pipeline, pp=pp.size, num_layers=config.num_layers, depths=config.mtp.num_layers
     )
-    replica_ranks, shared_tables = (
-        table_stages(config, stages, pipeline, pp=pp),
-        dict[str, nn.Parameter](),
-    )
+    context = replace(context, replica_ranks=table_stages(config, stages, pipeline, pp=pp.size))
+    shared_tables = dict[str, nn.Parameter]()
     chunks: list[Decoder] = []
-    for stage in stages_of_rank(stages, mesh.pp.rank, pipeline, pp=pp):
-        chunk = Decoder(
-            config,
-            mesh,
-            sp=parallel.sp,
-            dtype=dtype,
-            stage=stage,
-            replica_ranks=replica_ranks,
-            shared_tables=shared_tables,
-            context=parallel.context,
-            recompute=recompute,
-            offload=offload,
-            overlap=parallel.overlap,
-            tp_comm_overlap=parallel.tp_comm_overlap,
-            products=products,
-            dispatcher=parallel.dispatcher,
-        )
+    for stage in stages_of_rank(stages, pp.rank, pipeline, pp=pp.size):
+        chunk = Decoder(context, stage=stage, shared_tables=shared_tables)
         own_parameters = {
             spec.shard.name: getattr(module, name)
             for spec, module, name in iter_parameter_specs(chunk)
@@ -414,35 +332,37 @@ def _make_contiguous(parameters: Sequence[nn.Parameter]) -> None:
         parameter.data = rows
 
 
-def _memory_norm(
-    config: ModelConfig, tp_comm: TPComm, *, dtype: torch.dtype
-) -> Norm | IdentityNorm:
+def _memory_norm(config: ModelConfig, context: BuildContext) -> Norm | IdentityNorm:
     """Return the norm of the cross-layer source; the identity in models that only normalize outputs
     of layers."""
     if config.norm_placement == "after":
-        return IdentityNorm(dtype)
-    return build_norm(
-        "memory_norm", config.hidden_size, config, invariant=tp_comm.invariant, dtype=dtype
+        return IdentityNorm(context.dtype)
+    return build_norm("memory_norm", config.hidden_size, config, context)
+
+
+def _build_head(context: BuildContext, table: nn.Parameter | None) -> VocabParallelHead:
+    """Build the output head; `table`: the embedding table, if this rank has it, which a tied head
+    uses."""
+    config = context.model
+    return VocabParallelHead(
+        _table("embed.weight" if config.tied_embeddings else "head.weight", context),
+        context.tp_comm,
+        vocab_size=config.vocab_size,
+        tied=table if config.tied_embeddings else None,
+        dtype=context.dtype,
+        logit_transform=LogitTransform(
+            config.logit_scale / config.width_factor(), config.logit_softcap
+        ),
+        build_loss=context.build_loss,
+        backends=context.backends,
     )
 
 
-def _table(name: str, config: ModelConfig, mesh: Mesh) -> ParameterSpec:
+def _table(name: str, context: BuildContext) -> ParameterSpec:
     """Return the specification of the local rows of a vocabulary table [v, h]; padding rows are
     zero."""
+    config, tp = context.model, context.mesh.tp
     rows = config.padded_vocab_size()
     shard = Shard.full(name, (rows, config.hidden_size))
-    shard = shard.split_dim(0, split_evenly(rows, mesh.tp.size), mesh.tp.rank, mesh.tp.axes)
-    return ParameterSpec(shard, Init(config.init_std, rows=config.vocab_size))
-
-
-def _set_stages_and_init(
-    model: Decoder, own_stages: tuple[int, ...], shared: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Set, in the specification of every parameter, the pipeline ranks that hold it (`shared` by
-    name, or `own_stages`) and its initial distribution."""
-    for spec, module, name in list(iter_parameter_specs(model)):
-        shard, init = spec.shard, spec.init
-        initial = initial_values(model.config, shard.name, shard.shape, shard.inputs, init.std)
-        init = replace(init, std=initial.std, uniform=initial.uniform)
-        shard = replace(shard, stages=shared.get(shard.name) or own_stages)
-        module.__dict__["param_specs"][name] = replace(spec, shard=shard, init=init)
+    shard = shard.split_dim(0, split_evenly(rows, tp.size), tp.rank, tp.axes)
+    return context.spec(shard, Init(config.init_std, rows=config.vocab_size))

@@ -2,37 +2,21 @@
 tensor-parallel group."""
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import Scores
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.nn.build import BuildContext
+from megalith.nn.dropout import build_core_attention
+from megalith.nn.lora import RowLora
 from megalith.nn.norm import build_qk_norms
 from megalith.nn.rope import build_apply_rope, build_attention_temperature
-from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import (
-    ZEROS,
-    ColumnParallelLinear,
-    Init,
-    ParameterSpec,
-    RowParallelLinear,
-    TPComm,
-    register_param,
-)
+from megalith.parallel.tensor import ZEROS, Init, RowParallelLinear
 from megalith.plan.shards import HeadSplit, Shard, split_heads
-
-
-class LayerCache(Protocol):
-    """KV cache of one layer in text generation."""
-
-    def extend(self, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> tuple[Tensor, Tensor]:
-        """Append k, v [t, g, d] of the current tokens; return those of all tokens of each document
-        [t_kv, g, d]."""
 
 
 class Attention(nn.Module):
@@ -43,25 +27,13 @@ class Attention(nn.Module):
     arXiv:2305.13245.
     """
 
-    def __init__(
-        self,
-        name: str,
-        config: ModelConfig,
-        mesh: Mesh,
-        tp_comm: TPComm,
-        *,
-        dtype: torch.dtype,
-        index: int = 0,
-        core: Attend = attention,
-    ) -> None:
-        """`index`: the layer's index over all stages, which determines position embedding and
-        window; `core`: computes softmax attention."""
+    def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
-        self.core, self.scores = core, scores_of_layer(config, index)
-        self.apply_rope, self.attention_temperature = (
-            build_apply_rope(config, index),
-            build_attention_temperature(config, index),
-        )
+        mesh = context.mesh
+        self.core = build_core_attention(config, context)
+        self.scores = scores_of_layer(config, context.layer)
+        self.apply_rope = build_apply_rope(config, context)
+        self.attention_temperature = build_attention_temperature(config, context.layer)
         self.head_dim = config.head_size()
         heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size)
         self.num_heads = heads.queries[mesh.tp.rank]
@@ -69,22 +41,15 @@ class Attention(nn.Module):
         start = Init(config.init_std)
         weights = _input_shards(name, config, mesh, heads, columns=config.hidden_size)
         biases = _input_shards(name, config, mesh, heads, columns=None) if config.qkv_bias else []
-        self.qkv = ColumnParallelLinear(
-            [ParameterSpec(weight, start) for weight in weights],
-            [ParameterSpec(bias, ZEROS) for bias in biases],
-            tp_comm,
-            dtype=dtype,
+        self.qkv = context.column_linear(
+            [(weight, start) for weight in weights], [(bias, ZEROS) for bias in biases]
         )
-        self.norms = build_qk_norms(name, config, mesh, heads, dtype=dtype)
-        self.sinks = (
-            Sinks(name, config, mesh, heads, dtype=dtype) if config.attention.sinks else no_sinks
-        )
+        self.norms = build_qk_norms(name, config, context, heads)
+        self.sinks = Sinks(name, config, context, heads) if config.attention.sinks else no_sinks
         self.gate = sigmoid_gate if config.attention.gated else no_gate
-        self.out = output_linear(name, config, heads.queries, mesh, tp_comm, dtype=dtype)
+        self.out = output_linear(name, config, context, heads.queries)
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         n, g, d = self.num_heads, self.num_kv_heads, self.head_dim
         projected = self.qkv(x)
@@ -93,39 +58,41 @@ class Attention(nn.Module):
         )
         q, k = self.norms(q.unflatten(-1, (n, d)), k.unflatten(-1, (g, d)))
         q, k, v = (
-            self.attention_temperature(self.apply_rope(q, tokens), tokens),
-            self.apply_rope(k, tokens),
+            self.attention_temperature(self.apply_rope(q, inputs), inputs),
+            self.apply_rope(k, inputs),
             v.unflatten(-1, (g, d)),
         )
-        if cache is not None:
-            k, v = cache.extend(k, v, tokens)
-        heads = self.core(q, k, v, tokens, scores=self.scores, sinks=self.sinks())
+        if inputs.cache is not None:
+            k, v = inputs.cache.extend(k, v, inputs.seq_params)
+        heads = self.core(
+            q,
+            k,
+            v,
+            inputs.seq_params,
+            scores=self.scores,
+            sinks=self.sinks(),
+            attention_bias=inputs.attention_bias,
+            dropout_key=inputs.dropout_key,
+        )
         return self.out(self.gate(heads.flatten(1), gate))
 
 
 def output_linear(
-    name: str,
-    config: ModelConfig,
-    heads: list[int],
-    mesh: Mesh,
-    tp_comm: TPComm,
-    *,
-    dtype: torch.dtype,
-) -> RowParallelLinear:
+    name: str, config: ModelConfig, context: BuildContext, heads: list[int]
+) -> RowParallelLinear | RowLora:
     """Build the output projection from the local heads to the residual stream: o [h, n, d_v],
     sharded into `heads` per tp rank."""
     o = Shard.full(
         f"{name}.o", (config.hidden_size, config.num_heads, config.value_size()), inputs=2
     )
-    o = o.split_dim(1, heads, mesh.tp.rank, mesh.tp.axes)
+    tp = context.mesh.tp
+    o = o.split_dim(1, heads, tp.rank, tp.axes)
     bias = Shard.full(
-        f"{name}.o_bias", (config.hidden_size,), invariant=tp_comm.invariant, inputs=0
+        f"{name}.o_bias", (config.hidden_size,), invariant=context.tp_comm.invariant, inputs=0
     )
-    return RowParallelLinear(
-        ParameterSpec(o, Init(config.init_std / math.sqrt(2 * config.num_layers))),
-        ParameterSpec(bias, ZEROS) if config.output_bias else None,
-        tp_comm,
-        dtype=dtype,
+    return context.row_linear(
+        (o, Init(config.init_std / math.sqrt(2 * config.num_layers))),
+        (bias, ZEROS) if config.output_bias else None,
     )
 
 
@@ -156,12 +123,13 @@ class Sinks(nn.Module):
     weight: nn.Parameter
 
     def __init__(
-        self, name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype
+        self, name: str, config: ModelConfig, context: BuildContext, heads: HeadSplit
     ) -> None:
         super().__init__()
+        tp = context.mesh.tp
         shard = Shard.full(f"{name}.sinks", (config.num_heads,), inputs=0)
-        shard = shard.split_dim(0, heads.queries, mesh.tp.rank, mesh.tp.axes)
-        register_param(self, "weight", ParameterSpec(shard, Init(config.init_std)), dtype=dtype)
+        shard = shard.split_dim(0, heads.queries, tp.rank, tp.axes)
+        context.register_param(self, "weight", shard, Init(config.init_std))
 
     def forward(self) -> Tensor:
         """Return the sinks [n_tp]."""

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.mask import AttentionMask
 from megalith.kernels.attention.scores import Scores
-from megalith.kernels.packed import PackedSeqParams, with_masks
-from megalith.nn.attention import LayerCache, output_linear
-from megalith.parallel.context import Attend
-from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ZEROS, ColumnParallelLinear, Init, ParameterSpec, TPComm
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.packed import with_masks
+from megalith.nn.attention import output_linear
+from megalith.nn.build import BuildContext
+from megalith.nn.dropout import build_core_attention
+from megalith.nn.lora import ColumnLora
+from megalith.parallel.tensor import ZEROS, ColumnParallelLinear, Init
 from megalith.plan.shards import Shard, split_heads
 
 
@@ -26,7 +26,7 @@ class EncodedKeys(NamedTuple):
     """[t_kv, g, d], of the local heads."""
 
     v: Tensor
-    tokens: PackedSeqParams
+    inputs: LayerInputs
     """Documents of the keys, the n-th for the n-th document of queries; of any lengths, also
     empty."""
 
@@ -44,18 +44,16 @@ class CrossAttentionBase(nn.Module):
         self,
         name: str,
         config: ModelConfig,
-        mesh: Mesh,
-        tp_comm: TPComm,
+        context: BuildContext,
         *,
-        dtype: torch.dtype,
         memory_size: int | None = None,
         causal: bool = False,
-        core: Attend = attention,
     ) -> None:
         """`memory_size`: features of the encoder states (m); unset: as many as of x. `causal`: the
         encoder states are those of the same tokens, and no token attends to later ones."""
         super().__init__()
-        self.core = core
+        mesh = context.mesh
+        self.core = build_core_attention(config, context, place="cross weights")
         self.scores = Scores(
             config.softmax_scale(), softcap=config.attention.softcap, causal=causal
         )
@@ -79,26 +77,27 @@ class CrossAttentionBase(nn.Module):
             shard = Shard.full(f"{name}.kv{suffix}", (2, g, d, *inputs), inputs=len(inputs))
             return shard.split_dim(1, heads.keys, replica_ranks.rank, replica_ranks.axes)
 
-        def column(weight: Shard, bias: Shard) -> ColumnParallelLinear:
-            biases = [ParameterSpec(bias, ZEROS)] if config.qkv_bias else []
-            return ColumnParallelLinear(
-                [ParameterSpec(weight, Init(config.init_std))], biases, tp_comm, dtype=dtype
-            )
+        def column(weight: Shard, bias: Shard) -> ColumnParallelLinear | ColumnLora:
+            biases = [(bias, ZEROS)] if config.qkv_bias else []
+            return context.column_linear([(weight, Init(config.init_std))], biases)
 
         self.queries = column(queries("", config.hidden_size), queries("_bias"))
         self.keys = column(keys("", memory_size or config.hidden_size), keys("_bias"))
-        self.out = output_linear(name, config, heads.queries, mesh, tp_comm, dtype=dtype)
+        self.out = output_linear(name, config, context, heads.queries)
 
-    def encode_keys(self, encoder_hidden: Tensor, tokens: PackedSeqParams) -> EncodedKeys:
+    def encode_keys(self, encoder_hidden: Tensor, inputs: LayerInputs) -> EncodedKeys:
         """Return keys and values of encoder_hidden [t_kv, m], which can be used repeatedly."""
         k, v = self.keys(encoder_hidden).chunk(2, dim=-1)
         g = self.num_kv_heads
-        return EncodedKeys(k.unflatten(-1, (g, -1)), v.unflatten(-1, (g, -1)), tokens)
+        return EncodedKeys(k.unflatten(-1, (g, -1)), v.unflatten(-1, (g, -1)), inputs)
 
-    def attend(self, x: Tensor, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> Tensor:
-        """x [t, h], k and v [t_kv, g, d]; tokens: of both -> [t, h]."""
+    def attend(self, x: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> Tensor:
+        """x [t, h], k and v [t_kv, g, d]; inputs: of both -> [t, h]."""
         q = self.queries(x).unflatten(-1, (self.num_heads, -1))
-        return self.out(self.core(q, k, v, tokens, scores=self.scores).flatten(1))
+        heads = self.core(
+            q, k, v, inputs.seq_params, scores=self.scores, dropout_key=inputs.dropout_key
+        )
+        return self.out(heads.flatten(1))
 
 
 class CrossAttention(CrossAttentionBase):
@@ -112,20 +111,20 @@ class CrossAttention(CrossAttentionBase):
     def forward(
         self,
         x: Tensor,
-        tokens: PackedSeqParams,
+        inputs: LayerInputs,
         encoder_hidden: Tensor,
-        encoder_tokens: PackedSeqParams,
+        encoder_inputs: LayerInputs,
         masks: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """x [t, h], encoder_hidden [t_kv, m] -> [t, h]."""
         return self.attend_encoded(
-            x, tokens, self.encode_keys(encoder_hidden, encoder_tokens), masks
+            x, inputs, self.encode_keys(encoder_hidden, encoder_inputs), masks
         )
 
     def attend_encoded(
         self,
         x: Tensor,
-        tokens: PackedSeqParams,
+        inputs: LayerInputs,
         encoded_keys: EncodedKeys,
         masks: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
@@ -134,60 +133,56 @@ class CrossAttention(CrossAttentionBase):
         Raises:
             DataError: the masks do not fit the documents.
         """
-        both = across(tokens, encoded_keys.tokens)
-        return self.attend(
-            x, encoded_keys.k, encoded_keys.v, both if masks is None else with_masks(both, masks)
-        )
+        both = across(inputs, encoded_keys.inputs)
+        if masks is not None:
+            both = replace(both, seq_params=with_masks(both.seq_params, masks))
+        return self.attend(x, encoded_keys.k, encoded_keys.v, both)
 
 
 class CrossLayerAttention(CrossAttentionBase):
     """Attention of each token to an earlier layer's hidden states of itself and of earlier tokens:
     x [t, h] -> [t, h].
 
-    The source hidden states [t, h] are part of the tokens, with the same documents and the same
-    sharding under context parallelism, so attention works as self-attention does.
+    The source hidden states [t, h] are `inputs.encoder_hidden`, with the same documents and the
+    same sharding under context parallelism, so attention works as self-attention does.
     """
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
-        """x [t, h] -> [t, h]; cache: keys and values of the source hidden states of earlier
-        tokens."""
-        assert tokens.memory is not None, (
-            "the model must set the cross-layer source in tokens.memory"
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x [t, h] -> [t, h]; `inputs.cross_cache`: keys and values of the source hidden states of
+        earlier tokens."""
+        assert inputs.encoder_hidden is not None, (
+            "the model must set the cross-layer source in inputs.encoder_hidden"
         )
-        k, v, _ = self.encode_keys(tokens.memory, tokens)
-        if cache is not None:
-            k, v = cache.extend(k, v, tokens)
-        return self.attend(x, k, v, tokens)
+        k, v, _ = self.encode_keys(inputs.encoder_hidden, inputs)
+        if inputs.cross_cache is not None:
+            k, v = inputs.cross_cache.extend(k, v, inputs.seq_params)
+        return self.attend(x, k, v, inputs)
 
 
-def across(tokens: PackedSeqParams, encoder_tokens: PackedSeqParams) -> PackedSeqParams:
+def across(inputs: LayerInputs, encoder_inputs: LayerInputs) -> LayerInputs:
     """Return queries of some tokens with keys of others, document by document; of the attention
     masks only the keys' padding applies."""
-    assert len(tokens.lengths) == len(encoder_tokens.lengths), (
+    queries, keys = inputs.seq_params, encoder_inputs.seq_params
+    assert len(queries.lengths) == len(keys.lengths), (
         "cross-attention requires one document of keys for each document of queries"
     )
-    assert tokens.context is None is encoder_tokens.context, (
+    assert queries.context is None is keys.context, (
         "cross-attention to other tokens does not support context parallelism"
     )
     lengths = tuple(
         (num_queries, num_keys)
-        for (num_queries, _), (num_keys, _) in zip(
-            tokens.lengths, encoder_tokens.lengths, strict=True
-        )
+        for (num_queries, _), (num_keys, _) in zip(queries.lengths, keys.lengths, strict=True)
     )
-    dropout = None
-    if tokens.dropout is not None and encoder_tokens.dropout is not None:
-        dropout = tokens.dropout._replace(keys=encoder_tokens.dropout.numbers)
-    padding = None if encoder_tokens.visible is None else encoder_tokens.visible.keys
-    return replace(
-        tokens,
+    dropout_key = None
+    if inputs.dropout_key is not None and encoder_inputs.dropout_key is not None:
+        dropout_key = inputs.dropout_key._replace(keys=encoder_inputs.dropout_key.numbers)
+    padding = None if keys.visible is None else keys.visible.keys
+    seq_params = replace(
+        queries,
         lengths=lengths,
-        cu_seqlens_kv=encoder_tokens.cu_seqlens_q,
-        max_seqlen_kv=encoder_tokens.max_seqlen_q,
+        cu_seqlens_kv=keys.cu_seqlens_q,
+        max_seqlen_kv=keys.max_seqlen_q,
         uniform=None,
-        biases=None,
-        dropout=dropout,
         visible=None if padding is None else AttentionMask(padding),
     )
+    return LayerInputs(seq_params, dropout_key=dropout_key)

@@ -2,25 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention.scores import PLAIN, Scores, WeightDropout
-from megalith.kernels.dropout import dropout
+from megalith.kernels.dropout import DropoutKey, dropout, key_of
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import PackedSeqParams
-from megalith.parallel.context import Attend
-from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import TPComm
-from megalith.plan.keys import key
+from megalith.nn.build import BuildContext
+from megalith.parallel import recompute as recomputation
+from megalith.parallel.context import Attend, build_attend
+from megalith.plan.recompute import recomputed_modules
 from megalith.plan.shards import split_evenly, split_heads
 
-Step = Callable[[Tensor, PackedSeqParams], Tensor]
+Step = Callable[[Tensor, LayerInputs], Tensor]
 """x [t, h], in the layout of `tp_comm` -> [t, h]."""
-
-key_of = torch.compiler.assume_constant_result(key)
-"""`key` as a constant for torch.compile."""
 
 
 class Dropout(nn.Module):
@@ -31,17 +30,18 @@ class Dropout(nn.Module):
     15(56).
     """
 
-    def __init__(self, place: str, layer: int, p: float, tp_comm: TPComm) -> None:
+    def __init__(self, place: str, layer: int, p: float, context: BuildContext) -> None:
         """`place` and `layer` (numbered over all stages) give each dropout its own masks."""
         super().__init__()
-        self.place, self.layer, self.p, self.tp_comm, self.drop = place, layer, p, tp_comm, dropout
+        self.place, self.layer, self.p, self.tp_comm = place, layer, p, context.tp_comm
+        self.drop = context.backends.bind("dropout", dropout)
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] of the local tokens, in the layout of `tp_comm` -> [t, h]; x itself outside
         training."""
-        if tokens.dropout is None:
+        if inputs.dropout_key is None:
             return x
-        seed, numbers = tokens.dropout.seed, tokens.dropout.numbers
+        seed, numbers = inputs.dropout_key.seed, inputs.dropout_key.numbers
         return self.drop(
             x,
             self.p,
@@ -71,36 +71,114 @@ class AttentionWithDropout:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: PackedSeqParams,
+        seq_params: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
     ) -> Tensor:
         """Call `core` with the dropout settings in `scores`."""
-        if tokens.dropout is None:
-            return self.core(q, k, v, tokens, scores=scores, sinks=sinks)
-        place = key_of(tokens.dropout.seed, "dropout", self.place, self.layer)
-        dropping = replace(scores, dropout=WeightDropout(self.p, place, self.first_head))
-        return self.core(q, k, v, tokens, scores=dropping, sinks=sinks)
+        if dropout_key is not None:
+            place = key_of(dropout_key.seed, "dropout", self.place, self.layer)
+            scores = replace(scores, dropout=WeightDropout(self.p, place, self.first_head))
+        return self.core(
+            q,
+            k,
+            v,
+            seq_params,
+            scores=scores,
+            sinks=sinks,
+            attention_bias=attention_bias,
+            dropout_key=dropout_key,
+        )
 
 
-def add_attention_dropout(
-    core: Attend, config: ModelConfig, layer: int, mesh: Mesh, *, place: str = "weights"
+def build_core_attention(
+    config: ModelConfig, context: BuildContext, *, place: str = "weights", recomputed: bool = True
 ) -> Attend:
-    """Return `core` with the attention dropout of a layer, numbered over all stages; `core` itself
-    without dropout."""
+    """Build the softmax attention of a layer: context parallel, with dropout of its weights, and
+    recomputed in backward if the run asks for it and `recomputed`.
+
+    `place` distinguishes the dropout masks of several attention modules in a layer.
+    """
+    core = _add_attention_dropout(
+        build_attend(
+            context.parallel.context,
+            context.layer,
+            context.mesh,
+            overlap=context.parallel.overlap,
+            backends=context.backends,
+        ),
+        config,
+        context,
+        place,
+    )
+    recompute = context.recompute
+    if recomputed and "core_attention" in recomputed_modules(recompute):
+        return RecomputedCore(core, recompute.check)
+    return core
+
+
+def _add_attention_dropout(
+    core: Attend, config: ModelConfig, context: BuildContext, place: str
+) -> Attend:
+    """Return `core` with the attention dropout of a layer; `core` itself without dropout."""
     p = config.dropout.attention
     if p == 0.0:
         return core
-    n, tp = config.num_heads, mesh.tp.size
+    n, tp = config.num_heads, context.mesh.tp
     heads = (
-        split_heads(n, config.num_kv_heads, tp).queries
+        split_heads(n, config.num_kv_heads, tp.size).queries
         if config.mla is None
-        else split_evenly(n, tp)
+        else split_evenly(n, tp.size)
     )
-    return AttentionWithDropout(core, layer, p, sum(heads[: mesh.tp.rank]), place)
+    return AttentionWithDropout(core, context.dropout_layer, p, sum(heads[: tp.rank]), place)
 
 
-def build_dropout(place: str, layer: int, p: float, tp_comm: TPComm) -> list[Step]:
+def build_dropout(place: str, layer: int, p: float, context: BuildContext) -> list[Step]:
     """Return a list with one `Dropout`, or an empty list if p is 0."""
-    return [Dropout(place, layer, p, tp_comm)] if p else []
+    return [Dropout(place, layer, p, context)] if p else []
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedCore:
+    """Softmax attention that is recomputed in backward: see `Attend`."""
+
+    core: Attend
+    check: bool
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq_params: PackedSeqParams,
+        *,
+        scores: Scores = PLAIN,
+        sinks: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
+    ) -> Tensor:
+        """Save q, k, v, made contiguous, because values are a view of a larger tensor that would be
+        kept alive."""
+        tensors = [x.contiguous() for x in (k, v, sinks) if x is not None]
+        arguments = {
+            "scores": scores,
+            "attention_bias": attention_bias,
+            "dropout_key": dropout_key,
+        }
+        return recomputation.recompute(
+            partial(self._attend, seq_params, arguments), q, *tensors, check=self.check
+        )
+
+    def _attend(
+        self,
+        seq_params: PackedSeqParams,
+        arguments: dict[str, Any],  # keyword arguments of `Attend`
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *sinks: Tensor,
+    ) -> Tensor:
+        return self.core(q, k, v, seq_params, sinks=sinks[0] if sinks else None, **arguments)

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.errors import DataError
 from megalith.kernels.embedding import embedding
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.nn.build import BuildContext
 from megalith.nn.dropout import Step, build_dropout
 from megalith.nn.norm import stream_dtype
-from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import Init, ParameterSpec, TPComm, register_param
+from megalith.parallel.tensor import Init
 from megalith.plan.shards import Shard, split_heads
 
 
@@ -31,43 +31,41 @@ class LearnedPositions(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        tp_comm: TPComm,
+        context: BuildContext,
         *,
-        dtype: torch.dtype,
         position_offset: int = 0,
         shared: nn.Parameter | None = None,
     ) -> None:
         """`shared`: the table, if this rank has it already."""
         super().__init__()
-        self.tp_comm, self.position_offset = tp_comm, position_offset
+        self.tp_comm, self.position_offset = context.tp_comm, position_offset
         shard = Shard.full(
             "positions.weight",
             (config.max_seq_len, config.hidden_size),
-            invariant=tp_comm.invariant,
+            invariant=self.tp_comm.invariant,
         )
         if shared is None:
-            register_param(self, "weight", ParameterSpec(shard, Init(config.init_std)), dtype=dtype)
+            context.register_param(self, "weight", shard, Init(config.init_std))
         else:
             self.register_parameter("weight", shared)
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h].
 
         Raises:
             DataError: a document is longer than the table.
         """
         # Context-parallel rows may end with padding beyond the table, which gets zeros.
-        if tokens.context is None and tokens.max_seqlen_kv > len(self.weight):
+        seq_params = inputs.seq_params
+        if seq_params.context is None and seq_params.max_seqlen_kv > len(self.weight):
             raise DataError(
-                f"a document has {tokens.max_seqlen_kv} tokens, but model.positions=learned has "
-                f"only {len(self.weight)} positions. Use documents of at most {len(self.weight)} "
-                f"tokens, or set model.max_seq_len={tokens.max_seqlen_kv}."
+                f"a document has {seq_params.max_seqlen_kv} tokens, but model.positions=learned "
+                f"has only {len(self.weight)} positions. Use documents of at most "
+                f"{len(self.weight)} tokens, or set model.max_seq_len={seq_params.max_seqlen_kv}."
             )
-        places = (
-            tokens.position_ids + self.position_offset
-            if self.position_offset
-            else tokens.position_ids
-        )
+        places = seq_params.position_ids
+        if self.position_offset:
+            places = places + self.position_offset
         return x + embedding(self.tp_comm.select_local(places), self.weight)
 
 
@@ -81,39 +79,42 @@ class InputEmbedding(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        tp_comm: TPComm,
+        context: BuildContext,
         *,
-        dtype: torch.dtype,
         number: int = 0,
         places: nn.Parameter | None = None,
+        requires_grad: bool = False,
     ) -> None:
         """`number`: offset of the embedded tokens (MTP depth), which also identifies the dropout
-        masks; `places`: the table of learned positions, if this rank has it already."""
+        masks; `places`: the table of learned positions, if this rank has it already;
+        `requires_grad`: the output requires a gradient although the tables are frozen, because
+        activation checkpointing has no backward otherwise."""
         super().__init__()
+        self.requires_grad = requires_grad
         steps: list[Step] = []
         if config.positions == "learned":
             self.positions = LearnedPositions(
-                config, tp_comm, dtype=dtype, position_offset=number, shared=places
+                config, context, position_offset=number, shared=places
             )
             steps.append(self.positions)
         if config.embedding_scale != 1.0:
-            steps.append(Scale(config.embedding_scale, dtype))
+            steps.append(Scale(config.embedding_scale, context.dtype))
         if config.fp32_residual:
-            steps.append(CastToStream(stream_dtype(config, dtype)))
+            steps.append(CastToStream(stream_dtype(config, context.dtype)))
         self.steps = (
             *steps,
-            *build_dropout("embedding", number, config.dropout.embedding, tp_comm),
+            *build_dropout("embedding", number, config.dropout.embedding, context),
         )
 
     def places(self) -> nn.Parameter | None:
         """Return the table of learned positions, or None."""
         return self.positions.weight if hasattr(self, "positions") else None
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         for step in self.steps:
-            x = step(x, tokens)
-        return x
+            x = step(x, inputs)
+        return x.requires_grad_() if self.requires_grad and torch.is_grad_enabled() else x
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class CastToStream:
 
     dtype: torch.dtype
 
-    def __call__(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         return x.to(self.dtype)
 
@@ -134,7 +135,7 @@ class Scale:
     def __init__(self, factor: float, dtype: torch.dtype) -> None:
         self.factor = torch.tensor(factor, dtype=dtype).item()
 
-    def __call__(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         return x * self.factor
 
@@ -143,7 +144,7 @@ class Scale:
 
 
 class RelativeBias(nn.Module):
-    """Adds the table of relative position biases [buckets, n] to the tokens.
+    """Adds the table of relative position biases [buckets, n] to the layers' inputs.
 
     A rank has the columns of its heads. Pipeline stages hold a copy each, whose gradients are
     summed; chunks of a rank share one. Source: Raffel et al. 2020, arXiv:1910.10683, section 2.1.
@@ -152,39 +153,28 @@ class RelativeBias(nn.Module):
     weight: nn.Parameter
 
     def __init__(
-        self,
-        config: ModelConfig,
-        mesh: Mesh,
-        *,
-        dtype: torch.dtype,
-        shared: nn.Parameter | None = None,
+        self, config: ModelConfig, context: BuildContext, *, shared: nn.Parameter | None = None
     ) -> None:
         """`shared`: the table, if another chunk of this rank has it already."""
         super().__init__()
-        n, heads = (
-            config.num_heads,
-            split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size).queries,
-        )
-        shard = Shard.full("relative.weight", (config.relative.buckets, n)).split_dim(
-            1,
-            heads,
-            mesh.tp.rank,
-            mesh.tp.axes,
-        )
+        n, tp = config.num_heads, context.mesh.tp
+        heads = split_heads(n, config.num_kv_heads, tp.size).queries
+        shard = Shard.full("relative.weight", (config.relative.buckets, n))
+        shard = shard.split_dim(1, heads, tp.rank, tp.axes)
         if shared is None:
-            register_param(self, "weight", ParameterSpec(shard, Init(config.init_std)), dtype=dtype)
+            context.register_param(self, "weight", shard, Init(config.init_std))
         else:
             self.register_parameter("weight", shared)
 
-    def add_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
-        """Return the tokens with the local heads' biases: the parameter itself, so that recomputed
+    def add_to(self, inputs: LayerInputs) -> LayerInputs:
+        """Return the inputs with the local heads' biases: the parameter itself, so that recomputed
         layers read it again."""
-        return replace(tokens, biases=self.weight)
+        return replace(inputs, attention_bias=self.weight)
 
 
 class NoBias(nn.Module):
     """Placeholder for models without relative position bias."""
 
-    def add_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
-        """Return the tokens unchanged."""
-        return tokens
+    def add_to(self, inputs: LayerInputs) -> LayerInputs:
+        """Return the inputs unchanged."""
+        return inputs

@@ -2,41 +2,32 @@
 layer in place of either (DeciLM)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.config.parallel import DispatcherName, RecomputeConfig
-from megalith.kernels.attention.dispatch import attention
-from megalith.kernels.attention.scores import PLAIN, Scores
-from megalith.kernels.packed import PackedSeqParams
+from megalith.config.parallel import RecomputeConfig
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.recomputed import (
-    RegisterRecompute,
     register_checked_recompute,
     register_recompute,
 )
-from megalith.nn.attention import Attention, LayerCache
+from megalith.nn.attention import Attention
+from megalith.nn.build import BuildContext
 from megalith.nn.cross_attention import CrossLayerAttention
-from megalith.nn.dropout import Step, add_attention_dropout, build_dropout
-from megalith.nn.mla import HeadsFn, LatentAttention, no_recompute
+from megalith.nn.dropout import Step, build_dropout
+from megalith.nn.lora import connect_adapter_dropout
+from megalith.nn.mla import LatentAttention
 from megalith.nn.mlp import MLP, GatedMLP, build_mlp
-from megalith.nn.moe import MoE, no_wrapper
+from megalith.nn.moe import MoE
 from megalith.nn.norm import Norm, build_norm
-from megalith.parallel import recompute as recomputation
-from megalith.parallel.context import Attend
-from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import Recomputed, RecomputedInChunks
 from megalith.parallel.tensor import (
     ZEROS,
     Init,
-    ParameterSpec,
-    ReplicatedLinear,
-    TPComm,
-    register_param,
 )
 from megalith.plan.recompute import recomputed_modules
 from megalith.plan.shards import Shard
@@ -53,20 +44,16 @@ class LinearReplacement(nn.Module):
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, tp_comm: TPComm, *, bias: bool, dtype: torch.dtype
+        self, name: str, config: ModelConfig, context: BuildContext, *, bias: bool
     ) -> None:
         super().__init__()
         h, start = config.hidden_size, Init(config.init_std / math.sqrt(2 * config.num_layers))
-        weight = Shard.full(f"{name}.linear", (h, h), invariant=tp_comm.invariant)
-        self.linear = ReplicatedLinear(ParameterSpec(weight, start), dtype=dtype)
-        self.shift = (
-            AddBias(f"{name}.linear_bias", h, tp_comm, dtype=dtype) if bias else nn.Identity()
-        )
+        weight = Shard.full(f"{name}.linear", (h, h), invariant=context.tp_comm.invariant)
+        self.linear = context.replicated_linear(weight, start)
+        self.shift = AddBias(f"{name}.linear_bias", h, context) if bias else nn.Identity()
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams | None = None, cache: LayerCache | None = None
-    ) -> Tensor:
-        """x [t, h] -> [t, h]; `tokens` and `cache` are ignored."""
+    def forward(self, x: Tensor, inputs: LayerInputs | None = None) -> Tensor:
+        """x [t, h] -> [t, h]; `inputs` are ignored."""
         y: Tensor = self.shift(self.linear(x))
         return y
 
@@ -76,276 +63,14 @@ class AddBias(nn.Module):
 
     weight: nn.Parameter
 
-    def __init__(self, name: str, size: int, tp_comm: TPComm, *, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, size: int, context: BuildContext) -> None:
         super().__init__()
-        shard = Shard.full(name, (size,), invariant=tp_comm.invariant, inputs=0)
-        register_param(self, "weight", ParameterSpec(shard, ZEROS), dtype=dtype)
+        shard = Shard.full(name, (size,), invariant=context.tp_comm.invariant, inputs=0)
+        context.register_param(self, "weight", shard, ZEROS)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [t, h] -> [t, h]."""
         return x + self.weight
-
-
-KEEP_ALL = RecomputeConfig()
-
-
-class Layer(nn.Module):
-    """Base of all kinds of layers: builds the modules; subclasses define `forward`."""
-
-    attentions = 1
-    """Number of attention modules with a KV cache."""
-
-    def __init__(
-        self,
-        name: str,
-        config: ModelConfig,
-        mesh: Mesh,
-        tp_comm: TPComm,
-        *,
-        dtype: torch.dtype,
-        index: int = 0,
-        number: int | None = None,
-        core: Attend = attention,
-        recompute: RecomputeConfig = KEEP_ALL,
-        dispatcher: DispatcherName = "alltoall",
-    ) -> None:
-        """`index`: the layer's index over all stages, which determines its kind; `number`:
-        identifies its dropout masks, default `index`; `core`: computes softmax attention;
-        `recompute`: modules that are recomputed in backward; `dispatcher`: token dispatcher of
-        experts."""
-        super().__init__()
-        config, number = config.at(index), index if number is None else number
-        again, check = recomputed_modules(recompute), recompute.check
-        register: RegisterRecompute = register_checked_recompute if check else register_recompute
-        act = register if "mlp_act" in again else None
-
-        def attend(place: str, *, inside: bool = False) -> Attend:
-            dropped = add_attention_dropout(core, config, number, mesh, place=place)
-            return (
-                RecomputedCore(dropped, check)
-                if "core_attention" in again and not inside
-                else dropped
-            )
-
-        def norm(
-            word: str,
-            *,
-            again: RegisterRecompute | None = register if "norm" in again else None,
-        ) -> Norm:
-            size, invariant = config.hidden_size, tp_comm.invariant
-            return build_norm(
-                f"{name}.{word}", size, config, invariant=invariant, dtype=dtype, again=again
-            )
-
-        def branch(word: str) -> ResidualBranch:
-            own = norm(f"{word}_post_norm", again=None) if after else None
-            return ResidualBranch(
-                own,
-                config.residual_scale,
-                build_dropout(word, number, config.dropout.residual, tp_comm),
-            )
-
-        before, after = config.norm_placement != "after", config.norm_placement != "before"
-        if config.attention_part(index) != "none":
-            self.attention_norm = norm("attention_norm") if before else IdentityNorm(dtype)
-            up = "mla_up_proj" in again
-            self.attention = _attention(
-                f"{name}.attention",
-                config,
-                mesh,
-                tp_comm,
-                dtype=dtype,
-                index=index,
-                core=attend("weights", inside=up),
-                around=partial(Recomputed, check=check, saves_rope_tables=True)
-                if up
-                else no_recompute,
-            )
-            self.attention_out = branch("attention")
-        if config.uses_cross_layer_source(index):
-            self.cross_norm = norm("cross_norm") if before else IdentityNorm(dtype)
-            self.cross = CrossLayerAttention(
-                f"{name}.cross",
-                config,
-                mesh,
-                tp_comm,
-                dtype=dtype,
-                causal=config.attention.causal,
-                core=attend("cross weights"),
-            )
-            self.cross_out = branch("cross")
-        if config.mlp_part(index) != "none":
-            own = before and config.block != "parallel_one_norm"
-            self.mlp_norm = norm("mlp_norm") if own else IdentityNorm(dtype)
-            mlp: nn.Module
-            if config.moe is not None and config.has_experts(index):
-                mlp = MoE(
-                    f"{name}.moe",
-                    config,
-                    config.moe,
-                    mesh,
-                    tp_comm,
-                    dtype=dtype,
-                    act_again=act,
-                    dispatcher=dispatcher,
-                    number=number,
-                    around_shared=partial(Recomputed, check=check)
-                    if "shared_experts" in again
-                    else no_wrapper,
-                )
-            else:
-                mlp = _mlp(
-                    f"{name}.mlp", config, mesh, tp_comm, dtype=dtype, index=index, act_again=act
-                )
-            self.mlp = _again(mlp, recompute) if "mlp" in again else mlp
-            self.mlp_out = branch("mlp")
-
-
-def _again(mlp: nn.Module, recompute: RecomputeConfig) -> nn.Module:
-    """Wrap the MLP of a layer for recomputation in backward, in chunks if set; MoE layers are not
-    chunked."""
-    if recompute.mlp_chunks > 1 and isinstance(mlp, GatedMLP | MLP):
-        return RecomputedInChunks(mlp, recompute.mlp_chunks, check=recompute.check)
-    return Recomputed(mlp, check=recompute.check)
-
-
-def _attention(
-    name: str,
-    config: ModelConfig,
-    mesh: Mesh,
-    tp_comm: TPComm,
-    *,
-    dtype: torch.dtype,
-    index: int,
-    core: Attend,
-    around: Callable[[HeadsFn], HeadsFn],
-) -> Attention | LatentAttention | LinearReplacement:
-    """Build a layer's attention or its linear replacement."""
-    if config.attention_part(index) == "linear":
-        return LinearReplacement(name, config, tp_comm, bias=config.output_bias, dtype=dtype)
-    if config.mla is None:
-        return Attention(name, config, mesh, tp_comm, dtype=dtype, index=index, core=core)
-    return LatentAttention(
-        name, config, mesh, tp_comm, dtype=dtype, index=index, core=core, around=around
-    )
-
-
-def _mlp(
-    name: str,
-    config: ModelConfig,
-    mesh: Mesh,
-    tp_comm: TPComm,
-    *,
-    dtype: torch.dtype,
-    index: int,
-    act_again: RegisterRecompute | None,
-) -> GatedMLP | MLP | LinearReplacement:
-    """Build a layer's dense MLP or its linear replacement."""
-    if config.mlp_part(index) == "linear":
-        return LinearReplacement(name, config, tp_comm, bias=config.mlp_bias, dtype=dtype)
-    return build_mlp(name, config, mesh, tp_comm, dtype=dtype, act_again=act_again)
-
-
-class SequentialBlock(Layer):
-    """Layer with attention and then an MLP, each added to the residual stream: x [t, h] -> x [t,
-    h]."""
-
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
-        """x [t, h] -> [t, h]."""
-        attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
-        x, normed = self.mlp_norm.add_and_normalize(attended, x)
-        return x + self.mlp_out(self.mlp(normed, tokens), tokens)
-
-
-class CrossBlock(Layer):
-    """Layer with cross-layer attention between attention and MLP: x [t, h] -> x [t, h].
-
-    Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.1 (with post-norm).
-    """
-
-    attentions = 2
-
-    def forward(
-        self,
-        x: Tensor,
-        tokens: PackedSeqParams,
-        cache: LayerCache | None = None,
-        cross_cache: LayerCache | None = None,
-    ) -> Tensor:
-        """x [t, h] -> [t, h]; the tokens hold the source hidden states. Caches: of self-attention,
-        and of cross-layer attention."""
-        attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
-        x, normed = self.cross_norm.add_and_normalize(attended, x)
-        cross_attended = self.cross_out(self.cross(normed, tokens, cross_cache), tokens)
-        x, normed = self.mlp_norm.add_and_normalize(cross_attended, x)
-        return x + self.mlp_out(self.mlp(normed, tokens), tokens)
-
-
-class ParallelBlock(Layer):
-    """Layer whose attention and MLP read the same x and are both added to it: x [t, h] -> x [t, h].
-
-    Source: Chowdhery et al. 2022, arXiv:2204.02311, section 2; Black et al. 2022, arXiv:2204.06745,
-    section 2.
-    """
-
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
-        """x [t, h] -> [t, h]."""
-        attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
-        return x + attended + self.mlp_out(self.mlp(self.mlp_norm(x), tokens), tokens)
-
-
-class OneNormBlock(Layer):
-    """Parallel layer with one norm for attention and MLP: x [t, h] -> x [t, h]."""
-
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
-        """x [t, h] -> [t, h]."""
-        normed = self.attention_norm(x)
-        attended = self.attention_out(self.attention(normed, tokens, cache), tokens)
-        return x + attended + self.mlp_out(self.mlp(normed, tokens), tokens)
-
-
-class AttentionBlock(Layer):
-    """A layer without an MLP: x [t, h] -> x [t, h]."""
-
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
-        """x [t, h] -> [t, h]."""
-        return x + self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
-
-
-class MLPBlock(Layer):
-    """A layer without attention: x [t, h] -> x [t, h]."""
-
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
-        """x [t, h] -> [t, h]."""
-        return x + self.mlp_out(self.mlp(self.mlp_norm(x), tokens), tokens)
-
-
-BLOCKS: dict[str, type[Layer]] = {
-    "sequential": SequentialBlock,
-    "parallel": ParallelBlock,
-    "parallel_one_norm": OneNormBlock,
-}
-"""Layer class by model.block, for layers with attention and MLP."""
-
-
-def block_of_layer(config: ModelConfig, layer: int) -> type[Layer]:
-    """Return the class of a layer, numbered over all stages; every layer has attention or an
-    MLP."""
-    if config.attention_part(layer) == "none":
-        return MLPBlock
-    if config.mlp_part(layer) == "none":
-        return AttentionBlock
-    return CrossBlock if config.uses_cross_layer_source(layer) else BLOCKS[config.block]
 
 
 class IdentityNorm(nn.Module):
@@ -375,11 +100,11 @@ class ResidualBranch(nn.Module):
         self.scale = (ScaleBy(scale),) if scale != 1.0 else ()
         self.dropped = tuple(dropped)
 
-    def forward(self, y: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, y: Tensor, inputs: LayerInputs) -> Tensor:
         """y [t, h] -> [t, h]."""
         y = self.norm(y)
         for step in (*self.scale, *self.dropped):
-            y = step(y, tokens)
+            y = step(y, inputs)
         return y
 
 
@@ -389,42 +114,176 @@ class ScaleBy:
 
     factor: float
 
-    def __call__(self, y: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def __call__(self, y: Tensor, inputs: LayerInputs) -> Tensor:
         """y [t, h] -> [t, h]."""
         return y * self.factor
 
 
-@dataclass(frozen=True, slots=True)
-class RecomputedCore:
-    """Softmax attention that is recomputed in backward: see `Attend`."""
+class Layer(nn.Module):
+    """Base of all kinds of layers: builds the modules; subclasses define `forward`."""
 
-    core: Attend
-    check: bool
+    attentions = 1
+    """Number of attention modules with a KV cache."""
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tokens: PackedSeqParams,
-        *,
-        scores: Scores = PLAIN,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Save q, k, v, made contiguous, because values are a view of a larger tensor that would be
-        kept alive."""
-        tensors = [x.contiguous() for x in (k, v, sinks) if x is not None]
-        return recomputation.recompute(
-            partial(self._attend, tokens, scores), q, *tensors, check=self.check
-        )
+    def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
+        super().__init__()
+        index, config = context.layer, config.at(context.layer)
+        if config.attention_part(index) != "none":
+            self.attention_norm = _input_norm(f"{name}.attention_norm", config, context)
+            self.attention = connect_adapter_dropout(
+                _build_attention(f"{name}.attention", config, context)
+            )
+            self.attention_out = _build_branch(name, "attention", config, context)
+        if config.uses_cross_layer_source(index):
+            self.cross_norm = _input_norm(f"{name}.cross_norm", config, context)
+            self.cross = connect_adapter_dropout(
+                CrossLayerAttention(
+                    f"{name}.cross", config, context, causal=config.attention.causal
+                )
+            )
+            self.cross_out = _build_branch(name, "cross", config, context)
+        if config.mlp_part(index) != "none":
+            self.mlp_norm = (
+                IdentityNorm(context.dtype)
+                if config.block == "parallel_one_norm"
+                else _input_norm(f"{name}.mlp_norm", config, context)
+            )
+            mlp = connect_adapter_dropout(_build_mlp(name, config, context))
+            self.mlp = _recompute_mlp(mlp, context.recompute)
+            self.mlp_out = _build_branch(name, "mlp", config, context)
 
-    def _attend(
-        self,
-        tokens: PackedSeqParams,
-        scores: Scores,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *sinks: Tensor,
-    ) -> Tensor:
-        return self.core(q, k, v, tokens, scores=scores, sinks=sinks[0] if sinks else None)
+
+def _input_norm(name: str, config: ModelConfig, context: BuildContext) -> Norm | IdentityNorm:
+    """Build the norm of a part's input; it is recomputed in backward if the run asks for it."""
+    if config.norm_placement == "after":
+        return IdentityNorm(context.dtype)
+    recompute, again = context.recompute, None
+    if "norm" in recomputed_modules(recompute):
+        again = register_checked_recompute if recompute.check else register_recompute
+    return build_norm(name, config.hidden_size, config, context, again=again)
+
+
+def _build_branch(
+    name: str, word: str, config: ModelConfig, context: BuildContext
+) -> ResidualBranch:
+    """Build what follows a part before the residual addition."""
+    has_norm = config.norm_placement != "before"
+    norm_name = f"{name}.{word}_post_norm"
+    return ResidualBranch(
+        build_norm(norm_name, config.hidden_size, config, context) if has_norm else None,
+        config.residual_scale,
+        build_dropout(word, context.dropout_layer, config.dropout.residual, context),
+    )
+
+
+def _build_attention(name: str, config: ModelConfig, context: BuildContext) -> nn.Module:
+    """Build a layer's attention or its linear replacement."""
+    if config.attention_part(context.layer) == "linear":
+        return LinearReplacement(name, config, context, bias=config.output_bias)
+    if config.mla is None:
+        return Attention(name, config, context)
+    return LatentAttention(name, config, context)
+
+
+def _build_mlp(name: str, config: ModelConfig, context: BuildContext) -> nn.Module:
+    """Build a layer's MLP, its experts, or its linear replacement."""
+    if config.moe is not None and config.has_experts(context.layer):
+        return MoE(f"{name}.moe", config, config.moe, context)
+    if config.mlp_part(context.layer) == "linear":
+        return LinearReplacement(f"{name}.mlp", config, context, bias=config.mlp_bias)
+    return build_mlp(f"{name}.mlp", config, context)
+
+
+def _recompute_mlp(mlp: nn.Module, recompute: RecomputeConfig) -> nn.Module:
+    """Wrap the MLP of a layer for recomputation in backward if the run asks for it, in chunks if
+    set; MoE layers are not chunked."""
+    if "mlp" not in recomputed_modules(recompute):
+        return mlp
+    if recompute.mlp_chunks > 1 and isinstance(mlp, GatedMLP | MLP):
+        return RecomputedInChunks(mlp, recompute.mlp_chunks, check=recompute.check)
+    return Recomputed(mlp, check=recompute.check)
+
+
+class SequentialBlock(Layer):
+    """Layer with attention and then an MLP, each added to the residual stream: x [t, h] -> x [t,
+    h]."""
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        attended = self.attention_out(self.attention(self.attention_norm(x), inputs), inputs)
+        x, normed = self.mlp_norm.add_and_normalize(attended, x)
+        return x + self.mlp_out(self.mlp(normed, inputs), inputs)
+
+
+class CrossBlock(Layer):
+    """Layer with cross-layer attention between attention and MLP: x [t, h] -> x [t, h].
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.1 (with post-norm).
+    """
+
+    attentions = 2
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x [t, h] -> [t, h]; `inputs.encoder_hidden`: the cross-layer source."""
+        attended = self.attention_out(self.attention(self.attention_norm(x), inputs), inputs)
+        x, normed = self.cross_norm.add_and_normalize(attended, x)
+        cross_attended = self.cross_out(self.cross(normed, inputs), inputs)
+        x, normed = self.mlp_norm.add_and_normalize(cross_attended, x)
+        return x + self.mlp_out(self.mlp(normed, inputs), inputs)
+
+
+class ParallelBlock(Layer):
+    """Layer whose attention and MLP read the same x and are both added to it: x [t, h] -> x [t, h].
+
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, section 2; Black et al. 2022, arXiv:2204.06745,
+    section 2.
+    """
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        attended = self.attention_out(self.attention(self.attention_norm(x), inputs), inputs)
+        return x + attended + self.mlp_out(self.mlp(self.mlp_norm(x), inputs), inputs)
+
+
+class OneNormBlock(Layer):
+    """Parallel layer with one norm for attention and MLP: x [t, h] -> x [t, h]."""
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        normed = self.attention_norm(x)
+        attended = self.attention_out(self.attention(normed, inputs), inputs)
+        return x + attended + self.mlp_out(self.mlp(normed, inputs), inputs)
+
+
+class AttentionBlock(Layer):
+    """A layer without an MLP: x [t, h] -> x [t, h]."""
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        return x + self.attention_out(self.attention(self.attention_norm(x), inputs), inputs)
+
+
+class MLPBlock(Layer):
+    """A layer without attention: x [t, h] -> x [t, h]."""
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        return x + self.mlp_out(self.mlp(self.mlp_norm(x), inputs), inputs)
+
+
+BLOCKS: dict[str, type[Layer]] = {
+    "sequential": SequentialBlock,
+    "parallel": ParallelBlock,
+    "parallel_one_norm": OneNormBlock,
+}
+"""Layer class by model.block, for layers with attention and MLP."""
+
+
+def block_of_layer(config: ModelConfig, layer: int) -> type[Layer]:
+    """Return the class of a layer, numbered over all stages; every layer has attention or an
+    MLP."""
+    if config.attention_part(layer) == "none":
+        return MLPBlock
+    if config.mlp_part(layer) == "none":
+        return AttentionBlock
+    return CrossBlock if config.uses_cross_layer_source(layer) else BLOCKS[config.block]

@@ -17,17 +17,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers
-from megalith.config.model import ModelConfig
-from megalith.kernels.dropout import dropout
+from megalith.config.lora import STACKED, LoraConfig
+from megalith.kernels.backend import AUTO, Backends
+from megalith.kernels.dropout import dropout, key_of
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import Context, linear
-from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.recomputed import derive_recompute
-from megalith.nn.dropout import key_of
-from megalith.nn.frozen import end_backward_at
-from megalith.nn.mla import HeadsFn, LatentAttention
-from megalith.parallel.collectives import mark_partial
-from megalith.parallel.recompute import Recomputed
 from megalith.parallel.tensor import (
     ZEROS,
     ColumnParallelLinear,
@@ -53,6 +48,7 @@ class ColumnLora(nn.Module):
         base: ColumnParallelLinear,
         names: Sequence[str],
         lora: LoraConfig,
+        backends: Backends,
         *,
         dtype: torch.dtype,
     ) -> None:
@@ -69,7 +65,7 @@ class ColumnLora(nn.Module):
             a, b = column_adapter(_shard_of(base, name), lora, base.tp_comm)
             _register_adapter(self, name, a, b, dtype=dtype)
         self.drop = InputDropout(
-            _shard_of(base, names[0]).name, lora.dropout, base.tp_comm.select_local
+            _shard_of(base, names[0]).name, lora.dropout, base.tp_comm.select_local, backends
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,7 +142,9 @@ class RowLora(nn.Module):
     is replicated.
     """
 
-    def __init__(self, base: RowParallelLinear, lora: LoraConfig, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, base: RowParallelLinear, lora: LoraConfig, backends: Backends, *, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.base, self.tp_comm, self.scale, self.name = (
             base,
@@ -158,14 +156,18 @@ class RowLora(nn.Module):
         a, b = row_adapter(weight, lora, base.tp_comm)
         _register_adapter(self, self.name, a, b, dtype=dtype)
         self.drop = InputDropout(
-            weight.name, lora.dropout, _all_tokens, first_feature=first_input_feature(weight)
+            weight.name,
+            lora.dropout,
+            _all_tokens,
+            backends,
+            first_feature=first_input_feature(weight),
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [t, i_tp] -> [t, o]."""
         y = self.base(x)
         z = linear(self.drop(x), [getattr(self, f"{self.name}_lora_a")])
-        z = self.tp_comm.reduce_output(mark_partial(z, self.tp_comm.group))
+        z = self.tp_comm.reduce_output(z)
         return y + linear(z * self.scale, [getattr(self, f"{self.name}_lora_b")])
 
 
@@ -176,13 +178,19 @@ class ReplicatedLora(nn.Module):
     """
 
     def __init__(
-        self, base: ReplicatedLinear, tp_comm: TPComm, lora: LoraConfig, *, dtype: torch.dtype
+        self,
+        base: ReplicatedLinear,
+        tp_comm: TPComm,
+        lora: LoraConfig,
+        backends: Backends,
+        *,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.base, self.scale, self.name = base, lora.scale, base.weight_name
         weight = _shard_of(base, self.name)
         _register_adapter(self, self.name, *whole_adapter(weight, lora), dtype=dtype)
-        self.drop = InputDropout(weight.name, lora.dropout, tp_comm.select_local)
+        self.drop = InputDropout(weight.name, lora.dropout, tp_comm.select_local, backends)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [t, i] -> [t, o]."""
@@ -202,31 +210,28 @@ class InputDropout(nn.Module):
         place: str,
         p: float,
         local_part: Callable[[Tensor], Tensor],
+        backends: Backends = AUTO,
         *,
         first_feature: int = 0,
     ) -> None:
         """`local_part`: selects the local tokens; `first_feature`: index of x's first feature among
         all."""
         super().__init__()
-        self.place, self.p, self.local_part, self.first_feature, self.drop = (
-            place,
-            p,
-            local_part,
-            first_feature,
-            dropout,
-        )
-        self.tokens: PackedSeqParams | None = None
-        # Set by a hook of the enclosing attention or MLP: linear layers do not receive tokens.
+        self.place, self.p = place, p
+        self.local_part, self.first_feature = local_part, first_feature
+        self.drop = backends.bind("dropout", dropout)
+        self.inputs: LayerInputs | None = None
+        # Set by a hook of the enclosing attention or MLP: linear layers do not receive it.
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x itself outside training. Backward recomputes the mask, and x if it is a
         recomputed output."""
         if self.p == 0.0:
             return x
-        assert self.tokens is not None, f"{self.place}: the hook did not set the tokens"
-        if self.tokens.dropout is None:
+        assert self.inputs is not None, f"{self.place}: the hook did not set the inputs"
+        dropout_key = self.inputs.dropout_key
+        if dropout_key is None:
             return x
-        dropout_key = self.tokens.dropout
         again = with_arguments(
             self.drop,
             p=self.p,
@@ -308,88 +313,56 @@ def first_input_feature(weight: Shard) -> int:
     return sum(start * math.prod(sizes[dim + 1 :]) for dim, start in enumerate(starts))
 
 
-def attach_adapters(chunks: Sequence[Any], model: ModelConfig, lora: LoraConfig | None) -> None:
-    """Freeze the chunks of a model on the meta device and add adapters to the matrices of their
-    layers; None: leave the model unchanged. MTP layers get no adapters.
-
-    `chunks` are `Decoder`s, which this module cannot import without a cycle.
-    """
-    if lora is None:
-        return
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            parameter.requires_grad_(False)
-        for layer in chunk.layers:
-            _attach(layer, chunk.tp_comm, model, lora)
-        end_backward_at(chunk, lora_layers(lora, model)[0])
+HeadsFn = Callable[..., Tensor]
+"""Latent attention after the down projections: (latent vectors of queries, those of keys and
+values, the shared key, tokens) -> outputs of the heads [t, n, value_dim]."""
 
 
-def _attach(layer: nn.Module, tp_comm: TPComm, model: ModelConfig, lora: LoraConfig) -> None:
-    """Add adapters to one layer, and hooks that pass the tokens of attention and MLP to their
-    dropout."""
-    for parent in list(layer.modules()):
-        for name, child in list(parent.named_children()):
-            if (adapted := _adapted(child, tp_comm, model, lora)) is not None:
-                setattr(parent, name, adapted)
-    for part in (
-        child for name, child in layer.named_children() if name in ("attention", "cross", "mlp")
-    ):
-        called_module = (
-            part.get_submodule("function") if isinstance(part, Recomputed) else part
-        )  # recomputation calls it
-        drops = [
-            module
-            for module in called_module.modules()
-            if isinstance(module, InputDropout) and module.p > 0
-        ]
-        if drops:
-            called_module.register_forward_pre_hook(with_arguments(_set_tokens, drops))
-        if drops and isinstance(called_module, LatentAttention):  # part of which may be recomputed
-            called_module.around = with_arguments(_around_with_tokens, called_module.around, drops)
+def connect_adapter_dropout(part: nn.Module) -> nn.Module:
+    """Return an attention or MLP whose call passes its inputs to the dropout of its adapters,
+    because linear layers do not receive them."""
+    if drops := _adapter_dropout(part):
+        part.register_forward_pre_hook(with_arguments(_set_inputs, drops))
+    return part
 
 
-def _set_tokens(drops: Sequence[InputDropout], part: nn.Module, arguments: tuple[Any, ...]) -> None:
+def pass_inputs_to_adapter_dropout(
+    around: Callable[[HeadsFn], HeadsFn], part: nn.Module
+) -> Callable[[HeadsFn], HeadsFn]:
+    """Return a wrapper of a part of latent attention that also passes the inputs to the dropout of
+    its adapters when backward recomputes this part alone."""
+    drops = _adapter_dropout(part)
+    return with_arguments(_around_with_inputs, around, drops) if drops else around
+
+
+def _adapter_dropout(part: nn.Module) -> list[InputDropout]:
+    return [
+        module for module in part.modules() if isinstance(module, InputDropout) and module.p > 0
+    ]
+
+
+def _set_inputs(drops: Sequence[InputDropout], part: nn.Module, arguments: tuple[Any, ...]) -> None:
     for drop in drops:
-        drop.tokens = arguments[1]
+        drop.inputs = arguments[1]
 
 
-def _around_with_tokens(
+def _around_with_inputs(
     around: Callable[[HeadsFn], HeadsFn], drops: Sequence[InputDropout], find: HeadsFn
 ) -> HeadsFn:
-    return around(with_arguments(_set_tokens_and_find, drops, find))
+    return around(with_arguments(_set_inputs_and_find, drops, find))
 
 
-def _set_tokens_and_find(
+def _set_inputs_and_find(
     drops: Sequence[InputDropout],
     find: HeadsFn,
     short: Tensor,
     latent: Tensor,
     k_rotated: Tensor,
-    tokens: PackedSeqParams,
+    inputs: LayerInputs,
 ) -> Tensor:
     for drop in drops:
-        drop.tokens = tokens
-    return find(short, latent, k_rotated, tokens)
-
-
-def _adapted(
-    module: nn.Module, tp_comm: TPComm, model: ModelConfig, lora: LoraConfig
-) -> nn.Module | None:
-    """Return the module with adapters; None if it gets none."""
-    if not isinstance(module, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
-        return None
-    names = (
-        module.weight_names if isinstance(module, ColumnParallelLinear) else [module.weight_name]
-    )
-    names = [name for name in names if has_adapters(_shard_of(module, name).name, lora, model)]
-    if not names:
-        return None
-    dtype = module.accumulated_parameters()[0].dtype
-    if isinstance(module, ColumnParallelLinear):
-        return ColumnLora(module, names, lora, dtype=dtype)
-    if isinstance(module, RowParallelLinear):
-        return RowLora(module, lora, dtype=dtype)
-    return ReplicatedLora(module, tp_comm, lora, dtype=dtype)
+        drop.inputs = inputs
+    return find(short, latent, k_rotated, inputs)
 
 
 def _all_tokens(values: Tensor) -> Tensor:

@@ -8,28 +8,25 @@ Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1; absorbed projections: t
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config.model import MLAConfig, ModelConfig
-from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import Scores
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import einsum
-from megalith.kernels.packed import PackedSeqParams
-from megalith.nn.attention import LayerCache, output_linear, scores_of_layer
+from megalith.nn.attention import output_linear, scores_of_layer
+from megalith.nn.build import BuildContext
+from megalith.nn.dropout import build_core_attention
+from megalith.nn.lora import ColumnLora, HeadsFn, pass_inputs_to_adapter_dropout
 from megalith.nn.norm import build_norm
 from megalith.nn.rope import build_apply_rope
-from megalith.parallel.context import Attend
-from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import (
-    ColumnParallelLinear,
-    Init,
-    ParameterSpec,
-    ReplicatedLinear,
-    TPComm,
-)
+from megalith.parallel.recompute import Recomputed
+from megalith.parallel.tensor import ColumnParallelLinear, Init
+from megalith.plan.recompute import recomputed_modules
 from megalith.plan.shards import Shard, split_evenly
 
 
@@ -49,20 +46,20 @@ class LatentInputs(NamedTuple):
     """[t_kv, 1, rope_dim]: the rotated key that all heads share."""
 
 
-LatentForm = Callable[["LatentAttention", LatentInputs, PackedSeqParams], Tensor]
+LatentForm = Callable[["LatentAttention", LatentInputs, LayerInputs], Tensor]
 """Computes the heads' outputs [t, n, value_dim]; `expanded` and `absorbed` give the same result."""
 
 
-def expanded(layer: "LatentAttention", parts: LatentInputs, tokens: PackedSeqParams) -> Tensor:
+def expanded(layer: "LatentAttention", parts: LatentInputs, inputs: LayerInputs) -> Tensor:
     """Compute attention with keys and values of each head, projected from the latent vectors."""
     kv = layer.kv_up(parts.latent).unflatten(-1, (layer.num_heads, -1))
     k_plain, v = kv.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=-1)
     q = torch.cat([parts.q_plain, parts.q_rotated], dim=-1)
     k = torch.cat([k_plain, parts.k_rotated.expand(-1, layer.num_heads, -1)], dim=-1)
-    return layer.core(q, k, v, tokens, scores=layer.scores)
+    return layer.attend(q, k, v, inputs)
 
 
-def absorbed(layer: "LatentAttention", parts: LatentInputs, tokens: PackedSeqParams) -> Tensor:
+def absorbed(layer: "LatentAttention", parts: LatentInputs, inputs: LayerInputs) -> Tensor:
     """Compute attention with the latent vectors as keys and values of all heads.
 
     The key projection is applied to the queries, the value projection to the output.
@@ -74,9 +71,7 @@ def absorbed(layer: "LatentAttention", parts: LatentInputs, tokens: PackedSeqPar
     both = torch.cat([parts.latent.unsqueeze(1), parts.k_rotated], dim=-1)
     # Values include the few rotated features, unused: torch's fused kernel requires values as wide
     # as keys.
-    attended_latent = layer.core(q, both, both, tokens, scores=layer.scores)[
-        ..., : layer.sizes.kv_rank
-    ]
+    attended_latent = layer.attend(q, both, both, inputs)[..., : layer.sizes.kv_rank]
     return einsum("tnr,nvr->tnv", attended_latent, up_values)
 
 
@@ -101,11 +96,6 @@ ChooseForm = Callable[[MLAConfig, Sequence[tuple[int, int]]], LatentForm]
 """Chooses the form for documents with (queries, keys)."""
 
 
-HeadsFn = Callable[..., Tensor]
-"""(latent vectors of queries, those of keys and values, the shared key, tokens) -> outputs of the
-heads [t, n, value_dim]."""
-
-
 def no_recompute(find: HeadsFn) -> HeadsFn:
     """Return the function itself: its intermediates are saved for backward."""
     return find
@@ -123,53 +113,40 @@ class LatentAttention(nn.Module):
         self,
         name: str,
         config: ModelConfig,
-        mesh: Mesh,
-        tp_comm: TPComm,
+        context: BuildContext,
         *,
-        dtype: torch.dtype,
-        index: int = 0,
-        core: Attend = attention,
         reading: ChooseForm = choose_form,
-        around: Callable[[HeadsFn], HeadsFn] = no_recompute,
     ) -> None:
-        """`index`: the layer's index over all stages; `reading`: chooses the form with a KV cache;
-        `around`: wraps the computation from latent vectors to heads' outputs, for recomputation."""
+        """`reading`: chooses the form with a KV cache."""
         super().__init__()
         assert config.mla is not None
-        self.core, self.tp_comm, self.apply_rope, self.sizes = (
-            core,
-            tp_comm,
-            build_apply_rope(config, index),
-            config.mla,
-        )
-        self.scores, self.reading, self.around = latent_scores(config, index), reading, around
+        mesh, tp_comm, recompute = context.mesh, context.tp_comm, context.recompute
+        recomputes_heads = "mla_up_proj" in recomputed_modules(recompute)
+        self.core = build_core_attention(config, context, recomputed=not recomputes_heads)
+        self.tp_comm, self.sizes, self.reading = tp_comm, config.mla, reading
+        self.apply_rope = build_apply_rope(config, context)
+        self.scores = latent_scores(config, context.layer)
         h, n, sizes = config.hidden_size, config.num_heads, config.mla
         heads = split_evenly(n, mesh.tp.size)
         self.num_heads = heads[mesh.tp.rank]
         start = Init(config.init_std)
 
-        def of_heads(word: str, features: int, columns: int) -> ColumnParallelLinear:
+        def of_heads(word: str, features: int, columns: int) -> ColumnParallelLinear | ColumnLora:
             shard = Shard.full(f"{name}.{word}", (n, features, columns)).split_dim(
                 0,
                 heads,
                 mesh.tp.rank,
                 mesh.tp.axes,
             )
-            return ColumnParallelLinear([ParameterSpec(shard, start)], [], tp_comm, dtype=dtype)
+            return context.column_linear([(shard, start)])
 
-        def short(word: str, rank: int, extra: int = 0) -> tuple[ReplicatedLinear, nn.Module]:
+        def short(word: str, rank: int, extra: int = 0) -> tuple[nn.Module, nn.Module]:
             shard = Shard.full(f"{name}.{word}", (rank + extra, h), invariant=tp_comm.invariant)
-            down = ReplicatedLinear(ParameterSpec(shard, start), dtype=dtype)
+            down = context.replicated_linear(shard, start)
             if not sizes.norms:
                 return down, nn.Identity()
-            return down, build_norm(
-                f"{name}.{word}_norm",
-                rank,
-                config,
-                eps=sizes.norm_eps,
-                invariant=tp_comm.invariant,
-                dtype=dtype,
-            )
+            norm_name = f"{name}.{word}_norm"
+            return down, build_norm(norm_name, rank, config, context, eps=sizes.norm_eps)
 
         if sizes.q_rank is None:
             self.queries = nn.Sequential(of_heads("q", sizes.nope_dim + sizes.rope_dim, h))
@@ -180,28 +157,31 @@ class LatentAttention(nn.Module):
             )
         self.kv_down, self.kv_norm = short("kv_down", sizes.kv_rank, sizes.rope_dim)
         self.kv_up = of_heads("kv_up", sizes.nope_dim + sizes.value_dim, sizes.kv_rank)
-        self.out = output_linear(name, config, heads, mesh, tp_comm, dtype=dtype)
+        self.out = output_linear(name, config, context, heads)
+        around = (
+            partial(Recomputed, check=recompute.check, saves_rope_tables=True)
+            if recomputes_heads
+            else no_recompute
+        )
+        self.around = pass_inputs_to_adapter_dropout(around, self)
+        """Wraps the computation from latent vectors to heads' outputs, for recomputation."""
 
-    def forward(
-        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         short = x
         for step in list(self.queries)[:-1]:  # the down projection, if queries have one
             short = step(short)
         latent, k_rotated = self.kv_down(x).split([self.sizes.kv_rank, self.sizes.rope_dim], dim=-1)
         latent = self.kv_norm(latent.contiguous())
-        if cache is None:
-            return self.out(self.around(self.find)(short, latent, k_rotated, tokens).flatten(1))
-        return self.out(self.find(short, latent, k_rotated, tokens, cache).flatten(1))
+        find = self.find if inputs.cache is not None else self.around(self.find)
+        return self.out(find(short, latent, k_rotated, inputs).flatten(1))
 
     def find(
         self,
         short: Tensor,
         latent: Tensor,
         k_rotated: Tensor,
-        tokens: PackedSeqParams,
-        cache: LayerCache | None = None,
+        inputs: LayerInputs,
     ) -> Tensor:
         """Compute the heads' outputs: latent vectors of queries, or x, [t, rq], those of keys and
         values [t, r] and the shared key [t, rope_dim], all in the layout of `tp_comm` -> [t, n,
@@ -210,15 +190,29 @@ class LatentAttention(nn.Module):
         q = self.queries[-1](short).unflatten(-1, (self.num_heads, -1))
         q_plain, q_rotated = q.split([self.sizes.nope_dim, self.sizes.rope_dim], dim=-1)
         k_rotated = self.apply_rope(
-            self.tp_comm.prepare_input(k_rotated.contiguous()).unsqueeze(1), tokens
+            self.tp_comm.prepare_input(k_rotated.contiguous()).unsqueeze(1), inputs
         )
-        if cache is not None:
-            k_rotated, cached = cache.extend(k_rotated, latent.unsqueeze(1), tokens)
-            latent, form = cached.squeeze(1), self.reading(self.sizes, tokens.lengths)
+        if inputs.cache is not None:
+            k_rotated, cached = inputs.cache.extend(
+                k_rotated, latent.unsqueeze(1), inputs.seq_params
+            )
+            latent, form = cached.squeeze(1), self.reading(self.sizes, inputs.seq_params.lengths)
         return form(
             self,
-            LatentInputs(q_plain, self.apply_rope(q_rotated, tokens), latent, k_rotated),
-            tokens,
+            LatentInputs(q_plain, self.apply_rope(q_rotated, inputs), latent, k_rotated),
+            inputs,
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> Tensor:
+        """Softmax attention of the local heads: q [t, n, d], k, v [t_kv, g, d] -> [t, n, d]."""
+        return self.core(
+            q,
+            k,
+            v,
+            inputs.seq_params,
+            scores=self.scores,
+            attention_bias=inputs.attention_bias,
+            dropout_key=inputs.dropout_key,
         )
 
 

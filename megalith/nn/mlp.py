@@ -9,17 +9,18 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.activation import GatedActivation, activate, gated, swiglu
-from megalith.kernels.packed import PackedSeqParams
-from megalith.kernels.recomputed import RegisterRecompute, split_rows
-from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import (
-    ZEROS,
-    ColumnParallelLinear,
-    Init,
-    ParameterSpec,
-    RowParallelLinear,
-    TPComm,
+from megalith.kernels.backend import AUTO, Backends
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.recomputed import (
+    RegisterRecompute,
+    register_checked_recompute,
+    register_recompute,
+    split_rows,
 )
+from megalith.nn.build import BuildContext
+from megalith.nn.lora import ColumnLora, RowLora
+from megalith.parallel.tensor import ZEROS, ColumnParallelLinear, Init, RowParallelLinear
+from megalith.plan.recompute import recomputed_modules
 from megalith.plan.shards import Shard, split_evenly
 
 Inner = Callable[[Tensor], Tensor]
@@ -30,24 +31,15 @@ class GatedMLP(nn.Module):
     """`down(activation(gate(x)) * up(x))`: x [t, h] -> [t, h]. Source: Shazeer 2020,
     arXiv:2002.05202."""
 
-    def __init__(
-        self,
-        name: str,
-        config: ModelConfig,
-        mesh: Mesh,
-        tp_comm: TPComm,
-        *,
-        dtype: torch.dtype,
-        activation: Inner = swiglu,
-    ) -> None:
-        """`activation`: gated activation of the concatenated gate and up."""
+    def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
-        self.activation = activation
-        self.gate_up = _up(f"{name}.gate_up", (2,), config, mesh, tp_comm, dtype)
-        self.down = _down(f"{name}.down", config, mesh, tp_comm, dtype)
+        self.activation = build_activation(config, context)
+        """Gated activation of the concatenated gate and up."""
+        self.gate_up = _up(f"{name}.gate_up", (2,), config, context)
+        self.down = _down(f"{name}.down", config, context)
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams | None = None) -> Tensor:
-        """x [t, h] -> [t, h]. `tokens` are used by hooks of LoRA dropout."""
+    def forward(self, x: Tensor, inputs: LayerInputs | None = None) -> Tensor:
+        """x [t, h] -> [t, h]. `inputs` are used by hooks of LoRA dropout."""
         return self.down(self.activation(self.gate_up(x)))
 
 
@@ -55,41 +47,15 @@ class MLP(nn.Module):
     """`down(activation(up(x)))`: x [t, h] -> [t, h]. Source: Vaswani et al. 2017, arXiv:1706.03762,
     section 3.3."""
 
-    def __init__(
-        self,
-        name: str,
-        config: ModelConfig,
-        mesh: Mesh,
-        tp_comm: TPComm,
-        *,
-        dtype: torch.dtype,
-        activation: Inner,
-    ) -> None:
+    def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
-        self.activation = activation
-        self.up = _up(f"{name}.up", (), config, mesh, tp_comm, dtype)
-        self.down = _down(f"{name}.down", config, mesh, tp_comm, dtype)
+        self.activation = build_activation(config, context)
+        self.up = _up(f"{name}.up", (), config, context)
+        self.down = _down(f"{name}.down", config, context)
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams | None = None) -> Tensor:
-        """x [t, h] -> [t, h]. `tokens` are used by hooks of LoRA dropout."""
+    def forward(self, x: Tensor, inputs: LayerInputs | None = None) -> Tensor:
+        """x [t, h] -> [t, h]. `inputs` are used by hooks of LoRA dropout."""
         return self.down(self.activation(self.up(x)))
-
-
-def build_mlp(
-    name: str,
-    config: ModelConfig,
-    mesh: Mesh,
-    tp_comm: TPComm,
-    *,
-    dtype: torch.dtype,
-    act_again: RegisterRecompute | None = None,
-) -> GatedMLP | MLP:
-    """Build the MLP that the config describes. `act_again`: the activation is recomputed in
-    backward instead of saved."""
-    plain = choose_activation(config)
-    kind = GatedMLP if config.gated else MLP
-    inner: Inner = plain if act_again is None else partial(recompute_activation, act_again, plain)
-    return kind(name, config, mesh, tp_comm, dtype=dtype, activation=inner)
 
 
 class ChunkedPrefillMLP(nn.Module):
@@ -103,33 +69,41 @@ class ChunkedPrefillMLP(nn.Module):
         super().__init__()
         self.mlp, self.chunks = mlp, chunks
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]; fewer chunks if there are fewer tokens."""
-        count = min(self.chunks, x.shape[0]) if tokens.max_seqlen_q > 1 else 1
-        return torch.cat([self.mlp(part, tokens) for part in split_rows(x, count)])
+        count = min(self.chunks, x.shape[0]) if inputs.seq_params.max_seqlen_q > 1 else 1
+        return torch.cat([self.mlp(part, inputs) for part in split_rows(x, count)])
 
 
-def chunk_prefill_mlps(model: nn.Module, chunks: int) -> int:
-    """Let every MLP of an inference model, shared experts included, process prompts in chunks;
-    returns the number of MLPs."""
-    held = [
-        (module, name, part)
-        for module in model.modules()
-        for name, part in module.named_children()
-        if isinstance(part, GatedMLP | MLP)
-    ]
-    for module, name, part in held:
-        setattr(module, name, ChunkedPrefillMLP(part, chunks))
-    return len(held)
+def build_mlp(
+    name: str, config: ModelConfig, context: BuildContext
+) -> GatedMLP | MLP | ChunkedPrefillMLP:
+    """Build the MLP that the config describes; in an inference model it may process prompts in
+    chunks."""
+    mlp = (GatedMLP if config.gated else MLP)(name, config, context)
+    chunks = context.prefill_mlp_chunks
+    return mlp if chunks == 1 else ChunkedPrefillMLP(mlp, chunks)
 
 
-def choose_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """Return the activation between the matmuls that the config describes, by its fastest
-    kernel."""
+def build_activation(config: ModelConfig, context: BuildContext) -> Inner:
+    """Return the activation between the matmuls; it is recomputed in backward if the run asks for
+    it."""
+    activation = choose_activation(config, context.backends)
+    recompute = context.recompute
+    if "mlp_act" not in recomputed_modules(recompute):
+        return activation
+    again = register_checked_recompute if recompute.check else register_recompute
+    return partial(recompute_activation, again, activation)
+
+
+def choose_activation(config: ModelConfig, backends: Backends = AUTO) -> Callable[[Tensor], Tensor]:
+    """Return the activation between the matmuls that the config describes."""
     if not config.gated:
-        return partial(activate, activation=config.activation)
+        return partial(backends.bind("activation", activate), activation=config.activation)
     gate = GatedActivation(config.activation, config.activation_clamp, config.up_offset)
-    return swiglu if gate == GatedActivation("silu") else partial(gated, gate=gate)
+    if gate == GatedActivation("silu"):
+        return backends.bind("activation", swiglu)
+    return partial(backends.bind("activation", gated), gate=gate)
 
 
 def recompute_activation(
@@ -140,38 +114,24 @@ def recompute_activation(
 
 
 def _up(
-    name: str,
-    stack: tuple[int, ...],
-    config: ModelConfig,
-    mesh: Mesh,
-    tp_comm: TPComm,
-    dtype: torch.dtype,
-) -> ColumnParallelLinear:
+    name: str, stack: tuple[int, ...], config: ModelConfig, context: BuildContext
+) -> ColumnParallelLinear | ColumnLora:
     """Build the up projection to the local inner features: one matrix [f, h], or several, [*stack,
     f, h]."""
     h, f = config.hidden_size, config.ffn_hidden_size
-    cut = split_evenly(f, mesh.tp.size), mesh.tp.rank, mesh.tp.axes
+    tp = context.mesh.tp
+    cut = split_evenly(f, tp.size), tp.rank, tp.axes
     weight = Shard.full(name, (*stack, f, h)).split_dim(len(stack), *cut)
     bias = Shard.full(f"{name}_bias", (*stack, f), inputs=0).split_dim(len(stack), *cut)
-    biases = [ParameterSpec(bias, ZEROS)] if config.mlp_bias else []
-    return ColumnParallelLinear(
-        [ParameterSpec(weight, Init(config.init_std))], biases, tp_comm, dtype=dtype
-    )
+    biases = [(bias, ZEROS)] if config.mlp_bias else []
+    return context.column_linear([(weight, Init(config.init_std))], biases)
 
 
-def _down(
-    name: str, config: ModelConfig, mesh: Mesh, tp_comm: TPComm, dtype: torch.dtype
-) -> RowParallelLinear:
+def _down(name: str, config: ModelConfig, context: BuildContext) -> RowParallelLinear | RowLora:
     """Build the down projection [h, f] from the local inner features."""
     h, f = config.hidden_size, config.ffn_hidden_size
-    weight = Shard.full(name, (h, f)).split_dim(
-        1, split_evenly(f, mesh.tp.size), mesh.tp.rank, mesh.tp.axes
-    )
-    bias = Shard.full(f"{name}_bias", (h,), invariant=tp_comm.invariant, inputs=0)
+    tp = context.mesh.tp
+    weight = Shard.full(name, (h, f)).split_dim(1, split_evenly(f, tp.size), tp.rank, tp.axes)
+    bias = Shard.full(f"{name}_bias", (h,), invariant=context.tp_comm.invariant, inputs=0)
     start = Init(config.init_std / math.sqrt(2 * config.num_layers))
-    return RowParallelLinear(
-        ParameterSpec(weight, start),
-        ParameterSpec(bias, ZEROS) if config.mlp_bias else None,
-        tp_comm,
-        dtype=dtype,
-    )
+    return context.row_linear((weight, start), (bias, ZEROS) if config.mlp_bias else None)

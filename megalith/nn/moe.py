@@ -10,25 +10,19 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
-from megalith.config.parallel import DispatcherName
 from megalith.kernels.activation import GatedActivation, weighted_activate, weighted_gated
+from megalith.kernels.backend import AUTO, Backends
 from megalith.kernels.experts import experts
-from megalith.kernels.packed import PackedSeqParams
-from megalith.kernels.recomputed import RegisterRecompute
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.nn.build import BuildContext
 from megalith.nn.mlp import build_mlp
 from megalith.nn.router import Router
-from megalith.parallel.collectives import OverlapFn
 from megalith.parallel.dispatchers import build_transport
-from megalith.parallel.expert import DispatchedTokens, ExpertCapacity, with_overlap_fn
+from megalith.parallel.expert import DispatchedTokens, ExpertCapacity
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import (
-    ZEROS,
-    ExpertMatrix,
-    Init,
-    ParameterSpec,
-    ReplicatedLinear,
-    TPComm,
-)
+from megalith.parallel.recompute import Recomputed
+from megalith.parallel.tensor import ZEROS, ExpertMatrix, Init
+from megalith.plan.recompute import recomputed_modules
 from megalith.plan.shards import Shard, split_evenly
 
 # The experts of an MoE layer: MLPs of equal shape, sharded over expert parallelism and expert
@@ -43,32 +37,32 @@ class Experts(nn.Module):
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, moe: MoEConfig, mesh: Mesh, *, dtype: torch.dtype
+        self, name: str, config: ModelConfig, moe: MoEConfig, context: BuildContext
     ) -> None:
         super().__init__()
-        self.inner = weighted_activation(config)
-        self.compute: Callable[..., Tensor] = (
-            experts  # an attribute, so that nn/kernels.py can bind its backend
-        )
+        self.inner = weighted_activation(config, context.backends)
+        self.compute = context.backends.bind("experts", experts)
         self.apply_router_weight_on_input = moe.apply_router_weight_on_input
         features = moe.latent_size or config.hidden_size
         halves, word = ((2,), "gate_up") if config.gated else ((), "up")
         inside = (moe.num_experts, *halves, moe.ffn_hidden_size)
-        cut = partial(_cut, moe=moe, mesh=mesh)
+        cut = partial(_cut, moe=moe, mesh=context.mesh)
         up = cut(f"{name}.{word}", (*inside, features), inner=1 + len(halves))
         down = cut(f"{name}.down", (moe.num_experts, features, moe.ffn_hidden_size), inner=2)
         up_bias = cut(f"{name}.{word}_bias", inside, inner=1 + len(halves), inputs=0)
         down_bias = cut(f"{name}.down_bias", (moe.num_experts, features), inner=None, inputs=0)
         std = config.init_std
         self.up = ExpertMatrix(
-            ParameterSpec(up, Init(std)),
-            ParameterSpec(up_bias, ZEROS) if moe.biases else None,
-            dtype=dtype,
+            context.spec(up, Init(std)),
+            context.spec(up_bias, ZEROS) if moe.biases else None,
+            dtype=context.dtype,
+            matmul_ops=context.build_grouped_matmul_ops(up.name),
         )
         self.down = ExpertMatrix(
-            ParameterSpec(down, Init(std / math.sqrt(2 * config.num_layers))),
-            ParameterSpec(down_bias, ZEROS) if moe.biases else None,
-            dtype=dtype,
+            context.spec(down, Init(std / math.sqrt(2 * config.num_layers))),
+            context.spec(down_bias, ZEROS) if moe.biases else None,
+            dtype=context.dtype,
+            matmul_ops=context.build_grouped_matmul_ops(down.name),
         )
 
     def forward(self, sent: DispatchedTokens) -> Tensor:
@@ -80,13 +74,16 @@ class Experts(nn.Module):
         return self.compute(rows, weights, groups, self.up(), self.down(), self.inner)
 
 
-def weighted_activation(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
+def weighted_activation(
+    config: ModelConfig, backends: Backends = AUTO
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the activation between an expert's matmuls: that of the model's MLP, times the router
     weight of each row."""
     if not config.gated:
-        return partial(weighted_activate, activation=config.activation)
+        weighted = backends.bind("activation", weighted_activate)
+        return partial(weighted, activation=config.activation)
     return partial(
-        weighted_gated,
+        backends.bind("activation", weighted_gated),
         gate=GatedActivation(config.activation, config.activation_clamp, config.up_offset),
     )
 
@@ -116,11 +113,6 @@ def _cut(
     return Shard(shard.name, shard.shape, shard.box, shard.cut, grid="expert", inputs=inputs)
 
 
-def no_wrapper(module: nn.Module) -> nn.Module:
-    """Return the module without a wrapper."""
-    return module
-
-
 class MoE(nn.Module):
     """Mixture of experts: the weighted sum of the outputs of each token's experts: x [t, h] -> [t,
     h], of the local tokens.
@@ -133,49 +125,42 @@ class MoE(nn.Module):
         name: str,
         config: ModelConfig,
         moe: MoEConfig,
-        mesh: Mesh,
-        tp_comm: TPComm,
-        *,
-        dtype: torch.dtype,
-        dispatcher: DispatcherName = "alltoall",
-        act_again: RegisterRecompute | None = None,
-        number: int = 0,
-        around_shared: Callable[[nn.Module], nn.Module] = no_wrapper,
+        context: BuildContext,
     ) -> None:
-        """`number`: the layer's index over all stages; `act_again`: recomputation of the shared
-        experts' activation (that of the routed experts is never saved); `around_shared`: wraps the
-        shared experts."""
         super().__init__()
-        self.router = Router(name, config, moe, mesh, tp_comm, dtype=dtype, number=number)
-        build = partial(build_transport, dispatcher, mesh, moe.num_experts)
+        mesh, recompute = context.mesh, context.recompute
+        self.router = Router(name, config, moe, context)
+        build = partial(
+            build_transport,
+            context.parallel.dispatcher,
+            mesh,
+            moe.num_experts,
+            overlap_fn=context.overlap_fn,
+        )
         self.dispatch = build()
         self.dispatch_within_capacity = build(
             drops_tokens=moe.capacity.factor is not None, room=fixed_expert_capacity(moe, mesh)
         )
-        self.experts = Experts(f"{name}.experts", config, moe, mesh, dtype=dtype)
-        self.narrow, self.widen = latent_matrices(name, config, moe, tp_comm, dtype=dtype)
-        shared = moe.shared_ffn_hidden_size is not None
-        built = (
-            [SharedExperts(name, config, moe, mesh, tp_comm, dtype=dtype, act_again=act_again)]
-            if shared
-            else []
-        )
-        self.shared = nn.ModuleList(map(around_shared, built))
+        self.experts = Experts(f"{name}.experts", config, moe, context)
+        self.narrow, self.widen = latent_matrices(name, config, moe, context)
+        self.shared = nn.ModuleList()
+        if moe.shared_ffn_hidden_size is not None:
+            shared = SharedExperts(name, config, moe, context)
+            is_recomputed = "shared_experts" in recomputed_modules(recompute)
+            self.shared.append(
+                Recomputed(shared, check=recompute.check) if is_recomputed else shared
+            )
 
-    def overlap_fn(self, something: OverlapFn) -> None:
-        """Call this function during every dispatch and combine, before waiting for the
-        communication."""
-        self.dispatch = with_overlap_fn(self.dispatch, something)
-        self.dispatch_within_capacity = with_overlap_fn(self.dispatch_within_capacity, something)
-
-    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         dispatch = (
-            self.dispatch if tokens.balance is None else self.dispatch_within_capacity
+            self.dispatch
+            if inputs.router_inputs.aux_loss_scale is None
+            else self.dispatch_within_capacity
         )  # in training
-        dispatched = dispatch(self.narrow(x), self.router(x, tokens))
+        dispatched = dispatch(self.narrow(x), self.router(x, inputs))
         shared_outputs = [
-            shared(x, tokens) for shared in self.shared
+            shared(x, inputs) for shared in self.shared
         ]  # overlaps the dispatch, and that of gradients in backward
         expert_input, return_path = dispatched.wait()
         y: Tensor = self.widen(return_path.combine(self.experts(expert_input)))
@@ -205,33 +190,28 @@ class SharedExperts(nn.Module):
         name: str,
         config: ModelConfig,
         moe: MoEConfig,
-        mesh: Mesh,
-        tp_comm: TPComm,
-        *,
-        dtype: torch.dtype,
-        act_again: RegisterRecompute | None = None,
+        context: BuildContext,
     ) -> None:
         super().__init__()
         assert moe.shared_ffn_hidden_size is not None
         sized = replace(config, ffn_hidden_size=moe.shared_ffn_hidden_size)
-        self.mlp = build_mlp(
-            f"{name}.shared", sized, mesh, tp_comm, dtype=dtype, act_again=act_again
-        )
-        weigh = _matrix(
-            f"{name}.shared_gate", 1, config.hidden_size, config.init_std, tp_comm, dtype
-        )
-        self.weigh = nn.ModuleList([weigh] if moe.shared_gate else [])
+        self.mlp = build_mlp(f"{name}.shared", sized, context)
+        self.weigh = nn.ModuleList()
+        if moe.shared_gate:
+            self.weigh.append(
+                _matrix(f"{name}.shared_gate", 1, config.hidden_size, config.init_std, context)
+            )
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
-        y: Tensor = self.mlp(x, tokens)
+        y: Tensor = self.mlp(x, inputs)
         for weigh in self.weigh:
             y = y * weigh(x).sigmoid()
         return y
 
 
 def latent_matrices(
-    name: str, config: ModelConfig, moe: MoEConfig, tp_comm: TPComm, *, dtype: torch.dtype
+    name: str, config: ModelConfig, moe: MoEConfig, context: BuildContext
 ) -> tuple[nn.Module, nn.Module]:
     """Build the projections to the experts' features and back; identities if these are equal to the
     hidden size."""
@@ -239,16 +219,12 @@ def latent_matrices(
     if latent is None:
         return nn.Identity(), nn.Identity()
     return (
-        _matrix(f"{name}.latent_in", latent, h, config.init_std, tp_comm, dtype),
-        _matrix(f"{name}.latent_out", h, latent, config.init_std, tp_comm, dtype),
+        _matrix(f"{name}.latent_in", latent, h, config.init_std, context),
+        _matrix(f"{name}.latent_out", h, latent, config.init_std, context),
     )
 
 
-def _matrix(
-    name: str, outputs: int, inputs: int, std: float, tp_comm: TPComm, dtype: torch.dtype
-) -> ReplicatedLinear:
+def _matrix(name: str, outputs: int, inputs: int, std: float, context: BuildContext) -> nn.Module:
     """Build a replicated matrix for the local tokens."""
-    return ReplicatedLinear(
-        ParameterSpec(Shard.full(name, (outputs, inputs), invariant=tp_comm.invariant), Init(std)),
-        dtype=dtype,
-    )
+    shard = Shard.full(name, (outputs, inputs), invariant=context.tp_comm.invariant)
+    return context.replicated_linear(shard, Init(std))

@@ -19,26 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.config.parallel import DispatcherName, OffloadConfig, RecomputeConfig
-from megalith.kernels.attention.dispatch import attention
-from megalith.kernels.packed import PackedSeqParams
+from megalith.config.parallel import OffloadConfig
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.nn.build import BuildContext
 from megalith.nn.embedding import InputEmbedding
 from megalith.nn.layer import block_of_layer
 from megalith.nn.norm import build_norm, stream_dtype
-from megalith.parallel.context import Attend
-from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import LayerRunner
 from megalith.parallel.tensor import (
     Init,
     ParameterSpec,
-    ReplicatedLinear,
-    TPComm,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
 from megalith.plan.shards import Shard
-
-KEEP_ALL = RecomputeConfig()
 
 MTPInputs = Sequence[tuple[Tensor, Tensor]]
 """(ids, labels), each [t], of every depth; empty if only the next token is predicted."""
@@ -58,58 +52,41 @@ class MTPLayer(nn.Module):
         self,
         depth: int,
         config: ModelConfig,
-        mesh: Mesh,
-        tp_comm: TPComm,
+        context: BuildContext,
         *,
-        dtype: torch.dtype,
         table: ParameterSpec,
         shared: nn.Parameter | None,
         head: VocabParallelHead | None,
-        core: Attend = attention,
-        recompute: RecomputeConfig = KEEP_ALL,
-        dispatcher: DispatcherName = "alltoall",
         places: nn.Parameter | None = None,
     ) -> None:
         """`depth`: from 0; `table`: spec of the embedding table; `shared`: its parameter, if this
         rank has it already, and `places` that of learned positions; `head`: the model's output
         head, unless it is on another stage."""
         super().__init__()
-        name, h = f"mtp.{depth}", config.hidden_size
-        self.embed = VocabParallelEmbedding(table, tp_comm, dtype=dtype, tied=shared)
-        self.input_embedding = InputEmbedding(
-            config, tp_comm, dtype=dtype, number=depth + 1, places=places
+        name, h, last = f"mtp.{depth}", config.hidden_size, config.num_layers - 1
+        self.embed = VocabParallelEmbedding(
+            table, context.tp_comm, dtype=context.dtype, tied=shared
         )
+        self.input_embedding = InputEmbedding(config, context, number=depth + 1, places=places)
         self.embed_norm, self.hidden_norm, self.norm = (
-            build_norm(f"{name}.{word}", h, config, invariant=tp_comm.invariant, dtype=dtype)
+            build_norm(f"{name}.{word}", h, config, context)
             for word in ("embed_norm", "hidden_norm", "norm")
         )
-        project = Shard.full(f"{name}.project", (h, 2 * h), invariant=tp_comm.invariant)
-        self.project = ReplicatedLinear(ParameterSpec(project, Init(config.init_std)), dtype=dtype)
-        last = config.num_layers - 1
+        project = Shard.full(f"{name}.project", (h, 2 * h), invariant=context.tp_comm.invariant)
+        self.project = context.replicated_linear(project, Init(config.init_std))
         self.layer = block_of_layer(config, last)(
-            f"{name}.layer",
-            config,
-            mesh,
-            tp_comm,
-            dtype=dtype,
-            index=last,
-            number=config.num_layers + depth,
-            core=core,
-            recompute=recompute,
-            dispatcher=dispatcher,
+            f"{name}.layer", config, context.at_layer(last, config.num_layers + depth)
         )
-        self.run_layers, self.stream = (
-            LayerRunner(recompute, OffloadConfig(), mesh.tp),
-            stream_dtype(config, dtype),
-        )
+        self.run_layers = LayerRunner(context.recompute, OffloadConfig(), context.mesh.tp)
+        self.stream = stream_dtype(config, context.dtype)
         if head is not None:
             self.head = head.share_weight()
 
-    def forward(self, x: Tensor, ids: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h], ids [t] -> [t, h]."""
-        embedded = self.input_embedding(self.embed(ids), tokens)
+        embedded = self.input_embedding(self.embed(ids), inputs)
         both = torch.cat([self.embed_norm(embedded), self.hidden_norm(x)], dim=-1)
-        x, _ = self.run_layers([self.layer], self.project(both).to(self.stream), tokens)
+        x, _ = self.run_layers([self.layer], self.project(both).to(self.stream), inputs)
         return self.norm(x)
 
 
@@ -124,16 +101,11 @@ class MTPBlock(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        mesh: Mesh,
-        tp_comm: TPComm,
+        context: BuildContext,
         *,
-        dtype: torch.dtype,
         table: ParameterSpec,
         shared: nn.Parameter | None,
         head: VocabParallelHead | None,
-        core: Attend = attention,
-        recompute: RecomputeConfig = KEEP_ALL,
-        dispatcher: DispatcherName = "alltoall",
         places: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
@@ -142,47 +114,40 @@ class MTPBlock(nn.Module):
             made = MTPLayer(
                 depth,
                 config,
-                mesh,
-                tp_comm,
-                dtype=dtype,
+                context,
                 table=table,
                 shared=shared,
                 head=head,
-                core=core,
-                recompute=recompute,
-                dispatcher=dispatcher,
                 places=places,
             )
             self.layers.append(made)
             shared, places = made.embed.weight, made.input_embedding.places()
 
-    def states(
-        self, x: Tensor, mtp_inputs: MTPInputs, tokens: PackedSeqParams
-    ) -> tuple[Tensor, ...]:
+    def states(self, x: Tensor, mtp_inputs: MTPInputs, inputs: LayerInputs) -> tuple[Tensor, ...]:
         """Return the hidden states of every depth, each [t, h]; x: those of the model."""
         hidden_states = []
         for prediction, (ids, _) in self._each(mtp_inputs):
-            x = prediction(x, ids, tokens)
+            x = prediction(x, ids, inputs)
             hidden_states.append(x)
         return tuple(hidden_states)
 
     def losses(
-        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, tokens: PackedSeqParams
+        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, inputs: LayerInputs
     ) -> Iterator[Tensor]:
         """Yield the summed loss of every depth; hidden: only the model's hidden states."""
         (x,) = hidden
         for prediction, (ids, labels) in self._each(mtp_inputs):
-            x = prediction(x, ids, tokens)
+            x = prediction(x, ids, inputs)
             yield prediction.head.loss(x, labels)
 
     def evaluate(
-        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, tokens: PackedSeqParams
+        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, inputs: LayerInputs
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the summed loss of every depth, and where its most likely token is the label: bool
         [t]."""
         (x,), losses, right = hidden, [], []
         for prediction, (ids, labels) in self._each(mtp_inputs):
-            x = prediction(x, ids, tokens)
+            x = prediction(x, ids, inputs)
             losses.append(prediction.head.loss(x, labels, evaluating=True))
             right.append(
                 prediction.head.best(x) == labels
@@ -207,7 +172,7 @@ class MTPLoss(nn.Module):
         self.heads = nn.ModuleList(head.share_weight() for _ in range(depths))
 
     def losses(
-        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, tokens: PackedSeqParams
+        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, inputs: LayerInputs
     ) -> Iterator[Tensor]:
         """Yield the summed loss of every depth; hidden: the hidden states of the model and of every
         depth."""
@@ -215,7 +180,7 @@ class MTPLoss(nn.Module):
             yield head.loss(x, labels)
 
     def evaluate(
-        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, tokens: PackedSeqParams
+        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, inputs: LayerInputs
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Evaluate as `MTPBlock.evaluate`."""
         each = list(self._each(hidden, mtp_inputs))

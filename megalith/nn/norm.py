@@ -1,6 +1,6 @@
 """RMSNorm, LayerNorm and QK norm modules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megalith.kernels.recomputed import RegisterRecompute
+from megalith.nn.build import BuildContext
 from megalith.parallel.collectives import all_reduce, mark_partial
 from megalith.parallel.group import Group
-from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ONES, ZEROS, ParameterSpec, register_param
+from megalith.parallel.tensor import ONES, ZEROS
 from megalith.plan.shards import HeadSplit, Shard
 
 
@@ -32,19 +32,19 @@ class Norm(nn.Module):
         self,
         name: str,
         size: int,
+        config: ModelConfig,
+        context: BuildContext,
         *,
         invariant: frozenset[str],
-        dtype: torch.dtype,
-        zero_centered: bool,
-        again: RegisterRecompute | None,
+        again: RegisterRecompute | None = None,
     ) -> None:
-        """`again`: the output is recomputed in backward instead of saved by the next layer."""
+        """`invariant`: axes over which the gradient is complete on every rank; `again`: the output
+        is recomputed in backward instead of saved by the next layer."""
         super().__init__()
         self.again = again
         shard = Shard.full(f"{name}.weight", (size,), invariant=invariant, inputs=0)
-        register_param(
-            self, "weight", ParameterSpec(shard, ZEROS if zero_centered else ONES), dtype=dtype
-        )
+        start = ZEROS if config.zero_centered_gamma else ONES
+        context.register_param(self, "weight", shard, start)
 
     def affine(self) -> tuple[Tensor, ...]:
         """Return the parameters: scale, and shift if there is one."""
@@ -70,33 +70,31 @@ class RMSNorm(Norm):
     """RMSNorm: divide each token by its root mean square, then scale its features: x [t, h] -> x
     [t, h].
 
-    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    With `zero_centered_gamma` the scale is 1 + weight, which starts at 0. Source: Zhang and
+    Sennrich 2019, arXiv:1910.07467.
     """
 
     def __init__(
         self,
         name: str,
         size: int,
+        config: ModelConfig,
+        context: BuildContext,
         *,
         eps: float,
         invariant: frozenset[str],
-        dtype: torch.dtype,
-        zero_centered: bool = False,
         again: RegisterRecompute | None = None,
     ) -> None:
-        """`zero_centered`: scale by 1 + weight, which starts at 0."""
-        super().__init__(
-            name, size, invariant=invariant, dtype=dtype, zero_centered=zero_centered, again=again
-        )
-        self.norm = partial(rms_norm, eps=eps, zero_centered=zero_centered)
-        self.add_norm = partial(add_rms_norm, eps=eps, zero_centered=zero_centered)
+        super().__init__(name, size, config, context, invariant=invariant, again=again)
+        self.norm, self.add_norm = _norm_functions(rms_norm, add_rms_norm, config, context, eps)
 
 
 class LayerNorm(Norm):
     """LayerNorm: subtract each token's mean, divide by its standard deviation, then scale and
     shift: x [t, h] -> x [t, h].
 
-    Source: Ba et al. 2016, arXiv:1607.06450.
+    With `zero_centered_gamma` the scale is 1 + weight, which starts at 0. Source: Ba et al. 2016,
+    arXiv:1607.06450.
     """
 
     bias: nn.Parameter
@@ -105,55 +103,65 @@ class LayerNorm(Norm):
         self,
         name: str,
         size: int,
+        config: ModelConfig,
+        context: BuildContext,
         *,
         eps: float,
         invariant: frozenset[str],
-        dtype: torch.dtype,
-        zero_centered: bool = False,
         again: RegisterRecompute | None = None,
     ) -> None:
-        """`zero_centered`: scale by 1 + weight, which starts at 0."""
-        super().__init__(
-            name, size, invariant=invariant, dtype=dtype, zero_centered=zero_centered, again=again
-        )
+        super().__init__(name, size, config, context, invariant=invariant, again=again)
         shard = Shard.full(f"{name}.bias", (size,), invariant=invariant, inputs=0)
-        register_param(self, "bias", ParameterSpec(shard, ZEROS), dtype=dtype)
-        self.norm = partial(layer_norm, eps=eps, zero_centered=zero_centered)
-        self.add_norm = partial(add_layer_norm, eps=eps, zero_centered=zero_centered)
+        context.register_param(self, "bias", shard, ZEROS)
+        self.norm, self.add_norm = _norm_functions(layer_norm, add_layer_norm, config, context, eps)
 
     def affine(self) -> tuple[Tensor, ...]:
         """Return scale and shift."""
         return self.weight, self.bias
 
 
+NORMS: Mapping[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
+"""Norm of each name of model.norm."""
+
+
 def build_norm(
     name: str,
     size: int,
     config: ModelConfig,
+    context: BuildContext,
     *,
-    invariant: frozenset[str],
-    dtype: torch.dtype,
+    invariant: frozenset[str] | None = None,
     again: RegisterRecompute | None = None,
     eps: float | None = None,
 ) -> Norm:
-    """Build the model's norm over `size` features; `eps`: default that of the model. Other
-    arguments: see `Norm`."""
-    kind = {"rms": RMSNorm, "layer": LayerNorm}[config.norm]
-    norm = kind(
+    """Build the model's norm over `size` features; `eps`: default that of the model; `invariant`:
+    default that of `tp_comm`. `again`: see `Norm`."""
+    return NORMS[config.norm](
         name,
         size,
+        config,
+        context,
         eps=config.norm_eps if eps is None else eps,
-        invariant=invariant,
-        dtype=dtype,
-        zero_centered=config.zero_centered_gamma,
+        invariant=context.tp_comm.invariant if invariant is None else invariant,
         again=again,
     )
+
+
+def _norm_functions(
+    norm: Callable[..., Tensor],
+    add_norm: Callable[..., tuple[Tensor, Tensor]],
+    config: ModelConfig,
+    context: BuildContext,
+    eps: float,
+) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
+    """Return a norm and its fusion with the residual addition, by the model's backend and with its
+    options."""
+    options = {"eps": eps, "zero_centered": config.zero_centered_gamma}
+    alone = partial(context.backends.bind("norm", norm), **options)
+    fused = partial(context.backends.bind("norm", add_norm), **options)
     if config.fp32_residual:
-        norm.norm, norm.add_norm = (
-            NormWithCast(norm.norm, dtype),
-            AddNormWithCast(norm.add_norm, dtype),
-        )
-    return norm
+        return NormWithCast(alone, context.dtype), AddNormWithCast(fused, context.dtype)
+    return alone, fused
 
 
 def stream_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
@@ -197,7 +205,7 @@ QKNorms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def build_qk_norms(
-    name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype
+    name: str, config: ModelConfig, context: BuildContext, heads: HeadSplit
 ) -> QKNorms:
     """Build the QK norm of a layer, applied before RoPE."""
     match config.attention.qk_norm:
@@ -206,9 +214,9 @@ def build_qk_norms(
         case "l2":
             return partial(l2_normalize, eps=config.qk_norm_eps())
         case "head":
-            return HeadNorms(name, config, dtype=dtype)
+            return HeadNorms(name, config, context)
         case "whole":
-            return AllHeadsNorms(name, config, mesh, heads, dtype=dtype)
+            return AllHeadsNorms(name, config, context, heads)
 
 
 def no_qk_norms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,14 +240,18 @@ class HeadNorms(nn.Module):
     Ranks normalize different heads with the same weight, so its gradient is summed over them.
     """
 
-    def __init__(self, name: str, config: ModelConfig, *, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
-        size, different, eps = config.head_size(), frozenset[str](), config.qk_norm_eps()
-        self.q_norm = build_norm(
-            f"{name}.q_norm", size, config, invariant=different, dtype=dtype, eps=eps
-        )
-        self.k_norm = build_norm(
-            f"{name}.k_norm", size, config, invariant=different, dtype=dtype, eps=eps
+        self.q_norm, self.k_norm = (
+            build_norm(
+                f"{name}.{word}",
+                config.head_size(),
+                config,
+                context,
+                invariant=frozenset(),
+                eps=config.qk_norm_eps(),
+            )
+            for word in ("q_norm", "k_norm")
         )
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,20 +269,14 @@ class AllHeadsNorms(nn.Module):
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype
+        self, name: str, config: ModelConfig, context: BuildContext, heads: HeadSplit
     ) -> None:
         super().__init__()
         self.q_norm = AllHeadsNorm(
-            f"{name}.q_norm", config.num_heads, heads.queries, config, mesh.tp, dtype=dtype
+            f"{name}.q_norm", heads.queries, config, context, context.mesh.tp
         )
-        self.k_norm = AllHeadsNorm(
-            f"{name}.k_norm",
-            config.num_kv_heads,
-            heads.keys,
-            config,
-            mesh.over("tp_kv"),
-            dtype=dtype,
-        )
+        kv_group = context.mesh.over("tp_kv")
+        self.k_norm = AllHeadsNorm(f"{name}.k_norm", heads.keys, config, context, kv_group)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [t, n, d], k [t, g, d] -> normalized q and k."""
@@ -286,14 +292,14 @@ class AllHeadsNorm(nn.Module):
     def __init__(
         self,
         name: str,
-        num_heads: int,
         sizes: list[int],
         config: ModelConfig,
+        context: BuildContext,
         group: Group,
-        *,
-        dtype: torch.dtype,
     ) -> None:
+        """`sizes`: heads of each rank of `group`."""
         super().__init__()
+        num_heads = sum(sizes)
         self.group, self.eps, self.features = (
             group,
             config.qk_norm_eps(),
@@ -302,12 +308,7 @@ class AllHeadsNorm(nn.Module):
         self.zero_centered = config.zero_centered_gamma
         shard = Shard.full(f"{name}.weight", (num_heads, config.head_size()), inputs=0)
         shard = shard.split_dim(0, sizes, group.rank, group.axes)
-        register_param(
-            self,
-            "weight",
-            ParameterSpec(shard, ZEROS if config.zero_centered_gamma else ONES),
-            dtype=dtype,
-        )
+        context.register_param(self, "weight", shard, ZEROS if self.zero_centered else ONES)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [t, n_tp, d] -> [t, n_tp, d]."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalith.config.model import ModelConfig, RopeConfig
 from megalith.errors import DataError
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.rope import (
     apply_rope,
@@ -18,8 +19,9 @@ from megalith.kernels.rope import (
     rope_length,
     rope_tables,
 )
+from megalith.nn.build import BuildContext
 
-ApplyRope = Callable[[Tensor, PackedSeqParams], Tensor]
+ApplyRope = Callable[[Tensor, LayerInputs], Tensor]
 """Applies a layer's position embedding to queries or keys: [t, n, d] -> [t, n, d]."""
 
 
@@ -40,8 +42,8 @@ class RopeTables(NamedTuple):
 
 
 class RotaryEmbedding:
-    """Adds RoPE tables to the tokens: one (cos, sin) pair, and a second if windowed layers have
-    their own theta.
+    """Adds RoPE tables to the layers' inputs: one (cos, sin) pair, and a second if windowed layers
+    have their own theta.
 
     Cosines and sines of all positions are computed once and cached on the tokens' device; they are
     not part of a checkpoint.
@@ -57,8 +59,8 @@ class RotaryEmbedding:
         # stays bounded.
         self._made: dict[tuple[RopeConfig, bool], RopeTables] = {}
 
-    def add_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
-        """Return the tokens with (cos, sin) [t, pairs] for every kind of layer, unless they have
+    def add_to(self, inputs: LayerInputs) -> LayerInputs:
+        """Return the inputs with (cos, sin) [t, pairs] for every kind of layer, unless they have
         them.
 
         `dynamic` and `longrope` depend on the length of each document, as far as it is known.
@@ -66,21 +68,23 @@ class RotaryEmbedding:
         Raises:
             DataError: the number of position ids per token does not match model.rope.sections.
         """
-        if tokens.rotary:
-            return tokens
-        if tokens.position_ids.ndim == 2 and len(tokens.position_ids) != len(self.sections):
+        if inputs.rope:
+            return inputs
+        seq_params = inputs.seq_params
+        if seq_params.position_ids.ndim == 2 and len(seq_params.position_ids) != len(self.sections):
             raise DataError(
                 f"model.rope.sections={list(self.sections)}, but tokens have "
-                f"{len(tokens.position_ids)} position ids each. Set model.rope.sections to one "
+                f"{len(seq_params.position_ids)} position ids each. Set model.rope.sections to one "
                 "number of pairs for each of them, or pass one position id per token."
             )
-        pairs = [self._pair(rope, tokens) for rope in self.kinds]
-        return replace(tokens, rotary=tuple(table for pair in pairs for table in pair))
+        pairs = [self._pair(rope, seq_params) for rope in self.kinds]
+        return replace(inputs, rope=tuple(table for pair in pairs for table in pair))
 
-    def _pair(self, rope: RopeConfig, tokens: PackedSeqParams) -> tuple[Tensor, Tensor]:
+    def _pair(self, rope: RopeConfig, seq_params: PackedSeqParams) -> tuple[Tensor, Tensor]:
         """Return (cos, sin) [t, pairs] of one kind of layers."""
         lengths = [
-            rope_length(rope, end) for end in tokens.reach or (keys for _, keys in tokens.lengths)
+            rope_length(rope, end)
+            for end in seq_params.reach or (keys for _, keys in seq_params.lengths)
         ]
         if len(set(lengths)) > 1:
             each = torch.stack(
@@ -88,24 +92,24 @@ class RotaryEmbedding:
             )
             return self._computed(
                 rope,
-                tokens.position_ids,
-                each.to(tokens.document_ids.device)[tokens.document_ids.long()],
+                seq_params.position_ids,
+                each.to(seq_params.document_ids.device)[seq_params.document_ids.long()],
             )
-        angles = self._angles(rope, lengths[0], tokens)
-        if tokens.position_ids.ndim == 2:
-            return self._computed(rope, tokens.position_ids, angles.frequencies)
-        return angles.cos[tokens.position_ids], angles.sin[tokens.position_ids]
+        angles = self._angles(rope, lengths[0], seq_params)
+        if seq_params.position_ids.ndim == 2:
+            return self._computed(rope, seq_params.position_ids, angles.frequencies)
+        return angles.cos[seq_params.position_ids], angles.sin[seq_params.position_ids]
 
-    def _angles(self, rope: RopeConfig, length: int, tokens: PackedSeqParams) -> RopeTables:
+    def _angles(self, rope: RopeConfig, length: int, seq_params: PackedSeqParams) -> RopeTables:
         """Return the cached tables if they cover these tokens on the same device, else new ones."""
-        made, device = self._made.get((rope, length > 0)), tokens.position_ids.device
+        made, device = self._made.get((rope, length > 0)), seq_params.position_ids.device
         room = 0
         if made is not None and made.length == length and made.cos.device == device:
-            if len(made.cos) >= tokens.max_seqlen_kv:
+            if len(made.cos) >= seq_params.max_seqlen_kv:
                 return made
             room = 2 * len(made.cos)  # doubled, so that decoding rebuilds few tables
         frequencies = rope_frequencies(rope, self.size, length=length).to(device)
-        positions = torch.arange(max(tokens.max_seqlen_kv, room), device=device)
+        positions = torch.arange(max(seq_params.max_seqlen_kv, room), device=device)
         made = RopeTables(length, frequencies, *self._computed(rope, positions, frequencies))
         self._made[rope, length > 0] = made
         return made
@@ -121,31 +125,32 @@ class RotaryEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class LayerRope:
-    """Rotates queries or keys by one (cos, sin) pair of the tokens."""
+    """Rotates queries or keys by one (cos, sin) pair of the inputs."""
 
     first: int
-    """Index of the pair's cosines in `PackedSeqParams.rotary`."""
+    """Index of the pair's cosines in `LayerInputs.rope`."""
 
     interleaved: bool
     rotate: Callable[..., Tensor] = apply_rope
 
-    def __call__(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, n, d] -> [t, n, d]."""
-        cos, sin = tokens.rotary[self.first : self.first + 2]
+        cos, sin = inputs.rope[self.first : self.first + 2]
         return self.rotate(x, cos, sin, interleaved=self.interleaved)
 
 
-def no_rope(x: Tensor, tokens: PackedSeqParams) -> Tensor:
+def no_rope(x: Tensor, inputs: LayerInputs) -> Tensor:
     """Return x unchanged, in a layer without position embedding."""
     return x
 
 
-def build_apply_rope(config: ModelConfig, layer: int) -> ApplyRope:
-    """Build the RoPE of a layer, numbered over all stages."""
-    if not config.uses_rope(layer):
+def build_apply_rope(config: ModelConfig, context: BuildContext) -> ApplyRope:
+    """Build the RoPE of a layer."""
+    if not config.uses_rope(context.layer):
         return no_rope
-    own = config.rope.local_theta is not None and config.has_window(layer)
-    return LayerRope(2 if own else 0, config.rope.interleaved)
+    own = config.rope.local_theta is not None and config.has_window(context.layer)
+    rotate = context.backends.bind("rope", apply_rope)
+    return LayerRope(2 if own else 0, config.rope.interleaved, rotate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +165,11 @@ class AttentionTemperature:
     step: int
     """Tokens per step."""
 
-    def __call__(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, n, d] -> [t, n, d]: times 1 + growth * ln(1 + floor((position + 1) / step))."""
-        time = tokens.position_ids.view(-1, tokens.num_tokens)[0]  # for multimodal RoPE, the time
+        seq_params = inputs.seq_params
+        # for multimodal RoPE, the time
+        time = seq_params.position_ids.view(-1, seq_params.num_tokens)[0]
         steps = torch.div(time + 1, self.step, rounding_mode="floor")
         factor = 1 + self.growth * torch.log1p(
             steps.to(torch.promote_types(x.dtype, torch.float32))

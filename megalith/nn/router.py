@@ -3,7 +3,7 @@ aux losses and records of the expert load."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
-from megalith.kernels.dropout import hashed_uniform
-from megalith.kernels.packed import AuxLossScale, DropoutKey, PackedSeqParams
+from megalith.kernels.dropout import DropoutKey, hashed_uniform, key_of
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs
+from megalith.kernels.packed import ContextShard
 from megalith.kernels.routing import (
     Choice,
     attach_aux_loss,
@@ -32,7 +33,7 @@ from megalith.kernels.routing import (
     top_k_indices,
     z_loss,
 )
-from megalith.nn.dropout import key_of
+from megalith.nn.build import BuildContext
 from megalith.parallel.collectives import all_gather_no_grad
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
@@ -90,20 +91,20 @@ class LoadBalancing:
         self.record: RoutingStats | None = None
 
     def __call__(
-        self, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
+        self, choice: Choice, asked: Tensor, logits: Tensor, inputs: LayerInputs
     ) -> Choice:
         """Return the choice with the aux losses attached to its weights. Collective over the ranks
         that share tokens.
 
         asked: int64 [t, k], the experts before token dropping.
         """
-        share = tokens.balance
+        share = inputs.router_inputs.aux_loss_scale
         if share is None:
             return choice
         record = self.stats_of_step(share, logits)
         valid, sequence = (
-            self.tp_comm.select_local(tokens.valid),
-            self.tp_comm.select_local(tokens.document_ids),
+            self.tp_comm.select_local(inputs.seq_params.valid),
+            self.tp_comm.select_local(inputs.seq_params.document_ids),
         )
         one, experts = torch.zeros_like(sequence), self.moe.num_experts
         with torch.no_grad():
@@ -111,7 +112,7 @@ class LoadBalancing:
             record.counts[share.microbatch] = used[0]
             record.refused[share.microbatch] = (valid.unsqueeze(1) & (choice.experts < 0)).sum()
         weights = choice.weights
-        for kind, loss in self.losses(asked, logits, valid, sequence, tokens, record):
+        for kind, loss in self.losses(asked, logits, valid, sequence, inputs, record):
             with torch.no_grad():
                 record.losses[share.microbatch, kind] = loss * share.part
             weights = attach_aux_loss(weights, loss, share.weight * self.weights[kind])
@@ -123,7 +124,7 @@ class LoadBalancing:
         logits: Tensor,
         valid: Tensor,
         sequence: Tensor,
-        tokens: PackedSeqParams,
+        inputs: LayerInputs,
         record: RoutingStats,
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield the index and the local part of every aux loss with a coefficient."""
@@ -135,7 +136,7 @@ class LoadBalancing:
         )
         shares = normalized_scores(logits, moe.router.score)
         counted = asked if moe.aux_loss.of_choices else top_k_indices(shares.detach(), moe.top_k)
-        sequences = len(tokens.lengths)
+        sequences = len(inputs.seq_params.lengths)
         counts = count_choices(
             counted, sequence, valid, sequences=sequences, num_experts=moe.num_experts
         )
@@ -151,7 +152,7 @@ class LoadBalancing:
                 ),
             )
         if by_step:
-            yield 2, self.global_loss(shares, batch_counts[0], valid, tokens, record)
+            yield 2, self.global_loss(shares, batch_counts[0], valid, inputs, record)
         if has_z_loss:
             yield 3, z_loss(logits, batch_counts.sum() / moe.top_k, valid)
 
@@ -160,13 +161,13 @@ class LoadBalancing:
         shares: Tensor,
         counts: Tensor,
         valid: Tensor,
-        tokens: PackedSeqParams,
+        inputs: LayerInputs,
         record: RoutingStats,
     ) -> Tensor:
         """Return the load-balancing loss over the step's microbatches up to this one, on all
         ranks."""
-        assert tokens.balance is not None
-        number = tokens.balance.microbatch
+        assert inputs.router_inputs.aux_loss_scale is not None
+        number = inputs.router_inputs.aux_loss_scale.microbatch
         global_counts = all_reduce_(
             counts / self.sharing.size, self.everyone
         )  # the ranks that share tokens have equal counts
@@ -216,23 +217,25 @@ class Noise:
     layer: int
     tp_comm: TPComm
 
-    def on_input(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def on_input(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """Multiply x [t, h] by uniform noise between 1 - jitter and 1 + jitter."""
-        if self.router.jitter == 0 or tokens.dropout is None:
+        if self.router.jitter == 0 or inputs.dropout_key is None:
             return x
-        noise = self._draw(tokens.dropout, "jitter", x.shape[1])
+        noise = self._draw(inputs.dropout_key, "jitter", x.shape[1])
         return x * (1 + self.router.jitter * noise).to(x.dtype)
 
-    def for_logits(self, logits: Tensor, tokens: PackedSeqParams) -> Tensor:
+    def for_logits(self, logits: Tensor, inputs: LayerInputs) -> Tensor:
         """Replace logits [t, E] by random ones with force_load_balancing, and shift each expert's
         with force_biased; gradients flow to the logits unchanged."""
-        if tokens.dropout is None:
+        if inputs.dropout_key is None:
             return logits
         if self.router.force_load_balancing:
-            drawn = self._draw(tokens.dropout, "forced balance", logits.shape[1]).to(logits.dtype)
+            drawn = self._draw(inputs.dropout_key, "forced balance", logits.shape[1]).to(
+                logits.dtype
+            )
             logits = logits + (drawn - logits).detach()
         if self.router.force_biased > 0:
-            logits = logits + self.bias_of_experts(tokens.dropout.seed, logits)
+            logits = logits + self.bias_of_experts(inputs.dropout_key.seed, logits)
         return logits
 
     def bias_of_experts(self, seed: int, logits: Tensor) -> Tensor:
@@ -266,69 +269,53 @@ class Router(nn.Module):
         name: str,
         config: ModelConfig,
         moe: MoEConfig,
-        mesh: Mesh,
-        tp_comm: TPComm,
-        *,
-        dtype: torch.dtype,
-        number: int = 0,
+        context: BuildContext,
     ) -> None:
-        """`number`: the layer's index over all stages, which keys its noise."""
         super().__init__()
+        mesh, tp_comm, dtype = context.mesh, context.tp_comm, context.dtype
         self.layer = name.removesuffix(".moe")
         self.moe, self.sharing = moe, mesh.over("cp", "tp")
         self.cp_first = mesh.grid.strides("cp")[1] < mesh.grid.strides("tp")[1]
         """Whether cp is inside tp in `parallel.order`."""
-        self.noise = Noise(moe.router, number, tp_comm)
+        self.noise = Noise(moe.router, context.dropout_layer, tp_comm)
         wide = torch.promote_types(dtype, torch.float32)
         inside = {"fp32": wide, "fp64": torch.float64, "model": dtype}[moe.router.dtype]
         shard = Shard.full(
             f"{name}.router", (moe.num_experts, config.hidden_size), invariant=tp_comm.invariant
         )
         self.gate = RouterGate(
-            ParameterSpec(shard, Init(config.init_std)), dtype=dtype, inside=inside
+            context.spec(shard, Init(config.init_std)), dtype=dtype, inside=inside
         )
         vector = partial(
             Shard.full, shape=(moe.num_experts,), invariant=tp_comm.invariant, inputs=0
         )
         if moe.router.bias:
-            register_param(
-                self,
-                "router_bias",
-                ParameterSpec(vector(f"{name}.router_bias"), ZEROS),
-                dtype=dtype,
-            )
-        if moe.router.expert_bias:
-            register_param(
-                self,
-                "balancing_bias",
-                ParameterSpec(vector(f"{name}.balancing_bias"), ZEROS),
-                dtype=wide,
-            )
-            self.balancing_bias.requires_grad_(False)  # updated from the counts after each step
-        if moe.aux_loss.quantile:
-            register_param(
-                self,
-                "balancing_offset",
-                ParameterSpec(vector(f"{name}.balancing_offset"), ZEROS),
-                dtype=wide,
-            )
-            self.balancing_offset.requires_grad_(False)  # set after each step
+            context.register_param(self, "router_bias", vector(f"{name}.router_bias"), ZEROS)
+        # set after each step: the expert bias from the counts, the offset from the logits
+        untrained = {
+            "balancing_bias": moe.router.expert_bias,
+            "balancing_offset": moe.aux_loss.quantile,
+        }
+        for word in [word for word, exists in untrained.items() if exists]:
+            spec = replace(context.spec(vector(f"{name}.{word}"), ZEROS), trained=False)
+            register_param(self, word, spec, dtype=wide)
         self.balance = LoadBalancing(moe, tp_comm, mesh)
 
-    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Choice:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Choice:
         """x [t, h], of the local tokens -> experts and weights [t, k]."""
-        logits = self.gate(self.noise.on_input(x, tokens))
+        logits = self.gate(self.noise.on_input(x, inputs))
         if self.moe.router.bias:
             logits = logits + self.router_bias.to(logits.dtype)
-        logits = self.noise.for_logits(logits, tokens)
-        choice = self.chosen(logits, tokens)
-        self.note_offsets(logits, tokens)
-        within = self.within_capacity(choice, tokens)
-        if tokens.decided is not None:
-            tokens.decided.note(self.layer, choice.experts, within.experts)
-        if tokens.route is not None:
-            tokens.route.show(self.layer, x, logits, within.weights, self.own())
-        return self.balance(within, choice.experts, logits, tokens)
+        logits = self.noise.for_logits(logits, inputs)
+        choice = self.chosen(logits, inputs)
+        self.note_offsets(logits, inputs)
+        within = self.within_capacity(choice, inputs)
+        _, first_pass, routing = inputs.router_inputs
+        if first_pass is not None:
+            first_pass.note(self.layer, choice.experts, within.experts)
+        if routing is not None:
+            routing.show(self.layer, x, logits, within.weights, self.own())
+        return self.balance(within, choice.experts, logits, inputs)
 
     def own(self) -> dict[str, Tensor]:
         """Return the router's parameters: `weight` [E, h], and biases and offsets [E] by name."""
@@ -347,22 +334,23 @@ class Router(nn.Module):
         """The offsets subtracted from the experts' logits, or None."""
         return self._parameters.get("balancing_offset")
 
-    def chosen(self, logits: Tensor, tokens: PackedSeqParams) -> Choice:
+    def chosen(self, logits: Tensor, inputs: LayerInputs) -> Choice:
         """Choose experts: logits [t, E] -> [t, k]; those of the first pass in recomputation, or
         recorded ones in routing replay."""
-        route, router = tokens.route, self.moe.router
-        decided = None if tokens.decided is None else tokens.decided.chosen(self.layer)
+        router = self.moe.router
+        aux_loss_scale, first_pass, routing = inputs.router_inputs
+        decided = None if first_pass is None else first_pass.chosen(self.layer)
         if decided is not None:
             return Choice(
                 decided,
                 expert_weights(logits, score_experts(logits, router.score), decided, router),
             )
-        if route is None or not route.routing.followed:
-            choice = self.choose(logits, training=tokens.balance is not None)
-            if route is not None:
-                route.note(self.layer, choice.experts)
+        if routing is None or not routing.routing.followed:
+            choice = self.choose(logits, training=aux_loss_scale is not None)
+            if routing is not None:
+                routing.note(self.layer, choice.experts)
             return choice
-        experts = route.recall(self.layer, (len(logits), self.moe.top_k)).to(logits.device)
+        experts = routing.recall(self.layer, (len(logits), self.moe.top_k)).to(logits.device)
         return Choice(
             experts, expert_weights(logits, score_experts(logits, router.score), experts, router)
         )
@@ -380,14 +368,14 @@ class Router(nn.Module):
             )
         return choose_experts(logits, router, moe.top_k, self.expert_bias, offsets=self.offset)
 
-    def note_offsets(self, logits: Tensor, tokens: PackedSeqParams) -> None:
+    def note_offsets(self, logits: Tensor, inputs: LayerInputs) -> None:
         """Record the logit offsets that would have balanced this microbatch, over all ranks that
         share it."""
-        share, offset = tokens.balance, self.offset
+        share, offset = inputs.router_inputs.aux_loss_scale, self.offset
         if share is None or offset is None:
             return
         with torch.no_grad():
-            text = self.noise.tp_comm.select_local(tokens.valid).unsqueeze(1)
+            text = self.noise.tp_comm.select_local(inputs.seq_params.valid).unsqueeze(1)
             all_logits = all_gather_no_grad(logits.detach().where(text, -math.inf), self.sharing)
             valid = all_logits[:, 0] > -math.inf  # sent with the logits in one collective
             new_offsets = balancing_offsets(all_logits, offset, valid, self.moe.top_k)
@@ -397,19 +385,18 @@ class Router(nn.Module):
             )
             self.balance.stats_of_step(share, logits).offsets[share.microbatch] = row
 
-    def within_capacity(self, choice: Choice, tokens: PackedSeqParams) -> Choice:
+    def within_capacity(self, choice: Choice, inputs: LayerInputs) -> Choice:
         """Drop the choices over the expert capacity. All ranks that share a microbatch decide
         together, so that every layout drops the same tokens."""
-        capacity = self.moe.capacity
-        if capacity.factor is None or tokens.balance is None:
+        capacity, (aux_loss_scale, first_pass, _) = self.moe.capacity, inputs.router_inputs
+        if capacity.factor is None or aux_loss_scale is None:
             return choice
-        decided = None if tokens.decided is None else tokens.decided.taken(self.layer)
+        decided = None if first_pass is None else first_pass.taken(self.layer)
         if decided is not None:
             return drop_choices(choice, decided)
         group, num_local = self.sharing, len(choice.experts)
-        is_padding = ~self.noise.tp_comm.select_local(
-            tokens.valid
-        )  # dropped first, so that padding does not displace tokens
+        # padding is dropped first, so that it does not displace tokens
+        is_padding = ~self.noise.tp_comm.select_local(inputs.seq_params.valid)
         local_choices = Choice(
             choice.experts, choice.weights.detach().masked_fill(is_padding.unsqueeze(1), -1.0)
         )
@@ -419,7 +406,7 @@ class Router(nn.Module):
         limit = expert_capacity(
             capacity.factor, len(all_choices.experts), self.moe.top_k, self.moe.num_experts
         )
-        places = self.places(tokens, all_choices.weights[:, 0] < 0)
+        places = self.places(inputs.seq_params.context, all_choices.weights[:, 0] < 0)
         taken = select_within_capacity(
             all_choices, limit, capacity.drop, num_experts=self.moe.num_experts, order=places
         )
@@ -428,12 +415,12 @@ class Router(nn.Module):
         ).clone()  # backward saves this, not all ranks' choices
         return drop_choices(choice, local_taken)
 
-    def places(self, tokens: PackedSeqParams, padding: Tensor) -> Tensor:
+    def places(self, context: ContextShard | None, padding: Tensor) -> Tensor:
         """Return the place in the microbatch of the tokens of all ranks that share it, rank after
         rank, padding last: padding bool [t of all] -> int64 [t of all]."""
         order = torch.arange(len(padding), device=padding.device)
-        if tokens.context is not None:
-            back, slices = tokens.context.everyone.back, tokens.context.slices.ranks
+        if context is not None:
+            back, slices = context.everyone.back, context.slices.ranks
             parts = back.view(slices, self.sharing.size // slices, -1)
             order = (parts.transpose(0, 1) if self.cp_first else parts).flatten()
         return order + padding * len(padding)

@@ -42,12 +42,14 @@ from megalith.kernels.attention.split_kv import (
     attend_backward,
     init_attention_result,
     output_share,
+    reference_span_attention,
     rows_by_head,
     sink_gradient,
     span_attention,
     zeros_for,
 )
-from megalith.kernels.dropout import DroppedWeights
+from megalith.kernels.backend import AUTO, Backends
+from megalith.kernels.dropout import DropoutKey, DroppedWeights
 from megalith.kernels.packed import ContextShard, PackedSeqParams, TokenPermutation
 from megalith.parallel.collectives import Moves, all_gather, all_to_all
 from megalith.parallel.group import Group
@@ -67,10 +69,12 @@ class Attend(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: PackedSeqParams,
+        seq_params: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
     ) -> Tensor:
         """q [t, n, d], k [t, g, d], v [t, g, d_v], of this rank's tokens -> [t, n, d_v].
 
@@ -79,13 +83,23 @@ class Attend(Protocol):
         """
 
 
-def build_attend(context: ContextConfig, layer: int, mesh: Mesh, *, overlap: bool = True) -> Attend:
+def build_attend(
+    context: ContextConfig,
+    layer: int,
+    mesh: Mesh,
+    *,
+    overlap: bool = True,
+    backends: Backends = AUTO,
+) -> Attend:
     """Return the context-parallel attention of a layer, numbered over all stages.
 
-    `overlap`: overlap the messages around a ring with computation.
+    `overlap`: overlap the messages around a ring with computation. Context parallelism has one
+    backend, split_kv; torch and reference select the reference over the keys of all ranks.
     """
     if mesh.cp.size == 1:
-        return attention
+        return backends.bind("attention", attention)
+    if backends.of("attention").name in ("torch", "reference"):
+        return AllGatherAttend(mesh.cp, reference_span_attention)
     match kind_of_layer(context, layer):
         case "ring":
             return RingAttend(mesh.cp, overlap=overlap)
@@ -120,15 +134,18 @@ class RingAttend:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: PackedSeqParams,
+        seq_params: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
     ) -> Tensor:
         """Run one step per rank, overlapped with the message for the next step."""
-        context = _context(tokens)
+        context = _context(seq_params)
         spans = context.spans_of_groups(1, **attention_range(scores, context))
-        dropped, biases = dropped_of_groups(tokens, scores, 1), biases_of_groups(tokens, scores, 1)
+        dropped = dropped_of_groups(context, dropout_key, scores, 1)
+        biases = biases_of_groups(context, attention_bias, scores, 1)
         seen = seen_of_groups(context, 1)
         return ring_attention(
             q, k, v, self.group, spans, scores, sinks, dropped, biases, seen, overlap=self.overlap
@@ -147,24 +164,21 @@ class AllGatherAttend:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: PackedSeqParams,
+        seq_params: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
     ) -> Tensor:
         """Run one all-gather; backward reduce-scatters the gradients of keys and values."""
-        context = _context(tokens)
+        context = _context(seq_params)
         everything = reorder(all_gather(torch.cat([k, v], -1), self.group), context.everyone)
         k, v = everything.split([k.shape[-1], v.shape[-1]], -1)
-        spans, dropped = context.spans_of_all(**attention_range(scores, context)), None
-        if scores.dropout is not None and tokens.dropout is not None:
-            dropped = DroppedWeights(
-                scores.dropout, tokens.dropout.numbers, _numbers_of_all(context)
-            )
-        seen = seen_of_all(context)
-        return self.find(
-            q, k, v, spans, scores, sinks, dropped, biases_of_all(tokens, scores), seen
-        )
+        spans = context.spans_of_all(**attention_range(scores, context))
+        dropped = build_dropped_weights(dropout_key, scores)
+        biases, seen = biases_of_all(context, attention_bias, scores), seen_of_all(context)
+        return self.find(q, k, v, spans, scores, sinks, dropped, biases, seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,38 +192,42 @@ class UlyssesAttend:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: PackedSeqParams,
+        seq_params: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
     ) -> Tensor:
         """Run one all-to-all before attention and one after."""
-        context = _context(tokens)
+        context = _context(seq_params)
         q, k, v = exchange_tokens_for_heads(q, k, v, self.group, context.everyone)
         scores, sinks = (
             scores_of_local_heads(scores, self.group, q.shape[1]),
             select_local_heads(sinks, self.group),
         )
-        all_tokens = replace(context.whole, biases=select_local_heads(tokens.biases, self.group))
+        attention_bias = select_local_heads(attention_bias, self.group)
+        if dropout_key is not None:
+            dropout_key = dropout_key._replace(numbers=dropout_key.numbers_of_keys)
         if scores.causal or context.slices.source is None:
-            out = attention(q, k, v, all_tokens, scores, sinks)
+            out = attention(
+                q,
+                k,
+                v,
+                context.whole,
+                scores,
+                sinks,
+                attention_bias=attention_bias,
+                dropout_key=dropout_key,
+            )
         else:  # documents end with padding, which must be masked
             spans, seen = (
                 context.spans_of_whole(**attention_range(scores, context)),
                 seen_of_whole(context),
             )
-            biases = biases_of_whole(all_tokens, context, scores)
-            out = span_attention(
-                q,
-                k,
-                v,
-                spans,
-                scores,
-                sinks,
-                build_dropped_weights(all_tokens, scores),
-                biases,
-                seen,
-            )
+            biases = biases_of_whole(context, attention_bias, scores)
+            dropped = build_dropped_weights(dropout_key, scores)
+            out = span_attention(q, k, v, spans, scores, sinks, dropped, biases, seen)
         return exchange_heads_for_tokens(out, self.group, context.everyone)
 
 
@@ -226,35 +244,35 @@ class UlyssesRingAttend:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: PackedSeqParams,
+        seq_params: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
     ) -> Tensor:
         """Run Ulysses, then ring attention: the neighbors' chunks together are the two chunks of a
         coarser ring."""
-        context = _context(tokens)
+        context = _context(seq_params)
         q, k, v = exchange_tokens_for_heads(q, k, v, self.near, context.neighbors)
         spans = context.spans_of_groups(self.near.size, **attention_range(scores, context))
         scores, sinks = (
             scores_of_local_heads(scores, self.near, q.shape[1]),
             select_local_heads(sinks, self.near),
         )
-        local_tokens = replace(tokens, biases=select_local_heads(tokens.biases, self.near))
-        dropped = dropped_of_groups(tokens, scores, self.near.size)
-        biases, seen = (
-            biases_of_groups(local_tokens, scores, self.near.size),
-            seen_of_groups(context, self.near.size),
-        )
+        dropped = dropped_of_groups(context, dropout_key, scores, self.near.size)
+        local_bias = select_local_heads(attention_bias, self.near)
+        biases = biases_of_groups(context, local_bias, scores, self.near.size)
+        seen = seen_of_groups(context, self.near.size)
         out = ring_attention(
             q, k, v, self.ring, spans, scores, sinks, dropped, biases, seen, overlap=self.overlap
         )
         return exchange_heads_for_tokens(out, self.near, context.neighbors)
 
 
-def _context(tokens: PackedSeqParams) -> ContextShard:
-    assert tokens.context is not None, "tokens were not sliced over cp: the loader does that"
-    return tokens.context
+def _context(seq_params: PackedSeqParams) -> ContextShard:
+    assert seq_params.context is not None, "tokens were not sliced over cp: the loader does that"
+    return seq_params.context
 
 
 class AttentionRange(TypedDict):
@@ -310,24 +328,15 @@ def seen_of_whole(context: ContextShard) -> PairMask | None:
 
 
 def dropped_of_groups(
-    tokens: PackedSeqParams, scores: Scores, near: int
+    context: ContextShard, dropout_key: DropoutKey | None, scores: Scores, near: int
 ) -> list[DroppedWeights] | None:
     """Return which attention weights dropout zeroes, for queries of this rank's group of `near`
     neighbors and keys of each such group; None: none."""
-    if scores.dropout is None or tokens.dropout is None or tokens.dropout.numbers.is_meta:
+    if scores.dropout is None or dropout_key is None or dropout_key.numbers.is_meta:
         return None
-    context = _context(tokens)
-    numbers, parts = _numbers_of_all(context), context.slices.joined(near)
+    numbers, parts = dropout_key.numbers_of_keys, context.slices.joined(near)
     each = [numbers[torch.from_numpy(part).to(numbers.device)] for part in parts]
     return [DroppedWeights(scores.dropout, each[context.rank // near], keys) for keys in each]
-
-
-def _numbers_of_all(context: ContextShard) -> Tensor:
-    """int64 [t]: number within the run of each token of the microbatch, in natural order."""
-    assert context.whole.dropout is not None, (
-        "the loader numbers all tokens of a microbatch that ranks share"
-    )
-    return context.whole.dropout.numbers
 
 
 def scores_of_local_heads(scores: Scores, group: Group, heads: int) -> Scores:
@@ -341,11 +350,12 @@ def scores_of_local_heads(scores: Scores, group: Group, heads: int) -> Scores:
 # --- position biases: distances in a document are differences of its tokens' numbers
 
 
-def biases_of_groups(tokens: PackedSeqParams, scores: Scores, near: int) -> list[PairBiases] | None:
+def biases_of_groups(
+    context: ContextShard, table: Tensor | None, scores: Scores, near: int
+) -> list[PairBiases] | None:
     """Return the position biases of scores, for queries of this rank's group of `near` neighbors
     and keys of each such group; None: none."""
-    context = _context(tokens)
-    values = _values(tokens.biases, context, scores)
+    values = _values(table, context, scores)
     if values is None:
         return None
     parts = context.numbers_of_groups(near)
@@ -353,20 +363,17 @@ def biases_of_groups(tokens: PackedSeqParams, scores: Scores, near: int) -> list
     return [PairBiases(values, Distances(queries, keys, reach)) for keys in parts]
 
 
-def biases_of_all(tokens: PackedSeqParams, scores: Scores) -> PairBiases | None:
+def biases_of_all(context: ContextShard, table: Tensor | None, scores: Scores) -> PairBiases | None:
     """Return the position biases between this rank's tokens and all tokens, in natural order; None:
     none."""
-    context = _context(tokens)
-    return _biases_to_all(
-        tokens.biases, context.numbers_of_groups(1)[context.rank], context, scores
-    )
+    return _biases_to_all(table, context.numbers_of_groups(1)[context.rank], context, scores)
 
 
 def biases_of_whole(
-    tokens: PackedSeqParams, context: ContextShard, scores: Scores
+    context: ContextShard, table: Tensor | None, scores: Scores
 ) -> PairBiases | None:
     """Return the position biases among all tokens, in natural order; None: none."""
-    return _biases_to_all(tokens.biases, _all_numbers(context), context, scores)
+    return _biases_to_all(table, _all_numbers(context), context, scores)
 
 
 def _biases_to_all(
@@ -386,7 +393,7 @@ def _values(table: Tensor | None, context: ContextShard, scores: Scores) -> Tens
     """Return the biases of all possible distances: [n, distances], differentiable."""
     if scores.relative is None:
         return None
-    assert table is not None, "the model gives its table of biases to the tokens"
+    assert table is not None, "relative position biases need an attention_bias"
     reach = min(scores.relative, context.whole.max_seqlen_kv - 1)
     return biases_by_distance(table, reach, max_distance=scores.relative, causal=scores.causal)
 

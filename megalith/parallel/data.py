@@ -18,8 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.kernels.embedding import add_rows_
-from megalith.kernels.grouped_linear import Groups, accumulate_grouped_product_
-from megalith.kernels.linear import add_product_, mm, weight_grad
+from megalith.kernels.grouped_linear import (
+    GroupedMatmulOps,
+    Groups,
+    accumulate_grouped_product_,
+)
+from megalith.kernels.linear import PLAIN, MatmulOps, add_product_, mm
 from megalith.parallel.bucket_comm import (
     ParamAllGather,
     PendingReduceScatter,
@@ -126,24 +130,31 @@ class BucketGradAccumulator:
         self.rows_of = [part.rows for part in parts]
         self.trained = [isinstance(part, Stack) for part in parts]
 
-    def product(self, x: Tensor, dy: Tensor) -> None:
+    def product(self, x: Tensor, dy: Tensor, matmul_ops: MatmulOps) -> None:
         """Add `dy.T @ x`: x [t, i], dy [t, o]."""
         for stack, part in self._split_by_stack(dy.split(self.rows_of, dim=1)):
             total = self.data_parallel.total(stack)
             if not self.data_parallel.is_fresh(stack.numbers):
-                add_product_(total, x, part)
-            elif total.dtype == dy.dtype:
+                add_product_(total, x, part, matmul_ops)
+            elif matmul_ops is PLAIN and total.dtype == dy.dtype:
                 mm(part.t(), x, out=total)
             else:
-                total.copy_(weight_grad(part, x))
+                total.copy_(matmul_ops.weight_grad(part, x))
             self.data_parallel.contributed(stack.numbers)
 
-    def grouped_product(self, x: Tensor, dy: Tensor, groups: Groups) -> None:
+    def grouped_product(
+        self, x: Tensor, dy: Tensor, groups: Groups, matmul_ops: GroupedMatmulOps | None
+    ) -> None:
         """Add each expert's `dy.T @ x`: x [r, i], dy [r, o], for one parameter."""
         (stack,) = self.stacks
         total = self.data_parallel.total(stack)
         accumulate_grouped_product_(
-            total, x, dy, groups, fresh=self.data_parallel.is_fresh(stack.numbers)
+            total,
+            x,
+            dy,
+            groups,
+            fresh=self.data_parallel.is_fresh(stack.numbers),
+            matmul_ops=matmul_ops,
         )
         self.data_parallel.contributed(stack.numbers)
 

@@ -26,7 +26,7 @@ from megalith.kernels.permute import (
 )
 from megalith.kernels.permute import weights_of_rows as weights_of
 from megalith.kernels.routing import DROPPED_CHOICE, Choice
-from megalith.parallel.collectives import all_gather_no_grad, all_to_all
+from megalith.parallel.collectives import OverlapFn, all_gather_no_grad, all_to_all, no_overlap
 from megalith.parallel.expert import (
     CompletedDispatch,
     DispatchedTokens,
@@ -63,16 +63,21 @@ def build_transport(
     *,
     drops_tokens: bool = False,
     room: ExpertCapacity | None = None,
+    overlap_fn: OverlapFn = no_overlap,
 ) -> Dispatcher:
     """Return the token dispatcher of that name, built in or from another package: see
     `build_dispatcher`.
+
+    The built-in `alltoall` calls `overlap_fn` while its messages are in flight.
 
     Raises:
         ConfigError: the package that provides it cannot be loaded.
     """
     ep, etp, both = mesh.over("ep"), mesh.over("etp"), mesh.over("ep", "etp")
     if both.size == 1 or name in ("alltoall", "allgather"):
-        return build_dispatcher(name, mesh, num_experts, drops_tokens=drops_tokens, room=room)
+        return build_dispatcher(
+            name, mesh, num_experts, drops_tokens=drops_tokens, room=room, overlap_fn=overlap_fn
+        )
     assert room is None, "only alltoall pads rows to a capacity: rules/moe.py rejects the others"
     make = ReferenceDispatcher if name in BUILT_IN else load_transport(name)
     return make(num_experts=num_experts, ep=ep, etp=etp, both=both, drops_tokens=drops_tokens)

@@ -7,7 +7,7 @@ Source: Lepikhin et al. 2020, arXiv:2006.16668; the two grids: Liu et al. 2025, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial as partial_of
 from typing import NamedTuple, Protocol
 
@@ -111,27 +111,19 @@ def build_dispatcher(
     *,
     drops_tokens: bool = False,
     room: ExpertCapacity | None = None,
+    overlap_fn: OverlapFn = no_overlap,
 ) -> Dispatcher:
     """Return the token dispatcher of that name; a local one if one rank holds all experts
     completely. `drops_tokens`: token dropping, so that the number of rows is known only after
-    routing, unless rows are padded to the capacity `room`."""
+    routing, unless rows are padded to the capacity `room`. `overlap_fn`: called while messages of
+    an all-to-all are in flight."""
     ep, etp, both = mesh.over("ep"), mesh.over("etp"), mesh.over("ep", "etp")
     if both.size == 1:
         return LocalDispatcher(num_experts, drops_tokens, room)
     if name == "alltoall":
-        return AllToAllDispatcher(num_experts, room, ep, etp, both)
+        return AllToAllDispatcher(num_experts, room, ep, etp, both, overlap_fn)
     assert room is None, "an all-gather does not pad rows to a capacity"
     return AllGatherDispatcher(num_experts, ep, both)
-
-
-def with_overlap_fn(dispatcher: Dispatcher, overlap_fn: OverlapFn) -> Dispatcher:
-    """Return the dispatcher with an `overlap_fn` that it calls while its messages are in flight, if
-    it sends any."""
-    return (
-        replace(dispatcher, overlap_fn=overlap_fn)
-        if isinstance(dispatcher, AllToAllDispatcher)
-        else dispatcher
-    )
 
 
 # --- local experts

@@ -17,17 +17,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from megalith.config.parallel import OffloadConfig, RecomputeConfig
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.recomputed import (
     BitwiseComparison,
-    SavedTensor,
+    SavedInput,
     fingerprint,
     register_recompute,
     save_entirely,
     split_rows,
     tensors_to_save,
 )
-from megalith.kernels.replay import RoutingDecisions
 from megalith.parallel.collectives import all_gather_no_grad
 from megalith.parallel.group import Group
 from megalith.parallel.offload import HostMemory, OffloadedPass, fetch_when_backward_reaches
@@ -82,7 +81,7 @@ class _BitwiseChecked:
 class _RecomputedInput:
     """Runs a region on its input tensor the first time, and on the recomputed input after that."""
 
-    def __init__(self, function: Function, x: Tensor, saved_x: SavedTensor, count: int) -> None:
+    def __init__(self, function: Function, x: Tensor, saved_x: SavedInput, count: int) -> None:
         self.function, self.saved_x, self.count = function, saved_x, count
         self.first: Tensor | None = x
         self.requires_grad = x.requires_grad
@@ -96,8 +95,8 @@ class _RecomputedInput:
 
 
 class Recomputed(nn.Module):
-    """Module or function of x, other tensors and the tokens, whose inner activations are recomputed
-    in backward."""
+    """Module or function of x, other tensors and the layer inputs, whose inner activations are
+    recomputed in backward."""
 
     def __init__(
         self, function: Function, *, check: bool = False, saves_rope_tables: bool = False
@@ -106,30 +105,26 @@ class Recomputed(nn.Module):
         super().__init__()
         self.function, self.check, self.saves_rope_tables = function, check, saves_rope_tables
 
-    def forward(self, x: Tensor, *others: Tensor | PackedSeqParams) -> Tensor:
-        """Return the function's result; `others` may end with the tokens."""
+    def forward(self, x: Tensor, *others: Tensor | LayerInputs) -> Tensor:
+        """Return the function's result; `others` may end with the layer inputs."""
         # contiguous: a view would keep its whole base tensor alive (v as a part of qkv)
         tensors = [other.contiguous() for other in others if isinstance(other, Tensor)]
-        last = [
-            replace(other, decided=RoutingDecisions())
-            for other in others
-            if isinstance(other, PackedSeqParams)
-        ]
+        last = [other.for_recomputation() for other in others if isinstance(other, LayerInputs)]
         tables = (
-            [table for tokens in last for table in tokens.rotary] if self.saves_rope_tables else []
+            [table for inputs in last for table in inputs.rope] if self.saves_rope_tables else []
         )
         run = partial(_call, self.function, last, len(tables))
         return recompute(run, x, *tensors, *tables, check=self.check)
 
 
 def _call(
-    function: Function, last: Sequence[PackedSeqParams], num_tables: int, *first: Tensor
+    function: Function, last: Sequence[LayerInputs], num_tables: int, *first: Tensor
 ) -> Tensor:
     """Call the function on tensors, of which the last `num_tables` are the rotary tables of the
-    tokens."""
+    inputs."""
     if num_tables:
         first, tables = first[:-num_tables], first[-num_tables:]
-        last = [replace(tokens, rotary=tables) for tokens in last]
+        last = [replace(inputs, rope=tables) for inputs in last]
     return function(*first, *last)
 
 
@@ -146,8 +141,8 @@ class RecomputedInChunks(Recomputed):
         super().__init__(function, check=check)
         self.chunks = chunks
 
-    def forward(self, x: Tensor, *others: Tensor | PackedSeqParams) -> Tensor:
-        """x [t, h] -> [t, h]; the function is given the tokens of the full input beside each
+    def forward(self, x: Tensor, *others: Tensor | LayerInputs) -> Tensor:
+        """x [t, h] -> [t, h]; the function is given the inputs of all tokens beside each
         chunk."""
         parts = split_rows(x, self.chunks)
         return torch.cat([Recomputed.forward(self, part, *others) for part in parts])
@@ -197,25 +192,25 @@ class LayerRunner:
         self,
         layers: Sequence[nn.Module],
         x: Tensor,
-        tokens: PackedSeqParams,
+        inputs: LayerInputs,
         remember: SpanHook | None = None,
-    ) -> tuple[Tensor, PackedSeqParams]:
-        """x [t, h], in the layout of the layers -> [t, h], and the tokens with the cross-layer
+    ) -> tuple[Tensor, LayerInputs]:
+        """x [t, h], in the layout of the layers -> [t, h], and the inputs with the cross-layer
         source."""
         spans = self._spans(len(layers), None if remember is None else remember.before)
         offloaded = OffloadedPass(
-            self.memory, min_numel=self.offload.min_numel, stays=_shared(tokens)
+            self.memory, min_numel=self.offload.min_numel, stays=_shared(inputs)
         )
         for number, span in enumerate(spans):
             if remember is not None and span.start == remember.before:
-                tokens = replace(tokens, memory=remember.how(x))
-                offloaded.keep(_shared(tokens))
+                inputs = replace(inputs, encoder_hidden=remember.how(x))
+                offloaded.keep(_shared(inputs))
             part = layers[span.start : span.stop]
             with offloaded.span(number, part) if span.offloaded else nullcontext():
-                x = self._run_span(span, part, x, tokens)
+                x = self._run_span(span, part, x, inputs)
             if number > 0 and spans[number - 1].offloaded:
                 fetch_when_backward_reaches(x, offloaded, [number - 1])
-        return x, tokens
+        return x, inputs
 
     def _spans(self, count: int, cut: int | None) -> list[Span]:
         if torch.is_grad_enabled():
@@ -223,31 +218,30 @@ class LayerRunner:
         return layer_spans(RecomputeConfig(), OffloadConfig(), count, cut=cut)
 
     def _run_span(
-        self, span: Span, layers: Sequence[nn.Module], x: Tensor, tokens: PackedSeqParams
+        self, span: Span, layers: Sequence[nn.Module], x: Tensor, inputs: LayerInputs
     ) -> Tensor:
         if not span.recomputed:
-            return _run(layers, tokens, x)
+            return _run(layers, inputs, x)
         if self.recompute.shard_inputs:
             shard_saved_input(x, self.group)
-        run = partial(_run, layers, replace(tokens, decided=RoutingDecisions()))
-        return recompute(run, x, *_shared(tokens), check=self.recompute.check)
+        run = partial(_run, layers, inputs.for_recomputation())
+        return recompute(run, x, *_shared(inputs), check=self.recompute.check)
 
 
-def _shared(tokens: PackedSeqParams) -> tuple[Tensor, ...]:
-    """Return the tensors of the tokens that many layers share."""
-    return (*tokens.rotary, *(() if tokens.memory is None else (tokens.memory,)))
+def _shared(inputs: LayerInputs) -> tuple[Tensor, ...]:
+    """Return the tensors of the inputs that many layers share."""
+    return (*inputs.rope, *(() if inputs.encoder_hidden is None else (inputs.encoder_hidden,)))
 
 
-def _run(
-    layers: Sequence[nn.Module], tokens: PackedSeqParams, x: Tensor, *shared: Tensor
-) -> Tensor:
+def _run(layers: Sequence[nn.Module], inputs: LayerInputs, x: Tensor, *shared: Tensor) -> Tensor:
     """Run layers in sequence, with the tensors that they share passed separately where they have to
     be saved."""
     if shared:
-        pairs = len(tokens.rotary)
-        tokens = replace(tokens, rotary=shared[:pairs], memory=next(iter(shared[pairs:]), None))
+        pairs = len(inputs.rope)
+        source = next(iter(shared[pairs:]), None)
+        inputs = replace(inputs, rope=shared[:pairs], encoder_hidden=source)
     for layer in layers:
-        x = layer(x, tokens)
+        x = layer(x, inputs)
     return x
 
 

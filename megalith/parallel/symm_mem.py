@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megalith.config.parallel import CollectiveMatmulName
 from megalith.errors import ConfigError
-from megalith.kernels.linear import forward, input_grad
+from megalith.kernels.linear import PLAIN
 from megalith.observe.machine import has_symmetric_memory
 from megalith.parallel.group import Group, gather_objects, mark_finished, record_collective
 from megalith.parallel.tensor_overlap import RING_EXCHANGE, CollectiveMatmul, Product
@@ -34,7 +34,9 @@ def symm_mem_all_gather_matmul(
     x: Tensor, w: Tensor, group: Group, product: Product
 ) -> tuple[Tensor, Tensor]:
     """Return all tokens and their product with this rank's `w`: x [t / ranks, i] -> [t, i], [t,
-    o]."""
+    o]; around a ring if the matmul is not plain."""
+    if not _is_plain(product):
+        return RING_EXCHANGE.all_gather_matmul(x, w, group, product)
     entry = record_collective(group, "fused_all_gather_matmul", x)
     gathered_x, (y,) = _operators().fused_all_gather_matmul(
         x, [_right_factor(w, product)], 0, group.name, return_A=True
@@ -48,8 +50,10 @@ def symm_mem_matmul_reduce_scatter(x: Tensor, w: Tensor, group: Group, product: 
     -> [t / ranks, o].
 
     Each product is rounded to the dtype of `x`, and their sum, taken in fp32 or better, is rounded
-    once more.
+    once more. Around a ring if the matmul is not plain.
     """
+    if not _is_plain(product):
+        return RING_EXCHANGE.matmul_reduce_scatter(x, w, group, product)
     entry = record_collective(group, "fused_matmul_reduce_scatter", x)
     local_sum: Tensor = _operators().fused_matmul_reduce_scatter(
         x, _right_factor(w, product), "sum", 0, group.name
@@ -63,8 +67,11 @@ FUSED = CollectiveMatmul(symm_mem_all_gather_matmul, symm_mem_matmul_reduce_scat
 
 def _right_factor(w: Tensor, product: Product) -> Tensor:
     """Return B of `product(x, w) = x @ B`: the operators take matrices, not functions."""
-    assert product in (forward, input_grad), f"{product} is no plain matmul"
-    return w.t() if product is forward else w
+    return w.t() if product == PLAIN.forward else w
+
+
+def _is_plain(product: Product) -> bool:
+    return product in (PLAIN.forward, PLAIN.input_grad)
 
 
 def _operators() -> Any:  # operators that torch describes at run time

@@ -8,10 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megalith.kernels.backend import AUTO, Backends
 from megalith.kernels.embedding import embedding
 from megalith.kernels.experts import Matrix
-from megalith.kernels.grouped_linear import GroupedGradAccumulator
-from megalith.kernels.linear import linear
+from megalith.kernels.grouped_linear import GroupedGradAccumulator, GroupedMatmulOps
+from megalith.kernels.linear import PLAIN, MatmulOps, WeightMatmul, linear
 from megalith.kernels.recomputed import derive_recompute, pass_recompute
 from megalith.parallel.collectives import (
     all_gather,
@@ -32,9 +33,7 @@ from megalith.parallel.cross_entropy import (
 from megalith.parallel.group import Group
 from megalith.parallel.logits import LossWithLogitStats, greedy_tokens
 from megalith.parallel.tensor_overlap import (
-    RING_EXCHANGE,
     CollectiveMatmul,
-    OverlappedTPComm,
     PendingCollective,
     Product,
     all_gather_linear,
@@ -66,10 +65,13 @@ class ParameterSpec:
 
     shard: Shard
     init: Init
+    trained: bool = True
+    """Whether it gets a gradient; False: frozen."""
 
 
 class TPComm(Protocol):
-    """Communication before and after tensor-parallel work."""
+    """Communication before and after tensor-parallel work, alone or together with the first or last
+    matmul of that work, with which it may be overlapped."""
 
     @property
     def group(self) -> Group:
@@ -84,19 +86,13 @@ class TPComm(Protocol):
         """Select this rank's tokens outside tensor-parallel work from values [t, ...] of all
         tokens."""
 
-    def prepare_input(self, x: Tensor) -> Tensor:
-        """Tokens of this rank -> all tokens [t, h], for work that differs between ranks (R)."""
+    def prepare_input(self, x: Tensor, matmul: WeightMatmul | None = None) -> Tensor:
+        """Tokens of this rank -> all tokens [t, h], for work that differs between ranks (R); with
+        `matmul`, its result for all tokens."""
 
-    def reduce_output(self, x: Tensor) -> Tensor:
-        """Partial sums [t, h] (P) -> their sum, for the tokens of this rank."""
-
-    @property
-    def overlapped(self) -> OverlappedTPComm | None:
-        """The same communication overlapped with matmuls; None: not overlapped."""
-
-    @property
-    def tp_comm_overlap(self) -> bool:
-        """Whether the output communication is overlapped with a matmul as well."""
+    def reduce_output(self, x: Tensor, matmul: WeightMatmul | None = None) -> Tensor:
+        """Partial sums [t, h] of all tokens, or their `matmul`, whose results are partial sums ->
+        their sum, for the tokens of this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,23 +113,17 @@ class TensorParallelComm:
         """Return all values."""
         return values
 
-    def prepare_input(self, x: Tensor) -> Tensor:
-        """Identity forward; all-reduce backward."""
-        return pass_recompute(x, copy_to_tp(x, self.group))
+    def prepare_input(self, x: Tensor, matmul: WeightMatmul | None = None) -> Tensor:
+        """Identity forward; all-reduce backward, during the matmul for the weight gradients."""
+        if matmul is not None and self.overlap and self.group.size > 1:
+            return all_gather_linear(x, matmul, self)
+        x = pass_recompute(x, copy_to_tp(x, self.group))
+        return x if matmul is None else matmul(x)
 
-    def reduce_output(self, x: Tensor) -> Tensor:
+    def reduce_output(self, x: Tensor, matmul: WeightMatmul | None = None) -> Tensor:
         """All-reduce forward; identity backward."""
-        return reduce_from_tp(x, self.group)
-
-    @property
-    def overlapped(self) -> OverlappedTPComm | None:
-        """This object, if there is communication to overlap."""
-        return self if self.overlap and self.group.size > 1 else None
-
-    @property
-    def tp_comm_overlap(self) -> bool:
-        """False: an all-reduce is not decomposed."""
-        return False
+        partial_sum = mark_partial(x if matmul is None else matmul(x), self.group)
+        return reduce_from_tp(partial_sum, self.group)
 
     def all_gather_matmul(self, x: Tensor, w: Tensor, product: Product) -> tuple[Tensor, Tensor]:
         """Compute the matmul; every rank has all tokens."""
@@ -160,12 +150,9 @@ class SequenceParallelComm:
     overlap: bool = True
     """Overlap communication in backward with the matmuls for dx and dw."""
 
-    tp_comm_overlap: bool = False
-    """Collective matmul: decompose communication around a ring, in forward too, each step
-    overlapped with a part of a matmul."""
-
-    products: CollectiveMatmul = RING_EXCHANGE
-    """Implementation of the collective matmuls."""
+    collective_matmul: CollectiveMatmul | None = None
+    """Decompose communication, in forward too, each step overlapped with a part of a matmul; None:
+    communicate all tokens at once."""
 
     @property
     def invariant(self) -> frozenset[str]:
@@ -177,31 +164,33 @@ class SequenceParallelComm:
         count = values.shape[0] // self.group.size
         return values.narrow(0, self.group.rank * count, count)
 
-    def prepare_input(self, x: Tensor) -> Tensor:
+    def prepare_input(self, x: Tensor, matmul: WeightMatmul | None = None) -> Tensor:
         """All-gather forward; reduce-scatter backward."""
+        if matmul is not None and self.overlap and self.group.size > 1:
+            return all_gather_linear(x, matmul, self)
         gathered = all_gather(x, self.group)
-        return derive_recompute(x, gathered, with_arguments(all_gather_no_grad, group=self.group))
+        x = derive_recompute(x, gathered, with_arguments(all_gather_no_grad, group=self.group))
+        return x if matmul is None else matmul(x)
 
-    def reduce_output(self, x: Tensor) -> Tensor:
+    def reduce_output(self, x: Tensor, matmul: WeightMatmul | None = None) -> Tensor:
         """Reduce-scatter forward; all-gather backward."""
-        return reduce_scatter(x, self.group)
-
-    @property
-    def overlapped(self) -> OverlappedTPComm | None:
-        """This object, if there is communication to overlap."""
-        return self if self.overlap and self.group.size > 1 else None
+        if matmul is not None and self.collective_matmul is not None and self.group.size > 1:
+            return linear_reduce_scatter(x, matmul, self)
+        partial_sum = mark_partial(x if matmul is None else matmul(x), self.group)
+        return reduce_scatter(partial_sum, self.group)
 
     def all_gather_matmul(self, x: Tensor, w: Tensor, product: Product) -> tuple[Tensor, Tensor]:
         """Return all tokens, gathered at once or part by part, and their matmul."""
-        if self.tp_comm_overlap:
-            return self.products.all_gather_matmul(x, w, self.group, product)
+        if self.collective_matmul is not None:
+            return self.collective_matmul.all_gather_matmul(x, w, self.group, product)
         gathered_x = start_token_gather(x, self.group).wait()
         return gathered_x, product(gathered_x, w)
 
     def matmul_reduce_scatter(self, x: Tensor, w: Tensor, product: Product) -> PendingCollective:
         """Return the reduce-scatter of the matmul, computed at once or part by part."""
-        if self.tp_comm_overlap:
-            return PendingCollective(self.products.matmul_reduce_scatter(x, w, self.group, product))
+        if self.collective_matmul is not None:
+            y = self.collective_matmul.matmul_reduce_scatter(x, w, self.group, product)
+            return PendingCollective(y)
         return start_reduce_scatter(product(x, w), self.group)
 
     def start_regather(self, x: Tensor) -> PendingCollective:
@@ -216,9 +205,8 @@ def register_param(
     `module.param_specs`."""
     specs: dict[str, ParameterSpec] = module.__dict__.setdefault("param_specs", {})
     specs[name] = spec
-    module.register_parameter(
-        name, nn.Parameter(torch.empty(spec.shard.matrix_shape, dtype=dtype, device="meta"))
-    )
+    empty = torch.empty(spec.shard.matrix_shape, dtype=dtype, device="meta")
+    module.register_parameter(name, nn.Parameter(empty, requires_grad=spec.trained))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -237,9 +225,10 @@ class ColumnParallelLinear(nn.Module):
         tp_comm: TPComm,
         *,
         dtype: torch.dtype,
+        matmul_ops: MatmulOps = PLAIN,
     ) -> None:
         super().__init__()
-        self.tp_comm = tp_comm
+        self.tp_comm, self.matmul_ops = tp_comm, matmul_ops
         self.grad_accumulator: GroupedGradAccumulator | None = None
         self.weight_names = [_attribute(weight) for weight in weights]
         self.bias_names = [_attribute(bias) for bias in biases]
@@ -248,17 +237,9 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [t, i] -> [t, f_tp]."""
-        overlapped = self.tp_comm.overlapped
-        if overlapped is None:
-            y = linear(
-                self.tp_comm.prepare_input(x),
-                self.accumulated_parameters(),
-                grad_accumulator=self.grad_accumulator,
-            )
-        else:
-            y = all_gather_linear(
-                x, self.accumulated_parameters(), overlapped, grad_accumulator=self.grad_accumulator
-            )
+        weights = self.accumulated_parameters()
+        matmul = WeightMatmul(weights, self.grad_accumulator, self.matmul_ops)
+        y = self.tp_comm.prepare_input(x, matmul)
         if self.bias_names:
             y = y + torch.cat([getattr(self, name) for name in self.bias_names])
         return y
@@ -284,9 +265,10 @@ class RowParallelLinear(nn.Module):
         tp_comm: TPComm,
         *,
         dtype: torch.dtype,
+        matmul_ops: MatmulOps = PLAIN,
     ) -> None:
         super().__init__()
-        self.tp_comm = tp_comm
+        self.tp_comm, self.matmul_ops = tp_comm, matmul_ops
         self.grad_accumulator: GroupedGradAccumulator | None = None
         self.weight_name, self.bias_name = (
             _attribute(weight),
@@ -298,20 +280,9 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [t, i_tp] -> [t, o]."""
-        overlapped = self.tp_comm.overlapped
-        if overlapped is None or not self.tp_comm.tp_comm_overlap:
-            y = self.tp_comm.reduce_output(
-                mark_partial(
-                    linear(
-                        x, self.accumulated_parameters(), grad_accumulator=self.grad_accumulator
-                    ),
-                    self.tp_comm.group,
-                )
-            )
-        else:
-            y = linear_reduce_scatter(
-                x, self.accumulated_parameters(), overlapped, grad_accumulator=self.grad_accumulator
-            )
+        weights = self.accumulated_parameters()
+        matmul = WeightMatmul(weights, self.grad_accumulator, self.matmul_ops)
+        y = self.tp_comm.reduce_output(x, matmul)
         return y if self.bias_name is None else y + getattr(self, self.bias_name)
 
     def accumulated_parameters(self) -> list[nn.Parameter]:
@@ -327,15 +298,19 @@ class ReplicatedLinear(nn.Module):
     sequence parallel the gradient is summed over ranks.
     """
 
-    def __init__(self, weight: ParameterSpec, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weight: ParameterSpec, *, dtype: torch.dtype, matmul_ops: MatmulOps = PLAIN
+    ) -> None:
         super().__init__()
+        self.matmul_ops = matmul_ops
         self.grad_accumulator: GroupedGradAccumulator | None = None
         self.weight_name = _attribute(weight)
         register_param(self, self.weight_name, weight, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [t, i] -> [t, o]."""
-        return linear(x, self.accumulated_parameters(), grad_accumulator=self.grad_accumulator)
+        weights = self.accumulated_parameters()
+        return WeightMatmul(weights, self.grad_accumulator, self.matmul_ops)(x)
 
     def accumulated_parameters(self) -> list[nn.Parameter]:
         """Return the parameter whose gradient goes to `grad_accumulator`."""
@@ -373,11 +348,16 @@ class VocabParallelEmbedding(nn.Module):
         rows = embedding(
             ids, self.weight, first_row=self.first_row, grad_accumulator=self.grad_accumulator
         )
-        return self.tp_comm.reduce_output(mark_partial(rows, self.tp_comm.group))
+        return self.tp_comm.reduce_output(rows)
 
     def accumulated_parameters(self) -> list[nn.Parameter]:
         """Return the parameter whose gradient goes to `grad_accumulator`."""
         return [self.weight]
+
+
+def default_loss(backends: Backends) -> Callable[..., Tensor]:
+    """Return the loss of an output head: cross-entropy without options."""
+    return backends.bind("cross_entropy", linear_cross_entropy)
 
 
 class VocabParallelHead(nn.Module):
@@ -398,16 +378,19 @@ class VocabParallelHead(nn.Module):
         tied: nn.Parameter | None,
         dtype: torch.dtype,
         logit_transform: LogitTransform = IDENTITY_LOGITS,
+        build_loss: Callable[[Backends], Callable[..., Tensor]] = default_loss,
+        backends: Backends = AUTO,
     ) -> None:
         """`logit_transform`: applied to the products of hidden states and vocabulary to get
-        logits."""
+        logits; `build_loss`: builds the training loss of this head."""
         super().__init__()
         self.tp_comm, self.logit_transform, self.table = tp_comm, logit_transform, weight
-        self.summed_loss: Callable[..., Tensor] = linear_cross_entropy
+        self.build_loss, self.backends = build_loss, backends
+        self.summed_loss = build_loss(backends)
         """Training loss, summed over tokens."""
-        self.eval_loss: Callable[..., Tensor] = linear_cross_entropy
+        self.eval_loss = default_loss(backends)
         """Evaluation loss, -log p(label), whatever the training loss is."""
-        self.single_losses = token_losses
+        self.single_losses = backends.bind("cross_entropy", token_losses)
         self.grad_accumulator: GroupedGradAccumulator | None = None
         self.vocab_size = vocab_size
         self.first_row = weight.shard.box[0][0]
@@ -441,6 +424,8 @@ class VocabParallelHead(nn.Module):
             tied=self.weight,
             dtype=self.weight.dtype,
             logit_transform=self.logit_transform,
+            build_loss=self.build_loss,
+            backends=self.backends,
         )
 
     def loss(self, x: Tensor, labels: Tensor, *, evaluating: bool = False) -> Tensor:
@@ -448,7 +433,7 @@ class VocabParallelHead(nn.Module):
         `tp_comm`, labels [t] -> scalar.
 
         Equal on all ranks of the group (I). Unless `evaluating`, includes everything that is
-        minimized: see `set_training_losses`.
+        minimized.
         """
         return (self.eval_loss if evaluating else self.summed_loss)(
             self.tp_comm.prepare_input(x),
@@ -507,14 +492,6 @@ def iter_vocab_heads(models: Iterable[nn.Module]) -> Iterator[VocabParallelHead]
     )
 
 
-def set_training_losses(
-    models: Iterable[nn.Module], choose: Callable[[], Callable[..., Tensor]]
-) -> None:
-    """Set the training loss of every head to the result of `choose`."""
-    for head in iter_vocab_heads(models):
-        head.summed_loss = choose()
-
-
 class ExpertMatrix(nn.Module):
     """A weight matrix of every expert of this rank, [e o, i], with a bias of each, [e o];
     kernels/experts.py multiplies them.
@@ -523,9 +500,16 @@ class ExpertMatrix(nn.Module):
     """
 
     def __init__(
-        self, weight: ParameterSpec, bias: ParameterSpec | None, *, dtype: torch.dtype
+        self,
+        weight: ParameterSpec,
+        bias: ParameterSpec | None,
+        *,
+        dtype: torch.dtype,
+        matmul_ops: GroupedMatmulOps | None = None,
     ) -> None:
+        """`matmul_ops`: unset: the fastest for the rows."""
         super().__init__()
+        self.matmul_ops = matmul_ops
         self.grad_accumulator: GroupedGradAccumulator | None = None
         self.weight_name, self.bias_name = (
             _attribute(weight),
@@ -536,9 +520,10 @@ class ExpertMatrix(nn.Module):
                 register_param(self, _attribute(spec), spec, dtype=dtype)
 
     def forward(self) -> Matrix:
-        """Return weight, bias and gradient accumulator."""
+        """Return weight, bias, gradient accumulator and matmuls."""
         bias = None if self.bias_name is None else getattr(self, self.bias_name)
-        return Matrix(getattr(self, self.weight_name), bias, self.grad_accumulator)
+        weight = getattr(self, self.weight_name)
+        return Matrix(weight, bias, self.grad_accumulator, self.matmul_ops)
 
     def accumulated_parameters(self) -> list[nn.Parameter]:
         """Return the parameter whose gradient goes to `grad_accumulator`."""

@@ -6,7 +6,7 @@ steps, all but one of which communicate. Source: Wang et al. 2023, "Overlap Comm
 Dependent Computation via Decomposition", ASPLOS.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,10 +15,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.kernels.linear import (
-    PLAIN,
     Context,
     GradAccumulator,
     MatmulOps,
+    WeightMatmul,
     reference_linear,
     save,
     saved_input,
@@ -26,13 +26,12 @@ from megalith.kernels.linear import (
     weight_gradients,
 )
 from megalith.observe.flight import CollectiveRecord
-from megalith.parallel.collectives import mark_partial
 from megalith.parallel.group import Group, mark_finished, record_collective, start_all_gather
 
 _ops = torch.ops._c10d_functional
 
 Product = Callable[[Tensor, Tensor], Tensor]
-"""(x [t, i], w) -> [t, o]: `forward` or `input_grad` of kernels/linear.py."""
+"""(x [t, i], w) -> [t, o]: `forward` or `input_grad` of `MatmulOps`."""
 
 
 class PendingCollective(NamedTuple):
@@ -137,7 +136,7 @@ RING_EXCHANGE = CollectiveMatmul(ring_all_gather_matmul, ring_matmul_reduce_scat
 
 # Linear layers of tensor-parallel work whose communication is overlapped with their own matmuls.
 #
-# Results are bitwise equal to `TPComm.prepare_input` or `reduce_output` composed with `linear`,
+# Results are bitwise equal to `TPComm.prepare_input` or `reduce_output` composed with the matmul,
 # except for collective matmuls, which add in another order.
 
 
@@ -149,10 +148,10 @@ class OverlappedTPComm(Protocol):
         """The tensor-parallel ranks."""
 
     def prepare_input(self, x: Tensor) -> Tensor:
-        """Input communication without overlap."""
+        """Input communication without a matmul."""
 
     def reduce_output(self, x: Tensor) -> Tensor:
-        """Output communication without overlap."""
+        """Output communication without a matmul."""
 
     def all_gather_matmul(self, x: Tensor, w: Tensor, product: Product) -> tuple[Tensor, Tensor]:
         """Return all tokens [t, i], gathered from x, and their product [t, o] with `w`."""
@@ -164,33 +163,22 @@ class OverlappedTPComm(Protocol):
         """Start gathering all tokens once more, in backward."""
 
 
-def all_gather_linear(
-    x: Tensor,
-    parameters: Sequence[Tensor],
-    overlapped: OverlappedTPComm,
-    *,
-    grad_accumulator: GradAccumulator | None,
-) -> Tensor:
-    """Compute `linear(tp_comm.prepare_input(x), parameters)` with overlapped communication.
+def all_gather_linear(x: Tensor, matmul: WeightMatmul, tp_comm: OverlappedTPComm) -> Tensor:
+    """Compute `matmul(tp_comm.prepare_input(x))` with overlapped communication.
 
     Backward gathers the tokens again during the matmul for dx, and reduces dx during the matmul for
     the weight gradients.
     """
-    y: Tensor = AllGatherLinearFunction.apply(x, overlapped, grad_accumulator, PLAIN, *parameters)  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = AllGatherLinearFunction.apply(
+        x, tp_comm, matmul.grad_accumulator, matmul.matmul_ops, *matmul.parameters
+    )  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
-def linear_reduce_scatter(
-    x: Tensor,
-    parameters: Sequence[Tensor],
-    overlapped: OverlappedTPComm,
-    *,
-    grad_accumulator: GradAccumulator | None,
-) -> Tensor:
-    """Compute `tp_comm.reduce_output(mark_partial(linear(x, parameters)))`, as a collective matmul
-    if enabled."""
+def linear_reduce_scatter(x: Tensor, matmul: WeightMatmul, tp_comm: OverlappedTPComm) -> Tensor:
+    """Compute `tp_comm.reduce_output(matmul(x))` with overlapped communication."""
     y: Tensor = LinearReduceScatterFunction.apply(
-        x, overlapped, grad_accumulator, PLAIN, *parameters
+        x, tp_comm, matmul.grad_accumulator, matmul.matmul_ops, *matmul.parameters
     )  # type: ignore[no-untyped-call]  # torch's own
     return y
 
@@ -199,8 +187,8 @@ class AllGatherLinearFunction(Function):
     """Autograd function of `all_gather_linear`."""
 
     reference = staticmethod(
-        lambda x, overlapped, grad_accumulator, matmul_ops, *parameters: reference_linear(
-            overlapped.prepare_input(x), parameters
+        lambda x, tp_comm, grad_accumulator, matmul_ops, *parameters: reference_linear(
+            tp_comm.prepare_input(x), parameters
         )
     )
 
@@ -208,19 +196,15 @@ class AllGatherLinearFunction(Function):
     def forward(
         ctx: Context,
         x: Tensor,
-        overlapped: OverlappedTPComm,
+        tp_comm: OverlappedTPComm,
         grad_accumulator: GradAccumulator | None,
         matmul_ops: MatmulOps,
         *parameters: Tensor,
     ) -> Tensor:
         """x [t, i], in the layout of `tp_comm` -> y [t, o]."""
         save(ctx, x, parameters, ctx.needs_input_grad[4:])
-        ctx.overlapped, ctx.grad_accumulator, ctx.matmul_ops = (
-            overlapped,
-            grad_accumulator,
-            matmul_ops,
-        )
-        return overlapped.all_gather_matmul(x, stacked(parameters), matmul_ops.forward)[1]
+        ctx.grad_accumulator, ctx.matmul_ops, ctx.tp_comm = grad_accumulator, matmul_ops, tp_comm
+        return tp_comm.all_gather_matmul(x, stacked(parameters), matmul_ops.forward)[1]
 
     @staticmethod
     @once_differentiable
@@ -232,11 +216,11 @@ class AllGatherLinearFunction(Function):
         parameters, inputs = saved[: len(needs_dw)], saved[len(needs_dw) :]
         local_x = saved_input(ctx, needs_dw, inputs)
         tokens: PendingCollective | None = (
-            None if local_x is None else ctx.overlapped.start_regather(local_x)
+            None if local_x is None else ctx.tp_comm.start_regather(local_x)
         )
         dx: PendingCollective | None = None
         if ctx.needs_input_grad[0]:
-            dx = ctx.overlapped.matmul_reduce_scatter(
+            dx = ctx.tp_comm.matmul_reduce_scatter(
                 dy, stacked(parameters), ctx.matmul_ops.input_grad
             )
         grads = weight_gradients(
@@ -249,8 +233,8 @@ class LinearReduceScatterFunction(Function):
     """Autograd function of `linear_reduce_scatter`."""
 
     reference = staticmethod(
-        lambda x, overlapped, grad_accumulator, matmul_ops, *parameters: overlapped.reduce_output(
-            mark_partial(reference_linear(x, parameters), overlapped.group)
+        lambda x, tp_comm, grad_accumulator, matmul_ops, *parameters: tp_comm.reduce_output(
+            reference_linear(x, parameters)
         )
     )
 
@@ -258,19 +242,15 @@ class LinearReduceScatterFunction(Function):
     def forward(
         ctx: Context,
         x: Tensor,
-        overlapped: OverlappedTPComm,
+        tp_comm: OverlappedTPComm,
         grad_accumulator: GradAccumulator | None,
         matmul_ops: MatmulOps,
         *parameters: Tensor,
     ) -> Tensor:
         """x [t, i_tp] -> y [t, o], in the layout of `tp_comm`."""
         save(ctx, x, parameters, ctx.needs_input_grad[4:])
-        ctx.overlapped, ctx.grad_accumulator, ctx.matmul_ops = (
-            overlapped,
-            grad_accumulator,
-            matmul_ops,
-        )
-        return overlapped.matmul_reduce_scatter(x, stacked(parameters), matmul_ops.forward).wait()
+        ctx.grad_accumulator, ctx.matmul_ops, ctx.tp_comm = grad_accumulator, matmul_ops, tp_comm
+        return tp_comm.matmul_reduce_scatter(x, stacked(parameters), matmul_ops.forward).wait()
 
     @staticmethod
     @once_differentiable
@@ -279,7 +259,7 @@ class LinearReduceScatterFunction(Function):
         parameters."""
         needs_dw, saved = ctx.needs_input_grad[4:], ctx.saved_tensors
         parameters, inputs = saved[: len(needs_dw)], saved[len(needs_dw) :]
-        gathered_dy, dx = ctx.overlapped.all_gather_matmul(
+        gathered_dy, dx = ctx.tp_comm.all_gather_matmul(
             dy, stacked(parameters), ctx.matmul_ops.input_grad
         )
         x = saved_input(ctx, needs_dw, inputs)

@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megalith.kernels.grouped_linear import GroupedGradAccumulator, Groups
+from megalith.kernels.grouped_linear import GroupedGradAccumulator, GroupedMatmulOps, Groups
+from megalith.kernels.linear import MatmulOps
 
 
 class HasGradAccumulator(Protocol):
@@ -69,16 +70,19 @@ class DeferredGradAccumulator:
     def __init__(self, grad_accumulator: GroupedGradAccumulator, store: WeightGradStore) -> None:
         self.grad_accumulator, self.store = grad_accumulator, store
 
-    def product(self, x: Tensor, dy: Tensor) -> None:
+    def product(self, x: Tensor, dy: Tensor, matmul_ops: MatmulOps) -> None:
         """Add `dy.T @ x`, now or later: x [t, i], dy [t, o]."""
         # detached, so that the autograd graph of x can be freed
-        self.store.accumulate(partial(self.grad_accumulator.product, x.detach(), dy.detach()))
+        x, dy = x.detach(), dy.detach()
+        self.store.accumulate(partial(self.grad_accumulator.product, x, dy, matmul_ops))
 
-    def grouped_product(self, x: Tensor, dy: Tensor, groups: Groups) -> None:
+    def grouped_product(
+        self, x: Tensor, dy: Tensor, groups: Groups, matmul_ops: GroupedMatmulOps | None
+    ) -> None:
         """Add each expert's `dy.T @ x`, now or later: x [r, i], dy [r, o]."""
-        self.store.accumulate(
-            partial(self.grad_accumulator.grouped_product, x.detach(), dy.detach(), groups)
-        )
+        x, dy = x.detach(), dy.detach()
+        add = partial(self.grad_accumulator.grouped_product, x, dy, groups, matmul_ops)
+        self.store.accumulate(add)
 
     def gradient(self, dw: Tensor) -> None:
         """Add a gradient that is ready, now or later: dw [o, i]."""

@@ -56,6 +56,18 @@ def first_trained_layer(model: ModelConfig, optim: OptimConfig) -> int:
     )
 
 
+def first_layer_of_backward(
+    model: ModelConfig, optim: OptimConfig, lora: LoraConfig | None
+) -> int | None:
+    """Return the first layer that backward has to reach, in a run with adapters or frozen
+    parameters; None if backward passes through all layers, to the embedding."""
+    if lora is not None:
+        return lora_layers(lora, model)[0]
+    if optim.trains_all() or tables_trained(model, optim):
+        return None
+    return first_trained_layer(model, optim)
+
+
 def tables_trained(model: ModelConfig, optim: OptimConfig) -> bool:
     """Return whether backward passes through all layers, to a trained lookup table."""
     return not trained_names(model, optim).isdisjoint(BEFORE_LAYERS)

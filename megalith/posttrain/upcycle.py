@@ -20,6 +20,7 @@ from megalith.hf.convert import Move, describe_added_adapters
 from megalith.hf.folder import Weights
 from megalith.hf.pretrained import Pretrained
 from megalith.models.decoder import Decoder, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.nn.init import init_param_
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import ParameterSpec
@@ -295,7 +296,9 @@ def upcycle(
     parts = width // moe.ffn_hidden_size
     fresh = {
         spec.shard.name: spec
-        for spec, _, _ in iter_parameter_specs(Decoder(model, build_single_rank_mesh()))
+        for spec, _, _ in iter_parameter_specs(
+            Decoder(build_context(model, build_single_rank_mesh()))
+        )
         if ".moe." in spec.shard.name and ".moe.experts." not in spec.shard.name
     }
     weights = UpcycledWeights(

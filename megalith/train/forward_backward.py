@@ -13,15 +13,13 @@ from megalith.config.parallel import PipelineConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
 from megalith.errors import raise_all
-from megalith.kernels.backend import unavailable_backends
-from megalith.kernels.packed import AuxLossScale, for_one_pass
+from megalith.kernels.backend import Backends, select_backends, unavailable_backends
+from megalith.kernels.layer_inputs import AuxLossScale
+from megalith.kernels.packed import for_one_pass
 from megalith.launch.watchdog import backend_timeout
 from megalith.models.decoder import Decoder, build_chunks
-from megalith.nn.frozen import freeze
-from megalith.nn.kernels import use_kernels
-from megalith.nn.lora import attach_adapters
-from megalith.nn.moe import MoE
-from megalith.parallel.collectives import mark_partial
+from megalith.nn.build import BuildContext, build_context
+from megalith.parallel.collectives import mark_partial, no_overlap
 from megalith.parallel.cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_with_stats,
@@ -41,7 +39,7 @@ from megalith.parallel.p2p import (
 )
 from megalith.parallel.pipeline import Boundary, DualBatchOverlap, Pipeline
 from megalith.parallel.symm_mem import choose_collective_matmul
-from megalith.parallel.tensor import TensorParallel, VocabParallelHead, set_training_losses
+from megalith.parallel.tensor import TensorParallel, VocabParallelHead
 from megalith.parallel.tensor_overlap import RING_EXCHANGE
 from megalith.parallel.weight_grad_store import WeightGradStore
 from megalith.plan.kernels import explicit_backend_problems
@@ -59,8 +57,9 @@ from megalith.plan.stages import plan_stages, stage_boundary
 # Training losses: LM and MTP losses of every head, normalized by the global number of labels.
 
 
-def compute_head_losses(run: TrainRun) -> Callable[..., Tensor]:
-    """Return the loss function of the heads; it records logit statistics if the run logs them."""
+def build_head_loss(run: TrainRun, backends: Backends) -> Callable[..., Tensor]:
+    """Return the loss function of one output head; it records logit statistics if the run logs
+    them."""
     train = run.train
     loss_kwargs: dict[str, Any] = (
         {"smoothing": train.label_smoothing} if train.label_smoothing else {}
@@ -68,16 +67,15 @@ def compute_head_losses(run: TrainRun) -> Callable[..., Tensor]:
     loss_kwargs |= {} if train.loss_chunk is None else {"chunk": train.loss_chunk}
     recomputes = train.loss_backward == "recomputed"
     if logs_logit_stats(run):
-        return LossWithLogitStats(
-            partial(
-                recomputed_cross_entropy_with_stats
-                if recomputes
-                else linear_cross_entropy_with_stats,
-                **loss_kwargs,
-            ),
-            train.z_loss,
+        with_stats = (
+            recomputed_cross_entropy_with_stats if recomputes else linear_cross_entropy_with_stats
         )
-    loss_fn = recomputed_cross_entropy if recomputes else linear_cross_entropy
+        return LossWithLogitStats(
+            partial(backends.bind("cross_entropy", with_stats), **loss_kwargs), train.z_loss
+        )
+    loss_fn = backends.bind(
+        "cross_entropy", recomputed_cross_entropy if recomputes else linear_cross_entropy
+    )
     return partial(loss_fn, **loss_kwargs) if loss_kwargs else loss_fn
 
 
@@ -282,28 +280,60 @@ class _ChunkStep:
         Takes the tensors from the previous stage (none on the first) and returns those for the next
         stage, or the loss that backward starts from.
         """
-        batch, inputs = self.batches[microbatch], self.model.stage_inputs(received)
-        batch = replace(batch, tokens=for_one_pass(batch.tokens))
+        batch, from_stage = self.batches[microbatch], self.model.stage_inputs(received)
+        aux_loss_scale = None
         if self.balance is not None:
-            share = AuxLossScale(
+            aux_loss_scale = AuxLossScale(
                 microbatch, len(self.batches), self.balance * batch.part, batch.part
             )
-            batch = replace(batch, tokens=replace(batch.tokens, balance=share))
+        batch = replace(batch, seq_params=for_one_pass(batch.seq_params))
+        inputs = batch.layer_inputs(aux_loss_scale)
         if not self.model.stage.loss:
-            outputs = self.model(batch.ids, batch.tokens, mtp_inputs=batch.mtp_inputs, **inputs)
+            outputs = self.model(batch.ids, inputs, mtp_inputs=batch.mtp_inputs, **from_stage)
             return outputs if isinstance(outputs, tuple) else (outputs,)
         if self.scale_loss is None:
             self.total.add_(
                 self.model.evaluate(
-                    batch.ids, batch.labels, batch.tokens, mtp_inputs=batch.mtp_inputs, **inputs
+                    batch.ids, batch.labels, inputs, mtp_inputs=batch.mtp_inputs, **from_stage
                 )
             )
             return ()
         losses = self.model.losses(
-            batch.ids, batch.labels, batch.tokens, mtp_inputs=batch.mtp_inputs, **inputs
+            batch.ids, batch.labels, inputs, mtp_inputs=batch.mtp_inputs, **from_stage
         )
         self.total[: len(losses)] += torch.stack([loss.detach() for loss in losses])
         return (self.scale_loss(losses),)
+
+
+def build_run_context(
+    run: TrainRun,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    dual_batch: DualBatchOverlap,
+) -> BuildContext:
+    """Return what the layers of a run's model are built with. Collective if the layout overlaps
+    tensor-parallel communication."""
+    collective_matmul = (
+        choose_collective_matmul(run.parallel.collective_matmul, mesh.tp, device)
+        if run.parallel.tp_comm_overlap
+        else RING_EXCHANGE
+    )
+    return build_context(
+        run.model,
+        mesh,
+        run.parallel,
+        collective_matmul=collective_matmul,
+        dtype=dtype,
+        backends=select_backends(run.kernels),
+        recompute=run.recompute,
+        offload=run.offload,
+        lora=run.lora,
+        optim=run.optim,
+        build_loss=partial(build_head_loss, run),
+        overlap_fn=dual_batch if run.parallel.overlap_experts else no_overlap,
+    )
 
 
 def build_pipeline_model(
@@ -311,25 +341,9 @@ def build_pipeline_model(
 ) -> PipelineModel:
     """Build this rank's chunks, without allocating weights, and their communication channels.
     Collective."""
-    products = (
-        choose_collective_matmul(run.parallel.collective_matmul, mesh.tp, device)
-        if run.parallel.tp_comm_overlap
-        else RING_EXCHANGE
-    )
-    chunks = build_chunks(
-        run.model,
-        mesh,
-        run.parallel,
-        dtype=dtype,
-        recompute=run.recompute,
-        offload=run.offload,
-        products=products,
-    )
-    attach_adapters(chunks, run.model, run.lora)
-    freeze(chunks, run.model, run.optim)
-    set_training_losses(chunks, partial(compute_head_losses, run))
     raise_all(explicit_backend_problems(run, device.type, unavailable_backends()))
-    use_kernels(chunks, run.kernels, mesh)
+    dual_batch = DualBatchOverlap()
+    chunks = build_chunks(build_run_context(run, mesh, device, dtype=dtype, dual_batch=dual_batch))
     handles = create_pipeline_groups(
         mesh.pp,
         tags=device.type == "cpu",
@@ -340,18 +354,7 @@ def build_pipeline_model(
             run.parallel.pipeline, mesh.pp.size, 1, overlap=run.parallel.overlap, forward_only=True
         )
         open_channels(handles, channels(step), device)
-    dual_batch = DualBatchOverlap()
-    if run.parallel.overlap_experts:
-        overlap_token_exchanges(chunks, dual_batch)
     return PipelineModel(run, mesh, device, tuple(chunks), handles, dual_batch=dual_batch)
-
-
-def overlap_token_exchanges(chunks: Sequence[nn.Module], dual_batch: DualBatchOverlap) -> None:
-    """Let token dispatch and combine switch to the other of two microbatches while they wait."""
-    for mixture in (
-        module for chunk in chunks for module in chunk.modules() if isinstance(module, MoE)
-    ):
-        mixture.overlap_fn(dual_batch)
 
 
 def add_weight_grad_stores(pipeline_model: PipelineModel) -> PipelineModel:

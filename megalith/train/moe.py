@@ -90,7 +90,7 @@ def attach_routing(batches: Sequence[Batch], routing: RoutingRecord) -> list[Bat
     layout.
     """
     return [
-        replace(batch, tokens=replace(batch.tokens, route=MicrobatchRouting(routing, number)))
+        replace(batch, routing=MicrobatchRouting(routing, number))
         for number, batch in enumerate(batches)
     ]
 
@@ -261,7 +261,7 @@ def gather_routing(
     Raises:
         DataError: a microbatch of the step was not recorded, or microbatches have different sizes.
     """
-    local_sizes = {_tokens_read(batch.tokens) for batch in batches}
+    local_sizes = {_tokens_read(batch.seq_params) for batch in batches}
     local_routing = local_sizes, list(parts(routing, batches, mesh))
     gathered = [
         rank_routing
@@ -299,11 +299,11 @@ def shard_routing(
     """
     choices = {}
     for layer in (router.layer for router in iter_routers(model)):
-        num_tokens = _common_size({_tokens_read(batch.tokens) for batch in batches})
+        num_tokens = _common_size({_tokens_read(batch.seq_params) for batch in batches})
         experts = _checked_choices(whole, layer, len(batches) * mesh.dp.size * num_tokens)
         for number, batch in enumerate(batches):
-            count = batch.tokens.num_tokens // (mesh.tp.size if sp else 1)
-            numbers = torch.from_numpy(token_numbers(number, batch.tokens, count, mesh)).to(
+            count = batch.seq_params.num_tokens // (mesh.tp.size if sp else 1)
+            numbers = torch.from_numpy(token_numbers(number, batch.seq_params, count, mesh)).to(
                 experts.device
             )
             padding = torch.arange(experts.shape[1], device=experts.device)
@@ -319,41 +319,45 @@ def parts(
     With `filler=False`, filler tokens of packed batches are left out too.
     """
     for (layer, number), experts in routing.choices.items():
-        tokens, count = batches[number].tokens, len(experts)
-        numbers = token_numbers(number, tokens, count, mesh)
-        selected = numbers >= 0 if filler else text_token_mask(tokens, count, mesh)
+        seq_params, count = batches[number].seq_params, len(experts)
+        numbers = token_numbers(number, seq_params, count, mesh)
+        selected = numbers >= 0 if filler else text_token_mask(seq_params, count, mesh)
         yield RoutingPart(
             layer, number, numbers[selected], experts.cpu().numpy().astype(np.int32)[selected]
         )
 
 
-def text_token_mask(tokens: PackedSeqParams, count: int, mesh: Mesh) -> NDArray[np.bool_]:
+def text_token_mask(seq_params: PackedSeqParams, count: int, mesh: Mesh) -> NDArray[np.bool_]:
     """Return which of this rank's `count` tokens of a microbatch are text, not padding or filler:
     [count]."""
-    valid: NDArray[np.bool_] = tokens.valid.cpu().numpy()
+    valid: NDArray[np.bool_] = seq_params.valid.cpu().numpy()
     first = 0 if count == len(valid) else mesh.tp.rank * count
     return valid[first : first + count]
 
 
-def token_numbers(number: int, tokens: PackedSeqParams, count: int, mesh: Mesh) -> Numbers:
+def token_numbers(number: int, seq_params: PackedSeqParams, count: int, mesh: Mesh) -> Numbers:
     """Return the indices in the step of this rank's `count` tokens of a microbatch; -1 for padding.
 
     A step reads one microbatch of every data-parallel rank after the other.
     """
-    context = tokens.context
-    read = np.arange(tokens.num_tokens) if context is None else context.slices.as_read(context.rank)
+    context = seq_params.context
+    read = (
+        np.arange(seq_params.num_tokens)
+        if context is None
+        else context.slices.as_read(context.rank)
+    )
     first = 0 if count == len(read) else mesh.tp.rank * count
     local_indices = read[first : first + count]
-    start = (number * mesh.dp.size + mesh.dp.rank) * _tokens_read(tokens)
+    start = (number * mesh.dp.size + mesh.dp.rank) * _tokens_read(seq_params)
     numbers: Numbers = np.where(local_indices >= 0, start + local_indices, -1)
     return numbers
 
 
-def _tokens_read(tokens: PackedSeqParams) -> int:
+def _tokens_read(seq_params: PackedSeqParams) -> int:
     """Return the tokens of a microbatch over the ranks that share it, without padding of the
     layout."""
-    source = None if tokens.context is None else tokens.context.slices.source
-    return tokens.whole.num_tokens if source is None else int(np.count_nonzero(source >= 0))
+    source = None if seq_params.context is None else seq_params.context.slices.source
+    return seq_params.whole.num_tokens if source is None else int(np.count_nonzero(source >= 0))
 
 
 def _common_size(sizes: set[int]) -> int:

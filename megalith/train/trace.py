@@ -149,7 +149,9 @@ class CaptureWriter:
             return
         self._done.add((seen.layer, seen.microbatch))
         number, count = seen.microbatch, len(seen.hidden)
-        is_text = torch.from_numpy(text_token_mask(self._batches[number].tokens, count, self._mesh))
+        is_text = torch.from_numpy(
+            text_token_mask(self._batches[number].seq_params, count, self._mesh)
+        )
         for kind in ("hidden", "logits", "weights"):
             if kind in self._kinds:
                 values: Tensor = getattr(seen, kind).detach().to("cpu", torch.bfloat16, copy=True)

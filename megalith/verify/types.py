@@ -42,10 +42,9 @@ from megalith.config.parallel import (
     RecomputeConfig,
 )
 from megalith.config.tree import from_dict, to_dict
+from megalith.kernels.dropout import DropoutKey
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
 from megalith.kernels.packed import (
-    AuxLossScale,
-    DropoutKey,
-    PackedSeqParams,
     TokenPermutation,
     tokens_of_lengths,
     tokens_of_slices,
@@ -53,10 +52,10 @@ from megalith.kernels.packed import (
     with_padding,
 )
 from megalith.kernels.routing import Choice
-from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, iter_parameter_specs
-from megalith.nn.frozen import FrozenLayerRunner, freeze
+from megalith.models.decoder import Decoder, build_chunks, iter_parameter_specs
+from megalith.nn.build import NO_OFFLOAD, NO_RECOMPUTE, build_context
+from megalith.nn.frozen import FrozenLayerRunner
 from megalith.nn.layer import Layer
-from megalith.nn.lora import attach_adapters
 from megalith.nn.moe import Experts
 from megalith.parallel import dispatchers, expert
 from megalith.parallel import recompute as recomputation
@@ -168,8 +167,8 @@ def type_check(
     *,
     world: int,
     ranks: Sequence[int] | None = None,
-    recompute: RecomputeConfig = KEEP_ALL,
-    offload: OffloadConfig = KEEP_HERE,
+    recompute: RecomputeConfig = NO_RECOMPUTE,
+    offload: OffloadConfig = NO_OFFLOAD,
     lora: LoraConfig | None = None,
     optim: OptimConfig = TRAIN_ALL,
     masked: bool = False,
@@ -399,7 +398,7 @@ class PaperBatch:
 
     ids: Tensor
     labels: Tensor
-    tokens: PackedSeqParams
+    inputs: LayerInputs
     mtp_inputs: tuple[tuple[Tensor, Tensor], ...] = ()
     """(ids, labels) of every MTP depth."""
 
@@ -467,7 +466,7 @@ def _build(
         balanced=model.moe is not None and not model.moe.aux_loss.sinkhorn,
         masked=masked,
     )
-    count = batch.tokens.num_tokens // (mesh.tp.size if split else 1)
+    count = batch.inputs.seq_params.num_tokens // (mesh.tp.size if split else 1)
     stages, number = stages_of(parallel, model), _stage_number(grid, parallel, rank, chunk)
     received, gradients = (
         ()
@@ -494,10 +493,17 @@ def _chunks(
     lora: LoraConfig | None,
     optim: OptimConfig,
 ) -> list[Decoder]:
-    chunks = build_chunks(model, mesh, parallel, dtype=torch.bfloat16, recompute=recompute)
-    attach_adapters(chunks, model, lora)
-    freeze(chunks, model, optim)
-    return chunks
+    return build_chunks(
+        build_context(
+            model,
+            mesh,
+            parallel,
+            dtype=torch.bfloat16,
+            recompute=recompute,
+            lora=lora,
+            optim=optim,
+        )
+    )
 
 
 def paper_batch(
@@ -518,25 +524,24 @@ def paper_batch(
     lengths = [3, 1, count - 4] if documents else [count // 2] * 2
     if slicing.ranks > 1:
         slices = plan_slices(lengths, row=count if documents else count // 2, slicing=slicing)
-        tokens = tokens_of_slices(slices, slicing, device="meta")
+        seq_params = tokens_of_slices(slices, slicing, device="meta")
     else:
-        tokens = tokens_of_lengths(lengths, device="meta")
+        seq_params = tokens_of_lengths(lengths, device="meta")
     if masked:
         masks = [torch.empty(n, n, dtype=torch.bool, device="meta") for n in lengths]
-        tokens = with_masks(tokens, [masks[0], None, *masks[2:]])
-        tokens = with_padding(tokens, torch.empty(count, dtype=torch.bool, device="meta"))
+        seq_params = with_masks(seq_params, [masks[0], None, *masks[2:]])
+        seq_params = with_padding(seq_params, torch.empty(count, dtype=torch.bool, device="meta"))
     ids, labels, numbers, *others = (
-        torch.empty(tokens.num_tokens, dtype=torch.int64, device="meta")
+        torch.empty(seq_params.num_tokens, dtype=torch.int64, device="meta")
         for _ in range(3 + 2 * num_mtp_layers)
     )
     pairs = tuple(zip(others[0::2], others[1::2], strict=True))
-    dropout, context = DropoutKey(0, numbers), tokens.context
-    if context is not None:
-        context = replace(context, whole=replace(context.whole, dropout=dropout))
-    balance = AuxLossScale(0, 1, 1.0) if balanced else None
-    return PaperBatch(
-        ids, labels, replace(tokens, dropout=dropout, context=context, balance=balance), pairs
+    inputs = LayerInputs(
+        seq_params,
+        dropout_key=DropoutKey(0, numbers),
+        router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0) if balanced else None),
     )
+    return PaperBatch(ids, labels, inputs, pairs)
 
 
 def mesh_axes(grid: Grid, names: Sequence[str] = DENSE_AXES) -> dict[str, MeshAxis]:
@@ -633,12 +638,13 @@ def declare_inputs(batch: PaperBatch) -> None:
 
     The order of the tokens that cp ranks share, and their masks, are replicated over cp.
     """
-    tensors = [getattr(batch.tokens, field.name) for field in fields(batch.tokens)]
-    context = batch.tokens.context
+    seq_params = batch.inputs.seq_params
+    tensors = [getattr(seq_params, field.name) for field in fields(seq_params)]
+    context = seq_params.context
     local, shared = (
         ((), ()) if context is None else (_orders(context.neighbors), _orders(context.everyone))
     )
-    visible = batch.tokens.whole.visible
+    visible = seq_params.whole.visible
     masks = () if visible is None else (visible.keys, visible.pairs, visible.rows)
     local, shared = (
         (local, (*shared, *masks)) if context is not None else ((*local, *masks), shared)
@@ -649,7 +655,7 @@ def declare_inputs(batch: PaperBatch) -> None:
         batch.labels,
         *mtp_inputs,
         *tensors,
-        *(batch.tokens.dropout or ()),
+        *(batch.inputs.dropout_key or ()),
         *local,
     ):
         if isinstance(value, Tensor):
@@ -697,7 +703,7 @@ def _shard_problems(
         neighbor = rank + step * grid.strides(axis)[1]
         other = build_meta_mesh(grid, rank=neighbor)
         neighbor_shards = _shards_of(
-            _chunks(model, other, parallel, KEEP_ALL, lora, optim)[rank_model.chunk]
+            _chunks(model, other, parallel, NO_RECOMPUTE, lora, optim)[rank_model.chunk]
         )
         for name, shard in rank_model.shards.items():
             if axis not in (EXPERT_AXES if shard.grid == "expert" else DENSE_AXES):
@@ -864,13 +870,13 @@ def _forward(rank_model: RankModel) -> tuple[Tensor, ...]:
         rank_model.model.stage_inputs(rank_model.received),
     )
     if not stage.loss:
-        result = rank_model.model(batch.ids, batch.tokens, mtp_inputs=batch.mtp_inputs, **given)
+        result = rank_model.model(batch.ids, batch.inputs, mtp_inputs=batch.mtp_inputs, **given)
         ends = result if isinstance(result, tuple) else (result,)
         for x, what in zip(ends, _names(rank_model), strict=False):
             expect(f"{what} for the next stage", x, rank_model.hidden)
         return ends
     losses = rank_model.model.losses(
-        batch.ids, batch.labels, batch.tokens, mtp_inputs=batch.mtp_inputs, **given
+        batch.ids, batch.labels, batch.inputs, mtp_inputs=batch.mtp_inputs, **given
     )
     for loss in losses:
         expect("losses", loss, {axis: V if axis in DATA_AXES else I for axis in DENSE_AXES})
@@ -936,8 +942,8 @@ class ChildRequest:
     parallel: ParallelConfig
     world: int
     ranks: tuple[int, ...] | None = None
-    recompute: RecomputeConfig = KEEP_ALL
-    offload: OffloadConfig = KEEP_HERE
+    recompute: RecomputeConfig = NO_RECOMPUTE
+    offload: OffloadConfig = NO_OFFLOAD
     lora: LoraConfig | None = None
     optim: OptimConfig = TRAIN_ALL
     fault: str | None = None
@@ -953,8 +959,8 @@ def type_check_in_child(
     *,
     world: int,
     ranks: Sequence[int] | None = None,
-    recompute: RecomputeConfig = KEEP_ALL,
-    offload: OffloadConfig = KEEP_HERE,
+    recompute: RecomputeConfig = NO_RECOMPUTE,
+    offload: OffloadConfig = NO_OFFLOAD,
     lora: LoraConfig | None = None,
     optim: OptimConfig = TRAIN_ALL,
     fault: str | None = None,

@@ -30,6 +30,7 @@ from megalith.infer.load import open_source
 from megalith.kernels.norm import RMSNormFunction
 from megalith.launch.worker import Worker
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
 
@@ -47,7 +48,7 @@ CONFIG = ModelConfig(
 
 def make_run(folder: Path, template: str | None, tokenizer: TokenizerConfig | None = None) -> str:
     """A run with one checkpoint, as tuned with a template."""
-    model = Decoder(CONFIG, build_single_rank_mesh())
+    model = Decoder(build_context(CONFIG, build_single_rank_mesh()))
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     entries = [

@@ -24,6 +24,7 @@ from megalith.hf.convert import convert
 from megalith.hf.pretrained import open_pretrained
 from megalith.hf.release import release_run
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
 
@@ -41,7 +42,7 @@ CONFIG = ModelConfig(
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run with one checkpoint."""
-    model = Decoder(CONFIG, build_single_rank_mesh())
+    model = Decoder(build_context(CONFIG, build_single_rank_mesh()))
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     entries = [

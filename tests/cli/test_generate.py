@@ -26,6 +26,7 @@ from megalith.config.tree import dump_yaml
 from megalith.errors import DataError
 from megalith.hf.release import release_run
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
 
@@ -43,7 +44,7 @@ CONFIG = ModelConfig(
 
 def make_run(folder: Path, tokenizer: TokenizerConfig) -> str:
     """A run with one checkpoint."""
-    model = Decoder(CONFIG, build_single_rank_mesh())
+    model = Decoder(build_context(CONFIG, build_single_rank_mesh()))
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     entries = [

@@ -68,7 +68,7 @@ def test_a_step_is_rows_of_tokens_and_their_next_tokens() -> None:
     first = step.microbatches[0]
     assert first.ids.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
     assert first.labels.tolist() == [1, 2, 3, 4, 11, 12, 13, 14]
-    assert first.tokens.uniform == 4
+    assert first.seq_params.uniform == 4
     assert step.microbatches[1].labels.tolist()[4:] == [31, 32, -1, -1]
     assert step.num_labels == 8 * 4 - 2
 
@@ -137,8 +137,8 @@ def test_a_resumed_loader_goes_on_where_it_was() -> None:
 def test_documents_start_after_each_end_and_drop_the_label_that_crosses() -> None:
     sample = Sample(np.array([5, 6, 9, 7, 8, 9, 4], dtype=np.int64), 7)
     batch = build_batch([sample], MaskSettings(eod=9, documents=True), device=CPU)
-    assert batch.tokens.lengths == ((3, 3), (3, 3))
-    assert batch.tokens.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
+    assert batch.seq_params.lengths == ((3, 3), (3, 3))
+    assert batch.seq_params.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
     assert batch.labels.tolist() == [6, 9, -1, 8, 9, -1]
     assert batch.num_labels == 4
 
@@ -177,7 +177,7 @@ def test_context_parallel_ranks_shard_mtp_inputs(
             assert (
                 mine.num_mtp_labels == whole.num_mtp_labels and mine.num_labels == whole.num_labels
             )
-            context = mine.tokens.context
+            context = mine.seq_params.context
             assert context is not None
             places = context.slices.as_read(rank).tolist()
             pairs = zip(
@@ -196,7 +196,7 @@ def test_ranks_that_share_rows_share_the_places_of_their_tokens_in_pictures(
     rows = [Sample(draw.integers(1, 9, 13), 11) for _ in range(3)]
     rows[1] = replace(rows[1], places=draw.integers(0, 99, (3, 12)))
     masks = MaskSettings(eod=4, documents=True)
-    text, whole = (build_batch(some, masks, device=CPU).tokens for some in ([rows[0]], rows))
+    text, whole = (build_batch(some, masks, device=CPU).seq_params for some in ([rows[0]], rows))
     assert whole.position_ids.shape == (3, 36) and whole.num_tokens == 36
     assert torch.equal(whole.position_ids[:, :12], text.position_ids.expand(3, -1))
     assert whole.position_ids[:, 12:24].tolist() == rows[1].places.tolist()  # type: ignore[union-attr]  # just given
@@ -204,7 +204,7 @@ def test_ranks_that_share_rows_share_the_places_of_their_tokens_in_pictures(
     for rank in range(2):
         mine = build_batch(
             rows, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by)
-        ).tokens
+        ).seq_params
         assert mine.context is not None and mine.whole.position_ids.shape == (
             3,
             2 * mine.num_tokens,
@@ -238,7 +238,7 @@ def test_end_of_document_labels_can_be_masked_without_documents() -> None:
     sample = Sample(np.array([5, 9, 7, 8], dtype=np.int64), 4)
     batch = build_batch([sample], MaskSettings(eod=9, eod_mask_loss=True), device=CPU)
     assert batch.labels.tolist() == [9, -1, 8]
-    assert batch.tokens.uniform == 3
+    assert batch.seq_params.uniform == 3
 
 
 def shares(
@@ -260,7 +260,7 @@ def test_ranks_that_share_rows_get_the_ids_labels_and_positions_of_the_same_toke
     text[0][[4, 5]] = 0
     for rank, batch in enumerate(shares("row")):
         places = [0, 1, 2, 9, 10, 11] if rank == 0 else [3, 4, 5, 6, 7, 8]
-        assert batch.tokens.position_ids.tolist() == places * 2
+        assert batch.seq_params.position_ids.tolist() == places * 2
         assert batch.ids.tolist() == [int(row[i]) for row in text for i in places]
         labels = [int(row[i + 1]) if i + 1 < 11 else -1 for row in text for i in places]
         assert (
@@ -293,17 +293,17 @@ def test_filler_at_the_end_of_rows_is_marked_on_the_ranks_that_share_them(
     for size in (1, 2):
         slicings = [Slicing(ranks=size, rank=rank, by=by) for rank in range(size)]
         found = [build_batch(rows, PLAIN, device=CPU, slicing=slicing) for slicing in slicings]
-        assert sum(int(batch.tokens.valid.sum()) for batch in found) == 7 + 12
-        assert all((batch.ids[batch.tokens.valid] > 0).all() for batch in found)
+        assert sum(int(batch.seq_params.valid.sum()) for batch in found) == 7 + 12
+        assert all((batch.ids[batch.seq_params.valid] > 0).all() for batch in found)
 
 
 def test_padding_of_documents_has_no_label_and_is_marked() -> None:
     parts = shares("document", MaskSettings(eod=0, documents=True))
-    padded = [int((~part.tokens.valid).sum()) for part in parts]
+    padded = [int((~part.seq_params.valid).sum()) for part in parts]
     # Documents of 5, 1, 6 and 12 tokens become 8, 4, 8 and 12.
     assert sum(len(part.ids) for part in parts) == 32 and sum(padded) == 8
-    assert all((part.labels[~part.tokens.valid] == -1).all() for part in parts)
-    assert all((part.ids[~part.tokens.valid] == 0).all() for part in parts)
+    assert all((part.labels[~part.seq_params.valid] == -1).all() for part in parts)
+    assert all((part.ids[~part.seq_params.valid] == 0).all() for part in parts)
 
 
 def test_squares_of_lengths_are_those_of_the_documents_as_they_were_read() -> None:
@@ -343,8 +343,8 @@ def _numbers(rank: int, world: int, micro: int) -> list[tuple[list[int], list[in
     )
     found = []
     for batch in (batch for _ in range(2) for batch in dropping.next().microbatches):
-        assert batch.tokens.dropout is not None and batch.tokens.dropout.seed == 3
-        found.append((batch.ids.tolist(), batch.tokens.dropout.numbers.tolist()))
+        assert batch.dropout_key is not None and batch.dropout_key.seed == 3
+        found.append((batch.ids.tolist(), batch.dropout_key.numbers.tolist()))
     return found
 
 
@@ -373,14 +373,14 @@ def test_ranks_that_share_rows_have_the_numbers_of_their_own_tokens(
     samples, masks = [Sample(row, 13) for row in rows], MaskSettings(eod=4, documents=True)
     for rank in range(2):
         batch = build_batch(samples, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by))
-        key = with_dropout(batch, [7, 9], seed=0).tokens.dropout
+        key = with_dropout(batch, [7, 9], seed=0).dropout_key
         assert key is not None
         expected = torch.where(batch.ids < 12, batch.ids + 7 * 12, batch.ids - 12 + 9 * 12)
-        assert torch.equal(key.numbers, torch.where(batch.tokens.valid, expected, -1))
+        assert torch.equal(key.numbers, torch.where(batch.seq_params.valid, expected, -1))
 
 
-def test_without_dropout_tokens_carry_no_numbers() -> None:
-    assert loader(single_rank_group("dp")).next().microbatches[0].tokens.dropout is None
+def test_batch_without_dropout_has_no_dropout_key() -> None:
+    assert loader(single_rank_group("dp")).next().microbatches[0].dropout_key is None
 
 
 # --- packs
@@ -419,10 +419,10 @@ def test_packs_have_every_document_of_the_step_once_whoever_reads_them() -> None
     assert step.num_tokens == sum(found) and step.num_padded_tokens == 64 * len(step.microbatches)
     assert {len(batch.ids) for batch in step.microbatches} == {64}
     for batch in step.microbatches:
-        assert int(batch.tokens.valid.sum()) == sum(batch.lengths) == batch.num_tokens
+        assert int(batch.seq_params.valid.sum()) == sum(batch.lengths) == batch.num_tokens
         assert (
             int((batch.labels >= 0).sum()) == batch.num_labels
-            and not (batch.labels[~batch.tokens.valid] >= 0).any()
+            and not (batch.labels[~batch.seq_params.valid] >= 0).any()
         )
     assert sum(batch.part for batch in step.microbatches) == pytest.approx(len(step.microbatches))
 
@@ -432,7 +432,7 @@ def test_what_is_dropped_depends_on_the_document_and_not_on_its_pack() -> None:
     for capacity in (40, 64, 128):
         budget = TokenBudget(capacity=capacity, longest=30)
         step = ragged(single_rank_group("dp"), budget=budget, consumed=10, dropout_seed=3).next()
-        keys = [batch.tokens.dropout for batch in step.microbatches]
+        keys = [batch.dropout_key for batch in step.microbatches]
         numbers.append(
             sorted(int(n) for key in keys if key is not None for n in key.numbers if n >= 0)
         )
@@ -445,7 +445,7 @@ def test_a_pack_of_nothing_is_filler() -> None:
     assert (
         batch.num_tokens == batch.num_labels == 0
         and batch.lengths == ()
-        and not batch.tokens.valid.any()
+        and not batch.seq_params.valid.any()
     )
     assert batch.part == 1.0 and len(batch.ids) == 64
 

@@ -50,15 +50,15 @@ def test_a_row_says_what_its_tokens_see_wherever_documents_begin() -> None:
         (MaskSettings(eod=0, documents=True), [12, 12, 12, 5, 7]),
     ):
         batch = build_batch(rows, masks, device=CPU)
-        assert [keys for _, keys in batch.tokens.lengths] == lengths
-        found = seen(batch.tokens)
+        assert [keys for _, keys in batch.seq_params.lengths] == lengths
+        found = seen(batch.seq_params)
         for n, mask in enumerate(
             (PAIRS[0].seen, np.tile(TEXT.seen, (12, 1)), np.ones((12, 12), bool), PAIRS[1].seen)
         ):
             here = slice(12 * n, 12 * (n + 1))
-            own = batch.tokens.document_ids[here] == batch.tokens.document_ids[here, None]
+            own = batch.seq_params.document_ids[here] == batch.seq_params.document_ids[here, None]
             assert np.array_equal(found[here, here], mask & own.numpy())
-        assert batch.tokens.valid.tolist() == [True] * 12 + TEXT.seen.tolist() + [True] * 24
+        assert batch.seq_params.valid.tolist() == [True] * 12 + TEXT.seen.tolist() + [True] * 24
 
 
 def test_padding_of_rows_is_hidden_from_models_that_look_at_later_tokens() -> None:
@@ -70,24 +70,24 @@ def test_padding_of_rows_is_hidden_from_models_that_look_at_later_tokens() -> No
         replace(sample(TEXT, 4), num_valid=4),
     ]
     batch, text = build_batch(rows, MaskSettings(padding=True), device=CPU), np.arange(12)
-    found = seen(batch.tokens)
+    found = seen(batch.seq_params)
     for n, mask in enumerate((text < 12, text < 9, PAIRS[0].seen & (text < 5), text < 4)):
         here = slice(12 * n, 12 * (n + 1))
         assert np.array_equal(found[here, here], np.broadcast_to(mask, (12, 12)))
-    assert batch.tokens.valid.tolist() == [*[True] * 12, *(text < 9), *(text < 5), *(text < 4)]
-    assert build_batch([rows[0], short], MaskSettings(), device=CPU).tokens.visible is None
+    assert batch.seq_params.valid.tolist() == [*[True] * 12, *(text < 9), *(text < 5), *(text < 4)]
+    assert build_batch([rows[0], short], MaskSettings(), device=CPU).seq_params.visible is None
     assert (
-        build_batch([rows[0], rows[0]], MaskSettings(padding=True), device=CPU).tokens.visible
+        build_batch([rows[0], rows[0]], MaskSettings(padding=True), device=CPU).seq_params.visible
         is None
     )
     whole = replace(short, num_valid=12)  # only the last label is padding
-    assert build_batch([whole], MaskSettings(padding=True), device=CPU).tokens.visible is None
+    assert build_batch([whole], MaskSettings(padding=True), device=CPU).seq_params.visible is None
 
 
 def test_rows_that_fill_up_a_batch_ask_for_no_way_that_knows_masks() -> None:
     tokens = build_batch(
         [sample(None, 1), sample(None, 2).blank()], MaskSettings(padding=True), device=CPU
-    ).tokens
+    ).seq_params
     assert tokens.visible is None
     x = torch.randn(24, 2, 8)
     assert attention(x, x, x, tokens, Scores(causal=False), kernel="cpu_tiled").isfinite().all()
@@ -109,18 +109,18 @@ def test_whether_padding_is_hidden_follows_from_the_model() -> None:
 
 def test_rows_without_masks_are_as_before() -> None:
     batch = build_batch([sample(None, 1), sample(None, 2)], MaskSettings(), device=CPU)
-    assert batch.tokens.visible is None
+    assert batch.seq_params.visible is None
 
 
 @pytest.mark.parametrize("by", ["row", "document"])
 def test_ranks_that_share_rows_know_the_masks_of_all(by: Literal["row", "document"]) -> None:
     rows, masks = [sample(PAIRS[0], 1), sample(TEXT, 2)], MaskSettings(eod=0, documents=True)
     rows[0].ids[4] = 0
-    alone = build_batch(rows, masks, device=CPU).tokens
+    alone = build_batch(rows, masks, device=CPU).seq_params
     for rank in range(2):
         tokens = build_batch(
             rows, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by)
-        ).tokens
+        ).seq_params
         assert tokens.visible is None and tokens.context is not None
         source = tokens.context.slices.source
         read = np.arange(24) if source is None else np.flatnonzero(source >= 0)
@@ -190,7 +190,7 @@ def test_rows_in_which_nothing_is_read_keep_the_kind_of_mask() -> None:
         for row in (blank, packed):
             assert row.mask is not None and row.mask.alone == mask.alone and not row.mask.seen.any()
         batch = build_batch([sample(mask), blank], MaskSettings(), device=CPU)
-        assert not seen(batch.tokens)[12:].any()
+        assert not seen(batch.seq_params)[12:].any()
     assert sample(None).blank().mask is None
 
 

@@ -152,7 +152,7 @@ def _train_packed(
 ) -> tuple[float, float, int, float]:
     trainer = build(settings, rank, world)
     step = packed(trainer).next()
-    sizes = {batch.tokens.whole.num_tokens for batch in step.microbatches}
+    sizes = {batch.seq_params.whole.num_tokens for batch in step.microbatches}
     assert len(sizes) == 1, "the shapes of packs never change"
     loss, norm, _ = gradients(trainer, step)
     return loss, norm, len(step.microbatches), float(step.imbalance or 0.0)

@@ -2,7 +2,6 @@
 experts nobody chooses, and balance that is learned. That each layout equals one process is in
 test_layouts.py."""
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -280,9 +279,7 @@ def test_evaluation_drops_no_tokens_and_adds_no_noise_or_aux_loss() -> None:
             case_of(replace(NARROW, moe=moe), ONE).run, build_single_rank_mesh(), CPU
         )
         batches = _loader(trainer.run, trainer.mesh, consumed=0, steps=1).next().microbatches
-        held_out = [
-            replace(batch, tokens=replace(batch.tokens, dropout=None)) for batch in batches
-        ]  # as they are read
+        held_out = [replace(batch, dropout_key=None) for batch in batches]  # as they are read
         found.append(trainer.pipeline_model.forward(held_out))
     assert torch.equal(found[0], found[1]) and bool(found[0].any())
 
@@ -369,9 +366,11 @@ def matmuls(*, grouped: bool) -> Iterator[None]:
         ways.append(select_grouped_matmul_ops(x, w, groups) if grouped else LOOP)
         return ways[-1]
 
-    put = functools.partial(
-        accumulate_grouped_product_, matmul_ops=FUSED if grouped and HAS_GROUPED_MM else LOOP
-    )
+    ops = FUSED if grouped and HAS_GROUPED_MM else LOOP
+
+    def put(*tensors: Any, matmul_ops: GroupedMatmulOps | None, **options: Any) -> Tensor:
+        return accumulate_grouped_product_(*tensors, matmul_ops=ops, **options)
+
     with everywhere(noted), patched(data, "accumulate_grouped_product_", put):
         yield
     assert ways and (FUSED in ways) == (grouped and HAS_GROUPED_MM)

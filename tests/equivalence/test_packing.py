@@ -18,6 +18,7 @@ from megalith.data.sample import PackedSample
 from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.models.decoder import Decoder, allocate, initialize
+from megalith.nn.build import build_context
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -140,7 +141,7 @@ def _alone() -> tuple[float, float]:
         build_batch([row((n,), LENGTHS[n])], MaskSettings(), device=CPU)
         for n in range(len(LENGTHS))
     ]
-    assert all(len(batch.tokens.lengths) == 1 for batch in batches)
+    assert all(len(batch.seq_params.lengths) == 1 for batch in batches)
     loss, norm, expected = gradients(
         trainer, StepBatches(batches, sum(batch.num_labels for batch in batches))
     )
@@ -164,11 +165,11 @@ def test_packed_documents_match_under_every_axis(name: str) -> None:
 
 
 def outputs(batch: Batch) -> Tensor:
-    model = Decoder(tiny_run().model, build_single_rank_mesh())
+    model = Decoder(build_context(tiny_run().model, build_single_rank_mesh()))
     allocate(model, CPU)
     initialize(model, seed=3)
     with torch.no_grad():
-        hidden: Tensor = model(batch.ids, batch.tokens)
+        hidden: Tensor = model(batch.ids, batch.layer_inputs())
     return hidden
 
 
@@ -196,7 +197,7 @@ def test_comparison_detects_joined_documents() -> None:
 def test_padding_has_no_effect() -> None:
     batch = build_batch([row((0, 1)), row((5,))], MaskSettings(), device=CPU)
     assert batch.num_tokens == 10 and batch.squared_lengths == 25 + 9 + 4
-    assert batch.tokens.lengths == ((5, 5), (3, 3), (16, 16), (2, 2), (22, 22))
+    assert batch.seq_params.lengths == ((5, 5), (3, 3), (16, 16), (2, 2), (22, 22))
 
 
 # --- conversations

@@ -46,9 +46,12 @@ from megalith.estimate.activations import (
 from megalith.estimate.advise import savings
 from megalith.kernels import routing
 from megalith.kernels.attention import cpu_tiled
-from megalith.kernels.packed import AuxLossScale, DropoutKey, tokens_of_lengths, tokens_of_slices
+from megalith.kernels.dropout import DropoutKey
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
+from megalith.kernels.packed import tokens_of_lengths, tokens_of_slices
 from megalith.kernels.permute import permute, permute_choices
 from megalith.models.decoder import Decoder, allocate, initialize
+from megalith.nn.build import build_context
 from megalith.observe.meter import measure_saved_activations
 from megalith.parallel.context import local_slicing
 from megalith.parallel.expert import local_expert_groups
@@ -121,31 +124,34 @@ def measure(setting: ActivationSetting, rank: int = 0, world: int = 1) -> tuple[
         else build_mesh(model_grid(parallel, setting.model, world), rank=rank)
     )
     model = Decoder(
-        setting.model,
-        mesh,
-        sp=setting.sp,
-        dtype=DTYPES[setting.dtype],
-        recompute=setting.recompute,
-        offload=setting.offload,
-        context=context,
-        dispatcher=setting.dispatcher,
+        build_context(
+            setting.model,
+            mesh,
+            ParallelConfig(sp=setting.sp, dispatcher=setting.dispatcher, context=context),
+            dtype=DTYPES[setting.dtype],
+            recompute=setting.recompute,
+            offload=setting.offload,
+        )
     )
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
-    ids, tokens = torch.arange(sum(setting.lengths)) % 61, tokens_of_lengths(list(setting.lengths))
+    ids, tokens = (
+        torch.arange(sum(setting.lengths)) % 61,
+        LayerInputs(tokens_of_lengths(list(setting.lengths))),
+    )
     if setting.cp > 1:
         slicing = local_slicing(parallel, mesh)
         slices = plan_slices(list(setting.lengths), row=setting.lengths[0], slicing=slicing)
         ids, tokens = (
             ids[torch.from_numpy(slices.as_read(slicing.rank))],
-            tokens_of_slices(slices, slicing),
+            LayerInputs(tokens_of_slices(slices, slicing)),
         )
     if setting.model.dropout.is_enabled():
-        tokens = replace(tokens, dropout=DropoutKey(7, torch.arange(len(ids))))
+        tokens = replace(tokens, dropout_key=DropoutKey(7, torch.arange(len(ids))))
     if setting.model.moe is not None:
-        tokens = replace(tokens, balance=AuxLossScale(0, 1, 1.0))
+        tokens = replace(tokens, router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0)))
         if setting.model.moe.router.uses_random_numbers():
-            tokens = replace(tokens, dropout=DropoutKey(7, torch.arange(len(ids))))
+            tokens = replace(tokens, dropout_key=DropoutKey(7, torch.arange(len(ids))))
     with measure_saved_activations(model) as meter, equally_busy(part.ep > 1):
         loss = sum(
             model.losses(ids, ids, tokens, mtp_inputs=((ids, ids),) * setting.model.mtp.num_layers),
@@ -638,10 +644,12 @@ def test_saved_activations_of_mtp_stages_match_the_ledger(layout: str, kind: str
     model = KINDS["mtp" if kind == "recomputed" else kind]
     recompute = FULL[0] if kind == "recomputed" else RecomputeConfig()
     setting = ActivationSetting(model=model, dtype="fp32", lengths=(12, 12), recompute=recompute)
-    ids, tokens = torch.arange(24) % 61, tokens_of_lengths([12, 12])
+    ids, tokens = torch.arange(24) % 61, LayerInputs(tokens_of_lengths([12, 12]))
     received: tuple[torch.Tensor, ...] = ()
     for stage in plan_stages(PipelineConfig(layout=layout), pp=4, num_layers=3, depths=2):
-        chunk = Decoder(model, build_single_rank_mesh(), stage=stage, recompute=recompute)
+        chunk = Decoder(
+            build_context(model, build_single_rank_mesh(), recompute=recompute), stage=stage
+        )
         allocate(chunk, torch.device("cpu"))
         initialize(chunk, seed=1)
         mtp_inputs, given = (
@@ -757,12 +765,14 @@ def test_backward_brings_back_what_the_ledger_says(
         model=model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
     )
     decoder = Decoder(
-        model,
-        build_single_rank_mesh(),
-        sp=False,
-        dtype=torch.float32,
-        recompute=recompute,
-        offload=offload,
+        build_context(
+            model,
+            build_single_rank_mesh(),
+            ParallelConfig(sp=False),
+            dtype=torch.float32,
+            recompute=recompute,
+            offload=offload,
+        )
     )
     allocate(decoder, torch.device("cpu"))
     initialize(decoder, seed=1)
@@ -780,7 +790,7 @@ def test_backward_brings_back_what_the_ledger_says(
         found.append(meter.live + sum(back.values()))
 
     with measure_saved_activations(decoder) as meter, pytest.MonkeyPatch.context() as patch:
-        loss = decoder.loss(ids, ids, tokens_of_lengths([12, 12]))
+        loss = decoder.loss(ids, ids, LayerInputs(tokens_of_lengths([12, 12])))
         patch.setattr(OffloadedStorage, "start_back", noted)
         loss.backward()
     kept = stage_activations(setting, num_layers=num_layers)
@@ -820,7 +830,7 @@ def sharded_weights(
     trainer.data.begin_step(1)
     ids = torch.arange(24)
     with measure_saved_activations(trainer.model) as meter:
-        loss = trainer.model.loss(ids, ids, tokens_of_lengths([12, 12]))
+        loss = trainer.model.loss(ids, ids, LayerInputs(tokens_of_lengths([12, 12])))
     setting = ActivationSetting(
         model=run.model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
     )
@@ -850,7 +860,7 @@ LLAMA_8B = ActivationSetting(
 
 def test_the_page_says_what_the_ledger_says() -> None:
     text, plain = PAGE.read_text(), total(layer_rows(LLAMA_8B, ()))
-    assert f"keeps {plain / 8192 / 1024:.1f} KiB" in text
+    assert f"saves {plain / 8192 / 1024:.1f} KiB" in text
     for module in MODULES:
         one = replace(
             LLAMA_8B, recompute=RecomputeConfig(granularity="selective", modules=(module,))

@@ -29,8 +29,7 @@ from megalith.estimate.memory import (
 )
 from megalith.estimate.workload import Workload, plan_workload
 from megalith.models.decoder import build_chunks, iter_parameter_specs
-from megalith.nn.frozen import freeze
-from megalith.nn.lora import attach_adapters
+from megalith.nn.build import build_context
 from megalith.observe.meter import measure_saved_activations
 from megalith.optim.adamw import AdamW
 from megalith.parallel.context import local_slicing
@@ -63,9 +62,10 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
     run = workload.run
     mesh = build_meta_mesh(model_grid(run.parallel, run.model, workload.world), rank=rank)
     dtype = DTYPES[run.precision.params]
-    model = nn.ModuleList(build_chunks(run.model, mesh, run.parallel, dtype=dtype))
-    attach_adapters(list(model), run.model, run.lora)
-    freeze(list(model), run.model, run.optim)
+    context = build_context(
+        run.model, mesh, run.parallel, dtype=dtype, lora=run.lora, optim=run.optim
+    )
+    model = nn.ModuleList(build_chunks(context))
     data = BucketedDataParallel(
         model,
         [(one.shard, module, name) for one, module, name in iter_parameter_specs(model)],

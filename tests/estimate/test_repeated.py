@@ -7,14 +7,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megalith.config.kernels import KernelsConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import AttentionConfig, LayersConfig, MLAConfig, ModelConfig, MTPConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import RecomputeConfig, RecomputedModule
 from megalith.estimate.times import repeated_flops
+from megalith.kernels.backend import Backends
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize
-from megalith.nn.kernels import use_kernels
+from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.stages import Stage, single_stage
 from megalith.recipes import resolve
@@ -52,13 +55,23 @@ def chosen(*modules: RecomputedModule) -> RecomputeConfig:
 def counted(model: ModelConfig, recompute: RecomputeConfig) -> int:
     """Operations that torch counts in one forward and backward of the model of plain
     definitions."""
-    decoder = Decoder(model, build_single_rank_mesh(), dtype=torch.float64, recompute=recompute)
+    decoder = Decoder(
+        build_context(
+            model,
+            build_single_rank_mesh(),
+            dtype=torch.float64,
+            recompute=recompute,
+            backends=Backends(KernelsConfig(all="reference")),
+        )
+    )
     allocate(decoder, torch.device("cpu"))
     initialize(decoder, seed=1)
-    use_kernels([decoder], "reference", build_single_rank_mesh())
-    tokens = tokens_of_lengths(list(DOCUMENTS))
+    tokens = LayerInputs(tokens_of_lengths(list(DOCUMENTS)))
     ids = torch.randint(
-        0, model.vocab_size, (tokens.num_tokens,), generator=torch.Generator().manual_seed(2)
+        0,
+        model.vocab_size,
+        (tokens.seq_params.num_tokens,),
+        generator=torch.Generator().manual_seed(2),
     )
     with FlopCounterMode(display=False) as counter:
         losses = decoder.losses(ids, ids, tokens, mtp_inputs=((ids, ids),) * model.mtp.num_layers)

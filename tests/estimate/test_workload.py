@@ -6,6 +6,7 @@ from torch import nn
 from megalith.errors import PlanError
 from megalith.estimate.workload import plan_workload
 from megalith.models.decoder import build_chunks, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_meta_mesh
 from megalith.plan.context import Slicing, plan_slices
 from megalith.testing.tiny import tiny_run
@@ -94,7 +95,9 @@ def test_mtp_layers_share_the_embedding_table_as_in_the_model(tied: str, schedul
     workload = plan_workload(run, 2)
     for rank in range(2):
         built = nn.ModuleList(
-            build_chunks(run.model, build_meta_mesh(workload.grid, rank=rank), run.parallel)
+            build_chunks(
+                build_context(run.model, build_meta_mesh(workload.grid, rank=rank), run.parallel)
+            )
         )
         real = [
             (d.shard.name, getattr(module, name).numel())

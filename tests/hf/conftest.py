@@ -12,7 +12,9 @@ from torch import Tensor
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.model import ModelConfig
 from megalith.hf.folder import write_folder
+from megalith.kernels.backend import AUTO, Backends
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.parallel.mesh import Mesh, build_single_rank_mesh
 from megalith.plan.shards import Box
 
@@ -35,10 +37,14 @@ def config(**changes: Any) -> ModelConfig:
 
 
 def blank(
-    model_config: ModelConfig, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32
+    model_config: ModelConfig,
+    mesh: Mesh | None = None,
+    dtype: torch.dtype = torch.float32,
+    backends: Backends = AUTO,
 ) -> Decoder:
     """A model whose weights are all -7."""
-    model = Decoder(model_config, mesh or build_single_rank_mesh(), dtype=dtype)
+    mesh = mesh or build_single_rank_mesh()
+    model = Decoder(build_context(model_config, mesh, dtype=dtype, backends=backends))
     allocate(model, torch.device("cpu"))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -46,9 +52,15 @@ def blank(
     return model
 
 
-def model(model_config: ModelConfig, *, seed: int = 0, mesh: Mesh | None = None) -> Decoder:
+def model(
+    model_config: ModelConfig,
+    *,
+    seed: int = 0,
+    mesh: Mesh | None = None,
+    backends: Backends = AUTO,
+) -> Decoder:
     """A model with first weights, and biases that are not zero."""
-    made = blank(model_config, mesh)
+    made = blank(model_config, mesh, backends=backends)
     initialize(made, seed=seed)
     with torch.no_grad():
         for declared, module, name in iter_parameter_specs(made):

@@ -17,6 +17,7 @@ from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.hf.folder import HuggingFaceFolder
 from megalith.hf.tensor_rules import group_by_parameter, to_parameter_layout
 from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
 
 
@@ -363,7 +364,9 @@ def their_model(
 
 def our_model(folder: HuggingFaceFolder, **changes: Any) -> Decoder:
     """The same weights in a model of ours, with settings changed."""
-    model = Decoder(replace(folder.model_config, **changes), build_single_rank_mesh())
+    model = Decoder(
+        build_context(replace(folder.model_config, **changes), build_single_rank_mesh())
+    )
     allocate(model, torch.device("cpu"))
     folder.fill(
         [
@@ -392,8 +395,8 @@ def batch(vocab_size: int) -> tuple[Tensor, Tensor]:
 def our_gradients(model: Decoder, folder: HuggingFaceFolder) -> dict[str, Tensor]:
     """Gradients under their names, in their shapes."""
     every = (
-        folder.family.fused_rules(folder.model_config)
-        if folder.family.fused_rules
+        folder.family.rules(folder.model_config, fused=True)
+        if folder.family.fused_tensors
         else folder.rules
     )  # as in their memory
     rules, found = group_by_parameter(every), dict[str, Tensor]()

@@ -10,8 +10,7 @@ from torch import Tensor
 from megalith.config.lora import LoraConfig, lora_matrices
 from megalith.config.model import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.hf.gpt2 import GPT2
-from megalith.hf.llama import LLAMA
+from megalith.hf.families import GPT2, LLAMA
 from megalith.hf.peft import (
     AdaptedWeights,
     Adapters,

@@ -16,27 +16,9 @@ from megalith.config.model import (
     RopeConfig,
 )
 from megalith.errors import ConfigError
-from megalith.hf.config_fields import (
-    FULL,
-    SLIDING,
-    UnexportedFieldsError,
-    canonical,
-    check_all_fields_exported,
-    common_rules,
-    read_common_fields,
-    shortest_pattern,
-    window_arguments,
-)
-from megalith.hf.fields import Fields
-from megalith.hf.gemma2 import GEMMA2
-from megalith.hf.gemma3 import GEMMA3
-from megalith.hf.gpt_oss import GPT_OSS
-from megalith.hf.llama import LLAMA, read_config, write_config
-from megalith.hf.qwen2 import QWEN2
-from megalith.hf.qwen2_moe import QWEN2_MOE
-from megalith.hf.qwen3 import QWEN3
-from megalith.hf.smollm3 import SMOLLM3
-from megalith.hf.tensor_rules import Family
+from megalith.hf.families import GEMMA2, GEMMA3, GPT_OSS, LLAMA, QWEN2, QWEN2_MOE, QWEN3, SMOLLM3
+from megalith.hf.family import Family, UnexportedFieldsError, canonical, check_all_fields_exported
+from megalith.hf.shared_fields import FULL, SLIDING, shortest_pattern, window_arguments
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "head size": ({"head_dim": 2}, {"head_dim": None}),
@@ -87,13 +69,13 @@ def test_settings_that_change_the_computation_are_not_exported(
             ConfigError,
             match=r"LlamaForCausalLM cannot express .* exported as .* Keep the model",
         ):
-            write_config(tiny.config(**OTHER[case]))
+            LLAMA.write_config(tiny.config(**OTHER[case]))
 
 
 def test_all_unsupported_settings_are_reported_together(tiny: SimpleNamespace) -> None:
     config = tiny.config(gated=False, logit_softcap=3.0, positions="none")
     with pytest.raises(ConfigError, match="3 settings") as refused:
-        write_config(config)
+        LLAMA.write_config(config)
     for text in ("model.gated=False", "model.logit_softcap=3.0", "model.positions='none'"):
         assert text in str(refused.value)
     assert isinstance(refused.value, UnexportedFieldsError) and {*refused.value.settings} == {
@@ -104,9 +86,9 @@ def test_all_unsupported_settings_are_reported_together(tiny: SimpleNamespace) -
 
 
 def test_biases_of_attention_bias_may_be_exported_as_zeros(tiny: SimpleNamespace) -> None:
-    raw = write_config(tiny.config(qkv_bias=True))
+    raw = LLAMA.write_config(tiny.config(qkv_bias=True))
     assert raw["attention_bias"] is True
-    assert check_all_fields_exported(raw, tiny.config(output_bias=True), read_config, LLAMA) is raw
+    check_all_fields_exported(raw, tiny.config(output_bias=True), LLAMA)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +107,8 @@ def test_patterns_are_as_short_as_they_can_be(
 
 
 def test_a_window_that_no_layer_has_is_none() -> None:
-    assert window_arguments(3, (False,)) == window_arguments(None, (True,)) == {}
+    none = {"window": None, "window_layers": ()}
+    assert window_arguments(3, (False,)) == window_arguments(None, (True,)) == none
     assert window_arguments(3, (True, True)) == {"window": 3, "window_layers": ()}
 
 
@@ -137,46 +120,15 @@ def test_null_num_key_value_heads_means_num_heads_and_missing_the_family_default
         "num_hidden_layers": 1,
         "num_attention_heads": 4,
     }
-    assert read_common_fields(Fields(sizes), kv_heads=2)["num_kv_heads"] == 2
-    assert (
-        read_common_fields(Fields(sizes | {"num_key_value_heads": None}), kv_heads=2)[
-            "num_kv_heads"
-        ]
-        == 4
-    )
-    assert read_common_fields(Fields(sizes))["num_kv_heads"] == 4
+    family = replace(LLAMA, defaults={"num_key_value_heads": 2})
+    assert family.read_config(sizes).num_kv_heads == 2
+    assert family.read_config(sizes | {"num_key_value_heads": None}).num_kv_heads == 4
+    assert LLAMA.read_config(sizes).num_kv_heads == 4
 
 
-def test_pre_and_post_norm_rules_surround_their_block() -> None:
-    config = ModelConfig(
-        vocab_size=9,
-        hidden_size=8,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        ffn_hidden_size=5,
-        norm_placement="around",
-    )
-    words = {
-        "attention_norm": "a",
-        "attention_post_norm": "b",
-        "mlp_norm": "c",
-        "mlp_post_norm": "d",
-    }
-    names = [
-        rule.name.removeprefix("model.layers.0.") for rule in common_rules(config, norms=words)
-    ]
-    assert [name for name in names if name[1:] == ".weight"] == [
-        "a.weight",
-        "b.weight",
-        "c.weight",
-        "d.weight",
-    ]
-    assert (
-        names.index("self_attn.o_proj.weight") < names.index("b.weight") < names.index("c.weight")
-    )
-    assert names[-1] == "lm_head.weight"
-    assert common_rules(replace(config, tied_embeddings=True))[-1].name == "model.norm.weight"
+def test_tied_embeddings_have_no_head_tensor(tiny: SimpleNamespace) -> None:
+    assert LLAMA.rules(tiny.config())[-1].name == "lm_head.weight"
+    assert LLAMA.rules(tiny.config(tied_embeddings=True))[-1].name == "model.norm.weight"
 
 
 def test_initialization_and_training_dtypes_are_not_part_of_the_canonical_form() -> None:

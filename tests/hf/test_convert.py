@@ -26,14 +26,11 @@ from megalith.hf.convert import (
     plan_moves,
     token_ids,
 )
+from megalith.hf.families import MISTRAL, PHI3, QWEN2, SMOLLM3
+from megalith.hf.family import Family
 from megalith.hf.folder import HuggingFaceFolder
-from megalith.hf.mistral import MISTRAL
-from megalith.hf.phi3 import PHI3
 from megalith.hf.pretrained import load_pretrained, open_pretrained
-from megalith.hf.qwen2 import QWEN2
 from megalith.hf.release import parameters, release_run
-from megalith.hf.smollm3 import SMOLLM3
-from megalith.hf.tensor_rules import Family
 from megalith.parallel.group import single_rank_group
 
 

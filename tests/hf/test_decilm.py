@@ -15,9 +15,9 @@ from torch import Tensor
 from megalith.cli.main import main
 from megalith.config.model import EQUAL_LAYERS, LayerPart, LayersConfig
 from megalith.errors import ConfigError
-from megalith.hf import llama
-from megalith.hf.decilm import DECILM, read_config, rules, write_config
+from megalith.hf.families import DECILM, LLAMA
 from megalith.hf.folder import HuggingFaceFolder, find_family
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import Decoder
 from megalith.plan.costs import num_parameters
@@ -95,12 +95,12 @@ def second(**halves: dict[str, Any]) -> dict[str, Any]:
 )
 def test_blocks_have_as_many_parameters_as_is_known(raw: dict[str, Any], count: int) -> None:
     before = deepcopy(raw)
-    config = read_config(raw)
+    config = DECILM.read_config(raw)
     assert raw == before
     assert (
         num_declared(config) == num_parameters(replace(config, pad_vocab_to_multiple_of=1)) == count
     )
-    again = write_config(config)
+    again = DECILM.write_config(config)
     kept, given = (
         {"n_heads_in_group", "no_op", "replace_with_linear", "ffn_mult"},
         raw["block_configs"],
@@ -108,7 +108,7 @@ def test_blocks_have_as_many_parameters_as_is_known(raw: dict[str, Any], count: 
     plain = [
         {half: {n: v for n, v in one[half].items() if n in kept} for half in one} for one in given
     ]
-    assert again["block_configs"] == plain and read_config(again) == config
+    assert again["block_configs"] == plain and DECILM.read_config(again) == config
     assert (again["num_key_value_heads"], again["intermediate_size"]) == (None, None)
     assert find_family(raw, Path("x"))[0] is DECILM, (
         "its own code has the model's name, and is not run"
@@ -118,9 +118,9 @@ def test_blocks_have_as_many_parameters_as_is_known(raw: dict[str, Any], count: 
 def test_equal_blocks_are_a_llama() -> None:
     fields = {"architectures", "model_type", "block_configs", "auto_map"}
     plain = {name: value for name, value in RAW.items() if name not in fields}
-    as_llama = llama.read_config({**plain, "num_key_value_heads": 8, "intermediate_size": 14336})
-    assert read_config(RAW) == as_llama and as_llama.layers == EQUAL_LAYERS
-    assert rules(as_llama) == llama.rules(as_llama)
+    as_llama = LLAMA.read_config({**plain, "num_key_value_heads": 8, "intermediate_size": 14336})
+    assert DECILM.read_config(RAW) == as_llama and as_llama.layers == EQUAL_LAYERS
+    assert DECILM.rules(as_llama) == LLAMA.rules(as_llama)
 
 
 def filled(path: Path, tiny: SimpleNamespace) -> Decoder:
@@ -134,7 +134,9 @@ def filled(path: Path, tiny: SimpleNamespace) -> Decoder:
 def logits(model: Decoder) -> Tensor:
     """Scores of two documents."""
     with torch.no_grad():
-        return model.head.logits(model(torch.arange(11) * 7 % 37, tokens_of_lengths([4, 7])))
+        return model.head.logits(
+            model(torch.arange(11) * 7 % 37, LayerInputs(tokens_of_lengths([4, 7])))
+        )
 
 
 def test_a_llama_with_equal_blocks_gives_the_same_scores(
@@ -196,7 +198,7 @@ def test_a_matrix_in_place_of_an_mlp_has_no_bias(tiny: SimpleNamespace) -> None:
     with pytest.raises(
         ConfigError, match="mlp_bias=True with .* in block_configs .* Set mlp_bias to false"
     ):
-        read_config(raw | {"mlp_bias": True})
+        DECILM.read_config(raw | {"mlp_bias": True})
     parts: tuple[LayerPart, ...] = ("full", "linear")
     config = tiny.config(
         mlp_bias=True,
@@ -208,9 +210,11 @@ def test_a_matrix_in_place_of_an_mlp_has_no_bias(tiny: SimpleNamespace) -> None:
         ConfigError,
         match="mlp_bias=true with model.layers.mlp=.*Keep the model as a Megalith checkpoint",
     ):
-        write_config(config)
+        DECILM.write_config(config)
     names = [
-        one.name for one in rules(replace(config, mlp_bias=False)) if one.name.endswith(".bias")
+        one.name
+        for one in DECILM.rules(replace(config, mlp_bias=False))
+        if one.name.endswith(".bias")
     ]
     assert "model.layers.1.self_attn.linear_attn.bias" in names and not any(
         "mlp" in name for name in names
@@ -221,7 +225,9 @@ def test_tensor_names_are_those_of_published_files(tiny: SimpleNamespace) -> Non
     parts: tuple[LayerPart, ...] = ("linear", "none")
     names = [
         one.name
-        for one in rules(tiny.config(layers=LayersConfig(attention=parts, mlp=("full", "linear"))))
+        for one in DECILM.rules(
+            tiny.config(layers=LayersConfig(attention=parts, mlp=("full", "linear")))
+        )
     ]
     assert names == [
         "model.embed_tokens.weight",
@@ -245,7 +251,7 @@ def test_all_problems_of_a_config_are_reported_together() -> None:
         "vocab_size": None,
     }
     with pytest.raises(ConfigError) as refused:
-        read_config(raw)
+        DECILM.read_config(raw)
     for text in (
         "block_configs[1].attention.n_heads_in_group=5",
         "window_length=9",
@@ -257,7 +263,7 @@ def test_all_problems_of_a_config_are_reported_together() -> None:
     with pytest.raises(
         ConfigError, match="block_configs has None, expected a list with one for each of 2 layers"
     ):
-        read_config({**older, "num_key_value_heads_per_layer": [4, 4]})
+        DECILM.read_config({**older, "num_key_value_heads_per_layer": [4, 4]})
 
 
 def test_a_width_without_a_multiplier_is_refused(tiny: SimpleNamespace) -> None:
@@ -266,7 +272,7 @@ def test_a_width_without_a_multiplier_is_refused(tiny: SimpleNamespace) -> None:
         ConfigError,
         match="ffn_hidden_size=10 in layer 0: DeciLMForCausalLM supports only multiples of 256",
     ):
-        write_config(config)
+        DECILM.write_config(config)
 
 
 def test_export_warns_that_transformers_cannot_load_the_folder(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megalith.config.model import MLAConfig, MTPConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.convert import plan_moves
-from megalith.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megalith.hf.families import DEEPSEEK_V2, DEEPSEEK_V3
 from megalith.hf.folder import HuggingFaceFolder, write_folder
 from megalith.hf.pretrained import open_pretrained
 from megalith.rules.model import network_problems

@@ -12,13 +12,14 @@ from torch.nn.functional import cross_entropy
 from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.errors import CheckpointError, ConfigError
+from megalith.hf.families import QWEN3_MOE
+from megalith.hf.family import canonical_experts
 from megalith.hf.folder import HuggingFaceFolder
-from megalith.hf.moe import canonical_experts
-from megalith.hf.qwen3_moe import QWEN3_MOE
-from megalith.kernels.packed import AuxLossScale, tokens_of_rows
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
+from megalith.kernels.packed import tokens_of_rows
 from megalith.testing.tolerance import relative_error
 from tests.hf.families import CASES, batch, our_gradients, our_model, saved
-from tests.hf.test_qwen3_moe import RAW as QWEN3
+from tests.hf.published import QWEN3_30B_A3B
 
 MODEL = ModelConfig(
     vocab_size=8,
@@ -84,7 +85,9 @@ def test_aux_loss_matches_transformers(name: str, tmp_path: Path) -> None:
     loss = cross_entropy(found.logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     (loss + theirs.config.router_aux_loss_coef * found.aux_loss).backward()
     ours = our_model(folder)
-    tokens = replace(tokens_of_rows(*ids.shape), balance=AuxLossScale(0, 1, 1.0))
+    tokens = LayerInputs(
+        tokens_of_rows(*ids.shape), router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0))
+    )
     (ours.loss(ids.flatten(), labels.flatten(), tokens) / (labels >= 0).sum()).backward()
     router = next(
         key
@@ -99,21 +102,21 @@ def test_aux_loss_matches_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_a_disabled_aux_loss_stays_disabled() -> None:
-    raw = QWEN3_MOE.write_config(QWEN3_MOE.read_config(QWEN3))
+    raw = QWEN3_MOE.write_config(QWEN3_MOE.read_config(QWEN3_30B_A3B))
     assert raw["output_router_logits"] is False and "router_aux_loss_coef" not in raw
     every_other = QWEN3_MOE.read_config(
-        {**QWEN3, "output_router_logits": True, "decoder_sparse_step": 2}
+        {**QWEN3_30B_A3B, "output_router_logits": True, "decoder_sparse_step": 2}
     )
     assert every_other.moe is not None and every_other.moe.aux_loss.batch_coeff == 0.000333333333333
     again = QWEN3_MOE.write_config(every_other)
     assert (again["router_aux_loss_coef"], again["output_router_logits"]) == (0.001, True)
     for nothing in (None, 0, 0.0):
-        none = {**QWEN3, "output_router_logits": True, "router_aux_loss_coef": nothing}
-        assert QWEN3_MOE.read_config(none) == QWEN3_MOE.read_config(QWEN3)
+        none = {**QWEN3_30B_A3B, "output_router_logits": True, "router_aux_loss_coef": nothing}
+        assert QWEN3_MOE.read_config(none) == QWEN3_MOE.read_config(QWEN3_30B_A3B)
     with pytest.raises(
         ConfigError, match="router_aux_loss_coef='x': expected a number of at least 0"
     ):
-        QWEN3_MOE.read_config({**QWEN3, "router_aux_loss_coef": "x"})
+        QWEN3_MOE.read_config({**QWEN3_30B_A3B, "router_aux_loss_coef": "x"})
 
 
 def test_missing_experts_are_reported_by_index(tmp_path: Path) -> None:

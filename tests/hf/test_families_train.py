@@ -18,9 +18,9 @@ import torch
 
 from megalith.config.model import ModelConfig
 from megalith.config.tree import apply_overrides
-from megalith.hf.decilm import DECILM
-from megalith.hf.folder import FAMILIES, HuggingFaceFolder
-from megalith.hf.tensor_rules import Family
+from megalith.hf.families import DECILM, FAMILIES
+from megalith.hf.family import Family
+from megalith.hf.folder import HuggingFaceFolder
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run
 from megalith.train.loop import Outcome, run_training
@@ -134,7 +134,7 @@ def test_a_family_without_a_tiny_model_fails_with_a_hint(
     new = replace(FAMILIES[0], architecture="NovelForCausalLM", model_type="novel")
     with pytest.raises(
         AssertionError,
-        match=r"NovelForCausalLM has no tiny model. Add one to CASES in tests/models/f",
+        match=r"NovelForCausalLM has no tiny model. Add one to CASES in tests/hf/families",
     ):
         tiny_folder(new, tmp_path / "theirs", tiny)
     assert all(cases_of(family) for family in FAMILIES if family is not DECILM)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megalith.errors import ConfigError
-from megalith.hf.fields import (
+from megalith.hf.config_fields import (
     ACTIVATIONS,
     ALLOWED_FALSE,
     Fields,

@@ -17,7 +17,8 @@ from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf import folder as hf
-from megalith.hf.config_fields import UnexportedFieldsError
+from megalith.hf.families import LLAMA
+from megalith.hf.family import UnexportedFieldsError
 from megalith.hf.folder import (
     HuggingFaceFolder,
     find_family,
@@ -25,7 +26,6 @@ from megalith.hf.folder import (
     plan_files,
     write_folder,
 )
-from megalith.hf.llama import rules
 from megalith.parallel.mesh import build_meta_mesh
 from megalith.plan.grid import model_grid
 from megalith.plan.shards import Shard
@@ -378,7 +378,7 @@ def test_a_model_of_another_shape_is_refused_before_anything_is_read(
 def test_files_stay_below_their_limit_and_keep_the_order_of_the_forward_pass(
     tiny: SimpleNamespace,
 ) -> None:
-    found = rules(tiny.config())
+    found = LLAMA.rules(tiny.config())
     files = plan_files(found, lambda rule: torch.float32, 1800)
     assert [rule for file in files for parts, _ in file for rule in parts] == found
     sizes = [sum(planned.nbytes for _, planned in file) for file in files]
@@ -391,7 +391,7 @@ def test_the_index_names_every_tensor_and_the_sum_of_their_bytes(
 ) -> None:
     tiny.folder(tmp_path / "x", tiny.config(), shard_nbytes=1800)
     index = json.loads((tmp_path / "x" / "model.safetensors.index.json").read_text())
-    assert list(index["weight_map"]) == [rule.name for rule in rules(tiny.config())]
+    assert list(index["weight_map"]) == [rule.name for rule in LLAMA.rules(tiny.config())]
     held = {
         name: file.name
         for file in (tmp_path / "x").glob("*.safetensors")
@@ -422,7 +422,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, tiny: SimpleNamespace
         Watched(tiny.tensors(tiny.model(config))),
         on_written=lambda nbytes: events.append("written"),
     )
-    assert events[1::2] == ["written"] * len(rules(config)), (
+    assert events[1::2] == ["written"] * len(LLAMA.rules(config)), (
         "the next tensor is read when the last one is in the file"
     )
 

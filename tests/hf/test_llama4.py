@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 from megalith.cli.main import main
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.convert import convert, plan_moves
+from megalith.hf.families import LLAMA4
 from megalith.hf.folder import HuggingFaceFolder
-from megalith.hf.llama4 import LLAMA4
 from megalith.hf.pretrained import open_pretrained
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_rows
 from megalith.plan.costs import active_parameters
 from megalith.testing.tolerance import relative_error
@@ -232,7 +233,7 @@ def test_of_a_folder_that_reads_pictures_the_text_is_read_and_the_rest_is_named(
     assert folder.family is LLAMA4 and folder.others
     ids, _ = batch(97)
     ours = our_model(folder)
-    scores = ours.head.logits(ours(ids.flatten(), tokens_of_rows(*ids.shape)))
+    scores = ours.head.logits(ours(ids.flatten(), LayerInputs(tokens_of_rows(*ids.shape))))
     assert relative_error(scores, theirs(ids).logits.flatten(0, 1)) < 2e-5
 
     source = open_pretrained(tmp_path / "theirs")
@@ -279,6 +280,5 @@ def test_what_is_left_out_may_be_of_any_dtype_and_is_not_counted(
     assert capsys.readouterr().out.startswith(
         f"wrote {tmp_path / 'out'}: {count} tensors, {len(left)} skipped, "
     )
-    assert last.startswith(f"{count} tensors, {len(left)} skipped, ") and len(lines) == count + len(
-        left
-    )
+    assert last.startswith(f"{count} tensors, {len(left)} skipped, ")
+    assert len(lines) == count + len(left)

@@ -5,49 +5,25 @@ import torch
 
 from megalith.checkpoint.boxes import lengths
 from megalith.hf.tensor_rules import (
+    TensorRow,
     TensorRule,
     dtype_to_write,
     group_by_tensor,
     locate_box,
-    piece,
-    rule,
     to_parameter_layout,
     to_tensor_layout,
     unpadded_shape,
 )
 
-HEADS = rule("q", "q", (3, 2, 4), shape=(6, 4))
-COLUMNS = rule("o", "o", (4, 3, 2), shape=(4, 6))
-SECOND = rule("v", "kv", (3, 2, 4), shape=(6, 4), part=1)
-VECTOR = rule("b", "kv_bias", (3, 2), shape=(6,), part=1)
-ONES = rule("x", "x", (1, 1, 1), shape=(1, 1))
-ROWS_OF_THREE = piece(
-    "qkv",
-    "kv",
-    ((0, 1), (0, 3), (0, 2), (0, 4)),
-    shape=(15 * 2, 4),
-    view=(15, 2, 4),
-    at=((9, 12), (0, 2), (0, 4)),
-    dims=(None, 0, 1, 2),
-)
-PER_HEAD = piece(
-    "query_key_value",
-    "q",
-    ((0, 3), (0, 2), (0, 4)),
-    shape=(3 * 3 * 2, 4),
-    view=(3, 3, 2, 4),
-    at=((0, 3), (1, 2), (0, 2), (0, 4)),
-    dims=(0, 2, 3),
-)
-TRANSPOSED = piece(
-    "c_attn",
-    "kv",
-    ((1, 2), (0, 3), (0, 2), (0, 4)),
-    shape=(4, 18),
-    view=(4, 3, 3, 2),
-    at=((0, 4), (2, 3), (0, 3), (0, 2)),
-    dims=(1, 2, 3, 0),
-)
+SIZES = {"n": 3, "g": 3, "d": 2, "h": 4}
+HEADS = TensorRow("q", "q", "(n d) h").build(SIZES)
+COLUMNS = TensorRow("o", "o", "h (n d)").build(SIZES)
+SECOND = TensorRow("v", "kv", "(g d) h", "[1] g d h").build(SIZES)
+VECTOR = TensorRow("b", "kv_bias", "(g d)", "[1] g d").build(SIZES)
+ONES = TensorRow("x", "x", "1 (1 1)").build({})
+ROWS_OF_THREE = TensorRow("qkv", "kv", "(n+g+9[n+6:n+g+6] d) h", "[0] n+g+9 d h").build(SIZES)
+PER_HEAD = TensorRow("query_key_value", "q", "(n 3[1] d) h", "n d h").build(SIZES)
+TRANSPOSED = TensorRow("c_attn", "kv", "h (3[2] n d)", "[1] n d h").build(SIZES)
 RULES = [HEADS, COLUMNS, SECOND, VECTOR, ONES, ROWS_OF_THREE, PER_HEAD, TRANSPOSED]
 
 
@@ -90,9 +66,21 @@ def test_a_box_is_read_with_the_shortest_slices() -> None:
     assert locate_box(PER_HEAD, ((1, 3), (0, 2), (0, 4))).slices == (slice(6, 18), slice(0, 4))
 
 
-def test_a_part_of_another_size_than_the_box_fails_an_assertion() -> None:
-    with pytest.raises(AssertionError):
-        piece("q", "q", ((0, 3), (0, 4)), shape=(3, 2), view=(3, 2))
+def test_row_of_the_table_gives_the_rule_of_a_fused_tensor() -> None:
+    assert (
+        TensorRule(
+            "c_attn",
+            shape=(4, 18),
+            parameter="kv",
+            box=((1, 2), (0, 3), (0, 2), (0, 4)),
+            view=(4, 3, 3, 2),
+            at=((0, 4), (2, 3), (0, 3), (0, 2)),
+            dims=(None, 2, 3, 0),
+        )
+        == TRANSPOSED
+    )
+    assert ROWS_OF_THREE.shape == (15 * 2, 4)
+    assert ROWS_OF_THREE.at == ((9, 12), (0, 2), (0, 4))
 
 
 def test_rules_of_one_tensor_are_found_together() -> None:
@@ -104,7 +92,7 @@ def test_rules_of_one_tensor_are_found_together() -> None:
 
 
 def test_unpadded_shape_covers_all_tensors() -> None:
-    first = rule("k", "kv", (3, 2, 4), shape=(6, 4), part=0)
+    first = TensorRow("k", "kv", "(g d) h", "[0] g d h").build(SIZES)
     assert unpadded_shape([first, SECOND]) == (2, 3, 2, 4)
 
 

@@ -19,10 +19,12 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.errors import ConfigError
 from megalith.hf.convert import convert
-from megalith.hf.folder import FAMILIES, HuggingFaceFolder, write_folder
+from megalith.hf.families import FAMILIES
+from megalith.hf.family import Family
+from megalith.hf.folder import HuggingFaceFolder, write_folder
 from megalith.hf.pretrained import open_pretrained
-from megalith.hf.tensor_rules import Family
 from megalith.infer.generate import generate
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_rows
 from megalith.plan.costs import num_parameters
 from megalith.testing.tolerance import EXACT, assert_close, assert_equals, compare, relative_error
@@ -143,7 +145,7 @@ def test_scores_loss_and_every_gradient_equal_those_of_transformers(
     theirs, folder = saved(CASES[name], tmp_path)
     ours = our_model(folder)
     ids, labels = batch(theirs.config.vocab_size)
-    tokens = tokens_of_rows(*ids.shape)
+    tokens = LayerInputs(tokens_of_rows(*ids.shape))
 
     scores = theirs(ids).logits
     loss = cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
@@ -152,7 +154,7 @@ def test_scores_loss_and_every_gradient_equal_those_of_transformers(
     our_loss = ours.loss(ids.flatten(), labels.flatten(), tokens)
     our_loss.backward()
 
-    head = folder.family.tied  # which some families call otherwise in their files
+    head = folder.family.head  # which some families call otherwise in their files
     expected = {
         name.replace("lm_head.weight", head): part.grad for name, part in theirs.named_parameters()
     }
@@ -181,7 +183,7 @@ def test_every_setting_that_a_family_needs_is_seen_in_the_scores(
     changes = {part: replace(getattr(folder.model_config, part), **change)} if part else change
     ids, _ = batch(theirs.config.vocab_size)
     ours = our_model(folder, **changes)
-    scores = ours.head.logits(ours(ids.flatten(), tokens_of_rows(*ids.shape)))
+    scores = ours.head.logits(ours(ids.flatten(), LayerInputs(tokens_of_rows(*ids.shape))))
     assert relative_error(scores, theirs(ids).logits.flatten(0, 1)) > 3 * SCORES
 
 

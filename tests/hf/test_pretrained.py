@@ -22,6 +22,7 @@ from megalith.data.huggingface import train_bpe
 from megalith.errors import CheckpointError, DataError
 from megalith.hf import pretrained
 from megalith.hf.convert import convert
+from megalith.hf.families import QWEN2
 from megalith.hf.pretrained import (
     CheckpointWeights,
     find_family_of,
@@ -30,7 +31,6 @@ from megalith.hf.pretrained import (
     locate_source,
     open_pretrained,
 )
-from megalith.hf.qwen2 import QWEN2
 from megalith.hf.release import release_run
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh

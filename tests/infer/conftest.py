@@ -8,6 +8,7 @@ import torch
 
 from megalith.config.model import ModelConfig
 from megalith.models.decoder import Decoder, allocate, initialize
+from megalith.nn.build import build_context
 from megalith.parallel.mesh import Mesh, build_single_rank_mesh
 
 SIZES: dict[str, Any] = {
@@ -28,11 +29,9 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig(**SIZES | changes)
 
 
-def model(
-    model_config: ModelConfig, mesh: Mesh | None = None, *, dtype: torch.dtype = torch.float32
-) -> Decoder:
-    """A model with first weights, the same under every layout."""
-    made = Decoder(model_config, mesh or build_single_rank_mesh(), dtype=dtype)
+def model(model_config: ModelConfig, mesh: Mesh | None = None, **fields: Any) -> Decoder:
+    """A model with initial weights, the same under every layout; `fields`: see `BuildContext`."""
+    made = Decoder(build_context(model_config, mesh or build_single_rank_mesh(), **fields))
     allocate(made, torch.device("cpu"))
     initialize(made, seed=11)
     return made

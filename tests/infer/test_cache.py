@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -163,9 +161,10 @@ def test_token_t_read_from_the_cache_is_position_t_of_the_whole(
         for length in (90, 81)
     ]
     table = torch.linspace(-2, 3, 8 * 4, dtype=torch.float64).view(8, 4)
-    rows = [replace(tokens_of_rows(1, len(q)), biases=table) for q, _, _ in texts]
+    rows = [tokens_of_rows(1, len(q)) for q, _, _ in texts]
     whole = [
-        attention(q, k, v, row, scores, sinks) for (q, k, v), row in zip(texts, rows, strict=True)
+        attention(q, k, v, row, scores, sinks, attention_bias=table)
+        for (q, k, v), row in zip(texts, rows, strict=True)
     ]
     cache, read = KVCache(1, [AttentionView(scores.window, scores.chunked)]), [0, 0]
     for counts in [(10, 1), (2, 4), *[(1, 1)] * 76]:
@@ -173,8 +172,16 @@ def test_token_t_read_from_the_cache_is_position_t_of_the_whole(
         new = [[x[at : at + count] for x in text] for text, at, count in zip(texts, read, counts)]
         q, k, v = (torch.cat(same) for same in zip(*new))
         read = [at + count for at, count in zip(read, counts)]
-        tokens = replace(tokens_of_queries(list(zip(counts, read))), biases=table)
-        found = attention(q, *layer.extend(k, v, tokens), tokens, scores, sinks, kernel=kernel)
+        tokens = tokens_of_queries(list(zip(counts, read)))
+        found = attention(
+            q,
+            *layer.extend(k, v, tokens),
+            tokens,
+            scores,
+            sinks,
+            attention_bias=table,
+            kernel=kernel,
+        )
         expected = torch.cat([out[at - count : at] for out, at, count in zip(whole, read, counts)])
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 

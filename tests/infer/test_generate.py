@@ -19,6 +19,7 @@ from megalith.infer.generate import (
     generate,
 )
 from megalith.infer.load import generation_layout
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_rows
 from megalith.models.decoder import Decoder
 from megalith.nn.router import Router
@@ -43,7 +44,7 @@ def slowly(model: Decoder, prompt: list[int], count: int) -> list[int]:
     """Greedy text without any cache: everything is read again for each token."""
     ids = list(prompt)
     for _ in range(count):
-        hidden = model(torch.tensor(ids), tokens_of_rows(1, len(ids)))
+        hidden = model(torch.tensor(ids), LayerInputs(tokens_of_rows(1, len(ids))))
         ids.append(int(model.head.logits(hidden[-1:])[0].argmax()))
     return ids[len(prompt) :]
 

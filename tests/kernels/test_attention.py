@@ -31,9 +31,8 @@ from megalith.kernels.attention.scores import (
     masked_attention,
     reference_biases,
 )
-from megalith.kernels.dropout import dropped_weights
+from megalith.kernels.dropout import DropoutKey, dropped_weights
 from megalith.kernels.packed import (
-    DropoutKey,
     PackedSeqParams,
     tokens_of_lengths,
     tokens_of_queries,
@@ -413,7 +412,7 @@ def test_masks_that_replace_causality_show_later_tokens() -> None:
 def test_attention_masks_combine_with_dropout_and_biases(kind: str) -> None:
     tokens, _ = masked(LAYOUTS["long documents"], kind)
     table = torch.linspace(-2, 3, 8 * 4, dtype=torch.float64).view(8, 4).requires_grad_()
-    tokens = replace(tokens, biases=table, dropout=DropoutKey(5, torch.arange(tokens.num_tokens)))
+    key = DropoutKey(5, torch.arange(tokens.num_tokens))
     for dropout, relative, cap in (
         (0.4, None, None),
         (0.4, 20, 2.0),
@@ -424,8 +423,8 @@ def test_attention_masks_combine_with_dropout_and_biases(kind: str) -> None:
         scores = Scores(window=30, softcap=cap, relative=relative, dropout=drop)
         inputs = qkv(tokens, heads=4, kv_heads=2)
         y, expected = (
-            attention(*inputs, tokens, scores),
-            reference_attention(*inputs, tokens, scores),
+            attention(*inputs, tokens, scores, attention_bias=table, dropout_key=key),
+            reference_attention(*inputs, tokens, scores, attention_bias=table, dropout_key=key),
         )
         torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
         wanted = [*inputs, table] if relative else inputs
@@ -508,12 +507,12 @@ def test_padding_of_long_causal_documents_builds_no_full_mask() -> None:
 def test_attention_dropout_matches_the_reference(layout: str, variant: str) -> None:
     tokens, (scores, has_sinks) = LAYOUTS[layout], VARIANTS[variant]
     numbers = torch.arange(700, 700 + tokens.num_tokens)
-    trained = replace(tokens, dropout=DropoutKey(5, numbers))
+    key = DropoutKey(5, numbers)
     dropping = replace(scores, dropout=WeightDropout(0.4, 99, 2))
     inputs, sinks = qkv(tokens, heads=4, kv_heads=2, d=6, d_v=4), sinks_of(4) if has_sinks else None
     y, expected = (
-        attention(*inputs, trained, dropping, sinks),
-        reference_attention(*inputs, trained, dropping, sinks),
+        attention(*inputs, tokens, dropping, sinks, dropout_key=key),
+        reference_attention(*inputs, tokens, dropping, sinks, dropout_key=key),
     )
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     assert (y - attention(*inputs, tokens, dropping, sinks)).abs().max() > 0.1, (
@@ -536,12 +535,12 @@ def test_attention_dropout_matches_the_reference(layout: str, variant: str) -> N
 def test_relative_biases_are_added_to_the_scores(variant: str, layout: str, kernel: Kernel) -> None:
     scores, has_sinks = VARIANTS[variant]
     table = torch.linspace(-2, 3, 8 * 4, dtype=torch.float64).view(8, 4).requires_grad_()
-    tokens, biased = replace(LAYOUTS[layout], biases=table), replace(scores, relative=20)
+    tokens, biased = LAYOUTS[layout], replace(scores, relative=20)
     inputs, sinks = (
         [*qkv(tokens, heads=4, kv_heads=2, d=6, d_v=4), table],
         sinks_of(4) if has_sinks else None,
     )
-    y = attention(*inputs[:3], tokens, biased, sinks, kernel=kernel)
+    y = attention(*inputs[:3], tokens, biased, sinks, attention_bias=table, kernel=kernel)
     outs, counts, every = [], *zip(*tokens.lengths)
     for q, k, v in zip(inputs[0].split(counts), inputs[1].split(every), inputs[2].split(every)):
         bias = (

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalith.config.kernels import Kernel
+from megalith.kernels.linear import MatmulOps
 from megalith.parallel.cross_entropy import (
     HeadShard,
     LogitTransform,
@@ -29,7 +30,7 @@ class Recorder:
     def __init__(self) -> None:
         self.given: list[Tensor] = []
 
-    def product(self, x: Tensor, dy: Tensor) -> None:
+    def product(self, x: Tensor, dy: Tensor, matmul_ops: MatmulOps) -> None:
         raise AssertionError("the loss hands over gradients")
 
     def gradient(self, dw: Tensor) -> None:

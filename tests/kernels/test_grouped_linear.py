@@ -14,6 +14,7 @@ from megalith.kernels.grouped_linear import (
     MIN_ONEDNN_COPY_MULTIPLICATIONS,
     GroupedMatmulOps,
     Groups,
+    LoopMatmulOps,
     accumulate_grouped_product_,
     equal_groups,
     grouped_linear,
@@ -22,7 +23,7 @@ from megalith.kernels.grouped_linear import (
     select_grouped_matmul_ops,
     zero_experts_without_rows_,
 )
-from megalith.kernels.linear import bf16_matmul
+from megalith.kernels.linear import MatmulOps, bf16_matmul
 from megalith.kernels.recomputed import register_recompute
 from megalith.testing.inject import patched
 from megalith.testing.tolerance import FP32, assert_equals
@@ -47,10 +48,12 @@ class Recorder:
     def __init__(self) -> None:
         self.matmul_ops: list[tuple[Tensor, Tensor, Groups]] = []
 
-    def grouped_product(self, x: Tensor, dy: Tensor, groups: Groups) -> None:
+    def grouped_product(
+        self, x: Tensor, dy: Tensor, groups: Groups, matmul_ops: GroupedMatmulOps | None
+    ) -> None:
         self.matmul_ops.append((x, dy, groups))
 
-    def product(self, x: Tensor, dy: Tensor) -> None:
+    def product(self, x: Tensor, dy: Tensor, matmul_ops: MatmulOps) -> None:
         raise AssertionError("experts hand over grouped products")
 
     def gradient(self, dw: Tensor) -> None:
@@ -260,10 +263,13 @@ def test_recomputed_input_is_not_saved() -> None:
 
 
 def test_matmul_ops_can_be_replaced() -> None:
-    tripled = LOOP._replace(weight_grad=lambda dy, x, groups: 3 * LOOP.weight_grad(dy, x, groups))
+    class Tripled(LoopMatmulOps):
+        def weight_grad(self, dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
+            return 3 * super().weight_grad(dy, x, groups)
+
     x, w, dy = wants(R, I), wants(E * O, I, seed=1), seeded(R, O, seed=2)
     (mine,) = torch.autograd.grad(
-        grouped_linear(x, w, groups_of(UNEVEN), matmul_ops=tripled), w, dy
+        grouped_linear(x, w, groups_of(UNEVEN), matmul_ops=Tripled()), w, dy
     )
     (theirs,) = torch.autograd.grad(grouped_linear(x, w, groups_of(UNEVEN)), w, dy)
     torch.testing.assert_close(mine, 3 * theirs)

@@ -13,7 +13,6 @@ from megalith.kernels.linear import (
     linear,
     reference_linear,
     stacked,
-    weight_grad,
 )
 from megalith.testing.tolerance import FP32, assert_equals
 
@@ -24,7 +23,7 @@ class Recorder:
     def __init__(self) -> None:
         self.matmul_ops: list[tuple[Tensor, Tensor]] = []
 
-    def product(self, x: Tensor, dy: Tensor) -> None:
+    def product(self, x: Tensor, dy: Tensor, matmul_ops: MatmulOps) -> None:
         self.matmul_ops.append((x, dy))
 
     def gradient(self, dw: Tensor) -> None:
@@ -115,30 +114,31 @@ def test_gradient_accumulator_gets_x_and_dy_and_autograd_none() -> None:
 def test_dx_is_computed_before_the_gradient_accumulator_is_called() -> None:
     order: list[str] = []
 
-    def noted_input_grad(dy: Tensor, w: Tensor) -> Tensor:
-        order.append("dx")
-        return input_grad(dy, w)
+    class NotedOps(MatmulOps):
+        def input_grad(self, dy: Tensor, w: Tensor) -> Tensor:
+            order.append("dx")
+            return super().input_grad(dy, w)
 
     class Noting(Recorder):
-        def product(self, x: Tensor, dy: Tensor) -> None:
+        def product(self, x: Tensor, dy: Tensor, matmul_ops: MatmulOps) -> None:
             order.append("dw")
 
-    matmul_ops = MatmulOps(forward, noted_input_grad, weight_grad)
     linear(
-        wants(5, 3), [wants(4, 3)], grad_accumulator=Noting(), matmul_ops=matmul_ops
+        wants(5, 3), [wants(4, 3)], grad_accumulator=Noting(), matmul_ops=NotedOps()
     ).sum().backward()
     assert order == ["dx", "dw"]
 
 
 def test_matmul_ops_can_be_replaced() -> None:
-    def doubled(x: Tensor, w: Tensor) -> Tensor:
-        return 2 * forward(x, w)
+    class Scaled(MatmulOps):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            return 2 * super().forward(x, w)
 
-    def tripled(dy: Tensor, x: Tensor) -> Tensor:
-        return 3 * weight_grad(dy, x)
+        def weight_grad(self, dy: Tensor, x: Tensor) -> Tensor:
+            return 3 * super().weight_grad(dy, x)
 
     x, w, dy = wants(5, 3), wants(4, 3, seed=1), seeded(5, 4, seed=2)
-    y = linear(x, [w], matmul_ops=MatmulOps(forward=doubled, weight_grad=tripled))
+    y = linear(x, [w], matmul_ops=Scaled())
     torch.testing.assert_close(y, 2 * x @ w.t())
     y.backward(dy)
     torch.testing.assert_close(w.grad, 3 * dy.t() @ x)
@@ -155,10 +155,11 @@ def test_frozen_weights_get_no_gradient_and_no_accumulator_call() -> None:
 
 
 def test_the_first_layer_computes_no_gradient_for_its_input() -> None:
-    def refuse(dy: Tensor, w: Tensor) -> Tensor:
-        raise AssertionError("nobody asked for dx")
+    class WithoutInputGrad(MatmulOps):
+        def input_grad(self, dy: Tensor, w: Tensor) -> Tensor:
+            raise AssertionError("dx is not needed")
 
-    linear(seeded(5, 3), [wants(4, 3)], matmul_ops=MatmulOps(input_grad=refuse)).sum().backward()
+    linear(seeded(5, 3), [wants(4, 3)], matmul_ops=WithoutInputGrad()).sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -168,6 +169,13 @@ def test_products_are_accumulated_in_fp32(dtype: torch.dtype) -> None:
     expected = total + (dy.t() @ x).float()
     assert add_product_(total, x, dy) is total
     torch.testing.assert_close(total, expected)
+
+    class Halved(MatmulOps):
+        def weight_grad(self, dy: Tensor, x: Tensor) -> Tensor:
+            return super().weight_grad(dy, x) / 2
+
+    add_product_(total, x, dy, Halved())
+    torch.testing.assert_close(total, expected + (dy.t() @ x / 2).float())
 
 
 def test_meta_device_allocates_no_memory() -> None:

@@ -16,6 +16,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.kernels import linear
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import Scores
+from megalith.kernels.backend import select_backends
 from megalith.kernels.grouped_linear import (
     BATCHED,
     FUSED,
@@ -37,7 +38,6 @@ from megalith.kernels.linear import (
     weight_grad,
 )
 from megalith.kernels.packed import tokens_of_rows
-from megalith.nn.kernels import use_kernels
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tolerance import BF16, assert_equals, matmul_bound
 from megalith.train.step import train_step
@@ -207,10 +207,10 @@ def test_operands_are_upcast_where_the_cpu_has_no_bf16_kernels(
 
 def test_the_setting_selects_either_way() -> None:
     with bf16_matmul("auto"):
-        use_kernels([], KernelsConfig(matmul="upcast"), build_single_rank_mesh())
+        select_backends(KernelsConfig(matmul="upcast"))
         assert is_upcast(A)
-        use_kernels([], KernelsConfig(matmul="torch"), build_single_rank_mesh())
+        select_backends(KernelsConfig(matmul="torch"))
         assert not is_upcast(A)
         assert torch.equal(mm(A, B), torch.mm(A, B))
-        use_kernels([], "auto", build_single_rank_mesh())
+        select_backends("auto")
         assert is_upcast(A) is not linear.HAS_BF16_KERNELS

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megalith.kernels.linear import linear
 from megalith.kernels.norm import rms_norm
 from megalith.kernels.recomputed import (
-    SavedTensor,
+    SavedInput,
     derive_recompute,
     fingerprint,
     pass_recompute,
@@ -164,16 +164,16 @@ def test_fingerprint_depends_on_values_and_order(dtype: torch.dtype) -> None:
 
 def test_recomputation_error_names_both_shapes_and_dtypes() -> None:
     x = seeded(4, 3)
-    assert torch.equal(SavedTensor(torch.clone, x.shape, x.dtype).restore([x]), x)
+    assert torch.equal(SavedInput(torch.clone, x.shape, x.dtype).restore([x]), x)
     with pytest.raises(
         RuntimeError,
         match=r"recomputed torch.float32 \[3, 4\] where forward computed torch.float32 \[4, 3\]",
     ):
-        SavedTensor(torch.t, x.shape, x.dtype).restore([x])
+        SavedInput(torch.t, x.shape, x.dtype).restore([x])
     with pytest.raises(
         RuntimeError, match=r"float64 \[4, 3\] where .* must return the same tensor"
     ):
-        SavedTensor(Tensor.double, x.shape, x.dtype).restore([x])
+        SavedInput(Tensor.double, x.shape, x.dtype).restore([x])
 
 
 def test_split_rows_of_recomputed_output() -> None:

@@ -3,6 +3,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.moe import RouterConfig
+from megalith.kernels.linear import MatmulOps
 from megalith.kernels.routing import (
     DROPPED_CHOICE,
     SINKHORN_LOOKS,
@@ -236,7 +237,7 @@ def test_router_weight_gradient_is_accumulated_unrounded() -> None:
     class SavedInputPlan:
         seen: list[Tensor]
 
-        def product(self, x: Tensor, dy: Tensor) -> None:
+        def product(self, x: Tensor, dy: Tensor, matmul_ops: MatmulOps) -> None:
             raise AssertionError
 
         def gradient(self, dw: Tensor) -> None:

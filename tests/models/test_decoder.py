@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import Kernel, KernelsConfig
 from megalith.config.model import (
     AttentionConfig,
     CrossConfig,
@@ -19,9 +19,11 @@ from megalith.config.model import (
 )
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig
+from megalith.hf.families import QWEN2
 from megalith.hf.folder import write_folder
-from megalith.hf.qwen2 import QWEN2
 from megalith.infer.generate import build_prefix_state
+from megalith.kernels.backend import Backends
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import stacked
 from megalith.kernels.packed import (
     tokens_of_lengths,
@@ -38,7 +40,7 @@ from megalith.models.decoder import (
     initialize,
     iter_parameter_specs,
 )
-from megalith.nn.kernels import use_kernels
+from megalith.nn.build import build_context
 from megalith.nn.router import Router
 from megalith.parallel.mesh import build_mesh, build_meta_mesh, build_single_rank_mesh
 from megalith.plan.costs import num_parameters
@@ -64,7 +66,7 @@ def test_it_declares_as_many_elements_as_the_closed_form_counts(
     changes: dict[str, Any], tiny: SimpleNamespace
 ) -> None:
     config = tiny.config(pad_vocab_to_multiple_of=1, **changes)
-    model = Decoder(config, build_single_rank_mesh())
+    model = Decoder(build_context(config, build_single_rank_mesh()))
     assert sum(
         declared.shard.numel for declared, _, _ in iter_parameter_specs(model)
     ) == num_parameters(config)
@@ -76,12 +78,13 @@ def test_decoder_is_built_on_the_meta_device(tiny: SimpleNamespace) -> None:
         vocab_size=128_256, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_hidden_size=28_672
     )
     assert all(
-        parameter.is_meta for parameter in Decoder(huge, build_single_rank_mesh()).parameters()
+        parameter.is_meta
+        for parameter in Decoder(build_context(huge, build_single_rank_mesh())).parameters()
     )
 
 
 def test_every_parameter_is_declared_once_and_in_order(tiny: SimpleNamespace) -> None:
-    model = Decoder(tiny.config(tied_embeddings=True), build_single_rank_mesh())
+    model = Decoder(build_context(tiny.config(tied_embeddings=True), build_single_rank_mesh()))
     names = [declared.shard.name for declared, _, _ in iter_parameter_specs(model)]
     assert (
         len(set(names)) == len(names) and names[0] == "embed.weight" and names[-1] == "norm.weight"
@@ -107,8 +110,10 @@ def test_matrices_of_one_matmul_lie_below_one_another_so_that_none_is_copied(
 def test_documents_do_not_see_one_another(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config())
     ids = ids_of(16)
-    together = model(ids, tokens_of_lengths([5, 1, 10]))
-    apart = [model(part, tokens_of_lengths([len(part)])) for part in ids.split([5, 1, 10])]
+    together = model(ids, LayerInputs(tokens_of_lengths([5, 1, 10])))
+    apart = [
+        model(part, LayerInputs(tokens_of_lengths([len(part)]))) for part in ids.split([5, 1, 10])
+    ]
     torch.testing.assert_close(together, torch.cat(apart), rtol=1e-5, atol=1e-5)
 
 
@@ -130,12 +135,12 @@ def test_documents_do_not_see_one_another(tiny: SimpleNamespace) -> None:
 def test_documents_without_a_token_change_nothing(
     changes: dict[str, Any], kernel: Kernel, tiny: SimpleNamespace
 ) -> None:
-    model = tiny.model(tiny.config(**changes))
-    use_kernels([model], kernel, build_single_rank_mesh())
+    backends = Backends(KernelsConfig(all=kernel))
+    model = tiny.model(tiny.config(**changes), backends=backends)
     ids, found = ids_of(24), []
     for lengths in ([13, 1, 10], [0, 13, 0, 0, 1, 10, 0]):
         model.zero_grad()
-        loss = model.loss(ids, ids, tokens_of_lengths(lengths))
+        loss = model.loss(ids, ids, LayerInputs(tokens_of_lengths(lengths)))
         loss.backward()
         found.append([loss.detach(), *(one.grad.clone() for one in model.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -146,7 +151,7 @@ def test_a_token_does_not_see_what_comes_after_it(tiny: SimpleNamespace) -> None
     ids = ids_of(9)
     changed = ids.clone()
     changed[6:] = (changed[6:] + 1) % 37
-    tokens = tokens_of_rows(1, 9)
+    tokens = LayerInputs(tokens_of_rows(1, 9))
     a, b = model(ids, tokens), model(changed, tokens)
     assert torch.equal(a[:6], b[:6]) and not torch.equal(a[6:], b[6:])
 
@@ -155,7 +160,7 @@ def test_the_loss_is_the_sum_over_labels_of_the_scores(tiny: SimpleNamespace) ->
     model = tiny.model(tiny.config())
     ids, labels = ids_of(12), ids_of(12).flip(0)
     labels[3:7] = -1
-    tokens = tokens_of_rows(2, 6)
+    tokens = LayerInputs(tokens_of_rows(2, 6))
     scores = model.head.logits(model(ids, tokens))
     expected = torch.nn.functional.cross_entropy(scores, labels, ignore_index=-1, reduction="sum")
     torch.testing.assert_close(model.loss(ids, labels, tokens), expected)
@@ -187,7 +192,7 @@ def test_weights_back_into_the_residual_stream_start_smaller_and_the_rest_as_the
     config = tiny.config(
         hidden_size=120, ffn_hidden_size=300, num_layers=8, init_std=0.02, **BIASED
     )
-    model = Decoder(config, build_single_rank_mesh())
+    model = Decoder(build_context(config, build_single_rank_mesh()))
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     for entry in tiny.entries(model):
@@ -211,12 +216,12 @@ def step(
         if world > 1
         else build_single_rank_mesh()
     )
-    model = Decoder(config, mesh, sp=parallel.sp, dtype=torch.float64)
+    model = Decoder(build_context(config, mesh, parallel, dtype=torch.float64))
     allocate(model, torch.device("cpu"))
     initialize(model, seed=3)
     ids, labels = ids_of(12), ids_of(12).flip(0)
     labels[2:5] = -1
-    loss = model.loss(ids, labels, tokens_of_lengths([7, 5]))
+    loss = model.loss(ids, labels, LayerInputs(tokens_of_lengths([7, 5])))
     loss.backward()
     gradients = {
         declared.shard.name: getattr(module, name).grad.view(declared.shard.box_shape)
@@ -231,7 +236,7 @@ def pieces_of_gradients(
     mesh = build_meta_mesh(model_grid(parallel, config, world), rank=rank)
     boxes = {
         d.shard.name: d.shard
-        for d, _, _ in iter_parameter_specs(Decoder(config, mesh, sp=parallel.sp))
+        for d, _, _ in iter_parameter_specs(Decoder(build_context(config, mesh, parallel)))
     }
     return (*step(config, parallel, rank, world), boxes)
 
@@ -282,7 +287,11 @@ def chunks_of(config: ModelConfig, parallel: ParallelConfig) -> list[list[Decode
     ranks = []
     for rank in range(parallel.pp):
         chunks = nn.ModuleList(
-            build_chunks(config, build_meta_mesh(grid, rank=rank), parallel, dtype=torch.float64)
+            build_chunks(
+                build_context(
+                    config, build_meta_mesh(grid, rank=rank), parallel, dtype=torch.float64
+                )
+            )
         )
         allocate(chunks, torch.device("cpu"))
         initialize(chunks, seed=3)
@@ -297,10 +306,10 @@ def test_chunks_one_after_the_other_compute_what_the_whole_model_does(
 ) -> None:
     parallel, num_layers = STAGES[name]
     config = tiny.config(num_layers=num_layers, tied_embeddings=tied)
-    whole = Decoder(config, build_single_rank_mesh(), dtype=torch.float64)
+    whole = Decoder(build_context(config, build_single_rank_mesh(), dtype=torch.float64))
     allocate(whole, torch.device("cpu"))
     initialize(whole, seed=3)
-    ids, labels, tokens = ids_of(12), ids_of(12).flip(0), tokens_of_lengths([7, 5])
+    ids, labels, tokens = ids_of(12), ids_of(12).flip(0), LayerInputs(tokens_of_lengths([7, 5]))
     in_order = sorted(
         (c for rank in chunks_of(config, parallel) for c in rank),
         key=lambda c: (not c.stage.embedding, c.stage.loss, c.stage.layers.start),
@@ -323,10 +332,10 @@ def test_mtp_layers_on_any_stage_match_the_whole_model(
         tiny.config(num_layers=4, tied_embeddings=tied, mtp=MTPConfig(num_layers=2)),
         MTP_MODEL[name],
     )
-    whole = Decoder(config, build_single_rank_mesh(), dtype=torch.float64)
+    whole = Decoder(build_context(config, build_single_rank_mesh(), dtype=torch.float64))
     allocate(whole, torch.device("cpu"))
     initialize(whole, seed=3)
-    ids, labels, tokens = ids_of(12), ids_of(12).flip(0), tokens_of_lengths([7, 5])
+    ids, labels, tokens = ids_of(12), ids_of(12).flip(0), LayerInputs(tokens_of_lengths([7, 5]))
     mtp_inputs = tuple((ids.roll(-depth), labels.roll(-depth)) for depth in (1, 2))
     ranks, stages = chunks_of(config, parallel), parallel.pp * parallel.pipeline.vpp
     in_order = [ranks[stage % parallel.pp][stage // parallel.pp] for stage in range(stages)]
@@ -373,7 +382,9 @@ def test_every_parameter_is_on_the_stages_that_its_shard_names(
             )
     whole = [
         declared.shard.name
-        for declared, _, _ in iter_parameter_specs(Decoder(config, build_single_rank_mesh()))
+        for declared, _, _ in iter_parameter_specs(
+            Decoder(build_context(config, build_single_rank_mesh()))
+        )
     ]
     assert sorted(found) == sorted(whole)
     several = {parameter for parameter, ranks in found.items() if len(ranks) > 1}
@@ -387,7 +398,11 @@ def test_routers_of_all_stages_and_mtp_layers_have_separate_noise(
     config = tiny.config(num_layers=4, moe=moe, mtp=MTPConfig(num_layers=2))
     parallel = ParallelConfig(pp=2)
     stages = [
-        build_chunks(config, build_meta_mesh(model_grid(parallel, config, 2), rank=rank), parallel)
+        build_chunks(
+            build_context(
+                config, build_meta_mesh(model_grid(parallel, config, 2), rank=rank), parallel
+            )
+        )
         for rank in (0, 1)
     ]
     routers = [
@@ -443,7 +458,7 @@ def test_places_in_time_height_and_width_turn_as_in_qwen2_vl(
         hidden = theirs(
             ids[None], position_ids=given[:, None], attention_mask=mask
         ).last_hidden_state[0]
-        tokens = with_multimodal_positions(tokens_of_rows(1, 9), given.numpy())
+        tokens = LayerInputs(with_multimodal_positions(tokens_of_rows(1, 9), given.numpy()))
         assert (
             relative_error(
                 made.head.logits(made(ids, tokens)), hidden @ tensors["model.embed_tokens.weight"].T
@@ -452,8 +467,10 @@ def test_places_in_time_height_and_width_turn_as_in_qwen2_vl(
         )
     plain = tiny.blank(text)
     plain.load_state_dict(made.state_dict())
-    assert torch.equal(made(ids, tokens), plain(ids, tokens_of_rows(1, 9)))
-    assert torch.equal(made(ids, tokens_of_rows(1, 9)), plain(ids, tokens_of_rows(1, 9)))
+    assert torch.equal(made(ids, tokens), plain(ids, LayerInputs(tokens_of_rows(1, 9))))
+    assert torch.equal(
+        made(ids, LayerInputs(tokens_of_rows(1, 9))), plain(ids, LayerInputs(tokens_of_rows(1, 9)))
+    )
 
 
 def _plain_cross_layer_attention(
@@ -511,7 +528,7 @@ def test_cross_layer_attention_matches_plain_operations_forward_and_backward(
     weights = {
         shard.name: p.detach().view(shard.shape).clone().requires_grad_() for shard, p in places
     }
-    found = model(ids, tokens_of_lengths(lengths))
+    found = model(ids, LayerInputs(tokens_of_lengths(lengths)))
     expected = _plain_cross_layer_attention(weights, config, ids, lengths)
     assert_equals("hidden states", found, expected, FP64)
     for y in (found, expected):
@@ -528,7 +545,7 @@ def test_cross_layer_attention_matches_when_compiled(tiny: SimpleNamespace) -> N
     config, ids, tokens = (
         tiny.config(cross=CrossConfig(memory=1)),
         ids_of(11),
-        tokens_of_lengths([4, 7]),
+        LayerInputs(tokens_of_lengths([4, 7])),
     )
     plain, traced = (tiny.blank(config, dtype=torch.float64) for _ in range(2))
     for model in (plain, traced):
@@ -547,16 +564,20 @@ def test_padding_does_not_change_the_result(name: str) -> None:
     config = {**VARIANTS, "narrow": NARROW}[name]
     config = config if name != "both ways" else replace(config, dropout=DropoutConfig())
     config = replace(config, mtp=MTPConfig(), rope=replace(config.rope, sections=None))
-    model = build_chunks(config, build_single_rank_mesh(), ParallelConfig(), dtype=torch.float64)[0]
+    model = build_chunks(
+        build_context(config, build_single_rank_mesh(), ParallelConfig(), dtype=torch.float64)
+    )[0]
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     ids, text = ids_of(20), torch.ones(20, dtype=torch.bool)
     text[5:8] = text[17:] = False  # behind the text of two documents of 8 and 12 tokens
-    tokens, ids[~text] = with_padding(tokens_of_lengths([8, 12]), text), 36
+    tokens, ids[~text] = LayerInputs(with_padding(tokens_of_lengths([8, 12]), text)), 36
     ids[text] = ids[text] % 36
     found = model(ids, tokens)
     assert isinstance(found, Tensor)
-    assert_equals("hidden states", found[text], model(ids[text], tokens_of_lengths([5, 9])), FP64)
+    assert_equals(
+        "hidden states", found[text], model(ids[text], LayerInputs(tokens_of_lengths([5, 9]))), FP64
+    )
     other = ids.masked_fill(~text, 35)
     again = model(other, tokens)
     assert isinstance(again, Tensor)
@@ -570,14 +591,16 @@ def test_padding_does_not_change_the_result(name: str) -> None:
 )
 def test_masked_text_continued_from_a_cache_matches_one_forward(name: str) -> None:
     config = {**VARIANTS, "plain": PLAIN}[name]
-    model = build_chunks(config, build_single_rank_mesh(), ParallelConfig(), dtype=torch.float64)[0]
+    model = build_chunks(
+        build_context(config, build_single_rank_mesh(), ParallelConfig(), dtype=torch.float64)
+    )[0]
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     text, mask = (
         torch.arange(14) % 4 != 1,
         torch.rand(14, 14, generator=torch.Generator().manual_seed(1)) < 0.7,
     )
-    whole = with_padding(with_masks(tokens_of_lengths([14]), [mask]), text)
+    whole = LayerInputs(with_padding(with_masks(tokens_of_lengths([14]), [mask]), text))
     ids = ids_of(14)
     with torch.no_grad():
         expected, kept = model(ids, whole), build_prefix_state(config)
@@ -585,6 +608,6 @@ def test_masked_text_continued_from_a_cache_matches_one_forward(name: str) -> No
         for start, end in ((0, 7), (7, 8), (8, 12), (12, 13), (13, 14)):
             part = tokens_of_queries([(end - start, end)], reach=[14])
             part = with_padding(with_masks(part, [mask[start:end, :end]]), text[:end])
-            found = model(ids[start:end], part, kept.cache.layers([0]))
+            found = model(ids[start:end], LayerInputs(part), kept.cache.layers([0]))
             assert isinstance(found, Tensor)
             assert_equals(f"tokens {start} to {end}", found, expected[start:end], FP64)

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.packed import PackedSeqParams, tokens_of_lengths
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.nn.init import init_param_
 from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh, build_single_rank_mesh
-from megalith.parallel.tensor import Init, TensorParallelComm
+from megalith.parallel.tensor import Init
 from megalith.plan.grid import model_grid
 
 SIZES: dict[str, Any] = {
@@ -39,8 +41,8 @@ def config(**changes: Any) -> ModelConfig:
 
 def build(kind: type[nn.Module], model: ModelConfig, mesh: Mesh | None = None) -> nn.Module:
     """A layer in float64 with random weights and biases, the same under every layout."""
-    mesh = mesh or build_single_rank_mesh()
-    layer = kind("layers.0.x", model, mesh, TensorParallelComm(mesh.tp), dtype=torch.float64)
+    context = build_context(model, mesh or build_single_rank_mesh(), dtype=torch.float64)
+    layer = kind("layers.0.x", model, context)
     layer.to_empty(device="cpu")
     for declared, module, name in iter_parameter_specs(layer):
         init_param_(getattr(module, name), declared.shard, Init(0.3, offset=0.1), seed=2)
@@ -57,9 +59,9 @@ def real(model: ModelConfig, tp: int, rank: int) -> Mesh:
     return build_mesh(model_grid(ParallelConfig(tp=tp), model, tp), rank=rank)
 
 
-def tokens(model: ModelConfig, lengths: list[int]) -> PackedSeqParams:
+def layer_inputs(model: ModelConfig, lengths: list[int]) -> LayerInputs:
     """Documents, with their rotations."""
-    return RotaryEmbedding(model, torch.float64).add_to(tokens_of_lengths(lengths))
+    return RotaryEmbedding(model, torch.float64).add_to(LayerInputs(tokens_of_lengths(lengths)))
 
 
 def inputs(count: int, features: int = 18) -> Tensor:
@@ -87,7 +89,7 @@ def layers() -> SimpleNamespace:
         build=build,
         paper=paper,
         real=real,
-        tokens=tokens,
+        layer_inputs=layer_inputs,
         inputs=inputs,
         weights=weights,
     )

@@ -1,4 +1,3 @@
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -6,6 +5,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.model import AttentionConfig, ModelConfig
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import PackedSeqParams, tokens_of_queries
 from megalith.kernels.rope import reference_rope
 from megalith.nn.attention import Attention
@@ -13,9 +13,7 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
 
 
-def formula(
-    w: dict[str, Tensor], x: Tensor, tokens: PackedSeqParams, config: ModelConfig
-) -> Tensor:
+def formula(w: dict[str, Tensor], x: Tensor, tokens: LayerInputs, config: ModelConfig) -> Tensor:
     """The paper's attention, one document and one head after the other."""
     n, g, d = config.num_heads, config.num_kv_heads, config.head_size()
     q = torch.einsum("th,ndh->tnd", x, w["q"]) + w.get("q_bias", 0.0)
@@ -23,12 +21,16 @@ def formula(
         torch.einsum("th,gdh->tgd", x, w["kv"][i]) + (w["kv_bias"][i] if "kv_bias" in w else 0.0)
         for i in range(2)
     )
-    q, k = reference_rope(q, *tokens.rotary), reference_rope(k, *tokens.rotary)
+    q, k = reference_rope(q, *tokens.rope), reference_rope(k, *tokens.rope)
     heads = torch.zeros(len(x), n, d, dtype=x.dtype)
     for head in range(n):
         shared = head // (n // g)
         for t in range(len(x)):
-            seen = [s for s in range(t + 1) if tokens.document_ids[s] == tokens.document_ids[t]]
+            seen = [
+                s
+                for s in range(t + 1)
+                if tokens.seq_params.document_ids[s] == tokens.seq_params.document_ids[t]
+            ]
             scores = torch.stack([q[t, head] @ k[s, shared] / d**0.5 for s in seen]).softmax(0)
             heads[t, head] = scores @ v[seen, shared]
     if "gate" in w:
@@ -45,7 +47,7 @@ def test_attention_matches_the_formula_of_the_paper(
 ) -> None:
     config = layers.config(num_kv_heads=kv_heads, qkv_bias=bias, output_bias=bias)
     layer = layers.build(Attention, config)
-    x, tokens = layers.inputs(9), layers.tokens(config, [5, 1, 3])
+    x, tokens = layers.inputs(9), layers.layer_inputs(config, [5, 1, 3])
     assert_equals(
         "attention", layer(x, tokens), formula(layers.weights(layer), x, tokens, config), FP64
     )
@@ -57,7 +59,11 @@ def test_a_gate_is_a_sigmoid_for_every_feature_of_every_head(
 ) -> None:
     config = layers.config(attention=AttentionConfig(gated=True), qkv_bias=bias)
     layer = layers.build(Attention, config)
-    x, tokens, found = layers.inputs(9), layers.tokens(config, [5, 1, 3]), layers.weights(layer)
+    x, tokens, found = (
+        layers.inputs(9),
+        layers.layer_inputs(config, [5, 1, 3]),
+        layers.weights(layer),
+    )
     assert "gate" in found and ("gate_bias" in found) == bias
     assert_equals("attention", layer(x, tokens), formula(found, x, tokens, config), FP64)
 
@@ -95,7 +101,7 @@ def shared_heads(
     world: int,
     config: ModelConfig,
     x: Tensor,
-    tokens: PackedSeqParams,
+    tokens: LayerInputs,
     build: object,
     real: object,
 ) -> Tensor:
@@ -107,7 +113,7 @@ def shared_heads(
 @pytest.mark.parametrize(("tp", "kv_heads"), [(2, 3), (3, 1), (4, 2)])
 def test_tensor_parallel_matches_one_rank(tp: int, kv_heads: int, layers: SimpleNamespace) -> None:
     config = layers.config(num_kv_heads=kv_heads)
-    x, tokens = layers.inputs(9), layers.tokens(config, [5, 4])
+    x, tokens = layers.inputs(9), layers.layer_inputs(config, [5, 4])
     expected = layers.build(Attention, config)(x, tokens)
     for y in run_ranks(shared_heads, tp, config, x, tokens, layers.build, layers.real):
         assert_equals("attention", y, expected, FP64)
@@ -119,7 +125,7 @@ class SpanHook:
     def __init__(self) -> None:
         self.k, self.v = [torch.zeros(0)] * 0, [torch.zeros(0)] * 0
 
-    def extend(self, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> tuple[Tensor, Tensor]:
+    def extend(self, k: Tensor, v: Tensor, seq_params: PackedSeqParams) -> tuple[Tensor, Tensor]:
         self.k.append(k)
         self.v.append(v)
         return torch.cat(self.k), torch.cat(self.v)
@@ -131,12 +137,13 @@ def test_decoding_with_kv_cache_matches_full_forward(
 ) -> None:
     config = layers.config()
     layer = layers.build(Attention, config)
-    x, tokens, cache, read = layers.inputs(9), layers.tokens(config, [9]), SpanHook(), 0
-    cos, sin = tokens.rotary
+    x, tokens, cache, read = layers.inputs(9), layers.layer_inputs(config, [9]), SpanHook(), 0
+    cos, sin = tokens.rope
     found = []
     for count in steps:
         now = slice(read, read + count)
         read += count
-        part = replace(tokens_of_queries([(count, read)]), rotary=(cos[now], sin[now]))
-        found.append(layer(x[now], part, cache))
+        seq_params = tokens_of_queries([(count, read)])
+        part = LayerInputs(seq_params, cache=cache, rope=(cos[now], sin[now]))
+        found.append(layer(x[now], part))
     assert_equals("attention", torch.cat(found), layer(x, tokens), FP64)

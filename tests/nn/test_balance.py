@@ -10,7 +10,8 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.packed import AuxLossScale, PackedSeqParams, tokens_of_lengths
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
+from megalith.kernels.packed import tokens_of_lengths
 from megalith.kernels.routing import (
     choose_experts,
     count_choices,
@@ -18,6 +19,7 @@ from megalith.kernels.routing import (
     normalized_scores,
 )
 from megalith.models.decoder import allocate, initialize
+from megalith.nn.build import build_context
 from megalith.nn.router import LOSS_COEFFS, LOSSES, LoadBalancing, Router
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -42,18 +44,15 @@ X = torch.randn(2, 12, 6, dtype=torch.float64, generator=torch.Generator().manua
 KINDS = [replace(MOE, aux_loss=AuxLossConfig(**{name: 0.7})) for name in LOSS_COEFFS]
 
 
-def training(microbatch: int = 0, weight: float = 0.5) -> PackedSeqParams:
-    """Three documents; the last token is padding."""
-    tokens = tokens_of_lengths([5, 3, 4])
-    valid = torch.arange(12) < 11
-    return replace(tokens, balance=AuxLossScale(microbatch, 2, weight), valid=valid)
+def training(microbatch: int = 0, weight: float = 0.5, num_valid: int = 11) -> LayerInputs:
+    """Three documents; the tokens after the first `num_valid` are padding."""
+    seq_params = replace(tokens_of_lengths([5, 3, 4]), valid=torch.arange(12) < num_valid)
+    return LayerInputs(seq_params, router_inputs=RouterInputs(AuxLossScale(microbatch, 2, weight)))
 
 
 def router_of(moe: MoEConfig) -> Router:
     mesh = build_single_rank_mesh()
-    router = Router(
-        "layers.0.moe", MODEL, moe, mesh, TensorParallelComm(mesh.tp), dtype=torch.float64
-    )
+    router = Router("layers.0.moe", MODEL, moe, build_context(MODEL, mesh, dtype=torch.float64))
     allocate(router, torch.device("cpu"))
     initialize(router, seed=3)
     return router
@@ -71,7 +70,9 @@ def gradient_of_losses(router: Router, batches: list[Tensor]) -> Tensor:
 def divided(rank: int, world: int, moe: MoEConfig) -> tuple[Tensor, Tensor]:
     mesh = build_mesh(model_grid(ParallelConfig(tp=world, sp=True), MODEL, world), rank=rank)
     tp_comm = SequenceParallelComm(mesh.tp)
-    router = Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64)
+    router = Router(
+        "layers.0.moe", MODEL, moe, build_context(MODEL, mesh, tp_comm=tp_comm, dtype=torch.float64)
+    )
     allocate(router, torch.device("cpu"))
     initialize(router, seed=3)
     gradient = gradient_of_losses(router, [tp_comm.select_local(x) for x in X])
@@ -103,7 +104,7 @@ def test_aux_loss_is_scaled_by_its_coefficient_and_microbatch_weight() -> None:
     assert torch.allclose(gradient(0.6, 0.5), 0.3 * gradient(1.0, 1.0))
     router = router_of(MOE)
     logits = router.gate(X[0])
-    shares, valid = logits.softmax(1), training().valid
+    shares, valid = logits.softmax(1), training().seq_params.valid
     zeros = torch.zeros(12, dtype=torch.int32)
     counts = count_choices(logits.topk(2).indices, zeros, valid, sequences=1, num_experts=5)
     load_balancing_loss(shares, counts, zeros, valid, top_k=2).backward()
@@ -162,7 +163,7 @@ def test_recomputation_and_evaluation_do_not_change_the_record() -> None:
     assert record is not None
     before = [part.clone() for part in (record.counts, record.chosen, record.losses)]
     router(X[0], training(0))
-    router(X[1], tokens_of_lengths([12]))
+    router(X[1], LayerInputs(tokens_of_lengths([12])))
     assert all(map(torch.equal, before, (record.counts, record.chosen, record.losses)))
     assert record.counts.sum(1).tolist() == [22, 22]
 
@@ -225,13 +226,18 @@ def step_over_dp(
     my tokens."""
     mesh = build_mesh(model_grid(parallel, replace(MODEL, moe=GLOBAL), world), rank=rank)
     tp_comm = SequenceParallelComm(mesh.tp) if parallel.sp else TensorParallelComm(mesh.tp)
-    router = Router("layers.0.moe", MODEL, GLOBAL, mesh, tp_comm, dtype=torch.float64)
+    router = Router(
+        "layers.0.moe",
+        MODEL,
+        GLOBAL,
+        build_context(MODEL, mesh, tp_comm=tp_comm, dtype=torch.float64),
+    )
     allocate(router, torch.device("cpu"))
     initialize(router, seed=3)
     place = mesh.dp.rank
     with patched(LoadBalancing, "global_loss", step_of_own_tokens) if fault else nullcontext():
         for number, x in enumerate(ROWS[place]):
-            tokens = replace(training(number, weight=0.25), valid=torch.arange(12) < REAL[place])
+            tokens = training(number, weight=0.25, num_valid=REAL[place])
             (router(tp_comm.select_local(x), tokens).weights * 0).sum().backward()
     (weight,), record = router.gate.accumulated_parameters(), router.balance.record
     assert weight.grad is not None and record is not None

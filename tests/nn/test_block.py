@@ -6,18 +6,21 @@ from torch.nn.functional import rms_norm
 
 from megalith.config.model import LayerPart, LayersConfig, MLAConfig
 from megalith.config.parallel import RecomputeConfig, RecomputedModule
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_lengths
 from megalith.kernels.recomputed import register_recompute
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.attention import Attention
+from megalith.nn.build import build_context
+from megalith.nn.dropout import RecomputedCore
 from megalith.nn.init import init_param_
-from megalith.nn.layer import RecomputedCore, SequentialBlock, block_of_layer
+from megalith.nn.layer import SequentialBlock, block_of_layer
 from megalith.nn.mla import LatentAttention, no_recompute
 from megalith.nn.mlp import GatedMLP
 from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.recompute import Recomputed
-from megalith.parallel.tensor import Init, TensorParallelComm
+from megalith.parallel.tensor import Init
 from megalith.testing.tolerance import FP64, assert_equals
 
 
@@ -26,7 +29,7 @@ def test_a_layer_adds_attention_and_then_the_mlp_each_to_its_own_normalized_inpu
 ) -> None:
     config = layers.config()
     block = layers.build(SequentialBlock, config)
-    x, tokens = layers.inputs(9), layers.tokens(config, [5, 4])
+    x, tokens = layers.inputs(9), layers.layer_inputs(config, [5, 4])
     w = layers.weights(block)
     middle = x + block.attention(
         rms_norm(x, (18,), w["attention_norm.weight"], config.norm_eps), tokens
@@ -56,14 +59,7 @@ def test_recomputed_parts_are_the_parts_that_were_named(layers: SimpleNamespace)
 
     def built(*modules: RecomputedModule) -> SequentialBlock:
         recompute = RecomputeConfig(granularity="selective", modules=modules)
-        return SequentialBlock(
-            "layers.0",
-            config,
-            mesh,
-            TensorParallelComm(mesh.tp),
-            dtype=torch.float32,
-            recompute=recompute,
-        )
+        return SequentialBlock("layers.0", config, build_context(config, mesh, recompute=recompute))
 
     plain, all_of_it = built(), built("core_attention", "norm", "mlp", "mlp_act")
     assert not isinstance(plain.mlp, Recomputed) and plain.attention_norm.again is None
@@ -87,14 +83,8 @@ def test_recomputed_mla_up_projection_contains_no_recomputed_module(
     config, mesh = layers.config(num_heads=4, num_kv_heads=4, mla=SHORT), build_single_rank_mesh()
     for modules in (("core_attention",), ("core_attention", "mla_up_proj")):
         again = RecomputeConfig(granularity="selective", modules=modules)
-        layer = SequentialBlock(
-            "layers.0",
-            config,
-            mesh,
-            TensorParallelComm(mesh.tp),
-            dtype=torch.float32,
-            recompute=again,
-        ).attention
+        context = build_context(config, mesh, recompute=again)
+        layer = SequentialBlock("layers.0", config, context).attention
         assert isinstance(layer, LatentAttention)
         assert isinstance(layer.core, RecomputedCore) == ("mla_up_proj" not in modules)
         assert (layer.around is no_recompute) == ("mla_up_proj" not in modules)
@@ -111,7 +101,7 @@ def test_layer_with_linear_replacement_or_without_a_part(layers: SimpleNamespace
     for attention, mlp in kinds:
         config = layers.config(layers=LayersConfig(attention=(attention,), mlp=(mlp,)))
         tokens, block = (
-            layers.tokens(config, [5, 4]),
+            layers.layer_inputs(config, [5, 4]),
             layers.build(block_of_layer(config, 0), config),
         )
         w, expected = layers.weights(block), x
@@ -134,9 +124,7 @@ def test_layer_with_its_own_sizes(layers: SimpleNamespace) -> None:
         num_layers=2, layers=LayersConfig(num_kv_heads=(3, 1), ffn_hidden_size=(11, 5))
     )
     mesh = build_single_rank_mesh()
-    second = SequentialBlock(
-        "layers.1", config, mesh, TensorParallelComm(mesh.tp), dtype=torch.float32, index=1
-    )
+    second = SequentialBlock("layers.1", config, build_context(config, mesh).at_layer(1))
     shapes = {
         declared.shard.name: declared.shard.shape for declared, _, _ in iter_parameter_specs(second)
     }
@@ -162,12 +150,12 @@ def test_fp32_residual_keeps_small_updates(layers: SimpleNamespace) -> None:
         found = {}
         for dtype in (torch.bfloat16, torch.float64):
             block = block_of_layer(config, 0)(
-                "layers.0", config, mesh, TensorParallelComm(mesh.tp), dtype=dtype
+                "layers.0", config, build_context(config, mesh, dtype=dtype)
             )
             block.to_empty(device="cpu")
             for declared, module, name in iter_parameter_specs(block):
                 init_param_(getattr(module, name), declared.shard, Init(0.1, offset=0.1), seed=2)
-            tokens = RotaryEmbedding(config, dtype).add_to(tokens_of_lengths([9]))
+            tokens = RotaryEmbedding(config, dtype).add_to(LayerInputs(tokens_of_lengths([9])))
             x = (
                 (100 * layers.inputs(9))
                 .to(torch.promote_types(dtype, torch.float32))

@@ -15,10 +15,9 @@ from torch import Tensor
 from megalith.config.model import AttentionConfig, DropoutConfig, ModelConfig, MuPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import DataError
-from megalith.kernels.attention.dispatch import attention
+from megalith.kernels.dropout import DropoutKey
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import (
-    DropoutKey,
-    PackedSeqParams,
     tokens_of_lengths,
     tokens_of_queries,
     tokens_of_slices,
@@ -26,12 +25,12 @@ from megalith.kernels.packed import (
     with_padding,
 )
 from megalith.models.decoder import allocate, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.nn.cross_attention import CrossAttention, CrossLayerAttention, across
-from megalith.nn.dropout import add_attention_dropout
 from megalith.nn.init import init_param_
 from megalith.parallel.collectives import all_gather
 from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh, build_single_rank_mesh
-from megalith.parallel.tensor import Init, SequenceParallelComm, TensorParallelComm
+from megalith.parallel.tensor import Init
 from megalith.plan.context import Slicing, plan_slices
 from megalith.plan.grid import model_grid
 from megalith.plan.shards import DENSE_AXES
@@ -40,7 +39,10 @@ from megalith.testing.tolerance import FP64, assert_equals
 from megalith.verify.type_rules import installed_rules, types_of
 from megalith.verify.types import declare, mesh_axes
 
-TEXTS, MEMORIES = tokens_of_lengths([5, 1, 6]), tokens_of_lengths([3, 7, 2])
+TEXTS, MEMORIES = (
+    LayerInputs(tokens_of_lengths([5, 1, 6])),
+    LayerInputs(tokens_of_lengths([3, 7, 2])),
+)
 MEMORY_SIZE = 10
 
 
@@ -48,19 +50,9 @@ def build(
     config: ModelConfig, mesh: Mesh, *, sp: bool = False, dropout: float = 0.0
 ) -> CrossAttention:
     """In float64 with random weights and biases, the same under every layout."""
-    tp_comm = SequenceParallelComm(mesh.tp) if sp else TensorParallelComm(mesh.tp)
-    core = add_attention_dropout(
-        attention, replace(config, dropout=DropoutConfig(attention=dropout)), 0, mesh
-    )
-    layer = CrossAttention(
-        "layers.0.cross",
-        config,
-        mesh,
-        tp_comm,
-        dtype=torch.float64,
-        memory_size=MEMORY_SIZE,
-        core=core,
-    )
+    config = replace(config, dropout=DropoutConfig(attention=dropout))
+    context = build_context(config, mesh, ParallelConfig(sp=sp), dtype=torch.float64)
+    layer = CrossAttention("layers.0.cross", config, context, memory_size=MEMORY_SIZE)
     allocate(layer, torch.device("cpu"))
     for declared, module, name in iter_parameter_specs(layer):
         init_param_(getattr(module, name), declared.shard, Init(0.3, offset=0.1), seed=2)
@@ -75,8 +67,10 @@ def inputs() -> tuple[Tensor, Tensor]:
     )
 
 
-def trained(tokens: PackedSeqParams, first: int) -> PackedSeqParams:
-    return replace(tokens, dropout=DropoutKey(3, torch.arange(first, first + tokens.num_tokens)))
+def trained(tokens: LayerInputs, first: int) -> LayerInputs:
+    return replace(
+        tokens, dropout_key=DropoutKey(3, torch.arange(first, first + tokens.seq_params.num_tokens))
+    )
 
 
 def test_attention_matches_the_formula_of_the_paper(layers: SimpleNamespace) -> None:
@@ -90,8 +84,9 @@ def test_attention_matches_the_formula_of_the_paper(layers: SimpleNamespace) -> 
     q = torch.einsum("th,ndh->tnd", x, w["q"]) + w["q_bias"]
     k, v = torch.einsum("tm,cgdm->ctgd", memory, w["kv"]) + w["kv_bias"][:, None]
     heads = torch.zeros(12, 6, 4, dtype=torch.float64)
+    texts, memories = (one.seq_params.document_ids for one in (TEXTS, MEMORIES))
     for t in range(12):
-        seen = [s for s in range(12) if MEMORIES.document_ids[s] == TEXTS.document_ids[t]]
+        seen = [s for s in range(12) if memories[s] == texts[t]]
         for n in range(6):
             scores = torch.stack(
                 [2.0 * torch.tanh(0.7 * (q[t, n] @ k[s, n // 2]) / 2.0) for s in seen]
@@ -168,9 +163,16 @@ def test_packed_documents_attend_to_their_own_encoder_states(
         (slice(6, 12), slice(10, 12)),
     ):
         count, keys = text.stop - text.start, own.stop - own.start
-        alone = layer(x[text], tokens_of_lengths([count]), memory[own], tokens_of_lengths([keys]))
+        alone = layer(
+            x[text],
+            LayerInputs(tokens_of_lengths([count])),
+            memory[own],
+            LayerInputs(tokens_of_lengths([keys])),
+        )
         assert_equals("alone", packed[text], alone, FP64)
-    assert not layer(x[:2], tokens_of_lengths([2]), memory[:0], tokens_of_lengths([0])).any()
+    assert not layer(
+        x[:2], LayerInputs(tokens_of_lengths([2])), memory[:0], LayerInputs(tokens_of_lengths([0]))
+    ).any()
 
 
 def test_encoder_padding_and_attention_masks_hide_keys(layers: SimpleNamespace) -> None:
@@ -178,12 +180,13 @@ def test_encoder_padding_and_attention_masks_hide_keys(layers: SimpleNamespace) 
     text = torch.tensor(
         [1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0]
     ).bool()  # nothing of the third document is left
-    for_itself = with_masks(
-        TEXTS, [torch.eye(n).bool() for n in (5, 1, 6)]
+    for_itself = LayerInputs(
+        with_masks(TEXTS.seq_params, [torch.eye(n).bool() for n in (5, 1, 6)])
     )  # which says nothing of a memory
-    hidden = with_masks(with_padding(MEMORIES, text), [torch.eye(n).bool() for n in (3, 7, 2)])
+    masks_of_keys = [torch.eye(n).bool() for n in (3, 7, 2)]
+    hidden = LayerInputs(with_masks(with_padding(MEMORIES.seq_params, text), masks_of_keys))
     found = layer(x, for_itself, memory, hidden)
-    left = tokens_of_lengths([2, 5, 0])
+    left = LayerInputs(tokens_of_lengths([2, 5, 0]))
     assert_equals("padding", found, layer(x, TEXTS, memory[text], left), FP64)
     assert not found[6:].any(), "what sees nothing finds 0"
     assert torch.equal(
@@ -191,9 +194,15 @@ def test_encoder_padding_and_attention_masks_hide_keys(layers: SimpleNamespace) 
     )
     masks = [torch.zeros(5, 3).bool(), None, torch.tensor([[True, False]] * 6)]
     masks[0][:, 2] = True
-    alone = layer(x, TEXTS, memory, with_padding(MEMORIES, torch.arange(12) != 4), masks)
+    padded = LayerInputs(with_padding(MEMORIES.seq_params, torch.arange(12) != 4))
+    alone = layer(x, TEXTS, memory, padded, masks)
     both = torch.tensor([0, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0]).bool()
-    assert_equals("masks", alone, layer(x, TEXTS, memory[both], tokens_of_lengths([1, 6, 1])), FP64)
+    assert_equals(
+        "masks",
+        alone,
+        layer(x, TEXTS, memory[both], LayerInputs(tokens_of_lengths([1, 6, 1]))),
+        FP64,
+    )
     kept = layer.encode_keys(memory, MEMORIES)
     assert torch.equal(
         layer.attend_encoded(x, TEXTS, kept, masks), layer(x, TEXTS, memory, MEMORIES, masks)
@@ -209,8 +218,8 @@ def test_cross_layer_attention_uses_attention_masks(layers: SimpleNamespace) -> 
     layer.scores = replace(layer.scores, causal=True)
     x, memory = layers.inputs(12), layers.inputs(12).flip(0)
     mask = torch.rand(12, 12, generator=torch.Generator().manual_seed(1)) < 0.5
-    tokens = replace(with_masks(tokens_of_lengths([12]), [mask]), memory=memory)
-    other = replace(tokens, memory=memory.index_fill(0, torch.tensor([3]), 1.0))
+    tokens = LayerInputs(with_masks(tokens_of_lengths([12]), [mask]), encoder_hidden=memory)
+    other = replace(tokens, encoder_hidden=memory.index_fill(0, torch.tensor([3]), 1.0))
     unlike = (layer(x, tokens) != layer(x, other)).any(1)
     assert torch.equal(unlike, mask.tril()[:, 3]) and unlike.any()
 
@@ -237,7 +246,7 @@ def test_encoder_keys_are_computed_once_for_decoding(layers: SimpleNamespace) ->
         ]
         read = [before + count for before, count in zip(read, step)]
         found = layer.attend_encoded(
-            x[rows], tokens_of_queries(list(zip(step, read))), kept
+            x[rows], LayerInputs(tokens_of_queries(list(zip(step, read)))), kept
         )  # as read on with a cache
         assert_equals("look", found, whole[rows], FP64)
 
@@ -249,12 +258,12 @@ def test_it_type_checks(sp: bool, layers: SimpleNamespace) -> None:
     config = layers.config(num_kv_heads=2)
     grid = model_grid(ParallelConfig(tp=4, dp=2), config, 8)
     mesh = build_meta_mesh(grid, rank=1)
-    tp_comm = SequenceParallelComm(mesh.tp) if sp else TensorParallelComm(mesh.tp)
-    layer = CrossAttention("layers.0.cross", config, mesh, tp_comm, dtype=torch.float32)
+    context = build_context(config, mesh, ParallelConfig(sp=sp))
+    layer = CrossAttention("layers.0.cross", config, context)
     wanted: dict[str, Any] = {axis: V if axis.startswith("dp") or sp else I for axis in DENSE_AXES}
     axes, texts, memories = (
         mesh_axes(grid),
-        *(tokens_of_lengths(list(n), device="meta") for n in ((5, 7), (6, 6))),
+        *(LayerInputs(tokens_of_lengths(list(n), device="meta")) for n in ((5, 7), (6, 6))),
     )
     tensors = [
         torch.empty(12 // (4 if sp else 1), 18, device="meta", requires_grad=True) for _ in range(2)
@@ -288,8 +297,7 @@ def _given(layer: CrossAttention, values: dict[str, Tensor]) -> CrossAttention:
 
 
 def _plain(config: ModelConfig) -> CrossAttention:
-    mesh = build_single_rank_mesh()
-    layer = CrossAttention("cross", config, mesh, TensorParallelComm(mesh.tp), dtype=torch.float32)
+    layer = CrossAttention("cross", config, build_context(config, build_single_rank_mesh()))
     allocate(layer, torch.device("cpu"))
     return layer
 
@@ -311,7 +319,10 @@ def test_cross_attention_matches_t5(layers: SimpleNamespace) -> None:
     x, memory = _rows(2, 5, 0), _rows(2, 7, 1)
     expected = theirs(x, key_value_states=memory, mask=torch.zeros(2, 1, 5, 7))[0]
     found = layer(
-        x.flatten(0, 1), tokens_of_lengths([5, 5]), memory.flatten(0, 1), tokens_of_lengths([7, 7])
+        x.flatten(0, 1),
+        LayerInputs(tokens_of_lengths([5, 5])),
+        memory.flatten(0, 1),
+        LayerInputs(tokens_of_lengths([7, 7])),
     )
     assert (found.view(expected.shape) - expected).abs().max() < 1e-5
 
@@ -346,7 +357,10 @@ def test_cross_attention_matches_bart_and_whisper(family: str, layers: SimpleNam
     x, memory = _rows(2, 5, 0), _rows(2, 7, 1)
     expected = theirs(x, key_value_states=memory)[0]
     found = layer(
-        x.flatten(0, 1), tokens_of_lengths([5, 5]), memory.flatten(0, 1), tokens_of_lengths([7, 7])
+        x.flatten(0, 1),
+        LayerInputs(tokens_of_lengths([5, 5])),
+        memory.flatten(0, 1),
+        LayerInputs(tokens_of_lengths([7, 7])),
     )
     assert (found.view(expected.shape) - expected).abs().max() < 1e-5
 
@@ -358,7 +372,7 @@ def test_cross_layer_attention_is_causal_inside_documents(
     layer = layers.build(CrossLayerAttention, config)
     layer.scores = replace(layer.scores, causal=True)
     x, memory = layers.inputs(12), layers.inputs(12).flip(0)
-    plain = layer(x, replace(TEXTS, memory=memory))
+    plain = layer(x, replace(TEXTS, encoder_hidden=memory))
     for changed, same in (
         (5, 5),
         (6, 6),
@@ -366,10 +380,10 @@ def test_cross_layer_attention_is_causal_inside_documents(
     ):  # the second document, and the first and last token of the third
         other = memory.clone()
         other[changed:] += 1.0
-        found = layer(x, replace(TEXTS, memory=other))
+        found = layer(x, replace(TEXTS, encoder_hidden=other))
         assert_equals("before", found[:same], plain[:same], FP64)
         assert not torch.isclose(found[changed], plain[changed]).any()
-    first = layer(x, replace(TEXTS, memory=torch.cat([memory[:5] + 1.0, memory[5:]])))
+    first = layer(x, replace(TEXTS, encoder_hidden=torch.cat([memory[:5] + 1.0, memory[5:]])))
     assert_equals("after the first document", first[5:], plain[5:], FP64)
 
 
@@ -380,7 +394,10 @@ def test_unmasked_cross_layer_attention_matches_cross_attention(
     both = layers.build(CrossLayerAttention, config), layers.build(CrossAttention, config)
     x, memory = layers.inputs(12), layers.inputs(12).flip(0)
     assert_equals(
-        "look", both[0](x, replace(TEXTS, memory=memory)), both[1](x, TEXTS, memory, TEXTS), FP64
+        "look",
+        both[0](x, replace(TEXTS, encoder_hidden=memory)),
+        both[1](x, TEXTS, memory, TEXTS),
+        FP64,
     )
 
 
@@ -388,6 +405,6 @@ def test_cross_attention_to_other_tokens_rejects_context_parallelism(
     layers: SimpleNamespace,
 ) -> None:
     slicing = Slicing(ranks=2, rank=0)
-    shared = tokens_of_slices(plan_slices([8], row=8, slicing=slicing), slicing)
+    shared = LayerInputs(tokens_of_slices(plan_slices([8], row=8, slicing=slicing), slicing))
     with pytest.raises(AssertionError, match="does not support context parallelism"):
         across(shared, shared)

@@ -8,27 +8,32 @@ from torch import Tensor
 from megalith.config.model import DropoutConfig, MLAConfig
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import Scores
-from megalith.kernels.dropout import dropout
-from megalith.kernels.packed import DropoutKey, PackedSeqParams, tokens_of_lengths, tokens_of_rows
-from megalith.nn.dropout import AttentionWithDropout, Dropout, add_attention_dropout, build_dropout
-from megalith.parallel.group import Group, single_rank_group
+from megalith.kernels.dropout import DropoutKey, dropout
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.packed import tokens_of_lengths, tokens_of_rows
+from megalith.nn.build import build_context
+from megalith.nn.dropout import AttentionWithDropout, Dropout, build_core_attention, build_dropout
+from megalith.parallel.group import Group
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm, TPComm
 from megalith.plan.keys import key
 from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.tiny import tiny_run
 
 NUMBERS = torch.arange(700, 712)
 X = torch.rand(12, 16, generator=torch.Generator().manual_seed(0)) + 1
 
 
-def tokens(*, seed: int | None = 5) -> PackedSeqParams:
-    found = tokens_of_rows(2, 6)
-    return found if seed is None else replace(found, dropout=DropoutKey(seed, NUMBERS))
+def tokens(*, seed: int | None = 5) -> LayerInputs:
+    found = LayerInputs(tokens_of_rows(2, 6))
+    return found if seed is None else replace(found, dropout_key=DropoutKey(seed, NUMBERS))
 
 
 def made(
     p: float = 0.5, *, place: str = "attention", layer: int = 2, tp_comm: TPComm | None = None
 ) -> Dropout:
-    return Dropout(place, layer, p, tp_comm or TensorParallelComm(single_rank_group("tp")))
+    context = build_context(tiny_run().model, build_single_rank_mesh(), tp_comm=tp_comm)
+    return Dropout(place, layer, p, context)
 
 
 def test_it_drops_by_seed_place_layer_and_the_tokens_numbers() -> None:
@@ -61,9 +66,9 @@ def test_tensor_parallel_masks_match_one_rank(tp: int, sp: bool) -> None:
 
 
 def test_zero_probability_builds_no_dropout() -> None:
-    tp_comm = TensorParallelComm(single_rank_group("tp"))
-    assert build_dropout("mlp", 0, 0.0, tp_comm) == []
-    (step,) = build_dropout("mlp", 2, 0.5, tp_comm)
+    context = build_context(tiny_run().model, build_single_rank_mesh())
+    assert build_dropout("mlp", 0, 0.0, context) == []
+    (step,) = build_dropout("mlp", 2, 0.5, context)
     assert torch.equal(step(X, tokens()), made(place="mlp")(X, tokens()))
 
 
@@ -76,7 +81,7 @@ def test_torch_compile_treats_the_key_as_a_constant() -> None:
 # --- attention's weights
 
 DOCUMENTS = tokens_of_lengths([5, 4])
-TRAINED = replace(DOCUMENTS, dropout=DropoutKey(5, torch.arange(300, 309)))
+KEY = DropoutKey(5, torch.arange(300, 309))
 
 
 def queries(heads: int, *, seed: int) -> Tensor:
@@ -94,7 +99,7 @@ def test_weights_are_dropped_after_softmax_and_the_rest_divided() -> None:
         v = torch.zeros_like(V)
         v[token] = 1.0
         dropped = AttentionWithDropout(attention, 2, 0.4, 0)(
-            Q, K, v, TRAINED, scores=scores, sinks=sinks
+            Q, K, v, DOCUMENTS, scores=scores, sinks=sinks, dropout_key=KEY
         )
         weights = attention(Q, K, v, DOCUMENTS, scores=scores, sinks=sinks)
         found |= set((dropped / weights)[weights != 0].mul(1e6).round().int().tolist())
@@ -102,10 +107,12 @@ def test_weights_are_dropped_after_softmax_and_the_rest_divided() -> None:
 
 
 def test_tensor_parallel_attention_dropout_matches_one_rank() -> None:
-    whole = AttentionWithDropout(attention, 2, 0.4, 0)(Q, K, V, TRAINED)
-    part = AttentionWithDropout(attention, 2, 0.4, 2)(Q[:, 2:], K[:, 1:], V[:, 1:], TRAINED)
+    whole = AttentionWithDropout(attention, 2, 0.4, 0)(Q, K, V, DOCUMENTS, dropout_key=KEY)
+    part = AttentionWithDropout(attention, 2, 0.4, 2)(
+        Q[:, 2:], K[:, 1:], V[:, 1:], DOCUMENTS, dropout_key=KEY
+    )
     torch.testing.assert_close(part, whole[:, 2:])
-    other_layer = AttentionWithDropout(attention, 3, 0.4, 0)(Q, K, V, TRAINED)
+    other_layer = AttentionWithDropout(attention, 3, 0.4, 0)(Q, K, V, DOCUMENTS, dropout_key=KEY)
     assert not torch.equal(other_layer, whole)
 
 
@@ -119,7 +126,8 @@ def test_attention_dropout_is_off_outside_training() -> None:
 @pytest.mark.parametrize("latent", [False, True])
 def test_attention_is_wrapped_only_with_dropout(latent: bool, layers: SimpleNamespace) -> None:
     config = layers.config(num_kv_heads=6, mla=MLAConfig(kv_rank=4) if latent else None)
-    assert add_attention_dropout(attention, config, 2, layers.paper(config, 2, 1)) is attention
+    context = build_context(config, layers.paper(config, 2, 1)).at_layer(2)
+    assert build_core_attention(config, context) is attention
     config = replace(config, dropout=DropoutConfig(attention=0.1))
-    found = add_attention_dropout(attention, config, 2, layers.paper(config, 2, 1))
-    assert found == AttentionWithDropout(attention, 2, 0.1, first_head=3)
+    core = build_core_attention(config, context)
+    assert core == AttentionWithDropout(attention, 2, 0.1, first_head=3)

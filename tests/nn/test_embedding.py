@@ -7,16 +7,16 @@ import torch
 
 from megalith.errors import DataError
 from megalith.models.decoder import iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.nn.embedding import InputEmbedding, Scale
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm
 
 
 def built(layers: SimpleNamespace, **changes: object) -> InputEmbedding:
-    tp_comm = TensorParallelComm(build_single_rank_mesh().tp)
-    input_embedding = InputEmbedding(
-        layers.config(**changes), tp_comm, dtype=torch.float64
-    ).to_empty(device="cpu")
+    config = layers.config(**changes)
+    context = build_context(config, build_single_rank_mesh(), dtype=torch.float64)
+    input_embedding = InputEmbedding(config, context).to_empty(device="cpu")
     for declared, module, name in iter_parameter_specs(input_embedding):
         with torch.no_grad():
             getattr(module, name).copy_(
@@ -27,7 +27,7 @@ def built(layers: SimpleNamespace, **changes: object) -> InputEmbedding:
 
 def test_default_input_embedding_is_the_identity(layers: SimpleNamespace) -> None:
     input_embedding, x = built(layers), layers.inputs(4)
-    assert input_embedding(x, layers.tokens(layers.config(), [4])) is x
+    assert input_embedding(x, layers.layer_inputs(layers.config(), [4])) is x
     assert not list(iter_parameter_specs(input_embedding))
 
 
@@ -44,7 +44,7 @@ def test_learned_positions_restart_in_each_document(
     config = layers.config(positions="learned")
     input_embedding, x = built(layers, positions="learned", embedding_scale=2.0), layers.inputs(5)
     table = torch.arange(32 * 18, dtype=torch.float64).view(32, 18)
-    y = input_embedding(x, layers.tokens(config, [3, 2]))
+    y = input_embedding(x, layers.layer_inputs(config, [3, 2]))
     assert torch.equal(y, 2 * (x + table[torch.tensor([0, 1, 2, 0, 1])])), (
         "the scale is of both, as muP has it"
     )
@@ -63,7 +63,7 @@ def test_sequence_parallel_rank_uses_its_own_positions(
 def test_document_longer_than_the_position_table_raises_an_error(layers: SimpleNamespace) -> None:
     input_embedding, tokens = (
         built(layers, positions="learned"),
-        layers.tokens(layers.config(positions="learned"), [1, 33]),
+        layers.layer_inputs(layers.config(positions="learned"), [1, 33]),
     )
     with pytest.raises(
         DataError,

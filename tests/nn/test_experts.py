@@ -12,6 +12,7 @@ from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.grouped_linear import Groups
 from megalith.models.decoder import allocate, initialize, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.nn.moe import Experts, weighted_activation
 from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
@@ -45,7 +46,9 @@ def build(
         if parallel is None
         else build_meta_mesh(model_grid(parallel, model, world), rank=rank)
     )
-    layer = Experts("layers.0.moe.num_experts", model, moe, mesh, dtype=torch.float64)
+    layer = Experts(
+        "layers.0.moe.num_experts", model, moe, build_context(model, mesh, dtype=torch.float64)
+    )
     allocate(layer, torch.device("cpu"))
     initialize(layer, seed=3)
     return layer

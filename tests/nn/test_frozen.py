@@ -1,16 +1,16 @@
 """Frozen weights get no gradient, backward stops above them, and results match full training."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalith.config.model import ModelConfig, MTPConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
-from megalith.nn.frozen import BackwardBoundary, FrozenLayerRunner, freeze
+from megalith.nn.build import build_context
+from megalith.nn.frozen import FrozenLayerRunner
 from megalith.parallel.mesh import build_single_rank_mesh
 
 MODEL = ModelConfig(
@@ -27,15 +27,15 @@ MODEL = ModelConfig(
 
 
 def built(optim: OptimConfig) -> Decoder:
-    model = Decoder(MODEL, build_single_rank_mesh(), dtype=torch.float64)
-    freeze([model], MODEL, optim)
+    context = build_context(MODEL, build_single_rank_mesh(), dtype=torch.float64, optim=optim)
+    model = Decoder(context)
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     return model
 
 
 def gradients(optim: OptimConfig) -> dict[str, Tensor]:
-    model, tokens = built(optim), tokens_of_lengths([5, 4], device="cpu")
+    model, tokens = built(optim), LayerInputs(tokens_of_lengths([5, 4], device="cpu"))
     ids, labels = torch.arange(9) * 5 % 61, torch.arange(9) * 7 % 61
     torch.stack(model.losses(ids, labels, tokens, mtp_inputs=((labels, ids),))).sum().backward()
     pairs = [(d.shard.name, getattr(m, name)) for d, m, name in iter_parameter_specs(model)]
@@ -68,17 +68,15 @@ def test_backward_stops_above_frozen_layers() -> None:
     run: object = upper.run_layers
     assert isinstance(run, FrozenLayerRunner) and run.count == 2
     first = built(OptimConfig(frozen=("embed.weight",)))
-    assert isinstance(first.input_embedding, BackwardBoundary) and not isinstance(
-        first.run_layers, FrozenLayerRunner
-    )
+    assert first.input_embedding.requires_grad
+    assert not isinstance(first.run_layers, FrozenLayerRunner)
     whole = built(OptimConfig(frozen=("layers.*",)))
-    assert not isinstance(whole.input_embedding, BackwardBoundary) and not isinstance(
-        whole.run_layers, FrozenLayerRunner
-    )
+    assert not whole.input_embedding.requires_grad
+    assert not isinstance(whole.run_layers, FrozenLayerRunner)
 
 
 def test_model_is_unchanged_without_frozen_weights() -> None:
     model = built(TRAIN_ALL)
-    before: Sequence[nn.Module] = list(model.modules())
-    freeze([model], MODEL, TRAIN_ALL)
-    assert list(model.modules()) == before and all(one.requires_grad for one in model.parameters())
+    assert not isinstance(model.run_layers, FrozenLayerRunner)
+    assert not model.input_embedding.requires_grad
+    assert all(one.requires_grad for one in model.parameters())

@@ -1,25 +1,20 @@
 """A linear layer in place of attention or an MLP."""
 
+from functools import partial
 from types import SimpleNamespace
 
-import torch
 from torch import nn
 
+from megalith.config.parallel import ParallelConfig
 from megalith.models.decoder import iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.nn.layer import LinearReplacement
-from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm, TPComm
 from megalith.plan.shards import gradient_sum_axes
 from megalith.testing.tolerance import FP64, assert_equals
 
 
 def built(layers: SimpleNamespace, *, bias: bool) -> nn.Module:
-    def kind(
-        name: str, config: object, mesh: Mesh, tp_comm: TPComm, *, dtype: torch.dtype
-    ) -> nn.Module:
-        return LinearReplacement(name, layers.config(), tp_comm, bias=bias, dtype=dtype)
-
-    layer: nn.Module = layers.build(kind, layers.config())
+    layer: nn.Module = layers.build(partial(LinearReplacement, bias=bias), layers.config())
     return layer
 
 
@@ -34,14 +29,11 @@ def test_linear_replacement_with_and_without_bias(layers: SimpleNamespace) -> No
 def test_sequence_parallel_gradients_are_summed_over_ranks(
     layers: SimpleNamespace,
 ) -> None:
-    mesh = layers.paper(layers.config(), 2, 1)
-    for tp_comm, summed in (
-        (SequenceParallelComm(mesh.tp), True),
-        (TensorParallelComm(mesh.tp), False),
-    ):
-        square = LinearReplacement(
-            "layers.0.mlp", layers.config(), tp_comm, bias=True, dtype=torch.float32
-        )
+    config = layers.config()
+    mesh = layers.paper(config, 2, 1)
+    for sp in (True, False):
+        context = build_context(config, mesh, ParallelConfig(sp=sp))
+        square = LinearReplacement("layers.0.mlp", config, context, bias=True)
         shards = [declared.shard for declared, _, _ in iter_parameter_specs(square)]
         assert len(shards) == 2
-        assert all(({*mesh.tp.axes} <= {*gradient_sum_axes(shard)}) == summed for shard in shards)
+        assert all(({*mesh.tp.axes} <= {*gradient_sum_axes(shard)}) == sp for shard in shards)

@@ -1,16 +1,14 @@
 """Kernel backend selection: every operation is bound to its backend, and training results match."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megalith.config.kernels import OPS, Kernel, KernelsConfig
+from megalith.config.kernels import Kernel, KernelsConfig, KernelSetting, expand_kernel_setting
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
@@ -18,20 +16,21 @@ from megalith.errors import ConfigError
 from megalith.kernels import activation, dropout, grouped_linear, norm, rope
 from megalith.kernels import activation as swiglu
 from megalith.kernels import activation as weighted
-from megalith.kernels.activation import swiglu as swiglu_function
 from megalith.kernels.attention import split_kv
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.split_kv import reference_span_attention
+from megalith.kernels.backend import Backends
+from megalith.kernels.dropout import DropoutKey
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.norm import rms_norm
-from megalith.kernels.packed import DropoutKey, tokens_of_rows
-from megalith.nn.kernels import OPERATIONS, use_kernels, with_kernel
-from megalith.nn.layer import RecomputedCore
+from megalith.kernels.packed import tokens_of_rows
+from megalith.models.decoder import Decoder
+from megalith.nn.build import build_context
 from megalith.nn.lora import InputDropout
-from megalith.nn.rope import LayerRope
 from megalith.parallel import cross_entropy
-from megalith.parallel.context import AllGatherAttend, RingAttend
-from megalith.parallel.group import single_rank_group
-from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.parallel.context import AllGatherAttend, RingAttend, build_attend
+from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.step import train_step
@@ -153,91 +152,66 @@ def test_fsdp_weights_are_gathered_for_reference_backward() -> None:
         assert trainer.pipeline_model.chunks[0].head.reads_table_again is reads
 
 
-class Layer(nn.Module):
-    """Holds operations in every way in which layers do."""
-
-    def __init__(self, **held: object) -> None:
-        super().__init__()
-        for name, value in held.items():
-            setattr(self, name, value)
+def decoder_of(kernels: KernelSetting, model: ModelConfig = PLAIN, **fields: Any) -> Decoder:
+    backends = Backends(expand_kernel_setting(kernels))
+    return Decoder(build_context(model, build_single_rank_mesh(), backends=backends, **fields))
 
 
-def test_nested_operations_are_bound() -> None:
-    def wrap(function: Callable[..., Tensor], other: str) -> str:
-        return other
+def test_auto_binds_nothing() -> None:
+    layer = decoder_of("auto").layers[0]
+    assert layer.attention.core is attention
+    assert layer.attention_norm.norm.func is rms_norm
+    assert "kernel" not in layer.attention_norm.norm.keywords
 
-    layer = Layer(
-        norm=partial(rms_norm, eps=1e-5),
-        nested=partial(wrap, swiglu_function, other="x"),
-        turn=LayerRope(0, True),
-        core=RecomputedCore(attention, False),
-        several=(swiglu_function, 3),
-        number=5,
-        words=("a", "b"),
-        group=single_rank_group("tp"),
-    )
-    before = dict(vars(layer))
-    use_kernels([layer], "torch", build_single_rank_mesh())
-    held: dict[str, Any] = vars(layer)
-    assert (
-        held["norm"].keywords == {"eps": 1e-5, "kernel": "torch"} and held["norm"].func is rms_norm
-    )
-    assert held["nested"].func is wrap and held["nested"].args[0].keywords == {"kernel": "torch"}
-    assert (
-        isinstance(held["turn"], LayerRope)
-        and isinstance(held["turn"].rotate, partial)
-        and held["turn"].interleaved
-    )
-    assert isinstance(held["core"], RecomputedCore) and isinstance(held["core"].core, partial)
-    assert isinstance(held["several"][0], partial) and held["several"][1] == 3
-    assert all(held[name] is before[name] for name in ("number", "words", "group"))
+
+def test_each_operation_has_its_own_backend_setting() -> None:
+    kernels = KernelsConfig(all="torch", norm="reference", attention="split_kv")
+    decoder = decoder_of(kernels)
+    layer, head = decoder.layers[0], decoder.head
+    operations = {
+        "norm": layer.attention_norm.norm,
+        "rope": layer.attention.apply_rope.rotate,
+        "activation": layer.mlp.activation,
+        "attention": layer.attention.core,
+        "loss": head.summed_loss,
+        "eval_loss": head.eval_loss,
+        "token_losses": head.single_losses,
+    }
+    backends = {name: function.keywords["kernel"] for name, function in operations.items()}
+    assert backends == dict.fromkeys(operations, "torch") | {
+        "norm": "reference",
+        "attention": "split_kv",
+    }
+
+
+def test_experts_are_bound_to_their_backends() -> None:
+    experts = decoder_of("torch", KINDS["experts"]).layers[0].mlp.experts
+    assert experts.compute.keywords == {"kernel": "torch"}
+    assert experts.inner.keywords["kernel"] == "torch"
 
 
 def test_adapter_dropout_is_bound_to_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dropout.DropoutFunction, "apply", forbid)
-    drop, x = InputDropout("layers.0.mlp.down", 0.5, lambda known: known), torch.ones(4, 6)
-    drop.tokens = replace(tokens_of_rows(1, 4), dropout=DropoutKey(3, torch.arange(4)))
+    inputs = LayerInputs(tokens_of_rows(1, 4), dropout_key=DropoutKey(3, torch.arange(4)))
+    x = torch.ones(4, 6)
+    drop = InputDropout("layers.0.mlp.down", 0.5, lambda known: known)
+    drop.inputs = inputs
     with pytest.raises(AssertionError, match="a fast form"):
         drop(x)
-    use_kernels([drop], "reference", build_single_rank_mesh())
+    reference = Backends(KernelsConfig(all="reference"))
+    drop = InputDropout("layers.0.mlp.down", 0.5, lambda known: known, reference)
+    drop.inputs = inputs
     assert set(drop(x).flatten().tolist()) == {0.0, 2.0}
 
 
-def test_context_parallel_attention_becomes_the_reference() -> None:
-    mesh = build_single_rank_mesh()
-    made = with_kernel(
-        RecomputedCore(RingAttend(mesh.cp), True), KernelsConfig(all="reference"), mesh
-    )
-    assert made == RecomputedCore(AllGatherAttend(mesh.cp, reference_span_attention), True)
-    ring = RecomputedCore(RingAttend(mesh.cp), True)
-    assert with_kernel(ring, KernelsConfig(all="reference", attention="split_kv"), mesh) is ring
-
-
-def test_each_operation_has_its_own_backend_setting() -> None:
-    layer = Layer(norm=rms_norm, gate=swiglu_function, core=attention)
-    use_kernels(
-        [layer],
-        KernelsConfig(all="torch", norm="reference", attention="split_kv"),
-        build_single_rank_mesh(),
-    )
-    held: dict[str, Any] = vars(layer)
-    forms = {name: held[name].keywords["kernel"] for name in ("norm", "gate", "core")}
-    assert forms == {"norm": "reference", "gate": "torch", "core": "split_kv"}
-    other = Layer(norm=rms_norm, gate=swiglu_function)
-    use_kernels([other], KernelsConfig(norm="numba"), build_single_rank_mesh())
-    assert other.gate is swiglu_function and vars(other)["norm"].keywords == {"kernel": "numba"}
-
-
-def test_every_operation_with_backends_has_a_setting() -> None:
-    """A function of kernels/ with a keyword `kernel` is in a file that the table of operations
-    knows; matmuls of bf16 are selected for the process."""
-    folder = Path(cross_entropy.__file__).parent
-    files = {
-        file.stem
-        for file in folder.glob("*.py")
-        if 'kernel: BackendName = "auto"' in file.read_text()
-    }
-    assert files == set(OPERATIONS) and set(OPERATIONS.values()) | {"matmul"} == set(OPS)
+def test_context_parallel_attention_has_a_reference() -> None:
+    config, parallel = KernelsConfig(all="reference"), ParallelConfig(cp=2)
+    mesh = build_meta_mesh(model_grid(parallel, PLAIN, 2), rank=0)
+    reference = build_attend(parallel.context, 0, mesh, backends=Backends(config))
+    assert reference == AllGatherAttend(mesh.cp, reference_span_attention)
+    split_kv_only = Backends(replace(config, attention="split_kv"))
+    ring = build_attend(parallel.context, 0, mesh, backends=split_kv_only)
+    assert isinstance(ring, RingAttend)
 
 
 @pytest.mark.parametrize("form", ["cpu_tiled", "sdpa", "split_kv", "loop", "grouped"])
@@ -279,9 +253,3 @@ def test_unsupported_backend_is_rejected_when_the_model_is_built(
                 kernels=KernelsConfig(rope="numba"),
             )
         )
-
-
-def test_auto_changes_nothing() -> None:
-    layer = Layer(norm=rms_norm)
-    use_kernels([layer], "auto", build_single_rank_mesh())
-    assert layer.norm is rms_norm

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import CapacityConfig, MoEConfig, RouterConfig
-from megalith.kernels.packed import AuxLossScale, PackedSeqParams, tokens_of_rows
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
+from megalith.kernels.packed import tokens_of_rows
 from megalith.kernels.replay import RoutingDecisions
 from megalith.kernels.routing import DROPPED_CHOICE, Choice, expert_weights, score_experts
 from megalith.models.decoder import allocate, initialize
+from megalith.nn.build import build_context
 from megalith.nn.moe import MoE
 from megalith.nn.router import Router
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.recompute import Recomputed
-from megalith.parallel.tensor import TensorParallelComm
 
 MODEL = ModelConfig(
     vocab_size=8, hidden_size=12, num_layers=2, num_heads=2, num_kv_heads=1, ffn_hidden_size=8
@@ -28,7 +29,7 @@ MOE = MoEConfig(num_experts=5, top_k=2, ffn_hidden_size=7)
 
 def build(moe: MoEConfig, model: ModelConfig = MODEL) -> MoE:
     mesh = build_single_rank_mesh()
-    layer = MoE("layers.0.moe", model, moe, mesh, TensorParallelComm(mesh.tp), dtype=torch.float64)
+    layer = MoE("layers.0.moe", model, moe, build_context(model, mesh, dtype=torch.float64))
     allocate(layer, torch.device("cpu"))
     initialize(layer, seed=3)
     with torch.no_grad():
@@ -41,8 +42,11 @@ def build(moe: MoEConfig, model: ModelConfig = MODEL) -> MoE:
     return layer
 
 
-def training(rows: int = 1, length: int = 9) -> PackedSeqParams:
-    return replace(tokens_of_rows(rows, length), balance=AuxLossScale(0, 1, 1.0))
+def training(rows: int = 1, length: int = 9) -> LayerInputs:
+    return LayerInputs(
+        tokens_of_rows(rows, length),
+        router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0)),
+    )
 
 
 def plain(layer: MoE, x: Tensor, moe: MoEConfig) -> Tensor:
@@ -131,7 +135,7 @@ def test_padding_does_not_change_the_output(factor: float) -> None:
         gradients = [
             parameter.grad for parameter in layer.parameters() if parameter.grad is not None
         ]
-        found.append([y, x.grad, *gradients, layer(x, tokens_of_rows(1, 9))])
+        found.append([y, x.grad, *gradients, layer(x, LayerInputs(tokens_of_rows(1, 9)))])
     assert len(found[0]) == len(found[1])
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(*found, strict=True))
 
@@ -153,7 +157,9 @@ def test_dropped_choices_give_zero_and_no_gradient() -> None:
     assert [bool(row.any()) for row in x.grad] == [True] * 5 + [False] * 4  # type: ignore[union-attr]
     assert layer.router.balance.record is not None
     assert layer.router.balance.record.refused.tolist() == [4]
-    assert bool(layer(x, tokens_of_rows(1, 9)).any(1).all()), "nothing is refused outside training"
+    assert bool(layer(x, LayerInputs(tokens_of_rows(1, 9))).any(1).all()), (
+        "nothing is refused outside training"
+    )
 
 
 def test_shared_experts_are_added_to_routed_experts() -> None:

@@ -14,10 +14,13 @@ from megalith.config.lora import STACKED, LoraConfig
 from megalith.config.model import MLAConfig, ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.packed import DropoutKey, tokens_of_lengths
+from megalith.kernels.dropout import DropoutKey
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn import lora
-from megalith.nn.lora import ColumnLora, RowLora, attach_adapters
+from megalith.nn.build import build_context
+from megalith.nn.lora import ColumnLora, RowLora
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.shards import Shard
 from megalith.testing.inject import patched
@@ -44,8 +47,8 @@ SHORT = replace(MODEL, num_kv_heads=4, qkv_bias=False, mla=LATENT)
 
 def built(adapters: LoraConfig | None, config: ModelConfig = MODEL) -> Decoder:
     """A model in float64 with adapters that do something."""
-    model = Decoder(config, build_single_rank_mesh(), dtype=torch.float64)
-    attach_adapters([model], config, adapters)
+    context = build_context(config, build_single_rank_mesh(), dtype=torch.float64, lora=adapters)
+    model = Decoder(context)
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     for declared, module, name in iter_parameter_specs(model):
@@ -66,7 +69,7 @@ def weights(model: Decoder) -> dict[str, Tensor]:
 def hidden(model: Decoder) -> Tensor:
     ids = torch.arange(9) * 5 % 61
     with torch.no_grad():
-        found: Tensor = model(ids, tokens_of_lengths([9], device="cpu"))
+        found: Tensor = model(ids, LayerInputs(tokens_of_lengths([9], device="cpu")))
     return found
 
 
@@ -115,8 +118,7 @@ def test_names_and_shapes_are_a_file_format() -> None:
 
 
 def test_only_adapters_are_trained_and_their_initial_output_is_zero() -> None:
-    model = Decoder(MODEL, build_single_rank_mesh())
-    attach_adapters([model], MODEL, LoraConfig())
+    model = Decoder(build_context(MODEL, build_single_rank_mesh(), lora=LoraConfig()))
     for declared, module, name in iter_parameter_specs(model):
         assert getattr(module, name).requires_grad == ("lora" in declared.shard.name), (
             declared.shard.name
@@ -130,8 +132,8 @@ def test_only_adapters_are_trained_and_their_initial_output_is_zero() -> None:
 
 
 def test_matrices_without_adapters_are_unchanged() -> None:
-    model = Decoder(MODEL, build_single_rank_mesh())
-    attach_adapters([model], MODEL, LoraConfig(targets=("o", "gate_up")))
+    lora = LoraConfig(targets=("o", "gate_up"))
+    model = Decoder(build_context(MODEL, build_single_rank_mesh(), lora=lora))
     kinds = [type(m) for m in model.modules() if isinstance(m, ColumnLora | RowLora)]
     assert kinds == [RowLora, ColumnLora] * 2
     assert not any(isinstance(m, ColumnLora | RowLora) for m in built(None).modules())
@@ -189,8 +191,8 @@ def test_add_columns_matches_the_reference() -> None:
 
 def test_adapter_dropout_affects_only_adapters_in_training() -> None:
     model, plain = built(LoraConfig(rank=3, dropout=0.5)), built(LoraConfig(rank=3))
-    ids, tokens = torch.arange(9) * 5 % 61, tokens_of_lengths([9], device="cpu")
-    training = replace(tokens, dropout=DropoutKey(7, torch.arange(9)))
+    ids, tokens = torch.arange(9) * 5 % 61, LayerInputs(tokens_of_lengths([9], device="cpu"))
+    training = replace(tokens, dropout_key=DropoutKey(7, torch.arange(9)))
     with torch.no_grad():
         assert torch.equal(model(ids, tokens), plain(ids, tokens))
         dropped = model(ids, training)
@@ -233,7 +235,10 @@ def test_routed_experts_get_no_adapters() -> None:
 def test_layers_below_all_adapters_have_no_backward() -> None:
     """Neither in one process nor on a stage that has nothing else; a stage above has one as
     ever."""
-    adapters, tokens = LoraConfig(rank=3, layers=(1,)), tokens_of_lengths([3], device="cpu")
+    adapters, tokens = (
+        LoraConfig(rank=3, layers=(1,)),
+        LayerInputs(tokens_of_lengths([3], device="cpu")),
+    )
     ids = torch.arange(3)
     model = built(adapters)
     entered = model.input_embedding(model.embed(ids), tokens)
@@ -252,11 +257,13 @@ def test_layers_below_all_adapters_have_no_backward() -> None:
 
 def test_input_embedding_requires_grad_below_frozen_layers() -> None:
     model = built(LoraConfig(targets=("q",)))
-    x = model.input_embedding(model.embed(torch.arange(3)), tokens_of_lengths([3], device="cpu"))
+    x = model.input_embedding(
+        model.embed(torch.arange(3)), LayerInputs(tokens_of_lengths([3], device="cpu"))
+    )
     assert x.requires_grad and x.grad_fn is None
     with torch.no_grad():
         assert not model.input_embedding(
-            model.embed(torch.arange(3)), tokens_of_lengths([3], device="cpu")
+            model.embed(torch.arange(3)), LayerInputs(tokens_of_lengths([3], device="cpu"))
         ).requires_grad
 
 

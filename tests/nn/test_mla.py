@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megalith.config.model import AttentionConfig, MLAConfig, ModelConfig, RopeConfig
 from megalith.infer.cache import KVCache
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import PackedSeqParams, tokens_of_queries
 from megalith.nn.mla import LatentAttention, absorbed, choose_form, expanded, latent_scores
 from megalith.parallel.collectives import all_gather
@@ -41,11 +42,9 @@ def config_of(kind: str, layers: SimpleNamespace, **changes: Any) -> ModelConfig
     return config
 
 
-def formula(
-    w: dict[str, Tensor], x: Tensor, tokens: PackedSeqParams, config: ModelConfig
-) -> Tensor:
+def formula(w: dict[str, Tensor], x: Tensor, tokens: LayerInputs, config: ModelConfig) -> Tensor:
     """The papers' attention, one head after the other: arXiv:2405.04434, equations 9 to 19."""
-    sizes, (cos, sin) = config.mla, tokens.rotary
+    sizes, (cos, sin) = config.mla, tokens.rope
     assert sizes is not None
     scale = latent_scores(config, 0).scale
     latent = short(x, w, "kv_down", config)
@@ -79,10 +78,10 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.view_as_real(y).flatten(1)
 
 
-def scores_seen(scores: Tensor, tokens: PackedSeqParams, window: int | None) -> Tensor:
+def scores_seen(scores: Tensor, tokens: LayerInputs, window: int | None) -> Tensor:
     t = torch.arange(len(scores))
     ago = t[:, None] - t
-    seen = (ago >= 0) & (tokens.document_ids[:, None] == tokens.document_ids)
+    seen = (ago >= 0) & (tokens.seq_params.document_ids[:, None] == tokens.seq_params.document_ids)
     return scores.masked_fill(~(seen if window is None else seen & (ago < window)), -math.inf)
 
 
@@ -90,7 +89,7 @@ def scores_seen(scores: Tensor, tokens: PackedSeqParams, window: int | None) -> 
 def test_attention_matches_the_formula_of_the_paper(kind: str, layers: SimpleNamespace) -> None:
     config = config_of(kind, layers)
     layer = layers.build(LatentAttention, config)
-    x, tokens = layers.inputs(9), layers.tokens(config, [5, 1, 3])
+    x, tokens = layers.inputs(9), layers.layer_inputs(config, [5, 1, 3])
     assert_equals(
         "attention", layer(x, tokens), formula(layers.weights(layer), x, tokens, config), FP64
     )
@@ -150,12 +149,12 @@ def test_mla_matches_transformers(
         for name, tensor in ours.items():
             weight = getattr(theirs, names[name]).weight
             weight.copy_(tensor.reshape(weight.shape))
-    x, tokens = layers.inputs(9), layers.tokens(config, [9])
+    x, tokens = layers.inputs(9), layers.layer_inputs(config, [9])
     rotary = deepseek.DeepseekV3RotaryEmbedding(theirs_config)
     mask = torch.full((1, 1, 9, 9), -math.inf, dtype=torch.float64).triu(1)
     positions = rotary(x, torch.arange(9)[None])
     assert_close(
-        dict(zip(("cos", "sin"), tokens.rotary)),
+        dict(zip(("cos", "sin"), tokens.rope)),
         dict(zip(("cos", "sin"), [p[0, :, :2] for p in positions])),
         FP64,
     )
@@ -184,7 +183,7 @@ def test_decoding_with_kv_cache_matches_full_forward(
     layer = layers.build(LatentAttention, config)
     x, tokens, cache, read, found = (
         layers.inputs(9),
-        layers.tokens(config, [9]),
+        layers.layer_inputs(config, [9]),
         KVCache(1),
         0,
         [],
@@ -193,9 +192,10 @@ def test_decoding_with_kv_cache_matches_full_forward(
         for count in steps:
             now = slice(read, read + count)
             read += count
-            rotary = tuple(table[now] for table in tokens.rotary)
-            part = replace(tokens_of_queries([(count, read)]), rotary=rotary)
-            found.append(layer(x[now], part, cache.layers([0])[0]))
+            rope = tuple(table[now] for table in tokens.rope)
+            seq_params = tokens_of_queries([(count, read)])
+            part = LayerInputs(seq_params, cache=cache.layers([0])[0], rope=rope)
+            found.append(layer(x[now], part))
         assert_equals("attention", torch.cat(found), layer(x, tokens), FP64)
 
 
@@ -205,17 +205,16 @@ def test_expanded_and_absorbed_forms_match(
     kind: str, steps: list[int], layers: SimpleNamespace
 ) -> None:
     config, found = config_of(kind, layers), []
-    x, tokens = layers.inputs(9), layers.tokens(config, [9])
+    x, tokens = layers.inputs(9), layers.layer_inputs(config, [9])
     for form in (absorbed, expanded):
         layer, cache, read = layers.build(LatentAttention, config), KVCache(1), 0
         layer.reading = lambda sizes, lengths, form=form: form
         for count in steps:
-            part = tokens_of_queries([(count, read + count)])
-            part = replace(
-                part, rotary=tuple(table[read : read + count] for table in tokens.rotary)
-            )
+            rope = tuple(table[read : read + count] for table in tokens.rope)
+            seq_params = tokens_of_queries([(count, read + count)])
+            part = LayerInputs(seq_params, cache=cache.layers([0])[0], rope=rope)
             with torch.no_grad():
-                found.append(layer(x[read : read + count], part, cache.layers([0])[0]))
+                found.append(layer(x[read : read + count], part))
             read += count
     half = len(steps)
     torch.testing.assert_close(
@@ -246,7 +245,7 @@ def test_prefill_is_expanded_and_decoding_absorbed() -> None:
 def test_training_always_uses_the_expanded_form(layers: SimpleNamespace) -> None:
     layer = layers.build(LatentAttention, config_of("queries from x", layers))
     layer.reading = None
-    tokens = layers.tokens(config_of("queries from x", layers), [9])
+    tokens = layers.layer_inputs(config_of("queries from x", layers), [9])
     layer(layers.inputs(9), tokens).sum().backward()
     assert all(part.grad is not None for part in layer.parameters())
 
@@ -257,14 +256,15 @@ class Sizes:
     def __init__(self) -> None:
         self.values = 0
 
-    def extend(self, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> tuple[Tensor, Tensor]:
+    def extend(self, k: Tensor, v: Tensor, seq_params: PackedSeqParams) -> tuple[Tensor, Tensor]:
         self.values = k[0].numel() + v[0].numel()
         return k, v
 
 
 def test_kv_cache_stores_the_latent_vector_and_the_shared_key(layers: SimpleNamespace) -> None:
     config, cache = config_of("queries from x", layers), Sizes()
-    layers.build(LatentAttention, config)(layers.inputs(9), layers.tokens(config, [9]), cache)
+    inputs = replace(layers.layer_inputs(config, [9]), cache=cache)
+    layers.build(LatentAttention, config)(layers.inputs(9), inputs)
     assert cache.values == 7 + 4
 
 
@@ -291,7 +291,7 @@ def shared_heads(
     world: int,
     config: ModelConfig,
     x: Tensor,
-    tokens: PackedSeqParams,
+    tokens: LayerInputs,
     build: Any,
     real: Any,
     sp: bool,
@@ -318,7 +318,7 @@ def test_tensor_parallel_matches_one_rank(
     kind: str, tp: int, sp: bool, layers: SimpleNamespace
 ) -> None:
     config = config_of(kind, layers)
-    x, tokens = layers.inputs(12).requires_grad_(), layers.tokens(config, [7, 5])
+    x, tokens = layers.inputs(12).requires_grad_(), layers.layer_inputs(config, [7, 5])
     expected = layers.build(LatentAttention, config)(x, tokens)
     expected.square().sum().backward()
     args = (config, x.detach(), tokens, layers.build, layers.real, sp)

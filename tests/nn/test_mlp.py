@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from megalith.config.model import Activation, ModelConfig
-from megalith.config.parallel import ParallelConfig
+from megalith.config.parallel import ParallelConfig, RecomputeConfig
 from megalith.kernels.activation import (
     GatedActivation,
     activate,
@@ -16,9 +16,11 @@ from megalith.kernels.activation import (
     reference_gated,
     swiglu,
 )
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_queries
 from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.nn.init import init_param_
 from megalith.nn.mlp import (
     MLP,
@@ -26,12 +28,11 @@ from megalith.nn.mlp import (
     GatedMLP,
     build_mlp,
     choose_activation,
-    chunk_prefill_mlps,
     recompute_activation,
 )
 from megalith.parallel.collectives import all_gather
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
-from megalith.parallel.tensor import Init, SequenceParallelComm, TensorParallelComm
+from megalith.parallel.tensor import Init
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
@@ -75,17 +76,18 @@ def test_gate_clamp_and_up_offset(layers: SimpleNamespace) -> None:
 
 
 def test_prompt_in_chunks_matches_the_full_prompt(layers: SimpleNamespace) -> None:
-    layer, x = layers.build(build_mlp, layers.config(mlp_bias=True)), layers.inputs(7)
+    config, x = layers.config(mlp_bias=True), layers.inputs(7)
+    layer = layers.build(build_mlp, config)
+    context = build_context(config, build_single_rank_mesh(), prefill_mlp_chunks=3)
+    divided = build_mlp("layers.0.x", config, context)
+    assert isinstance(divided, ChunkedPrefillMLP)
+    divided.mlp = layer
     widest: list[int] = []
     layer.down.register_forward_pre_hook(lambda module, given: widest.append(len(given[0])))
-    holder = nn.Sequential(layer)
-    assert chunk_prefill_mlps(holder, 3) == 1
-    divided = holder[0]
-    assert isinstance(divided, ChunkedPrefillMLP)
-    assert_equals("whole", divided(x, tokens_of_queries([(7, 9)])), layer(x), FP64)
+    assert_equals("whole", divided(x, LayerInputs(tokens_of_queries([(7, 9)]))), layer(x), FP64)
     assert widest == [3, 2, 2, 7]
-    divided(x[:2], tokens_of_queries([(2, 2)]))
-    divided(x[:3], tokens_of_queries([(1, 4), (1, 8), (1, 2)]))
+    divided(x[:2], LayerInputs(tokens_of_queries([(2, 2)])))
+    divided(x[:3], LayerInputs(tokens_of_queries([(1, 4), (1, 8), (1, 2)])))
     assert widest[4:] == [1, 1, 3], (
         "no chunk is empty, and texts that grow by a token are read at once"
     )
@@ -111,12 +113,11 @@ def test_uneven_shards_cover_the_full_matrices(
 
 
 def _filled(config: ModelConfig, mesh: Mesh, sp: bool) -> nn.Module:
-    tp_comm = (
-        SequenceParallelComm(mesh.tp) if sp and mesh.tp.size > 1 else TensorParallelComm(mesh.tp)
+    recompute = RecomputeConfig(granularity="selective", modules=("mlp_act",))
+    context = build_context(
+        config, mesh, ParallelConfig(sp=sp), dtype=torch.float64, recompute=recompute
     )
-    layer = build_mlp(
-        "layers.0.x", config, mesh, tp_comm, dtype=torch.float64, act_again=register_recompute
-    )
+    layer = build_mlp("layers.0.x", config, context)
     layer.to_empty(device="cpu")
     for declared, module, name in iter_parameter_specs(layer):
         init_param_(getattr(module, name), declared.shard, Init(0.3, offset=0.1), seed=2)

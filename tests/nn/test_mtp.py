@@ -8,7 +8,8 @@ from torch import Tensor
 
 from megalith.config.model import ModelConfig, MTPConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, PipelineConfig, RecomputeConfig
-from megalith.kernels.packed import PackedSeqParams, tokens_of_lengths
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import (
     Decoder,
     allocate,
@@ -16,6 +17,7 @@ from megalith.models.decoder import (
     initialize,
     iter_parameter_specs,
 )
+from megalith.nn.build import build_context
 from megalith.nn.mtp import MTPLayer, complete, mtp_acceptance_rate
 from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
@@ -43,7 +45,7 @@ def config(depths: int = 2, **changes: Any) -> ModelConfig:
 
 def model(config: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
     """Random weights; norms are not one."""
-    made = Decoder(config, build_single_rank_mesh(), dtype=dtype, **options)
+    made = Decoder(build_context(config, build_single_rank_mesh(), dtype=dtype, **options))
     allocate(made, torch.device("cpu"))
     initialize(made, seed=0)
     generator = torch.Generator().manual_seed(0)
@@ -56,12 +58,12 @@ def model(config: ModelConfig, dtype: torch.dtype = torch.float64, **options: An
     return made
 
 
-def text() -> tuple[Tensor, Tensor, PackedSeqParams]:
+def text() -> tuple[Tensor, Tensor, LayerInputs]:
     """Ids and labels of three documents; the last token of each has no label."""
     ids = torch.randint(0, 37, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
     labels = ids.roll(-1)
     labels[torch.tensor(LENGTHS).cumsum(0) - 1] = -1
-    return ids, labels, tokens_of_lengths(LENGTHS)
+    return ids, labels, LayerInputs(tokens_of_lengths(LENGTHS))
 
 
 def mtp_inputs(ids: Tensor, labels: Tensor, depths: int) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -117,7 +119,7 @@ def test_mtp_embeddings_use_their_own_positions(positions: Any) -> None:
             table = torch.cat(
                 [made.input_embedding.positions.weight, torch.zeros(2, 12, dtype=torch.float64)]
             )
-            expected = expected + table[tokens.position_ids + depth + 1]
+            expected = expected + table[tokens.seq_params.position_ids + depth + 1]
         assert_equals(
             "embeddings", layer.input_embedding(layer.embed(their_ids), tokens), expected, EXACT
         )
@@ -168,9 +170,9 @@ def loss_at(made: Decoder, ids: Tensor, depth: int, place: int, label: int) -> T
     """The loss of one token at one depth."""
     pairs = list(mtp_inputs(ids, ids.roll(-1), 2))
     pairs[depth] = (pairs[depth][0], torch.where(torch.arange(len(ids)) == place, label, -1))
-    return made.losses(ids, ids.roll(-1), tokens_of_lengths(LENGTHS), mtp_inputs=tuple(pairs))[
-        1 + depth
-    ]
+    return made.losses(
+        ids, ids.roll(-1), LayerInputs(tokens_of_lengths(LENGTHS)), mtp_inputs=tuple(pairs)
+    )[1 + depth]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -220,7 +222,9 @@ def test_loss_stage_has_a_copy_of_learned_positions(pipeline: PipelineConfig) ->
         replace(config(positions="learned"), num_layers=4),
     )
     chunks = torch.nn.ModuleList(
-        build_chunks(sizes, build_meta_mesh(model_grid(parallel, sizes, 2), rank=0), parallel)
+        build_chunks(
+            build_context(sizes, build_meta_mesh(model_grid(parallel, sizes, 2), rank=0), parallel)
+        )
     )
     (shard,) = [
         d.shard for d, _, _ in iter_parameter_specs(chunks) if d.shard.name == "positions.weight"
@@ -239,7 +243,7 @@ def test_loss_stage_has_mtp_layers_and_a_copy_of_the_embedding(
     held: list[dict[str, tuple[int, ...]]] = []
     for rank in range(2):
         chunks = torch.nn.ModuleList(
-            build_chunks(sizes, build_meta_mesh(grid, rank=rank), parallel)
+            build_chunks(build_context(sizes, build_meta_mesh(grid, rank=rank), parallel))
         )
         shards = [declared.shard for declared, _, _ in iter_parameter_specs(chunks)]
         assert len({shard.name for shard in shards}) == len(shards)
@@ -292,7 +296,7 @@ def test_mtp_matches_transformers() -> None:
         block.self_attn.v_proj.weight.copy_(w["layer.attention.kv"][12:])
         block.mlp.gate_proj.weight.copy_(w["layer.mlp.gate_up"][:10])
         block.mlp.up_proj.weight.copy_(w["layer.mlp.gate_up"][10:])
-    hidden, ids, tokens = torch.randn(7, 12), torch.arange(7), tokens_of_lengths([7])
+    hidden, ids, tokens = torch.randn(7, 12), torch.arange(7), LayerInputs(tokens_of_lengths([7]))
     positions = torch.arange(7)[None]
     rotary = LlamaRotaryEmbedding(theirs_config)(hidden[None], positions)
     mask = torch.full((1, 1, 7, 7), -math.inf).triu(1)

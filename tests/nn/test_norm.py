@@ -6,8 +6,10 @@ import torch
 from megalith.config.model import ModelConfig
 from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.nn.init import init_param_
 from megalith.nn.norm import LayerNorm, Norm, RMSNorm, build_norm
+from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run
 
 Kind = Literal["rms", "layer"]
@@ -28,8 +30,8 @@ def norm(
         "layers.3.mlp_norm",
         7,
         config(kind, zero_centered),
+        build_context(config(kind, zero_centered), build_single_rank_mesh(), dtype=dtype),
         invariant=frozenset({"tp_kv"}),
-        dtype=dtype,
     )
     made.to_empty(device="cpu")
     for declared, module, name in iter_parameter_specs(made):

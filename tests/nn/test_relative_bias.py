@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megalith.config.model import AttentionConfig, ModelConfig, RelativeConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_lengths, tokens_of_queries
 from megalith.models.decoder import (
     Decoder,
@@ -18,6 +19,7 @@ from megalith.models.decoder import (
     initialize,
     iter_parameter_specs,
 )
+from megalith.nn.build import build_context
 from megalith.nn.embedding import NoBias, RelativeBias
 from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
@@ -84,7 +86,7 @@ def test_bidirectional_layers_with_relative_bias_match_the_t5_encoder() -> None:
         relative=RelativeConfig(buckets=8, max_distance=11),
         attention=AttentionConfig(causal=False, scale=1.0),
     )
-    model = Decoder(config, build_single_rank_mesh(), dtype=torch.float64)
+    model = Decoder(build_context(config, build_single_rank_mesh(), dtype=torch.float64))
     allocate(model, torch.device("cpu"))
     with torch.no_grad():
         for declared, module, name in iter_parameter_specs(model):
@@ -94,9 +96,9 @@ def test_bidirectional_layers_with_relative_bias_match_the_t5_encoder() -> None:
             )
     ids = torch.randint(61, (2, 15), generator=torch.Generator().manual_seed(0))
     expected = theirs(input_ids=ids).last_hidden_state
-    found = model(ids.flatten(), tokens_of_lengths([15, 15])).view(expected.shape)
+    found = model(ids.flatten(), LayerInputs(tokens_of_lengths([15, 15]))).view(expected.shape)
     assert (found - expected).abs().max() < 1e-5  # its norms have fp32 inside
-    packed = model(ids.flatten()[:24], tokens_of_lengths([15, 9]))
+    packed = model(ids.flatten()[:24], LayerInputs(tokens_of_lengths([15, 9])))
     alone = theirs(input_ids=ids[1:, :9]).last_hidden_state[0]
     assert (packed - torch.cat([expected[0], alone])).abs().max() < 1e-5
 
@@ -105,7 +107,8 @@ def test_a_rank_has_the_columns_of_its_heads() -> None:
     parts = []
     for rank in range(4):
         mesh = build_meta_mesh(model_grid(ParallelConfig(tp=4), RELATIVE, 4), rank=rank)
-        shard = RelativeBias(RELATIVE, mesh, dtype=torch.float32).param_specs["weight"].shard  # type: ignore[union-attr]
+        table = RelativeBias(RELATIVE, build_context(RELATIVE, mesh))
+        shard = table.param_specs["weight"].shard  # type: ignore[union-attr]
         parts.append(shard.box)
         assert (
             shard.name == "relative.weight"
@@ -118,7 +121,7 @@ def test_a_rank_has_the_columns_of_its_heads() -> None:
 def chunks(pp: int, rank: int, **pipeline: object) -> list[Decoder]:
     parallel = ParallelConfig(pp=pp, pipeline=PipelineConfig(**pipeline))  # type: ignore[arg-type]
     mesh = build_meta_mesh(model_grid(parallel, RELATIVE, pp), rank=rank)
-    return build_chunks(RELATIVE, mesh, parallel)
+    return build_chunks(build_context(RELATIVE, mesh, parallel))
 
 
 def test_stages_with_layers_have_a_copy_each_and_chunks_of_a_rank_share_one() -> None:
@@ -137,7 +140,7 @@ def test_stages_with_layers_have_a_copy_each_and_chunks_of_a_rank_share_one() ->
 def test_decoding_with_kv_cache_uses_distances_from_the_query(layers: SimpleNamespace) -> None:
     """A cache holds earlier keys, so the first query of a part is not the first token."""
     config = replace(RELATIVE, num_layers=1)
-    model = Decoder(config, build_single_rank_mesh(), dtype=torch.float64)
+    model = Decoder(build_context(config, build_single_rank_mesh(), dtype=torch.float64))
     allocate(model, torch.device("cpu"))
     initialize(model, seed=3)
     nn.init.normal_(model.relative.weight)  # type: ignore[arg-type]
@@ -151,9 +154,9 @@ def test_decoding_with_kv_cache_uses_distances_from_the_query(layers: SimpleName
             return torch.cat([k for k, _ in self.kept]), torch.cat([v for _, v in self.kept])
 
     ids, cache = torch.arange(20) * 3, SpanHook()
-    whole = model(ids, tokens_of_lengths([20]))
+    whole = model(ids, LayerInputs(tokens_of_lengths([20])))
     parts = [
-        model(ids[start:stop], tokens_of_queries([(stop - start, stop)]), [cache])
+        model(ids[start:stop], LayerInputs(tokens_of_queries([(stop - start, stop)])), [cache])
         for start, stop in ((0, 7), (7, 8), (8, 20))
     ]
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12)

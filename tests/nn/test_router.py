@@ -15,15 +15,12 @@ from megalith.config.moe import (
     TokenDropPolicy,
 )
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.packed import (
-    AuxLossScale,
-    DropoutKey,
-    PackedSeqParams,
-    tokens_of_rows,
-    tokens_of_slices,
-)
+from megalith.kernels.dropout import DropoutKey
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
+from megalith.kernels.packed import tokens_of_rows, tokens_of_slices
 from megalith.kernels.routing import Choice
 from megalith.models.decoder import allocate, initialize
+from megalith.nn.build import build_context
 from megalith.nn.router import Router
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -46,18 +43,18 @@ MODEL = ModelConfig(
 X = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def training(seed: int = 0) -> PackedSeqParams:
-    tokens = tokens_of_rows(2, 6)
-    return replace(
-        tokens, balance=AuxLossScale(0, 1, 1.0), dropout=DropoutKey(seed, torch.arange(12))
+def training(seed: int = 0, valid: Tensor | None = None) -> LayerInputs:
+    seq_params = tokens_of_rows(2, 6)
+    return LayerInputs(
+        seq_params if valid is None else replace(seq_params, valid=valid),
+        router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0)),
+        dropout_key=DropoutKey(seed, torch.arange(12)),
     )
 
 
 def alone(moe: MoEConfig, dtype: torch.dtype = torch.float64) -> Router:
     mesh = build_single_rank_mesh()
-    return filled(
-        Router("layers.0.moe", MODEL, moe, mesh, TensorParallelComm(mesh.tp), dtype=dtype)
-    )
+    return filled(Router("layers.0.moe", MODEL, moe, build_context(MODEL, mesh, dtype=dtype)))
 
 
 def filled(router: Router) -> Router:
@@ -69,9 +66,14 @@ def filled(router: Router) -> Router:
 def divided(rank: int, world: int, moe: MoEConfig) -> Choice:
     mesh = build_mesh(model_grid(ParallelConfig(tp=world, sp=True), MODEL, world), rank=rank)
     tp_comm = SequenceParallelComm(mesh.tp)
-    choice = filled(Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64))(
-        tp_comm.select_local(X), training()
-    )
+    choice = filled(
+        Router(
+            "layers.0.moe",
+            MODEL,
+            moe,
+            build_context(MODEL, mesh, tp_comm=tp_comm, dtype=torch.float64),
+        )
+    )(tp_comm.select_local(X), training())
     return Choice(choice.experts, choice.weights.detach())
 
 
@@ -100,8 +102,17 @@ def shared(rank: int, world: int, moe: MoEConfig, order: str) -> tuple[Tensor, T
     slicing, tp_comm = local_slicing(parallel, mesh), SequenceParallelComm(mesh.tp)
     slices = plan_slices([12], row=12, slicing=slicing)
     numbers = tp_comm.select_local(torch.from_numpy(slices.numbers[slicing.rank]))
-    tokens = replace(tokens_of_slices(slices, slicing), balance=AuxLossScale(0, 1, 1.0))
-    router = filled(Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64))
+    tokens = LayerInputs(
+        tokens_of_slices(slices, slicing), router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0))
+    )
+    router = filled(
+        Router(
+            "layers.0.moe",
+            MODEL,
+            moe,
+            build_context(MODEL, mesh, tp_comm=tp_comm, dtype=torch.float64),
+        )
+    )
     return numbers, router(X[numbers], tokens).experts
 
 
@@ -111,7 +122,8 @@ def test_last_tokens_are_dropped_for_every_rank_order(
 ) -> None:
     moe = replace(MOE, capacity=CapacityConfig(factor=0.7, drop="last"))
     expected = alone(moe)(
-        X, replace(tokens_of_rows(1, 12), balance=AuxLossScale(0, 1, 1.0))
+        X,
+        LayerInputs(tokens_of_rows(1, 12), router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0))),
     ).experts
     numbers, experts = map(torch.cat, zip(*run_ranks(shared, 4, moe, order), strict=True))
     assert torch.equal(experts[numbers.argsort()], expected)
@@ -123,7 +135,7 @@ def test_padding_does_not_use_expert_capacity(drop: TokenDropPolicy) -> None:
         replace(MOE, capacity=CapacityConfig(factor=0.5, drop=drop))
     )  # 3 places, of 12 tokens with 2 choices
     text = torch.arange(12) >= 9
-    tokens, x = replace(training(), valid=text), torch.where(text.unsqueeze(1), X[11], X[11] * 9)
+    tokens, x = training(valid=text), torch.where(text.unsqueeze(1), X[11], X[11] * 9)
     assert bool((router(x, tokens).experts[9:] >= 0).all()), "all there is room for"
     assert bool((router(x, tokens).experts[:9] < 0).all())
 
@@ -135,10 +147,11 @@ def test_sinkhorn_plan_is_computed_over_all_ranks() -> None:
     with torch.no_grad():
         tilted.router_bias.copy_(torch.tensor([9.0, 0, 0, 0, 0]))  # type: ignore[operator]
     most = [
-        int((tilted(X, tokens).experts == 0).sum()) for tokens in (tokens_of_rows(2, 6), training())
+        int((tilted(X, tokens).experts == 0).sum())
+        for tokens in (LayerInputs(tokens_of_rows(2, 6)), training())
     ]
     assert most[0] == 12 and most[1] < 8
-    assert torch.equal(alone(moe)(X, tokens_of_rows(2, 6)).experts, free.experts), (
+    assert torch.equal(alone(moe)(X, LayerInputs(tokens_of_rows(2, 6))).experts, free.experts), (
         "none outside training"
     )
     assert same_on_two(moe)
@@ -152,7 +165,8 @@ def test_noise_depends_on_the_token_and_only_in_training() -> None:
         assert torch.equal(noisy.weights, alone(moe)(X, training()).weights)
         assert not torch.equal(noisy.weights, alone(moe)(X, training(seed=1)).weights)
         assert torch.equal(
-            alone(moe)(X, tokens_of_rows(2, 6)).weights, alone(MOE)(X, tokens_of_rows(2, 6)).weights
+            alone(moe)(X, LayerInputs(tokens_of_rows(2, 6))).weights,
+            alone(MOE)(X, LayerInputs(tokens_of_rows(2, 6))).weights,
         )
         assert same_on_two(moe)
 
@@ -167,10 +181,10 @@ def test_noise_differs_between_layers() -> None:
 
 def test_force_load_balancing_balances_the_experts() -> None:
     router = alone(replace(MOE, router=RouterConfig(force_load_balancing=True)))
-    tokens = replace(
+    tokens = LayerInputs(
         tokens_of_rows(1, 3000),
-        dropout=DropoutKey(0, torch.arange(3000)),
-        balance=AuxLossScale(0, 1, 1.0),
+        dropout_key=DropoutKey(0, torch.arange(3000)),
+        router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0)),
     )
     counts = (
         router(torch.ones(3000, 6, dtype=torch.float64), tokens)
@@ -196,7 +210,7 @@ def test_force_biased_shifts_the_same_experts_in_every_step() -> None:
     (first, second) = (found(X, training()), alone(MOE)(X, training()))
     busy = [int(choice.experts.flatten().bincount(minlength=5).max()) for choice in (first, second)]
     assert busy[0] > busy[1]
-    plain = tokens_of_rows(2, 6)
+    plain = LayerInputs(tokens_of_rows(2, 6))
     assert torch.equal(found(X, plain).weights, alone(MOE)(X, plain).weights), (
         "none outside training"
     )
@@ -210,8 +224,15 @@ def offsets_noted(rank: int, world: int, moe: MoEConfig) -> Tensor:
         else build_mesh(model_grid(ParallelConfig(tp=2, sp=True), MODEL, 2), rank=rank)
     )
     tp_comm = SequenceParallelComm(mesh.tp) if world > 1 else TensorParallelComm(mesh.tp)
-    router = filled(Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64))
-    router(tp_comm.select_local(X), replace(training(), valid=torch.arange(12) < 10))
+    router = filled(
+        Router(
+            "layers.0.moe",
+            MODEL,
+            moe,
+            build_context(MODEL, mesh, tp_comm=tp_comm, dtype=torch.float64),
+        )
+    )
+    router(tp_comm.select_local(X), training(valid=torch.arange(12) < 10))
     assert router.balance.record is not None
     return router.balance.record.offsets
 
@@ -223,15 +244,17 @@ def test_offsets_are_computed_over_all_shared_tokens_without_padding() -> None:
     assert all(torch.equal(each[0], found) for each in run_ranks(offsets_noted, 2, moe))
     router = alone(moe)
     assert router.offset is not None and not router.offset.requires_grad
-    router(X, replace(training(), valid=torch.zeros(12, dtype=torch.bool)))
+    router(X, training(valid=torch.zeros(12, dtype=torch.bool)))
     assert router.balance.record is not None and not router.balance.record.offsets.any(), (
         "nothing but padding"
     )
     before = router.balance.record.offsets.clone()
-    router(X, tokens_of_rows(2, 6))
+    router(X, LayerInputs(tokens_of_rows(2, 6)))
     assert torch.equal(before, router.balance.record.offsets), "evaluation notes nothing"
     router.offset.copy_(torch.tensor([9.0, 0, 0, 0, 0]))
-    assert not bool((router(X, tokens_of_rows(2, 6)).experts == 0).any()), "but goes by them"
+    assert not bool((router(X, LayerInputs(tokens_of_rows(2, 6))).experts == 0).any()), (
+        "but goes by them"
+    )
 
 
 def test_gradients_reach_the_logits_with_random_routing() -> None:

@@ -19,8 +19,8 @@ from megalith.kernels.attention import split_kv
 from megalith.kernels.attention.dispatch import attention, reference_attention
 from megalith.kernels.attention.mask import AttentionMask, PairMask
 from megalith.kernels.attention.scores import PLAIN, Scores, WeightDropout
+from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.packed import (
-    DropoutKey,
     PackedSeqParams,
     tokens_of_lengths,
     tokens_of_slices,
@@ -116,11 +116,7 @@ def with_case_masks(case: Case, tokens: PackedSeqParams) -> PackedSeqParams:
 def shared(case: Case, mesh: Mesh, world: int) -> tuple[Slices, PackedSeqParams]:
     slicing = local_slicing(case.parallel(world), mesh)
     slices = plan_slices(case.lengths, row=case.row, slicing=slicing)
-    tokens = with_case_masks(case, tokens_of_slices(slices, slicing))
-    if case.scores.dropout is None:
-        return slices, tokens
-    batch = Batch(tokens.position_ids, tokens.position_ids, tokens, num_labels=0, lengths=())
-    return slices, with_dropout(batch, [5, 9], seed=1).tokens  # two rows, far apart
+    return slices, with_case_masks(case, tokens_of_slices(slices, slicing))
 
 
 def _attend(rank: int, world: int, case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -134,8 +130,17 @@ def _attend(rank: int, world: int, case: Case, dtype: torch.dtype = torch.float6
     learned = case.learned(dtype)
     inputs = [x.requires_grad_() for x in (q, k, v)] + list(learned.values())
     attend = build_attend(case.parallel(world).context, 0, mesh)
-    tokens = replace(tokens, biases=learned.get("biases"))
-    out = attend(q, k, v, tokens, scores=case.scores, sinks=learned.get("sinks"))
+    batch = Batch(tokens.position_ids, tokens.position_ids, tokens, num_labels=0, lengths=())
+    out = attend(
+        q,
+        k,
+        v,
+        tokens,
+        scores=case.scores,
+        sinks=learned.get("sinks"),
+        attention_bias=learned.get("biases"),
+        dropout_key=with_dropout(batch, [5, 9], seed=1).dropout_key,  # two rows, far apart
+    )
     assert out.dtype == dtype and out.shape == dout.shape
     out_part, *parts = out.detach(), *torch.autograd.grad(out, inputs, dout)
     parts, dlearnt = [out_part, *parts[:3]], parts[3:]
@@ -154,8 +159,16 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     numbers = torch.tensor([row * case.row + place for row in (5, 9) for place in range(case.row)])[
         : len(q)
     ]
-    tokens = replace(tokens, dropout=DropoutKey(1, numbers), biases=learned.get("biases"))
-    out = reference_attention(q, k, v, tokens, case.scores, learned.get("sinks"))
+    out = reference_attention(
+        q,
+        k,
+        v,
+        tokens,
+        case.scores,
+        learned.get("sinks"),
+        attention_bias=learned.get("biases"),
+        dropout_key=DropoutKey(1, numbers),
+    )
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 

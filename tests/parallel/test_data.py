@@ -11,8 +11,10 @@ from torch import nn
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import RankError
-from megalith.kernels.packed import PackedSeqParams, tokens_of_rows
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.packed import tokens_of_rows
 from megalith.models.decoder import Decoder, initialize, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.parallel import data as flat
 from megalith.parallel.bucket_comm import start_bucket_reduce_scatter
 from megalith.parallel.data import BucketedDataParallel
@@ -40,7 +42,7 @@ def build(
     mesh: Mesh, *, overlap: bool = True, sinks: bool = True, bucket_numel: int = 300, zero: int = 0
 ) -> tuple[Decoder, BucketedDataParallel]:
     """A small float64 model on the engine."""
-    model = Decoder(CONFIG, mesh, dtype=torch.float64)
+    model = Decoder(build_context(CONFIG, mesh, dtype=torch.float64))
     parameters = [
         (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
@@ -62,7 +64,7 @@ def build(
 def loss_of(model: Decoder, microbatch: int) -> torch.Tensor:
     """One microbatch of two rows."""
     ids = torch.randint(0, 30, (14,), generator=torch.Generator().manual_seed(microbatch))
-    return model.loss(ids, ids.roll(-1), tokens_of_rows(2, 7))
+    return model.loss(ids, ids.roll(-1), LayerInputs(tokens_of_rows(2, 7)))
 
 
 def gradients(data: BucketedDataParallel) -> dict[str, torch.Tensor]:
@@ -92,7 +94,7 @@ def test_a_tied_head_stays_tied() -> None:
     tied = ModelConfig(
         **{**{f: getattr(CONFIG, f) for f in CONFIG.__slots__}, "tied_embeddings": True}
     )
-    model = Decoder(tied, build_single_rank_mesh())
+    model = Decoder(build_context(tied, build_single_rank_mesh()))
     parameters = [
         (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
@@ -166,7 +168,7 @@ def _equals_ddp(rank: int, world: int) -> bool:
     data.begin_step(1)
     loss_of(model, rank).backward()
     mine = gradients(data)
-    plain = Decoder(CONFIG, build_single_rank_mesh(), dtype=torch.float64)
+    plain = Decoder(build_context(CONFIG, build_single_rank_mesh(), dtype=torch.float64))
     plain.to_empty(device="cpu")
     initialize(plain, seed=5)
     wrapped = nn.parallel.DistributedDataParallel(_Loss(plain))
@@ -376,7 +378,7 @@ def _reads(rank: int, world: int) -> list[bool]:
     after `wait_params`."""
     run_config = ParallelConfig(zero=1)
     mesh = build_mesh(model_grid(run_config, CONFIG, world), rank=rank)
-    model = Decoder(CONFIG, mesh, dtype=torch.float64)
+    model = Decoder(build_context(CONFIG, mesh, dtype=torch.float64))
     parameters = [
         (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
@@ -415,8 +417,8 @@ def _reads(rank: int, world: int) -> list[bool]:
     return results
 
 
-def rotary(model: Decoder) -> PackedSeqParams:
-    tokens = tokens_of_rows(2, 7)
+def rotary(model: Decoder) -> LayerInputs:
+    tokens = LayerInputs(tokens_of_rows(2, 7))
     return model.rotations.add_to(tokens)
 
 

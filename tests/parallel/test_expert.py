@@ -1,4 +1,4 @@
-"""PackedSeqParams reach their experts and come back, however these lie on the ranks."""
+"""LayerInputs reach their experts and come back, however these lie on the ranks."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -19,9 +19,11 @@ from megalith.config.optim import PrecisionConfig
 from megalith.config.parallel import ParallelConfig, RecomputeConfig
 from megalith.errors import PlanError
 from megalith.kernels.experts import Groups
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_rows
 from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.nn.init import init_param_
 from megalith.nn.layer import SequentialBlock
 from megalith.observe.flight import FlightRecorder
@@ -76,7 +78,9 @@ def build(
     overlap: bool = True,
 ) -> tuple[Decoder, FullyShardedDataParallel]:
     """A small model, its weights cut into rows."""
-    model = Decoder(config, mesh, dtype=dtype, recompute=recompute or RecomputeConfig())
+    model = Decoder(
+        build_context(config, mesh, dtype=dtype, recompute=recompute or RecomputeConfig())
+    )
     parameters = [
         (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
@@ -99,7 +103,7 @@ def build(
 
 def alone(*, dtype: torch.dtype = torch.float64, config: ModelConfig = CONFIG) -> Decoder:
     """The same model in one piece."""
-    model = Decoder(config, build_single_rank_mesh(), dtype=dtype)
+    model = Decoder(build_context(config, build_single_rank_mesh(), dtype=dtype))
     allocate(model, CPU)
     initialize(model, seed=5)
     return model
@@ -112,7 +116,7 @@ def dp_mesh(rank: int, world: int, *, flight: FlightRecorder | None = None) -> M
 def loss_of(model: Decoder, microbatch: int) -> Tensor:
     """One microbatch of two rows."""
     ids = torch.randint(0, 30, (14,), generator=torch.Generator().manual_seed(microbatch))
-    return model.loss(ids, ids.roll(-1), tokens_of_rows(2, 7))
+    return model.loss(ids, ids.roll(-1), LayerInputs(tokens_of_rows(2, 7)))
 
 
 def mine(rank: int) -> list[int]:
@@ -563,7 +567,7 @@ def test_resume_is_bitwise_equal_and_checkpoints_convert_between_layouts(
 
 
 def test_chunks_that_share_a_table_are_rejected_with_working_values() -> None:
-    model = Decoder(replace(CONFIG, tied_embeddings=True), build_single_rank_mesh())
+    model = Decoder(build_context(replace(CONFIG, tied_embeddings=True), build_single_rank_mesh()))
     _reject_shared_chunks([model])  # shared inside one chunk
     with pytest.raises(PlanError) as caught:
         _reject_shared_chunks([model.embed, model.head])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.kernels.linear import weight_grad
+from megalith.kernels.linear import MatmulOps, weight_grad
 from megalith.kernels.recomputed import register_recompute
 from megalith.models.decoder import allocate
 from megalith.parallel.group import Group
@@ -44,7 +44,7 @@ class Notes:
         self.events = events
         self.total: Tensor | None = None
 
-    def product(self, x: Tensor, dy: Tensor) -> None:
+    def product(self, x: Tensor, dy: Tensor, matmul_ops: MatmulOps) -> None:
         self.events.append("weights")
         self.total = weight_grad(dy, x)
 
@@ -107,11 +107,11 @@ def compare(rank: int, world: int, dtype: torch.dtype) -> None:
                     run(kind, tp_comm(group), group, dtype, grad_accumulator), plain, strict=True
                 ):
                     assert torch.equal(mine, reference), (kind, tp_comm, grad_accumulator)
-            for matmul_ops in (RING_EXCHANGE, FUSED) if dtype == torch.float64 else ():
+            for collective_matmul in (RING_EXCHANGE, FUSED) if dtype == torch.float64 else ():
                 with fused_on_cpus():
                     ring = run(
                         kind,
-                        SequenceParallelComm(group, tp_comm_overlap=True, products=matmul_ops),
+                        SequenceParallelComm(group, collective_matmul=collective_matmul),
                         group,
                         dtype,
                         grad_accumulator,
@@ -180,7 +180,7 @@ class Sleeper(Notes):
     def __init__(self) -> None:
         super().__init__([])
 
-    def product(self, x: Tensor, dy: Tensor) -> None:
+    def product(self, x: Tensor, dy: Tensor, matmul_ops: MatmulOps) -> None:
         time.sleep(0.1)
 
 

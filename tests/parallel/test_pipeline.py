@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import RankError
-from megalith.kernels.linear import GradAccumulator, linear, weight_grad
+from megalith.kernels.linear import GradAccumulator, MatmulOps, linear, weight_grad
 from megalith.parallel.p2p import Spec, Specs, Tensors, create_pipeline_groups
 from megalith.parallel.pipeline import Boundary, Pipeline
 from megalith.parallel.weight_grad_store import WeightGradStore
@@ -39,7 +39,7 @@ class Adding:
     def __init__(self, total: Tensor, log: list[int]) -> None:
         self.total, self.log = total, log
 
-    def product(self, x: Tensor, dy: Tensor) -> None:
+    def product(self, x: Tensor, dy: Tensor, matmul_ops: MatmulOps) -> None:
         self.log.append(len(x))
         self.total += weight_grad(dy, x)
 

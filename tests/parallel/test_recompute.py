@@ -23,8 +23,10 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.kernels import activation, norm
 from megalith.kernels.attention import cpu_tiled
+from megalith.kernels.dropout import DropoutKey
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import LinearFunction
-from megalith.kernels.packed import DropoutKey, tokens_of_lengths
+from megalith.kernels.packed import tokens_of_lengths
 from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn import layer as layer_module
@@ -69,7 +71,7 @@ def step(trainer: Trainer, *, backward: bool = True) -> list[Tensor]:
     trainer.data.begin_step(2)
     for shift in (3, 5):
         ids = torch.arange(72) * shift % 257
-        loss = trainer.model.loss(ids, ids.flip(0), tokens_of_lengths([40, 32]))
+        loss = trainer.model.loss(ids, ids.flip(0), LayerInputs(tokens_of_lengths([40, 32])))
         found.append(loss.detach().clone())
         if backward:
             loss.backward()
@@ -159,9 +161,9 @@ def test_recompute_adds_each_weight_gradient_once(
     given: list[data.BucketGradAccumulator] = []
     product = data.BucketGradAccumulator.product
 
-    def noted(self: data.BucketGradAccumulator, x: Tensor, dy: Tensor) -> None:
+    def noted(self: data.BucketGradAccumulator, *arguments: Any) -> None:
         given.append(self)
-        product(self, x, dy)
+        product(self, *arguments)
 
     monkeypatch.setattr(data.BucketGradAccumulator, "product", noted)
     step(built(one))
@@ -223,8 +225,9 @@ def interleaved_step(trainer: Trainer) -> list[Tensor]:
     losses = []
     for shift in (3, 5):
         ids = torch.arange(72) * shift % 257
-        tokens = replace(
-            tokens_of_lengths([40, 32]), dropout=DropoutKey(7, torch.arange(72) + 100 * shift)
+        tokens = LayerInputs(
+            tokens_of_lengths([40, 32]),
+            dropout_key=DropoutKey(7, torch.arange(72) + 100 * shift),
         )
         losses.append(trainer.model.loss(ids, ids.flip(0), tokens))
     for loss in losses:
@@ -253,9 +256,9 @@ def test_recompute_of_latent_attention_adds_each_weight_gradient_once(
     given: list[data.BucketGradAccumulator] = []
     product = data.BucketGradAccumulator.product
 
-    def noted(self: data.BucketGradAccumulator, x: Tensor, dy: Tensor) -> None:
+    def noted(self: data.BucketGradAccumulator, *arguments: Any) -> None:
         given.append(self)
-        product(self, x, dy)
+        product(self, *arguments)
 
     theirs = step(built(KEEP, dtype, LATENT))
     monkeypatch.setattr(data.BucketGradAccumulator, "product", noted)
@@ -373,7 +376,7 @@ def test_check_rejects_recomputation_with_other_values(
     trainer = built(replace(one, check=True))
     trainer.data.begin_step(1)
     ids = torch.arange(72) * 3 % 257
-    loss = trainer.model.loss(ids, ids, tokens_of_lengths([40, 32]))
+    loss = trainer.model.loss(ids, ids, LayerInputs(tokens_of_lengths([40, 32])))
     for kernel in (norm, activation):
         for engine, function in kernel.FORWARD.items():
             monkeypatch.setitem(kernel.FORWARD, engine, slightly_off(function))
@@ -428,7 +431,7 @@ def test_of_an_mlp_in_chunks_the_inner_features_of_one_exist_at_a_time() -> None
     for chunks in (1, 2, 4, 8):
         trainer, ids = built(replace(CHUNKS, mlp_chunks=chunks), run=run), torch.arange(72)
         with profile(profile_memory=True) as profiler:
-            trainer.model.loss(ids, ids, tokens_of_lengths([72])).backward()
+            trainer.model.loss(ids, ids, LayerInputs(tokens_of_lengths([72]))).backward()
         changes = [
             e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"
         ]
@@ -444,9 +447,9 @@ def test_each_mlp_chunk_adds_one_weight_gradient(
     given: list[tuple[int, int]] = []
     product = data.BucketGradAccumulator.product
 
-    def noted(self: data.BucketGradAccumulator, x: Tensor, dy: Tensor) -> None:
+    def noted(self: data.BucketGradAccumulator, x: Tensor, *others: Any) -> None:
         given.append((x.shape[1], len(x)))
-        product(self, x, dy)
+        product(self, x, *others)
 
     monkeypatch.setattr(data.BucketGradAccumulator, "product", noted)
     step(built(replace(CHUNKS, mlp_chunks=5)))
@@ -470,9 +473,8 @@ def test_weight_gradient_added_twice_is_rejected(monkeypatch: pytest.MonkeyPatch
     def twice(ctx: Any, dy: Tensor) -> Any:
         result = backward(ctx, dy)
         if ctx.grad_accumulator is not None:
-            ctx.grad_accumulator.product(
-                *(saved for saved in ctx.saved_tensors if saved.shape[0] == dy.shape[0]), dy
-            )
+            (x,) = (saved for saved in ctx.saved_tensors if saved.shape[0] == dy.shape[0])
+            ctx.grad_accumulator.product(x, dy, ctx.matmul_ops)
         return result
 
     monkeypatch.setattr(LinearFunction, "backward", staticmethod(twice))

@@ -25,7 +25,6 @@ from megalith.parallel.tensor import (
     TPComm,
     VocabParallelEmbedding,
     VocabParallelHead,
-    set_training_losses,
 )
 from megalith.plan.shards import Shard, split_evenly
 from megalith.testing.ranks import everyone, run_ranks
@@ -177,9 +176,9 @@ def head(rank: int, world: int, sp: bool) -> None:
             tied=None,
             dtype=torch.float64,
             logit_transform=logit_transform,
-        )
-        set_training_losses(
-            [layer], partial(partial, linear_cross_entropy, smoothing=spread * (known - 1) / known)
+            build_loss=lambda backends, smoothing=spread * (known - 1) / known: partial(
+                linear_cross_entropy, smoothing=smoothing
+            ),
         )
         filled(layer, {"weight": table})
         mine, dense_x, dense = (

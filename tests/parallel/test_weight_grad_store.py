@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.linear import GradAccumulator
+from megalith.kernels.linear import PLAIN, GradAccumulator, MatmulOps
 from megalith.parallel.weight_grad_store import WeightGradStore
 
 
@@ -17,7 +17,7 @@ class Log:
 
     seen: list[tuple[str, float]] = field(default_factory=list)
 
-    def product(self, x: Tensor, dy: Tensor) -> None:
+    def product(self, x: Tensor, dy: Tensor, matmul_ops: MatmulOps) -> None:
         self.seen.append(("product", float(x.sum() + dy.sum())))
 
     def gradient(self, dw: Tensor) -> None:
@@ -34,7 +34,7 @@ class Layer:
 
 def give_everything(grad_accumulator: GradAccumulator | None) -> None:
     assert grad_accumulator is not None
-    grad_accumulator.product(torch.ones(1, 2), torch.ones(1, 3))
+    grad_accumulator.product(torch.ones(1, 2), torch.ones(1, 3), PLAIN)
     grad_accumulator.gradient(torch.ones(2, 2))
     grad_accumulator.rows(torch.ones(1, dtype=torch.int64), torch.ones(1))
 

@@ -12,7 +12,7 @@ from megalith.config.lora import LoraConfig, has_adapters
 from megalith.config.model import AttentionConfig, MLAConfig, ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.models.decoder import build_chunks, iter_parameter_specs
-from megalith.nn.lora import attach_adapters
+from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_meta_mesh
 from megalith.plan.costs import head_flops, layer_flops, pairs_in_window, step_flops
 from megalith.plan.frozen import trained, trained_layer_flops, trained_step_flops, with_adapters
@@ -37,8 +37,8 @@ MODEL = ModelConfig(
 def test_names_sizes_and_cuts_are_those_of_the_layers(tp: int, lora: LoraConfig) -> None:
     for rank in range(tp):
         mesh = build_meta_mesh(model_grid(ParallelConfig(tp=tp), MODEL, tp), rank=rank)
-        chunks = build_chunks(MODEL, mesh, ParallelConfig(tp=tp, sp=tp > 1))
-        attach_adapters(chunks, MODEL, lora)
+        parallel = ParallelConfig(tp=tp, sp=tp > 1)
+        chunks = build_chunks(build_context(MODEL, mesh, parallel, lora=lora))
         shards = {
             one.shard.name: one.shard for one, module, name in iter_parameter_specs(chunks[0])
         }

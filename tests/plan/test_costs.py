@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megalith.config.kernels import KernelsConfig
 from megalith.config.model import AttentionConfig, LayersConfig, MLAConfig, ModelConfig, MTPConfig
 from megalith.config.moe import CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.kernels.backend import Backends
 from megalith.kernels.experts import experts
-from megalith.kernels.packed import AuxLossScale, tokens_of_lengths
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
+from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize
-from megalith.nn.kernels import use_kernels
+from megalith.nn.build import build_context
 from megalith.nn.moe import Experts
 from megalith.parallel.cross_entropy import HeadShard
 from megalith.parallel.expert import DispatchedTokens
@@ -362,7 +365,7 @@ def test_layers_with_parts_left_out_or_replaced_have_their_known_numbers(
 def built(config: ModelConfig, *, tp: int, rank: int = 0, sp: bool = False) -> Decoder:
     """One rank's part of the model, without memory."""
     grid = model_grid(ParallelConfig(tp=tp), config, tp)
-    return Decoder(config, build_meta_mesh(grid, rank=rank), sp=sp)
+    return Decoder(build_context(config, build_meta_mesh(grid, rank=rank), ParallelConfig(sp=sp)))
 
 
 @pytest.mark.parametrize("config", [*VARIANTS, *KINDS.values()], ids=lambda config: config.norm)
@@ -599,16 +602,19 @@ def count_model(
 ) -> Counted:
     """What torch counts in the model of plain definitions; with `products` experts compute as in
     training."""
-    model, mesh = Decoder(config, build_single_rank_mesh(), dtype=dtype), build_single_rank_mesh()
+    mesh, reference = build_single_rank_mesh(), Backends(KernelsConfig(all="reference"))
+    model = Decoder(build_context(config, mesh, dtype=dtype, backends=reference))
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
-    use_kernels([model], "reference", mesh)
     sent: list[DispatchedTokens] = []
     for module in model.modules():
         if isinstance(module, Experts):
             module.register_forward_pre_hook(lambda _, given: sent.append(given[0]))
             module.compute = experts if products else module.compute
-    tokens = replace(tokens_of_lengths(list(DOCUMENTS)), balance=AuxLossScale(0, 1, 1.0))
+    tokens = LayerInputs(
+        tokens_of_lengths(list(DOCUMENTS)),
+        router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0)),
+    )
     drawn = torch.randint(
         0, config.vocab_size, (2, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(2)
     )

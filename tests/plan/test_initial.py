@@ -10,8 +10,10 @@ import torch
 
 from megalith.config.model import LayersConfig, ModelConfig, MuPConfig
 from megalith.config.optim import OptimConfig
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.parameters import (
     PLAIN,
@@ -30,7 +32,7 @@ WIDTHS = (64, 128, 256, 512)
 
 
 def starts(model: ModelConfig) -> dict[str, tuple[float, bool]]:
-    found = iter_parameter_specs(Decoder(model, build_single_rank_mesh()))
+    found = iter_parameter_specs(Decoder(build_context(model, build_single_rank_mesh())))
     return {
         declared.shard.name: (declared.init.std, declared.init.uniform) for declared, _, _ in found
     }
@@ -162,7 +164,7 @@ def trained(width: int, *, mup: bool, steps: int, lr: float) -> tuple[dict[str, 
         init_std=0.1,
         mup=MuPConfig(base_hidden_size=32, base_head_dim=8) if mup else None,
     )
-    model = Decoder(config, build_single_rank_mesh())
+    model = Decoder(build_context(config, build_single_rank_mesh()))
     allocate(model, torch.device("cpu"))
     initialize(model, seed=1)
     params = [
@@ -173,7 +175,11 @@ def trained(width: int, *, mup: bool, steps: int, lr: float) -> tuple[dict[str, 
         params, OptimConfig(), lambda shard: mup_factors(config, "adamw", shard.name, shard.inputs)
     )
     ids = torch.randint(0, 64, (4 * 17,), generator=torch.Generator().manual_seed(3)).view(4, 17)
-    inputs, labels, tokens = ids[:, :-1].flatten(), ids[:, 1:].flatten(), tokens_of_rows(4, 16)
+    inputs, labels, tokens = (
+        ids[:, :-1].flatten(),
+        ids[:, 1:].flatten(),
+        LayerInputs(tokens_of_rows(4, 16)),
+    )
     for _ in range(steps):
         model.zero_grad()
         (model.loss(inputs, labels, tokens) / labels.numel()).backward()
@@ -209,7 +215,7 @@ def test_under_mup_a_wider_model_is_no_worse_at_the_same_rate() -> None:
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_each_weight_is_updated_at_its_own_rate(kind: str) -> None:
     config = replace(MUP, vocab_size=8, num_layers=1)
-    model = Decoder(config, build_single_rank_mesh())
+    model = Decoder(build_context(config, build_single_rank_mesh()))
     params = [
         (declared.shard, torch.ones(declared.shard.matrix_shape))
         for declared, _, _ in iter_parameter_specs(model)

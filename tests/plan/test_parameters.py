@@ -12,6 +12,7 @@ from megalith.config.moe import AuxLossConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.estimate.workload import Workload, plan_workload
 from megalith.models.decoder import Decoder, build_chunks, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.parallel.grad_sync import tp_reduce_axes
 from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import TensorParallel
@@ -116,7 +117,7 @@ def holds_what_is_declared(workload: Workload) -> None:
     run, grid = workload.run, workload.grid
     for rank in grid.ranks:
         mesh, place = build_meta_mesh(grid, rank=rank), grid.coordinates(rank)
-        chunks = build_chunks(run.model, mesh, run.parallel, dtype=torch.float32)
+        chunks = build_chunks(build_context(run.model, mesh, run.parallel, dtype=torch.float32))
         built = [
             (one, getattr(module, name))
             for chunk in chunks
@@ -154,7 +155,7 @@ def test_a_rank_holds_what_the_model_declares_in_its_order(config: ModelConfig, 
         config = replace(config, num_heads=9, num_kv_heads=kv_heads, head_dim=16, layers=alike)
     grid = model_grid(ParallelConfig(tp=tp), config, tp)
     for rank in range(tp):
-        model = Decoder(config, build_meta_mesh(grid, rank=rank))
+        model = Decoder(build_context(config, build_meta_mesh(grid, rank=rank)))
         built = [
             (one.shard.name, one.shard.matrix_shape) for one, _, _ in iter_parameter_specs(model)
         ]
@@ -184,7 +185,9 @@ def test_gradients_are_summed_over_the_ranks_that_the_model_says(tp: int, sp: bo
         )
         copies = tensor_part(config, tp=tp, rank=1).kv_copies
         for one, (declared, _, _) in zip(
-            held, iter_parameter_specs(Decoder(config, mesh, sp=sp)), strict=True
+            held,
+            iter_parameter_specs(Decoder(build_context(config, mesh, ParallelConfig(sp=sp)))),
+            strict=True,
         ):
             axes = [axis for axis in tp_reduce_axes(declared.shard) if mesh.over(axis).size > 1]
             ranks = math.prod(mesh.over(axis).size for axis in axes)
@@ -218,8 +221,7 @@ def test_stages_hold_everything_once_and_a_shared_table_twice() -> None:
         twice = ends | {"relative.weight": relative}
         assert shared == {name for name, is_shared in twice.items() if is_shared}
         stage = Decoder(
-            config,
-            build_single_rank_mesh(),
+            build_context(config, build_single_rank_mesh()),
             stage=Stage(rest, loss=True, norm=True, num_mtp_layers=config.mtp.num_layers),
         )
         assert [one.name for one in last] == [
@@ -238,7 +240,9 @@ def test_mtp_stage_holds_lookup_tables_and_no_head(positions: Any, tied: bool) -
         Stage(nothing, norm=True, num_mtp_layers=2),
         Stage(nothing, loss=True, num_mtp_layers=2),
     ):
-        built = iter_parameter_specs(Decoder(config, build_single_rank_mesh(), stage=stage))
+        built = iter_parameter_specs(
+            Decoder(build_context(config, build_single_rank_mesh()), stage=stage)
+        )
         held = held_parameters(
             config,
             tp=1,

@@ -18,8 +18,10 @@ from megalith.config.lora import LoraConfig
 from megalith.config.tree import to_dict
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.pretrained import load_pretrained, locate_source, open_adapters, open_pretrained
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.posttrain.export import peft_config, plan_peft
 from megalith.testing.tiny import tiny_run
@@ -98,14 +100,16 @@ def logits(model: Any) -> Tensor:
 def ours(source: Path) -> Tensor:
     """Logits of our own model, filled from a run, a checkpoint or any folder."""
     opened = open_pretrained(locate_source(str(source)))
-    model = Decoder(opened.model, build_single_rank_mesh())
+    model = Decoder(build_context(opened.model, build_single_rank_mesh()))
     allocate(model, CPU)
     entries = [
         CheckpointEntry(d.shard, "param", getattr(m, n)) for d, m, n in iter_parameter_specs(model)
     ]
     load_pretrained(entries, str(source), build_single_rank_mesh().world, model=opened.model)
     with torch.no_grad():
-        return model.head.logits(model(IDS, tokens_of_lengths([len(IDS)], device="cpu")))
+        return model.head.logits(
+            model(IDS, LayerInputs(tokens_of_lengths([len(IDS)], device="cpu")))
+        )
 
 
 def test_the_library_loads_them_and_computes_what_we_do(trained: Path) -> None:

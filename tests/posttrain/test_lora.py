@@ -17,6 +17,7 @@ from megalith.hf.peft import RECORD
 from megalith.hf.pretrained import locate_source, open_adapters, open_pretrained
 from megalith.hf.release import release_run, write_release
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.nn.init import init_param_
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -39,7 +40,7 @@ class Drawn:
     """First weights, read as those of a folder are."""
 
     def __init__(self, seed: int) -> None:
-        self.model = Decoder(tiny_run().model, build_single_rank_mesh())
+        self.model = Decoder(build_context(tiny_run().model, build_single_rank_mesh()))
         allocate(self.model, CPU)
         initialize(self.model, seed=seed)
         self.found = {

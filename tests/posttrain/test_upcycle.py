@@ -20,8 +20,10 @@ from megalith.config.tree import dump_yaml
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.pretrained import Pretrained, open_pretrained
 from megalith.hf.release import release_run
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.posttrain.upcycle import (
@@ -62,7 +64,7 @@ def entries_of(model: Decoder) -> list[CheckpointEntry]:
 def dense(path: Path, **changes: Any) -> Path:
     """A checkpoint with random weights, biases among them."""
     config = replace(DENSE, **changes)
-    model = Decoder(config, build_single_rank_mesh())
+    model = Decoder(build_context(config, build_single_rank_mesh()))
     allocate(model, CPU)
     initialize(model, seed=1)
     with torch.no_grad():
@@ -80,7 +82,7 @@ def dense(path: Path, **changes: Any) -> Path:
 
 def loaded(source: Pretrained) -> Decoder:
     """In float64, of the fp32 weights."""
-    model = Decoder(source.model, build_single_rank_mesh(), dtype=torch.float64)
+    model = Decoder(build_context(source.model, build_single_rank_mesh(), dtype=torch.float64))
     allocate(model, CPU)
     with torch.no_grad():
         for entry in entries_of(model):
@@ -96,7 +98,7 @@ def logits(path: Path, moe: MoEConfig | None = None, **options: Any) -> Tensor:
     source = source if moe is None else upcycle(source, moe, **options)
     model = loaded(source)
     with torch.no_grad():
-        return model.head.logits(model(IDS, tokens_of_lengths([9, 14])))
+        return model.head.logits(model(IDS, LayerInputs(tokens_of_lengths([9, 14]))))
 
 
 def off(theirs: Tensor, ours: Tensor) -> float:
@@ -202,7 +204,10 @@ def losses_of_depths(path: Path, moe: MoEConfig | None = None) -> Tensor:
     ids, labels = IDS, IDS.roll(-1)
     with torch.no_grad():
         found = model.losses(
-            ids, labels, tokens_of_lengths([23]), mtp_inputs=((ids.roll(-1), labels.roll(-1)),)
+            ids,
+            labels,
+            LayerInputs(tokens_of_lengths([23])),
+            mtp_inputs=((ids.roll(-1), labels.roll(-1)),),
         )
     return torch.stack([loss.sum() for loss in found])
 
@@ -217,7 +222,9 @@ def test_mtp_layers_are_upcycled_like_the_last_layer(
     made = upcycle(open_pretrained(path), moe)
     names = {
         one.shard.name
-        for one, _, _ in iter_parameter_specs(Decoder(made.model, build_single_rank_mesh()))
+        for one, _, _ in iter_parameter_specs(
+            Decoder(build_context(made.model, build_single_rank_mesh()))
+        )
     }
     assert ("mtp.0.layer.moe.experts.down" in names) == (not layers)
 

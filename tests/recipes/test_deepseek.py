@@ -8,7 +8,7 @@ import pytest
 
 from megalith.config.moe import AuxLossConfig
 from megalith.config.train import TrainRun
-from megalith.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megalith.hf.families import DEEPSEEK_V2, DEEPSEEK_V3
 from megalith.plan.costs import active_parameters, num_parameters
 from megalith.plan.stages import plan_stages
 from megalith.recipes.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3

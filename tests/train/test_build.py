@@ -9,6 +9,7 @@ import torch
 
 from megalith.config.parallel import ParallelConfig
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
+from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.testing.tiny import tiny_run
@@ -25,7 +26,7 @@ def build(*, fill: bool = True, **settings: str) -> Trainer:
 
 def test_first_weights_are_those_of_the_model_alone_whatever_the_engine_does_with_memory() -> None:
     trainer = build()
-    alone = Decoder(trainer.run.model, build_single_rank_mesh())
+    alone = Decoder(build_context(trainer.run.model, build_single_rank_mesh()))
     allocate(alone, CPU)
     initialize(alone, seed=trainer.run.seed)
     weights = {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}

@@ -30,7 +30,7 @@ class FakeTokens:
 
 
 class FakeBatch:
-    tokens = FakeTokens()
+    seq_params = FakeTokens()
 
 
 BATCHES: list[Any] = [FakeBatch(), FakeBatch()]

@@ -63,7 +63,7 @@ def test_the_mean_is_over_labels_not_over_rows() -> None:
     total, labels, num_bytes = 0.0, 0, 0
     for k in range(SAMPLES):
         batch = build_batch([dataset(FP64_RUN).sample(k)], MaskSettings(), device=CPU)
-        total += trainer.model.loss(batch.ids, batch.labels, batch.tokens).item()
+        total += trainer.model.loss(batch.ids, batch.labels, batch.layer_inputs()).item()
         labels += batch.num_labels
         num_bytes += sum(0 <= label < 256 for label in batch.labels.tolist())
     found = evaluation(0, 1, FP64_RUN, rows=3)
@@ -185,7 +185,7 @@ def test_mtp_losses_and_acceptance_match_plain_computation() -> None:
     losses, right, labels, runs, places = [0.0] * 3, [0, 0], [0] * 3, 0, 0
     for k in range(SAMPLES):
         batch = build_batch([dataset(run).sample(k)], MaskSettings(), device=CPU, num_mtp_layers=2)
-        tokens = model.rotations.add_to(batch.tokens)
+        tokens = model.rotations.add_to(batch.layer_inputs())
         x = model(batch.ids, tokens)
         scores, depths = [model.head.logits(x)], batch.mtp_inputs
         for depth, (ids, _) in enumerate(depths):

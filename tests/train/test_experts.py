@@ -11,7 +11,7 @@ from megalith.config.parallel import ParallelConfig, PipelineConfig, RecomputeCo
 from megalith.config.train import ObserveConfig, TrainRun
 from megalith.data.loader import Loader, MaskSettings
 from megalith.errors import DataError
-from megalith.kernels.packed import AuxLossScale
+from megalith.kernels.layer_inputs import AuxLossScale
 from megalith.kernels.replay import RoutingRecord
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh

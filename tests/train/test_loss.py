@@ -9,6 +9,7 @@ import torch
 
 from megalith.config.model import MTPConfig
 from megalith.config.train import TrainRun
+from megalith.kernels.backend import AUTO
 from megalith.parallel.cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_with_stats,
@@ -19,7 +20,7 @@ from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import iter_vocab_heads
 from megalith.testing.tiny import tiny_run
 from megalith.train.forward_backward import (
-    compute_head_losses,
+    build_head_loss,
     normalize_loss_by_labels,
     normalize_losses_by_labels,
 )
@@ -47,12 +48,12 @@ def steps_of(run: TrainRun) -> list[StepResult]:
 
 
 def test_head_loss_follows_settings() -> None:
-    assert compute_head_losses(run_with()) is linear_cross_entropy
-    chunked = compute_head_losses(run_with(loss_chunk=7, label_smoothing=0.1))
+    assert build_head_loss(run_with(), AUTO) is linear_cross_entropy
+    chunked = build_head_loss(run_with(loss_chunk=7, label_smoothing=0.1), AUTO)
     assert isinstance(chunked, partial) and chunked.func is linear_cross_entropy
     assert chunked.keywords == {"smoothing": 0.1, "chunk": 7}
-    assert compute_head_losses(run_with(loss_backward="recomputed")) is recomputed_cross_entropy
-    reported = compute_head_losses(run_with(z_loss=0.5))
+    assert build_head_loss(run_with(loss_backward="recomputed"), AUTO) is recomputed_cross_entropy
+    reported = build_head_loss(run_with(z_loss=0.5), AUTO)
     assert isinstance(reported, LossWithLogitStats) and reported.z_loss == 0.5
     assert (
         isinstance(reported.compute, partial)

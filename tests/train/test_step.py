@@ -104,7 +104,9 @@ def test_a_step_is_the_mean_loss_the_clipped_gradient_and_adamw(clip: float) -> 
     for result in results:
         step = batches.next()
         (batch,) = step.microbatches
-        loss = model.loss(batch.ids, batch.labels, batch.tokens) / int((batch.labels >= 0).sum())
+        loss = model.loss(batch.ids, batch.labels, batch.layer_inputs()) / int(
+            (batch.labels >= 0).sum()
+        )
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(list(named.values()), clip or float("inf"))

@@ -7,6 +7,7 @@ import torch
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ContextConfig, ParallelConfig
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import build_meta_mesh
 from megalith.plan.context import KINDS
@@ -49,7 +50,7 @@ def test_a_mask_of_which_nothing_is_declared_is_refused() -> None:
     declare = types.declare_inputs
 
     def without_masks(batch: types.PaperBatch) -> None:
-        declare(replace(batch, tokens=replace(batch.tokens, visible=None)))
+        declare(replace(batch, inputs=LayerInputs(replace(batch.inputs.seq_params, visible=None))))
 
     with patched(types, "declare_inputs", without_masks):
         assert type_check(FEW, ParallelConfig(tp=2, sp=True), world=2, masked=True).problems
@@ -61,7 +62,7 @@ def test_on_paper_tokens_have_masks_of_documents_and_padding() -> None:
     for documents in (True, False):
         for slicing in (local_slicing(parallel, mesh), local_slicing(ParallelConfig(), mesh)):
             batch = paper_batch(parts=1, documents=documents, slicing=slicing, masked=True)
-            visible = batch.tokens.whole.visible
+            visible = batch.inputs.seq_params.whole.visible
             assert visible is not None and visible.pairs is not None and visible.keys is not None
             assert visible.pairs.is_meta and visible.pairs.dtype == torch.bool
             assert visible.starts[:2] == (0, None)

@@ -25,15 +25,19 @@ from megalith.config.parallel import (
 )
 from megalith.config.tree import apply_overrides, from_dict, to_dict
 from megalith.errors import ConfigError, PlanError
-from megalith.kernels.attention.scores import Scores
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.linear import WeightMatmul
 from megalith.kernels.packed import PackedSeqParams
 from megalith.models.decoder import Decoder
 from megalith.nn import dropout as dropout_layers
-from megalith.nn.layer import RecomputedCore, SequentialBlock
+from megalith.nn.build import build_context
+from megalith.nn.dropout import RecomputedCore
+from megalith.nn.layer import SequentialBlock
 from megalith.nn.mlp import GatedMLP
 from megalith.nn.norm import RMSNorm
 from megalith.parallel import collectives
 from megalith.parallel import tensor as layers
+from megalith.parallel.collectives import mark_partial
 from megalith.parallel.mesh import Mesh, build_meta_mesh
 from megalith.plan.grid import model_grid
 from megalith.recipes import resolve
@@ -224,19 +228,13 @@ def test_problems_on_a_middle_stage_are_found_under_the_layers_global_number() -
 
 
 class WithoutSum:
-    """A region that leaves divided work without the sum."""
-
-    overlapped = None
-    rings = False
+    """Communication that returns partial sums without adding them."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.group, self.invariant = mesh.tp, frozenset(mesh.tp.axes)
 
-    def prepare_input(self, x: Tensor) -> Tensor:
-        return x
-
-    def reduce_output(self, x: Tensor) -> Tensor:
-        return x
+    def reduce_output(self, x: Tensor, matmul: WeightMatmul) -> Tensor:
+        return mark_partial(matmul(x), self.group)
 
 
 def test_a_stage_that_forgets_what_it_received_is_refused() -> None:
@@ -245,13 +243,13 @@ def test_a_stage_that_forgets_what_it_received_is_refused() -> None:
     def forgets(
         self: Decoder,
         ids: Tensor,
-        tokens: PackedSeqParams,
+        inputs: LayerInputs,
         caches: None = None,
         *,
         x: Tensor | None = None,
         **rest: Any,
     ) -> Any:
-        return right(self, ids, tokens, x=None if x is None else x.detach(), **rest)
+        return right(self, ids, inputs, x=None if x is None else x.detach(), **rest)
 
     with patched(Decoder, "forward", forgets):
         (problem,) = type_check(STAGED, ParallelConfig(pp=2), world=4, ranks=(2,)).problems
@@ -302,7 +300,7 @@ def layer(model: Decoder, number: int) -> Any:
 
 def built(model: ModelConfig, parallel: ParallelConfig, world: int) -> Decoder:
     return Decoder(
-        model, build_meta_mesh(model_grid(parallel, model, world), rank=0), sp=parallel.sp
+        build_context(model, build_meta_mesh(model_grid(parallel, model, world), rank=0), parallel)
     )
 
 
@@ -478,10 +476,8 @@ def test_a_sum_that_nobody_declared_pending_is_refused() -> None:
 def test_hidden_states_of_the_wrong_type_are_stopped_at_the_border_of_a_layer() -> None:
     right = SequentialBlock.forward
 
-    def wrong(
-        self: SequentialBlock, x: Tensor, tokens: PackedSeqParams, cache: None = None
-    ) -> Tensor:
-        return collectives.copy_to_tp(right(self, x, tokens, cache), self.mlp.down.tp_comm.group)
+    def wrong(self: SequentialBlock, x: Tensor, inputs: LayerInputs) -> Tensor:
+        return collectives.copy_to_tp(right(self, x, inputs), self.mlp.down.tp_comm.group)
 
     with patched(SequentialBlock, "forward", wrong):
         (problem,) = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).problems
@@ -493,7 +489,7 @@ def test_hidden_states_of_the_wrong_type_are_stopped_at_the_border_of_a_layer() 
 
 
 def test_an_operation_that_has_no_shape_on_paper_is_our_fault_and_keeps_its_traceback() -> None:
-    def reads_a_number(self: GatedMLP, x: Tensor, tokens: object = None) -> Tensor:
+    def reads_a_number(self: GatedMLP, x: Tensor, inputs: object = None) -> Tensor:
         return x * x.sum().item()
 
     with (
@@ -643,13 +639,17 @@ def test_attention_that_runs_again_is_looked_at_again(monkeypatch: pytest.Monkey
     plain = RecomputedCore._attend
 
     def attend(
-        self: RecomputedCore, tokens: PackedSeqParams, scores: Scores, q: Tensor, *others: Tensor
+        self: RecomputedCore,
+        seq_params: PackedSeqParams,
+        arguments: Any,
+        q: Tensor,
+        *others: Tensor,
     ) -> Tensor:
         if torch._C._current_graph_task_id() != -1:  # in backward
             q = q + checker.assert_type(
                 torch.ones(()), dict.fromkeys(checker.get_local_type(q), P)
             )  # it is not
-        return plain(self, tokens, scores, q, *others)
+        return plain(self, seq_params, arguments, q, *others)
 
     again = RecomputeConfig(granularity="selective", modules=("core_attention",))
     assert type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), recompute=again).ok

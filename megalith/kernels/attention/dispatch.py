@@ -36,7 +36,7 @@ from megalith.kernels.attention.sdpa import (
 )
 from megalith.kernels.attention.split_kv import span_attention
 from megalith.kernels.backend import refuse
-from megalith.kernels.dropout import DroppedWeights, weight_factors
+from megalith.kernels.dropout import DropoutKey, DroppedWeights, weight_factors
 from megalith.kernels.packed import PackedSeqParams
 from megalith.plan.context import spans_of_lengths
 
@@ -47,10 +47,12 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tokens: PackedSeqParams,
+    seq_params: PackedSeqParams,
     scores: Scores = PLAIN,
     sinks: Tensor | None = None,
     *,
+    attention_bias: Tensor | None = None,
+    dropout_key: DropoutKey | None = None,
     kernel: BackendName = "auto",
 ) -> Tensor:
     """Softmax attention inside each document; n/g query heads share one key/value head.
@@ -58,15 +60,16 @@ def attention(
     q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], any strides -> [t, n, d_v]. A document's queries
     are the last of its keys, so earlier keys may come from a KV cache. Without causality and
     window, queries and keys may be different tokens (cross-attention). `sinks` [n]: see
-    `masked_attention`. An attention mask of the tokens hides keys in addition to `scores`. For
+    `masked_attention`; `attention_bias` [buckets, n]: table of `scores.relative`; `dropout_key`:
+    key of `scores.dropout`. An attention mask of the tokens hides keys in addition to `scores`. For
     bf16, scores and softmax are fp32. kernel="torch" uses SDPA where it supports `scores`, else the
     reference.
     """
-    lengths = tokens.lengths
+    lengths = seq_params.lengths
     if is_explicit_backend(kernel):
-        check_explicit_backend(kernel, q, k, v, tokens, scores, sinks)
-    if tokens.visible is not None:
-        return _with_masks(q, k, v, tokens, tokens.visible, scores, sinks, kernel)
+        check_explicit_backend(kernel, q, k, v, seq_params, scores, sinks)
+    if seq_params.visible is not None:
+        return _with_masks(q, k, v, seq_params, scores, sinks, attention_bias, dropout_key, kernel)
     if scores.window is not None and scores.chunked:
         k, v, lengths = split_into_chunks(k, v, lengths, scores.window)
         scores = replace(scores, window=None, chunked=False)
@@ -78,9 +81,13 @@ def attention(
             else replace(scores, window=None)
         )
     if scores.relative is not None:
-        return _sdpa_or_reference(q, k, v, lengths, tokens, scores, sinks, kernel)
+        return _sdpa_or_reference(
+            q, k, v, lengths, seq_params, scores, sinks, attention_bias, dropout_key, kernel
+        )
     if kernel == "reference" or (kernel == "torch" and not sdpa_supports(scores, sinks)):
-        return _reference_by_document(q, k, v, lengths, tokens, scores, sinks)
+        return _reference_by_document(
+            q, k, v, lengths, seq_params, scores, sinks, attention_bias, dropout_key
+        )
     backend = (
         select_attention_backend(q, v, lengths, scores, sinks)
         if kernel == "auto"
@@ -90,7 +97,7 @@ def attention(
         # The plan is computed on the host from the lengths: torch.compile would trace it, once for
         # each set of lengths.
         run = torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
-        return run(q, k, v, lengths, scores, sinks, build_dropped_weights(tokens, scores))
+        return run(q, k, v, lengths, scores, sinks, build_dropped_weights(dropout_key, scores))
     if backend in ("varlen", "flex"):
         return _on_gpu(backend, q, k, _contiguous_if_view(v, q, k), lengths, scores, sinks)
     if backend == "cpu_tiled":
@@ -111,12 +118,17 @@ def reference_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tokens: PackedSeqParams,
+    seq_params: PackedSeqParams,
     scores: Scores = PLAIN,
     sinks: Tensor | None = None,
+    *,
+    attention_bias: Tensor | None = None,
+    dropout_key: DropoutKey | None = None,
 ) -> Tensor:
     """Reference implementation of `attention`, document by document in plain PyTorch operations."""
-    return _reference_by_document(q, k, v, tokens.lengths, tokens, scores, sinks)
+    return _reference_by_document(
+        q, k, v, seq_params.lengths, seq_params, scores, sinks, attention_bias, dropout_key
+    )
 
 
 def _reference_by_document(
@@ -124,18 +136,20 @@ def _reference_by_document(
     k: Tensor,
     v: Tensor,
     lengths: Lengths,
-    tokens: PackedSeqParams,
+    seq_params: PackedSeqParams,
     scores: Scores,
     sinks: Tensor | None,
+    attention_bias: Tensor | None,
+    dropout_key: DropoutKey | None,
 ) -> Tensor:
     query_counts, key_counts = zip(*lengths, strict=True)
-    masks = _masks(tokens, lengths, scores, q.device)
+    masks = _masks(seq_params, lengths, scores, q.device)
     token_numbers = None
-    if scores.dropout is not None and tokens.dropout is not None:
+    if scores.dropout is not None and dropout_key is not None:
         token_numbers = list(
             zip(
-                tokens.dropout.numbers.split(query_counts),
-                tokens.dropout.numbers_of_keys.split(key_counts),
+                dropout_key.numbers.split(query_counts),
+                dropout_key.numbers_of_keys.split(key_counts),
             )
         )
     outs = []
@@ -147,44 +161,42 @@ def _reference_by_document(
             first = scores.dropout.first_head
             heads = range(first, first + q.shape[1])
             factors = weight_factors(scores.dropout, *token_numbers[n], heads, q.dtype)
-        bias = _bias(tokens, *lengths[n], scores)
+        bias = _bias(attention_bias, *lengths[n], scores)
         outs.append(
             masked_attention(queries, keys, values, mask, scores, sinks, bias=bias, factors=factors)
         )
     return torch.cat(outs)
 
 
-def _bias(tokens: PackedSeqParams, queries: int, keys: int, scores: Scores) -> Tensor | None:
+def _bias(table: Tensor | None, queries: int, keys: int, scores: Scores) -> Tensor | None:
     """Return the relative position bias of a document's scores, [n, queries, keys], or None."""
     if scores.relative is None:
         return None
-    assert tokens.biases is not None, "the model gives its table of biases to the tokens"
-    return distance_biases(
-        tokens.biases, queries, keys, max_distance=scores.relative, causal=scores.causal
-    )
+    assert table is not None, "relative position biases need an attention_bias"
+    return distance_biases(table, queries, keys, max_distance=scores.relative, causal=scores.causal)
 
 
 def _masks(
-    tokens: PackedSeqParams, lengths: Lengths, scores: Scores, device: torch.device
+    seq_params: PackedSeqParams, lengths: Lengths, scores: Scores, device: torch.device
 ) -> Iterator[Tensor | None]:
     """Yield the attention mask of each document, bool [queries or 1, keys], from `scores` and the
     tokens' own mask; None: every key is visible. `lengths` may omit leading keys."""
     document_masks: list[Tensor | None] = [None] * len(lengths)
-    if tokens.visible is not None:
+    if seq_params.visible is not None:
         document_masks, scores = (
-            tokens.visible.of_documents(tokens.lengths, lengths),
-            tokens.visible.scores(scores),
+            seq_params.visible.of_documents(seq_params.lengths, lengths),
+            seq_params.visible.scores(scores),
         )
     for (queries, keys), mask in zip(lengths, document_masks, strict=True):
         visible = mask_of_scores(queries, keys, scores, device=device)
         yield visible if mask is None else mask if visible is None else visible & mask
 
 
-def build_dropped_weights(tokens: PackedSeqParams, scores: Scores) -> DroppedWeights | None:
-    """Return the attention dropout of these tokens, or None."""
-    if scores.dropout is None or tokens.dropout is None:
+def build_dropped_weights(dropout_key: DropoutKey | None, scores: Scores) -> DroppedWeights | None:
+    """Return the attention dropout of the tokens of `dropout_key`, or None."""
+    if scores.dropout is None or dropout_key is None:
         return None
-    return DroppedWeights(scores.dropout, tokens.dropout.numbers, tokens.dropout.numbers_of_keys)
+    return DroppedWeights(scores.dropout, dropout_key.numbers, dropout_key.numbers_of_keys)
 
 
 def _sdpa_or_reference(
@@ -192,22 +204,26 @@ def _sdpa_or_reference(
     k: Tensor,
     v: Tensor,
     lengths: Lengths,
-    tokens: PackedSeqParams,
+    seq_params: PackedSeqParams,
     scores: Scores,
     sinks: Tensor | None,
+    attention_bias: Tensor | None,
+    dropout_key: DropoutKey | None,
     kernel: BackendName,
 ) -> Tensor:
     """Attention with an attention mask or a pairwise bias: SDPA if it supports the other settings,
     else the reference."""
     sdpa_supported = sdpa_supports(replace(scores, window=None, relative=None), sinks)
     if kernel == "reference" or not sdpa_supported:
-        return _reference_by_document(q, k, v, lengths, tokens, scores, sinks)
+        return _reference_by_document(
+            q, k, v, lengths, seq_params, scores, sinks, attention_bias, dropout_key
+        )
     # a view would keep the whole QKV projection alive for backward; the others are copies anyway
     v = v.contiguous()
     rows = len(lengths) if len(set(lengths)) == 1 else 1  # equal lengths: one call and one bias
-    masks: Iterator[Tensor | Mask | None] = _masks(tokens, lengths, scores, q.device)
-    if tokens.visible is not None:
-        masks = iter(_masks_for_torch(tokens.visible, tokens, lengths, scores, q))
+    masks: Iterator[Tensor | Mask | None] = _masks(seq_params, lengths, scores, q.device)
+    if seq_params.visible is not None:
+        masks = iter(_masks_for_torch(seq_params.visible, seq_params, lengths, scores, q))
     lengths = lengths[:1] if rows > 1 else lengths
     query_counts, key_counts = (
         [queries * rows for queries, _ in lengths],
@@ -217,13 +233,13 @@ def _sdpa_or_reference(
     for n, (queries, keys, values) in enumerate(
         zip(q.split(query_counts), k.split(key_counts), v.split(key_counts), strict=True)
     ):
-        mask, bias = next(masks), _bias(tokens, *lengths[n], scores)
+        mask, bias = next(masks), _bias(attention_bias, *lengths[n], scores)
         outs.append(sdpa_masked(queries, keys, values, mask, bias, rows=rows, scale=scores.scale))
     return torch.cat(outs)
 
 
 def _masks_for_torch(
-    visible: AttentionMask, tokens: PackedSeqParams, lengths: Lengths, scores: Scores, q: Tensor
+    visible: AttentionMask, seq_params: PackedSeqParams, lengths: Lengths, scores: Scores, q: Tensor
 ) -> list[Mask | None]:
     """Return `_masks` in SDPA's format, cached for all layers with the same settings; stacked if
     all documents have one length."""
@@ -238,7 +254,7 @@ def _masks_for_torch(
     )
     if cache_key in visible.torch_masks:
         return visible.torch_masks[cache_key]
-    masks = list(_masks(tokens, lengths, scores, q.device))
+    masks = list(_masks(seq_params, lengths, scores, q.device))
     masks = [_stack_masks(masks)] if len(masks) > 1 and len(set(lengths)) == 1 else masks
     torch_masks = [None if mask is None else mask_for_torch(mask, q.dtype) for mask in masks]
     if not torch.compiler.is_compiling():
@@ -261,16 +277,19 @@ def _with_masks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tokens: PackedSeqParams,
-    visible: AttentionMask,
+    seq_params: PackedSeqParams,
     scores: Scores,
     sinks: Tensor | None,
+    attention_bias: Tensor | None,
+    dropout_key: DropoutKey | None,
     kernel: BackendName,
 ) -> Tensor:
     """Attention with an attention mask, by a backend that supports masks."""
+    visible = seq_params.visible
+    assert visible is not None
     hiding_scores = visible.scores(scores)
-    kept = visible_key_lengths(tokens.lengths, hiding_scores)
-    k, v = _keep_last_keys(k, v, tokens.lengths, kept)
+    kept = visible_key_lengths(seq_params.lengths, hiding_scores)
+    k, v = _keep_last_keys(k, v, seq_params.lengths, kept)
     window = (
         hiding_scores.window
         if hiding_scores.chunked or hiding_scores.hides(max(keys for _, keys in kept))
@@ -284,7 +303,9 @@ def _with_masks(
         else ATTENTION_BACKENDS.get(kernel, "torch")
     )
     if backend == "torch":
-        return _sdpa_or_reference(q, k, v, kept, tokens, scores, sinks, kernel)
+        return _sdpa_or_reference(
+            q, k, v, kept, seq_params, scores, sinks, attention_bias, dropout_key, kernel
+        )
     lengths = kept
     if hiding_scores.window is not None and hiding_scores.chunked:
         lengths, hiding_scores = (
@@ -294,7 +315,7 @@ def _with_masks(
     seen = PairMask(
         visible,
         torch.arange(len(q), device=q.device),
-        _numbers_of_keys(tokens.lengths, kept, q.device),
+        _numbers_of_keys(seq_params.lengths, kept, q.device),
     )
     if backend == "flex":
         from megalith.kernels.attention.flex import flexible_attention
@@ -305,7 +326,9 @@ def _with_masks(
     run = (
         torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
     )  # see `attention`
-    return run(q, k, v, lengths, hiding_scores, sinks, build_dropped_weights(tokens, scores), seen)
+    return run(
+        q, k, v, lengths, hiding_scores, sinks, build_dropped_weights(dropout_key, scores), seen
+    )
 
 
 def select_masked_backend(
@@ -389,7 +412,7 @@ def check_explicit_backend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tokens: PackedSeqParams,
+    seq_params: PackedSeqParams,
     scores: Scores,
     sinks: Tensor | None,
 ) -> None:
@@ -403,10 +426,10 @@ def check_explicit_backend(
         is_supported = kernel == "sdpa" and sdpa_supports(
             replace(scores, window=None, relative=None), sinks
         )
-    elif tokens.visible is not None and kernel in ("sdpa", "cpu_tiled", "varlen"):
+    elif seq_params.visible is not None and kernel in ("sdpa", "cpu_tiled", "varlen"):
         is_supported = kernel == "sdpa" and sdpa_supports(replace(scores, window=None), sinks)
     elif kernel in ("sdpa", "cpu_tiled"):
-        has_all_queries = all(queries == keys for queries, keys in tokens.lengths)
+        has_all_queries = all(queries == keys for queries, keys in seq_params.lengths)
         is_supported = plain and (kernel == "sdpa" or (has_all_queries and q.device.type == "cpu"))
     elif kernel == "split_kv":
         is_supported = True

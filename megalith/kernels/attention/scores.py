@@ -53,8 +53,8 @@ class Scores:
     exp(s)). Source: Miller 2023, "Attention is off by one"."""
 
     relative: int | None = None
-    """Relative position bias: scores gain a bias by distance from the table in
-    `PackedSeqParams.biases`; distances of at least this many tokens are equal. None: no bias."""
+    """Relative position bias: scores gain a bias by distance from the table `attention_bias`;
+    distances of at least this many tokens are equal. None: no bias."""
 
     dropout: WeightDropout | None = None
     """Attention dropout, after softmax; None: no dropout."""

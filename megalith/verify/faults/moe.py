@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.routing import Choice, count_choices
 from megalith.nn.init import init_param_
 from megalith.nn.moe import Experts
@@ -96,10 +96,12 @@ def weighted_twice(self: Experts, sent: DispatchedTokens) -> Tensor:
     return ORIGINAL_EXPERTS(self, sent) * sent.weights.unsqueeze(1)
 
 
-def refused_by_each_rank(self: Router, choice: Choice, tokens: PackedSeqParams) -> Choice:
+def refused_by_each_rank(self: Router, choice: Choice, inputs: LayerInputs) -> Choice:
     """Apply the expert capacity per rank, without the tokens of the ranks that share it."""
     with patched(self, "sharing", single_rank_group(*self.sharing.axes)):
-        return ORIGINAL_WITHIN_CAPACITY(self, choice, replace(tokens, context=None))
+        return ORIGINAL_WITHIN_CAPACITY(
+            self, choice, replace(inputs, seq_params=replace(inputs.seq_params, context=None))
+        )
 
 
 ORIGINAL_EXPERTS, ORIGINAL_WAIT, ORIGINAL_WITHIN_CAPACITY = (
@@ -113,13 +115,13 @@ ORIGINAL_EXPERTS, ORIGINAL_WAIT, ORIGINAL_WITHIN_CAPACITY = (
 
 
 def counted_before_refusal(
-    self: LoadBalancing, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
+    self: LoadBalancing, choice: Choice, asked: Tensor, logits: Tensor, inputs: LayerInputs
 ) -> Choice:
     """Count the router's choices before token dropping."""
-    balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)
-    record, share = self.record, tokens.balance
+    balanced = ORIGINAL_BALANCE(self, choice, asked, logits, inputs)
+    record, share = self.record, inputs.router_inputs.aux_loss_scale
     if record is not None and share is not None:
-        valid = self.tp_comm.select_local(tokens.valid)
+        valid = self.tp_comm.select_local(inputs.seq_params.valid)
         one, experts = torch.zeros_like(valid), self.moe.num_experts
         record.counts[share.microbatch] = count_choices(
             asked, one, valid, sequences=1, num_experts=experts
@@ -132,10 +134,10 @@ def scaled_by_sharing_ranks(self: LoadBalancing, *arguments: object) -> list[tup
     return [(kind, loss * self.sharing.size) for kind, loss in ORIGINAL_LOSSES(self, *arguments)]  # type: ignore[arg-type]  # as they came
 
 
-def offsets_of_own(self: Router, logits: Tensor, tokens: PackedSeqParams) -> None:
+def offsets_of_own(self: Router, logits: Tensor, inputs: LayerInputs) -> None:
     """Compute expert offsets from the rank's own tokens."""
     sharing, self.sharing = self.sharing, single_rank_group(*self.sharing.axes)
-    ORIGINAL_OFFSETS(self, logits, tokens)
+    ORIGINAL_OFFSETS(self, logits, inputs)
     self.sharing = sharing
 
 
@@ -144,12 +146,12 @@ def step_of_own_tokens(
     shares: Tensor,
     counts: Tensor,
     valid: Tensor,
-    tokens: PackedSeqParams,
+    inputs: LayerInputs,
     record: RoutingStats,
 ) -> Tensor:
     """Compute the aux loss over the global batch from the rank's own microbatches only."""
     with patched(self, "everyone", self.sharing):
-        return ORIGINAL_GLOBAL_LOSS(self, shares, counts, valid, tokens, record)
+        return ORIGINAL_GLOBAL_LOSS(self, shares, counts, valid, inputs, record)
 
 
 def own_counts_alone(x: Tensor, group: Group) -> Tensor:
@@ -158,17 +160,17 @@ def own_counts_alone(x: Tensor, group: Group) -> Tensor:
 
 
 def counted_again(
-    self: LoadBalancing, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
+    self: LoadBalancing, choice: Choice, asked: Tensor, logits: Tensor, inputs: LayerInputs
 ) -> Choice:
     """Count a microbatch again when backward recomputes it."""
-    balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)
+    balanced = ORIGINAL_BALANCE(self, choice, asked, logits, inputs)
     record: RoutingStats | None = self.record
     if (
         record is not None
-        and tokens.balance is not None
+        and inputs.router_inputs.aux_loss_scale is not None
         and torch._C._current_graph_task_id() != -1
     ):
-        record.counts[tokens.balance.microbatch] *= 2
+        record.counts[inputs.router_inputs.aux_loss_scale.microbatch] *= 2
     return balanced
 
 

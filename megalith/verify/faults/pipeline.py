@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.mtp import MTPBlock, MTPInputs, MTPLayer
 from megalith.parallel import grad_sync
@@ -65,11 +65,11 @@ def stale_memory() -> Callable[[StageLink, StageMessage, Tensors, int], None]:
 
 
 def memory_of_later_tokens(
-    self: CrossLayerAttention, x: Tensor, k: Tensor, v: Tensor, tokens: PackedSeqParams
+    self: CrossLayerAttention, x: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs
 ) -> Tensor:
     """Run cross-layer attention without the causal mask."""
     self.scores = replace(self.scores, causal=False)
-    return ORIGINAL_ATTEND(self, x, k, v, tokens)
+    return ORIGINAL_ATTEND(self, x, k, v, inputs)
 
 
 def skip_middle_replica(x: Tensor, group: Group, members: Sequence[int]) -> Tensor:
@@ -88,14 +88,14 @@ def depths_in_other_order(
 
 
 def before_their_norms(
-    self: MTPBlock, x: Tensor, mtp_inputs: MTPInputs, tokens: PackedSeqParams
+    self: MTPBlock, x: Tensor, mtp_inputs: MTPInputs, inputs: LayerInputs
 ) -> tuple[Tensor, ...]:
     """Return the hidden states of MTP layers before their norms."""
     states: list[Tensor] = []
     for prediction, (ids, _) in zip(self.layers, mtp_inputs, strict=True):
         assert isinstance(prediction, MTPLayer)
         with watched_inputs(prediction.norm, states):
-            x = prediction(x, ids, tokens)
+            x = prediction(x, ids, inputs)
     return tuple(states)
 
 

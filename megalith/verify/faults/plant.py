@@ -20,12 +20,18 @@ from megalith.data import loader
 from megalith.errors import ConfigError, did_you_mean
 from megalith.kernels import packed
 from megalith.kernels.attention.scores import Scores
-from megalith.kernels.dropout import DroppedWeights
+from megalith.kernels.dropout import DropoutKey, DroppedWeights
 from megalith.kernels.embedding import embedding
-from megalith.kernels.linear import linear
-from megalith.kernels.packed import PackedSeqParams, TokenPermutation, tokens_of_slices
+from megalith.kernels.linear import WeightMatmul, linear
+from megalith.kernels.packed import (
+    ContextShard,
+    PackedSeqParams,
+    TokenPermutation,
+    tokens_of_slices,
+)
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn import lora, norm, router
+from megalith.nn.build import BuildContext
 from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.embedding import LearnedPositions
 from megalith.nn.mla import LatentAttention
@@ -44,7 +50,12 @@ from megalith.parallel import (
     tensor,
 )
 from megalith.parallel.bucket_comm import PendingMessages, PendingReduceScatter
-from megalith.parallel.collectives import AsyncAllToAll, mark_partial
+from megalith.parallel.collectives import (
+    AsyncAllToAll,
+    mark_partial,
+    reduce_from_tp,
+    reduce_scatter,
+)
 from megalith.parallel.group import Group, single_rank_group, start_all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.offload import OffloadedStorage
@@ -54,7 +65,6 @@ from megalith.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
     SequenceParallelComm,
-    TensorParallelComm,
     TPComm,
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -181,14 +191,25 @@ def plant_fault(name: str | None) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, slots=True)
 class PatchedTPComm:
-    """TPComm with replaced functions."""
+    """TPComm without overlap whose collectives are replaced."""
 
-    prepare_input: Callable[[Tensor], Tensor]
-    reduce_output: Callable[[Tensor], Tensor]
+    prepare: Callable[[Tensor], Tensor]
+    """Collective before the work."""
+
+    reduce: Callable[[Tensor], Tensor]
+    """Collective after the work, on partial sums."""
+
     group: Group
     invariant: frozenset[str]
-    overlapped: None = None
-    tp_comm_overlap: bool = False
+
+    def prepare_input(self, x: Tensor, matmul: WeightMatmul | None = None) -> Tensor:
+        """Apply `prepare` and the matmul."""
+        x = self.prepare(x)
+        return x if matmul is None else matmul(x)
+
+    def reduce_output(self, x: Tensor, matmul: WeightMatmul | None = None) -> Tensor:
+        """Apply the matmul and `reduce`."""
+        return self.reduce(mark_partial(x if matmul is None else matmul(x), self.group))
 
 
 # --- faults in the model, applied right after it was built
@@ -198,9 +219,9 @@ def changed_model(change: Change) -> AbstractContextManager[None]:
     """Apply `change` to every `Decoder` that is built in this context."""
     trainer = Decoder.__init__
 
-    def build_and_change(self: Decoder, config: Any, mesh: Mesh, **others: Any) -> None:
-        trainer(self, config, mesh, **others)
-        change(self, mesh)
+    def build_and_change(self: Decoder, context: BuildContext, **others: Any) -> None:
+        trainer(self, context, **others)
+        change(self, context.mesh)
 
     return patched(Decoder, "__init__", build_and_change)
 
@@ -209,8 +230,8 @@ def _patch_tp_comm(
     layers: nn.Module,
     kind: type[nn.Module],
     *,
-    prepare_input: Callable[[Tensor], Tensor] | None = None,
-    reduce_output: Callable[[Tensor], Tensor] | None = None,
+    prepare: Callable[[Tensor], Tensor] | None = None,
+    reduce: Callable[[Tensor], Tensor] | None = None,
     group: Group | None = None,
 ) -> None:
     """Replace the tensor-parallel communication of all layers of one class."""
@@ -218,41 +239,47 @@ def _patch_tp_comm(
         if isinstance(layer, kind):
             old: TPComm = layer.tp_comm  # type: ignore[assignment]  # every kind passed here has one
             patched = PatchedTPComm(
-                prepare_input or old.prepare_input,
-                reduce_output or old.reduce_output,
+                prepare or old.prepare_input,
+                reduce or _reduction(old, old.group),
                 group or old.group,
                 old.invariant,
             )
             layer.tp_comm = patched  # type: ignore[assignment]  # it is a plain attribute, where mypy expects a module
 
 
-def _identity(x: Any) -> Any:  # Any: used for prepare_input (inputs) and reduce_output (tensors)
+def _reduction(tp_comm: TPComm, group: Group) -> Callable[[Tensor], Tensor]:
+    """Return the collective of `reduce_output`, over `group`."""
+    sp = isinstance(tp_comm, SequenceParallelComm)
+    return functools.partial(reduce_scatter if sp else reduce_from_tp, group=group)
+
+
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
 def _skip_prepare_input(model: Decoder, mesh: Mesh) -> None:
-    _patch_tp_comm(model, ColumnParallelLinear, prepare_input=_identity)
+    _patch_tp_comm(model, ColumnParallelLinear, prepare=_identity)
 
 
 def _skip_prepare_latent_key(model: Decoder, mesh: Mesh) -> None:
-    _patch_tp_comm(model, LatentAttention, prepare_input=_identity)
+    _patch_tp_comm(model, LatentAttention, prepare=_identity)
 
 
 def _skip_reduce_output(model: Decoder, mesh: Mesh) -> None:
-    _patch_tp_comm(model, RowParallelLinear, reduce_output=_identity)
+    _patch_tp_comm(model, RowParallelLinear, reduce=_identity)
 
 
 def _skip_recomputed_reduce(model: Decoder, mesh: Mesh) -> None:
     _patch_tp_comm(
         model,
         RowParallelLinear,
-        reduce_output=functools.partial(_reduce_in_forward, model.tp_comm.reduce_output),
+        reduce=functools.partial(_reduce_in_forward, _reduction(model.tp_comm, mesh.tp)),
     )
 
 
-def _reduce_in_forward(reduce_output: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _reduce_in_forward(reduce: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     in_backward = torch._C._current_graph_task_id() != -1
-    return x if in_backward else reduce_output(x)
+    return x if in_backward else reduce(x)
 
 
 def _zero_storage(self: OffloadedStorage) -> torch.UntypedStorage:
@@ -260,16 +287,11 @@ def _zero_storage(self: OffloadedStorage) -> torch.UntypedStorage:
 
 
 def _embedding_not_summed(model: Decoder, mesh: Mesh) -> None:
-    _patch_tp_comm(model, VocabParallelEmbedding, reduce_output=_identity)
+    _patch_tp_comm(model, VocabParallelEmbedding, reduce=_identity)
 
 
 def _sum_over_dp(model: Decoder, mesh: Mesh) -> None:
-    wrong = (
-        SequenceParallelComm(mesh.dp)
-        if isinstance(model.tp_comm, SequenceParallelComm)
-        else TensorParallelComm(mesh.dp)
-    )
-    _patch_tp_comm(model, RowParallelLinear, reduce_output=wrong.reduce_output)
+    _patch_tp_comm(model, RowParallelLinear, reduce=_reduction(model.tp_comm, mesh.dp))
 
 
 def _local_vocabulary(model: Decoder, mesh: Mesh) -> None:
@@ -284,13 +306,11 @@ def _declare_invariant(model: Decoder, mesh: Mesh, kind: type[nn.Module]) -> Non
 
 
 def _bias_before_sum(self: RowParallelLinear, x: Tensor) -> Tensor:
-    y = mark_partial(
-        linear(x, self.accumulated_parameters(), grad_accumulator=self.grad_accumulator),
-        self.tp_comm.group,
-    )
-    return self.tp_comm.reduce_output(
-        y if self.bias_name is None else y + getattr(self, self.bias_name)
-    )
+    y = linear(x, self.accumulated_parameters(), grad_accumulator=self.grad_accumulator)
+    y = mark_partial(y, self.tp_comm.group)
+    if self.bias_name is not None:
+        y = y + getattr(self, self.bias_name)
+    return _reduction(self.tp_comm, self.tp_comm.group)(y)
 
 
 def _local_mean(
@@ -454,9 +474,9 @@ ORIGINAL_WITH_DROPOUT = loader.with_dropout
 
 
 def _numbers_of_queries(
-    packed: PackedSeqParams, scores: Scores, near: int
+    shard: ContextShard, dropout_key: DropoutKey | None, scores: Scores, near: int
 ) -> list[DroppedWeights] | None:
-    dropped = ORIGINAL_DROPPED(packed, scores, near)
+    dropped = ORIGINAL_DROPPED(shard, dropout_key, scores, near)
     return dropped and [replace(one, keys=one.queries) for one in dropped]
 
 

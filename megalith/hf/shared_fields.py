@@ -1,12 +1,269 @@
-"""Fields of rotary embeddings in config.json, in the formats of transformers 4 and 5: either is
-read, both are written."""
+"""Fields of config.json that several families share: those of Llama, rotary embeddings, and layers
+with a sliding window.
+
+Rotary embeddings are read in the format of transformers 4 or 5, and written in both.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from megalith.config.model import RopeConfig
-from megalith.hf.fields import Fields
+from megalith.config.model import ModelConfig, RopeConfig
+from megalith.hf.config_fields import (
+    ConfigField,
+    FieldGroup,
+    Fields,
+    FieldSpec,
+    Settings,
+    constant,
+    hf_activation_name,
+    read_nothing,
+)
+
+# Fields of Llama, which most families share.
+
+
+def activation_field(name: str, default: str) -> ConfigField:
+    """Return the entry of the activation of the MLP."""
+    return ConfigField(
+        name,
+        "activation",
+        Fields.read_activation,
+        default,
+        encode=lambda config: hf_activation_name(config.activation),
+    )
+
+
+def _read_kv_heads(fields: Fields, settings: Settings) -> Settings:
+    """A null field means num_attention_heads, a missing one the family's default."""
+    name, heads = "num_key_value_heads", settings["num_heads"]
+    default = heads if name in fields.raw else fields.defaults.get(name, heads)
+    return {"num_kv_heads": fields.read_int(name, default)}
+
+
+def _read_head_dim(fields: Fields, settings: Settings) -> Settings:
+    """Unset: hidden_size / num_attention_heads."""
+    head_dim = fields.read_optional_int("head_dim") or fields.defaults.get("head_dim")
+    is_standard = head_dim is None or head_dim * settings["num_heads"] == settings["hidden_size"]
+    return {"head_dim": None if is_standard else head_dim}
+
+
+def _read_rope(fields: Fields, settings: Settings) -> Settings:
+    theta = fields.defaults.get("rope_theta", 10_000.0)
+    return {"rope": read_rope(fields, max_position=settings["max_seq_len"], theta=theta)}
+
+
+ARCHITECTURE = FieldGroup("architectures", read_nothing, lambda config: {})
+"""Place of `architectures` and `model_type`, which the family writes."""
+
+ATTENTION_BIAS = ConfigField(
+    "attention_bias",
+    ("qkv_bias", "output_bias"),
+    Fields.read_flag,
+    False,
+    encode=lambda config: config.qkv_bias or config.output_bias,
+)
+"""One field for the biases of queries, keys, values and output; missing ones are exported as
+zeros."""
+
+SIZES = (
+    ConfigField("vocab_size", "vocab_size", Fields.read_int),
+    ConfigField("hidden_size", "hidden_size", Fields.read_int),
+    ConfigField("intermediate_size", "ffn_hidden_size", Fields.read_int),
+    ConfigField("num_hidden_layers", "num_layers", Fields.read_int),
+    ConfigField("num_attention_heads", "num_heads", Fields.read_int),
+)
+"""Sizes that every config.json must have."""
+
+KV_HEADS = FieldGroup(
+    "num_key_value_heads",
+    _read_kv_heads,
+    lambda config: {"num_key_value_heads": config.num_kv_heads},
+)
+HEAD_DIM = FieldGroup("head_dim", _read_head_dim, lambda config: {"head_dim": config.head_size()})
+MAX_POSITION = ConfigField("max_position_embeddings", "max_seq_len", Fields.read_int, 2048)
+NORM_EPS = ConfigField("rms_norm_eps", "norm_eps", Fields.read_number, 1e-6)
+INIT_STD = ConfigField("initializer_range", "init_std", Fields.read_number_from_zero, 0.02)
+ACTIVATION = activation_field("hidden_act", "silu")
+TIED = ConfigField("tie_word_embeddings", "tied_embeddings", Fields.read_flag, False)
+ATTENTION_DROPOUT = ConfigField(
+    "attention_dropout", "dropout.attention", Fields.read_number_from_zero, 0.0
+)
+ROPE = FieldGroup("rope", _read_rope, lambda config: write_rope(config.rope))
+USE_CACHE = constant("use_cache", True)
+
+LLAMA_FIELDS: tuple[FieldSpec, ...] = (
+    ATTENTION_BIAS,
+    ARCHITECTURE,
+    *SIZES,
+    KV_HEADS,
+    HEAD_DIM,
+    MAX_POSITION,
+    NORM_EPS,
+    INIT_STD,
+    ACTIVATION,
+    TIED,
+    ATTENTION_DROPOUT,
+    ROPE,
+    USE_CACHE,
+)
+
+# Further fields that several families share.
+
+MLP_BIAS = ConfigField("mlp_bias", "mlp_bias", Fields.read_flag, False)
+SLIDING_WINDOW = ConfigField("sliding_window", "attention.window", Fields.read_int_or_null)
+
+
+def llama_fields(
+    *entries: FieldSpec, without: Collection[str] = (), activation: str = "hidden_act"
+) -> tuple[FieldSpec, ...]:
+    """Return the fields of Llama, changed and extended by `entries`.
+
+    An entry with the name of a field of Llama replaces it; the others follow. `without`: fields of
+    Llama that the family does not have; `activation`: name of that field.
+    """
+    changed = {entry.name: entry for entry in entries}
+    if activation != ACTIVATION.name:
+        changed[ACTIVATION.name] = activation_field(activation, "gelu_pytorch_tanh")
+    names = [entry.name for entry in LLAMA_FIELDS]
+    return (
+        *(changed.get(entry.name, entry) for entry in LLAMA_FIELDS if entry.name not in without),
+        *(entry for entry in entries if entry.name not in names),
+    )
+
+
+# Layers with a sliding window.
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+SWITCH_REMEDY = ", or use_sliding_window to true and sliding_window to a number of tokens"
+SIZE_REMEDY = ", or sliding_window to a number of tokens"
+
+
+def read_windows(
+    fields: Fields, settings: Settings, default: Sequence[bool], *, remedy: str = ""
+) -> Settings:
+    """Return the sliding-window settings: the layers of layer_types or, if that is missing,
+    `default` have the window `attention.window`.
+
+    Sliding layers without a window are reported as a problem: some attention backends of
+    transformers fail for them and others ignore the window. `remedy` is a further suggestion for
+    the message.
+    """
+    layers, window = settings["num_layers"], settings["attention.window"]
+    layer_types = fields.read_layer_flags("layer_types", layers, {SLIDING: True, FULL: False})
+    sliding_layers = tuple(default) if layer_types is None else layer_types
+    if window is None and any(sliding_layers):
+        names = ("use_sliding_window", "sliding_window")
+        values = " and ".join(
+            f"{name}={fields.raw[name]!r}" for name in names if name in fields.raw
+        )
+        fields.problems.append(
+            f"layer_types has {SLIDING!r} for {sum(sliding_layers)} of {layers} layers"
+            f"{' by default' if layer_types is None else ''}, and "
+            f"{values or f'{names[0]} and {names[1]} are missing'}, so no window size is set. "
+            "Set layer_types to "
+            f"{FULL!r} for every layer{remedy}."
+        )
+    arguments = window_arguments(window, shortest_pattern(sliding_layers))
+    return {f"attention.{name}": value for name, value in arguments.items()}
+
+
+def write_windows(config: ModelConfig) -> list[str]:
+    """Return layer_types: the kind of attention of each layer."""
+    return [SLIDING if config.has_window(layer) else FULL for layer in range(config.num_layers)]
+
+
+def _read_switched_window(fields: Fields, settings: Settings) -> Settings:
+    window = fields.read_int_or_null("sliding_window", fields.defaults.get("sliding_window"))
+    return {"attention.window": window if fields.read_flag("use_sliding_window") else None}
+
+
+SWITCHED_WINDOW = FieldGroup(
+    "sliding_window",
+    _read_switched_window,
+    lambda config: {
+        "use_sliding_window": config.attention.window is not None,
+        "sliding_window": config.attention.window,
+    },
+)
+"""A sliding window that use_sliding_window must switch on."""
+
+
+def layer_types(
+    default: Callable[[Fields, Settings], Sequence[bool]], remedy: str = SIZE_REMEDY
+) -> FieldGroup:
+    """Return the entry of layer_types; `default` returns which layers have a window if it is
+    missing."""
+    return FieldGroup(
+        "layer_types",
+        lambda fields, settings: read_windows(
+            fields, settings, default(fields, settings), remedy=remedy
+        ),
+        lambda config: {"layer_types": write_windows(config)},
+    )
+
+
+def every_other_layer(fields: Fields, settings: Settings) -> list[bool]:
+    """Return true for every other layer, from the first."""
+    return [layer % 2 == 0 for layer in range(settings["num_layers"])]
+
+
+def _read_qwen_windows(fields: Fields, settings: Settings) -> Settings:
+    """Return the sliding-window settings of Qwen: use_sliding_window, sliding_window,
+    max_window_layers and layer_types.
+
+    max_window_layers is the number of bottom layers without a window, contrary to its name and to
+    older documentation.
+    """
+    first = (
+        0
+        if fields.read_value("max_window_layers") == 0
+        else fields.read_optional_int("max_window_layers")
+    )
+    first = 28 if first is None else first
+    window = _read_switched_window(fields, settings)["attention.window"]
+    default = [window is not None and layer >= first for layer in range(settings["num_layers"])]
+    return read_windows(
+        fields, settings | {"attention.window": window}, default, remedy=SWITCH_REMEDY
+    )
+
+
+def _write_qwen_windows(config: ModelConfig) -> dict[str, Any]:
+    first = next(
+        (layer for layer in range(config.num_layers) if config.has_window(layer)), config.num_layers
+    )
+    return {
+        "use_sliding_window": first < config.num_layers,
+        "sliding_window": config.attention.window if first < config.num_layers else None,
+        "max_window_layers": first,  # the only field that transformers before 4.53 reads
+        "layer_types": write_windows(config),
+    }
+
+
+QWEN_WINDOWS = FieldGroup("sliding_window", _read_qwen_windows, _write_qwen_windows)
+
+
+def shortest_pattern(flags: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Return the shortest pattern whose repetition gives `flags`.
+
+    >>> shortest_pattern((True, False, True, False, True))
+    (True, False)
+    """
+    return next(
+        flags[:n]
+        for n in range(1, len(flags) + 1)
+        if all(flag == flags[i % n] for i, flag in enumerate(flags))
+    )
+
+
+def window_arguments(window: int | None, layers: tuple[bool, ...]) -> dict[str, Any]:
+    """Return the sliding-window arguments of AttentionConfig; no window if no layer has it."""
+    if window is None or not any(layers):
+        return {"window": None, "window_layers": ()}
+    return {"window": window, "window_layers": () if all(layers) else layers}
+
+
+# Rotary embeddings.
 
 LLAMA3_KEYS = {
     "factor": "factor",

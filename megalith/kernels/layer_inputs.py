@@ -1,0 +1,89 @@
+"""`LayerInputs`: what every layer receives besides its activations."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from megalith.kernels.dropout import DropoutKey
+from megalith.kernels.packed import PackedSeqParams
+from megalith.kernels.replay import MicrobatchRouting, RoutingDecisions
+
+
+class LayerCache(Protocol):
+    """KV cache of one attention module in text generation."""
+
+    def extend(self, k: Tensor, v: Tensor, seq_params: PackedSeqParams) -> tuple[Tensor, Tensor]:
+        """Append k, v [t, g, d] of the current tokens; return those of all tokens of each document
+        [t_kv, g, d]."""
+
+
+class AuxLossScale(NamedTuple):
+    """Index of a microbatch in its step, and its weight in the step's loss."""
+
+    microbatch: int
+    """Index of the microbatch on this rank."""
+
+    microbatches: int
+    """Number of microbatches of this rank in the step."""
+
+    weight: float
+    """Weight of a mean over the microbatch: `part` / (microbatches of all ranks), times the fp16
+    loss scale."""
+
+    part: float = 1.0
+    """The microbatch's share of the step's tokens, relative to an even share."""
+
+
+class RouterInputs(NamedTuple):
+    """What expert routers receive besides hidden states."""
+
+    aux_loss_scale: AuxLossScale | None = None
+    """Scale of the aux losses of this microbatch; None outside training."""
+
+    first_pass: RoutingDecisions | None = None
+    """Routing decisions of the first pass, set where a part of the model is recomputed."""
+
+    routing: MicrobatchRouting | None = None
+    """Routing record or replay of this microbatch; None: neither."""
+
+
+NO_ROUTER_INPUTS = RouterInputs()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """What every layer receives besides its activations [t, h]: `forward(x, inputs)`."""
+
+    seq_params: PackedSeqParams
+    """Documents, position ids and masks of the tokens."""
+
+    cache: LayerCache | None = None
+    """KV cache of the layer's self-attention in text generation."""
+
+    cross_cache: LayerCache | None = None
+    """KV cache of its cross-layer attention."""
+
+    rope: tuple[Tensor, ...] = ()
+    """Cosine and sine [t, pairs] of RoPE, set once per forward by the model; a second pair if some
+    layers have other angles."""
+
+    attention_bias: Tensor | None = None
+    """[buckets, n]: relative position bias of the local heads by bucket of distance, a parameter of
+    the model; None: no relative positions."""
+
+    encoder_hidden: Tensor | None = None
+    """Hidden states [t, h] that cross-attention reads, in the layout of `tp_comm`: of these tokens
+    after an earlier layer (cross-layer source)."""
+
+    dropout_key: DropoutKey | None = None
+    """Key of the dropout masks; None: no dropout, as in evaluation."""
+
+    router_inputs: RouterInputs = NO_ROUTER_INPUTS
+    """Scale of the aux losses, and routing decisions to record or replay."""
+
+    def for_recomputation(self) -> "LayerInputs":
+        """Return the inputs of a part of the model that backward recomputes: its routers decide
+        once."""
+        router_inputs = self.router_inputs._replace(first_pass=RoutingDecisions())
+        return replace(self, router_inputs=router_inputs)
