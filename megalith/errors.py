@@ -43,6 +43,10 @@ class DamagedCheckpointError(CheckpointError):
         """The checkpoint's folder."""
 
 
+class CallbackError(UserError):
+    """An error in a callback that ends the run; raised on every rank."""
+
+
 class PlanError(UserError):
     """A layout, schedule or placement that cannot be planned."""
 

@@ -30,6 +30,7 @@ from megalith.config.generation import SampleConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import CrossConfig, DropoutConfig, ModelConfig, MTPConfig
 from megalith.config.moe import MoEConfig, RouterConfig
+from megalith.config.train import CALLBACK_GROUP
 from megalith.data.build import Splits, build_datasets
 from megalith.data.cache import load_or_build
 from megalith.data.chat_template import ChatTemplate
@@ -305,7 +306,7 @@ def list_parameters(_: Path) -> dict[str, list[str]]:
 
 def list_entry_points(_: Path) -> list[str]:
     """Return the groups of entry points."""
-    return [dispatch.GROUP]
+    return [dispatch.GROUP, CALLBACK_GROUP]
 
 
 VALUES: dict[str, Callable[[Path], Any]] = {  # Any: YAML

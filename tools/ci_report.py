@@ -66,9 +66,9 @@ def versions() -> str:
 
 def planted_faults() -> list[str]:
     """Return the names of the faults that tests must reject."""
-    from megalith.verify.faults.plant import FAULTS
+    from megalith.verify.faults.plant import load_faults
 
-    return [fault.name for fault in FAULTS]
+    return [fault.name for fault in load_faults()]
 
 
 def read_stages(folder: Path) -> list[Stage]:

@@ -12,7 +12,7 @@ def main() -> int:
     """Print the table; return 1 if a fault was not detected."""
     verdicts = fault_table()
     print(as_markdown(verdicts))
-    return int(not all(verdict.refused for verdict in verdicts))
+    return int(not all(verdict.rejected for verdict in verdicts))
 
 
 if __name__ == "__main__":

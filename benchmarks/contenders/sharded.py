@@ -101,7 +101,7 @@ def _their_nbytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def _our_nbytes(trainer: Trainer) -> int:
     assert isinstance(trainer.data, BucketedDataParallel)
     state = (tensor for slot in trainer.optimizer.slots for tensor in slot.state.values())
-    return trainer.data.weights.nbytes + trainer.data.gradients.nbytes + _nbytes(state)
+    return sum(map(_nbytes, (trainer.data.weights, trainer.data.gradients))) + _nbytes(state)
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

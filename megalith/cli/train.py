@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from megalith.errors import ConfigError
 from megalith.estimate.advise import describe_auto_recompute, resolve_auto_recompute
 
 if TYPE_CHECKING:
-    from megalith.train.loop import Outcome
+    from megalith.train.callbacks.base import Outcome
 
 STOPPED = 75  # EX_TEMPFAIL, on which schedulers requeue a job
 
@@ -33,6 +34,9 @@ class TrainCommand:
     nproc: int = 1
     """Number of processes to start on this machine; omit under torchrun."""
 
+    callback: tuple[str, ...] = ()
+    """Callbacks of the run, each package.module:Class (docs/howto/callbacks.md)."""
+
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code: 0 done, 75 stopped after saving."""
@@ -45,7 +49,7 @@ def main(argv: list[str]) -> int:
         from megalith.launch.launcher import run_workers
 
         return run_workers(["train", *argv], command.nproc)
-    return _train(resolve_recompute(run), _select_folder(run, command))
+    return _train(resolve_recompute(run), _select_folder(run, command), command.callback)
 
 
 def _select_folder(run: TrainRun, command: TrainCommand) -> Path:
@@ -96,15 +100,18 @@ def resolve_recompute(run: TrainRun) -> TrainRun:
     return chosen
 
 
-def _train(run: TrainRun, path: Path) -> int:
+def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
     """Train in the folder `path` as one rank of the job that the environment describes."""
+    from megalith.train.callbacks.load import load_callbacks
     from megalith.train.distributed import join_job
-    from megalith.train.loop import build_checked_tokenizer, run_training
+    from megalith.train.loop import run_training
+    from megalith.train.resume import build_checked_tokenizer
     from megalith.train.run_folder import RunFolder
 
     build_checked_tokenizer(run)  # before the folder is created and other ranks wait
+    callbacks = load_callbacks(callback_names)
     with join_job(run, os.environ, path) as job:
-        outcome = run_training(run, RunFolder(path), job.mesh, job.device)
+        outcome = run_training(run, RunFolder(path), job.mesh, job.device, callbacks=callbacks)
         first = job.first
     if first:
         print(_describe_outcome(outcome, str(path), run), flush=True)

@@ -83,8 +83,7 @@ def _reject_with_all(command: VerifyCommand, overrides: list[str]) -> None:
     if conflicting:
         raise ConfigError(
             f"--all with {', '.join(conflicting)}: layouts of --all have fixed settings. Remove "
-            "one of "
-            "them."
+            "one of them."
         )
 
 
@@ -96,8 +95,7 @@ class _KernelOverrides:
 def _verify(run: TrainRun, world: int, *, json: bool) -> int:
     from rich.console import Console
 
-    from megalith.verify.prove import verify_run
-    from megalith.verify.report import LEGEND, as_json, as_table
+    from megalith.verify.prove import LEGEND, as_json, as_table, verify_run
 
     rows = verify_run(run, world)
     if json:
@@ -114,11 +112,16 @@ def _verify(run: TrainRun, world: int, *, json: bool) -> int:
 def _verify_all(*, sample: bool, json: bool, kernels: Kernel) -> int:
     from rich.console import Console
 
-    from megalith.verify.prove import verify_matrix
-    from megalith.verify.report import fault_summary, matrix_json, problem_lines, summary_table
+    from megalith.verify.prove import (
+        fault_summary,
+        matrix_json,
+        problem_lines,
+        summary_table,
+        verify_matrix,
+    )
 
     started = time.perf_counter()
-    results, verdicts = verify_matrix(sample=sample, tell=_print_progress, kernels=kernels)
+    results, verdicts = verify_matrix(sample=sample, log=_print_progress, kernels=kernels)
     document = matrix_json(results, verdicts)
     if json:
         print_json(document)
@@ -128,12 +131,10 @@ def _verify_all(*, sample: bool, json: bool, kernels: Kernel) -> int:
         console.print(fault_summary(verdicts))
         for line in problem_lines(results, verdicts):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
-        held, refused = (
-            sum(result.holds for result in results),
-            sum(verdict.refused for verdict in verdicts),
-        )
+        held = sum(result.holds for result in results)
+        rejected = sum(verdict.rejected for verdict in verdicts)
         console.print(
-            f"{held} of {len(results)} layouts match one process, {refused} of {len(verdicts)} "
+            f"{held} of {len(results)} layouts match one process, {rejected} of {len(verdicts)} "
             f"injected faults were detected; {time.perf_counter() - started:.0f} s",
             highlight=False,
         )

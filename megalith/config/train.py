@@ -85,6 +85,14 @@ class LoopConfig:
     """Time limit in minutes, after which the run saves a checkpoint and exits with code 75; the
     same command resumes it. Unset: no limit."""
 
+    callbacks: tuple[str, ...] = ()
+    """Callbacks of installed packages, named by their entry points in the group
+    `megalith.callbacks`. A class that is not installed is named on the command line: --callback
+    package.module:Class."""
+
+
+CALLBACK_GROUP = "megalith.callbacks"
+"""Group of the entry points that `LoopConfig.callbacks` names."""
 
 Captured = Literal["hidden", "logits", "weights", "routers"]
 

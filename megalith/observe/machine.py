@@ -9,7 +9,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -171,12 +171,13 @@ def _tool_capabilities() -> dict[str, Capability]:
 
 
 Format = Literal["fp64", "fp32", "bf16", "fp16"]
-DTYPES: dict[Format, torch.dtype] = {
+DTYPES: Mapping[str, torch.dtype] = {
     "fp64": torch.float64,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+FORMATS: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 GIB = 2**30
 
 

@@ -157,14 +157,17 @@ def _add_in_order_(
 
 
 class ParamAllGather:
-    """All-gather of a flat weight buffer; in each bucket every rank of a group has updated its own
+    """All-gather of weights bucket by bucket; in each every rank of a group has updated its own
     slice.
 
     Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 5.1.
     """
 
-    def __init__(self, weights: Tensor, plan: BucketPlan, slices: Sequence[Group]) -> None:
-        """`slices`: for each bucket, the group over which it is sharded."""
+    def __init__(
+        self, weights: Sequence[Tensor], plan: BucketPlan, slices: Sequence[Group]
+    ) -> None:
+        """`weights`, `slices`: of each bucket, its memory and the group over which it is
+        sharded."""
         self.weights, self.plan, self.slices = weights, plan, slices
         self.pending: dict[int, PendingMessages] = {}
         """Bucket -> its messages, in the order in which they were started."""
@@ -173,11 +176,9 @@ class ParamAllGather:
         """Start the all-gather of every bucket; the previous one must be complete."""
         # reversed: the last bucket holds the first layers
         for index in reversed(range(len(self.plan.buckets))):
-            bucket = self.plan.buckets[index]
             # .data: autograd need not count this as an in-place change
-            weights = self.weights.data[bucket.start : bucket.stop]
             self.pending[index] = start_bucket_all_gather(
-                weights, self.slices[index], tag=2 * index + 1
+                self.weights[index].data, self.slices[index], tag=2 * index + 1
             )
 
     def wait_params(self) -> None:

@@ -1,16 +1,15 @@
 """Data parallelism with bucketed gradient reduction that is overlapped with backward, and ZeRO 1
 and 2.
 
-Weights and gradients lie in flat buffers. With ZeRO (a distributed optimizer) each rank owns an
-equal slice of every bucket, updates its weights there, and all-gathers them during the next
-forward.
+Weights and gradients lie in flat buffers, one per dtype. With ZeRO (a distributed optimizer) each
+rank owns an equal slice of every bucket, updates its weights there, and all-gathers them during the
+next forward.
 """
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import lcm
 
 import torch
@@ -24,6 +23,7 @@ from megalith.kernels.grouped_linear import (
     accumulate_grouped_product_,
 )
 from megalith.kernels.linear import PLAIN, MatmulOps, add_product_, mm
+from megalith.observe.machine import DTYPES, FORMATS
 from megalith.parallel.bucket_comm import (
     ParamAllGather,
     PendingReduceScatter,
@@ -48,6 +48,7 @@ from megalith.parallel.tensor import TensorParallel
 from megalith.plan.buckets import (
     BucketPlan,
     BucketSlice,
+    flat_buffer_offsets,
     local_bucket_parts,
     plan_buckets,
     slice_of,
@@ -217,7 +218,6 @@ class BucketedDataParallel:
         mesh: Mesh,
         *,
         device: torch.device,
-        gradient_dtype: torch.dtype,
         bucket_numel: int,
         overlap: bool,
         accumulate_in_buckets: bool = True,
@@ -226,7 +226,8 @@ class BucketedDataParallel:
         chunks: Sequence[nn.Module] = (),
         watch: bool = False,
     ) -> None:
-        """`reduce_dtype`: dtype of the reduction messages; None: the gradient dtype. `chunks`: the
+        """`reduce_dtype`: dtype of the reduction messages; None: that of the gradients, which is at
+        least fp32. `chunks`: the
         model chunks whose forward is called; without any, `all_gather_params` waits. `watch`:
         record which gradients are NaN or infinite before they are reduced."""
         self.mesh, self.overlap, self.reduce_dtype, self.watch = mesh, overlap, reduce_dtype, watch
@@ -260,10 +261,14 @@ class BucketedDataParallel:
             contiguous=list({run for layer in layers for run in runs[layer] if len(run) > 1}),
             kinds=kinds,
         )
-        # A stage without layers has no parameters; the dtype of its empty buffer does not matter.
-        dtype = getattr(trained[0][1], trained[0][2]).dtype if trained else gradient_dtype
-        self.weights = torch.zeros(self.plan.numel, dtype=dtype, device=device)
-        places = [self.weights[slot.start : slot.stop] for slot in self.plan.slots]
+        dtypes = [DTYPES[self._first(index).dtype] for index in range(len(self.plan.buckets))]
+        lengths = [bucket.stop - bucket.start for bucket in self.plan.buckets]
+        self.weights = _allocate_buckets(lengths, dtypes, device)
+        """Weights of each bucket; those of one dtype lie in one flat buffer."""
+        places = [
+            self._in_bucket(self.weights[slot.bucket], slot.bucket, slot.start, slot.stop)
+            for slot in self.plan.slots
+        ]
         self.parameters = _move_params_into(places, model, trained)
         frozen_memory = [
             torch.zeros(shard.numel, dtype=getattr(m, name).dtype, device=device)
@@ -273,13 +278,17 @@ class BucketedDataParallel:
         self.frozen = [
             (shard, param.data) for (shard, _, _), param in zip(frozen, frozen_params, strict=True)
         ]
-        self.gradient_starts, numel = self._plan_gradient_buffer()
-        self.gradients = torch.zeros(numel, dtype=gradient_dtype, device=device)
+        if self.drops_gradients:
+            lengths = [
+                length // self._division(index).slices.size for index, length in enumerate(lengths)
+            ]
+        wide = [torch.promote_types(dtype, torch.float32) for dtype in dtypes]
+        self.gradients = _allocate_buckets(lengths, wide, device)
+        """Gradients of each bucket, under ZeRO-2 of this rank's slice of it."""
         self.local_params = self._build_local_params()
         self._compare_layouts()
         self._buffers: list[Tensor | None] = [
-            None if self.drops_gradients else self.gradients[bucket.start : bucket.stop]
-            for bucket in self.plan.buckets
+            None if self.drops_gradients else gradients for gradients in self.gradients
         ]
         parts = {layer: self._parts(layer, runs[layer]) for layer in layers if runs[layer]}
         self._uses = self._connect(
@@ -425,8 +434,7 @@ class BucketedDataParallel:
             microbatch, index = divmod(number, len(self.plan.buckets))
             part = started.wait()
             if self.drops_gradients:
-                first, _ = self._slice(index)
-                local_gradient = self.gradients[first : first + part.numel()]
+                local_gradient = self.gradients[index]
                 part = local_gradient.copy_(part) if microbatch == 0 else local_gradient.add_(part)
             if microbatch == self._rounds - 1:
                 work = start_all_reduce_(part, self._division(index).replicas)
@@ -476,10 +484,10 @@ class BucketedDataParallel:
     # --- layout
 
     def _kind(self, shard: Shard) -> tuple[str, ...]:
-        """Return what all parameters of a bucket have in common: the grid, and the axes over which
-        their slices are summed."""
+        """Return what all parameters of a bucket have in common: the grid, the dtype, and the axes
+        over which their slices are summed."""
         several = (axis for axis in tp_reduce_axes(shard) if self.mesh.over(axis).size > 1)
-        return shard.grid, *(several if self.divided else ())
+        return shard.grid, shard.dtype, *(several if self.divided else ())
 
     def _division(self, index: int) -> ShardGroups:
         """Return the groups of a bucket."""
@@ -489,15 +497,10 @@ class BucketedDataParallel:
         """Return the first parameter of a bucket; all have the same grid."""
         return self.shards[self.plan.buckets[index].members[0]]
 
-    def _plan_gradient_buffer(self) -> tuple[list[int], int]:
-        """Return where the gradients of each bucket start, and their total number; under ZeRO-2
-        only this rank's slices."""
-        lengths = [
-            (bucket.stop - bucket.start)
-            // (self._division(index).slices.size if self.drops_gradients else 1)
-            for index, bucket in enumerate(self.plan.buckets)
-        ]
-        return list(accumulate(lengths, initial=0))[:-1], sum(lengths)
+    def _in_bucket(self, tensor: Tensor, index: int, start: int, stop: int) -> Tensor:
+        """Return elements `start` to `stop` of the plan, of a tensor that holds one bucket."""
+        first = self.plan.buckets[index].start
+        return tensor[start - first : stop - first]
 
     def _build_local_params(self) -> list[ShardedParam]:
         if not self.divided:
@@ -505,7 +508,9 @@ class BucketedDataParallel:
                 ShardedParam(
                     shard,
                     parameter.data,
-                    self.gradients[slot.start : slot.stop].view(shard.matrix_shape),
+                    self._in_bucket(
+                        self.gradients[slot.bucket], slot.bucket, slot.start, slot.stop
+                    ).view(shard.matrix_shape),
                 )
                 for shard, parameter, slot in zip(
                     self.shards, self.parameters, self.plan.slots, strict=True
@@ -548,35 +553,29 @@ class BucketedDataParallel:
     def _local_part(self, part: BucketSlice) -> ShardedParam:
         shard = self.shards[part.number]
         local_shard = replace(shard, flat=part.flat, cut=(*shard.cut, *SLICES_OVER[shard.grid]))
-        gradient_start, first = self._slice(part.bucket)
-        start = gradient_start + part.start - first
-        gradient = self.gradients[start : start + part.stop - part.start]
-        return ShardedParam(local_shard, self.weights[part.start : part.stop], gradient)
-
-    def _slice(self, index: int) -> tuple[int, int]:
-        """Return where this rank's slice of a bucket starts in `gradients` and in the weight
-        buffer."""
-        slices, bucket = self._division(index).slices, self.plan.buckets[index]
-        start, _ = slice_of(bucket, slices.rank, slices.size)
-        return self.gradient_starts[index] + (
-            0 if self.drops_gradients else start - bucket.start
-        ), start
+        index = part.bucket
+        weight = self._in_bucket(self.weights[index], index, part.start, part.stop)
+        if not self.drops_gradients:
+            gradient = self._in_bucket(self.gradients[index], index, part.start, part.stop)
+            return ShardedParam(local_shard, weight, gradient)
+        slices = self._division(index).slices
+        first, _ = slice_of(self.plan.buckets[index], slices.rank, slices.size)
+        gradient = self.gradients[index][part.start - first : part.stop - first]
+        return ShardedParam(local_shard, weight, gradient)
 
     def _buffer(self, index: int) -> Tensor:
         """Return the unreduced gradients of a bucket; under ZeRO-2 a temporary buffer."""
         buffer = self._buffers[index]
         if buffer is None:
             bucket = self.plan.buckets[index]
-            buffer = self.gradients.new_empty(bucket.stop - bucket.start)
+            buffer = self.gradients[index].new_empty(bucket.stop - bucket.start)
             self._buffers[index] = buffer
         return buffer
 
     def _view(self, number: int) -> Tensor:
         slot = self.plan.slots[number]
-        start = self.plan.buckets[slot.bucket].start
-        return self._buffer(slot.bucket)[slot.start - start : slot.stop - start].view(
-            self.shards[number].matrix_shape
-        )
+        flat = self._in_bucket(self._buffer(slot.bucket), slot.bucket, slot.start, slot.stop)
+        return flat.view(self.shards[number].matrix_shape)
 
     def _stack(self, numbers: Sequence[int]) -> Stack:
         first, last = self.plan.slots[numbers[0]], self.plan.slots[numbers[-1]]
@@ -654,6 +653,22 @@ def _runs(numbers: Sequence[int | None], kinds: Sequence[tuple[str, ...]]) -> li
             runs.append((number,))
         before = number
     return runs
+
+
+def _allocate_buckets(
+    lengths: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+) -> list[Tensor]:
+    """Return the memory of each bucket, in one flat buffer per dtype."""
+    names = [FORMATS[dtype] for dtype in dtypes]
+    starts, totals = flat_buffer_offsets(lengths, names)
+    buffers = {
+        name: torch.zeros(numel, dtype=DTYPES[name], device=device)
+        for name, numel in totals.items()
+    }
+    return [
+        buffers[name][start : start + length]
+        for start, length, name in zip(starts, lengths, names, strict=True)
+    ]
 
 
 def _move_params_into(

@@ -1,7 +1,7 @@
 """Tensor parallel and sequence parallel layers, and their communication (`TPComm`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial as with_arguments
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from megalith.kernels.experts import Matrix
 from megalith.kernels.grouped_linear import GroupedGradAccumulator, GroupedMatmulOps
 from megalith.kernels.linear import PLAIN, MatmulOps, WeightMatmul, linear
 from megalith.kernels.recomputed import derive_recompute, pass_recompute
+from megalith.observe.machine import FORMATS
 from megalith.parallel.collectives import (
     all_gather,
     all_gather_no_grad,
@@ -201,8 +202,9 @@ class SequenceParallelComm:
 def register_param(
     module: nn.Module, name: str, spec: ParameterSpec, *, dtype: torch.dtype
 ) -> None:
-    """Register the parameter `name` of `module` on the meta device, and record its spec in
-    `module.param_specs`."""
+    """Register the parameter `name` of `module` on the meta device, and record its spec, with its
+    dtype, in `module.param_specs`."""
+    spec = replace(spec, shard=replace(spec.shard, dtype=FORMATS[dtype]))
     specs: dict[str, ParameterSpec] = module.__dict__.setdefault("param_specs", {})
     specs[name] = spec
     empty = torch.empty(spec.shard.matrix_shape, dtype=dtype, device="meta")

@@ -1,5 +1,10 @@
-"""Gradient buckets: the layout of gradients in one flat buffer, the buckets that are reduced
-together, and the shards of each rank."""
+"""Gradient buckets: the layout of gradients in flat buffers, the buckets that are reduced together,
+and the shards of each rank.
+
+Slots and buckets are numbered by the elements of one flat buffer. If parameters have several
+dtypes, each bucket holds parameters of one, and lies in the flat buffer of its dtype: see
+`flat_buffer_offsets`.
+"""
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -61,6 +66,23 @@ class BucketSlice:
 
     flat: tuple[int, int]
     """The same elements, as offsets in the parameter."""
+
+
+def flat_buffer_offsets(
+    lengths: Sequence[int], dtypes: Sequence[str]
+) -> tuple[list[int], dict[str, int]]:
+    """Place buckets of these lengths one after the other in the flat buffer of their dtype: return
+    where each starts, and the elements of each buffer.
+
+    >>> flat_buffer_offsets([64, 128, 64], ["bf16", "fp32", "bf16"])
+    ([0, 0, 64], {'bf16': 128, 'fp32': 128})
+    """
+    starts: list[int] = []
+    totals = dict.fromkeys(dtypes, 0)
+    for length, dtype in zip(lengths, dtypes, strict=True):
+        starts.append(totals[dtype])
+        totals[dtype] += length
+    return starts, totals
 
 
 def slice_of(bucket: Bucket, rank: int, ranks: int) -> tuple[int, int]:

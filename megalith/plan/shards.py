@@ -69,6 +69,9 @@ class Shard:
     inputs: int = 1
     """Number of trailing dims that are inputs (columns of the stored matrix); 0 for a vector."""
 
+    dtype: str = "fp32"
+    """Dtype in which the layer computes with the parameter, named as in `precision.params`."""
+
     @property
     def box_shape(self) -> tuple[int, ...]:
         """Shape of the box."""
@@ -97,6 +100,7 @@ class Shard:
         *,
         invariant: frozenset[str] = frozenset(),
         inputs: int = 1,
+        dtype: str = "fp32",
     ) -> "Shard":
         """Return the shard of a parameter that every rank holds in full."""
         return cls(
@@ -105,6 +109,7 @@ class Shard:
             box=tuple((0, n) for n in shape),
             invariant=invariant,
             inputs=inputs,
+            dtype=dtype,
         )
 
     def split_dim(self, dim: int, sizes: list[int], rank: int, axes: tuple[str, ...]) -> "Shard":

@@ -4,6 +4,7 @@ are reported together."""
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import entry_points
 
 from megalith.config.checkpoint import checkpoint_problems
 from megalith.config.data import data_problems
@@ -12,8 +13,8 @@ from megalith.config.lora import lora_problems
 from megalith.config.optim import optim_problems
 from megalith.config.parallel import MAX_STAGES
 from megalith.config.tokenizer import tokenizer_problems
-from megalith.config.train import TrainRun
-from megalith.errors import raise_all
+from megalith.config.train import CALLBACK_GROUP, TrainRun
+from megalith.errors import did_you_mean, raise_all
 from megalith.optim.schedule import schedule_problems
 from megalith.plan.batch_assignment import batch_problems, budget_problems
 from megalith.plan.buckets import zero_problems
@@ -497,6 +498,28 @@ def check_per_layer_metrics(run: TrainRun, world: int) -> str | None:
     )
 
 
+def check_callbacks_are_installed(run: TrainRun, world: int) -> str | None:
+    """Callbacks in the settings are entry points: a settings file imports no other code."""
+    if not run.train.callbacks:
+        return None
+    installed = sorted(point.name for point in entry_points(group=CALLBACK_GROUP))
+    unknown = next((name for name in run.train.callbacks if name not in installed), None)
+    if unknown is None:
+        return None
+    if ":" in unknown:
+        return (
+            f"train.callbacks={unknown}: settings may only name callbacks of installed packages "
+            f"(entry points of the group {CALLBACK_GROUP}), so that a file imports no code. Name "
+            f"the class on the command line: --callback {unknown}."
+        )
+    return (
+        f"train.callbacks={unknown} is not an installed callback."
+        f"{did_you_mean(unknown, installed)} Use one of the entry points of the group "
+        f"{CALLBACK_GROUP} ({', '.join(installed) or 'none is installed'}), or install the package "
+        "that provides it."
+    )
+
+
 LAYOUT_RULES: tuple[Rule, ...] = (
     check_kv_heads_fit_tp,
     check_kv_head_replication_is_uniform,
@@ -523,4 +546,5 @@ RULES: tuple[Rule, ...] = (
     check_routing_trace_has_experts,
     check_routing_captures_have_trace,
     check_per_layer_metrics,
+    check_callbacks_are_installed,
 )

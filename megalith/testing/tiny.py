@@ -69,10 +69,10 @@ class OddSizedModel(nn.Module):
     larger than several buckets."""
 
     SHARDS = (
-        Shard.full("one", (1,), inputs=0),
-        Shard.full("matrix", (2, 3)),
-        Shard.full("unused", (5,), inputs=0),
-        Shard.full("long", (300,), inputs=0),
+        Shard.full("one", (1,), inputs=0, dtype="fp64"),
+        Shard.full("matrix", (2, 3), dtype="fp64"),
+        Shard.full("unused", (5,), inputs=0, dtype="fp64"),
+        Shard.full("long", (300,), inputs=0, dtype="fp64"),
     )
 
     one: nn.Parameter

@@ -1,11 +1,15 @@
 """Resuming a run: opens its newest complete checkpoint, or an older one if its tensors are
-damaged; the training state besides tensors."""
+damaged; builds the trainer and the data, and loads weights, optimizer state and counters."""
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.format import MANIFEST
 from megalith.checkpoint.load import (
     Checkpoint,
@@ -15,13 +19,45 @@ from megalith.checkpoint.load import (
 )
 from megalith.checkpoint.save import set_aside_damaged
 from megalith.config.checkpoint import CheckpointConfig
-from megalith.config.train import TrainRun
-from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from megalith.config.train import TrainRun, dropout_seed
+from megalith.data.build import Splits, build_datasets
+from megalith.data.loader import Loader, MaskSettings, build_mask_settings
+from megalith.data.tokenizer import Tokenizer, build_tokenizer
+from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from megalith.hf.peft import RECORD
-from megalith.hf.pretrained import locate_source
+from megalith.hf.pretrained import (
+    FORCE_LOAD_BALANCING,
+    HF_SOURCE,
+    check_same_model,
+    load_weights_with_records,
+    locate_source,
+    open_pretrained,
+    read_hf_source,
+    trained_with_forced_balancing,
+)
 from megalith.optim.schedule import learning_rate, schedule_lengths
 from megalith.parallel.consistency import raise_on_all_ranks
+from megalith.parallel.context import local_slicing
 from megalith.parallel.group import Group
+from megalith.parallel.mesh import Mesh
+from megalith.plan.batch_assignment import TokenBudget, build_token_budget, document_cost
+from megalith.posttrain.lora import load_adapters, load_base
+from megalith.train.run_folder import (
+    RunFolder,
+    TokenizerFiles,
+    read_tokenizer_files,
+    set_aside_metrics,
+    write_config,
+    write_parameters,
+)
+from megalith.train.trainer import (
+    all_gather_loaded_params,
+    build_trainer,
+    checkpoint_entries,
+    weight_entries,
+)
+
+_log = logging.getLogger(__name__)
 
 # The training state besides tensors: counters. There are no random states, because random numbers
 # are keyed.
@@ -49,6 +85,23 @@ class TrainState:
 
     skipped_in_a_row: int = 0
     """Number of skipped steps since the last update."""
+
+    def count_step(self, *, samples: int, tokens: int, updated: bool) -> None:
+        """Count a finished step."""
+        self.step += 1
+        self.consumed_samples += samples
+        self.tokens += tokens
+        if updated:
+            self.scheduled_samples += samples
+            self.skipped_in_a_row = 0
+        else:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+
+    @property
+    def last_update(self) -> int:
+        """The last step that updated the weights."""
+        return self.step - self.skipped_in_a_row
 
     def as_json(self) -> dict[str, int]:
         """Return the counters as JSON: this object's state_dict."""
@@ -145,9 +198,6 @@ def describe_checkpoint_source(
     )
 
 
-_log = logging.getLogger(__name__)
-
-
 def open_newest_checkpoint(folder: Path, world: Group) -> Checkpoint | None:
     """Open the newest complete checkpoint in `folder`; None if there is none. Collective over
     `world`.
@@ -190,3 +240,376 @@ def fall_back(damage: DamagedCheckpointError, world: Group) -> Checkpoint:
 
 def _set_aside_if_others(path: Path) -> Path | None:
     return set_aside_damaged(path) if list_other_checkpoints(path) else None
+
+
+CALLBACKS = "callbacks"
+"""Key of the states of callbacks in the state of a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """Datasets of a run, and the sample counts that determine their order."""
+
+    splits: Splits
+    orders: tuple[int, ...]
+    """Number of training samples that the order was first built for, and later extensions."""
+
+
+class PreparedRun:
+    """A run before its next step: trainer with loaded weights, data, tokenizer and counters."""
+
+    def __init__(
+        self,
+        run: TrainRun,
+        folder: RunFolder,
+        mesh: Mesh,
+        device: torch.device,
+        say: Callable[[str], None],
+    ) -> None:
+        """Build the trainer and load the folder's newest checkpoint, or what `checkpoint.load`
+        names. Collective over the mesh.
+
+        `say`: receives each line about what was loaded, on every rank.
+        """
+        self.run, self.folder, self.mesh, self.say = run, folder, mesh, say
+        self.is_writer = mesh.world.rank == 0
+        saved = open_newest_checkpoint(folder.checkpoints, mesh.world)
+        self.checkpoint_source = (
+            open_checkpoint_source(run.checkpoint, mesh.world) if saved is None else None
+        )
+        start = saved or self.checkpoint_source
+        self.state = _read_train_state(start)
+        if self.checkpoint_source is not None:
+            check_steps_left(run, self.checkpoint_source, self.state)
+        self.tokenizer = build_checked_tokenizer(run)
+        self.data = self._open_data(start)
+        self.tokenizer_files = (
+            read_tokenizer_files(run) if self.is_writer else TokenizerFiles(None, {})
+        )
+        self.trainer = build_trainer(
+            run,
+            mesh,
+            device,
+            fill=saved is None and needs_initial_weights(run),
+            fill_frozen=may_keep_initial_weights(run),
+        )
+        while (damage := self._load_or_find_damage(saved)) is not None:
+            saved = fall_back(damage, mesh.world)
+            self.state = _read_train_state(saved)
+            self.data = self._open_data(saved)
+            for slot in self.trainer.optimizer.slots:
+                for tensor in slot.state.values():
+                    # filled by the damaged checkpoint, and possibly missing in the older one
+                    tensor.zero_()
+        if saved is not None and self.is_writer:
+            for warning in saved.warnings():
+                _log.warning(warning)
+        self.is_resumed = saved is not None
+        start = saved or self.checkpoint_source
+        self.callback_states: Mapping[str, Any] = (  # Any: JSON
+            {} if start is None else start.state.get(CALLBACKS, {})
+        )
+
+    def write_files(self) -> None:
+        """Write the settings of the run into its folder; on rank 0."""
+        run, folder = self.run, self.folder
+        if not self.is_resumed and (renamed := set_aside_metrics(folder)) is not None:
+            self.say(
+                f"{folder.checkpoints} has no checkpoint: starting from the beginning; see "
+                f"{renamed}"
+            )
+        write_config(folder, run, self.tokenizer_files)
+        if run.observe.parameters:
+            write_parameters(folder, run)
+
+    def build_loader(self) -> Loader:
+        """Return the loader of the remaining steps."""
+        train = self.run.train
+        assert self.data.splits.train is not None
+        return Loader(
+            self.data.splits.train,
+            self.masks(),
+            self.mesh.dp,
+            global_batch_size=train.global_batch_size,
+            micro_batch_size=train.micro_batch_size,
+            consumed=self.state.consumed_samples,
+            steps=train.steps - self.state.step,
+            device=self.trainer.device,
+            slicing=local_slicing(self.run.parallel, self.mesh),
+            sampler=self.run.data.sampler,
+            dropout_seed=dropout_seed(self.run),
+            num_mtp_layers=self.run.model.mtp.num_layers,
+            budget=self.budget(),
+            everyone=self.mesh.world,
+            cost=document_cost(self.run.model),
+            balanced=train.balance_rows,
+        )
+
+    def masks(self) -> MaskSettings:
+        """Return which tokens attend to each other and which have labels."""
+        return build_mask_settings(self.run.data, self.run.model, self.tokenizer.eod)
+
+    def budget(self) -> TokenBudget | None:
+        """Return the token budget of a microbatch; None if microbatches have a fixed number of
+        rows."""
+        return build_token_budget(self.run.train, self.run.parallel, self.run.model)
+
+    def state_json(self) -> dict[str, Any]:  # Any: JSON
+        """Return what a checkpoint stores besides tensors."""
+        assert self.data.splits.train is not None
+        scale = self.trainer.loss_scale
+        extra = (
+            ({} if scale is None else {"loss_scale": scale.as_json()})
+            | ({} if self.lora_base is None else {RECORD: self.lora_base})
+            | (
+                {FORCE_LOAD_BALANCING: list(self.force_load_balancing)}
+                if self.force_load_balancing
+                else {}
+            )
+            | ({} if self.hf_source is None else {HF_SOURCE: self.hf_source.as_json()})
+        )
+        return extra | {
+            "train": self.state.as_json(),
+            "optimizer_updates": self.trainer.optimizer.updates,
+            "data": self.data.splits.train.fingerprint,
+            "order_samples": self.data.orders[0],
+            "order_longer": list(self.data.orders[1:]),
+            "tokenizer": self.tokenizer.fingerprint,
+        }
+
+    def _load_or_find_damage(self, saved: Checkpoint | None) -> DamagedCheckpointError | None:
+        """Load the initial weights and state; return the error if the run's own checkpoint,
+        `saved`, is damaged."""
+        try:
+            self._load(saved)
+        except DamagedCheckpointError as error:
+            if (
+                saved is None or error.path != saved.path
+            ):  # the user has named this checkpoint, so there is no fallback
+                raise
+            return error
+        return None
+
+    def _load(self, saved: Checkpoint | None) -> None:
+        """Load weights and optimizer state from the run's own checkpoint, or as `checkpoint.load`
+        says."""
+        run, rules = self.run, self.run.checkpoint
+        self.lora_base = self._load_base(saved)
+        self.force_load_balancing = trained_with_forced_balancing(saved, run.model)
+        self.hf_source = read_hf_source(saved)
+        if saved is not None:
+            self._load_checkpoint(saved)
+            self.say(f"resuming {self.folder.path} at step {self.state.step}")
+        elif run.lora is not None:
+            if run.lora.load is not None:
+                assert self.lora_base is not None, "a LoRA run has base weights"
+                forced = load_adapters(
+                    self._weights(),
+                    run.lora,
+                    self.mesh.world,
+                    model=run.model,
+                    record=self.lora_base,
+                )
+                self._gather_loaded_weights(forced)
+                self.say(f"adapters start from {run.lora.load}")
+        elif self.checkpoint_source is not None:
+            fresh = self._load_checkpoint(self.checkpoint_source)
+            self.force_load_balancing = trained_with_forced_balancing(
+                self.checkpoint_source, run.model
+            )
+            self.hf_source = read_hf_source(self.checkpoint_source)
+            self.say(
+                describe_checkpoint_source(run, self.checkpoint_source, self.state, fresh=fresh)
+            )
+        elif rules.load is not None:
+            loaded = load_weights_with_records(
+                self._weights(), rules.load, self.mesh.world, model=run.model, rules=rules
+            )
+            for line in loaded.notes:
+                self.say(f"{rules.load}: {line}")
+            self._gather_loaded_weights(loaded.forced)
+            self.hf_source = loaded.hf_source
+            self.say(f"starting from {rules.load}")
+
+    def _weights(self) -> list[CheckpointEntry]:
+        """Return the entries of the weights and master weights, without optimizer moments."""
+        return [
+            entry for entry in checkpoint_entries(self.trainer) if entry.role in ("param", "master")
+        ]
+
+    def _gather_loaded_weights(self, forced: Sequence[str]) -> None:
+        """All-gather loaded weights, and record which of their layers were trained with forced load
+        balancing."""
+        all_gather_loaded_params(self.trainer)
+        self.force_load_balancing = tuple(dict.fromkeys((*forced, *self.force_load_balancing)))
+
+    def _load_checkpoint(self, saved: Checkpoint) -> bool:
+        """Load a checkpoint and continue at its step; return whether the optimizer state is new.
+
+        Raises:
+            CheckpointError: the checkpoint is of another tokenizer or model, or lacks tensors.
+        """
+        run, rules = self.run, self.run.checkpoint
+        if saved.state["tokenizer"] != self.tokenizer.fingerprint:
+            raise CheckpointError(
+                f"{saved.path} was trained with another tokenizer ({saved.state['tokenizer']}, now "
+                f"{self.tokenizer.fingerprint}). Use that one, or choose another folder with --run "
+                "NAME."
+            )
+        resets_optimizer = self.checkpoint_source is not None and rules.load_mode == "progress"
+        entries = self._weights() if resets_optimizer else checkpoint_entries(self.trainer)
+        saved_run = open_pretrained(saved.path, base=None if self.lora_base is None else rules.load)
+        padded = (
+            self.checkpoint_source is not None
+            and saved_run.model.vocab_size == run.model.vocab_size
+        )  # possibly with other padding
+        report = saved.load_into(
+            entries,
+            self.mesh.world,
+            rules=rules,
+            purpose="start" if resets_optimizer else "resume",
+            vocab_size=run.model.vocab_size if padded else None,
+        )
+        # A folder without config.yaml was not compared by list_changed_settings.
+        for line in check_same_model(
+            saved_run, run.model, allow=rules.allow_model_changes, padded=padded
+        ):
+            self.say(f"{saved.path}: {line}")
+        # New moments start at zero and need bias correction from the first update.
+        fresh = resets_optimizer or report.fresh_state
+        self.trainer.optimizer.set_updates(0 if fresh else int(saved.state["optimizer_updates"]))
+        if (
+            self.trainer.loss_scale is not None
+            and "loss_scale" in saved.state
+            and not resets_optimizer
+        ):
+            self.trainer.loss_scale.load(saved.state["loss_scale"])
+        all_gather_loaded_params(self.trainer)
+        return fresh
+
+    def _load_base(self, saved: Checkpoint | None) -> dict[str, str] | None:
+        """Load the frozen base weights of LoRA adapters, which this run's checkpoints do not
+        hold."""
+        run = self.run
+        if run.lora is None:
+            return None
+        entries = weight_entries(self.trainer.data.frozen, self.mesh)
+        record, notes = load_base(
+            entries, run.checkpoint, self.mesh.world, model=run.model, saved=saved
+        )
+        all_gather_loaded_params(self.trainer)
+        for line in notes:
+            self.say(f"{run.checkpoint.load}: {line}")
+        self.say(f"training LoRA adapters on the frozen weights of {record['base']}")
+        return record
+
+    def _open_data(self, saved: Checkpoint | None) -> RunData:
+        """Build the datasets; their order depends on the number of samples at the first start.
+
+        If the run was made longer since, more epochs follow; the samples read so far stay the same.
+        The first rank to arrive builds the indices, the others map them.
+
+        Raises:
+            CheckpointError: the data, or its order, is not what the run was started with.
+            DataError: there are too few samples, and they are not repeated.
+        """
+        rows = self.run.train.global_batch_size
+        left = max(0, self.run.train.steps - self.state.step)
+        needed = self.state.consumed_samples + left * rows
+        orders = [needed]
+        if saved is not None:
+            orders = [
+                int(count)
+                for count in (saved.state["order_samples"], *saved.state.get("order_longer", ()))
+            ]
+        splits = self._datasets(orders)
+        assert splits.train is not None
+        if saved is not None:
+            _check_order(saved, splits.train.fingerprint)
+        num_available = splits.train.num_samples
+        if num_available >= needed or self.run.data.sampler != "sequential":
+            return RunData(splits, tuple(orders))
+        longer = RunData(self._datasets([*orders, needed]), (*orders, needed))
+        assert longer.splits.train is not None
+        if (num_unique := longer.splits.train.num_samples) < needed:
+            raise DataError(
+                f"train.steps={self.run.train.steps} reads {needed} samples, and without "
+                f"mixture weights data.path provides each of its {num_unique} samples only once. "
+                f"Set train.steps to at most {num_unique // rows}: with weights the samples would "
+                "be in another order."
+            )
+        if longer.splits.train.fingerprint != splits.train.fingerprint:
+            self.say(
+                f"train.steps={self.run.train.steps} reads {needed} samples, and this run's "
+                f"order has {num_available}: more epochs follow, each shuffled separately"
+            )
+        return longer
+
+    def _datasets(self, orders: Sequence[int]) -> Splits:
+        run, train = self.run, self.run.train
+        return build_datasets(
+            run.data,
+            seq_len=train.seq_len,
+            seed=run.seed,
+            train_samples=orders[0],
+            train_longer=orders[1:],
+            valid_samples=train.eval_steps * train.global_batch_size,
+            test_samples=0,
+            vocab_size=run.model.vocab_size,
+            eod=self.tokenizer.eod,
+            tokenizer=self.tokenizer,
+            tokenizer_path=run.tokenizer.path,
+            whole_documents=train.tokens_per_microbatch is not None,
+        )
+
+
+def _read_train_state(checkpoint: Checkpoint | None) -> TrainState:
+    """Return the counters of a checkpoint; zeros if there is none."""
+    return TrainState() if checkpoint is None else TrainState.from_json(checkpoint.state["train"])
+
+
+def needs_initial_weights(run: TrainRun) -> bool:
+    """Return whether a new run initializes any weights randomly: LoRA adapters, or weights that are
+    not loaded."""
+    return (run.lora is not None and run.lora.load is None) or may_keep_initial_weights(run)
+
+
+def may_keep_initial_weights(run: TrainRun) -> bool:
+    """Return whether model weights may keep their random initialization: some or all are not
+    loaded."""
+    checkpoint = run.checkpoint
+    return checkpoint.load is None or checkpoint.missing_keys != "error" or bool(checkpoint.skip)
+
+
+def _check_order(saved: Checkpoint, fingerprint: str) -> None:
+    """Check that the data and its order are those of the checkpoint.
+
+    Raises:
+        CheckpointError: the fingerprints differ.
+    """
+    if saved.state["data"] != fingerprint:
+        raise CheckpointError(
+            f"{saved.path} was trained on other data or in another order:\n"
+            f"  then: {saved.state['data']}\n"
+            f"  now:  {fingerprint}\n"
+            "Use the data and the data.num_train_samples that the run was started with, or choose "
+            "another folder with --run NAME (and checkpoint.load_mode=weights, to begin at step 0 "
+            "of the data there). Keep train.tokens_per_microbatch set or unset, as it was: rows "
+            "and documents have orders of their own."
+        )
+
+
+def build_checked_tokenizer(run: TrainRun) -> Tokenizer:
+    """Build the run's tokenizer and check that its ids fit the model's vocabulary.
+
+    Raises:
+        ConfigError: the tokenizer has more ids than the model.
+    """
+    tokenizer = build_tokenizer(run.tokenizer)
+    if tokenizer.vocab_size > run.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={run.model.vocab_size} is smaller than the tokenizer's "
+            f"{tokenizer.vocab_size} tokens. Set model.vocab_size to {tokenizer.vocab_size} or "
+            "more."
+        )
+    return tokenizer

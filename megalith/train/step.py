@@ -1,8 +1,9 @@
 """One training step: gradient accumulation over microbatches, gradient clipping, optimizer
 update."""
 
+import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,11 +23,31 @@ from megalith.train.forward_backward import (
     logs_logit_stats,
     normalize_losses_by_labels,
 )
-from megalith.train.moe import update_expert_biases, update_quantile_offsets
 from megalith.train.trainer import Trainer
 
 StepStats = Tensor
-"""float64 [3 + losses]: ranks that stop, sum of squares and zeros of the gradients, losses."""
+"""float64 [3 + losses]: requests of all ranks, sum of squares and zeros of the gradients,
+losses."""
+
+
+class StepRequest(enum.Flag):
+    """What the loop is asked to do after a step; requests of several kinds are combined with |."""
+
+    NONE = 0
+    EVALUATE = enum.auto()
+    SAVE = enum.auto()
+    STOP = enum.auto()
+    """Save, unless the step is divergent, and end the run."""
+
+
+AfterBackward = Callable[[Sequence[ShardedParam]], StepRequest]
+"""Called after backward with this rank's summed gradients before clipping; returns the requests of
+this rank."""
+
+
+def request_nothing(local_params: Sequence[ShardedParam]) -> StepRequest:
+    """Return no request, for a step without callbacks."""
+    return StepRequest.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +63,8 @@ class StepResult:
     updated: bool
     """False if the gradient norm was not finite or there were no labels; then nothing changed."""
 
-    stop: bool
-    """Whether some rank was asked to stop."""
+    requests: StepRequest
+    """Requests of all ranks."""
 
     num_zeros: int | None = None
     """Number of gradient elements that are zero; None unless optim.count_zeros."""
@@ -68,7 +89,7 @@ def train_step(
     *,
     lr: float,
     weight_decay: float,
-    stop: bool = False,
+    after_backward: AfterBackward = request_nothing,
     groups: Mapping[str, GroupRates] = NO_GROUPS,
 ) -> StepResult:
     """Run one step. Collective over the whole mesh; the host waits for the device once, at the end.
@@ -93,9 +114,9 @@ def train_step(
         trainer,
         local_params,
         total if logit_stats is None else torch.cat([total - logit_stats.z, logit_stats.z[:1]]),
-        stop,
+        after_backward(local_params),
     )
-    stopping, squares, zeros, *sums = (
+    requests, squares, zeros, *sums = (
         step_stats if logit_stats is None else torch.cat([step_stats, logit_stats.largest])
     ).tolist()
     grad_norm = math.sqrt(squares) / scale
@@ -115,8 +136,8 @@ def train_step(
                 step_stats[1].sqrt() / scale, trainer.run.optim.clip_grad, scale
             ),
         )
-        update_expert_biases(trainer.pipeline_model.modules, mesh)
-        update_quantile_offsets(trainer.pipeline_model.modules, mesh)
+        for update_weights in trainer.weight_updates:
+            update_weights(trainer.pipeline_model.modules, mesh)
         data.all_gather_params()
     elif not finite and trainer.run.optim.nonfinite_grad == "raise":
         raise DataError(
@@ -131,7 +152,7 @@ def train_step(
         loss,
         grad_norm,
         finite and not empty,
-        stopping > 0,
+        _decode_requests(requests, mesh.world.size),
         int(zeros) if trainer.run.optim.count_zeros else None,
         tuple(mtp_losses),
         z_loss,
@@ -141,7 +162,10 @@ def train_step(
 
 
 def reduce_step_stats(
-    trainer: Trainer, local_params: Sequence[ShardedParam], losses: Tensor, stop: bool
+    trainer: Trainer,
+    local_params: Sequence[ShardedParam],
+    losses: Tensor,
+    requests: StepRequest = StepRequest.NONE,
 ) -> StepStats:
     """All-reduce the statistics of a step in one message. Collective over the mesh."""
     mesh = trainer.mesh
@@ -155,9 +179,34 @@ def reduce_step_stats(
     # before the last stage.
     local_losses = losses if mesh.tp.rank == 0 else torch.zeros_like(losses)
     step_stats = torch.stack(
-        [losses.new_tensor(float(stop)), sum_of_squares(local_gradients, trainer.device), zeros]
+        [
+            losses.new_tensor(_encode_requests(requests, mesh.world.size)),
+            sum_of_squares(local_gradients, trainer.device),
+            zeros,
+        ]
     )
     return all_reduce_(torch.cat([step_stats, local_losses]), mesh.world)
+
+
+def _encode_requests(requests: StepRequest, world_size: int) -> float:
+    """Return a rank's requests as a number; the sum over ranks holds the count of each kind.
+
+    The counts are digits to the base `world_size + 1`. With three kinds, their sum is exact in
+    float64 for up to 200,000 ranks.
+    """
+    return float(
+        sum((world_size + 1) ** digit for digit, kind in enumerate(StepRequest) if kind in requests)
+    )
+
+
+def _decode_requests(total: float, world_size: int) -> StepRequest:
+    """Return the requests of all ranks from the sum of their `_encode_requests`."""
+    requests, digits = StepRequest.NONE, int(total)
+    for kind in StepRequest:
+        digits, count = divmod(digits, world_size + 1)
+        if count:
+            requests |= kind
+    return requests
 
 
 def _collect_logit_stats(trainer: Trainer) -> StepLogitStats | None:

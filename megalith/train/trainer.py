@@ -1,6 +1,6 @@
 """Builds what a training step needs from the config: model, gradient synchronization, optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from megalith.train.forward_backward import (
     add_weight_grad_stores,
     build_pipeline_model,
 )
+from megalith.train.moe import update_expert_biases, update_quantile_offsets
 
 # Builds the optimizer of a config.
 
@@ -45,6 +46,11 @@ DTYPES = {
 }
 
 
+WeightUpdate = Callable[[nn.ModuleList, Mesh], None]
+"""Changes weights of this rank's model chunks after the optimizer's step, before updated parameters
+are all-gathered; collective over the mesh."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trainer:
     """Model, gradient synchronization, optimizer and loss scale of one rank."""
@@ -57,6 +63,8 @@ class Trainer:
     optimizer: Optimizer
     loss_scale: LossScale | None
     """Loss scaling state; None unless the run is in fp16."""
+    weight_updates: Sequence[WeightUpdate] = ()
+    """Applied in this order after each optimizer step, such as the update of the expert bias."""
 
     @property
     def model(self) -> Decoder:
@@ -96,6 +104,7 @@ def build_trainer(
         data,
         optimizer,
         build_loss_scale(run.precision),
+        () if run.model.moe is None else (update_expert_biases, update_quantile_offsets),
     )
 
 
@@ -107,14 +116,10 @@ def build_grad_sync(
     Parameters whose `requires_grad` is False are frozen: they are initialized and saved, but have
     no gradients and no optimizer state.
     """
-    p, dtype = run.parallel, DTYPES[run.precision.params]
+    p, watch = run.parallel, run.optim.nonfinite_grad == "raise"
     parameters = [
         (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
-    gradient_dtype, watch = (
-        torch.promote_types(dtype, torch.float32),
-        run.optim.nonfinite_grad == "raise",
-    )
     if p.zero == 3 and can_shard_weights(mesh):
         from megalith.parallel.fsdp import (
             FullyShardedDataParallel,
@@ -125,7 +130,7 @@ def build_grad_sync(
             parameters,
             mesh,
             device=device,
-            gradient_dtype=gradient_dtype,
+            gradient_dtype=torch.promote_types(DTYPES[run.precision.params], torch.float32),
             keep_gathered=len(model) * p.pp > 1,
             watch=watch,
             overlap=p.overlap,
@@ -135,7 +140,6 @@ def build_grad_sync(
         parameters,
         mesh,
         device=device,
-        gradient_dtype=gradient_dtype,
         bucket_numel=p.bucket_numel,
         overlap=p.overlap,
         accumulate_in_buckets=not run.train.compile,

@@ -1,9 +1,13 @@
-"""Runs all parts of the verification: for one run at its real size and in tiny copies, and for the
-matrix of layouts."""
+"""Runs all parts of the verification, for one run at its real size and in tiny copies or for the
+matrix of layouts, and formats the results as tables and JSON."""
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich import box
+from rich.table import Table
 
 from megalith.config.kernels import Kernel
 from megalith.config.train import TrainRun
@@ -11,23 +15,50 @@ from megalith.errors import RankError
 from megalith.estimate.advise import resolve_auto_recompute
 from megalith.plan.batch_assignment import count_microbatches_of_longest
 from megalith.plan.kernels import describe_kernel_setting
+from megalith.plan.shards import PARTS
 from megalith.rules.run import run_problems
-from megalith.verify.faults.plant import FAULTS
+from megalith.verify.faults.plant import load_faults
 from megalith.verify.faults.table import FaultResult, judge_fault
 from megalith.verify.matrix import Layout, matrix_rows
 from megalith.verify.ranks import Difference, LayoutCase, compare_with_one_process
-from megalith.verify.report import (
-    LayoutResult,
-    ReportRow,
-    difference_rows,
-    failure_row,
-    rule_rows,
-    schedule_rows,
-    type_rows,
-)
 from megalith.verify.schedules import ScheduleReport, check_schedule
 from megalith.verify.shrink import describe_copy, shrink
-from megalith.verify.types import type_check, type_check_in_child
+from megalith.verify.types import TypeReport, type_check, type_check_in_child
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRow:
+    """One question of the report and its answer."""
+
+    part: str
+    """a: rules; b: types at the real size; c: schedules at the real size; d: float64 on
+    processes."""
+
+    question: str
+    answer: str
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutResult:
+    """Result of one layout of the matrix."""
+
+    area: str
+    name: str
+    world: int
+
+    problems: tuple[str, ...]
+    """Failures as `part: text`; empty: verified."""
+
+    error: float
+    """Largest relative difference from one process."""
+
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether all parts passed."""
+        return not self.problems
 
 
 def verify_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[ReportRow]:
@@ -48,7 +79,7 @@ def verify_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[R
     )
     words = describe_kernel_setting(run.kernels)
     notes = () if words == "auto" else (f"kernels={words}: types were checked with kernels=auto",)
-    rows += type_rows(replace(types, unseen=(*types.unseen, *notes)))
+    rows += type_rows(replace(types, untyped=(*types.untyped, *notes)))
     rows += schedule_rows(schedule_of(run, world))
     for case in shrink(run, world, fault=fault):
         words, differences = describe_copy(run, world, case), compare_in_float64(case)
@@ -132,10 +163,10 @@ def _describe(difference: Difference) -> str:
 
 
 def verify_matrix(
-    *, sample: bool, tell: Callable[[str], None], kernels: Kernel = "auto"
+    *, sample: bool, log: Callable[[str], None], kernels: Kernel = "auto"
 ) -> tuple[list[LayoutResult], list[FaultResult]]:
     """Verify every row of the matrix (or the sample) with `kernels`, and every planted fault;
-    `tell` logs each result.
+    `log` receives each result.
 
     Faults use the default kernels, since many of them patch functions of these.
     """
@@ -143,12 +174,204 @@ def verify_matrix(
     for number, row in enumerate(rows, 1):
         results.append(verify_row(row, kernels))
         held = "holds" if results[-1].holds else f"DOES NOT HOLD: {results[-1].problems[0]}"
-        tell(f"layout {number}/{len(rows)} {row.name}: {held}, {results[-1].seconds:.1f} s")
-    verdicts = []
-    for number, fault in enumerate(FAULTS, 1):
-        verdicts.append(judge_fault(fault))
-        tell(
-            f"fault {number}/{len(FAULTS)} {fault.name}: "
-            f"{'rejected' if verdicts[-1].refused else 'NOT DETECTED'}"
+        log(f"layout {number}/{len(rows)} {row.name}: {held}, {results[-1].seconds:.1f} s")
+    fault_results, faults = [], load_faults()
+    for number, fault in enumerate(faults, 1):
+        fault_results.append(judge_fault(fault))
+        log(
+            f"fault {number}/{len(faults)} {fault.name}: "
+            f"{'rejected' if fault_results[-1].rejected else 'NOT DETECTED'}"
         )
-    return results, verdicts
+    return results, fault_results
+
+
+# --- report of one run
+
+LEGEND = (
+    "(a), (b) and (c) check the layout itself, at its real size: (b) the reduction of every "
+    "gradient, but no values, (c) "
+    "the order of actions and messages. (d) compares values, scale factors, buckets, the optimizer "
+    "and the checkpoint, on "
+    "tiny copies."
+)
+"""What each part checks."""
+
+
+DETAIL = "  "
+"""Prefix of the questions about one kind of value."""
+
+
+def rule_rows(problems: Sequence[str]) -> list[ReportRow]:
+    """Return the rows of part (a)."""
+    if not problems:
+        return [ReportRow("a", "all rules across the settings", "hold", True)]
+    return [ReportRow("a", "a rule is violated", problem, False) for problem in problems]
+
+
+def type_rows(report: TypeReport) -> list[ReportRow]:
+    """Return the rows of part (b)."""
+    question = f"every gradient has the sums that it needs, at world size {report.world:,}"
+    axes = ", ".join(_axes_as_typed(report.axes)) or "no axis"
+    answer = (
+        f"{axes}; ranks {', '.join(map(str, report.ranks))}; {report.parameters} parameters, "
+        f"{sum(report.collectives.values())} collectives; {report.seconds:.1f} s, "
+        f"{report.peak_gib:.2f} GiB"
+    )
+    rows = [ReportRow("b", question, answer, report.ok)]
+    rows += [ReportRow("b", "type error", str(problem), False) for problem in report.problems]
+    if report.unproved:
+        rows.append(
+            ReportRow("b", "axes of one rank are not checked", ", ".join(report.unproved), True)
+        )
+    rows += [
+        ReportRow("b", "has no types and is checked only in (d)", text, True)
+        for text in report.untyped
+    ]
+    return rows
+
+
+def _axes_as_typed(axes: Mapping[str, int]) -> list[str]:
+    """Return axes of more than one rank by the names of their settings; parts of an axis are not
+    listed."""
+    parts = {part for pair in PARTS.values() for part in pair}
+    copies = axes.get("tp_copy", 1)
+    shared = f" ({copies} ranks share each key/value head)" if copies > 1 else ""
+    whole = {axis: size for axis, size in axes.items() if axis not in parts and size > 1}
+    return [f"{axis} {size}{shared if axis == 'tp' else ''}" for axis, size in whole.items()]
+
+
+def schedule_rows(report: ScheduleReport | None) -> list[ReportRow]:
+    """Return the rows of part (c); None: there is one stage."""
+    if report is None:
+        return [ReportRow("c", "no deadlock", "one stage: there is no pipeline", True)]
+    rows = [ReportRow("c", "no deadlock, in training and evaluation", report.summary(), report.ok)]
+    return rows + [
+        ReportRow("c", "the schedule cannot be run", problem, False) for problem in report.problems
+    ]
+
+
+def difference_rows(
+    world: int, description: str, differences: Sequence[Difference]
+) -> list[ReportRow]:
+    """Return the rows of part (d) for one copy on `world` processes, described by `words`."""
+    holds, worst = (
+        all(difference.holds for difference in differences),
+        max(difference.error for difference in differences),
+    )
+    rows = [
+        ReportRow("d", _copy_words(world), f"{description}; worst difference {worst:.1e}", holds)
+    ]
+    for difference in differences:
+        where = f" at worst, in {difference.name}" if difference.name else ""
+        rows.append(
+            ReportRow(
+                "d",
+                f"{DETAIL}{difference.what}",
+                f"{difference.error:.1e}{where}",
+                difference.holds,
+            )
+        )
+    return rows
+
+
+def failure_row(world: int, description: str, message: str) -> ReportRow:
+    """Return the row of part (d) for a copy that failed before the comparison."""
+    return ReportRow("d", _copy_words(world), f"{description}: {message}", False)
+
+
+def _copy_words(world: int) -> str:
+    return (
+        f"a tiny copy on {world} process{'es' if world > 1 else ''} equals one process in float64"
+    )
+
+
+def as_table(rows: Sequence[ReportRow]) -> Table:
+    """Format rows for a terminal; with several copies, kinds of values are shown only where they
+    differ."""
+    table = Table(box=box.SIMPLE, title="verification of the layout")
+    for column in ("part", "question", "result", "holds"):
+        table.add_column(column, overflow="fold")
+    copies = sum(row.part == "d" and not row.question.startswith(DETAIL) for row in rows)
+    for row in rows:
+        if copies <= 1 or not row.holds or not row.question.startswith(DETAIL):
+            table.add_row(row.part, row.question, row.answer, "yes" if row.holds else "NO")
+    return table
+
+
+def as_json(rows: Sequence[ReportRow]) -> dict[str, Any]:  # Any: JSON
+    """Return the rows as JSON."""
+    return {"holds": all(row.holds for row in rows), "rows": [asdict(row) for row in rows]}
+
+
+# --- report of the matrix
+
+
+def summary_table(results: Sequence[LayoutResult]) -> Table:
+    """Return a table of layouts by area: how many there are, how many pass, and the largest
+    difference."""
+    table = Table(box=box.SIMPLE, title="every layout equals one process")
+    for column in ("area", "layouts", "hold", "processes", "worst difference", "in", "seconds"):
+        table.add_column(
+            column, justify="left" if column in ("area", "in") else "right", overflow="fold"
+        )
+    for area in dict.fromkeys(result.area for result in results):
+        area_results = [result for result in results if result.area == area]
+        worst = max(area_results, key=lambda result: result.error)
+        worlds = sorted({result.world for result in area_results})
+        table.add_row(
+            area,
+            str(len(area_results)),
+            str(sum(result.holds for result in area_results)),
+            ", ".join(map(str, worlds)),
+            f"{worst.error:.0e}",
+            worst.name,
+            f"{sum(result.seconds for result in area_results):.0f}",
+        )
+    return table
+
+
+def fault_summary(fault_results: Sequence[FaultResult]) -> Table:
+    """Return a table of planted faults, and which part detects each."""
+    table = Table(box=box.SIMPLE, title="every planted fault is rejected")
+    for column in ("fault", "(b) types", "(d) float64", "rejected"):
+        table.add_column(column, overflow="fold")
+    for result in fault_results:
+        types = f"rejected at {result.by_types}" if result.by_types else "not detected"
+        table.add_row(result.fault.name, types, result.numbers, "yes" if result.rejected else "NO")
+    return table
+
+
+def problem_lines(
+    results: Sequence[LayoutResult], fault_results: Sequence[FaultResult]
+) -> list[str]:
+    """Return one line per failure."""
+    return [
+        f"{result.area}, {result.name}: {text}" for result in results for text in result.problems
+    ] + [
+        f"the planted fault {result.fault.name} was not detected: {result.fault.what}"
+        for result in fault_results
+        if not result.rejected
+    ]
+
+
+def matrix_json(
+    results: Sequence[LayoutResult], fault_results: Sequence[FaultResult]
+) -> dict[str, Any]:  # Any: JSON
+    """Return both tables as JSON."""
+    faults = [
+        {
+            "name": result.fault.name,
+            "what": result.fault.what,
+            "types": result.by_types,
+            "numbers": result.numbers,
+            "detail": result.detail,
+            "rejected": result.rejected,
+        }
+        for result in fault_results
+    ]
+    return {
+        "holds": all(result.holds for result in results)
+        and all(result.rejected for result in fault_results),
+        "layouts": [asdict(result) | {"holds": result.holds} for result in results],
+        "faults": faults,
+    }

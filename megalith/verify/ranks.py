@@ -607,12 +607,12 @@ def compare_results(result: RankResult, reference: RankResult) -> list[Differenc
         _scalars("losses of all steps", result.losses, reference.losses),
         _scalars("gradient norm", result.grad_norms, reference.grad_norms),
         *(
-            [_scalars("z losses, largest logits", result.scores, reference.scores)]
+            [_scalars("z-losses and largest logits", result.scores, reference.scores)]
             if reference.scores
             else []
         ),
         _tensors(
-            "first weights", _assemble(result.initial), _assemble(reference.initial), exact=True
+            "initial weights", _assemble(result.initial), _assemble(reference.initial), exact=True
         ),
         _tensors("gradients", _assemble(result.gradients), _assemble(reference.gradients)),
         _tensors(
@@ -638,7 +638,7 @@ def compare_results(result: RankResult, reference: RankResult) -> list[Differenc
     parts = (result.gradients, result.weights, result.resharded)
     copies += [name for part in parts for name in _unequal_copies(part)]
     error = float("inf") if copies else 0.0
-    return [*rows, Difference("copies agree", ", ".join(copies[:3]), error, not copies)]
+    return [*rows, Difference("replicas are equal", ", ".join(copies[:3]), error, not copies)]
 
 
 def _compare_experts(result: RankResult, reference: RankResult) -> Iterator[Difference]:
@@ -648,7 +648,7 @@ def _compare_experts(result: RankResult, reference: RankResult) -> Iterator[Diff
         return
     choice_differences = list(_describe_choice_differences(result.uses, reference.uses))
     yield Difference(
-        "choices of experts",
+        "expert load",
         choice_differences[0] if choice_differences else "",
         float("inf") if choice_differences else 0.0,
         not choice_differences,
@@ -658,13 +658,13 @@ def _compare_experts(result: RankResult, reference: RankResult) -> Iterator[Diff
         for each in (result, reference)
     )
     if any(reference_losses):
-        yield _scalars("balance losses", losses, reference_losses)
+        yield _scalars("aux losses", losses, reference_losses)
     if reference.biases:
         biases, reference_biases = (
             {name: each[0] for name, each in result_of.biases.items()}
             for result_of in (result, reference)
         )
-        yield _tensors("balancing biases", biases, reference_biases, exact=True)
+        yield _tensors("expert biases", biases, reference_biases, exact=True)
 
 
 def _against_torch(result: RankResult, expected: Sequence[TorchUpdate]) -> Iterator[Difference]:
@@ -691,7 +691,7 @@ def _compare_frozen(result: RankResult, reference: RankResult) -> Iterator[Diffe
     """Check that frozen weights keep their initial bits; yields nothing if all are trained."""
     if reference.still:
         first = _assemble({name: reference.initial[name] for name in reference.still})
-        yield _tensors("weights that are not trained", _assemble(result.still), first, exact=True)
+        yield _tensors("frozen weights", _assemble(result.still), first, exact=True)
 
 
 def _without_frozen(stored: Mapping[str, Tensor], still: Gathered) -> dict[str, Tensor]:

@@ -140,7 +140,7 @@ class TypeReport:
     problems: tuple[Problem, ...]
     """Empty if every gradient is reduced correctly."""
 
-    unseen: tuple[str, ...] = ()
+    untyped: tuple[str, ...] = ()
     """Operations of training that this check does not cover, one sentence each; float64
     verification does."""
 
@@ -235,13 +235,13 @@ def type_check(
             _translate_message(name, grid): number for name, number in sorted(counts.items())
         },
         problems=tuple(problems_by_key.values()),
-        unseen=tuple(unseen(recompute, offload, model, dispatcher=requested_dispatcher)),
+        untyped=tuple(untyped(recompute, offload, model, dispatcher=requested_dispatcher)),
         seconds=time.perf_counter() - started,
         peak_gib=_peak_gib(),
     )
 
 
-def unseen(
+def untyped(
     recompute: RecomputeConfig,
     offload: OffloadConfig,
     model: ModelConfig | None = None,
@@ -451,7 +451,7 @@ def _build(
 ) -> RankModel:
     """Build one rank outside of the check, which would reject operations on tensors without types.
 
-    It is built as in training, except for what `unseen` lists.
+    It is built as in training, except for what `untyped` lists.
     """
     mesh = build_meta_mesh(grid, rank=rank)
     chunks = _chunks(model, mesh, parallel, replace(recompute, check=False), lora, optim)

@@ -18,7 +18,7 @@ from megalith.data.indexed import IndexedDataset
 from megalith.data.prepare import find_local_text
 from megalith.data.stores import PrepareJournal
 from megalith.recipes import resolve
-from megalith.train.loop import Outcome
+from megalith.train.callbacks.base import Outcome
 
 
 @pytest.fixture(scope="module")

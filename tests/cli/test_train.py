@@ -28,7 +28,7 @@ from megalith.observe.metrics import read_metrics
 from megalith.recipes import resolve
 from megalith.testing.tiny import tiny_yaml
 from megalith.train import loop
-from megalith.train.loop import Outcome
+from megalith.train.callbacks.base import Outcome
 from megalith.train.step import StepResult, train_step
 
 PATIENCE_SECONDS = 120.0

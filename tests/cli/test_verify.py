@@ -10,7 +10,7 @@ from megalith.cli.main import main
 from megalith.config.train import TrainRun
 from megalith.testing.tiny import tiny_yaml
 from megalith.verify import prove
-from megalith.verify.faults.plant import FAULTS
+from megalith.verify.faults.plant import find_fault
 from megalith.verify.matrix import load_matrix
 from megalith.verify.ranks import LayoutCase
 from megalith.verify.shrink import shrink
@@ -31,23 +31,21 @@ def test_valid_layout_exits_with_0_and_has_rows_for_every_part(
     assert {row["part"] for row in rows} == {"a", "b", "c", "d"}
     questions = " ".join(row["question"] for row in rows)
     for asked in (
-        "every rule",
-        "at world 6",
+        "all rules",
+        "at world size 6",
         "4 processes",
         "first loss",
         "gradients",
         "checkpoint",
-        "copies agree",
+        "replicas are equal",
     ):
         assert asked in questions
 
 
-def test_the_table_says_which_part_proves_what(
-    recipe: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_lists_what_each_part_checks(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", recipe]) == 0
     output = capsys.readouterr().out
-    assert "proof of the layout" in output and "every rule" in output and "NO" not in output
+    assert "verification of the layout" in output and "all rules" in output and "NO" not in output
     assert "at its real size: (b) the reduction of every gradient, but no values" in " ".join(
         output.split()
     )
@@ -129,14 +127,12 @@ def test_all_verifies_the_matrix_and_every_fault(
     """Two small rows and one fault of theirs; the whole takes minutes."""
     rows = [row for row in load_matrix() if row.name in ("dp2", "pp2 gpipe")]
     monkeypatch.setattr(prove, "matrix_rows", lambda *, sample: rows)
-    monkeypatch.setattr(
-        prove, "FAULTS", [fault for fault in FAULTS if fault.name == "dp_sum_averaged"]
-    )
+    monkeypatch.setattr(prove, "load_faults", lambda: [find_fault("dp_sum_averaged")])
     assert main(["verify", "--all", "--json"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert found["holds"] and [row["name"] for row in found["layouts"]] == ["dp2", "pp2 gpipe"]
-    assert [(fault["numbers"], fault["refused"]) for fault in found["faults"]] == [
+    assert [(fault["numbers"], fault["rejected"]) for fault in found["faults"]] == [
         ("wrong gradients", True)
     ]
     assert (
@@ -148,7 +144,7 @@ def test_all_verifies_the_matrix_and_every_fault(
     assert "2 of 2 layouts match one process, 1 of 1 injected faults were detected" in output
 
 
-def test_all_layouts_may_be_computed_by_plain_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_setting_applies_to_all_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
     def note(**settings: object) -> tuple[list[object], list[object]]:
@@ -162,7 +158,7 @@ def test_all_layouts_may_be_computed_by_plain_definitions(monkeypatch: pytest.Mo
     assert asked == ["reference", "auto"]
 
 
-def test_kernels_that_do_not_exist_are_refused_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_kernels_are_rejected_with_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--all", "--kernels", "plain"]) == 2
     assert (
         "kernels=plain: there is no such choice. Use one of auto, torch, reference."

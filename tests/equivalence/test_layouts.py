@@ -1,4 +1,4 @@
-"""Any layout equals one process: first weights, loss, every gradient, weights after three steps,
+"""Any layout equals one process: initial weights, loss, every gradient, weights after three steps,
 save and reload.
 
 The rows are those of `megalith verify --all`; the sample of them is in `make test`, all are in
@@ -23,7 +23,7 @@ def test_layout_equals_one_process(row: Layout) -> None:
     assert {found.what for found in differences if not found.holds} == set(), differences
 
 
-def test_the_proof_of_shared_rows_has_a_microbatch_and_a_rank_without_any_label() -> None:
+def test_mock_rows_under_cp_have_a_microbatch_and_a_rank_without_labels() -> None:
     """Of the first step of cp 2: rank 1 has the two chunks in the middle of each row."""
     rows = RaggedRows(12, 61, 48, masked=(0, 1, 2, 17))
     kept = [int(rows.sample(k).valid[1:].sum()) for k in range(12)]

@@ -418,9 +418,9 @@ def test_bytes_per_parameter_are_those_of_the_table(
         data = trainer.data
         assert isinstance(data, BucketedDataParallel)
         states.append(state_bytes(trainer))
-        assert data.weights.untyped_storage().nbytes() == weights * data.plan.numel
+        assert data.weights[0].untyped_storage().nbytes() == weights * data.plan.numel
         wide = 8 if params == "fp64" else 4
-        assert data.gradients.untyped_storage().nbytes() == wide * data.plan.numel // (
+        assert data.gradients[0].untyped_storage().nbytes() == wide * data.plan.numel // (
             d if zero == 2 else 1
         )
         assert not any(buffer is not None for buffer in data._buffers) or zero < 2

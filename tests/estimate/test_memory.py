@@ -71,7 +71,6 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
         [(one.shard, module, name) for one, module, name in iter_parameter_specs(model)],
         mesh,
         device=torch.device("meta"),
-        gradient_dtype=torch.promote_types(dtype, torch.float32),
         bucket_numel=run.parallel.bucket_numel,
         overlap=False,
         zero=run.parallel.zero,
@@ -80,7 +79,10 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
     master_weights = sum(slot.master.nbytes for slot in slots if slot.master is not slot.weight)
     moments = sum(tensor.nbytes for slot in slots for tensor in slot.state.values())
     still = sum(weight.nbytes for _, weight in data.frozen)
-    return data.weights.nbytes + still, data.gradients.nbytes, master_weights, moments
+    weights, gradients = (
+        sum(each.nbytes for each in buckets) for buckets in (data.weights, data.gradients)
+    )
+    return weights + still, gradients, master_weights, moments
 
 
 EXPERTS = {

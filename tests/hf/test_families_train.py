@@ -23,7 +23,8 @@ from megalith.hf.family import Family
 from megalith.hf.folder import HuggingFaceFolder
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run
-from megalith.train.loop import Outcome, run_training
+from megalith.train.callbacks.base import Outcome
+from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 from tests.hf.families import CASES, Case, saved
 from tests.hf.test_decilm import RAW, WHOLE

@@ -20,12 +20,11 @@ from megalith.kernels.routing import (
 )
 from megalith.models.decoder import allocate, initialize
 from megalith.nn.build import build_context
-from megalith.nn.router import LOSS_COEFFS, LOSSES, LoadBalancing, Router
+from megalith.nn.router import LOSS_COEFFS, LOSSES, Router
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm
 from megalith.plan.grid import model_grid
-from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.verify.faults.moe import step_of_own_tokens
 
@@ -235,7 +234,7 @@ def step_over_dp(
     allocate(router, torch.device("cpu"))
     initialize(router, seed=3)
     place = mesh.dp.rank
-    with patched(LoadBalancing, "global_loss", step_of_own_tokens) if fault else nullcontext():
+    with step_of_own_tokens.context() if fault else nullcontext():
         for number, x in enumerate(ROWS[place]):
             tokens = training(number, weight=0.25, num_valid=REAL[place])
             (router(tp_comm.select_local(x), tokens).weights * 0).sum().backward()

@@ -9,12 +9,15 @@ import torch
 from torch import nn
 
 from megalith.config.model import ModelConfig
+from megalith.config.optim import OptimConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import RankError
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_rows
 from megalith.models.decoder import Decoder, initialize, iter_parameter_specs
 from megalith.nn.build import build_context
+from megalith.observe.machine import DTYPES
+from megalith.optim.adamw import AdamW
 from megalith.parallel import data as flat
 from megalith.parallel.bucket_comm import start_bucket_reduce_scatter
 from megalith.parallel.data import BucketedDataParallel
@@ -51,7 +54,6 @@ def build(
         parameters,
         mesh,
         device=torch.device("cpu"),
-        gradient_dtype=torch.float64,
         bucket_numel=bucket_numel,
         overlap=overlap,
         accumulate_in_buckets=sinks,
@@ -103,7 +105,6 @@ def test_a_tied_head_stays_tied() -> None:
         parameters,
         build_single_rank_mesh(),
         device=torch.device("cpu"),
-        gradient_dtype=torch.float32,
         bucket_numel=100,
         overlap=True,
     )
@@ -234,7 +235,6 @@ def _odd_step(
         [(shard, model, shard.name) for shard in model.SHARDS],
         mesh,
         device=torch.device("cpu"),
-        gradient_dtype=torch.float64,
         bucket_numel=100,
         overlap=overlap,
         zero=zero,
@@ -290,10 +290,9 @@ def _two_chunks_of_one_table(rank: int, world: int, zero: int, extra_backward: b
     chunks[0].table = chunks[1].table = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
     data = BucketedDataParallel(
         chunks,
-        [(Shard.full("table", (3, 4)), chunks[0], "table")],
+        [(Shard.full("table", (3, 4), dtype="fp64"), chunks[0], "table")],
         mesh,
         device=torch.device("cpu"),
-        gradient_dtype=torch.float64,
         bucket_numel=100,
         overlap=True,
         accumulate_in_buckets=False,
@@ -360,7 +359,6 @@ def test_single_rank_does_not_shard() -> None:
             [(shard, model, shard.name) for shard in model.SHARDS],
             build_single_rank_mesh(),
             device=torch.device("cpu"),
-            gradient_dtype=torch.float64,
             bucket_numel=100,
             overlap=True,
             zero=zero,
@@ -387,7 +385,6 @@ def _reads(rank: int, world: int) -> list[bool]:
         parameters,
         mesh,
         device=torch.device("cpu"),
-        gradient_dtype=torch.float64,
         bucket_numel=200,
         overlap=True,
         zero=1,
@@ -402,7 +399,8 @@ def _reads(rank: int, world: int) -> list[bool]:
         )  # through embedding, layers, norm and head
         results.append(not data.param_all_gather.pending)
         data.all_gather_params()
-        results.append(not bool(data.weights.isfinite().all()))  # the link holds them back
+        # the link holds them back
+        results.append(not bool(torch.cat(data.weights).isfinite().all()))
         results.append(
             bool(
                 model.layers[0](torch.ones(14, 12, dtype=torch.float64), rotary(model))
@@ -412,7 +410,7 @@ def _reads(rank: int, world: int) -> list[bool]:
         )
         results.append(bool(data.param_all_gather.pending))  # of other layers
         data.wait_params()
-        results.append(bool(data.weights.isfinite().all()))
+        results.append(bool(torch.cat(data.weights).isfinite().all()))
         results.append({transfer.waits for transfer in link.transfers} == {1})
     return results
 
@@ -436,7 +434,6 @@ def _other_sizes(rank: int, world: int) -> None:
         [(shard, module, "w")],
         mesh,
         device=torch.device("cpu"),
-        gradient_dtype=torch.float32,
         bucket_numel=100,
         overlap=True,
         zero=1,
@@ -472,7 +469,6 @@ def _tied_over_stages(rank: int, world: int, zero: int) -> list[float]:
         [(shard, module, shard.name.replace(".", "_")) for shard in shards],
         mesh,
         device=torch.device("cpu"),
-        gradient_dtype=torch.float32,
         bucket_numel=90,
         overlap=True,
         zero=zero,
@@ -492,3 +488,67 @@ def test_a_table_of_two_stages_is_summed_slice_by_slice(zero: int) -> None:
     for first, second in ((0, 1), (4, 5)):
         assert (found[first] if zero == 0 else found[first] + found[second]) == expected
     assert found[2] == found[3] == []
+
+
+class MixedDtypes(nn.Module):
+    """Parameters of two dtypes in turn, some smaller than a bucket and some larger."""
+
+    SHARDS = tuple(
+        Shard.full(f"w{number}", (size,), inputs=0, dtype=dtype)
+        for number, (size, dtype) in enumerate(
+            [(5, "fp64"), (70, "fp32"), (130, "fp64"), (3, "fp32"), (260, "fp32")]
+        )
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        for shard in self.SHARDS:
+            start = torch.linspace(0.0, 1.0, shard.numel, dtype=DTYPES[shard.dtype])
+            self.register_parameter(shard.name, nn.Parameter(start))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        """Return a loss whose gradients are exact in fp32."""
+        terms = [
+            ((number + 1) * factor * parameter).double().sum()
+            for number, parameter in enumerate(self.parameters())
+        ]
+        return torch.stack(terms).sum()
+
+
+def _mixed_steps(rank: int, world: int, zero: int) -> dict[str, list[float]]:
+    """Return the weights after two steps of AdamW with six microbatches over all ranks."""
+    mesh = build_mesh(model_grid(ParallelConfig(zero=zero), CONFIG, world), rank=rank)
+    model = MixedDtypes()
+    data = BucketedDataParallel(
+        model,
+        [(shard, model, shard.name) for shard in model.SHARDS],
+        mesh,
+        device=torch.device("cpu"),
+        bucket_numel=100,
+        overlap=True,
+        zero=zero,
+        chunks=[model],
+    )
+    assert {weights.dtype for weights in data.weights} == {torch.float32, torch.float64}
+    buffers = {weights.untyped_storage().data_ptr() for weights in data.weights}
+    assert len(buffers) == 2  # one of each dtype
+    for param in data.local_params:
+        assert param.weight.dtype == param.gradient.dtype == DTYPES[param.shard.dtype]
+    optimizer = AdamW([(param.shard, param.weight) for param in data.local_params], OptimConfig())
+    for _ in range(2):
+        microbatches = range(6 * rank // world, 6 * (rank + 1) // world)
+        data.begin_step(len(microbatches))
+        for microbatch in microbatches:
+            model(2.0**-microbatch).backward()
+        gradients = [param.gradient for param in data.finish()]
+        optimizer.step(gradients, lr=0.5, weight_decay=0.1)
+        data.all_gather_params()
+    data.wait_params()
+    return {name: parameter.tolist() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_parameters_of_two_dtypes_train_as_in_one_process(zero: int) -> None:
+    expected = _mixed_steps(0, 1, 0)
+    for weights in run_ranks(_mixed_steps, 3, zero):
+        assert weights == expected

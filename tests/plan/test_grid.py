@@ -162,7 +162,7 @@ def test_a_group_of_two_axes_is_the_union_of_the_groups_of_one(seed: int) -> Non
             assert set(group) == joined
 
 
-def test_an_axis_is_its_size_and_stride() -> None:
+def test_axis_is_its_size_and_stride() -> None:
     grid = dense_grid(world=48, tp=2, cp=3, pp=4, order="cp-dp-tp-pp")
     assert [grid.strides(axis) for axis in ("cp", "dp", "tp", "pp")] == [
         (3, 1),

@@ -28,8 +28,9 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, FP32, FP64, assert_close
 from megalith.train import trainer
+from megalith.train.callbacks.base import Outcome
 from megalith.train.evaluate import run_evaluation
-from megalith.train.loop import Outcome, run_training
+from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 
 CPU = torch.device("cpu")

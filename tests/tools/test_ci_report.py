@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.verify.faults.plant import FAULTS
+from megalith.verify.faults.plant import load_faults
 from tools import ci_report
 from tools.ci_report import main, planted_faults, versions
 
@@ -132,4 +132,4 @@ def test_versions_name_python_torch_and_the_cores() -> None:
 
 
 def test_planted_faults_are_those_of_verify() -> None:
-    assert planted_faults() == [fault.name for fault in FAULTS]
+    assert planted_faults() == [fault.name for fault in load_faults()]

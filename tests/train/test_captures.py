@@ -13,8 +13,8 @@ from torch import Tensor
 from megalith.data.loader import Batch
 from megalith.kernels.replay import RoutingCapture
 from megalith.parallel.mesh import build_single_rank_mesh
-from megalith.train import trace as capture_files
-from megalith.train.trace import WAITING, CaptureFile, CaptureWriter
+from megalith.train.callbacks import trace as capture_files
+from megalith.train.callbacks.trace import WAITING, CaptureFile, CaptureWriter
 
 
 class FakeTokens:

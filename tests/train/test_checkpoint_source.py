@@ -25,8 +25,14 @@ from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, assert_close
-from megalith.train.loop import Outcome, _RunData, build_checked_tokenizer, run_training
-from megalith.train.resume import TrainState, describe_checkpoint_source
+from megalith.train.callbacks.base import Outcome
+from megalith.train.loop import run_training
+from megalith.train.resume import (
+    RunData,
+    TrainState,
+    build_checked_tokenizer,
+    describe_checkpoint_source,
+)
 from megalith.train.run_folder import RunFolder
 from megalith.train.step import train_step
 from megalith.train.trainer import all_gather_loaded_params, build_trainer, checkpoint_entries
@@ -74,7 +80,7 @@ def state(path: Path, step: int) -> dict[str, object]:
 
 
 def begun_by_hand(
-    source: Path, data: _RunData, settings: Mapping[str, Override]
+    source: Path, data: RunData, settings: Mapping[str, Override]
 ) -> dict[str, Tensor]:
     """What the last two steps make of weights from step 4, with AdamW begun anew at that rate and
     those rows."""
@@ -109,21 +115,21 @@ def begun_by_hand(
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> list[_RunData]:
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[RunData]:
     """The data of every run that is built."""
-    found: list[_RunData] = []
+    found: list[RunData] = []
 
-    def recorded(splits: object, orders: tuple[int, ...]) -> _RunData:
-        found.append(_RunData(splits, orders))  # type: ignore[arg-type]
+    def recorded(splits: object, orders: tuple[int, ...]) -> RunData:
+        found.append(RunData(splits, orders))  # type: ignore[arg-type]
         return found[-1]
 
-    monkeypatch.setattr("megalith.train.loop._RunData", recorded)
+    monkeypatch.setattr("megalith.train.resume.RunData", recorded)
     return found
 
 
 @pytest.mark.parametrize("params", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_progress_without_an_optimizer_is_adamw_begun_anew_at_that_step(
-    params: str, tmp_path: Path, kept: list[_RunData], capsys: pytest.CaptureFixture[str]
+    params: str, tmp_path: Path, kept: list[RunData], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fixed = LATER | {"precision.params": params}
     train(tmp_path / "a", fixed | {"checkpoint.every": "4"})

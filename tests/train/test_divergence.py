@@ -24,17 +24,19 @@ from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train import loop
-from megalith.train.divergence import (
+from megalith.train.callbacks import health
+from megalith.train.callbacks.base import Outcome
+from megalith.train.callbacks.health import (
     describe_last_good_checkpoint,
     find_nonfinite_parameters,
     is_divergent,
 )
-from megalith.train.loop import Outcome, run_training
+from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
-from megalith.train.step import StepResult, train_step
+from megalith.train.step import StepRequest, StepResult, train_step
 from megalith.train.trainer import Trainer
 
-NAN, INF = math.nan, math.inf
+NAN, INF, NONE = math.nan, math.inf, StepRequest.NONE
 DYNAMIC = LossScale(LossScaleConfig(), 1024.0, dynamic=True)
 LOWEST = LossScale(LossScaleConfig(), 1.0, dynamic=True, stuck=1)
 FIXED = LossScale(LossScaleConfig(), 1024.0, dynamic=False)
@@ -59,15 +61,15 @@ def checkpoints(path: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("result", "loss_scale", "divergent"),
     [
-        (StepResult(2.0, 1.0, updated=True, stop=False), None, False),
-        (StepResult(2.0, INF, updated=False, stop=False), None, True),
-        (StepResult(NAN, NAN, updated=False, stop=False), None, True),
-        (StepResult(0.0, 0.0, updated=False, stop=False, empty=True), None, False),
-        (StepResult(2.0, 1.0, updated=True, stop=False, mtp_losses=(INF,)), None, True),
-        (StepResult(2.0, INF, updated=False, stop=False), DYNAMIC, False),
-        (StepResult(NAN, INF, updated=False, stop=False), DYNAMIC, True),
-        (StepResult(2.0, INF, updated=False, stop=False), LOWEST, True),
-        (StepResult(2.0, INF, updated=False, stop=False), FIXED, True),
+        (StepResult(2.0, 1.0, updated=True, requests=NONE), None, False),
+        (StepResult(2.0, INF, updated=False, requests=NONE), None, True),
+        (StepResult(NAN, NAN, updated=False, requests=NONE), None, True),
+        (StepResult(0.0, 0.0, updated=False, requests=NONE, empty=True), None, False),
+        (StepResult(2.0, 1.0, updated=True, requests=NONE, mtp_losses=(INF,)), None, True),
+        (StepResult(2.0, INF, updated=False, requests=NONE), DYNAMIC, False),
+        (StepResult(NAN, INF, updated=False, requests=NONE), DYNAMIC, True),
+        (StepResult(2.0, INF, updated=False, requests=NONE), LOWEST, True),
+        (StepResult(2.0, INF, updated=False, requests=NONE), FIXED, True),
     ],
 )
 def test_divergent_steps_are_those_that_no_lower_loss_scale_avoids(
@@ -154,7 +156,7 @@ def test_diverged_run_saves_nothing_and_names_the_checkpoint_before_it(
     every_step = CONSTANT | {"checkpoint.every": "1", "checkpoint.keep": "2"}
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", nan_before_step(4))
-        patch.setattr(loop, "MOST_SKIPPED", 4)
+        patch.setattr(health, "MAX_SKIPPED_IN_A_ROW", 4)
         with pytest.raises(DataError) as raised:
             train(tmp_path, every_step, show=True)
     good = tmp_path / "checkpoints" / "step_0000003"
@@ -243,7 +245,10 @@ def test_run_that_is_stopped_after_a_nan_loss_says_that_it_is_not_saved(
 
 
 def _diverge(rank: int, world: int, run: TrainRun, path: Path) -> str:
-    with patched(loop, "train_step", nan_before_step(3)), patched(loop, "MOST_SKIPPED", 2):
+    with (
+        patched(loop, "train_step", nan_before_step(3)),
+        patched(health, "MAX_SKIPPED_IN_A_ROW", 2),
+    ):
         try:
             mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
             run_training(run, RunFolder(path), mesh, CPU, show=False)

@@ -23,7 +23,6 @@ from megalith.config.tree import Override
 from megalith.data.indexed import IndexedDatasetBuilder
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.observe.metrics import read_metrics
-from megalith.observe.progress import StepProgress
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.costs import head_flops, step_flops
 from megalith.plan.grid import model_grid
@@ -33,10 +32,11 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, FP64, assert_close
 from megalith.train import loop
-from megalith.train.loop import Outcome, run_training
+from megalith.train.callbacks import checkpoint, health, metrics
+from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
+from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 from megalith.train.step import StepResult, train_step
-from megalith.train.trainer import build_trainer
 
 CPU = torch.device("cpu")
 CONSTANT = {"schedule.style": "constant", "schedule.warmup_steps": "0"}
@@ -136,7 +136,7 @@ def test_plots_and_events_are_written_when_asked_for(tmp_path: Path) -> None:
 def test_tensorboard_without_package_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "has_tensorboard", lambda: False)
+    monkeypatch.setattr(metrics, "has_tensorboard", lambda: False)
     with pytest.raises(
         ConfigError,
         match=r"observe.tensorboard=True needs the tensorboard package. Run pip install",
@@ -148,7 +148,7 @@ def _without_metrics(rank: int, world: int, run: TrainRun, path: Path) -> str:
     def refused(*arguments: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    with patched(loop, "MetricsFile", refused), pytest.raises(CheckpointError) as caught:
+    with patched(metrics, "MetricsFile", refused), pytest.raises(CheckpointError) as caught:
         train_as_rank(rank, world, run, path)
     return str(caught.value)
 
@@ -562,14 +562,14 @@ def test_tokenizer_larger_than_vocabulary_is_rejected(tmp_path: Path) -> None:
 
 def failing_saves(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Let saving fail at these steps."""
-    save = loop.save_checkpoint
+    save = checkpoint.save_checkpoint
 
     def maybe(folder: Path, step: int, *arguments: Any, **options: Any) -> Any:
         if step in steps:
             raise CheckpointError(f"step {step} was not saved to {folder}. Free some space.")
         return save(folder, step, *arguments, **options)
 
-    monkeypatch.setattr(loop, "save_checkpoint", maybe)
+    monkeypatch.setattr(checkpoint, "save_checkpoint", maybe)
 
 
 def test_failed_save_is_reported_and_training_continues(
@@ -674,6 +674,21 @@ def test_skipped_step_is_counted_and_does_not_advance_schedules(
     assert found[2]["grad_norm"] is None
 
 
+def test_logged_learning_rate_is_that_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates: list[float] = []
+
+    def recorded(*arguments: Any, lr: float, **options: Any) -> StepResult:
+        rates.append(lr)
+        return train_step(*arguments, lr=lr, **options)
+
+    monkeypatch.setattr(loop, "train_step", recorded)
+    train(tmp_path)
+    assert len(set(rates)) > 4
+    assert [row["lr"] for row in rows(tmp_path) if "loss" in row] == rates
+
+
 def test_rows_are_logged_as_often_as_asked_and_at_the_end(tmp_path: Path) -> None:
     train(tmp_path, {"train.log_every": "3", "train.eval_every": "none"})
     assert [(row["step"], "loss" in row) for row in rows(tmp_path)] == [
@@ -716,7 +731,7 @@ def test_a_run_that_never_updates_ends_with_a_message(
         return replace(train_step(*arguments, **options), grad_norm=float("nan"), updated=False)
 
     monkeypatch.setattr(loop, "train_step", nothing)
-    monkeypatch.setattr(loop, "MOST_SKIPPED", 3)
+    monkeypatch.setattr(health, "MAX_SKIPPED_IN_A_ROW", 3)
     with pytest.raises(
         DataError,
         match=r"3 steps in a row were skipped, .* gradient norm nan .* Reduce schedule.lr",
@@ -732,7 +747,7 @@ def test_steps_without_update_are_counted_on_after_a_restart(
         "train_step",
         lambda *given, **options: replace(train_step(*given, **options), updated=False, empty=True),
     )
-    monkeypatch.setattr(loop, "MOST_SKIPPED", 3)
+    monkeypatch.setattr(health, "MAX_SKIPPED_IN_A_ROW", 3)
     assert train(tmp_path, {**CONSTANT, "train.steps": "2"}).step == 2
     with pytest.raises(DataError, match="3 steps in a row were skipped"):
         train(tmp_path, {**CONSTANT, "train.steps": "3"})
@@ -844,20 +859,17 @@ def test_run_without_its_lock_does_not_save(
     assert checkpoints(tmp_path) == []
 
 
-def _starts_apart(rank: int, world: int) -> str:
-    """Two replicas of which one has another first weight."""
-    run = tiny_run({"parallel.dp": "2"})
-    trainer = build_trainer(
-        run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), CPU
-    )
-    loop._compare_replicas(trainer)
-    with torch.no_grad():
-        trainer.data.weights[3] += rank
-    try:
-        loop._compare_replicas(trainer)
-    except CheckpointError as error:
-        return str(error)
-    return "no error"
+class RecordTokens(Callback):
+    """Records the number of tokens read after each step."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def on_start(self, run: RunView) -> None:
+        self.state = run.prepared.state
+
+    def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
+        self.tokens.append(self.state.tokens)
 
 
 def work_of_a_step(rank: int, world: int, run: TrainRun, path: Path) -> tuple[int, int]:
@@ -867,10 +879,17 @@ def work_of_a_step(rank: int, world: int, run: TrainRun, path: Path) -> tuple[in
         if world > 1
         else build_single_rank_mesh()
     )
-    with StepProgress(total=1, show=False) as progress:
-        running = loop._Loop(run, RunFolder(path), mesh, CPU, progress, None)
-        running._step(running._loader(), stop=False)
-    return running.flops_since_log, running.state.tokens
+    flops: list[int] = []
+    original = metrics.trained_step_flops
+
+    def record_flops(*arguments: Any, **options: Any) -> int:
+        flops.append(original(*arguments, **options))
+        return flops[-1]
+
+    with patched(metrics, "trained_step_flops", record_flops):
+        recorder = RecordTokens()
+        run_training(run, RunFolder(path), mesh, CPU, show=False, callbacks=[recorder])
+    return flops[0], recorder.tokens[0]
 
 
 @pytest.mark.parametrize("documents", ["false", "true"])
@@ -882,17 +901,13 @@ def test_padding_of_document_slicing_does_not_count_as_flops(
         "data.document_masking": documents,
         "train.eval_steps": "0",
         "train.eval_every": "none",
+        "train.steps": "1",
     }
     shared = {"parallel.cp": "2", "parallel.context.slicing": "document"}
     alone = work_of_a_step(0, 1, tiny_run(fixed), tmp_path / "one")
     for found in run_ranks(work_of_a_step, 2, tiny_run(fixed | shared), tmp_path / "two"):
         assert found == alone
     assert alone[1] == 12 * 11
-
-
-def test_replicas_with_different_weights_are_rejected_on_every_rank() -> None:
-    for output in run_ranks(_starts_apart, 2):
-        assert output.startswith("ranks [1] start from other weights than rank 0")
 
 
 def test_operations_are_those_of_the_documents_as_they_were_read(tmp_path: Path) -> None:
@@ -909,14 +924,14 @@ def test_operations_are_those_of_the_documents_as_they_were_read(tmp_path: Path)
         "train.steps": "2",
     }
     reported: list[dict[str, Any]] = []
-    right = loop.trained_step_flops
+    right = metrics.trained_step_flops
 
     def spy(*settings: Any, **documents: Any) -> int:
         reported.append(documents)
         return right(*settings, **documents)
 
     run = tiny_run(sft | sizes | {"model.max_seq_len": "96", "train.eval_steps": "0"})
-    with patched(loop, "trained_step_flops", spy):
+    with patched(metrics, "trained_step_flops", spy):
         run_training(run, RunFolder(tmp_path), build_single_rank_mesh(), CPU, show=False)
     assert len(reported) == 2
     for documents in reported:

@@ -17,7 +17,8 @@ from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
-from megalith.train.loop import Outcome, run_training
+from megalith.train.callbacks.base import Outcome
+from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 
 CPU = torch.device("cpu")

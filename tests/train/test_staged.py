@@ -27,13 +27,14 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, FP64
 from megalith.train import forward_backward
+from megalith.train.callbacks.health import compare_stages
 from megalith.train.evaluate import Evaluation, evaluate
 from megalith.train.forward_backward import (
     build_pipeline_model,
     build_step_schedule,
     splits_backward,
 )
-from megalith.train.loop import _compare_stages, run_training
+from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer
@@ -308,12 +309,12 @@ def test_a_wide_residual_stream_is_wide_where_tokens_are_divided(layout: dict[st
 
 def _differ(rank: int, world: int, run: TrainRun) -> None:
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
-    _compare_stages(trainer)
+    compare_stages(trainer)
     if rank == 1:
         next(
             param for param in trainer.data.local_params if param.shard.name == "embed.weight"
         ).weight.view(-1)[7] += 1e-9
-    _compare_stages(trainer)
+    compare_stages(trainer)
 
 
 def test_stages_with_different_tied_tables_are_rejected() -> None:

@@ -1,21 +1,31 @@
 """One step: the mean over the global batch however it is cut, clipping, updates, and what is not
 finite."""
 
+import functools
+import operator
+import random
+from dataclasses import replace
 from shutil import which
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalith.data.loader import Loader, MaskSettings, StepBatches
 from megalith.errors import DataError
 from megalith.models.decoder import iter_parameter_specs
-from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import EXACT, FP32_DEEP, FP64, assert_close
-from megalith.train.step import StepResult, train_step
+from megalith.train.step import (
+    StepRequest,
+    StepResult,
+    _decode_requests,
+    _encode_requests,
+    train_step,
+)
 from megalith.train.trainer import Trainer, build_trainer, checkpoint_entries
 from megalith.verify.ranks import RaggedRows
 
@@ -278,14 +288,50 @@ def test_batch_without_labels_does_not_change_loss_scale() -> None:
     assert reported == [(1, first), (1, first), (0, 2 * first)]
 
 
-@pytest.mark.parametrize("stop", [False, True])
-def test_stop_request_is_returned_by_the_step(stop: bool) -> None:
+@pytest.mark.parametrize("requests", [StepRequest.NONE, StepRequest.SAVE | StepRequest.STOP])
+def test_requests_of_a_rank_are_returned_by_the_step(requests: StepRequest) -> None:
     trainer = build()
     result = train_step(
-        trainer, loader(trainer, steps=1).next(), lr=LR, weight_decay=DECAY, stop=stop
+        trainer,
+        loader(trainer, steps=1).next(),
+        lr=LR,
+        weight_decay=DECAY,
+        after_backward=lambda local_params: requests,
     )
-    assert result.stop == stop
+    assert result.requests == requests
     assert result.updated
+
+
+def test_requests_of_many_ranks_are_combined_exactly() -> None:
+    generator = random.Random(0)
+    for world in (1, 2, 3, 100, 10_000):
+        sent = [StepRequest(generator.choice((0, 1, 2, 4, 7))) for _ in range(world)]
+        for requests in (sent, sent[:0], [StepRequest.STOP] * world):
+            total = sum(_encode_requests(each, world) for each in requests)
+            expected = functools.reduce(operator.or_, requests, StepRequest.NONE)
+            assert _decode_requests(total, world) == expected, (world, expected)
+
+
+def test_weight_updates_are_applied_in_order_after_the_optimizer() -> None:
+    """Clipping rows to a norm, as QK-clip does, beside an update that only records."""
+    seen: list[float] = []
+
+    def clip(model: nn.ModuleList, mesh: Mesh) -> None:
+        for name, parameter in model.named_parameters():
+            if "attention.q" in name:
+                parameter.data.clamp_(-0.01, 0.01)
+
+    def record(model: nn.ModuleList, mesh: Mesh) -> None:
+        seen.extend(
+            float(parameter.detach().abs().max())
+            for name, parameter in model.named_parameters()
+            if "attention.q" in name
+        )
+
+    trainer = replace(build(), weight_updates=(clip, record))
+    train_step(trainer, loader(trainer, steps=1).next(), lr=LR, weight_decay=DECAY)
+    assert seen
+    assert max(seen) <= 0.01
 
 
 def gradients(trainer: Trainer, step: StepBatches) -> dict[str, Tensor]:

@@ -22,10 +22,10 @@ from megalith.plan.grid import model_grid
 from megalith.rules.run import run_problems
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
-from megalith.train import trace
+from megalith.train.callbacks import trace
+from megalith.train.callbacks.trace import RoutingTrace
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
-from megalith.train.trace import RoutingTrace
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "experts.md"
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=6, aux_loss=AuxLossConfig(batch_coeff=0.1))

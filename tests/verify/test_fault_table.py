@@ -1,5 +1,4 @@
-"""Every mistake that people make with parallel training is refused by one part of the proof or the
-other."""
+"""Every planted fault is rejected by the type check or by the float64 comparison."""
 
 import re
 from collections.abc import Callable
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megalith.config.moe import MoEConfig
-from megalith.verify.faults.plant import FAULTS, Fault, find_fault
+from megalith.verify.faults.plant import Fault, find_fault, load_faults
 from megalith.verify.faults.table import (
     EXPERT_NEEDS,
     FaultResult,
@@ -20,8 +19,10 @@ from megalith.verify.faults.table import (
 )
 from megalith.verify.matrix import load_matrix
 from megalith.verify.ranks import Difference
+from tests.cases import loop_over
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "concepts" / "types.md"
+DEFECTS = PAGE.parents[1] / "reference" / "defects_of_megatron.md"
 
 EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "column_enter_removed": (True, "wrong gradients"),
@@ -104,8 +105,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "second_pass_counted": (False, "wrong counts"),
     "second_sum_removed": (True, "wrong gradients"),
     "host_copy_lost": (False, "wrong gradients"),
-    # More than the usual ones. The last two change nothing that one can measure: they leave out a
-    # declaration.
+    # The last two only omit a declaration, so no value changes.
     "embedding_not_summed": (True, "wrong loss"),
     "frozen_weights_decay": (False, "wrong weights after a step"),
     "rates_of_the_neighbor": (False, "wrong weights after a step"),
@@ -123,7 +123,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "loss_not_partial": (True, "no effect"),
     "etp_part_not_declared": (True, "no effect"),
 }
-"""Of each fault: whether the type check refuses it, and what float64 on real processes finds."""
+"""Per fault: whether the type check rejects it, and the outcome of float64 on real processes."""
 
 
 class Verdicts(dict[str, FaultResult]):
@@ -135,20 +135,20 @@ class Verdicts(dict[str, FaultResult]):
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> Verdicts:
+def fault_results() -> Verdicts:
     return Verdicts()
 
 
-def test_every_fault_has_its_line() -> None:
-    assert set(EXPECTED) == {fault.name for fault in FAULTS}
+def test_every_fault_has_an_expected_outcome() -> None:
+    assert set(EXPECTED) == {fault.name for fault in load_faults()}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_planted_fault_is_refused(
-    name: str, verdicts: Verdicts, record_property: Callable[[str, object], None]
+def test_planted_fault_is_rejected(
+    name: str, fault_results: Verdicts, record_property: Callable[[str, object], None]
 ) -> None:
-    verdict = verdicts[name]
-    assert verdict.refused
+    verdict = fault_results[name]
+    assert verdict.rejected
     assert (verdict.by_types is not None, verdict.numbers) == EXPECTED[name]
     assert (verdict.by_types is not None) == (verdict.fault.found_by != "numbers")
     if verdict.numbers not in ("no effect", "wrong shapes"):
@@ -156,7 +156,7 @@ def test_a_planted_fault_is_refused(
     record_property("rejected_fault", name)  # `.ci/run` fails unless every fault is recorded
 
 
-def test_the_page_about_types_says_the_same() -> None:
+def test_docs_list_every_fault_with_its_outcome() -> None:
     rows = dict(re.findall(r"^\| `(\w+)`: [^|]*\| (.*) \|$", PAGE.read_text(), re.MULTILINE))
     assert set(rows) == set(EXPECTED)
     for name, row in rows.items():
@@ -166,34 +166,35 @@ def test_the_page_about_types_says_the_same() -> None:
         assert numbers.startswith(EXPECTED[name][1]), name
 
 
-def test_every_known_fault_of_mixtures_of_experts_is_seen_by_a_test_that_is_there() -> None:
-    """The page lists what others found; a test, a planted fault or a row of the matrix that it
-    names must exist."""
-    section = (
-        (PAGE.parent / "verify.md").read_text().split("## Mixtures of experts")[1].split("\n## ")[0]
-    )
-    lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
-    assert len(lines) == 16
-    root = PAGE.parent.parent.parent
-    for line in lines:
-        seen = line.strip("| ").split(" | ")[2]
-        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", seen)
-        named = re.findall(r"`(\w+)`", seen)
-        assert tests or named, line
-        assert all(f"def {name}(" in (root / path).read_text() for path, name in tests), line
-        assert {*named} <= {*EXPECTED}, line
-        assert {*re.findall(r'row "([^"]+)"', seen)} <= {row.name for row in load_matrix()}, line
+def test_every_known_defect_of_megatron_has_a_test_that_exists() -> None:
+    """Each row of the page names a test, a planted fault or a row of the matrix."""
+    areas = DEFECTS.read_text().split("\n## ")[1:]
+    rows = [line for area in areas for line in area.splitlines() if line.startswith("| ")]
+    rows = [line for line in rows if not line.startswith("| Defect |")]
+    assert len(areas) >= 7 and len(rows) >= 100
+    names = {row.name for row in load_matrix()}
+    for line in rows:
+        evidence = line.strip("| ").split(" | ")[2]
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", evidence)
+        faults = re.findall(r"planted `(\w+)`", evidence)
+        layouts = re.findall(r'row "([^"]+)"', evidence)
+        assert tests or faults or layouts, line
+        assert len(tests) + len(faults) == evidence.count("`") // 2, line
+        for path, name in tests:
+            file = DEFECTS.parents[2] / path
+            assert file.exists() and f"def {name}(" in file.read_text(), f"{path}::{name}"
+        assert {*faults} <= {*EXPECTED} and {*layouts} <= names, line
 
 
-def test_the_table_is_markdown(verdicts: Verdicts) -> None:
-    table = as_markdown([verdicts[name] for name in EXPECTED])
+def test_fault_table_is_formatted_as_markdown(fault_results: Verdicts) -> None:
+    table = as_markdown([fault_results[name] for name in EXPECTED])
     print(table)
-    assert len(table.splitlines()) == 2 + len(FAULTS)
+    assert len(table.splitlines()) == 2 + len(load_faults())
     assert all(line.count(" | ") == 2 for line in table.splitlines() if line.startswith("| `"))
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
-def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
+@loop_over("fault", load_faults())
+def test_smallest_layout_has_the_features_that_the_fault_needs(fault: Fault) -> None:
     model, parallel = smallest_layout(fault)
     assert (parallel.tp > 1, (parallel.dp or 1) > 1) == ("tp" in fault.needs, "dp" in fault.needs)
     assert (parallel.cp > 1, parallel.pp > 1) == ("cp" in fault.needs, "pp" in fault.needs)
@@ -245,10 +246,10 @@ def difference(what: str, *, holds: bool) -> Difference:
     return Difference(what, "norm.weight", 0.0 if holds else 0.25, holds)
 
 
-def test_the_earliest_sign_is_what_counts() -> None:
+def test_first_difference_determines_the_outcome() -> None:
     later = [
         difference("weights after 3 steps", holds=False),
-        difference("copies agree", holds=False),
+        difference("replicas are equal", holds=False),
     ]
     assert _first_difference([difference("first loss", holds=True)]) == ("no effect", "")
     assert _first_difference(later)[0] == "wrong weights after a step"

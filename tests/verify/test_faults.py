@@ -1,4 +1,4 @@
-"""Planted faults: what the type check says of each, and that nothing is left of them afterwards."""
+"""Planted faults: the result of the type check for each, and that patches are removed."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,10 +9,9 @@ from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig, RecomputeConfig
 from megalith.errors import ConfigError
-from megalith.models.decoder import KEEP_ALL
-from megalith.verify.faults import model as attention_faults
-from megalith.verify.faults import moe, optimizer, pipeline, plant
-from megalith.verify.faults.plant import FAULTS, Fault, find_fault, plant_fault
+from megalith.nn.build import NO_RECOMPUTE
+from megalith.verify.faults import layers, moe, plant, training
+from megalith.verify.faults.plant import Fault, find_fault, load_faults, plant_fault
 from megalith.verify.faults.table import (
     EXPERT_NEEDS,
     adapters_of,
@@ -114,25 +113,24 @@ REFUSALS = {
         "Use mark_partial over dp to declare",
     ),
 }
-"""Of each fault that types or shapes find: where, and two parts of the text."""
+"""Per fault found by types or shapes: location and two parts of the text."""
 
 
 def check(
     *,
     sp: bool,
-    recompute: RecomputeConfig = KEEP_ALL,
+    recompute: RecomputeConfig = NO_RECOMPUTE,
     model: ModelConfig = MODEL,
     lora: LoraConfig | None = None,
 ) -> TypeReport:
-    """Two ranks for each of two key/value heads, two of data: every axis of the grid has more than
-    one rank."""
+    """Two ranks per KV head and dp 2, so that every axis of the grid has more than one rank."""
     return type_check(
         model, ParallelConfig(tp=4, sp=sp), world=8, ranks=(5,), recompute=recompute, lora=lora
     )
 
 
 def regions(fault: Fault) -> list[bool]:
-    """With and without sp, as far as the fault matters there."""
+    """Values of sp under which the fault has an effect."""
     experts = bool(EXPERT_NEEDS & {*fault.needs})  # which tensor-parallel ranks have under sp alone
     return [
         sp
@@ -141,11 +139,11 @@ def regions(fault: Fault) -> list[bool]:
     ]
 
 
-CASES = [(fault, sp) for fault in FAULTS for sp in regions(fault)]
+CASES = [(fault, sp) for fault in load_faults() for sp in regions(fault)]
 
 
 @pytest.mark.parametrize("sp", [False, True])
-def test_without_a_fault_nothing_is_refused(sp: bool) -> None:
+def test_type_check_passes_without_a_fault(sp: bool) -> None:
     with plant_fault(None):
         assert check(sp=sp).problems == ()
 
@@ -153,9 +151,7 @@ def test_without_a_fault_nothing_is_refused(sp: bool) -> None:
 @pytest.mark.parametrize(
     ("fault", "sp"), CASES, ids=[f"{fault.name}-{'sp' if sp else 'whole'}" for fault, sp in CASES]
 )
-def test_a_fault_is_refused_by_the_type_check_if_types_or_shapes_can_show_it(
-    fault: Fault, sp: bool
-) -> None:
+def test_type_check_rejects_faults_of_types_and_shapes(fault: Fault, sp: bool) -> None:
     with plant_fault(fault.name):
         report = check(
             sp=sp,
@@ -174,12 +170,12 @@ def test_a_fault_is_refused_by_the_type_check_if_types_or_shapes_can_show_it(
     assert "MeshAxis" not in str(problem)
 
 
-def test_every_fault_of_types_and_shapes_has_its_text_tested() -> None:
-    assert {fault.name for fault in FAULTS if fault.found_by != "numbers"} == set(REFUSALS)
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+def test_error_text_of_every_fault_of_types_and_shapes_is_tested() -> None:
+    assert {fault.name for fault in load_faults() if fault.found_by != "numbers"} == set(REFUSALS)
+    assert len({fault.name for fault in load_faults()}) == len(load_faults())
 
 
-def test_nothing_is_left_of_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patched_functions_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     replacements: list[tuple[Any, str, Any]] = []
     original = plant.patched
 
@@ -187,9 +183,9 @@ def test_nothing_is_left_of_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
         replacements.append((owner, name, getattr(owner, name)))
         return original(owner, name, value)
 
-    for module in (plant, attention_faults, moe, optimizer, pipeline):
+    for module in (plant, layers, moe, training):
         monkeypatch.setattr(module, "patched", noted)
-    for fault in FAULTS:
+    for fault in load_faults():
         replacements.clear()
         with pytest.raises(KeyError), fault.context():
             assert replacements, fault.name
@@ -202,7 +198,7 @@ def test_nothing_is_left_of_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-def test_an_unknown_fault_is_refused_with_the_nearest_name() -> None:
+def test_unknown_fault_is_rejected_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="fault=row_sum: unknown fault. Did you mean row_sum_"):
         plant_fault("row_sum")
     with pytest.raises(ConfigError, match="fault=zzz: .* Use one of column_enter_removed, "):

@@ -21,7 +21,7 @@ from megalith.verify.types import paper_batch, type_check
 FEW = tiny(num_kv_heads=2)
 
 
-def test_rows_have_masks_of_every_kind_and_some_let_a_token_see_nothing() -> None:
+def test_mock_rows_have_masks_of_every_kind_and_fully_masked_queries() -> None:
     beside = [RaggedRows(12, 61, 9, (), masks="beside").sample(k).mask for k in range(6)]
     assert [None if mask is None else mask.seen.ndim for mask in beside] == [None, 1, 2] * 2
     alone = [RaggedRows(12, 61, 9, (), masks="alone").sample(k).mask for k in range(6)]
@@ -35,18 +35,18 @@ def test_rows_have_masks_of_every_kind_and_some_let_a_token_see_nothing() -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_masks_type_check_where_ranks_share_tokens(kind: str) -> None:
+def test_masks_type_check_under_context_parallelism(kind: str) -> None:
     context = ContextConfig(kind=kind, a2a=2 if kind == "a2a+ring" else None)  # type: ignore[arg-type]  # one of them
     parallel = ParallelConfig(cp=4 if kind == "a2a+ring" else 2, context=context)
     assert type_check(FEW, parallel, world=8, ranks=(5,), masked=True).problems == ()
 
 
 @pytest.mark.parametrize("model", [FEW, SINKS])
-def test_masks_type_check_beside_tensor_parallelism(model: ModelConfig) -> None:
+def test_masks_type_check_under_tensor_parallelism(model: ModelConfig) -> None:
     assert type_check(model, ParallelConfig(tp=2, sp=True), world=4, masked=True).problems == ()
 
 
-def test_a_mask_of_which_nothing_is_declared_is_refused() -> None:
+def test_mask_without_a_declared_type_is_rejected() -> None:
     declare = types.declare_inputs
 
     def without_masks(batch: types.PaperBatch) -> None:
@@ -56,7 +56,7 @@ def test_a_mask_of_which_nothing_is_declared_is_refused() -> None:
         assert type_check(FEW, ParallelConfig(tp=2, sp=True), world=2, masked=True).problems
 
 
-def test_on_paper_tokens_have_masks_of_documents_and_padding() -> None:
+def test_meta_batch_has_masks_of_documents_and_padding() -> None:
     parallel = ParallelConfig(cp=2)
     mesh = build_meta_mesh(model_grid(parallel, FEW, 2), rank=1)
     for documents in (True, False):

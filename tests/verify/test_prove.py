@@ -16,7 +16,7 @@ DP2 = next(row for row in load_matrix() if row.name == "dp2")
 PP2 = next(row for row in load_matrix() if row.name == "pp2 tied, as many as ranks")
 
 
-def test_a_row_that_holds_has_no_problems_and_a_rounding_error() -> None:
+def test_valid_row_has_no_problems_and_a_rounding_error() -> None:
     result = verify_row(PP2)
     assert (
         result.holds and result.problems == () and 0 < result.error < 1e-12 and result.seconds > 0
@@ -24,7 +24,7 @@ def test_a_row_that_holds_has_no_problems_and_a_rounding_error() -> None:
     assert (result.area, result.name, result.world) == ("pipeline", PP2.name, 2)
 
 
-def test_rows_are_proved_as_they_are_to_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_verified_with_the_requested_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def note(case: LayoutCase) -> list[Difference]:
@@ -39,14 +39,14 @@ def test_rows_are_proved_as_they_are_to_be_computed(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_report_notes_that_types_are_of_other_kernels() -> None:
+def test_report_notes_that_types_were_checked_with_other_kernels() -> None:
     rows = [
         row.answer for row in verify_run(tiny_run({"kernels": "reference"}), 1) if row.part == "b"
     ]
     assert "kernels=reference: types were checked with kernels=auto" in rows
 
 
-def test_a_row_that_breaks_a_rule_is_not_run() -> None:
+def test_row_that_violates_a_rule_is_not_run() -> None:
     broken = replace(DP2, parallel=ParallelConfig(dp=2, dp_replicate=2))
     result = verify_row(broken)
     assert not result.holds and result.problems[0].startswith(
@@ -73,12 +73,12 @@ def test_fault_on_the_ranks_is_reported(
         assert "unknown fault" in result.problems[0] and result.error == float("inf")
 
 
-def test_ranks_that_fail_are_an_answer() -> None:
+def test_failure_of_a_rank_is_reported_as_a_problem() -> None:
     found = compare_in_float64(LayoutCase(DP2.case().run, 2, fault="no_such_fault"))
     assert isinstance(found, str) and "unknown fault" in found
 
 
-def test_schedules_are_those_of_the_run() -> None:
+def test_schedule_of_the_run_is_checked() -> None:
     run = tiny_run({"parallel.pp": "2", "train.micro_batch_size": "2"})
     report = schedule_of(run, 2)
     assert report is not None and report.ok
@@ -89,7 +89,7 @@ def test_schedules_are_those_of_the_run() -> None:
     assert refused is not None and not refused.ok
 
 
-def test_the_parts_of_a_run_come_in_order_and_a_fault_fails_only_the_last(
+def test_parts_are_reported_in_order_and_a_fault_fails_only_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
@@ -107,7 +107,7 @@ def test_the_parts_of_a_run_come_in_order_and_a_fault_fails_only_the_last(
     assert not failed[-1].holds and failed[-1].answer.endswith("rank 1 raised")
 
 
-def test_what_a_run_leaves_open_to_compute_again_is_proved_as_it_is_chosen(
+def test_automatic_recomputation_is_verified_as_resolved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cases: list[LayoutCase] = []

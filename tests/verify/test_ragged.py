@@ -1,9 +1,9 @@
-"""Tests of megalith/verify/ranks.py."""
+"""Mock documents of the float64 comparison."""
 
 from megalith.verify.ranks import RaggedDocuments
 
 
-def test_documents_are_uneven_and_the_same_for_everyone() -> None:
+def test_mock_documents_are_uneven_and_equal_on_all_ranks() -> None:
     some, again = (RaggedDocuments(12, 61, 40, masked=(3,)) for _ in range(2))
     samples = [some.sample(k) for k in range(len(some))]
     assert all(

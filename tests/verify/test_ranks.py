@@ -1,4 +1,4 @@
-"""The float64 proof holds where the code is right, and sees what it has to see where it is not."""
+"""The float64 comparison passes for correct layouts and reports wrong values of each kind."""
 
 import gc
 from dataclasses import replace
@@ -29,7 +29,7 @@ KINDS = (
     "first loss",
     "losses of all steps",
     "gradient norm",
-    "first weights",
+    "initial weights",
     "gradients",
     f"weights after {STEPS} steps",
     "checkpoint",
@@ -39,7 +39,7 @@ KINDS = (
     "moments against torch.optim",
     "reloaded weights against torch.optim",
     "checkpoint under another layout",
-    "copies agree",
+    "replicas are equal",
 )
 
 
@@ -75,7 +75,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_that_the_table_of_layouts_lacks_hold_too(name: str) -> None:
+def test_layouts_outside_the_matrix_match_one_process(name: str) -> None:
     built, parallel, world = LAYOUTS[name]
     found = compare_with_one_process(
         layout_case(built, parallel, world, micro_batch_size=choose_micro_batch_size(parallel))
@@ -89,7 +89,7 @@ def test_layouts_that_the_table_of_layouts_lacks_hold_too(name: str) -> None:
     assert all(difference.holds for difference in found), found
 
 
-def test_rows_are_uneven_and_some_have_no_label() -> None:
+def test_mock_rows_are_uneven_and_some_have_no_label() -> None:
     rows = RaggedRows(seq_len=12, vocab_size=61, num_samples=200, masked=(0, 1, 2, 17))
     counts = [int(rows.sample(k).valid[1:].sum()) for k in range(len(rows))]
     assert [k for k, count in enumerate(counts) if count == 0] == [0, 1, 2, 17]
@@ -119,7 +119,7 @@ def changed(gathered: Gathered, name: str, factor: float) -> Gathered:
     }
 
 
-def test_a_result_equals_itself(reference: RankResult) -> None:
+def test_result_matches_itself(reference: RankResult) -> None:
     found = compare_results(reference, reference)
     assert failing(found) == set()
     assert all(difference.error == 0 or "torch" in difference.what for difference in found), found
@@ -129,9 +129,9 @@ NAME = "layers.0.mlp.down"
 
 
 @pytest.mark.parametrize("factor", [1 + 1e-8, 0.5, float("nan")])
-def test_one_wrong_tensor_is_found_and_named(reference: RankResult, factor: float) -> None:
+def test_one_wrong_tensor_is_reported_by_name(reference: RankResult, factor: float) -> None:
     wrong = {
-        "first weights": replace(reference, initial=changed(reference.initial, NAME, factor)),
+        "initial weights": replace(reference, initial=changed(reference.initial, NAME, factor)),
         "gradients": replace(reference, gradients=changed(reference.gradients, NAME, factor)),
         f"weights after {STEPS} steps": replace(
             reference, weights=changed(reference.weights, NAME, factor)
@@ -157,18 +157,18 @@ def test_one_wrong_tensor_is_found_and_named(reference: RankResult, factor: floa
             "weights one step after reload": "reloaded weights",
         }
         also = {
-            "copies agree",
+            "replicas are equal",
             f"{by_torch.get(what)} against torch.optim",
         }  # a NaN is no copy of itself
         assert {difference.what for difference in found} <= {what, *also}
 
 
-def test_a_first_weight_may_not_differ_in_its_last_bit(reference: RankResult) -> None:
+def test_initial_weights_are_compared_bitwise(reference: RankResult) -> None:
     result = replace(reference, initial=changed(reference.initial, NAME, 1 + 2**-52))
-    assert failing(compare_results(result, reference)) == {"first weights"}
+    assert failing(compare_results(result, reference)) == {"initial weights"}
 
 
-def test_wrong_losses_and_norms_are_found(reference: RankResult) -> None:
+def test_wrong_losses_and_norms_are_reported(reference: RankResult) -> None:
     result = replace(reference, losses=[reference.losses[0] * (1 + 1e-7), *reference.losses[1:]])
     assert failing(compare_results(result, reference)) == {"first loss", "losses of all steps"}
     result = replace(reference, losses=[*reference.losses[:-1], reference.losses[-1] * (1 + 1e-7)])
@@ -180,7 +180,7 @@ def test_wrong_losses_and_norms_are_found(reference: RankResult) -> None:
     }
 
 
-def test_wrong_moments_and_wrong_state_after_loading_are_found(reference: RankResult) -> None:
+def test_wrong_moments_and_wrong_state_after_loading_are_reported(reference: RankResult) -> None:
     moment = f"optimizer.exp_avg_sq.{NAME}"
     result = replace(
         reference, stored=reference.stored | {moment: reference.stored[moment] * (1 + 1e-8)}
@@ -201,14 +201,14 @@ def test_wrong_moments_and_wrong_state_after_loading_are_found(reference: RankRe
     }
 
 
-def test_a_gradient_that_is_zero_in_both_proves_nothing(reference: RankResult) -> None:
+def test_gradient_that_is_zero_on_both_sides_is_rejected(reference: RankResult) -> None:
     zero = replace(reference, gradients=changed(reference.gradients, NAME, 0.0))
     found = {difference.what: difference for difference in compare_results(zero, zero)}
     assert failing(list(found.values())) == {"gradients"}
     assert found["gradients"].name == f"{NAME} is all zero"
 
 
-def test_a_missing_tensor_and_a_hole_are_found(reference: RankResult) -> None:
+def test_missing_tensor_and_missing_slice_are_reported(reference: RankResult) -> None:
     missing = {name: boxes for name, boxes in reference.gradients.items() if name != NAME}
     assert failing(compare_results(replace(reference, gradients=missing), reference)) == {
         "gradients"
@@ -220,14 +220,16 @@ def test_a_missing_tensor_and_a_hole_are_found(reference: RankResult) -> None:
     assert failing(compare_results(replace(reference, gradients=holed), reference)) == {"gradients"}
 
 
-def test_copies_that_differ_are_found_though_the_last_one_is_right(reference: RankResult) -> None:
+def test_different_replicas_are_reported_even_if_the_last_one_is_correct(
+    reference: RankResult,
+) -> None:
     boxes = reference.weights[NAME]
     box, values = boxes.parts[0]
     other = Boxes(boxes.shape, [(box, values + 1e-6), (box, values)])
     found = compare_results(
         replace(reference, weights=reference.weights | {NAME: other}), reference
     )
-    assert failing(found) == {"copies agree"}
+    assert failing(found) == {"replicas are equal"}
     assert found[-1].name == NAME
 
 
@@ -252,7 +254,7 @@ def with_experts(tmp_path_factory: pytest.TempPathFactory) -> RankResult:
     return result
 
 
-def test_expert_choices_are_compared_first_by_step_and_layer(with_experts: RankResult) -> None:
+def test_expert_load_is_compared_first_by_step_and_layer(with_experts: RankResult) -> None:
     assert failing(compare_results(with_experts, with_experts)) == set()
     first, *others = with_experts.uses
     (use, last) = first
@@ -261,7 +263,7 @@ def test_expert_choices_are_compared_first_by_step_and_layer(with_experts: RankR
     found = compare_results(wrong, with_experts)[0]
     got, wanted = ([int(count) for count in each] for each in (counts, use.counts))
     assert found == Difference(
-        "choices of experts",
+        "expert load",
         f"step 1, layers.0: experts got {got} tokens instead of {wanted}",
         float("inf"),
         False,
@@ -273,20 +275,20 @@ def test_expert_choices_are_compared_first_by_step_and_layer(with_experts: RankR
     )
 
 
-def test_wrong_balance_losses_and_biases_are_found(with_experts: RankResult) -> None:
+def test_wrong_aux_losses_and_expert_biases_are_reported(with_experts: RankResult) -> None:
     first, *others = with_experts.uses
     losses = tuple(loss * (1 + 1e-7) for loss in first[0].losses)
     wrong = replace(with_experts, uses=[[first[0]._replace(losses=losses), first[1]], *others])
-    assert failing(compare_results(wrong, with_experts)) == {"balance losses"}
+    assert failing(compare_results(wrong, with_experts)) == {"aux losses"}
     (name, (bias,)), *_ = with_experts.biases.items()
     assert bool(bias.any())
     moved = replace(with_experts, biases=with_experts.biases | {name: [bias * (1 + 2**-52)]})
-    assert failing(compare_results(moved, with_experts)) == {"balancing biases"}
+    assert failing(compare_results(moved, with_experts)) == {"expert biases"}
     apart = replace(with_experts, biases=with_experts.biases | {name: [bias, bias + 1e-3]})
-    assert failing(compare_results(apart, with_experts)) == {"copies agree"}
+    assert failing(compare_results(apart, with_experts)) == {"replicas are equal"}
 
 
-def test_a_model_without_experts_has_no_rows_about_them(reference: RankResult) -> None:
+def test_dense_model_has_no_expert_rows(reference: RankResult) -> None:
     assert compare_results(reference, reference)[0].what == "first loss"
 
 
@@ -302,7 +304,7 @@ def open_files(rank: int, world: int) -> int:
     [ParallelConfig(tp=2, sp=True), ParallelConfig(dp=2, zero=3)],
     ids=["tp2 sp", "zero 3"],
 )
-def test_a_worker_keeps_no_process_group_of_a_case(parallel: ParallelConfig) -> None:
+def test_worker_destroys_the_process_groups_of_a_case(parallel: ParallelConfig) -> None:
     """They would run out of file descriptors: a case has several groups, and a pool runs hundreds
     of cases."""
     before = run_ranks(open_files, 2)
@@ -312,7 +314,7 @@ def test_a_worker_keeps_no_process_group_of_a_case(parallel: ParallelConfig) -> 
     )
 
 
-def test_threads_are_as_before(tmp_path: Path) -> None:
+def test_number_of_threads_is_restored(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -1,4 +1,4 @@
-"""The proof as rows: every question with its answer, as a table and as JSON."""
+"""The report of the verification: rows of each part, as a table and as JSON."""
 
 import io
 import json
@@ -9,8 +9,7 @@ from rich.console import Console, RenderableType
 
 from megalith.verify.faults.plant import find_fault
 from megalith.verify.faults.table import FaultResult
-from megalith.verify.ranks import Difference
-from megalith.verify.report import (
+from megalith.verify.prove import (
     LayoutResult,
     ReportRow,
     as_json,
@@ -25,6 +24,7 @@ from megalith.verify.report import (
     summary_table,
     type_rows,
 )
+from megalith.verify.ranks import Difference
 from megalith.verify.schedules import ScheduleReport
 from megalith.verify.types import Problem, TypeReport
 
@@ -40,8 +40,8 @@ REPORT = TypeReport(
 )
 
 
-def test_rules_that_hold_are_one_row_and_broken_ones_one_each() -> None:
-    assert rule_rows([]) == [ReportRow("a", "every rule across the settings", "holds", True)]
+def test_rules_are_one_row_and_each_violated_rule_one() -> None:
+    assert rule_rows([]) == [ReportRow("a", "all rules across the settings", "hold", True)]
     broken = rule_rows(["one is odd. Set it to 2.", "two"])
     assert [(row.part, row.answer, row.holds) for row in broken] == [
         ("a", "one is odd. Set it to 2.", False),
@@ -49,10 +49,10 @@ def test_rules_that_hold_are_one_row_and_broken_ones_one_each() -> None:
     ]
 
 
-def test_the_type_check_says_what_it_looked_at() -> None:
+def test_type_row_lists_axes_ranks_and_counts() -> None:
     row, unproved = type_rows(REPORT)
     assert row.holds and row.part == "b"
-    assert row.question == "every gradient meets the sum it needs, at world 4,096"
+    assert row.question == "every gradient has the sums that it needs, at world size 4,096"
     assert row.answer.startswith(
         "dp 512, tp 8; ranks 0, 2052, 4095; 9 parameters, 9 collectives; 1.2 s, 0.30 GiB"
     )
@@ -61,17 +61,17 @@ def test_the_type_check_says_what_it_looked_at() -> None:
 
 def test_operations_without_types_are_reported() -> None:
     *_, row = type_rows(
-        replace(REPORT, unseen=("offload.layers=1: copies to host memory and back",))
+        replace(REPORT, untyped=("offload.layers=1: copies to host memory and back",))
     )
     assert row == ReportRow(
         "b",
-        "has no types, and is checked only in (d)",
+        "has no types and is checked only in (d)",
         "offload.layers=1: copies to host memory and back",
         True,
     )
 
 
-def test_tensor_parallel_ranks_are_one_axis_as_the_user_set_them() -> None:
+def test_tensor_parallel_axes_are_reported_as_tp() -> None:
     shared = replace(REPORT, axes={"dp": 2, "cp": 2, "tp": 12, "pp": 4, "tp_kv": 4, "tp_copy": 3})
     (row,) = type_rows(shared)
     assert row.answer.startswith(
@@ -98,7 +98,7 @@ FOUND = [
 ]
 
 
-def test_differences_are_rows_under_what_was_run() -> None:
+def test_differences_are_rows_below_their_copy() -> None:
     rows = difference_rows(6, "tp 2 of 8, sp, dp 3", FOUND)
     assert all(row.part == "d" for row in rows)
     assert (
@@ -113,7 +113,7 @@ def test_differences_are_rows_under_what_was_run() -> None:
     assert (failed.answer, failed.holds) == ("tp 2: rank 1 raised", False)
 
 
-def test_schedules_are_one_row_and_one_for_each_problem() -> None:
+def test_schedule_is_one_row_and_each_problem_one() -> None:
     good = ScheduleReport(
         "1f1b",
         2,
@@ -141,7 +141,7 @@ def text_of(table: RenderableType, width: int = 200) -> str:
     return console.export_text()
 
 
-def test_of_several_copies_only_what_differs_is_shown() -> None:
+def test_only_differences_are_shown_for_several_copies() -> None:
     good, bad = difference_rows(4, "one", FOUND[:1]), difference_rows(8, "two", FOUND)
     assert "first loss" in text_of(as_table(good))
     shown = text_of(as_table([*good, *bad]))
@@ -160,7 +160,7 @@ SEEN = FaultResult(find_fault("row_sum_removed"), "layers.0", "wrong loss", "los
 UNSEEN = FaultResult(find_fault("dp_sum_averaged"), None, "no effect", "")
 
 
-def test_the_matrix_is_summed_up_by_area() -> None:
+def test_summary_has_one_row_per_area() -> None:
     lines = [line.split() for line in text_of(summary_table(RESULTS)).splitlines() if line.strip()]
     assert ["pipeline", "2", "1", "2,", "3", "2e+00", "pp3", "3"] in lines
     assert ["shared", "rows", "1", "1", "2", "0e+00", "cp2", "3"] in lines
@@ -177,7 +177,7 @@ def test_failures_are_reported() -> None:
     assert len(lines) == 2
 
 
-def test_the_matrix_holds_only_if_every_layout_and_every_fault_does() -> None:
+def test_matrix_passes_only_if_every_layout_and_every_fault_does() -> None:
     document = json.loads(json.dumps(matrix_json(RESULTS, [SEEN])))
     assert document["holds"] is False and [row["holds"] for row in document["layouts"]] == [
         True,
@@ -186,10 +186,12 @@ def test_the_matrix_holds_only_if_every_layout_and_every_fault_does() -> None:
     ]
     assert matrix_json(RESULTS[:1], [SEEN])["holds"] is True
     assert matrix_json(RESULTS[:1], [SEEN, UNSEEN])["holds"] is False
-    assert document["faults"][0]["types"] == "layers.0" and document["faults"][0]["refused"] is True
+    assert (
+        document["faults"][0]["types"] == "layers.0" and document["faults"][0]["rejected"] is True
+    )
 
 
-def test_the_document_is_json_and_holds_only_if_every_row_does() -> None:
+def test_report_is_json_and_passes_only_if_every_row_does() -> None:
     rows = [ReportRow("a", "q", "x", True), ReportRow("b", "r", "y", False)]
     document = json.loads(json.dumps(as_json(rows)))
     assert document["holds"] is False
@@ -197,7 +199,7 @@ def test_the_document_is_json_and_holds_only_if_every_row_does() -> None:
     assert as_json(rows[:1])["holds"] is True
 
 
-def test_the_table_shows_every_row_whole() -> None:
+def test_table_shows_every_row_without_truncation() -> None:
     rows = [
         ReportRow("a", "is it right " * 10, "fine " * 20, True),
         ReportRow("d", "and this", "no", False),

@@ -1,5 +1,4 @@
-"""The layout under which a checkpoint is read back differs from the saved one and breaks no
-rule."""
+"""A checkpoint is loaded under a valid layout other than the one in which it was saved."""
 
 from dataclasses import replace
 
@@ -27,7 +26,7 @@ from megalith.verify.tiny_models import FOUR, tiny
         (parse_parallel("tp2 pp2 dp2"), 8, "tp 1, pp 1, dp 8, zero 3"),
     ],
 )
-def test_checkpoint_is_read_under_the_layout_that_differs_most(
+def test_checkpoint_is_loaded_under_the_most_different_layout(
     saved: ParallelConfig, world: int, expected: str
 ) -> None:
     run = resharded_run(layout_case(FOUR, saved, world).run, world)
@@ -36,7 +35,7 @@ def test_checkpoint_is_read_under_the_layout_that_differs_most(
     assert f"tp {p.tp}, pp {p.pp}, dp {p.dp}, zero {p.zero}" == expected
 
 
-def test_layout_that_the_model_cannot_have_is_passed_over() -> None:
+def test_layout_that_is_invalid_for_the_model_is_skipped() -> None:
     odd = replace(tiny(num_heads=5, num_kv_heads=5), num_layers=1)
     run = resharded_run(layout_case(odd, ParallelConfig(dp=2), 2).run, 2)
     assert run is not None and (run.parallel.tp, run.parallel.dp, run.parallel.zero) == (2, 1, 0)
@@ -54,7 +53,7 @@ def test_one_rank_has_no_other_layout() -> None:
     assert resharded_run(layout_case(tiny(), ParallelConfig(), 1).run, 1) is None
 
 
-def test_rows_of_the_matrix_reach_every_kind_of_layout_that_can_be_loaded() -> None:
+def test_matrix_rows_load_under_every_kind_of_layout() -> None:
     seen: set[tuple[bool, bool, bool, int]] = set()
     for row in (row for row in load_matrix() if row.sample):
         run = resharded_run(row.case().run, row.world)

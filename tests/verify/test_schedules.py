@@ -1,4 +1,4 @@
-"""Tests of megalith/verify/schedules.py."""
+"""Pipeline schedules are checked by simulation, with and without message tags."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -62,7 +62,7 @@ def test_costs_of_the_stages_count() -> None:
     ).bubble == Fraction(1, 4)
 
 
-def test_a_broken_rule_is_a_problem_and_nothing_is_run() -> None:
+def test_violated_rule_is_a_problem_and_nothing_is_simulated() -> None:
     report = check_schedule(PipelineConfig(vpp=2), pp=4, num_microbatches=6, rows=3)
     assert not report.ok and report.bubble is None
     assert "Set train.global_batch_size to 12 or 24" in report.problems[0]
@@ -123,7 +123,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "rank", "text"), FAULTS)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_planted_fault_is_refused_with_its_rank_and_action(
+def test_wrong_schedule_is_rejected_with_rank_and_action(
     fault: Callable[[ReportRow], None], rank: int, text: str, overlap: bool
 ) -> None:
     whole = with_transfers(
@@ -145,7 +145,7 @@ def changed(schedule: Schedule, rank: int, row: ReportRow) -> Schedule:
     )
 
 
-def test_a_circle_of_waiting_ranks_is_refused() -> None:
+def test_deadlock_is_rejected() -> None:
     good = with_transfers(build_schedule("1f1b", num_ranks=2, num_microbatches=2))
     row = list(good.ranks[0])
     for microbatch in (0, 1):  # sent only after the backward that waits for it
@@ -158,7 +158,7 @@ def test_a_circle_of_waiting_ranks_is_refused() -> None:
     )
 
 
-def test_two_sends_that_are_swapped_are_legal_with_tags_and_refused_without() -> None:
+def test_swapped_sends_are_valid_with_tags_and_rejected_without() -> None:
     good = with_transfers(
         build_schedule("gpipe", num_ranks=2, num_microbatches=2, forward_only=True)
     )
@@ -188,7 +188,7 @@ SIZES: list[tuple[ScheduleName, int]] = [
 
 
 @pytest.mark.parametrize(("name", "vpp"), SIZES)
-def test_every_schedule_runs_with_tags_and_without_in_training_and_evaluation(
+def test_every_schedule_is_valid_with_and_without_tags_in_training_and_evaluation(
     name: ScheduleName, vpp: int
 ) -> None:
     pipeline = PipelineConfig(schedule=name, vpp=vpp)

@@ -1,4 +1,4 @@
-"""The tiny copies of a layout keep what makes it hard, and can always be run."""
+"""Tiny copies of a layout keep its difficult properties and violate no rule."""
 
 import random
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ def parts(model: ModelConfig, tp: int) -> tuple[bool, bool, bool, bool]:
     )
 
 
-def test_every_layout_has_a_tiny_copy_that_breaks_no_rule_and_is_as_hard() -> None:
+def test_every_layout_has_a_valid_tiny_copy_with_its_properties() -> None:
     count = 0
     for run in layouts():
         case = only(run)
@@ -109,7 +109,7 @@ def test_every_layout_has_a_tiny_copy_that_breaks_no_rule_and_is_as_hard() -> No
         (run_of(8, 8, 1, 1), 1, 1, 1, 1),
     ],
 )
-def test_the_copy_is_as_small_as_can_be(
+def test_copy_has_the_smallest_sizes(
     run: TrainRun, tp: int, dp: int, keys: int, heads: int
 ) -> None:
     case = only(run)
@@ -117,7 +117,7 @@ def test_the_copy_is_as_small_as_can_be(
     assert (case.run.model.num_kv_heads, case.run.model.num_heads) == (keys, heads)
 
 
-def test_ties_biases_order_and_overlap_stay() -> None:
+def test_copy_keeps_ties_biases_order_and_overlap() -> None:
     run = run_of(4, 4, 2, 2, tied=True)
     settings = {
         "model.qkv_bias": "true",
@@ -134,17 +134,17 @@ def test_ties_biases_order_and_overlap_stay() -> None:
     assert only(run).run.model.tied_embeddings
 
 
-def test_dp_follows_from_the_world_where_it_is_unset() -> None:
+def test_unset_dp_follows_from_the_world_size() -> None:
     assert only(tiny_run({"parallel.tp": "2"}), 12).run.parallel.dp == 2
     assert only(tiny_run(), 1).world == 1
 
 
-def test_a_copy_computes_as_the_run_does() -> None:
+def test_copy_has_the_loss_settings_of_the_run() -> None:
     (case,) = shrink(tiny_run({"kernels": "reference", "parallel.tp": "2"}), 2)
     assert case.run.kernels == "reference"
 
 
-def test_a_fault_goes_along() -> None:
+def test_copy_keeps_the_planted_fault() -> None:
     (case,) = shrink(tiny_run(), 2, fault="dp_sum_averaged")
     assert case.fault == "dp_sum_averaged"
 
@@ -157,7 +157,7 @@ def test_every_recipe_has_a_copy(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
-def test_every_kind_of_layer_has_a_copy_that_breaks_no_rule(name: str) -> None:
+def test_every_layer_variant_has_a_valid_copy(name: str) -> None:
     model = replace(
         VARIANTS[name], hidden_size=240, num_layers=24, max_seq_len=4096, vocab_size=5000
     )
@@ -199,7 +199,7 @@ def test_every_kind_of_layer_has_a_copy_that_breaks_no_rule(name: str) -> None:
 
 
 @pytest.mark.parametrize("memory", [0, 12, 23])
-def test_a_memory_crosses_borders_of_stages_where_it_does_in_the_run(memory: int) -> None:
+def test_cross_layer_source_is_sent_between_stages_as_in_the_run(memory: int) -> None:
     run = run_of(2, 2, 1, 2)
     model = replace(run.model, num_layers=24, cross=CrossConfig(memory=memory))
     case = only(replace(run, model=model, parallel=replace(run.parallel, pp=4)), 8)
@@ -212,7 +212,7 @@ def test_a_memory_crosses_borders_of_stages_where_it_does_in_the_run(memory: int
     assert small.cross is not None and small.cross.memory <= memory
 
 
-def test_scaling_begins_within_a_row_of_a_copy() -> None:
+def test_rope_scaling_starts_within_a_row_of_the_copy() -> None:
     scaled = {
         "model.rope.scaling": "dynamic",
         "model.rope.original_max_position": "32",
@@ -236,7 +236,7 @@ def test_scaling_begins_within_a_row_of_a_copy() -> None:
         ),
     ],
 )
-def test_positions_of_a_copy_fit_its_heads(rope: RopeConfig) -> None:
+def test_rope_of_the_copy_fits_its_heads(rope: RopeConfig) -> None:
     run = tiny_run({"parallel.tp": "2"})
     run = replace(run, model=replace(run.model, rope=rope))
     assert model_problems(run) == []
@@ -299,7 +299,7 @@ def staged(pp: int, **pipeline: object) -> ParallelConfig:
         (staged(7, count_embedding=True), 3, PipelineConfig(count_embedding=True)),
     ],
 )
-def test_a_pipeline_keeps_its_schedule_and_its_way_of_dividing(
+def test_copy_keeps_schedule_and_stage_layout(
     parallel: ParallelConfig, pp: int, expected: PipelineConfig
 ) -> None:
     run = large(parallel)
@@ -318,7 +318,7 @@ def test_a_pipeline_keeps_its_schedule_and_its_way_of_dividing(
         ("Et*12|t*12|t*12|t*11|tmmmL", "Ett|t|tmmL"),
     ],
 )
-def test_mtp_layers_keep_their_kind_of_stage(layout: str, expected: str) -> None:
+def test_copy_keeps_the_stage_of_mtp_layers(layout: str, expected: str) -> None:
     parallel = staged(5, layout=layout)
     run = replace(
         large(parallel), model=replace(large(parallel).model, mtp=MTPConfig(num_layers=3))
@@ -330,7 +330,7 @@ def test_mtp_layers_keep_their_kind_of_stage(layout: str, expected: str) -> None
 
 
 @pytest.mark.parametrize(("microbatches", "expected"), [(2, 2), (4, 3), (64, 4)])
-def test_microbatches_are_fewer_than_stages_as_many_or_more_as_in_the_run(
+def test_copy_keeps_the_relation_of_microbatches_to_stages(
     microbatches: int, expected: int
 ) -> None:
     case = only(large(staged(4), batch=microbatches))
@@ -338,7 +338,7 @@ def test_microbatches_are_fewer_than_stages_as_many_or_more_as_in_the_run(
     assert train.global_batch_size // train.micro_batch_size == expected
 
 
-def test_shared_rows_keep_their_kinds_their_padding_and_their_slicing() -> None:
+def test_copy_keeps_kinds_padding_and_slicing_of_context_parallelism() -> None:
     kinds = ("ring", "gather", "a2a") * 16
     mixed = only(large(ParallelConfig(cp=8, dp=1, context=ContextConfig(layers=kinds))))  # type: ignore[arg-type]  # its words
     assert (
@@ -358,7 +358,7 @@ def test_shared_rows_keep_their_kinds_their_padding_and_their_slicing() -> None:
     assert only(large(ParallelConfig(cp=3, dp=1), seq_len=1026)).run.parallel.cp == 3
 
 
-def test_replicas_stay_replicas_and_gradients_travel_in_full() -> None:
+def test_copy_keeps_replicas_and_reduces_gradients_in_float64() -> None:
     halves = only(
         large(ParallelConfig(dp=16, zero=2, dp_replicate=4, reduce_dtype="bf16"))
     ).run.parallel
@@ -367,7 +367,7 @@ def test_replicas_stay_replicas_and_gradients_travel_in_full() -> None:
     assert (alone.dp, alone.dp_replicate) == (2, 2)
 
 
-def test_recomputation_keeps_the_difference_between_some_layers_and_all() -> None:
+def test_copy_recomputes_some_or_all_layers_as_the_run() -> None:
     run = large(staged(4))
     for number, expected in ((4, 1), (12, 2)):
         recompute = RecomputeConfig(granularity="full", method="block", num_layers=number)
@@ -381,7 +381,7 @@ def test_recomputation_keeps_the_difference_between_some_layers_and_all() -> Non
         assert {len(stage.layers) for stage in stages} == {2}
 
 
-def test_axes_that_do_not_fit_together_are_in_several_copies() -> None:
+def test_axes_that_do_not_fit_together_are_split_over_copies() -> None:
     run = large(ParallelConfig(tp=4, sp=True, cp=4, pp=8, dp=4))
     cases = shrink(run, 512)
     axes = [
@@ -463,7 +463,7 @@ def any_run(draw: random.Random) -> TrainRun:
     )
 
 
-def test_whatever_breaks_no_rule_has_copies_that_break_none() -> None:
+def test_every_valid_layout_has_valid_copies() -> None:
     draw, count = random.Random(5), 0
     for _ in range(1500):
         run = any_run(draw)
@@ -486,7 +486,7 @@ def test_whatever_breaks_no_rule_has_copies_that_break_none() -> None:
     assert count > 150
 
 
-def test_adapters_stay_where_they_lay() -> None:
+def test_copy_keeps_the_layers_of_adapters() -> None:
     settings = {
         "model.num_layers": "12",
         "lora.layers": "[1, 10, 11]",
@@ -536,7 +536,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_a_copy_of_a_mixture_divides_its_experts_as_the_run_does(name: str) -> None:
+def test_copy_shards_experts_as_the_run(name: str) -> None:
     settings, moe, (ep, etp, world) = MIXED[name]
     if moe.get("top_k") == "1":
         moe = moe | {"router.norm_topk_prob": "false"}
@@ -555,7 +555,7 @@ def test_a_copy_of_a_mixture_divides_its_experts_as_the_run_does(name: str) -> N
     )
 
 
-def test_a_copy_keeps_layers_without_experts_and_all_parts_of_a_mixture() -> None:
+def test_copy_keeps_dense_layers_and_all_moe_settings() -> None:
     run = with_experts(
         {"dp": "4", "ep": "2"},
         {
@@ -580,7 +580,7 @@ def test_a_copy_keeps_layers_without_experts_and_all_parts_of_a_mixture() -> Non
     assert "aux loss per microbatch, as other parts of it are" in describe_copy(run, 4, case)
 
 
-def test_a_copy_keeps_balance_over_the_global_batch_if_one_process_can_have_it() -> None:
+def test_copy_keeps_the_global_aux_loss_if_one_process_can_compute_it() -> None:
     for moe, kept in (
         (
             {
@@ -617,7 +617,7 @@ def full_experts_and_documents() -> LayoutCase:
     )
 
 
-def test_a_copy_with_documents_refuses_the_tokens_that_the_run_refuses() -> None:
+def test_copy_with_documents_keeps_token_dropping() -> None:
     run = full_experts_and_documents().run
     assert (
         run.data.document_masking
@@ -627,14 +627,14 @@ def test_a_copy_with_documents_refuses_the_tokens_that_the_run_refuses() -> None
 
 
 @pytest.mark.slow  # two processes and one, a few seconds
-def test_no_rounding_decides_which_of_the_tokens_that_begin_documents_is_refused() -> None:
+def test_rounding_does_not_decide_which_first_token_is_dropped() -> None:
     """By all digits of their weights, experts of this copy get other tokens than on one process in
     its fourth step."""
     found = compare_with_one_process(full_experts_and_documents())
     assert found and [str(difference) for difference in found if not difference.holds] == []
 
 
-def test_where_axes_do_not_fit_together_each_copy_divides_experts_as_it_can() -> None:
+def test_each_of_several_copies_shards_experts() -> None:
     run = with_experts(
         {"tp": "2", "sp": "true", "cp": "2", "pp": "2", "dp": "2", "ep": "4", "etp": "1"}
     )
@@ -646,7 +646,7 @@ def test_where_axes_do_not_fit_together_each_copy_divides_experts_as_it_can() ->
 @pytest.mark.parametrize(
     "settings", [{}, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"}]
 )
-def test_copies_of_a_run_with_packs_have_packs(settings: dict[str, str]) -> None:
+def test_copy_of_a_run_with_a_token_budget_has_one(settings: dict[str, str]) -> None:
     packed = {
         "train.micro_batch_size": "1",
         "train.tokens_per_microbatch": "64",
@@ -665,7 +665,7 @@ def test_copies_of_a_run_with_packs_have_packs(settings: dict[str, str]) -> None
             assert "tokens a document" in describe_copy(run, world, case)
 
 
-def test_copies_are_computed_as_the_run_is_but_for_what_takes_no_float64() -> None:
+def test_copy_uses_the_kernels_of_the_run_that_support_float64() -> None:
     named = tiny_run(
         {
             "kernels.all": "torch",
@@ -679,7 +679,7 @@ def test_copies_are_computed_as_the_run_is_but_for_what_takes_no_float64() -> No
     assert (case.run.train.z_loss, case.run.train.loss_chunk) == (0.01, 5)
 
 
-def test_patterns_of_layers_move_with_the_layers() -> None:
+def test_layer_numbers_in_patterns_are_scaled() -> None:
     group = GroupConfig(name="a", match=("layers.31.mlp.*", "*.q"), lr_scale=0.5)
     given = OptimConfig(
         trained=("layers.16.*", "norm.*"), frozen=("layers.[0-3].*",), groups=(group,)

@@ -1,4 +1,4 @@
-"""Updates recomputed by torch.optim agree with ours and show what ours would get wrong."""
+"""Updates computed by torch.optim match ours and reveal faults of ours."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def gradients_of(step: int) -> dict[str, torch.Tensor]:
     ],
     ids=["adamw", "adam with L2", "sgd", "nesterov", "sgd without momentum", "groups"],
 )
-def test_torch_computes_the_same_updates(optim: OptimConfig) -> None:
+def test_updates_match_torch_optim(optim: OptimConfig) -> None:
     run = replace(RUN, optim=replace(optim, eps=1e-3))
     first = gradients_of(100)
     shards = [
@@ -98,7 +98,7 @@ def test_torch_computes_the_same_updates(optim: OptimConfig) -> None:
         torch.testing.assert_close(moment, expected[-1].states[name], rtol=1e-12, atol=1e-14)
 
 
-def test_norms_biases_and_sinks_are_vectors() -> None:
+def test_weight_decay_excludes_norms_biases_and_sinks() -> None:
     vectors = {
         "norm.weight": (24,),
         "layers.0.attention.q_norm.weight": (6, 6),
@@ -115,7 +115,7 @@ def test_norms_biases_and_sinks_are_vectors() -> None:
     assert all(is_matrix(name, torch.empty(shape)) for name, shape in matrices.items())
 
 
-def test_the_matrix_has_rows_with_every_optimizer() -> None:
+def test_matrix_has_rows_with_every_optimizer() -> None:
     optims = [row.optim for row in load_matrix()]
     assert {(optim.kind, optim.decoupled_weight_decay) for optim in optims} == {
         ("adamw", True),

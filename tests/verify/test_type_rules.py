@@ -1,4 +1,4 @@
-"""Every rule of the type check takes the types that it says it takes, and no others."""
+"""Every type rule accepts exactly the types that it declares."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from megalith.plan.context import KeySpans
 from megalith.verify.type_rules import installed_rules, our_functions, types_of
 
 
-def test_every_autograd_function_says_what_it_does_to_types() -> None:
+def test_every_autograd_function_has_a_type_rule() -> None:
     assert len(our_functions()) >= 15
     assert [
         cls
@@ -100,7 +100,7 @@ def tensor(tp: Any, *shape: int, dp: Any = V, grad: bool = True) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_collective_moves_its_own_axes_and_no_others(name: str) -> None:
+def test_collective_changes_types_of_its_own_axes_only(name: str) -> None:
     call, before, after, shape = CALLS[name]
     with checking() as counts:
         x = tensor(before)
@@ -114,7 +114,7 @@ def test_a_collective_moves_its_own_axes_and_no_others(name: str) -> None:
 
 @pytest.mark.parametrize("given", [R, I, V, P])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_collective_refuses_every_other_type(name: str, given: Any) -> None:
+def test_collective_rejects_every_other_type(name: str, given: Any) -> None:
     call, before, _, _ = CALLS[name]
     if given is before:
         return
@@ -144,7 +144,7 @@ def ring(*, sinks: Any = None, values: Any = None, **given: Any) -> Tensor:
     return ring_attention(q, k, v, GROUP, spans, Scores(softcap=2.0), offsets, biases=biases)
 
 
-def test_a_ring_takes_and_gives_what_each_rank_has_its_own_of() -> None:
+def test_ring_attention_has_varying_inputs_and_outputs() -> None:
     with checking() as counts:
         out = ring()
         assert types_of(out) == {"dp": V, "tp_kv": V, "tp_copy": V} and out.shape == (8, 4, 2)
@@ -154,7 +154,7 @@ def test_a_ring_takes_and_gives_what_each_rank_has_its_own_of() -> None:
 
 @pytest.mark.parametrize("given", [R, I, P])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_ring_refuses_what_ranks_have_alike_or_in_parts(name: str, given: Any) -> None:
+def test_ring_attention_rejects_replicated_and_partial_inputs(name: str, given: Any) -> None:
     with (
         checking(),
         pytest.raises(
@@ -164,7 +164,7 @@ def test_a_ring_refuses_what_ranks_have_alike_or_in_parts(name: str, given: Any)
         ring(**{name: given})
 
 
-def test_sinks_in_a_ring_are_the_same_on_all_its_ranks() -> None:
+def test_sinks_are_replicated_over_the_ring() -> None:
     with checking():
         assert types_of(ring(sinks=R)) == {"dp": V, "tp_kv": V, "tp_copy": V}
     for given in (V, I, P):
@@ -177,7 +177,7 @@ def test_sinks_in_a_ring_are_the_same_on_all_its_ranks() -> None:
             ring(sinks=given)
 
 
-def test_biases_by_distance_in_a_ring_are_the_same_on_all_its_ranks() -> None:
+def test_relative_biases_are_replicated_over_the_ring() -> None:
     with checking():
         assert types_of(ring(values=R)) == {"dp": V, "tp_kv": V, "tp_copy": V}
     for given in (V, I, P):
@@ -188,7 +188,7 @@ def test_biases_by_distance_in_a_ring_are_the_same_on_all_its_ranks() -> None:
             ring(values=given)
 
 
-def test_heads_cut_over_tp_attend_with_their_own_sinks() -> None:
+def test_heads_sharded_over_tp_have_sharded_sinks() -> None:
     spans = KeySpans(2, np.zeros((4, 2), np.int64), ())
     with checking():
         q, k, v = (tensor(V, 8, heads, 2) for heads in (4, 2, 2))
@@ -202,7 +202,7 @@ def test_heads_cut_over_tp_attend_with_their_own_sinks() -> None:
             span_attention(q, k, v, spans, Scores(), tensor(P, 4, dp=R))
 
 
-def test_r_and_i_stand_for_each_other_where_no_gradient_flows() -> None:
+def test_replicated_and_invariant_are_equal_without_gradient() -> None:
     with checking():
         assert types_of(collectives.copy_to_tp(tensor(R, grad=False), GROUP))["tp_kv"] is R
         assert types_of(collectives.scatter_to_sp(tensor(R, grad=False), GROUP))["tp_kv"] is V
@@ -212,7 +212,7 @@ def test_r_and_i_stand_for_each_other_where_no_gradient_flows() -> None:
             collectives.copy_to_tp(tensor(V, grad=False), GROUP)
 
 
-def test_a_tensor_of_one_part_of_tp_cannot_move_over_the_whole_of_it() -> None:
+def test_tensor_of_one_tp_axis_is_rejected_over_both() -> None:
     x = torch.empty(8, 2, device="meta")
     with (
         checking(),
@@ -222,7 +222,7 @@ def test_a_tensor_of_one_part_of_tp_cannot_move_over_the_whole_of_it() -> None:
         collectives.all_gather(x, GROUP)
 
 
-def test_a_tensor_without_types_is_refused() -> None:
+def test_tensor_without_types_is_rejected() -> None:
     with (
         checking(),
         pytest.raises(
@@ -233,13 +233,13 @@ def test_a_tensor_without_types_is_refused() -> None:
         collectives.reduce_from_tp(torch.empty(8, 2, device="meta"), GROUP)
 
 
-def test_a_group_whose_size_is_not_that_of_its_axes_is_refused() -> None:
+def test_group_with_another_size_than_its_axes_is_rejected() -> None:
     half = Group(axes=("tp_kv", "tp_copy"), ranks=(8, 9), rank=0, name="paper")
     with checking(), pytest.raises(SpmdTypeError, match="has 2 ranks, but its axes do not"):
         collectives.copy_to_tp(tensor(I), half)
 
 
-def test_tokens_from_another_factorization_of_the_ranks_are_read_in_this_one() -> None:
+def test_tokens_of_the_expert_grid_are_typed_on_the_dense_grid() -> None:
     with checking():
         x = torch.empty(8, 2, device="meta")
         with checker.set_current_mesh({"edp": MeshAxis.of(2, 16), "ep": MeshAxis.of(16, 1)}):
@@ -257,7 +257,7 @@ def labels_of(tp: Any) -> Tensor:
     return labels
 
 
-def test_the_loss_of_each_token_is_the_same_on_every_rank_of_the_vocabulary() -> None:
+def test_token_losses_are_invariant_over_vocabulary_shards() -> None:
     with checking():
         x, weight = tensor(R), tensor(V, 5, 2, dp=R)
         out = losses(x, weight, labels_of(R))
@@ -277,12 +277,12 @@ def test_the_loss_of_each_token_is_the_same_on_every_rank_of_the_vocabulary() ->
         (R, V, V, "token_losses, labels over .* expects R"),
     ],
 )
-def test_the_loss_refuses_wrong_operands(x: Any, weight: Any, labels: Any, text: str) -> None:
+def test_loss_rejects_wrong_operand_types(x: Any, weight: Any, labels: Any, text: str) -> None:
     with checking(), pytest.raises(SpmdTypeError, match=text):
         losses(tensor(x), tensor(weight, 5, 2, dp=R), labels_of(labels))
 
 
-def test_a_loss_over_a_part_of_the_vocabulary_stays_different_on_every_rank() -> None:
+def test_loss_over_one_vocabulary_shard_is_varying() -> None:
     with checking():
         out = losses(
             tensor(R), tensor(V, 5, 2, dp=R), labels_of(R), single_rank_group("tp_kv", "tp_copy")

@@ -44,7 +44,7 @@ from megalith.recipes import resolve
 from megalith.recipes.llama import llama3_70b
 from megalith.rules.run import run_problems
 from megalith.testing.inject import patched
-from megalith.verify.faults.plant import FAULTS, changed_model, plant_fault
+from megalith.verify.faults.plant import changed_model, load_faults, plant_fault
 from megalith.verify.ranks import layout_case
 from megalith.verify.tiny_models import CROSS_LAYER, MIXTURES, NARROW, PLANNED, VARIANTS
 from megalith.verify.type_rules import our_functions, types_of
@@ -96,7 +96,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("model", "parallel", "world"), LAYOUTS)
-def test_a_right_layout_has_no_problem(
+def test_valid_layout_has_no_problem(
     model: ModelConfig, parallel: ParallelConfig, world: int
 ) -> None:
     report = type_check(model, parallel, world=world)
@@ -129,7 +129,7 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize(("model", "parallel", "world"), PIPELINES)
-def test_a_right_pipeline_has_no_problem_on_any_kind_of_stage(
+def test_valid_pipeline_has_no_problem_on_any_kind_of_stage(
     model: ModelConfig, parallel: ParallelConfig, world: int
 ) -> None:
     report = type_check(model, parallel, world=world)
@@ -174,14 +174,14 @@ CONTEXTS = [
     ids=["all", "tp", "sp, cp"],
 )
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_kind_of_layer_has_no_problem_in_any_layout(
+def test_every_layer_variant_passes_in_every_layout(
     name: str, parallel: ParallelConfig, world: int
 ) -> None:
     assert type_check(VARIANTS[name], parallel, world=world).problems == ()
 
 
 @pytest.mark.parametrize(("parallel", "world", "exchanges"), CONTEXTS)
-def test_shared_rows_have_no_problem_in_any_exchange(
+def test_every_kind_of_context_parallelism_passes(
     parallel: ParallelConfig, world: int, exchanges: dict[str, int]
 ) -> None:
     report = type_check(MODEL, parallel, world=world)
@@ -189,7 +189,7 @@ def test_shared_rows_have_no_problem_in_any_exchange(
     assert {name: count for name, count in report.collectives.items() if "cp" in name} == exchanges
 
 
-def test_stages_whose_layers_exchange_in_other_ways_are_other_kinds() -> None:
+def test_stages_with_other_context_parallel_kinds_are_checked_separately() -> None:
     layers: tuple[ContextKind, ...] = ("ring", "ring", "ring", "gather", "ring", "ring")
     parallel = ParallelConfig(pp=6, cp=2, context=ContextConfig(layers=layers))
     model = replace(MODEL, num_layers=6)
@@ -200,7 +200,7 @@ def test_stages_whose_layers_exchange_in_other_ways_are_other_kinds() -> None:
     assert looked_at == {0, 1, 3, 5}, "the embedding, a ring, the one that gathers, the loss"
 
 
-def test_every_kind_of_stage_is_looked_at_at_three_places_of_the_other_axes() -> None:
+def test_every_kind_of_stage_is_checked_at_three_positions_of_other_axes() -> None:
     parallel = ParallelConfig(pp=4, tp=2, pipeline=PipelineConfig(vpp=2))
     grid = model_grid(parallel, replace(MODEL, num_layers=16), 64)
     found = representative_positions(grid, parallel, replace(MODEL, num_layers=16))
@@ -217,7 +217,7 @@ def test_every_kind_of_stage_is_looked_at_at_three_places_of_the_other_axes() ->
     }
 
 
-def test_problems_on_a_middle_stage_are_found_under_the_layers_global_number() -> None:
+def test_problems_on_a_middle_stage_name_the_global_layer_number() -> None:
     def no_sum(model: Decoder, mesh: Mesh) -> None:
         if model.stage.layers.start == 2:
             layer(model, 0).mlp.down.tp_comm = WithoutSum(mesh)
@@ -237,7 +237,7 @@ class WithoutSum:
         return mark_partial(matmul(x), self.group)
 
 
-def test_a_stage_that_forgets_what_it_received_is_refused() -> None:
+def test_stage_that_ignores_received_tensors_is_rejected() -> None:
     right = Decoder.forward
 
     def forgets(
@@ -258,7 +258,7 @@ def test_a_stage_that_forgets_what_it_received_is_refused() -> None:
     )
 
 
-def test_a_memory_is_typed_at_the_borders_of_stages_and_one_that_is_forgotten_is_refused() -> None:
+def test_cross_layer_source_is_typed_between_stages_and_rejected_if_ignored() -> None:
     """Taken on the first of four stages, not looked at on the second, looked at on the others."""
     for parallel in (ParallelConfig(pp=4, tp=2, sp=True), ParallelConfig(pp=4, tp=2)):
         assert not type_check(CROSS_LAYER, parallel, world=16).problems
@@ -304,7 +304,7 @@ def built(model: ModelConfig, parallel: ParallelConfig, world: int) -> Decoder:
     )
 
 
-def test_the_collectives_of_a_forward_pass_are_counted() -> None:
+def test_collectives_of_a_forward_pass_are_counted() -> None:
     """The embedding and both halves of each of two layers leave divided work; they and the head
     enter it."""
     whole = type_check(MODEL, ParallelConfig(tp=4), world=8).collectives
@@ -313,12 +313,12 @@ def test_the_collectives_of_a_forward_pass_are_counted() -> None:
     assert split == {"all_gather over tp": 5, "loss_sum over tp": 1, "reduce_scatter over tp": 5}
 
 
-def test_axes_of_one_rank_are_reported_as_unproved() -> None:
+def test_axes_of_one_rank_are_reported_as_unchecked() -> None:
     assert type_check(MODEL, ParallelConfig(tp=2), world=2).unproved == ("dp", "cp")
     assert type_check(MODEL, ParallelConfig(), world=2).unproved == ("cp", "tp")
 
 
-def test_the_first_the_middle_and_the_last_rank_are_checked() -> None:
+def test_first_middle_and_last_rank_are_checked() -> None:
     grid = model_grid(ParallelConfig(tp=4), MODEL, 4096)
     assert representative_ranks(grid) == (
         0,
@@ -328,7 +328,7 @@ def test_the_first_the_middle_and_the_last_rank_are_checked() -> None:
     assert representative_ranks(model_grid(ParallelConfig(), MODEL, 1)) == (0,)
 
 
-def test_the_example_of_the_page_about_types_prints_what_the_page_says(
+def test_docs_example_prints_its_output(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Llama 70B on 4096 ranks, at one place, in a child."""
@@ -342,16 +342,14 @@ def test_the_example_of_the_page_about_types_prints_what_the_page_says(
     assert names["report"].seconds < 60 and names["report"].peak_gib < 4
 
 
-def test_the_page_about_types_has_the_refusal_and_every_fault_with_the_proof_that_finds_it() -> (
-    None
-):
+def test_docs_have_the_error_text_and_every_fault() -> None:
     page = PAGE.read_text()
     with plant_fault("column_enter_removed"):
         (problem,) = type_check(
             replace(MODEL, num_layers=1), ParallelConfig(tp=2), world=4
         ).problems
     assert f"```\n{problem}\n```" in page
-    for fault in FAULTS:
+    for fault in load_faults():
         verdict = (
             "not detected: numbers"
             if fault.found_by == "numbers"
@@ -421,7 +419,7 @@ def change_shard(module: torch.nn.Module, name: str, **changes: Any) -> None:
     notes[name] = replace(notes[name], shard=replace(notes[name].shard, **changes))
 
 
-def test_shared_heads_that_are_called_cut_are_refused() -> None:
+def test_replicated_kv_heads_declared_as_sharded_are_rejected() -> None:
     """The checker alone accepts it: V is never refused, and never summed."""
 
     def call_it_cut(model: Decoder, mesh: Mesh) -> None:
@@ -436,7 +434,7 @@ def test_shared_heads_that_are_called_cut_are_refused() -> None:
     )
 
 
-def test_a_cut_weight_that_is_called_whole_is_refused() -> None:
+def test_sharded_weight_declared_as_replicated_is_rejected() -> None:
     def call_it_whole(model: Decoder, mesh: Mesh) -> None:
         change_shard(layer(model, 1).mlp.down, "down", cut=())
 
@@ -450,7 +448,7 @@ def test_a_cut_weight_that_is_called_whole_is_refused() -> None:
     ]
 
 
-def test_a_parameter_that_no_gradient_reaches_is_named() -> None:
+def test_parameter_without_gradient_is_named() -> None:
     def without_weight(self: RMSNorm, x: Tensor) -> Tensor:
         return x * 1.0
 
@@ -465,7 +463,7 @@ def test_a_parameter_that_no_gradient_reaches_is_named() -> None:
     assert "this parameter got no gradient. Use it in the loss, or remove it." in str(problems[0])
 
 
-def test_a_sum_that_nobody_declared_pending_is_refused() -> None:
+def test_undeclared_partial_sum_is_rejected() -> None:
     with patched(layers, "mark_partial", lambda x, group: x):
         (problem,) = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).problems
     assert problem.where == "embed"
@@ -473,7 +471,7 @@ def test_a_sum_that_nobody_declared_pending_is_refused() -> None:
     assert "Use `mark_partial` in the line that contracts a sharded dimension" in problem.what
 
 
-def test_hidden_states_of_the_wrong_type_are_stopped_at_the_border_of_a_layer() -> None:
+def test_hidden_states_of_the_wrong_type_are_rejected_at_the_layer_boundary() -> None:
     right = SequentialBlock.forward
 
     def wrong(self: SequentialBlock, x: Tensor, inputs: LayerInputs) -> Tensor:
@@ -488,7 +486,7 @@ def test_hidden_states_of_the_wrong_type_are_stopped_at_the_border_of_a_layer() 
     )
 
 
-def test_an_operation_that_has_no_shape_on_paper_is_our_fault_and_keeps_its_traceback() -> None:
+def test_operation_without_meta_shape_is_an_internal_error_with_traceback() -> None:
     def reads_a_number(self: GatedMLP, x: Tensor, inputs: object = None) -> Tensor:
         return x * x.sum().item()
 
@@ -499,7 +497,7 @@ def test_an_operation_that_has_no_shape_on_paper_is_our_fault_and_keeps_its_trac
         type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,))
 
 
-def test_dropout_is_checked_where_the_model_has_it() -> None:
+def test_dropout_is_type_checked() -> None:
     model = replace(MODEL, dropout=DropoutConfig(embedding=0.1, residual=0.1, attention=0.1))
     assert type_check(model, ParallelConfig(tp=2, sp=True), world=2, ranks=(1,)).problems == ()
     with patched(dropout_layers, "dropout", lambda x, *given: x.relu() + x.sum().item()):
@@ -507,7 +505,7 @@ def test_dropout_is_checked_where_the_model_has_it() -> None:
             type_check(model, ParallelConfig(tp=2), world=2, ranks=(0,))
 
 
-def test_a_layout_that_cannot_be_is_refused_with_the_values_that_would_work() -> None:
+def test_invalid_layout_is_rejected_with_values_that_work() -> None:
     with pytest.raises(PlanError, match="set parallel.tp to one of"):
         type_check(MODEL, ParallelConfig(tp=3), world=4)
     with pytest.raises(PlanError, match="rank=4 is not in this grid. Pass one of ranks 0 to 3."):
@@ -519,7 +517,7 @@ def test_a_layout_that_cannot_be_is_refused_with_the_values_that_would_work() ->
 # --- the child, and what is left behind
 
 
-def test_a_child_gives_the_same_report_with_the_same_fault() -> None:
+def test_child_process_gives_the_same_report() -> None:
     parallel, fault = ParallelConfig(tp=4, sp=True), "row_sum_removed"
     with plant_fault(fault):
         here = type_check(MODEL, parallel, world=8, ranks=(0, 7))
@@ -528,7 +526,7 @@ def test_a_child_gives_the_same_report_with_the_same_fault() -> None:
     assert there.problems and from_dict(TypeReport, to_dict(there)) == there
 
 
-def test_nothing_of_the_check_is_left_behind() -> None:
+def test_type_check_restores_patched_functions() -> None:
     apply = Function.__dict__["apply"]
     type_check(MODEL, ParallelConfig(tp=2), world=2)
     assert Function.__dict__["apply"] is apply and checker.current_mesh() is None
@@ -615,27 +613,27 @@ AGAIN = [
         ParallelConfig(cp=5, tp=2, context=ContextConfig(kind="a2a")),
     ],
 )
-def test_latent_attention_has_its_types_when_it_runs_again(parallel: ParallelConfig) -> None:
+def test_recomputed_latent_attention_is_type_checked(parallel: ParallelConfig) -> None:
     again = RecomputeConfig(granularity="selective", modules=("mla_up_proj",))
     model = VARIANTS["latent"]
     report = type_check(model, parallel, world=20, ranks=(19,), recompute=again)
-    assert report.ok and report.unseen == ()
+    assert report.ok and report.untyped == ()
     assert report.collectives == type_check(model, parallel, world=20, ranks=(19,)).collectives
 
 
-@pytest.mark.parametrize(("recompute", "parallel", "world", "unseen"), AGAIN)
-def test_what_is_computed_again_has_the_types_of_the_first_time(
-    recompute: RecomputeConfig, parallel: ParallelConfig, world: int, unseen: tuple[str, ...]
+@pytest.mark.parametrize(("recompute", "parallel", "world", "untyped"), AGAIN)
+def test_recomputed_tensors_have_the_types_of_the_first_pass(
+    recompute: RecomputeConfig, parallel: ParallelConfig, world: int, untyped: tuple[str, ...]
 ) -> None:
     model = replace(MODEL, num_layers=4)
     ranks = (world - 1,)
     report = type_check(model, parallel, world=world, ranks=ranks, recompute=recompute)
     assert report.problems == ()
     assert report.collectives == type_check(model, parallel, world=world, ranks=ranks).collectives
-    assert [text.split(":")[0] for text in report.unseen] == list(unseen)
+    assert [text.split(":")[0] for text in report.untyped] == list(untyped)
 
 
-def test_attention_that_runs_again_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_attention_is_type_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = RecomputedCore._attend
 
     def attend(
@@ -660,21 +658,21 @@ def test_attention_that_runs_again_is_looked_at_again(monkeypatch: pytest.Monkey
     assert problem.where == "backward" and "expected PerMeshAxisLocalSpmdType.P" in problem.what
 
 
-def test_activation_offload_is_reported_as_unseen() -> None:
+def test_activation_offload_is_reported_as_untyped() -> None:
     report = type_check(
         MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), offload=OffloadConfig(layers=1)
     )
-    assert report.ok and report.unseen == ("offload.layers=1: copies to host memory and back",)
-    assert type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).unseen == ()
+    assert report.ok and report.untyped == ("offload.layers=1: copies to host memory and back",)
+    assert type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).untyped == ()
 
 
-def test_an_exchange_is_typed_in_the_place_of_what_another_package_brings() -> None:
+def test_alltoall_is_typed_in_place_of_a_dispatcher_of_another_package() -> None:
     report = type_check(NARROW, ParallelConfig(dp=2, ep=2, dispatcher="fast"), world=2, ranks=(0,))
     assert report.ok
-    assert report.unseen == ("parallel.dispatcher=fast: external package; checked with alltoall",)
+    assert report.untyped == ("parallel.dispatcher=fast: external package; checked with alltoall",)
 
 
-def test_a_sum_that_only_the_second_pass_forgets_is_refused() -> None:
+def test_sum_missing_in_recomputation_is_rejected() -> None:
     full, away = RecomputeConfig(granularity="full"), OffloadConfig(layers=1)
     with plant_fault("second_sum_removed"):
         assert type_check(
@@ -690,17 +688,17 @@ def test_a_sum_that_only_the_second_pass_forgets_is_refused() -> None:
     assert from_dict(ChildRequest, to_dict(asked)) == asked  # so a child is asked the same
 
 
-def test_what_keeps_experts_busy_is_checked_but_for_plans_that_ask_for_numbers() -> None:
+def test_load_balancing_is_type_checked_except_sinkhorn() -> None:
     layout = ParallelConfig(tp=2, cp=2, sp=True, ep=2, etp=1)
     report = type_check(NARROW, layout, world=8, ranks=(5,))
-    assert report.ok and report.unseen == ()
+    assert report.ok and report.untyped == ()
     assert {axis: report.axes[axis] for axis in ("edp", "ep", "etp")} == {
         "edp": 4,
         "ep": 2,
         "etp": 1,
     }
     planned = type_check(PLANNED, replace(layout, ep=1, cp=4), world=8, ranks=(5,))
-    assert planned.ok and [text.split(":")[0] for text in planned.unseen] == [
+    assert planned.ok and [text.split(":")[0] for text in planned.untyped] == [
         "model.moe.aux_loss.sinkhorn"
     ]
 
@@ -726,7 +724,7 @@ is divided."""
 SLOW_MIXED = ("narrow", "planned", "clamped", "padded", "over the step")
 
 
-def test_every_mixture_and_every_way_to_send_tokens_has_a_layout_whose_types_are_checked() -> None:
+def test_every_moe_model_and_dispatcher_has_a_type_checked_layout() -> None:
     assert MIXED.keys() == MIXTURES.keys()
     assert {one.dispatcher for one in MIXED.values()} == {"alltoall", "allgather", "reference"}
     assert {one.overlap_experts for one in MIXED.values()} == {True, False}
@@ -738,11 +736,11 @@ def test_every_mixture_and_every_way_to_send_tokens_has_a_layout_whose_types_are
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_MIXED else []) for name in MIXED],
 )
-def test_every_mixture_has_no_problem(name: str) -> None:
+def test_every_moe_model_passes(name: str) -> None:
     report = type_check(MIXTURES[name], MIXED[name], world=8, ranks=(5,))
     assert report.problems == ()
     assert any("over ep" in collective for collective in report.collectives) or MIXED[name].ep == 1
-    kinds = [text.split(":")[0] for text in report.unseen]
+    kinds = [text.split(":")[0] for text in report.untyped]
     assert kinds == ["model.moe.aux_loss.sinkhorn"] * name.startswith("planned")
 
 
@@ -756,9 +754,7 @@ def test_every_mixture_has_no_problem(name: str) -> None:
     ids=["full", "mlp"],
 )
 @pytest.mark.parametrize("name", MIXED)
-def test_every_mixture_that_runs_again_has_no_problem(
-    name: str, recompute: RecomputeConfig
-) -> None:
+def test_every_moe_model_passes_with_recomputation(name: str, recompute: RecomputeConfig) -> None:
     assert (
         type_check(MIXTURES[name], MIXED[name], world=8, ranks=(5,), recompute=recompute).problems
         == ()

@@ -36,7 +36,7 @@ def along_tp(x: Any) -> Any:
     return checker.get_local_type(x)[TP]
 
 
-def test_the_version_is_the_one_whose_facts_these_are() -> None:
+def test_version_of_the_checker_is_pinned() -> None:
     assert importlib.metadata.version("spmd_types") == "0.3.1"
 
 
@@ -47,24 +47,24 @@ def test_the_version_is_the_one_whose_facts_these_are() -> None:
     ("left", "right", "result"),
     [(R, R, R), (I, I, I), (V, V, V), (R, V, V), (V, R, V), (P, R, P), (R, P, P)],
 )
-def test_a_product_has_the_type(checking: None, left: Any, right: Any, result: Any) -> None:
+def test_matmul_has_the_type(checking: None, left: Any, right: Any, result: Any) -> None:
     assert along_tp(tensor(left) @ tensor(right)) is result
     assert along_tp(tensor(left) * tensor(right)) is result
 
 
 @pytest.mark.parametrize(("left", "right"), [(I, V), (I, R), (I, P), (P, V), (P, P)])
-def test_a_product_is_refused(checking: None, left: Any, right: Any) -> None:
+def test_matmul_is_rejected(checking: None, left: Any, right: Any) -> None:
     with pytest.raises(SpmdTypeError, match="MeshAxis\\(8:1\\)"):
         tensor(left) @ tensor(right)
 
 
 @pytest.mark.parametrize(("left", "right"), [(P, R), (P, V), (P, I), (I, R), (I, V)])
-def test_a_sum_is_refused(checking: None, left: Any, right: Any) -> None:
+def test_sum_is_rejected(checking: None, left: Any, right: Any) -> None:
     with pytest.raises(SpmdTypeError):
         tensor(left) + tensor(right)
 
 
-def test_a_contraction_of_two_cut_tensors_is_not_seen_to_be_a_partial_sum(checking: None) -> None:
+def test_contraction_of_two_sharded_tensors_is_not_typed_as_partial(checking: None) -> None:
     """The reason why every such line says `partial`."""
     assert along_tp(tensor(V) @ tensor(V)) is V
 
@@ -97,24 +97,24 @@ REFUSES_P: dict[str, Op] = {
 
 
 @pytest.mark.parametrize("name", PASSES_P)
-def test_a_partial_sum_passes(checking: None, name: str) -> None:
+def test_partial_sum_passes(checking: None, name: str) -> None:
     assert along_tp(PASSES_P[name](tensor(P))) is P
 
 
 @pytest.mark.parametrize("name", REFUSES_P)
-def test_a_partial_sum_is_refused(checking: None, name: str) -> None:
+def test_partial_sum_is_rejected(checking: None, name: str) -> None:
     with pytest.raises(SpmdTypeError):
         REFUSES_P[name](tensor(P))
 
 
 @pytest.mark.parametrize(("fixed", "free", "result"), [(I, R, I), (R, I, R)])
-def test_r_and_i_mix_where_one_of_them_gets_no_gradient(
+def test_replicated_and_invariant_mix_if_one_has_no_gradient(
     checking: None, fixed: Any, free: Any, result: Any
 ) -> None:
     assert along_tp(tensor(fixed) * tensor(free, grad=False)) is result
 
 
-def test_a_number_that_depends_on_the_rank_is_not_seen(checking: None) -> None:
+def test_number_that_depends_on_the_rank_is_not_detected(checking: None) -> None:
     rank = 3
     assert along_tp(tensor(R) * rank) is R
     assert along_tp(tensor(R)[rank:]) is R
@@ -126,14 +126,12 @@ def test_a_number_that_depends_on_the_rank_is_not_seen(checking: None) -> None:
 @pytest.mark.parametrize(
     "make", [torch.zeros, torch.ones, lambda n, **kw: torch.full((n,), 1.0, **kw), torch.arange]
 )
-def test_constants_are_born_the_same_on_every_rank(
-    checking: None, make: Callable[..., Tensor]
-) -> None:
+def test_constants_are_replicated(checking: None, make: Callable[..., Tensor]) -> None:
     assert along_tp(make(4, device="meta")) is R
 
 
 @pytest.mark.parametrize("make", [torch.empty, torch.randn])
-def test_other_new_tensors_have_no_type_and_cannot_be_used(
+def test_other_new_tensors_have_no_type_and_are_rejected(
     checking: None, make: Callable[..., Tensor]
 ) -> None:
     x = make(4, device="meta")
@@ -143,7 +141,7 @@ def test_other_new_tensors_have_no_type_and_cannot_be_used(
 
 
 @pytest.mark.parametrize(("has", "asked"), [(R, I), (I, R), (V, R), (P, V), (V, I)])
-def test_asserting_another_type_is_refused(checking: None, has: Any, asked: Any) -> None:
+def test_asserting_another_type_is_rejected(checking: None, has: Any, asked: Any) -> None:
     with pytest.raises(SpmdTypeError, match="mismatch"):
         checker.assert_type(tensor(has), {TP: asked})
 
@@ -153,14 +151,14 @@ def test_asserting_partial_of_a_varying_tensor_is_accepted(checking: None) -> No
     assert along_tp(checker.assert_type(tensor(V), {TP: P})) is P
 
 
-def test_an_axis_of_one_rank_vanishes(checking: None) -> None:
+def test_axis_of_one_rank_is_removed(checking: None) -> None:
     names = checker.current_mesh_names()
     assert names == {"dp": DP, "tp": TP}
     x = checker.assert_type(torch.empty(2, device="meta"), {DP: R, MESH["cp"]: V, TP: R})
     assert set(checker.get_local_type(x)) == {DP, TP}
 
 
-def test_an_axis_is_its_size_and_stride() -> None:
+def test_axis_is_its_size_and_stride() -> None:
     assert (
         MeshAxis.of(8, 1) == TP and hash(MeshAxis.of(8, 1)) == hash(TP) and MeshAxis.of(8, 2) != TP
     )
@@ -168,7 +166,7 @@ def test_an_axis_is_its_size_and_stride() -> None:
     assert repr(TP) == "MeshAxis(8:1)"
 
 
-def test_varying_tokens_cross_to_another_factorization_of_the_ranks_and_mixed_ones_do_not(
+def test_varying_tokens_convert_to_another_grid_and_mixed_ones_do_not(
     checking: None,
 ) -> None:
     other = frozenset({MeshAxis.of(2, 16), MeshAxis.of(16, 1)})
@@ -195,7 +193,7 @@ def with_hook(hook: Any) -> Any:
     return type("Hooked", (Untyped,), {"spmd_typecheck": hook})
 
 
-def test_an_autograd_function_without_a_rule_is_refused(checking: None) -> None:
+def test_autograd_function_without_a_rule_is_rejected(checking: None) -> None:
     with pytest.raises(SpmdTypeError, match="not registered"):
         with_hook(None).apply(tensor(R))
 
@@ -217,7 +215,7 @@ def test_a_hook_may_be_an_object_that_can_be_called(checking: None) -> None:
     assert along_tp(with_hook(Hook()).apply(tensor(I))) is V
 
 
-def test_a_hook_that_forgets_an_argument_is_refused(checking: None) -> None:
+def test_hook_that_omits_an_argument_is_rejected(checking: None) -> None:
     def hook(out: Tensor, *, x: Tensor) -> None:
         rules.ignore(x)
         checker.assert_type(out, {DP: R, TP: V})
@@ -226,7 +224,7 @@ def test_a_hook_that_forgets_an_argument_is_refused(checking: None) -> None:
         with_hook(staticmethod(hook)).apply(tensor(R), tensor(R))
 
 
-def test_a_hook_that_leaves_the_result_without_types_is_refused(checking: None) -> None:
+def test_hook_that_leaves_the_result_untyped_is_rejected(checking: None) -> None:
     with pytest.raises(SpmdTypeError, match="left untyped"):
         with_hook(staticmethod(lambda out, *, x: rules.ignore(x))).apply(tensor(R))
 
@@ -250,7 +248,7 @@ def test_an_einsum_rule_follows_its_operands(checking: None) -> None:
 
 
 @pytest.mark.parametrize("kind", [V, R])
-def test_backward_from_a_loss_that_is_not_whole_is_refused(checking: None, kind: Any) -> None:
+def test_backward_from_a_varying_loss_is_rejected(checking: None, kind: Any) -> None:
     with pytest.raises(SpmdTypeError, match="would produce incorrect gradients"):
         tensor(kind, dp=I).sum().backward()
 
@@ -286,7 +284,7 @@ def test_attention_passes_forward_and_backward(checking: None) -> None:
 # --- around the check
 
 
-def test_the_patch_of_autograd_is_taken_back_also_after_an_error() -> None:
+def test_autograd_patch_is_removed_also_after_an_error() -> None:
     before = Function.__dict__["apply"]
     with pytest.raises(SpmdTypeError), typecheck(), checker.set_current_mesh(MESH):
         assert Function.__dict__["apply"] is not before

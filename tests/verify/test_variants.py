@@ -27,7 +27,7 @@ SIZES = (
 )
 
 
-def test_every_choice_of_a_layer_is_in_one_of_them() -> None:
+def test_every_layer_setting_is_in_a_tiny_model() -> None:
     models = [*VARIANTS.values(), *MIXTURES.values()]
     changed = {path.split(".")[0] for model in models for path, _, _ in differences(PLAIN, model)}
     choices = {field.name for field in fields(ModelConfig)} - set(SIZES)
@@ -35,13 +35,13 @@ def test_every_choice_of_a_layer_is_in_one_of_them() -> None:
     assert choices - changed == set(), choices - changed
 
 
-def test_all_of_them_are_models_that_may_be_trained() -> None:
+def test_every_tiny_model_is_valid() -> None:
     for name, model in (VARIANTS | MIXTURES).items():
         run: TrainRun = layout_case(model, ParallelConfig(), 1).run
         assert model_problems(run) == [], name
 
 
-def test_every_choice_of_a_mixture_is_in_one_of_them() -> None:
+def test_every_moe_setting_is_in_a_tiny_model() -> None:
     """But those for measuring alone, and those that a family decides."""
     mixtures = [model.moe for model in MIXTURES.values() if model.moe is not None]
     plain = MoEConfig(num_experts=4, ffn_hidden_size=10)

@@ -1,182 +1,187 @@
-"""Faulty replacement functions for mixture of experts; see `verify/faults/plant.py`."""
+"""Planted faults in mixtures of experts."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.routing import Choice, count_choices
-from megalith.nn.init import init_param_
+from megalith.nn import router
 from megalith.nn.moe import Experts
 from megalith.nn.router import LoadBalancing, Router, RoutingStats
+from megalith.parallel import data, expert
 from megalith.parallel.collectives import AsyncAllToAll
-from megalith.parallel.data import ShardGroups, shard_groups
+from megalith.parallel.data import ShardGroups
 from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import Init
 from megalith.plan.shards import Shard
 from megalith.testing.inject import patched
+from megalith.train import moe, trainer
+from megalith.verify.faults.plant import Original, replaces
 
 # --- gradients and weights
 
 
-def division_of_dense(zero: int, mesh: Mesh, grid: str = "dense") -> ShardGroups:
-    """Reduce expert gradients over the ranks of the dense grid."""
-    return shard_groups(zero, mesh)
+@replaces(data, "shard_groups", "dp, ep")
+def experts_summed_over_dp(
+    original: Original, zero: int, mesh: Mesh, grid: str = "dense"
+) -> ShardGroups:
+    """Expert gradients are summed over the data-parallel ranks of dense weights."""
+    groups: ShardGroups = original(zero, mesh)
+    return groups
 
 
-def division_by_ep_alone(zero: int, mesh: Mesh, grid: str = "dense") -> ShardGroups:
-    """Use the expert grid only if ep > 1."""
-    return shard_groups(zero, mesh, grid if mesh.over("ep").size > 1 else "dense")
+@replaces(data, "shard_groups", "dp, etp")
+def etp_alone_on_dense_grid(
+    original: Original, zero: int, mesh: Mesh, grid: str = "dense"
+) -> ShardGroups:
+    """Without ep, experts use the dense grid, although etp differs from tp."""
+    groups: ShardGroups = original(zero, mesh, grid if mesh.over("ep").size > 1 else "dense")
+    return groups
 
 
-def init_as_if_first_experts(parameter: Tensor, shard: Shard, init: Init, *, seed: int) -> None:
-    """Initialize a rank's experts as if they were the first ones."""
-    first = Shard.full(
-        shard.name, tuple(stop - start for start, stop in shard.box), inputs=shard.inputs
-    )
-    init_param_(
-        parameter,
-        replace(first, flat=shard.flat) if shard.grid == "expert" else shard,
-        init,
-        seed=seed,
-    )
-
-
-def without_replicas_of_rows() -> AbstractContextManager[None]:
-    """Under zero 3, reduce neither sharded rows nor unsharded experts over replicas."""
-    from megalith.parallel import fsdp  # torch's FSDP takes 0.5 s to import
-
-    return patched(fsdp, "start_all_reduce_", lambda x, group: None)
-
-
-def whole_experts_overwritten() -> AbstractContextManager[None]:
-    """Under zero 3, overwrite the accumulated gradient of unsharded experts with each
-    microbatch's."""
-    from megalith.parallel import fsdp
-
-    put = fsdp.Unit._put
-
-    def overwrite(self: fsdp.Unit, name: str, gradient: Tensor) -> None:
-        rounds = self._rounds[name]
-        self._rounds[name] = rounds if isinstance(self, fsdp.ShardedUnit) else 0
-        put(self, name, gradient)
-        self._rounds[name] = rounds + 1
-
-    return patched(fsdp.Unit, "_put", overwrite)
+@replaces(trainer, "init_param_", "dp, ep")
+def experts_drawn_by_place(
+    original: Original, parameter: Tensor, shard: Shard, init: Init, *, seed: int
+) -> None:
+    """The initial weights of an expert depend on the number of local experts."""
+    if shard.grid == "expert":
+        shape = tuple(stop - start for start, stop in shard.box)
+        shard = replace(Shard.full(shard.name, shape, inputs=shard.inputs), flat=shard.flat)
+    original(parameter, shard, init, seed=seed)
 
 
 # --- dispatch and combine
 
 
-def parts_of_own_rank(x: Tensor, group: Group, *, sizes: Sequence[int] | None = None) -> Tensor:
-    """Return the local rows without the sum over ranks."""
+@replaces(expert, "reduce_scatter", "dp, etp", found_by="types")
+def etp_sum_removed(
+    original: Original, x: Tensor, group: Group, *, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Expert outputs are not summed over etp."""
     each = sizes or [len(x) // len(group.ranks)] * len(group.ranks)
     return x.narrow(0, sum(each[: group.rank]), each[group.rank])
 
 
-def never_undone(sizes: Sequence[int], order: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Combine expert outputs in the order in which experts computed them."""
+@replaces(expert, "mark_partial", "dp, etp", found_by="types")
+def etp_part_not_declared(original: Original, x: Tensor, group: Group) -> Tensor:
+    """Partial expert outputs over etp are not declared partial, but summed."""
+    return x
+
+
+@replaces(expert, "invert_chunk_order", "dp, ep")
+def answers_in_wrong_order(
+    original: Original, sizes: Sequence[int], order: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Expert outputs are combined in the order in which they were computed."""
     return [sizes[chunk] for chunk in order], list(range(len(order)))
 
 
-def read_early(self: AsyncAllToAll, started: Tensor) -> Tensor:
-    """Return zeros, as if rows were read before they arrived."""
+@replaces(AsyncAllToAll, "wait", "dp, ep")
+def rows_read_early(original: Original, self: AsyncAllToAll, started: Tensor) -> Tensor:
+    """Experts read dispatched tokens before the all-to-all is complete."""
     early = torch.zeros_like(started)
-    ORIGINAL_WAIT(self, started)
+    original(self, started)
     return early
 
 
-def weighted_twice(self: Experts, sent: DispatchedTokens) -> Tensor:
-    """Multiply expert outputs by the router weights a second time."""
-    return ORIGINAL_EXPERTS(self, sent) * sent.weights.unsqueeze(1)
+@replaces(Experts, "forward", "dp, experts")
+def experts_weighted_twice(original: Original, self: Experts, sent: DispatchedTokens) -> Tensor:
+    """Expert outputs are multiplied by router weights twice."""
+    y: Tensor = original(self, sent)
+    return y * sent.weights.unsqueeze(1)
 
 
-def refused_by_each_rank(self: Router, choice: Choice, inputs: LayerInputs) -> Choice:
-    """Apply the expert capacity per rank, without the tokens of the ranks that share it."""
-    with patched(self, "sharing", single_rank_group(*self.sharing.axes)):
-        return ORIGINAL_WITHIN_CAPACITY(
-            self, choice, replace(inputs, seq_params=replace(inputs.seq_params, context=None))
-        )
-
-
-ORIGINAL_EXPERTS, ORIGINAL_WAIT, ORIGINAL_WITHIN_CAPACITY = (
-    Experts.forward,
-    AsyncAllToAll.wait,
-    Router.within_capacity,
-)
-
-
-# --- balance
-
-
-def counted_before_refusal(
-    self: LoadBalancing, choice: Choice, asked: Tensor, logits: Tensor, inputs: LayerInputs
+@replaces(Router, "within_capacity", "cp, capacity")
+def refused_by_each_rank(
+    original: Original, self: Router, choice: Choice, inputs: LayerInputs
 ) -> Choice:
-    """Count the router's choices before token dropping."""
-    balanced = ORIGINAL_BALANCE(self, choice, asked, logits, inputs)
+    """Expert capacity is applied per rank instead of over the ranks that share tokens."""
+    seq_params = replace(inputs.seq_params, context=None)
+    with patched(self, "sharing", single_rank_group(*self.sharing.axes)):
+        kept: Choice = original(self, choice, replace(inputs, seq_params=seq_params))
+    return kept
+
+
+# --- load balancing
+
+
+@replaces(LoadBalancing, "__call__", "dp, capacity")
+def counted_before_refusal(
+    original: Original,
+    self: LoadBalancing,
+    choice: Choice,
+    asked: Tensor,
+    logits: Tensor,
+    inputs: LayerInputs,
+) -> Choice:
+    """Dropped tokens are included in the expert load."""
+    balanced: Choice = original(self, choice, asked, logits, inputs)
     record, share = self.record, inputs.router_inputs.aux_loss_scale
     if record is not None and share is not None:
         valid = self.tp_comm.select_local(inputs.seq_params.valid)
         one, experts = torch.zeros_like(valid), self.moe.num_experts
-        record.counts[share.microbatch] = count_choices(
-            asked, one, valid, sequences=1, num_experts=experts
-        )[0]
+        counts = count_choices(asked, one, valid, sequences=1, num_experts=experts)
+        record.counts[share.microbatch] = counts[0]
     return balanced
 
 
-def scaled_by_sharing_ranks(self: LoadBalancing, *arguments: object) -> list[tuple[int, Tensor]]:
-    """Multiply the aux loss by the number of ranks that share tokens."""
-    return [(kind, loss * self.sharing.size) for kind, loss in ORIGINAL_LOSSES(self, *arguments)]  # type: ignore[arg-type]  # as they came
-
-
-def offsets_of_own(self: Router, logits: Tensor, inputs: LayerInputs) -> None:
-    """Compute expert offsets from the rank's own tokens."""
-    sharing, self.sharing = self.sharing, single_rank_group(*self.sharing.axes)
-    ORIGINAL_OFFSETS(self, logits, inputs)
-    self.sharing = sharing
-
-
-def step_of_own_tokens(
+@replaces(LoadBalancing, "__call__", "dp, recompute, experts")
+def second_pass_counted(
+    original: Original,
     self: LoadBalancing,
-    shares: Tensor,
-    counts: Tensor,
-    valid: Tensor,
+    choice: Choice,
+    asked: Tensor,
+    logits: Tensor,
     inputs: LayerInputs,
-    record: RoutingStats,
-) -> Tensor:
-    """Compute the aux loss over the global batch from the rank's own microbatches only."""
-    with patched(self, "everyone", self.sharing):
-        return ORIGINAL_GLOBAL_LOSS(self, shares, counts, valid, inputs, record)
+) -> Choice:
+    """Recomputation counts the expert load of tokens again."""
+    balanced: Choice = original(self, choice, asked, logits, inputs)
+    record: RoutingStats | None = self.record
+    share = inputs.router_inputs.aux_loss_scale
+    in_backward = torch._C._current_graph_task_id() != -1
+    if record is not None and share is not None and in_backward:
+        record.counts[share.microbatch] *= 2
+    return balanced
 
 
-def own_counts_alone(x: Tensor, group: Group) -> Tensor:
-    """Return the local counts without the sum over ranks."""
+@replaces(router, "all_reduce_", "cp, experts")
+def balance_of_own_tokens(original: Original, x: Tensor, group: Group) -> Tensor:
+    """Aux losses use only a rank's own tokens."""
     return x
 
 
-def counted_again(
-    self: LoadBalancing, choice: Choice, asked: Tensor, logits: Tensor, inputs: LayerInputs
-) -> Choice:
-    """Count a microbatch again when backward recomputes it."""
-    balanced = ORIGINAL_BALANCE(self, choice, asked, logits, inputs)
-    record: RoutingStats | None = self.record
-    if (
-        record is not None
-        and inputs.router_inputs.aux_loss_scale is not None
-        and torch._C._current_graph_task_id() != -1
-    ):
-        record.counts[inputs.router_inputs.aux_loss_scale.microbatch] *= 2
-    return balanced
+@replaces(LoadBalancing, "losses", "cp, experts")
+def balance_scaled_with_cp(
+    original: Original, self: LoadBalancing, *arguments: Any
+) -> list[tuple[int, Tensor]]:
+    """Aux losses are scaled by the number of cp ranks."""
+    return [(kind, loss * self.sharing.size) for kind, loss in original(self, *arguments)]
 
 
-ORIGINAL_BALANCE, ORIGINAL_LOSSES, ORIGINAL_OFFSETS = (
-    LoadBalancing.__call__,
-    LoadBalancing.losses,
-    Router.note_offsets,
-)
-ORIGINAL_GLOBAL_LOSS = LoadBalancing.global_loss
+@replaces(LoadBalancing, "global_loss", "dp, balance over ranks")
+def step_of_own_tokens(original: Original, self: LoadBalancing, *arguments: Any) -> Tensor:
+    """The aux loss over the global batch covers only the rank's own microbatches."""
+    with patched(self, "everyone", self.sharing):
+        loss: Tensor = original(self, *arguments)
+    return loss
+
+
+@replaces(moe, "all_reduce_", "dp, balancing bias")
+def bias_moved_by_own_tokens(original: Original, x: Tensor, group: Group) -> Tensor:
+    """Expert biases are updated with the load of a rank's own tokens."""
+    return x
+
+
+@replaces(Router, "note_offsets", "cp, balancing offset")
+def offset_of_own_tokens(
+    original: Original, self: Router, logits: Tensor, inputs: LayerInputs
+) -> None:
+    """Expert offsets balance only a rank's own tokens."""
+    with patched(self, "sharing", single_rank_group(*self.sharing.axes)):
+        original(self, logits, inputs)

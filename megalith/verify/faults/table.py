@@ -26,7 +26,7 @@ from megalith.config.parallel import (
     RecomputeConfig,
 )
 from megalith.errors import RankError
-from megalith.verify.faults.plant import FAULTS, Fault, plant_fault
+from megalith.verify.faults.plant import Fault, load_faults, plant_fault
 from megalith.verify.ranks import (
     STEPS,
     Difference,
@@ -63,7 +63,7 @@ class FaultResult:
     """Error and parameter name."""
 
     @property
-    def refused(self) -> bool:
+    def rejected(self) -> bool:
         """Whether any part of the verification detected the fault."""
         return self.by_types is not None or self.numbers != "no effect"
 
@@ -237,16 +237,16 @@ def memory_settings(fault: Fault) -> tuple[RecomputeConfig, OffloadConfig]:
 
 def fault_table() -> list[FaultResult]:
     """Judge every fault; takes about a second per fault."""
-    return [judge_fault(fault) for fault in FAULTS]
+    return [judge_fault(fault) for fault in load_faults()]
 
 
-def as_markdown(verdicts: Sequence[FaultResult]) -> str:
-    """Format verdicts as a Markdown table."""
+def as_markdown(fault_results: Sequence[FaultResult]) -> str:
+    """Format fault_results as a Markdown table."""
     lines = ["| planted fault | (b) types | (d) float64 on processes |", "|---|---|---|"]
-    for verdict in verdicts:
-        types = f"rejected at `{verdict.by_types}`" if verdict.by_types else "not detected"
-        numbers = f"{verdict.numbers}: {verdict.detail}" if verdict.detail else verdict.numbers
-        lines.append(f"| `{verdict.fault.name}`: {verdict.fault.what} | {types} | {numbers} |")
+    for result in fault_results:
+        types = f"rejected at `{result.by_types}`" if result.by_types else "not detected"
+        numbers = f"{result.numbers}: {result.detail}" if result.detail else result.numbers
+        lines.append(f"| `{result.fault.name}`: {result.fault.what} | {types} | {numbers} |")
     return "\n".join(lines)
 
 
@@ -265,9 +265,9 @@ def _first_difference(differences: Sequence[Difference]) -> tuple[Outcome, str]:
 ORDER: dict[str, Outcome] = {
     "first loss": "wrong loss",
     "gradients": "wrong gradients",
-    "balancing biases": "wrong weights after a step",
+    "expert biases": "wrong weights after a step",
     f"weights after {STEPS} steps": "wrong weights after a step",
-    "choices of experts": "wrong counts",
+    "expert load": "wrong counts",
     "gradient norm against torch": "wrong update",
     "weights against torch.optim": "wrong update",
     "moments against torch.optim": "wrong update",

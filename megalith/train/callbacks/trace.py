@@ -1,8 +1,5 @@
 """The routing trace: the experts of every token of a run's first steps, one JSON lines file per
-rank, with captures of router inputs and outputs.
-
-Captures of router inputs and outputs are written to separate files (`train/trace.py`).
-"""
+rank, with captures of router inputs and outputs."""
 
 import contextlib
 import json
@@ -10,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,12 +17,25 @@ from torch import Tensor
 from megalith.checkpoint.boxes import as_bytes
 from megalith.checkpoint.safetensors import PlannedTensor, padded_header
 from megalith.config.train import Captured
-from megalith.data.loader import Batch
+from megalith.data.loader import Batch, StepBatches
 from megalith.errors import DataError
 from megalith.kernels.replay import RoutingCapture, RoutingRecord
 from megalith.observe.metrics import cut_after
 from megalith.parallel.mesh import Mesh
-from megalith.train.moe import layer_sort_key, parts, text_token_mask
+from megalith.train.callbacks.base import (
+    Callback,
+    FinishedStep,
+    Outcome,
+    RunView,
+    StepMetrics,
+)
+from megalith.train.moe import (
+    attach_routing,
+    iter_routers,
+    layer_sort_key,
+    parts,
+    text_token_mask,
+)
 
 # Captures of the routing trace: router inputs and outputs, a safetensors file per rank and step.
 #
@@ -317,3 +328,76 @@ def _file_of(folder: Path, rank: int) -> Path:
 def _capture_file_of(path: Path, step: int) -> Path:
     """Return the path of a step's captures, from the path of the rank's trace."""
     return path.with_name(f"{path.stem}_step_{step:07d}.safetensors")
+
+
+class RoutingTraceWriter(Callback):
+    """Writes the routing trace of the first `observe.routing_trace` steps."""
+
+    essential = True
+
+    def __init__(self) -> None:
+        self._trace: RoutingTrace | None = None
+        self._routing: RoutingRecord | None = None
+
+    def on_start(self, run: RunView) -> None:
+        """Open the trace, unless no remaining step is traced or this rank's file is damaged."""
+        steps, step, folder = run.config.observe.routing_trace, run.step, run.folder.routing
+        try:
+            cut_traces(folder, run.mesh, resume_at=step)
+        except (OSError, DataError) as error:  # reported, so that the run continues
+            if step < steps:
+                _log.warning(
+                    "this rank's routing trace ends at step %d, the run continues: %s", step, error
+                )
+            return
+        if step >= steps:
+            if steps and run.is_writer and not any(folder.glob("rank_*.jsonl")):
+                _log.warning(
+                    "observe.routing_trace=%d: nothing is traced, because this run continues after "
+                    "step %d. Set it to %d or more",
+                    steps,
+                    step,
+                    step + 1,
+                )
+            return
+        num_layers = sum(1 for chunk in run.chunks for _ in iter_routers(chunk))
+        captures = run.config.observe.routing_captures
+        self._trace = RoutingTrace(
+            folder, run.mesh, steps=steps, captures=captures, layers=num_layers
+        )
+
+    def before_step(self, step: int, batches: StepBatches) -> StepBatches | None:
+        """Attach a recorder to the batches of a traced step."""
+        if self._trace is None:
+            return None
+        self._routing = self._trace.begin(step, batches.microbatches)
+        if self._routing is None:
+            return None
+        return replace(batches, microbatches=attach_routing(batches.microbatches, self._routing))
+
+    def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
+        """Write the rows of this rank. If the disk is full, the run continues without the trace."""
+        if self._trace is None or self._routing is None:
+            return
+        try:
+            self._trace.write(finished.step, self._routing, finished.batches.microbatches)
+        except OSError as error:
+            text = (
+                "step %d: %s cannot be written (%s); the run continues without this rank's routing "
+                "trace"
+            )
+            _log.warning(text, finished.step, self._trace.path, error)
+            self._trace = None
+
+    def on_error(self, error: BaseException) -> None:
+        """Remove the captures of an unfinished step."""
+        self._close()
+
+    def on_end(self, outcome: Outcome) -> None:
+        """Remove the captures of an unfinished step."""
+        self._close()
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._trace is not None:
+                self._trace.close()

@@ -9,7 +9,40 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from megalith.data.loader import StepBatches
 from megalith.launch.launcher import SIGNALS, is_ignored_hangup
+from megalith.train.callbacks.base import Callback, Outcome, RunView
+from megalith.train.step import StepRequest
+
+
+class StopRequests(Callback):
+    """Requests to stop the run after a signal or at the time limit."""
+
+    essential = True
+
+    def on_start(self, run: RunView) -> None:
+        """Handle signals from now on."""
+        self._run = run
+        self._stopper = Stopper(max_minutes=run.config.train.max_minutes, say=run.log)
+        self._stopper.__enter__()
+
+    @property
+    def reason(self) -> str | None:
+        """Why this rank should stop, or None."""
+        return self._stopper.reason
+
+    def before_step(self, step: int, batches: StepBatches) -> None:
+        """Request to stop after this step."""
+        if self.reason is not None:
+            self._run.request(StepRequest.STOP)
+
+    def on_error(self, error: BaseException) -> None:
+        """Restore the signal handlers."""
+        self._stopper.__exit__(None, None, None)
+
+    def on_end(self, outcome: Outcome) -> None:
+        """Restore the signal handlers."""
+        self._stopper.__exit__(None, None, None)
 
 
 class Stopper:

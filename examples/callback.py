@@ -1,0 +1,56 @@
+"""Callbacks that log the gradient norm of each layer and stop a run that no longer improves.
+
+Run it with `megalith train tiny_cpu --callback examples.callback:LayerGradientNorms
+examples.callback:EarlyStop` from the folder above. See docs/howto/callbacks.md.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megalith.parallel.grad_sync import ShardedParam
+from megalith.train.callbacks.base import Callback, FinishedStep, RunView, StepMetrics
+from megalith.train.evaluate import Evaluation
+from megalith.train.step import StepRequest
+
+
+class LayerGradientNorms(Callback):
+    """Logs the norm of the gradient shards that this rank holds of each layer, before clipping."""
+
+    def on_start(self, run: RunView) -> None:
+        """Receive the run."""
+        self.run, self.norms = run, dict[str, float]()
+
+    def after_backward(self, local_params: Sequence[ShardedParam]) -> None:
+        """Sum the squares of each layer; reading them waits for the device."""
+        squares = defaultdict[str, float](float)
+        for param in local_params if self.run.is_logged(self.run.step + 1) else ():
+            if layer := re.match(r"layers\.\d+", param.shard.name):
+                squares[layer[0].replace(".", "_")] += float(param.gradient.square().sum())
+        self.norms = {f"grad_norm_{layer}": total**0.5 for layer, total in squares.items()}
+
+    def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
+        """Add the norms to metrics.jsonl."""
+        metrics |= self.norms
+
+
+class EarlyStop(Callback):
+    """Stops the run when the loss on held-out text has not improved in three evaluations."""
+
+    def __init__(self, patience: int = 3) -> None:
+        self.patience, self.best, self.num_worse = patience, float("inf"), 0
+
+    def after_evaluate(self, evaluation: Evaluation, metrics: StepMetrics) -> StepRequest | None:
+        """Compare the loss, which is equal on all ranks, with the best one."""
+        self.num_worse = 0 if evaluation.loss < self.best else self.num_worse + 1
+        self.best = min(self.best, evaluation.loss)
+        return StepRequest.STOP if self.num_worse >= self.patience else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run continues with."""
+        return {"best": self.best, "num_worse": self.num_worse}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the best loss of an earlier start."""
+        self.best, self.num_worse = state["best"], state["num_worse"]

@@ -1,0 +1,1 @@
+"""Callbacks: they observe a run and request that it evaluates, saves or stops."""

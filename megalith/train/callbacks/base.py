@@ -1,0 +1,339 @@
+"""Interface of callbacks, which observe a run and request actions, and the list that calls them."""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from megalith.checkpoint.save import SaveReport
+from megalith.config.train import TrainRun
+from megalith.data.loader import StepBatches
+from megalith.errors import (
+    CallbackError,
+    CheckpointError,
+    ConfigError,
+    UserError,
+    did_you_mean,
+)
+from megalith.models.decoder import Decoder
+from megalith.observe.metrics import Value
+from megalith.optim.schedule import GroupRates
+from megalith.parallel.grad_sync import ShardedParam
+from megalith.parallel.group import gather_objects
+from megalith.parallel.mesh import Mesh
+from megalith.train.evaluate import Evaluation
+from megalith.train.resume import PreparedRun
+from megalith.train.run_folder import RunFolder
+from megalith.train.step import StepRequest, StepResult
+
+_log = logging.getLogger(__name__)
+
+StepMetrics = dict[str, Value]
+"""Metrics of a step, written to metrics.jsonl if the step is logged (train.log_every)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A finished step: its batches, learning rates, result and duration."""
+
+    step: int
+    batches: StepBatches
+    lr: float
+    group_rates: Mapping[str, GroupRates]
+    result: StepResult
+    seconds: float
+    """From reading the data to the end of the step, without callbacks, evaluation and saving."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How and at which step a run ended."""
+
+    kind: Literal["done", "stopped"]
+    step: int
+    reason: str = ""
+    saved: bool = True
+    """Whether `step` is saved; a run that stops after a step with a non-finite loss or gradient is
+    not."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """What a callback sees of a run. A callback changes neither the weights nor the counters."""
+
+    prepared: PreparedRun
+    """Trainer, data, tokenizer and counters of the run."""
+
+    log: Callable[[str], None]
+    """Prints a line above the progress bar and logs it; on rank 0."""
+
+    request: Callable[[StepRequest], None]
+    """Requests an action on all ranks. A request made before backward has finished takes effect
+    after the current step, a later one after the next step."""
+
+    @property
+    def config(self) -> TrainRun:
+        """Settings of the run."""
+        return self.prepared.run
+
+    @property
+    def mesh(self) -> Mesh:
+        """Process groups of this rank."""
+        return self.prepared.mesh
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self.prepared.trainer.device
+
+    @property
+    def folder(self) -> RunFolder:
+        """Output files of the run."""
+        return self.prepared.folder
+
+    @property
+    def step(self) -> int:
+        """Number of finished steps."""
+        return self.prepared.state.step
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this is rank 0, which writes files and prints."""
+        return self.prepared.is_writer
+
+    @property
+    def chunks(self) -> Sequence[Decoder]:
+        """Model chunks of this rank: one, except in interleaved pipeline schedules."""
+        return self.prepared.trainer.pipeline_model.chunks
+
+    @property
+    def local_params(self) -> Sequence[ShardedParam]:
+        """Parameter shards that this rank updates, with their gradients."""
+        return self.prepared.trainer.data.local_params
+
+    def is_logged(self, step: int) -> bool:
+        """Return whether the metrics of a step are logged."""
+        train = self.config.train
+        return step % train.log_every == 0 or step == train.steps
+
+
+class Callback:
+    """Base class of callbacks: every method does nothing unless it is overridden.
+
+    Methods run on every rank in the order of the list, `on_error` and `on_end` in reverse order. A
+    callback whose method raises an error is no longer called on that rank, with a warning, and the
+    run continues; see `collective` and `essential`.
+    """
+
+    name: str = ""
+    """Unique in the list; the key of the callback's state in a checkpoint. Empty: the name of the
+    class."""
+
+    collective = False
+    """Whether methods communicate, so that all ranks must run them; an error ends the run."""
+
+    essential = False
+    """Whether an error on any rank ends the run on all ranks, after the next step."""
+
+    def on_start(self, run: RunView) -> None:
+        """Receive the run, once before its first step."""
+
+    def before_step(self, step: int, batches: StepBatches) -> StepBatches | None:
+        """Receive the batches of step `step`; return batches with recorders attached, or None."""
+
+    def after_backward(self, local_params: Sequence[ShardedParam]) -> StepRequest | None:
+        """Receive this rank's gradient shards, summed over ranks, before clipping."""
+
+    def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> StepRequest | None:
+        """Receive a finished step; add values to `metrics`. A request takes effect after the next
+        step."""
+
+    def on_log(self, metrics: Mapping[str, Value]) -> None:
+        """Receive a complete row of metrics, of a step or of an evaluation; on rank 0."""
+
+    def before_evaluate(self, step: int) -> None:
+        """Be called before an evaluation after step `step`."""
+
+    def after_evaluate(self, evaluation: Evaluation, metrics: StepMetrics) -> StepRequest | None:
+        """Receive an evaluation; add values to the row `metrics`, which is logged."""
+
+    def after_save(self, report: SaveReport) -> None:
+        """Receive the path and size of a complete checkpoint."""
+
+    def after_save_failed(self, error: CheckpointError) -> None:
+        """Receive the error of a failed save, after which the run continues."""
+
+    def on_error(self, error: BaseException) -> None:
+        """Close files, because the run ends with an error."""
+
+    def on_end(self, outcome: Outcome) -> None:
+        """Close files, because the run has ended; after the last save."""
+
+    def state_dict(self) -> dict[str, Any]:  # Any: JSON
+        """Return the state to save in checkpoints: JSON, small, equal on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint, before `on_start`; not called if it has none."""
+
+
+class CallbackList:
+    """Calls the methods of callbacks, collects their requests and handles their errors."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        """`callbacks`: in the order in which they are called.
+
+        Raises:
+            ConfigError: two callbacks have the same name.
+        """
+        self._callbacks: dict[str, Callback] = {}
+        for callback in callbacks:
+            name = callback.name or type(callback).__name__
+            if name in self._callbacks:
+                raise ConfigError(
+                    f"callback {name}: two callbacks have this name, under which checkpoints store "
+                    f"their state. Set `name` of one of them, for example to {name}2."
+                )
+            _check_methods(name, type(callback))
+            self._callbacks[name] = callback
+        self._started: list[Callback] = []
+        self._requests = StepRequest.NONE
+        self._step = 0
+        self._failures: list[str] = []  # of essential callbacks on this rank
+        self.stop_reason: str | None = None
+        """Which callback of this rank requested to stop the run."""
+
+    def request(self, requests: StepRequest) -> None:
+        """Add requests of this rank to its next message."""
+        self._requests |= requests
+
+    def take_requests(self, local_params: Sequence[ShardedParam]) -> StepRequest:
+        """Call `after_backward` and return the requests of this rank since the last message."""
+        self.notify("after_backward", local_params)
+        requests, self._requests = self._requests, StepRequest.NONE
+        return requests
+
+    def on_start(self, run: RunView) -> None:
+        """Restore the states of callbacks and start them. Collective.
+
+        Raises:
+            CallbackError: on every rank, if an essential callback failed on any.
+        """
+        states, self._step = run.prepared.callback_states, run.step
+        for name, callback in [*self._callbacks.items()]:
+            if name in states:
+                self._call(name, "load_state_dict", states[name])
+            if name in self._callbacks:
+                self._call(name, "on_start", run)
+                self._started.append(callback)
+        if run.is_writer and (unused := sorted(states.keys() - self._callbacks.keys())):
+            _log.warning(
+                "the checkpoint has the state of callbacks that this run does not use: %s. Its own "
+                "checkpoints will not contain them; pass --callback to continue with them.",
+                ", ".join(unused),
+            )
+        self.raise_failures(run.mesh)
+
+    def before_step(self, step: int, batches: StepBatches) -> StepBatches:
+        """Return the batches of step `step` with the recorders of all callbacks."""
+        self._step = step
+        for name in [*self._callbacks]:
+            changed = self._call(name, "before_step", step, batches)
+            batches = batches if changed is None else changed
+        return batches
+
+    def after_step(self, finished: FinishedStep) -> StepMetrics:
+        """Return the metrics of a finished step from all callbacks."""
+        metrics: StepMetrics = {}
+        self.notify("after_step", finished, metrics)
+        return metrics
+
+    def notify(self, method: str, *arguments: object) -> None:
+        """Call a method of every callback, in reverse order for `on_end`; add requests that it
+        returns."""
+        for name in reversed([*self._callbacks]) if method == "on_end" else [*self._callbacks]:
+            requests = self._call(name, method, *arguments)
+            if requests:
+                self.request(requests)
+                if StepRequest.STOP in requests and self.stop_reason is None:
+                    self.stop_reason = f"requested by callback {name}"
+
+    def on_error(self, error: BaseException) -> None:
+        """End the callbacks that were started, because the run ends with an error."""
+        for callback in reversed(self._started):
+            try:
+                callback.on_error(error)
+            except Exception:  # the first error must be the one that is raised
+                _log.warning("%s failed in on_error", type(callback).__name__, exc_info=True)
+
+    def state_dict(self) -> dict[str, Any]:  # Any: JSON
+        """Return the states of the callbacks that have one, by name."""
+        states = {name: self._call(name, "state_dict") for name in [*self._callbacks]}
+        return {name: state for name, state in states.items() if state}
+
+    def raise_failures(self, mesh: Mesh) -> None:
+        """Raise the errors of essential callbacks. Collective over the mesh.
+
+        Raises:
+            CallbackError: on every rank with the same text, if an essential callback failed on any.
+        """
+        gathered = gather_objects(self._failures, mesh.world)
+        texts = [
+            f"rank {rank}: {text}" if mesh.world.size > 1 else text
+            for rank, failures in zip(mesh.world.ranks, gathered, strict=True)
+            for text in (failures if isinstance(failures, list) else ())
+        ]
+        if texts:
+            raise CallbackError("\n".join(texts))
+
+    def _call(
+        self, name: str, method: str, *arguments: object
+    ) -> Any:  # Any: the result depends on the method
+        """Call a method of a callback; return None if it failed and the run continues."""
+        callback = self._callbacks[name]
+        try:
+            return getattr(callback, method)(*arguments)
+        except Exception as error:
+            if callback.collective:
+                if not isinstance(error, UserError):
+                    error.add_note(f"raised by callback {name} in {method}")
+                raise
+            del self._callbacks[name]
+            text = str(error) if isinstance(error, UserError) else repr(error)
+            text = f"callback {name} failed in {method} at step {self._step}: {text}"
+            if callback.essential or isinstance(error, UserError):
+                self._failures.append(f"{text}. Correct the callback, or run without it.")
+                self.request(StepRequest.STOP)
+                _log.error(text, exc_info=True)
+            else:
+                _log.warning("%s. The run continues without it.", text, exc_info=True)
+        return None
+
+
+def _check_methods(name: str, cls: type[Callback]) -> None:
+    """Check the names and parameters of the methods that a callback overrides.
+
+    Raises:
+        ConfigError: a method is misspelled, or does not accept the arguments of the interface.
+    """
+    interface = {each for each in vars(Callback) if inspect.isfunction(getattr(Callback, each))}
+    for method in dir(cls):
+        if method in interface:
+            parameters = inspect.signature(getattr(Callback, method)).parameters
+            try:
+                inspect.signature(getattr(cls, method)).bind(*parameters)
+            except TypeError as error:
+                raise ConfigError(
+                    f"callback {name}: {method}{inspect.signature(getattr(cls, method))} does not "
+                    f"accept the arguments of a callback ({error}). Define it as "
+                    f"{method}({', '.join(parameters)})."
+                ) from error
+        elif method.startswith(("on_", "before_", "after_")):
+            raise ConfigError(
+                f"callback {name}: {method} is not called by the training loop."
+                f"{did_you_mean(method, interface)} Use one of {', '.join(sorted(interface))}, or "
+                "another name for an own method."
+            )

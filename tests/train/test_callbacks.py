@@ -1,0 +1,284 @@
+"""Callbacks: requests and errors of one rank reach all ranks, state survives a restart, and names
+that cannot be loaded are rejected."""
+
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.checkpoint.load import open_checkpoint
+from megalith.checkpoint.save import SaveReport
+from megalith.config.train import TrainRun
+from megalith.errors import CallbackError, CheckpointError, ConfigError
+from megalith.observe.metrics import read_metrics
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
+from megalith.plan.grid import model_grid
+from megalith.rules.run import run_problems
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.train.callbacks import health
+from megalith.train.callbacks.base import (
+    Callback,
+    CallbackList,
+    FinishedStep,
+    Outcome,
+    RunView,
+    StepMetrics,
+)
+from megalith.train.callbacks.load import load_callbacks
+from megalith.train.evaluate import Evaluation
+from megalith.train.loop import run_training
+from megalith.train.run_folder import RunFolder
+from megalith.train.step import StepRequest
+from megalith.train.trainer import build_trainer
+
+CPU = torch.device("cpu")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "callback.py"
+
+
+def train(path: Path, settings: Mapping[str, str], *callbacks: Callback) -> Outcome:
+    """Run the tiny run on one process, with settings changed."""
+    run, mesh = tiny_run(settings), build_single_rank_mesh()
+    return run_training(run, RunFolder(path), mesh, CPU, show=False, callbacks=callbacks)
+
+
+class Misbehaving(Callback):
+    """Raises an error, or requests to stop, after one step on one rank."""
+
+    def __init__(self, rank: int, *, step: int = 3, action: str = "raise") -> None:
+        self.rank, self.step, self.action = rank, step, action
+        self.num_calls = 0
+        self.essential = action == "raise"
+
+    def on_start(self, run: RunView) -> None:
+        self.run = run
+
+    def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> StepRequest | None:
+        self.num_calls += 1
+        if finished.step != self.step or self.run.mesh.world.rank != self.rank:
+            return None
+        if self.action == "stop":
+            return StepRequest.STOP
+        raise ZeroDivisionError("planted")
+
+
+def _train_rank(rank: int, world: int, run: TrainRun, path: Path, action: str) -> str:
+    """Train with a callback that misbehaves on rank 1; return how the run ended on this rank."""
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    callback = Misbehaving(1, action=action)
+    try:
+        outcome = run_training(run, RunFolder(path), mesh, CPU, show=False, callbacks=[callback])
+    except CallbackError as error:
+        return f"{callback.num_calls} {error}"
+    return f"{callback.num_calls} {outcome.kind} at {outcome.step}: {outcome.reason}"
+
+
+TWO_RANKS = {"parallel.tp": "2", "train.eval_steps": "0", "checkpoint.every": "100"}
+
+
+def test_error_of_an_essential_callback_on_one_rank_ends_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(_train_rank, 2, tiny_run(TWO_RANKS), tmp_path, "raise")
+    text = (
+        "rank 1: callback Misbehaving failed in after_step at step 3: ZeroDivisionError('planted')"
+    )
+    assert first.startswith(f"4 {text}")
+    assert second.startswith(f"3 {text}")  # it was not called again
+    assert (tmp_path / "checkpoints" / "step_0000004" / "manifest.json").exists()
+
+
+def test_request_to_stop_on_one_rank_stops_all_ranks_at_the_same_step(tmp_path: Path) -> None:
+    first, second = run_ranks(_train_rank, 2, tiny_run(TWO_RANKS), tmp_path, "stop")
+    assert first == "4 stopped at 4: another rank was asked to stop"
+    assert second == "4 stopped at 4: requested by callback Misbehaving"
+
+
+def test_run_continues_without_a_callback_that_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = Misbehaving(0)
+    callback.essential = False
+    with caplog.at_level(logging.WARNING):
+        assert train(tmp_path, {}, callback) == Outcome("done", 8)
+    assert callback.num_calls == 3
+    text = "callback Misbehaving failed in after_step at step 3"
+    assert sum(text in record.getMessage() for record in caplog.records) == 1
+
+
+class Recorder(Callback):
+    """Counts steps over restarts, records every event, and requests an evaluation and a save."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.events: list[str] = []
+
+    def on_start(self, run: RunView) -> None:
+        self.run = run
+        self.events.append(f"start {run.step}")
+
+    def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> StepRequest | None:
+        self.count += 1
+        metrics["count"] = self.count
+        return StepRequest.EVALUATE | StepRequest.SAVE if finished.step == 1 else None
+
+    def after_evaluate(self, evaluation: Evaluation, metrics: StepMetrics) -> None:
+        self.events.append(f"evaluate {metrics['step']}")
+        metrics["eval_count"] = self.count
+
+    def after_save(self, report: SaveReport) -> None:
+        self.events.append(f"save {report.path.name}")
+
+    def on_end(self, outcome: Outcome) -> None:
+        self.events.append(f"end {outcome.step}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_requests_take_effect_after_the_next_step_and_state_survives_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"train.eval_every": "none", "checkpoint.every": "100", "checkpoint.keep": "none"}
+    stop = Misbehaving(0, step=3, action="stop")
+    recorder = Recorder()
+    assert train(tmp_path, settings, recorder, stop).step == 4
+    assert recorder.events == [
+        "start 0",
+        "evaluate 2",
+        "save step_0000002",
+        "save step_0000004",
+        "end 4",
+    ]
+    resumed = Recorder()
+    assert train(tmp_path, settings, resumed) == Outcome("done", 8)
+    assert resumed.events == ["start 4", "evaluate 8", "save step_0000008", "end 8"]
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["count"] for row in rows if "count" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [row["eval_count"] for row in rows if "eval_count" in row] == [2, 8]
+    saved = open_checkpoint(tmp_path / "checkpoints" / "step_0000008").state
+    assert saved["callbacks"] == {"Recorder": {"count": 8}}
+    with caplog.at_level(logging.WARNING):
+        train(tmp_path, settings | {"train.steps": "9"})
+    assert "state of callbacks that this run does not use: Recorder" in caplog.text
+    saved = open_checkpoint(tmp_path / "checkpoints" / "step_0000009").state
+    assert "callbacks" not in saved  # as in checkpoints of a run that had no callbacks
+
+
+def test_example_logs_gradient_norms_and_stops_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(EXAMPLE.parents[1])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert len(EXAMPLE.read_text().splitlines()) <= 60
+    norms, early_stop = load_callbacks(
+        ["examples.callback:LayerGradientNorms", "examples.callback:EarlyStop"]
+    )
+    early_stop.load_state_dict({"best": 0.0, "num_worse": 1})  # no loss is below 0
+    settings = {"train.eval_every": "1", "train.eval_steps": "1", "optim.clip_grad": "0"}
+    assert train(tmp_path, settings, norms, early_stop) == Outcome(
+        "stopped", 3, "requested by callback EarlyStop"
+    )
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
+    for row in rows:
+        layers = [value for name, value in row.items() if name.startswith("grad_norm_layers_")]
+        assert len(layers) == tiny_run({}).model.num_layers
+        assert 0 < sum(norm**2 for norm in layers) < row["grad_norm"] ** 2
+
+
+PLUGIN = """
+from megalith.train.callbacks.base import Callback
+class Good(Callback): ...
+class Needs(Callback):
+    def __init__(self, size): ...
+class Other: ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("plugin_of_test", "does not name a class. Use --callback package.module:Class"),
+        ("plugin_of_tset:Good", "there is no module plugin_of_tset. Did you mean plugin_of_test"),
+        ("megalith.trian:Good", "there is no module megalith.trian. Did you mean megalith.train"),
+        ("plugin_of_test:God", "plugin_of_test has no God. Did you mean Good"),
+        ("plugin_of_test:Other", "plugin_of_test:Other is not a subclass of megalith.train.callb"),
+        ("plugin_of_test:Needs", "without arguments: Needs requires size. Set defaults"),
+    ],
+)
+def test_callback_that_cannot_be_loaded_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    (tmp_path / "plugin_of_test.py").write_text(PLUGIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert type(load_callbacks(["plugin_of_test:Good"])[0]).__name__ == "Good"
+    with pytest.raises(ConfigError) as raised:
+        load_callbacks([name])
+    assert message in str(raised.value)
+    del sys.modules["plugin_of_test"]
+
+
+class MisspelledMethod(Callback):
+    def after_stepp(self) -> None: ...
+
+
+class WrongArguments(Callback):
+    def after_step(self) -> None: ...  # type: ignore[override]
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        (
+            [MisspelledMethod()],
+            "after_stepp is not called by the training loop. Did you mean",
+        ),
+        ([WrongArguments()], "does not accept the arguments of a callback"),
+        ([Recorder(), Recorder()], "callback Recorder: two callbacks have this name"),
+    ],
+)
+def test_callback_with_wrong_methods_or_name_is_rejected(
+    callbacks: list[Callback], message: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        CallbackList(callbacks)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("package.module:Class", "Name the class on the command line: --callback package.module:C"),
+        ("unknown", "train.callbacks=unknown is not an installed callback"),
+    ],
+)
+def test_settings_name_only_installed_callbacks(name: str, message: str) -> None:
+    (problem,) = run_problems(tiny_run({"train.callbacks": name}), 1)
+    assert message in problem
+
+
+def _starts_apart(rank: int, world: int) -> str:
+    """Two replicas of which one has another first weight."""
+    run = tiny_run({"parallel.dp": "2"})
+    trainer = build_trainer(
+        run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), CPU
+    )
+    health.compare_replicas(trainer)
+    with torch.no_grad():
+        trainer.data.weights[0][3] += rank
+    try:
+        health.compare_replicas(trainer)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_replicas_with_different_weights_are_rejected_on_every_rank() -> None:
+    for output in run_ranks(_starts_apart, 2):
+        assert output.startswith("ranks [1] start from other weights than rank 0")
