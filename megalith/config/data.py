@@ -163,11 +163,15 @@ MOCK_SPLIT = "1,1,1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Training data. Exactly one source is required: `mock`, `path`, the paths per split, or the
-    conversations of `sft`."""
+    """Training data. Exactly one source is required: `mock`, `path`, the paths per split, the
+    conversations of `sft`, or a `plugin`."""
 
     mock: bool = False
     """Use mock documents, which need no files and no tokenizer."""
+    plugin: str | None = None
+    """Dataset of another package, built as Class(data, split=, num_samples=, seq_len=, seed=,
+    vocab_size=, eod=): an installed entry point, or on the command line package.module:name.
+    Unset: another source."""
     path: tuple[str, ...] = ()
     """Prefixes of .bin/.idx files, either plain (`a b`) or with weights (`0.3 a 0.7 b`); `split`
     divides each of them."""
@@ -341,13 +345,13 @@ def _source_problems(data: DataConfig) -> list[str]:
     given = [name for name, on in (("mock", data.mock), ("path", bool(data.path))) if on]
     given += [f"{name}_path" for name in per_split_paths(data)][:1]
     given += ["sft"] if data.sft.used() else []
+    given += ["plugin"] if data.plugin is not None else []
     problems = []
     if len(given) != 1:
         problems.append(
             f"data has {len(given)} sources ({', '.join(given) or 'none'}): exactly one is needed. "
             "Set one of data.path, data.train_path (with data.valid_path and data.test_path), "
-            "data.sft.path, or "
-            f"data.mock=true."
+            "data.sft.path, data.plugin, or data.mock=true."
         )
     if data.split is not None and per_split_paths(data):
         problems.append(

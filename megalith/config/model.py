@@ -6,6 +6,7 @@ from typing import Annotated, Literal, TypeVar
 
 from megalith.config.fields import Example, Ge, Gt, Le, Lt
 from megalith.config.moe import MoEConfig
+from megalith.config.plugins import ModelPlugins
 
 MAX_LAYERS = 1 << 14
 """Maximum layers. Heuristic: a hundred times the deepest models; plans build lists of layers."""
@@ -467,6 +468,9 @@ class ModelConfig:
 
     layers: LayersConfig = EQUAL_LAYERS
     """Attention, MLP and sizes that differ between layers."""
+
+    plugins: ModelPlugins = field(default_factory=ModelPlugins)
+    """Parts of the model from other packages."""
 
     mtp: MTPConfig = field(default_factory=MTPConfig)
     """Multi-token prediction (MTP)."""

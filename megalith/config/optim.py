@@ -60,6 +60,11 @@ class OptimConfig:
     """Optimizer. adamw: Loshchilov and Hutter 2017, arXiv:1711.05101; sgd: SGD with momentum and
     L2 weight decay."""
 
+    plugin: str | None = None
+    """Optimizer of another package, built as Class(weights, optim, rates) like
+    megalith.optim.sgd.SGD: an installed entry point, or on the command line package.module:name.
+    Unset: `kind`."""
+
     beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
     """adamw: decay rate of the first moment."""
 
@@ -239,6 +244,11 @@ class ScheduleConfig:
     style: DecayStyle = "cosine"
     """Shape of the schedule after the warmup. wsd (warmup-stable-decay) keeps `lr` constant and
     decays it over the last `wsd_decay_steps`."""
+
+    plugin: str | None = None
+    """Schedule of another package, a function of (schedule, samples, lengths) like
+    megalith.optim.schedule.learning_rate that returns the learning rate: an installed entry point,
+    or on the command line package.module:name. Unset: `style`."""
 
     warmup_steps: Annotated[int | float, Ge(0)] = 0
     """Number of warmup steps, over which the learning rate rises linearly from `warmup_init` to

@@ -65,6 +65,11 @@ class LoopConfig:
     """Gradients of the loss. kept: computed with the loss and stored until backward; recomputed:
     computed in backward from recomputed logits."""
 
+    loss_plugin: str | None = None
+    """Training loss of another package, a function like
+    megalith.parallel.cross_entropy.linear_cross_entropy: an installed entry point, or on the
+    command line package.module:name. Unset: cross-entropy."""
+
     log_every: Annotated[int, Ge(1)] = 1
     """Steps between rows of metrics.jsonl. A row has the loss of its step, and times since the
     previous row."""

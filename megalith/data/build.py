@@ -20,6 +20,7 @@ from megalith.config.data import (
     per_split_paths,
 )
 from megalith.config.fields import range_problems
+from megalith.config.plugins import load_plugin
 from megalith.data.blend import (
     BlendedDataset,
     BlendedDocuments,
@@ -106,6 +107,22 @@ def build_datasets(
             alone=whole_documents,
         )
         return _conversation_splits(counts, build)
+    if data.plugin is not None:
+        build_split = partial(
+            load_plugin("dataset", data.plugin),
+            data,
+            seq_len=seq_len,
+            seed=seed,
+            vocab_size=vocab_size,
+            eod=eod,
+        )
+        counts = {"train": train_samples, "valid": valid_samples, "test": test_samples}
+        splits: dict[str, Dataset] = {
+            split: build_split(split=split, num_samples=count)
+            for split, count in counts.items()
+            if count != 0
+        }
+        return Splits(splits.get("train"), splits.get("valid"), splits.get("test"))
     missing = _missing_stores(data)
     if missing:
         raise DataError("\n".join(f"data: no token store at {message}" for message in missing))

@@ -11,11 +11,9 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import Override, apply_overrides
 from megalith.errors import PlanError, UserError
 from megalith.estimate.activations import (
-    ActivationSetting,
     layer_rows,
     layer_rows_without_recompute,
     stage_activations,
-    total,
 )
 from megalith.estimate.memory import chunk_activations, memory_ledger, setting_of, worst
 from megalith.estimate.times import layer_share, work_seconds
@@ -31,6 +29,7 @@ from megalith.plan.costs import (
 )
 from megalith.plan.devices import GIB, USABLE, Device, accelerator_named
 from megalith.plan.kernels import describe_kernel_setting
+from megalith.plan.layers.base import LayerSetting, total
 from megalith.plan.recompute import (
     layer_spans,
     recompute_notes,
@@ -373,7 +372,7 @@ class Saving:
     """Recomputed FLOPs as a fraction of the model FLOPs."""
 
 
-def savings(setting: ActivationSetting, *, num_layers: int) -> list[Saving]:
+def savings(setting: LayerSetting, *, num_layers: int) -> list[Saving]:
     """Return the saving of each recomputed module, in order, and of offload, in a stage of
     `num_layers` layers."""
     if setting.recompute.granularity == "full":
@@ -397,7 +396,7 @@ def savings(setting: ActivationSetting, *, num_layers: int) -> list[Saving]:
     return [*results, *_offload_saving(setting, num_layers)]
 
 
-def saving_lines(setting: ActivationSetting, *, num_layers: int) -> list[str]:
+def saving_lines(setting: LayerSetting, *, num_layers: int) -> list[str]:
     """Describe the savings in lines of text; empty without recomputation and offload."""
     lines = recompute_notes(setting.recompute, stage_layers=num_layers)
     for saving in savings(setting, num_layers=num_layers):
@@ -446,7 +445,7 @@ def describe_savings(
     return saving_lines(setting, num_layers=len(layers))
 
 
-def _full_recomputation_saving(setting: ActivationSetting, num_layers: int) -> Saving:
+def _full_recomputation_saving(setting: LayerSetting, num_layers: int) -> Saving:
     spans = layer_spans(setting.recompute, setting.offload, num_layers)
     num_recomputed = sum(span.stop - span.start for span in spans if span.recomputed)
     setting_on_device = replace(setting, offload=replace(setting.offload, layers=0))
@@ -464,7 +463,7 @@ def _full_recomputation_saving(setting: ActivationSetting, num_layers: int) -> S
     )
 
 
-def _offload_saving(setting: ActivationSetting, num_layers: int) -> Sequence[Saving]:
+def _offload_saving(setting: LayerSetting, num_layers: int) -> Sequence[Saving]:
     if not setting.offload.layers:
         return []
     return [
@@ -472,7 +471,7 @@ def _offload_saving(setting: ActivationSetting, num_layers: int) -> Sequence[Sav
     ]
 
 
-def _recompute_share(setting: ActivationSetting, module: str) -> float:
+def _recompute_share(setting: LayerSetting, module: str) -> float:
     """Return the FLOPs of a second forward of this part, in every layer, as a fraction of the model
     FLOPs."""
     c, tokens, squares = (

@@ -11,19 +11,22 @@ from itertools import pairwise
 
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
-from megalith.estimate.memory import mixture_of
+from megalith.estimate.memory import setting_of
 from megalith.estimate.workload import Workload
-from megalith.plan.costs import WIDTHS, active_parameters, head_flops, num_parameters
+from megalith.plan.costs import active_parameters, num_parameters
 from megalith.plan.frozen import (
     trained,
     trained_layer_flops,
     trained_names,
     trained_step_flops,
-    with_adapters,
     with_frozen,
 )
 from megalith.plan.grid import Grid, expert_grid
-from megalith.plan.parameters import HeldParameter, held_parameters, tensor_part
+from megalith.plan.layers.base import WIDTHS, HeldParameter, tensor_part
+from megalith.plan.layers.head import head_flops
+from megalith.plan.layers.lora import with_adapters
+from megalith.plan.layers.moe import layer_mixture
+from megalith.plan.parameters import held_parameters
 from megalith.plan.simulate import even_costs, simulate
 from megalith.rules.moe import router_text
 
@@ -365,7 +368,7 @@ def experts_row(workload: Workload) -> ExpertsRow | None:
     most = max(range(run.parallel.pp), key=lambda pp: sum(_list_has_experts(workload, pp)))
     held = [one for one in workload.parameters(most, 0) if one.grid == "expert"]
     part, numel = workload.expert_part(most, 0), sum(one.numel for one in held)
-    one = mixture_of(workload, 0)
+    one = layer_mixture(setting_of(workload, 0))
     exchanges, others = run.parallel.dispatcher != "allgather", part.ep * part.etp - 1
     row = one.features * WIDTHS[run.precision.params].value
     return ExpertsRow(

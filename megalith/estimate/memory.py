@@ -11,14 +11,12 @@ from dataclasses import dataclass, fields, replace
 from math import lcm
 from typing import NamedTuple
 
-from megalith.config.model import ModelConfig
 from megalith.config.parallel import ContextKind
-from megalith.estimate.activations import ActivationSetting, stage_activations, total
-from megalith.estimate.moe import Mixture
+from megalith.estimate.activations import stage_activations
 from megalith.estimate.workload import Workload
 from megalith.plan.buckets import BucketPlan, local_bucket_parts, plan_buckets
 from megalith.plan.context import kind_of_layer
-from megalith.plan.costs import WIDTHS, tokens_of_loss
+from megalith.plan.costs import tokens_of_loss
 from megalith.plan.devices import (
     CONTEXT,
     FAR_COMMUNICATOR,
@@ -28,10 +26,18 @@ from megalith.plan.devices import (
     Device,
 )
 from megalith.plan.frozen import trained
+from megalith.plan.layers import LAYER_KINDS, branches
+from megalith.plan.layers.base import (
+    WIDTHS,
+    ExpertPart,
+    HeldParameter,
+    LayerSetting,
+    tensor_part,
+    total,
+)
 from megalith.plan.p2p import SENDS, Direction, neighbor
-from megalith.plan.parameters import ExpertPart, HeldParameter, distinct_ranks, tensor_part
+from megalith.plan.parameters import distinct_ranks
 from megalith.plan.schedule import Kind, concurrent_actions
-from megalith.plan.shards import split_evenly
 from megalith.plan.stages import Stage, stage_boundary
 
 WIRE_BYTES = {"fp32": 4, "bf16": 2}
@@ -418,25 +424,34 @@ def keeps_gathered(workload: Workload) -> bool:
 
 
 def setting_of(
-    workload: Workload, tp_rank: int, *, kind: ContextKind, accelerator: bool, first_layer: int = 0
-) -> ActivationSetting:
-    """Return the activation setting of one rank; every row counts as one document."""
+    workload: Workload,
+    tp_rank: int,
+    *,
+    kind: ContextKind | None = None,
+    accelerator: bool = False,
+    first_layer: int = 0,
+) -> LayerSetting:
+    """Return the setting of the layers of one rank; every row counts as one document. kind: kind of
+    context parallelism; unset: that of the run."""
     run = workload.run
-    return ActivationSetting(
+    return LayerSetting(
         model=run.model,
         dtype=run.precision.params,
         lengths=workload.lengths,
+        dp=workload.dp,
         tp=run.parallel.tp,
         tp_rank=tp_rank,
         sp=run.parallel.sp,
         cp=run.parallel.cp,
-        context=kind,
+        context=kind or run.parallel.context.kind,
         a2a=workload.grid.size("cp_a2a"),
         experts=workload.expert_part(0, tp_rank),
         dispatcher=run.parallel.dispatcher,
         crowded=workload.crowded,
         first_layer=first_layer,
         accelerator=accelerator,
+        overlap=run.parallel.overlap,
+        overlap_experts=run.parallel.overlap_experts,
         recompute=run.recompute,
         offload=run.offload,
     )
@@ -474,7 +489,7 @@ def chunk_activations(
         again, host = max(again, activations.transient), host + part * activations.host_bytes
     return ChunkActivations(
         round(layers),
-        _for_weights(workload, stage, tp_rank),
+        _deferred_bytes(workload, stage, tp_rank),
         round(loss),
         round(again),
         round(host),
@@ -486,56 +501,44 @@ def all_layers(workload: Workload, stage: Stage) -> list[int]:
     return [*stage.layers, *[workload.run.model.num_layers - 1] * stage.num_mtp_layers]
 
 
-def _for_weights(workload: Workload, stage: Stage, tp_rank: int) -> int:
-    """Return the inputs and output gradients of all weights, t · (4 h + (2 n + 2 g) d + 3 f) per
-    layer (2 f without a gate), and the head's gradient. An MTP layer has t · 4 h more."""
-    c, t, width = workload.run.model, workload.tokens, WIDTHS[workload.run.precision.params]
+def _deferred_bytes(workload: Workload, stage: Stage, tp_rank: int) -> int:
+    """Return the inputs and output gradients of all weights, which deferred weight gradients need,
+    and the head's gradient. An MTP layer has t · 4 h more."""
+    model, setting = workload.run.model, setting_of(workload, tp_rank)
+    numel = (stage.embedding + 4 * stage.num_mtp_layers) * model.hidden_size * setting.tokens
+    for layer in all_layers(workload, stage):
+        for branch in branches(model, layer):
+            numel += LAYER_KINDS[branch.kind].weight_gradient_numel(branch, setting)
+    head = (1 + model.mtp.num_layers) * setting.part.vocab * model.hidden_size
+    return numel * setting.element + stage.loss * head * setting.wide
+
+
+def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) -> int:
+    """Return the temporary memory of a pass through a chunk, beside saved activations.
+
+    Forward: with the loss, the head's input [t, h] and a chunk of logits, in the model's dtype and
+    fp32. Backward: the gradients of one layer's activations, which are those inside its largest
+    branch and 2 h per token, or 3 h with cross-layer attention. With cp the keys and values of
+    other ranks.
+    """
+    run, num_gradients, inside, others = workload.run, 2, 0, 0
+    setting = setting_of(workload, tp_rank)
     layers = all_layers(workload, stage)
-    features = sum(
-        _features_at_weights(c, layer, workload.run.parallel.tp, tp_rank) for layer in layers
-    )
-    features += (stage.embedding + 4 * stage.num_mtp_layers) * c.hidden_size
-    routed = sum(map(c.has_experts, layers)) * _values_at_experts(workload, tp_rank)
-    rows = (features * t + routed) * width.value
-    vocab = tensor_part(c, tp=workload.run.parallel.tp, rank=tp_rank).vocab
-    return rows + stage.loss * (1 + c.mtp.num_layers) * vocab * c.hidden_size * width.sums
-
-
-def _features_at_weights(model: ModelConfig, layer: int, tp: int, tp_rank: int) -> int:
-    """Return the features per token of inputs and output gradients of a layer's weights."""
-    own = model.at(layer)
-    part = tensor_part(own, tp=tp, rank=tp_rank)
-    attention = (part.heads + part.kv_heads) * (own.key_size() + own.value_size())
-    mlp = (3 if own.gated else 2) * (
-        _shared_features(own, tp, tp_rank) if own.has_experts(layer) else part.ffn
-    )
-    kinds = (own.attention_part(layer), attention), (own.mlp_part(layer), mlp)
-    inside = sum(features for kind, features in kinds if kind == "full")
-    cross_attention = (attention + 3 * own.hidden_size) * own.uses_cross_layer_source(layer)
-    return inside + cross_attention + 2 * own.hidden_size * sum(kind != "none" for kind, _ in kinds)
-
-
-def _shared_features(model: ModelConfig, tp: int, tp_rank: int) -> int:
-    """Return the inner features of the shared experts on this rank."""
-    size = model.moe.shared_ffn_hidden_size if model.moe is not None else None
-    return split_evenly(size or 0, tp)[tp_rank]
-
-
-def mixture_of(workload: Workload, tp_rank: int) -> Mixture:
-    """Return the experts of an MoE layer on the ranks at this position."""
-    return setting_of(
-        workload, tp_rank, kind=workload.run.parallel.context.kind, accelerator=False
-    ).mixture
-
-
-def _values_at_experts(workload: Workload, tp_rank: int) -> int:
-    """Return inputs and output gradients of a layer's experts, r · (2 d + 3 f), and of its router,
-    s · E."""
-    if workload.run.model.moe is None:
-        return 0
-    m = mixture_of(workload, tp_rank)
-    inner = (3 if m.model.gated else 2) * m.inner
-    return m.rows * (2 * m.features + inner) + m.tokens * m.moe.num_experts
+    for layer in layers:
+        context = kind_of_layer(run.parallel.context, layer)
+        own = replace(setting, context=context)
+        for branch in branches(run.model, layer):
+            one = LAYER_KINDS[branch.kind]
+            inside = max(inside, one.backward_numel(branch, own))
+            others = max(others, one.received_numel(branch, own) * own.element)
+            num_gradients = max(num_gradients, one.num_input_gradients)
+    width = setting.tokens * run.model.hidden_size
+    if kind != "F":
+        return (inside + num_gradients * width) * setting.element + others if layers else 0
+    chunk = min(setting.tokens, tokens_of_loss(run))
+    logits = chunk * setting.part.vocab * (setting.element + setting.wide)
+    head = width * setting.element + logits if stage.loss else 0
+    return max(head, others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -615,51 +618,6 @@ def _find_activation_peak(
             )
     assert best is not None
     return replace(best, host=most_host)
-
-
-def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) -> int:
-    """Return the temporary memory of a pass through a chunk, beside saved activations.
-
-    Forward: with the loss, the head's input [t, h] and a chunk of logits, in the model's dtype and
-    fp32. Backward: the gradients of one layer's activations, 3 f + 2 h per token, or 2 f + 2 h
-    without a gate, and h more with cross-layer attention; of experts as much per row, with expert
-    rows twice, before and after sorting. With cp the keys and values of other ranks: two chunks on
-    a ring, all if they are gathered.
-    """
-    run, t = workload.run, workload.tokens
-    c, width = run.model, WIDTHS[run.precision.params]
-    part = tensor_part(c, tp=run.parallel.tp, rank=tp_rank)
-    others_of: dict[ContextKind, int] = {
-        "ring": 2,
-        "gather": run.parallel.cp,
-        "a2a": 0,
-        "a2a+ring": 2,
-    }
-    layers = all_layers(workload, stage)
-    parts = max(
-        (others_of[kind_of_layer(run.parallel.context, layer)] for layer in layers), default=0
-    )
-    keys = part.kv_heads * (c.key_size() + c.value_size())
-    others = parts * keys * width.value * t if run.parallel.cp > 1 else 0
-    if kind != "F":
-        largest = max((_gradients_of_mlp(workload, layer, tp_rank) for layer in layers), default=0)
-        streams = 2 + any(map(c.uses_cross_layer_source, layers))
-        return (largest + streams * c.hidden_size * t) * width.value + others if layers else 0
-    logits = min(t, tokens_of_loss(run)) * part.vocab * (width.value + width.sums)
-    head = t * c.hidden_size * width.value + logits if stage.loss else 0
-    return max(head, others)
-
-
-def _gradients_of_mlp(workload: Workload, layer: int, tp_rank: int) -> int:
-    """Return the elements inside the MLP of a layer, or inside its experts."""
-    c, t, tp = workload.run.model, workload.tokens, workload.run.parallel.tp
-    copies = 3 if c.gated else 2
-    if not c.has_experts(layer):
-        return copies * tensor_part(c, tp=tp, rank=tp_rank).ffn * t
-    m = mixture_of(workload, tp_rank)
-    return (
-        m.rows * (copies * m.inner + 4 * m.features) + copies * _shared_features(c, tp, tp_rank) * t
-    )
 
 
 def boundary_tensors(workload: Workload, stage: int) -> list[int]:

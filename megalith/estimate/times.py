@@ -17,7 +17,6 @@ from megalith.estimate.traffic import Traffic
 from megalith.estimate.workload import Workload
 from megalith.plan.costs import (
     attention_flops,
-    head_flops,
     latent_flops,
     layer_flops,
     mlp_flops,
@@ -26,6 +25,7 @@ from megalith.plan.costs import (
 )
 from megalith.plan.devices import EFFICIENCY, LINK_EFFICIENCY, Device
 from megalith.plan.frozen import first_trained_layer, tables_trained, trained_step_flops
+from megalith.plan.layers.head import head_flops
 from megalith.plan.recompute import layer_spans, recomputed_modules
 from megalith.plan.stages import Stage
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from megalith.checkpoint.keys import (
 from megalith.checkpoint.load import STRICT, Checkpoint, find_latest, open_checkpoint
 from megalith.config.checkpoint import CheckpointConfig, NewRowInit
 from megalith.config.model import ModelConfig
+from megalith.config.plugins import reject_module_names
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import differences as differences_of
 from megalith.config.tree import from_dict, parse_stored_settings
@@ -783,11 +785,12 @@ def _read_configs(checkpoint: Checkpoint) -> tuple[ModelConfig, TokenizerConfig]
     read."""
     try:
         raw = parse_stored_settings(checkpoint.config_text)
-        return from_dict(ModelConfig, raw["model"]), from_dict(
-            TokenizerConfig, raw.get("tokenizer", {})
-        )
+        model = from_dict(ModelConfig, raw["model"])
+        tokenizer = from_dict(TokenizerConfig, raw.get("tokenizer", {}))
     except (yaml.YAMLError, ConfigError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint.path / 'config.yaml'} does not describe a model ({type(error).__name__}: "
             f"{error}). Use a checkpoint that `megalith train` or `megalith convert` wrote."
         ) from error
+    reject_module_names(SimpleNamespace(model=model), str(checkpoint.path))
+    return model, tokenizer

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from megalith.kernels.layer_inputs import LayerCache
+from megalith.kernels.layer_inputs import Attend, AttendOptions, LayerCache, StateStep
 from megalith.kernels.packed import PackedSeqParams
 
 
@@ -93,19 +94,72 @@ class GrowingBuffer:
         return buffer
 
 
+@dataclass(slots=True)
+class DocumentState:
+    """What one layer keeps of one document: keys and values, or a recurrent state."""
+
+    keys: GrowingBuffer
+    values: GrowingBuffer
+    state: Tensor | None = None
+    num_tokens: int = 0
+    """Number of tokens that `state` contains."""
+
+    @property
+    def used(self) -> bool:
+        """Whether anything is stored; layers without attention and state have nothing."""
+        return self.keys.used or self.state is not None
+
+    def holds(self, count: int) -> bool:
+        """Return whether the document can be continued after its first `count` tokens."""
+        if self.state is not None:
+            return count == self.num_tokens
+        return self.keys.holds(count)
+
+    def cut(self, count: int) -> None:
+        """Drop what follows the first `count` tokens, which must be held."""
+        if self.keys.used:
+            self.keys.cut(count)
+            self.values.cut(count)
+
+
 class PackedCache:
-    """KV cache of one layer for the packed documents of one forward pass; a `LayerCache`."""
+    """Cache of one layer for the packed documents of one forward pass; a `LayerCache`."""
 
-    def __init__(self, keys: Sequence[GrowingBuffer], values: Sequence[GrowingBuffer]) -> None:
-        self._keys, self._values = keys, values
+    def __init__(self, documents: Sequence[DocumentState]) -> None:
+        self._documents = documents
 
-    def extend(self, k: Tensor, v: Tensor, seq_params: PackedSeqParams) -> tuple[Tensor, Tensor]:
-        """Append k, v [t, g, d] of the new tokens; returns all that they attend to [t_kv, g, d]."""
+    def attend(
+        self,
+        core: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq_params: PackedSeqParams,
+        **options: Unpack[AttendOptions],
+    ) -> Tensor:
+        """Append k, v [t, g, d]; return the attention of q to all stored tokens."""
         queries = [length for length, _ in seq_params.lengths]
-        return _extend(self._keys, k, queries), _extend(self._values, v, queries)
+        k = _append([document.keys for document in self._documents], k, queries)
+        v = _append([document.values for document in self._documents], v, queries)
+        return core(q, k, v, seq_params, **options)
+
+    def state(
+        self, step: StateStep, x: Tensor, seq_params: PackedSeqParams, *, shape: tuple[int, ...]
+    ) -> Tensor:
+        """Return y of `step(x, state)` and store the new state of each document."""
+        states = [
+            x.new_zeros(shape) if document.state is None else document.state
+            for document in self._documents
+        ]
+        y, new_states = step(x, torch.stack(states))
+        for document, state, (_, keys) in zip(
+            self._documents, new_states, seq_params.lengths, strict=True
+        ):
+            document.state, document.num_tokens = state, keys
+        return y
 
 
-def _extend(buffers: Sequence[GrowingBuffer], rows: Tensor, queries: Sequence[int]) -> Tensor:
+def _append(buffers: Sequence[GrowingBuffer], rows: Tensor, queries: Sequence[int]) -> Tensor:
     parts = [
         buffer.append(part) for buffer, part in zip(buffers, rows.split(list(queries)), strict=True)
     ]
@@ -113,43 +167,38 @@ def _extend(buffers: Sequence[GrowingBuffer], rows: Tensor, queries: Sequence[in
 
 
 class KVCache:
-    """KV cache of several sequences in all layers, by sequence number.
+    """KV cache, or recurrent state, of several sequences in all layers, by sequence number.
 
     `views`: the attention range of each layer, which bounds its cache; unset: all tokens.
     """
 
     def __init__(self, num_layers: int, views: Sequence[AttentionView] = ()) -> None:
         self._views = list(views) or [EVERYTHING] * num_layers
-        self._buffers: dict[int, list[tuple[GrowingBuffer, GrowingBuffer]]] = {}
+        self._documents: dict[int, list[DocumentState]] = {}
 
     def layers(self, sequences: Sequence[int]) -> list[LayerCache]:
         """Return the layer caches for a forward pass over these sequences, in this order."""
         for sequence in sequences:
-            if sequence not in self._buffers:
-                self._buffers[sequence] = [
-                    (GrowingBuffer(view), GrowingBuffer(view)) for view in self._views
+            if sequence not in self._documents:
+                self._documents[sequence] = [
+                    DocumentState(GrowingBuffer(view), GrowingBuffer(view)) for view in self._views
                 ]
-        chosen = [self._buffers[sequence] for sequence in sequences]
-        return [
-            PackedCache([layers[i][0] for layers in chosen], [layers[i][1] for layers in chosen])
-            for i in range(len(self._views))
-        ]
+        by_layer = zip(*(self._documents[sequence] for sequence in sequences), strict=True)
+        return [PackedCache(documents) for documents in by_layer]
 
     def drop(self, sequence: int) -> None:
         """Remove a finished sequence."""
-        self._buffers.pop(sequence, None)
+        self._documents.pop(sequence, None)
 
     def cut(self, sequence: int, count: int) -> bool:
         """Truncate a sequence to its first `count` tokens; if some layer lacks rows for that, drop
         it and return False."""
-        buffers = [
-            buffer for pair in self._buffers.get(sequence, []) for buffer in pair if buffer.used
-        ]
-        if not count or not buffers or not all(buffer.holds(count) for buffer in buffers):
+        documents = [one for one in self._documents.get(sequence, []) if one.used]
+        if not count or not documents or not all(one.holds(count) for one in documents):
             self.drop(sequence)
             return False
-        for buffer in buffers:
-            buffer.cut(count)
+        for document in documents:
+            document.cut(count)
         return True
 
 

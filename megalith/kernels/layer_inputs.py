@@ -1,21 +1,70 @@
-"""`LayerInputs`: what every layer receives besides its activations."""
+"""`LayerInputs`: what every layer receives besides its activations; `LayerCache` and `Attend`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypedDict, Unpack
 
 from torch import Tensor
 
+from megalith.kernels.attention.scores import Scores
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.packed import PackedSeqParams
 from megalith.kernels.replay import MicrobatchRouting, RoutingDecisions
 
 
-class LayerCache(Protocol):
-    """KV cache of one attention module in text generation."""
+class AttendOptions(TypedDict, total=False):
+    """Keyword arguments of `Attend`."""
 
-    def extend(self, k: Tensor, v: Tensor, seq_params: PackedSeqParams) -> tuple[Tensor, Tensor]:
-        """Append k, v [t, g, d] of the current tokens; return those of all tokens of each document
-        [t_kv, g, d]."""
+    scores: Scores
+    sinks: Tensor | None
+    attention_bias: Tensor | None
+    dropout_key: DropoutKey | None
+
+
+class Attend(Protocol):
+    """Softmax attention inside each document, from this rank's tokens to all tokens that they may
+    see, on any rank."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq_params: PackedSeqParams,
+        **options: Unpack[AttendOptions],
+    ) -> Tensor:
+        """q [t, n, d], k [t, g, d], v [t, g, d_v], of this rank's tokens -> [t, n, d_v].
+
+        sinks [n], equal on all ranks that share tokens; each rank computes a partial sum of their
+        gradient, as of every weight.
+        """
+
+
+StateStep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(x [t, ...], state of each document before its tokens) -> (y [t, ...], state after them)."""
+
+
+class LayerCache(Protocol):
+    """Cache of one layer in text generation: keys and values of attention, or the state of a
+    recurrent mixer. The cache decides how they are stored and read."""
+
+    def attend(
+        self,
+        core: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq_params: PackedSeqParams,
+        **options: Unpack[AttendOptions],
+    ) -> Tensor:
+        """Store k, v [t, g, d] of the current tokens, and return the attention of q [t, n, d] to
+        all tokens of each document, as `core` computes it."""
+
+    def state(
+        self, step: StateStep, x: Tensor, seq_params: PackedSeqParams, *, shape: tuple[int, ...]
+    ) -> Tensor:
+        """Return y of `step(x, state)` and store the new state [documents, *shape]; before the
+        first token of a document its state is zero."""
 
 
 class AuxLossScale(NamedTuple):
@@ -59,7 +108,7 @@ class LayerInputs:
     """Documents, position ids and masks of the tokens."""
 
     cache: LayerCache | None = None
-    """KV cache of the layer's self-attention in text generation."""
+    """Cache of the layer's self-attention or recurrent mixer in text generation."""
 
     cross_cache: LayerCache | None = None
     """KV cache of its cross-layer attention."""

@@ -2,6 +2,7 @@
 tensor-parallel group."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -62,9 +63,8 @@ class Attention(nn.Module):
             self.apply_rope(k, inputs),
             v.unflatten(-1, (g, d)),
         )
-        if inputs.cache is not None:
-            k, v = inputs.cache.extend(k, v, inputs.seq_params)
-        heads = self.core(
+        attend = self.core if inputs.cache is None else partial(inputs.cache.attend, self.core)
+        heads = attend(
             q,
             k,
             v,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention.mask import AttentionMask
 from megalith.kernels.attention.scores import Scores
-from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.kernels.packed import with_masks
 from megalith.nn.attention import output_linear
 from megalith.nn.build import BuildContext
@@ -91,10 +92,18 @@ class CrossAttentionBase(nn.Module):
         g = self.num_kv_heads
         return EncodedKeys(k.unflatten(-1, (g, -1)), v.unflatten(-1, (g, -1)), inputs)
 
-    def attend(self, x: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> Tensor:
+    def attend(
+        self,
+        x: Tensor,
+        k: Tensor,
+        v: Tensor,
+        inputs: LayerInputs,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
         """x [t, h], k and v [t_kv, g, d]; inputs: of both -> [t, h]."""
         q = self.queries(x).unflatten(-1, (self.num_heads, -1))
-        heads = self.core(
+        attend = self.core if cache is None else partial(cache.attend, self.core)
+        heads = attend(
             q, k, v, inputs.seq_params, scores=self.scores, dropout_key=inputs.dropout_key
         )
         return self.out(heads.flatten(1))
@@ -154,9 +163,7 @@ class CrossLayerAttention(CrossAttentionBase):
             "the model must set the cross-layer source in inputs.encoder_hidden"
         )
         k, v, _ = self.encode_keys(inputs.encoder_hidden, inputs)
-        if inputs.cross_cache is not None:
-            k, v = inputs.cross_cache.extend(k, v, inputs.seq_params)
-        return self.attend(x, k, v, inputs)
+        return self.attend(x, k, v, inputs, inputs.cross_cache)
 
 
 def across(inputs: LayerInputs, encoder_inputs: LayerInputs) -> LayerInputs:

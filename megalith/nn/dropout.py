@@ -3,18 +3,18 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Unpack
 
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.attention.scores import PLAIN, Scores, WeightDropout
-from megalith.kernels.dropout import DropoutKey, dropout, key_of
-from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.attention.scores import PLAIN, WeightDropout
+from megalith.kernels.dropout import dropout, key_of
+from megalith.kernels.layer_inputs import Attend, AttendOptions, LayerInputs
 from megalith.kernels.packed import PackedSeqParams
 from megalith.nn.build import BuildContext
 from megalith.parallel import recompute as recomputation
-from megalith.parallel.context import Attend, build_attend
+from megalith.parallel.context import build_attend
 from megalith.plan.recompute import recomputed_modules
 from megalith.plan.shards import split_evenly, split_heads
 
@@ -72,26 +72,15 @@ class AttentionWithDropout:
         k: Tensor,
         v: Tensor,
         seq_params: PackedSeqParams,
-        *,
-        scores: Scores = PLAIN,
-        sinks: Tensor | None = None,
-        attention_bias: Tensor | None = None,
-        dropout_key: DropoutKey | None = None,
+        **options: Unpack[AttendOptions],
     ) -> Tensor:
         """Call `core` with the dropout settings in `scores`."""
+        dropout_key = options.get("dropout_key")
         if dropout_key is not None:
             place = key_of(dropout_key.seed, "dropout", self.place, self.layer)
-            scores = replace(scores, dropout=WeightDropout(self.p, place, self.first_head))
-        return self.core(
-            q,
-            k,
-            v,
-            seq_params,
-            scores=scores,
-            sinks=sinks,
-            attention_bias=attention_bias,
-            dropout_key=dropout_key,
-        )
+            weight_dropout = WeightDropout(self.p, place, self.first_head)
+            options["scores"] = replace(options.get("scores", PLAIN), dropout=weight_dropout)
+        return self.core(q, k, v, seq_params, **options)
 
 
 def build_core_attention(
@@ -154,31 +143,23 @@ class RecomputedCore:
         k: Tensor,
         v: Tensor,
         seq_params: PackedSeqParams,
-        *,
-        scores: Scores = PLAIN,
-        sinks: Tensor | None = None,
-        attention_bias: Tensor | None = None,
-        dropout_key: DropoutKey | None = None,
+        **options: Unpack[AttendOptions],
     ) -> Tensor:
         """Save q, k, v, made contiguous, because values are a view of a larger tensor that would be
         kept alive."""
-        tensors = [x.contiguous() for x in (k, v, sinks) if x is not None]
-        arguments = {
-            "scores": scores,
-            "attention_bias": attention_bias,
-            "dropout_key": dropout_key,
-        }
-        return recomputation.recompute(
-            partial(self._attend, seq_params, arguments), q, *tensors, check=self.check
-        )
+        tensors = [x.contiguous() for x in (k, v, options.get("sinks")) if x is not None]
+        run = partial(self._attend, seq_params, options)
+        return recomputation.recompute(run, q, *tensors, check=self.check)
 
     def _attend(
         self,
         seq_params: PackedSeqParams,
-        arguments: dict[str, Any],  # keyword arguments of `Attend`
+        options: AttendOptions,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *sinks: Tensor,
     ) -> Tensor:
-        return self.core(q, k, v, seq_params, sinks=sinks[0] if sinks else None, **arguments)
+        if sinks:
+            options = {**options, "sinks": sinks[0]}
+        return self.core(q, k, v, seq_params, **options)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import RecomputeConfig
+from megalith.config.plugins import load_plugin
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.recomputed import (
     register_checked_recompute,
@@ -180,6 +181,11 @@ def _build_attention(name: str, config: ModelConfig, context: BuildContext) -> n
     """Build a layer's attention or its linear replacement."""
     if config.attention_part(context.layer) == "linear":
         return LinearReplacement(name, config, context, bias=config.output_bias)
+    if config.plugins.attention is not None:
+        attention: nn.Module = load_plugin("attention", config.plugins.attention)(
+            name, config, context
+        )
+        return attention
     if config.mla is None:
         return Attention(name, config, context)
     return LatentAttention(name, config, context)
@@ -191,6 +197,9 @@ def _build_mlp(name: str, config: ModelConfig, context: BuildContext) -> nn.Modu
         return MoE(f"{name}.moe", config, config.moe, context)
     if config.mlp_part(context.layer) == "linear":
         return LinearReplacement(f"{name}.mlp", config, context, bias=config.mlp_bias)
+    if config.plugins.mlp is not None:
+        mlp: nn.Module = load_plugin("mlp", config.plugins.mlp)(f"{name}.mlp", config, context)
+        return mlp
     return build_mlp(f"{name}.mlp", config, context)
 
 
@@ -286,4 +295,7 @@ def block_of_layer(config: ModelConfig, layer: int) -> type[Layer]:
         return MLPBlock
     if config.mlp_part(layer) == "none":
         return AttentionBlock
+    if config.plugins.block is not None:
+        plugin: type[Layer] = load_plugin("block", config.plugins.block)
+        return plugin
     return CrossBlock if config.uses_cross_layer_source(layer) else BLOCKS[config.block]

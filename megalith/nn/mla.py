@@ -9,15 +9,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config.model import MLAConfig, ModelConfig
 from megalith.kernels.attention.scores import Scores
-from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.layer_inputs import AttendOptions, LayerInputs
 from megalith.kernels.linear import einsum
+from megalith.kernels.packed import PackedSeqParams
 from megalith.nn.attention import output_linear, scores_of_layer
 from megalith.nn.build import BuildContext
 from megalith.nn.dropout import build_core_attention
@@ -33,11 +34,8 @@ from megalith.plan.shards import Shard, split_evenly
 class LatentInputs(NamedTuple):
     """Inputs of latent attention: t query tokens, t_kv key tokens."""
 
-    q_plain: Tensor
-    """[t, n, nope_dim]: the part of the queries without position embedding."""
-
-    q_rotated: Tensor
-    """[t, n, rope_dim]: the rotated part of the queries."""
+    q: Tensor
+    """[t, n, nope_dim + rope_dim]: queries; the last features are rotated."""
 
     latent: Tensor
     """[t_kv, r]: the latent vectors; in training in the layout of `tp_comm`."""
@@ -46,20 +44,29 @@ class LatentInputs(NamedTuple):
     """[t_kv, 1, rope_dim]: the rotated key that all heads share."""
 
 
-LatentForm = Callable[["LatentAttention", LatentInputs, LayerInputs], Tensor]
+LatentForm = Callable[["LatentAttention", LatentInputs, PackedSeqParams, AttendOptions], Tensor]
 """Computes the heads' outputs [t, n, value_dim]; `expanded` and `absorbed` give the same result."""
 
 
-def expanded(layer: "LatentAttention", parts: LatentInputs, inputs: LayerInputs) -> Tensor:
+def expanded(
+    layer: "LatentAttention",
+    parts: LatentInputs,
+    seq_params: PackedSeqParams,
+    options: AttendOptions,
+) -> Tensor:
     """Compute attention with keys and values of each head, projected from the latent vectors."""
     kv = layer.kv_up(parts.latent).unflatten(-1, (layer.num_heads, -1))
     k_plain, v = kv.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=-1)
-    q = torch.cat([parts.q_plain, parts.q_rotated], dim=-1)
     k = torch.cat([k_plain, parts.k_rotated.expand(-1, layer.num_heads, -1)], dim=-1)
-    return layer.attend(q, k, v, inputs)
+    return layer.core(parts.q, k, v, seq_params, **options)
 
 
-def absorbed(layer: "LatentAttention", parts: LatentInputs, inputs: LayerInputs) -> Tensor:
+def absorbed(
+    layer: "LatentAttention",
+    parts: LatentInputs,
+    seq_params: PackedSeqParams,
+    options: AttendOptions,
+) -> Tensor:
     """Compute attention with the latent vectors as keys and values of all heads.
 
     The key projection is applied to the queries, the value projection to the output.
@@ -67,11 +74,12 @@ def absorbed(layer: "LatentAttention", parts: LatentInputs, inputs: LayerInputs)
     (weight,) = layer.kv_up.accumulated_parameters()
     up = weight.unflatten(0, (layer.num_heads, -1))
     up_keys, up_values = up.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=1)
-    q = torch.cat([einsum("tnd,ndr->tnr", parts.q_plain, up_keys), parts.q_rotated], dim=-1)
+    q_plain, q_rotated = parts.q.split([layer.sizes.nope_dim, layer.sizes.rope_dim], dim=-1)
+    q = torch.cat([einsum("tnd,ndr->tnr", q_plain, up_keys), q_rotated], dim=-1)
     both = torch.cat([parts.latent.unsqueeze(1), parts.k_rotated], dim=-1)
     # Values include the few rotated features, unused: torch's fused kernel requires values as wide
     # as keys.
-    attended_latent = layer.attend(q, both, both, inputs)[..., : layer.sizes.kv_rank]
+    attended_latent = layer.core(q, both, both, seq_params, **options)[..., : layer.sizes.kv_rank]
     return einsum("tnr,nvr->tnv", attended_latent, up_values)
 
 
@@ -186,34 +194,35 @@ class LatentAttention(nn.Module):
         """Compute the heads' outputs: latent vectors of queries, or x, [t, rq], those of keys and
         values [t, r] and the shared key [t, rope_dim], all in the layout of `tp_comm` -> [t, n,
         value_dim] of all tokens."""
-        form: LatentForm = expanded
         q = self.queries[-1](short).unflatten(-1, (self.num_heads, -1))
         q_plain, q_rotated = q.split([self.sizes.nope_dim, self.sizes.rope_dim], dim=-1)
         k_rotated = self.apply_rope(
             self.tp_comm.prepare_input(k_rotated.contiguous()).unsqueeze(1), inputs
         )
-        if inputs.cache is not None:
-            k_rotated, cached = inputs.cache.extend(
-                k_rotated, latent.unsqueeze(1), inputs.seq_params
-            )
-            latent, form = cached.squeeze(1), self.reading(self.sizes, inputs.seq_params.lengths)
-        return form(
-            self,
-            LatentInputs(q_plain, self.apply_rope(q_rotated, inputs), latent, k_rotated),
-            inputs,
-        )
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> Tensor:
-        """Softmax attention of the local heads: q [t, n, d], k, v [t_kv, g, d] -> [t, n, d]."""
-        return self.core(
-            q,
-            k,
-            v,
-            inputs.seq_params,
+        q = torch.cat([q_plain, self.apply_rope(q_rotated, inputs)], dim=-1)
+        options = AttendOptions(
             scores=self.scores,
             attention_bias=inputs.attention_bias,
             dropout_key=inputs.dropout_key,
         )
+        if inputs.cache is None:
+            parts = LatentInputs(q, latent, k_rotated)
+            return expanded(self, parts, inputs.seq_params, options)
+        return inputs.cache.attend(
+            self._attend_cached, q, k_rotated, latent.unsqueeze(1), inputs.seq_params, **options
+        )
+
+    def _attend_cached(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq_params: PackedSeqParams,
+        **options: Unpack[AttendOptions],
+    ) -> Tensor:
+        """Attention to cached tokens, as an `Attend`: k [t_kv, 1, rope_dim], v [t_kv, 1, r]."""
+        form = self.reading(self.sizes, seq_params.lengths)
+        return form(self, LatentInputs(q, v.squeeze(1), k), seq_params, options)
 
 
 def latent_scores(config: ModelConfig, index: int) -> Scores:

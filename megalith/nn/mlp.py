@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
+from megalith.config.plugins import load_plugin
 from megalith.kernels.activation import GatedActivation, activate, gated, swiglu
 from megalith.kernels.backend import AUTO, Backends
 from megalith.kernels.layer_inputs import LayerInputs
@@ -98,6 +99,9 @@ def build_activation(config: ModelConfig, context: BuildContext) -> Inner:
 
 def choose_activation(config: ModelConfig, backends: Backends = AUTO) -> Callable[[Tensor], Tensor]:
     """Return the activation between the matmuls that the config describes."""
+    if config.plugins.activation is not None:
+        plugin: Callable[[Tensor], Tensor] = load_plugin("activation", config.plugins.activation)
+        return plugin
     if not config.gated:
         return partial(backends.bind("activation", activate), activation=config.activation)
     gate = GatedActivation(config.activation, config.activation_clamp, config.up_offset)

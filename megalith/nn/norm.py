@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
+from megalith.config.plugins import load_plugin
 from megalith.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megalith.kernels.recomputed import RegisterRecompute
 from megalith.nn.build import BuildContext
@@ -136,7 +137,9 @@ def build_norm(
 ) -> Norm:
     """Build the model's norm over `size` features; `eps`: default that of the model; `invariant`:
     default that of `tp_comm`. `again`: see `Norm`."""
-    return NORMS[config.norm](
+    plugin = config.plugins.norm
+    kind = NORMS[config.norm] if plugin is None else load_plugin("norm", plugin)
+    norm: Norm = kind(
         name,
         size,
         config,
@@ -145,6 +148,7 @@ def build_norm(
         invariant=context.tp_comm.invariant if invariant is None else invariant,
         again=again,
     )
+    return norm
 
 
 def _norm_functions(

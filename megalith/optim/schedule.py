@@ -18,6 +18,7 @@ from megalith.config.optim import (
     WeightDecayStyle,
     WsdDecayStyle,
 )
+from megalith.config.plugins import load_plugin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,8 @@ def learning_rate(schedule: ScheduleConfig, samples: int, lengths: ScheduleLengt
     minus_sqrt: Hägele et al. 2024, arXiv:2405.18392, section 3; of cosine: Loshchilov and Hutter
     2016, arXiv:1608.03983.
     """
+    if schedule.plugin is not None:
+        return float(load_plugin("schedule", schedule.plugin)(schedule, samples, lengths))
     high, low = schedule.lr, schedule.min_lr
     if samples <= lengths.warmup and lengths.warmup > 0:
         return schedule.warmup_init + (high - schedule.warmup_init) * samples / lengths.warmup

@@ -18,7 +18,7 @@ Fang and Zhao 2024, arXiv:2405.07719; gather: Llama 3, arXiv:2407.21783, section
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
+from typing import Any, ClassVar, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ from megalith.kernels.attention.split_kv import (
 )
 from megalith.kernels.backend import AUTO, Backends
 from megalith.kernels.dropout import DropoutKey, DroppedWeights
+from megalith.kernels.layer_inputs import Attend
 from megalith.kernels.packed import ContextShard, PackedSeqParams, TokenPermutation
 from megalith.parallel.collectives import Moves, all_gather, all_to_all
 from megalith.parallel.group import Group
@@ -58,29 +59,6 @@ from megalith.parallel.tensor_overlap import PendingCollective, start_ring_excha
 from megalith.plan.context import KeySpans, Slicing, kind_of_layer
 
 Pair = TypeVar("Pair", DroppedWeights, PairBiases, PairMask)
-
-
-class Attend(Protocol):
-    """Softmax attention inside each document, from this rank's tokens to all tokens that they may
-    see, on any rank."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        seq_params: PackedSeqParams,
-        *,
-        scores: Scores = PLAIN,
-        sinks: Tensor | None = None,
-        attention_bias: Tensor | None = None,
-        dropout_key: DropoutKey | None = None,
-    ) -> Tensor:
-        """q [t, n, d], k [t, g, d], v [t, g, d_v], of this rank's tokens -> [t, n, d_v].
-
-        sinks [n], equal on all ranks that share tokens; each rank computes a partial sum of their
-        gradient, as of every weight.
-        """
 
 
 def build_attend(

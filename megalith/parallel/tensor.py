@@ -27,8 +27,7 @@ from megalith.parallel.cross_entropy import (
     IDENTITY_LOGITS,
     LogitTransform,
     linear_cross_entropy,
-    recomputed_cross_entropy,
-    recomputed_cross_entropy_with_stats,
+    linear_cross_entropy_with_stats,
     token_losses,
 )
 from megalith.parallel.group import Group
@@ -404,17 +403,15 @@ class VocabParallelHead(nn.Module):
 
     @property
     def reads_table_again(self) -> bool:
-        """Whether the backward of `loss` reads the table: true for the reference loss and for
-        losses that recompute logits."""
+        """Whether the backward of `loss` reads the table: true for the reference loss, for losses
+        that recompute logits and for those of plug-ins."""
         loss_fn: Callable[..., object] = self.summed_loss
         keywords: dict[str, object] = {}
         while isinstance(loss_fn, LossWithLogitStats | with_arguments):
             keywords |= loss_fn.keywords if isinstance(loss_fn, with_arguments) else {}
             loss_fn = loss_fn.func if isinstance(loss_fn, with_arguments) else loss_fn.compute
-        return (
-            loss_fn in (recomputed_cross_entropy, recomputed_cross_entropy_with_stats)
-            or keywords.get("kernel") == "reference"
-        )
+        saves_gradients = loss_fn in (linear_cross_entropy, linear_cross_entropy_with_stats)
+        return not saves_gradients or keywords.get("kernel") == "reference"
 
     def share_weight(self) -> "VocabParallelHead":
         """Return a head with the same parameter for one more use in a forward pass; data

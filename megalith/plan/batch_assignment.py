@@ -20,8 +20,9 @@ from megalith.config.model import AttentionConfig, ModelConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.config.train import LoopConfig
 from megalith.errors import DataError, PlanError
-from megalith.plan.costs import pairs_seen, step_flops
+from megalith.plan.costs import step_flops
 from megalith.plan.grid import divisors
+from megalith.plan.layers.base import pairs_seen
 from megalith.plan.packing import pack_in_order
 from megalith.plan.schedule import effective_pipeline, schedule_name, schedule_problems
 

@@ -4,19 +4,19 @@ In the formulas: h hidden_size, L layers, n heads, g KV heads, d head dim, f ffn
 vocabulary.
 """
 
-from collections import Counter
-from dataclasses import dataclass
-from typing import NamedTuple
-
-from megalith.config.model import AttentionConfig, ModelConfig
+from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
+from megalith.plan.layers import LAYER_KINDS, branches
+from megalith.plan.layers.base import DocumentCounts, HeldParameter, LayerRank
+from megalith.plan.layers.cross_attention import source_norm_parameters
+from megalith.plan.layers.embedding import bias_table
+from megalith.plan.layers.head import head_flops
+from megalith.plan.layers.mtp import mtp_projection_flops
 from megalith.plan.parameters import (
-    HeldParameter,
-    bias_table,
+    count_equal_layers,
     distinct_ranks,
     held_parameters,
     layer_parameters,
-    memory_norm,
 )
 
 
@@ -41,9 +41,9 @@ def _held(config: ModelConfig, tp: int, rank: int) -> int:
     if (
         config.positions == "relative" and not config.mtp.num_layers
     ):  # with MTP layers, `ends` contains it
-        numel += bias_table(config, tp=tp, tp_rank=rank).numel
-    numel += sum(one.numel for one in memory_norm(config))
-    for first, count in _kinds(config).items():
+        numel += bias_table(config, LayerRank(tp, rank)).numel
+    numel += sum(one.numel for one in source_norm_parameters(config))
+    for first, count in count_equal_layers(config).items():
         held = layer_parameters(config, first, tp=tp, tp_rank=rank)
         numel += count * sum(one.numel for one in held if one.counts)
     return numel
@@ -62,16 +62,6 @@ def active_parameters(config: ModelConfig) -> int:
         if one.grid == "expert"
     )
     return num_parameters(config) - routed // moe.num_experts * (moe.num_experts - moe.top_k)
-
-
-def _kinds(config: ModelConfig) -> dict[int, int]:
-    """Return the number of layers with the same parameters, by the first such layer."""
-    firsts: dict[tuple[ModelConfig, bool, bool], int] = {}
-    counts: Counter[int] = Counter()
-    for layer in range(config.num_layers):
-        kind = config.at(layer), config.has_experts(layer), config.uses_cross_layer_source(layer)
-        counts[firsts.setdefault(kind, layer)] += 1
-    return counts
 
 
 # --- operations
@@ -94,7 +84,7 @@ def step_flops(
     Narayanan et al. 2021, arXiv:2104.04473, appendix; there attention is counted without the causal
     mask.
     """
-    seen = _DocumentCounts(tokens, squared_lengths, windowed)
+    seen = DocumentCounts(tokens, squared_lengths, windowed)
     layers = sum(_layer_flops(config, layer, seen) for layer in range(config.num_layers))
     return layers + _mtp_flops(config, seen) + head_flops(config, tokens)
 
@@ -108,12 +98,7 @@ def layer_flops(
     windowed: int | None = None,
 ) -> int:
     """Return the model FLOPs of one layer, by its global number."""
-    return _layer_flops(config, layer, _DocumentCounts(tokens, squared_lengths, windowed))
-
-
-def head_flops(config: ModelConfig, tokens: int) -> int:
-    """Return the model FLOPs of the output head, without padded vocabulary rows."""
-    return 6 * tokens * config.hidden_size * config.vocab_size
+    return _layer_flops(config, layer, DocumentCounts(tokens, squared_lengths, windowed))
 
 
 def attention_flops(
@@ -124,9 +109,8 @@ def attention_flops(
     squared_lengths: int,
     windowed: int | None = None,
 ) -> int:
-    """Return the model FLOPs of a layer's core attention: 6 · pairs · n · (d + d_v); once more,
-    without a window, with cross-layer attention."""
-    return _core_flops(config, layer, _DocumentCounts(tokens, squared_lengths, windowed))
+    """Return the model FLOPs of a layer's core attention, with that of cross-layer attention."""
+    return core_flops(config, layer, DocumentCounts(tokens, squared_lengths, windowed))
 
 
 def latent_flops(
@@ -167,64 +151,23 @@ def shared_flops(config: ModelConfig, layer: int, tokens: int) -> int:
     return 6 * tokens * _active_matrix_elements(config, layer, "moe.shared")
 
 
-def pairs_in_window(length: int, window: int, *, chunked: bool = False) -> int:
-    """Return twice the number of (query, key) pairs of a document with a causal window of `window`
-    tokens, or with chunks of `window` tokens if `chunked`.
-
-    Doubled to be comparable with length², in which a token's own pair counts half; never more than
-    length². Attention that is not causal has twice as many pairs.
-
-    >>> [pairs_in_window(5, window) for window in (1, 2, 4, 5, 9)]
-    [10, 18, 25, 25, 25]
-    >>> [pairs_in_window(5, window, chunked=True) for window in (1, 2, 4, 5, 9)]
-    [5, 9, 17, 25, 25]
-    """
-    inside = min(window, length)
-    if chunked:
-        return length // inside * inside**2 + (length % inside) ** 2
-    return min(length**2, inside * (inside + 1) + 2 * inside * (length - inside))
+def _layer_flops(config: ModelConfig, layer: int, seen: DocumentCounts) -> int:
+    matrices = 6 * seen.tokens * _active_matrix_elements(config, layer)
+    return matrices + core_flops(config, layer, seen)
 
 
-def pairs_seen(length: int, kind: AttentionConfig) -> int:
-    """Return `pairs_in_window` of an attention config; the mean of both sides if the right side
-    differs."""
-    if kind.window is None:
-        return length**2
-    before = pairs_in_window(length, kind.window, chunked=kind.chunked)
-    if kind.causal or kind.window_right is None:
-        return before
-    return (before + pairs_in_window(length, kind.window_right + 1)) // 2
-
-
-class _DocumentCounts(NamedTuple):
-    """Token counts of some documents."""
-
-    tokens: int
-    squared_lengths: int
-    windowed: int | None
-
-    def doubled_pairs(self, kind: AttentionConfig | None) -> int:
-        """Return twice the number of query-key pairs; None: of a layer without a window."""
-        if kind is None or self.tokens == 0 or self.squared_lengths == 0:
-            return self.squared_lengths
-        if self.windowed is not None:
-            return self.windowed
-        typical = max(1, round(self.squared_lengths / self.tokens))
-        pairs = pairs_seen(typical, kind)
-        return min(self.squared_lengths, round(pairs * self.tokens / typical))
-
-
-def _layer_flops(config: ModelConfig, layer: int, seen: _DocumentCounts) -> int:
-    return 6 * seen.tokens * _active_matrix_elements(config, layer) + _core_flops(
-        config, layer, seen
+def core_flops(config: ModelConfig, layer: int, seen: DocumentCounts) -> int:
+    """Return the model FLOPs of a layer other than those of its matrices: of core attention."""
+    return sum(
+        LAYER_KINDS[branch.kind].core_flops(branch, seen) for branch in branches(config, layer)
     )
 
 
-def _mtp_flops(config: ModelConfig, seen: _DocumentCounts) -> int:
+def _mtp_flops(config: ModelConfig, seen: DocumentCounts) -> int:
     """Return the model FLOPs of the MTP layers."""
-    h, last = config.hidden_size, config.num_layers - 1
-    own = 6 * seen.tokens * 2 * h * h + head_flops(config, seen.tokens)
-    return config.mtp.num_layers * (own + _layer_flops(config, last, seen))
+    own = mtp_projection_flops(config, seen.tokens) + head_flops(config, seen.tokens)
+    last = _layer_flops(config, config.num_layers - 1, seen)
+    return config.mtp.num_layers * (own + last)
 
 
 def _active_matrix_elements(config: ModelConfig, layer: int, inside: str = "") -> int:
@@ -239,15 +182,6 @@ def met(config: ModelConfig, one: HeldParameter) -> int:
     if config.moe is None or one.grid == "dense":
         return one.numel
     return one.numel // config.moe.num_experts * config.moe.top_k
-
-
-def _core_flops(config: ModelConfig, layer: int, seen: _DocumentCounts) -> int:
-    own = seen.doubled_pairs(config.attention if config.has_window(layer) else None)
-    pairs = own * (config.attention_part(layer) == "full") + seen.doubled_pairs(
-        None
-    ) * config.uses_cross_layer_source(layer)
-    pairs = pairs if config.attention.causal else 2 * pairs
-    return 3 * pairs * config.num_heads * (config.key_size() + config.value_size())
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
@@ -269,23 +203,6 @@ def model_flops_utilization(
     Source: Chowdhery et al. 2022, arXiv:2204.02311, section 4.1.
     """
     return tflops_per_device(flops, seconds=seconds, devices=devices) / peak_tflops
-
-
-@dataclass(frozen=True, slots=True)
-class _Widths:
-    """Bytes per parameter or activation of one precision."""
-
-    value: int  # weights and activations
-    sums: int  # accumulation dtype: gradients, moments, statistics and logits
-    master: int
-
-
-WIDTHS = {
-    "fp32": _Widths(4, 4, 0),
-    "bf16": _Widths(2, 4, 4),
-    "fp16": _Widths(2, 4, 4),
-    "fp64": _Widths(8, 8, 0),
-}
 
 
 CHUNK_LOGITS = 1 << 21

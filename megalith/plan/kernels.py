@@ -361,14 +361,15 @@ def describe_kernels(
                 if backend_name != "auto"
                 else _select_automatic(op, run, device, missing)
             )
-        words.append(f"{op} {chosen}")
-        for reason in op_reasons.values():
-            reasons.setdefault(reason, []).append(op)
+        words.append(f"{op}={chosen}")
+        for name, reason in op_reasons.items():
+            reasons.setdefault(f"not use {name}: {reason}", []).append(op)
     switch = default_backend(run.kernels)
-    compiled = " (layers compiled by torch)" if run.train.compile else ""
-    lines = [f"kernels: {switch}{compiled}: {', '.join(words)}"]
+    compiled = ", layers compiled by torch" if run.train.compile else ""
+    lines = [f"kernels ({switch}{compiled}): {', '.join(words)}"]
     return lines + [
-        f"kernels: {', '.join(ops)} fall back: {reason}" for reason, ops in reasons.items()
+        f"kernels: {', '.join(ops)} {'does' if len(ops) == 1 else 'do'} {reason}"
+        for reason, ops in reasons.items()
     ]
 
 
@@ -389,10 +390,13 @@ def _select_automatic(
         if reason is None:
             usable.append(backend.name)
         elif op not in ("attention", "experts"):
-            op_reasons[backend.name] = f"{backend.name}: {reason}"
+            op_reasons[backend.name] = reason
     if op == "attention" and run.parallel.cp > 1:
-        return "split_kv across ranks", {}
-    return " or ".join(usable) or "torch", op_reasons
+        return "split_kv with context parallelism", {}
+    if len(usable) < 2:
+        return (usable or ["torch"])[0], op_reasons
+    varies = "document length" if op == "attention" else "number of tokens"
+    return f"{', '.join(usable[:-1])} or {usable[-1]} by {varies}", op_reasons
 
 
 def list_backend_specs() -> list[tuple[Op, BackendName, str, str]]:

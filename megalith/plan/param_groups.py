@@ -10,8 +10,14 @@ from megalith.config.model import ModelConfig
 from megalith.config.optim import GroupConfig, OptimConfig, ScheduleConfig, matches_any_pattern
 from megalith.config.train import TrainRun
 from megalith.errors import did_you_mean
-from megalith.plan.frozen import first_trained_layer, trained_names, with_adapters
-from megalith.plan.parameters import HeldParameter, ParameterRates, held_parameters, mup_factors
+from megalith.plan.frozen import first_trained_layer, trained_names
+from megalith.plan.layers.base import HeldParameter
+from megalith.plan.layers.lora import with_adapters
+from megalith.plan.parameters import (
+    ParameterRates,
+    held_parameters,
+    mup_factors,
+)
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megalith.config.data import DataConfig
+from megalith.config.plugins import reject_module_names
 from megalith.config.train import TrainRun, load_run
 from megalith.config.tree import Override, apply_overrides
 from megalith.errors import ConfigError, did_you_mean
@@ -141,9 +142,12 @@ def resolve_run(target: str, overrides: Mapping[str, Override]) -> TrainRun:
     line it may be any folder.
 
     Raises:
-        ConfigError: as `resolve` and `apply_overrides`, or the file sets another cache folder.
+        ConfigError: as `resolve` and `apply_overrides`, or the file sets another cache folder or
+            names a module of a plug-in.
     """
     run = apply_overrides(resolve(target), overrides)
+    if target not in recipes():
+        reject_module_names(run, target, overrides.keys())
     if (
         target in recipes()
         or run.data.cache_path is None

@@ -12,6 +12,7 @@ from megalith.config.fields import range_problems
 from megalith.config.lora import lora_problems
 from megalith.config.optim import optim_problems
 from megalith.config.parallel import MAX_STAGES
+from megalith.config.plugins import plugin_problems
 from megalith.config.tokenizer import tokenizer_problems
 from megalith.config.train import CALLBACK_GROUP, TrainRun
 from megalith.errors import did_you_mean, raise_all
@@ -82,7 +83,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
     size."""
     p, t = run.parallel, run.train
     counts = count_problems(run)
-    problems = counts + range_problems(run, kinds=(float,))
+    problems = counts + range_problems(run, kinds=(float,)) + plugin_problems(run)
     if not counts:
         packed = t.tokens_per_microbatch is not None  # checked by budget_problems
         problems += context_problems(p, run.model, seq_len=2 * p.cp * p.tp if packed else t.seq_len)
@@ -498,6 +499,25 @@ def check_per_layer_metrics(run: TrainRun, world: int) -> str | None:
     )
 
 
+def check_loss_plugin_options(run: TrainRun, world: int) -> str | None:
+    """A loss plug-in replaces cross-entropy, with all options of it."""
+    train = run.train
+    options = {
+        "train.label_smoothing": (train.label_smoothing, 0.0),
+        "train.z_loss": (train.z_loss, 0.0),
+        "train.loss_chunk": (train.loss_chunk, None),
+        "train.loss_backward": (train.loss_backward, "kept"),
+        "observe.max_logit": (run.observe.max_logit, False),
+    }
+    used = [f"{name}={value}" for name, (value, default) in options.items() if value != default]
+    if train.loss_plugin is None or not used:
+        return None
+    return (
+        f"train.loss_plugin={train.loss_plugin} with {', '.join(used)}: these options belong to "
+        "the built-in loss. Remove them, or train.loss_plugin."
+    )
+
+
 def check_callbacks_are_installed(run: TrainRun, world: int) -> str | None:
     """Callbacks in the settings are entry points: a settings file imports no other code."""
     if not run.train.callbacks:
@@ -537,6 +557,7 @@ RULES: tuple[Rule, ...] = (
     check_compile_without_tp_and_cp,
     check_compile_without_experts,
     check_compile_without_split_backward,
+    check_loss_plugin_options,
     check_explicit_backends,
     check_zero3_chunks_share_no_table,
     check_eval_steps,

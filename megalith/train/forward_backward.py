@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.parallel import PipelineConfig
+from megalith.config.plugins import load_plugin
 from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
 from megalith.errors import raise_all
@@ -61,6 +62,9 @@ def build_head_loss(run: TrainRun, backends: Backends) -> Callable[..., Tensor]:
     """Return the loss function of one output head; it records logit statistics if the run logs
     them."""
     train = run.train
+    if train.loss_plugin is not None:
+        plugin: Callable[..., Tensor] = load_plugin("loss", train.loss_plugin)
+        return plugin
     loss_kwargs: dict[str, Any] = (
         {"smoothing": train.label_smoothing} if train.label_smoothing else {}
     )  # Any: keyword arguments

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.optim import OptimConfig
+from megalith.config.plugins import load_plugin
 from megalith.config.train import TrainRun
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn.init import init_param_
@@ -34,7 +35,10 @@ from megalith.train.moe import update_expert_biases, update_quantile_offsets
 def build_optimizer(
     weights: Sequence[tuple[Shard, Tensor]], config: OptimConfig, rates: RatesOf = equal_rates
 ) -> Optimizer:
-    """Build the optimizer of `optim.kind` over these shards; `rates`: factors of each parameter."""
+    """Build the optimizer over these shards; `rates`: factors of each parameter."""
+    if config.plugin is not None:
+        optimizer: Optimizer = load_plugin("optimizer", config.plugin)(weights, config, rates)
+        return optimizer
     return SGD(weights, config, rates) if config.kind == "sgd" else AdamW(weights, config, rates)
 
 

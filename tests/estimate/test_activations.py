@@ -33,15 +33,10 @@ from megalith.config.parallel import (
     RecomputeConfig,
     RecomputedModule,
 )
-from megalith.estimate import activations
 from megalith.estimate.activations import (
-    ActivationSetting,
-    SavedTensor,
-    attention_backend,
     layer_rows,
     peak_copied_back,
     stage_activations,
-    total,
 )
 from megalith.estimate.advise import savings
 from megalith.kernels import routing
@@ -60,7 +55,14 @@ from megalith.parallel.offload import OffloadedStorage
 from megalith.plan.closed_forms import GptLayer, gpt_layer_bytes
 from megalith.plan.context import plan_slices
 from megalith.plan.grid import model_grid
-from megalith.plan.parameters import ExpertPart
+from megalith.plan.layers import core_attention
+from megalith.plan.layers.base import (
+    ExpertPart,
+    LayerSetting,
+    SavedActivation,
+    total,
+)
+from megalith.plan.layers.core_attention import attention_backend
 from megalith.plan.stages import plan_stages
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -103,7 +105,7 @@ DOCUMENTS = {
 }
 
 
-def measure(setting: ActivationSetting, rank: int = 0, world: int = 1) -> tuple[int, Counter[str]]:
+def measure(setting: LayerSetting, rank: int = 0, world: int = 1) -> tuple[int, Counter[str]]:
     """Bytes kept after one forward pass, and by region; all of it must go with backward."""
     context = ContextConfig(
         kind=setting.context, a2a=setting.a2a if setting.context == "a2a+ring" else None
@@ -181,7 +183,7 @@ def equally_busy(forced: bool) -> Iterator[None]:
         yield
 
 
-def expected(setting: ActivationSetting) -> Counter[str]:
+def expected(setting: LayerSetting) -> Counter[str]:
     """The ledger by region, as the meter names them; multi-token predictions by the whole of
     them."""
     kept = stage_activations(setting, num_layers=setting.model.num_layers)
@@ -196,12 +198,12 @@ def expected(setting: ActivationSetting) -> Counter[str]:
     return found
 
 
-def untold(row: SavedTensor) -> bool:
+def untold(row: SavedActivation) -> bool:
     """Whether autograd does not know of it: an operation keeps it by itself."""
     return row.region.endswith("mlp.order")
 
 
-def agrees(setting: ActivationSetting, rank: int = 0, world: int = 1) -> None:
+def agrees(setting: LayerSetting, rank: int = 0, world: int = 1) -> None:
     live, kept = measure(setting, rank, world)
     ledger = stage_activations(setting, num_layers=setting.model.num_layers)
     rows = [row for some in (*ledger.layers, ledger.ends) for row in some]
@@ -231,9 +233,9 @@ def agrees(setting: ActivationSetting, rank: int = 0, world: int = 1) -> None:
 def test_a_layer_keeps_what_the_ledger_says(
     dtype: Literal["fp32", "bf16", "fp64"], lengths: tuple[int, ...]
 ) -> None:
-    agrees(ActivationSetting(model=MODEL, dtype=dtype, lengths=lengths))
+    agrees(LayerSetting(model=MODEL, dtype=dtype, lengths=lengths))
     agrees(
-        ActivationSetting(
+        LayerSetting(
             model=replace(MODEL, num_kv_heads=4, qkv_bias=True, mlp_bias=True),
             dtype=dtype,
             lengths=lengths,
@@ -301,7 +303,7 @@ def test_saved_activations_of_every_layer_type_match_the_ledger(
     name: str, dtype: Literal["fp32", "bf16", "fp64"]
 ) -> None:
     for lengths in ((12, 12), (70,), (33, 20, 17)):
-        setting = ActivationSetting(
+        setting = LayerSetting(
             model=replace(KINDS[name], max_seq_len=96), dtype=dtype, lengths=lengths
         )
         if (
@@ -323,7 +325,7 @@ ESTIMATED: list[dict[str, Any]] = [  # Any: values of settings
 def test_what_is_an_estimate_is_near(
     change: dict[str, Any], dtype: Literal["fp32", "bf16"]
 ) -> None:
-    setting = ActivationSetting(model=replace(MODEL, **change), dtype=dtype, lengths=(48, 48))
+    setting = LayerSetting(model=replace(MODEL, **change), dtype=dtype, lengths=(48, 48))
     assert attention_backend(setting, 0) == ("cpu_tiled" if dtype == "bf16" else "plain")
     ledger = stage_activations(setting, num_layers=3).nbytes
     assert 0.6 * ledger < measure(setting)[0] < 1.4 * ledger
@@ -338,9 +340,7 @@ def test_what_is_an_estimate_is_near(
 def test_recomputed_activations_of_every_layer_type_match_the_ledger(
     name: str, recompute: RecomputeConfig
 ) -> None:
-    agrees(
-        ActivationSetting(model=KINDS[name], dtype="fp32", lengths=(12, 12), recompute=recompute)
-    )
+    agrees(LayerSetting(model=KINDS[name], dtype="fp32", lengths=(12, 12), recompute=recompute))
 
 
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=10)
@@ -410,9 +410,7 @@ def test_mixtures_keep_what_the_ledger_says(name: str, recompute: RecomputeConfi
     )
     for dtype in dtypes:
         agrees(
-            ActivationSetting(
-                model=MIXTURES[name], dtype=dtype, lengths=(12, 12), recompute=recompute
-            )
+            LayerSetting(model=MIXTURES[name], dtype=dtype, lengths=(12, 12), recompute=recompute)
         )
 
 
@@ -432,12 +430,12 @@ def test_ranks_that_divide_experts_keep_what_the_ledger_says(
     world: int, change: dict[str, Any]
 ) -> None:
     for name in ("softmax, balanced", "sigmoid, balanced", "shared, latent"):
-        plain = ActivationSetting(model=MIXTURES[name], dtype="fp32", lengths=(12, 12))
+        plain = LayerSetting(model=MIXTURES[name], dtype="fp32", lengths=(12, 12))
         run_ranks(on_a_rank_with_experts, world, replace(plain, **change))
 
 
 def test_ranks_with_equally_many_rows_keep_what_the_ledger_says() -> None:
-    padded = ActivationSetting(
+    padded = LayerSetting(
         model=MIXTURES["padded"],
         dtype="fp32",
         lengths=(12, 12),
@@ -448,7 +446,7 @@ def test_ranks_with_equally_many_rows_keep_what_the_ledger_says() -> None:
     run_ranks(on_a_rank_with_experts, 2, padded)
 
 
-def on_a_rank_with_experts(rank: int, world: int, setting: ActivationSetting) -> None:
+def on_a_rank_with_experts(rank: int, world: int, setting: LayerSetting) -> None:
     assert setting.experts is not None
     part = replace(setting.experts, etp_rank=rank % setting.experts.etp)
     agrees(replace(setting, tp_rank=rank % setting.tp, experts=part), rank, world)
@@ -462,7 +460,7 @@ def test_what_operations_keep_by_themselves_is_counted() -> None:
     others = sum(part.nbytes for part in (order.tokens, order.rows, order.starts, order.counts))
     ends = local_expert_groups(order).ends
     assert ends is not None and len(permute(x, order)) == 24
-    rows = layer_rows(ActivationSetting(model=MIXTURES["softmax"], dtype="fp32", lengths=(12,)), ())
+    rows = layer_rows(LayerSetting(model=MIXTURES["softmax"], dtype="fp32", lengths=(12,)), ())
     assert sum(row.nbytes for row in rows if untold(row)) == others + ends.nbytes
     assert (
         next(row.nbytes for row in rows if row.what == "choice of each row") == order.choices.nbytes
@@ -475,7 +473,7 @@ def test_recomputation_keeps_what_the_ledger_says(
     dtype: Literal["fp32", "bf16"], recompute: RecomputeConfig
 ) -> None:
     for lengths in ((12, 12), (70,)):
-        agrees(ActivationSetting(model=MODEL, dtype=dtype, lengths=lengths, recompute=recompute))
+        agrees(LayerSetting(model=MODEL, dtype=dtype, lengths=lengths, recompute=recompute))
 
 
 @pytest.mark.parametrize("away", [1, 2, 3])
@@ -485,20 +483,20 @@ def test_a_memory_stays_where_layers_before_and_behind_it_send_theirs_away(
 ) -> None:
     offload = OffloadConfig(layers=away, min_numel=1)
     agrees(
-        ActivationSetting(
+        LayerSetting(
             model=CROSS_LAYER, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
         )
     )
 
 
-def on_a_rank(rank: int, world: int, setting: ActivationSetting) -> None:
+def on_a_rank(rank: int, world: int, setting: LayerSetting) -> None:
     agrees(replace(setting, tp_rank=rank), rank, world)
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["whole", "sp"])
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_tensor_parallel_ranks_keep_what_the_ledger_says(tp: int, sp: bool) -> None:
-    plain = ActivationSetting(model=MODEL, dtype="fp32", lengths=(12, 12), tp=tp, sp=sp)
+    plain = LayerSetting(model=MODEL, dtype="fp32", lengths=(12, 12), tp=tp, sp=sp)
     for recompute in (RecomputeConfig(), FULL[1], SELECTIVE[1], SELECTIVE[-1]):
         run_ranks(on_a_rank, tp, replace(plain, recompute=recompute))
 
@@ -517,7 +515,7 @@ def test_tensor_parallel_ranks_keep_what_the_ledger_says(tp: int, sp: bool) -> N
 def test_ranks_that_share_rows_keep_what_the_ledger_says(
     kind: ContextKind, cp: int, length: int
 ) -> None:
-    plain = ActivationSetting(
+    plain = LayerSetting(
         model=MODEL, dtype="fp32", lengths=(length,) * 2, cp=cp, context=kind, a2a=2
     )
     for recompute in (RecomputeConfig(), FULL[1], SELECTIVE[-1]):
@@ -531,7 +529,7 @@ def test_ranks_that_share_rows_keep_what_the_ledger_says(
 def test_latent_attention_that_runs_again_keeps_its_short_vectors(
     name: str, recompute: RecomputeConfig
 ) -> None:
-    setting = ActivationSetting(
+    setting = LayerSetting(
         model=replace(KINDS[name], max_seq_len=96),
         dtype="bf16",
         lengths=(33, 20),
@@ -548,7 +546,7 @@ def test_latent_attention_that_runs_again_keeps_its_short_vectors(
     "sp", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "sp"]
 )
 def test_ranks_keep_their_shares_of_short_vectors(sp: bool) -> None:
-    plain = ActivationSetting(model=KINDS["latent"], dtype="fp32", lengths=(12, 12), recompute=UP)
+    plain = LayerSetting(model=KINDS["latent"], dtype="fp32", lengths=(12, 12), recompute=UP)
     run_ranks(on_a_rank, 2, replace(plain, tp=2, sp=sp))
     run_ranks(on_a_cp_rank, 2, replace(plain, cp=2, context="a2a" if sp else "ring"))
 
@@ -559,7 +557,7 @@ def test_layers_that_turn_by_two_tables_keep_both_where_they_run_again() -> None
         KINDS["mla, values as keys"], attention=windows, rope=RopeConfig(local_theta=100.0)
     )
     for changed in (model, replace(model, attention=replace(windows, window_layers=(True,)))):
-        agrees(ActivationSetting(model=changed, dtype="fp32", lengths=(12, 12), recompute=UP))
+        agrees(LayerSetting(model=changed, dtype="fp32", lengths=(12, 12), recompute=UP))
 
 
 @pytest.mark.slow
@@ -572,7 +570,7 @@ def test_every_kind_of_layer_is_kept_in_shares(name: str, kind: ContextKind) -> 
         run_ranks(
             on_a_cp_rank,
             2,
-            ActivationSetting(model=KINDS[name], dtype="fp32", lengths=lengths, cp=2, context=kind),
+            LayerSetting(model=KINDS[name], dtype="fp32", lengths=lengths, cp=2, context=kind),
         )
 
 
@@ -586,17 +584,17 @@ def test_tensor_parallel_ranks_keep_every_kind_of_layer(name: str, sp: bool) -> 
     run_ranks(
         on_a_rank,
         2,
-        ActivationSetting(model=KINDS[name], dtype="fp32", lengths=(12, 12), tp=2, sp=sp),
+        LayerSetting(model=KINDS[name], dtype="fp32", lengths=(12, 12), tp=2, sp=sp),
     )
 
 
 def test_alltoall_of_indivisible_heads_saves_copies_of_keys_and_values() -> None:
     model = replace(MODEL, num_heads=6, num_kv_heads=3)  # three copies on each of two ranks
-    plain = ActivationSetting(model=model, dtype="fp32", lengths=(24, 24), cp=2, context="a2a")
+    plain = LayerSetting(model=model, dtype="fp32", lengths=(24, 24), cp=2, context="a2a")
     run_ranks(on_a_cp_rank, 2, plain)
 
 
-def on_a_cp_rank(rank: int, world: int, setting: ActivationSetting) -> None:
+def on_a_cp_rank(rank: int, world: int, setting: LayerSetting) -> None:
     agrees(setting, rank, world)
 
 
@@ -605,7 +603,7 @@ def on_a_cp_rank(rank: int, world: int, setting: ActivationSetting) -> None:
 def test_ring_attention_saves_its_tokens_and_at_most_two_chunks_of_keys_and_values(
     cp: int, length: int
 ) -> None:
-    alone = ActivationSetting(model=MODEL, dtype="bf16", lengths=(length,))
+    alone = LayerSetting(model=MODEL, dtype="bf16", lengths=(length,))
     shared = replace(alone, cp=cp)
     chunk = 2 * MODEL.num_kv_heads * MODEL.head_size() * shared.tokens * 2
     assert total(layer_rows(shared, ())) <= total(layer_rows(alone, ())) // cp + 2 * chunk
@@ -614,9 +612,7 @@ def test_ring_attention_saves_its_tokens_and_at_most_two_chunks_of_keys_and_valu
 def test_sharded_inputs_of_recomputed_layers_are_a_tp_th_each_padded() -> None:
     recompute = RecomputeConfig(granularity="full", num_layers=2, shard_inputs=True)
     odd = replace(MODEL, hidden_size=25)
-    setting = ActivationSetting(
-        model=odd, dtype="fp32", lengths=(5, 4, 4), tp=2, recompute=recompute
-    )
+    setting = LayerSetting(model=odd, dtype="fp32", lengths=(5, 4, 4), tp=2, recompute=recompute)
     assert 25 * 13 % 2 == 1
     run_ranks(on_a_rank, 2, setting)
     whole = stage_activations(
@@ -626,13 +622,13 @@ def test_sharded_inputs_of_recomputed_layers_are_a_tp_th_each_padded() -> None:
 
 
 def test_sequence_parallel_ranks_save_their_share_of_activations() -> None:
-    one = ActivationSetting(model=MODEL, dtype="bf16", lengths=(64, 64))
+    one = LayerSetting(model=MODEL, dtype="bf16", lengths=(64, 64))
     both = replace(one, tp=2, sp=True)
     assert 2 * total(layer_rows(both, ())) == total(layer_rows(one, ()))
 
 
 def test_middle_stages_save_only_layers_and_rope_tables() -> None:
-    setting = ActivationSetting(model=MODEL, dtype="fp32", lengths=(12, 12))
+    setting = LayerSetting(model=MODEL, dtype="fp32", lengths=(12, 12))
     middle = stage_activations(setting, num_layers=1, embedding=False, loss=False)
     assert middle.nbytes == total(layer_rows(setting, ())) + 24 * 6 * 4
     assert stage_activations(setting, num_layers=0, embedding=False, loss=False).nbytes == 0
@@ -643,7 +639,7 @@ def test_middle_stages_save_only_layers_and_rope_tables() -> None:
 def test_saved_activations_of_mtp_stages_match_the_ledger(layout: str, kind: str) -> None:
     model = KINDS["mtp" if kind == "recomputed" else kind]
     recompute = FULL[0] if kind == "recomputed" else RecomputeConfig()
-    setting = ActivationSetting(model=model, dtype="fp32", lengths=(12, 12), recompute=recompute)
+    setting = LayerSetting(model=model, dtype="fp32", lengths=(12, 12), recompute=recompute)
     ids, tokens = torch.arange(24) % 61, LayerInputs(tokens_of_lengths([12, 12]))
     received: tuple[torch.Tensor, ...] = ()
     for stage in plan_stages(PipelineConfig(layout=layout), pp=4, num_layers=3, depths=2):
@@ -676,7 +672,7 @@ def test_saved_activations_of_mtp_stages_match_the_ledger(layout: str, kind: str
 
 
 def test_recomputed_activations_are_transient() -> None:
-    setting = ActivationSetting(model=MODEL, dtype="fp32", lengths=(12, 12))
+    setting = LayerSetting(model=MODEL, dtype="fp32", lengths=(12, 12))
     layer = total(layer_rows(setting, ()))
     chunk = stage_activations(replace(setting, recompute=FULL[1]), num_layers=3)
     assert chunk.transient == 2 * layer - 24 * 24 * 4
@@ -695,7 +691,7 @@ def test_recomputed_activations_are_transient() -> None:
 
 def test_tile_constants_match_the_kernels() -> None:
     for name in ("TILED_LENGTHS", "KEPT_LENGTH", "TILE_ROWS", "TILE_SCORES"):
-        assert getattr(activations, name) == getattr(cpu_tiled, name)
+        assert getattr(core_attention, name) == getattr(cpu_tiled, name)
 
 
 def test_selective_attention_saves_the_papers_share_of_a_gpt_layer() -> None:
@@ -715,7 +711,7 @@ def test_selective_attention_saves_the_papers_share_of_a_gpt_layer() -> None:
         gpt_layer_bytes(paper, again="nothing"),
         gpt_layer_bytes(paper, again="core_attention"),
     )
-    setting, tiles = ActivationSetting(model=wide, dtype="bf16", lengths=(512,)), 8
+    setting, tiles = LayerSetting(model=wide, dtype="bf16", lengths=(512,)), 8
     ours, ours_left = (
         total(layer_rows(setting, ())),
         total(layer_rows(setting, ("core_attention",))),
@@ -727,7 +723,7 @@ def test_selective_attention_saves_the_papers_share_of_a_gpt_layer() -> None:
 
 
 def test_offloaded_rows_are_those_of_the_first_layers_that_are_large_enough() -> None:
-    setting = ActivationSetting(
+    setting = LayerSetting(
         model=MODEL, dtype="fp32", lengths=(12, 12), offload=OffloadConfig(layers=2, min_numel=100)
     )
     kept = stage_activations(setting, num_layers=3)
@@ -761,7 +757,7 @@ def test_backward_brings_back_what_the_ledger_says(
 ) -> None:
     """Live bytes: what autograd holds on the device, and the copies that are back there."""
     model, offload = replace(MODEL, num_layers=num_layers), OffloadConfig(layers=away, min_numel=1)
-    setting = ActivationSetting(
+    setting = LayerSetting(
         model=model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
     )
     decoder = Decoder(
@@ -831,7 +827,7 @@ def sharded_weights(
     ids = torch.arange(24)
     with measure_saved_activations(trainer.model) as meter:
         loss = trainer.model.loss(ids, ids, LayerInputs(tokens_of_lengths([12, 12])))
-    setting = ActivationSetting(
+    setting = LayerSetting(
         model=run.model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
     )
     ledger = stage_activations(setting, num_layers=3)
@@ -842,7 +838,7 @@ def sharded_weights(
 
 
 PAGE = Path(__file__).parents[2] / "docs/concepts/recompute.md"
-LLAMA_8B = ActivationSetting(
+LLAMA_8B = LayerSetting(
     model=ModelConfig(
         vocab_size=128256,
         hidden_size=4096,

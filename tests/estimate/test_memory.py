@@ -38,7 +38,8 @@ from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.mesh import build_mesh, build_meta_mesh, destroy_mesh
 from megalith.plan.devices import DEVICES, device_named
 from megalith.plan.grid import model_grid
-from megalith.plan.parameters import ExpertPart, layer_parameters
+from megalith.plan.layers.base import ExpertPart
+from megalith.plan.parameters import layer_parameters
 from megalith.plan.simulate import peak_activation_memory
 from megalith.plan.stages import single_stage
 from megalith.recipes import resolve

@@ -1,4 +1,4 @@
-"""Tests of megalith/estimate/moe.py; that real ranks keep so much,
+"""Tests of megalith/plan/layers/moe.py; that real ranks save so much,
 tests/estimate/test_activations.py
 says."""
 
@@ -8,8 +8,8 @@ import pytest
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig
-from megalith.estimate.moe import Mixture, mixture_tensors
-from megalith.plan.parameters import ExpertPart
+from megalith.plan.layers.base import ExpertPart
+from megalith.plan.layers.moe import Mixture, mixture_tensors
 
 MOE = MoEConfig(num_experts=12, top_k=3, ffn_hidden_size=10)
 MODEL = ModelConfig(

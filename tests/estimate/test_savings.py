@@ -6,13 +6,9 @@ import pytest
 
 from megalith.config.model import MLAConfig, ModelConfig
 from megalith.config.parallel import OffloadConfig, RecomputeConfig
-from megalith.estimate.activations import (
-    ActivationSetting,
-    layer_rows_without_recompute,
-    stage_activations,
-    total,
-)
+from megalith.estimate.activations import layer_rows_without_recompute, stage_activations
 from megalith.estimate.advise import describe_savings, saving_lines, savings
+from megalith.plan.layers.base import LayerSetting, total
 from megalith.testing.tiny import tiny_run
 
 MODEL = ModelConfig(
@@ -24,7 +20,7 @@ MODEL = ModelConfig(
     ffn_hidden_size=160,
     max_seq_len=1024,
 )
-PLAIN = ActivationSetting(model=MODEL, dtype="bf16", lengths=(256,) * 2)
+PLAIN = LayerSetting(model=MODEL, dtype="bf16", lengths=(256,) * 2)
 FULL = RecomputeConfig(granularity="full")
 PARTS = RecomputeConfig(
     granularity="selective", modules=("core_attention", "norm", "mlp", "mlp_act")

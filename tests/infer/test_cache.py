@@ -1,7 +1,12 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from megalith.config.kernels import Kernel
+from megalith.config.model import MLAConfig
 from megalith.infer.cache import (
     INITIAL_CAPACITY,
     AttentionView,
@@ -11,7 +16,8 @@ from megalith.infer.cache import (
 )
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import PLAIN, Scores
-from megalith.kernels.packed import tokens_of_queries, tokens_of_rows
+from megalith.kernels.layer_inputs import Attend, LayerCache, LayerInputs
+from megalith.kernels.packed import PackedSeqParams, tokens_of_queries, tokens_of_rows
 
 
 @pytest.mark.parametrize("sizes", [[1] * 70, [3, 60, 1, 1, 200], [64, 1], [65], [500, 500]])
@@ -82,14 +88,26 @@ def test_a_buffer_of_chunks_gives_the_chunk_that_new_tokens_begin_in(
             break
 
 
+def stored(layer: LayerCache, k: Tensor, v: Tensor, seq_params: PackedSeqParams) -> list[Tensor]:
+    """Store k and v, and return the keys and values that the cache passes to attention."""
+    passed: list[Tensor] = []
+
+    def record(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Tensor:
+        passed.extend((k, v))
+        return q
+
+    layer.attend(record, k, k, v, seq_params)
+    return passed
+
+
 def test_what_was_read_is_kept_as_far_as_a_text_begins_alike() -> None:
     read, rows = PrefixState(1), torch.arange(9.0).view(-1, 1, 1)
-    read.cache.layers([0])[0].extend(rows[:4], rows[:4], tokens_of_queries([(4, 4)]))
+    stored(read.cache.layers([0])[0], rows[:4], rows[:4], tokens_of_queries([(4, 4)]))
     read.note([5, 6, 7, 8])
     assert read.resume([5, 6, 7, 8], sequence=0) == 3, "one token is left to be read"
     read.note([5, 6, 7])
     assert read.resume([5, 9, 7, 8], sequence=0) == 1
-    keys, _ = read.cache.layers([0])[0].extend(rows[7:], rows[7:], tokens_of_queries([(2, 3)]))
+    keys, _ = stored(read.cache.layers([0])[0], rows[7:], rows[7:], tokens_of_queries([(2, 3)]))
     assert keys.flatten().tolist() == [0, 7, 8]
     assert read.resume([5, 9, 1], sequence=0) == 0, "reading that did not end is not trusted"
     read.note([5])
@@ -99,7 +117,7 @@ def test_what_was_read_is_kept_as_far_as_a_text_begins_alike() -> None:
 
 def test_layers_that_keep_nothing_do_not_make_a_text_be_read_again() -> None:
     read, rows = PrefixState(3), torch.arange(4.0).view(-1, 1, 1)
-    read.cache.layers([0])[1].extend(rows, rows, tokens_of_queries([(4, 4)]))
+    stored(read.cache.layers([0])[1], rows, rows, tokens_of_queries([(4, 4)]))
     read.note([5, 6, 7, 8])
     assert read.resume([5, 6, 1], sequence=0) == 2
 
@@ -114,14 +132,14 @@ def test_documents_keep_apart_and_come_back_packed() -> None:
     cache = KVCache(num_layers=2)
     k, v = torch.arange(5.0).view(5, 1, 1), torch.arange(10.0, 15.0).view(5, 1, 1)
     for layer in cache.layers([7, 3]):
-        keys, values = layer.extend(k, v, tokens_of_queries([(2, 2), (3, 3)]))
+        keys, values = stored(layer, k, v, tokens_of_queries([(2, 2), (3, 3)]))
         assert torch.equal(keys, k) and torch.equal(values, v)
     more = torch.tensor([20.0, 21.0]).view(2, 1, 1)
     for layer in cache.layers([3, 7]):  # in another order now
-        keys, _ = layer.extend(more, more, tokens_of_queries([(1, 4), (1, 3)]))
+        keys, _ = stored(layer, more, more, tokens_of_queries([(1, 4), (1, 3)]))
         assert keys.flatten().tolist() == [2, 3, 4, 20, 0, 1, 21]
     (first, _) = cache.layers([3])
-    assert first.extend(more[:1], more[:1], tokens_of_queries([(1, 5)]))[0].flatten().tolist() == [
+    assert stored(first, more[:1], more[:1], tokens_of_queries([(1, 5)]))[0].flatten().tolist() == [
         2,
         3,
         4,
@@ -175,7 +193,7 @@ def test_token_t_read_from_the_cache_is_position_t_of_the_whole(
         tokens = tokens_of_queries(list(zip(counts, read)))
         found = attention(
             q,
-            *layer.extend(k, v, tokens),
+            *stored(layer, k, v, tokens),
             tokens,
             scores,
             sinks,
@@ -189,10 +207,10 @@ def test_token_t_read_from_the_cache_is_position_t_of_the_whole(
 def test_a_finished_sequence_is_forgotten() -> None:
     cache = KVCache(num_layers=1)
     row = torch.ones(1, 1, 1)
-    cache.layers([4])[0].extend(row, row, tokens_of_queries([(1, 1)]))
+    stored(cache.layers([4])[0], row, row, tokens_of_queries([(1, 1)]))
     cache.drop(4)
     cache.drop(4)
-    assert cache.layers([4])[0].extend(row, row, tokens_of_queries([(1, 1)]))[0].shape[0] == 1
+    assert stored(cache.layers([4])[0], row, row, tokens_of_queries([(1, 1)]))[0].shape[0] == 1
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -209,3 +227,110 @@ def test_buffer_capacity_grows_with_the_text_and_not_with_the_window(chunked: bo
     small = GrowingBuffer(AttentionView(256, chunked=chunked))
     for _ in range(256 * 3):
         assert room(small.append(rows)) <= (1 if chunked else 2) * 256
+
+
+class PagedCache:
+    """A second `LayerCache`: the keys and values of all documents in pages of three tokens."""
+
+    PAGE = 3
+
+    def __init__(self) -> None:
+        self.pages: list[Tensor] = []
+        self.table: dict[int, list[int]] = {}
+        self.sequences: list[int] = []
+
+    def attend(
+        self,
+        core: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq_params: PackedSeqParams,
+        **options: Any,
+    ) -> Tensor:
+        sizes = k.shape[1:].numel(), v.shape[1:].numel()
+        rows = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
+        counts = [queries for queries, _ in seq_params.lengths]
+        read = []
+        for sequence, new, (queries, keys) in zip(
+            self.sequences, rows.split(counts), seq_params.lengths, strict=True
+        ):
+            numbers = self.table.setdefault(sequence, [])
+            for place, row in enumerate(new, start=keys - queries):
+                if place % self.PAGE == 0:
+                    numbers.append(len(self.pages))
+                    self.pages.append(new.new_full((self.PAGE, new.shape[1]), torch.nan))
+                self.pages[numbers[place // self.PAGE]][place % self.PAGE] = row
+            read.append(torch.cat([self.pages[number] for number in numbers])[:keys])
+        all_k, all_v = torch.cat(read).split(sizes, dim=1)
+        all_k, all_v = all_k.unflatten(1, k.shape[1:]), all_v.unflatten(1, v.shape[1:])
+        return core(q, all_k, all_v, seq_params, **options)
+
+    def state(self, *_: Any, **__: Any) -> Tensor:
+        raise AssertionError("attention has no recurrent state")
+
+
+@pytest.mark.parametrize("latent", [False, True])
+@torch.no_grad()
+def test_paged_cache_gives_the_logits_of_the_growing_cache(
+    latent: bool, tiny: SimpleNamespace
+) -> None:
+    mla = MLAConfig(kv_rank=7, nope_dim=4, rope_dim=4, value_dim=3) if latent else None
+    config = tiny.config(mla=mla, num_kv_heads=6 if latent else 2)
+    model = tiny.model(config, dtype=torch.float64)
+    growing, paged, num_cached = KVCache(2), [PagedCache(), PagedCache()], [0, 0, 0]
+    for step in ([2, 4, 1], [0, 1, 1], [5, 1, 3], [1, 1, 1]):
+        order = [number for number in (2, 0, 1) if step[number]]
+        for number in order:
+            num_cached[number] += step[number]
+        lengths = [(step[number], num_cached[number]) for number in order]
+        inputs = LayerInputs(tokens_of_queries(lengths))
+        ids = torch.arange(inputs.seq_params.num_tokens) * 5 % 37
+        for cache in paged:
+            cache.sequences = order
+        expected, found = (
+            model.logits(ids, inputs, caches, torch.arange(len(ids)))
+            for caches in (growing.layers(order), paged)
+        )
+        assert torch.equal(found, expected)
+
+
+def decaying_sum(cache: LayerCache, x: Tensor, seq_params: PackedSeqParams) -> Tensor:
+    """A toy recurrent mixer: y_t = y_{t-1} / 2 + x_t inside each document; x [t, h]."""
+
+    def step(x: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        rows, last = [], []
+        counts = [queries for queries, _ in seq_params.lengths]
+        for state, part in zip(states, x.split(counts), strict=True):
+            for row in part:
+                state = state / 2 + row
+                rows.append(state)
+            last.append(state)
+        return torch.stack(rows), torch.stack(last)
+
+    return cache.state(step, x, seq_params, shape=(x.shape[1],))
+
+
+def test_recurrent_state_continues_each_document() -> None:
+    x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    texts = x[:7], x[7:]
+    whole = [
+        decaying_sum(KVCache(1).layers([0])[0], text, tokens_of_rows(1, len(text)))
+        for text in texts
+    ]
+    cache, num_cached = KVCache(1), [0, 0]
+    for step in ([3, 1], [1, 1], [3, 3]):
+        starts, num_cached = num_cached, [a + b for a, b in zip(num_cached, step)]
+        parts = [text[a:b] for text, a, b in zip(texts, starts, num_cached)]
+        seq_params = tokens_of_queries(list(zip(step, num_cached)))
+        y = decaying_sum(cache.layers([5, 8])[0], torch.cat(parts), seq_params)
+        expected = [text[a:b] for text, a, b in zip(whole, starts, num_cached)]
+        assert torch.equal(y, torch.cat(expected))
+
+
+def test_recurrent_state_cannot_be_truncated() -> None:
+    cache, x = KVCache(1), torch.ones(4, 2)
+    decaying_sum(cache.layers([0])[0], x, tokens_of_rows(1, 4))
+    assert cache.cut(0, 4), "all tokens are kept"
+    assert not cache.cut(0, 3), "an earlier state is not stored, so the text is read again"
+    assert torch.equal(decaying_sum(cache.layers([0])[0], x[:1], tokens_of_rows(1, 1)), x[:1])

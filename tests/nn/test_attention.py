@@ -1,12 +1,13 @@
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megalith.config.model import AttentionConfig, ModelConfig
-from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import PackedSeqParams, tokens_of_queries
+from megalith.kernels.layer_inputs import Attend, LayerInputs
+from megalith.kernels.packed import tokens_of_queries
 from megalith.kernels.rope import reference_rope
 from megalith.nn.attention import Attention
 from megalith.testing.ranks import run_ranks
@@ -125,10 +126,12 @@ class SpanHook:
     def __init__(self) -> None:
         self.k, self.v = [torch.zeros(0)] * 0, [torch.zeros(0)] * 0
 
-    def extend(self, k: Tensor, v: Tensor, seq_params: PackedSeqParams) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, core: Attend, q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any
+    ) -> Tensor:
         self.k.append(k)
         self.v.append(v)
-        return torch.cat(self.k), torch.cat(self.v)
+        return core(q, torch.cat(self.k), torch.cat(self.v), *others, **options)
 
 
 @pytest.mark.parametrize("steps", [[9], [1] * 9, [4, 1, 3, 1]])

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from megalith.config.model import AttentionConfig, MLAConfig, ModelConfig, RopeConfig
 from megalith.infer.cache import KVCache
-from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import PackedSeqParams, tokens_of_queries
+from megalith.kernels.layer_inputs import Attend, LayerInputs
+from megalith.kernels.packed import tokens_of_queries
 from megalith.nn.mla import LatentAttention, absorbed, choose_form, expanded, latent_scores
 from megalith.parallel.collectives import all_gather
 from megalith.parallel.tensor import SequenceParallelComm
@@ -256,9 +256,11 @@ class Sizes:
     def __init__(self) -> None:
         self.values = 0
 
-    def extend(self, k: Tensor, v: Tensor, seq_params: PackedSeqParams) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, core: Attend, q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any
+    ) -> Tensor:
         self.values = k[0].numel() + v[0].numel()
-        return k, v
+        return core(q, k, v, *others, **options)
 
 
 def test_kv_cache_stores_the_latent_vector_and_the_shared_key(layers: SimpleNamespace) -> None:

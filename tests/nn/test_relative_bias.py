@@ -3,6 +3,7 @@ encoder of T5."""
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from megalith.config.model import AttentionConfig, ModelConfig, RelativeConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig
-from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.layer_inputs import Attend, LayerInputs
 from megalith.kernels.packed import tokens_of_lengths, tokens_of_queries
 from megalith.models.decoder import (
     Decoder,
@@ -149,9 +150,12 @@ def test_decoding_with_kv_cache_uses_distances_from_the_query(layers: SimpleName
         def __init__(self) -> None:
             self.kept: list[tuple[Tensor, Tensor]] = []
 
-        def extend(self, k: Tensor, v: Tensor, tokens: object) -> tuple[Tensor, Tensor]:
+        def attend(
+            self, core: Attend, q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any
+        ) -> Tensor:
             self.kept.append((k, v))
-            return torch.cat([k for k, _ in self.kept]), torch.cat([v for _, v in self.kept])
+            k, v = (torch.cat(part) for part in zip(*self.kept))
+            return core(q, k, v, *others, **options)
 
     ids, cache = torch.arange(20) * 3, SpanHook()
     whole = model(ids, LayerInputs(tokens_of_lengths([20])))

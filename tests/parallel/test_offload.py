@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalith.config.parallel import OffloadConfig, RecomputeConfig
 from megalith.data.loader import Loader, MaskSettings
-from megalith.estimate.activations import ActivationSetting, stage_activations
+from megalith.estimate.activations import stage_activations
 from megalith.estimate.workload import plan_workload
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_rows
@@ -20,6 +20,7 @@ from megalith.parallel import recompute as recompute_module
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.parallel.offload import HostMemory, OffloadedPass, OffloadedStorage
 from megalith.plan.grid import model_grid
+from megalith.plan.layers.base import LayerSetting
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -93,7 +94,7 @@ def test_offloaded_bytes_match_the_plan(
 ) -> None:
     offload = OffloadConfig(layers=2, min_numel=min_numel)
     step(trainer(offload, recompute))
-    setting = ActivationSetting(
+    setting = LayerSetting(
         model=RUN.model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
     )
     ledger = stage_activations(setting, num_layers=4)

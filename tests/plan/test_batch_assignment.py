@@ -23,7 +23,8 @@ from megalith.plan.batch_assignment import (
     imbalance,
     smallest_valid_num_microbatches,
 )
-from megalith.plan.costs import pairs_seen, step_flops
+from megalith.plan.costs import step_flops
+from megalith.plan.layers.base import pairs_seen
 from tests.cases import loop_over
 
 MODEL = ModelConfig(

@@ -27,7 +27,6 @@ from megalith.plan.costs import (
     active_parameters,
     attention_flops,
     flops_per_token,
-    head_flops,
     latent_flops,
     layer_flops,
     loss_chunk,
@@ -35,13 +34,13 @@ from megalith.plan.costs import (
     model_flops_utilization,
     num_parameters,
     num_parameters_per_rank,
-    pairs_in_window,
-    pairs_seen,
     step_flops,
     tflops_per_device,
     tokens_of_loss,
 )
 from megalith.plan.grid import model_grid
+from megalith.plan.layers.base import pairs_in_window, pairs_seen
+from megalith.plan.layers.head import head_flops
 from megalith.plan.parameters import held_parameters, layer_parameters
 from megalith.testing.tiny import tiny_run
 from megalith.verify.tiny_models import MIXTURES

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalith.config.model import CrossConfig, ModelConfig, MTPConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
-from megalith.plan.costs import head_flops, step_flops
+from megalith.plan.costs import step_flops
 from megalith.plan.frozen import (
     first_trained_layer,
     tables_trained,
@@ -20,6 +20,7 @@ from megalith.plan.frozen import (
     trained_step_flops,
     with_frozen,
 )
+from megalith.plan.layers.head import head_flops
 from megalith.plan.parameters import held_parameters
 from tests.cases import loop_over
 

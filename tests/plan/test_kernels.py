@@ -150,32 +150,35 @@ def test_a_way_that_knows_no_masks_is_refused_where_rows_end_with_padding_that_i
 def test_backend_of_each_operation_is_described_with_reasons_for_fallback() -> None:
     run = run_with({"model.norm": "layer"})
     summary, reason = describe_kernels(run, "cpu", {})
-    assert summary.startswith("kernels: auto: norm torch, rope numba, activation numba, attention ")
-    assert reason == "kernels: norm fall back: numba: model.norm=layer has no Numba kernel"
+    assert summary == (
+        "kernels (auto): norm=torch, rope=numba, activation=numba, attention=cpu_tiled, sdpa or "
+        "split_kv by document length, cross_entropy=numba"
+    )
+    assert reason == "kernels: norm does not use numba: model.norm=layer has no Numba kernel"
     lines = describe_kernels(run_with({"precision.params": "fp64"}), "cpu", {})
-    assert "rope torch" in lines[0] and lines[1].startswith(
-        "kernels: norm, rope, activation, cross_entropy fall back"
+    assert "rope=torch" in lines[0] and lines[1].startswith(
+        "kernels: norm, rope, activation, cross_entropy do not use numba: it takes fp32"
     )
     assert describe_kernels(run_with(all="reference", norm="torch"), "cpu", {})[0].startswith(
-        "kernels: reference: norm torch, rope reference"
+        "kernels (reference): norm=torch, rope=reference"
     )
     compiled = describe_kernels(run_with({"train.compile": "true"}), "cpu", {})[0]
-    assert "norm compiled" in compiled and "cross_entropy numba" in compiled
+    assert "norm=compiled" in compiled and "cross_entropy=numba" in compiled
 
 
 def test_a_bf16_run_on_a_cpu_reports_how_its_matmuls_are_computed() -> None:
     run = run_with({"precision.params": "bf16"})
-    assert describe_kernels(run, "cpu", {})[0].endswith(", matmul torch")
+    assert describe_kernels(run, "cpu", {})[0].endswith(", matmul=torch")
     line, reason = describe_kernels(run, "cpu", {}, bf16_kernels=False)
-    assert line.endswith(", matmul upcast")
+    assert line.endswith(", matmul=upcast")
     assert reason == (
-        "kernels: matmul fall back: torch has no bf16 kernels for this CPU, so bf16 matmuls are "
-        "computed in fp32"
+        "kernels: matmul does not use torch: torch has no bf16 kernels for this CPU, so bf16 "
+        "matmuls are computed in fp32"
     )
     (forced,) = describe_kernels(
         run_with({"precision.params": "bf16"}, matmul="torch"), "cpu", {}, bf16_kernels=False
     )
-    assert forced.endswith(", matmul torch")
+    assert forced.endswith(", matmul=torch")
     for other, device in ((run_with(), "cpu"), (run, "cuda")):
         assert "matmul" not in describe_kernels(other, device, {}, bf16_kernels=False)[0]
 

@@ -24,8 +24,9 @@ from megalith.data.indexed import IndexedDatasetBuilder
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
-from megalith.plan.costs import head_flops, step_flops
+from megalith.plan.costs import step_flops
 from megalith.plan.grid import model_grid
+from megalith.plan.layers.head import head_flops
 from megalith.rules.run import run_problems
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks

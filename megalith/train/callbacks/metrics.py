@@ -20,9 +20,10 @@ from megalith.observe.progress import StepProgress
 from megalith.parallel.consistency import raise_on_all_ranks
 from megalith.parallel.group import barrier
 from megalith.plan.buckets import zero_notes
-from megalith.plan.costs import model_flops_utilization, pairs_seen, tflops_per_device
+from megalith.plan.costs import model_flops_utilization, tflops_per_device
 from megalith.plan.frozen import trained_step_flops
 from megalith.plan.kernels import describe_kernels
+from megalith.plan.layers.base import pairs_seen
 from megalith.plan.stages import plan_stages
 from megalith.rules.moe import balance_notes
 from megalith.rules.no_effect import unused_notes

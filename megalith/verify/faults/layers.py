@@ -19,7 +19,7 @@ from megalith.kernels.attention.scores import Scores
 from megalith.kernels.attention.split_kv import PartialAttention, attend, init_attention_result
 from megalith.kernels.dropout import DropoutKey, DroppedWeights
 from megalith.kernels.embedding import embedding
-from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.kernels.linear import WeightMatmul, linear
 from megalith.kernels.packed import ContextShard, PackedSeqParams, TokenPermutation
 from megalith.models.decoder import Decoder, iter_parameter_specs
@@ -457,10 +457,11 @@ def memory_of_later_tokens(
     k: Tensor,
     v: Tensor,
     inputs: LayerInputs,
+    cache: LayerCache | None,
 ) -> Tensor:
     """Cross-layer attention is not causal, so tokens attend to later ones."""
     self.scores = replace(self.scores, causal=False)
-    y: Tensor = original(self, x, k, v, inputs)
+    y: Tensor = original(self, x, k, v, inputs, cache)
     return y
 
 

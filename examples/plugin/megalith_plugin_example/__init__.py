@@ -1,0 +1,1 @@
+"""Example of a Megalith plug-in package."""

@@ -1,0 +1,204 @@
+"""Plug-ins by name: they are proved like built-in parts, and no file imports code."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.data import DataConfig
+from megalith.config.kernels import BackendName
+from megalith.config.parallel import ParallelConfig
+from megalith.config.plugins import ModelPlugins, load_plugin, reject_module_names
+from megalith.config.tree import save_yaml
+from megalith.data.build import build_datasets
+from megalith.errors import ConfigError
+from megalith.kernels.activation import swiglu
+from megalith.nn.layer import SequentialBlock
+from megalith.nn.mlp import GatedMLP, choose_activation
+from megalith.nn.norm import RMSNorm
+from megalith.observe.metrics import read_metrics
+from megalith.optim.schedule import ScheduleLengths, learning_rate
+from megalith.optim.sgd import SGD
+from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.recipes import resolve_run
+from megalith.rules.run import check_run
+from megalith.testing.tiny import tiny_run
+from megalith.train.step import train_step
+from megalith.train.trainer import build_trainer
+from megalith.verify.ranks import _loader as loader_of
+from megalith.verify.ranks import compare_with_one_process, layout_case
+from megalith.verify.tiny_models import PLAIN
+from megalith.verify.types import type_check
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = "examples.plugin.megalith_plugin_example.attention:ValueResidualAttention"
+PLUGIN = replace(PLAIN, plugins=ModelPlugins(attention=EXAMPLE))
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [ParallelConfig(tp=2, sp=True), ParallelConfig(pp=2), ParallelConfig(cp=2)],
+    ids=["tp2+sp", "pp2", "cp2"],
+)
+def test_attention_plugin_matches_one_process(parallel: ParallelConfig) -> None:
+    case = layout_case(PLUGIN, parallel, 2)
+    assert [each for each in compare_with_one_process(case) if not each.holds] == []
+
+
+def test_attention_plugin_type_checks() -> None:
+    report = type_check(PLUGIN, ParallelConfig(tp=2, sp=True, dp=2), world=4)
+    assert list(report.problems) == []
+
+
+class PluginNorm(RMSNorm):
+    """RMSNorm of another package."""
+
+
+class PluginMLP(GatedMLP):
+    """MLP of another package."""
+
+
+class PluginBlock(SequentialBlock):
+    """Layer of another package."""
+
+
+class PluginSGD(SGD):
+    """Optimizer of another package."""
+
+
+def half_swiglu(gate_up: Tensor, *, kernel: BackendName = "auto") -> Tensor:
+    return swiglu(gate_up, kernel=kernel) / 2
+
+
+def constant_rate(schedule: object, samples: int, lengths: ScheduleLengths) -> float:
+    return 0.25
+
+
+def zero_loss(x: Tensor, weight: Tensor, labels: Tensor, **head: Any) -> Tensor:
+    return (x.sum() + weight.sum()) * 0.0
+
+
+def name_of(thing: type | Any) -> str:
+    return f"tests.test_plugins:{thing.__name__}"
+
+
+def test_every_part_of_a_model_can_be_a_plugin() -> None:
+    plugins = ModelPlugins(
+        attention=EXAMPLE,
+        mlp=name_of(PluginMLP),
+        norm=name_of(PluginNorm),
+        activation=name_of(half_swiglu),
+        block=name_of(PluginBlock),
+    )
+    run = replace(
+        layout_case(replace(PLAIN, plugins=plugins), ParallelConfig(), 1).run,
+        optim=replace(tiny_run().optim, plugin=name_of(PluginSGD)),
+    )
+    run = replace(run, train=replace(run.train, loss_plugin=name_of(zero_loss)))
+    trainer = build_trainer(run, build_single_rank_mesh(), torch.device("cpu"))
+    layer = trainer.model.layers[0]
+    kinds = [type(part).__name__ for part in (layer, layer.attention, layer.mlp, layer.mlp_norm)]
+    assert kinds == ["PluginBlock", "ValueResidualAttention", "PluginMLP", "PluginNorm"]
+    assert choose_activation(run.model).__name__ == "half_swiglu"
+    assert type(trainer.optimizer).__name__ == "PluginSGD"
+    loader = loader_of(run, trainer.mesh, consumed=0, steps=1)
+    assert train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0).loss == 0.0
+
+
+class OneSample:
+    """Dataset of another package."""
+
+    def __init__(self, data: DataConfig, *, split: str, num_samples: int | None, **_: Any) -> None:
+        self.split, self.num_samples = split, num_samples
+
+
+def test_dataset_plugin_builds_every_requested_split() -> None:
+    counts = {"train_samples": 3, "valid_samples": None, "test_samples": 0}
+    data = DataConfig(plugin=name_of(OneSample))
+    splits: Any = build_datasets(data, seq_len=4, seed=1, vocab_size=9, eod=0, **counts)
+    assert (splits.train.split, splits.train.num_samples) == ("train", 3)
+    assert (splits.valid.split, splits.valid.num_samples) == ("valid", None)
+    assert splits.test is None
+
+
+def test_schedule_plugin_sets_the_learning_rate() -> None:
+    schedule = replace(tiny_run().schedule, plugin=name_of(constant_rate))
+    lengths = ScheduleLengths(warmup=1, decay=2, wsd_decay=0, total=2)
+    assert learning_rate(schedule, 0, lengths) == 0.25
+
+
+def test_a_file_imports_no_code(tmp_path: Path) -> None:
+    file, setting = tmp_path / "run.yaml", "model.plugins.attention"
+    save_yaml(replace(tiny_run(), model=replace(tiny_run().model, plugins=PLUGIN.plugins)), file)
+    with pytest.raises(ConfigError) as caught:
+        resolve_run(str(file), {})
+    assert f"{setting}={EXAMPLE} names a module" in str(caught.value)
+    assert f"--{setting} {EXAMPLE}" in str(caught.value)
+    assert resolve_run(str(file), {setting: EXAMPLE}).model.plugins.attention == EXAMPLE
+    reject_module_names(tiny_run(), "run.yaml")
+
+
+def test_unknown_plugins_are_rejected_with_the_installed_ones() -> None:
+    run = replace(tiny_run(), model=replace(tiny_run().model, plugins=ModelPlugins(norm="none")))
+    with pytest.raises(ConfigError, match=r"model.plugins.norm=none is not an installed plug-in"):
+        check_run(run, 1)
+    with pytest.raises(ConfigError, match=r"optim.plugin=no.such:One cannot be loaded \(Module"):
+        load_plugin("optimizer", "no.such:One")
+
+
+def test_loss_plugin_rejects_options_of_the_built_in_loss() -> None:
+    run = tiny_run({"train.loss_plugin": name_of(zero_loss), "train.z_loss": "0.5"})
+    with pytest.raises(ConfigError, match=r"with train.z_loss=0.5: these options belong to"):
+        check_run(run, 1)
+
+
+@pytest.mark.slow
+def test_installed_plugin_trains_under_tp(tmp_path: Path) -> None:
+    """The example package is built and installed into a folder, and trained and resumed by name."""
+    package, target = tmp_path / "package", tmp_path / "target"
+    shutil.copytree(ROOT / "examples" / "plugin", package)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run(
+        [*pip, "--no-build-isolation", "--target", str(target), str(package)], check=True
+    )
+    run = tiny_run(
+        {
+            "parallel.tp": "2",
+            "model.plugins.attention": "value_residual",
+            "train.callbacks": "lowest_loss",
+        }
+    )
+    save_yaml(run, tmp_path / "run.yaml")
+    command = [sys.executable, "-m", "megalith", "train", "run.yaml", "--nproc", "2"]
+    environment = os.environ | {"PYTHONPATH": f"{target}{os.pathsep}{ROOT}"}
+    for steps in ("4", "8"):
+        done = subprocess.run(
+            [*command, "--train.steps", steps],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "tiny"
+    assert (folder / "checkpoints" / "step_0000008" / "manifest.json").exists()
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if "lowest_loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    losses = [row["loss"] for row in rows]
+    assert [row["lowest_loss"] for row in rows] == pytest.approx(
+        [min(losses[: number + 1]) for number in range(8)]
+    )
