@@ -75,9 +75,7 @@ class SleepingStage:
 
     def __init__(self, stage: int, num_stages: int, naps: Naps) -> None:
         self.first, self.last, self.naps = stage == 0, stage == num_stages - 1, naps
-        self.grad_accumulator: GradAccumulator | None = SleepingGradAccumulator(
-            naps.backward_weight
-        )
+        self.grad_accumulator: GradAccumulator = SleepingGradAccumulator(naps.backward_weight)
 
     def __call__(self, microbatch: int, received: Tensors) -> Tensors:
         """What the stage before sent -> the same, later."""
@@ -99,12 +97,15 @@ def run_rank(
         SleepingStage(schedule.stage_of(rank, chunk), schedule.num_stages, naps)
         for chunk in range(schedule.num_chunks)
     ]
+    stores = [WeightGradStore() for _ in stages]
+    for stage, store in zip(stages, stores, strict=True):
+        stage.grad_accumulator = store.wrap(stage.grad_accumulator)
     pipeline = Pipeline(
         rank,
         create_pipeline_groups(group, tags=True),
         torch.device("cpu"),
         lambda *_: (Spec((WIDTH,), torch.float32),),
-        weights=[WeightGradStore([stage]) for stage in stages],
+        weights=stores,
     )
     times = []
     for _ in range(rounds):

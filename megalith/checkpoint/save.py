@@ -9,8 +9,9 @@ import platform
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -223,38 +224,125 @@ def save_checkpoint(
         CheckpointError: on every rank with the same text; earlier checkpoints are unchanged and
             temporary files are removed.
     """
-    start = time.monotonic()
-    apply_retention = partial(
-        apply, folder, keep=keep, keep_every=keep_every, last_update=last_update
+    snapshot = take_snapshot(folder, step, entries, state, world, copy=False)
+    return commit_snapshot(
+        snapshot,
+        partial(write_snapshot, snapshot),
+        world,
+        config_text=config_text,
+        auxiliary_files=auxiliary_files,
+        apply_retention=partial(
+            apply, folder, keep=keep, keep_every=keep_every, last_update=last_update
+        ),
     )
-    staging = (
-        folder / f"{layout.folder_name(step)}.tmp-{secrets.token_hex(4)}"
-    )  # all ranks use rank 0's name
-    try:
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A rank's part of a checkpoint that is being saved, and the folder into which it is
+    written."""
+
+    staging: Path
+    step: int
+    rank: int
+    entries: tuple[CheckpointEntry, ...]
+    """Tensors with their `Shard`s. They must not change before they are written."""
+
+    state: Mapping[str, Any]  # JSON
+    started: float
+    """Time at which the save began, by time.monotonic()."""
+
+
+def take_snapshot(
+    folder: Path,
+    step: int,
+    entries: Sequence[CheckpointEntry],
+    state: Mapping[str, Any],  # JSON
+    world: Group,
+    *,
+    copy: bool,
+) -> Snapshot:
+    """Create the temporary folder of a checkpoint and return what this rank writes into it.
+    Collective.
+
+    With `copy`, the snapshot holds copies in host memory of the tensors that this rank writes, so
+    that training can continue while they are written; without, it refers to the tensors.
+
+    Raises:
+        CheckpointError: on every rank: there is too little space, or the state differs.
+    """
+    started = time.monotonic()
+    staging = folder / f"{layout.folder_name(step)}.tmp-{secrets.token_hex(4)}"
+    with _explain_failure(staging, step, world):
         plans = raise_on_all_ranks(lambda: _plan(entries, state), world)
-        staging = (
-            raise_on_all_ranks(_only_on_rank_0(lambda: _prepare(staging, plans), world), world)[0]
-            or staging
+        prepared = raise_on_all_ranks(
+            _only_on_rank_0(lambda: _prepare(staging, plans), world), world
         )
-        parts = raise_on_all_ranks(lambda: write_boxes(staging, world.rank, entries), world)
-        committed = raise_on_all_ranks(
-            _only_on_rank_0(
-                lambda: _commit_and_thin(
-                    staging, step, parts, state, config_text, auxiliary_files or {}, apply_retention
-                ),
-                world,
-            ),
-            world,
-        )[0]
+        staging = prepared[0] or staging  # all ranks use rank 0's name
+    if copy:
+        entries = [
+            replace(entry, tensor=entry.tensor.detach().to("cpu", copy=True))
+            if entry.is_writer
+            else entry
+            for entry in entries
+        ]
+    return Snapshot(staging, step, world.rank, tuple(entries), state, started)
+
+
+def write_snapshot(snapshot: Snapshot) -> WrittenFiles:
+    """Write this rank's part of a checkpoint; synced to disk on return.
+
+    It does not communicate, so that it may run in another thread.
+    """
+    return write_boxes(snapshot.staging, snapshot.rank, snapshot.entries)
+
+
+def commit_snapshot(
+    snapshot: Snapshot,
+    written: Callable[[], WrittenFiles],
+    world: Group,
+    *,
+    config_text: str,
+    auxiliary_files: Mapping[str, bytes] | None = None,
+    apply_retention: Callable[[], list[Path]] = list,
+) -> SaveReport:
+    """Turn the temporary folder into a checkpoint, after all ranks have written their parts.
+    Collective.
+
+    `written`: writes this rank's part, or waits for it, and returns the result of
+    `write_snapshot`. `apply_retention`: deletes older checkpoints and returns them; on rank 0.
+
+    Raises:
+        CheckpointError: on every rank with the same text; earlier checkpoints are unchanged and
+            temporary files are removed.
+    """
+    staging, step = snapshot.staging, snapshot.step
+
+    def complete(parts: Sequence[WrittenFiles]) -> tuple[Path, int, tuple[Path, ...]]:
+        path, manifest = commit(staging, step, parts, snapshot.state, config_text, auxiliary_files)
+        nbytes = sum(file.nbytes for file in manifest.files.values())
+        return path, nbytes, tuple(apply_retention())
+
+    with _explain_failure(staging, step, world):
+        parts = raise_on_all_ranks(written, world)
+        committed = raise_on_all_ranks(_only_on_rank_0(lambda: complete(parts), world), world)[0]
+    assert committed is not None
+    path, nbytes, removed = committed
+    return SaveReport(path, nbytes, time.monotonic() - snapshot.started, removed)
+
+
+@contextmanager
+def _explain_failure(staging: Path, step: int, world: Group) -> Iterator[None]:
+    """Remove the temporary folder after a failure, and name the newest checkpoint in the error."""
+    try:
+        yield
     except CheckpointError as error:
         if world.rank == 0:
             _discard(staging)
+        folder = staging.parent
         raise CheckpointError(
             f"step {step} was not saved to {folder}. {error}\n{_last_good(folder)}"
         ) from error
-    assert committed is not None
-    path, nbytes, removed = committed
-    return SaveReport(path, nbytes, time.monotonic() - start, removed)
 
 
 def write_boxes(staging: Path, rank: int, entries: Sequence[CheckpointEntry]) -> WrittenFiles:
@@ -475,19 +563,6 @@ def _prepare(staging: Path, plans: Sequence[_Plan]) -> Path:
             "checkpoint.keep to a lower number."
         )
     return staging
-
-
-def _commit_and_thin(
-    staging: Path,
-    step: int,
-    parts: Sequence[WrittenFiles],
-    state: Mapping[str, Any],
-    config_text: str,
-    auxiliary_files: Mapping[str, bytes],
-    apply_retention: Callable[[], list[Path]],
-) -> tuple[Path, int, tuple[Path, ...]]:
-    path, manifest = commit(staging, step, parts, state, config_text, auxiliary_files)
-    return path, sum(file.nbytes for file in manifest.files.values()), tuple(apply_retention())
 
 
 def _rename_to_final(staging: Path, step: int) -> Path:

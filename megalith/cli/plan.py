@@ -5,6 +5,7 @@ it fits in memory, and its communication.
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from shlex import quote
 from typing import Any
 
@@ -46,6 +47,8 @@ from megalith.estimate.traffic import Traffic, step_traffic
 from megalith.estimate.workload import Workload, plan_workload
 from megalith.plan.devices import EFFICIENCY, GIB, USABLE, Device, device_named
 from megalith.plan.grid import min_world_size
+from megalith.plan.p2p import with_transfers
+from megalith.plan.simulate import even_costs, simulate
 
 # Tables and sentences of `megalith plan` about a parallel layout and its memory.
 
@@ -476,6 +479,10 @@ class ExplainCommand:
     """Device for the memory estimate: a100, h100, h200, b200, cpu (this machine, shared by the
     ranks), or a size in GiB."""
 
+    timeline: Path | None = None
+    """Write the timeline of a simulated pipeline step to this file: text (.txt), an image (.png), a
+    page (.html) or a trace for chrome://tracing (.json)."""
+
     json: bool = False
     """Print one JSON document."""
 
@@ -552,6 +559,11 @@ def explain_layout(argv: list[str]) -> int:
 
     workload = build_checked_workload(command.recipe, overrides, command.world)
     device = device_named(command.device, world=workload.world, host_memory=available_memory())
+    if command.timeline is not None:
+        from megalith.observe.timeline import draw_timeline
+
+        schedule = with_transfers(workload.schedule)
+        draw_timeline(simulate(schedule, even_costs(schedule.num_stages)), command.timeline)
     layout, ledger = explain(workload), memory_ledger(workload, device)
     place = worst(ledger)
     traffic = step_traffic(workload, place.pp_rank, place.tp_rank)

@@ -262,8 +262,7 @@ def check_all_fields_exported(
         raise_all(
             [
                 f"model.{field}={value!r}: {family.architecture} cannot express this setting; it "
-                "would "
-                f"be exported as {exported!r}. Keep the model as a Megalith checkpoint."
+                f"would be exported as {exported!r}. Keep the model as a Megalith checkpoint."
                 for field, exported, value in changes
             ]
         )

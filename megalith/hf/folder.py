@@ -762,7 +762,7 @@ def _write_weights(
             list(zip(offsets, content, strict=True)), lambda item: item[1][1].nbytes, BATCH_NBYTES
         ):
             tensors, journal_key = [item for _, item in batch], f"{name}@{batch[0][0]}"
-            record = journal.found(journal_key) if name in allocated else None
+            record = journal.get(journal_key) if name in allocated else None
             jobs.append(_Job(staging / name, batch[0][0], tensors, journal_key, record))
     check_free_space(staging.parent, sum(job.nbytes for job in jobs if job.before is None))
     total = sum(

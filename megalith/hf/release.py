@@ -141,7 +141,7 @@ def _find_finished_files(
         storage.rename(finished, staging)
     if not staging.exists():
         storage.make_folder(staging)
-    recorded = {name: _parse_record(name, journal.found(name)) for name in names}
+    recorded = {name: _parse_record(name, journal.get(name)) for name in names}
     for name in storage.list_names(staging):
         if recorded.get(name) is None:
             storage.remove_file(staging / name)

@@ -65,8 +65,8 @@ class ConversionJournal:
             storage.append_line(folder / NAME, b"")
         return ConversionJournal(folder / NAME, self._done)
 
-    def found(self, name: str) -> Any | None:  # JSON
-        """Return the record of a piece."""
+    def get(self, name: str) -> Any | None:  # JSON
+        """Return the record of a finished piece, or None."""
         return self._done.get(name)
 
     def add(self, name: str, record: Any) -> None:  # JSON

@@ -45,6 +45,7 @@ from megalith.parallel.group import Group, single_rank_group, start_all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import count_forward_passes
 from megalith.parallel.tensor import TensorParallel
+from megalith.parallel.weight_grad_store import WeightGradStore
 from megalith.plan.buckets import (
     BucketPlan,
     BucketSlice,
@@ -225,11 +226,13 @@ class BucketedDataParallel:
         reduce_dtype: torch.dtype | None = None,
         chunks: Sequence[nn.Module] = (),
         watch: bool = False,
+        weight_grads: Sequence[WeightGradStore] = (),
     ) -> None:
         """`reduce_dtype`: dtype of the reduction messages; None: that of the gradients, which is at
         least fp32. `chunks`: the
         model chunks whose forward is called; without any, `all_gather_params` waits. `watch`:
-        record which gradients are NaN or infinite before they are reduced."""
+        record which gradients are NaN or infinite before they are reduced. `weight_grads`: stores
+        of deferred weight gradients, by chunk of `model`; empty: nothing is deferred."""
         self.mesh, self.overlap, self.reduce_dtype, self.watch = mesh, overlap, reduce_dtype, watch
         trained, frozen = split_trained_and_frozen(parameters)
         self.shards = [shard for shard, _, _ in trained]
@@ -295,6 +298,7 @@ class BucketedDataParallel:
             parts,
             list(model) if isinstance(model, nn.ModuleList) else [model],
             accumulate_in_buckets,
+            weight_grads,
         )
         self._begin(0)
         self._sums: deque[tuple[int, PendingReduceScatter]] = deque()
@@ -599,6 +603,7 @@ class BucketedDataParallel:
         layers: dict[TensorParallel, list[Stack | Frozen]],
         chunks: Sequence[nn.Module],
         accumulate_in_buckets: bool,
+        weight_grads: Sequence[WeightGradStore],
     ) -> list[int]:
         """Register gradient accumulators and hooks; return how often each parameter contributes in
         one microbatch."""
@@ -606,13 +611,19 @@ class BucketedDataParallel:
             [0] * len(self.shards),
             {k: v for chunk in chunks for k, v in count_forward_passes(chunk).items()},
         )
-        for layer, parts in layers.items():
-            if accumulate_in_buckets:
-                layer.grad_accumulator = BucketGradAccumulator(parts, self)
-                for number in (
-                    number for stack in layer.grad_accumulator.stacks for number in stack.numbers
-                ):
-                    uses[number] += passes.get(layer, 1)
+        stores = {
+            layer: store
+            for chunk, store in zip(chunks, weight_grads, strict=False)
+            for layer in chunk.modules()
+        }
+        for layer, parts in layers.items() if accumulate_in_buckets else ():
+            grad_accumulator = BucketGradAccumulator(parts, self)
+            store = stores.get(layer)
+            layer.grad_accumulator = (
+                grad_accumulator if store is None else store.wrap(grad_accumulator)
+            )
+            for number in (number for stack in grad_accumulator.stacks for number in stack.numbers):
+                uses[number] += passes.get(layer, 1)
         held = [{id(parameter) for parameter in chunk.parameters()} for chunk in chunks]
         for number, parameter in enumerate(self.parameters):
             if uses[number] == 0:

@@ -158,12 +158,6 @@ def build_single_rank_mesh() -> Mesh:
     return build_meta_mesh(replace(grid, experts=experts), rank=0)
 
 
-def destroy_mesh(mesh: Mesh) -> None:
-    """Destroy the process groups of a mesh; gloo may abort if they exist at exit."""
-    for handle in {group.handle for group in mesh.groups.values() if group.handle is not None}:
-        dist.destroy_process_group(handle)
-
-
 def _new_groups(
     all_ranks: Sequence[tuple[int, ...]], rank: int, name: str, timeout_seconds: float
 ) -> dist.ProcessGroup | None:

@@ -5,10 +5,9 @@ the weight-gradient pass (W) computes and adds it later, when the rank would be 
 al. 2024, arXiv:2401.10241, section 2.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,22 +16,17 @@ from megalith.kernels.grouped_linear import GroupedGradAccumulator, GroupedMatmu
 from megalith.kernels.linear import MatmulOps
 
 
-class HasGradAccumulator(Protocol):
-    """Layer whose weight gradients go to a gradient accumulator."""
-
-    grad_accumulator: GroupedGradAccumulator | None
-
-
 class WeightGradStore:
     """Weight gradients of one model chunk: added at once, or deferred to the W pass of their
     microbatch."""
 
-    def __init__(self, layers: Iterable[HasGradAccumulator]) -> None:
+    def __init__(self) -> None:
         self._deferred: dict[int, list[Callable[[], None]]] = {}
         self._current: list[Callable[[], None]] | None = None
-        for layer in layers:
-            if layer.grad_accumulator is not None:
-                layer.grad_accumulator = DeferredGradAccumulator(layer.grad_accumulator, self)
+
+    def wrap(self, grad_accumulator: GroupedGradAccumulator) -> "DeferredGradAccumulator":
+        """Return a gradient accumulator of a layer whose contributions can be deferred."""
+        return DeferredGradAccumulator(grad_accumulator, self)
 
     @contextmanager
     def defer(self, microbatch: int) -> Iterator[None]:

@@ -51,6 +51,7 @@ from megalith.launch.failure import (
     explain_exit,
 )
 from megalith.parallel.group import Group, single_rank_group
+from megalith.parallel.mesh import Mesh
 
 Result = TypeVar("Result")
 
@@ -610,3 +611,9 @@ def _load(name: str, path: str) -> ModuleType:
     )
     spec.loader.exec_module(module)
     return module
+
+
+def destroy_mesh(mesh: Mesh) -> None:
+    """Destroy the process groups of a mesh; gloo may abort if they exist at exit."""
+    for handle in {group.handle for group in mesh.groups.values() if group.handle is not None}:
+        dist.destroy_process_group(handle)

@@ -40,7 +40,7 @@ from megalith.parallel.p2p import (
 )
 from megalith.parallel.pipeline import Boundary, DualBatchOverlap, Pipeline
 from megalith.parallel.symm_mem import choose_collective_matmul
-from megalith.parallel.tensor import TensorParallel, VocabParallelHead
+from megalith.parallel.tensor import VocabParallelHead
 from megalith.parallel.tensor_overlap import RING_EXCHANGE
 from megalith.parallel.weight_grad_store import WeightGradStore
 from megalith.plan.kernels import explicit_backend_problems
@@ -358,21 +358,9 @@ def build_pipeline_model(
             run.parallel.pipeline, mesh.pp.size, 1, overlap=run.parallel.overlap, forward_only=True
         )
         open_channels(handles, channels(step), device)
-    return PipelineModel(run, mesh, device, tuple(chunks), handles, dual_batch=dual_batch)
-
-
-def add_weight_grad_stores(pipeline_model: PipelineModel) -> PipelineModel:
-    """Add stores of deferred weight gradients if the schedule needs them.
-
-    The gradient accumulators of the layers must exist already.
-    """
-    if not splits_backward(pipeline_model.run.parallel.pipeline, pipeline_model.mesh.pp.size):
-        return pipeline_model
-    layers = (
-        [m for m in chunk.modules() if isinstance(m, TensorParallel)]
-        for chunk in pipeline_model.chunks
-    )
-    return replace(pipeline_model, weights=tuple(WeightGradStore(each) for each in layers))
+    splits = splits_backward(run.parallel.pipeline, mesh.pp.size)
+    weights = tuple(WeightGradStore() for _ in chunks) if splits else ()
+    return PipelineModel(run, mesh, device, tuple(chunks), handles, weights, dual_batch)
 
 
 def splits_backward(pipeline: PipelineConfig, pp: int) -> bool:

@@ -19,12 +19,12 @@ from megalith.optim.slots import Optimizer, RatesOf, equal_rates
 from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.grad_sync import GradSync, can_shard_weights
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.weight_grad_store import WeightGradStore
 from megalith.plan.param_groups import parameter_rates
 from megalith.plan.parameters import ParameterRates
 from megalith.plan.shards import Shard, is_first_replica
 from megalith.train.forward_backward import (
     PipelineModel,
-    add_weight_grad_stores,
     build_pipeline_model,
 )
 from megalith.train.moe import update_expert_biases, update_quantile_offsets
@@ -87,7 +87,7 @@ def build_trainer(
     """
     pipeline_model = build_pipeline_model(run, mesh, device, dtype=DTYPES[run.precision.params])
     model = pipeline_model.modules
-    data = build_grad_sync(run, model, mesh, device)
+    data = build_grad_sync(run, model, mesh, device, pipeline_model.weights)
     if fill:
         _init_weights(model, data, seed=run.seed, frozen=fill_frozen)
     for chunk in pipeline_model.chunks if run.train.compile else ():
@@ -104,7 +104,7 @@ def build_trainer(
         run,
         mesh,
         device,
-        add_weight_grad_stores(pipeline_model),
+        pipeline_model,
         data,
         optimizer,
         build_loss_scale(run.precision),
@@ -113,9 +113,15 @@ def build_trainer(
 
 
 def build_grad_sync(
-    run: TrainRun, model: nn.ModuleList, mesh: Mesh, device: torch.device
+    run: TrainRun,
+    model: nn.ModuleList,
+    mesh: Mesh,
+    device: torch.device,
+    weight_grads: Sequence[WeightGradStore] = (),
 ) -> GradSync:
     """Allocate the parameters of this rank's model chunks and set up their gradient reduction.
+
+    `weight_grads`: stores of deferred weight gradients by chunk; empty: nothing is deferred.
 
     Parameters whose `requires_grad` is False are frozen: they are initialized and saved, but have
     no gradients and no optimizer state.
@@ -153,6 +159,7 @@ def build_grad_sync(
         if run.train.compile
         else list(model),  # a compiled graph cannot wait for a gather
         watch=watch,
+        weight_grads=weight_grads,
     )
 
 

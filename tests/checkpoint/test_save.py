@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,13 @@ from megalith import storage
 from megalith.checkpoint import save
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.load import find_latest, open_checkpoint, verify_checkpoint
-from megalith.checkpoint.save import remove_leftovers, save_checkpoint
+from megalith.checkpoint.save import (
+    commit_snapshot,
+    remove_leftovers,
+    save_checkpoint,
+    take_snapshot,
+    write_snapshot,
+)
 from megalith.errors import CheckpointError
 from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.shards import Shard
@@ -542,3 +549,43 @@ def test_live_ranks_save_load_and_fail_together(tmp_path: Path) -> None:
         and "model.w: [0:4, 0:3] of [7, 3] is written twice" in results[0][2]
     )
     assert saves(tmp_path) == ["step_0000005"]
+
+
+def _save_from_a_thread(rank: int, world: int, folder: Path, fails: bool) -> str:
+    """Save on two ranks while the tensors change: a thread writes host copies of them."""
+    group = Group(("world",), tuple(range(world)), rank, handle=torch.distributed.group.WORLD)
+    weight = torch.arange(6.0) + rank
+    entries = [
+        CheckpointEntry(Shard.full(f"w{each}", (6,)), "param", weight, each == rank)
+        for each in range(world)
+    ]
+    snapshot = take_snapshot(folder, 3, entries, {"step": 3}, group, copy=True)
+    weight.zero_()  # the next steps, before anything is written
+
+    def write() -> save.WrittenFiles:
+        if fails and rank == 1:
+            raise OSError(errno.ENOSPC, "planted")
+        return write_snapshot(snapshot)
+
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(write)
+        try:
+            report = commit_snapshot(snapshot, written.result, group, config_text="")
+        except CheckpointError as error:
+            return str(error)
+    return report.path.name
+
+
+def test_snapshot_is_written_by_a_thread_while_the_tensors_change(tmp_path: Path) -> None:
+    saved = run_ranks(_save_from_a_thread, 2, tmp_path, False)
+    assert saved == ["step_0000003", "step_0000003"]
+    checkpoint = open_checkpoint(tmp_path / "step_0000003")
+    for rank in range(2):
+        assert checkpoint.read(f"model.w{rank}").tolist() == [value + rank for value in range(6)]
+
+
+def test_failed_write_of_a_thread_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(_save_from_a_thread, 2, tmp_path, True)
+    assert first == second
+    assert first.startswith(f"step 3 was not saved to {tmp_path}. rank 1: OSError")
+    assert not list(tmp_path.glob("step_*"))

@@ -230,3 +230,24 @@ def test_planning_the_largest_job_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content"),
+    [(".txt", b"F0"), (".png", b"\x89PNG"), (".html", b"1f1b"), (".json", b"traceEvents")],
+)
+def test_explain_writes_the_timeline_of_the_schedule(
+    tmp_path: Path, suffix: str, content: bytes
+) -> None:
+    target = tmp_path / f"step{suffix}"
+    pipeline = ["--parallel.pp", "2", "--timeline", str(target)]
+    assert main(["plan", "explain", "tiny_cpu", "--device", "cpu", *pipeline]) == 0
+    assert content in target.read_bytes()
+
+
+def test_unknown_timeline_format_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "explain", "tiny_cpu", "--timeline", str(tmp_path / "step.svg")]
+    assert main(command) == 2
+    assert "Use a name that ends in one of .txt .png .html .json." in capsys.readouterr().err

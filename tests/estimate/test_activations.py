@@ -47,12 +47,10 @@ from megalith.kernels.packed import tokens_of_lengths, tokens_of_slices
 from megalith.kernels.permute import permute, permute_choices
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.build import build_context
-from megalith.observe.meter import measure_saved_activations
 from megalith.parallel.context import local_slicing
 from megalith.parallel.expert import local_expert_groups
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.parallel.offload import OffloadedStorage
-from megalith.plan.closed_forms import GptLayer, gpt_layer_bytes
 from megalith.plan.context import plan_slices
 from megalith.plan.grid import model_grid
 from megalith.plan.layers import core_attention
@@ -64,10 +62,12 @@ from megalith.plan.layers.base import (
 )
 from megalith.plan.layers.core_attention import attention_backend
 from megalith.plan.stages import plan_stages
+from megalith.testing.meter import measure_saved_activations
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.trainer import DTYPES, build_trainer
 from megalith.verify.tiny_models import CROSS_LAYER, VARIANTS
+from tests.plan.closed_forms import GptLayer, gpt_layer_bytes
 
 MODEL = ModelConfig(
     vocab_size=61,

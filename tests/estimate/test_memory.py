@@ -30,12 +30,11 @@ from megalith.estimate.memory import (
 from megalith.estimate.workload import Workload, plan_workload
 from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.build import build_context
-from megalith.observe.meter import measure_saved_activations
 from megalith.optim.adamw import AdamW
 from megalith.parallel.context import local_slicing
 from megalith.parallel.data import IN_FLIGHT as SUMS_IN_FLIGHT
 from megalith.parallel.data import BucketedDataParallel
-from megalith.parallel.mesh import build_mesh, build_meta_mesh, destroy_mesh
+from megalith.parallel.mesh import build_mesh, build_meta_mesh
 from megalith.plan.devices import DEVICES, device_named
 from megalith.plan.grid import model_grid
 from megalith.plan.layers.base import ExpertPart
@@ -43,7 +42,8 @@ from megalith.plan.parameters import layer_parameters
 from megalith.plan.simulate import peak_activation_memory
 from megalith.plan.stages import single_stage
 from megalith.recipes import resolve
-from megalith.testing.ranks import run_ranks
+from megalith.testing.meter import measure_saved_activations
+from megalith.testing.ranks import destroy_mesh, run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.step import train_step
 from megalith.train.trainer import DTYPES, build_trainer

@@ -17,12 +17,12 @@ from megalith.estimate.traffic import Traffic, sent, step_traffic
 from megalith.estimate.workload import plan_workload
 from megalith.kernels import routing
 from megalith.parallel.context import local_slicing
-from megalith.parallel.mesh import build_mesh, destroy_mesh
+from megalith.parallel.mesh import build_mesh
 from megalith.plan.devices import DEVICES
 from megalith.plan.grid import model_grid
 from megalith.recipes import resolve
 from megalith.testing.inject import slow_link
-from megalith.testing.ranks import run_ranks
+from megalith.testing.ranks import destroy_mesh, run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer

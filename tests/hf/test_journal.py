@@ -370,8 +370,8 @@ def test_journal_lines_of_threads_are_complete_and_invalid_lines_ignored(tmp_pat
     later = read[1].reopen(tmp_path)
     later.add("piece 21", 7)
     again = read_journal(tmp_path)
-    assert again is not None and len(again[1]) == 21 and again[1].found("piece 21") == 7
-    assert again[1].found("piece 3") == {"n": 3} and again[1].found("piece 20") is None
+    assert again is not None and len(again[1]) == 21 and again[1].get("piece 21") == 7
+    assert again[1].get("piece 3") == {"n": 3} and again[1].get("piece 20") is None
     (tmp_path / NAME).write_bytes(b'{"source": ')
     assert read_journal(tmp_path) is None and read_journal(tmp_path / "none") is None
     (tmp_path / NAME).write_bytes(b"[1]\n")
@@ -381,7 +381,7 @@ def test_journal_lines_of_threads_are_complete_and_invalid_lines_ignored(tmp_pat
 def test_a_journal_without_a_path_writes_no_file(tmp_path: Path) -> None:
     journal = ConversionJournal(None)
     journal.add("a", 1)
-    assert len(journal) == 1 and journal.found("a") == 1
+    assert len(journal) == 1 and journal.get("a") == 1
 
 
 def test_recipe_differences_are_reported_by_name() -> None:

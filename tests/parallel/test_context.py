@@ -27,7 +27,6 @@ from megalith.kernels.packed import (
     with_masks,
     with_padding,
 )
-from megalith.observe.meter import measure_saved_activations
 from megalith.parallel import context
 from megalith.parallel.context import RingAttend, build_attend, local_slicing
 from megalith.parallel.group import Group
@@ -36,6 +35,7 @@ from megalith.parallel.tensor_overlap import PendingCollective
 from megalith.plan.context import KINDS, Slices, Slicing, plan_slices
 from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched, slow_link
+from megalith.testing.meter import measure_saved_activations
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, relative_error
 

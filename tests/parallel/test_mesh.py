@@ -18,10 +18,9 @@ from megalith.parallel.mesh import (
     build_mesh,
     build_meta_mesh,
     build_single_rank_mesh,
-    destroy_mesh,
 )
 from megalith.plan.grid import Grid, model_grid
-from megalith.testing.ranks import run_ranks
+from megalith.testing.ranks import destroy_mesh, run_ranks
 
 MODEL = ModelConfig(
     vocab_size=11,

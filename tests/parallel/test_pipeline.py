@@ -138,13 +138,17 @@ def run_case(
     layers = [
         Layer(schedule.stage_of(rank, chunk), schedule.num_stages) for chunk in range(case.chunks)
     ]
+    stores = [WeightGradStore() for _ in layers]
+    for layer, store in zip(layers, stores, strict=True):
+        if layer.grad_accumulator is not None:
+            layer.grad_accumulator = store.wrap(layer.grad_accumulator)
     pipeline = Pipeline(
         rank,
         create_pipeline_groups(everyone(rank, world, "pp"), tags=not case.separate),
         CPU,
         boundary=boundary if case.known else None,
         announce=case.announce,
-        weights=[WeightGradStore([layer]) for layer in layers],
+        weights=stores,
     )
     with torch.set_grad_enabled(not case.forward_only):
         pipeline.run(schedule, layers)

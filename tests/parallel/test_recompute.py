@@ -30,12 +30,12 @@ from megalith.kernels.packed import tokens_of_lengths
 from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn import layer as layer_module
-from megalith.observe.meter import measure_saved_activations
 from megalith.parallel import data, recompute
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.parallel.recompute import Recomputed, shard_saved_input
 from megalith.plan.grid import model_grid
+from megalith.testing.meter import measure_saved_activations
 from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, assert_equals

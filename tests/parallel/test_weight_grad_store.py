@@ -27,13 +27,7 @@ class Log:
         self.seen.append(("rows", float(rows.sum() + dy.sum())))
 
 
-@dataclass(eq=False)
-class Layer:
-    grad_accumulator: GradAccumulator | None
-
-
-def give_everything(grad_accumulator: GradAccumulator | None) -> None:
-    assert grad_accumulator is not None
+def give_everything(grad_accumulator: GradAccumulator) -> None:
     grad_accumulator.product(torch.ones(1, 2), torch.ones(1, 3), PLAIN)
     grad_accumulator.gradient(torch.ones(2, 2))
     grad_accumulator.rows(torch.ones(1, dtype=torch.int64), torch.ones(1))
@@ -44,37 +38,27 @@ ALL = [("product", 5.0), ("gradient", 4.0), ("rows", 2.0)]
 
 def test_weight_gradients_outside_defer_are_added_at_once() -> None:
     log = Log()
-    layer = Layer(log)
-    WeightGradStore([layer])
-    give_everything(layer.grad_accumulator)
+    give_everything(WeightGradStore().wrap(log))
     assert log.seen == ALL
 
 
 def test_deferred_weight_gradients_are_added_once_in_order() -> None:
-    log = Log()
-    layer = Layer(log)
-    chunk = WeightGradStore([layer])
+    log, store = Log(), WeightGradStore()
+    grad_accumulator = store.wrap(log)
     for microbatch in (0, 1):
-        with chunk.defer(microbatch):
-            give_everything(layer.grad_accumulator)
-    assert log.seen == [] and chunk.microbatches == (0, 1)
-    chunk.run_deferred(1)
-    assert log.seen == ALL and chunk.microbatches == (0,)
+        with store.defer(microbatch):
+            give_everything(grad_accumulator)
+    assert log.seen == [] and store.microbatches == (0, 1)
+    store.run_deferred(1)
+    assert log.seen == ALL and store.microbatches == (0,)
     with pytest.raises(KeyError):
-        chunk.run_deferred(1)
+        store.run_deferred(1)
 
 
 def test_failed_backward_ends_defer() -> None:
-    log = Log()
-    layer = Layer(log)
-    chunk = WeightGradStore([layer])
-    with pytest.raises(ZeroDivisionError), chunk.defer(0):
+    log, store = Log(), WeightGradStore()
+    grad_accumulator = store.wrap(log)
+    with pytest.raises(ZeroDivisionError), store.defer(0):
         _ = 1 / 0
-    give_everything(layer.grad_accumulator)
+    give_everything(grad_accumulator)
     assert log.seen == ALL
-
-
-def test_layer_without_gradient_accumulator_is_unchanged() -> None:
-    layer = Layer(None)
-    WeightGradStore([layer])
-    assert layer.grad_accumulator is None

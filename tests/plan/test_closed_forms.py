@@ -1,4 +1,4 @@
-"""Tests of megalith/plan/closed_forms.py: formulas are exactly what the simulation finds, or give
+"""Tests of tests/plan/closed_forms.py: formulas are exactly what the simulation finds, or give
 published figures."""
 
 from fractions import Fraction
@@ -6,7 +6,10 @@ from fractions import Fraction
 import pytest
 
 from megalith.config.parallel import ScheduleName
-from megalith.plan.closed_forms import (
+from megalith.plan.p2p import with_transfers
+from megalith.plan.schedule import build_schedule
+from megalith.plan.simulate import Number, even_costs, peak_activation_memory, simulate
+from tests.plan.closed_forms import (
     GptLayer,
     bubble_fraction,
     gpt_attention_again,
@@ -15,9 +18,6 @@ from megalith.plan.closed_forms import (
     idle_time,
     peak_in_flight,
 )
-from megalith.plan.p2p import with_transfers
-from megalith.plan.schedule import build_schedule
-from megalith.plan.simulate import Number, even_costs, peak_activation_memory, simulate
 
 COSTS: list[tuple[Number, Number, Number]] = [
     (1, 1, 1),

@@ -482,10 +482,10 @@ def latent_key_not_entered(model: Decoder, mesh: Mesh) -> None:
 
 @replaces(LearnedPositions, "forward", "tp, sp, learned positions")
 def positions_of_first_rank(
-    original: Original, self: LearnedPositions, x: Tensor, tokens: PackedSeqParams
+    original: Original, self: LearnedPositions, x: Tensor, inputs: LayerInputs
 ) -> Tensor:
     """Under sp, each rank adds the learned positions of the first slice."""
-    return x + embedding(tokens.position_ids[: len(x)], self.weight)
+    return x + embedding(inputs.seq_params.position_ids[: len(x)], self.weight)
 
 
 @replaces(lora, "column_adapter", "tp, sp, adapters", found_by="types")

@@ -1,8 +1,8 @@
 """Table of planted faults: which part of the verification detects which fault."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from megalith.config.lora import LoraConfig
 from megalith.config.model import (
@@ -35,6 +35,8 @@ from megalith.verify.ranks import (
     layout_case,
 )
 from megalith.verify.types import type_check
+
+T = TypeVar("T")
 
 Outcome = Literal[
     "wrong shapes",
@@ -136,18 +138,14 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
         ),
         mtp=MTPConfig(num_layers=2 if "own stage" in needs else int("mtp" in needs)),
         cross=CrossConfig(memory=0) if "memory" in needs else None,
-        positions=(
-            "learned"
-            if "learned positions" in needs
-            else "relative"
-            if "biases by distance" in needs
-            else "rope"
+        positions=_choose(
+            needs, {"learned positions": "learned", "biases by distance": "relative"}, "rope"
         ),
         relative=RelativeConfig(buckets=8, max_distance=9)
         if "biases by distance" in needs
         else RelativeConfig(),
     )
-    kind: ContextKind = "gather" if "gather" in needs else "a2a" if "a2a" in needs else "ring"
+    kinds: dict[str, ContextKind] = {"gather": "gather", "a2a": "a2a"}
     replicas = 2 if "replicas" in needs else 1
     return with_experts(with_attention(model, fault), fault), ParallelConfig(
         tp=tp,
@@ -156,13 +154,18 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
         pp=pp,
         pipeline=pipeline,
         sp="sp" in needs,
-        zero=3 if "fsdp" in needs else 2 if "zero 2" in needs else 1 if "zero" in needs else 0,
+        zero=_choose(needs, {"fsdp": 3, "zero 2": 2, "zero": 1}, 0),
         dp_replicate=replicas,
-        context=ContextConfig(kind=kind),
+        context=ContextConfig(kind=_choose(needs, kinds, "ring")),
         tp_comm_overlap="rings" in needs,
         ep=2 if "ep" in needs else 1,
         etp=2 if "etp" in needs else None,
     )
+
+
+def _choose(needs: Sequence[str], values: Mapping[str, T], default: T) -> T:
+    """Return the value of the first name in `needs`."""
+    return next((value for name, value in values.items() if name in needs), default)
 
 
 def with_attention(model: ModelConfig, fault: Fault) -> ModelConfig:

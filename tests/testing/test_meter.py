@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.observe.meter import measure_saved_activations
 from megalith.parallel.recompute import Recomputed
+from megalith.testing.meter import measure_saved_activations
 
 
 class Twice(nn.Module):
