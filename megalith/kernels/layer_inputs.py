@@ -100,6 +100,17 @@ class RouterInputs(NamedTuple):
 NO_ROUTER_INPUTS = RouterInputs()
 
 
+class InsertedEmbeddings(NamedTuple):
+    """Embeddings that replace those of some tokens, for example image features."""
+
+    embeddings: Tensor
+    """[k, h], equal on all tensor-parallel ranks."""
+
+    positions: Tensor
+    """int64 [k]: indices of the replaced tokens among the t tokens of this rank's microbatch (of
+    its context-parallel part)."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
     """What every layer receives besides its activations [t, h]: `forward(x, inputs)`."""
@@ -127,6 +138,9 @@ class LayerInputs:
 
     dropout_key: DropoutKey | None = None
     """Key of the dropout masks; None: no dropout, as in evaluation."""
+
+    inserted: InsertedEmbeddings | None = None
+    """Embeddings that the first stage inserts before the first layer; None: none."""
 
     router_inputs: RouterInputs = NO_ROUTER_INPUTS
     """Scale of the aux losses, and routing decisions to record or replay."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.nn.build import BuildContext
-from megalith.nn.embedding import InputEmbedding, NoBias, RelativeBias
+from megalith.nn.embedding import InputEmbedding, NoBias, RelativeBias, insert_embeddings
 from megalith.nn.frozen import FrozenLayerRunner
 from megalith.nn.init import init_param_
 from megalith.nn.layer import IdentityNorm, Layer, block_of_layer
@@ -147,7 +147,10 @@ class Decoder(nn.Module):
             self.relative.add_to(self.rotations.add_to(inputs)), encoder_hidden=cross_layer_source
         )
         if self.stage.embedding:
-            x = self.input_embedding(self.embed(ids), inputs)
+            x = self.embed(ids)
+            if inputs.inserted is not None:
+                x = insert_embeddings(x, inputs.inserted, len(ids), self.tp_comm)
+            x = self.input_embedding(x, inputs)
         assert x is not None, f"stage {self.stage} needs hidden states"
         if caches is None:
             x, inputs = self.run_layers(list(self.layers), x, inputs, self.source_hook)

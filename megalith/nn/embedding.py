@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.errors import DataError
 from megalith.kernels.embedding import embedding
-from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.layer_inputs import InsertedEmbeddings, LayerInputs
 from megalith.nn.build import BuildContext
 from megalith.nn.dropout import Step, build_dropout
 from megalith.nn.norm import stream_dtype
-from megalith.parallel.tensor import Init
+from megalith.parallel.collectives import copy_to_tp
+from megalith.parallel.tensor import Init, TPComm
 from megalith.plan.shards import Shard, split_heads
 
 
@@ -138,6 +139,25 @@ class Scale:
     def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         return x * self.factor
+
+
+def insert_embeddings(
+    x: Tensor, inserted: InsertedEmbeddings, num_tokens: int, tp_comm: TPComm
+) -> Tensor:
+    """Replace rows of the token embeddings x [t, h], in the layout of `tp_comm`, by `inserted`,
+    before position embedding, scale and dropout.
+
+    The gradient of the embeddings is complete on every tensor-parallel rank.
+    """
+    row_of_token = inserted.positions.new_full((num_tokens,), -1)
+    numbers = torch.arange(len(inserted.positions), device=row_of_token.device)
+    rows = tp_comm.select_local(row_of_token.index_copy(0, inserted.positions, numbers))
+    # Under sequence parallelism a rank reads the rows of its own tokens only.
+    has_all_tokens = bool(tp_comm.invariant)
+    embeddings = inserted.embeddings
+    embeddings = embeddings if has_all_tokens else copy_to_tp(embeddings, tp_comm.group)
+    selected = embeddings[rows.clamp(min=0)].to(x.dtype)
+    return torch.where((rows >= 0).unsqueeze(1), selected, x)
 
 
 # Relative position bias of a model: one table of biases by distance that all layers share.

@@ -4,13 +4,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
 from megalith.errors import DataError
-from megalith.models.decoder import iter_parameter_specs
+from megalith.kernels.layer_inputs import InsertedEmbeddings, LayerInputs
+from megalith.kernels.packed import tokens_of_lengths
+from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn.build import build_context
-from megalith.nn.embedding import InputEmbedding, Scale
-from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.nn.embedding import InputEmbedding, Scale, insert_embeddings
+from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm
+from megalith.plan.grid import model_grid
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tolerance import FP64, assert_equals
 
 
 def built(layers: SimpleNamespace, **changes: object) -> InputEmbedding:
@@ -70,3 +78,37 @@ def test_document_longer_than_the_position_table_raises_an_error(layers: SimpleN
         match=r"document has 33 tokens.* only 32 positions. Use documents of at most 32 tokens",
     ):
         input_embedding(layers.inputs(34), tokens)
+
+
+def loss_with_inserted(rank: int, world: int, config: ModelConfig, sp: bool) -> list[Tensor]:
+    """Return the loss of two documents with three inserted embeddings, and their gradient."""
+    parallel = ParallelConfig(tp=world, sp=sp)
+    mesh = build_mesh(model_grid(parallel, config, world), rank=rank)
+    model = Decoder(build_context(config, mesh, parallel, dtype=torch.float64))
+    allocate(model, torch.device("cpu"))
+    initialize(model, seed=4)
+    draw = torch.Generator().manual_seed(0)
+    embeddings = torch.randn(3, config.hidden_size, generator=draw, dtype=torch.float64)
+    inserted = InsertedEmbeddings(embeddings.requires_grad_(), torch.tensor([9, 1, 4]))
+    inputs = LayerInputs(tokens_of_lengths([7, 5]), inserted=inserted)
+    ids = torch.arange(12) % 5
+    loss = model.loss(ids, ids.roll(-1), inputs)
+    loss.backward()
+    assert embeddings.grad is not None
+    return [loss.detach(), embeddings.grad]
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_inserted_embeddings_match_one_rank(sp: bool, layers: SimpleNamespace) -> None:
+    config = layers.config(positions="learned", num_kv_heads=2)
+    (expected,) = run_ranks(loss_with_inserted, 1, config, False)
+    for found in run_ranks(loss_with_inserted, 2, config, sp):
+        for one, other in zip(found, expected, strict=True):
+            assert_equals("loss and gradient", one, other, FP64)
+
+
+def test_inserted_rows_replace_those_of_the_table(layers: SimpleNamespace) -> None:
+    x, rows = layers.inputs(5), layers.inputs(2) + 1
+    tp_comm = TensorParallelComm(build_single_rank_mesh().tp)
+    found = insert_embeddings(x, InsertedEmbeddings(rows, torch.tensor([3, 0])), 5, tp_comm)
+    assert torch.equal(found, torch.stack([rows[1], x[1], x[2], rows[0], x[4]]))
