@@ -16,7 +16,8 @@ from megalith import storage
 from megalith.cli.arguments import parse_options
 from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
 from megalith.cli.output import print_warnings
-from megalith.config.generation import SampleConfig, sample_problems
+from megalith.config.fields import range_problems
+from megalith.config.generation import SampleConfig
 from megalith.config.kernels import Kernel
 from megalith.errors import DataError, raise_all
 
@@ -128,7 +129,7 @@ def _forward_stdin(pipe: str) -> None:
 
 def option_problems(options: ChatOptions) -> list[str]:
     """Return errors of invalid options."""
-    problems = [f"--{text}".replace("_", "-") for text in sample_problems(settings(options))]
+    problems = [f"--{text}".replace("_", "-") for text in range_problems(settings(options))]
     if options.greedy and options.temperature != DEFAULT_TEMPERATURE:
         problems.append(f"--greedy with --temperature={options.temperature}: set only one of them.")
     problems += chunk_problems(options.mlp_chunks)

@@ -17,7 +17,8 @@ from tyro.conf import Positional
 from megalith import storage
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json, print_warnings
-from megalith.config.generation import SampleConfig, sample_problems
+from megalith.config.fields import range_problems
+from megalith.config.generation import SampleConfig
 from megalith.config.kernels import Kernel
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import DataError, raise_all
@@ -120,7 +121,7 @@ def main(argv: list[str]) -> int:
 
 def option_problems(options: GenerateOptions) -> list[str]:
     """Return errors of invalid options."""
-    problems = [f"--{text}".replace("_", "-") for text in sample_problems(settings(options))]
+    problems = [f"--{text}".replace("_", "-") for text in range_problems(settings(options))]
     if options.greedy and options.temperature != 1.0:
         problems.append(f"--greedy with --temperature={options.temperature}: set only one of them.")
     problems += chunk_problems(options.mlp_chunks)

@@ -1,9 +1,9 @@
 """Checkpoint settings: frequency, retention, and what is loaded from a checkpoint."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from megalith.config.fields import hint_at, unknown_setting
+from megalith.config.fields import Ge, hint_at, unknown_setting
 from megalith.config.model import ModelConfig
 
 KeyMismatchAction = Literal["error", "warn", "ignore"]
@@ -21,13 +21,13 @@ NewRowInit = Literal["zero", "mean"]
 class CheckpointConfig:
     """Checkpoints of a run, saved in `RUN/checkpoints/`."""
 
-    every: int = 100
+    every: Annotated[int, Ge(0)] = 100
     """Steps between checkpoints; 0: only after the last step."""
 
-    keep: int | None = 3
+    keep: Annotated[int | None, Ge(1)] = 3
     """Number of latest checkpoints to keep. Unset: all."""
 
-    keep_every: int | None = None
+    keep_every: Annotated[int | None, Ge(1)] = None
     """Checkpoints at multiples of this step are never deleted. Unset: none."""
 
     load: str | None = None
@@ -70,7 +70,7 @@ class CheckpointConfig:
     checkpoint.missing_keys=warn, from weights rounded to their stored dtype and with zero
     moments."""
 
-    max_save_failures: int = 3
+    max_save_failures: Annotated[int, Ge(1)] = 3
     """Number of consecutive failed saves after which the run ends. Before that, each failed save
     is reported and the run continues."""
 

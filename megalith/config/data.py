@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
+from megalith.config.fields import Example, Ge, Le, range_problems
 from megalith.config.tokenizer import TokenizerConfig, tokenizer_problems
 from megalith.errors import ConfigError
 
@@ -25,12 +26,12 @@ class MockLengths:
     """Distribution. uniform: from 1 token to data.mock_max_tokens, as in Megatron; lognormal:
     many short and few long documents, as in real text; file: the lengths listed in `path`,
     repeated."""
-    mean: float | None = None
+    mean: Annotated[float | None, Ge(1), Le(1e9)] = None
     """lognormal: mean length in tokens, before lengths are clamped to the valid range. Unset
     with the other kinds."""
-    sigma: float = 1.0
+    sigma: Annotated[float, Ge(0), Example(1.0)] = 1.0
     """lognormal: standard deviation of the logarithm of the lengths."""
-    shortest: int = 1
+    shortest: Annotated[int, Ge(1)] = 1
     """lognormal: minimum length in tokens; the maximum is data.mock_max_tokens - 1."""
     path: str | None = None
     """file: a text file of whole numbers separated by spaces, commas or newlines. Unset with the
@@ -60,14 +61,12 @@ def mock_problems(lengths: MockLengths, *, most: int, used: bool) -> list[str]:
         )
     if lengths.kind != "lognormal":
         return problems
-    if lengths.mean is None or not (math.isfinite(lengths.mean) and 1 <= lengths.mean <= most):
+    if lengths.mean is None or lengths.mean > most:
         problems.append(
             f"{name}.mean={lengths.mean} must be from 1 to {most}, below "
             f"data.mock_max_tokens={most + 1}."
         )
-    if not (math.isfinite(lengths.sigma) and lengths.sigma >= 0):
-        problems.append(f"{name}.sigma={lengths.sigma} must be at least 0. Use 1.0.")
-    if not 1 <= lengths.shortest <= most:
+    if lengths.shortest > most:
         problems.append(
             f"{name}.shortest={lengths.shortest} must be from 1 to {most}, below "
             f"data.mock_max_tokens={most + 1}."
@@ -93,7 +92,7 @@ class SFTConfig:
     valid_path: tuple[str, ...] = ()
     """Conversation files of the validation split, as `path`. Mock conversations have their own
     validation split."""
-    mock_conversations: int | None = None
+    mock_conversations: Annotated[int | None, Ge(1)] = None
     """Number of generated conversations about sums, used instead of files. Unset: none."""
     template: str | None = None
     """Chat template: chatml, llama3, identity (contents only), nemotron-h-aligned,
@@ -131,10 +130,6 @@ def sft_problems(sft: SFTConfig) -> list[str]:
             f"data.sft.mock_conversations={sft.mock_conversations} with "
             f"data.sft.path={' '.join(sft.path)}: "
             f"set only one of them."
-        )
-    if sft.mock_conversations is not None and sft.mock_conversations < 1:
-        problems.append(
-            f"data.sft.mock_conversations={sft.mock_conversations} must be 1 or more, or unset."
         )
     if sft.valid_path and not sft.path:
         problems.append(
@@ -196,7 +191,7 @@ class DataConfig:
     """Mask the loss where the input token is the end-of-document token."""
     keep_partial_valid: bool = False
     """Keep the last, padded sample of the validation split instead of dropping it."""
-    num_train_samples: int | None = None
+    num_train_samples: Annotated[int | None, Ge(1)] = None
     """Number of samples for which the training order is built. Unset: the number of samples of the
     run's steps.
 
@@ -210,7 +205,7 @@ class DataConfig:
     every epoch, without end. cyclic_per_rank: each data-parallel rank shuffles its own part,
     so that the samples of a step depend on parallel.dp and train.micro_batch_size. Shuffles
     depend on the epoch only, not on seed."""
-    mid_level_dataset_surplus: float = 0.005
+    mid_level_dataset_surplus: Annotated[float, Ge(0), Example(0.005)] = 0.005
     """Extra fraction of samples built for every dataset of a weighted blend, as a margin for
     rounding."""
     cache_path: str | None = None
@@ -219,9 +214,9 @@ class DataConfig:
     mmap: bool = True
     """Memory-map .bin files. Off: positioned reads, for file systems on which memory maps are
     slow."""
-    mock_num_documents: int = 100_000
+    mock_num_documents: Annotated[int, Ge(1)] = 100_000
     """Number of mock documents."""
-    mock_max_tokens: int = 4096
+    mock_max_tokens: Annotated[int, Ge(2)] = 4096
     """Mock documents are shorter than this number of tokens."""
     mock_lengths: MockLengths = field(default_factory=MockLengths)
     """Length distribution of mock documents."""
@@ -323,7 +318,7 @@ def data_problems(data: DataConfig) -> list[str]:
     when they are opened."""
     problems = (
         _source_problems(data)
-        + _number_problems(data)
+        + mock_problems(data.mock_lengths, most=data.mock_max_tokens - 1, used=data.mock)
         + sft_problems(data.sft)
         + _text_problems(data)
     )
@@ -392,26 +387,6 @@ def _text_problems(data: DataConfig) -> list[str]:
     ]
 
 
-def _number_problems(data: DataConfig) -> list[str]:
-    problems = []
-    margin = data.mid_level_dataset_surplus
-    if not (math.isfinite(margin) and margin >= 0):
-        problems.append(
-            f"data.mid_level_dataset_surplus={margin} must be at least 0. Use the default, 0.005."
-        )
-    if data.num_train_samples is not None and data.num_train_samples < 1:
-        problems.append(
-            f"data.num_train_samples={data.num_train_samples} must be 1 or more, or unset."
-        )
-    if data.mock_num_documents < 1:
-        problems.append(f"data.mock_num_documents={data.mock_num_documents} must be 1 or more.")
-    if data.mock_max_tokens < 2:
-        problems.append(f"data.mock_max_tokens={data.mock_max_tokens} must be 2 or more.")
-    return problems + mock_problems(
-        data.mock_lengths, most=data.mock_max_tokens - 1, used=data.mock
-    )
-
-
 # Settings of `megalith prepare`: input, tokenization, output.
 
 
@@ -434,7 +409,7 @@ class PrepareConfig:
     """JSON keys whose text is tokenized, each into its own store."""
     append_eod: bool = True
     """Append the end-of-document token to every document that is not empty."""
-    workers: int = 1
+    workers: Annotated[int, Ge(1)] = 1
     """Number of tokenizer processes. The output does not depend on it."""
     strict: bool = False
     """Raise an error at the first line or file that cannot be used. Off: skip and count it."""
@@ -446,13 +421,11 @@ class PrepareConfig:
 
 def prepare_problems(config: PrepareConfig) -> list[str]:
     """Return the violated rules as error messages. Accesses no file."""
-    problems = tokenizer_problems(config.tokenizer)
+    problems = range_problems(config) + tokenizer_problems(config.tokenizer)
     if not config.input:
         problems.append(f"input={config.input} is empty. Use one or more files, folders or globs.")
     if not config.keys or len(set(config.keys)) < len(config.keys):
         problems.append(f"keys={config.keys}: use one or more different keys.")
-    if config.workers < 1:
-        problems.append(f"workers={config.workers} must be 1 or more.")
     if config.resume and config.overwrite:
         problems.append(
             "resume=True and overwrite=True exclude each other. Use resume to continue, or "

@@ -1,20 +1,192 @@
-"""Introspection of config dataclasses: dotted names, types, defaults and documentation of their
-settings."""
+"""Introspection of config dataclasses: names, types, valid ranges, defaults and documentation of
+their settings."""
 
 import ast
 import functools
 import inspect
+import math
 import textwrap
 import types
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from megalith.config.renamed import successor_of_setting
 from megalith.errors import did_you_mean
 
 Hint: TypeAlias = Any  # a type annotation: a class, `int | None`, `Literal[...]`, `tuple[str, ...]`
 Plain: TypeAlias = Any  # JSON or YAML data: None, bool, int, float, str, list, dict
+
+
+# Valid ranges, as metadata of fields: `Annotated[int, Ge(1)]`, `Annotated[float | None, Gt(0)]`.
+
+MAX_NUMBER = 1e6
+"""Largest absolute value of a float whose field has no other bound. Heuristic: far above all common
+values, and small enough that it alone causes no fp32 overflow in the first steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound(ABC):
+    """Bound of the numbers of a field, of each item in a list; an unset field satisfies it."""
+
+    limit: float
+    words: ClassVar[str]
+
+    @abstractmethod
+    def holds(self, value: float) -> bool:
+        """Return whether a number satisfies the bound; NaN does not."""
+
+    def __str__(self) -> str:
+        limit = self.limit
+        return f"{self.words} {limit if isinstance(limit, int) else format(limit, 'g')}"
+
+
+class Ge(Bound):
+    """Greater than or equal to a limit."""
+
+    words = "at least"
+
+    def holds(self, value: float) -> bool:
+        """Return whether a number satisfies the bound."""
+        return value >= self.limit
+
+
+class Gt(Bound):
+    """Greater than a limit."""
+
+    words = "above"
+
+    def holds(self, value: float) -> bool:
+        """Return whether a number satisfies the bound."""
+        return value > self.limit
+
+
+class Le(Bound):
+    """Less than or equal to a limit."""
+
+    words = "at most"
+
+    def holds(self, value: float) -> bool:
+        """Return whether a number satisfies the bound."""
+        return value <= self.limit
+
+
+class Lt(Bound):
+    """Less than a limit."""
+
+    words = "below"
+
+    def holds(self, value: float) -> bool:
+        """Return whether a number satisfies the bound."""
+        return value < self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Value of a field that messages recommend."""
+
+    value: float
+
+
+class FieldRange(NamedTuple):
+    """Valid range of the numbers of a field."""
+
+    bounds: tuple[Bound, ...]
+    """Bounds of whole numbers."""
+
+    float_bounds: tuple[Bound, ...]
+    """Bounds of floats, at most `MAX_NUMBER` by default."""
+
+    example: float | None
+    """Recommended value."""
+
+    default: Plain
+    """Default of the field."""
+
+
+@functools.cache
+def field_ranges(cls: type) -> Mapping[str, FieldRange]:
+    """Return the valid range of every field of a dataclass, from the metadata of its type."""
+    ranges = {}
+    hints = get_type_hints(cls, include_extras=True)
+    for field in fields(cls):
+        metadata = getattr(hints[field.name], "__metadata__", ())
+        bounds = tuple(item for item in metadata if isinstance(item, Bound))
+        float_bounds = bounds
+        if not any(isinstance(bound, Ge | Gt) for bound in bounds):
+            float_bounds = (Ge(-MAX_NUMBER), *float_bounds)
+        if not any(isinstance(bound, Le | Lt) for bound in bounds):
+            float_bounds = (*float_bounds, Le(MAX_NUMBER))
+        example = next((item.value for item in metadata if isinstance(item, Example)), None)
+        ranges[field.name] = FieldRange(bounds, float_bounds, example, field_default(field))
+    return ranges
+
+
+def range_problems(
+    section: object, path: str = "", *, kinds: tuple[type, ...] = (int, float)
+) -> list[str]:
+    """Return a message for every number of a config section, and of the sections in it, that is
+    outside the range of its field, NaN or infinite.
+
+    path: dotted name of the section; kinds: types of the numbers that are checked.
+    """
+    return [
+        text
+        for name, value, valid in _iter_numbers(section, path, None)
+        if type(value) in kinds and (text := _range_problem(name, value, valid)) is not None
+    ]
+
+
+def _iter_numbers(
+    value: object, path: str, valid: FieldRange | None
+) -> Iterator[tuple[str, float, FieldRange]]:
+    """Yield every number of a value with its dotted name and the range of its field."""
+    if is_dataclass(value) and not isinstance(value, type):
+        for name, inner in field_ranges(type(value)).items():
+            yield from _iter_numbers(getattr(value, name), join_path(path, name), inner)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _iter_numbers(item, f"{path}[{index}]", valid)
+    elif isinstance(value, int | float) and not isinstance(value, bool) and valid is not None:
+        yield path, value, valid
+
+
+def _range_problem(path: str, value: float, valid: FieldRange) -> str | None:
+    """Return the message about a number that is outside its range."""
+    bounds = valid.float_bounds if isinstance(value, float) else valid.bounds
+    broken = next((bound for bound in bounds if not bound.holds(value)), None)
+    if broken is None:
+        return None
+    if not math.isfinite(value):
+        if not valid.bounds:
+            return f"{path}={value} must be a finite number. Use {valid.default}."
+        broken = valid.bounds[0]
+    reason = f"must be {broken}"
+    if isinstance(value, float) and isinstance(broken, Ge | Gt):
+        reason = f"must be a finite number {'of ' if isinstance(broken, Ge) else ''}{broken}"
+    return f"{path}={value} {reason}. {_range_advice(path, broken, valid)}"
+
+
+def _range_advice(path: str, broken: Bound, valid: FieldRange) -> str:
+    """Return which value to use instead of one that breaks a bound."""
+    limit = str(broken).removeprefix(f"{broken.words} ")
+    if isinstance(broken, Le):
+        return f"Set {path} to {limit} or less."
+    if isinstance(broken, Ge) and valid.example is None:
+        return f"Set {path} to {limit} or more."
+    example = valid.default if valid.example is None else valid.example
+    return f"Use {example if isinstance(example, int | float) else broken.limit + 1}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +207,9 @@ class SettingLeaf:
 
     doc: str
     """Docstring, in one line."""
+
+    bounds: tuple[Bound, ...] = ()
+    """Valid range."""
 
 
 def describe(cls: type) -> tuple[SettingLeaf, ...]:
@@ -150,10 +325,15 @@ def _describe(cls: type, prefix: str) -> tuple[SettingLeaf, ...]:
         if section is not None and not literal_values(hint):
             settings += _describe(section, path)
             continue
-        default, doc = plain(field_default(field)), field_docs(cls).get(field.name, "")
-        settings.append(
-            SettingLeaf(path=path, hint=hint, required=is_required(field), default=default, doc=doc)
+        setting = SettingLeaf(
+            path=path,
+            hint=hint,
+            required=is_required(field),
+            default=plain(field_default(field)),
+            doc=field_docs(cls).get(field.name, ""),
+            bounds=field_ranges(cls)[field.name].bounds,
         )
+        settings.append(setting)
         settings += (
             () if section is None else _describe(section, path)
         )  # the section may be a single word or a mapping

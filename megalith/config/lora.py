@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.fields import Example, Ge, Gt, Lt
 from megalith.config.model import ModelConfig
 from megalith.errors import did_you_mean
 
@@ -23,10 +25,10 @@ class LoraConfig:
     Source: Hu et al. 2021, arXiv:2106.09685.
     """
 
-    rank: int = 16
+    rank: Annotated[int, Ge(1), Example(16)] = 16
     """Rank of the adapters."""
 
-    alpha: float = 32.0
+    alpha: Annotated[float, Gt(0)] = 32.0
     """Scaling: the adapter's output is multiplied by alpha / rank."""
 
     rslora: bool = False
@@ -39,7 +41,7 @@ class LoraConfig:
     layers: tuple[int, ...] | None = None
     """Layers that get adapters, numbered from 0. Unset: all."""
 
-    dropout: float = 0.0
+    dropout: Annotated[float, Ge(0), Lt(1), Example(0.05)] = 0.0
     """Dropout probability of the adapters' input in training; the frozen weight's input is not
     dropped."""
 
@@ -118,12 +120,6 @@ def lora_problems(
         return []
     known = (*lora_matrices(model), EVERY)
     problems = []
-    if lora.rank < 1:
-        problems.append(f"lora.rank={lora.rank} must be at least 1. Use 16.")
-    if not 0 < lora.alpha < math.inf:
-        problems.append(f"lora.alpha={lora.alpha} must be above 0. Use 2 * lora.rank.")
-    if not 0 <= lora.dropout < 1:
-        problems.append(f"lora.dropout={lora.dropout} must be at least 0 and below 1. Use 0.05.")
     if lora.layers is not None and not (
         lora.layers and set(lora.layers) <= set(range(model.num_layers))
     ):

@@ -1,11 +1,15 @@
 """Model configuration: the sizes and choices that define the parameters and the forward pass of a
 decoder-only transformer: attention, RoPE, MLA, MTP, muP, dropout."""
 
-from dataclasses import dataclass, field, fields, replace
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal, TypeVar
 
+from megalith.config.fields import Example, Ge, Gt, Le, Lt
 from megalith.config.moe import MoEConfig
 from megalith.config.plugins import ModelPlugins
+
+MAX_LAYERS = 1 << 14
+"""Maximum layers. Heuristic: a hundred times the deepest models; plans build lists of layers."""
 
 # Attention settings: QK norms, softmax scale, masks, sliding windows, attention sinks and
 # gates.
@@ -23,26 +27,26 @@ class AttentionConfig:
     shared by all heads; whole: over the features of all heads; l2: over those of each head,
     without a weight."""
 
-    qk_norm_eps: float | None = None
+    qk_norm_eps: Annotated[float | None, Gt(0), Le(1.0), Example(1e-6)] = None
     """Epsilon of the QK norms. Unset: the model's norm_eps."""
 
     qk_norm_layers: tuple[bool, ...] = ()
     """Layers with QK norms, as a pattern that repeats over the layers. Empty: all."""
 
-    scale: float | None = None
+    scale: Annotated[float | None, Gt(0), Example(0.125)] = None
     """Softmax scale, by which attention scores are multiplied. Unset: 1 / sqrt(head_dim)."""
 
-    softcap: float | None = None
+    softcap: Annotated[float | None, Gt(0), Example(50.0)] = None
     """Soft cap of attention scores s: softcap * tanh(s / softcap). Unset: no cap."""
 
     causal: bool = True
     """Causal attention mask. Off: each token attends to its whole document."""
 
-    window: int | None = None
+    window: Annotated[int | None, Ge(1)] = None
     """Sliding-window size in tokens, including the token itself. Without `causal`, the window
     also covers as many tokens after it. Unset: full attention."""
 
-    window_right: int | None = None
+    window_right: Annotated[int | None, Ge(0)] = None
     """Without `causal`: number of tokens after a token that it attends to in layers with a
     window. Unset: window - 1. To limit only this side, set `window` to the length of the
     longest document."""
@@ -92,15 +96,15 @@ class RopeConfig:
     3.1 release; dynamic: base changed with the length (NTK-aware).
     """
 
-    theta: float = 10_000.0
+    theta: Annotated[float, Gt(0), Le(1e15)] = 10_000.0
     """Base of the frequencies: pair i of d rotary features rotates by position * theta ** (-2 i
     / d)."""
 
-    local_theta: float | None = None
+    local_theta: Annotated[float | None, Gt(0), Le(1e15), Example(1e4)] = None
     """Base of the frequencies in layers with a sliding window, to which `scaling` is then not
     applied. Unset: theta."""
 
-    fraction: float = 1.0
+    fraction: Annotated[float, Gt(0), Le(1)] = 1.0
     """Fraction of each head's features, from the first, to which RoPE is applied (partial
     rotary)."""
 
@@ -111,12 +115,12 @@ class RopeConfig:
     """Layers without RoPE (NoPE), as a pattern that repeats over the layers: (no, no, no, yes)
     is every fourth layer. Empty: none."""
 
-    skip_growth: float = 0.0
+    skip_growth: Annotated[float, Ge(0)] = 0.0
     """Attention temperature of layers without RoPE: queries are multiplied by 1 + skip_growth *
     ln(1 + floor((position + 1) / skip_step)), so that attention does not flatten over long
     contexts; 0: off. Source: Nakanishi 2025, arXiv:2501.19399."""
 
-    skip_step: int = 8192
+    skip_step: Annotated[int, Ge(1)] = 8192
     """Number of tokens of a document after which the attention temperature changes."""
 
     sections: tuple[int, ...] = ()
@@ -128,38 +132,38 @@ class RopeConfig:
     sequence length; llama3: stretch long wavelengths; yarn: stretch wavelengths longer than
     the original context; longrope: a factor per pair. yarn and longrope also scale attention."""
 
-    factor: float = 8.0
+    factor: Annotated[float, Gt(0)] = 8.0
     """Ratio of the extended to the original context length; not used with scaling none."""
 
-    low_freq_factor: float = 1.0
+    low_freq_factor: Annotated[float, Gt(0)] = 1.0
     """llama3: wavelengths above original_max_position / low_freq_factor are stretched by the
     full factor."""
 
-    high_freq_factor: float = 4.0
+    high_freq_factor: Annotated[float, Gt(0)] = 4.0
     """llama3: wavelengths below original_max_position / high_freq_factor are unchanged."""
 
-    original_max_position: int = 8192
+    original_max_position: Annotated[int, Ge(1)] = 8192
     """llama3, yarn, dynamic, longrope: context length of pretraining, in tokens."""
 
-    beta_fast: float = 32.0
+    beta_fast: Annotated[float, Gt(0)] = 32.0
     """yarn: pairs with more rotations than this over the original context are unchanged."""
 
-    beta_slow: float = 1.0
+    beta_slow: Annotated[float, Gt(0)] = 1.0
     """yarn: pairs with fewer rotations than this over the original context are stretched by the
     full factor."""
 
     whole_pairs: bool = True
     """yarn: round the first and last pair of the interpolation range to whole numbers."""
 
-    attention_factor: float | None = None
+    attention_factor: Annotated[float | None, Gt(0), Example(1.0)] = None
     """yarn, longrope: factor applied to queries and keys. Unset: 0.1 ln(factor) + 1 with yarn,
     sqrt(1 + ln(factor) / ln(original_max_position)) with longrope."""
 
-    short_factors: tuple[float, ...] = ()
+    short_factors: Annotated[tuple[float, ...], Gt(0)] = ()
     """longrope: divisor of each pair's angles in documents of at most original_max_position
     tokens."""
 
-    long_factors: tuple[float, ...] = ()
+    long_factors: Annotated[tuple[float, ...], Gt(0)] = ()
     """longrope: divisor of each pair's angles in longer documents."""
 
 
@@ -174,30 +178,30 @@ class MLAConfig:
     Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.
     """
 
-    kv_rank: int
+    kv_rank: Annotated[int, Ge(1)]
     """Size of the latent vector of keys and values."""
 
-    q_rank: int | None = None
+    q_rank: Annotated[int | None, Ge(1)] = None
     """Size of the latent vector of queries. Unset: queries are projected from the layer's input
     directly."""
 
-    nope_dim: int = 128
+    nope_dim: Annotated[int, Ge(1)] = 128
     """Size per head of the part of queries and keys without RoPE."""
 
-    rope_dim: int = 64
+    rope_dim: Annotated[int, Ge(1)] = 64
     """Size per head of the part of queries and keys with RoPE; this part of the keys is shared
     by all heads."""
 
-    value_dim: int = 128
+    value_dim: Annotated[int, Ge(1)] = 128
     """Size of values per head."""
 
     norms: bool = True
     """Normalize the two latent vectors, as published models do."""
 
-    norm_eps: float = 1e-6
+    norm_eps: Annotated[float, Gt(0), Le(1.0)] = 1e-6
     """Epsilon of the norms of the latent vectors, whose type is `model.norm`."""
 
-    yarn_mscale: float | None = None
+    yarn_mscale: Annotated[float | None, Gt(0), Example(1.0)] = None
     """With yarn: attention scores are multiplied by (0.1 yarn_mscale ln(rope.factor) + 1)
     squared. Unset: not scaled."""
 
@@ -254,10 +258,10 @@ class MTPConfig:
     Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2.
     """
 
-    num_layers: int = 0
+    num_layers: Annotated[int, Ge(0), Le(MAX_LAYERS)] = 0
     """Number of MTP layers, each of which predicts one more token after the next; 0: none."""
 
-    loss_weight: float = 0.1
+    loss_weight: Annotated[float, Ge(0), Le(1e3)] = 0.1
     """Weight of the mean MTP loss in the total loss."""
 
 
@@ -276,14 +280,14 @@ class MuPConfig:
     Source: Yang et al. 2022, arXiv:2203.03466, table 8; Lingle 2024, arXiv:2404.05728.
     """
 
-    base_hidden_size: int
+    base_hidden_size: Annotated[int, Ge(1)]
     """Hidden size of the base model, on which init_std and the learning rate were tuned."""
 
-    base_head_dim: int | None = None
+    base_head_dim: Annotated[int | None, Ge(1)] = None
     """Head size of the base model, at which attention scores are scaled as without muP. Unset:
     scores are divided by head_dim ** attention_scale_power."""
 
-    attention_scale_power: float = 1.0
+    attention_scale_power: Annotated[float, Ge(0)] = 1.0
     """Exponent p of the attention scale sqrt(base_head_dim) / head_dim ** p."""
 
 
@@ -295,28 +299,18 @@ class DropoutConfig:
     """Dropout probabilities. The masks depend on seed, step, layer, token and feature only, so
     they are the same under every parallel layout, in recomputation and after a resume."""
 
-    embedding: float = 0.0
+    embedding: Annotated[float, Ge(0), Lt(1), Example(0.1)] = 0.0
     """Dropout probability of the embeddings."""
 
-    residual: float = 0.0
+    residual: Annotated[float, Ge(0), Lt(1), Example(0.1)] = 0.0
     """Dropout probability of the outputs of attention and MLP."""
 
-    attention: float = 0.0
+    attention: Annotated[float, Ge(0), Lt(1), Example(0.1)] = 0.0
     """Dropout probability of the attention weights."""
 
     def is_enabled(self) -> bool:
         """Return whether any probability is above 0."""
         return max(self.embedding, self.residual, self.attention) > 0
-
-
-def dropout_problems(dropout: DropoutConfig) -> list[str]:
-    """Return the violated rules as error messages."""
-    shares = {field.name: getattr(dropout, field.name) for field in fields(dropout)}
-    return [
-        f"model.dropout.{name}={p} must be a probability, at least 0 and below 1. Use 0.1."
-        for name, p in shares.items()
-        if not 0 <= p < 1
-    ]
 
 
 # Settings of layers that differ from each other, as patterns repeated over the layers.
@@ -341,10 +335,10 @@ class LayersConfig:
     """MLP of each layer. full: MLP; linear: a linear layer in its place, with the same norms;
     none: neither the MLP nor its norms."""
 
-    num_kv_heads: tuple[int, ...] = ()
+    num_kv_heads: Annotated[tuple[int, ...], Ge(1)] = ()
     """Number of KV heads of each layer; model.num_kv_heads is the largest."""
 
-    ffn_hidden_size: tuple[int, ...] = ()
+    ffn_hidden_size: Annotated[tuple[int, ...], Ge(1)] = ()
     """Intermediate size of each layer's MLP; model.ffn_hidden_size is the largest."""
 
 
@@ -374,35 +368,35 @@ class ModelConfig:
     Source: Touvron et al. 2023, arXiv:2302.13971; Grattafiori et al. 2024, arXiv:2407.21783.
     """
 
-    vocab_size: int
+    vocab_size: Annotated[int, Ge(1)]
     """Number of tokens in the vocabulary. Logits of padding rows (see
     `pad_vocab_to_multiple_of`) are ignored."""
 
-    hidden_size: int
+    hidden_size: Annotated[int, Ge(1)]
     """Size of the hidden states (h)."""
 
-    num_layers: int
+    num_layers: Annotated[int, Ge(1), Le(MAX_LAYERS)]
     """Number of transformer layers."""
 
-    num_heads: int
+    num_heads: Annotated[int, Ge(1)]
     """Number of query heads (n)."""
 
-    num_kv_heads: int
+    num_kv_heads: Annotated[int, Ge(1)]
     """Number of KV heads (g). Each is shared by n/g query heads."""
 
-    ffn_hidden_size: int
+    ffn_hidden_size: Annotated[int, Ge(1)]
     """Intermediate size of the MLP (f)."""
 
-    head_dim: int | None = None
+    head_dim: Annotated[int | None, Ge(1)] = None
     """Size of each attention head (d). Unset: hidden_size / num_heads."""
 
-    max_seq_len: int = 8192
+    max_seq_len: Annotated[int, Ge(1)] = 8192
     """Maximum context length in tokens."""
 
     norm: Norm = "rms"
     """Type of normalization: RMSNorm or LayerNorm."""
 
-    norm_eps: float = 1e-5
+    norm_eps: Annotated[float, Gt(0), Le(1.0)] = 1e-5
     """Epsilon added to the mean square (RMSNorm) or the variance (LayerNorm) before the square
     root."""
 
@@ -448,17 +442,17 @@ class ModelConfig:
     gated: bool = True
     """Gated MLP: down(activation(gate(x)) * up(x)). Off: down(activation(up(x)))."""
 
-    activation_clamp: float | None = None
+    activation_clamp: Annotated[float | None, Gt(0), Example(7.0)] = None
     """With `gated`: clamps gate(x) from above to this value, and up(x) to plus or minus this
     value. Unset: no clamping."""
 
     up_offset: float = 0.0
     """With `gated`: constant added to up(x)."""
 
-    embedding_scale: float = 1.0
+    embedding_scale: Annotated[float, Gt(0)] = 1.0
     """Factor applied to token embeddings, including learned position embeddings added to them."""
 
-    residual_scale: float = 1.0
+    residual_scale: Annotated[float, Gt(0)] = 1.0
     """Factor applied to the outputs of attention and MLP before they are added to the residual
     stream."""
 
@@ -466,10 +460,10 @@ class ModelConfig:
     """Keep the residual stream in fp32 from the embeddings to the final norm, also between
     pipeline stages; attention and MLPs still compute in precision.params."""
 
-    logit_scale: float = 1.0
+    logit_scale: Annotated[float, Gt(0)] = 1.0
     """Factor applied to the logits."""
 
-    logit_softcap: float | None = None
+    logit_softcap: Annotated[float | None, Gt(0), Example(30.0)] = None
     """Soft cap of the logits z: logit_softcap * tanh(z / logit_softcap). Unset: no cap."""
 
     layers: LayersConfig = EQUAL_LAYERS
@@ -496,15 +490,15 @@ class ModelConfig:
     mlp_bias: bool = False
     """Add biases to the linear layers of the MLP."""
 
-    pad_vocab_to_multiple_of: int = 64
+    pad_vocab_to_multiple_of: Annotated[int, Ge(1)] = 64
     """Pad the vocabulary to a multiple of this number of rows. Padding rows stay zero and are
     never predicted."""
 
-    init_std: float = 0.02
+    init_std: Annotated[float, Ge(0), Le(1e3)] = 0.02
     """Standard deviation of the initial weights. Output projections into the residual stream use
     init_std / sqrt(2 * num_layers) (Radford et al. 2019, section 2.3)."""
 
-    embedding_init_std: float | None = None
+    embedding_init_std: Annotated[float | None, Ge(0), Le(1e3)] = None
     """Standard deviation of the initial token and position embeddings, which then have no weight
     decay. Unset: init_std, with weight decay as for all matrices."""
 
@@ -512,7 +506,7 @@ class ModelConfig:
     """Distribution of the initial weights. xavier_uniform: matrices are uniform with variance 2
     / (fan_in + fan_out), independent of init_std; embeddings stay normal."""
 
-    init_overrides: tuple[tuple[str, float], ...] = ()
+    init_overrides: Annotated[tuple[tuple[str, float], ...], Ge(0), Le(1e3)] = ()
     """List of (pattern, standard deviation): initial values of parameters whose name matches the
     pattern, such as layers.*.mlp.down, are normal with this standard deviation; the first
     match applies."""

@@ -1,7 +1,12 @@
 """Mixture-of-experts settings: experts, router, aux losses, expert capacity."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from megalith.config.fields import Example, Ge, Gt, Le, Lt
+
+MAX_EXPERTS = 1 << 14
+"""Maximum experts of a layer. Heuristic: ten times the most that are used; plans list experts."""
 
 RouterScore = Literal["softmax", "sigmoid", "sqrt_softplus"]
 """Functions that turn router logits into scores."""
@@ -23,15 +28,15 @@ class RouterConfig:
     """Normalize the weights of a token's top_k experts to sum to 1. Off: the weights are the
     scores."""
 
-    routed_scaling_factor: float = 1.0
+    routed_scaling_factor: Annotated[float, Gt(0)] = 1.0
     """Factor applied to the router weights."""
 
-    num_groups: int | None = None
+    num_groups: Annotated[int | None, Ge(1)] = None
     """Group-limited routing: number of groups of consecutive experts; experts are selected only
     from a token's best `topk_groups` groups. Unset: no groups. Source: DeepSeek-AI 2024,
     arXiv:2405.04434, section 2.2.2."""
 
-    topk_groups: int | None = None
+    topk_groups: Annotated[int | None, Ge(1)] = None
     """Number of groups from which a token's experts are selected. Unset, as `num_groups`: no
     groups."""
 
@@ -47,13 +52,13 @@ class RouterConfig:
     the selection only, an expert bias that each step moves by `expert_bias_update_rate`
     towards equal load. Source: Wang et al. 2024, arXiv:2408.15664."""
 
-    expert_bias_update_rate: float = 1e-3
+    expert_bias_update_rate: Annotated[float, Gt(0)] = 1e-3
     """Step size of the expert bias."""
 
     dtype: Literal["fp32", "fp64", "model"] = "fp32"
     """Dtype of logits and scores. model: the dtype of the model's activations."""
 
-    jitter: float = 0.0
+    jitter: Annotated[float, Ge(0), Lt(1), Example(0.01)] = 0.0
     """Input jitter: in training, the router's input is multiplied by random factors from 1 -
     jitter to 1 + jitter. Source: Fedus et al. 2021, arXiv:2101.03961, section 2.4."""
 
@@ -61,7 +66,7 @@ class RouterConfig:
     """For benchmarks only: select experts at random, so that their load is balanced. The model
     does not learn."""
 
-    force_biased: float = 0.0
+    force_biased: Annotated[float, Ge(0), Example(0.01)] = 0.0
     """For benchmarks only: in training, add to the logits a random bias per expert and layer
     with this standard deviation, the same in every step, so that the load is unbalanced."""
 
@@ -92,18 +97,18 @@ class AuxLossConfig:
     batch: Qiu et al. 2025, arXiv:2501.11873.
     """
 
-    sequence_coeff: float = 0.0
+    sequence_coeff: Annotated[float, Ge(0), Le(1e3), Example(0.01)] = 0.0
     """Coefficient of the aux loss per sequence: per row, or per document with
     data.document_masking."""
 
-    batch_coeff: float = 0.0
+    batch_coeff: Annotated[float, Ge(0), Le(1e3), Example(0.01)] = 0.0
     """Coefficient of the aux loss per microbatch of a data-parallel rank."""
 
-    global_batch_coeff: float = 0.0
+    global_batch_coeff: Annotated[float, Ge(0), Le(1e3), Example(0.01)] = 0.0
     """Coefficient of the aux loss whose f_i are summed over all ranks and all microbatches of
     the step so far."""
 
-    z_loss_coeff: float = 0.0
+    z_loss_coeff: Annotated[float, Ge(0), Le(1e3), Example(0.01)] = 0.0
     """Coefficient of the router z-loss, the mean square of log Σ_i exp(logit_i), which keeps
     logits small. Source: Zoph et al. 2022, arXiv:2202.08906."""
 
@@ -119,7 +124,7 @@ class AuxLossConfig:
     """Select experts by logits minus an offset per expert; each step sets the offset to the
     value that would have balanced its load. Source: Megatron-LM."""
 
-    quantile_ema: float = 0.0
+    quantile_ema: Annotated[float, Ge(0), Lt(1), Example(0.9)] = 0.0
     """Decay rate of the exponential moving average of the `quantile` offsets, 0 to 1; 0: no
     averaging."""
 
@@ -134,7 +139,7 @@ class CapacityConfig:
     """Expert capacity and token dropping. A dropped token skips the expert and continues in the
     residual stream."""
 
-    factor: float | None = None
+    factor: Annotated[float | None, Gt(0), Example(1.25)] = None
     """Capacity factor: an expert accepts at most ceil(factor K N / E) of the N tokens of a
     microbatch. Unset: dropless, no token is dropped."""
 
@@ -158,13 +163,13 @@ class MoEConfig:
     arXiv:2401.06066.
     """
 
-    num_experts: int
+    num_experts: Annotated[int, Ge(1), Le(MAX_EXPERTS)]
     """Number of experts per layer (E)."""
 
-    top_k: int = 2
+    top_k: Annotated[int, Ge(1)] = 2
     """Number of experts per token (K)."""
 
-    ffn_hidden_size: int
+    ffn_hidden_size: Annotated[int, Ge(1)]
     """Intermediate size of each expert (f)."""
 
     layers: tuple[bool, ...] = ()
@@ -176,7 +181,7 @@ class MoEConfig:
     apply_router_weight_on_input: bool = False
     """With top_k=1: multiply the expert's input by the router weight, instead of its output."""
 
-    shared_ffn_hidden_size: int | None = None
+    shared_ffn_hidden_size: Annotated[int | None, Ge(1)] = None
     """Total intermediate size of the shared experts, which process all tokens. Unset: no shared
     experts."""
 
@@ -184,7 +189,7 @@ class MoEConfig:
     """Multiply the output of the shared experts by the sigmoid of a learned projection of the
     token."""
 
-    latent_size: int | None = None
+    latent_size: Annotated[int | None, Ge(1)] = None
     """Size of the latent space in which experts work, between a down projection before and an up
     projection after them. Unset: experts work on hidden_size features."""
 

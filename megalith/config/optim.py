@@ -4,7 +4,12 @@ scaling."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Annotated, Literal
+
+from megalith.config.fields import Example, Ge, Gt, Le, Lt
+
+MAX_LOSS_SCALE = 2.0**64
+"""Maximum loss scale. Heuristic: the product with a gradient of 1 still fits fp32 and bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,24 +26,24 @@ class GroupConfig:
     match: tuple[str, ...]
     """Parameter names or patterns, such as embed.weight, layers.[0-3].* and *.moe.router."""
 
-    lr: float | None = None
+    lr: Annotated[float | None, Ge(0), Le(1e3)] = None
     """Peak learning rate of the group, with the same schedule shape as schedule.lr. Unset:
     schedule.lr."""
 
-    min_lr: float | None = None
+    min_lr: Annotated[float | None, Ge(0), Le(1e3)] = None
     """Minimum learning rate of the group; needs `lr`. Unset: schedule.min_lr."""
 
-    lr_scale: float | None = None
+    lr_scale: Annotated[float | None, Ge(0), Le(1e3)] = None
     """Factor applied to the learning rate, instead of `lr`. Unset: 1."""
 
-    weight_decay: float | None = None
+    weight_decay: Annotated[float | None, Ge(0), Le(1e3)] = None
     """Weight decay of the group. Unset: schedule.weight_decay."""
 
-    end_weight_decay: float | None = None
+    end_weight_decay: Annotated[float | None, Ge(0), Le(1e3)] = None
     """Weight decay of the group at the last step; needs `weight_decay`. Unset: the group's
     weight decay is constant."""
 
-    weight_decay_scale: float | None = None
+    weight_decay_scale: Annotated[float | None, Ge(0), Le(1e3)] = None
     """Factor applied to the weight decay, instead of `weight_decay`. Unset: 1."""
 
     @property
@@ -60,26 +65,26 @@ class OptimConfig:
     megalith.optim.sgd.SGD: an installed entry point, or on the command line package.module:name.
     Unset: `kind`."""
 
-    beta1: float = 0.9
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
     """adamw: decay rate of the first moment."""
 
-    beta2: float = 0.95
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
     """adamw: decay rate of the second moment; 0.999 averages over about 1000 steps."""
 
-    eps: float = 1e-8
+    eps: Annotated[float, Gt(0), Le(1.0)] = 1e-8
     """adamw: epsilon added to the square root of the second moment."""
 
     decoupled_weight_decay: bool = True
     """adamw: apply weight decay directly to the weights. Off: add it to the gradient (Adam with
     L2 regularization)."""
 
-    momentum: float = 0.9
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
     """sgd: momentum factor; 0 is plain gradient descent."""
 
     nesterov: bool = False
     """sgd: use Nesterov momentum. Source: Sutskever et al. 2013, section 2."""
 
-    clip_grad: float = 1.0
+    clip_grad: Annotated[float, Ge(0), Le(1e30)] = 1.0
     """Gradient clipping: maximum global L2 norm of the gradient. 0 turns clipping off."""
 
     nonfinite_grad: Literal["skip", "raise"] = "skip"
@@ -136,24 +141,24 @@ class LossScaleConfig:
     Ignored in other precisions. Source: Micikevicius et al. 2017, arXiv:1710.03740, section 3.2.
     """
 
-    constant: float | None = None
+    constant: Annotated[float | None, Gt(0), Le(MAX_LOSS_SCALE), Example(1024.0)] = None
     """Constant loss scale. Unset: dynamic loss scaling, which halves the scale after overflows
     and doubles it after `window` steps without one."""
 
-    initial: float = 2.0**32
+    initial: Annotated[float, Gt(0), Le(MAX_LOSS_SCALE)] = 2.0**32
     """Initial dynamic loss scale."""
 
-    min: float = 1.0
+    min: Annotated[float, Gt(0), Le(MAX_LOSS_SCALE)] = 1.0
     """Minimum dynamic loss scale."""
 
-    window: int = 1000
+    window: Annotated[int, Ge(1)] = 1000
     """Number of steps without overflow since the last change after which the scale is doubled."""
 
-    hysteresis: int = 2
+    hysteresis: Annotated[int, Ge(1)] = 2
     """Number of overflows before the scale is halved; the count restarts when the scale is
     doubled."""
 
-    max_overflows: int = 100
+    max_overflows: Annotated[int, Ge(1)] = 100
     """Number of consecutive overflows at the minimum scale after which the run ends with an
     error."""
 
@@ -177,11 +182,6 @@ def optim_problems(optim: OptimConfig, precision: PrecisionConfig) -> list[str]:
 
 def _momentum_problems(optim: OptimConfig) -> list[str]:
     problems = []
-    if not 0 <= optim.momentum < 1:
-        problems.append(
-            f"optim.momentum={optim.momentum} must be in [0, 1). Use 0.9, or 0 for plain gradient "
-            "descent."
-        )
     if optim.nesterov and optim.kind != "sgd":
         problems.append(
             f"optim.nesterov={str(optim.nesterov).lower()} needs optim.kind=sgd, but "
@@ -200,27 +200,7 @@ def _momentum_problems(optim: OptimConfig) -> list[str]:
 def _loss_scale_problems(optim: OptimConfig, precision: PrecisionConfig) -> list[str]:
     scale, problems = precision.loss_scale, []
     section = "precision.loss_scale"
-    positive = {
-        "initial": (scale.initial, 2.0**32),
-        "min": (scale.min, 1.0),
-        "constant": (scale.constant, 1024.0),
-    }
-    for name, (value, example) in positive.items():
-        if value is not None and not 0 < value < float("inf"):
-            problems.append(
-                f"{section}.{name}={value} must be a finite number above 0. Use {example:g}."
-            )
-    counts = {
-        "window": scale.window,
-        "hysteresis": scale.hysteresis,
-        "max_overflows": scale.max_overflows,
-    }
-    problems += [
-        f"{section}.{name}={value} must be at least 1. Set {section}.{name} to 1 or more."
-        for name, value in counts.items()
-        if value < 1
-    ]
-    if not problems and scale.min > scale.initial:
+    if scale.min > scale.initial:
         problems.append(
             f"{section}.min={scale.min:g} is above {section}.initial={scale.initial:g}, the "
             f"initial scale. Set {section}.min to {scale.initial:g} or less."
@@ -254,10 +234,10 @@ class ScheduleConfig:
     Lengths are in steps; the schedule counts samples, so a skipped step does not advance it.
     """
 
-    lr: float
+    lr: Annotated[float, Ge(0), Le(1e3), Example(3e-4)]
     """Peak learning rate, reached at the end of the warmup."""
 
-    min_lr: float = 0.0
+    min_lr: Annotated[float, Ge(0), Le(1e3)] = 0.0
     """Minimum learning rate, reached at the end of the decay and used for all later steps. Not
     used by constant."""
 
@@ -270,18 +250,18 @@ class ScheduleConfig:
     megalith.optim.schedule.learning_rate that returns the learning rate: an installed entry point,
     or on the command line package.module:name. Unset: `style`."""
 
-    warmup_steps: int | float = 0
+    warmup_steps: Annotated[int | float, Ge(0)] = 0
     """Number of warmup steps, over which the learning rate rises linearly from `warmup_init` to
     `lr`. A number below 1 is a fraction of `decay_steps`, or of train.steps if that is unset:
     0.1 of 40 steps is 4."""
 
-    warmup_init: float = 0.0
+    warmup_init: Annotated[float, Ge(0), Le(1e3)] = 0.0
     """Learning rate at the start of the warmup."""
 
-    decay_steps: int | None = None
+    decay_steps: Annotated[int | None, Ge(1)] = None
     """Step at which `min_lr` is reached, counted from the start of the run. Unset: train.steps."""
 
-    wsd_decay_steps: int | None = None
+    wsd_decay_steps: Annotated[int | None, Ge(0)] = None
     """wsd: number of steps of the final decay, which ends at `decay_steps`. Unset with all other
     styles."""
 
@@ -289,11 +269,11 @@ class ScheduleConfig:
     """wsd: shape of the final decay. minus_sqrt, 1 - sqrt(x), was best in Hägele et al. 2024,
     arXiv:2405.18392, section 3."""
 
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, Ge(0), Le(1e3), Example(0.1)] = 0.1
     """Weight decay of matrices; norms and biases have none. The initial value if
     `weight_decay_style` is not constant."""
 
-    end_weight_decay: float | None = None
+    end_weight_decay: Annotated[float | None, Ge(0), Le(1e3)] = None
     """Weight decay at the last step with `weight_decay_style` linear or cosine. Unset with
     constant."""
 

@@ -2,7 +2,17 @@
 checkpointing, communication overlap, ZeRO and gradient buckets."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from megalith.config.fields import Ge, Gt, Le
+
+MAX_RANKS = 1 << 20
+"""Maximum size of one axis. Heuristic: ten times the largest machines; plans build lists of ranks
+and stages."""
+
+MAX_STAGES = 1 << 12
+"""Maximum pipeline stages, and model chunks of all stages. Heuristic: fifty times the most that are
+used."""
 
 # Context parallelism: how tokens are split over ranks, and how attention communicates.
 
@@ -44,11 +54,11 @@ class PipelineConfig:
     bubble) split the backward into input and weight gradients; zb-v and dualpipe-v place two
     model chunks per rank in a V shape."""
 
-    vpp: int = 1
+    vpp: Annotated[int, Ge(1)] = 1
     """Virtual pipeline size: model chunks per rank. A larger value gives a smaller bubble and
     more communication."""
 
-    group: int | None = None
+    group: Annotated[int | None, Ge(1), Le(MAX_RANKS)] = None
     """interleaved: number of consecutive microbatches that a rank runs through one chunk before
     it switches to the next. Unset: pp."""
 
@@ -57,10 +67,10 @@ class PipelineConfig:
     a stage; `t*3` and `(tt|)*2` repeat. Unset: an even split, with all MTP layers in the
     stage of the loss."""
 
-    first_layers: int | None = None
+    first_layers: Annotated[int | None, Ge(0)] = None
     """Number of layers of the first pipeline rank, over all its chunks. Unset: an even share."""
 
-    last_layers: int | None = None
+    last_layers: Annotated[int | None, Ge(0)] = None
     """Number of layers of the last pipeline rank, over all its chunks. Unset: an even share."""
 
     count_embedding: bool = False
@@ -80,7 +90,7 @@ DispatcherName = str
 class ParallelConfig:
     """Parallelism; tp · cp · pp · dp is the world size."""
 
-    tp: int = 1
+    tp: Annotated[int, Ge(1), Le(MAX_RANKS)] = 1
     """Tensor-parallel size: ranks over which weight matrices are sharded. Keep within one node."""
 
     sp: bool = False
@@ -97,23 +107,23 @@ class ParallelConfig:
     matmuls, on any device; fused: torch's fused all-gather and reduce-scatter matmuls, on
     GPUs of one machine with peer access; auto: fused if every tp rank supports it."""
 
-    cp: int = 1
+    cp: Annotated[int, Ge(1), Le(MAX_RANKS)] = 1
     """Context-parallel size: ranks over which the tokens of each row are split."""
 
     context: ContextConfig = field(default_factory=ContextConfig)
     """Context parallelism: split of rows and communication of keys and values."""
 
-    pp: int = 1
+    pp: Annotated[int, Ge(1), Le(MAX_STAGES)] = 1
     """Pipeline-parallel size: ranks over which the layers are split."""
 
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """Pipeline stages and schedule."""
 
-    ep: int = 1
+    ep: Annotated[int, Ge(1), Le(MAX_RANKS)] = 1
     """Expert-parallel size: ranks over which the experts of each layer are split. Not a factor
     of the world size: the ranks of a pipeline stage are also divided as ep · etp · edp."""
 
-    etp: int | None = None
+    etp: Annotated[int | None, Ge(1), Le(MAX_RANKS)] = None
     """Expert-tensor-parallel size: ranks over which the matrices of each expert are sharded.
     Unset: tp."""
 
@@ -127,7 +137,7 @@ class ParallelConfig:
     and backward of two microbatches run together. Same results; needs ep > 1 and the
     activation memory of one or more additional microbatches."""
 
-    dp: int | None = None
+    dp: Annotated[int | None, Ge(1), Le(MAX_RANKS)] = None
     """Data-parallel size: ranks that process different rows of the batch. Unset: world size /
     (tp · cp · pp)."""
 
@@ -135,7 +145,7 @@ class ParallelConfig:
     """ZeRO stage: what is sharded over dp · cp ranks. 0: nothing; 1: optimizer state; 2: also
     gradients; 3: also weights."""
 
-    dp_replicate: int = 1
+    dp_replicate: Annotated[int, Ge(1), Le(MAX_RANKS)] = 1
     """With zero > 0: number of replicas (HSDP). State is sharded over dp / dp_replicate ranks
     and replicated across these groups. Must divide dp."""
 
@@ -146,7 +156,7 @@ class ParallelConfig:
     order: str = "tp-cp-ep-dp-pp"
     """Order of the parallel axes over ranks; the first varies fastest."""
 
-    bucket_numel: int = 4_000_000
+    bucket_numel: Annotated[int, Ge(1)] = 4_000_000
     """Minimum number of elements of a gradient bucket; each bucket is reduced over dp as soon as
     its gradients are ready."""
 
@@ -160,7 +170,7 @@ class ParallelConfig:
     raises an error instead of hanging; slow. Collectives of torch's FSDP2 (zero=3) are not
     compared."""
 
-    timeout_seconds: float = 600.0
+    timeout_seconds: Annotated[float, Gt(0), Le(1e9)] = 600.0
     """Timeout of a collective in seconds, after which the run ends with an error that names the
     ranks that did not join it."""
 
@@ -195,13 +205,13 @@ class RecomputeConfig:
     """full: which layers are recomputed. uniform: all layers, in chunks of num_layers; block:
     only the first num_layers of each stage."""
 
-    num_layers: int = 1
+    num_layers: Annotated[int, Ge(1)] = 1
     """full: layers per chunk (uniform), or number of recomputed layers per stage (block)."""
 
     modules: tuple[RecomputedModule, ...] = ("core_attention",)
     """selective: modules to recompute."""
 
-    mlp_chunks: int = 1
+    mlp_chunks: Annotated[int, Ge(1)] = 1
     """selective, with mlp among `modules`: number of chunks into which a rank's tokens of a
     microbatch are split for the MLP, forward and backward, so that intermediate activations
     of only one chunk exist at a time. A mixture of experts is not split."""
@@ -219,9 +229,9 @@ class OffloadConfig:
     """Activation offload: saved activations are copied to host memory between forward and
     backward."""
 
-    layers: int = 0
+    layers: Annotated[int, Ge(0)] = 0
     """Number of layers, from the first of each stage, whose saved activations are offloaded to
     host memory; 0: none."""
 
-    min_numel: int = 1 << 20
+    min_numel: Annotated[int, Ge(1)] = 1 << 20
     """Minimum number of elements of an offloaded tensor; smaller ones stay on the device."""

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from megalith.config.fields import Ge
 
 SplitPattern = Literal["v1", "v2", "cl100k"]
 """Regular expressions that split text before byte-pair encoding."""
@@ -41,7 +43,7 @@ class TokenizerConfig:
     special_tokens: tuple[str, ...] = ()
     """tiktoken: texts of the special tokens, in order of their ids; in a .tiktoken file they
     follow the vocabulary."""
-    num_special_tokens: int = 1000
+    num_special_tokens: Annotated[int, Ge(1)] = 1000
     """tiktoken: number of ids reserved for special tokens at the start of a JSON vocabulary."""
 
 
@@ -99,14 +101,11 @@ def tokenizer_problems(tokenizer: TokenizerConfig) -> list[str]:
             for name in ("pattern", "special_tokens", "num_special_tokens")
             if getattr(tokenizer, name) != getattr(defaults, name)
         ]
-    elif (
-        len(tokenizer.special_tokens) > tokenizer.num_special_tokens
-        or tokenizer.num_special_tokens < 1
-    ):
+    elif len(tokenizer.special_tokens) > tokenizer.num_special_tokens:
         problems.append(
-            f"tokenizer.num_special_tokens={tokenizer.num_special_tokens} must be at least 1 and "
-            "at least the number of tokenizer.special_tokens. "
-            f"Set it to {max(1, len(tokenizer.special_tokens))} or more."
+            f"tokenizer.num_special_tokens={tokenizer.num_special_tokens} must be at "
+            "least the number of tokenizer.special_tokens. "
+            f"Set it to {len(tokenizer.special_tokens)} or more."
         )
     if kind == "null" and (tokenizer.vocab_size or 0) < 2:
         problems.append(

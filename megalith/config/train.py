@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
+from megalith.config.fields import Example, Ge, Gt, Le, Lt
 from megalith.config.kernels import KernelSetting
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
@@ -22,21 +23,21 @@ CONFIG_FILE = "config.yaml"
 class LoopConfig:
     """Training loop: number of steps, batch sizes, losses, logging and evaluation."""
 
-    steps: int
+    steps: Annotated[int, Ge(1)]
     """Number of optimizer steps of the whole run."""
 
-    global_batch_size: int
+    global_batch_size: Annotated[int, Ge(1)]
     """Rows per step over all ranks."""
 
-    micro_batch_size: int = 1
+    micro_batch_size: Annotated[int, Ge(1)] = 1
     """Rows per microbatch of one rank; a rank with more rows per step uses gradient
     accumulation."""
 
-    seq_len: int = 1024
+    seq_len: Annotated[int, Ge(1)] = 1024
     """Sequence length: tokens per row, or maximum tokens per document with
     `tokens_per_microbatch`."""
 
-    tokens_per_microbatch: int | None = None
+    tokens_per_microbatch: Annotated[int | None, Ge(1)] = None
     """Variable-length packing: instead of rows, pack whole documents or conversations into
     microbatches of at most this number of tokens per rank (cp ranks share a pack of cp times
     as many). A step has `global_batch_size` documents in as many microbatches as they need,
@@ -46,17 +47,17 @@ class LoopConfig:
     """Load-balanced batching: assign rows of conversations to dp ranks so that their compute
     cost is equal; the rows of a step are the same."""
 
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Ge(0), Lt(1), Example(0.1)] = 0.0
     """Label smoothing: probability that is spread evenly over all other tokens, in the training
     loss (optimized and logged); evaluation uses -log p(label). Source: arXiv:1512.00567,
     section 7."""
 
-    z_loss: float = 0.0
+    z_loss: Annotated[float, Ge(0), Le(1e3), Example(1e-4)] = 0.0
     """Coefficient of the z-loss, the mean square of logsumexp(logits) per label, of every head;
     logged as `z_loss`, with `max_logit`, and not part of the logged `loss`. 1e-4 is common:
     arXiv:2204.02311, section 5."""
 
-    loss_chunk: int | None = None
+    loss_chunk: Annotated[int | None, Ge(1), Example(1024)] = None
     """Number of tokens per chunk of the loss, whose logits exist at a time. Unset: as many as
     fit a few MiB."""
 
@@ -69,23 +70,23 @@ class LoopConfig:
     megalith.parallel.cross_entropy.linear_cross_entropy: an installed entry point, or on the
     command line package.module:name. Unset: cross-entropy."""
 
-    log_every: int = 1
+    log_every: Annotated[int, Ge(1)] = 1
     """Steps between rows of metrics.jsonl. A row has the loss of its step, and times since the
     previous row."""
 
-    eval_every: int | None = None
+    eval_every: Annotated[int | None, Ge(0)] = None
     """Steps between evaluations on the validation split. Unset or 0: only after the last step."""
 
-    eval_steps: int = 0
+    eval_steps: Annotated[int, Ge(0)] = 0
     """Number of global batches per evaluation; 0: no evaluation."""
 
     compile: bool = False
     """Compile each layer with torch.compile (needs tp = 1, and a C++ compiler on CPUs)."""
 
-    threads: int | None = None
+    threads: Annotated[int | None, Ge(1)] = None
     """CPU threads per rank. Unset: number of cores / ranks on this machine."""
 
-    max_minutes: float | None = None
+    max_minutes: Annotated[float | None, Ge(0), Le(1e9)] = None
     """Time limit in minutes, after which the run saves a checkpoint and exits with code 75; the
     same command resumes it. Unset: no limit."""
 
@@ -118,7 +119,7 @@ class ObserveConfig:
     """Log metrics of experts per layer: aux losses, entropy, idle experts, dropped tokens, the
     range of expert biases, and tokens per expert."""
 
-    routing_trace: int = 0
+    routing_trace: Annotated[int, Ge(0)] = 0
     """Number of first steps whose selected experts are written to routing/, one file per rank;
     0: none."""
 
@@ -131,7 +132,7 @@ class ObserveConfig:
     """Write parameters.jsonl at the start of the run: for each parameter, whether it is trained
     and which group sets its learning rate and weight decay."""
 
-    peak_tflops: float | None = None
+    peak_tflops: Annotated[float | None, Gt(0), Le(1e9), Example(100.0)] = None
     """Peak TFLOP/s of one device, for the MFU. Unset: measured on CPUs, from a table on known
     GPUs."""
 
@@ -187,7 +188,7 @@ class TrainRun:
     """Kernel backends. auto: the fastest on this machine; torch: torch operations with our own
     backward; reference: plain definitions; or a backend per operation, such as kernels.norm."""
 
-    seed: int = 1234
+    seed: Annotated[int, Ge(0)] = 1234
     """Random seed of initial weights, data order and sampling."""
 
 

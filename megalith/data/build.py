@@ -19,6 +19,7 @@ from megalith.config.data import (
     parse_split,
     per_split_paths,
 )
+from megalith.config.fields import range_problems
 from megalith.config.plugins import load_plugin
 from megalith.data.blend import (
     BlendedDataset,
@@ -90,7 +91,7 @@ def build_datasets(
         DataError: files are missing or damaged, a split is too small, or a token id is outside the
             vocabulary.
     """
-    raise_all([*data_problems(data), *_seed_problems(seed)])
+    raise_all([*range_problems(data, "data"), *data_problems(data), *_seed_problems(seed)])
     if data.sft.used():
         assert tokenizer is not None, "conversations need a tokenizer"
         rows = train_samples if train_samples is None else max([train_samples, *train_longer])

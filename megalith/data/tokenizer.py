@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megalith.config.fields import range_problems
 from megalith.config.tokenizer import (
     FileKind,
     TokenizerConfig,
@@ -237,7 +238,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         ConfigError: the config is inconsistent.
         DataError: its files are missing or invalid.
     """
-    raise_all(tokenizer_problems(config))
+    raise_all(range_problems(config, "tokenizer") + tokenizer_problems(config))
     if config.kind == "null":
         assert config.vocab_size is not None
         return NullTokenizer(config.vocab_size)

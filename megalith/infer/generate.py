@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megalith.config.generation import SampleConfig, sample_problems
+from megalith.config.fields import range_problems
+from megalith.config.generation import SampleConfig
 from megalith.config.model import ModelConfig
 from megalith.errors import DataError, raise_all
 from megalith.infer.cache import EVERYTHING, AttentionView, KVCache, PrefixState
@@ -69,7 +70,7 @@ def generate(
         DataError: a prompt is empty, too long for the model, or has unknown ids.
         CheckpointError: the logits are not finite.
     """
-    raise_all(sample_problems(sample))
+    raise_all(range_problems(sample))
     check_prompts(prompts, model.config)
     assert before is None or len(prompts) == 1, "a prefix state serves one prompt"
     active = [_Sequence(number, list(ids), len(ids)) for number, ids in enumerate(prompts)]

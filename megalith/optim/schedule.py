@@ -207,16 +207,12 @@ def _style_problems(schedule: ScheduleConfig) -> list[str]:
 
 def _rate_problems(schedule: ScheduleConfig) -> list[str]:
     problems = []
-    if not 0 <= schedule.lr < math.inf:  # also False for nan
-        problems.append(
-            f"schedule.lr={schedule.lr} must be a number of at least 0. Use 3e-4 if in doubt."
-        )
-        return problems
     for name in ("min_lr", "warmup_init"):
         value = getattr(schedule, name)
-        if not 0 <= value <= schedule.lr:
+        if value > schedule.lr >= 0:
             problems.append(
-                f"schedule.{name}={value} must be between 0 and schedule.lr={schedule.lr}."
+                f"schedule.{name}={value} must be at most schedule.lr={schedule.lr}. Set it to "
+                f"{schedule.lr} or less."
             )
     if schedule.style == "constant" and schedule.min_lr > 0:
         problems.append(
@@ -233,12 +229,7 @@ def _rate_problems(schedule: ScheduleConfig) -> list[str]:
 
 def _length_problems(schedule: ScheduleConfig, total_steps: int) -> list[str]:
     problems = []
-    if schedule.decay_steps is not None and schedule.decay_steps < 1:
-        problems.append(
-            f"schedule.decay_steps={schedule.decay_steps} must be at least 1. Leave it unset for "
-            "the whole run."
-        )
-    elif schedule.decay_steps is not None and schedule.style == "constant":
+    if schedule.decay_steps is not None and schedule.style == "constant":
         problems.append(
             f"schedule.decay_steps={schedule.decay_steps} has no effect with "
             "schedule.style=constant. Leave it unset, or choose another style."
@@ -248,12 +239,12 @@ def _length_problems(schedule: ScheduleConfig, total_steps: int) -> list[str]:
 
 def _warmup_problems(schedule: ScheduleConfig, total_steps: int) -> list[str]:
     warmup, decay = schedule.warmup_steps, _decay_steps(schedule, total_steps)
-    if not _is_warmup(warmup):
+    if isinstance(warmup, float) and warmup >= 1:
         return [
             f"schedule.warmup_steps={warmup} must be a whole number of steps, or a share from 0 to "
             "below 1. Use 0 for no warmup, or 0.05 for a twentieth of the run."
         ]
-    if decay < 1 or warmup < decay:
+    if decay < 1 or not warmup >= decay:
         return []
     end = (
         f"train.steps={total_steps}"
@@ -293,9 +284,9 @@ def _wsd_problems(schedule: ScheduleConfig, total_steps: int) -> list[str]:
             f"fall. Set schedule.wsd_decay_steps, e.g. to {max(available_steps // 5, 1)} (a fifth "
             "of the steps after the warmup)."
         ]
-    if decay_steps < 0 or decay_steps > max(available_steps, 0):
+    if decay_steps > max(available_steps, 0):
         return [
-            f"schedule.wsd_decay_steps={decay_steps} must be from 0 to {max(available_steps, 0)}, "
+            f"schedule.wsd_decay_steps={decay_steps} must be at most {max(available_steps, 0)}, "
             "the steps between the warmup and the end of the decay. Set schedule.wsd_decay_steps "
             f"to {max(available_steps // 5, 0)} (a fifth)."
         ]
@@ -309,10 +300,6 @@ def _weight_decay_problems(schedule: ScheduleConfig) -> list[str]:
         schedule.weight_decay_style,
     )
     problems = []
-    if not 0 <= start < math.inf:
-        problems.append(
-            f"schedule.weight_decay={start} must be a number of at least 0. Use 0.1 if in doubt."
-        )
     if style == "constant":
         if end is not None:
             problems.append(
@@ -325,9 +312,9 @@ def _weight_decay_problems(schedule: ScheduleConfig) -> list[str]:
             f"schedule.weight_decay_style={style} needs schedule.end_weight_decay. Set it to at "
             f"least schedule.weight_decay={start}, or set schedule.weight_decay_style to constant."
         )
-    elif not start <= end < math.inf:
+    elif end < start:
         problems.append(
-            f"schedule.end_weight_decay={end} must be a number of at least "
-            f"schedule.weight_decay={start}."
+            f"schedule.end_weight_decay={end} must be at least schedule.weight_decay={start}. Set "
+            f"it to {start} or more."
         )
     return problems

@@ -1,6 +1,5 @@
 """Trained parameters and their learning rates, by patterns of their names; no torch."""
 
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
@@ -207,12 +206,6 @@ def _group_problems(group: GroupConfig, schedule: ScheduleConfig) -> Iterator[st
                 f"{where}.{value} "
                 "as well."
             )
-        for field, number in ((value, given), (scale, by), (rest, end)):
-            if number is not None and not 0 <= number < math.inf:
-                yield (
-                    f"{where}.{field}={number} must be a finite number of at least 0. Use 0 or "
-                    "more."
-                )
     yield from _span_problems(where, group, schedule)
 
 

@@ -130,11 +130,6 @@ def mlp_chunks_problems(
     if chunks == 1:
         return []
     given = f"recompute.mlp_chunks={chunks}"
-    if chunks < 1:
-        return [
-            f"{given} must be at least 1. Set recompute.mlp_chunks to 1 to compute MLPs in one "
-            "piece."
-        ]
     problems = []
     if recompute.granularity != "selective" or "mlp" not in recompute.modules:
         problems.append(
@@ -173,13 +168,7 @@ def mlp_chunks_problems(
 
 def _setting_problems(recompute: RecomputeConfig, *, compiled: bool) -> list[str]:
     kind, problems, defaults = recompute.granularity, [], RecomputeConfig()
-    if recompute.num_layers < 1:
-        problems.append(
-            f"recompute.num_layers={recompute.num_layers} must be at least 1. Set "
-            "recompute.num_layers to 1, or "
-            "recompute.granularity to none to save all activations."
-        )
-    elif kind != "full" and (recompute.method, recompute.num_layers) != (
+    if kind != "full" and (recompute.method, recompute.num_layers) != (
         defaults.method,
         defaults.num_layers,
     ):
@@ -278,9 +267,9 @@ def _sharding_problems(recompute: RecomputeConfig, *, tp: int, sp: bool) -> list
 
 def _offload_problems(offload: OffloadConfig, *, compiled: bool, stage_layers: int) -> list[str]:
     problems = []
-    if not 0 <= offload.layers < max(stage_layers, 1):
+    if offload.layers >= max(stage_layers, 1):
         problems.append(
-            f"offload.layers={offload.layers} must be at least 0 and less than the {stage_layers} "
+            f"offload.layers={offload.layers} must be less than the {stage_layers} "
             "layers of a stage, "
             "whose last layer backward needs first. Set offload.layers to "
             f"{max(stage_layers - 1, 0)} or less."
@@ -290,11 +279,6 @@ def _offload_problems(offload: OffloadConfig, *, compiled: bool, stage_layers: i
             f"offload.layers={offload.layers} with train.compile=true: torch.compile decides "
             "what a "
             "layer saves. Disable one of them."
-        )
-    if offload.min_numel < 1:
-        problems.append(
-            f"offload.min_numel={offload.min_numel} must be at least 1. Use 1 to offload all "
-            "tensors."
         )
     return problems
 

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megalith.config.fields import range_problems
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.errors import raise_all
@@ -56,7 +57,7 @@ def upcycle_problems(dense: ModelConfig, moe: MoEConfig) -> list[str]:
             "mixture of experts. Use a dense model, or remove --upcycle."
         ]
     model = _mixture(dense, moe)
-    problems = moe_problems(model) + unread_problems(model)
+    problems = range_problems(model, "model") or moe_problems(model) + unread_problems(model)
     if problems:
         return problems
     checks = (

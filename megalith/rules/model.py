@@ -1,10 +1,10 @@
 """Rules of the model config: numbers out of range, and settings that conflict."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from fnmatch import fnmatchcase
 
+from megalith.config.fields import range_problems
 from megalith.config.model import AttentionConfig, CrossConfig, LayersConfig, ModelConfig
 from megalith.plan.grid import divisors
 from megalith.plan.parameters import held_parameters
@@ -94,8 +94,9 @@ def network_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
 
     `trains=False`: for a pretrained model, only the rules that inference needs.
     """
-    problems = count_problems(model)
-    return (problems or relation_problems(model, trains=trains)) + number_problems(model)
+    counts = range_problems(model, "model", kinds=(int,))
+    related = [] if counts else relation_problems(model, trains=trains)
+    return counts + related + range_problems(model, "model", kinds=(float,))
 
 
 def relation_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
@@ -105,112 +106,6 @@ def relation_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
     broken = [text for rule in rules if (text := rule(model)) is not None]
     unread = unread_problems(model) if trains else []
     return unread + broken + moe_problems(model, trains=trains) + cross_problems(model)
-
-
-# --- numbers, one by one
-
-
-def count_problems(model: ModelConfig) -> list[str]:
-    """Return an error for each count below its minimum."""
-    rope, window = model.rope.original_max_position, model.attention.window
-    counts: dict[str, int | None] = {
-        name: getattr(model, name)
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "ffn_hidden_size",
-            "head_dim",
-            "max_seq_len",
-            "pad_vocab_to_multiple_of",
-        )
-    }
-    counts |= {
-        "rope.original_max_position": rope,
-        "attention.window": window,
-        "rope.skip_step": model.rope.skip_step,
-    }
-    if model.mla is not None:
-        sizes = ("kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim")
-        counts |= {f"mla.{name}": getattr(model.mla, name) for name in sizes}
-    if model.mup is not None:
-        counts |= {
-            f"mup.{name}": getattr(model.mup, name)
-            for name in ("base_hidden_size", "base_head_dim")
-        }
-    problems = [
-        f"model.{name}={value} must be at least 1. Set model.{name} to 1 or more."
-        for name, value in counts.items()
-        if value is not None and value < 1
-    ]
-    patterns = {
-        "num_kv_heads": model.layers.num_kv_heads,
-        "ffn_hidden_size": model.layers.ffn_hidden_size,
-    }
-    problems += [
-        f"model.layers.{name}={shown(pattern)} must be counts of at least 1. Set each of them to 1 "
-        "or more."
-        for name, pattern in patterns.items()
-        if min(pattern, default=1) < 1
-    ]
-    if model.mtp.num_layers < 0:
-        problems.append(
-            f"model.mtp.num_layers={model.mtp.num_layers} must be at least 0. Use 0 for next-token "
-            "prediction only."
-        )
-    return problems
-
-
-def number_problems(model: ModelConfig) -> list[str]:
-    """Return an error for each number out of its range, NaN or infinite."""
-    rope, attention, mla = model.rope, model.attention, model.mla
-    positive = {
-        "norm_eps": (model.norm_eps, 1e-5),
-        "rope.theta": (rope.theta, 1e4),
-        "rope.factor": (rope.factor, 8.0),
-        "rope.local_theta": (rope.local_theta, 1e4),
-        "rope.low_freq_factor": (rope.low_freq_factor, 1.0),
-        "rope.high_freq_factor": (rope.high_freq_factor, 4.0),
-        "rope.beta_fast": (rope.beta_fast, 32.0),
-        "rope.beta_slow": (rope.beta_slow, 1.0),
-        "rope.attention_factor": (rope.attention_factor, 1.0),
-        "attention.qk_norm_eps": (attention.qk_norm_eps, 1e-6),
-        "attention.scale": (attention.scale, 0.125),
-        "attention.softcap": (attention.softcap, 50.0),
-        "mla.norm_eps": (None if mla is None else mla.norm_eps, 1e-6),
-        "mla.yarn_mscale": (None if mla is None else mla.yarn_mscale, 1.0),
-        "activation_clamp": (model.activation_clamp, 7.0),
-        "embedding_scale": (model.embedding_scale, 1.0),
-        "residual_scale": (model.residual_scale, 1.0),
-        "logit_scale": (model.logit_scale, 1.0),
-        "logit_softcap": (model.logit_softcap, 30.0),
-    }
-    problems = [
-        f"model.{name}={value} must be a finite number above 0. Use {example}."
-        for name, (value, example) in positive.items()
-        if value is not None and not 0 < value < math.inf
-    ]
-    least = {
-        "init_std": model.init_std,
-        "mtp.loss_weight": model.mtp.loss_weight,
-        "embedding_init_std": model.embedding_init_std,
-        "rope.skip_growth": model.rope.skip_growth,
-        "mup.attention_scale_power": None if model.mup is None else model.mup.attention_scale_power,
-    } | {
-        f"init_overrides[{number}][1]": std for number, (_, std) in enumerate(model.init_overrides)
-    }
-    problems += [
-        f"model.{name}={value} must be a finite number of at least 0. Use 0 or more."
-        for name, value in least.items()
-        if value is not None and not 0 <= value < math.inf
-    ]
-    if not math.isfinite(model.up_offset):
-        problems.append(
-            f"model.up_offset={model.up_offset} must be a finite number. Use 0.0 or 1.0."
-        )
-    return problems
 
 
 # --- heads
@@ -338,16 +233,6 @@ def check_relative_buckets(model: ModelConfig) -> str | None:
     )
 
 
-def check_rope_fraction(model: ModelConfig) -> str | None:
-    """Check that rope.fraction is in (0, 1]."""
-    if model.positions != "rope" or 0 < model.rope.fraction <= 1:
-        return None
-    return (
-        f"model.rope.fraction={model.rope.fraction} must be above 0 and at most 1. Use 1.0 to "
-        "rotate all features."
-    )
-
-
 def check_rotary_size_is_even(model: ModelConfig) -> str | None:
     """Check that the number of rotary features is even."""
     fraction = model.rope.fraction
@@ -448,21 +333,16 @@ def check_dynamic_scaling_pairs(model: ModelConfig) -> str | None:
 
 
 def check_longrope_factors(model: ModelConfig) -> str | None:
-    """Check that LongRoPE has one positive factor per feature pair."""
+    """Check that LongRoPE has one factor per feature pair."""
     rope, fraction = model.rope, model.rope.fraction
     pairs = model.rotary_size() // 2 if 0 < fraction <= 1 else len(rope.short_factors)
     given = {"short_factors": rope.short_factors, "long_factors": rope.long_factors}
-    wrong = [
-        name
-        for name, some in given.items()
-        if len(some) != pairs or not all(0 < x < math.inf for x in some)
-    ]
+    wrong = [name for name, some in given.items() if len(some) != pairs]
     if rope.scaling != "longrope" or not wrong:
         return None
     settings = ", ".join(f"model.rope.{name}={shown(given[name])}" for name in wrong)
     return (
-        f"{settings} with model.rope.scaling={rope.scaling} must be {pairs} finite numbers "
-        "above 0, "
+        f"{settings} with model.rope.scaling={rope.scaling} must be {pairs} numbers, "
         "one for each rotary feature pair. Use those of the published model, or set "
         "model.rope.scaling=yarn."
     )
@@ -522,13 +402,8 @@ def check_pattern_lengths(model: ModelConfig) -> str | None:
 
 
 def check_window_right(model: ModelConfig) -> str | None:
-    """Check that window_right is not negative and only used with sliding windows."""
+    """Check that window_right is only used with sliding windows."""
     right = model.attention.window_right
-    if right is not None and right < 0:
-        return (
-            f"model.attention.window_right={right} must be at least 0. Use 0 to mask all "
-            "later tokens, or remove it for a symmetric window."
-        )
     if right is None or not model.attention.chunked:
         return None
     return (
@@ -687,7 +562,6 @@ RULES: tuple[Rule, ...] = (
     check_mla_options,
     check_mla_positions,
     check_relative_buckets,
-    check_rope_fraction,
     check_rotary_size_is_even,
     check_llama3_bands,
     check_yarn_bands,

@@ -1,11 +1,9 @@
 """Rules of MoE models: settings by themselves, and expert parallel layouts."""
 
-import math
 from collections.abc import Callable
-from dataclasses import fields
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import AuxLossConfig, MoEConfig, has_aux_losses
+from megalith.config.moe import MoEConfig, has_aux_losses
 from megalith.config.parallel import ParallelConfig
 from megalith.plan.dispatch import transport_problems
 from megalith.plan.grid import (
@@ -21,72 +19,13 @@ Rule = Callable[[MoEConfig], str | None]
 
 
 def moe_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
-    """Return one error text for each broken rule of a model's MoE settings.
-
-    Rules across settings are checked only if all counts are at least 1. `trains=False`: only the
-    rules that inference needs.
-    """
+    """Return one error text for each broken rule across a model's MoE settings, whose numbers are
+    in range. `trains=False`: only the rules that inference needs."""
     moe = model.moe
     if moe is None:
         return []
-    problems = find_moe_count_problems(moe)
     rules = RULES if trains else [rule for rule in RULES if rule not in OF_TRAINING]
-    related = [] if problems else [text for rule in rules if (text := rule(moe)) is not None]
-    return problems + related + find_moe_number_problems(moe)
-
-
-def find_moe_count_problems(moe: MoEConfig) -> list[str]:
-    """Return an error for each count below 1."""
-    counts = {
-        "num_experts": moe.num_experts,
-        "top_k": moe.top_k,
-        "ffn_hidden_size": moe.ffn_hidden_size,
-        "shared_ffn_hidden_size": moe.shared_ffn_hidden_size,
-        "latent_size": moe.latent_size,
-        "router.num_groups": moe.router.num_groups,
-        "router.topk_groups": moe.router.topk_groups,
-    }
-    unset = {"shared_ffn_hidden_size", "latent_size", "router.num_groups", "router.topk_groups"}
-    return [
-        f"model.moe.{name}={value} must be at least 1. Use 1 or "
-        f"more{', or null for none' if name in unset else ''}."
-        for name, value in counts.items()
-        if value is not None and value < 1
-    ]
-
-
-def find_moe_number_problems(moe: MoEConfig) -> list[str]:
-    """Return an error for each number out of its range, NaN or infinite."""
-    losses = [field.name for field in fields(AuxLossConfig) if field.name != "quantile_ema"]
-    weights = {f"aux_loss.{name}": getattr(moe.aux_loss, name) for name in losses} | {
-        "router.force_biased": moe.router.force_biased
-    }
-    problems = [
-        f"model.moe.{name}={value} must be a finite number of at least 0. Use 0.01, or 0 to "
-        "disable it."
-        for name, value in weights.items()
-        if not isinstance(value, bool) and not 0 <= value < math.inf
-    ]
-    positive = {
-        "router.routed_scaling_factor": (moe.router.routed_scaling_factor, 1.0),
-        "router.expert_bias_update_rate": (moe.router.expert_bias_update_rate, 1e-3),
-        "capacity.factor": (moe.capacity.factor, 1.25),
-    }
-    problems += [
-        f"model.moe.{name}={value} must be a finite number above 0. Use {example}."
-        for name, (value, example) in positive.items()
-        if value is not None and not 0 < value < math.inf
-    ]
-    fractions = {
-        "router.jitter": (moe.router.jitter, 0.01),
-        "aux_loss.quantile_ema": (moe.aux_loss.quantile_ema, 0.9),
-    }
-    problems += [
-        f"model.moe.{name}={value} must be at least 0 and below 1. Use {example}."
-        for name, (value, example) in fractions.items()
-        if not 0 <= value < 1
-    ]
-    return problems
+    return [text for rule in rules if (text := rule(moe)) is not None]
 
 
 # --- choosing

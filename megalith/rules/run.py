@@ -1,23 +1,20 @@
 """Rules across the settings of a training run; all run before anything is built, and all failures
 are reported together."""
 
-import math
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
 
 from megalith.config.checkpoint import checkpoint_problems
 from megalith.config.data import data_problems
-from megalith.config.fields import Plain, join_path
+from megalith.config.fields import range_problems
 from megalith.config.lora import lora_problems
-from megalith.config.model import dropout_problems
 from megalith.config.optim import optim_problems
+from megalith.config.parallel import MAX_STAGES
 from megalith.config.plugins import plugin_problems
 from megalith.config.tokenizer import tokenizer_problems
 from megalith.config.train import CALLBACK_GROUP, TrainRun
-from megalith.config.tree import to_dict
 from megalith.errors import did_you_mean, raise_all
 from megalith.optim.schedule import schedule_problems
 from megalith.plan.batch_assignment import batch_problems, budget_problems
@@ -36,8 +33,7 @@ from megalith.plan.schedule import SPLIT_SCHEDULES, pairing_problems, schedule_n
 from megalith.plan.schedule import schedule_problems as pipeline_schedule_problems
 from megalith.plan.shards import fully_sharded_problems
 from megalith.plan.stages import plan_stages, stages_of_rank, stages_problems
-from megalith.rules.model import count_problems, relation_problems
-from megalith.rules.model import number_problems as model_number_problems
+from megalith.rules.model import relation_problems
 from megalith.rules.moe import check_single_expert_weight, expert_layout_problems
 
 Rule = Callable[[TrainRun, int], str | None]
@@ -49,58 +45,6 @@ add suffixes (heuristic)."""
 MOST_SAMPLES = 1 << 36
 """Maximum samples of one run: their order takes half a TiB or more, and no corpus has as many
 rows."""
-
-
-MOST_RANKS = 1 << 20
-"""Maximum size of one axis. Heuristic: ten times the largest machines; plans build lists of ranks
-and stages."""
-
-MOST_STAGES = 1 << 12
-"""Maximum pipeline stages, and model chunks of all stages. Heuristic: fifty times the most that are
-used."""
-
-MOST_LAYERS = 1 << 14
-"""Maximum layers. Heuristic: a hundred times the deepest models; plans build lists of layers."""
-
-LARGEST_NUMBER = 1e6
-"""Largest absolute value of a setting that is not in LARGEST. Heuristic: far above all common
-values."""
-
-LARGEST: Mapping[str, float] = {
-    "schedule.lr": 1e3,
-    "schedule.weight_decay": 1e3,
-    "schedule.end_weight_decay": 1e3,
-    "optim.groups.lr": 1e3,
-    "optim.groups.weight_decay": 1e3,
-    "optim.groups.end_weight_decay": 1e3,
-    "optim.groups.lr_scale": 1e3,
-    "optim.groups.weight_decay_scale": 1e3,
-    "optim.eps": 1.0,
-    "optim.clip_grad": 1e30,
-    "train.z_loss": 1e3,
-    "model.moe.aux_loss.sequence_coeff": 1e3,
-    "model.moe.aux_loss.batch_coeff": 1e3,
-    "model.moe.aux_loss.global_batch_coeff": 1e3,
-    "model.moe.aux_loss.z_loss_coeff": 1e3,
-    "model.mtp.loss_weight": 1e3,
-    "model.init_std": 1e3,
-    "model.embedding_init_std": 1e3,
-    "model.init_overrides": 1e3,
-    "model.norm_eps": 1.0,
-    "model.attention.qk_norm_eps": 1.0,
-    "model.mla.norm_eps": 1.0,
-    "model.rope.theta": 1e15,
-    "model.rope.local_theta": 1e15,
-    "precision.loss_scale.constant": 2.0**64,
-    "precision.loss_scale.initial": 2.0**64,
-    "precision.loss_scale.min": 2.0**64,
-    "parallel.timeout_seconds": 1e9,
-    "train.max_minutes": 1e9,
-    "observe.peak_tflops": 1e9,
-    "data.mock_lengths.mean": 1e9,
-}
-"""Largest value of a setting. Heuristic: at least ten times the published values, and small enough
-that this setting alone causes no fp32 overflow in the first steps."""
 
 
 def check_run(run: TrainRun, world: int) -> None:
@@ -116,8 +60,7 @@ def run_problems(run: TrainRun, world: int) -> list[str]:
     """Return the messages of all broken rules; rules that divide by counts run only if the counts
     are positive."""
     p, others = run.parallel, _other_problems(run, world)
-    others += largest_problems(run, others)
-    if _count_problems(run):
+    if count_problems(run):
         return others
     fits = partial(_fits, run, frozenset(others))
     return (
@@ -139,13 +82,12 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
     """Return the messages of all broken rules, except that the degrees multiply to the world
     size."""
     p, t = run.parallel, run.train
-    counts = _count_problems(run)
-    problems = counts + number_problems(run) + plugin_problems(run)
+    counts = count_problems(run)
+    problems = counts + range_problems(run, kinds=(float,)) + plugin_problems(run)
     if not counts:
         packed = t.tokens_per_microbatch is not None  # checked by budget_problems
         problems += context_problems(p, run.model, seq_len=2 * p.cp * p.tp if packed else t.seq_len)
         problems += budget_problems(t, p, run.data)
-        problems += dropout_problems(run.model.dropout)
         problems += lora_problems(run.lora, run.model, run.checkpoint, compiled=t.compile)
         problems += pattern_problems(run.optim, run.schedule, run.model, run.lora)
         if world % (p.tp * p.cp * p.pp) == 0:
@@ -241,11 +183,11 @@ def _relation_problems(run: TrainRun, *, trains: bool = True) -> list[str]:
 def model_problems(run: TrainRun, *, trains: bool = True) -> list[str]:
     """Return the broken rules of the model and its layout, for commands that read no data;
     `trains`: as in `network_problems`."""
-    problems = _count_problems(run)
+    problems = count_problems(run)
     if not problems:
         layout = (text for rule in LAYOUT_RULES if (text := rule(run, run.parallel.tp)) is not None)
         problems = [*_relation_problems(run, trains=trains), *layout]
-    return problems + [text for text in number_problems(run) if text.startswith("model.")]
+    return problems + range_problems(run.model, "model", kinds=(float,))
 
 
 def _steps_to_plan_with(run: TrainRun) -> int:
@@ -257,70 +199,18 @@ def _steps_to_plan_with(run: TrainRun) -> int:
     return run.train.steps if run.train.steps >= 1 else enough
 
 
-def _count_problems(run: TrainRun) -> list[str]:
-    counts = {
-        "parallel.tp": run.parallel.tp,
-        "parallel.cp": run.parallel.cp,
-        "parallel.pp": run.parallel.pp,
-        "parallel.bucket_numel": run.parallel.bucket_numel,
-        "parallel.pipeline.vpp": run.parallel.pipeline.vpp,
-        "train.steps": run.train.steps,
-        "train.global_batch_size": run.train.global_batch_size,
-        "train.micro_batch_size": run.train.micro_batch_size,
-        "train.seq_len": run.train.seq_len,
-        "train.log_every": run.train.log_every,
-        "checkpoint.max_save_failures": run.checkpoint.max_save_failures,
-    }
-    optional = {
-        "parallel.dp": run.parallel.dp,
-        "parallel.pipeline.group": run.parallel.pipeline.group,
-        "train.threads": run.train.threads,
-        "train.tokens_per_microbatch": run.train.tokens_per_microbatch,
-        "checkpoint.keep": run.checkpoint.keep,
-        "checkpoint.keep_every": run.checkpoint.keep_every,
-    }
-    counts |= {name: value for name, value in optional.items() if value is not None}
-    return (
-        count_problems(run.model)
-        + [
-            f"{name}={value} must be at least 1. Set {name} to 1 or more."
-            for name, value in counts.items()
-            if value < 1
-        ]
-        + _large_count_problems(run)
-    )
-
-
-def _large_count_problems(run: TrainRun) -> list[str]:
-    """Return the counts that are too large for plans that list their elements."""
-    p, model = run.parallel, run.model
-    axes = {
-        "parallel.tp": p.tp,
-        "parallel.cp": p.cp,
-        "parallel.dp": p.dp,
-        "parallel.ep": p.ep,
-        "parallel.etp": p.etp,
-        "parallel.dp_replicate": p.dp_replicate,
-        "parallel.pipeline.group": p.pipeline.group,
-    }
-    most_chunks = max(MOST_STAGES // max(p.pp, 1), 1)
-    layers = {
-        "model.num_layers": model.num_layers,
-        "model.mtp.num_layers": model.mtp.num_layers,
-        "model.moe.num_experts": None if model.moe is None else model.moe.num_experts,
-    }
-    limits: list[tuple[Mapping[str, int | None], int]] = [
-        (axes, MOST_RANKS),
-        ({"parallel.pp": p.pp}, MOST_STAGES),
-        (layers, MOST_LAYERS),
-        ({"parallel.pipeline.vpp": p.pipeline.vpp}, most_chunks),
-    ]
-    return [
-        f"{name}={value} must be at most {most}. Set {name} to {most} or less."
-        for counts, most in limits
-        for name, value in counts.items()
-        if value is not None and value > most
-    ]
+def count_problems(run: TrainRun) -> list[str]:
+    """Return the messages about whole numbers out of their range; other rules divide by them, and
+    plans list their elements."""
+    pp, vpp = run.parallel.pp, run.parallel.pipeline.vpp
+    most = max(MAX_STAGES // max(pp, 1), 1)
+    problems = range_problems(run, kinds=(int,))
+    if vpp > most:
+        problems.append(
+            f"parallel.pipeline.vpp={vpp} must be at most {most} with parallel.pp={pp}, which is "
+            f"{MAX_STAGES} model chunks. Set parallel.pipeline.vpp to {most} or less."
+        )
+    return problems
 
 
 def check_run_name(run: TrainRun, world: int) -> str | None:
@@ -334,31 +224,6 @@ def check_run_name(run: TrainRun, world: int) -> str | None:
         f"{MOST_NAME_BYTES} bytes of printable characters without / and \\, and not only dots. Set "
         "name to one such as my_run; to train in another folder, pass --run with its path."
     )
-
-
-def largest_problems(run: TrainRun, known: list[str]) -> list[str]:
-    """Return the finite numbers so large that training would overflow, unless `known` reports them
-    already."""
-    problems = []
-    for path, value in _numbers("", to_dict(run)):
-        most = LARGEST.get(re.sub(r"\[\d+\]", "", path), LARGEST_NUMBER)
-        if most < abs(value) < math.inf and not any(f"{path}={value}" in text for text in known):
-            problems.append(
-                f"{path}={value} must be at most {most:g}. Set {path} to {most:g} or less."
-            )
-    return problems
-
-
-def _numbers(path: str, value: Plain) -> Iterator[tuple[str, float]]:
-    """Yield every floating-point number of a tree with its path."""
-    if isinstance(value, float):
-        yield path, value
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _numbers(join_path(path, name), inner)
-    elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            yield from _numbers(f"{path}[{number}]", inner)
 
 
 def check_kv_heads_fit_tp(run: TrainRun, world: int) -> str | None:
@@ -555,13 +420,6 @@ def check_eval_steps(run: TrainRun, world: int) -> str | None:
     )
 
 
-def check_betas(run: TrainRun, world: int) -> str | None:
-    """Optimizer betas are in [0, 1)."""
-    given = {"optim.beta1": run.optim.beta1, "optim.beta2": run.optim.beta2}
-    bad = [f"{name}={value}" for name, value in given.items() if not 0 <= value < 1]
-    return f"{', '.join(bad)} must be in [0, 1). Use 0.9 and 0.95." if bad else None
-
-
 def check_weight_decay(run: TrainRun, world: int) -> str | None:
     """A step of decoupled weight decay does not increase weights."""
     schedule, decoupled = run.schedule, run.optim.kind == "sgd" or run.optim.decoupled_weight_decay
@@ -571,40 +429,13 @@ def check_weight_decay(run: TrainRun, world: int) -> str | None:
     }
     name, decay = max(names.items(), key=lambda item: item[1])
     product = schedule.lr * decay
-    in_range = schedule.lr <= LARGEST["schedule.lr"] and decay <= LARGEST["schedule.weight_decay"]
-    if not (
-        decoupled and in_range and product > 2
-    ):  # numbers out of range are reported by another rule
+    if not decoupled or range_problems(schedule) or product <= 2:
         return None
     return (
         f"schedule.{name}={decay} with schedule.lr={schedule.lr}: each step multiplies weights by "
         f"1 - lr * decay = {1 - product:g}, so that they grow without bound. Set schedule.{name} "
         f"to {2 / schedule.lr:g} or less."
     )
-
-
-def check_label_smoothing(run: TrainRun, world: int) -> str | None:
-    """Label smoothing is in [0, 1)."""
-    share = run.train.label_smoothing
-    if 0 <= share < 1:
-        return None
-    return f"train.label_smoothing={share} must be in [0, 1). Use 0.1, or 0 for no smoothing."
-
-
-def check_z_loss_and_loss_chunk(run: TrainRun, world: int) -> str | None:
-    """The z-loss coefficient is not negative, and a loss chunk has at least one token."""
-    bad = []
-    if not 0 <= run.train.z_loss < math.inf:
-        bad.append(
-            f"train.z_loss={run.train.z_loss} must be a finite number of at least 0. Use 1e-4, or "
-            "0 for none."
-        )
-    if run.train.loss_chunk is not None and run.train.loss_chunk < 1:
-        bad.append(
-            f"train.loss_chunk={run.train.loss_chunk} must be at least 1. Use 1024, or leave it "
-            "unset."
-        )
-    return " ".join(bad) or None
 
 
 def check_explicit_backends(run: TrainRun, world: int) -> str | None:
@@ -668,37 +499,6 @@ def check_per_layer_metrics(run: TrainRun, world: int) -> str | None:
     )
 
 
-def number_problems(run: TrainRun) -> list[str]:
-    """Return a message for each number out of its range, NaN and infinity included."""
-    positive = {
-        "optim.eps": (run.optim.eps, 1e-8),
-        "parallel.timeout_seconds": (run.parallel.timeout_seconds, 600.0),
-        "observe.peak_tflops": (run.observe.peak_tflops, 100.0),
-    }
-    nonnegative = {
-        "optim.clip_grad": run.optim.clip_grad,
-        "train.eval_steps": run.train.eval_steps,
-        "train.eval_every": run.train.eval_every,
-        "checkpoint.every": run.checkpoint.every,
-        "seed": run.seed,
-        "train.max_minutes": run.train.max_minutes,
-        "observe.routing_trace": run.observe.routing_trace,
-    }
-    return (
-        model_number_problems(run.model)
-        + [
-            f"{name}={value} must be a finite number above 0. Use {example}."
-            for name, (value, example) in positive.items()
-            if value is not None and not 0 < value < math.inf
-        ]
-        + [
-            f"{name}={value} must be a finite number of at least 0. Use 0 or more."
-            for name, value in nonnegative.items()
-            if value is not None and not 0 <= value < math.inf
-        ]
-    )
-
-
 def check_loss_plugin_options(run: TrainRun, world: int) -> str | None:
     """A loss plug-in replaces cross-entropy, with all options of it."""
     train = run.train
@@ -757,14 +557,11 @@ RULES: tuple[Rule, ...] = (
     check_compile_without_tp_and_cp,
     check_compile_without_experts,
     check_compile_without_split_backward,
-    check_z_loss_and_loss_chunk,
     check_loss_plugin_options,
     check_explicit_backends,
     check_zero3_chunks_share_no_table,
     check_eval_steps,
-    check_betas,
     check_weight_decay,
-    check_label_smoothing,
     check_num_samples,
     check_sft_tokenizer,
     check_routing_trace_has_experts,

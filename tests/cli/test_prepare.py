@@ -205,7 +205,7 @@ def test_several_keys_give_several_stores(tmp_path: Path, corpus: Path) -> None:
     "words, text",
     [
         (["--strict"], "corpus.jsonl:3: not JSON: broken. Correct it, or run without --strict"),
-        (["--workers", "0"], "workers=0 must be 1 or more"),
+        (["--workers", "0"], "workers=0 must be at least 1"),
         (
             ["--train-tokenizer", "300", "--train-tokenizer-mib", "0"],
             "--train-tokenizer-mib=0 must be at least 1. Use",

@@ -11,6 +11,7 @@ from megalith.config.data import (
     parse_split,
     per_split_paths,
 )
+from megalith.config.fields import range_problems
 from megalith.errors import ConfigError
 
 
@@ -32,14 +33,14 @@ def test_exactly_one_source_is_accepted() -> None:
         (DataConfig(mock=True, split="1,-1"), "data.split=1,-1: expected one to three numbers"),
         (
             DataConfig(mock=True, mid_level_dataset_surplus=-0.1),
-            "data.mid_level_dataset_surplus=-0.1 must be at least 0",
+            "data.mid_level_dataset_surplus=-0.1 must be a finite number of at least 0. Use 0.005.",
         ),
-        (DataConfig(mock=True, num_train_samples=0), "data.num_train_samples=0 must be 1 or more"),
+        (DataConfig(mock=True, num_train_samples=0), "data.num_train_samples=0 must be at least 1"),
         (
             DataConfig(mock=True, mock_num_documents=0),
-            "data.mock_num_documents=0 must be 1 or more",
+            "data.mock_num_documents=0 must be at least 1",
         ),
-        (DataConfig(mock=True, mock_max_tokens=1), "data.mock_max_tokens=1 must be 2 or more"),
+        (DataConfig(mock=True, mock_max_tokens=1), "data.mock_max_tokens=1 must be at least 2"),
         (
             DataConfig(path=("1", "a", "b", "c")),
             "data.path=1 a b c: 'b' is not a weight",
@@ -47,11 +48,13 @@ def test_exactly_one_source_is_accepted() -> None:
     ],
 )
 def test_each_broken_rule_is_named_with_its_value(data: DataConfig, text: str) -> None:
-    assert any(text in problem for problem in data_problems(data)), data_problems(data)
+    problems = range_problems(data, "data") + data_problems(data)
+    assert any(text in problem for problem in problems), problems
 
 
 def test_all_problems_are_reported_together() -> None:
-    assert len(data_problems(DataConfig(path=("0", "a"), split="0", num_train_samples=-1))) == 3
+    data = DataConfig(path=("0", "a"), split="0", num_train_samples=-1)
+    assert len(range_problems(data, "data") + data_problems(data)) == 3
 
 
 @pytest.mark.parametrize(

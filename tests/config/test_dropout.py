@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from megalith.config.model import DropoutConfig, dropout_problems
+from megalith.config.fields import range_problems
+from megalith.config.model import DropoutConfig
 
 
 def test_dropout_is_off_by_default() -> None:
@@ -14,8 +15,6 @@ def test_dropout_is_off_by_default() -> None:
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 3.0, math.nan])
 def test_invalid_probability_is_rejected_by_name(p: float) -> None:
-    (problem,) = dropout_problems(DropoutConfig(embedding=p))
-    assert (
-        problem
-        == f"model.dropout.embedding={p} must be a probability, at least 0 and below 1. Use 0.1."
-    )
+    (problem,) = range_problems(DropoutConfig(embedding=p), "model.dropout")
+    reason = "below 1" if p >= 1 else "a finite number of at least 0"
+    assert problem == f"model.dropout.embedding={p} must be {reason}. Use 0.1."

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.fields import range_problems
 from megalith.config.lora import (
     LoraConfig,
     has_adapters,
@@ -22,7 +23,8 @@ LOADED = CheckpointConfig(load="base")
 
 
 def problems(**changes: Any) -> list[str]:
-    return lora_problems(LoraConfig(**changes), MODEL, LOADED, compiled=False)
+    lora = LoraConfig(**changes)
+    return range_problems(lora, "lora") + lora_problems(lora, MODEL, LOADED, compiled=False)
 
 
 def test_target_linear_selects_every_linear_layer() -> None:
@@ -78,16 +80,16 @@ def test_a_run_without_adapters_has_no_problem_with_them() -> None:
     ("changes", "text"),
     [
         ({"rank": 0}, "lora.rank=0 must be at least 1. Use 16."),
-        ({"alpha": 0.0}, "lora.alpha=0.0 must be above 0. Use 2 * lora.rank."),
-        ({"alpha": float("inf")}, "lora.alpha=inf must be above 0. Use 2 * lora.rank."),
-        ({"alpha": float("nan")}, "lora.alpha=nan must be above 0. Use 2 * lora.rank."),
+        ({"alpha": 0.0}, "lora.alpha=0.0 must be a finite number above 0. Use 32.0."),
+        ({"alpha": float("inf")}, "lora.alpha=inf must be a finite number above 0. Use 32.0."),
+        ({"alpha": float("nan")}, "lora.alpha=nan must be a finite number above 0. Use 32.0."),
         (
             {"dropout": 1.0},
-            "lora.dropout=1.0 must be at least 0 and below 1. Use 0.05.",
+            "lora.dropout=1.0 must be below 1. Use 0.05.",
         ),
         (
             {"dropout": float("nan")},
-            "lora.dropout=nan must be at least 0 and below 1. Use 0.05.",
+            "lora.dropout=nan must be a finite number of at least 0. Use 0.05.",
         ),
         (
             {"layers": (0, 2)},
@@ -122,7 +124,7 @@ def test_invalid_values_are_rejected(changes: dict[str, Any], text: str) -> None
 def test_all_problems_are_reported_with_those_of_the_run() -> None:
     run = tiny_run(
         {
-            "lora.rank": "0",
+            "lora.dropout": "1.0",
             "lora.targets": "[qq]",
             "train.compile": "true",
             "checkpoint.skip": "[head.*]",
@@ -131,7 +133,7 @@ def test_all_problems_are_reported_with_those_of_the_run() -> None:
     found = [text for text in run_problems(run, 1) if "lora" in text]
     assert len(found) == 5
     assert any(
-        text.startswith("checkpoint.load=None with lora.rank=0: adapters need a pretrained")
+        text.startswith("checkpoint.load=None with lora.rank=16: adapters need a pretrained")
         for text in found
     )
     assert any("Set train.compile=false." in text for text in found)

@@ -3,14 +3,15 @@
 import pytest
 
 from megalith.config.data import MockLengths, mock_problems
+from megalith.config.fields import range_problems
 
 WRONG = {
     "data.mock_lengths.mean=None must be from 1 to 99, below data.mock_max_tokens=100": MockLengths(
         kind="lognormal"
     ),
     "data.mock_lengths.mean=120 must be from 1 to 99": MockLengths(kind="lognormal", mean=120),
-    "data.mock_lengths.sigma=-1 must be at least 0. Use 1.0": MockLengths(
-        kind="lognormal", mean=9, sigma=-1
+    "data.mock_lengths.sigma=-1.0 must be a finite number of at least 0. Use 1.0": MockLengths(
+        kind="lognormal", mean=9, sigma=-1.0
     ),
     "data.mock_lengths.shortest=100 must be from 1 to 99": MockLengths(
         kind="lognormal", mean=9, shortest=100
@@ -25,7 +26,9 @@ WRONG = {
 
 @pytest.mark.parametrize("text", WRONG)
 def test_invalid_lengths_are_reported(text: str) -> None:
-    (problem,) = mock_problems(WRONG[text], most=99, used=True)
+    lengths = WRONG[text]
+    problems = range_problems(lengths, "data.mock_lengths")
+    (problem,) = problems + mock_problems(lengths, most=99, used=True)
     assert text in problem
 
 

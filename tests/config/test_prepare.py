@@ -23,7 +23,7 @@ def test_all_violated_rules_are_reported_together() -> None:
         "tokenizer.vocab_size=None",
         "input=() is empty",
         "keys=('text', 'text'): use one or more different keys",
-        "workers=0 must be 1 or more",
+        "workers=0 must be at least 1",
         "resume=True and overwrite=True exclude each other. Use resume to continue",
     ):
         assert text in printed

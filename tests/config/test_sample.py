@@ -2,14 +2,15 @@ from typing import Any
 
 import pytest
 
-from megalith.config.generation import SampleConfig, sample_problems
+from megalith.config.fields import range_problems
+from megalith.config.generation import SampleConfig
 
 
 @pytest.mark.parametrize(
     "fields", [{}, {"temperature": 0.0}, {"top_k": 1, "top_p": 1.0}, {"top_p": 0.01}, {"seed": -5}]
 )
 def test_valid_settings_are_accepted(fields: dict[str, Any]) -> None:
-    assert sample_problems(SampleConfig(**fields)) == []
+    assert range_problems(SampleConfig(**fields)) == []
 
 
 @pytest.mark.parametrize(
@@ -17,25 +18,25 @@ def test_valid_settings_are_accepted(fields: dict[str, Any]) -> None:
     [
         (
             {"max_new_tokens": 0},
-            "max_new_tokens=0 must be at least 1. Set it to the number of tokens to generate.",
+            "max_new_tokens=0 must be at least 1. Set max_new_tokens to 1 or more.",
         ),
         (
             {"temperature": -0.5},
-            "temperature=-0.5 must be at least 0 (0 is greedy decoding). Use 1.",
+            "temperature=-0.5 must be a finite number of at least 0. Use 1.0.",
         ),
-        ({"temperature": float("nan")}, "temperature=nan must be at least 0"),
-        ({"temperature": float("inf")}, "temperature=inf must be at least 0"),
-        ({"top_k": 0}, "top_k=0 must be at least 1. Use 50, or remove it."),
-        ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1. Use 0.9, or remove it."),
-        ({"top_p": 1.5}, "top_p=1.5 must be above 0"),
+        ({"temperature": float("nan")}, "temperature=nan must be a finite number of at least 0"),
+        ({"temperature": float("inf")}, "temperature=inf must be a finite number of at least 0"),
+        ({"top_k": 0}, "top_k=0 must be at least 1. Use 50."),
+        ({"top_p": 0.0}, "top_p=0.0 must be a finite number above 0. Use 0.9."),
+        ({"top_p": 1.5}, "top_p=1.5 must be at most 1"),
     ],
 )
 def test_invalid_settings_are_reported(fields: dict[str, Any], message: str) -> None:
-    (problem,) = sample_problems(SampleConfig(**fields))
+    (problem,) = range_problems(SampleConfig(**fields))
     assert problem.startswith(message)
 
 
 def test_all_problems_are_reported_together() -> None:
     assert (
-        len(sample_problems(SampleConfig(max_new_tokens=0, temperature=-1, top_k=0, top_p=2))) == 4
+        len(range_problems(SampleConfig(max_new_tokens=0, temperature=-1, top_k=0, top_p=2))) == 4
     )

@@ -1,6 +1,7 @@
 import pytest
 
 from megalith.config.data import DataConfig, SFTConfig, data_problems, sft_problems
+from megalith.config.fields import range_problems
 
 
 def test_conversations_are_a_data_source() -> None:
@@ -21,7 +22,7 @@ def test_conversations_are_a_data_source() -> None:
             SFTConfig(path=("a",), mock_conversations=3),
             "data.sft.mock_conversations=3 with data.sft.path=a: set only one",
         ),
-        (SFTConfig(mock_conversations=0), "data.sft.mock_conversations=0 must be 1 or more"),
+        (SFTConfig(mock_conversations=0), "data.sft.mock_conversations=0 must be at least 1"),
         (SFTConfig(valid_path=("b",)), "data.sft.valid_path=b needs data.sft.path"),
         (
             SFTConfig(date="26 Jul 2024"),
@@ -30,7 +31,7 @@ def test_conversations_are_a_data_source() -> None:
     ],
 )
 def test_invalid_settings_are_reported(sft: SFTConfig, message: str) -> None:
-    (problem,) = sft_problems(sft)
+    (problem,) = range_problems(sft, "data.sft") + sft_problems(sft)
     assert problem.startswith(message)
 
 

@@ -350,5 +350,5 @@ def test_ids_beyond_the_stated_vocabulary_are_refused(
 
 
 def test_broken_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="workers=0 must be 1 or more"):
+    with pytest.raises(ConfigError, match="workers=0 must be at least 1"):
         prepare(config(tmp_path, workers=0))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megalith.config.fields import range_problems
 from megalith.config.optim import GroupConfig, ScheduleConfig
 from megalith.optim.schedule import (
     ScheduleLengths,
@@ -184,13 +185,13 @@ def test_a_schedule_that_works_has_no_problems(schedule: ScheduleConfig) -> None
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"lr": -1.0}, "schedule.lr=-1.0 must be a number of at least 0"),
-        ({"lr": float("nan")}, "schedule.lr=nan must be a number"),
-        ({"lr": float("inf")}, "schedule.lr=inf must be a number"),
-        ({"min_lr": 0.1}, "schedule.min_lr=0.1 must be between 0 and schedule.lr=0.001"),
+        ({"lr": -1.0}, "schedule.lr=-1.0 must be a finite number of at least 0. Use 0.0003."),
+        ({"lr": float("nan")}, "schedule.lr=nan must be a finite number"),
+        ({"lr": float("inf")}, "schedule.lr=inf must be a finite number"),
+        ({"min_lr": 0.1}, "schedule.min_lr=0.1 must be at most schedule.lr=0.001"),
         (
             {"warmup_init": 0.1, "warmup_steps": 1},
-            "schedule.warmup_init=0.1 must be between 0 and schedule.lr=0.001",
+            "schedule.warmup_init=0.1 must be at most schedule.lr=0.001",
         ),
         ({"warmup_init": 1e-4}, "schedule.warmup_init=0.0001 has no effect without a warmup"),
         (
@@ -204,13 +205,16 @@ def test_a_schedule_that_works_has_no_problems(schedule: ScheduleConfig) -> None
         ),
         (
             {"warmup_steps": -1},
-            "schedule.warmup_steps=-1 must be a whole number of steps, or a share from 0",
+            "schedule.warmup_steps=-1 must be at least 0",
         ),
         (
             {"warmup_steps": 1.5},
             "schedule.warmup_steps=1.5 must be a whole number of steps, or a share from 0",
         ),
-        ({"warmup_steps": math.nan}, "Use 0 for no warmup, or 0.05 for a twentieth of the run."),
+        (
+            {"warmup_steps": math.nan},
+            "warmup_steps=nan must be a finite number of at least 0",
+        ),
         (
             {"warmup_steps": 100},
             "schedule.warmup_steps=100 leaves no step after the warmup: it must be less than "
@@ -234,9 +238,12 @@ def test_a_schedule_that_works_has_no_problems(schedule: ScheduleConfig) -> None
         ),
         (
             {"style": "wsd", "warmup_steps": 10, "wsd_decay_steps": 91},
-            "schedule.wsd_decay_steps=91 must be from 0 to 90",
+            "schedule.wsd_decay_steps=91 must be at most 90",
         ),
-        ({"weight_decay": -0.1}, "schedule.weight_decay=-0.1 must be a number of at least 0"),
+        (
+            {"weight_decay": -0.1},
+            "schedule.weight_decay=-0.1 must be a finite number of at least 0. Use 0.1.",
+        ),
         ({"end_weight_decay": 0.5}, "schedule.end_weight_decay=0.5 has no effect with"),
         (
             {"weight_decay_style": "linear"},
@@ -244,14 +251,15 @@ def test_a_schedule_that_works_has_no_problems(schedule: ScheduleConfig) -> None
         ),
         (
             {"weight_decay_style": "linear", "end_weight_decay": 0.01},
-            "schedule.end_weight_decay=0.01 must be a number of at least schedule.weight_decay=0.1",
+            "schedule.end_weight_decay=0.01 must be at least schedule.weight_decay=0.1",
         ),
     ],
 )
 def test_broken_rule_is_reported_with_a_value_that_works(
     changes: dict[str, Any], text: str
 ) -> None:
-    problems = schedule_problems(replace(ScheduleConfig(lr=1e-3), **changes), 100)
+    schedule = replace(ScheduleConfig(lr=1e-3), **changes)
+    problems = range_problems(schedule, "schedule") + schedule_problems(schedule, 100)
     assert len(problems) == 1
     assert text in problems[0]
 
@@ -260,7 +268,7 @@ def test_all_broken_rules_are_reported_together() -> None:
     broken = ScheduleConfig(
         lr=1e-3, min_lr=1.0, warmup_steps=200, wsd_decay_steps=1, weight_decay=-1.0
     )
-    assert len(schedule_problems(broken, 100)) == 4
+    assert len(range_problems(broken, "schedule") + schedule_problems(broken, 100)) == 4
 
 
 def test_groups_follow_the_shape_of_the_schedule_from_and_to_their_own_rates() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from megalith.config.fields import range_problems
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig, MuPConfig
 from megalith.config.moe import MoEConfig
@@ -35,7 +36,7 @@ FALLING = ScheduleConfig(lr=1e-2, min_lr=1e-3)
 def problems(
     optim: OptimConfig, model: ModelConfig = MODEL, schedule: ScheduleConfig = FALLING
 ) -> list[str]:
-    return pattern_problems(optim, schedule, model, None)
+    return range_problems(optim, "optim") + pattern_problems(optim, schedule, model, None)
 
 
 def of_group(**settings: object) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megalith.config.fields import range_problems
 from megalith.config.model import MLAConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import OffloadConfig, RecomputeConfig
@@ -96,8 +97,10 @@ def problems(
     sp: bool = False,
     compiled: bool = False,
 ) -> str:
+    ranges = range_problems(recompute, "recompute") + range_problems(offload, "offload")
     return "\n".join(
-        recompute_problems(recompute, offload, tp=tp, sp=sp, compiled=compiled, stage_layers=4)
+        ranges
+        + recompute_problems(recompute, offload, tp=tp, sp=sp, compiled=compiled, stage_layers=4)
     )
 
 
@@ -106,8 +109,7 @@ def problems(
     [
         (
             problems(full(0)),
-            "recompute.num_layers=0 must be at least 1. Set recompute.num_layers to 1, or "
-            "recompute.granularity to none",
+            "recompute.num_layers=0 must be at least 1. Set recompute.num_layers to 1 or more.",
         ),
         (
             problems(RecomputeConfig(method="block")),
@@ -178,7 +180,7 @@ def problems(
         ),
         (
             problems(RecomputeConfig(), OffloadConfig(layers=4)),
-            "offload.layers=4 must be at least 0 and less than the "
+            "offload.layers=4 must be less than the "
             "4 layers of a stage, whose last layer backward needs first. Set offload.layers to 3 "
             "or less",
         ),
@@ -244,7 +246,6 @@ def chunked(
 def test_mlp_chunks_require_selective_recomputation_of_mlps() -> None:
     assert chunked() == chunked(7) == chunked(1, granularity="none", drop=True) == []
     refused = {
-        "recompute.mlp_chunks=0 must be at least 1. Set recompute.mlp_chunks to 1": chunked(0),
         "but recompute.granularity=full and recompute.modules=['mlp']. Set recompute.granularity "
         "to selective": chunked(granularity="full"),
         "recompute.modules=['norm']. Set recompute.granularity to selective and recompute.modules "
@@ -269,9 +270,9 @@ def test_mlp_chunks_require_selective_recomputation_of_mlps() -> None:
 def test_all_conflicts_come_together() -> None:
     bad = RecomputeConfig(modules=(), method="block", shard_inputs=True)
     found = recompute_problems(
-        bad, OffloadConfig(layers=7, min_numel=0), tp=1, sp=False, compiled=False, stage_layers=2
+        bad, OffloadConfig(layers=7), tp=1, sp=False, compiled=False, stage_layers=2
     )
-    assert len(found) == 5
+    assert len(found) == 4
     assert all(any(word in text for word in ("Set ", "Use ")) for text in found)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megalith.config.fields import range_problems
 from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
@@ -21,7 +22,7 @@ SIGMOID = RouterConfig(score="sigmoid")
 
 
 def problems(moe: MoEConfig) -> list[str]:
-    return moe_problems(replace(MODEL, moe=moe))
+    return range_problems(moe, "model.moe") or moe_problems(replace(MODEL, moe=moe))
 
 
 def test_good_settings_break_no_rule() -> None:
@@ -45,7 +46,7 @@ def test_good_settings_break_no_rule() -> None:
         ),
         (
             {"latent_size": 0},
-            "model.moe.latent_size=0 must be at least 1. Use 1 or more, or null for none",
+            "model.moe.latent_size=0 must be at least 1. Set model.moe.latent_size to 1",
         ),
         ({"shared_ffn_hidden_size": -1}, "model.moe.shared_ffn_hidden_size=-1 must be at least 1"),
         ({"layers": (False,)}, "model.moe.layers=[False]: no layer has experts"),
@@ -84,7 +85,7 @@ def test_good_settings_break_no_rule() -> None:
         ),
         (
             {"router": RouterConfig(jitter=1.0)},
-            "model.moe.router.jitter=1.0 must be at least 0 and below 1",
+            "model.moe.router.jitter=1.0 must be below 1",
         ),
         (
             {"router": RouterConfig(routed_scaling_factor=float("nan"))},
@@ -123,7 +124,7 @@ def test_good_settings_break_no_rule() -> None:
         ),
         (
             {"aux_loss": AuxLossConfig(quantile=True, quantile_ema=1.0)},
-            "model.moe.aux_loss.quantile_ema=1.0 must be at",
+            "model.moe.aux_loss.quantile_ema=1.0 must be below 1",
         ),
         (
             {"router": RouterConfig(force_biased=-1.0)},

@@ -74,7 +74,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (
         attention(causal=False, window=4, window_right=-1),
         "model.attention.window_right=-1 must be at least 0",
-        "Use 0 to mask all later tokens",
+        "Set model.attention.window_right to 0 or more",
     ),
     (
         attention(causal=False, window=4, window_right=1, chunked=True),
@@ -86,11 +86,15 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
         "model.attention.window_right=1",
         "model.attention.causal=false",
     ),
-    ({"mtp": MTPConfig(num_layers=-1)}, "model.mtp.num_layers=-1 must be at least 0", "Use 0"),
+    (
+        {"mtp": MTPConfig(num_layers=-1)},
+        "model.mtp.num_layers=-1 must be at least 0",
+        "to 0 or more",
+    ),
     (
         {"mtp": MTPConfig(num_layers=1, loss_weight=-0.1)},
         "model.mtp.loss_weight=-0.1 must be a finite number",
-        "Use 0",
+        "to 0 or more",
     ),
     ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be a finite number above 0", "Use 1e-05"),
     (
@@ -134,7 +138,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
         "model.activation_clamp=inf must be a finite number above 0",
         "Use 7.0",
     ),
-    ({"up_offset": math.inf}, "model.up_offset=inf must be a finite number", "Use 0.0 or 1.0"),
+    ({"up_offset": math.inf}, "model.up_offset=inf must be a finite number", "Use 0.0"),
     (
         rope(scaling="yarn", beta_slow=0.0),
         "model.rope.beta_slow=0.0 must be a finite number above 0",
@@ -246,12 +250,22 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
         rope(
             scaling="longrope",
             short_factors=(1.0, 2.0),
+            long_factors=(1.0, 0.5, 2.0, 4.0),
+            original_max_position=16,
+        ),
+        "model.rope.short_factors=[1.0, 2.0], model.rope.long_factors=[1.0, 0.5, 2.0, 4.0] with "
+        "model.rope.scaling=longrope",
+        "must be 3 numbers, one for each rotary feature pair",
+    ),
+    (
+        rope(
+            scaling="longrope",
+            short_factors=(1.0,) * 3,
             long_factors=(1.0, 0.0, 2.0),
             original_max_position=16,
         ),
-        "model.rope.short_factors=[1.0, 2.0], model.rope.long_factors=[1.0, 0.0, 2.0] with "
-        "model.rope.scaling=longrope",
-        "must be 3 finite numbers above 0",
+        "model.rope.long_factors[1]=0.0 must be a finite number above 0",
+        "Use 1",
     ),
     (
         rope(scaling="longrope", short_factors=(1.0,) * 3, long_factors=(2.0,) * 3),
@@ -273,9 +287,9 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
         "model.attention.window=8 with model.attention.window_layers=[fal",
         "to [true, false] for every other layer",
     ),
-    (rope(fraction=0.0), "model.rope.fraction=0.0 must be above 0 and at most 1", "Use 1.0"),
-    (rope(fraction=math.nan), "model.rope.fraction=nan must be above 0 and at most 1", "Use 1.0"),
-    (rope(fraction=1.5), "model.rope.fraction=1.5 must be above 0 and at most 1", "Use 1.0"),
+    (rope(fraction=0.0), "model.rope.fraction=0.0 must be a finite number above 0", "Use 1.0"),
+    (rope(fraction=math.nan), "model.rope.fraction=nan must be a finite number above 0", "Use 1.0"),
+    (rope(fraction=1.5), "model.rope.fraction=1.5 must be at most 1", "to 1 or less"),
     ({"head_dim": 5}, "model.head_dim=5 is odd", "Set model.head_dim to 6"),
     ({"head_dim": 1}, "model.head_dim=1 is odd", "Set model.head_dim to 2"),
     (
@@ -336,7 +350,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"layers": LayersConfig(ffn_hidden_size=(64, 0))},
-        "model.layers.ffn_hidden_size=[64, 0] must be counts",
+        "model.layers.ffn_hidden_size[1]=0 must be at least 1",
         "1 or",
     ),
     (
@@ -373,12 +387,12 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"embedding_init_std": -1.0},
         "model.embedding_init_std=-1.0 must be a finite number of at least 0",
-        "Use 0 or",
+        "to 0 or more",
     ),
     (
         {"init_overrides": (("*.o", -1.0),)},
         "model.init_overrides[0][1]=-1.0 must be a finite number of at",
-        "Use 0 or",
+        "to 0 or more",
     ),
     (
         {"init_overrides": (("*.mlp.*", 0.1), ("*.fc1", 0.2))},

@@ -398,7 +398,8 @@ def _refusing(opened: Any) -> Any:  # of files, as they are opened
 def test_invalid_settings_are_rejected_with_valid_ones() -> None:
     (problem,) = run_problems(mixture(observe__routing_trace="-1"), 1)
     assert (
-        problem == "observe.routing_trace=-1 must be a finite number of at least 0. Use 0 or more."
+        problem
+        == "observe.routing_trace=-1 must be at least 0. Set observe.routing_trace to 0 or more."
     )
     (problem,) = run_problems(tiny_run({"observe.routing_trace": "3"}), 1)
     assert problem.startswith(
