@@ -226,6 +226,8 @@ class Decoder(nn.Module):
         inputs = self.rotations.add_to(inputs)
         hidden = self._hidden(ids, inputs, received)
         main_loss = self.head.loss(hidden[0], labels)
+        if not mtp_inputs:
+            return (main_loss,)
         return main_loss, *self.mtp.losses(hidden, mtp_inputs, self.relative.add_to(inputs))
 
     def evaluate(

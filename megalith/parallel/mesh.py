@@ -2,7 +2,7 @@
 explicit `Group`s."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -58,6 +58,13 @@ class Mesh:
     grid: Grid
     rank: int
     groups: Mapping[tuple[str, ...], Group]
+    coordinates: Mapping[str, int] = field(init=False, compare=False)
+    """This rank's coordinate along every axis."""
+
+    def __post_init__(self) -> None:
+        inside = self.rank in self.grid.ranks
+        coordinates = self.grid.coordinates(self.rank) if inside else {}
+        object.__setattr__(self, "coordinates", coordinates)
 
     def over(self, *axes: str) -> Group:
         """Return this rank's group along `axes`, in any order; `tp` stands for `tp_kv` and
@@ -102,11 +109,6 @@ class Mesh:
     def world(self) -> Group:
         """All ranks of this grid."""
         return self.over("pp", *DENSE_AXES)
-
-    @property
-    def coordinates(self) -> dict[str, int]:
-        """This rank's coordinate along every axis."""
-        return self.grid.coordinates(self.rank)
 
 
 def build_mesh(

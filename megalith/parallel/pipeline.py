@@ -236,13 +236,7 @@ class Pipeline:
             DataError: another stage sent tensors of other shapes than expected; with headers only.
         """
         boundary = boundary or self.boundary
-        announce = self.announce or boundary is None
-        with StageLink(
-            self.handles,
-            num_microbatches=schedule.num_microbatches,
-            announce=announce,
-            device=self.device,
-        ) as link:
+        with self._open_link(schedule, boundary) as link:
             step = _Step(schedule, self.rank, chunks, self.weights, link, boundary)
             for actions in concurrent_actions(schedule, self.rank):
                 if len(actions) == 1:
@@ -251,6 +245,19 @@ class Pipeline:
                     forward, backward = (partial(step.run_action, action) for action in actions)
                     self.dual_batch.both(forward, backward)
         step.check_done()
+
+    def _open_link(
+        self, schedule: Schedule, boundary: Boundary | None
+    ) -> AbstractContextManager[StageLink | None]:
+        """Return the messages of a step; None on a pipeline of one rank, which has none."""
+        if self.handles is None:
+            return nullcontext()
+        return StageLink(
+            self.handles,
+            num_microbatches=schedule.num_microbatches,
+            announce=self.announce or boundary is None,
+            device=self.device,
+        )
 
 
 @dataclass(slots=True)
@@ -275,7 +282,7 @@ class _Step:
     rank: int
     chunks: Sequence[Chunk]
     weights: Sequence[WeightGradStore]
-    link: StageLink
+    link: StageLink | None
     boundary: Boundary | None
     in_progress: dict[tuple[int, int], _MicrobatchState] = field(default_factory=dict)
     posted: dict[tuple[Direction, int, int], PendingReceive] = field(default_factory=dict)
@@ -324,7 +331,7 @@ class _Step:
         if training:
             received = tuple(x.requires_grad_() if x.is_floating_point() else x for x in received)
         outputs = self.chunks[chunk](microbatch, received)
-        last = neighbor(self.schedule, self.rank, chunk, "forward") is None
+        last = self._neighbor(chunk, "forward") is None
         if training:
             edges = tuple(
                 get_gradient_edge(y) if y.requires_grad else None
@@ -351,11 +358,17 @@ class _Step:
 
     # --- messages
 
+    def _neighbor(self, chunk: int, direction: Direction) -> tuple[int, int] | None:
+        """Return (rank, chunk) of the next stage in a direction; None at the end."""
+        if self.link is None and len(self.chunks) == 1:
+            return None
+        return neighbor(self.schedule, self.rank, chunk, direction)
+
     def _store_result(
         self, direction: Direction, chunk: int, microbatch: int, tensors: Tensors
     ) -> None:
         """Store a result for its send, or for another chunk of this rank."""
-        target = neighbor(self.schedule, self.rank, chunk, direction)
+        target = self._neighbor(chunk, direction)
         if target is not None and target[0] == self.rank:
             self.local_results[direction, target[1], microbatch] = tensors
         elif target is not None:
@@ -372,12 +385,14 @@ class _Step:
     def _send(self, direction: Direction, chunk: int, microbatch: int, peer: int) -> None:
         stage = self.schedule.stage_of(self.rank, chunk) + (1 if direction == "forward" else -1)
         tensors = self.computed.pop((direction, chunk, microbatch))
+        assert self.link is not None, "a pipeline of one rank has no messages"
         self.link.send(StageMessage(direction, stage, microbatch), tensors, peer)
 
     def _receive(self, direction: Direction, chunk: int, microbatch: int, peer: int) -> None:
         stage = self.schedule.stage_of(self.rank, chunk)
         message = StageMessage(direction, stage, microbatch)
         after = stage if direction == "forward" else stage + 1
+        assert self.link is not None, "a pipeline of one rank has no messages"
         specs = None if self.boundary is None else self.boundary(after, microbatch)
         if specs is not None and direction == "backward":
             specs = tuple(spec for spec in specs if spec.dtype.is_floating_point)

@@ -188,6 +188,11 @@ class LayerRunner:
     memory: HostMemory = field(default_factory=HostMemory)
     """Host buffers of offloaded activations."""
 
+    @property
+    def saves_less(self) -> bool:
+        """Whether training recomputes whole layers or offloads their activations."""
+        return self.recompute.granularity == "full" or self.offload.layers > 0
+
     def __call__(
         self,
         layers: Sequence[nn.Module],
@@ -197,6 +202,8 @@ class LayerRunner:
     ) -> tuple[Tensor, LayerInputs]:
         """x [t, h], in the layout of the layers -> [t, h], and the inputs with the cross-layer
         source."""
+        if remember is None and not (torch.is_grad_enabled() and self.saves_less):
+            return _run(layers, inputs, x), inputs
         spans = self._spans(len(layers), None if remember is None else remember.before)
         offloaded = OffloadedPass(
             self.memory, min_numel=self.offload.min_numel, stays=_shared(inputs)

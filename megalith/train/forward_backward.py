@@ -226,7 +226,7 @@ class PipelineModel:
             self.mesh.pp.rank,
             self.handles,
             self.device,
-            self._boundary(batches),
+            self._boundary(batches) if self.mesh.pp.size > 1 else None,
             announce=p.check_collectives and tags,
             weights=self.weights,
             dual_batch=self.dual_batch,

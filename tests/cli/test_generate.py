@@ -200,7 +200,10 @@ def test_model_without_a_tokenizer_reads_and_writes_ids(
     ("words", "message"),
     [
         (["gone"], "gone: no such folder"),
-        (["RUN", "--temperature", "-1"], "--temperature=-1.0 must be a finite number of at least 0"),
+        (
+            ["RUN", "--temperature", "-1"],
+            "--temperature=-1.0 must be a finite number of at least 0",
+        ),
         (
             ["RUN", "--max-new-tokens", "0", "--top-k", "0"],
             "1. --max-new-tokens=0 must be at least 1",

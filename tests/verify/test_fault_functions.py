@@ -199,7 +199,9 @@ def test_neighboring_microbatches_are_swapped_in_forward() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [training.memory_gradient_kept, training.depths_gradients_kept], ids=str
+    "fault",
+    [training.memory_gradient_kept, training.depths_gradients_kept],
+    ids=["cross_layer_source", "mtp"],
 )
 def test_only_the_gradient_of_the_residual_stream_is_sent(fault: Fault) -> None:
     both = torch.ones(2), torch.ones(2)
