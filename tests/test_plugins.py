@@ -24,8 +24,8 @@ from megalith.nn.layer import SequentialBlock
 from megalith.nn.mlp import GatedMLP, choose_activation
 from megalith.nn.norm import RMSNorm
 from megalith.observe.metrics import read_metrics
+from megalith.optim.optimizers import SGD
 from megalith.optim.schedule import ScheduleLengths, learning_rate
-from megalith.optim.sgd import SGD
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.recipes import resolve_run
 from megalith.rules.run import check_run

@@ -41,7 +41,7 @@ from megalith.data.sample import Dataset
 from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
 from megalith.hf.release import parameters
-from megalith.infer.sample import sample_tokens
+from megalith.infer.generate import sample_tokens
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_rows

@@ -13,8 +13,7 @@ from torch.autograd import Function
 from megalith.kernels.linear import GradAccumulator, MatmulOps
 from megalith.parallel.group import barrier
 from megalith.parallel.p2p import Spec, Tensors, create_pipeline_groups
-from megalith.parallel.pipeline import Pipeline
-from megalith.parallel.weight_grad_store import WeightGradStore
+from megalith.parallel.pipeline import Pipeline, WeightGradStore
 from megalith.plan.schedule import Schedule
 from megalith.testing.inject import slow_link
 from megalith.testing.ranks import everyone

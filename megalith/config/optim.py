@@ -62,8 +62,8 @@ class OptimConfig:
 
     plugin: str | None = None
     """Optimizer of another package, built as Class(weights, optim, rates) like
-    megalith.optim.sgd.SGD: an installed entry point, or on the command line package.module:name.
-    Unset: `kind`."""
+    megalith.optim.optimizers.SGD: an installed entry point, or on the command line
+    package.module:name. Unset: `kind`."""
 
     beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
     """adamw: decay rate of the first moment."""

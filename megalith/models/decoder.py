@@ -13,14 +13,13 @@ from megalith.config.model import ModelConfig
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.nn.build import BuildContext
 from megalith.nn.embedding import InputEmbedding, NoBias, RelativeBias, insert_embeddings
-from megalith.nn.frozen import FrozenLayerRunner
 from megalith.nn.init import init_param_
 from megalith.nn.layer import IdentityNorm, Layer, block_of_layer
 from megalith.nn.mtp import MTPBlock, MTPInputs, MTPLoss, mtp_acceptance_rate
 from megalith.nn.norm import Norm, build_norm, stream_dtype
 from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.cross_entropy import LogitTransform
-from megalith.parallel.recompute import LayerRunner, SpanHook
+from megalith.parallel.recompute import FrozenLayerRunner, LayerRunner, SpanHook
 from megalith.parallel.tensor import (
     ColumnParallelLinear,
     Init,

@@ -17,8 +17,7 @@ from megalith.kernels.layer_inputs import LayerInputs
 from megalith.nn.build import BuildContext
 from megalith.nn.mlp import build_mlp
 from megalith.nn.router import Router
-from megalith.parallel.dispatchers import build_transport
-from megalith.parallel.expert import DispatchedTokens, ExpertCapacity
+from megalith.parallel.expert import DispatchedTokens, ExpertCapacity, build_transport
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import Recomputed
 from megalith.parallel.tensor import ZEROS, ExpertMatrix, Init

@@ -24,28 +24,26 @@ from megalith.kernels.grouped_linear import (
 )
 from megalith.kernels.linear import PLAIN, MatmulOps, add_product_, mm
 from megalith.observe.machine import DTYPES, FORMATS
-from megalith.parallel.bucket_comm import (
-    ParamAllGather,
-    PendingReduceScatter,
-    start_bucket_reduce_scatter,
-)
 from megalith.parallel.consistency import check_consistent_across_ranks
 from megalith.parallel.grad_sync import (
     SHARD_AXES,
+    ParamAllGather,
     Parameters,
+    PendingReduceScatter,
     ShardedParam,
     all_reduce_shared_gradients,
     byte_checksum,
     check_slices_consistent_across_ranks,
     split_trained_and_frozen,
+    start_bucket_reduce_scatter,
     tp_reduce_axes,
     warn_unused_params,
 )
 from megalith.parallel.group import Group, single_rank_group, start_all_reduce_
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.pipeline import WeightGradStore
 from megalith.parallel.recompute import count_forward_passes
 from megalith.parallel.tensor import TensorParallel
-from megalith.parallel.weight_grad_store import WeightGradStore
 from megalith.plan.buckets import (
     BucketPlan,
     BucketSlice,

@@ -62,7 +62,7 @@ def plan_exchange(table: Table, *, ep_rank: int, etp_rank: int) -> ExchangePlan:
 #
 # A package provides a dispatcher as an entry point of the group `megalith.transports`: the entry
 # point's name is the value of `parallel.dispatcher`, and its object is a `Transport` of
-# parallel/dispatchers.py.
+# parallel/expert.py.
 
 GROUP = "megalith.transports"
 

@@ -10,7 +10,7 @@ from megalith.config.model import MLAConfig, ModelConfig, MTPConfig, RopeConfig
 from megalith.config.moe import AuxLossConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig, RecomputeConfig
 from megalith.config.train import TrainRun
-from megalith.recipes.published import pretraining, warmed_cosine
+from megalith.recipes.small import pretraining, warmed_cosine
 
 
 def deepseek_v2_lite() -> TrainRun:

@@ -7,7 +7,7 @@ rates are ours: the first report gives none, and the later models up to 9B were 
 from megalith.config.model import AttentionConfig, ModelConfig, RopeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
-from megalith.recipes.published import pretraining, warmed_cosine
+from megalith.recipes.small import pretraining, warmed_cosine
 
 _FIVE_OF_SIX = (True, True, True, True, True, False)
 

@@ -7,7 +7,7 @@ from megalith.config.model import AttentionConfig, DropoutConfig, ModelConfig, R
 from megalith.config.moe import AuxLossConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
-from megalith.recipes.published import pretraining, warmed_cosine
+from megalith.recipes.small import pretraining, warmed_cosine
 
 
 def gpt2_124m() -> TrainRun:

@@ -14,7 +14,7 @@ from megalith.config.optim import OptimConfig, PrecisionConfig, ScheduleConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig, RecomputeConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import LoopConfig, TrainRun
-from megalith.recipes.published import pretraining, warmed_cosine
+from megalith.recipes.small import pretraining, warmed_cosine
 
 _VOCAB_SIZE = 128_256
 _CONTEXT = 131_072  # reached with RoPE scaling; pretraining uses 8192 tokens

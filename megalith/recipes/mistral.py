@@ -7,7 +7,7 @@ from megalith.config.model import AttentionConfig, ModelConfig, RopeConfig
 from megalith.config.moe import AuxLossConfig, MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
-from megalith.recipes.published import pretraining, warmed_cosine
+from megalith.recipes.small import pretraining, warmed_cosine
 
 
 def mistral_7b() -> TrainRun:

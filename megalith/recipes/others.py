@@ -11,7 +11,7 @@ from megalith.config.optim import PrecisionConfig, ScheduleConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import LoopConfig, TrainRun
-from megalith.recipes.published import pretraining, warmed_cosine
+from megalith.recipes.small import pretraining, warmed_cosine
 
 
 def olmo2_1b() -> TrainRun:

@@ -1,5 +1,6 @@
 """Tiny runs, models and pipeline schedules for tests, with all components of real ones."""
 
+import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from megalith.config.optim import ScheduleConfig
 from megalith.config.parallel import ScheduleName
 from megalith.config.train import LoopConfig, ObserveConfig, TrainRun
 from megalith.config.tree import Override, apply_overrides, save_yaml
+from megalith.kernels.triton import launch
 from megalith.plan.schedule import Schedule, build_schedule
 from megalith.plan.shards import Shard
 
@@ -119,3 +121,22 @@ def random_schedule(
         group=group,
         forward_only=forward_only,
     )
+
+
+# Device for tests of Triton kernels: a GPU, or a CPU with Triton's interpreter in a separate
+# process.
+
+INTERPRET = "TRITON_INTERPRET"
+"""Variable that Triton reads when a kernel is defined: it must be 1 before the first import, for
+the whole process."""
+
+
+def triton_device() -> torch.device | None:
+    """Return the device on which this process can run Triton kernels, or None."""
+    if not launch.has_triton():
+        return None
+    if os.environ.get(INTERPRET) == "1":
+        return torch.device("cpu")
+    has_gpu = torch.cuda.is_available()
+    cuda = torch.device("cuda")  # lint: allow cuda-literal: Triton programs run nowhere else
+    return cuda if has_gpu else None

@@ -38,11 +38,10 @@ from megalith.parallel.p2p import (
     create_pipeline_groups,
     open_channels,
 )
-from megalith.parallel.pipeline import Boundary, DualBatchOverlap, Pipeline
+from megalith.parallel.pipeline import Boundary, DualBatchOverlap, Pipeline, WeightGradStore
 from megalith.parallel.symm_mem import choose_collective_matmul
 from megalith.parallel.tensor import VocabParallelHead
 from megalith.parallel.tensor_overlap import RING_EXCHANGE
-from megalith.parallel.weight_grad_store import WeightGradStore
 from megalith.plan.kernels import explicit_backend_problems
 from megalith.plan.p2p import channels, with_transfers
 from megalith.plan.schedule import (

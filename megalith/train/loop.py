@@ -22,10 +22,10 @@ from megalith.train.callbacks.base import (
     Outcome,
     RunView,
     StepMetrics,
+    load_installed_callbacks,
 )
 from megalith.train.callbacks.checkpoint import Checkpointer, Evaluator
-from megalith.train.callbacks.health import FaultDetector, ReplicaCheck
-from megalith.train.callbacks.load import load_installed_callbacks
+from megalith.train.callbacks.health import FaultDetector, ReplicaCheck, StopRequests
 from megalith.train.callbacks.metrics import (
     BatchMetrics,
     ExpertLoadMetrics,
@@ -36,7 +36,6 @@ from megalith.train.callbacks.metrics import (
     Throughput,
     write_run_files,
 )
-from megalith.train.callbacks.stop import StopRequests
 from megalith.train.callbacks.trace import RoutingTraceWriter
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder, list_changed_settings, remove_new_folder_on_error

@@ -12,14 +12,12 @@ from megalith.config.plugins import load_plugin
 from megalith.config.train import TrainRun
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn.init import init_param_
-from megalith.optim.adamw import AdamW
 from megalith.optim.gradients import LossScale, build_loss_scale
-from megalith.optim.sgd import SGD
-from megalith.optim.slots import Optimizer, RatesOf, equal_rates
+from megalith.optim.optimizers import SGD, AdamW, Optimizer, RatesOf, equal_rates
 from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.grad_sync import GradSync, can_shard_weights
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.weight_grad_store import WeightGradStore
+from megalith.parallel.pipeline import WeightGradStore
 from megalith.plan.param_groups import parameter_rates
 from megalith.plan.parameters import ParameterRates
 from megalith.plan.shards import Shard, is_first_replica

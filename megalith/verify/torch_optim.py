@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megalith.config.train import TrainRun
+from megalith.optim.optimizers import Optimizer
 from megalith.optim.schedule import NO_GROUPS, GroupRates
-from megalith.optim.slots import Optimizer
 from megalith.plan.param_groups import parameter_rates
 
 STATE_NAMES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}

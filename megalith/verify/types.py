@@ -54,13 +54,14 @@ from megalith.kernels.packed import (
 from megalith.kernels.routing import Choice
 from megalith.models.decoder import Decoder, build_chunks, iter_parameter_specs
 from megalith.nn.build import NO_OFFLOAD, NO_RECOMPUTE, build_context
-from megalith.nn.frozen import FrozenLayerRunner
 from megalith.nn.layer import Layer
 from megalith.nn.moe import Experts
-from megalith.parallel import dispatchers, expert
+from megalith.parallel import expert
+from megalith.parallel import expert as dispatchers
 from megalith.parallel import recompute as recomputation
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import Mesh, build_meta_mesh
+from megalith.parallel.recompute import FrozenLayerRunner
 from megalith.plan.context import WHOLE, Slicing, kind_of_layer, plan_slices
 from megalith.plan.dispatch import BUILT_IN
 from megalith.plan.frozen import first_trained_layer

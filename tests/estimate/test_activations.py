@@ -50,7 +50,7 @@ from megalith.nn.build import build_context
 from megalith.parallel.context import local_slicing
 from megalith.parallel.expert import local_expert_groups
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
-from megalith.parallel.offload import OffloadedStorage
+from megalith.parallel.recompute import OffloadedStorage
 from megalith.plan.context import plan_slices
 from megalith.plan.grid import model_grid
 from megalith.plan.layers import core_attention

@@ -30,7 +30,7 @@ from megalith.estimate.memory import (
 from megalith.estimate.workload import Workload, plan_workload
 from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.build import build_context
-from megalith.optim.adamw import AdamW
+from megalith.optim.optimizers import AdamW
 from megalith.parallel.context import local_slicing
 from megalith.parallel.data import IN_FLIGHT as SUMS_IN_FLIGHT
 from megalith.parallel.data import BucketedDataParallel

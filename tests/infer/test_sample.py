@@ -4,7 +4,7 @@ from torch import Tensor
 
 from megalith.config.generation import SampleConfig
 from megalith.errors import CheckpointError
-from megalith.infer.sample import filter_logits, sample_tokens
+from megalith.infer.generate import filter_logits, sample_tokens
 
 PLACES = [(0, 3), (1, 3), (0, 4)]
 

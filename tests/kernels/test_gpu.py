@@ -12,7 +12,7 @@ import torch
 
 from megalith.kernels.triton import launch
 from megalith.kernels.triton.launch import ProgramTile, tile_of_row_parts, tile_of_whole_rows
-from megalith.testing.triton import INTERPRET
+from megalith.testing.tiny import INTERPRET
 
 FOLDER = Path(__file__).parent
 FILES = sorted(str(path) for path in FOLDER.glob("test_triton_*.py"))

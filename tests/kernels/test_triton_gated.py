@@ -21,7 +21,7 @@ from megalith.kernels.activation import (
     weighted_gated,
 )
 from megalith.kernels.triton import launch
-from megalith.testing.triton import triton_device
+from megalith.testing.tiny import triton_device
 
 DEVICE = triton_device()
 if DEVICE is None:

@@ -12,7 +12,7 @@ from megalith.parallel.cross_entropy import (
     token_losses,
 )
 from megalith.parallel.group import single_rank_group
-from megalith.testing.triton import triton_device
+from megalith.testing.tiny import triton_device
 
 DEVICE = triton_device()
 if DEVICE is None:

@@ -17,7 +17,7 @@ from megalith.kernels.norm import (
     rms_norm,
 )
 from megalith.kernels.triton import launch
-from megalith.testing.triton import triton_device
+from megalith.testing.tiny import triton_device
 
 DEVICE = triton_device()
 if DEVICE is None:

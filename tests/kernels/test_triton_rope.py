@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megalith.kernels.rope import apply_rope, reference_rope
 from megalith.kernels.triton import launch
-from megalith.testing.triton import triton_device
+from megalith.testing.tiny import triton_device
 
 DEVICE = triton_device()
 if DEVICE is None:

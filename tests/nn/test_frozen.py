@@ -10,8 +10,8 @@ from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn.build import build_context
-from megalith.nn.frozen import FrozenLayerRunner
 from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.parallel.recompute import FrozenLayerRunner
 
 MODEL = ModelConfig(
     vocab_size=61,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megalith.config.optim import OptimConfig
-from megalith.optim import adamw
-from megalith.optim.adamw import AdamW
+from megalith.optim import optimizers
+from megalith.optim.optimizers import AdamW
 from megalith.plan.shards import Shard
 from megalith.testing.tolerance import FP32, FP64, assert_equals
 
@@ -49,7 +49,7 @@ def test_fused_and_plain_updates_agree_with_torch(
     for step in range(4):
         fused.step(gradients(step, dtype), lr=1e-2, weight_decay=0.1, scale=half)
         with monkeypatch.context() as patch:
-            patch.setattr(adamw, "HAS_FUSED", False)
+            patch.setattr(optimizers, "HAS_FUSED", False)
             plain.step(gradients(step, dtype), lr=1e-2, weight_decay=0.1, scale=half)
         for parameter, gradient in zip(theirs, gradients(step, dtype), strict=True):
             parameter.grad = gradient * 0.5

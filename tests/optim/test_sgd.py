@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalith.config.optim import OptimConfig
-from megalith.optim.sgd import SGD
+from megalith.optim.optimizers import SGD
 from megalith.plan.shards import Shard
 from megalith.train.trainer import build_optimizer
 

@@ -17,10 +17,10 @@ from megalith.kernels.packed import tokens_of_rows
 from megalith.models.decoder import Decoder, initialize, iter_parameter_specs
 from megalith.nn.build import build_context
 from megalith.observe.machine import DTYPES
-from megalith.optim.adamw import AdamW
+from megalith.optim.optimizers import AdamW
 from megalith.parallel import data as flat
-from megalith.parallel.bucket_comm import start_bucket_reduce_scatter
 from megalith.parallel.data import BucketedDataParallel
+from megalith.parallel.grad_sync import start_bucket_reduce_scatter
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.plan.shards import Shard

@@ -18,7 +18,7 @@ from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import tokens_of_rows
 from megalith.parallel import recompute as recompute_module
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
-from megalith.parallel.offload import HostMemory, OffloadedPass, OffloadedStorage
+from megalith.parallel.recompute import HostMemory, OffloadedPass, OffloadedStorage
 from megalith.plan.grid import model_grid
 from megalith.plan.layers.base import LayerSetting
 from megalith.testing.inject import patched

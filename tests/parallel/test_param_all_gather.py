@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from megalith.parallel.bucket_comm import ParamAllGather
+from megalith.parallel.grad_sync import ParamAllGather
 from megalith.plan.buckets import BucketPlan, plan_buckets
 from megalith.testing.inject import slow_link
 from megalith.testing.ranks import everyone, run_ranks

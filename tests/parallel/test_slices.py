@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalith.parallel import bucket_comm
-from megalith.parallel.bucket_comm import (
+from megalith.parallel import grad_sync
+from megalith.parallel.grad_sync import (
     PendingMessages,
     start_bucket_all_gather,
     start_bucket_reduce_scatter,
@@ -130,8 +130,8 @@ def _order_of_messages(rank: int, world: int) -> list[tuple[str, int]]:
         return started
 
     with (
-        patch.object(bucket_comm, "start_send", noting("to", start_send)),
-        patch.object(bucket_comm, "start_receive", noting("from", start_receive)),
+        patch.object(grad_sync, "start_send", noting("to", start_send)),
+        patch.object(grad_sync, "start_receive", noting("from", start_receive)),
     ):
         sum_over_members_(torch.ones(3), everyone(rank, world, "pp"), range(world))
     return seen

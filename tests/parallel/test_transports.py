@@ -11,8 +11,7 @@ from torch import Tensor
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import ConfigError
 from megalith.kernels.routing import Choice
-from megalith.parallel.dispatchers import build_transport, load_transport
-from megalith.parallel.expert import LocalDispatcher
+from megalith.parallel.expert import LocalDispatcher, build_transport, load_transport
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.dispatch import GROUP
 from megalith.plan.grid import model_grid

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.linear import PLAIN, GradAccumulator, MatmulOps
-from megalith.parallel.weight_grad_store import WeightGradStore
+from megalith.parallel.pipeline import WeightGradStore
 
 
 @dataclass

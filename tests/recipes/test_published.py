@@ -10,7 +10,7 @@ from megalith.hf.families import LLAMA4
 from megalith.hf.family import canonical
 from megalith.plan.costs import active_parameters, num_parameters
 from megalith.recipes import recipes
-from megalith.recipes.published import pretraining, warmed_cosine
+from megalith.recipes.small import pretraining, warmed_cosine
 from tests.cases import loop_over
 from tests.hf import test_llama4
 from tests.hf.published import PUBLISHED, Published

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.train.callbacks.stop import Stopper
+from megalith.train.callbacks.health import Stopper
 
 
 def test_first_signal_is_noted_and_the_old_handler_comes_back() -> None:

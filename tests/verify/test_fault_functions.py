@@ -13,8 +13,8 @@ from megalith.kernels.attention.split_kv import init_attention_result
 from megalith.kernels.packed import ContextShard, tokens_of_slices, with_masks
 from megalith.nn.init import init_param_
 from megalith.nn.lora import column_adapter
+from megalith.optim.optimizers import build_slot, group_by_rates
 from megalith.optim.schedule import GroupRates
-from megalith.optim.slots import build_slot, group_by_rates
 from megalith.parallel.context import seen_of_groups, select_local_heads
 from megalith.parallel.cross_entropy import HeadShard, softmax_over_ranks
 from megalith.parallel.data import shard_groups

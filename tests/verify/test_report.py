@@ -12,6 +12,7 @@ from megalith.verify.faults.table import FaultResult
 from megalith.verify.prove import (
     LayoutResult,
     ReportRow,
+    ScheduleReport,
     as_json,
     as_table,
     difference_rows,
@@ -25,7 +26,6 @@ from megalith.verify.prove import (
     type_rows,
 )
 from megalith.verify.ranks import Difference
-from megalith.verify.schedules import ScheduleReport
 from megalith.verify.types import Problem, TypeReport
 
 REPORT = TypeReport(

@@ -11,7 +11,7 @@ from megalith.config.parallel import PipelineConfig, ScheduleName
 from megalith.plan.p2p import with_transfers
 from megalith.plan.schedule import Action, Kind, Schedule, build_schedule, schedule_problems
 from megalith.plan.simulate import even_costs, find_problems
-from megalith.verify.schedules import check_lists, check_schedule
+from megalith.verify.prove import check_lists, check_schedule
 
 
 def test_1f1b_is_reported_with_its_bubble_and_memory() -> None:

@@ -1,15 +1,20 @@
 """Interface of callbacks, which observe a run and request actions, and the list that calls them."""
 
+import importlib
 import inspect
 import logging
+import os
+import pkgutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any, Literal
 
 import torch
 
 from megalith.checkpoint.save import SaveReport
-from megalith.config.train import TrainRun
+from megalith.config.train import CALLBACK_GROUP, TrainRun
 from megalith.data.loader import StepBatches
 from megalith.errors import (
     CallbackError,
@@ -337,3 +342,89 @@ def _check_methods(name: str, cls: type[Callback]) -> None:
                 f"{did_you_mean(method, interface)} Use one of {', '.join(sorted(interface))}, or "
                 "another name for an own method."
             )
+
+
+# Loads callbacks that a user names: `package.module:Class` on the command line, or an installed
+# entry point in the settings. A settings file never names a module.
+
+
+def load_callbacks(names: Sequence[str]) -> list[Callback]:
+    """Import and create the callbacks of `--callback`, each `package.module:Class`.
+
+    The current folder is searched after the installed packages.
+
+    Raises:
+        ConfigError: a name is not of this form, its module cannot be imported, or its class is not
+            a callback that can be created without arguments.
+    """
+    if names and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return [_create(_import_class(name), f"--callback={name}") for name in names]
+
+
+def load_installed_callbacks(names: Sequence[str]) -> list[Callback]:
+    """Create the callbacks of `train.callbacks`, which are installed entry points; the rules have
+    checked the names.
+
+    Raises:
+        ConfigError: the object of an entry point is not a callback class.
+    """
+    points = {point.name: point for point in entry_points(group=CALLBACK_GROUP)}
+    return [_create(points[name].load(), f"train.callbacks={name}") for name in names]
+
+
+def _import_class(name: str) -> object:
+    module_name, colon, class_name = name.partition(":")
+    if not (colon and module_name and class_name):
+        raise ConfigError(
+            f"--callback={name} does not name a class. Use --callback package.module:Class; entry "
+            "points of installed packages are named in train.callbacks."
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"--callback={name}: importing {module_name} failed: {error}. Install "
+                f"{error.name}, or remove the option."
+            ) from error
+        raise ConfigError(
+            f"--callback={name}: there is no module {error.name}."
+            f"{did_you_mean(error.name, _list_modules(error.name))} It must be installed or in the "
+            "current folder."
+        ) from error
+    classes = [each for each, value in vars(module).items() if inspect.isclass(value)]
+    if not hasattr(module, class_name):
+        raise ConfigError(
+            f"--callback={name}: {module_name} has no {class_name}."
+            f"{did_you_mean(class_name, classes)} Use one of its classes: "
+            f"{', '.join(classes) or 'it has none'}."
+        )
+    return getattr(module, class_name)
+
+
+def _list_modules(name: str) -> list[str]:
+    """Return the modules of the package of `name`, or the top-level modules."""
+    package, dot, _ = name.rpartition(".")
+    path = getattr(sys.modules.get(package), "__path__", None) if dot else None
+    return [f"{package}{dot}{module.name}" for module in pkgutil.iter_modules(path)]
+
+
+def _create(cls: object, source: str) -> Callback:
+    if not (inspect.isclass(cls) and issubclass(cls, Callback)):
+        raise ConfigError(
+            f"{source} is not a subclass of megalith.train.callbacks.base.Callback. Use a class "
+            "that is derived from it."
+        )
+    required = [
+        parameter.name
+        for parameter in inspect.signature(cls).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if required:
+        raise ConfigError(
+            f"{source} cannot be created without arguments: {cls.__name__} requires "
+            f"{', '.join(required)}. Set defaults for them, or pass the callback to run_training."
+        )
+    return cls()

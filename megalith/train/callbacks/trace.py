@@ -22,13 +22,7 @@ from megalith.errors import DataError
 from megalith.kernels.replay import RoutingCapture, RoutingRecord
 from megalith.observe.metrics import cut_after
 from megalith.parallel.mesh import Mesh
-from megalith.train.callbacks.base import (
-    Callback,
-    FinishedStep,
-    Outcome,
-    RunView,
-    StepMetrics,
-)
+from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 from megalith.train.moe import (
     attach_routing,
     iter_routers,

@@ -34,7 +34,7 @@ from megalith.parallel.collectives import mark_partial, reduce_from_tp, reduce_s
 from megalith.parallel.cross_entropy import HeadShard, Softmax
 from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.offload import OffloadedStorage
+from megalith.parallel.recompute import OffloadedStorage
 from megalith.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,

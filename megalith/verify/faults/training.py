@@ -14,20 +14,17 @@ from megalith.checkpoint.boxes import CheckpointEntry, TensorPiece
 from megalith.checkpoint.load import Checkpoint
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.nn.mtp import MTPBlock, MTPInputs, MTPLayer
-from megalith.optim import adamw, gradients, sgd
-from megalith.optim.adamw import AdamW
+from megalith.optim import gradients, optimizers
+from megalith.optim.optimizers import SGD, AdamW, OptimizerSlot, SlotGroup
 from megalith.optim.schedule import GroupRates
-from megalith.optim.sgd import SGD
-from megalith.optim.slots import OptimizerSlot, SlotGroup
-from megalith.parallel import bucket_comm, data, grad_sync
-from megalith.parallel.bucket_comm import PendingMessages, PendingReduceScatter
+from megalith.parallel import data, grad_sync
+from megalith.parallel import grad_sync as bucket_comm
 from megalith.parallel.data import BucketedDataParallel, ShardGroups
-from megalith.parallel.grad_sync import ShardedParam
+from megalith.parallel.grad_sync import PendingMessages, PendingReduceScatter, ShardedParam
 from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.p2p import StageLink, StageMessage, Tensors
-from megalith.parallel.pipeline import Chunk, Pipeline
-from megalith.parallel.weight_grad_store import WeightGradStore
+from megalith.parallel.pipeline import Chunk, Pipeline, WeightGradStore
 from megalith.plan.schedule import Schedule
 from megalith.plan.shards import Box, Shard
 from megalith.testing.inject import patched
@@ -263,7 +260,7 @@ def frozen_weights_decay(original: Original, self: BucketedDataParallel) -> Sequ
     return local_params
 
 
-@replaces(adamw, "group_by_rates", "dp, zero, groups")
+@replaces(optimizers, "group_by_rates", "dp, zero, groups")
 def rates_of_the_neighbor(
     original: Original, slots: Sequence[OptimizerSlot], *arguments: Any, **rates: Any
 ) -> list[SlotGroup]:
@@ -335,13 +332,13 @@ def _decay_everything(
     return [part._replace(weight_decay=weight_decay) for part in parts]
 
 
-@replaces(adamw, "group_by_rates", "dp", everywhere=True)
+@replaces(optimizers, "group_by_rates", "dp", everywhere=True)
 def vectors_decay(*arguments: Any, **rates: Any) -> list[SlotGroup]:
     """Weight decay also applies to norms and biases."""
     return _decay_everything(*arguments, **rates)
 
 
-@replaces(sgd, "group_by_rates", "dp, sgd", everywhere=True)
+@replaces(optimizers, "group_by_rates", "dp, sgd", everywhere=True)
 def sgd_vectors_decay(*arguments: Any, **rates: Any) -> list[SlotGroup]:
     """In SGD, weight decay also applies to norms and biases."""
     return _decay_everything(*arguments, **rates)
@@ -351,7 +348,7 @@ def sgd_vectors_decay(*arguments: Any, **rates: Any) -> list[SlotGroup]:
 @contextmanager
 def adamw_decay_added_to_gradient() -> Iterator[None]:
     """AdamW adds the weight decay to the gradient, as Adam with L2 does."""
-    update: Callable[..., None] = adamw.update
+    update: Callable[..., None] = optimizers.update
 
     def coupled(
         slot: OptimizerSlot, gradient: Tensor, *config: Any, weight_decay: float, **others: Any
@@ -359,7 +356,10 @@ def adamw_decay_added_to_gradient() -> Iterator[None]:
         decayed = gradient + weight_decay * slot.master
         update(slot, decayed, *config, weight_decay=0.0, **others)
 
-    with patched(torch, "_fused_adamw_", torch._fused_adam_), patched(adamw, "update", coupled):
+    with (
+        patched(torch, "_fused_adamw_", torch._fused_adam_),
+        patched(optimizers, "update", coupled),
+    ):
         yield
 
 

@@ -1,0 +1,323 @@
+"""Optimizers over (Shard, weight) pairs: AdamW and SGD, with slots that hold fp32 master weights
+and
+optimizer state."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megalith.config.optim import OptimConfig
+from megalith.optim.schedule import NO_GROUPS, GroupRates
+from megalith.plan.parameters import PLAIN, ParameterRates
+from megalith.plan.shards import Shard
+
+RatesOf = Callable[[Shard], ParameterRates]
+"""Factors of the optimizer's settings for a parameter."""
+
+
+def equal_rates(shard: Shard) -> ParameterRates:
+    """Return equal rates for all parameters."""
+    return PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSlot:
+    """One parameter shard with its optimizer state."""
+
+    shard: Shard
+    weight: Tensor
+    """The shard of the model's parameter, in the model's dtype."""
+
+    master: Tensor
+    """Master weights in fp32 or float64; the weights themselves if they have this precision."""
+
+    state: Mapping[str, Tensor]
+    """Optimizer state by role, in the dtype of the master weights."""
+
+    rates: ParameterRates = PLAIN
+    """Factors of the optimizer's settings for this parameter."""
+
+
+class Optimizer(Protocol):
+    """Interface of optimizers over parameter shards; every rank has the slots of the shards it
+    owns."""
+
+    slots: list[OptimizerSlot]
+    updates: int
+    """Number of updates so far."""
+
+    def step(
+        self,
+        gradients: Sequence[Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        scale: Tensor | None = None,
+        groups: Mapping[str, GroupRates] = NO_GROUPS,
+    ) -> None:
+        """Update every weight once, from one gradient per slot.
+
+        `scale` multiplies the gradients first, which may be overwritten; None leaves them.
+        `groups`: rates of parameter groups by name, which replace `lr` and `weight_decay`.
+        """
+
+    def set_updates(self, updates: int) -> None:
+        """Set the number of updates after loading a checkpoint; tensors are loaded separately."""
+
+
+def build_slot(
+    shard: Shard, weight: Tensor, roles: Sequence[str], rates: ParameterRates = PLAIN
+) -> OptimizerSlot:
+    """Return a slot whose optimizer state is zero."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    master = weight if weight.dtype == wide else weight.to(wide)
+    return OptimizerSlot(
+        shard, weight, master, {role: torch.zeros_like(master) for role in roles}, rates
+    )
+
+
+def round_master_weights(slots: Sequence[OptimizerSlot]) -> None:
+    """Copy the master weights into the weights, where these have lower precision."""
+    low_precision = [slot for slot in slots if slot.master is not slot.weight]
+    if low_precision:
+        torch._foreach_copy_(
+            [slot.weight for slot in low_precision], [slot.master for slot in low_precision]
+        )
+
+
+class SlotGroup(NamedTuple):
+    """Slots with the same learning rate and weight decay."""
+
+    slots: list[OptimizerSlot]
+    gradients: list[Tensor]
+    lr: float
+    weight_decay: float
+
+
+def group_by_rates(
+    slots: Sequence[OptimizerSlot],
+    gradients: Sequence[Tensor],
+    *,
+    lr: float,
+    weight_decay: float,
+    groups: Mapping[str, GroupRates] = NO_GROUPS,
+) -> list[SlotGroup]:
+    """Group slots and gradients by learning rate and weight decay; those with weight decay come
+    first."""
+    groups_of_slots = []
+    for decays in (True, False):
+        indices_by_rates: dict[ParameterRates, list[int]] = {}
+        for number, slot in enumerate(slots):
+            if (slot.shard.inputs > 0 or slot.rates.vector_decays) == decays:
+                indices_by_rates.setdefault(slot.rates, []).append(number)
+        for rates, indices in indices_by_rates.items():
+            decay = groups[rates.decay_of].weight_decay if rates.decay_of else weight_decay
+            groups_of_slots.append(
+                SlotGroup(
+                    [slots[i] for i in indices],
+                    [gradients[i] for i in indices],
+                    (groups[rates.lr_of].lr if rates.lr_of else lr) * rates.lr,
+                    decay * rates.decay if decays else 0.0,
+                )
+            )
+    return groups_of_slots
+
+
+# AdamW over (Shard, weight) pairs, with fp32 master weights for weights of lower precision.
+
+HAS_FUSED = hasattr(torch, "_fused_adamw_")
+
+
+class AdamW:
+    """AdamW optimizer. Vectors (norms, biases) have no weight decay by default.
+
+    Source: Loshchilov and Hutter 2017, arXiv:1711.05101, algorithm 2; Kingma and Ba 2014,
+    arXiv:1412.6980.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[tuple[Shard, Tensor]],
+        config: OptimConfig,
+        rates: RatesOf = equal_rates,
+    ) -> None:
+        self.config = config
+        self.updates = 0
+        self.slots = [
+            build_slot(shard, weight, ("exp_avg", "exp_avg_sq"), rates(shard))
+            for shard, weight in weights
+        ]
+        # One step count for all slots, as a tensor for the fused kernel.
+        self._step = torch.zeros((), device=self.slots[0].master.device if self.slots else None)
+
+    def step(
+        self,
+        gradients: Sequence[Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        scale: Tensor | None = None,
+        groups: Mapping[str, GroupRates] = NO_GROUPS,
+    ) -> None:
+        """Update every weight once.
+
+        `scale` multiplies the gradients first (gradient clipping); None leaves them. `groups`:
+        rates of parameter groups, which replace `lr` and `weight_decay`.
+        """
+        self.updates += 1
+        self._step += 1
+        for part in group_by_rates(
+            self.slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups
+        ):
+            self._update(part.slots, part.gradients, part.lr, part.weight_decay, scale)
+        round_master_weights(self.slots)
+
+    def set_updates(self, updates: int) -> None:
+        """Set the number of updates after loading a checkpoint; the moments are loaded
+        separately."""
+        self.updates = updates
+        self._step.fill_(updates)
+
+    def _update(
+        self,
+        slots: list[OptimizerSlot],
+        gradients: list[Tensor],
+        lr: float,
+        weight_decay: float,
+        scale: Tensor | None,
+    ) -> None:
+        c = replace(self.config, eps=self.config.eps * slots[0].rates.eps)
+        if not HAS_FUSED:
+            for slot, gradient in zip(slots, gradients, strict=True):
+                update(
+                    slot,
+                    gradient,
+                    c,
+                    updates=self.updates,
+                    lr=lr,
+                    weight_decay=weight_decay,
+                    scale=scale,
+                )
+            return
+        if (
+            scale is not None and gradients[0].dtype == torch.float64
+        ):  # the fused kernel takes its scale in fp32
+            torch._foreach_mul_(gradients, scale)
+            scale = None
+        fused = torch._fused_adamw_ if c.decoupled_weight_decay else torch._fused_adam_
+        fused(
+            [slot.master for slot in slots],
+            gradients,
+            [slot.state["exp_avg"] for slot in slots],
+            [slot.state["exp_avg_sq"] for slot in slots],
+            [],
+            [self._step] * len(slots),
+            lr=lr,
+            beta1=c.beta1,
+            beta2=c.beta2,
+            weight_decay=weight_decay,
+            eps=c.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=None if scale is None else scale.float().reciprocal(),
+        )
+
+
+def update(
+    slot: OptimizerSlot,
+    gradient: Tensor,
+    config: OptimConfig,
+    *,
+    updates: int,
+    lr: float,
+    weight_decay: float,
+    scale: Tensor | None,
+) -> None:
+    """Update one parameter with plain operations: the reference of the fused kernel."""
+    mean, square = slot.state["exp_avg"], slot.state["exp_avg_sq"]
+    gradient = gradient if scale is None else gradient * scale
+    if config.decoupled_weight_decay:
+        slot.master.mul_(1 - lr * weight_decay)
+    else:
+        gradient = gradient + weight_decay * slot.master
+    mean.lerp_(gradient, 1 - config.beta1)
+    square.mul_(config.beta2).addcmul_(gradient, gradient, value=1 - config.beta2)
+    root = (square / (1 - config.beta2**updates)).sqrt_().add_(config.eps)
+    slot.master.addcdiv_(mean, root, value=-lr / (1 - config.beta1**updates))
+
+
+# Stochastic gradient descent with momentum over (Shard, weight) pairs.
+
+
+class SGD:
+    """SGD: `m = momentum * m + g; w -= lr * m`, where g includes the weight decay.
+
+    Vectors (norms, biases) have no weight decay by default. With `nesterov` the step is along `g +
+    momentum * m`. Bitwise equal to torch.optim.SGD. Source: Sutskever et al. 2013, "On the
+    importance of initialization and momentum in deep learning", section 2.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[tuple[Shard, Tensor]],
+        config: OptimConfig,
+        rates: RatesOf = equal_rates,
+    ) -> None:
+        self.config = config
+        self.updates = 0
+        roles = ("momentum",) if config.momentum else ()
+        self.slots = [build_slot(shard, weight, roles, rates(shard)) for shard, weight in weights]
+
+    def step(
+        self,
+        gradients: Sequence[Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        scale: Tensor | None = None,
+        groups: Mapping[str, GroupRates] = NO_GROUPS,
+    ) -> None:
+        """Update every weight once.
+
+        `scale` multiplies the gradients first (gradient clipping); None leaves them. `groups`:
+        rates of parameter groups, which replace `lr` and `weight_decay`.
+        """
+        self.updates += 1
+        for part in group_by_rates(
+            self.slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups
+        ):
+            self._update(part.slots, part.gradients, part.lr, part.weight_decay, scale)
+        round_master_weights(self.slots)
+
+    def set_updates(self, updates: int) -> None:
+        """Set the number of updates after loading a checkpoint; the momentum is loaded
+        separately."""
+        self.updates = updates
+
+    def _update(
+        self,
+        slots: list[OptimizerSlot],
+        gradients: list[Tensor],
+        lr: float,
+        weight_decay: float,
+        scale: Tensor | None,
+    ) -> None:
+        momentum, master_weights = self.config.momentum, [slot.master for slot in slots]
+        if scale is not None:
+            torch._foreach_mul_(gradients, scale)
+        if weight_decay:
+            torch._foreach_add_(gradients, master_weights, alpha=weight_decay)
+        if not momentum:
+            torch._foreach_add_(master_weights, gradients, alpha=-lr)
+            return
+        momentum_buffers = [slot.state["momentum"] for slot in slots]
+        torch._foreach_mul_(momentum_buffers, momentum)
+        torch._foreach_add_(momentum_buffers, gradients)
+        if self.config.nesterov:
+            torch._foreach_add_(gradients, momentum_buffers, alpha=momentum)
+        torch._foreach_add_(
+            master_weights, gradients if self.config.nesterov else momentum_buffers, alpha=-lr
+        )
