@@ -20,7 +20,8 @@ from megalith.verify.ranks import RaggedRows
 PACKAGE = Path(megalith.__file__).parent
 TOUR = PACKAGE.parent / "docs" / "tour.md"
 MAX_MODULES = 45
-MAX_CORE_MODULES = 26
+MAX_CORE_MODULES = 32
+# Which of these run depends on the machine.
 OUTSIDE_CORE = (
     "kernels/attention/",
     "kernels/cpu_",
@@ -54,12 +55,12 @@ def modules_of_a_step(rank: int, world: int) -> list[str]:
 
 
 def test_step_executes_the_modules_that_the_tour_lists() -> None:
-    executed = set(run_ranks(modules_of_a_step, 2)[0])
+    executed = run_ranks(modules_of_a_step, 2)[0]
+    core = {name for name in executed if not name.startswith(OUTSIDE_CORE)}
     section = TOUR.read_text().split("## Modules of a step")[1].split("\n## ")[0]
-    listed = set(re.findall(r"`([\w/]+\.py)`", section))
-    assert executed == listed, (
-        f"docs/tour.md lacks {sorted(executed - listed)} and has too many "
-        f"{sorted(listed - executed)}"
+    rows = [line for line in section.splitlines() if line.startswith("- ")]
+    listed = set(re.findall(r"`([\w/]+\.py)`", "\n".join(rows)))
+    assert core == listed, (
+        f"docs/tour.md lacks {sorted(core - listed)} and has too many {sorted(listed - core)}"
     )
-    core = [name for name in executed if not name.startswith(OUTSIDE_CORE)]
-    assert len(executed) <= MAX_MODULES and len(core) <= MAX_CORE_MODULES, sorted(executed)
+    assert len(executed) <= MAX_MODULES and len(core) <= MAX_CORE_MODULES, executed
