@@ -82,7 +82,7 @@ def select_backend(
     if kernel == "auto":
         if loops and cpu_threads.takes(*tensors):
             return "numba"
-        if triton and tensors[0].device.type != "cpu" and launch.takes(*tensors):
+        if triton and launch.takes(*tensors):
             return "triton"
     elif kernel == "numba":
         return (

@@ -176,7 +176,7 @@ def test_a_device_may_be_given_in_gib(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         (
             "plan estimate tiny_cpu --world 7 --parallel.tp 2 --optim.beta2 2",
-            ["world_size=7 is not", "optim.beta2=2.0 must be in"],
+            ["world_size=7 is not", "optim.beta2=2.0 must be below 1"],
         ),
         (
             "plan estimate tiny_cpu --wrld 7",

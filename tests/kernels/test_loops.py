@@ -169,7 +169,7 @@ import sys, time
 from pathlib import Path
 import torch
 from numba.core.caching import IndexDataCacheFile
-from megalith.kernels import loops
+from megalith.kernels import cpu_numba as loops
 from megalith.kernels.activation import swiglu
 
 folder, mine = Path(sys.argv[1]), sys.argv[2]

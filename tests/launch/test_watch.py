@@ -106,7 +106,7 @@ def check_report(tmp_path: Path, how: str, *, number: int = 1) -> None:
 
 def run_report(folder: Path) -> Failure:
     """The report as it was written down."""
-    text = (folder / "log.txt").read_text().partition("watch: ")[2]
+    text = (folder / "log.txt").read_text().partition("watchdog: ")[2]
     return Failure(2, text.splitlines()[0], text, 0, is_report=True)
 
 

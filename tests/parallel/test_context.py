@@ -131,6 +131,8 @@ def _attend(rank: int, world: int, case: Case, dtype: torch.dtype = torch.float6
     inputs = [x.requires_grad_() for x in (q, k, v)] + list(learned.values())
     attend = build_attend(case.parallel(world).context, 0, mesh)
     batch = Batch(tokens.position_ids, tokens.position_ids, tokens, num_labels=0, lengths=())
+    if case.scores.dropout is not None:
+        batch = with_dropout(batch, [5, 9], seed=1)  # two rows, far apart
     out = attend(
         q,
         k,
@@ -139,7 +141,7 @@ def _attend(rank: int, world: int, case: Case, dtype: torch.dtype = torch.float6
         scores=case.scores,
         sinks=learned.get("sinks"),
         attention_bias=learned.get("biases"),
-        dropout_key=with_dropout(batch, [5, 9], seed=1).dropout_key,  # two rows, far apart
+        dropout_key=batch.dropout_key,
     )
     assert out.dtype == dtype and out.shape == dout.shape
     out_part, *parts = out.detach(), *torch.autograd.grad(out, inputs, dout)

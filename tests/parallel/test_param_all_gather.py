@@ -54,7 +54,8 @@ def _published(rank: int, world: int) -> list[object]:
         for _ in range((b.stop - b.start) // world)
     ]
     chunk = Chunk(weights, plan)
-    param_all_gather = ParamAllGather(weights, plan, [group] * len(plan.buckets))
+    buckets = [weights[bucket.start : bucket.stop] for bucket in plan.buckets]
+    param_all_gather = ParamAllGather(buckets, plan, [group] * len(plan.buckets))
     param_all_gather.wait_in(chunk, chunk.weights)
     left: list[object] = []
     for layer in (*chunk.layers, chunk.norm):

@@ -29,7 +29,7 @@ from megalith.kernels.linear import LinearFunction
 from megalith.kernels.packed import tokens_of_lengths
 from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import iter_parameter_specs
-from megalith.nn import layer as layer_module
+from megalith.nn import mlp as mlp_module
 from megalith.parallel import data, recompute
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -377,9 +377,9 @@ def test_check_rejects_recomputation_with_other_values(
     trainer.data.begin_step(1)
     ids = torch.arange(72) * 3 % 257
     loss = trainer.model.loss(ids, ids, LayerInputs(tokens_of_lengths([40, 32])))
-    for kernel in (norm, activation):
-        for engine, function in kernel.FORWARD.items():
-            monkeypatch.setitem(kernel.FORWARD, engine, slightly_off(function))
+    for table in (norm.FORWARD, activation.FORWARD, activation.SWIGLU_FORWARD):
+        for backend, function in table.items():
+            monkeypatch.setitem(table, backend, slightly_off(function))
     monkeypatch.setattr(cpu_tiled, "_probabilities", slightly_off(cpu_tiled._probabilities))
     with pytest.raises(RuntimeError, match="did not give the same bits a second time"):
         loss.backward()
@@ -408,7 +408,7 @@ def test_norm_recomputed_from_the_wrong_input_changes_the_gradients(
     def wrong(x: Tensor, function: Any, inputs: tuple[Tensor, ...]) -> Tensor:
         return register_recompute(x, function, (inputs[0].detach() * 0.5, *inputs[1:]))
 
-    monkeypatch.setattr(layer_module, "register_recompute", wrong)
+    monkeypatch.setattr(mlp_module, "register_recompute", wrong)
     assert not same(step(built(SELECTIVE[3])), reference("fp32"))
     assert SELECTIVE[3].modules == ("mlp_act",)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError
-from megalith.kernels.linear import forward, input_grad
+from megalith.kernels.linear import PLAIN
 from megalith.observe.flight import FlightRecorder
 from megalith.observe.machine import has_symmetric_memory
 from megalith.parallel import symm_mem
@@ -47,7 +47,7 @@ def compare_with_plain_work(
 ) -> None:
     """Both products of both matmuls, of parts of other matrices too, against sums on one rank in
     float64."""
-    for matmul, inputs in ((forward, INPUTS), (input_grad, OUTPUTS)):
+    for matmul, inputs in ((PLAIN.forward, INPUTS), (PLAIN.input_grad, OUTPUTS)):
         x = seeded(TOKENS, 2 * inputs, seed=0).to(dtype)[
             :, :inputs
         ]  # strides as in a part of a wider matrix
@@ -84,13 +84,13 @@ def on_cpus(rank: int, world: int) -> None:
             seeded(TOKENS, OUTPUTS, seed=rank),
         )
         for mine, ring in zip(
-            symm_mem_all_gather_matmul(x, w, group, forward),
-            ring_all_gather_matmul(x, w, group, forward),
+            symm_mem_all_gather_matmul(x, w, group, PLAIN.forward),
+            ring_all_gather_matmul(x, w, group, PLAIN.forward),
             strict=True,
         ):
             assert_equals("as a ring gathers", mine, ring, FP64)
         mine, ring = (
-            scatter(dy, w, group, input_grad)
+            scatter(dy, w, group, PLAIN.input_grad)
             for scatter in (symm_mem_matmul_reduce_scatter, ring_matmul_reduce_scatter)
         )
         assert_equals("as a ring scatters", mine, ring, FP64)
@@ -124,9 +124,9 @@ def noted(rank: int, world: int) -> list[tuple[str, bool]]:
     group = replace(everyone(rank, world, "tp_kv", "tp_copy"), flight=flight)
     with fused_on_cpus():
         symm_mem_matmul_reduce_scatter(
-            seeded(4, 3, seed=0), seeded(3, 2, seed=1), group, input_grad
+            seeded(4, 3, seed=0), seeded(3, 2, seed=1), group, PLAIN.input_grad
         )
-        symm_mem_all_gather_matmul(seeded(4, 2, seed=0), seeded(3, 2, seed=1), group, forward)
+        symm_mem_all_gather_matmul(seeded(4, 2, seed=0), seeded(3, 2, seed=1), group, PLAIN.forward)
     return [(entry.op, entry.finished) for entry in flight.entries]
 
 
@@ -135,14 +135,10 @@ def test_fused_matmuls_are_recorded() -> None:
     assert run_ranks(noted, 2) == [expected] * 2
 
 
-def test_other_functions_are_rejected_as_matmul() -> None:
-    with pytest.raises(AssertionError, match="is no plain matmul"):
-        symm_mem_all_gather_matmul(
-            seeded(4, 2, seed=0),
-            seeded(3, 2, seed=1),
-            single_rank_group("tp"),
-            lambda x, w: x @ w.t(),
-        )
+def test_other_matmuls_use_the_ring_exchange() -> None:
+    x, w = seeded(4, 2, seed=0), seeded(3, 2, seed=1)
+    y = symm_mem_all_gather_matmul(x, w, single_rank_group("tp"), lambda x, w: 2 * (x @ w.t()))
+    assert_equals("doubled", y, 2 * (x @ w.t()), FP64)
 
 
 # --- whether they can serve
