@@ -1,6 +1,6 @@
-"""Health of a run: detects NaN or infinite losses, gradients and parameters, names the checkpoint to
-continue from, and checks that replicas start from equal weights; early stop of a run by preemption
-or the time limit.
+"""Health of a run: detects NaN or infinite losses, gradients and parameters, names the checkpoint
+to continue from, and checks that replicas start from equal weights; early stop of a run by
+preemption or the time limit.
 """
 
 import math
