@@ -137,7 +137,7 @@ def test_fused_matmuls_are_recorded() -> None:
 
 def test_other_matmuls_use_the_ring_exchange() -> None:
     x, w = seeded(4, 2, seed=0), seeded(3, 2, seed=1)
-    y = symm_mem_all_gather_matmul(x, w, single_rank_group("tp"), lambda x, w: 2 * (x @ w.t()))
+    _, y = symm_mem_all_gather_matmul(x, w, single_rank_group("tp"), lambda x, w: 2 * (x @ w.t()))
     assert_equals("doubled", y, 2 * (x @ w.t()), FP64)
 
 
