@@ -19,6 +19,7 @@ Ends with 1 if any value differs.
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -262,8 +263,15 @@ def read_results(run: Path, renames: Renames) -> dict[str, Any]:
 
 
 def _with_old_metric(path: str, old_names: Mapping[str, str]) -> str:
-    head, _, last = path.rpartition("/")
-    return f"{head}/{old_names.get(last, last)}" if path.startswith("metrics/") else path
+    """Return the path of a metric with its old name; `*` in a name stands for a number."""
+    if not path.startswith("metrics/"):
+        return path
+    head, _, name = path.rpartition("/")
+    for new, old in old_names.items():
+        match = re.fullmatch(re.escape(new).replace(r"\*", r"(\d+)"), name)
+        if match is not None:
+            return f"{head}/{old.replace('*', ''.join(match.groups()))}"
+    return path
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
