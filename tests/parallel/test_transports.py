@@ -21,7 +21,7 @@ from tests.parallel.test_expert import MODEL, answer, made
 KINDS = ("anything", "one expert", "nothing from the first")
 
 CODE = """
-from megalith.parallel.dispatchers import ReferenceDispatcher
+from megalith.parallel.expert import ReferenceDispatcher
 
 calls = []
 

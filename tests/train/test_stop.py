@@ -44,7 +44,7 @@ def test_hangup_ignored_by_nohup_stays_ignored() -> None:
 UNTIL_HANGUP = """
 import sys, time
 from pathlib import Path
-from megalith.train.callbacks.stop import Stopper
+from megalith.train.callbacks.health import Stopper
 
 with Stopper(max_minutes=None, say=lambda text: print(text, flush=True)) as stopper:
     Path(sys.argv[1], "ready").touch()
