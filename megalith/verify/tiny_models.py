@@ -142,7 +142,7 @@ GATED = replace(
 )
 """Gated attention, L2 norms, every other layer without RoPE, the others with multimodal RoPE."""
 
-BOTH_WAYS = replace(
+BIDIRECTIONAL = replace(
     PLAIN,
     attention=AttentionConfig(
         causal=False,
@@ -238,7 +238,7 @@ VARIANTS = {
     "gated": GATED,
     "latent": LATENT,
     "mtp": MTP_MODEL,
-    "both ways": BOTH_WAYS,
+    "bidirectional": BIDIRECTIONAL,
     "heterogeneous": HETEROGENEOUS,
     "chunked": CHUNKED,
     "relative": RELATIVE,

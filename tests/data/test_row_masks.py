@@ -97,12 +97,12 @@ def test_whether_padding_is_hidden_follows_from_the_model() -> None:
     model = ModelConfig(
         vocab_size=9, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, ffn_hidden_size=8
     )
-    both_ways = replace(model, attention=AttentionConfig(causal=False))
+    bidirectional = replace(model, attention=AttentionConfig(causal=False))
     data = DataConfig(mock=True, document_masking=True, eod_mask_loss=True)
     assert build_mask_settings(data, model, 3) == MaskSettings(
         eod=3, documents=True, eod_mask_loss=True
     )
-    assert build_mask_settings(data, both_ways, None) == MaskSettings(
+    assert build_mask_settings(data, bidirectional, None) == MaskSettings(
         documents=True, eod_mask_loss=True, padding=True
     )
 

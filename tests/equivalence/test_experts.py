@@ -199,11 +199,11 @@ AGAIN = [
 
 
 def first_step(
-    rank: int, world: int, case: LayoutCase, ways: list[RecomputeConfig]
+    rank: int, world: int, case: LayoutCase, selected_ops: list[RecomputeConfig]
 ) -> list[tuple[list[Tensor], Any]]:
     """Of each way: every gradient of a step in fp32 as it was applied, and what the experts did."""
     found = []
-    for way in ways:
+    for way in selected_ops:
         run = replace(case.run, recompute=way, precision=PrecisionConfig(params="fp32"))
         mesh = mesh_of(case, rank, world)
         trainer = build_trainer(run, mesh, CPU)
@@ -324,17 +324,17 @@ def test_a_step_with_grouped_matmuls_is_that_with_one_expert_after_the_other() -
     case = case_of(
         replace(BIASED_CHOICE, moe=replace(BIASED_CHOICE.moe, ffn_hidden_size=12)), ONE
     )  # 48 bytes
-    ways: list[GroupedMatmulOps] = []
+    selected_ops: list[GroupedMatmulOps] = []
 
     def noted(x: Tensor, w: Tensor, groups: Groups) -> GroupedMatmulOps:
-        ways.append(select_grouped_matmul_ops(x, w, groups))
-        return ways[-1]
+        selected_ops.append(select_grouped_matmul_ops(x, w, groups))
+        return selected_ops[-1]
 
     with everywhere(noted):
         ((grouped, uses),) = first_step(0, 1, case, [RecomputeConfig()])
     with everywhere(lambda *_: LOOP):
         ((one_by_one, others),) = first_step(0, 1, case, [RecomputeConfig()])
-    assert (FUSED in ways) == HAS_GROUPED_MM
+    assert (FUSED in selected_ops) == HAS_GROUPED_MM
     assert [use.counts for use in uses] == [use.counts for use in others]
     for mine, one in zip(grouped, one_by_one, strict=True):
         assert torch.allclose(mine, one, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
@@ -360,11 +360,11 @@ def matmuls(*, grouped: bool) -> Iterator[None]:
     On CPUs sinks of gradients would add one expert's after the other even so; as on GPUs, theirs
     are grouped, too.
     """
-    ways: list[GroupedMatmulOps] = []
+    selected_ops: list[GroupedMatmulOps] = []
 
     def noted(x: Tensor, w: Tensor, groups: Groups) -> GroupedMatmulOps:
-        ways.append(select_grouped_matmul_ops(x, w, groups) if grouped else LOOP)
-        return ways[-1]
+        selected_ops.append(select_grouped_matmul_ops(x, w, groups) if grouped else LOOP)
+        return selected_ops[-1]
 
     ops = FUSED if grouped and HAS_GROUPED_MM else LOOP
 
@@ -373,7 +373,7 @@ def matmuls(*, grouped: bool) -> Iterator[None]:
 
     with everywhere(noted), patched(data, "accumulate_grouped_product_", put):
         yield
-    assert ways and (FUSED in ways) == (grouped and HAS_GROUPED_MM)
+    assert selected_ops and (FUSED in selected_ops) == (grouped and HAS_GROUPED_MM)
 
 
 def steps_in_fp32(

@@ -273,7 +273,7 @@ KINDS = {
     "wide stream, around": replace(
         MODEL, fp32_residual=True, norm="layer", norm_placement="around", block="parallel"
     ),
-    "both ways": replace(MODEL, attention=AttentionConfig(causal=False)),
+    "bidirectional": replace(MODEL, attention=AttentionConfig(causal=False)),
     "dropped weights": replace(MODEL, dropout=DropoutConfig(attention=0.2)),
     "dropped residuals": replace(MODEL, dropout=DropoutConfig(residual=0.1)),
     "cross-layer attention, around, LayerNorm": replace(

@@ -54,7 +54,7 @@ through layers."""
 TIE = 1e-4
 """Where the two best scores are closer, either may be chosen."""
 
-BOTH_WAYS = [
+BIDIRECTIONAL = [
     pytest.param(
         case, dtype, marks=[] if case in FIRST and dtype == torch.bfloat16 else pytest.mark.slow
     )
@@ -187,7 +187,7 @@ def test_every_setting_that_a_family_needs_is_seen_in_the_scores(
     assert relative_error(scores, theirs(ids).logits.flatten(0, 1)) > 3 * SCORES
 
 
-@pytest.mark.parametrize(("name", "dtype"), BOTH_WAYS)
+@pytest.mark.parametrize(("name", "dtype"), BIDIRECTIONAL)
 def test_export_is_read_by_from_pretrained_and_every_bit_comes_back(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

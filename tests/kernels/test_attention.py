@@ -60,13 +60,13 @@ VARIANTS = {
     "window of one": (Scores(window=1), False),
     "chunks": (Scores(window=4, chunked=True), False),
     "long chunks, sinks": (Scores(window=64, chunked=True), True),
-    "chunks both ways": (Scores(window=3, chunked=True, causal=False), False),
+    "chunks bidirectional": (Scores(window=3, chunked=True, causal=False), False),
     "softcap": (Scores(softcap=1.5), False),
     "sinks": (PLAIN, True),
     "everything": (Scores(scale=0.4, window=3, softcap=2.0), True),
     "off by one": (Scores(off_by_one=True), False),
-    "both ways": (Scores(causal=False), False),
-    "both ways, everything": (Scores(scale=0.4, window=3, softcap=2.0, causal=False), True),
+    "bidirectional": (Scores(causal=False), False),
+    "bidirectional, everything": (Scores(scale=0.4, window=3, softcap=2.0, causal=False), True),
     "mtp to the left": (Scores(window=4, right=1, causal=False), False),
     "nothing to the right": (Scores(window=3, right=0, causal=False, softcap=2.0), False),
     "all to the left": (Scores(window=500, right=2, causal=False), True),
@@ -530,7 +530,7 @@ def test_attention_dropout_matches_the_reference(layout: str, variant: str) -> N
 @pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "variant", ["scale", "window", "everything", "both ways", "both ways, everything"]
+    "variant", ["scale", "window", "everything", "bidirectional", "bidirectional, everything"]
 )
 def test_relative_biases_are_added_to_the_scores(variant: str, layout: str, kernel: Kernel) -> None:
     scores, has_sinks = VARIANTS[variant]

@@ -120,5 +120,5 @@ def test_only_masks_with_alone_replace_causality() -> None:
         chunks is not None
         and chunks.tolist() == [[True] * 3 + [False] * 3] + [[False] * 3 + [True] * 3] * 3
     )
-    both_ways = Scores(causal=False, window=3, right=1)
-    assert alone.scores(both_ways) == both_ways
+    bidirectional = Scores(causal=False, window=3, right=1)
+    assert alone.scores(bidirectional) == bidirectional

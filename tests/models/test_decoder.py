@@ -562,7 +562,7 @@ def test_cross_layer_attention_matches_when_compiled(tiny: SimpleNamespace) -> N
 def test_padding_does_not_change_the_result(name: str) -> None:
     """Values, gradients, and not one bit of them by what is in it."""
     config = {**VARIANTS, "narrow": NARROW}[name]
-    config = config if name != "both ways" else replace(config, dropout=DropoutConfig())
+    config = config if name != "bidirectional" else replace(config, dropout=DropoutConfig())
     config = replace(config, mtp=MTPConfig(), rope=replace(config.rope, sections=None))
     model = build_chunks(
         build_context(config, build_single_rank_mesh(), ParallelConfig(), dtype=torch.float64)

@@ -191,14 +191,14 @@ VARIANTS = {
     "softcap": (Scores(softcap=1.5), False),
     "sinks": (PLAIN, True),
     "everything": (Scores(scale=0.3, window=6, softcap=1.5), True),
-    "both ways": (Scores(causal=False, dropout=WeightDropout(0.3, 77, 3)), False),
-    "both ways, everything": (
+    "bidirectional": (Scores(causal=False, dropout=WeightDropout(0.3, 77, 3)), False),
+    "bidirectional, everything": (
         Scores(scale=0.3, window=6, softcap=1.5, causal=False, dropout=WeightDropout(0.3, 77, 0)),
         True,
     ),
 }
 LEFT = Scores(causal=False, window=9, right=2)
-BOTH_WAYS, BIASED = Scores(causal=False), Scores(relative=11)
+BIDIRECTIONAL, BIASED = Scores(causal=False), Scores(relative=11)
 BIASED_ALL = Scores(
     scale=0.3, window=6, softcap=1.5, relative=11, dropout=WeightDropout(0.3, 77, 0)
 )
@@ -266,16 +266,16 @@ CASES = {
         Case("a2a+ring", scores=Scores(dropout=WeightDropout(0.3, 77, 0)), a2a=2),
     ),
     **{
-        f"{kind}, both ways, each document sliced": (
+        f"{kind}, bidirectional, each document sliced": (
             2,
             Case(kind, lengths=RAGGED, document=True, scores=Scores(causal=False, window=window)),
         )
         for kind, window in (("ring", None), ("gather", 9), ("a2a", None))
     },
     **{
-        f"{kind}, both ways, documents that only padding makes alike": (
+        f"{kind}, bidirectional, documents that only padding makes alike": (
             2,
-            Case(kind, lengths=(3, 4, 2), row=9, document=True, scores=BOTH_WAYS),
+            Case(kind, lengths=(3, 4, 2), row=9, document=True, scores=BIDIRECTIONAL),
         )
         for kind in ("ring", "a2a")
     },
@@ -292,7 +292,7 @@ CASES = {
     "ring, biases": (2, Case(scores=BIASED)),
     "gather, biases": (2, Case("gather", scores=BIASED)),
     "a2a, biases": (2, Case("a2a", scores=BIASED)),
-    "a2a+ring, biases both ways": (
+    "a2a+ring, biases bidirectional": (
         4,
         Case("a2a+ring", a2a=2, scores=replace(BIASED, causal=False)),
     ),
@@ -305,7 +305,7 @@ CASES = {
         Case("a2a+ring", a2a=2, lengths=RAGGED, scores=BIASED_ALL, sinks=True),
     ),
     **{
-        f"{kind}, biases both ways, each document sliced": (
+        f"{kind}, biases bidirectional, each document sliced": (
             2,
             Case(kind, lengths=RAGGED, document=True, scores=replace(BIASED, causal=False)),
         )
@@ -328,7 +328,7 @@ CASES = {
         for kind in KINDS
         for how, name, lengths, document, scores, sinks in (
             ("beside", "rows", (24, 24), False, PLAIN, False),
-            ("beside", "both ways, each document sliced", RAGGED, True, BOTH_WAYS, False),
+            ("beside", "bidirectional, each document sliced", RAGGED, True, BIDIRECTIONAL, False),
             ("beside", "everything, documents", RAGGED, False, BIASED_ALL, True),
             ("alone", "each document sliced", RAGGED, True, PLAIN, True),
             ("alone", "chunks, documents", RAGGED, False, Scores(window=5, chunked=True), False),
@@ -530,7 +530,7 @@ def test_ring_attention_overlaps_a_slow_link_with_its_steps(world: int) -> None:
     assert min(run_ranks(_hidden_share, world, Case(lengths=(48,), row=48))) > 0.8
 
 
-def _both_ways(rank: int, world: int, kind: ContextKind) -> list[list[Tensor]]:
+def _bidirectional(rank: int, world: int, kind: ContextKind) -> list[list[Tensor]]:
     """Output and gradients with and without overlap; and what is under way whenever something is
     computed."""
     case = Case(kind, a2a=2 if kind == "a2a+ring" else None)
@@ -558,7 +558,7 @@ def _both_ways(rank: int, world: int, kind: ContextKind) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize(("world", "kind"), [(2, "ring"), (3, "ring"), (4, "a2a+ring")])
 def test_ring_attention_without_overlap_is_bitwise_equal(world: int, kind: ContextKind) -> None:
-    for overlapped, plain in run_ranks(_both_ways, world, kind):
+    for overlapped, plain in run_ranks(_bidirectional, world, kind):
         assert len(plain) == 4
         assert all(torch.equal(a, b) for a, b in zip(overlapped, plain, strict=True))
 

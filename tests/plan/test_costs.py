@@ -470,7 +470,7 @@ def test_chunks_cost_what_documents_of_their_length_do() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_looking_both_ways_costs_all_pairs(window: int | None) -> None:
+def test_looking_bidirectional_costs_all_pairs(window: int | None) -> None:
     causal, both = (
         replace(SMALL, attention=AttentionConfig(window=window, causal=one))
         for one in (True, False)
@@ -527,7 +527,7 @@ def test_latent_attention_costs_its_projections_up_and_what_lies_between() -> No
 
 # --- what a real model computes, counted by torch
 
-BOTH_WAYS = replace(SMALL, attention=AttentionConfig(causal=False))
+BIDIRECTIONAL = replace(SMALL, attention=AttentionConfig(causal=False))
 LATENT_EXPERTS = replace(
     SMALL,
     gated=False,
@@ -551,7 +551,7 @@ SHARED_EXPERTS = replace(
 )
 MODELS = {
     "grouped queries": SMALL,
-    "both ways": BOTH_WAYS,
+    "bidirectional": BIDIRECTIONAL,
     "latent attention, whole queries, two MTP layers": replace(
         MLA, mla=MLAConfig(kv_rank=10, rope_dim=4), mtp=MTPConfig(num_layers=2)
     ),
@@ -687,7 +687,7 @@ def test_operations_are_those_that_torch_counts_in_the_model(config: ModelConfig
 
 
 def test_where_all_see_all_nothing_is_left_to_name() -> None:
-    exact = replace(BOTH_WAYS, pad_vocab_to_multiple_of=1)
+    exact = replace(BIDIRECTIONAL, pad_vocab_to_multiple_of=1)
     squares = sum(length**2 for length in DOCUMENTS)
     assert count_model(exact).flops == step_flops(
         exact, tokens=sum(DOCUMENTS), squared_lengths=squares
