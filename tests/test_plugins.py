@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,10 +16,13 @@ from megalith.config.data import DataConfig
 from megalith.config.kernels import BackendName
 from megalith.config.parallel import ParallelConfig
 from megalith.config.plugins import ModelPlugins, load_plugin, reject_module_names
+from megalith.config.train import TrainRun
 from megalith.config.tree import save_yaml
 from megalith.data.build import build_datasets
+from megalith.data.loader import Batch
 from megalith.errors import ConfigError
 from megalith.kernels.activation import swiglu
+from megalith.models.decoder import ModelOutputs
 from megalith.nn.layer import SequentialBlock
 from megalith.nn.mlp import GatedMLP, choose_activation
 from megalith.nn.norm import RMSNorm
@@ -30,6 +33,7 @@ from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.recipes import resolve_run
 from megalith.rules.run import check_run
 from megalith.testing.tiny import tiny_run
+from megalith.train.objective import LossTerm, build_objective
 from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer
 from megalith.verify.ranks import _loader as loader_of
@@ -86,8 +90,33 @@ def constant_rate(schedule: object, samples: int, lengths: ScheduleLengths) -> f
     return 0.25
 
 
-def zero_loss(x: Tensor, weight: Tensor, labels: Tensor, **head: Any) -> Tensor:
-    return (x.sum() + weight.sum()) * 0.0
+class SquaredLosses:
+    """Objective of another package: the square of each token's loss, and the mean loss per
+    token."""
+
+    losses: ClassVar[dict[str, LossTerm]] = {
+        "loss": LossTerm("labels"),
+        "token_loss": LossTerm("tokens", weight=0.5),
+    }
+
+    def __init__(self, run: TrainRun) -> None:
+        self.run = run
+
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> dict[str, Tensor]:
+        losses = outputs.token_losses(batch.labels)
+        return {"loss": losses.square().sum(), "token_loss": losses.sum()}
+
+
+class UndeclaredLosses(SquaredLosses):
+    """Objective whose losses differ from those that it has declared."""
+
+    losses: ClassVar[dict[str, LossTerm]] = {"loss": LossTerm("labels")}
+
+
+class MisnamedLosses(SquaredLosses):
+    """Objective without a main loss."""
+
+    losses: ClassVar[dict[str, LossTerm]] = {"square": LossTerm("labels")}
 
 
 def name_of(thing: type | Any) -> str:
@@ -106,7 +135,7 @@ def test_every_part_of_a_model_can_be_a_plugin() -> None:
         layout_case(replace(PLAIN, plugins=plugins), ParallelConfig(), 1).run,
         optim=replace(tiny_run().optim, plugin=name_of(PluginSGD)),
     )
-    run = replace(run, train=replace(run.train, loss_plugin=name_of(zero_loss)))
+    run = replace(run, train=replace(run.train, loss_plugin=name_of(SquaredLosses)))
     trainer = build_trainer(run, build_single_rank_mesh(), torch.device("cpu"))
     layer = trainer.model.layers[0]
     kinds = [type(part).__name__ for part in (layer, layer.attention, layer.mlp, layer.mlp_norm)]
@@ -114,7 +143,31 @@ def test_every_part_of_a_model_can_be_a_plugin() -> None:
     assert choose_activation(run.model).__name__ == "half_swiglu"
     assert type(trainer.optimizer).__name__ == "PluginSGD"
     loader = loader_of(run, trainer.mesh, consumed=0, steps=1)
-    assert train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0).loss == 0.0
+    result = train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0)
+    assert result.other_losses["token_loss"] ** 2 <= result.loss
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [ParallelConfig(zero=3, dp=2), pytest.param(ParallelConfig(pp=2), marks=pytest.mark.slow)],
+)
+def test_objective_plugin_matches_one_process(parallel: ParallelConfig) -> None:
+    """Its backward reads the table of the head again, which ZeRO-3 must gather."""
+    case = layout_case(PLAIN, parallel, 2)
+    train = replace(case.run.train, loss_plugin=name_of(SquaredLosses))
+    case = replace(case, run=replace(case.run, train=train))
+    assert [each for each in compare_with_one_process(case) if not each.holds] == []
+
+
+def test_objective_plugin_must_return_the_losses_that_it_declares() -> None:
+    run = tiny_run({"train.loss_plugin": name_of(MisnamedLosses)})
+    with pytest.raises(ConfigError, match="the first must be named loss"):
+        build_objective(run)
+    run = tiny_run({"train.loss_plugin": name_of(UndeclaredLosses)})
+    trainer = build_trainer(run, build_single_rank_mesh(), torch.device("cpu"))
+    loader = loader_of(run, trainer.mesh, consumed=0, steps=1)
+    with pytest.raises(ConfigError, match="returned the losses .'loss', 'token_loss'."):
+        train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0)
 
 
 class OneSample:
@@ -159,7 +212,7 @@ def test_unknown_plugins_are_rejected_with_the_installed_ones() -> None:
 
 
 def test_loss_plugin_rejects_options_of_the_built_in_loss() -> None:
-    run = tiny_run({"train.loss_plugin": name_of(zero_loss), "train.z_loss": "0.5"})
+    run = tiny_run({"train.loss_plugin": name_of(SquaredLosses), "train.z_loss": "0.5"})
     with pytest.raises(ConfigError, match=r"with train.z_loss=0.5: these options belong to"):
         check_run(run, 1)
 

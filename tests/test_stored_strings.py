@@ -50,6 +50,7 @@ from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan import dispatch, keys
 from megalith.recipes import recipes
+from megalith.train.objective import sum_lm_losses
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = Path(__file__).with_name("stored_strings.yaml")
@@ -160,8 +161,12 @@ def record_model_keys(_: Path) -> dict[str, list[str]]:
         allocate(model, torch.device("cpu"))
         with recorded_keys() as texts:
             initialize(model, seed=3)
-            model.losses(
-                ids, ids, tokens, mtp_inputs=((ids, ids),) if config.mtp.num_layers else ()
+            sum_lm_losses(
+                model.outputs(
+                    ids, tokens, mtp_inputs=((ids, ids),) if config.mtp.num_layers else ()
+                ),
+                ids,
+                ((ids, ids),) if config.mtp.num_layers else (),
             )
         last_tiles = {_without_indices(text): text for text in sorted(texts)}
         recorded[name] = sorted(last_tiles.values())

@@ -125,6 +125,15 @@ class StepBatches:
     """Relative excess of the most loaded data-parallel rank's cost over the mean; None if
     unknown."""
 
+    def totals(self) -> dict[str, float]:
+        """Return the counts of the global batch that losses are divided by, by name."""
+        mtp_labels = enumerate(self.num_mtp_labels, start=1)
+        return {
+            "labels": self.num_labels,
+            "tokens": self.num_tokens,
+            **{f"mtp_{depth}_labels": count for depth, count in mtp_labels},
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskSettings:

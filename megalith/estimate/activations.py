@@ -234,7 +234,7 @@ def _end_rows(setting: LayerSetting, num_layers: int, ends: _Ends) -> Iterator[S
         if ends.num_mtp_layers:
             yield from mtp_tensors(setting, region, _mtp_layer_rows(setting, region))
         if ends.loss:
-            yield from head_tensors(setting, region)
+            yield from head_tensors(setting, f"mtp_heads.{depth}")
 
 
 def _mtp_layer_rows(setting: LayerSetting, region: str) -> list[SavedActivation]:

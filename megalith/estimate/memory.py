@@ -5,6 +5,7 @@ head dim, f ffn, v vocabulary (n, g, f, v of this rank), e bytes per weight or a
 parameters of this rank, D ZeRO shards.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -620,15 +621,18 @@ def _find_activation_peak(
     return replace(best, host=most_host)
 
 
-def boundary_tensors(workload: Workload, stage: int) -> list[int]:
-    """Return the bytes of each tensor sent across the boundary before a stage per microbatch: t ·
-    h, of which each rank has 1/tp under sp, once more for the source of cross-layer attention, and
-    once for each MTP layer between its stage and that of the loss."""
-    run, over = workload.run, stage_boundary(workload.run.model, workload.stages, stage)
-    numel = workload.tokens // (run.parallel.tp if run.parallel.sp else 1) * run.model.hidden_size
-    width = WIDTHS[run.precision.params]
-    x = numel * (width.sums if run.model.fp32_residual and not over.normed else width.value)
-    return [x, *[numel * width.value] * (over.memory + over.num_mtp_hidden)]
+def boundary_tensors(workload: Workload, stage: int, direction: Direction) -> list[int]:
+    """Return the bytes of each tensor sent across the boundary before a stage per microbatch; under
+    sp each rank has 1/tp of the tokens."""
+    run, width = workload.run, WIDTHS[workload.run.precision.params]
+    num_tokens = workload.tokens // (run.parallel.tp if run.parallel.sp else 1)
+    residual = width.sums if run.model.fp32_residual else width.value
+    return [
+        math.prod(tensor.sizes(num_tokens=num_tokens, hidden_size=run.model.hidden_size))
+        * (residual if tensor.dtype == "residual" else width.value)
+        for tensor in stage_boundary(run.model, workload.stages, stage)
+        if tensor.requires_grad or direction == "forward"
+    ]
 
 
 def borders(workload: Workload, pp_rank: int, direction: Direction) -> list[int]:
@@ -648,7 +652,7 @@ def _message_bytes(workload: Workload, pp_rank: int) -> int:
     each = [
         max(
             (
-                sum(boundary_tensors(workload, stage))
+                sum(boundary_tensors(workload, stage, direction))
                 for stage in borders(workload, pp_rank, direction)
             ),
             default=0,

@@ -325,7 +325,8 @@ def _pipeline_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     behind = "other microbatches" if workload.run.parallel.overlap else ""
     for direction in SENDS:
         boundaries = [
-            boundary_tensors(workload, stage) for stage in borders(workload, pp_rank, direction)
+            boundary_tensors(workload, stage, direction)
+            for stage in borders(workload, pp_rank, direction)
         ]
         calls, nbytes = (
             num_microbatches * sum(map(len, boundaries)),

@@ -1,10 +1,9 @@
 """Decoder-only transformer: token ids to loss or logits."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from megalith.nn.build import BuildContext
 from megalith.nn.embedding import InputEmbedding, NoBias, RelativeBias, insert_embeddings
 from megalith.nn.init import init_param_
 from megalith.nn.layer import IdentityNorm, Layer, block_of_layer
-from megalith.nn.mtp import MTPBlock, MTPInputs, MTPLoss, mtp_acceptance_rate
+from megalith.nn.mtp import MTPBlock, MTPInputs
 from megalith.nn.norm import Norm, build_norm, stream_dtype
 from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.cross_entropy import LogitTransform
@@ -28,12 +27,52 @@ from megalith.parallel.tensor import (
     VocabParallelHead,
 )
 from megalith.plan.shards import Shard, split_evenly
-from megalith.plan.stages import Stage, plan_stages, single_stage, stages_of_rank, table_stages
+from megalith.plan.stages import (
+    CROSS_LAYER_SOURCE,
+    HIDDEN,
+    Stage,
+    mtp_hidden_name,
+    plan_stages,
+    single_stage,
+    stages_of_rank,
+    table_stages,
+)
 
 TABLES = ("embed.weight", "positions.weight", "relative.weight")
 """Parameters that several pipeline stages may use."""
 
 NO_TABLES: Mapping[str, nn.Parameter] = MappingProxyType({})
+
+
+StageTensors = Mapping[str, Tensor]
+"""Tensors between pipeline stages by name: see `plan/stages.stage_boundary`."""
+
+NOTHING_RECEIVED: StageTensors = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutputs:
+    """Outputs of the model that losses are computed from; full logits are never materialized."""
+
+    hidden: tuple[Tensor, ...]
+    """Hidden states after the final norm, then those of each MTP depth of the microbatch: each
+    [t, h] in the layout of the heads' `tp_comm`."""
+
+    heads: tuple[VocabParallelHead, ...]
+    """Output head of the model, then of each MTP depth; they share one weight."""
+
+    def loss(self, labels: Tensor, *, depth: int = 0, evaluating: bool = False) -> Tensor:
+        """Return the training loss of a depth (0: the next token), summed over the labels [t] that
+        are not negative; `evaluating`: the sum of -log p(label)."""
+        return self.heads[depth].loss(self.hidden[depth], labels, evaluating=evaluating)
+
+    def token_losses(self, labels: Tensor, *, depth: int = 0) -> Tensor:
+        """Return -log p(label) of each token [t], 0 where the label is negative."""
+        return self.heads[depth].token_losses(self.hidden[depth], labels)
+
+    def is_most_likely(self, labels: Tensor, *, depth: int = 0) -> Tensor:
+        """Return where the label is the most likely token: bool [t], False without a label."""
+        return self.heads[depth].best(self.hidden[depth]) == labels
 
 
 class Decoder(nn.Module):
@@ -59,8 +98,8 @@ class Decoder(nn.Module):
     head: VocabParallelHead
     """Only in the stage with the loss."""
 
-    mtp: MTPBlock | MTPLoss
-    """Only in the stages with the loss or with MTP layers."""
+    mtp_heads: nn.ModuleList
+    """Output head of every MTP depth; only in the stage with the loss."""
 
     def __init__(
         self,
@@ -109,19 +148,19 @@ class Decoder(nn.Module):
         if self.stage.loss:
             self.head = _build_head(context, table)
             table = self.head.weight if config.tied_embeddings else table
-        if self.stage.loss and config.mtp.num_layers > self.stage.num_mtp_layers:
-            self.mtp = MTPLoss(config.mtp.num_layers, self.head)
-        elif self.stage.loss or self.stage.num_mtp_layers:
-            self.mtp = MTPBlock(
-                config,
-                context,
-                table=_table("embed.weight", context),
-                shared=table,
-                places=self.input_embedding.places()
-                if self.stage.embedding
-                else shared_tables.get("positions.weight"),
-                head=self.head if self.stage.loss else None,
-            )
+        self.mtp = MTPBlock(
+            config,
+            context,
+            depths=self.stage.num_mtp_layers,
+            table=_table("embed.weight", context),
+            shared=table,
+            places=self.input_embedding.places()
+            if self.stage.embedding
+            else shared_tables.get("positions.weight"),
+        )
+        if self.stage.loss:
+            depths = range(config.mtp.num_layers)
+            self.mtp_heads = nn.ModuleList(self.head.share_weight() for _ in depths)
         self.rotations = RotaryEmbedding(config, context.dtype)
 
     def forward(
@@ -130,52 +169,49 @@ class Decoder(nn.Module):
         inputs: LayerInputs,
         caches: Sequence[LayerCache] | None = None,
         *,
-        x: Tensor | None = None,
-        cross_layer_source: Tensor | None = None,
-        mtp_hidden: tuple[Tensor, ...] = (),
+        received: StageTensors = NOTHING_RECEIVED,
         mtp_inputs: MTPInputs = (),
-    ) -> Tensor | tuple[Tensor, ...]:
-        """ids [t] -> hidden states after the final norm, in the layout of `tp_comm`.
+    ) -> dict[str, Tensor]:
+        """ids [t] -> named hidden states, each [t, h] in the layout of `tp_comm`.
 
-        A pipeline stage starts with `x`, the output of the previous stage, and returns the output
-        of its last layer. It also passes on `cross_layer_source` to stages with layers
-        that attend to it, and `mtp_hidden`, the outputs of MTP layers, from their stage to that of
-        the loss. `mtp_inputs` are the ids and labels of the MTP layers.
+        `hidden` is the output of the last layer, after the final norm if the stage has it. A stage
+        starts with `received`, the outputs of the previous stage. It passes on the
+        `cross_layer_source` to stages with layers that attend to it, and `mtp_hidden.DEPTH`, the
+        outputs of MTP layers, from their stage to that of the loss: see `plan/stages`.
+        `mtp_inputs` are the ids and labels of the MTP layers.
         """
         inputs = replace(
-            self.relative.add_to(self.rotations.add_to(inputs)), encoder_hidden=cross_layer_source
+            self.relative.add_to(self.rotations.add_to(inputs)),
+            encoder_hidden=received.get(CROSS_LAYER_SOURCE),
         )
         if self.stage.embedding:
             x = self.embed(ids)
             if inputs.inserted is not None:
                 x = insert_embeddings(x, inputs.inserted, len(ids), self.tp_comm)
             x = self.input_embedding(x, inputs)
-        assert x is not None, f"stage {self.stage} needs hidden states"
+        else:
+            x = received[HIDDEN]
         if caches is None:
             x, inputs = self.run_layers(list(self.layers), x, inputs, self.source_hook)
         else:
             x = self._forward_with_caches(x, inputs, caches)
         if self.stage.norm:
             x = self.norm(x)
+        outputs = dict(received) | {HIDDEN: x}
+        outputs.pop(CROSS_LAYER_SOURCE, None)
         if self.config.needs_cross_layer_source(self.stage.layers.stop):
-            source = inputs.encoder_hidden
-            assert source is not None, f"stage {self.stage} passes on a cross-layer source"
-            return x, source
-        if self.stage.num_mtp_layers and not self.stage.loss:
-            assert isinstance(self.mtp, MTPBlock)
-            mtp_hidden = self.mtp.states(x, mtp_inputs, inputs)
-        return (x, *mtp_hidden) if mtp_hidden else x
+            assert inputs.encoder_hidden is not None, f"stage {self.stage} has no source to pass on"
+            outputs[CROSS_LAYER_SOURCE] = inputs.encoder_hidden
+        for depth, hidden in enumerate(self.mtp(x, mtp_inputs, inputs), start=1):
+            outputs[mtp_hidden_name(depth)] = hidden
+        return outputs
 
-    def stage_inputs(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """Return the outputs of the previous stage as arguments of `forward`; none in the first
-        stage."""
-        if not tensors:
-            return {}
-        x, *rest = tensors
-        has_encoded_source = self.config.needs_cross_layer_source(self.stage.layers.start)
-        return {"x": x} | (
-            {"cross_layer_source": rest[0]} if has_encoded_source else {"mtp_hidden": tuple(rest)}
-        )
+    def hidden_states(
+        self, ids: Tensor, inputs: LayerInputs, caches: Sequence[LayerCache] | None = None
+    ) -> Tensor:
+        """Run the whole model: ids [t] -> hidden states after the final norm [t, h]."""
+        hidden: Tensor = self(ids, inputs, caches)[HIDDEN]
+        return hidden
 
     def _forward_with_caches(
         self, x: Tensor, inputs: LayerInputs, caches: Sequence[LayerCache]
@@ -195,78 +231,33 @@ class Decoder(nn.Module):
         """Return the normalized x [t, h] that later layers attend to."""
         return self.memory_norm(x)
 
-    def loss(
+    def outputs(
         self,
         ids: Tensor,
-        labels: Tensor,
         inputs: LayerInputs,
         *,
-        x: Tensor | None = None,
-        cross_layer_source: Tensor | None = None,
-    ) -> Tensor:
+        received: StageTensors = NOTHING_RECEIVED,
+        mtp_inputs: MTPInputs = (),
+    ) -> ModelOutputs:
+        """Return the hidden states and the output heads, on the stage with the loss; arguments as
+        of `forward`."""
+        tensors = self(ids, inputs, received=received, mtp_inputs=mtp_inputs)
+        depths = range(1, 1 + len(mtp_inputs))
+        hidden = (tensors[HIDDEN], *(tensors[mtp_hidden_name(depth)] for depth in depths))
+        mtp_heads = (head for head in self.mtp_heads if isinstance(head, VocabParallelHead))
+        return ModelOutputs(hidden, (self.head, *mtp_heads))
+
+    def loss(self, ids: Tensor, labels: Tensor, inputs: LayerInputs) -> Tensor:
         """Return the sum of -log p(label) over the labels [t] that are not negative; equal on all
         tensor-parallel ranks."""
-        return self.head.loss(self(ids, inputs, x=x, cross_layer_source=cross_layer_source), labels)
-
-    def losses(
-        self,
-        ids: Tensor,
-        labels: Tensor,
-        inputs: LayerInputs,
-        *,
-        mtp_inputs: MTPInputs = (),
-        **received: Any,
-    ) -> tuple[Tensor, ...]:
-        """Return `loss`, followed by the loss of each MTP depth for its (ids, labels) in
-        `mtp_inputs`.
-
-        received: outputs of the previous stage, as arguments of `forward`.
-        """
-        inputs = self.rotations.add_to(inputs)
-        hidden = self._hidden(ids, inputs, received)
-        main_loss = self.head.loss(hidden[0], labels)
-        if not mtp_inputs:
-            return (main_loss,)
-        return main_loss, *self.mtp.losses(hidden, mtp_inputs, self.relative.add_to(inputs))
-
-    def evaluate(
-        self,
-        ids: Tensor,
-        labels: Tensor,
-        inputs: LayerInputs,
-        *,
-        mtp_inputs: MTPInputs = (),
-        **received: Any,
-    ) -> Tensor:
-        """Return `losses` in float64, followed by the MTP acceptance rates if the model has MTP
-        layers."""
-        inputs = self.rotations.add_to(inputs)
-        hidden = self._hidden(ids, inputs, received)
-        main_loss = self.head.loss(hidden[0], labels, evaluating=True)
-        losses, num_correct = self.mtp.evaluate(hidden, mtp_inputs, self.relative.add_to(inputs))
-        all_losses = torch.stack([main_loss, *losses]).double()
-        return (
-            torch.cat(
-                [all_losses, mtp_acceptance_rate(num_correct, [labels for _, labels in mtp_inputs])]
-            )
-            if num_correct
-            else all_losses
-        )
-
-    def _hidden(
-        self, ids: Tensor, inputs: LayerInputs, received: Mapping[str, Any]
-    ) -> tuple[Tensor, ...]:
-        """Return the hidden states of the model, and those of MTP depths computed in another
-        stage."""
-        hidden = self(ids, inputs, **received)
-        return hidden if isinstance(hidden, tuple) else (hidden,)
+        return self.outputs(ids, inputs).loss(labels)
 
     def logits(
         self, ids: Tensor, inputs: LayerInputs, caches: Sequence[LayerCache], wanted: Tensor
     ) -> Tensor:
         """Return logits [len(wanted), vocab_size] at the positions `wanted`; every rank must have
         all tokens (no sp)."""
-        return self.head.logits(self(ids, inputs, caches)[wanted])
+        return self.head.logits(self.hidden_states(ids, inputs, caches)[wanted])
 
 
 def build_chunks(context: BuildContext) -> list[Decoder]:

@@ -13,7 +13,7 @@ Their losses are computed on the stage of the model's output head; if that is an
 receives the hidden states of every depth.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from megalith.parallel.tensor import (
     Init,
     ParameterSpec,
     VocabParallelEmbedding,
-    VocabParallelHead,
 )
 from megalith.plan.shards import Shard
 
@@ -45,9 +44,6 @@ class MTPLayer(nn.Module):
     x and the normalized result [t, h] are in the layout of `tp_comm`; ids are those of all tokens.
     """
 
-    head: VocabParallelHead
-    """Only on the stage with the loss."""
-
     def __init__(
         self,
         depth: int,
@@ -56,12 +52,10 @@ class MTPLayer(nn.Module):
         *,
         table: ParameterSpec,
         shared: nn.Parameter | None,
-        head: VocabParallelHead | None,
         places: nn.Parameter | None = None,
     ) -> None:
         """`depth`: from 0; `table`: spec of the embedding table; `shared`: its parameter, if this
-        rank has it already, and `places` that of learned positions; `head`: the model's output
-        head, unless it is on another stage."""
+        rank has it already, and `places` that of learned positions."""
         super().__init__()
         name, h, last = f"mtp.{depth}", config.hidden_size, config.num_layers - 1
         self.embed = VocabParallelEmbedding(
@@ -79,8 +73,6 @@ class MTPLayer(nn.Module):
         )
         self.run_layers = LayerRunner(context.recompute, OffloadConfig(), context.mesh.tp)
         self.stream = stream_dtype(config, context.dtype)
-        if head is not None:
-            self.head = head.share_weight()
 
     def forward(self, x: Tensor, ids: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h], ids [t] -> [t, h]."""
@@ -91,8 +83,7 @@ class MTPLayer(nn.Module):
 
 
 class MTPBlock(nn.Module):
-    """All MTP depths in sequence; empty without MTP. Losses are computed here only if the stage has
-    the output head.
+    """All MTP depths in sequence; empty on other stages.
 
     A separate module instead of a list in the model, so that FSDP and activation checkpointing
     treat it as one unit.
@@ -103,98 +94,27 @@ class MTPBlock(nn.Module):
         config: ModelConfig,
         context: BuildContext,
         *,
+        depths: int,
         table: ParameterSpec,
         shared: nn.Parameter | None,
-        head: VocabParallelHead | None,
         places: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList()
-        for depth in range(config.mtp.num_layers):
-            made = MTPLayer(
-                depth,
-                config,
-                context,
-                table=table,
-                shared=shared,
-                head=head,
-                places=places,
-            )
-            self.layers.append(made)
-            shared, places = made.embed.weight, made.input_embedding.places()
+        for depth in range(depths):
+            layer = MTPLayer(depth, config, context, table=table, shared=shared, places=places)
+            self.layers.append(layer)
+            shared, places = layer.embed.weight, layer.input_embedding.places()
 
-    def states(self, x: Tensor, mtp_inputs: MTPInputs, inputs: LayerInputs) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, mtp_inputs: MTPInputs, inputs: LayerInputs) -> tuple[Tensor, ...]:
         """Return the hidden states of every depth, each [t, h]; x: those of the model."""
         hidden_states = []
-        for prediction, (ids, _) in self._each(mtp_inputs):
-            x = prediction(x, ids, inputs)
+        for layer, (ids, _) in zip(
+            self.layers if mtp_inputs else (), mtp_inputs if self.layers else (), strict=True
+        ):
+            x = layer(x, ids, inputs)
             hidden_states.append(x)
         return tuple(hidden_states)
-
-    def losses(
-        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, inputs: LayerInputs
-    ) -> Iterator[Tensor]:
-        """Yield the summed loss of every depth; hidden: only the model's hidden states."""
-        (x,) = hidden
-        for prediction, (ids, labels) in self._each(mtp_inputs):
-            x = prediction(x, ids, inputs)
-            yield prediction.head.loss(x, labels)
-
-    def evaluate(
-        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, inputs: LayerInputs
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the summed loss of every depth, and where its most likely token is the label: bool
-        [t]."""
-        (x,), losses, right = hidden, [], []
-        for prediction, (ids, labels) in self._each(mtp_inputs):
-            x = prediction(x, ids, inputs)
-            losses.append(prediction.head.loss(x, labels, evaluating=True))
-            right.append(
-                prediction.head.best(x) == labels
-            )  # a missing label is negative, so it never matches
-        return losses, right
-
-    def _each(self, mtp_inputs: MTPInputs) -> Iterator[tuple[MTPLayer, tuple[Tensor, Tensor]]]:
-        for prediction, pair in zip(self.layers if mtp_inputs else (), mtp_inputs, strict=True):
-            assert isinstance(prediction, MTPLayer)
-            yield prediction, pair
-
-
-class MTPLoss(nn.Module):
-    """Losses of MTP depths whose hidden states are computed on another stage; counterpart of
-    `MTPBlock.losses`.
-
-    Has the shared output head for each depth, and no other parameters.
-    """
-
-    def __init__(self, depths: int, head: VocabParallelHead) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(head.share_weight() for _ in range(depths))
-
-    def losses(
-        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, inputs: LayerInputs
-    ) -> Iterator[Tensor]:
-        """Yield the summed loss of every depth; hidden: the hidden states of the model and of every
-        depth."""
-        for head, x, labels in self._each(hidden, mtp_inputs):
-            yield head.loss(x, labels)
-
-    def evaluate(
-        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, inputs: LayerInputs
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Evaluate as `MTPBlock.evaluate`."""
-        each = list(self._each(hidden, mtp_inputs))
-        losses = [head.loss(x, labels, evaluating=True) for head, x, labels in each]
-        return losses, [head.best(x) == labels for head, x, labels in each]
-
-    def _each(
-        self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs
-    ) -> Iterator[tuple[VocabParallelHead, Tensor, Tensor]]:
-        for head, x, (_, labels) in zip(
-            self.heads if mtp_inputs else (), hidden[1:], mtp_inputs, strict=True
-        ):
-            assert isinstance(head, VocabParallelHead)
-            yield head, x, labels
 
 
 def mtp_acceptance_rate(right: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:

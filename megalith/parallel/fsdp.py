@@ -494,14 +494,28 @@ def fully_shard_chunk(
         ):
             module.set_unshard_in_backward(False)  # their backward does not read the table
         if isinstance(module, VocabParallelHead):
-            register_fsdp_forward_method(module, "loss")
-            register_fsdp_forward_method(module, "best")
+            for method in ("loss", "token_losses", "best"):
+                register_fsdp_forward_method(module, method)
+            _unshard_for_token_losses(module)
     # Even without parameters to shard, FSDP2 counts forward and backward passes by this module.
     shard(chunk, mesh=ranks.get("dense", next(iter(ranks.values()))), reshard_after_forward=False)
     if keep_gathered:
         assert isinstance(chunk, FSDPModule)
         chunk.set_reshard_after_backward(False)
     _allocate_params(chunk, device)
+
+
+def _unshard_for_token_losses(head: VocabParallelHead) -> None:
+    """Gather the table of a head before backward, too, once `token_losses` has been used: its
+    backward reads the table."""
+    token_losses = head.token_losses
+
+    def unshard_in_backward(x: Tensor, labels: Tensor) -> Tensor:
+        if isinstance(head, FSDPModule):
+            head.set_unshard_in_backward(True)
+        return token_losses(x, labels)
+
+    setattr(head, "token_losses", unshard_in_backward)  # noqa: B010  # mypy: not a method
 
 
 def _device_mesh(group: Group, device: torch.device) -> DeviceMesh:
@@ -720,7 +734,7 @@ def _inner_units(chunk: nn.Module) -> Iterator[nn.Module]:
         ):
             yield child
         if isinstance(child, nn.ModuleList):
-            yield from child
+            yield from (part for part in child if not isinstance(part, VocabParallelHead))
 
 
 def _experts_in(layer: nn.Module) -> Iterator[nn.Module]:

@@ -44,6 +44,8 @@ class Spec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    requires_grad: bool = True
+    """Whether its gradient is sent back; not part of a header."""
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
@@ -135,7 +137,9 @@ def open_channels(
 
 def tensor_specs(tensors: Sequence[Tensor]) -> Specs:
     """Return shape and dtype of each tensor."""
-    return tuple(Spec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+    return tuple(
+        Spec(tuple(tensor.shape), tensor.dtype, tensor.is_floating_point()) for tensor in tensors
+    )
 
 
 class StageLink:
@@ -247,7 +251,9 @@ class PendingReceive:
         return start_receive(buffer, self.group, self.source, tag=self.tag, handle=self.handle)
 
     def _compare(self, announced: Specs) -> None:
-        if self.specs is not None and announced != self.specs:
+        if self.specs is not None and [spec[:2] for spec in announced] != [
+            spec[:2] for spec in self.specs
+        ]:
             announced_text, expected_text = (
                 ", ".join(map(str, specs)) or "nothing" for specs in (announced, self.specs)
             )
@@ -317,6 +323,7 @@ def _parse_header(header: Tensor) -> Specs:
     specs = []
     for _ in range(count):
         kind, dims, *numbers = numbers
-        specs.append(Spec(tuple(numbers[:dims]), DTYPES[kind]))
+        dtype = DTYPES[kind]
+        specs.append(Spec(tuple(numbers[:dims]), dtype, dtype.is_floating_point))
         numbers = numbers[dims:]
     return tuple(specs)

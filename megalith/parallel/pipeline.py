@@ -28,6 +28,7 @@ from megalith.parallel.p2p import (
     StageLink,
     StageMessage,
     Tensors,
+    tensor_specs,
 )
 from megalith.plan.p2p import Direction, neighbor
 from megalith.plan.schedule import Action, Schedule, concurrent_actions
@@ -408,16 +409,15 @@ class _Step:
     def _forward(self, chunk: int, microbatch: int) -> None:
         received = self._take_input("forward", chunk, microbatch)
         training = torch.is_grad_enabled()
+        stage = self.schedule.stage_of(self.rank, chunk)
         if training:
-            received = tuple(x.requires_grad_() if x.is_floating_point() else x for x in received)
+            for x in self._select_differentiable(received, stage, microbatch):
+                x.requires_grad_()
         outputs = self.chunks[chunk](microbatch, received)
         last = self._neighbor(chunk, "forward") is None
         if training:
-            edges = tuple(
-                get_gradient_edge(y) if y.requires_grad else None
-                for y in outputs
-                if y.is_floating_point()
-            )
+            ends = outputs if last else self._select_differentiable(outputs, stage + 1, microbatch)
+            edges = tuple(get_gradient_edge(y) if y.requires_grad else None for y in ends)
             start = tuple(torch.ones_like(y) for y in outputs) if last else ()
             self.in_progress[chunk, microbatch] = _MicrobatchState(received, edges, start)
         if not last:
@@ -432,9 +432,21 @@ class _Step:
         with self.weights[chunk].defer(microbatch) if defer_weight_grads else nullcontext():
             if roots:
                 torch.autograd.backward([edge for edge, _ in roots], [dy for _, dy in roots])
-        inputs = [x for x in state.received if x.is_floating_point()]
+        stage = self.schedule.stage_of(self.rank, chunk)
+        inputs = self._select_differentiable(state.received, stage, microbatch)
         input_grads = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
         self._store_result("backward", chunk, microbatch, input_grads)
+
+    def _select_differentiable(self, tensors: Tensors, stage: int, microbatch: int) -> Tensors:
+        """Return the tensors of the boundary before a stage whose gradients are sent back; without
+        known specs, all of a floating-point dtype."""
+        if not tensors:
+            return ()
+        if self.boundary is None:
+            specs = tensor_specs(tensors)
+        else:
+            specs = self.boundary(stage, microbatch)
+        return tuple(x for x, spec in zip(tensors, specs, strict=True) if spec.requires_grad)
 
     # --- messages
 
@@ -475,5 +487,5 @@ class _Step:
         assert self.link is not None, "a pipeline of one rank has no messages"
         specs = None if self.boundary is None else self.boundary(after, microbatch)
         if specs is not None and direction == "backward":
-            specs = tuple(spec for spec in specs if spec.dtype.is_floating_point)
+            specs = tuple(spec for spec in specs if spec.requires_grad)
         self.posted[direction, chunk, microbatch] = self.link.post(message, specs, peer)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import PipelineConfig
@@ -258,31 +258,65 @@ def table_stages(
     }
 
 
-class StageBoundary(NamedTuple):
-    """Tensors sent across the boundary before a stage per microbatch, beside the hidden states."""
+HIDDEN = "hidden"
+"""Name of the hidden states between pipeline stages."""
 
-    normed: bool
-    """Whether the hidden states are those after the last norm."""
-
-    memory: bool
-    """Whether source hidden states of cross-layer attention are sent, of the same shape."""
-
-    num_mtp_hidden: int
-    """Number of hidden states of MTP layers."""
+CROSS_LAYER_SOURCE = "cross_layer_source"
+"""Name of the source hidden states of cross-layer attention between pipeline stages."""
 
 
-def stage_boundary(model: ModelConfig, stages: Sequence[Stage], number: int) -> StageBoundary:
-    """Return what is sent across the boundary before stage `number`.
+def mtp_hidden_name(depth: int) -> str:
+    """Return the name of the hidden states of an MTP depth (from 1) between pipeline stages."""
+    return f"mtp_hidden.{depth}"
+
+
+class BoundaryTensor(NamedTuple):
+    """Named tensor that a pipeline stage sends to the next one for each microbatch.
+
+    The messages, the arguments of the model and the planned traffic are derived from it.
+    """
+
+    name: str
+    shape: tuple[Literal["t", "h"], ...] = ("t", "h")
+    """Dimensions: `t`, the local tokens of the microbatch, and `h`, the hidden size."""
+
+    dtype: Literal["residual", "model"] = "model"
+    """`residual`: dtype of the residual stream, fp32 with model.fp32_residual; `model`: that of the
+    parameters."""
+
+    requires_grad: bool = True
+    """Whether its gradient is sent back to the previous stage."""
+
+    def sizes(self, *, num_tokens: int, hidden_size: int) -> tuple[int, ...]:
+        """Return the shape on a rank with this number of tokens."""
+        return tuple({"t": num_tokens, "h": hidden_size}[dim] for dim in self.shape)
+
+
+StageBoundary = tuple[BoundaryTensor, ...]
+"""Tensors that are sent across the boundary before a stage, in the order of their messages."""
+
+
+def stage_boundary(
+    model: ModelConfig, stages: Sequence[Stage], number: int, *, depths: int | None = None
+) -> StageBoundary:
+    """Return what is sent across the boundary before stage `number`; nothing before the first and
+    after the last.
 
     The losses of all MTP layers need the only head, so their hidden states are sent to its stage.
+    `depths`: MTP depths that the microbatch has inputs of; unset: all.
     """
+    if number in (0, len(stages)):
+        return ()
     before = stages[:number]
-    done = sum(len(stage.layers) for stage in before)
-    return StageBoundary(
-        any(s.norm for s in before),
-        model.needs_cross_layer_source(done),
-        sum(s.num_mtp_layers for s in before),
-    )
+    num_layers = sum(len(stage.layers) for stage in before)
+    num_mtp_layers = sum(stage.num_mtp_layers for stage in before)
+    is_normed = any(stage.norm for stage in before)
+    tensors = [BoundaryTensor(HIDDEN, dtype="model" if is_normed else "residual")]
+    if model.needs_cross_layer_source(num_layers):
+        tensors.append(BoundaryTensor(CROSS_LAYER_SOURCE))
+    for depth in range(1, 1 + min(num_mtp_layers, num_mtp_layers if depths is None else depths)):
+        tensors.append(BoundaryTensor(mtp_hidden_name(depth)))
+    return tuple(tensors)
 
 
 def layout_of(stages: Sequence[Stage]) -> str:

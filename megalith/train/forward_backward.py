@@ -1,7 +1,7 @@
 """Forward and backward of the microbatches of a step through this rank's model chunks, and the
 training losses: sums over heads (LM, MTP, aux), normalized by the global number of labels."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalith.config.model import ModelConfig
 from megalith.config.parallel import PipelineConfig
-from megalith.config.plugins import load_plugin
 from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
 from megalith.errors import raise_all
 from megalith.kernels.backend import Backends, select_backends, unavailable_backends
-from megalith.kernels.layer_inputs import AuxLossScale
 from megalith.kernels.packed import for_one_pass
 from megalith.launch.watchdog import backend_timeout
 from megalith.models.decoder import Decoder, build_chunks
 from megalith.nn.build import BuildContext, build_context
-from megalith.parallel.collectives import mark_partial, no_overlap
+from megalith.parallel.collectives import no_overlap
 from megalith.parallel.cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_with_stats,
@@ -38,7 +37,7 @@ from megalith.parallel.p2p import (
     create_pipeline_groups,
     open_channels,
 )
-from megalith.parallel.pipeline import Boundary, DualBatchOverlap, Pipeline, WeightGradStore
+from megalith.parallel.pipeline import DualBatchOverlap, Pipeline, WeightGradStore
 from megalith.parallel.symm_mem import choose_collective_matmul
 from megalith.parallel.tensor import VocabParallelHead
 from megalith.parallel.tensor_overlap import RING_EXCHANGE
@@ -52,18 +51,22 @@ from megalith.plan.schedule import (
     pair_forward_backward,
     schedule_name,
 )
-from megalith.plan.stages import plan_stages, stage_boundary
+from megalith.plan.stages import Stage, StageBoundary, plan_stages, stage_boundary
+from megalith.train.objective import (
+    LossNormalizer,
+    Objective,
+    build_objective,
+    check_loss_names,
+    sum_eval_losses,
+)
 
-# Training losses: LM and MTP losses of every head, normalized by the global number of labels.
+# Losses of the output heads.
 
 
 def build_head_loss(run: TrainRun, backends: Backends) -> Callable[..., Tensor]:
     """Return the loss function of one output head; it records logit statistics if the run logs
     them."""
     train = run.train
-    if train.loss_plugin is not None:
-        plugin: Callable[..., Tensor] = load_plugin("loss", train.loss_plugin)
-        return plugin
     loss_kwargs: dict[str, Any] = (
         {"smoothing": train.label_smoothing} if train.label_smoothing else {}
     )  # Any: keyword arguments
@@ -116,46 +119,6 @@ def collect_logit_stats(
     return StepLogitStats(z, all_reduce_max_(largest, mesh.world))
 
 
-def normalize_loss_by_labels(
-    loss: Tensor, *, num_labels: int, mesh: Mesh, scale: float = 1.0
-) -> Tensor:
-    """Return this microbatch's part of the mean loss over the global batch, which backward starts
-    from.
-
-    loss: sum over the labels of the microbatch. num_labels: labels of the global batch, over all
-    ranks. The parts of all microbatches and of all dp and cp ranks sum to the mean, so gradients
-    are summed over these ranks, not averaged. scale: the loss scale of fp16; the gradients are
-    divided by it before use.
-    """
-    share = loss / max(1, num_labels)
-    return mark_partial(share if scale == 1.0 else share * scale, mesh.dp_cp)
-
-
-def normalize_losses_by_labels(
-    losses: Sequence[Tensor],
-    *,
-    num_labels: Sequence[int],
-    weight: float,
-    mesh: Mesh,
-    scale: float = 1.0,
-) -> Tensor:
-    """Return the same with the MTP losses: the mean of the depths' means is multiplied by `weight`.
-
-    losses, num_labels: of the next token, then of each MTP depth, which is divided by its own
-    labels.
-    """
-    main_loss, *mtp_losses = losses
-    mean = main_loss / max(1, num_labels[0])
-    for loss, count in zip(mtp_losses, num_labels[1:], strict=True):
-        mean = mean + loss * (weight / len(mtp_losses) / max(1, count))
-    return normalize_loss_by_labels(mean, num_labels=1, mesh=mesh, scale=scale)
-
-
-ScaleLossFn = Callable[[Sequence[Tensor]], Tensor]
-"""The summed losses of a microbatch (next token, then MTP depths) -> the scaled loss that backward
-starts from."""
-
-
 @dataclass(frozen=True, slots=True)
 class PipelineModel:
     """This rank's model chunks and their pipeline stages; without a pipeline, one chunk with the
@@ -166,6 +129,9 @@ class PipelineModel:
     device: torch.device
     chunks: tuple[Decoder, ...]
     handles: PipelineGroups | None
+    objective: Objective
+    """Training losses, computed on the rank with the output head."""
+
     weights: tuple[WeightGradStore, ...] = ()
     """Stores of deferred weight gradients by chunk, for schedules that split backward."""
 
@@ -188,82 +154,98 @@ class PipelineModel:
         """Number of ranks over which the tokens between stages are sharded."""
         return self.mesh.tp.size if self.run.parallel.sp else 1
 
-    def forward_backward(
-        self, batches: Sequence[Batch], scale_loss: ScaleLossFn, *, scale: float = 1.0
-    ) -> Tensor:
-        """Run forward and backward of all microbatches; return the summed losses, float64 [1 +
-        depths].
-
-        The sums are 0 on ranks without the loss. `scale`: the loss scale, for losses that
-        `scale_loss` does not receive (aux losses).
-        """
-        return self._run(batches, scale_loss, scale)
+    def forward_backward(self, batches: Sequence[Batch], normalizer: LossNormalizer) -> Tensor:
+        """Run forward and backward of all microbatches; return the summed losses in the order of
+        the objective: float64 [losses], 0 on ranks without the output head."""
+        total = torch.zeros(len(normalizer.terms), dtype=torch.float64, device=self.device)
+        self._run(batches, total, normalizer)
+        return total
 
     def forward(self, batches: Sequence[Batch]) -> Tensor:
-        """Run forward of all microbatches; return the sums of `Decoder.evaluate`, 0 on ranks
-        without the loss."""
+        """Run forward of all microbatches; return the sums of `sum_eval_losses`, 0 on ranks without
+        the output head."""
+        depths = self.run.model.mtp.num_layers
+        num_sums = 2 + 2 * depths if depths else 1
+        total = torch.zeros(num_sums, dtype=torch.float64, device=self.device)
         with torch.no_grad():
-            return self._run(batches, None)
+            self._run(batches, total, None)
+        return total
 
     def _run(
-        self, batches: Sequence[Batch], scale_loss: ScaleLossFn | None, scale: float = 1.0
-    ) -> Tensor:
+        self, batches: Sequence[Batch], total: Tensor, normalizer: LossNormalizer | None
+    ) -> None:
         p = self.run.parallel
         schedule = build_step_schedule(
             p.pipeline,
             self.mesh.pp.size,
             len(batches),
             overlap=p.overlap,
-            forward_only=scale_loss is None,
-            paired=p.overlap_experts and scale_loss is not None,
+            forward_only=normalizer is None,
+            paired=p.overlap_experts and normalizer is not None,
         )
-        depths = self.run.model.mtp.num_layers
-        measures = 1 + depths if scale_loss is not None or not depths else 2 + 2 * depths
-        total = torch.zeros(measures, dtype=torch.float64, device=self.device)
         tags = self.handles is None or self.handles.tags
+        boundaries = self._boundaries(batches)
         pipeline = Pipeline(
             self.mesh.pp.rank,
             self.handles,
             self.device,
-            self._boundary(batches) if self.mesh.pp.size > 1 else None,
+            boundaries.specs if self.mesh.pp.size > 1 else None,
             announce=p.check_collectives and tags,
             weights=self.weights,
             dual_batch=self.dual_batch,
         )
-        weight = (
-            None
-            if scale_loss is None or self.run.model.moe is None
-            else scale / (len(batches) * self.mesh.dp.size)
-        )
-        pipeline.run(
-            schedule,
-            [_ChunkStep(chunk, batches, scale_loss, total, weight) for chunk in self.chunks],
-        )
-        return total
+        steps = [
+            _ChunkStep(
+                chunk,
+                schedule.stage_of(self.mesh.pp.rank, number),
+                boundaries,
+                self.objective,
+                normalizer,
+                total,
+            )
+            for number, chunk in enumerate(self.chunks)
+        ]
+        pipeline.run(schedule, steps)
 
-    def _boundary(self, batches: Sequence[Batch]) -> Boundary:
-        """Return the shapes of the tensors between stages; every rank of a pipeline reads the same
-        rows."""
-        model, p, chunk, parts = (
-            self.run.model,
-            self.run.parallel,
-            self.chunks[0],
-            self.boundary_split,
-        )
+    def _boundaries(self, batches: Sequence[Batch]) -> "StageBoundaries":
+        """Return the tensors between stages; every rank of a pipeline reads the same rows."""
+        model, p, chunk = self.run.model, self.run.parallel, self.chunks[0]
         stages = plan_stages(
             p.pipeline, pp=p.pp, num_layers=model.num_layers, depths=model.mtp.num_layers
         )
-        boundaries = [stage_boundary(model, stages, number) for number in range(len(stages))]
+        dtypes = {"residual": chunk.stream_dtype, "model": chunk.dtype}
+        return StageBoundaries(model, stages, batches, self.boundary_split, dtypes)
 
-        def boundary_specs(stage: int, microbatch: int) -> Specs:
-            batch, boundary = batches[microbatch], boundaries[stage]
-            shape = len(batch.ids) // parts, model.hidden_size
-            x = Spec(shape, chunk.dtype if boundary.normed else chunk.stream_dtype)
-            return x, *[Spec(shape, chunk.dtype)] * (
-                boundary.memory + min(boundary.num_mtp_hidden, len(batch.mtp_inputs))
+
+@dataclass(frozen=True, slots=True)
+class StageBoundaries:
+    """Tensors between the pipeline stages of a step."""
+
+    model: ModelConfig
+    stages: Sequence[Stage]
+    batches: Sequence[Batch]
+    split: int
+    """Number of ranks over which the tokens between stages are sharded."""
+
+    dtypes: Mapping[str, torch.dtype]
+    """Dtype of the residual stream and of the parameters."""
+
+    def tensors(self, stage: int, microbatch: int) -> StageBoundary:
+        """Return the description of what is sent across the boundary before a stage."""
+        depths = len(self.batches[microbatch].mtp_inputs)
+        return stage_boundary(self.model, self.stages, stage, depths=depths)
+
+    def specs(self, stage: int, microbatch: int) -> Specs:
+        """Return the shapes and dtypes of these messages."""
+        t, h = len(self.batches[microbatch].ids) // self.split, self.model.hidden_size
+        return tuple(
+            Spec(
+                tensor.sizes(num_tokens=t, hidden_size=h),
+                self.dtypes[tensor.dtype],
+                tensor.requires_grad,
             )
-
-        return boundary_specs
+            for tensor in self.tensors(stage, microbatch)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,11 +253,14 @@ class _ChunkStep:
     """One chunk and the microbatches of a step."""
 
     model: Decoder
-    batches: Sequence[Batch]
-    scale_loss: ScaleLossFn | None
+    stage: int
+    boundaries: StageBoundaries
+    objective: Objective
+    normalizer: LossNormalizer | None
+    """None in evaluation."""
+
     total: Tensor
-    balance: float | None
-    """Factor of the aux losses' mean over a microbatch; None without experts."""
+    """float64: the sums of the losses, which each microbatch adds to."""
 
     def __call__(self, microbatch: int, received: Tensors) -> Tensors:
         """Run one microbatch.
@@ -283,29 +268,30 @@ class _ChunkStep:
         Takes the tensors from the previous stage (none on the first) and returns those for the next
         stage, or the loss that backward starts from.
         """
-        batch, from_stage = self.batches[microbatch], self.model.stage_inputs(received)
-        aux_loss_scale = None
-        if self.balance is not None:
-            aux_loss_scale = AuxLossScale(
-                microbatch, len(self.batches), self.balance * batch.part, batch.part
-            )
+        batches, normalizer = self.boundaries.batches, self.normalizer
+        batch, aux_loss_scale = batches[microbatch], None
+        if normalizer is not None and self.model.config.moe is not None:
+            aux_loss_scale = normalizer.aux_loss_scale(microbatch, len(batches), batch.part)
         batch = replace(batch, seq_params=for_one_pass(batch.seq_params))
-        inputs = batch.layer_inputs(aux_loss_scale)
+        inputs, boundary = batch.layer_inputs(aux_loss_scale), self.boundaries.tensors
+        named = (tensor.name for tensor in boundary(self.stage, microbatch))
+        arguments: dict[str, Any] = {  # Any: keyword arguments
+            "received": dict(zip(named, received, strict=True)),
+            "mtp_inputs": batch.mtp_inputs,
+        }
         if not self.model.stage.loss:
-            outputs = self.model(batch.ids, inputs, mtp_inputs=batch.mtp_inputs, **from_stage)
-            return outputs if isinstance(outputs, tuple) else (outputs,)
-        if self.scale_loss is None:
-            self.total.add_(
-                self.model.evaluate(
-                    batch.ids, batch.labels, inputs, mtp_inputs=batch.mtp_inputs, **from_stage
-                )
-            )
+            tensors = self.model(batch.ids, inputs, **arguments)
+            sent = [tensor.name for tensor in boundary(self.stage + 1, microbatch)]
+            assert set(sent) == set(tensors), (sent, list(tensors))
+            return tuple(tensors[name] for name in sent)
+        outputs = self.model.outputs(batch.ids, inputs, **arguments)
+        if normalizer is None:
+            self.total.add_(sum_eval_losses(outputs, batch.labels, batch.mtp_inputs))
             return ()
-        losses = self.model.losses(
-            batch.ids, batch.labels, inputs, mtp_inputs=batch.mtp_inputs, **from_stage
-        )
-        self.total[: len(losses)] += torch.stack([loss.detach() for loss in losses])
-        return (self.scale_loss(losses),)
+        losses = self.objective(outputs, batch)
+        check_loss_names(losses, normalizer.terms)
+        self.total.add_(torch.stack([losses[name].detach() for name in normalizer.terms]))
+        return (normalizer.scale_loss(losses),)
 
 
 def build_run_context(
@@ -359,7 +345,9 @@ def build_pipeline_model(
         open_channels(handles, channels(step), device)
     splits = splits_backward(run.parallel.pipeline, mesh.pp.size)
     weights = tuple(WeightGradStore() for _ in chunks) if splits else ()
-    return PipelineModel(run, mesh, device, tuple(chunks), handles, weights, dual_batch)
+    return PipelineModel(
+        run, mesh, device, tuple(chunks), handles, build_objective(run), weights, dual_batch
+    )
 
 
 def splits_backward(pipeline: PipelineConfig, pp: int) -> bool:

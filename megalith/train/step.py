@@ -4,8 +4,7 @@ update."""
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,8 +20,8 @@ from megalith.train.forward_backward import (
     StepLogitStats,
     collect_logit_stats,
     logs_logit_stats,
-    normalize_losses_by_labels,
 )
+from megalith.train.objective import MAIN_LOSS, build_loss_normalizer
 from megalith.train.trainer import Trainer
 
 StepStats = Tensor
@@ -69,8 +68,9 @@ class StepResult:
     num_zeros: int | None = None
     """Number of gradient elements that are zero; None unless optim.count_zeros."""
 
-    mtp_losses: tuple[float, ...] = ()
-    """Mean loss of every MTP depth."""
+    other_losses: Mapping[str, float] = field(default_factory=dict)
+    """Mean over the global batch of the objective's other losses by name, such as those of MTP
+    depths."""
 
     z_loss: float | None = None
     """Mean over labels of train.z_loss * logsumexp^2, not included in `loss`; None if logit
@@ -102,12 +102,8 @@ def train_step(
     data, mesh = trainer.data, trainer.mesh
     scale = 1.0 if trainer.loss_scale is None else trainer.loss_scale.scale
     data.begin_step(len(batches.microbatches))
-    counts = (batches.num_labels, *batches.num_mtp_labels)
-    weight = trainer.run.model.mtp.loss_weight
-    scale_loss = partial(
-        normalize_losses_by_labels, num_labels=counts, weight=weight, mesh=mesh, scale=scale
-    )
-    total = trainer.pipeline_model.forward_backward(batches.microbatches, scale_loss, scale=scale)
+    normalizer = build_loss_normalizer(trainer.pipeline_model.objective, batches, mesh, scale=scale)
+    total = trainer.pipeline_model.forward_backward(batches.microbatches, normalizer)
     local_params = data.finish()
     logit_stats = _collect_logit_stats(trainer)
     step_stats = reduce_step_stats(
@@ -121,9 +117,9 @@ def train_step(
     ).tolist()
     grad_norm = math.sqrt(squares) / scale
     finite = math.isfinite(grad_norm)
-    empty = not any(
-        counts
-    )  # momentum and weight decay would still change the weights, and zeros never overflow
+    # without labels, momentum and weight decay would still change the weights, and zeros never
+    # overflow
+    empty = not any(normalizer.totals[term.count] for term in normalizer.terms.values())
     if trainer.loss_scale is not None and not empty:
         trainer.loss_scale.update(overflow=not finite)
     if finite and not empty:
@@ -144,17 +140,17 @@ def train_step(
             f"gradient norm {grad_norm}: not finite in {describe_nonfinite_gradients(trainer)}. "
             "Reduce schedule.lr, check the data, or set optim.nonfinite_grad=skip."
         )
-    loss, *mtp_losses = (total / max(1, count) for total, count in zip(sums, counts, strict=False))
+    losses = normalizer.mean_losses(sums[: len(normalizer.terms)])
     z_loss, max_logit = (
-        (None, None) if logit_stats is None else (sums[-2] / max(1, counts[0]), sums[-1])
+        (None, None) if logit_stats is None else (sums[-2] / max(1, batches.num_labels), sums[-1])
     )
     return StepResult(
-        loss,
+        losses.pop(MAIN_LOSS),
         grad_norm,
         finite and not empty,
         _decode_requests(requests, mesh.world.size),
         int(zeros) if trainer.run.optim.count_zeros else None,
-        tuple(mtp_losses),
+        losses,
         z_loss,
         max_logit,
         empty,

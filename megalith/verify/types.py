@@ -70,7 +70,7 @@ from megalith.plan.schedule import place_of, placement_of, schedule_name, stage_
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, EXPERT_PARTS, PARTS, Shard
 from megalith.plan.stages import Stage, StageBoundary, plan_stages, stage_boundary
 from megalith.testing.inject import patched
-from megalith.train.forward_backward import normalize_losses_by_labels
+from megalith.train.objective import LossNormalizer, LossTerm, sum_lm_losses
 from megalith.verify.faults.plant import find_fault, plant_fault
 from megalith.verify.type_rules import IN_WORDS, axes_here, installed_rules, types_of
 
@@ -417,12 +417,11 @@ class RankModel:
     hidden: Mapping[str, Type]
     """Expected types of hidden states between layers and between stages."""
 
-    received: tuple[Tensor, ...]
-    """Hidden states from the previous stage, with cross-layer source or MTP states; empty on the
-    first stage."""
+    received: Mapping[str, Tensor]
+    """Tensors from the previous stage by name; empty on the first stage."""
 
-    gradients: tuple[Tensor, ...]
-    """Gradients from the next stage; empty on the last stage."""
+    gradients: Mapping[str, Tensor]
+    """Gradients from the next stage by name; empty on the last stage."""
 
     @property
     def model(self) -> Decoder:
@@ -456,7 +455,6 @@ def _build(
     """
     mesh = build_meta_mesh(grid, rank=rank)
     chunks = _chunks(model, mesh, parallel, replace(recompute, check=False), lora, optim)
-    stage = chunks[chunk].stage
     split = parallel.sp and mesh.tp.size > 1
     hidden = {axis: V if axis in DATA_AXES or split else I for axis in DENSE_AXES}
     batch = paper_batch(
@@ -470,18 +468,16 @@ def _build(
     count = batch.inputs.seq_params.num_tokens // (mesh.tp.size if split else 1)
     stages, number = stages_of(parallel, model), _stage_number(grid, parallel, rank, chunk)
     received, gradients = (
-        ()
-        if end
-        else tuple(
-            torch.empty(
-                count, model.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=wants
+        {
+            tensor.name: torch.empty(
+                tensor.sizes(num_tokens=count, hidden_size=model.hidden_size),
+                dtype=torch.bfloat16,
+                device="meta",
+                requires_grad=is_input and tensor.requires_grad,
             )
-            for _ in range(1 + over.memory + over.num_mtp_hidden)
-        )
-        for end, over, wants in (
-            (stage.embedding, stage_boundary(model, stages, number), True),
-            (stage.loss, stage_boundary(model, stages, number + 1), False),
-        )
+            for tensor in stage_boundary(model, stages, number + (not is_input))
+        }
+        for is_input in (True, False)
     )
     return RankModel(mesh, nn.ModuleList(chunks), chunk, batch, hidden, received, gradients)
 
@@ -828,13 +824,13 @@ def _run(rank_model: RankModel, counts: Counter[str]) -> Iterator[Problem]:
         ):
             declare(rank_model.chunks, rank_model.mesh.grid)
             declare_inputs(rank_model.batch)
-            for x in (*rank_model.received, *rank_model.gradients):
+            for x in (*rank_model.received.values(), *rank_model.gradients.values()):
                 checker.assert_type(x, _by_axis(rank_model.hidden.__getitem__))
             ends = _forward(rank_model)
             phase, forward = "backward", counts.copy()
             roots = [
                 (x, dx)
-                for x, dx in zip(ends, rank_model.gradients or (None,), strict=True)
+                for x, dx in zip(ends, rank_model.gradients.values() or (None,), strict=True)
                 if x.requires_grad
             ]
             if len(roots) == 1:  # only a single root may be a partial sum
@@ -865,44 +861,35 @@ def _run(rank_model: RankModel, counts: Counter[str]) -> Iterator[Problem]:
 def _forward(rank_model: RankModel) -> tuple[Tensor, ...]:
     """Return the roots of backward: this rank's part of the mean loss, or the states for the next
     stage."""
-    batch, stage, given = (
-        rank_model.batch,
-        rank_model.model.stage,
-        rank_model.model.stage_inputs(rank_model.received),
-    )
-    if not stage.loss:
-        result = rank_model.model(batch.ids, batch.inputs, mtp_inputs=batch.mtp_inputs, **given)
-        ends = result if isinstance(result, tuple) else (result,)
-        for x, what in zip(ends, _names(rank_model), strict=False):
-            expect(f"{what} for the next stage", x, rank_model.hidden)
-        return ends
-    losses = rank_model.model.losses(
-        batch.ids, batch.labels, batch.inputs, mtp_inputs=batch.mtp_inputs, **given
-    )
+    batch, model = rank_model.batch, rank_model.model
+    arguments: dict[str, Any] = {  # Any: keyword arguments
+        "received": rank_model.received,
+        "mtp_inputs": batch.mtp_inputs,
+    }
+    if not model.stage.loss:
+        tensors = model(batch.ids, batch.inputs, **arguments)
+        for name, x in tensors.items():
+            expect(f"{name} for the next stage", x, rank_model.hidden)
+        return tuple(tensors[name] for name in rank_model.gradients)
+    outputs = model.outputs(batch.ids, batch.inputs, **arguments)
+    losses = sum_lm_losses(outputs, batch.labels, batch.mtp_inputs)
     for loss in losses:
         expect("losses", loss, {axis: V if axis in DATA_AXES else I for axis in DENSE_AXES})
-    return (
-        normalize_losses_by_labels(
-            losses, num_labels=[1000] * len(losses), weight=1.0, mesh=rank_model.mesh
-        ),
+    names = [f"loss {number}" for number in range(len(losses))]
+    normalizer = LossNormalizer(
+        dict.fromkeys(names, LossTerm("labels")), {"labels": 1000}, rank_model.mesh
     )
-
-
-def _names(rank_model: RankModel) -> Iterator[str]:
-    """Yield the names of the states that stages send."""
-    yield "hidden states"
-    depths = rank_model.model.config.mtp.num_layers
-    yield from [f"hidden states of depth {depth}" for depth in range(1, depths + 1)] or ["memory"]
+    return (normalizer.scale_loss(dict(zip(names, losses, strict=True))),)
 
 
 def _without_gradient(rank_model: RankModel) -> Iterator[Problem]:
     is_needed = not isinstance(
         rank_model.model.run_layers, FrozenLayerRunner
     )  # else nothing before these layers is trained
-    for x, where in zip(rank_model.received if is_needed else (), _names(rank_model), strict=False):
-        if x.grad is None:
-            what = f"the {where} of the previous stage got no gradient. Use them in this stage."
-            yield Problem(where=where, what=what, ranks=(rank_model.mesh.rank,))
+    for name, x in rank_model.received.items() if is_needed else ():
+        if x.requires_grad and x.grad is None:
+            what = f"{name} of the previous stage got no gradient. Use it in this stage."
+            yield Problem(where=name, what=what, ranks=(rank_model.mesh.rank,))
     for declared, module, name in iter_parameter_specs(rank_model.model):
         parameter = getattr(module, name)
         if parameter.requires_grad and parameter.grad is None:

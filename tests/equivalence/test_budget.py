@@ -1,10 +1,9 @@
 """Documents packed by a budget of tokens are learned as one by one, in float64, whatever the budget
 and the layout."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,8 @@ from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, compare
-from megalith.train import step as step_file
-from megalith.train.forward_backward import normalize_losses_by_labels
 from megalith.train.loop import run_training
+from megalith.train.objective import LossNormalizer
 from megalith.train.run_folder import RunFolder
 from megalith.train.step import train_step
 from megalith.train.trainer import Trainer, build_trainer
@@ -189,23 +187,20 @@ def test_packing_matches_under_every_axis_with_equal_packs_per_rank(name: str) -
 # --- planted faults
 
 
-def _mean_of_packs(
-    own_labels: Iterator[int], losses: Sequence[Tensor], *, num_labels: Sequence[int], **others: Any
-) -> Tensor:
-    """Each pack's own mean counts alike, however few tokens it has: as if all packs had as many
-    labels."""
-    return normalize_losses_by_labels(
-        losses, num_labels=[next(own_labels), *num_labels[1:]], **others
-    )
-
-
 def test_comparison_detects_a_mean_over_packs() -> None:
+    """Each pack's own mean has the same weight, however few labels it has."""
     trainer = build({})
     step = packed(trainer).next()
     counts = iter(
         [max(1, batch.num_labels) * len(step.microbatches) for batch in step.microbatches]
     )
-    with patched(step_file, "normalize_losses_by_labels", partial(_mean_of_packs, counts)):
+    scale_loss = LossNormalizer.scale_loss
+
+    def mean_of_packs(self: LossNormalizer, losses: Mapping[str, Tensor]) -> Tensor:
+        own = replace(self, totals={**self.totals, "labels": next(counts)})
+        return scale_loss(own, losses)
+
+    with patched(LossNormalizer, "scale_loss", mean_of_packs):
         _, norm, _ = gradients(trainer, step)
     assert norm != pytest.approx(alone()[1], rel=1e-3)
 

@@ -169,7 +169,7 @@ def outputs(batch: Batch) -> Tensor:
     allocate(model, CPU)
     initialize(model, seed=3)
     with torch.no_grad():
-        hidden: Tensor = model(batch.ids, batch.layer_inputs())
+        hidden: Tensor = model.hidden_states(batch.ids, batch.layer_inputs())
     return hidden
 
 

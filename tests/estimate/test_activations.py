@@ -65,6 +65,7 @@ from megalith.plan.stages import plan_stages
 from megalith.testing.meter import measure_saved_activations
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
+from megalith.train.objective import sum_lm_losses
 from megalith.train.trainer import DTYPES, build_trainer
 from megalith.verify.tiny_models import CROSS_LAYER, VARIANTS
 from tests.plan.closed_forms import GptLayer, gpt_layer_bytes
@@ -156,7 +157,11 @@ def measure(setting: LayerSetting, rank: int = 0, world: int = 1) -> tuple[int, 
             tokens = replace(tokens, dropout_key=DropoutKey(7, torch.arange(len(ids))))
     with measure_saved_activations(model) as meter, equally_busy(part.ep > 1):
         loss = sum(
-            model.losses(ids, ids, tokens, mtp_inputs=((ids, ids),) * setting.model.mtp.num_layers),
+            sum_lm_losses(
+                model.outputs(ids, tokens, mtp_inputs=((ids, ids),) * setting.model.mtp.num_layers),
+                ids,
+                ((ids, ids),) * setting.model.mtp.num_layers,
+            ),
             torch.zeros(()),
         )
     live = meter.live
@@ -641,7 +646,7 @@ def test_saved_activations_of_mtp_stages_match_the_ledger(layout: str, kind: str
     recompute = FULL[0] if kind == "recomputed" else RecomputeConfig()
     setting = LayerSetting(model=model, dtype="fp32", lengths=(12, 12), recompute=recompute)
     ids, tokens = torch.arange(24) % 61, LayerInputs(tokens_of_lengths([12, 12]))
-    received: tuple[torch.Tensor, ...] = ()
+    received: dict[str, torch.Tensor] = {}
     for stage in plan_stages(PipelineConfig(layout=layout), pp=4, num_layers=3, depths=2):
         chunk = Decoder(
             build_context(model, build_single_rank_mesh(), recompute=recompute), stage=stage
@@ -650,13 +655,17 @@ def test_saved_activations_of_mtp_stages_match_the_ledger(layout: str, kind: str
         initialize(chunk, seed=1)
         mtp_inputs, given = (
             ((ids, ids),) * 2,
-            chunk.stage_inputs(tuple(x.detach().requires_grad_() for x in received)),
+            {name: x.detach().requires_grad_() for name, x in received.items()},
         )
         with measure_saved_activations(chunk) as meter:
             found = (
-                chunk.losses(ids, ids, tokens, mtp_inputs=mtp_inputs, **given)
+                sum_lm_losses(
+                    chunk.outputs(ids, tokens, mtp_inputs=mtp_inputs, received=given),
+                    ids,
+                    mtp_inputs,
+                )
                 if stage.loss
-                else chunk(ids, tokens, mtp_inputs=mtp_inputs, **given)
+                else chunk(ids, tokens, mtp_inputs=mtp_inputs, received=given)
             )
         kept = stage_activations(
             replace(setting, first_layer=stage.layers.start),
@@ -667,7 +676,7 @@ def test_saved_activations_of_mtp_stages_match_the_ledger(layout: str, kind: str
             num_mtp_layers=stage.num_mtp_layers,
         )
         assert meter.live == kept.nbytes, stage
-        received = found if isinstance(found, tuple) else (found,)
+        received = found if isinstance(found, dict) else {}
     assert len(received) == 3
 
 

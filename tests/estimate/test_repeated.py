@@ -21,6 +21,7 @@ from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.stages import Stage, single_stage
 from megalith.recipes import resolve
+from megalith.train.objective import sum_lm_losses
 
 DOCUMENTS = (5, 11, 2)
 MODEL = ModelConfig(
@@ -74,7 +75,11 @@ def counted(model: ModelConfig, recompute: RecomputeConfig) -> int:
         generator=torch.Generator().manual_seed(2),
     )
     with FlopCounterMode(display=False) as counter:
-        losses = decoder.losses(ids, ids, tokens, mtp_inputs=((ids, ids),) * model.mtp.num_layers)
+        losses = sum_lm_losses(
+            decoder.outputs(ids, tokens, mtp_inputs=((ids, ids),) * model.mtp.num_layers),
+            ids,
+            ((ids, ids),) * model.mtp.num_layers,
+        )
         torch.stack(losses).sum().backward()
     return int(counter.get_total_flops())
 

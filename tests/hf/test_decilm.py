@@ -135,7 +135,7 @@ def logits(model: Decoder) -> Tensor:
     """Scores of two documents."""
     with torch.no_grad():
         return model.head.logits(
-            model(torch.arange(11) * 7 % 37, LayerInputs(tokens_of_lengths([4, 7])))
+            model.hidden_states(torch.arange(11) * 7 % 37, LayerInputs(tokens_of_lengths([4, 7])))
         )
 
 

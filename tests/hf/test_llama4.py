@@ -233,7 +233,9 @@ def test_of_a_folder_that_reads_pictures_the_text_is_read_and_the_rest_is_named(
     assert folder.family is LLAMA4 and folder.others
     ids, _ = batch(97)
     ours = our_model(folder)
-    scores = ours.head.logits(ours(ids.flatten(), LayerInputs(tokens_of_rows(*ids.shape))))
+    scores = ours.head.logits(
+        ours.hidden_states(ids.flatten(), LayerInputs(tokens_of_rows(*ids.shape)))
+    )
     assert relative_error(scores, theirs(ids).logits.flatten(0, 1)) < 2e-5
 
     source = open_pretrained(tmp_path / "theirs")

@@ -150,7 +150,7 @@ def test_scores_loss_and_every_gradient_equal_those_of_transformers(
     scores = theirs(ids).logits
     loss = cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
     loss.backward()
-    our_scores = ours.head.logits(ours(ids.flatten(), tokens))
+    our_scores = ours.head.logits(ours.hidden_states(ids.flatten(), tokens))
     our_loss = ours.loss(ids.flatten(), labels.flatten(), tokens)
     our_loss.backward()
 
@@ -183,7 +183,9 @@ def test_every_setting_that_a_family_needs_is_seen_in_the_scores(
     changes = {part: replace(getattr(folder.model_config, part), **change)} if part else change
     ids, _ = batch(theirs.config.vocab_size)
     ours = our_model(folder, **changes)
-    scores = ours.head.logits(ours(ids.flatten(), LayerInputs(tokens_of_rows(*ids.shape))))
+    scores = ours.head.logits(
+        ours.hidden_states(ids.flatten(), LayerInputs(tokens_of_rows(*ids.shape)))
+    )
     assert relative_error(scores, theirs(ids).logits.flatten(0, 1)) > 3 * SCORES
 
 

@@ -44,7 +44,7 @@ def slowly(model: Decoder, prompt: list[int], count: int) -> list[int]:
     """Greedy text without any cache: everything is read again for each token."""
     ids = list(prompt)
     for _ in range(count):
-        hidden = model(torch.tensor(ids), LayerInputs(tokens_of_rows(1, len(ids))))
+        hidden = model.hidden_states(torch.tensor(ids), LayerInputs(tokens_of_rows(1, len(ids))))
         ids.append(int(model.head.logits(hidden[-1:])[0].argmax()))
     return ids[len(prompt) :]
 

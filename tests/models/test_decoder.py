@@ -47,6 +47,7 @@ from megalith.plan.costs import num_parameters
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close, assert_equals, relative_error
+from megalith.train.objective import sum_eval_losses, sum_lm_losses
 from megalith.verify.tiny_models import NARROW, PLAIN, VARIANTS
 
 BIASED = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
@@ -110,9 +111,10 @@ def test_matrices_of_one_matmul_lie_below_one_another_so_that_none_is_copied(
 def test_documents_do_not_see_one_another(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config())
     ids = ids_of(16)
-    together = model(ids, LayerInputs(tokens_of_lengths([5, 1, 10])))
+    together = model.hidden_states(ids, LayerInputs(tokens_of_lengths([5, 1, 10])))
     apart = [
-        model(part, LayerInputs(tokens_of_lengths([len(part)]))) for part in ids.split([5, 1, 10])
+        model.hidden_states(part, LayerInputs(tokens_of_lengths([len(part)])))
+        for part in ids.split([5, 1, 10])
     ]
     torch.testing.assert_close(together, torch.cat(apart), rtol=1e-5, atol=1e-5)
 
@@ -152,7 +154,7 @@ def test_a_token_does_not_see_what_comes_after_it(tiny: SimpleNamespace) -> None
     changed = ids.clone()
     changed[6:] = (changed[6:] + 1) % 37
     tokens = LayerInputs(tokens_of_rows(1, 9))
-    a, b = model(ids, tokens), model(changed, tokens)
+    a, b = model.hidden_states(ids, tokens), model.hidden_states(changed, tokens)
     assert torch.equal(a[:6], b[:6]) and not torch.equal(a[6:], b[6:])
 
 
@@ -161,7 +163,7 @@ def test_the_loss_is_the_sum_over_labels_of_the_scores(tiny: SimpleNamespace) ->
     ids, labels = ids_of(12), ids_of(12).flip(0)
     labels[3:7] = -1
     tokens = LayerInputs(tokens_of_rows(2, 6))
-    scores = model.head.logits(model(ids, tokens))
+    scores = model.head.logits(model.hidden_states(ids, tokens))
     expected = torch.nn.functional.cross_entropy(scores, labels, ignore_index=-1, reduction="sum")
     torch.testing.assert_close(model.loss(ids, labels, tokens), expected)
     assert scores.shape == (12, 37), "padded rows are no tokens"
@@ -314,12 +316,13 @@ def test_chunks_one_after_the_other_compute_what_the_whole_model_does(
         (c for rank in chunks_of(config, parallel) for c in rank),
         key=lambda c: (not c.stage.embedding, c.stage.loss, c.stage.layers.start),
     )
-    x = None
+    received: dict[str, Tensor] = {}
     for chunk in in_order[:-1]:
-        x = chunk(ids, tokens, x=x)
+        received = chunk(ids, tokens, received=received)
     assert in_order[-1].stage.loss
     torch.testing.assert_close(
-        in_order[-1].loss(ids, labels, tokens, x=x), whole.loss(ids, labels, tokens)
+        in_order[-1].outputs(ids, tokens, received=received).loss(labels),
+        whole.loss(ids, labels, tokens),
     )
 
 
@@ -339,21 +342,17 @@ def test_mtp_layers_on_any_stage_match_the_whole_model(
     mtp_inputs = tuple((ids.roll(-depth), labels.roll(-depth)) for depth in (1, 2))
     ranks, stages = chunks_of(config, parallel), parallel.pp * parallel.pipeline.vpp
     in_order = [ranks[stage % parallel.pp][stage // parallel.pp] for stage in range(stages)]
-    received: tuple[Tensor, ...] = ()
+    received: dict[str, Tensor] = {}
     for chunk in in_order[:-1]:
-        found = chunk(ids, tokens, mtp_inputs=mtp_inputs, **chunk.stage_inputs(received))
-        received = found if isinstance(found, tuple) else (found,)
-    last = in_order[-1]
-    given = last.stage_inputs(received)
-    mine, expected = (
-        one.losses(ids, labels, tokens, mtp_inputs=mtp_inputs, **more)
-        for one, more in ((last, given), (whole, {}))
-    )
-    assert len(mine) == 3
-    torch.testing.assert_close(mine, expected)
+        received = chunk(ids, tokens, mtp_inputs=mtp_inputs, received=received)
+    last, pairs = in_order[-1], mtp_inputs
+    outputs = last.outputs(ids, tokens, mtp_inputs=pairs, received=received)
+    expected = whole.outputs(ids, tokens, mtp_inputs=pairs)
+    losses = sum_lm_losses(outputs, labels, pairs)
+    assert len(losses) == 3
+    torch.testing.assert_close(losses, sum_lm_losses(expected, labels, pairs))
     torch.testing.assert_close(
-        last.evaluate(ids, labels, tokens, mtp_inputs=mtp_inputs, **given),
-        whole.evaluate(ids, labels, tokens, mtp_inputs=mtp_inputs),
+        sum_eval_losses(outputs, labels, pairs), sum_eval_losses(expected, labels, pairs)
     )
     held = {
         d.shard.name: d.shard.stages
@@ -461,15 +460,19 @@ def test_places_in_time_height_and_width_turn_as_in_qwen2_vl(
         tokens = LayerInputs(with_multimodal_positions(tokens_of_rows(1, 9), given.numpy()))
         assert (
             relative_error(
-                made.head.logits(made(ids, tokens)), hidden @ tensors["model.embed_tokens.weight"].T
+                made.head.logits(made.hidden_states(ids, tokens)),
+                hidden @ tensors["model.embed_tokens.weight"].T,
             )
             < 2e-5
         )
     plain = tiny.blank(text)
     plain.load_state_dict(made.state_dict())
-    assert torch.equal(made(ids, tokens), plain(ids, LayerInputs(tokens_of_rows(1, 9))))
     assert torch.equal(
-        made(ids, LayerInputs(tokens_of_rows(1, 9))), plain(ids, LayerInputs(tokens_of_rows(1, 9)))
+        made.hidden_states(ids, tokens), plain.hidden_states(ids, LayerInputs(tokens_of_rows(1, 9)))
+    )
+    assert torch.equal(
+        made.hidden_states(ids, LayerInputs(tokens_of_rows(1, 9))),
+        plain.hidden_states(ids, LayerInputs(tokens_of_rows(1, 9))),
     )
 
 
@@ -528,7 +531,7 @@ def test_cross_layer_attention_matches_plain_operations_forward_and_backward(
     weights = {
         shard.name: p.detach().view(shard.shape).clone().requires_grad_() for shard, p in places
     }
-    found = model(ids, LayerInputs(tokens_of_lengths(lengths)))
+    found = model.hidden_states(ids, LayerInputs(tokens_of_lengths(lengths)))
     expected = _plain_cross_layer_attention(weights, config, ids, lengths)
     assert_equals("hidden states", found, expected, FP64)
     for y in (found, expected):
@@ -573,13 +576,16 @@ def test_padding_does_not_change_the_result(name: str) -> None:
     text[5:8] = text[17:] = False  # behind the text of two documents of 8 and 12 tokens
     tokens, ids[~text] = LayerInputs(with_padding(tokens_of_lengths([8, 12]), text)), 36
     ids[text] = ids[text] % 36
-    found = model(ids, tokens)
+    found = model.hidden_states(ids, tokens)
     assert isinstance(found, Tensor)
     assert_equals(
-        "hidden states", found[text], model(ids[text], LayerInputs(tokens_of_lengths([5, 9]))), FP64
+        "hidden states",
+        found[text],
+        model.hidden_states(ids[text], LayerInputs(tokens_of_lengths([5, 9]))),
+        FP64,
     )
     other = ids.masked_fill(~text, 35)
-    again = model(other, tokens)
+    again = model.hidden_states(other, tokens)
     assert isinstance(again, Tensor)
     assert torch.equal(found[text], again[text])
     (dx,) = torch.autograd.grad(found[text].square().sum(), model.embed.weight)
@@ -603,11 +609,11 @@ def test_masked_text_continued_from_a_cache_matches_one_forward(name: str) -> No
     whole = LayerInputs(with_padding(with_masks(tokens_of_lengths([14]), [mask]), text))
     ids = ids_of(14)
     with torch.no_grad():
-        expected, kept = model(ids, whole), build_prefix_state(config)
+        expected, kept = model.hidden_states(ids, whole), build_prefix_state(config)
         assert isinstance(expected, Tensor)
         for start, end in ((0, 7), (7, 8), (8, 12), (12, 13), (13, 14)):
             part = tokens_of_queries([(end - start, end)], reach=[14])
             part = with_padding(with_masks(part, [mask[start:end, :end]]), text[:end])
-            found = model(ids[start:end], LayerInputs(part), kept.cache.layers([0]))
+            found = model.hidden_states(ids[start:end], LayerInputs(part), kept.cache.layers([0]))
             assert isinstance(found, Tensor)
             assert_equals(f"tokens {start} to {end}", found, expected[start:end], FP64)

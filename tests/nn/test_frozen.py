@@ -12,6 +12,7 @@ from megalith.models.decoder import Decoder, allocate, initialize, iter_paramete
 from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.recompute import FrozenLayerRunner
+from megalith.train.objective import sum_lm_losses
 
 MODEL = ModelConfig(
     vocab_size=61,
@@ -37,7 +38,11 @@ def built(optim: OptimConfig) -> Decoder:
 def gradients(optim: OptimConfig) -> dict[str, Tensor]:
     model, tokens = built(optim), LayerInputs(tokens_of_lengths([5, 4], device="cpu"))
     ids, labels = torch.arange(9) * 5 % 61, torch.arange(9) * 7 % 61
-    torch.stack(model.losses(ids, labels, tokens, mtp_inputs=((labels, ids),))).sum().backward()
+    torch.stack(
+        sum_lm_losses(
+            model.outputs(ids, tokens, mtp_inputs=((labels, ids),)), labels, ((labels, ids),)
+        )
+    ).sum().backward()
     pairs = [(d.shard.name, getattr(m, name)) for d, m, name in iter_parameter_specs(model)]
     assert all(one.requires_grad == optim.trains(name) for name, one in pairs)
     return {name: one.grad for name, one in pairs if one.grad is not None}

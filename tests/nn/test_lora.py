@@ -69,7 +69,7 @@ def weights(model: Decoder) -> dict[str, Tensor]:
 def hidden(model: Decoder) -> Tensor:
     ids = torch.arange(9) * 5 % 61
     with torch.no_grad():
-        found: Tensor = model(ids, LayerInputs(tokens_of_lengths([9], device="cpu")))
+        found: Tensor = model.hidden_states(ids, LayerInputs(tokens_of_lengths([9], device="cpu")))
     return found
 
 
@@ -194,15 +194,20 @@ def test_adapter_dropout_affects_only_adapters_in_training() -> None:
     ids, tokens = torch.arange(9) * 5 % 61, LayerInputs(tokens_of_lengths([9], device="cpu"))
     training = replace(tokens, dropout_key=DropoutKey(7, torch.arange(9)))
     with torch.no_grad():
-        assert torch.equal(model(ids, tokens), plain(ids, tokens))
-        dropped = model(ids, training)
-        assert torch.equal(dropped, model(ids, training)) and not torch.equal(
-            dropped, plain(ids, tokens)
+        assert torch.equal(model.hidden_states(ids, tokens), plain.hidden_states(ids, tokens))
+        dropped = model.hidden_states(ids, training)
+        assert torch.equal(dropped, model.hidden_states(ids, training)) and not torch.equal(
+            dropped, plain.hidden_states(ids, tokens)
         )
         for declared, module, name in iter_parameter_specs(model):
             if declared.shard.name.endswith("lora_b"):
                 getattr(module, name).zero_()
-        assert_equals("without adapters", model(ids, training), built(None)(ids, tokens), FP64)
+        assert_equals(
+            "without adapters",
+            model.hidden_states(ids, training),
+            built(None).hidden_states(ids, tokens),
+            FP64,
+        )
 
 
 def test_mla_kv_cache_uses_adapters() -> None:
@@ -249,9 +254,11 @@ def test_layers_below_all_adapters_have_no_backward() -> None:
     )
     seen: list[Tensor] = []
     model.layers[1].register_forward_pre_hook(lambda layer, arguments: seen.append(arguments[0]))
-    assert model(ids, tokens).requires_grad and seen[0].is_leaf and seen[0].requires_grad
+    assert (
+        model.hidden_states(ids, tokens).requires_grad and seen[0].is_leaf and seen[0].requires_grad
+    )
     with torch.no_grad():
-        model(ids, tokens)
+        model.hidden_states(ids, tokens)
     assert not seen[-1].requires_grad
 
 

@@ -24,6 +24,7 @@ from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.plan.packing import shift_tokens_within_documents
 from megalith.testing.tolerance import EXACT, FP64, PARITY, assert_close, assert_equals
+from megalith.train.objective import sum_lm_losses
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37,
@@ -84,8 +85,12 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 def test_mtp_depth_matches_the_formula_of_the_paper() -> None:
     made, (ids, labels, tokens) = model(config()), text()
     made.layers = torch.nn.ModuleList()  # what the depths read is then known
-    hidden = made(ids, tokens)
-    losses = made.losses(ids, labels, tokens, mtp_inputs=mtp_inputs(ids, labels, 2))
+    hidden = made.hidden_states(ids, tokens)
+    losses = sum_lm_losses(
+        made.outputs(ids, tokens, mtp_inputs=mtp_inputs(ids, labels, 2)),
+        labels,
+        mtp_inputs(ids, labels, 2),
+    )
     turned = made.rotations.add_to(tokens)
     x = hidden
     for depth, ((their_ids, their_labels), found) in enumerate(
@@ -134,8 +139,12 @@ def test_next_token_loss_matches_a_model_without_mtp() -> None:
             deep.parameters(), model(config(depths=0)).parameters(), strict=False
         ):
             mine.copy_(theirs)
-    losses = deep.losses(ids, labels, tokens, mtp_inputs=mtp_inputs(ids, labels, 2))
-    assert len(losses) == 3 and len(deep.losses(ids, labels, tokens)) == 1
+    losses = sum_lm_losses(
+        deep.outputs(ids, tokens, mtp_inputs=mtp_inputs(ids, labels, 2)),
+        labels,
+        mtp_inputs(ids, labels, 2),
+    )
+    assert len(losses) == 3 and len(sum_lm_losses(deep.outputs(ids, tokens), labels)) == 1
     assert_equals("loss", losses[0], plain, EXACT)
 
 
@@ -149,7 +158,11 @@ def test_mtp_layers_share_the_rope_tables(
         return look_up(self, *these)
 
     monkeypatch.setattr(RotaryEmbedding, "_pair", noted)
-    made.losses(ids, labels, tokens, mtp_inputs=mtp_inputs(ids, labels, 2))
+    sum_lm_losses(
+        made.outputs(ids, tokens, mtp_inputs=mtp_inputs(ids, labels, 2)),
+        labels,
+        mtp_inputs(ids, labels, 2),
+    )
     assert len(found) == 1
 
 
@@ -163,15 +176,21 @@ def test_token_is_accepted_if_all_earlier_depths_are_right() -> None:
 def test_number_of_mtp_inputs_equals_number_of_depths() -> None:
     made, (ids, labels, tokens) = model(config()), text()
     with pytest.raises(ValueError, match="shorter"):
-        made.losses(ids, labels, tokens, mtp_inputs=mtp_inputs(ids, labels, 1))
+        sum_lm_losses(
+            made.outputs(ids, tokens, mtp_inputs=mtp_inputs(ids, labels, 1)),
+            labels,
+            mtp_inputs(ids, labels, 1),
+        )
 
 
 def loss_at(made: Decoder, ids: Tensor, depth: int, place: int, label: int) -> Tensor:
     """The loss of one token at one depth."""
     pairs = list(mtp_inputs(ids, ids.roll(-1), 2))
     pairs[depth] = (pairs[depth][0], torch.where(torch.arange(len(ids)) == place, label, -1))
-    return made.losses(
-        ids, ids.roll(-1), LayerInputs(tokens_of_lengths(LENGTHS)), mtp_inputs=tuple(pairs)
+    return sum_lm_losses(
+        made.outputs(ids, LayerInputs(tokens_of_lengths(LENGTHS)), mtp_inputs=tuple(pairs)),
+        ids.roll(-1),
+        tuple(pairs),
     )[1 + depth]
 
 
@@ -206,7 +225,11 @@ def test_mtp_layers_are_recomputed_like_layers(granularity: Any) -> None:
     ):
         made = model(config(), **options)
         torch.stack(
-            made.losses(ids, labels, tokens, mtp_inputs=mtp_inputs(ids, labels, 2))
+            sum_lm_losses(
+                made.outputs(ids, tokens, mtp_inputs=mtp_inputs(ids, labels, 2)),
+                labels,
+                mtp_inputs(ids, labels, 2),
+            )
         ).sum().backward()
         found.append(
             {name: part.grad for name, part in made.named_parameters() if part.grad is not None}

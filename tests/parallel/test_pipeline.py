@@ -90,7 +90,7 @@ def rows_of(microbatch: int) -> Tensor:
 
 def boundary(stage: int, microbatch: int) -> Specs:
     rows = Spec((2 + microbatch % 3, WIDTH), torch.float64)
-    return rows, Spec((), torch.float64), Spec((2,), torch.int64)
+    return rows, Spec((), torch.float64), Spec((2,), torch.int64, requires_grad=False)
 
 
 def one_process(stages: int, microbatches: int) -> tuple[dict[int, float], dict[int, Tensor]]:

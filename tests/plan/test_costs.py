@@ -43,6 +43,7 @@ from megalith.plan.layers.base import pairs_in_window, pairs_seen
 from megalith.plan.layers.head import head_flops
 from megalith.plan.parameters import held_parameters, layer_parameters
 from megalith.testing.tiny import tiny_run
+from megalith.train.objective import sum_lm_losses
 from megalith.verify.tiny_models import MIXTURES
 from megalith.verify.tiny_models import VARIANTS as KINDS
 
@@ -622,7 +623,9 @@ def count_model(
     with FlopCounterMode(
         display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped_mm_flops}
     ) as counter:
-        torch.stack(model.losses(ids, labels, tokens, mtp_inputs=mtp_inputs)).sum().backward()
+        torch.stack(
+            sum_lm_losses(model.outputs(ids, tokens, mtp_inputs=mtp_inputs), labels, mtp_inputs)
+        ).sum().backward()
     return Counted(
         counter.get_total_flops(),
         [len(one.rows) for one in sent],

@@ -293,15 +293,21 @@ def test_the_last_norm_lies_with_the_last_layer_and_tables_with_who_reads_them(
 def test_hidden_states_of_every_depth_go_from_their_stage_to_the_loss() -> None:
     model = replace(FOUR, mtp=MTPConfig(num_layers=2))
     stages = plan_stages(PipelineConfig(layout="E|tttt||mm||L"), pp=6, num_layers=4, depths=2)
-    assert [stage_boundary(model, stages, n) for n in range(7)] == [
-        (False, False, 0),
-        (False, False, 0),
-        (True, False, 0),
-        (True, False, 0),
-        (True, False, 2),
-        (True, False, 2),
-        (True, False, 2),
+    boundaries = [stage_boundary(model, stages, number) for number in range(7)]
+    mtp_hidden = ["mtp_hidden.1", "mtp_hidden.2"]
+    assert [[tensor.name for tensor in boundary] for boundary in boundaries] == [
+        [],
+        ["hidden"],
+        ["hidden"],
+        ["hidden"],
+        ["hidden", *mtp_hidden],
+        ["hidden", *mtp_hidden],
+        [],
     ]
+    assert [boundary[0].dtype for boundary in boundaries[1:-1]] == ["residual", *["model"] * 4]
+    assert {tensor.sizes(num_tokens=6, hidden_size=4) for tensor in boundaries[4]} == {(6, 4)}
+    without_inputs = stage_boundary(model, stages, 5, depths=0)
+    assert [tensor.name for tensor in without_inputs] == ["hidden"]
 
 
 def test_mtp_layers_are_on_the_loss_stage_by_default() -> None:

@@ -35,6 +35,7 @@ from megalith.posttrain.upcycle import (
 )
 from megalith.testing.tiny import tiny_run
 from megalith.train.loop import run_training
+from megalith.train.objective import sum_lm_losses
 from megalith.train.run_folder import RunFolder
 
 CPU = torch.device("cpu")
@@ -203,11 +204,14 @@ def losses_of_depths(path: Path, moe: MoEConfig | None = None) -> Tensor:
     model = loaded(source)
     ids, labels = IDS, IDS.roll(-1)
     with torch.no_grad():
-        found = model.losses(
-            ids,
+        found = sum_lm_losses(
+            model.outputs(
+                ids,
+                LayerInputs(tokens_of_lengths([23])),
+                mtp_inputs=((ids.roll(-1), labels.roll(-1)),),
+            ),
             labels,
-            LayerInputs(tokens_of_lengths([23])),
-            mtp_inputs=((ids.roll(-1), labels.roll(-1)),),
+            ((ids.roll(-1), labels.roll(-1)),),
         )
     return torch.stack([loss.sum() for loss in found])
 

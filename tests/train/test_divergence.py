@@ -65,7 +65,11 @@ def checkpoints(path: Path) -> list[int]:
         (StepResult(2.0, INF, updated=False, requests=NONE), None, True),
         (StepResult(NAN, NAN, updated=False, requests=NONE), None, True),
         (StepResult(0.0, 0.0, updated=False, requests=NONE, empty=True), None, False),
-        (StepResult(2.0, 1.0, updated=True, requests=NONE, mtp_losses=(INF,)), None, True),
+        (
+            StepResult(2.0, 1.0, updated=True, requests=NONE, other_losses={"mtp_1_loss": INF}),
+            None,
+            True,
+        ),
         (StepResult(2.0, INF, updated=False, requests=NONE), DYNAMIC, False),
         (StepResult(NAN, INF, updated=False, requests=NONE), DYNAMIC, True),
         (StepResult(2.0, INF, updated=False, requests=NONE), LOWEST, True),

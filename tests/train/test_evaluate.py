@@ -186,7 +186,7 @@ def test_mtp_losses_and_acceptance_match_plain_computation() -> None:
     for k in range(SAMPLES):
         batch = build_batch([dataset(run).sample(k)], MaskSettings(), device=CPU, num_mtp_layers=2)
         tokens = model.rotations.add_to(batch.layer_inputs())
-        x = model(batch.ids, tokens)
+        x = model.hidden_states(batch.ids, tokens)
         scores, depths = [model.head.logits(x)], batch.mtp_inputs
         for depth, (ids, _) in enumerate(depths):
             x = model.mtp.layers[depth](x, ids, tokens)

@@ -21,9 +21,8 @@ from megalith.parallel.tensor import iter_vocab_heads
 from megalith.testing.tiny import tiny_run
 from megalith.train.forward_backward import (
     build_head_loss,
-    normalize_loss_by_labels,
-    normalize_losses_by_labels,
 )
+from megalith.train.objective import LossNormalizer, LossTerm
 from megalith.train.step import StepResult, train_step
 from megalith.train.trainer import build_trainer
 from megalith.verify.ranks import _loader as loader_of
@@ -92,9 +91,9 @@ def test_z_loss_is_minimized_and_reported_separately(backward: str) -> None:
     assert (plain[0].z_loss, plain[0].max_logit) == (None, None)
     for mine, theirs in zip(reported, plain, strict=True):
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-12) and mine.z_loss == 0.0
-        assert mine.mtp_losses == pytest.approx(theirs.mtp_losses, rel=1e-12)
+        assert mine.other_losses == pytest.approx(theirs.other_losses, rel=1e-12)
     assert costly[0].loss == pytest.approx(plain[0].loss, rel=1e-12)
-    assert costly[0].mtp_losses == pytest.approx(plain[0].mtp_losses, rel=1e-12)
+    assert costly[0].other_losses == pytest.approx(plain[0].other_losses, rel=1e-12)
     assert costly[0].max_logit == reported[0].max_logit
     assert (
         costly[0].z_loss is not None and costly[0].z_loss > 0.3
@@ -102,31 +101,30 @@ def test_z_loss_is_minimized_and_reported_separately(backward: str) -> None:
     assert costly[0].grad_norm != pytest.approx(plain[0].grad_norm, rel=1e-3)
 
 
+def normalizer(
+    totals: dict[str, float], *, weight: float = 1.0, scale: float = 1.0
+) -> LossNormalizer:
+    terms = {name: LossTerm(name, weight if number else 1.0) for number, name in enumerate(totals)}
+    return LossNormalizer(terms, totals, build_single_rank_mesh(), scale)
+
+
 def test_the_shares_of_all_microbatches_add_up_to_the_mean_over_their_labels() -> None:
     sums = torch.tensor([6.0, 0.0, 3.5], dtype=torch.float64)
-    shares = [
-        normalize_loss_by_labels(loss, num_labels=10, mesh=build_single_rank_mesh())
-        for loss in sums
-    ]
-    assert sum(shares) == 0.95
+    assert sum(normalizer({"labels": 10}).scale_loss({"labels": loss}) for loss in sums) == 0.95
 
 
 def test_a_batch_without_labels_is_divided_by_one() -> None:
-    assert (
-        normalize_loss_by_labels(torch.zeros(()), num_labels=0, mesh=build_single_rank_mesh())
-        == 0.0
-    )
+    assert normalizer({"labels": 0}).scale_loss({"labels": torch.zeros(())}) == 0.0
 
 
-def test_mtp_losses_are_normalized_by_their_own_labels_and_weighted() -> None:
-    losses = [torch.tensor(value, dtype=torch.float64) for value in (6.0, 4.0, 9.0)]
-    share = normalize_losses_by_labels(
-        losses, num_labels=(10, 8, 0), weight=0.5, mesh=build_single_rank_mesh(), scale=4.0
-    )
-    assert float(share) == 4.0 * (6.0 / 10 + 0.5 * (4.0 / 8 + 9.0) / 2)
-    assert (
-        normalize_losses_by_labels(
-            losses[:1], num_labels=(10,), weight=0.5, mesh=build_single_rank_mesh()
-        )
-        == 0.6
-    )
+def test_losses_are_normalized_by_their_own_counts_and_weighted() -> None:
+    totals = {"labels": 10, "mtp_1_labels": 8, "mtp_2_labels": 0}
+    losses = dict(zip(totals, map(torch.tensor, (6.0, 4.0, 9.0)), strict=True))
+    losses = {name: loss.double() for name, loss in losses.items()}
+    share = normalizer(totals, weight=0.25, scale=4.0).scale_loss(losses)
+    assert float(share) == 4.0 * (6.0 / 10 + 0.25 * 4.0 / 8 + 0.25 * 9.0)
+    assert normalizer(totals).mean_losses([6.0, 4.0, 9.0]) == {
+        "labels": 0.6,
+        "mtp_1_labels": 0.5,
+        "mtp_2_labels": 9.0,
+    }

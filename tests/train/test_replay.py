@@ -186,7 +186,7 @@ def trained(run: TrainRun, given: Whole | None) -> tuple[Whole, Trained]:
         weight_decay=0.0,
     )
     gradients = [param.gradient.clone() for param in trainer.data.local_params]
-    losses = [reported.loss, reported.grad_norm, *reported.mtp_losses]
+    losses = [reported.loss, reported.grad_norm, *reported.other_losses.values()]
     return gather_routing(routing, step.microbatches, mesh), (
         losses,
         gradients,

@@ -372,9 +372,11 @@ def test_mtp_losses_are_reported_separately_and_trained_on() -> None:
         num_mtp_layers=2,
     )
     results = [train_step(deep, batches.next(), lr=LR, weight_decay=DECAY) for _ in range(3)]
-    assert first.mtp_losses == () and results[0].loss == pytest.approx(
+    assert first.other_losses == {} and results[0].loss == pytest.approx(
         first.loss, rel=FP64.relative
     )
     assert results[0].grad_norm > first.grad_norm
-    for before, after in zip(results[0].mtp_losses, results[2].mtp_losses, strict=True):
+    for before, after in zip(
+        *(result.other_losses.values() for result in results[::2]), strict=True
+    ):
         assert 0.0 < after < before

@@ -28,7 +28,7 @@ from megalith.errors import ConfigError, PlanError
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import WeightMatmul
 from megalith.kernels.packed import PackedSeqParams
-from megalith.models.decoder import Decoder
+from megalith.models.decoder import Decoder, StageTensors
 from megalith.nn import dropout as dropout_layers
 from megalith.nn.build import build_context
 from megalith.nn.dropout import RecomputedCore
@@ -240,22 +240,13 @@ class WithoutSum:
 def test_stage_that_ignores_received_tensors_is_rejected() -> None:
     right = Decoder.forward
 
-    def forgets(
-        self: Decoder,
-        ids: Tensor,
-        inputs: LayerInputs,
-        caches: None = None,
-        *,
-        x: Tensor | None = None,
-        **rest: Any,
-    ) -> Any:
-        return right(self, ids, inputs, x=None if x is None else x.detach(), **rest)
+    def forgets(self: Decoder, *arguments: Any, received: StageTensors, **rest: Any) -> Any:
+        detached = {name: x.detach() for name, x in received.items()}
+        return right(self, *arguments, received=detached, **rest)
 
     with patched(Decoder, "forward", forgets):
         (problem,) = type_check(STAGED, ParallelConfig(pp=2), world=4, ranks=(2,)).problems
-    assert str(problem).startswith(
-        "hidden states (rank 2): the hidden states of the previous stage got no gradient."
-    )
+    assert str(problem).startswith("hidden (rank 2): hidden of the previous stage got no gradient.")
 
 
 def test_cross_layer_source_is_typed_between_stages_and_rejected_if_ignored() -> None:
@@ -264,24 +255,19 @@ def test_cross_layer_source_is_typed_between_stages_and_rejected_if_ignored() ->
         assert not type_check(CROSS_LAYER, parallel, world=16).problems
     right, early = Decoder.forward, replace(CROSS_LAYER, cross=CrossConfig(memory=0))
 
-    def detached(
-        self: Decoder,
-        *arguments: Any,
-        cross_layer_source: Tensor | None = None,
-        **rest: Any,
-    ) -> Any:
-        source = None if cross_layer_source is None else cross_layer_source.detach()
-        return right(self, *arguments, cross_layer_source=source, **rest)
+    def detached(self: Decoder, *arguments: Any, received: StageTensors, **rest: Any) -> Any:
+        source = {name: x.detach() for name, x in received.items() if name == "cross_layer_source"}
+        return right(self, *arguments, received={**received, **source}, **rest)
 
     with patched(Decoder, "forward", detached):
         (problem,) = type_check(early, ParallelConfig(pp=4), world=4, ranks=(3,)).problems
     assert str(problem).startswith(
-        "memory (rank 3): the memory of the previous stage got no gradient."
+        "cross_layer_source (rank 3): cross_layer_source of the previous stage got no gradient."
     )
 
     def kept(self: Decoder, *arguments: Any, **rest: Any) -> Any:
-        x, memory = right(self, *arguments, **rest)
-        return x, memory.detach()
+        tensors = right(self, *arguments, **rest)
+        return {**tensors, "cross_layer_source": tensors["cross_layer_source"].detach()}
 
     with patched(Decoder, "forward", kept):
         (problem,) = type_check(CROSS_LAYER, ParallelConfig(pp=2), world=2, ranks=(0,)).problems

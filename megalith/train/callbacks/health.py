@@ -144,7 +144,7 @@ def is_divergent(result: StepResult, loss_scale: LossScale | None) -> bool:
     """
     if result.empty:
         return False
-    if not all(map(math.isfinite, (result.loss, *result.mtp_losses))):
+    if not all(map(math.isfinite, (result.loss, *result.other_losses.values()))):
         return True
     return not result.updated and (
         loss_scale is None or not loss_scale.dynamic or loss_scale.stuck > 0

@@ -139,8 +139,7 @@ class Throughput(Callback):
             metrics["hfu"] = round(mfu * (1 + self._recomputed_flops / max(1, self.flops)), 4)
         if run.prepared.trainer.loss_scale is not None:
             metrics["loss_scale"] = run.prepared.trainer.loss_scale.scale
-        depths = enumerate(result.mtp_losses, start=1)
-        return metrics | {f"mtp_{depth}_loss": loss for depth, loss in depths}
+        return metrics | dict(result.other_losses)
 
 
 def _attention_pairs(model: ModelConfig, batches: StepBatches, dp: int) -> tuple[int, int | None]:

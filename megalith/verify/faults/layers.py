@@ -1,7 +1,7 @@
 """Planted faults in layers, loss, tensor and context parallelism, and recomputation."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ from megalith.kernels.embedding import embedding
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.kernels.linear import WeightMatmul, linear
 from megalith.kernels.packed import ContextShard, PackedSeqParams, TokenPermutation
-from megalith.models.decoder import Decoder, iter_parameter_specs
+from megalith.models.decoder import Decoder, ModelOutputs, iter_parameter_specs
 from megalith.nn import lora, norm
 from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.embedding import LearnedPositions
@@ -47,7 +47,8 @@ from megalith.parallel.tensor_overlap import PendingCollective
 from megalith.plan.context import KeySpans, Numbers, Slices, plan_spans
 from megalith.plan.shards import Shard
 from megalith.testing.inject import patched
-from megalith.train import forward_backward, step
+from megalith.train import objective
+from megalith.train.objective import MAIN_LOSS, LMObjective, LossNormalizer
 from megalith.verify.faults.plant import Original, changes_model, plants, replaces
 
 # --- communication of tensor-parallel layers
@@ -232,35 +233,33 @@ def z_loss_of_own_rows(
     return softmax
 
 
-@replaces(forward_backward, "mark_partial", "dp", found_by="types")
+@replaces(objective, "mark_partial", "dp", found_by="types")
 def loss_not_partial(original: Original, x: Tensor, group: Group) -> Tensor:
     """The loss of one rank is used as the loss of all ranks."""
     return x
 
 
-@replaces(Decoder, "losses", "dp, uneven masks")
+@replaces(LMObjective, "__call__", "dp, uneven masks")
 def loss_scaled_per_rank(
-    original: Original, self: Decoder, ids: Tensor, labels: Tensor, *others: Any, **received: Any
-) -> tuple[Tensor, ...]:
+    original: Original, self: LMObjective, outputs: ModelOutputs, batch: Batch
+) -> dict[str, Tensor]:
     """Every rank divides its loss by its own number of labels."""
-    own, *mtp_losses = original(self, ids, labels, *others, **received)
-    if not labels.is_meta:
-        own = own * labels.numel() / max(1, int((labels >= 0).sum()))
-    return own, *mtp_losses
+    losses: dict[str, Tensor] = original(self, outputs, batch)
+    num_labels = max(1, int((batch.labels >= 0).sum()))
+    losses[MAIN_LOSS] = losses[MAIN_LOSS] * batch.labels.numel() / num_labels
+    return losses
 
 
-@replaces(step, "normalize_losses_by_labels", "dp, mtp")
+@replaces(LossNormalizer, "scale_loss", "dp, mtp")
 def mtp_loss_scaled_per_rank(
-    original: Original,
-    losses: Sequence[Tensor],
-    *,
-    num_labels: Sequence[int],
-    mesh: Mesh,
-    **others: Any,
+    original: Original, self: LossNormalizer, losses: Mapping[str, Tensor]
 ) -> Tensor:
     """MTP losses are divided by a rank's part of the labels."""
-    counts = [num_labels[0], *(count // mesh.dp_cp.size for count in num_labels[1:])]
-    loss: Tensor = original(losses, num_labels=counts, mesh=mesh, **others)
+    scaled = {
+        name: loss if name == MAIN_LOSS else loss * self.mesh.dp_cp.size
+        for name, loss in losses.items()
+    }
+    loss: Tensor = original(self, scaled)
     return loss
 
 

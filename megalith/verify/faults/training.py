@@ -151,7 +151,7 @@ def depths_gradients_kept(*arguments: Any) -> None:
     _send_zero_gradients(*arguments)
 
 
-@replaces(MTPBlock, "states", "pp, tied, own stage")
+@replaces(MTPBlock, "forward", "pp, tied, own stage")
 def depths_before_their_norms(
     original: Original, self: MTPBlock, x: Tensor, mtp_inputs: MTPInputs, inputs: LayerInputs
 ) -> tuple[Tensor, ...]:
