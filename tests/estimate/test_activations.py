@@ -199,7 +199,7 @@ def expected(setting: LayerSetting) -> Counter[str]:
             found["" if input_of_span else f"layers.{index}.{row.region}".rstrip(".")] += row.nbytes
     for row in kept.ends:
         if row.region != "shared":  # whichever layer comes first
-            found["" if row.region.startswith("mtp.") else row.region] += row.nbytes
+            found["" if row.region.startswith("mtp") else row.region] += row.nbytes
     return found
 
 
