@@ -22,7 +22,6 @@ from megalith.data.build import build_datasets
 from megalith.data.loader import Batch
 from megalith.errors import ConfigError
 from megalith.kernels.activation import swiglu
-from megalith.models.decoder import ModelOutputs
 from megalith.nn.layer import SequentialBlock
 from megalith.nn.mlp import GatedMLP, choose_activation
 from megalith.nn.norm import RMSNorm
@@ -33,7 +32,7 @@ from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.recipes import resolve_run
 from megalith.rules.run import check_run
 from megalith.testing.tiny import tiny_run
-from megalith.train.objective import LossTerm, build_objective
+from megalith.train.objective import LossTerm, ModelOutputs, build_objective
 from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer
 from megalith.verify.ranks import _loader as loader_of

@@ -66,9 +66,9 @@ class LoopConfig:
     computed in backward from recomputed logits."""
 
     loss_plugin: str | None = None
-    """Training loss of another package, a function like
-    megalith.parallel.cross_entropy.linear_cross_entropy: an installed entry point, or on the
-    command line package.module:name. Unset: cross-entropy."""
+    """Training losses of another package, a class like megalith.train.objective.LMObjective: an
+    installed entry point, or on the command line package.module:name. Unset: cross-entropy of the
+    next token and of the MTP depths."""
 
     log_every: Annotated[int, Ge(1)] = 1
     """Steps between rows of metrics.jsonl. A row has the loss of its step, and times since the

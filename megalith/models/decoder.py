@@ -51,7 +51,7 @@ NOTHING_RECEIVED: StageTensors = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class ModelOutputs:
+class DecoderOutputs:
     """Outputs of the model that losses are computed from; full logits are never materialized."""
 
     hidden: tuple[Tensor, ...]
@@ -202,8 +202,9 @@ class Decoder(nn.Module):
         if self.config.needs_cross_layer_source(self.stage.layers.stop):
             assert inputs.encoder_hidden is not None, f"stage {self.stage} has no source to pass on"
             outputs[CROSS_LAYER_SOURCE] = inputs.encoder_hidden
-        for depth, hidden in enumerate(self.mtp(x, mtp_inputs, inputs), start=1):
-            outputs[mtp_hidden_name(depth)] = hidden
+        if self.stage.num_mtp_layers:
+            for depth, hidden in enumerate(self.mtp(x, mtp_inputs, inputs), start=1):
+                outputs[mtp_hidden_name(depth)] = hidden
         return outputs
 
     def hidden_states(
@@ -238,14 +239,14 @@ class Decoder(nn.Module):
         *,
         received: StageTensors = NOTHING_RECEIVED,
         mtp_inputs: MTPInputs = (),
-    ) -> ModelOutputs:
+    ) -> DecoderOutputs:
         """Return the hidden states and the output heads, on the stage with the loss; arguments as
         of `forward`."""
         tensors = self(ids, inputs, received=received, mtp_inputs=mtp_inputs)
         depths = range(1, 1 + len(mtp_inputs))
         hidden = (tensors[HIDDEN], *(tensors[mtp_hidden_name(depth)] for depth in depths))
         mtp_heads = (head for head in self.mtp_heads if isinstance(head, VocabParallelHead))
-        return ModelOutputs(hidden, (self.head, *mtp_heads))
+        return DecoderOutputs(hidden, (self.head, *mtp_heads))
 
     def loss(self, ids: Tensor, labels: Tensor, inputs: LayerInputs) -> Tensor:
         """Return the sum of -log p(label) over the labels [t] that are not negative; equal on all

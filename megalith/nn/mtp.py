@@ -109,27 +109,7 @@ class MTPBlock(nn.Module):
     def forward(self, x: Tensor, mtp_inputs: MTPInputs, inputs: LayerInputs) -> tuple[Tensor, ...]:
         """Return the hidden states of every depth, each [t, h]; x: those of the model."""
         hidden_states = []
-        for layer, (ids, _) in zip(
-            self.layers if mtp_inputs else (), mtp_inputs if self.layers else (), strict=True
-        ):
+        for layer, (ids, _) in zip(self.layers if mtp_inputs else (), mtp_inputs, strict=True):
             x = layer(x, ids, inputs)
             hidden_states.append(x)
         return tuple(hidden_states)
-
-
-def mtp_acceptance_rate(right: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
-    """Return how many MTP predictions are accepted: float64 [depths + 1].
-
-    right: bool [t] of each depth; labels: [t] of each. The number of correct tokens of each depth,
-    and the number of accepted tokens (correct at all depths up to theirs), summed over the
-    `complete` tokens. Source: Leviathan et al. 2023, arXiv:2211.17192, section 3.
-    """
-    num_accepted = torch.stack(list(right)).long().cumprod(0).sum(0)
-    return torch.stack(
-        [*(correct.sum() for correct in right), num_accepted[complete(labels)].sum()]
-    ).double()
-
-
-def complete(labels: Sequence[Tensor]) -> Tensor:
-    """Return which tokens have a label at every depth: bool [t]."""
-    return torch.stack([one >= 0 for one in labels]).all(0)

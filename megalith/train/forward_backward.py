@@ -1,10 +1,9 @@
-"""Forward and backward of the microbatches of a step through this rank's model chunks, and the
-training losses: sums over heads (LM, MTP, aux), normalized by the global number of labels."""
+"""Forward and backward of the microbatches of a step through this rank's model chunks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,38 +12,14 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import PipelineConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
-from megalith.errors import raise_all
-from megalith.kernels.backend import Backends, select_backends, unavailable_backends
+from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import for_one_pass
-from megalith.launch.watchdog import backend_timeout
-from megalith.models.decoder import Decoder, build_chunks
-from megalith.nn.build import BuildContext, build_context
-from megalith.parallel.collectives import no_overlap
-from megalith.parallel.cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_with_stats,
-    recomputed_cross_entropy,
-    recomputed_cross_entropy_with_stats,
-)
 from megalith.parallel.group import all_reduce_max_
-from megalith.parallel.logits import LossWithLogitStats
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.p2p import (
-    PipelineGroups,
-    Spec,
-    Specs,
-    Tensors,
-    create_pipeline_groups,
-    open_channels,
-)
+from megalith.parallel.p2p import PipelineGroups, Spec, Specs, Tensors
 from megalith.parallel.pipeline import DualBatchOverlap, Pipeline, WeightGradStore
-from megalith.parallel.symm_mem import choose_collective_matmul
-from megalith.parallel.tensor import VocabParallelHead
-from megalith.parallel.tensor_overlap import RING_EXCHANGE
-from megalith.plan.kernels import explicit_backend_problems
-from megalith.plan.p2p import channels, with_transfers
+from megalith.plan.p2p import with_transfers
 from megalith.plan.schedule import (
-    SPLIT_SCHEDULES,
     Schedule,
     build_schedule,
     effective_pipeline,
@@ -54,40 +29,12 @@ from megalith.plan.schedule import (
 from megalith.plan.stages import Stage, StageBoundary, plan_stages, stage_boundary
 from megalith.train.objective import (
     LossNormalizer,
+    ModelOutputs,
+    MTPInputs,
     Objective,
-    build_objective,
     check_loss_names,
     sum_eval_losses,
 )
-
-# Losses of the output heads.
-
-
-def build_head_loss(run: TrainRun, backends: Backends) -> Callable[..., Tensor]:
-    """Return the loss function of one output head; it records logit statistics if the run logs
-    them."""
-    train = run.train
-    loss_kwargs: dict[str, Any] = (
-        {"smoothing": train.label_smoothing} if train.label_smoothing else {}
-    )  # Any: keyword arguments
-    loss_kwargs |= {} if train.loss_chunk is None else {"chunk": train.loss_chunk}
-    recomputes = train.loss_backward == "recomputed"
-    if logs_logit_stats(run):
-        with_stats = (
-            recomputed_cross_entropy_with_stats if recomputes else linear_cross_entropy_with_stats
-        )
-        return LossWithLogitStats(
-            partial(backends.bind("cross_entropy", with_stats), **loss_kwargs), train.z_loss
-        )
-    loss_fn = backends.bind(
-        "cross_entropy", recomputed_cross_entropy if recomputes else linear_cross_entropy
-    )
-    return partial(loss_fn, **loss_kwargs) if loss_kwargs else loss_fn
-
-
-def logs_logit_stats(run: TrainRun) -> bool:
-    """Return whether the run logs the z-loss and the largest logit."""
-    return run.train.z_loss > 0 or run.observe.max_logit
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +48,12 @@ class StepLogitStats:
     """float64 [1]: largest logit of the main head, over all ranks; -inf without labels."""
 
 
+TakeLogitStats = Callable[[], tuple[Tensor | None, Tensor | None]]
+"""Returns the z-loss and the largest logit of one head since the last call, and resets both."""
+
+
 def collect_logit_stats(
-    heads: Sequence[VocabParallelHead], mesh: Mesh, *, depths: int, device: torch.device
+    heads: Sequence[TakeLogitStats], mesh: Mesh, *, depths: int, device: torch.device
 ) -> StepLogitStats:
     """Return the logit statistics of this rank's heads (the main head first) and reset them.
 
@@ -110,13 +61,40 @@ def collect_logit_stats(
     """
     z = torch.zeros(1 + depths, dtype=torch.float64, device=device)
     largest = torch.full((1,), float("-inf"), dtype=torch.float64, device=device)
-    for number, head in enumerate(heads):
-        assert isinstance(head.summed_loss, LossWithLogitStats)
-        z_loss, max_logit = head.summed_loss.seen.taken()
+    for number, take in enumerate(heads):
+        z_loss, max_logit = take()
         if z_loss is not None and max_logit is not None:
             z[number] = z_loss
             largest = max_logit.unsqueeze(0) if number == 0 else largest
     return StepLogitStats(z, all_reduce_max_(largest, mesh.world))
+
+
+class ModelChunk(Protocol):
+    """Model chunk that the pipeline executes: a `Decoder` with the layers of one stage."""
+
+    stage: Stage
+    dtype: torch.dtype
+    stream_dtype: torch.dtype
+
+    def __call__(
+        self,
+        ids: Tensor,
+        inputs: LayerInputs,
+        *,
+        received: Mapping[str, Tensor],
+        mtp_inputs: MTPInputs,
+    ) -> Mapping[str, Tensor]:
+        """Return the named tensors for the next stage; `received`: those of the previous one."""
+
+    def outputs(
+        self,
+        ids: Tensor,
+        inputs: LayerInputs,
+        *,
+        received: Mapping[str, Tensor],
+        mtp_inputs: MTPInputs,
+    ) -> ModelOutputs:
+        """Return what the losses are computed from, on the stage with the output head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +105,16 @@ class PipelineModel:
     run: TrainRun
     mesh: Mesh
     device: torch.device
-    chunks: tuple[Decoder, ...]
+    chunks: tuple[ModelChunk, ...]
+    modules: nn.ModuleList
+    """All chunks as one module."""
+
     handles: PipelineGroups | None
     objective: Objective
     """Training losses, computed on the rank with the output head."""
+
+    logit_stats: tuple[TakeLogitStats, ...] | None = None
+    """Logit statistics of this rank's heads, the main head first; None if the run logs none."""
 
     weights: tuple[WeightGradStore, ...] = ()
     """Stores of deferred weight gradients by chunk, for schedules that split backward."""
@@ -138,11 +122,6 @@ class PipelineModel:
     dual_batch: DualBatchOverlap = field(default_factory=DualBatchOverlap)
     """Dual-batch overlap: switches between two microbatches while expert all-to-alls are in
     flight."""
-
-    @property
-    def modules(self) -> nn.ModuleList:
-        """All chunks as one module."""
-        return nn.ModuleList(self.chunks)
 
     @property
     def has_loss(self) -> bool:
@@ -210,8 +189,11 @@ class PipelineModel:
     def _boundaries(self, batches: Sequence[Batch]) -> "StageBoundaries":
         """Return the tensors between stages; every rank of a pipeline reads the same rows."""
         model, p, chunk = self.run.model, self.run.parallel, self.chunks[0]
-        stages = plan_stages(
-            p.pipeline, pp=p.pp, num_layers=model.num_layers, depths=model.mtp.num_layers
+        depths = model.mtp.num_layers
+        stages = (
+            plan_stages(p.pipeline, pp=p.pp, num_layers=model.num_layers, depths=depths)
+            if p.pp > 1
+            else ()
         )
         dtypes = {"residual": chunk.stream_dtype, "model": chunk.dtype}
         return StageBoundaries(model, stages, batches, self.boundary_split, dtypes)
@@ -223,6 +205,8 @@ class StageBoundaries:
 
     model: ModelConfig
     stages: Sequence[Stage]
+    """All stages; empty without a pipeline."""
+
     batches: Sequence[Batch]
     split: int
     """Number of ranks over which the tokens between stages are sharded."""
@@ -232,6 +216,8 @@ class StageBoundaries:
 
     def tensors(self, stage: int, microbatch: int) -> StageBoundary:
         """Return the description of what is sent across the boundary before a stage."""
+        if not self.stages:
+            return ()
         depths = len(self.batches[microbatch].mtp_inputs)
         return stage_boundary(self.model, self.stages, stage, depths=depths)
 
@@ -252,7 +238,7 @@ class StageBoundaries:
 class _ChunkStep:
     """One chunk and the microbatches of a step."""
 
-    model: Decoder
+    model: ModelChunk
     stage: int
     boundaries: StageBoundaries
     objective: Objective
@@ -270,7 +256,7 @@ class _ChunkStep:
         """
         batches, normalizer = self.boundaries.batches, self.normalizer
         batch, aux_loss_scale = batches[microbatch], None
-        if normalizer is not None and self.model.config.moe is not None:
+        if normalizer is not None and self.boundaries.model.moe is not None:
             aux_loss_scale = normalizer.aux_loss_scale(microbatch, len(batches), batch.part)
         batch = replace(batch, seq_params=for_one_pass(batch.seq_params))
         inputs, boundary = batch.layer_inputs(aux_loss_scale), self.boundaries.tensors
@@ -292,68 +278,6 @@ class _ChunkStep:
         check_loss_names(losses, normalizer.terms)
         self.total.add_(torch.stack([losses[name].detach() for name in normalizer.terms]))
         return (normalizer.scale_loss(losses),)
-
-
-def build_run_context(
-    run: TrainRun,
-    mesh: Mesh,
-    device: torch.device,
-    *,
-    dtype: torch.dtype,
-    dual_batch: DualBatchOverlap,
-) -> BuildContext:
-    """Return what the layers of a run's model are built with. Collective if the layout overlaps
-    tensor-parallel communication."""
-    collective_matmul = (
-        choose_collective_matmul(run.parallel.collective_matmul, mesh.tp, device)
-        if run.parallel.tp_comm_overlap
-        else RING_EXCHANGE
-    )
-    return build_context(
-        run.model,
-        mesh,
-        run.parallel,
-        collective_matmul=collective_matmul,
-        dtype=dtype,
-        backends=select_backends(run.kernels),
-        recompute=run.recompute,
-        offload=run.offload,
-        lora=run.lora,
-        optim=run.optim,
-        build_loss=partial(build_head_loss, run),
-        overlap_fn=dual_batch if run.parallel.overlap_experts else no_overlap,
-    )
-
-
-def build_pipeline_model(
-    run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torch.dtype
-) -> PipelineModel:
-    """Build this rank's chunks, without allocating weights, and their communication channels.
-    Collective."""
-    raise_all(explicit_backend_problems(run, device.type, unavailable_backends()))
-    dual_batch = DualBatchOverlap()
-    chunks = build_chunks(build_run_context(run, mesh, device, dtype=dtype, dual_batch=dual_batch))
-    handles = create_pipeline_groups(
-        mesh.pp,
-        tags=device.type == "cpu",
-        timeout_seconds=backend_timeout(run.parallel.timeout_seconds),
-    )
-    if handles is not None and not handles.tags:
-        step = build_step_schedule(
-            run.parallel.pipeline, mesh.pp.size, 1, overlap=run.parallel.overlap, forward_only=True
-        )
-        open_channels(handles, channels(step), device)
-    splits = splits_backward(run.parallel.pipeline, mesh.pp.size)
-    weights = tuple(WeightGradStore() for _ in chunks) if splits else ()
-    return PipelineModel(
-        run, mesh, device, tuple(chunks), handles, build_objective(run), weights, dual_batch
-    )
-
-
-def splits_backward(pipeline: PipelineConfig, pp: int) -> bool:
-    """Return whether the schedule computes weight gradients separately from the rest of
-    backward."""
-    return schedule_name(effective_pipeline(pipeline, pp)) in SPLIT_SCHEDULES
 
 
 @lru_cache(maxsize=8)  # all steps use the same schedule, evaluation one or two others

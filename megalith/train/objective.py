@@ -13,13 +13,29 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import Batch, StepBatches
 from megalith.errors import ConfigError
 from megalith.kernels.layer_inputs import AuxLossScale
-from megalith.models.decoder import ModelOutputs
-from megalith.nn.mtp import MTPInputs, mtp_acceptance_rate
 from megalith.parallel.collectives import mark_partial
 from megalith.parallel.mesh import Mesh
 
+MTPInputs = Sequence[tuple[Tensor, Tensor]]
+"""(ids, labels), each [t], of every MTP depth."""
+
 MAIN_LOSS = "loss"
 """Name of the main loss, in objectives and in metrics."""
+
+
+class ModelOutputs(Protocol):
+    """Outputs of the model that losses are computed from, on the stage with the output head; full
+    logits are never materialized."""
+
+    def loss(self, labels: Tensor, *, depth: int = 0, evaluating: bool = False) -> Tensor:
+        """Return the training loss of an MTP depth (0: the next token), summed over the labels [t]
+        that are not negative; `evaluating`: the sum of -log p(label)."""
+
+    def token_losses(self, labels: Tensor, *, depth: int = 0) -> Tensor:
+        """Return -log p(label) of each token [t], 0 where the label is negative."""
+
+    def is_most_likely(self, labels: Tensor, *, depth: int = 0) -> Tensor:
+        """Return where the label is the most likely token: bool [t], False without a label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +104,24 @@ def sum_eval_losses(outputs: ModelOutputs, labels: Tensor, mtp_inputs: MTPInputs
         is_correct.append(outputs.is_most_likely(own, depth=depth))
     sums = torch.stack(losses).double()
     return torch.cat([sums, mtp_acceptance_rate(is_correct, depths)]) if is_correct else sums
+
+
+def mtp_acceptance_rate(right: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
+    """Return the counts behind the MTP acceptance rates: float64 [depths + 1].
+
+    right: bool [t] of each depth; labels: [t] of each. The number of correct tokens of each depth,
+    and the number of tokens that are correct at all depths up to theirs, summed over the
+    `complete` tokens. Source: Leviathan et al. 2023, arXiv:2211.17192, section 3.
+    """
+    num_leading = torch.stack(list(right)).long().cumprod(0).sum(0)
+    return torch.stack(
+        [*(correct.sum() for correct in right), num_leading[complete(labels)].sum()]
+    ).double()
+
+
+def complete(labels: Sequence[Tensor]) -> Tensor:
+    """Return which tokens have a label at every depth: bool [t]."""
+    return torch.stack([one >= 0 for one in labels]).all(0)
 
 
 def build_objective(run: TrainRun) -> Objective:

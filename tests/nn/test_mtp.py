@@ -18,13 +18,13 @@ from megalith.models.decoder import (
     iter_parameter_specs,
 )
 from megalith.nn.build import build_context
-from megalith.nn.mtp import MTPLayer, complete, mtp_acceptance_rate
+from megalith.nn.mtp import MTPLayer
 from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.plan.packing import shift_tokens_within_documents
 from megalith.testing.tolerance import EXACT, FP64, PARITY, assert_close, assert_equals
-from megalith.train.objective import sum_lm_losses
+from megalith.train.objective import complete, mtp_acceptance_rate, sum_lm_losses
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37,

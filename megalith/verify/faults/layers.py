@@ -22,7 +22,7 @@ from megalith.kernels.embedding import embedding
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.kernels.linear import WeightMatmul, linear
 from megalith.kernels.packed import ContextShard, PackedSeqParams, TokenPermutation
-from megalith.models.decoder import Decoder, ModelOutputs, iter_parameter_specs
+from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn import lora, norm
 from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.embedding import LearnedPositions
@@ -48,7 +48,7 @@ from megalith.plan.context import KeySpans, Numbers, Slices, plan_spans
 from megalith.plan.shards import Shard
 from megalith.testing.inject import patched
 from megalith.train import objective
-from megalith.train.objective import MAIN_LOSS, LMObjective, LossNormalizer
+from megalith.train.objective import MAIN_LOSS, LMObjective, LossNormalizer, ModelOutputs
 from megalith.verify.faults.plant import Original, changes_model, plants, replaces
 
 # --- communication of tensor-parallel layers

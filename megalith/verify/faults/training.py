@@ -157,7 +157,7 @@ def depths_before_their_norms(
 ) -> tuple[Tensor, ...]:
     """The loss receives the hidden states of MTP layers before their norms."""
     states: list[Tensor] = []
-    for layer, (ids, _) in zip(self.layers, mtp_inputs if self.layers else (), strict=True):
+    for layer, (ids, _) in zip(self.layers, mtp_inputs, strict=True):
         assert isinstance(layer, MTPLayer)
         handle = layer.norm.register_forward_pre_hook(lambda _, args: states.append(args[0]))
         x = layer(x, ids, inputs)
