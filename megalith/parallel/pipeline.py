@@ -463,13 +463,13 @@ class _Step:
         return self.posted.pop(key).wait() if key in self.posted else ()
 
     def _send(self, direction: Direction, chunk: int, microbatch: int, peer: int) -> None:
-        stage = self.schedule.stage_of(self.rank, chunk) + (1 if direction == "forward" else -1)
+        stage = self.schedule.stage_index(self.rank, chunk) + (1 if direction == "forward" else -1)
         tensors = self.computed.pop((direction, chunk, microbatch))
         assert self.link is not None, "a pipeline of one rank has no messages"
         self.link.send(StageMessage(direction, stage, microbatch), tensors, peer)
 
     def _receive(self, direction: Direction, chunk: int, microbatch: int, peer: int) -> None:
-        stage = self.schedule.stage_of(self.rank, chunk)
+        stage = self.schedule.stage_index(self.rank, chunk)
         message = StageMessage(direction, stage, microbatch)
         after = stage if direction == "forward" else stage + 1
         assert self.link is not None, "a pipeline of one rank has no messages"

@@ -175,10 +175,12 @@ def _mtp_flops(config: ModelConfig, seen: DocumentCounts) -> int:
 def _active_matrix_elements(config: ModelConfig, layer: int, inside: str = "") -> int:
     """Return the active matrix elements per token of a layer, or of one part of it."""
     held, name = layer_parameters(config, layer), f"layers.{layer}.{inside}"
-    return sum(met(config, one) for one in held if one.matrix and one.name.startswith(name))
+    return sum(
+        active_numel(config, one) for one in held if one.matrix and one.name.startswith(name)
+    )
 
 
-def met(config: ModelConfig, one: HeldParameter) -> int:
+def active_numel(config: ModelConfig, one: HeldParameter) -> int:
     """Return the matrix elements that a token is multiplied by: for experts, those of the selected
     ones."""
     if config.moe is None or one.grid == "dense":
@@ -226,7 +228,7 @@ def loss_chunk(vocab_size: int, *, ranks: int) -> int:
     return max(CHUNK_TOKENS, CHUNK_LOGITS * ranks // vocab_size)
 
 
-def tokens_of_loss(run: TrainRun) -> int:
+def loss_chunk_size(run: TrainRun) -> int:
     """Return the number of tokens whose logits a run computes at a time."""
     chunk = run.train.loss_chunk
     return loss_chunk(run.model.vocab_size, ranks=run.parallel.tp) if chunk is None else chunk

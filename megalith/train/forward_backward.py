@@ -109,7 +109,7 @@ def collect_logit_stats(
     largest = torch.full((1,), float("-inf"), dtype=torch.float64, device=device)
     for number, head in enumerate(heads):
         assert isinstance(head.summed_loss, LossWithLogitStats)
-        z_loss, max_logit = head.summed_loss.seen.taken()
+        z_loss, max_logit = head.summed_loss.logit_stats.pop()
         if z_loss is not None and max_logit is not None:
             z[number] = z_loss
             largest = max_logit.unsqueeze(0) if number == 0 else largest

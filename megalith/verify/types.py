@@ -46,8 +46,8 @@ from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
 from megalith.kernels.packed import (
     TokenPermutation,
-    tokens_of_lengths,
-    tokens_of_slices,
+    seq_params_from_lengths,
+    seq_params_from_slices,
     with_masks,
     with_padding,
 )
@@ -62,17 +62,17 @@ from megalith.parallel import recompute as recomputation
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import Mesh, build_meta_mesh
 from megalith.parallel.recompute import FrozenLayerRunner
-from megalith.plan.context import WHOLE, Slicing, kind_of_layer, plan_slices
+from megalith.plan.context import WHOLE, Slicing, layer_context_kind, plan_slices
 from megalith.plan.dispatch import BUILT_IN
 from megalith.plan.frozen import first_trained_layer
 from megalith.plan.grid import Grid, model_grid
-from megalith.plan.schedule import place_of, placement_of, schedule_name, stage_of
+from megalith.plan.schedule import rank_and_chunk, schedule_name, stage_index, stage_placement
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, EXPERT_PARTS, PARTS, Shard
 from megalith.plan.stages import Stage, StageBoundary, plan_stages, stage_boundary
 from megalith.testing.inject import patched
 from megalith.train.forward_backward import normalize_losses_by_labels
 from megalith.verify.faults.plant import find_fault, plant_fault
-from megalith.verify.type_rules import IN_WORDS, axes_here, installed_rules, types_of
+from megalith.verify.type_rules import IN_WORDS, axes_here, find_types, installed_rules
 
 WORDS = (
     (
@@ -194,7 +194,7 @@ def type_check(
     positions = (
         representative_positions(grid, parallel, model, num_frozen_layers)
         if ranks is None
-        else positions_of_ranks(grid, parallel, model, ranks, num_frozen_layers)
+        else rank_positions(grid, parallel, model, ranks, num_frozen_layers)
     )
     problems_by_key: dict[tuple[str, str], Problem] = {}
     calls: dict[Kind, Counter[str]] = {}
@@ -213,8 +213,8 @@ def type_check(
             masked=masked,
         )
         names |= rank_model.shards.keys()
-        kind = kind_of(
-            stages_of(parallel, model),
+        kind = stage_kind(
+            plan_all_stages(parallel, model),
             _stage_number(grid, parallel, rank, chunk),
             parallel.context,
             model,
@@ -288,14 +288,14 @@ Kind = tuple[
 states received and sent."""
 
 
-def kind_of(
+def stage_kind(
     stages: Sequence[Stage], number: int, context: ContextConfig, model: ModelConfig
 ) -> Kind:
     """Return the kind of a stage; layers differ in context parallelism, parts and sizes."""
     stage = stages[number]
     layers = frozenset(
         (
-            kind_of_layer(context, layer),
+            layer_context_kind(context, layer),
             model.at(layer),
             model.has_experts(layer),
             model.uses_cross_layer_source(layer),
@@ -311,7 +311,7 @@ def kind_of(
     )
 
 
-def stages_of(parallel: ParallelConfig, model: ModelConfig) -> tuple[Stage, ...]:
+def plan_all_stages(parallel: ParallelConfig, model: ModelConfig) -> tuple[Stage, ...]:
     """Return every stage of the layout."""
     return plan_stages(
         parallel.pipeline, pp=parallel.pp, num_layers=model.num_layers, depths=model.mtp.num_layers
@@ -326,21 +326,23 @@ def representative_positions(
 
     Stages within the first `num_frozen` layers, which are frozen, are separate kinds.
     """
-    placement = placement_of(schedule_name(parallel.pipeline))
-    stages = stages_of(parallel, model)
+    placement = stage_placement(schedule_name(parallel.pipeline))
+    stages = plan_all_stages(parallel, model)
     first_of_kind: dict[tuple[Kind, bool], int] = {}
     for number, stage in enumerate(stages):
-        kind = kind_of(stages, number, parallel.context, model), stage.layers.stop <= num_frozen
+        kind = stage_kind(stages, number, parallel.context, model), stage.layers.stop <= num_frozen
         first_of_kind.setdefault(kind, number)
     positions = []
     for rank in representative_ranks(grid):
         for number in first_of_kind.values():
-            pipeline_rank, chunk = place_of(number, num_ranks=parallel.pp, placement=placement)
+            pipeline_rank, chunk = rank_and_chunk(
+                number, num_ranks=parallel.pp, placement=placement
+            )
             positions.append((grid.rank_at(grid.coordinates(rank) | {"pp": pipeline_rank}), chunk))
     return list(dict.fromkeys(positions))
 
 
-def positions_of_ranks(
+def rank_positions(
     grid: Grid,
     parallel: ParallelConfig,
     model: ModelConfig,
@@ -348,14 +350,14 @@ def positions_of_ranks(
     num_frozen: int = 0,
 ) -> list[tuple[int, int]]:
     """Return (rank, chunk) of every kind of stage on these ranks."""
-    stages = stages_of(parallel, model)
+    stages = plan_all_stages(parallel, model)
     positions = []
     for rank in ranks:
         chunk_of_kind: dict[tuple[Kind, bool], int] = {}
         for chunk in range(parallel.pipeline.vpp):
             number = _stage_number(grid, parallel, rank, chunk)
             kind = (
-                kind_of(stages, number, parallel.context, model),
+                stage_kind(stages, number, parallel.context, model),
                 stages[number].layers.stop <= num_frozen,
             )
             chunk_of_kind.setdefault(kind, chunk)
@@ -365,8 +367,10 @@ def positions_of_ranks(
 
 def _stage_number(grid: Grid, parallel: ParallelConfig, rank: int, chunk: int) -> int:
     """Return the stage of a chunk of a rank."""
-    placement = placement_of(schedule_name(parallel.pipeline))
-    return stage_of(grid.coordinates(rank)["pp"], chunk, num_ranks=parallel.pp, placement=placement)
+    placement = stage_placement(schedule_name(parallel.pipeline))
+    return stage_index(
+        grid.coordinates(rank)["pp"], chunk, num_ranks=parallel.pp, placement=placement
+    )
 
 
 def _sizes(grid: Grid) -> dict[str, int]:
@@ -468,7 +472,7 @@ def _build(
         masked=masked,
     )
     count = batch.inputs.seq_params.num_tokens // (mesh.tp.size if split else 1)
-    stages, number = stages_of(parallel, model), _stage_number(grid, parallel, rank, chunk)
+    stages, number = plan_all_stages(parallel, model), _stage_number(grid, parallel, rank, chunk)
     received, gradients = (
         ()
         if end
@@ -525,9 +529,9 @@ def paper_batch(
     lengths = [3, 1, count - 4] if documents else [count // 2] * 2
     if slicing.ranks > 1:
         slices = plan_slices(lengths, row=count if documents else count // 2, slicing=slicing)
-        seq_params = tokens_of_slices(slices, slicing, device="meta")
+        seq_params = seq_params_from_slices(slices, slicing, device="meta")
     else:
-        seq_params = tokens_of_lengths(lengths, device="meta")
+        seq_params = seq_params_from_lengths(lengths, device="meta")
     if masked:
         masks = [torch.empty(n, n, dtype=torch.bool, device="meta") for n in lengths]
         seq_params = with_masks(seq_params, [masks[0], None, *masks[2:]])
@@ -804,7 +808,7 @@ def second_passes_typed(watch: TypeWatch) -> Iterator[None]:
 
 def expect(what: str, x: Tensor, expected: Mapping[str, Type]) -> None:
     """Raise an error unless `x` has the expected types."""
-    types = types_of(x)
+    types = find_types(x)
     for name, axis in axes_here().items():
         if types.get(name) is not expected[name]:
             raise SpmdTypeError(

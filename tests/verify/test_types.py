@@ -47,7 +47,7 @@ from megalith.testing.inject import patched
 from megalith.verify.faults.plant import changed_model, load_faults, plant_fault
 from megalith.verify.ranks import layout_case
 from megalith.verify.tiny_models import CROSS_LAYER, MIXTURES, NARROW, PLANNED, VARIANTS
-from megalith.verify.type_rules import our_functions, types_of
+from megalith.verify.type_rules import find_types, our_functions
 from megalith.verify.types import (
     ChildRequest,
     TypeReport,
@@ -544,11 +544,11 @@ def test_parameters_are_typed_from_their_shards() -> None:
         declare(model, grid)
         first = layer(model, 0)
         found = {
-            "q": types_of(first.attention.qkv.q),
-            "kv": types_of(first.attention.qkv.kv),
-            "o_bias": types_of(first.attention.out.o_bias),
-            "norm": types_of(first.mlp_norm.weight),
-            "last norm": types_of(model.norm.weight),
+            "q": find_types(first.attention.qkv.q),
+            "kv": find_types(first.attention.qkv.kv),
+            "o_bias": find_types(first.attention.out.o_bias),
+            "norm": find_types(first.mlp_norm.weight),
+            "last norm": find_types(model.norm.weight),
         }
     assert found == {
         "q": {"dp_shard": R, "tp_kv": V, "tp_copy": V},

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.nn.attention import output_linear, scores_of_layer
+from megalith.nn.attention import build_layer_scores, output_linear
 from megalith.nn.build import BuildContext
 from megalith.nn.dropout import build_core_attention
 from megalith.nn.rope import build_apply_rope
@@ -26,7 +26,7 @@ class ValueResidualAttention(nn.Module):
         heads = split_evenly(n, tp.size)
         self.num_heads, self.head_dim = heads[tp.rank], d
         self.core = build_core_attention(config, context)
-        self.scores = scores_of_layer(config, context.layer)
+        self.scores = build_layer_scores(config, context.layer)
         self.apply_rope = build_apply_rope(config, context)
         shards = [
             Shard.full(f"{name}.{part}", (n, d, config.hidden_size)).split_dim(
