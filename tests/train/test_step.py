@@ -22,11 +22,12 @@ from megalith.testing.tolerance import EXACT, FP32_DEEP, FP64, assert_close
 from megalith.train.step import (
     StepRequest,
     StepResult,
+    Trainer,
     _decode_requests,
     _encode_requests,
     train_step,
 )
-from megalith.train.trainer import Trainer, build_trainer, checkpoint_entries
+from megalith.train.trainer import build_trainer, checkpoint_entries
 from megalith.verify.ranks import RaggedRows
 
 CPU = torch.device("cpu")
