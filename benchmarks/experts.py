@@ -32,13 +32,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from megalith.kernels.activation import GatedActivation, weighted_gated
 from megalith.kernels.cpu_threads import keep_freed_memory
 from megalith.kernels.experts import Matrix, experts
-from megalith.kernels.grouped_linear import FUSED, LOOP, GroupedMatmulOps, groups_of
+from megalith.kernels.grouped_linear import FUSED, LOOP, GroupedMatmulOps, build_groups
 from megalith.kernels.permute import (
+    gather_row_weights,
     gather_rows,
     permute,
     permute_choices,
     unpermute,
-    weights_of_rows,
 )
 from megalith.kernels.recomputed import RegisterRecompute, register_recompute
 
@@ -119,15 +119,15 @@ def ours(layer: Layer, again: RegisterRecompute | None = register_recompute) -> 
     order = permute_choices(layer.chosen, layer.sizes.experts, num_rows=layer.chosen.numel())
     rows = permute(layer.x, order)
     register_recompute(rows, partial(gather_rows, order=order), (layer.x,))
-    weights = weights_of_rows(layer.weights, order)
+    weights = gather_row_weights(layer.weights, order)
     y = experts(
         rows,
         weights,
-        groups_of(order.counts),
+        build_groups(order.counts),
         Matrix(layer.up),
         Matrix(layer.down),
         SWIGLU,
-        again=again,
+        register=again,
     )
     return layer.gradients(unpermute(y, order), layer.inputs)
 

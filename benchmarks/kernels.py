@@ -33,13 +33,13 @@ from megalith.kernels.norm import (
     reference_rms_norm,
     rms_norm,
 )
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.kernels.rope import apply_rope, reference_rope, rope_frequencies, rope_tables
 from megalith.parallel.cross_entropy import linear_cross_entropy, reference_cross_entropy
 from megalith.parallel.group import single_rank_group
-from megalith.recipes.small import llama_6m, llama_29m
+from megalith.recipes import recipes
 
-RECIPES = {"6m": llama_6m, "29m": llama_29m}
+RECIPES = {"6m": recipes()["llama_6m"], "29m": recipes()["llama_29m"]}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KERNELS: tuple[Kernel, ...] = ("auto", "torch", "reference")
 SILU = GatedActivation("silu")
@@ -53,7 +53,7 @@ class Shapes:
         run = RECIPES[size]()
         self.model: ModelConfig = run.model
         self.length, self.dtype = run.train.seq_len, dtype
-        self.tokens = tokens_of_rows(run.train.micro_batch_size, run.train.seq_len)
+        self.tokens = seq_params_from_rows(run.train.micro_batch_size, run.train.seq_len)
 
     def random(self, *shape: int) -> Tensor:
         """Normal numbers that want a gradient; the first dim is a token unless the tensor is a

@@ -73,7 +73,7 @@ def measure(name: ScheduleName, *, rounds: int, nap_ms: float) -> Report:
         rounds,
         float(paper.makespan) * 1000,
         ratios,
-        float(paper.bubble_of_total),
+        float(paper.bubble_fraction_of_total),
         ratios.median <= 1 + BAR,
     )
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from megalith.cli.main import run_command
 from megalith.cli.quickstart import sample_words
-from megalith.data.prepare import find_local_text, share_of_known_words, zlib_bits_per_byte
+from megalith.data.prepare import find_local_text, known_word_fraction, zlib_bits_per_byte
 
 BAR_BITS, BAR_WORDS, BAR_TRAINING, BAR_ALL = 2.35, 0.80, 240.0, 540.0
 
@@ -49,7 +49,7 @@ def known_words(run: Path, seed: int) -> float:
     """The share of known words in one sample."""
     text = find_local_text()
     result = json_of("generate", str(run), *sample_words(seed))["results"][0]  # type: ignore[index]  # JSON
-    return share_of_known_words(result["prompt"] + result["text"], (*text.training, *text.held_out))
+    return known_word_fraction(result["prompt"] + result["text"], (*text.training, *text.held_out))
 
 
 def main() -> int:

@@ -44,7 +44,7 @@ from megalith.hf.release import parameters
 from megalith.infer.generate import sample_tokens
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
@@ -153,7 +153,7 @@ def record_model_keys(_: Path) -> dict[str, list[str]]:
     """Return the keys of initial weights, and of one training forward with every kind of
     dropout."""
     ids = torch.arange(4)
-    tokens = LayerInputs(tokens_of_rows(1, 4), dropout_key=DropoutKey(5, ids))
+    tokens = LayerInputs(seq_params_from_rows(1, 4), dropout_key=DropoutKey(5, ids))
     recorded = {}
     for name, config in TINY_MODELS.items():
         lora = LoraConfig(rank=2, dropout=0.1)

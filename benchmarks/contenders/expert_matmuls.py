@@ -6,7 +6,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megalith.kernels.grouped_linear import GroupedMatmulOps, groups_of, select_grouped_matmul_ops
+from megalith.kernels.grouped_linear import (
+    GroupedMatmulOps,
+    build_groups,
+    select_grouped_matmul_ops,
+)
 from megalith.kernels.permute import gather_rows, permute_choices
 
 
@@ -29,7 +33,7 @@ class Matmuls:
         matmul_ops: GroupedMatmulOps | None = None,
     ) -> None:
         order = permute_choices(chosen, experts)
-        self.groups, self.up, self.down = groups_of(order.counts), up, down
+        self.groups, self.up, self.down = build_groups(order.counts), up, down
         with torch.no_grad():
             self.rows, self.dy = gather_rows(x, order), gather_rows(dy, order)
             self.matmul_ops = matmul_ops or select_grouped_matmul_ops(self.rows, up, self.groups)

@@ -16,11 +16,11 @@ from megalith.kernels.attention.scores import Scores
 from megalith.kernels.attention.sdpa import Lengths, sdpa_attention
 from megalith.kernels.attention.split_kv import span_attention
 from megalith.kernels.norm import add_layer_norm, add_rms_norm
-from megalith.kernels.packed import tokens_of_lengths
+from megalith.kernels.packed import seq_params_from_lengths
 from megalith.kernels.rope import apply_rope
 from megalith.parallel.cross_entropy import linear_cross_entropy
 from megalith.parallel.group import single_rank_group
-from megalith.plan.context import spans_of_lengths
+from megalith.plan.context import plan_length_spans
 
 EPS = 1e-5
 KERNELS: tuple[Kernel, ...] = ("auto", "torch", "reference")
@@ -112,18 +112,18 @@ def by_kernel(
 def attention_ways(qkv: Sequence[Tensor], lengths: Lengths, scores: Scores) -> Ways:
     """Every way that knows these scores on this device; "auto" is what runs use."""
     q, k, v = qkv
-    tokens = tokens_of_lengths([keys for _, keys in lengths], device=q.device)
+    tokens = seq_params_from_lengths([keys for _, keys in lengths], device=q.device)
     plain = scores == Scores()
     known: dict[str, Callable[[], Tensor]] = {
         "split_kv": lambda: span_attention(
-            q, k, v, spans_of_lengths(lengths, scores.window), scores
+            q, k, v, plan_length_spans(lengths, scores.window), scores
         )
     }
     if plain:
         known["documents"] = lambda: sdpa_attention(q, k, v, lengths)
-    if varlen.takes(q, v, scores, None):
+    if varlen.can_use(q, v, scores, None):
         known["varlen"] = lambda: varlen.varlen_attention(q, k, v, lengths, scores)
-    if flex.takes(q, v, scores):
+    if flex.can_use(q, v, scores):
         known["flex"] = lambda: flex.flexible_attention(q, k, v, lengths, scores)
     ways: dict[str, Callable[[], Tensor]] = {
         "auto": lambda: attention(q, k, v, tokens, scores),

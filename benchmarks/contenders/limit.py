@@ -18,7 +18,7 @@ from megalith.config.train import TrainRun
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.sdpa import sdpa_documents
 from megalith.kernels.linear import forward, input_grad
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.train.trainer import DTYPES
 
 
@@ -86,7 +86,7 @@ class Attention:
         config, dtype = run.model, DTYPES[run.precision.params]
         self.times = config.num_layers * (run.train.global_batch_size // run.train.micro_batch_size)
         rows, length = run.train.micro_batch_size, run.train.seq_len
-        tokens = tokens_of_rows(rows, length, device=device)
+        tokens = seq_params_from_rows(rows, length, device=device)
         q_shape = (rows * length, config.num_heads, config.head_size())
         kv_shape = (rows * length, config.num_kv_heads, config.head_size())
         self.inputs = [

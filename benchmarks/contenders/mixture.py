@@ -13,12 +13,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, MoEConfig
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.models.decoder import allocate
 from megalith.nn.build import build_context
 from megalith.nn.moe import MoE
 from megalith.parallel.mesh import build_single_rank_mesh
-from megalith.recipes.qwen import qwen3_30b_a3b
+from megalith.recipes import build_recipe
 from megalith.testing.tolerance import relative_error
 
 DTYPE, TOLERANCE = torch.bfloat16, 3e-2
@@ -50,7 +50,7 @@ class Mixture:
 
 def qwen3_moe() -> ModelConfig:
     """Of Qwen3 30B-A3B: h 2048, 128 experts of f 768, 8 for each token."""
-    return qwen3_30b_a3b().model
+    return build_recipe("qwen3_30b_a3b").model
 
 
 def tiny_moe() -> ModelConfig:
@@ -90,14 +90,14 @@ class Layer:
             for _ in range(2)
         )
         self.x[:, : self.moe.num_experts] = LEVEL * (places - self.moe.num_experts // 2)
-        self.weights = weights_of(self.layer)
+        self.weights = weights_key(self.layer)
         with torch.no_grad():
             for matrix in self.weights[1:]:
                 matrix.normal_(std=matrix.shape[1] ** -0.5, generator=draw)
             self.weights[0].copy_(torch.eye(*self.weights[0].shape))
         self.x.requires_grad_()
         self.tokens = LayerInputs(
-            tokens_of_rows(1, t, device=device),
+            seq_params_from_rows(1, t, device=device),
             router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0)),
         )
 
@@ -133,7 +133,7 @@ class Layer:
 
     def ours(self, layer: MoE) -> Callable[[], list[Tensor]]:
         """Forward and backward."""
-        weights = weights_of(layer)
+        weights = weights_key(layer)
         return lambda: self.results(layer(self.x, self.tokens), weights)
 
     def theirs(self, implementation: str) -> Callable[[], list[Tensor]]:
@@ -175,7 +175,7 @@ def build(config: ModelConfig, moe: MoEConfig, device: torch.device) -> MoE:
     return layer
 
 
-def weights_of(layer: MoE) -> list[Tensor]:
+def weights_key(layer: MoE) -> list[Tensor]:
     """Router [E, h], up [E 2 f, h], down [E h, f]."""
     return [
         *layer.router.gate.accumulated_parameters(),

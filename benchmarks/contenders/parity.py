@@ -29,7 +29,7 @@ from megalith.kernels.norm import (
     reference_rms_norm,
     rms_norm,
 )
-from megalith.kernels.packed import tokens_of_lengths, tokens_of_rows
+from megalith.kernels.packed import seq_params_from_lengths, seq_params_from_rows
 from megalith.kernels.rope import apply_rope, reference_rope
 from megalith.parallel.cross_entropy import (
     linear_cross_entropy,
@@ -96,12 +96,12 @@ def kernels(device: torch.device) -> list[Kernel]:
     CPU."""
     angles = torch.arange(T).unsqueeze(1) / 7 ** torch.arange(16)
     rows, packed = (
-        tokens_of_rows(3, T // 3),
-        tokens_of_lengths([200, 1, T - 201]),
+        seq_params_from_rows(3, T // 3),
+        seq_params_from_lengths([200, 1, T - 201]),
     )
     rows_there, packed_there = (
-        tokens_of_rows(3, T // 3, device=device),
-        tokens_of_lengths([200, 1, T - 201], device=device),
+        seq_params_from_rows(3, T // 3, device=device),
+        seq_params_from_lengths([200, 1, T - 201], device=device),
     )
     ids = torch.arange(T) * 37 % V
     labels = ids.roll(-1).where(torch.arange(T) % 5 > 0, -1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalith.plan.shards import Box, Shard, boxes_of_range, intersect
+from megalith.plan.shards import Box, Shard, intersect, split_range_into_boxes
 
 _COPY_NBYTES = 4 * 2**20
 """Bytes that are copied at a time (heuristic: part of a processor's cache)."""
@@ -79,7 +79,7 @@ def pieces(entry: CheckpointEntry, *, max_numel: int | None = None) -> list[Tens
     )
     inside = [
         part
-        for box in boxes_of_range(shard.box_shape, start, stop)
+        for box in split_range_into_boxes(shard.box_shape, start, stop)
         for part in divide(box, max_numel or stop - start)
     ]
     sizes = [numel(box) for box in inside]

@@ -67,11 +67,11 @@ class LoadReport:
         """Tensors that keep their values; of weights and master weights only the weights."""
         names = {*self.missing_keys, *self.skipped}
         return tuple(
-            sorted(key for key in names if key == weights_of(key) or weights_of(key) not in names)
+            sorted(key for key in names if key == weights_key(key) or weights_key(key) not in names)
         )
 
 
-def weights_of(key: str) -> str:
+def weights_key(key: str) -> str:
     """Return the weights that belong to a key of master weights; any other key is returned as it
     is."""
     return f"{MODEL}{key.removeprefix(MASTER)}" if key.startswith(MASTER) else key
@@ -102,7 +102,7 @@ def differ_only_in_padding(
 
 def is_state(key: str) -> bool:
     """Return whether a key is optimizer state other than master weights."""
-    return key == weights_of(key) and key.startswith(OPTIMIZER)
+    return key == weights_key(key) and key.startswith(OPTIMIZER)
 
 
 def is_skipped(key: str, patterns: Iterable[str]) -> bool:
@@ -111,7 +111,7 @@ def is_skipped(key: str, patterns: Iterable[str]) -> bool:
     Patterns match parameters with all their tensors (`head.*`) or keys of a checkpoint
     (`optimizer.exp_avg.*`); weights and their master weights are skipped together.
     """
-    key = weights_of(key)
+    key = weights_key(key)
     names = [key, key.removeprefix(MODEL) if key.startswith(MODEL) else key.split(".", 2)[-1]]
     if key.startswith(MODEL):
         names.append(f"{MASTER}{names[1]}")
@@ -224,17 +224,17 @@ def differences(differ: Sequence[str], report: LoadReport) -> str:
 
 def _with_experts(report: LoadReport) -> list[str]:
     """Describe the missing keys, and which experts they are of."""
-    which = f": {which_experts(range(report.num_experts))}"
+    which = f": {format_expert_numbers(range(report.num_experts))}"
     return [
         f"{text}{which if EXPERTS in text else ''}"
         for text in group_by_pattern(report.missing_keys)
     ]
 
 
-def which_experts(numbers: Iterable[int]) -> str:
+def format_expert_numbers(numbers: Iterable[int]) -> str:
     """Format expert numbers; three and more consecutive ones by the first and the last.
 
-    >>> which_experts([7, 0, 1, 2, 3, 5])
+    >>> format_expert_numbers([7, 0, 1, 2, 3, 5])
     'experts 0 to 3, 5, 7'
     """
     runs: list[list[int]] = []
@@ -271,7 +271,7 @@ def name_experts(names: Iterable[str]) -> list[str]:
     for block, parts in numbers_by_part.items():
         parts_by_experts: dict[str, list[str]] = {}
         for part, numbers in parts.items():
-            parts_by_experts.setdefault(which_experts(numbers), []).append(part)
+            parts_by_experts.setdefault(format_expert_numbers(numbers), []).append(part)
         others += [
             f"{experts} of {block} ({', '.join(some)})"
             for experts, some in parts_by_experts.items()

@@ -249,7 +249,7 @@ def _summarize(comparisons: Sequence["TensorComparison"]) -> list[RoleSummary]:
     """Return one summary for the weights and for each part of the optimizer state."""
     roles: dict[str, list[TensorComparison]] = {}
     for each in comparisons:
-        roles.setdefault(role_of(each.name), []).append(each)
+        roles.setdefault(tensor_role(each.name), []).append(each)
     return [_summarize_role(role, members) for role, members in sorted(roles.items())]
 
 
@@ -268,7 +268,7 @@ def _summarize_role(role: str, members: Sequence["TensorComparison"]) -> RoleSum
     )
 
 
-def role_of(key: str) -> str:
+def tensor_role(key: str) -> str:
     """Return the role of a tensor in a checkpoint: `weights`, or the name of a part of the
     optimizer state."""
     return "weights" if key.startswith("model.") else key.split(".")[1]
@@ -356,7 +356,9 @@ def describe(path: Path) -> dict[str, Any]:  # JSON
     opened = open_checkpoint(path)
     manifest, roles = opened.manifest, dict[str, dict[str, Any]]()
     for key, tensor in manifest.tensors.items():
-        size = roles.setdefault(role_of(key), {"tensors": 0, "numel": 0, "dtypes": Counter[str]()})
+        size = roles.setdefault(
+            tensor_role(key), {"tensors": 0, "numel": 0, "dtypes": Counter[str]()}
+        )
         size["tensors"] += 1
         size["numel"] += prod(tensor.shape)
         size["dtypes"][tensor.dtype] += 1

@@ -129,7 +129,7 @@ def main(argv: list[str]) -> int:
         list_written_tensors,
         plan_moves,
     )
-    from megalith.hf.pretrained import find_family_of
+    from megalith.hf.pretrained import find_export_family
     from megalith.hf.staging import Attempt, check_target
     from megalith.posttrain.export import plan_peft, plan_peft_moves, write_peft
     from megalith.posttrain.upcycle import describe_upcycled_sources, stored_weights
@@ -182,7 +182,7 @@ def main(argv: list[str]) -> int:
         source.tokenizer.kind if to == "megalith" or source.tokenizer.kind in FILES else None
     )
     verb = "chat" if source.tuning() and report["tokenizer"] else "generate"
-    family = find_family_of(source) if to == "huggingface" else None
+    family = find_export_family(source) if to == "huggingface" else None
     unknown = family.architecture if family is not None and not family.in_transformers else None
     show(
         {**report, "tensors": [asdict(move) for move in moves]},
@@ -199,14 +199,14 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
     Raises:
         ConfigError: options do not fit the source.
     """
-    from megalith.hf.convert import format_of
+    from megalith.hf.convert import source_format
     from megalith.hf.pretrained import check_has_adapters, locate_source, open_pretrained
     from megalith.posttrain.upcycle import upcycle
 
     source = open_pretrained(locate_source(options.source), base=options.base)
     if options.base is not None:
         check_has_adapters(source, options.base)
-    kind = format_of(source)
+    kind = source_format(source)
     to: Target = options.to or (
         "huggingface" if kind == "megalith" and options.upcycle is None else "megalith"
     )
@@ -237,10 +237,10 @@ def _with_family(source: "Pretrained", name: str, to: Target) -> "Pretrained":
         ConfigError: there is no such family, or no Hugging Face folder is written from a
         checkpoint.
     """
-    from megalith.hf.convert import format_of
+    from megalith.hf.convert import source_format
     from megalith.hf.folder import HFSource, find_family_by_name
 
-    if to == "megalith" or format_of(source) == "huggingface":
+    if to == "megalith" or source_format(source) == "huggingface":
         raise ConfigError(
             f"--family={name} selects the architecture of a Hugging Face folder that is written "
             "from a checkpoint or "
@@ -258,12 +258,12 @@ def with_vocabulary(source: "Pretrained", options: ConvertOptions, to: Target) -
     Raises:
         ConfigError, CheckpointError: the source has tables of its own, or nothing would grow.
     """
-    from megalith.hf.convert import format_of
+    from megalith.hf.convert import source_format
     from megalith.hf.pretrained import add_rows
 
     size = options.vocab_size
     if size is not None:
-        if format_of(source) == "megalith" or size < source.model.vocab_size:
+        if source_format(source) == "megalith" or size < source.model.vocab_size:
             raise ConfigError(
                 f"--vocab-size={size}: {source.path} has {source.model.vocab_size} tokens, and "
                 "only the vocabulary of a Hugging Face folder can be extended. Use at least as "

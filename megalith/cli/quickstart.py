@@ -21,7 +21,7 @@ from megalith.data.indexed import store_exists
 from megalith.data.prepare import (
     LocalText,
     find_local_text,
-    share_of_known_words,
+    known_word_fraction,
     zlib_bits_per_byte,
 )
 from megalith.errors import ConfigError
@@ -129,7 +129,7 @@ def _show_results(run: Path, text: LocalText, started: float) -> int:
         _captured("generate", str(run), *sample_words(seed=1, count=NUM_SAMPLES), "--json")
     )["results"]
     shares = {
-        result["prompt"] + result["text"]: share_of_known_words(
+        result["prompt"] + result["text"]: known_word_fraction(
             result["text"], (*text.training, *text.held_out)
         )
         for result in results

@@ -22,7 +22,7 @@ from typing import (
     get_type_hints,
 )
 
-from megalith.config.renamed import successor_of_setting
+from megalith.config.renamed import find_setting_successor
 from megalith.errors import did_you_mean
 
 Hint: TypeAlias = Any  # a type annotation: a class, `int | None`, `Literal[...]`, `tuple[str, ...]`
@@ -243,7 +243,7 @@ def unknown_setting(cls: type, path: str, value: str | None = None) -> str:
     """Return the error message for a dotted name that `cls` does not have, with its successor or
     similar names."""
     given = path if value is None else f"{path}={value}"
-    successor = successor_of_setting(path)
+    successor = find_setting_successor(path)
     if successor is not None and hint_at(cls, successor) is not None:
         return f"{given}: this setting was renamed. Use {successor}."
     advice = did_you_mean(path, [*field_types(cls), *setting_names(cls)])

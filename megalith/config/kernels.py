@@ -79,7 +79,7 @@ class KernelsConfig:
     matmul of upcast operands, rounded to bf16; torch and reference: torch's bf16 kernels;
     auto: upcast on CPUs for which torch has no bf16 kernels."""
 
-    def of(self, op: Op) -> BackendName:
+    def backend_name(self, op: Op) -> BackendName:
         """Return the configured backend of an operation; `all` where it is auto."""
         own: BackendName = getattr(self, op)
         return self.all if own == "auto" else own

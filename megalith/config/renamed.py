@@ -28,10 +28,10 @@ def read_renamed_settings() -> RenamedSettings:
     return RenamedSettings(table["settings"], table["values"])
 
 
-def successor_of_setting(path: str) -> str | None:
+def find_setting_successor(path: str) -> str | None:
     """Return the name that replaces the dotted name `path`, or None if it was not renamed.
 
-    >>> successor_of_setting("model.mtp.depths"), successor_of_setting("model.hidden_size")
+    >>> find_setting_successor("model.mtp.depths"), find_setting_successor("model.hidden_size")
     ('model.mtp.num_layers', None)
     """
     names = read_renamed_settings().settings
@@ -43,7 +43,7 @@ def successor_of_setting(path: str) -> str | None:
     return None
 
 
-def successor_of_value(path: str, value: object) -> str | None:
+def find_value_successor(path: str, value: object) -> str | None:
     """Return the value that replaces `value` of the setting `path` (its current name), or None
     if it was not renamed."""
     return (
@@ -60,13 +60,13 @@ def translate_stored_settings(
         return data
     translated: dict[str, Any] = {}
     for path, value in _leaves(data, ""):
-        new = successor_of_setting(path) or path
+        new = find_setting_successor(path) or path
         section = translated
         *parents, leaf = new.split(".")
         for parent in parents:
             inner = section.setdefault(parent, {})
             section = inner if isinstance(inner, dict) else section
-        section[leaf] = successor_of_value(new, value) or value
+        section[leaf] = find_value_successor(new, value) or value
     return translated
 
 

@@ -36,8 +36,8 @@ from megalith.config.fields import (
     unknown_setting,
 )
 from megalith.config.renamed import (
-    successor_of_setting,
-    successor_of_value,
+    find_setting_successor,
+    find_value_successor,
     translate_stored_settings,
 )
 from megalith.errors import MAX_PROBLEMS, ConfigError, did_you_mean, raise_all
@@ -415,7 +415,7 @@ class _Report:
 
     def unknown(self, path: str, value: Plain) -> None:
         """Add an unknown name, or each unknown name of a renamed section."""
-        if isinstance(value, Mapping) and value and successor_of_setting(path) is not None:
+        if isinstance(value, Mapping) and value and find_setting_successor(path) is not None:
             for name, item in value.items():
                 self.unknown(join_path(path, str(name)), item)
             return
@@ -477,7 +477,7 @@ def _value(
     hint: Hint, value: Plain, path: str, report: _Report
 ) -> Any:  # Any: as dynamic as `hint`
     """Convert `value` to the type `hint`. Problems go to `report`; the result is then undefined."""
-    successor = successor_of_value(path, value)
+    successor = find_value_successor(path, value)
     if successor is not None:
         return report.renamed(path, value, successor)
     if type(value) is hint and _scalar(hint, value) is not None:  # fast path for most values

@@ -22,8 +22,8 @@ from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
 from megalith.kernels.packed import (
     PackedSeqParams,
-    tokens_of_lengths,
-    tokens_of_slices,
+    seq_params_from_lengths,
+    seq_params_from_slices,
     with_multimodal_positions,
 )
 from megalith.kernels.replay import MicrobatchRouting
@@ -320,7 +320,7 @@ class Loader:
                 dropout_seed=self.dropout_seed,
                 even=mean_tokens,
             )
-            for pack in assignment.of(self.dp.rank)
+            for pack in assignment.rank_packs(self.dp.rank)
         ]
         num_padded_tokens = len(assignment.packs) * budget.capacity
         return StepBatches(
@@ -591,7 +591,7 @@ def _share(
     its neighbor.
     """
     if slicing.ranks == 1:
-        return pairs, tokens_of_lengths(lengths, device=device)
+        return pairs, seq_params_from_lengths(lengths, device=device)
     slices = plan_slices(lengths, row=pairs[0][0].shape[1], slicing=slicing)
     local_indices = slices.as_read(slicing.rank)
     shared = [
@@ -601,7 +601,7 @@ def _share(
         )
         for ids, labels in pairs
     ]
-    return shared, tokens_of_slices(slices, slicing, device=device)
+    return shared, seq_params_from_slices(slices, slicing, device=device)
 
 
 def _flat(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -334,7 +334,7 @@ def words_in(text: str) -> list[str]:
     return "".join(c if c.isalnum() or c == "_" else " " for c in text).split()
 
 
-def share_of_known_words(sample: str, files: Sequence[Path]) -> float:
+def known_word_fraction(sample: str, files: Sequence[Path]) -> float:
     """Return the fraction of the words of a sample that occur in the files."""
     known: set[str] = set()
     for file in files:

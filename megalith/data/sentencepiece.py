@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.data.special_tokens import TokenSpans, encode_parts, spans_of_parts
+from megalith.data.special_tokens import TokenSpans, encode_parts, encode_with_special_tokens
 from megalith.errors import DataError
 
 MODEL = "tokenizer.model"
@@ -74,7 +74,7 @@ class SentencePieceTokenizer:
 
     def encode_spans(self, text: str) -> TokenSpans:
         """Return the same ids, with the characters of each token."""
-        return spans_of_parts(text, self.specials, self._spans)
+        return encode_with_special_tokens(text, self.specials, self._spans)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts."""

@@ -31,13 +31,15 @@ def encode_parts(
     return ids
 
 
-def spans_of_parts(
+def encode_with_special_tokens(
     text: str, specials: Mapping[str, int], encode: Callable[[str], TokenSpans]
 ) -> TokenSpans:
     """Return ids and character span of each token; the spans of `encode` are relative to its
     argument.
 
-    >>> spans_of_parts("a<end>b", {"<end>": 256}, lambda text: TokenSpans([ord(text)], [(0, 1)]))
+    >>> def encode(text):
+    ...     return TokenSpans([ord(text)], [(0, 1)])
+    >>> encode_with_special_tokens("a<end>b", {"<end>": 256}, encode)
     TokenSpans(ids=[97, 256, 98], places=[(0, 1), (1, 6), (6, 7)])
     """
     result, offset = TokenSpans([], []), 0
@@ -51,12 +53,12 @@ def spans_of_parts(
     return result
 
 
-def char_spans_of_bytes(text: str, lengths: Sequence[int]) -> list[tuple[int, int]]:
+def byte_to_char_spans(text: str, lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Return the character spans of tokens whose concatenated UTF-8 bytes are the text.
 
     `lengths`: bytes per token.
 
-    >>> char_spans_of_bytes("aé", [1, 1, 1])
+    >>> byte_to_char_spans("aé", [1, 1, 1])
     [(0, 1), (1, 2), (1, 2)]
     """
     characters = np.repeat(

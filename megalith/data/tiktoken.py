@@ -17,9 +17,9 @@ from megalith import storage
 from megalith.config.tokenizer import SplitPattern
 from megalith.data.special_tokens import (
     TokenSpans,
-    char_spans_of_bytes,
+    byte_to_char_spans,
     encode_parts,
-    spans_of_parts,
+    encode_with_special_tokens,
 )
 from megalith.errors import DataError
 
@@ -142,14 +142,14 @@ class TiktokenTokenizer:
 
     def encode_spans(self, text: str) -> TokenSpans:
         """Return the same ids, with the characters of each token."""
-        return spans_of_parts(text, self._specials, self._spans)
+        return encode_with_special_tokens(text, self._specials, self._spans)
 
     def _spans(self, text: str) -> TokenSpans:
         ids = self._ordinary(text)
         lengths = [
             len(self._encoding.decode_single_token_bytes(token - self._shift)) for token in ids
         ]
-        return TokenSpans(ids, char_spans_of_bytes(text, lengths))
+        return TokenSpans(ids, byte_to_char_spans(text, lengths))
 
     def _ordinary(self, text: str) -> list[int]:
         return [token + self._shift for token in self._encoding.encode_ordinary(text)]

@@ -25,9 +25,9 @@ from megalith.data.sentencepiece import (
 )
 from megalith.data.special_tokens import (
     TokenSpans,
-    char_spans_of_bytes,
+    byte_to_char_spans,
     encode_parts,
-    spans_of_parts,
+    encode_with_special_tokens,
 )
 from megalith.data.tiktoken import TiktokenTokenizer
 from megalith.errors import DataError, raise_all
@@ -107,7 +107,7 @@ class ByteTokenizer:
 
     def encode_spans(self, text: str) -> TokenSpans:
         """Return the same ids, with the character of each byte."""
-        return spans_of_parts(text, self.specials, self._spans)
+        return encode_with_special_tokens(text, self.specials, self._spans)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the UTF-8 bytes of each text."""
@@ -129,7 +129,7 @@ class ByteTokenizer:
 
     def _spans(self, text: str) -> TokenSpans:
         ids = self.encode(text)
-        return TokenSpans(ids, char_spans_of_bytes(text, [1] * len(ids)))
+        return TokenSpans(ids, byte_to_char_spans(text, [1] * len(ids)))
 
 
 class NullTokenizer:

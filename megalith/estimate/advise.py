@@ -15,10 +15,10 @@ from megalith.estimate.activations import (
     layer_rows_without_recompute,
     stage_activations,
 )
-from megalith.estimate.memory import chunk_activations, memory_ledger, setting_of, worst
+from megalith.estimate.memory import build_layer_setting, chunk_activations, memory_ledger, worst
 from megalith.estimate.times import layer_share, work_seconds
 from megalith.estimate.workload import Workload, plan_workload
-from megalith.plan.context import kind_of_layer
+from megalith.plan.context import layer_context_kind
 from megalith.plan.costs import (
     attention_flops,
     latent_flops,
@@ -291,7 +291,7 @@ def _expert_notes(workload: Workload, device: Device) -> list[str]:
     if grid is None or not device.accelerator:
         return lines
     moe, etp = workload.run.model.moe, grid.size("etp")
-    ranks = grid.group_of(grid.offset, ("ep", "etp"))
+    ranks = grid.find_group(grid.offset, ("ep", "etp"))
     if len({rank // device.node for rank in ranks}) > 1:
         paired = replace(p, overlap_experts=True)
         able = not p.overlap_experts and not pairing_problems(workload.run.model, paired)
@@ -438,8 +438,8 @@ def describe_savings(
     layers = next((stage.layers for stage in workload.chunks(pp_rank) if stage.layers), range(0))
     if not layers:
         return []
-    kind = kind_of_layer(run.parallel.context, layers[0])
-    setting = setting_of(
+    kind = layer_context_kind(run.parallel.context, layers[0])
+    setting = build_layer_setting(
         workload, tp_rank, kind=kind, accelerator=accelerator, first_layer=layers[0]
     )
     return saving_lines(setting, num_layers=len(layers))
@@ -586,6 +586,8 @@ def _all_choices(num_layers: int, *, check: bool) -> Iterator[RecomputeConfig]:
 
 
 def _more_work(workload: Workload, choice: RecomputeConfig, num_layers: int) -> float:
-    kind = kind_of_layer(workload.run.parallel.context, 0)
-    setting = replace(setting_of(workload, 0, kind=kind, accelerator=True), recompute=choice)
+    kind = layer_context_kind(workload.run.parallel.context, 0)
+    setting = replace(
+        build_layer_setting(workload, 0, kind=kind, accelerator=True), recompute=choice
+    )
     return sum(saving.extra for saving in savings(setting, num_layers=num_layers))

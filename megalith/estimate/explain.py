@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
-from megalith.estimate.memory import setting_of
+from megalith.estimate.memory import build_layer_setting
 from megalith.estimate.workload import Workload
 from megalith.plan.costs import active_parameters, num_parameters
 from megalith.plan.frozen import (
@@ -348,7 +348,7 @@ def group_rows(grid: Grid) -> Iterator[GroupRow]:
         (number, row) for number, rows in enumerate(spans) for row in rows
     ):
         seen = set() if number and span == OF_EXPERTS[0][0] else seen
-        first = grid.group_of(grid.offset, span)
+        first = grid.find_group(grid.offset, span)
         if len(first) == 1 or first in seen:
             continue
         seen.add(first)
@@ -368,7 +368,7 @@ def experts_row(workload: Workload) -> ExpertsRow | None:
     most = max(range(run.parallel.pp), key=lambda pp: sum(_list_has_experts(workload, pp)))
     held = [one for one in workload.parameters(most, 0) if one.grid == "expert"]
     part, numel = workload.expert_part(most, 0), sum(one.numel for one in held)
-    one = layer_mixture(setting_of(workload, 0))
+    one = layer_mixture(build_layer_setting(workload, 0))
     exchanges, others = run.parallel.dispatcher != "allgather", part.ep * part.etp - 1
     row = one.features * WIDTHS[run.precision.params].value
     return ExpertsRow(
@@ -451,7 +451,7 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
     ends = whole - sum(each)
     head = _head_work(run, ends)
     for number, stage in enumerate(workload.stages):
-        pp_rank, chunk = workload.schedule.place_of(number)
+        pp_rank, chunk = workload.schedule.rank_and_chunk(number)
         held = held_parameters(
             c,
             tp=1,

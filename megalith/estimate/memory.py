@@ -16,8 +16,8 @@ from megalith.config.parallel import ContextKind
 from megalith.estimate.activations import stage_activations
 from megalith.estimate.workload import Workload
 from megalith.plan.buckets import BucketPlan, local_bucket_parts, plan_buckets
-from megalith.plan.context import kind_of_layer
-from megalith.plan.costs import tokens_of_loss
+from megalith.plan.context import layer_context_kind
+from megalith.plan.costs import loss_chunk_size
 from megalith.plan.devices import (
     CONTEXT,
     FAR_COMMUNICATOR,
@@ -27,7 +27,7 @@ from megalith.plan.devices import (
     Device,
 )
 from megalith.plan.frozen import trained
-from megalith.plan.layers import LAYER_KINDS, branches
+from megalith.plan.layers import branches
 from megalith.plan.layers.base import (
     WIDTHS,
     ExpertPart,
@@ -234,11 +234,11 @@ def divides(workload: Workload) -> bool:
     return max(workload.shards, workload.expert_shards) > 1
 
 
-def slices_of(
+def zero_shard_counts(
     workload: Workload, plan: BucketPlan, parameters: Sequence[HeldParameter]
 ) -> list[int]:
     """Return the number of ZeRO shards of each bucket, whose parameters are all on one grid."""
-    return [workload.shards_of(parameters[bucket.members[0]]) for bucket in plan.buckets]
+    return [workload.num_zero_shards(parameters[bucket.members[0]]) for bucket in plan.buckets]
 
 
 def _kind(workload: Workload, one: HeldParameter) -> str:
@@ -278,7 +278,7 @@ def _state(
     else:
         plan = buffer_plan(workload, trained_parameters)
         slices, numbers = (
-            slices_of(workload, plan, trained_parameters),
+            zero_shard_counts(workload, plan, trained_parameters),
             {"dense": sharer.shard_rank, "expert": sharer.expert_rank},
         )
         lengths = [bucket.stop - bucket.start for bucket in plan.buckets]
@@ -351,7 +351,7 @@ def _sharded_numel(workload: Workload, one: HeldParameter, sharer: ZeroShard) ->
     if one.frozen and not one.matrix:
         return one.numel
     rank = sharer.shard_rank if one.grid == "dense" else sharer.expert_rank
-    return sharded_rows(one, rank, workload.shards_of(one)) * one.columns
+    return sharded_rows(one, rank, workload.num_zero_shards(one)) * one.columns
 
 
 def sharded_rows(one: HeldParameter, rank: int, ranks: int) -> int:
@@ -398,7 +398,7 @@ def gathered_units(
         if one.matrix or not one.frozen:
             units.setdefault((name, one.grid), []).append(one)
     return [
-        GatheredUnit(name, tuple(held), name == "", grid, workload.shards_of(held[0]))
+        GatheredUnit(name, tuple(held), name == "", grid, workload.num_zero_shards(held[0]))
         for (name, grid), held in units.items()
     ]
 
@@ -424,7 +424,7 @@ def keeps_gathered(workload: Workload) -> bool:
 # --- what comes and goes within a step
 
 
-def setting_of(
+def build_layer_setting(
     workload: Workload,
     tp_rank: int,
     *,
@@ -464,14 +464,15 @@ def chunk_activations(
     """Return the activations of one microbatch in one chunk. If layers use different kinds of
     context parallelism, each counts its share."""
     kinds = Counter(
-        kind_of_layer(workload.run.parallel.context, layer) for layer in all_layers(workload, stage)
+        layer_context_kind(workload.run.parallel.context, layer)
+        for layer in all_layers(workload, stage)
     )
     if not kinds:
         kinds[workload.run.parallel.context.kind] = 1
     layers = again = loss = host = 0.0
     for kind, count in kinds.items():
         first = stage.layers.start if stage.layers else 0
-        setting = setting_of(
+        setting = build_layer_setting(
             workload, tp_rank, kind=kind, accelerator=accelerator, first_layer=first
         )
         activations = stage_activations(
@@ -505,11 +506,11 @@ def all_layers(workload: Workload, stage: Stage) -> list[int]:
 def _deferred_bytes(workload: Workload, stage: Stage, tp_rank: int) -> int:
     """Return the inputs and output gradients of all weights, which deferred weight gradients need,
     and the head's gradient. An MTP layer has t · 4 h more."""
-    model, setting = workload.run.model, setting_of(workload, tp_rank)
+    model, setting = workload.run.model, build_layer_setting(workload, tp_rank)
     numel = (stage.embedding + 4 * stage.num_mtp_layers) * model.hidden_size * setting.tokens
     for layer in all_layers(workload, stage):
         for branch in branches(model, layer):
-            numel += LAYER_KINDS[branch.kind].weight_gradient_numel(branch, setting)
+            numel += branch.kind.weight_gradient_numel(branch, setting)
     head = (1 + model.mtp.num_layers) * setting.part.vocab * model.hidden_size
     return numel * setting.element + stage.loss * head * setting.wide
 
@@ -523,20 +524,20 @@ def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) ->
     other ranks.
     """
     run, num_gradients, inside, others = workload.run, 2, 0, 0
-    setting = setting_of(workload, tp_rank)
+    setting = build_layer_setting(workload, tp_rank)
     layers = all_layers(workload, stage)
     for layer in layers:
-        context = kind_of_layer(run.parallel.context, layer)
+        context = layer_context_kind(run.parallel.context, layer)
         own = replace(setting, context=context)
         for branch in branches(run.model, layer):
-            one = LAYER_KINDS[branch.kind]
+            one = branch.kind
             inside = max(inside, one.backward_numel(branch, own))
             others = max(others, one.received_numel(branch, own) * own.element)
             num_gradients = max(num_gradients, one.num_input_gradients)
     width = setting.tokens * run.model.hidden_size
     if kind != "F":
         return (inside + num_gradients * width) * setting.element + others if layers else 0
-    chunk = min(setting.tokens, tokens_of_loss(run))
+    chunk = min(setting.tokens, loss_chunk_size(run))
     logits = chunk * setting.part.vocab * (setting.element + setting.wide)
     head = width * setting.element + logits if stage.loss else 0
     return max(head, others)
@@ -642,7 +643,7 @@ def borders(workload: Workload, pp_rank: int, direction: Direction) -> list[int]
     for chunk in range(schedule.num_chunks):
         target = neighbor(schedule, pp_rank, chunk, direction)
         if target is not None and target[0] != pp_rank:
-            boundaries.append(schedule.stage_of(pp_rank, chunk) + (direction == "forward"))
+            boundaries.append(schedule.stage_index(pp_rank, chunk) + (direction == "forward"))
     return boundaries
 
 
@@ -669,7 +670,7 @@ def _add_device_overhead(tensors: RankMemory, workload: Workload, device: Device
     grid = workload.grid
     spans = [("tp",), ("cp",), ("dp", "cp"), ("pp",), ("dp", "cp", "tp", "pp")]
     spans += [] if grid.experts is None else [("ep",), ("etp",), ("ep", "etp"), ("edp",)]
-    groups = {ranks for span in spans if len(ranks := grid.group_of(grid.offset, span)) > 1}
+    groups = {ranks for span in spans if len(ranks := grid.find_group(grid.offset, span)) > 1}
     far = sum(ranks[-1] - grid.offset >= device.node for ranks in groups)
     library = CONTEXT + WORKSPACE + far * FAR_COMMUNICATOR + (len(groups) - far) * NEAR_COMMUNICATOR
     return replace(tensors, library=int(library), slack=int(SLACK * tensors.total))

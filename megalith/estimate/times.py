@@ -177,7 +177,7 @@ def communication_time(
         return None
     rank = workload.rank_at(pp_rank, tp_rank)
     span = ("dp", "cp") if row.axis == "dp" else tuple(row.axis.split("_"))
-    ranks = workload.grid.group_of(rank, span)
+    ranks = workload.grid.find_group(rank, span)
     near = len({one // device.node for one in ranks}) == 1
     rate = (device.near_gbs if near else device.far_gbs) * 1e9 * LINK_EFFICIENCY
     return CommunicationTime(near, row.nbytes / rate, _overlap_share(workload, row) * work)

@@ -23,17 +23,17 @@ from megalith.estimate.memory import (
     borders,
     boundary_tensors,
     buffer_plan,
+    build_layer_setting,
     divides,
     gathered_units,
     keeps_gathered,
-    setting_of,
     sharded_rows,
 )
 from megalith.estimate.workload import Workload
-from megalith.plan.context import kind_of_layer
-from megalith.plan.costs import tokens_of_loss
+from megalith.plan.context import layer_context_kind
+from megalith.plan.costs import loss_chunk_size
 from megalith.plan.frozen import first_trained_layer, trained
-from megalith.plan.layers import LAYER_KINDS, branches
+from megalith.plan.layers import branches
 from megalith.plan.layers.base import (
     WIDTHS,
     Collective,
@@ -143,8 +143,7 @@ def _count_tp_messages(workload: Workload, stages: Sequence[Stage]) -> _TPCounts
         for number, layer in enumerate(stage.layers):
             again = _layer_recompute(run, spans, number, modules)
             all_messages = [
-                LAYER_KINDS[branch.kind].tp_messages(branch, modules)
-                for branch in branches(run.model, layer)
+                branch.kind.tp_messages(branch, modules) for branch in branches(run.model, layer)
             ]
             for messages in all_messages:
                 counts.inputs += messages.inputs
@@ -179,7 +178,7 @@ def _tensor_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[
     gathered before the matmuls.
     """
     run, num_microbatches = workload.run, workload.num_microbatches
-    setting, h = setting_of(workload, tp_rank), run.model.hidden_size
+    setting, h = build_layer_setting(workload, tp_rank), run.model.hidden_size
     stages = stages_with_mtp(workload, pp_rank)
     embeddings, losses = sum(s.embedding for s in stages), sum(s.loss for s in stages)
     if run.recompute.shard_inputs:
@@ -223,7 +222,7 @@ def _tensor_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[
         )
     yield from map(
         _traffic,
-        head_messages(setting, chunk=tokens_of_loss(run), passes=losses * num_microbatches),
+        head_messages(setting, chunk=loss_chunk_size(run), passes=losses * num_microbatches),
     )
 
 
@@ -287,7 +286,7 @@ def _replicated_param_traffic(workload: Workload, pp_rank: int, tp_rank: int) ->
 def _exchange_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Traffic]:
     """Yield the exchanges inside layers over context-parallel and expert-parallel ranks, those of
     equal layers together."""
-    run, setting = workload.run, setting_of(workload, tp_rank)
+    run, setting = workload.run, build_layer_setting(workload, tp_rank)
     modules, num_microbatches = recomputed_modules(run.recompute), workload.num_microbatches
     layers: Counter[Exchange] = Counter()
     recomputed: Counter[Exchange] = Counter()
@@ -296,9 +295,9 @@ def _exchange_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterato
         spans = spans_again(workload, stage)
         for number, layer in enumerate(stage.layers):
             again = _layer_recompute(run, spans, number, modules)
-            own = replace(setting, context=kind_of_layer(run.parallel.context, layer))
+            own = replace(setting, context=layer_context_kind(run.parallel.context, layer))
             for branch in branches(run.model, layer):
-                exchange = LAYER_KINDS[branch.kind].exchange(branch, own)
+                exchange = branch.kind.exchange(branch, own)
                 if exchange is not None:
                     repeated, output_repeated = exchange.repeats(again)
                     layers[exchange] += 1

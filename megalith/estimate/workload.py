@@ -16,7 +16,7 @@ from megalith.plan.schedule import (
     pair_forward_backward,
     schedule_name,
 )
-from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_stages
+from megalith.plan.stages import Stage, plan_stages, select_rank_stages, table_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Workload:
         grid = self.grid.experts
         return grid.size("edp_shard") if self.run.parallel.zero and grid is not None else 1
 
-    def shards_of(self, one: HeldParameter) -> int:
+    def num_zero_shards(self, one: HeldParameter) -> int:
         """Return the number of ZeRO shards of one parameter."""
         return self.expert_shards if one.grid == "expert" else self.shards
 
@@ -108,7 +108,7 @@ class Workload:
 
     def chunks(self, pp_rank: int) -> list[Stage]:
         """Return the stages (model chunks) of one pipeline rank."""
-        return stages_of_rank(
+        return select_rank_stages(
             self.stages, pp_rank, self.run.parallel.pipeline, pp=self.run.parallel.pp
         )
 
@@ -121,7 +121,7 @@ class Workload:
         etp = grid.size("etp")
         if moe.ffn_hidden_size % etp == 0:
             return ExpertPart(p.ep, etp)
-        ranks = self.grid.group_of(self.rank_at(pp_rank, tp_rank), ("dp", "cp"))
+        ranks = self.grid.find_group(self.rank_at(pp_rank, tp_rank), ("dp", "cp"))
         return ExpertPart(p.ep, etp, min(grid.coordinates(rank)["etp"] for rank in ranks))
 
     def parameters(

@@ -17,7 +17,7 @@ from megalith.data.tokenizer import build_tokenizer, moved_to
 from megalith.hf.auxiliary_files import copy_auxiliary_files
 from megalith.hf.folder import CONFIG, HuggingFaceFolder, Weights, write_folder
 from megalith.hf.peft import ADAPTER_CONFIG, AdaptedWeights, fingerprint
-from megalith.hf.pretrained import FORCE_LOAD_BALANCING, HF_SOURCE, Pretrained, find_family_of
+from megalith.hf.pretrained import FORCE_LOAD_BALANCING, HF_SOURCE, Pretrained, find_export_family
 from megalith.hf.release import parameters, release_run, write_release
 from megalith.hf.staging import Attempt, Recipe
 from megalith.hf.tensor_rules import TensorRule, dtype_to_write
@@ -46,7 +46,7 @@ class Move:
     """Bytes in the target; 0: not written."""
 
 
-def format_of(source: Pretrained) -> Kind:
+def source_format(source: Pretrained) -> Kind:
     """Return the format of a source."""
     return "huggingface" if isinstance(source.weights, HuggingFaceFolder) else "megalith"
 
@@ -61,7 +61,7 @@ def plan_moves(source: Pretrained, to: Kind, dtype: torch.dtype | None) -> list[
     weights = source.weights
     if to == "megalith" and not isinstance(weights, HuggingFaceFolder):
         return [_parameter_move(shard, source, dtype) for shard in parameters(source.model)]
-    family = find_family_of(source)
+    family = find_export_family(source)
     unread = (
         [_skipped_move(name, weights) for name in weights.others]
         if isinstance(weights, HuggingFaceFolder)
@@ -123,10 +123,10 @@ def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dt
     read_part = parameter_part + describe_added_adapters(parameter, source.weights)
     source_part, target_part = (
         (tensor_part, parameter_part)
-        if format_of(source) == "huggingface"
+        if source_format(source) == "huggingface"
         else (read_part, tensor_part)
     )
-    if format_of(source) == to:
+    if source_format(source) == to:
         target_part = source_part
     shape = rule.shape if rule.covers_tensor else lengths(rule.at)
     return Move(
@@ -199,7 +199,7 @@ def convert(
             source.weights,
             dtype=dtype,
             shard_nbytes=shard_nbytes,
-            family=find_family_of(source),
+            family=find_export_family(source),
             activation_names=None
             if source.hf_source is None
             else source.hf_source.activation_names,
@@ -253,7 +253,7 @@ def build_recipe(
         "to": to,
         "dtype": "as they are" if dtype is None else show_dtype(dtype),
         "new rows": new_rows,
-        "architecture": find_family_of(source).architecture if to == "huggingface" else "none",
+        "architecture": find_export_family(source).architecture if to == "huggingface" else "none",
         "largest file": f"{shard_nbytes:,} bytes" if to == "huggingface" else "fixed",
         "software": f"megalith {__version__}, torch {torch.__version__}",
     }

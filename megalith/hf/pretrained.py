@@ -22,7 +22,7 @@ from megalith.checkpoint.keys import (
     differences,
     log_load_report,
     select_rejected_keys,
-    weights_of,
+    weights_key,
 )
 from megalith.checkpoint.load import STRICT, Checkpoint, find_latest, open_checkpoint
 from megalith.config.checkpoint import CheckpointConfig, NewRowInit
@@ -486,7 +486,7 @@ def _fill_from_folder(
     """
     folder_keys = {f"{MODEL}{shard.name}" for shard in parameters(folder.model_config)}
     requested_on_ranks = raise_on_all_ranks(
-        lambda: [(entry.key, weights_of(entry.key), entry.shard.shape) for entry in entries], world
+        lambda: [(entry.key, weights_key(entry.key), entry.shard.shape) for entry in entries], world
     )
     requested = {
         key: (weights, shape) for part in requested_on_ranks for key, weights, shape in part
@@ -595,7 +595,7 @@ def open_adapters(path: Path, *, base: str | None = None) -> Adapters:
             return checkpoint_adapters(checkpoint)
     elif (path / ADAPTER_CONFIG).exists():
         opened = _peft_base(path, base)
-        return peft_adapters(path, find_family_of(opened), opened.model)
+        return peft_adapters(path, find_export_family(opened), opened.model)
     raise CheckpointError(
         f"{path} holds a model, not adapters. Use a run that trained adapters (lora.rank), or a "
         "PEFT "
@@ -695,7 +695,7 @@ def _open_peft(path: Path, base_folder: str | None) -> Pretrained:
     """Open a PEFT folder as the model that its adapters form with their base, which must be a local
     folder."""
     base = _peft_base(path, base_folder)
-    adapters = peft_adapters(path, find_family_of(base), base.model)
+    adapters = peft_adapters(path, find_export_family(base), base.model)
     weights = AdaptedWeights(path, base.model, base.weights, base.path, adapters)
     tokenizer = locate_copied_tokenizer(
         base.tokenizer, path
@@ -727,7 +727,7 @@ def _peft_base(path: Path, base_folder: str | None) -> Pretrained:
     return open_pretrained(locate_source(base_name))
 
 
-def find_family_of(source: Pretrained) -> Family:
+def find_export_family(source: Pretrained) -> Family:
     """Return the family in which a model is exported.
 
     That is the one it was converted from; a model trained from scratch gets the first family that

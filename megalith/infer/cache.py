@@ -231,6 +231,6 @@ class PrefixState:
         """Invalidate the prefix; called before a forward pass, which may fail after some layers."""
         self._ids = []
 
-    def note(self, ids: Sequence[int]) -> None:
+    def record_ids(self, ids: Sequence[int]) -> None:
         """Record the tokens that are in the cache of every layer."""
         self._ids = list(ids)

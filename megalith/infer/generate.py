@@ -13,7 +13,7 @@ from megalith.config.model import ModelConfig
 from megalith.errors import CheckpointError, DataError, raise_all
 from megalith.infer.cache import EVERYTHING, AttentionView, KVCache, PrefixState
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_queries
+from megalith.kernels.packed import seq_params_from_queries
 from megalith.kernels.rope import rope_length
 from megalith.models.decoder import Decoder
 from megalith.plan.keys import key
@@ -156,7 +156,7 @@ def generate(
         prefix_state.forget()
         logits = _forward_step(model, new_tokens_of, prefix_state.cache)
         if before is not None and not _needs_recompute(model.config, len(active[0].ids)):
-            prefix_state.note(active[0].ids[: active[0].num_cached])
+            prefix_state.record_ids(active[0].ids[: active[0].num_cached])
         tokens = (
             sample_tokens(logits, sample, [(s.number, len(s.ids)) for s in complete])
             if complete
@@ -258,7 +258,7 @@ def _forward_step(
         sequence.num_cached += count
         if sequence.num_cached == len(sequence.ids):
             last_positions.append(len(ids) - 1)
-    seq_params = tokens_of_queries(
+    seq_params = seq_params_from_queries(
         [(count, sequence.num_cached) for sequence, count in new_tokens_of],
         reach=[len(sequence.ids) for sequence, _ in new_tokens_of],
         device=device,

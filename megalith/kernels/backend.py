@@ -49,13 +49,13 @@ class Backends:
 
     config: KernelsConfig = field(default_factory=KernelsConfig)
 
-    def of(self, op: Op) -> Backend:
+    def select(self, op: Op) -> Backend:
         """Return the backend of an operation."""
-        return Backend(op, self.config.of(op))
+        return Backend(op, self.config.backend_name(op))
 
     def bind(self, op: Op, function: Callable[..., Result]) -> Callable[..., Result]:
         """Return an operation bound to its backend: see `Backend.bind`."""
-        return self.of(op).bind(function)
+        return self.select(op).bind(function)
 
 
 AUTO = Backends()
@@ -65,7 +65,7 @@ AUTO = Backends()
 def select_backends(kernels: KernelSetting) -> Backends:
     """Return the backends of a model, and select that of bf16 matmuls on CPUs for the process."""
     backends = Backends(expand_kernel_setting(kernels))
-    select_bf16_matmul(backends.of("matmul").name)
+    select_bf16_matmul(backends.select("matmul").name)
     return backends
 
 
@@ -80,20 +80,26 @@ def select_backend(
         ConfigError: the named backend does not support these tensors or is not available.
     """
     if kernel == "auto":
-        if loops and cpu_threads.takes(*tensors):
+        if loops and cpu_threads.should_use(*tensors):
             return "numba"
-        if triton and launch.takes(*tensors):
+        if triton and launch.can_use(*tensors):
             return "triton"
     elif kernel == "numba":
         return (
-            kernel if loops and cpu_threads.could_take(*tensors) else refuse(op, kernel, *tensors)
+            kernel
+            if loops and cpu_threads.can_use(*tensors)
+            else raise_unsupported(op, kernel, *tensors)
         )
     elif kernel == "triton":
-        return kernel if triton and launch.takes(*tensors) else refuse(op, kernel, *tensors)
+        return (
+            kernel
+            if triton and launch.can_use(*tensors)
+            else raise_unsupported(op, kernel, *tensors)
+        )
     return "torch"
 
 
-def refuse(
+def raise_unsupported(
     op: Op, form: BackendName, *tensors: Tensor, works: BackendName = "torch"
 ) -> FusedBackend:
     """Raise the error for an explicitly set backend that cannot be used, with one that can.
@@ -106,7 +112,8 @@ def refuse(
         f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device.type}"
     )
     reason = unavailable.get(
-        form, f"supported inputs: {find_backend_spec(op, form).takes()}; this input: {given}"
+        form,
+        f"supported inputs: {find_backend_spec(op, form).describe_inputs()}; this input: {given}",
     )
     raise ConfigError(
         f"kernels.{op}={form}: {reason}. Set kernels.{op} to {works}, which supports this input, "

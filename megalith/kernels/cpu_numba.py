@@ -254,7 +254,7 @@ def within(x: Any, limit: Any) -> Any:
 
 
 @part
-def largest_of(row: Array) -> Any:
+def row_max(row: Array) -> Any:
     """Return the largest element of a row in fp32; NaN or the largest number if there is a NaN.
 
     Elements are compared as integers in the order of the floats, because vector units have no float
@@ -597,7 +597,7 @@ def row_sums(block: Block) -> None:
     largest, sums = wides(block, 3, (rows,)), wides(block, 4, (rows,))
     first, last = share(rows)
     for i in range(first, last):
-        top = largest_of(logits[i])
+        top = row_max(logits[i])
         total = np.float32(0)
         for j in range(v):
             total += exp(wide(logits[i, j]) - top)
@@ -641,7 +641,7 @@ def visible_softmax(block: Block) -> None:
     for i in range(first, last):
         start, stop = visible[i % queries, 0], visible[i % queries, 1]
         seen, out = scores[i, start:stop], p[i, start:stop]
-        top, total = largest_of(seen), np.float32(0)
+        top, total = row_max(seen), np.float32(0)
         for j in range(len(seen)):
             e = exp(seen[j] - top)
             seen[j] = e
@@ -670,7 +670,7 @@ def visible_exp(block: Block) -> None:
         start, stop = visible[i % queries, 0], visible[i % queries, 1]
         seen, out = scores[i, start:stop], p[i, start:stop]
         if not known:
-            largest[i] = largest_of(seen) if stop > start else np.float32(-3.4028234663852886e38)
+            largest[i] = row_max(seen) if stop > start else np.float32(-3.4028234663852886e38)
         top, row_total = largest[i], np.float32(0)
         for j in range(len(seen)):
             e = exp(seen[j] - top)

@@ -150,13 +150,13 @@ def _address(function: object) -> int:
     return address
 
 
-def takes(*tensors: Tensor) -> bool:
+def should_use(*tensors: Tensor) -> bool:
     """Return whether the compiled loops support these tensors and are faster: on the CPU, all fp32
     or all bf16, the first large enough."""
-    return tensors[0].numel() >= MIN_LOOP_ELEMENTS and could_take(*tensors)
+    return tensors[0].numel() >= MIN_LOOP_ELEMENTS and can_use(*tensors)
 
 
-def could_take(*tensors: Tensor) -> bool:
+def can_use(*tensors: Tensor) -> bool:
     """Return whether the compiled loops support these tensors, of any size except 0."""
     first = tensors[0]
     return (

@@ -47,7 +47,7 @@ class DropoutKey(NamedTuple):
     parallelism all tokens of the microbatch, in natural order."""
 
     @property
-    def numbers_of_keys(self) -> Tensor:
+    def key_numbers(self) -> Tensor:
         """Numbers of the keys: int64 [t_kv]."""
         return self.numbers if self.keys is None else self.keys
 

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.config.kernels import BackendName
-from megalith.kernels.backend import refuse
+from megalith.kernels.backend import raise_unsupported
 from megalith.kernels.grouped_linear import (
     BATCHED,
     FUSED,
@@ -63,7 +63,7 @@ def experts(
     down: Matrix,
     inner: Inner,
     *,
-    again: RegisterRecompute | None = register_recompute,
+    register: RegisterRecompute | None = register_recompute,
     kernel: BackendName = "auto",
 ) -> Tensor:
     """Compute `down(inner(up(row), weight))` with the expert of each row: rows [r, h], weights [r]
@@ -92,8 +92,8 @@ def experts(
         groups,
     )
     activated = inner(pre_activation, weights)
-    if again is not None:
-        activated = again(activated, inner, (pre_activation, weights))
+    if register is not None:
+        activated = register(activated, inner, (pre_activation, weights))
     down_ops = down.matmul_ops or grouped_matmul_ops_by_name(kernel, activated, down.weight, groups)
     return with_bias(
         grouped_linear(
@@ -127,7 +127,7 @@ def grouped_matmul_ops_by_name(
 
 
 def _reject(kernel: BackendName, x: Tensor) -> GroupedMatmulOps:
-    refuse("experts", kernel, x, works="loop")
+    raise_unsupported("experts", kernel, x, works="loop")
     raise AssertionError(f"kernels.experts={kernel} must have raised an error")
 
 
@@ -191,11 +191,11 @@ def with_bias(
 
 def reference_with_bias(y: Tensor, bias: Tensor, groups: Groups, weights: Tensor | None) -> Tensor:
     """Reference implementation of `with_bias` in plain PyTorch operations."""
-    each = bias.view(groups.experts, -1)[experts_of_rows(groups, y)]
+    each = bias.view(groups.experts, -1)[row_experts(groups, y)]
     return y + (each if weights is None else each * weights.unsqueeze(1).to(y.dtype))
 
 
-def experts_of_rows(groups: Groups, rows: Tensor) -> Tensor:
+def row_experts(groups: Groups, rows: Tensor) -> Tensor:
     """Return the expert of each row: rows [r, ...] -> [r] int64."""
     ends = groups.on_device(rows.device)
     return torch.searchsorted(
@@ -216,7 +216,7 @@ class BiasFunction(Function):
         ctx.mark_dirty(y)
         ctx.save_for_backward(bias, weights)
         ctx.groups = groups
-        each = bias.view(groups.experts, -1).index_select(0, experts_of_rows(groups, y))
+        each = bias.view(groups.experts, -1).index_select(0, row_experts(groups, y))
         return (
             y.add_(each) if weights is None else y.addcmul_(each, weights.unsqueeze(1).to(y.dtype))
         )
@@ -231,7 +231,7 @@ class BiasFunction(Function):
         if ctx.needs_input_grad[1]:
             dbias = _weighted_sums(dy, weights, groups).view_as(bias)
         if ctx.needs_input_grad[3]:
-            each = bias.view(groups.experts, -1).index_select(0, experts_of_rows(groups, dy))
+            each = bias.view(groups.experts, -1).index_select(0, row_experts(groups, dy))
             wide = torch.promote_types(dy.dtype, torch.float32)
             dweights = torch.linalg.vecdot(each.to(wide), dy.to(wide)).to(weights.dtype)
         return dy, dbias, None, dweights

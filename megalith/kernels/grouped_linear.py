@@ -90,7 +90,7 @@ class Groups:
         return replace(self, ends=self.on_device(device))
 
 
-def groups_of(counts: Sequence[int] | Tensor) -> Groups:
+def build_groups(counts: Sequence[int] | Tensor) -> Groups:
     """Return groups of these sizes [e]: numbers, or an int64 tensor, which stays on its device."""
     if not isinstance(counts, Tensor):
         return Groups(tuple(counts))

@@ -105,28 +105,28 @@ class ContextShard:
     """The order of the tokens of the ranks that exchange heads (Ulysses) inside a ring of such
     groups; of this rank only, without such groups."""
 
-    seen: dict[tuple[int, int | None, int | None, bool, bool], tuple[KeySpans, ...]] = field(
+    _key_spans: dict[tuple[int, int | None, int | None, bool, bool], tuple[KeySpans, ...]] = field(
         default_factory=dict, repr=False
     )
     """Cache of planned spans, which all layers share."""
 
-    numbered: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, repr=False)
-    """Cache of `numbers_of_groups`."""
+    _token_numbers: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, repr=False)
+    """Cache of `token_numbers_by_group`."""
 
-    def numbers_of_groups(self, near: int) -> tuple[Tensor, ...]:
+    def token_numbers_by_group(self, near: int) -> tuple[Tensor, ...]:
         """Return the tokens, by natural order, of each group of `near` neighbors: int64 [near *
         t]."""
-        if near not in self.numbered:
+        if near not in self._token_numbers:
             parts, device = self.slices.joined(near), self.everyone.order.device
             on_host = tuple(torch.from_numpy(part) for part in parts)
             # Relative biases on meta tensors look nothing up, and the type check must not see these
             # tensors change devices.
-            self.numbered[near] = (
+            self._token_numbers[near] = (
                 on_host if device.type == "meta" else tuple(part.to(device) for part in on_host)
             )
-        return self.numbered[near]
+        return self._token_numbers[near]
 
-    def spans_of_groups(
+    def key_spans_by_group(
         self,
         near: int,
         *,
@@ -138,15 +138,15 @@ class ContextShard:
         """Return the keys of each group of `near` neighbors that the tokens of the local group
         see."""
         cache_key = near, window, right, causal, chunked
-        if cache_key not in self.seen:
+        if cache_key not in self._key_spans:
             parts = self.slices.joined(near)
             local_tokens = parts[self.rank // near]
-            self.seen[cache_key] = tuple(
+            self._key_spans[cache_key] = tuple(
                 self._spans(local_tokens, keys, window, right, causal, chunked) for keys in parts
             )
-        return self.seen[cache_key]
+        return self._key_spans[cache_key]
 
-    def spans_of_all(
+    def key_spans_to_all(
         self,
         *,
         window: int | None = None,
@@ -156,15 +156,15 @@ class ContextShard:
     ) -> KeySpans:
         """Return the keys, among all tokens in natural order, that the local tokens see."""
         cache_key = 0, window, right, causal, chunked
-        if cache_key not in self.seen:
+        if cache_key not in self._key_spans:
             all_tokens = np.arange(self.slices.num_tokens, dtype=np.int64)
             local_tokens = self.slices.numbers[self.rank]
-            self.seen[cache_key] = (
+            self._key_spans[cache_key] = (
                 self._spans(local_tokens, all_tokens, window, right, causal, chunked),
             )
-        return self.seen[cache_key][0]
+        return self._key_spans[cache_key][0]
 
-    def spans_of_whole(
+    def key_spans_among_all(
         self,
         *,
         window: int | None = None,
@@ -175,12 +175,12 @@ class ContextShard:
         """Return the keys that all tokens see, in natural order; unlike `whole`, without trailing
         padding."""
         cache_key = -1, window, right, causal, chunked
-        if cache_key not in self.seen:
+        if cache_key not in self._key_spans:
             all_tokens = np.arange(self.slices.num_tokens, dtype=np.int64)
-            self.seen[cache_key] = (
+            self._key_spans[cache_key] = (
                 self._spans(all_tokens, all_tokens, window, right, causal, chunked),
             )
-        return self.seen[cache_key][0]
+        return self._key_spans[cache_key][0]
 
     def _spans(
         self,
@@ -207,19 +207,21 @@ class ContextShard:
         )
 
 
-def tokens_of_rows(
+def seq_params_from_rows(
     rows: int, length: int, *, device: torch.device | str = "cpu"
 ) -> PackedSeqParams:
     """Return `rows` rows of `length` tokens, each row one document."""
-    return tokens_of_lengths([length] * rows, device=device)
+    return seq_params_from_lengths([length] * rows, device=device)
 
 
-def tokens_of_lengths(lengths: list[int], *, device: torch.device | str = "cpu") -> PackedSeqParams:
+def seq_params_from_lengths(
+    lengths: list[int], *, device: torch.device | str = "cpu"
+) -> PackedSeqParams:
     """Return documents of these lengths, one after the other, each from its first token."""
-    return tokens_of_queries([(length, length) for length in lengths], device=device)
+    return seq_params_from_queries([(length, length) for length in lengths], device=device)
 
 
-def tokens_of_queries(
+def seq_params_from_queries(
     lengths: list[tuple[int, int]],
     *,
     reach: Sequence[int] | None = None,
@@ -249,7 +251,7 @@ def tokens_of_queries(
     )
 
 
-def tokens_of_slices(
+def seq_params_from_slices(
     slices: Slices, slicing: Slicing, *, device: torch.device | str = "cpu"
 ) -> PackedSeqParams:
     """Return one context-parallel rank's tokens of documents; document ids and position ids count
@@ -262,7 +264,7 @@ def tokens_of_slices(
     lengths = [int(length) for length in slices.lengths]
     queries = np.bincount(document[local_tokens], minlength=len(lengths))
     cu_seqlens_q = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
-    whole = tokens_of_lengths(lengths, device=device)
+    whole = seq_params_from_lengths(lengths, device=device)
     first = slicing.rank // slicing.near * slicing.near
     context = ContextShard(
         slices,
@@ -368,7 +370,7 @@ def with_masks(
     for mask in masks:
         starts.append(None if mask is None else end)
         end += 0 if mask is None else mask.numel()
-    rows = torch.from_numpy(rows_of(lengths, starts)).to(device)
+    rows = torch.from_numpy(mask_row_starts(lengths, starts)).to(device)
     return _given(
         tokens,
         replace(
@@ -419,11 +421,11 @@ def for_one_pass(tokens: PackedSeqParams) -> PackedSeqParams:
     return tokens if visible is None else _given(tokens, replace(visible, torch_masks={}))
 
 
-def rows_of(lengths: Lengths, starts: Sequence[int | None]) -> NDArray[np.int64]:
+def mask_row_starts(lengths: Lengths, starts: Sequence[int | None]) -> NDArray[np.int64]:
     """Return where each query's mask row would begin if it covered all keys, [t]; masks begin at
     `starts`.
 
-    >>> rows_of([(2, 2), (1, 3), (1, 4)], [0, None, 4])[[0, 1, 3]].tolist()
+    >>> mask_row_starts([(2, 2), (1, 3), (1, 4)], [0, None, 4])[[0, 1, 3]].tolist()
     [0, 2, -1]
     """
     queries, keys = np.array(lengths, dtype=np.int64).reshape(-1, 2).T

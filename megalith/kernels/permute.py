@@ -147,7 +147,7 @@ def unpermute(rows: Tensor, order: RowPermutation) -> Tensor:
     return y
 
 
-def weights_of_rows(weights: Tensor, order: RowPermutation) -> Tensor:
+def gather_row_weights(weights: Tensor, order: RowPermutation) -> Tensor:
     """Return the router weight of each row: the weights of all choices [t, k] -> [r], 0 for
     padding."""
     row_weights = weights.flatten().index_select(0, order.choices)

@@ -51,7 +51,7 @@ class RoutingRecord:
     """Callback that receives the input and output of every router, also during recomputation; None:
     no callback."""
 
-    def again(self) -> "RoutingRecord":
+    def for_replay(self) -> "RoutingRecord":
         """Return the same choices for replay."""
         return RoutingRecord(self.choices, followed=True)
 
@@ -73,7 +73,7 @@ class RoutingDecisions:
     decisions: dict[str, Tensor] = field(default_factory=dict)
     """By layer: int32 [t, k], the expert, or -1 - its number where it dropped the token."""
 
-    def note(self, layer: str, chosen: Tensor, kept: Tensor) -> None:
+    def record(self, layer: str, chosen: Tensor, kept: Tensor) -> None:
         """Record the chosen experts [t, k] and those that keep the token after dropping, negative
         elsewhere."""
         self.decisions[layer] = chosen.where(kept >= 0, -1 - chosen).detach().to(torch.int32)
@@ -87,7 +87,7 @@ class RoutingDecisions:
             else decisions.where(decisions >= 0, -1 - decisions).to(torch.int64)
         )
 
-    def taken(self, layer: str) -> Tensor | None:
+    def kept(self, layer: str) -> Tensor | None:
         """Return which choices are kept after token dropping, bool [t, k], or None if nothing is
         recorded."""
         decisions = self.decisions.get(layer)
@@ -100,7 +100,7 @@ class MicrobatchRouting(NamedTuple):
     routing: RoutingRecord
     microbatch: int
 
-    def note(self, layer: str, experts: Tensor) -> None:
+    def record(self, layer: str, experts: Tensor) -> None:
         """Record the choices of a layer, experts [t, k]."""
         self.routing.choices[layer, self.microbatch] = experts.detach()
 

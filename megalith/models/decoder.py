@@ -13,7 +13,7 @@ from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.nn.build import BuildContext
 from megalith.nn.embedding import InputEmbedding, NoBias, RelativeBias, insert_embeddings
 from megalith.nn.init import init_param_
-from megalith.nn.layer import IdentityNorm, Layer, block_of_layer
+from megalith.nn.layer import IdentityNorm, Layer, select_block_class
 from megalith.nn.mtp import MTPBlock, MTPInputs
 from megalith.nn.norm import Norm, build_norm, stream_dtype
 from megalith.nn.rope import RotaryEmbedding
@@ -33,8 +33,8 @@ from megalith.plan.stages import (
     Stage,
     mtp_hidden_name,
     plan_stages,
+    select_rank_stages,
     single_stage,
-    stages_of_rank,
     table_stages,
 )
 
@@ -115,7 +115,7 @@ class Decoder(nn.Module):
         self.config, self.dtype, self.tp_comm = config, context.dtype, tp_comm
         self.stream_dtype = stream_dtype(config, context.dtype)
         self.stage = stage or single_stage(config.num_layers, config.mtp.num_layers)
-        first_trained = context.first_layer_of_backward
+        first_trained = context.first_backward_layer
         num_frozen = sum(
             first_trained is not None and index < first_trained for index in self.stage.layers
         )
@@ -134,7 +134,7 @@ class Decoder(nn.Module):
             else NoBias()
         )
         self.layers = nn.ModuleList(
-            block_of_layer(config, index)(f"layers.{index}", config, context.at_layer(index))
+            select_block_class(config, index)(f"layers.{index}", config, context.at_layer(index))
             for index in self.stage.layers
         )
         run_layers = LayerRunner(context.recompute, context.offload, context.mesh.tp)
@@ -154,7 +154,7 @@ class Decoder(nn.Module):
             depths=self.stage.num_mtp_layers,
             table=_table("embed.weight", context),
             shared=table,
-            places=self.input_embedding.places()
+            places=self.input_embedding.position_table()
             if self.stage.embedding
             else shared_tables.get("positions.weight"),
         )
@@ -278,7 +278,7 @@ def build_chunks(context: BuildContext) -> list[Decoder]:
     context = replace(context, replica_ranks=table_stages(config, stages, pipeline, pp=pp.size))
     shared_tables = dict[str, nn.Parameter]()
     chunks: list[Decoder] = []
-    for stage in stages_of_rank(stages, pp.rank, pipeline, pp=pp.size):
+    for stage in select_rank_stages(stages, pp.rank, pipeline, pp=pp.size):
         chunk = Decoder(context, stage=stage, shared_tables=shared_tables)
         own_parameters = {
             spec.shard.name: getattr(module, name)

@@ -32,7 +32,7 @@ class Attention(nn.Module):
         super().__init__()
         mesh = context.mesh
         self.core = build_core_attention(config, context)
-        self.scores = scores_of_layer(config, context.layer)
+        self.scores = build_layer_scores(config, context.layer)
         self.apply_rope = build_apply_rope(config, context)
         self.attention_temperature = build_attention_temperature(config, context.layer)
         self.head_dim = config.head_size()
@@ -96,7 +96,7 @@ def output_linear(
     )
 
 
-def scores_of_layer(config: ModelConfig, layer: int) -> Scores:
+def build_layer_scores(config: ModelConfig, layer: int) -> Scores:
     """Return the score settings of a layer, numbered over all stages."""
     kind = config.attention
     window = kind.window if config.has_window(layer) else None

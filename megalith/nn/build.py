@@ -30,7 +30,7 @@ from megalith.parallel.tensor import (
     register_param,
 )
 from megalith.parallel.tensor_overlap import RING_EXCHANGE, CollectiveMatmul
-from megalith.plan.frozen import first_layer_of_backward
+from megalith.plan.frozen import first_backward_layer
 from megalith.plan.parameters import initial_values
 from megalith.plan.shards import Shard
 
@@ -103,9 +103,9 @@ class BuildContext:
         )
 
     @property
-    def first_layer_of_backward(self) -> int | None:
+    def first_backward_layer(self) -> int | None:
         """First layer that backward has to reach; None: it reaches the embedding."""
-        return first_layer_of_backward(self.model, self.optim, self.lora)
+        return first_backward_layer(self.model, self.optim, self.lora)
 
     def spec(self, shard: Shard, init: Init) -> ParameterSpec:
         """Return the specification of a parameter: the pipeline ranks that hold it, the initial

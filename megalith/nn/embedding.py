@@ -107,7 +107,7 @@ class InputEmbedding(nn.Module):
             *build_dropout("embedding", number, config.dropout.embedding, context),
         )
 
-    def places(self) -> nn.Parameter | None:
+    def position_table(self) -> nn.Parameter | None:
         """Return the table of learned positions, or None."""
         return self.positions.weight if hasattr(self, "positions") else None
 

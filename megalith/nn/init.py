@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalith.parallel.tensor import Init
 from megalith.plan.keys import key
-from megalith.plan.shards import Box, Shard, boxes_of_range, intersect
+from megalith.plan.shards import Box, Shard, intersect, split_range_into_boxes
 
 TILE = (128, 512)
 """Rows and columns of the last two dims that one generator draws; fixed, because it determines the
@@ -24,7 +24,7 @@ def init_param_(parameter: Tensor, shard: Shard, init: Init, *, seed: int) -> No
     value depends only on the seed, the name and its position.
     """
     start, stop = shard.flat or (0, shard.numel)
-    local_boxes = boxes_of_range(shard.box_shape, start, stop)
+    local_boxes = split_range_into_boxes(shard.box_shape, start, stop)
     shapes = [[b - a for a, b in box] for box in local_boxes]
     with torch.no_grad():
         parts = (

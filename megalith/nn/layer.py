@@ -158,10 +158,10 @@ def _input_norm(name: str, config: ModelConfig, context: BuildContext) -> Norm |
     """Build the norm of a part's input; it is recomputed in backward if the run asks for it."""
     if config.norm_placement == "after":
         return IdentityNorm(context.dtype)
-    recompute, again = context.recompute, None
+    recompute, register = context.recompute, None
     if "norm" in recomputed_modules(recompute):
-        again = register_checked_recompute if recompute.check else register_recompute
-    return build_norm(name, config.hidden_size, config, context, again=again)
+        register = register_checked_recompute if recompute.check else register_recompute
+    return build_norm(name, config.hidden_size, config, context, register=register)
 
 
 def _build_branch(
@@ -288,7 +288,7 @@ BLOCKS: dict[str, type[Layer]] = {
 """Layer class by model.block, for layers with attention and MLP."""
 
 
-def block_of_layer(config: ModelConfig, layer: int) -> type[Layer]:
+def select_block_class(config: ModelConfig, layer: int) -> type[Layer]:
     """Return the class of a layer, numbered over all stages; every layer has attention or an
     MLP."""
     if config.attention_part(layer) == "none":

@@ -62,10 +62,10 @@ class ColumnLora(nn.Module):
             names,
         )
         for name in names:
-            a, b = column_adapter(_shard_of(base, name), lora, base.tp_comm)
+            a, b = column_adapter(_find_shard(base, name), lora, base.tp_comm)
             _register_adapter(self, name, a, b, dtype=dtype)
         self.drop = InputDropout(
-            _shard_of(base, names[0]).name, lora.dropout, base.tp_comm.select_local, backends
+            _find_shard(base, names[0]).name, lora.dropout, base.tp_comm.select_local, backends
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class RowLora(nn.Module):
             lora.scale,
             base.weight_name,
         )
-        weight = _shard_of(base, self.name)
+        weight = _find_shard(base, self.name)
         a, b = row_adapter(weight, lora, base.tp_comm)
         _register_adapter(self, self.name, a, b, dtype=dtype)
         self.drop = InputDropout(
@@ -188,7 +188,7 @@ class ReplicatedLora(nn.Module):
     ) -> None:
         super().__init__()
         self.base, self.scale, self.name = base, lora.scale, base.weight_name
-        weight = _shard_of(base, self.name)
+        weight = _find_shard(base, self.name)
         _register_adapter(self, self.name, *whole_adapter(weight, lora), dtype=dtype)
         self.drop = InputDropout(weight.name, lora.dropout, tp_comm.select_local, backends)
 
@@ -370,7 +370,7 @@ def _all_tokens(values: Tensor) -> Tensor:
     return values
 
 
-def _shard_of(layer: nn.Module, name: str) -> Shard:
+def _find_shard(layer: nn.Module, name: str) -> Shard:
     specs: dict[str, ParameterSpec] = layer.__dict__["param_specs"]
     return specs[name].shard
 

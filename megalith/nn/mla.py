@@ -19,7 +19,7 @@ from megalith.kernels.attention.scores import Scores
 from megalith.kernels.layer_inputs import AttendOptions, LayerInputs
 from megalith.kernels.linear import einsum
 from megalith.kernels.packed import PackedSeqParams
-from megalith.nn.attention import output_linear, scores_of_layer
+from megalith.nn.attention import build_layer_scores, output_linear
 from megalith.nn.build import BuildContext
 from megalith.nn.dropout import build_core_attention
 from megalith.nn.lora import ColumnLora, HeadsFn, pass_inputs_to_adapter_dropout
@@ -228,7 +228,7 @@ class LatentAttention(nn.Module):
 def latent_scores(config: ModelConfig, index: int) -> Scores:
     """Return the score settings of MLA: by default scaled by 1 / sqrt(nope_dim + rope_dim) and
     yarn's attention temperature."""
-    scores, sizes = scores_of_layer(config, index), config.mla
+    scores, sizes = build_layer_scores(config, index), config.mla
     assert sizes is not None
     if config.attention.scale is not None:
         return scores

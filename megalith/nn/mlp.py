@@ -93,8 +93,8 @@ def build_activation(config: ModelConfig, context: BuildContext) -> Inner:
     recompute = context.recompute
     if "mlp_act" not in recomputed_modules(recompute):
         return activation
-    again = register_checked_recompute if recompute.check else register_recompute
-    return partial(recompute_activation, again, activation)
+    register = register_checked_recompute if recompute.check else register_recompute
+    return partial(recompute_activation, register, activation)
 
 
 def choose_activation(config: ModelConfig, backends: Backends = AUTO) -> Callable[[Tensor], Tensor]:
@@ -111,10 +111,10 @@ def choose_activation(config: ModelConfig, backends: Backends = AUTO) -> Callabl
 
 
 def recompute_activation(
-    again: RegisterRecompute, activation: Callable[[Tensor], Tensor], x: Tensor
+    register: RegisterRecompute, activation: Callable[[Tensor], Tensor], x: Tensor
 ) -> Tensor:
     """Return `activation(x)`, which backward recomputes; it saves x only."""
-    return again(activation(x), activation, (x,))
+    return register(activation(x), activation, (x,))
 
 
 def _up(

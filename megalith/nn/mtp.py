@@ -23,7 +23,7 @@ from megalith.config.parallel import OffloadConfig
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.nn.build import BuildContext
 from megalith.nn.embedding import InputEmbedding
-from megalith.nn.layer import block_of_layer
+from megalith.nn.layer import select_block_class
 from megalith.nn.norm import build_norm, stream_dtype
 from megalith.parallel.recompute import LayerRunner
 from megalith.parallel.tensor import (
@@ -68,7 +68,7 @@ class MTPLayer(nn.Module):
         )
         project = Shard.full(f"{name}.project", (h, 2 * h), invariant=context.tp_comm.invariant)
         self.project = context.replicated_linear(project, Init(config.init_std))
-        self.layer = block_of_layer(config, last)(
+        self.layer = select_block_class(config, last)(
             f"{name}.layer", config, context.at_layer(last, config.num_layers + depth)
         )
         self.run_layers = LayerRunner(context.recompute, OffloadConfig(), context.mesh.tp)
@@ -104,7 +104,7 @@ class MTPBlock(nn.Module):
         for depth in range(depths):
             layer = MTPLayer(depth, config, context, table=table, shared=shared, places=places)
             self.layers.append(layer)
-            shared, places = layer.embed.weight, layer.input_embedding.places()
+            shared, places = layer.embed.weight, layer.input_embedding.position_table()
 
     def forward(self, x: Tensor, mtp_inputs: MTPInputs, inputs: LayerInputs) -> tuple[Tensor, ...]:
         """Return the hidden states of every depth, each [t, h]; x: those of the model."""

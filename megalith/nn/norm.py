@@ -37,12 +37,12 @@ class Norm(nn.Module):
         context: BuildContext,
         *,
         invariant: frozenset[str],
-        again: RegisterRecompute | None = None,
+        register: RegisterRecompute | None = None,
     ) -> None:
         """`invariant`: axes over which the gradient is complete on every rank; `again`: the output
         is recomputed in backward instead of saved by the next layer."""
         super().__init__()
-        self.again = again
+        self.register = register
         shard = Shard.full(f"{name}.weight", (size,), invariant=invariant, inputs=0)
         start = ZEROS if config.zero_centered_gamma else ONES
         context.register_param(self, "weight", shard, start)
@@ -62,9 +62,9 @@ class Norm(nn.Module):
         return total, self._result(normed, total)
 
     def _result(self, normed: Tensor, x: Tensor) -> Tensor:
-        if self.again is None:
+        if self.register is None:
             return normed
-        return self.again(normed, self.norm, (x, *self.affine()))
+        return self.register(normed, self.norm, (x, *self.affine()))
 
 
 class RMSNorm(Norm):
@@ -84,9 +84,9 @@ class RMSNorm(Norm):
         *,
         eps: float,
         invariant: frozenset[str],
-        again: RegisterRecompute | None = None,
+        register: RegisterRecompute | None = None,
     ) -> None:
-        super().__init__(name, size, config, context, invariant=invariant, again=again)
+        super().__init__(name, size, config, context, invariant=invariant, register=register)
         self.norm, self.add_norm = _norm_functions(rms_norm, add_rms_norm, config, context, eps)
 
 
@@ -109,9 +109,9 @@ class LayerNorm(Norm):
         *,
         eps: float,
         invariant: frozenset[str],
-        again: RegisterRecompute | None = None,
+        register: RegisterRecompute | None = None,
     ) -> None:
-        super().__init__(name, size, config, context, invariant=invariant, again=again)
+        super().__init__(name, size, config, context, invariant=invariant, register=register)
         shard = Shard.full(f"{name}.bias", (size,), invariant=invariant, inputs=0)
         context.register_param(self, "bias", shard, ZEROS)
         self.norm, self.add_norm = _norm_functions(layer_norm, add_layer_norm, config, context, eps)
@@ -132,7 +132,7 @@ def build_norm(
     context: BuildContext,
     *,
     invariant: frozenset[str] | None = None,
-    again: RegisterRecompute | None = None,
+    register: RegisterRecompute | None = None,
     eps: float | None = None,
 ) -> Norm:
     """Build the model's norm over `size` features; `eps`: default that of the model; `invariant`:
@@ -146,7 +146,7 @@ def build_norm(
         context,
         eps=config.norm_eps if eps is None else eps,
         invariant=context.tp_comm.invariant if invariant is None else invariant,
-        again=again,
+        register=register,
     )
     return norm
 

@@ -101,7 +101,7 @@ class LoadBalancing:
         share = inputs.router_inputs.aux_loss_scale
         if share is None:
             return choice
-        record = self.stats_of_step(share, logits)
+        record = self.step_record(share, logits)
         valid, sequence = (
             self.tp_comm.select_local(inputs.seq_params.valid),
             self.tp_comm.select_local(inputs.seq_params.document_ids),
@@ -176,7 +176,7 @@ class LoadBalancing:
         so_far = record.chosen[: number + 1].sum(0)
         return global_load_balancing_loss(shares, counts, so_far, valid, top_k=self.moe.top_k)
 
-    def stats_of_step(self, share: AuxLossScale, like: Tensor) -> RoutingStats:
+    def step_record(self, share: AuxLossScale, like: Tensor) -> RoutingStats:
         """Return the record of this step's microbatches."""
         m, e = share.microbatches, self.moe.num_experts
         if (
@@ -235,10 +235,10 @@ class Noise:
             )
             logits = logits + (drawn - logits).detach()
         if self.router.force_biased > 0:
-            logits = logits + self.bias_of_experts(inputs.dropout_key.seed, logits)
+            logits = logits + self.expert_shift(inputs.dropout_key.seed, logits)
         return logits
 
-    def bias_of_experts(self, seed: int, logits: Tensor) -> Tensor:
+    def expert_shift(self, seed: int, logits: Tensor) -> Tensor:
         """Return a normal random shift of each expert's logits, [E], drawn once per run and layer.
 
         Source: Box and Muller 1958, Ann. Math. Statist. 29(2).
@@ -312,7 +312,7 @@ class Router(nn.Module):
         within = self.within_capacity(choice, inputs)
         _, first_pass, routing = inputs.router_inputs
         if first_pass is not None:
-            first_pass.note(self.layer, choice.experts, within.experts)
+            first_pass.record(self.layer, choice.experts, within.experts)
         if routing is not None:
             routing.show(self.layer, x, logits, within.weights, self.own())
         return self.balance(within, choice.experts, logits, inputs)
@@ -348,7 +348,7 @@ class Router(nn.Module):
         if routing is None or not routing.routing.followed:
             choice = self.choose(logits, training=aux_loss_scale is not None)
             if routing is not None:
-                routing.note(self.layer, choice.experts)
+                routing.record(self.layer, choice.experts)
             return choice
         experts = routing.recall(self.layer, (len(logits), self.moe.top_k)).to(logits.device)
         return Choice(
@@ -383,7 +383,7 @@ class Router(nn.Module):
             row = torch.cat(
                 [new_offsets.where(has_tokens, 0.0), has_tokens.to(new_offsets).unsqueeze(0)]
             )
-            self.balance.stats_of_step(share, logits).offsets[share.microbatch] = row
+            self.balance.step_record(share, logits).offsets[share.microbatch] = row
 
     def within_capacity(self, choice: Choice, inputs: LayerInputs) -> Choice:
         """Drop the choices over the expert capacity. All ranks that share a microbatch decide
@@ -391,7 +391,7 @@ class Router(nn.Module):
         capacity, (aux_loss_scale, first_pass, _) = self.moe.capacity, inputs.router_inputs
         if capacity.factor is None or aux_loss_scale is None:
             return choice
-        decided = None if first_pass is None else first_pass.taken(self.layer)
+        decided = None if first_pass is None else first_pass.kept(self.layer)
         if decided is not None:
             return drop_choices(choice, decided)
         group, num_local = self.sharing, len(choice.experts)
@@ -406,7 +406,7 @@ class Router(nn.Module):
         limit = expert_capacity(
             capacity.factor, len(all_choices.experts), self.moe.top_k, self.moe.num_experts
         )
-        places = self.places(inputs.seq_params.context, all_choices.weights[:, 0] < 0)
+        places = self.token_order(inputs.seq_params.context, all_choices.weights[:, 0] < 0)
         taken = select_within_capacity(
             all_choices, limit, capacity.drop, num_experts=self.moe.num_experts, order=places
         )
@@ -415,7 +415,7 @@ class Router(nn.Module):
         ).clone()  # backward saves this, not all ranks' choices
         return drop_choices(choice, local_taken)
 
-    def places(self, context: ContextShard | None, padding: Tensor) -> Tensor:
+    def token_order(self, context: ContextShard | None, padding: Tensor) -> Tensor:
         """Return the place in the microbatch of the tokens of all ranks that share it, rank after
         rank, padding last: padding bool [t of all] -> int64 [t of all]."""
         order = torch.arange(len(padding), device=padding.device)

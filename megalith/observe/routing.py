@@ -98,7 +98,7 @@ class RoutingPredictability:
 # --- reading
 
 
-def steps_of_trace(folder: Path) -> Iterator[tuple[int, dict[str, dict[Place, TraceRow]]]]:
+def read_trace_steps(folder: Path) -> Iterator[tuple[int, dict[str, dict[Place, TraceRow]]]]:
     """Yield every traced step with the rows of all ranks, by layer and place; one step is in memory
     at a time.
 
@@ -111,7 +111,7 @@ def steps_of_trace(folder: Path) -> Iterator[tuple[int, dict[str, dict[Place, Tr
             f"{folder}: no routing trace in this folder (rank_00000.jsonl, ...). Run with "
             "observe.routing_trace=1."
         )
-    rows = heapq.merge(*map(rows_of_file, files), key=lambda row: row.step)
+    rows = heapq.merge(*map(read_trace_rows, files), key=lambda row: row.step)
     for step, step_rows in groupby(rows, key=lambda row: row.step):
         rows_by_layer: dict[str, dict[Place, TraceRow]] = {}
         for row in step_rows:
@@ -119,7 +119,7 @@ def steps_of_trace(folder: Path) -> Iterator[tuple[int, dict[str, dict[Place, Tr
         yield step, rows_by_layer
 
 
-def rows_of_file(path: Path) -> Iterator[TraceRow]:
+def read_trace_rows(path: Path) -> Iterator[TraceRow]:
     """Yield the rows of a rank's file, except an incomplete last line.
 
     Raises:
@@ -207,7 +207,7 @@ def analyze_trace(
     counts: dict[str, Counts] = {}
     pairs: dict[tuple[str, str], LayerPairCounts] = {}
     top_k = 1
-    for step, layers in steps_of_trace(folder):
+    for step, layers in read_trace_steps(folder):
         for layer, rows in layers.items():
             for row in rows.values():
                 top_k = row.experts.shape[1]
@@ -230,7 +230,7 @@ def analyze_trace(
             "restarted. Run with observe.routing_trace=1 or more from the beginning."
         )
     uses = [_use(layer, counts[layer], top_k) for layer in sort_layers(counts)]
-    hits = _hits_of_all(folder, pairs)
+    hits = _count_hits(folder, pairs)
     return uses, [
         _routing_predictability(names, pairs[names], hits[names]) for names in pairs_in_order(pairs)
     ]
@@ -311,7 +311,7 @@ def surprise(seen: Counts, asked: Counts) -> tuple[float, float]:
     return float(-(asked.sum(0) * np.log(alone)).sum()), float(-(asked * np.log(known)).sum())
 
 
-def _hits_of_all(
+def _count_hits(
     folder: Path, pairs: Mapping[tuple[str, str], LayerPairCounts]
 ) -> dict[tuple[str, str], tuple[float, float]]:
     """Return hit rates of the k likeliest experts given the previous choices, and of the k most
@@ -321,7 +321,7 @@ def _hits_of_all(
         for names, pair in pairs.items()
     }
     hits = {names: np.zeros(3) for names in pairs}
-    for _, layers in steps_of_trace(folder):
+    for _, layers in read_trace_steps(folder):
         for layer, next_layer, before, after in iter_adjacent_layers(layers):
             for half, part in enumerate(halves(len(before.experts))):
                 after_each, commonest = tables[layer, next_layer][half]

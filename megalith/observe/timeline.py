@@ -42,7 +42,7 @@ def boxes(simulation: Simulation) -> Iterator[Box]:
         for index, (kind, chunk, microbatch, peer) in enumerate(actions):
             if peer < 0:
                 start, end = simulation.starts[rank][index], simulation.end(rank, index)
-                stage = schedule.stage_of(rank, chunk)
+                stage = schedule.stage_index(rank, chunk)
                 yield Box(rank, kind, chunk, microbatch, stage, float(start), float(end))
 
 
@@ -53,8 +53,8 @@ def title(simulation: Simulation) -> str:
     chunks = f" × {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     return (
         f"{schedule.name}, {schedule.num_ranks} ranks{chunks}, {schedule.num_microbatches} "
-        f"microbatches: bubble {float(simulation.bubble_of_total):.1%} of the step, at most "
-        f"{max(held):g} microbatches alive on a rank"
+        f"microbatches: bubble {float(simulation.bubble_fraction_of_total):.1%} of the step, "
+        f"at most {max(held):g} microbatches alive on a rank"
     )
 
 

@@ -56,7 +56,7 @@ from megalith.parallel.collectives import Moves, all_gather, all_to_all
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor_overlap import PendingCollective, start_ring_exchange
-from megalith.plan.context import KeySpans, Slicing, kind_of_layer
+from megalith.plan.context import KeySpans, Slicing, layer_context_kind
 
 Pair = TypeVar("Pair", DroppedWeights, PairBiases, PairMask)
 
@@ -76,9 +76,9 @@ def build_attend(
     """
     if mesh.cp.size == 1:
         return backends.bind("attention", attention)
-    if backends.of("attention").name in ("torch", "reference"):
+    if backends.select("attention").name in ("torch", "reference"):
         return AllGatherAttend(mesh.cp, reference_span_attention)
-    match kind_of_layer(context, layer):
+    match layer_context_kind(context, layer):
         case "ring":
             return RingAttend(mesh.cp, overlap=overlap)
         case "gather":
@@ -121,10 +121,10 @@ class RingAttend:
     ) -> Tensor:
         """Run one step per rank, overlapped with the message for the next step."""
         context = _context(seq_params)
-        spans = context.spans_of_groups(1, **attention_range(scores, context))
-        dropped = dropped_of_groups(context, dropout_key, scores, 1)
-        biases = biases_of_groups(context, attention_bias, scores, 1)
-        seen = seen_of_groups(context, 1)
+        spans = context.key_spans_by_group(1, **attention_range(scores, context))
+        dropped = dropped_weights_by_group(context, dropout_key, scores, 1)
+        biases = pair_biases_by_group(context, attention_bias, scores, 1)
+        seen = pair_masks_by_group(context, 1)
         return ring_attention(
             q, k, v, self.group, spans, scores, sinks, dropped, biases, seen, overlap=self.overlap
         )
@@ -153,9 +153,12 @@ class AllGatherAttend:
         context = _context(seq_params)
         everything = reorder(all_gather(torch.cat([k, v], -1), self.group), context.everyone)
         k, v = everything.split([k.shape[-1], v.shape[-1]], -1)
-        spans = context.spans_of_all(**attention_range(scores, context))
+        spans = context.key_spans_to_all(**attention_range(scores, context))
         dropped = build_dropped_weights(dropout_key, scores)
-        biases, seen = biases_of_all(context, attention_bias, scores), seen_of_all(context)
+        biases, seen = (
+            pair_biases_to_all(context, attention_bias, scores),
+            pair_mask_to_all(context),
+        )
         return self.find(q, k, v, spans, scores, sinks, dropped, biases, seen)
 
 
@@ -181,12 +184,12 @@ class UlyssesAttend:
         context = _context(seq_params)
         q, k, v = exchange_tokens_for_heads(q, k, v, self.group, context.everyone)
         scores, sinks = (
-            scores_of_local_heads(scores, self.group, q.shape[1]),
+            select_local_head_scores(scores, self.group, q.shape[1]),
             select_local_heads(sinks, self.group),
         )
         attention_bias = select_local_heads(attention_bias, self.group)
         if dropout_key is not None:
-            dropout_key = dropout_key._replace(numbers=dropout_key.numbers_of_keys)
+            dropout_key = dropout_key._replace(numbers=dropout_key.key_numbers)
         if scores.causal or context.slices.source is None:
             out = attention(
                 q,
@@ -200,10 +203,10 @@ class UlyssesAttend:
             )
         else:  # documents end with padding, which must be masked
             spans, seen = (
-                context.spans_of_whole(**attention_range(scores, context)),
-                seen_of_whole(context),
+                context.key_spans_among_all(**attention_range(scores, context)),
+                pair_mask_among_all(context),
             )
-            biases = biases_of_whole(context, attention_bias, scores)
+            biases = pair_biases_among_all(context, attention_bias, scores)
             dropped = build_dropped_weights(dropout_key, scores)
             out = span_attention(q, k, v, spans, scores, sinks, dropped, biases, seen)
         return exchange_heads_for_tokens(out, self.group, context.everyone)
@@ -233,15 +236,15 @@ class UlyssesRingAttend:
         coarser ring."""
         context = _context(seq_params)
         q, k, v = exchange_tokens_for_heads(q, k, v, self.near, context.neighbors)
-        spans = context.spans_of_groups(self.near.size, **attention_range(scores, context))
+        spans = context.key_spans_by_group(self.near.size, **attention_range(scores, context))
         scores, sinks = (
-            scores_of_local_heads(scores, self.near, q.shape[1]),
+            select_local_head_scores(scores, self.near, q.shape[1]),
             select_local_heads(sinks, self.near),
         )
-        dropped = dropped_of_groups(context, dropout_key, scores, self.near.size)
+        dropped = dropped_weights_by_group(context, dropout_key, scores, self.near.size)
         local_bias = select_local_heads(attention_bias, self.near)
-        biases = biases_of_groups(context, local_bias, scores, self.near.size)
-        seen = seen_of_groups(context, self.near.size)
+        biases = pair_biases_by_group(context, local_bias, scores, self.near.size)
+        seen = pair_masks_by_group(context, self.near.size)
         out = ring_attention(
             q, k, v, self.ring, spans, scores, sinks, dropped, biases, seen, overlap=self.overlap
         )
@@ -275,26 +278,26 @@ def attention_range(scores: Scores, context: ContextShard) -> AttentionRange:
 # --- attention masks: every rank has those of full documents, and uses the rows of its queries
 
 
-def seen_of_groups(context: ContextShard, near: int) -> list[PairMask] | None:
+def pair_masks_by_group(context: ContextShard, near: int) -> list[PairMask] | None:
     """Return which pairs of tokens attention masks let see, for queries of this rank's group of
     `near` neighbors and keys of each such group; None: all."""
     visible = context.whole.visible
     if visible is None:
         return None
-    parts = context.numbers_of_groups(near)
+    parts = context.token_numbers_by_group(near)
     return [PairMask(visible, parts[context.rank // near], keys) for keys in parts]
 
 
-def seen_of_all(context: ContextShard) -> PairMask | None:
+def pair_mask_to_all(context: ContextShard) -> PairMask | None:
     """Return which of all tokens, in natural order, attention masks let this rank's tokens see;
     None: all."""
     visible = context.whole.visible
     if visible is None:
         return None
-    return PairMask(visible, context.numbers_of_groups(1)[context.rank], _all_numbers(context))
+    return PairMask(visible, context.token_numbers_by_group(1)[context.rank], _all_numbers(context))
 
 
-def seen_of_whole(context: ContextShard) -> PairMask | None:
+def pair_mask_among_all(context: ContextShard) -> PairMask | None:
     """Return which pairs of all tokens, in natural order, attention masks let see; None: all."""
     visible = context.whole.visible
     return (
@@ -305,19 +308,19 @@ def seen_of_whole(context: ContextShard) -> PairMask | None:
 # --- attention dropout: the hash of a pair needs the numbers of both tokens, on any rank
 
 
-def dropped_of_groups(
+def dropped_weights_by_group(
     context: ContextShard, dropout_key: DropoutKey | None, scores: Scores, near: int
 ) -> list[DroppedWeights] | None:
     """Return which attention weights dropout zeroes, for queries of this rank's group of `near`
     neighbors and keys of each such group; None: none."""
     if scores.dropout is None or dropout_key is None or dropout_key.numbers.is_meta:
         return None
-    numbers, parts = dropout_key.numbers_of_keys, context.slices.joined(near)
+    numbers, parts = dropout_key.key_numbers, context.slices.joined(near)
     each = [numbers[torch.from_numpy(part).to(numbers.device)] for part in parts]
     return [DroppedWeights(scores.dropout, each[context.rank // near], keys) for keys in each]
 
 
-def scores_of_local_heads(scores: Scores, group: Group, heads: int) -> Scores:
+def select_local_head_scores(scores: Scores, group: Group, heads: int) -> Scores:
     """Return the scores for this rank's `heads` heads after an exchange over `group`."""
     if scores.dropout is None:
         return scores
@@ -328,7 +331,7 @@ def scores_of_local_heads(scores: Scores, group: Group, heads: int) -> Scores:
 # --- position biases: distances in a document are differences of its tokens' numbers
 
 
-def biases_of_groups(
+def pair_biases_by_group(
     context: ContextShard, table: Tensor | None, scores: Scores, near: int
 ) -> list[PairBiases] | None:
     """Return the position biases of scores, for queries of this rank's group of `near` neighbors
@@ -336,18 +339,20 @@ def biases_of_groups(
     values = _values(table, context, scores)
     if values is None:
         return None
-    parts = context.numbers_of_groups(near)
+    parts = context.token_numbers_by_group(near)
     queries, reach = parts[context.rank // near], values.shape[1] // 2
     return [PairBiases(values, Distances(queries, keys, reach)) for keys in parts]
 
 
-def biases_of_all(context: ContextShard, table: Tensor | None, scores: Scores) -> PairBiases | None:
+def pair_biases_to_all(
+    context: ContextShard, table: Tensor | None, scores: Scores
+) -> PairBiases | None:
     """Return the position biases between this rank's tokens and all tokens, in natural order; None:
     none."""
-    return _biases_to_all(table, context.numbers_of_groups(1)[context.rank], context, scores)
+    return _biases_to_all(table, context.token_numbers_by_group(1)[context.rank], context, scores)
 
 
-def biases_of_whole(
+def pair_biases_among_all(
     context: ContextShard, table: Tensor | None, scores: Scores
 ) -> PairBiases | None:
     """Return the position biases among all tokens, in natural order; None: none."""
@@ -364,7 +369,7 @@ def _biases_to_all(
 
 
 def _all_numbers(context: ContextShard) -> Tensor:
-    return context.numbers_of_groups(context.slices.ranks)[0]
+    return context.token_numbers_by_group(context.slices.ranks)[0]
 
 
 def _values(table: Tensor | None, context: ContextShard, scores: Scores) -> Tensor | None:

@@ -97,7 +97,7 @@ def linear_cross_entropy(
     scales them. Until then they occupy one dw [v_local, h] in fp32 and one dx [t, h]. `chunk`:
     tokens per chunk; kernel="reference" uses a single chunk.
     """
-    return _sum_of_losses(
+    return _sum_losses(
         x,
         weight,
         labels,
@@ -131,7 +131,7 @@ def linear_cross_entropy_with_stats(
 ) -> CrossEntropyResult:
     """Return `linear_cross_entropy` together with logit statistics of each token, which are not
     differentiable."""
-    return _sum_of_losses(
+    return _sum_losses(
         x,
         weight,
         labels,
@@ -214,7 +214,7 @@ def recomputed_cross_entropy(
     ).loss
 
 
-def _sum_of_losses(
+def _sum_losses(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -230,7 +230,7 @@ def _sum_of_losses(
     *,
     measures: bool,
 ) -> CrossEntropyResult:
-    head = HeadShard.of(
+    head = HeadShard.build(
         weight,
         vocab,
         first_row,
@@ -310,7 +310,7 @@ def token_losses_with_stats(
 ) -> CrossEntropyResult:
     """Return `token_losses` together with logit statistics of each token; losses and logsumexp are
     differentiable."""
-    head = HeadShard.of(
+    head = HeadShard.build(
         weight,
         vocab,
         first_row,
@@ -435,7 +435,7 @@ class HeadShard:
         return replace(self, spread=spread, spread_each=spread / vocab_size) if spread else self
 
     @staticmethod
-    def of(
+    def build(
         weight: Tensor,
         group: Group,
         first_row: int,
@@ -547,7 +547,7 @@ def logit_gradient(
     last digits of p.
     """
     rows, is_local = head.target(labels)
-    label_probability = _scores_of_labels(logits, rows, softmax, head).exp() / softmax.total
+    label_probability = _label_logits(logits, rows, softmax, head).exp() / softmax.total
     at_label = label_probability - 1
     at_label = (at_label.add_(head.spread - head.spread_each) if head.spread else at_label).mul_(
         weights
@@ -575,7 +575,7 @@ def logit_gradient(
     return gradient if slopes is None else gradient.mul_(slopes)
 
 
-def _scores_of_labels(logits: Tensor, rows: Tensor, softmax: Softmax, head: HeadShard) -> Tensor:
+def _label_logits(logits: Tensor, rows: Tensor, softmax: Softmax, head: HeadShard) -> Tensor:
     """Return each label's logit - largest, [c]; with label smoothing, only of local labels."""
     if not head.spread:
         return softmax.target

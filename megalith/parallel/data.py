@@ -47,10 +47,10 @@ from megalith.parallel.tensor import TensorParallel
 from megalith.plan.buckets import (
     BucketPlan,
     BucketSlice,
+    bucket_slice,
     flat_buffer_offsets,
     local_bucket_parts,
     plan_buckets,
-    slice_of,
 )
 from megalith.plan.shards import Shard
 
@@ -127,12 +127,12 @@ class BucketGradAccumulator:
             data_parallel,
         )
         self.columns = self.stacks[0].columns
-        self.rows_of = [part.rows for part in parts]
+        self.row_counts = [part.rows for part in parts]
         self.trained = [isinstance(part, Stack) for part in parts]
 
     def product(self, x: Tensor, dy: Tensor, matmul_ops: MatmulOps) -> None:
         """Add `dy.T @ x`: x [t, i], dy [t, o]."""
-        for stack, part in self._split_by_stack(dy.split(self.rows_of, dim=1)):
+        for stack, part in self._split_by_stack(dy.split(self.row_counts, dim=1)):
             total = self.data_parallel.total(stack)
             if not self.data_parallel.is_fresh(stack.numbers):
                 add_product_(total, x, part, matmul_ops)
@@ -160,7 +160,7 @@ class BucketGradAccumulator:
 
     def gradient(self, dw: Tensor) -> None:
         """Add a gradient that is ready: dw [o, i]."""
-        for stack, part in self._split_by_stack(dw.view(-1, self.columns).split(self.rows_of)):
+        for stack, part in self._split_by_stack(dw.view(-1, self.columns).split(self.row_counts)):
             total = self.data_parallel.total(stack)
             if self.data_parallel.is_fresh(stack.numbers):
                 total.copy_(part)
@@ -561,7 +561,7 @@ class BucketedDataParallel:
             gradient = self._in_bucket(self.gradients[index], index, part.start, part.stop)
             return ShardedParam(local_shard, weight, gradient)
         slices = self._division(index).slices
-        first, _ = slice_of(self.plan.buckets[index], slices.rank, slices.size)
+        first, _ = bucket_slice(self.plan.buckets[index], slices.rank, slices.size)
         gradient = self.gradients[index][part.start - first : part.stop - first]
         return ShardedParam(local_shard, weight, gradient)
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from megalith.config.parallel import DispatcherName
 from megalith.errors import ConfigError
-from megalith.kernels.grouped_linear import Groups, equal_groups, groups_of
+from megalith.kernels.grouped_linear import Groups, build_groups, equal_groups
 from megalith.kernels.permute import (
     RowPermutation,
     expert_major,
+    gather_row_weights,
     gather_rows,
     invert_chunk_order,
     permute,
@@ -28,9 +29,8 @@ from megalith.kernels.permute import (
     sort_choices,
     sort_chunks,
     unpermute,
-    weights_of_rows,
 )
-from megalith.kernels.permute import weights_of_rows as weights_of
+from megalith.kernels.permute import gather_row_weights as weights_key
 from megalith.kernels.recomputed import derive_recompute
 from megalith.kernels.routing import DROPPED_CHOICE, Choice, expert_capacity
 from megalith.parallel.collectives import (
@@ -105,7 +105,7 @@ class ExpertCapacity:
     sharing: int
     """Number of ranks that share a microbatch, and so the capacity."""
 
-    def of(self, tokens: int) -> int:
+    def row_limit(self, tokens: int) -> int:
         """Return the capacity for a rank's number of tokens, of which none goes to an expert
         twice."""
         return min(
@@ -155,11 +155,11 @@ class LocalDispatcher:
         groups = (
             local_expert_groups(order)
             if self.room is None
-            else equal_groups(self.num_experts, self.room.of(t))
+            else equal_groups(self.num_experts, self.room.row_limit(t))
         )
         rows = derive_recompute(x, permute(x, order), partial_of(gather_rows, order=order))
         return CompletedDispatch(
-            DispatchedTokens(rows, weights_of_rows(choice.weights, order), groups),
+            DispatchedTokens(rows, gather_row_weights(choice.weights, order), groups),
             LocalCombiner(order),
         )
 
@@ -219,9 +219,11 @@ class AllToAllDispatcher:
             order = permute_choices(choice.experts, self.num_experts, num_rows=rows, sort=sort)
         else:  # all ranks have equally many tokens
             order = permute_choices_padded(
-                choice.experts, self.num_experts, capacity=self.room.of(len(x))
+                choice.experts, self.num_experts, capacity=self.room.row_limit(len(x))
             )
-            table = [[[self.room.of(len(x))] * self.num_experts] * self.ep.size] * self.etp.size
+            table = [
+                [[self.room.row_limit(len(x))] * self.num_experts] * self.ep.size
+            ] * self.etp.size
         combiner = AllToAllCombiner(
             self, order, plan_exchange(table, ep_rank=self.ep.rank, etp_rank=self.etp.rank)
         )
@@ -229,7 +231,7 @@ class AllToAllDispatcher:
         groups = groups.known_on(x.device)  # now, right after a device sync
         # Rows last: backward then waits for their message first, after calling overlap_fn.
         second = AsyncAllToAll(self.ep, combiner.plan.sent, combiner.plan.received)
-        weights = start_all_to_all(weights_of_rows(choice.weights, order), second)
+        weights = start_all_to_all(gather_row_weights(choice.weights, order), second)
         first = AsyncAllToAll(self.ep, combiner.plan.sent, combiner.plan.received, self.overlap_fn)
         return PendingAllToAll(
             combiner, start_all_to_all(permute(x, order), first), weights, groups, first, second
@@ -325,7 +327,7 @@ class AllGatherDispatcher:
             experts_per_rank,
             num_rows=len(local_experts) if local_experts.is_meta else None,
         )
-        weights = weights_of_rows(all_gather(choice.weights, self.both), order)
+        weights = gather_row_weights(all_gather(choice.weights, self.both), order)
         rows = permute(all_gather(x, self.both), order)
         return CompletedDispatch(
             DispatchedTokens(rows, weights, local_expert_groups(order)),
@@ -357,7 +359,7 @@ def order_rows(
     known without waiting for the device."""
     if room is not None:
         return permute_choices_padded(
-            choice.experts, num_experts, capacity=room.of(len(choice.experts))
+            choice.experts, num_experts, capacity=room.row_limit(len(choice.experts))
         )
     known = None if drops_tokens and not choice.experts.is_meta else choice.experts.numel()
     return permute_choices(choice.experts, num_experts, num_rows=known)
@@ -389,7 +391,7 @@ def local_expert_groups(order: RowPermutation) -> Groups:
     return (
         Groups(tuple(counts_to_list(order.counts, len(order.choices))))
         if order.counts.is_meta
-        else groups_of(order.counts)
+        else build_groups(order.counts)
     )
 
 
@@ -494,7 +496,7 @@ class ReferenceDispatcher:
             self.both.size,
             self.both.rank,
         )
-        places = self.places(choice.experts, experts_per_rank)
+        places = self.dispatch_targets(choice.experts, experts_per_rank)
         known = None if self.drops_tokens and not x.is_meta else places.numel()
         order = permute_choices(places, ranks * experts_per_rank, num_rows=known)
         sent = self._counts(order)
@@ -516,13 +518,13 @@ class ReferenceDispatcher:
         return CompletedDispatch(
             DispatchedTokens(
                 combiner.dispatch(permute(x, order)),
-                combiner.dispatch(weights_of(copies, order)),
+                combiner.dispatch(weights_key(copies, order)),
                 Groups(counts),
             ),
             combiner,
         )
 
-    def places(self, experts: Tensor, experts_per_rank: int) -> Tensor:
+    def dispatch_targets(self, experts: Tensor, experts_per_rank: int) -> Tensor:
         """Return the target of choices [t, k]: [t, k etp], the number of the local expert and of
         its group member in one integer."""
         along_ep, along_etp = ep_etp_strides(self.ep, self.etp)

@@ -47,7 +47,7 @@ def _best(x: Tensor, weight: Tensor, vocab: Group, first_row: int, vocab_size: i
 
 @dataclass(slots=True)
 class LogitStats:
-    """Logit statistics of labeled tokens since the last call of `taken`, on the device of the
+    """Logit statistics of labeled tokens since the last call of `pop`, on the device of the
     head."""
 
     z: Tensor | None = None
@@ -56,7 +56,7 @@ class LogitStats:
     largest: Tensor | None = None
     """float64: the largest logit, -inf without labels."""
 
-    def note(self, measured: CrossEntropyResult, labels: Tensor, z_loss: float) -> None:
+    def record(self, measured: CrossEntropyResult, labels: Tensor, z_loss: float) -> None:
         """Add the statistics of a microbatch."""
         is_unlabeled = labels < 0
         z = (
@@ -70,7 +70,7 @@ class LogitStats:
         self.z = z if self.z is None else self.z + z
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 
-    def taken(self) -> tuple[Tensor | None, Tensor | None]:
+    def pop(self) -> tuple[Tensor | None, Tensor | None]:
         """Return z and the largest logit, and reset both."""
         stats, self.z, self.largest = (self.z, self.largest), None, None
         return stats
@@ -82,11 +82,11 @@ class LossWithLogitStats:
 
     compute: Callable[..., CrossEntropyResult]
     z_loss: float = 0.0
-    seen: LogitStats = field(default_factory=LogitStats)
+    logit_stats: LogitStats = field(default_factory=LogitStats)
 
     def __call__(self, x: Tensor, weight: Tensor, labels: Tensor, **others: object) -> Tensor:
         """Sum over labeled tokens of -log p(label) + z_loss * logsumexp^2."""
         measured = self.compute(x, weight, labels, z_loss=self.z_loss, **others)
         with torch.no_grad():
-            self.seen.note(measured, labels, self.z_loss)
+            self.logit_stats.record(measured, labels, self.z_loss)
         return measured.loss

@@ -122,13 +122,13 @@ def build_mesh(
     """
     handles: dict[tuple[bool, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
     groups = {}
-    for span in spans_of(grid):
+    for span in required_spans(grid):
         all_ranks = tuple(grid.groups(span))
         key = {*span} <= EXPERT_AXES_OUTER_FIRST, all_ranks
         if key not in handles:
             handles[key] = _new_groups(all_ranks, rank, "_".join(span), timeout_seconds)
         if rank in grid.ranks:
-            groups[span] = _group(span, grid.group_of(rank, span), rank, handles[key], flight)
+            groups[span] = _group(span, grid.find_group(rank, span), rank, handles[key], flight)
     return Mesh(grid, rank, groups)
 
 
@@ -136,15 +136,15 @@ def build_meta_mesh(grid: Grid, *, rank: int) -> Mesh:
     """Return the same groups without processes, for any rank of a world of any size, to build
     models on meta tensors."""
     groups = {}
-    for span in spans_of(grid):
-        ranks = grid.group_of(rank, span)
+    for span in required_spans(grid):
+        ranks = grid.find_group(rank, span)
         groups[span] = Group(
             axes=span, ranks=ranks, rank=ranks.index(rank), name="paper-" + "-".join(span)
         )
     return Mesh(grid, rank, groups)
 
 
-def spans_of(grid: Grid) -> tuple[tuple[str, ...], ...]:
+def required_spans(grid: Grid) -> tuple[tuple[str, ...], ...]:
     """Return all combinations of axes along which a run over this grid may need a group."""
     return SPANS if grid.experts is None else SPANS + EXPERT_SPANS
 

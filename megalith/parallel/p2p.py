@@ -79,7 +79,7 @@ class PipelineGroups:
     tags: bool
     """Whether messages are matched by tag (gloo) or by order (NCCL)."""
 
-    def of(self, direction: Direction, source: int, target: int) -> dist.ProcessGroup:
+    def channel_group(self, direction: Direction, source: int, target: int) -> dist.ProcessGroup:
         """Return the process group for messages from one pipeline rank to another."""
         return self.by_channel[direction, target > source]
 
@@ -128,7 +128,10 @@ def open_channels(
     """
     rank = handles.group.rank
     for source, target, direction in channels:
-        handle, number = handles.of(direction, source, target), torch.zeros(1, device=device)
+        handle, number = (
+            handles.channel_group(direction, source, target),
+            torch.zeros(1, device=device),
+        )
         if rank == source:
             start_send(number, handles.group, target, handle=handle).wait()
         elif rank == target:
@@ -202,7 +205,7 @@ class StageLink:
     def _handle(self, message: StageMessage, source: int, target: int) -> dist.ProcessGroup:
         assert self.handles is not None, "a pipeline of one rank sends nothing"
         assert self.handles.tags or not self.announce, "headers need tags, which NCCL lacks"
-        return self.handles.of(message.direction, source, target)
+        return self.handles.channel_group(message.direction, source, target)
 
 
 @dataclass(slots=True)

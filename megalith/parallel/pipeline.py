@@ -409,7 +409,7 @@ class _Step:
     def _forward(self, chunk: int, microbatch: int) -> None:
         received = self._take_input("forward", chunk, microbatch)
         training = torch.is_grad_enabled()
-        stage = self.schedule.stage_of(self.rank, chunk)
+        stage = self.schedule.stage_index(self.rank, chunk)
         if training:
             for x in self._select_differentiable(received, stage, microbatch):
                 x.requires_grad_()
@@ -432,7 +432,7 @@ class _Step:
         with self.weights[chunk].defer(microbatch) if defer_weight_grads else nullcontext():
             if roots:
                 torch.autograd.backward([edge for edge, _ in roots], [dy for _, dy in roots])
-        stage = self.schedule.stage_of(self.rank, chunk)
+        stage = self.schedule.stage_index(self.rank, chunk)
         inputs = self._select_differentiable(state.received, stage, microbatch)
         input_grads = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
         self._store_result("backward", chunk, microbatch, input_grads)
@@ -475,13 +475,13 @@ class _Step:
         return self.posted.pop(key).wait() if key in self.posted else ()
 
     def _send(self, direction: Direction, chunk: int, microbatch: int, peer: int) -> None:
-        stage = self.schedule.stage_of(self.rank, chunk) + (1 if direction == "forward" else -1)
+        stage = self.schedule.stage_index(self.rank, chunk) + (1 if direction == "forward" else -1)
         tensors = self.computed.pop((direction, chunk, microbatch))
         assert self.link is not None, "a pipeline of one rank has no messages"
         self.link.send(StageMessage(direction, stage, microbatch), tensors, peer)
 
     def _receive(self, direction: Direction, chunk: int, microbatch: int, peer: int) -> None:
-        stage = self.schedule.stage_of(self.rank, chunk)
+        stage = self.schedule.stage_index(self.rank, chunk)
         message = StageMessage(direction, stage, microbatch)
         after = stage if direction == "forward" else stage + 1
         assert self.link is not None, "a pipeline of one rank has no messages"

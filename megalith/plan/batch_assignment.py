@@ -91,7 +91,7 @@ class BatchAssignment:
         """Number of microbatches of every rank."""
         return len(self.packs) // self.dp
 
-    def of(self, rank: int) -> tuple[tuple[int, ...], ...]:
+    def rank_packs(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """Return the packs of one data-parallel rank, by microbatch."""
         return self.packs[rank :: self.dp]
 
@@ -233,7 +233,7 @@ def assign_rows(costs: Sequence[int], *, dp: int, rows: int, balanced: bool) -> 
     if not balanced:
         return [list(range(start, start + rows)) for start in range(0, len(costs), rows)]
     assignment = _assign_packs([(number,) for number in range(len(costs))], list(costs), dp)
-    rows_by_rank = [[pack[0] for pack in assignment.of(rank)] for rank in range(dp)]
+    rows_by_rank = [[pack[0] for pack in assignment.rank_packs(rank)] for rank in range(dp)]
     return [
         rows_by_rank[rank][start : start + rows]
         for start in range(0, len(costs) // dp, rows)

@@ -85,11 +85,11 @@ def flat_buffer_offsets(
     return starts, totals
 
 
-def slice_of(bucket: Bucket, rank: int, ranks: int) -> tuple[int, int]:
+def bucket_slice(bucket: Bucket, rank: int, ranks: int) -> tuple[int, int]:
     """Return the elements of the flat buffer that rank `rank` of `ranks` owns; all slices have
     equal size.
 
-    >>> slice_of(Bucket(128, 384, (0,)), rank=1, ranks=2)
+    >>> bucket_slice(Bucket(128, 384, (0,)), rank=1, ranks=2)
     (256, 384)
     """
     length = (bucket.stop - bucket.start) // ranks
@@ -105,7 +105,7 @@ def local_bucket_parts(plan: BucketPlan, places: Sequence[tuple[int, int]]) -> l
     """
     parts = []
     for index, (bucket, (rank, ranks)) in enumerate(zip(plan.buckets, places, strict=True)):
-        first, last = slice_of(bucket, rank, ranks)
+        first, last = bucket_slice(bucket, rank, ranks)
         for number in bucket.members:
             slot = plan.slots[number]
             start, stop = max(slot.start, first), min(slot.stop, last)

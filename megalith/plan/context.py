@@ -251,7 +251,7 @@ def plan_spans(
 @lru_cache(
     maxsize=16
 )  # all layers of a forward ask the same, and pipeline stages have a few microbatches under way
-def spans_of_lengths(
+def plan_length_spans(
     lengths: tuple[tuple[int, int], ...],
     window: int | None = None,
     *,
@@ -261,13 +261,13 @@ def spans_of_lengths(
     """Return the attention intervals of consecutive documents of (queries, keys); queries are the
     last of their keys.
 
-    >>> spans_of_lengths(((2, 3), (1, 4)), 2).visible.tolist()
+    >>> plan_length_spans(((2, 3), (1, 4)), 2).visible.tolist()
     [[0, 2], [1, 3], [5, 7]]
     """
     counts, keys = np.array(lengths, dtype=np.int64).reshape(-1, 2).T
     ends = np.cumsum(keys)
     if not causal and window is None:
-        return _spans_of_whole_documents(counts, ends - keys, ends)
+        return _plan_document_spans(counts, ends - keys, ends)
     numbers = np.arange(keys.sum()) - np.repeat(ends - keys, keys)
     queries = np.flatnonzero(numbers >= np.repeat(keys - counts, keys))
     repeats = len(lengths) if len(set(lengths)) == 1 else 1
@@ -284,7 +284,7 @@ def spans_of_lengths(
     )
 
 
-def _spans_of_whole_documents(counts: Numbers, first: Numbers, last: Numbers) -> KeySpans:
+def _plan_document_spans(counts: Numbers, first: Numbers, last: Numbers) -> KeySpans:
     """Return intervals in which each document's queries attend to all of its keys."""
     alike = len(set(zip(counts.tolist(), (last - first).tolist()))) == 1
     repeats = len(counts) if alike else 1
@@ -351,7 +351,7 @@ def _tile(visible: Numbers, start: int, stop: int) -> KeyTile | None:
 KINDS: tuple[ContextKind, ...] = ("ring", "gather", "a2a", "a2a+ring")
 
 
-def kind_of_layer(context: ContextConfig, layer: int) -> ContextKind:
+def layer_context_kind(context: ContextConfig, layer: int) -> ContextKind:
     """Return the kind of context parallelism of a layer, by its global number."""
     return context.layers[layer] if context.layers else context.kind
 

@@ -8,7 +8,7 @@ from functools import cache
 
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
-from megalith.plan.layers import LAYER_KINDS, branches
+from megalith.plan.layers import branches
 from megalith.plan.layers.base import DocumentCounts, HeldParameter, LayerRank
 from megalith.plan.layers.cross_attention import source_norm_parameters
 from megalith.plan.layers.embedding import bias_table
@@ -160,9 +160,7 @@ def _layer_flops(config: ModelConfig, layer: int, seen: DocumentCounts) -> int:
 
 def core_flops(config: ModelConfig, layer: int, seen: DocumentCounts) -> int:
     """Return the model FLOPs of a layer other than those of its matrices: of core attention."""
-    return sum(
-        LAYER_KINDS[branch.kind].core_flops(branch, seen) for branch in branches(config, layer)
-    )
+    return sum(branch.kind.core_flops(branch, seen) for branch in branches(config, layer))
 
 
 def _mtp_flops(config: ModelConfig, seen: DocumentCounts) -> int:
@@ -175,10 +173,12 @@ def _mtp_flops(config: ModelConfig, seen: DocumentCounts) -> int:
 def _active_matrix_elements(config: ModelConfig, layer: int, inside: str = "") -> int:
     """Return the active matrix elements per token of a layer, or of one part of it."""
     held, name = layer_parameters(config, layer), f"layers.{layer}.{inside}"
-    return sum(met(config, one) for one in held if one.matrix and one.name.startswith(name))
+    return sum(
+        active_numel(config, one) for one in held if one.matrix and one.name.startswith(name)
+    )
 
 
-def met(config: ModelConfig, one: HeldParameter) -> int:
+def active_numel(config: ModelConfig, one: HeldParameter) -> int:
     """Return the matrix elements that a token is multiplied by: for experts, those of the selected
     ones."""
     if config.moe is None or one.grid == "dense":
@@ -226,7 +226,7 @@ def loss_chunk(vocab_size: int, *, ranks: int) -> int:
     return max(CHUNK_TOKENS, CHUNK_LOGITS * ranks // vocab_size)
 
 
-def tokens_of_loss(run: TrainRun) -> int:
+def loss_chunk_size(run: TrainRun) -> int:
     """Return the number of tokens whose logits a run computes at a time."""
     chunk = run.train.loss_chunk
     return loss_chunk(run.model.vocab_size, ranks=run.parallel.tp) if chunk is None else chunk

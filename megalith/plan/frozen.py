@@ -8,8 +8,8 @@ from typing import NamedTuple
 from megalith.config.lora import LoraConfig, lora_layers
 from megalith.config.model import ModelConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
-from megalith.plan.costs import core_flops, layer_flops, met, step_flops
-from megalith.plan.layers import LAYER_KINDS, branch_parameters, branches
+from megalith.plan.costs import active_numel, core_flops, layer_flops, step_flops
+from megalith.plan.layers import branch_parameters, branches
 from megalith.plan.layers.base import CORE_POSITION, DocumentCounts, HeldParameter, LayerRank
 from megalith.plan.layers.head import head_flops
 from megalith.plan.layers.lora import (
@@ -54,12 +54,12 @@ def trained_names(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
 def first_trained_layer(model: ModelConfig, optim: OptimConfig) -> int:
     """Return the first layer that backward has to reach; num_layers if it reaches none."""
     return min(
-        (_last_layer_of_backward(name, model) for name in trained_names(model, optim)),
+        (_last_backward_layer(name, model) for name in trained_names(model, optim)),
         default=model.num_layers,
     )
 
 
-def first_layer_of_backward(
+def first_backward_layer(
     model: ModelConfig, optim: OptimConfig, lora: LoraConfig | None
 ) -> int | None:
     """Return the first layer that backward has to reach, in a run with adapters or frozen
@@ -76,7 +76,7 @@ def tables_trained(model: ModelConfig, optim: OptimConfig) -> bool:
     return not trained_names(model, optim).isdisjoint(BEFORE_LAYERS)
 
 
-def _last_layer_of_backward(name: str, model: ModelConfig) -> int:
+def _last_backward_layer(name: str, model: ModelConfig) -> int:
     """Return the layer that the gradient of a parameter passes through last."""
     words = name.split(".")
     if words[0] == "layers":
@@ -137,11 +137,11 @@ def _positions(config: ModelConfig, layer: int) -> dict[str, _Position]:
     """Return the positions of the parameters of a layer, by canonical name."""
     positions: dict[str, _Position] = {}
     for branch in branches(config, layer):
-        kind, number = LAYER_KINDS[branch.kind], BRANCHES.index(branch.name)
+        number = BRANCHES.index(branch.name)
         for one in branch_parameters(branch, LayerRank()):
             part, _, word = one.name.partition(".")
             fixed = {f"{branch.name}_norm": 0, f"{branch.name}_post_norm": LAST_STEP}
-            step = fixed[part] if part in fixed else kind.position(word)
+            step = fixed[part] if part in fixed else branch.kind.position(word)
             positions[f"layers.{layer}.{one.name}"] = _Position(number, step)
     return positions
 
@@ -174,7 +174,7 @@ def frozen_layer_flops(
         if one.matrix:
             needs_gradient = _needs_input_gradient(positions[one.name], trained, config)
             passes = 1 + needs_gradient + optim.trains(one.name)
-            total += 2 * seen.tokens * met(config, one) * passes
+            total += 2 * seen.tokens * active_numel(config, one) * passes
     return total
 
 
@@ -188,7 +188,7 @@ def _mtp_flops(
     for one in layer_parameters(config, last):
         if one.matrix:
             name = f"mtp.{depth}.layer.{one.name.split('.', 2)[2]}"
-            total += 2 * seen.tokens * met(config, one) * (2 + optim.trains(name))
+            total += 2 * seen.tokens * active_numel(config, one) * (2 + optim.trains(name))
     passes = 2 + optim.trains(f"mtp.{depth}.project")
     return total + mtp_projection_flops(config, seen.tokens) // 3 * passes
 
@@ -288,7 +288,7 @@ def _unneeded_flops(
         one for one in readers if ".cross." not in one.name
     ]  # attention and its adapters come before cross-layer attention
     spared = sum(
-        2 * tokens * met(config, one) for one in readers if adapted_matrix(one) in unneeded
+        2 * tokens * active_numel(config, one) for one in readers if adapted_matrix(one) in unneeded
     )
     return spared + (core * 2 // 3 if "core" in unneeded else 0)
 

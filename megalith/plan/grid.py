@@ -86,7 +86,7 @@ class Grid:
 
     def strides(self, axis: str) -> tuple[int, int]:
         """Return (size, stride) of one axis."""
-        if self.experts is not None and self._is_of_experts((axis,)):
+        if self.experts is not None and self._is_expert_group((axis,)):
             return self.experts.strides(axis)
         parts = self._parts((axis,))
         first = self.axes.index(parts[0])  # the parts of a factored axis are neighbors in `axes`
@@ -125,7 +125,7 @@ class Grid:
                 values.
         """
         given = {
-            axis: place for axis, place in coordinates.items() if not self._is_of_experts((axis,))
+            axis: place for axis, place in coordinates.items() if not self._is_expert_group((axis,))
         }
         problems = [self._unknown(name) for name in given if name not in self.names]
         for entry in self.factored:
@@ -154,17 +154,17 @@ class Grid:
 
         The order of `axes` does not matter: groups are in grid order.
         """
-        if self.experts is not None and self._is_of_experts(axes):
+        if self.experts is not None and self._is_expert_group(axes):
             return self.experts.groups(axes)
         inside = self._parts(axes)
         members = self._offsets(inside)
         starts = self._offsets([axis for axis in self.axes if axis not in inside])
         return [tuple(self.offset + start + member for member in members) for start in starts]
 
-    def group_of(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+    def find_group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the group of a rank along `axes`."""
-        if self.experts is not None and self._is_of_experts(axes):
-            return self.experts.group_of(rank, axes)
+        if self.experts is not None and self._is_expert_group(axes):
+            return self.experts.find_group(rank, axes)
         inside, coordinates = self._parts(axes), self.coordinates(rank)
         start = rank - sum(coordinates[axis] * self.strides(axis)[1] for axis in inside)
         return tuple(start + member for member in self._offsets(inside))
@@ -208,7 +208,7 @@ class Grid:
             f"{axis} {self.size(axis)} (stride {self.strides(axis)[1]})" for axis in self.axes
         )
 
-    def _is_of_experts(self, axes: Sequence[str]) -> bool:
+    def _is_expert_group(self, axes: Sequence[str]) -> bool:
         """Return whether only the expert grid has all of these axes."""
         if self.experts is None:
             return False

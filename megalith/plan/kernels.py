@@ -26,7 +26,7 @@ WIDEST = 1 << 16
 """Largest number of features per row of the Triton norm kernels."""
 
 
-def takes_all(model: ModelConfig) -> str | None:
+def supports_all(model: ModelConfig) -> str | None:
     """Return None: the backend supports every model."""
     return None
 
@@ -48,10 +48,10 @@ class BackendSpec:
     deterministic: bool = True
     """Whether equal inputs give bitwise equal results."""
 
-    why_not: Callable[[ModelConfig], str | None] = takes_all
+    why_not: Callable[[ModelConfig], str | None] = supports_all
     """Why it does not support a model, as text; None: it supports it."""
 
-    def takes(self) -> str:
+    def describe_inputs(self) -> str:
         """Describe the supported inputs."""
         parts = [f"on {'GPUs' if self.device == GPU else 'CPUs'}"] if self.device else []
         parts = ([", ".join(self.dtypes)] if self.dtypes else []) + parts
@@ -264,7 +264,7 @@ def explicit_backend_problems(
     can."""
     config, problems = expand_kernel_setting(run.kernels), []
     for op in OPS:
-        backend_name = config.of(op)
+        backend_name = config.backend_name(op)
         reason = (
             _find_obstacle(op, backend_name, run, device, missing or {})
             if is_explicit_backend(backend_name)
@@ -350,7 +350,7 @@ def describe_kernels(
     config, words, reasons = expand_kernel_setting(run.kernels), [], dict[str, list[str]]()
     bf16_on_cpu = device == CPU and run.precision.params == "bf16"
     for op in used_ops(run.model, bf16_on_cpu=bf16_on_cpu):
-        backend_name = config.of(op)
+        backend_name = config.backend_name(op)
         if backend_name == "auto" and op == "matmul":
             chosen, op_reasons = (
                 ("torch", {}) if bf16_kernels else ("upcast", {"torch": NO_BF16_KERNELS})
@@ -403,7 +403,12 @@ def list_backend_specs() -> list[tuple[Op, BackendName, str, str]]:
     """Return the rows of the table of backends: operation, backend, supported inputs,
     deterministic."""
     return [
-        (op, backend.name, backend.takes(), "yes" if backend.deterministic else "not guaranteed")
+        (
+            op,
+            backend.name,
+            backend.describe_inputs(),
+            "yes" if backend.deterministic else "not guaranteed",
+        )
         for op, backends in BACKENDS.items()
         for backend in backends
         if is_explicit_backend(backend.name)

@@ -43,8 +43,8 @@ def neighbor(
 ) -> tuple[int, int] | None:
     """Return (rank, chunk) of the stage that receives this chunk's result: the next stage forward,
     the previous one backward; None at the end."""
-    stage = schedule.stage_of(rank, chunk) + (1 if direction == "forward" else -1)
-    return schedule.place_of(stage) if 0 <= stage < schedule.num_stages else None
+    stage = schedule.stage_index(rank, chunk) + (1 if direction == "forward" else -1)
+    return schedule.rank_and_chunk(stage) if 0 <= stage < schedule.num_stages else None
 
 
 def channels(schedule: Schedule) -> tuple[Channel, ...]:

@@ -45,7 +45,7 @@ class PackedLayout:
         return np.diff(self.cu)
 
 
-def documents_of_rows(rows: int, length: int) -> PackedLayout:
+def plan_row_documents(rows: int, length: int) -> PackedLayout:
     """Return the layout in which every row of `length` tokens is one document.
 
     Raises:

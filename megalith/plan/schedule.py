@@ -67,29 +67,29 @@ class Schedule:
         """Number of stages of the whole pipeline."""
         return self.num_ranks * self.num_chunks
 
-    def stage_of(self, rank: int, chunk: int) -> int:
+    def stage_index(self, rank: int, chunk: int) -> int:
         """Return the stage of a rank's chunk."""
-        return stage_of(rank, chunk, num_ranks=self.num_ranks, placement=self.placement)
+        return stage_index(rank, chunk, num_ranks=self.num_ranks, placement=self.placement)
 
-    def place_of(self, stage: int) -> tuple[int, int]:
+    def rank_and_chunk(self, stage: int) -> tuple[int, int]:
         """Return (rank, chunk) of a stage."""
-        return place_of(stage, num_ranks=self.num_ranks, placement=self.placement)
+        return rank_and_chunk(stage, num_ranks=self.num_ranks, placement=self.placement)
 
 
-def placement_of(name: ScheduleName) -> Placement:
+def stage_placement(name: ScheduleName) -> Placement:
     """Return the stage placement of a schedule."""
     return "v" if name in V_SCHEDULES else "loop"
 
 
-def stage_of(rank: int, chunk: int, *, num_ranks: int, placement: Placement = "loop") -> int:
+def stage_index(rank: int, chunk: int, *, num_ranks: int, placement: Placement = "loop") -> int:
     """Return the stage of a rank's chunk. loop: chunk · p + rank; v: odd chunks run from the last
     rank back."""
     backwards = placement == "v" and chunk % 2 == 1
     return chunk * num_ranks + (num_ranks - 1 - rank if backwards else rank)
 
 
-def place_of(stage: int, *, num_ranks: int, placement: Placement = "loop") -> tuple[int, int]:
-    """Return (rank, chunk) of a stage; the inverse of `stage_of`."""
+def rank_and_chunk(stage: int, *, num_ranks: int, placement: Placement = "loop") -> tuple[int, int]:
+    """Return (rank, chunk) of a stage; the inverse of `stage_index`."""
     chunk, place = divmod(stage, num_ranks)
     backwards = placement == "v" and chunk % 2 == 1
     return (num_ranks - 1 - place if backwards else place), chunk
@@ -149,7 +149,12 @@ def build_schedule(
         one_rank = rank_lists[name]
         ranks = [one_rank(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
     return Schedule(
-        name, num_ranks, num_chunks, num_microbatches, placement_of(name), tuple(map(tuple, ranks))
+        name,
+        num_ranks,
+        num_chunks,
+        num_microbatches,
+        stage_placement(name),
+        tuple(map(tuple, ranks)),
     )
 
 
@@ -395,7 +400,7 @@ def _interleaved(
 def _forward_only(
     name: ScheduleName, num_ranks: int, num_chunks: int, num_microbatches: int, group: int | None
 ) -> list[list[Action]]:
-    if placement_of(name) == "v":
+    if stage_placement(name) == "v":
         return [_forward_v(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
     order = interleaved_order(num_microbatches, num_chunks, group or num_ranks)
     return [[Action("F", chunk, microbatch) for microbatch, chunk in order]] * num_ranks
@@ -406,7 +411,7 @@ def _forward_v(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]
     between."""
     slots = []
     for chunk in (0, 1):
-        stage = stage_of(rank, chunk, num_ranks=num_ranks, placement="v")
+        stage = stage_index(rank, chunk, num_ranks=num_ranks, placement="v")
         slots += [
             (2 * microbatch + stage, chunk, microbatch) for microbatch in range(num_microbatches)
         ]

@@ -143,10 +143,10 @@ def is_first_replica(shard: Shard, coordinates: Mapping[str, int]) -> bool:
     )
 
 
-def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+def split_range_into_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Elements [start, stop) of a row-major tensor as at most 2 * dims - 1 boxes, in order.
 
-    >>> boxes_of_range((5, 4), 3, 17)
+    >>> split_range_into_boxes((5, 4), 3, 17)
     [((0, 1), (3, 4)), ((1, 4), (0, 4)), ((4, 5), (0, 1))]
     """
     if start >= stop:
@@ -157,14 +157,16 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     first, head = divmod(start, inner)
     last, tail = divmod(stop, inner)
     if first == last:
-        return [((first, first + 1), *box) for box in boxes_of_range(shape[1:], head, tail)]
+        return [((first, first + 1), *box) for box in split_range_into_boxes(shape[1:], head, tail)]
     boxes: list[Box] = []
     if head:
-        boxes += [((first, first + 1), *box) for box in boxes_of_range(shape[1:], head, inner)]
+        boxes += [
+            ((first, first + 1), *box) for box in split_range_into_boxes(shape[1:], head, inner)
+        ]
         first += 1
     if first < last:
         boxes.append(((first, last), *((0, n) for n in shape[1:])))
-    boxes += [((last, last + 1), *box) for box in boxes_of_range(shape[1:], 0, tail)]
+    boxes += [((last, last + 1), *box) for box in split_range_into_boxes(shape[1:], 0, tail)]
     return boxes
 
 

@@ -41,7 +41,7 @@ class Costs:
     """From the moment when both sides are ready until the message has arrived; a channel transfers
     one message at a time."""
 
-    def of(self, kind: Kind, stage: int) -> Number:
+    def duration(self, kind: Kind, stage: int) -> Number:
         """Return the time of one action on its rank."""
         if kind == "F":
             return self.forward[stage]
@@ -110,15 +110,15 @@ class Simulation:
         return Fraction(sum(self.idle)) / Fraction(sum(self.busy))
 
     @property
-    def bubble_of_total(self) -> Fraction:
+    def bubble_fraction_of_total(self) -> Fraction:
         """Idle time as a fraction of all time, over all ranks. 1F1B: (p-1)/(m+p-1)."""
         return Fraction(sum(self.idle)) / (Fraction(self.makespan) * len(self.busy))
 
     def end(self, rank: int, index: int) -> Number:
         """Return the end time of a computation."""
         action = self.schedule.ranks[rank][index]
-        return self.starts[rank][index] + self.costs.of(
-            action.kind, self.schedule.stage_of(rank, action.chunk)
+        return self.starts[rank][index] + self.costs.duration(
+            action.kind, self.schedule.stage_index(rank, action.chunk)
         )
 
     def waits(self, rank: int) -> tuple[Number, Number, Number]:
@@ -136,7 +136,7 @@ class Simulation:
         transfers = []
         for direction, rows in self.arrived.items():
             for stage, row in enumerate(rows):
-                rank, chunk = self.schedule.place_of(stage)
+                rank, chunk = self.schedule.rank_and_chunk(stage)
                 source = neighbor(self.schedule, rank, chunk, AGAINST[direction])
                 if source is not None and source[0] != rank:
                     channel, takes = Channel(source[0], rank, direction), self.costs.transfer
@@ -288,15 +288,19 @@ class _SimulationRun:
     def _computing(self, rank: int, ready: Row) -> dict[tuple[Kind, int], _SimulatedCompute]:
         steps: dict[tuple[Kind, int], _SimulatedCompute] = {}
         for chunk in range(self.schedule.num_chunks):
-            stage = self.schedule.stage_of(rank, chunk)
-            steps["W", chunk] = _SimulatedCompute(ready, self.costs.of("W", stage), None, 0, -1)
+            stage = self.schedule.stage_index(rank, chunk)
+            steps["W", chunk] = _SimulatedCompute(
+                ready, self.costs.duration("W", stage), None, 0, -1
+            )
             for direction, kinds in COMPUTES.items():
                 inputs, output = (
                     self.arrived[direction][stage],
                     self._find_output(rank, chunk, direction),
                 )
                 steps |= {
-                    (kind, chunk): _SimulatedCompute(inputs, self.costs.of(kind, stage), *output)
+                    (kind, chunk): _SimulatedCompute(
+                        inputs, self.costs.duration(kind, stage), *output
+                    )
                     for kind in kinds
                 }
         return steps
@@ -308,7 +312,7 @@ class _SimulationRun:
         target = neighbor(self.schedule, rank, chunk, direction)
         if target is None or (target[0] != rank and self.linked):
             return None, 0, -1
-        row = self.arrived[direction][self.schedule.stage_of(*target)]
+        row = self.arrived[direction][self.schedule.stage_index(*target)]
         return (row, 0, -1) if target[0] == rank else (row, self.costs.transfer, target[0])
 
     def _transfers(self, rank: int) -> dict[tuple[Kind, int], _Transfer]:
@@ -318,7 +322,7 @@ class _SimulationRun:
                 target = neighbor(self.schedule, rank, chunk, direction)
                 if target is not None and target[0] != rank:
                     sent, posted, arrived = self._rows_of(
-                        direction, self.schedule.stage_of(*target)
+                        direction, self.schedule.stage_index(*target)
                     )
                     free = self.free[Channel(rank, target[0], direction)]
                     steps[SENDS[direction], chunk] = _Transfer(
@@ -327,7 +331,7 @@ class _SimulationRun:
                 source = neighbor(self.schedule, rank, chunk, AGAINST[direction])
                 if source is not None and source[0] != rank:
                     sent, posted, arrived = self._rows_of(
-                        direction, self.schedule.stage_of(rank, chunk)
+                        direction, self.schedule.stage_index(rank, chunk)
                     )
                     free = self.free[Channel(source[0], rank, direction)]
                     steps[RECEIVES[direction], chunk] = _Transfer(posted, sent, arrived, free, -1)
@@ -417,7 +421,7 @@ def peak_activation_memory(
     for rank, actions in enumerate(schedule.ranks):
         changes: dict[tuple[Kind, int], Number] = {}
         for chunk in range(schedule.num_chunks):
-            stage = schedule.stage_of(rank, chunk)
+            stage = schedule.stage_index(rank, chunk)
             deltas: dict[Kind, Number] = {
                 "F": held[stage],
                 "B": -held[stage],

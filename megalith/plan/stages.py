@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import PipelineConfig
 from megalith.errors import PlanError, did_you_mean
-from megalith.plan.schedule import place_of, placement_of, schedule_name, stage_of
+from megalith.plan.schedule import rank_and_chunk, schedule_name, stage_index, stage_placement
 from megalith.plan.shards import split_evenly
 
 # Pipeline layout strings: `Et*3|(tt|)*2tL` has the embedding and three layers on its first stage.
@@ -199,9 +199,9 @@ def plan_stages(
 ) -> tuple[Stage, ...]:
     """Return all pp · vpp stages, first to last.
 
-    `plan/schedule.stage_of` assigns them to ranks. The `depths` MTP layers are on the stage of the
-    loss, or where a layout places them; with MTP layers the last norm is with the last layer, else
-    with the loss.
+    `plan/schedule.stage_index` assigns them to ranks. The `depths` MTP layers are on the stage of
+    the loss, or where a layout places them; with MTP layers the last norm is with the last layer,
+    else with the loss.
 
     Raises:
         PlanError: the layers cannot be divided as configured; lists all reasons.
@@ -218,18 +218,18 @@ def plan_stages(
     return _build_stages([kind["t"] for kind in kinds], depths, place=place)
 
 
-def stages_of_rank(
+def select_rank_stages(
     stages: Sequence[Stage], rank: int, pipeline: PipelineConfig, *, pp: int
 ) -> list[Stage]:
     """Return the stages (model chunks) of one pipeline rank."""
-    placement = placement_of(schedule_name(pipeline))
+    placement = stage_placement(schedule_name(pipeline))
     return [
-        stages[stage_of(rank, chunk, num_ranks=pp, placement=placement)]
+        stages[stage_index(rank, chunk, num_ranks=pp, placement=placement)]
         for chunk in range(len(stages) // pp)
     ]
 
 
-def stage_of_layer(stages: Sequence[Stage], layer: int) -> int:
+def find_layer_stage(stages: Sequence[Stage], layer: int) -> int:
     """Return the number of the stage that has a layer."""
     return next(number for number, stage in enumerate(stages) if layer in stage.layers)
 
@@ -241,9 +241,10 @@ def table_stages(
 
     In a V, the first and the last stage are on one rank.
     """
-    placement = placement_of(schedule_name(pipeline))
+    placement = stage_placement(schedule_name(pipeline))
     ranks = [
-        place_of(number, num_ranks=pp, placement=placement)[0] for number in range(len(stages))
+        rank_and_chunk(number, num_ranks=pp, placement=placement)[0]
+        for number in range(len(stages))
     ]
     reads = {
         "embed.weight": [stage.reads_table(model) for stage in stages],
@@ -319,11 +320,11 @@ def stage_boundary(
     return tuple(tensors)
 
 
-def layout_of(stages: Sequence[Stage]) -> str:
+def format_layout(stages: Sequence[Stage]) -> str:
     """Return the layout string of the stages.
 
     >>> last = Stage(range(5, 6), num_mtp_layers=1, loss=True)
-    >>> layout_of([Stage(range(3), embedding=True), Stage(range(3, 5)), last])
+    >>> format_layout([Stage(range(3), embedding=True), Stage(range(3, 5)), last])
     'Et*3|tt|tmL'
     """
     return show_layout(
@@ -353,7 +354,7 @@ def proposed_layout(num_layers: int, num_stages: int, depths: int = 0) -> str:
     while counts[-1] < 0:  # the loss and the MTP layers exceed one stage's share
         counts[-1] += 1
         counts[max(inside_first, key=counts.__getitem__)] -= 1
-    return layout_of(_build_stages(counts, depths))
+    return format_layout(_build_stages(counts, depths))
 
 
 def stages_problems(
@@ -410,10 +411,10 @@ def _count_layers_by_stage(pipeline: PipelineConfig, pp: int, num_layers: int) -
         counts[0] -= pipeline.count_embedding
         counts[-1] -= pipeline.count_loss
         return counts
-    placement = placement_of(schedule_name(pipeline))
+    placement = stage_placement(schedule_name(pipeline))
     by_rank = _count_layers_by_rank(pipeline, pp, num_layers)
     return [
-        by_rank[place_of(stage, num_ranks=pp, placement=placement)[0]] // vpp
+        by_rank[rank_and_chunk(stage, num_ranks=pp, placement=placement)[0]] // vpp
         for stage in range(num_stages)
     ]
 

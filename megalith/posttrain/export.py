@@ -24,7 +24,7 @@ from megalith.hf.peft import (
     PeftLayer,
     find_peft_layers,
 )
-from megalith.hf.pretrained import Pretrained, find_family_of
+from megalith.hf.pretrained import Pretrained, find_export_family
 from megalith.hf.staging import prepare_staging
 
 TAKEN_FOR_EXPERTS = (
@@ -49,7 +49,7 @@ def plan_peft(source: Pretrained) -> list[PeftLayer]:
             f"--to=peft: {source.path} holds a model, not adapters. Use --to huggingface, or the "
             f"folder of a run that trained adapters (lora.rank)."
         )
-    family = find_family_of(source)
+    family = find_export_family(source)
     lora = weights.adapters.lora
     targets = lora_targets(lora, source.model)
     parts = find_peft_layers(family, source.model, targets, lora_layers(lora, source.model))

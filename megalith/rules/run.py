@@ -32,7 +32,7 @@ from megalith.plan.recompute import (
 from megalith.plan.schedule import SPLIT_SCHEDULES, pairing_problems, schedule_name
 from megalith.plan.schedule import schedule_problems as pipeline_schedule_problems
 from megalith.plan.shards import fully_sharded_problems
-from megalith.plan.stages import plan_stages, stages_of_rank, stages_problems
+from megalith.plan.stages import plan_stages, select_rank_stages, stages_problems
 from megalith.rules.model import relation_problems
 from megalith.rules.moe import check_single_expert_weight, expert_layout_problems
 
@@ -386,7 +386,7 @@ def check_zero3_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
     if stages_problems(p.pipeline, pp=p.pp, num_layers=layers, depths=depths):
         return None  # reported by another rule
     stages = plan_stages(p.pipeline, pp=p.pp, num_layers=layers, depths=depths)
-    ranks = [stages_of_rank(stages, rank, p.pipeline, pp=p.pp) for rank in range(p.pp)]
+    ranks = [select_rank_stages(stages, rank, p.pipeline, pp=p.pp) for rank in range(p.pp)]
     biased = any(sum(chunk.reads_biases(run.model) for chunk in chunks) > 1 for chunks in ranks)
     if not biased and not any(
         sum(chunk.reads_table(run.model) for chunk in chunks) > 1 for chunks in ranks

@@ -92,19 +92,19 @@ class SlowLink:
     """One thread per group, and per peer and direction for messages, which processes transfers in
     order."""
 
-    def of(self, *kinds: str) -> list[Transfer]:
+    def select(self, *kinds: str) -> list[Transfer]:
         """Return the transfers of these kinds, or all."""
         return [transfer for transfer in self.transfers if not kinds or transfer.kind in kinds]
 
     def added_seconds(self, *kinds: str) -> float:
         """Return the delay that the link adds to a program without overlap that runs one transfer
         at a time."""
-        return sum(transfer.delay_seconds for transfer in self.of(*kinds))
+        return sum(transfer.delay_seconds for transfer in self.select(*kinds))
 
     def exposed_seconds(self, *kinds: str) -> float:
         """Return how long this rank was blocked on communication, including the link's delay and
         slower ranks."""
-        return sum(transfer.exposed_seconds for transfer in self.of(*kinds))
+        return sum(transfer.exposed_seconds for transfer in self.select(*kinds))
 
     def carry(
         self, kind: str, group: Any, channel: str, nbytes: float, finish: Callable[[], object]

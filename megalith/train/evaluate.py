@@ -318,7 +318,7 @@ def _packs(
         lengths = [
             sum(dataset.document_lengths(k)) for k in range(first, min(first + group_size, samples))
         ]
-        for pack in budget.assign_batches(lengths, mesh.dp.size, forward_only=True).of(
+        for pack in budget.assign_batches(lengths, mesh.dp.size, forward_only=True).rank_packs(
             mesh.dp.rank
         ):
             yield build_pack(

@@ -176,7 +176,7 @@ class PipelineModel:
         steps = [
             _ChunkStep(
                 chunk,
-                schedule.stage_of(self.mesh.pp.rank, number),
+                schedule.stage_index(self.mesh.pp.rank, number),
                 boundaries,
                 self.objective,
                 normalizer,

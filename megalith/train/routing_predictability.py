@@ -21,7 +21,7 @@ from megalith.observe.routing import (
     count_common_experts,
     iter_adjacent_layers,
     pairs_in_order,
-    steps_of_trace,
+    read_trace_steps,
 )
 
 Headers = dict[str, TensorInfo]
@@ -56,7 +56,7 @@ def apply_routers(folder: Path, moe: MoEConfig) -> list[RouterPrediction]:
         DataError, CheckpointError: the trace or a captures file is damaged or missing.
     """
     counts_by_pair: dict[tuple[str, str], list[np.ndarray[tuple[int], np.dtype[np.float64]]]] = {}
-    for _, layers in steps_of_trace(folder):
+    for _, layers in read_trace_steps(folder):
         headers = {path: read_header(path) for path in _capture_files(layers)}
         routers = {layer: _router(layer, headers.values()) for layer in layers}
         pairs = [

@@ -119,7 +119,7 @@ def list_changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
     if not folder.config.exists():
         return []
     before = load_run(folder.config)
-    ignored = {"name", *_paths_of_equal_files(before, run)}
+    ignored = {"name", *_paths_by_content(before, run)}
     changed = [
         (field, old, new) for field, old, new in differences(before, run) if field not in ignored
     ]
@@ -154,7 +154,7 @@ def remove_new_folder_on_error(folder: RunFolder) -> Iterator[None]:
         raise
 
 
-def _paths_of_equal_files(before: TrainRun, run: TrainRun) -> list[str]:
+def _paths_by_content(before: TrainRun, run: TrainRun) -> list[str]:
     """Return the settings that name different paths of the same tokenizer or template files."""
     try:
         equal = read_tokenizer_files(before).contents == read_tokenizer_files(run).contents
@@ -200,7 +200,7 @@ def read_tokenizer_files(run: TrainRun) -> TokenizerFiles:
     files: dict[str, Path] = {}
     name, main, template = None, main_file(run.tokenizer), _template_file(run)
     if main is not None:
-        name = _name_of_copy(run.tokenizer, main)
+        name = _copy_name(run.tokenizer, main)
         beside = list_auxiliary_files(main.parent)
         files = {each: file for each, file in beside.items() if each in TOKENIZER_FILES} | {
             name: main
@@ -220,7 +220,7 @@ def _template_file(run: TrainRun) -> Path | None:
     return Path(named) if is_file and named is not None else None
 
 
-def _name_of_copy(tokenizer: TokenizerConfig, main: Path) -> str:
+def _copy_name(tokenizer: TokenizerConfig, main: Path) -> str:
     if tokenizer.kind == "huggingface":
         return "tokenizer.json" if find_merges_file(str(main)) is None else VOCABULARY
     return MODEL if tokenizer.kind == "sentencepiece" else TIKTOKEN_FILE

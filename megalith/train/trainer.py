@@ -151,7 +151,7 @@ def build_pipeline_model(
     weights = tuple(WeightGradStore() for _ in chunks) if splits else ()
     heads = iter_vocab_heads(chunks)
     stats = tuple(
-        head.summed_loss.seen.taken
+        head.summed_loss.logit_stats.pop
         for head in heads
         if isinstance(head.summed_loss, LossWithLogitStats)
     )

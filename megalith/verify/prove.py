@@ -62,7 +62,7 @@ class ScheduleReport:
     bubble: Fraction | None = None
     """Idle time over compute time; None: the schedule cannot run."""
 
-    bubble_of_total: Fraction | None = None
+    bubble_fraction_of_total: Fraction | None = None
     """Idle time over total time."""
 
     peak_live: tuple[Fraction, ...] = ()
@@ -77,15 +77,15 @@ class ScheduleReport:
     def summary(self) -> str:
         """Return a one-line summary."""
         where = f"{self.name} on {self.num_ranks} ranks, {self.num_microbatches} microbatches"
-        if self.bubble_of_total is None:
+        if self.bubble_fraction_of_total is None:
             return f"{where}: cannot run"
         live = [float(peak) for peak in self.peak_live]
         span = f"{max(live):g}" if max(live) == min(live) else f"{min(live):g} to {max(live):g}"
         return (
             f"{where}: {self.num_actions:,} actions, {self.num_messages:,} messages, no deadlock "
-            "with tags (gloo) or "
-            f"without (NCCL); bubble {float(self.bubble_of_total):.1%} of the step; at most {span} "
-            "live microbatches per rank"
+            "with tags (gloo) or without (NCCL); bubble "
+            f"{float(self.bubble_fraction_of_total):.1%} of the step; at most {span} live "
+            "microbatches per rank"
         )
 
 
@@ -139,7 +139,7 @@ def check_lists(schedule: Schedule, costs: Costs | None = None) -> ScheduleRepor
         num_actions=sum(map(len, schedule.ranks)),
         num_messages=len(result.messages()),
         bubble=result.bubble,
-        bubble_of_total=result.bubble_of_total,
+        bubble_fraction_of_total=result.bubble_fraction_of_total,
         peak_live=tuple(
             Fraction(peak) / schedule.num_chunks for peak in peak_activation_memory(schedule)
         ),
@@ -200,7 +200,7 @@ def verify_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[R
     words = describe_kernel_setting(run.kernels)
     notes = () if words == "auto" else (f"kernels={words}: types were checked with kernels=auto",)
     rows += type_rows(replace(types, untyped=(*types.untyped, *notes)))
-    rows += schedule_rows(schedule_of(run, world))
+    rows += schedule_rows(check_run_schedule(run, world))
     for case in shrink(run, world, fault=fault):
         words, differences = describe_copy(run, world, case), compare_in_float64(case)
         if isinstance(differences, str):
@@ -229,7 +229,7 @@ def verify_row(row: Layout, kernels: Kernel = "auto") -> LayoutResult:
             masked=row.masks is not None,
         )
         problems += [f"b: {outcome}" for outcome in types.problems]
-        schedule = schedule_of(case.run, row.world)
+        schedule = check_run_schedule(case.run, row.world)
         problems += [f"c: {text}" for text in (schedule.problems if schedule else ())]
         outcome = compare_in_float64(case)
         problems += (
@@ -253,7 +253,7 @@ def verify_row(row: Layout, kernels: Kernel = "auto") -> LayoutResult:
     )
 
 
-def schedule_of(run: TrainRun, world: int) -> ScheduleReport | None:
+def check_run_schedule(run: TrainRun, world: int) -> ScheduleReport | None:
     """Check the pipeline schedule of a run; None if there is one stage."""
     p, t = run.parallel, run.train
     if p.pp * p.pipeline.vpp == 1:

@@ -377,7 +377,7 @@ def compare_with_one_process(case: LayoutCase, *, timeout: float = 120.0) -> lis
         result = join_ranks(run_ranks(run_case, case.world, on_ranks, folder, timeout=timeout))
     fault = case.fault if case.fault is not None and find_fault(case.fault).everywhere else None
     return compare_results(
-        result, compute_reference(LayoutCase(run_of_one(case), 1, fault, masks=case.masks))
+        result, compute_reference(LayoutCase(one_process_run(case), 1, fault, masks=case.masks))
     )
 
 
@@ -390,7 +390,7 @@ def compute_reference(case: LayoutCase) -> RankResult:
         return run_case(0, 1, case, folder)
 
 
-def run_of_one(case: LayoutCase) -> TrainRun:
+def one_process_run(case: LayoutCase) -> TrainRun:
     """Return the one-process run that the case is compared with.
 
     It has all rows of a step in one microbatch, unless a loss or token dropping depends on the

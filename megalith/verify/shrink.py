@@ -21,7 +21,7 @@ from megalith.plan.context import context_problems
 from megalith.plan.frozen import trained_names
 from megalith.plan.schedule import schedule_problems
 from megalith.plan.shards import key_value_ranks
-from megalith.plan.stages import Stage, layout_of, plan_stages
+from megalith.plan.stages import Stage, format_layout, plan_stages
 from megalith.rules.no_effect import FROM_A_LENGTH
 from megalith.rules.run import smallest_stage
 from megalith.verify.ranks import LayoutCase, balances_by_microbatch, layout_case
@@ -564,7 +564,7 @@ def _layout(counts: Sequence[int], *, place: int, depths: int) -> str:
     """Return the layout string of stages with these layer counts; `place`: the stage of the MTP
     layers."""
     ends, last = list(accumulate(counts)), len(counts) - 1
-    return layout_of(
+    return format_layout(
         [
             Stage(
                 range(ends[stage] - count, ends[stage]),

@@ -50,7 +50,7 @@ HINTS: Mapping[tuple[Type, Type | None], str] = {
 }
 
 
-def types_of(x: Tensor) -> dict[str, Type]:
+def find_types(x: Tensor) -> dict[str, Type]:
     """Return the type of `x` along every axis of more than one rank; axes without a type are
     missing."""
     known = checker.get_local_type(x)

@@ -46,8 +46,8 @@ from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
 from megalith.kernels.packed import (
     TokenPermutation,
-    tokens_of_lengths,
-    tokens_of_slices,
+    seq_params_from_lengths,
+    seq_params_from_slices,
     with_masks,
     with_padding,
 )
@@ -62,17 +62,19 @@ from megalith.parallel import recompute as recomputation
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import Mesh, build_meta_mesh
 from megalith.parallel.recompute import FrozenLayerRunner
-from megalith.plan.context import WHOLE, Slicing, kind_of_layer, plan_slices
+from megalith.plan.context import WHOLE, Slicing, layer_context_kind, plan_slices
 from megalith.plan.dispatch import BUILT_IN
 from megalith.plan.frozen import first_trained_layer
 from megalith.plan.grid import Grid, model_grid
-from megalith.plan.schedule import place_of, placement_of, schedule_name, stage_of
+from megalith.plan.layers import plugins_without_layer_kind
+from megalith.plan.parameters import layer_parameters
+from megalith.plan.schedule import rank_and_chunk, schedule_name, stage_index, stage_placement
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, EXPERT_PARTS, PARTS, Shard
 from megalith.plan.stages import Stage, StageBoundary, plan_stages, stage_boundary
 from megalith.testing.inject import patched
 from megalith.train.objective import LossNormalizer, LossTerm, sum_lm_losses
 from megalith.verify.faults.plant import find_fault, plant_fault
-from megalith.verify.type_rules import IN_WORDS, axes_here, installed_rules, types_of
+from megalith.verify.type_rules import IN_WORDS, axes_here, find_types, installed_rules
 
 WORDS = (
     (
@@ -194,7 +196,7 @@ def type_check(
     positions = (
         representative_positions(grid, parallel, model, num_frozen_layers)
         if ranks is None
-        else positions_of_ranks(grid, parallel, model, ranks, num_frozen_layers)
+        else rank_positions(grid, parallel, model, ranks, num_frozen_layers)
     )
     problems_by_key: dict[tuple[str, str], Problem] = {}
     calls: dict[Kind, Counter[str]] = {}
@@ -213,8 +215,8 @@ def type_check(
             masked=masked,
         )
         names |= rank_model.shards.keys()
-        kind = kind_of(
-            stages_of(parallel, model),
+        kind = stage_kind(
+            plan_all_stages(parallel, model),
             _stage_number(grid, parallel, rank, chunk),
             parallel.context,
             model,
@@ -222,6 +224,7 @@ def type_check(
         counts = calls[kind] = Counter[str]()
         for problem in [
             *_shard_problems(rank_model, model, parallel, lora, optim),
+            *_plan_problems(rank_model, model),
             *_run(rank_model, counts),
         ]:
             known = problems_by_key.setdefault((problem.where, problem.what), problem)
@@ -262,6 +265,8 @@ def untyped(
         "model.moe.aux_loss.sinkhorn: iterates until values converge; checked with top-k "
         "routing": planned,
     }
+    for setting in plugins_without_layer_kind(model) if model is not None else ():
+        is_used[f"{setting}: has no `layer_kind`; planning counts the built-in layer"] = True
     if recompute.granularity == "selective" and (
         as_recomputed := {"norm", "mlp_act"} & {*recompute.modules}
     ):
@@ -288,14 +293,14 @@ Kind = tuple[
 states received and sent."""
 
 
-def kind_of(
+def stage_kind(
     stages: Sequence[Stage], number: int, context: ContextConfig, model: ModelConfig
 ) -> Kind:
     """Return the kind of a stage; layers differ in context parallelism, parts and sizes."""
     stage = stages[number]
     layers = frozenset(
         (
-            kind_of_layer(context, layer),
+            layer_context_kind(context, layer),
             model.at(layer),
             model.has_experts(layer),
             model.uses_cross_layer_source(layer),
@@ -311,7 +316,7 @@ def kind_of(
     )
 
 
-def stages_of(parallel: ParallelConfig, model: ModelConfig) -> tuple[Stage, ...]:
+def plan_all_stages(parallel: ParallelConfig, model: ModelConfig) -> tuple[Stage, ...]:
     """Return every stage of the layout."""
     return plan_stages(
         parallel.pipeline, pp=parallel.pp, num_layers=model.num_layers, depths=model.mtp.num_layers
@@ -326,21 +331,23 @@ def representative_positions(
 
     Stages within the first `num_frozen` layers, which are frozen, are separate kinds.
     """
-    placement = placement_of(schedule_name(parallel.pipeline))
-    stages = stages_of(parallel, model)
+    placement = stage_placement(schedule_name(parallel.pipeline))
+    stages = plan_all_stages(parallel, model)
     first_of_kind: dict[tuple[Kind, bool], int] = {}
     for number, stage in enumerate(stages):
-        kind = kind_of(stages, number, parallel.context, model), stage.layers.stop <= num_frozen
+        kind = stage_kind(stages, number, parallel.context, model), stage.layers.stop <= num_frozen
         first_of_kind.setdefault(kind, number)
     positions = []
     for rank in representative_ranks(grid):
         for number in first_of_kind.values():
-            pipeline_rank, chunk = place_of(number, num_ranks=parallel.pp, placement=placement)
+            pipeline_rank, chunk = rank_and_chunk(
+                number, num_ranks=parallel.pp, placement=placement
+            )
             positions.append((grid.rank_at(grid.coordinates(rank) | {"pp": pipeline_rank}), chunk))
     return list(dict.fromkeys(positions))
 
 
-def positions_of_ranks(
+def rank_positions(
     grid: Grid,
     parallel: ParallelConfig,
     model: ModelConfig,
@@ -348,14 +355,14 @@ def positions_of_ranks(
     num_frozen: int = 0,
 ) -> list[tuple[int, int]]:
     """Return (rank, chunk) of every kind of stage on these ranks."""
-    stages = stages_of(parallel, model)
+    stages = plan_all_stages(parallel, model)
     positions = []
     for rank in ranks:
         chunk_of_kind: dict[tuple[Kind, bool], int] = {}
         for chunk in range(parallel.pipeline.vpp):
             number = _stage_number(grid, parallel, rank, chunk)
             kind = (
-                kind_of(stages, number, parallel.context, model),
+                stage_kind(stages, number, parallel.context, model),
                 stages[number].layers.stop <= num_frozen,
             )
             chunk_of_kind.setdefault(kind, chunk)
@@ -365,8 +372,10 @@ def positions_of_ranks(
 
 def _stage_number(grid: Grid, parallel: ParallelConfig, rank: int, chunk: int) -> int:
     """Return the stage of a chunk of a rank."""
-    placement = placement_of(schedule_name(parallel.pipeline))
-    return stage_of(grid.coordinates(rank)["pp"], chunk, num_ranks=parallel.pp, placement=placement)
+    placement = stage_placement(schedule_name(parallel.pipeline))
+    return stage_index(
+        grid.coordinates(rank)["pp"], chunk, num_ranks=parallel.pp, placement=placement
+    )
 
 
 def _sizes(grid: Grid) -> dict[str, int]:
@@ -466,7 +475,7 @@ def _build(
         masked=masked,
     )
     count = batch.inputs.seq_params.num_tokens // (mesh.tp.size if split else 1)
-    stages, number = stages_of(parallel, model), _stage_number(grid, parallel, rank, chunk)
+    stages, number = plan_all_stages(parallel, model), _stage_number(grid, parallel, rank, chunk)
     received, gradients = (
         {
             tensor.name: torch.empty(
@@ -521,9 +530,9 @@ def paper_batch(
     lengths = [3, 1, count - 4] if documents else [count // 2] * 2
     if slicing.ranks > 1:
         slices = plan_slices(lengths, row=count if documents else count // 2, slicing=slicing)
-        seq_params = tokens_of_slices(slices, slicing, device="meta")
+        seq_params = seq_params_from_slices(slices, slicing, device="meta")
     else:
-        seq_params = tokens_of_lengths(lengths, device="meta")
+        seq_params = seq_params_from_lengths(lengths, device="meta")
     if masked:
         masks = [torch.empty(n, n, dtype=torch.bool, device="meta") for n in lengths]
         seq_params = with_masks(seq_params, [masks[0], None, *masks[2:]])
@@ -633,7 +642,8 @@ def declare(model: nn.Module, grid: Grid) -> None:
 def declare_inputs(batch: PaperBatch) -> None:
     """Set the types of a batch: V over dp and cp, R over tp.
 
-    The order of the tokens that cp ranks share, and their masks, are replicated over cp.
+    The tokens of all cp ranks (`PackedSeqParams.whole`), their order and their masks are replicated
+    over cp.
     """
     seq_params = batch.inputs.seq_params
     tensors = [getattr(seq_params, field.name) for field in fields(seq_params)]
@@ -646,6 +656,9 @@ def declare_inputs(batch: PaperBatch) -> None:
     local, shared = (
         (local, (*shared, *masks)) if context is not None else ((*local, *masks), shared)
     )
+    if context is not None:
+        whole = context.whole
+        shared = (*shared, whole.position_ids, whole.document_ids, whole.valid)
     mtp_inputs = [value for pair in batch.mtp_inputs for value in pair]
     for value in (
         batch.ids,
@@ -712,6 +725,33 @@ def _shard_problems(
                     f"along it has {'the same' if same else 'another'} box. Use Shard.split_dim "
                     "with exactly the axes "
                     "that shard it, because they determine the reduction of gradients."
+                )
+                yield Problem(where=name, what=what, ranks=(rank,))
+
+
+def _plan_problems(rank_model: RankModel, model: ModelConfig) -> Iterator[Problem]:
+    """Compare the parameters of the stage's layers with those that `plan/layers` counts, from which
+    memory and communication are estimated. Experts are on another grid and are not compared."""
+    if plugins_without_layer_kind(model):
+        return
+    tp, rank = rank_model.mesh.tp, rank_model.mesh.rank
+    for layer in rank_model.model.stage.layers:
+        planned = {
+            one.name: one.numel
+            for one in layer_parameters(model, layer, tp=tp.size, tp_rank=tp.rank)
+            if one.grid == "dense"
+        }
+        built = {
+            name: shard.numel
+            for name, shard in rank_model.shards.items()
+            if name.startswith(f"layers.{layer}.") and shard.grid == "dense"
+        }
+        for name in sorted(planned.keys() | built.keys()):
+            if ".lora_" not in name and planned.get(name) != built.get(name):
+                what = (
+                    f"the layer has {built.get(name, 'no')} elements of it, but planning counts "
+                    f"{planned.get(name, 'none')}. Correct the `parameters` of its layer kind "
+                    "(plan/layers); a plug-in names its own as the attribute `layer_kind`."
                 )
                 yield Problem(where=name, what=what, ranks=(rank,))
 
@@ -800,7 +840,7 @@ def second_passes_typed(watch: TypeWatch) -> Iterator[None]:
 
 def expect(what: str, x: Tensor, expected: Mapping[str, Type]) -> None:
     """Raise an error unless `x` has the expected types."""
-    types = types_of(x)
+    types = find_types(x)
     for name, axis in axes_here().items():
         if types.get(name) is not expected[name]:
             raise SpmdTypeError(

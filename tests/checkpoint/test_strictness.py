@@ -7,13 +7,13 @@ from megalith.checkpoint.keys import (
     check_patterns,
     compare_keys,
     differences,
+    format_expert_numbers,
     group_by_pattern,
     is_skipped,
     is_state,
     name_experts,
     select_rejected_keys,
-    weights_of,
-    which_experts,
+    weights_key,
 )
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.errors import CheckpointError
@@ -24,7 +24,7 @@ def wanted(*keys: str) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def test_a_master_is_its_weights_and_moments_are_the_optimizers_own() -> None:
-    assert weights_of("optimizer.master.a.b") == "model.a.b" and weights_of(
+    assert weights_key("optimizer.master.a.b") == "model.a.b" and weights_key(
         "optimizer.exp_avg.a"
     ) == ("optimizer.exp_avg.a")
     assert [is_state(key) for key in ("model.a", "optimizer.master.a", "optimizer.exp_avg.a")] == [
@@ -133,4 +133,4 @@ def test_single_experts_are_named_by_layer() -> None:
         "expert 2 of model.layers.3.mlp (up.weight)",
         "expert 4 of model.layers.3.mlp (down.weight)",
     ]
-    assert which_experts([]) == "" and which_experts([3, 2]) == "experts 2, 3"
+    assert format_expert_numbers([]) == "" and format_expert_numbers([3, 2]) == "experts 2, 3"

@@ -19,7 +19,7 @@ from megalith.testing.tiny import tiny_run
 
 def test_all_applies_to_operations_left_at_auto() -> None:
     kernels = KernelsConfig(all="torch", norm="numba")
-    assert (kernels.of("norm"), kernels.of("rope")) == ("numba", "torch")
+    assert (kernels.backend_name("norm"), kernels.backend_name("rope")) == ("numba", "torch")
     assert (
         expand_kernel_setting("reference") == KernelsConfig(all="reference")
         and default_backend(kernels) == "torch"

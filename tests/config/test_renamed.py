@@ -8,8 +8,8 @@ import yaml
 
 from megalith.config.fields import hint_at, literal_values
 from megalith.config.renamed import (
+    find_setting_successor,
     read_renamed_settings,
-    successor_of_setting,
     translate_stored_settings,
 )
 from megalith.config.train import CONFIG_FILE, TrainRun, load_run
@@ -46,7 +46,7 @@ def write_with_changes(file: Path, changes: dict[str, Any]) -> Path:
     """Write a complete run with `changes`, which replace their successors, to a YAML file."""
     settings = flatten(tiny_run(ALL_SECTIONS))
     for path in changes:
-        settings.pop(successor_of_setting(path) or path, None)
+        settings.pop(find_setting_successor(path) or path, None)
     file.write_text(yaml.safe_dump(nest(settings | changes)))
     return file
 

@@ -8,7 +8,7 @@ import pytest
 
 from megalith.data.prepare import (
     find_local_text,
-    share_of_known_words,
+    known_word_fraction,
     words_in,
     zlib_bits_per_byte,
 )
@@ -76,5 +76,5 @@ def test_zlib_is_measured_over_all_files_together(folder: Path) -> None:
 def test_known_words_are_counted_with_repetition(folder: Path) -> None:
     files = find_local_text(folder).training
     assert words_in("def text(self): a_b, 12!") == ["def", "text", "self", "a_b", "12"]
-    assert share_of_known_words("text text unknown äöü", files) == 0.75
-    assert share_of_known_words("", files) == 0.0
+    assert known_word_fraction("text text unknown äöü", files) == 0.75
+    assert known_word_fraction("", files) == 0.0

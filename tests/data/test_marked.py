@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from megalith.data.huggingface import train_bpe
-from megalith.data.special_tokens import char_spans_of_bytes, encode_parts
+from megalith.data.special_tokens import byte_to_char_spans, encode_parts
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
 
 
@@ -57,4 +57,4 @@ def test_a_token_of_spaces_alone_is_none_of_the_text_behind_it(tmp_path: Path) -
 
 
 def test_no_bytes_lie_nowhere() -> None:
-    assert char_spans_of_bytes("", []) == []
+    assert byte_to_char_spans("", []) == []

@@ -18,7 +18,7 @@ from megalith.errors import DataError
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.mask import PairMask
 from megalith.kernels.attention.scores import Scores
-from megalith.kernels.packed import PackedSeqParams, tokens_of_lengths
+from megalith.kernels.packed import PackedSeqParams, seq_params_from_lengths
 from megalith.plan.batch_assignment import TokenBudget
 from megalith.plan.context import Slicing
 
@@ -177,7 +177,7 @@ def test_padding_in_joined_rows_is_padding_as_in_rows_of_their_own() -> None:
         and pairs.text.tolist() == [*text, *[True] * 3, False]
     )
     for mask in (row, pairs):
-        tokens = with_row_masks(tokens_of_lengths([4, 3, 1]), [mask], [4, 3, 1])
+        tokens = with_row_masks(seq_params_from_lengths([4, 3, 1]), [mask], [4, 3, 1])
         assert tokens.valid.tolist() == [*text, *rest[4:]] and not seen(tokens)[:, [1, 7]].any()
 
 
@@ -223,7 +223,7 @@ MISTAKES = {
 def test_what_does_not_fit_is_named(mistake: str) -> None:
     rows, text = MISTAKES[mistake]
     with pytest.raises(DataError) as refused:
-        with_row_masks(tokens_of_lengths([4] * len(rows)), rows, [4] * len(rows))
+        with_row_masks(seq_params_from_lengths([4] * len(rows)), rows, [4] * len(rows))
     assert text in str(refused.value)
     with pytest.raises(DataError):
         join_masks(rows, [4] * len(rows), 8)

@@ -83,7 +83,7 @@ def _exposed(
             exposed.append(link.exposed_seconds("all_to_all") - ring)
             whole.append(time.perf_counter() - start - (link.exposed_seconds() - before))
         trainer.data.wait_params()
-    passed = link.of("all_to_all")
+    passed = link.select("all_to_all")
     assert len(passed) == count * run.model.num_layers * 3 * (world - 1) and all(
         one.waits == 1 for one in passed
     )

@@ -467,17 +467,17 @@ def pushed(
     for slot in trainer.optimizer.slots:
         if slot.shard.name.endswith("router_bias"):
             slot.weight.copy_(torch.tensor(push))
-    before = _join_slices(gather_objects(weights_of(trainer), mesh.world))
+    before = _join_slices(gather_objects(weights_key(trainer), mesh.world))
     train_step(
         trainer, _loader(case.run, mesh, consumed=0, steps=1).next(), lr=1e-2, weight_decay=0.0
     )
     mine = _slices([(o.shard, o.gradient) for o in trainer.data.local_params])
     gradients = _join_slices(gather_objects(mine, mesh.world))
     use = [one.counts for one in collect_expert_load(trainer.pipeline_model.modules, mesh)]
-    return use, before, gradients, _join_slices(gather_objects(weights_of(trainer), mesh.world))
+    return use, before, gradients, _join_slices(gather_objects(weights_key(trainer), mesh.world))
 
 
-def weights_of(trainer: Trainer) -> Gathered:
+def weights_key(trainer: Trainer) -> Gathered:
     return _slices([(slot.shard, slot.weight) for slot in trainer.optimizer.slots])
 
 

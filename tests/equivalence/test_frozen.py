@@ -153,7 +153,7 @@ def _traffic(rank: int, world: int, zero: Zero, trained: tuple[str, ...]) -> dic
         train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
         trainer.data.wait_params()
     kinds = {transfer.kind for transfer in link.transfers}
-    found = {kind: sum(transfer.nbytes for transfer in link.of(kind)) for kind in kinds}
+    found = {kind: sum(transfer.nbytes for transfer in link.select(kind)) for kind in kinds}
     return found | {"gradients": sum(param.gradient.numel() for param in trainer.data.local_params)}
 
 

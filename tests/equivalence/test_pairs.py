@@ -41,7 +41,7 @@ def case_of(parallel: ParallelConfig) -> LayoutCase:
     return layout_case(BIASED_CHOICE, parallel, 2 * parallel.pp)
 
 
-def weights_of(rank: int, world: int, case: LayoutCase, steps: int) -> dict[str, Tensor]:
+def weights_key(rank: int, world: int, case: LayoutCase, steps: int) -> dict[str, Tensor]:
     """A rank's weights after some steps."""
     torch.set_num_threads(1)
     trainer = build_trainer(
@@ -61,8 +61,8 @@ def test_dual_batch_overlap_is_bitwise_equal(parallel: ParallelConfig) -> None:
     apart = case_of(replace(parallel, overlap_experts=False))
     world = 2 * parallel.pp
     for mine, expected in zip(
-        run_ranks(weights_of, world, case_of(parallel), 2),
-        run_ranks(weights_of, world, apart, 2),
+        run_ranks(weights_key, world, case_of(parallel), 2),
+        run_ranks(weights_key, world, apart, 2),
         strict=True,
     ):
         assert mine.keys() == expected.keys()
@@ -184,13 +184,13 @@ def test_without_switches_nothing_overlaps() -> None:
 
 def over_a_poisoned_link(rank: int, world: int, case: LayoutCase) -> tuple[dict[str, Tensor], int]:
     with slow_link(latency_seconds=0.001, poison=True) as link:
-        found = weights_of(rank, world, case, 1)
-    return found, max(transfer.waits for transfer in link.of("all_to_all"))
+        found = weights_key(rank, world, case, 1)
+    return found, max(transfer.waits for transfer in link.select("all_to_all"))
 
 
 def test_rows_are_read_only_after_wait() -> None:
     case = case_of(EP2)
-    expected = run_ranks(weights_of, 2, case, 1)
+    expected = run_ranks(weights_key, 2, case, 1)
     for (found, waits), mine in zip(
         run_ranks(over_a_poisoned_link, 2, case), expected, strict=True
     ):

@@ -163,8 +163,8 @@ def _over_a_poisoned_link(
     was waited for."""
     with slow_link(latency_seconds=0.001, poison=True) as link:
         trained = _train(rank, world, settings, 3)
-        sent = {kind: len(link.of(kind)) for kind in ("isend", "irecv")}
-        return trained, sent, {transfer.waits for transfer in link.of("isend", "irecv")}
+        sent = {kind: len(link.select(kind)) for kind in ("isend", "irecv")}
+        return trained, sent, {transfer.waits for transfer in link.select("isend", "irecv")}
 
 
 @pytest.mark.parametrize("zero", ["1", "2"])

@@ -43,7 +43,7 @@ from megalith.kernels import routing
 from megalith.kernels.attention import cpu_tiled
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
-from megalith.kernels.packed import tokens_of_lengths, tokens_of_slices
+from megalith.kernels.packed import seq_params_from_lengths, seq_params_from_slices
 from megalith.kernels.permute import permute, permute_choices
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.build import build_context
@@ -140,14 +140,14 @@ def measure(setting: LayerSetting, rank: int = 0, world: int = 1) -> tuple[int, 
     initialize(model, seed=1)
     ids, tokens = (
         torch.arange(sum(setting.lengths)) % 61,
-        LayerInputs(tokens_of_lengths(list(setting.lengths))),
+        LayerInputs(seq_params_from_lengths(list(setting.lengths))),
     )
     if setting.cp > 1:
         slicing = local_slicing(parallel, mesh)
         slices = plan_slices(list(setting.lengths), row=setting.lengths[0], slicing=slicing)
         ids, tokens = (
             ids[torch.from_numpy(slices.as_read(slicing.rank))],
-            LayerInputs(tokens_of_slices(slices, slicing)),
+            LayerInputs(seq_params_from_slices(slices, slicing)),
         )
     if setting.model.dropout.is_enabled():
         tokens = replace(tokens, dropout_key=DropoutKey(7, torch.arange(len(ids))))
@@ -645,7 +645,7 @@ def test_saved_activations_of_mtp_stages_match_the_ledger(layout: str, kind: str
     model = KINDS["mtp" if kind == "recomputed" else kind]
     recompute = FULL[0] if kind == "recomputed" else RecomputeConfig()
     setting = LayerSetting(model=model, dtype="fp32", lengths=(12, 12), recompute=recompute)
-    ids, tokens = torch.arange(24) % 61, LayerInputs(tokens_of_lengths([12, 12]))
+    ids, tokens = torch.arange(24) % 61, LayerInputs(seq_params_from_lengths([12, 12]))
     received: dict[str, torch.Tensor] = {}
     for stage in plan_stages(PipelineConfig(layout=layout), pp=4, num_layers=3, depths=2):
         chunk = Decoder(
@@ -796,7 +796,7 @@ def test_backward_brings_back_what_the_ledger_says(
         found.append(meter.live + sum(back.values()))
 
     with measure_saved_activations(decoder) as meter, pytest.MonkeyPatch.context() as patch:
-        loss = decoder.loss(ids, ids, LayerInputs(tokens_of_lengths([12, 12])))
+        loss = decoder.loss(ids, ids, LayerInputs(seq_params_from_lengths([12, 12])))
         patch.setattr(OffloadedStorage, "start_back", noted)
         loss.backward()
     kept = stage_activations(setting, num_layers=num_layers)
@@ -836,7 +836,7 @@ def sharded_weights(
     trainer.data.begin_step(1)
     ids = torch.arange(24)
     with measure_saved_activations(trainer.model) as meter:
-        loss = trainer.model.loss(ids, ids, LayerInputs(tokens_of_lengths([12, 12])))
+        loss = trainer.model.loss(ids, ids, LayerInputs(seq_params_from_lengths([12, 12])))
     setting = LayerSetting(
         model=run.model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
     )

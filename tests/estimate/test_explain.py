@@ -137,7 +137,7 @@ def test_stages_have_every_parameter_and_all_the_work(settings: dict[str, str]) 
     assert sum(row.flops_share for row in stages) == pytest.approx(1)
     assert stages[0].embedding and stages[-1].loss
     assert [(row.pp_rank, row.chunk) for row in stages] == [
-        workload.schedule.place_of(n) for n in range(len(stages))
+        workload.schedule.rank_and_chunk(n) for n in range(len(stages))
     ]
 
 

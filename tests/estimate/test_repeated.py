@@ -15,7 +15,7 @@ from megalith.config.parallel import RecomputeConfig, RecomputedModule
 from megalith.estimate.times import repeated_flops
 from megalith.kernels.backend import Backends
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_lengths
+from megalith.kernels.packed import seq_params_from_lengths
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
@@ -67,7 +67,7 @@ def counted(model: ModelConfig, recompute: RecomputeConfig) -> int:
     )
     allocate(decoder, torch.device("cpu"))
     initialize(decoder, seed=1)
-    tokens = LayerInputs(tokens_of_lengths(list(DOCUMENTS)))
+    tokens = LayerInputs(seq_params_from_lengths(list(DOCUMENTS)))
     ids = torch.randint(
         0,
         model.vocab_size,

@@ -21,9 +21,9 @@ from megalith.errors import CheckpointError
 from megalith.hf.convert import (
     Kind,
     convert,
-    format_of,
     list_written_tensors,
     plan_moves,
+    source_format,
     token_ids,
 )
 from megalith.hf.families import MISTRAL, PHI3, QWEN2, SMOLLM3
@@ -52,7 +52,7 @@ def test_a_round_trip_is_bit_exact(
         "megalith",
     )
     ours = open_pretrained(tmp_path / "ours")
-    assert format_of(ours) == "megalith" and ours.model.padded_vocab_size() == 48
+    assert source_format(ours) == "megalith" and ours.model.padded_vocab_size() == 48
     convert(ours, tmp_path / "back", "huggingface", shard_nbytes=2000)
     before = load_file(tmp_path / "theirs" / "model.safetensors")
     after = {

@@ -18,7 +18,7 @@ from megalith.errors import ConfigError
 from megalith.hf.families import DECILM, LLAMA
 from megalith.hf.folder import HuggingFaceFolder, find_family
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_lengths
+from megalith.kernels.packed import seq_params_from_lengths
 from megalith.models.decoder import Decoder
 from megalith.plan.costs import num_parameters
 from tests.hf.published import check_rules, num_declared
@@ -135,7 +135,9 @@ def logits(model: Decoder) -> Tensor:
     """Scores of two documents."""
     with torch.no_grad():
         return model.head.logits(
-            model.hidden_states(torch.arange(11) * 7 % 37, LayerInputs(tokens_of_lengths([4, 7])))
+            model.hidden_states(
+                torch.arange(11) * 7 % 37, LayerInputs(seq_params_from_lengths([4, 7]))
+            )
         )
 
 

@@ -16,7 +16,7 @@ from megalith.hf.families import QWEN3_MOE
 from megalith.hf.family import canonical_experts
 from megalith.hf.folder import HuggingFaceFolder
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.testing.tolerance import relative_error
 from tests.hf.families import CASES, batch, our_gradients, our_model, saved
 from tests.hf.published import QWEN3_30B_A3B
@@ -86,7 +86,7 @@ def test_aux_loss_matches_transformers(name: str, tmp_path: Path) -> None:
     (loss + theirs.config.router_aux_loss_coef * found.aux_loss).backward()
     ours = our_model(folder)
     tokens = LayerInputs(
-        tokens_of_rows(*ids.shape), router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0))
+        seq_params_from_rows(*ids.shape), router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0))
     )
     (ours.loss(ids.flatten(), labels.flatten(), tokens) / (labels >= 0).sum()).backward()
     router = next(

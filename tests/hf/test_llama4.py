@@ -13,7 +13,7 @@ from megalith.hf.families import LLAMA4
 from megalith.hf.folder import HuggingFaceFolder
 from megalith.hf.pretrained import open_pretrained
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.plan.costs import active_parameters
 from megalith.testing.tolerance import relative_error
 from tests.hf.families import CASES, SIZES, batch, our_model
@@ -234,7 +234,7 @@ def test_of_a_folder_that_reads_pictures_the_text_is_read_and_the_rest_is_named(
     ids, _ = batch(97)
     ours = our_model(folder)
     scores = ours.head.logits(
-        ours.hidden_states(ids.flatten(), LayerInputs(tokens_of_rows(*ids.shape)))
+        ours.hidden_states(ids.flatten(), LayerInputs(seq_params_from_rows(*ids.shape)))
     )
     assert relative_error(scores, theirs(ids).logits.flatten(0, 1)) < 2e-5
 

@@ -25,7 +25,7 @@ from megalith.hf.folder import HuggingFaceFolder, write_folder
 from megalith.hf.pretrained import open_pretrained
 from megalith.infer.generate import generate
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.plan.costs import num_parameters
 from megalith.testing.tolerance import EXACT, assert_close, assert_equals, compare, relative_error
 from megalith.verify.ranks import (
@@ -145,7 +145,7 @@ def test_scores_loss_and_every_gradient_equal_those_of_transformers(
     theirs, folder = saved(CASES[name], tmp_path)
     ours = our_model(folder)
     ids, labels = batch(theirs.config.vocab_size)
-    tokens = LayerInputs(tokens_of_rows(*ids.shape))
+    tokens = LayerInputs(seq_params_from_rows(*ids.shape))
 
     scores = theirs(ids).logits
     loss = cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
@@ -184,7 +184,7 @@ def test_every_setting_that_a_family_needs_is_seen_in_the_scores(
     ids, _ = batch(theirs.config.vocab_size)
     ours = our_model(folder, **changes)
     scores = ours.head.logits(
-        ours.hidden_states(ids.flatten(), LayerInputs(tokens_of_rows(*ids.shape)))
+        ours.hidden_states(ids.flatten(), LayerInputs(seq_params_from_rows(*ids.shape)))
     )
     assert relative_error(scores, theirs(ids).logits.flatten(0, 1)) > 3 * SCORES
 

@@ -25,7 +25,7 @@ from megalith.hf.convert import convert
 from megalith.hf.families import QWEN2
 from megalith.hf.pretrained import (
     CheckpointWeights,
-    find_family_of,
+    find_export_family,
     load_pretrained,
     load_weights_with_records,
     locate_source,
@@ -604,12 +604,12 @@ def test_a_run_keeps_the_family_of_the_weights_it_started_from(
         opened = open_pretrained(
             locate_source(str(trained(tiny_run(load | settings), tmp_path / folder)))
         )
-        assert find_family_of(opened) is QWEN2, folder
+        assert find_export_family(opened) is QWEN2, folder
     resumed = trained(
         tiny_run(load | {"checkpoint.load": str(tmp_path / "base"), "train.steps": "2"}),
         tmp_path / "run",
     )
-    assert find_family_of(open_pretrained(locate_source(str(resumed)))) is QWEN2
+    assert find_export_family(open_pretrained(locate_source(str(resumed)))) is QWEN2
     assert open_checkpoint(locate_source(str(resumed))).step == 2
 
 

@@ -20,7 +20,7 @@ from megalith.hf.folder import HuggingFaceFolder
 from megalith.hf.pretrained import open_pretrained
 from megalith.hf.quantized import E2M1, dequantize
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from tests.hf.families import CASES, Case, batch, our_model, saved
 
 FP8 = {
@@ -290,7 +290,7 @@ def test_a_gpt_oss_with_experts_in_mxfp4_computes_what_transformers_does(tmp_pat
     ours = our_model(folder)
     with torch.no_grad():
         scores = ours.head.logits(
-            ours.hidden_states(ids.flatten(), LayerInputs(tokens_of_rows(*ids.shape)))
+            ours.hidden_states(ids.flatten(), LayerInputs(seq_params_from_rows(*ids.shape)))
         )
         expected = theirs(ids).logits.flatten(0, 1)
     assert float((scores - expected).abs().max() / expected.abs().max()) < 1e-5

@@ -17,7 +17,7 @@ from megalith.infer.cache import (
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import PLAIN, Scores
 from megalith.kernels.layer_inputs import Attend, LayerCache, LayerInputs
-from megalith.kernels.packed import PackedSeqParams, tokens_of_queries, tokens_of_rows
+from megalith.kernels.packed import PackedSeqParams, seq_params_from_queries, seq_params_from_rows
 
 
 @pytest.mark.parametrize("sizes", [[1] * 70, [3, 60, 1, 1, 200], [64, 1], [65], [500, 500]])
@@ -102,23 +102,25 @@ def stored(layer: LayerCache, k: Tensor, v: Tensor, seq_params: PackedSeqParams)
 
 def test_what_was_read_is_kept_as_far_as_a_text_begins_alike() -> None:
     read, rows = PrefixState(1), torch.arange(9.0).view(-1, 1, 1)
-    stored(read.cache.layers([0])[0], rows[:4], rows[:4], tokens_of_queries([(4, 4)]))
-    read.note([5, 6, 7, 8])
+    stored(read.cache.layers([0])[0], rows[:4], rows[:4], seq_params_from_queries([(4, 4)]))
+    read.record_ids([5, 6, 7, 8])
     assert read.resume([5, 6, 7, 8], sequence=0) == 3, "one token is left to be read"
-    read.note([5, 6, 7])
+    read.record_ids([5, 6, 7])
     assert read.resume([5, 9, 7, 8], sequence=0) == 1
-    keys, _ = stored(read.cache.layers([0])[0], rows[7:], rows[7:], tokens_of_queries([(2, 3)]))
+    keys, _ = stored(
+        read.cache.layers([0])[0], rows[7:], rows[7:], seq_params_from_queries([(2, 3)])
+    )
     assert keys.flatten().tolist() == [0, 7, 8]
     assert read.resume([5, 9, 1], sequence=0) == 0, "reading that did not end is not trusted"
-    read.note([5])
+    read.record_ids([5])
     read.clear(sequence=0)
     assert read.resume([5, 1], sequence=0) == 0
 
 
 def test_layers_that_keep_nothing_do_not_make_a_text_be_read_again() -> None:
     read, rows = PrefixState(3), torch.arange(4.0).view(-1, 1, 1)
-    stored(read.cache.layers([0])[1], rows, rows, tokens_of_queries([(4, 4)]))
-    read.note([5, 6, 7, 8])
+    stored(read.cache.layers([0])[1], rows, rows, seq_params_from_queries([(4, 4)]))
+    read.record_ids([5, 6, 7, 8])
     assert read.resume([5, 6, 1], sequence=0) == 2
 
 
@@ -132,14 +134,16 @@ def test_documents_keep_apart_and_come_back_packed() -> None:
     cache = KVCache(num_layers=2)
     k, v = torch.arange(5.0).view(5, 1, 1), torch.arange(10.0, 15.0).view(5, 1, 1)
     for layer in cache.layers([7, 3]):
-        keys, values = stored(layer, k, v, tokens_of_queries([(2, 2), (3, 3)]))
+        keys, values = stored(layer, k, v, seq_params_from_queries([(2, 2), (3, 3)]))
         assert torch.equal(keys, k) and torch.equal(values, v)
     more = torch.tensor([20.0, 21.0]).view(2, 1, 1)
     for layer in cache.layers([3, 7]):  # in another order now
-        keys, _ = stored(layer, more, more, tokens_of_queries([(1, 4), (1, 3)]))
+        keys, _ = stored(layer, more, more, seq_params_from_queries([(1, 4), (1, 3)]))
         assert keys.flatten().tolist() == [2, 3, 4, 20, 0, 1, 21]
     (first, _) = cache.layers([3])
-    assert stored(first, more[:1], more[:1], tokens_of_queries([(1, 5)]))[0].flatten().tolist() == [
+    assert stored(first, more[:1], more[:1], seq_params_from_queries([(1, 5)]))[
+        0
+    ].flatten().tolist() == [
         2,
         3,
         4,
@@ -179,7 +183,7 @@ def test_token_t_read_from_the_cache_is_position_t_of_the_whole(
         for length in (90, 81)
     ]
     table = torch.linspace(-2, 3, 8 * 4, dtype=torch.float64).view(8, 4)
-    rows = [tokens_of_rows(1, len(q)) for q, _, _ in texts]
+    rows = [seq_params_from_rows(1, len(q)) for q, _, _ in texts]
     whole = [
         attention(q, k, v, row, scores, sinks, attention_bias=table)
         for (q, k, v), row in zip(texts, rows, strict=True)
@@ -190,7 +194,7 @@ def test_token_t_read_from_the_cache_is_position_t_of_the_whole(
         new = [[x[at : at + count] for x in text] for text, at, count in zip(texts, read, counts)]
         q, k, v = (torch.cat(same) for same in zip(*new))
         read = [at + count for at, count in zip(read, counts)]
-        tokens = tokens_of_queries(list(zip(counts, read)))
+        tokens = seq_params_from_queries(list(zip(counts, read)))
         found = attention(
             q,
             *stored(layer, k, v, tokens),
@@ -207,10 +211,12 @@ def test_token_t_read_from_the_cache_is_position_t_of_the_whole(
 def test_a_finished_sequence_is_forgotten() -> None:
     cache = KVCache(num_layers=1)
     row = torch.ones(1, 1, 1)
-    stored(cache.layers([4])[0], row, row, tokens_of_queries([(1, 1)]))
+    stored(cache.layers([4])[0], row, row, seq_params_from_queries([(1, 1)]))
     cache.drop(4)
     cache.drop(4)
-    assert stored(cache.layers([4])[0], row, row, tokens_of_queries([(1, 1)]))[0].shape[0] == 1
+    assert (
+        stored(cache.layers([4])[0], row, row, seq_params_from_queries([(1, 1)]))[0].shape[0] == 1
+    )
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -284,7 +290,7 @@ def test_paged_cache_gives_the_logits_of_the_growing_cache(
         for number in order:
             num_cached[number] += step[number]
         lengths = [(step[number], num_cached[number]) for number in order]
-        inputs = LayerInputs(tokens_of_queries(lengths))
+        inputs = LayerInputs(seq_params_from_queries(lengths))
         ids = torch.arange(inputs.seq_params.num_tokens) * 5 % 37
         for cache in paged:
             cache.sequences = order
@@ -315,14 +321,14 @@ def test_recurrent_state_continues_each_document() -> None:
     x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     texts = x[:7], x[7:]
     whole = [
-        decaying_sum(KVCache(1).layers([0])[0], text, tokens_of_rows(1, len(text)))
+        decaying_sum(KVCache(1).layers([0])[0], text, seq_params_from_rows(1, len(text)))
         for text in texts
     ]
     cache, num_cached = KVCache(1), [0, 0]
     for step in ([3, 1], [1, 1], [3, 3]):
         starts, num_cached = num_cached, [a + b for a, b in zip(num_cached, step)]
         parts = [text[a:b] for text, a, b in zip(texts, starts, num_cached)]
-        seq_params = tokens_of_queries(list(zip(step, num_cached)))
+        seq_params = seq_params_from_queries(list(zip(step, num_cached)))
         y = decaying_sum(cache.layers([5, 8])[0], torch.cat(parts), seq_params)
         expected = [text[a:b] for text, a, b in zip(whole, starts, num_cached)]
         assert torch.equal(y, torch.cat(expected))
@@ -330,7 +336,7 @@ def test_recurrent_state_continues_each_document() -> None:
 
 def test_recurrent_state_cannot_be_truncated() -> None:
     cache, x = KVCache(1), torch.ones(4, 2)
-    decaying_sum(cache.layers([0])[0], x, tokens_of_rows(1, 4))
+    decaying_sum(cache.layers([0])[0], x, seq_params_from_rows(1, 4))
     assert cache.cut(0, 4), "all tokens are kept"
     assert not cache.cut(0, 3), "an earlier state is not stored, so the text is read again"
-    assert torch.equal(decaying_sum(cache.layers([0])[0], x[:1], tokens_of_rows(1, 1)), x[:1])
+    assert torch.equal(decaying_sum(cache.layers([0])[0], x[:1], seq_params_from_rows(1, 1)), x[:1])

@@ -20,7 +20,7 @@ from megalith.infer.generate import (
 )
 from megalith.infer.load import generation_layout
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.models.decoder import Decoder
 from megalith.nn.router import Router
 from megalith.parallel.mesh import build_mesh
@@ -44,7 +44,9 @@ def slowly(model: Decoder, prompt: list[int], count: int) -> list[int]:
     """Greedy text without any cache: everything is read again for each token."""
     ids = list(prompt)
     for _ in range(count):
-        hidden = model.hidden_states(torch.tensor(ids), LayerInputs(tokens_of_rows(1, len(ids))))
+        hidden = model.hidden_states(
+            torch.tensor(ids), LayerInputs(seq_params_from_rows(1, len(ids)))
+        )
         ids.append(int(model.head.logits(hidden[-1:])[0].argmax()))
     return ids[len(prompt) :]
 

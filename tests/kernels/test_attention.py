@@ -27,30 +27,30 @@ from megalith.kernels.attention.scores import (
     PLAIN,
     Scores,
     WeightDropout,
-    mask_of_scores,
+    build_scores_mask,
     masked_attention,
     reference_biases,
 )
 from megalith.kernels.dropout import DropoutKey, dropped_weights
 from megalith.kernels.packed import (
     PackedSeqParams,
-    tokens_of_lengths,
-    tokens_of_queries,
-    tokens_of_rows,
+    seq_params_from_lengths,
+    seq_params_from_queries,
+    seq_params_from_rows,
     with_masks,
     with_padding,
 )
 
 LAYOUTS = {
-    "long rows": tokens_of_rows(2, 70),
-    "one row": tokens_of_rows(1, 9),
-    "long documents": tokens_of_lengths([70, 3, 100, 1, 64, 40]),
-    "padded documents": tokens_of_queries([(90, 90), (0, 0), (38, 38), (0, 0)]),
-    "rows": tokens_of_rows(3, 5),
-    "rows of one token": tokens_of_rows(4, 1),
-    "documents": tokens_of_lengths([4, 1, 7, 3]),
-    "cache": tokens_of_queries([(1, 6), (2, 5), (4, 4), (1, 1)]),
-    "padded": tokens_of_queries([(3, 3), (0, 0), (2, 4), (0, 0)]),
+    "long rows": seq_params_from_rows(2, 70),
+    "one row": seq_params_from_rows(1, 9),
+    "long documents": seq_params_from_lengths([70, 3, 100, 1, 64, 40]),
+    "padded documents": seq_params_from_queries([(90, 90), (0, 0), (38, 38), (0, 0)]),
+    "rows": seq_params_from_rows(3, 5),
+    "rows of one token": seq_params_from_rows(4, 1),
+    "documents": seq_params_from_lengths([4, 1, 7, 3]),
+    "cache": seq_params_from_queries([(1, 6), (2, 5), (4, 4), (1, 1)]),
+    "padded": seq_params_from_queries([(3, 3), (0, 0), (2, 4), (0, 0)]),
 }
 
 
@@ -134,7 +134,7 @@ def test_every_variant_equals_the_reference(layout: str, variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_match_finite_differences(variant: str) -> None:
     scores, has_sinks = VARIANTS[variant]
-    tokens = tokens_of_lengths([2, 6])
+    tokens = seq_params_from_lengths([2, 6])
     inputs = [*qkv(tokens, heads=2, kv_heads=1, d=3, d_v=2), *([sinks_of(2)] if has_sinks else [])]
 
     def outputs(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def test_all_backends_match(variant: str, kernel: Kernel) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_in_low_precision_match_float64(variant: str, dtype: torch.dtype) -> None:
-    tokens, (scores, has_sinks) = tokens_of_lengths([100, 90]), VARIANTS[variant]
+    tokens, (scores, has_sinks) = seq_params_from_lengths([100, 90]), VARIANTS[variant]
     inputs = qkv(tokens, heads=4, kv_heads=2, dtype=dtype) + (
         [sinks_of(4, dtype)] if has_sinks else []
     )
@@ -182,7 +182,7 @@ def test_variants_in_low_precision_match_float64(variant: str, dtype: torch.dtyp
 def test_reference_of_each_variant_matches_its_formula() -> None:
     """Query by query, for one head: scaled, then capped, then hidden; a sink is one more score with
     no value."""
-    tokens = tokens_of_rows(1, 5)
+    tokens = seq_params_from_rows(1, 5)
     q, k, v = (x.detach() for x in qkv(tokens, heads=1, kv_heads=1))
     sink = torch.tensor([0.4], dtype=torch.float64)
     y = reference_attention(q, k, v, tokens, Scores(scale=0.5, window=2, softcap=0.8), sink)[:, 0]
@@ -196,7 +196,7 @@ def test_reference_of_each_variant_matches_its_formula() -> None:
 def test_bidirectional_and_off_by_one_attention_match_their_formulas() -> None:
     """A query sees what comes after it, too, a window to each side; and weights are exp(s) / (1 +
     sum of exp(s))."""
-    tokens = tokens_of_lengths([3, 5])
+    tokens = seq_params_from_lengths([3, 5])
     q, k, v = (x.detach() for x in qkv(tokens, heads=1, kv_heads=1))
     y = reference_attention(
         q, k, v, tokens, Scores(scale=0.5, window=2, causal=False, off_by_one=True)
@@ -213,7 +213,7 @@ def test_bidirectional_and_off_by_one_attention_match_their_formulas() -> None:
 
 
 def test_off_by_one_is_finite_for_low_scores() -> None:
-    tokens = tokens_of_rows(1, 4)
+    tokens = seq_params_from_rows(1, 4)
     q, k, v = (1e3 * x.detach() for x in qkv(tokens, heads=1, kv_heads=1))
     for kernel in ("auto", "reference"):
         y = attention(q, k, v, tokens, Scores(off_by_one=True), kernel=kernel)  # type: ignore[arg-type]
@@ -249,13 +249,13 @@ def by_hand(
     """Every document by the definition, with what it sees spelled out."""
     outs, counts, every = [], *zip(*tokens.lengths)
     for queries, keys, values, mask in zip(q.split(counts), k.split(every), v.split(every), masks):
-        rule = mask_of_scores(len(queries), len(keys), scores, device=q.device)
+        rule = build_scores_mask(len(queries), len(keys), scores, device=q.device)
         if alone:  # the mask takes the place of causality; a window ends where it did
             band = scores.window is not None and not scores.chunked
             rule = (
                 rule
                 if band
-                else mask_of_scores(
+                else build_scores_mask(
                     len(queries), len(keys), replace(scores, causal=False), device=q.device
                 )
             )
@@ -374,7 +374,7 @@ def test_masked_keys_do_not_change_the_output_and_get_no_gradient(
 @pytest.mark.parametrize("kind", MASKS)
 def test_masked_decoding_with_kv_cache_matches_full_attention(kind: str) -> None:
     """Also where a cache has dropped what no later query sees."""
-    whole, masks = masked(tokens_of_rows(1, 12), kind)
+    whole, masks = masked(seq_params_from_rows(1, 12), kind)
     for scores, has_sinks in VARIANTS.values():
         if not scores.causal:
             continue
@@ -382,7 +382,7 @@ def test_masked_decoding_with_kv_cache_matches_full_attention(kind: str) -> None
         sinks = sinks_of(4).detach() if has_sinks else None
         expected = attention(q, k, v, whole, scores, sinks)
         for first, last in ((3, 4), (3, 12), (11, 12), (0, 7)):
-            part = tokens_of_queries([(last - first, last)])
+            part = seq_params_from_queries([(last - first, last)])
             own = masks[0].expand(12, 12)[first:last, :last] if masks[0] is not None else None
             part = with_masks(part, [own], alone=kind == "alone")
             if kind == "alone" and last < 12 and (scores.window is None or scores.chunked):
@@ -399,12 +399,15 @@ def test_masked_decoding_with_kv_cache_matches_full_attention(kind: str) -> None
 
 
 def test_masks_that_replace_causality_show_later_tokens() -> None:
-    tokens = with_masks(tokens_of_rows(1, 6), [torch.ones(6, 6, dtype=torch.bool)], alone=True)
+    tokens = with_masks(
+        seq_params_from_rows(1, 6), [torch.ones(6, 6, dtype=torch.bool)], alone=True
+    )
     q, k, v = qkv(tokens, heads=4, kv_heads=2)
     torch.testing.assert_close(
-        attention(q, k, v, tokens), attention(q, k, v, tokens_of_rows(1, 6), Scores(causal=False))
+        attention(q, k, v, tokens),
+        attention(q, k, v, seq_params_from_rows(1, 6), Scores(causal=False)),
     )
-    windowed = attention(q, k, v, tokens_of_rows(1, 6), Scores(window=3))
+    windowed = attention(q, k, v, seq_params_from_rows(1, 6), Scores(window=3))
     torch.testing.assert_close(attention(q, k, v, tokens, Scores(window=3)), windowed)
 
 
@@ -435,7 +438,7 @@ def test_attention_masks_combine_with_dropout_and_biases(kind: str) -> None:
 
 
 def test_layers_with_equal_masks_share_one_cached_mask() -> None:
-    tokens, _ = masked(tokens_of_rows(2, 9), "both")
+    tokens, _ = masked(seq_params_from_rows(2, 9), "both")
     q, k, v = qkv(tokens, heads=4, kv_heads=4)
     kept: list[int] = []
 
@@ -548,7 +551,7 @@ def test_relative_biases_are_added_to_the_scores(variant: str, layout: str, kern
             if len(k)
             else None
         )
-        seen = mask_of_scores(len(q), len(k), scores, device=q.device)
+        seen = build_scores_mask(len(q), len(k), scores, device=q.device)
         outs.append(masked_attention(q, k, v, seen, scores, sinks, bias=bias))
     expected = torch.cat(outs)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
@@ -561,7 +564,7 @@ def test_relative_biases_are_added_to_the_scores(variant: str, layout: str, kern
 
 def test_queries_and_keys_may_be_different_tokens() -> None:
     """As in cross attention: documents of a memory, one of them empty."""
-    tokens = tokens_of_queries([(5, 3), (2, 70), (4, 0), (1, 1)])
+    tokens = seq_params_from_queries([(5, 3), (2, 70), (4, 0), (1, 1)])
     for scores in (
         Scores(causal=False),
         Scores(causal=False, softcap=2.0),
@@ -580,7 +583,7 @@ def test_queries_and_keys_may_be_different_tokens() -> None:
 
 
 def test_sink_takes_its_share_of_softmax() -> None:
-    tokens = tokens_of_rows(1, 1)
+    tokens = seq_params_from_rows(1, 1)
     q, k, v = (x.detach() for x in qkv(tokens, heads=2, kv_heads=1))
     sinks = torch.tensor([(q[0, 0] @ k[0, 0]) / 8**0.5, -1e4], dtype=torch.float64)
     y = attention(q, k, v, tokens, sinks=sinks)
@@ -589,8 +592,8 @@ def test_sink_takes_its_share_of_softmax() -> None:
 
 
 def test_the_reference_is_softmax_over_visible_scores() -> None:
-    q, k, v = qkv(tokens_of_rows(1, 3), heads=1, kv_heads=1)
-    y = reference_attention(q, k, v, tokens_of_rows(1, 3))[:, 0]
+    q, k, v = qkv(seq_params_from_rows(1, 3), heads=1, kv_heads=1)
+    y = reference_attention(q, k, v, seq_params_from_rows(1, 3))[:, 0]
     for i in range(3):
         weights = torch.softmax(
             torch.stack([q[i, 0] @ k[j, 0] for j in range(i + 1)]) / 8**0.5, dim=0
@@ -600,7 +603,7 @@ def test_the_reference_is_softmax_over_visible_scores() -> None:
 
 @pytest.mark.parametrize("lengths", [[3, 3, 3], [2, 4, 3], [40, 90, 10, 60], [100, 100]])
 def test_token_does_not_affect_earlier_tokens_or_other_documents(lengths: list[int]) -> None:
-    tokens = tokens_of_lengths(lengths)
+    tokens = seq_params_from_lengths(lengths)
     q, k, v = (x.detach() for x in qkv(tokens, heads=2, kv_heads=2))
     before = attention(q, k, v, tokens)
     changed = lengths[0] + 1  # inside the second document
@@ -613,15 +616,15 @@ def test_token_does_not_affect_earlier_tokens_or_other_documents(lengths: list[i
 
 
 def test_decoding_with_kv_cache_matches_full_attention() -> None:
-    whole = tokens_of_rows(1, 6)
+    whole = seq_params_from_rows(1, 6)
     q, k, v = (x.detach() for x in qkv(whole, heads=4, kv_heads=2))
     expected = attention(q, k, v, whole)
     for i in range(6):
-        step = tokens_of_queries([(1, i + 1)])
+        step = seq_params_from_queries([(1, i + 1)])
         torch.testing.assert_close(
             attention(q[i : i + 1], k[: i + 1], v[: i + 1], step), expected[i : i + 1]
         )
-    chunk = tokens_of_queries([(2, 6)])
+    chunk = seq_params_from_queries([(2, 6)])
     torch.testing.assert_close(attention(q[4:], k, v, chunk), expected[4:])
 
 
@@ -666,12 +669,12 @@ def test_values_do_not_keep_the_qkv_projection_alive() -> None:
     product = torch.randn(12, 8 * 6, requires_grad=True) * 1
     q, k, v = (part.unflatten(-1, (-1, 6)) for part in product.split([24, 12, 12], dim=-1))
     with saved_tensors_hooks(note, lambda saved: saved):
-        out = attention(q.contiguous(), k.contiguous(), v, tokens_of_rows(1, 12))
+        out = attention(q.contiguous(), k.contiguous(), v, seq_params_from_rows(1, 12))
     assert sorted(kept.values()) == sorted(
         4 * size for size in (12 * 24, 12 * 12, 12 * 12, 12 * 4, 12 * 24)
     )
     with saved_tensors_hooks(note, lambda saved: saved):
-        assert torch.equal(attention(q, k, v, tokens_of_rows(1, 12)), out)
+        assert torch.equal(attention(q, k, v, seq_params_from_rows(1, 12)), out)
     assert product.untyped_storage()._cdata in kept, (
         "where queries keep it anyway, a copy would only add to it"
     )
@@ -721,7 +724,7 @@ def test_backend_selection_by_device_lengths_and_scores(
 
 def test_window_over_whole_documents_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ways, "span_attention", None)
-    tokens = tokens_of_lengths([7, 4])
+    tokens = seq_params_from_lengths([7, 4])
     q, k, v = qkv(tokens, heads=4, kv_heads=2)
     assert torch.equal(attention(q, k, v, tokens, Scores(window=7)), attention(q, k, v, tokens))
     with pytest.raises(TypeError):
@@ -757,13 +760,13 @@ def test_chunks_become_documents_and_use_only_the_current_cached_chunk() -> None
 )
 def test_continued_prefill_with_kv_cache_matches_full_attention(variant: str) -> None:
     scores, has_sinks = VARIANTS[variant]
-    whole = tokens_of_rows(1, 12)
+    whole = seq_params_from_rows(1, 12)
     q, k, v = (x.detach() for x in qkv(whole, heads=4, kv_heads=2, d_v=6))
     sinks = sinks_of(4).detach() if has_sinks else None
     expected = attention(q, k, v, whole, scores, sinks)
     for first in range(12):
         for last in {first + 1, 12}:
-            part = tokens_of_queries([(last - first, last)])
+            part = seq_params_from_queries([(last - first, last)])
             y = attention(q[first:last], k[:last], v[:last], part, scores, sinks)
             torch.testing.assert_close(y, expected[first:last], rtol=1e-12, atol=1e-12)
 
@@ -782,7 +785,7 @@ def test_torch_compile_excludes_split_kv_from_the_graph() -> None:
         return attention(q * 2, k, v, tokens, Scores(window=3)) + 1
 
     for first in range(2, 5):
-        tokens = tokens_of_lengths([first, 9 - first])
+        tokens = seq_params_from_lengths([first, 9 - first])
         q, k, v = (x.detach() for x in qkv(tokens, heads=4, kv_heads=2))
         expected = reference_attention(q * 2, k, v, tokens, Scores(window=3)) + 1
         torch.testing.assert_close(layer(q, k, v, tokens), expected, rtol=1e-12, atol=1e-12)
@@ -793,7 +796,7 @@ def test_torch_compile_excludes_split_kv_from_the_graph() -> None:
 
 def test_explicit_backend_is_used_or_rejected() -> None:
     q, k, v = (torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
-    rows, windowed = tokens_of_rows(2, 4), Scores(window=2)
+    rows, windowed = seq_params_from_rows(2, 4), Scores(window=2)
     plain = reference_attention(q, k, v, rows)
     forms: tuple[BackendName, ...] = ("cpu_tiled", "sdpa", "split_kv")
     for form in forms:

@@ -14,12 +14,12 @@ from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import linear
 from megalith.kernels.norm import add_rms_norm, rms_norm
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.kernels.rope import apply_rope
 from megalith.parallel.cross_entropy import linear_cross_entropy
 from megalith.parallel.group import single_rank_group
 
-ROWS = tokens_of_rows(2, 64)
+ROWS = seq_params_from_rows(2, 64)
 linux = pytest.mark.skipif(
     sys.platform != "linux", reason="finds torch's OpenMP library in /proc, which only Linux has"
 )
@@ -42,13 +42,13 @@ def test_openmp_library_is_torchs_own() -> None:
 @linux
 def test_loops_support_large_fp32_or_bf16_cpu_tensors() -> None:
     large, weight = torch.zeros(128, 64), torch.zeros(64)
-    assert cpu_threads.takes(large, weight)
-    assert cpu_threads.takes(large.bfloat16(), weight.bfloat16())
-    assert not cpu_threads.takes(large[:2], weight)
-    assert not cpu_threads.takes(large.double(), weight.double())
-    assert not cpu_threads.takes(large.bfloat16(), weight)
-    assert not cpu_threads.takes(large.half(), weight.half())
-    assert not cpu_threads.takes(large.to("meta"), weight.to("meta"))
+    assert cpu_threads.should_use(large, weight)
+    assert cpu_threads.should_use(large.bfloat16(), weight.bfloat16())
+    assert not cpu_threads.should_use(large[:2], weight)
+    assert not cpu_threads.should_use(large.double(), weight.double())
+    assert not cpu_threads.should_use(large.bfloat16(), weight)
+    assert not cpu_threads.should_use(large.half(), weight.half())
+    assert not cpu_threads.should_use(large.to("meta"), weight.to("meta"))
 
 
 def test_torch_backend_is_used_without_openmp(
@@ -56,7 +56,7 @@ def test_torch_backend_is_used_without_openmp(
 ) -> None:
     gate_up = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(cpu_threads, "openmp", lambda: None)
-    assert not cpu_threads.takes(gate_up)
+    assert not cpu_threads.should_use(gate_up)
     torch.testing.assert_close(swiglu(gate_up), swiglu(gate_up, kernel="reference"))
 
 

@@ -436,7 +436,7 @@ def test_a_rank_that_has_only_padding_gets_no_gradient_and_no_nan(
     logit_transform: LogitTransform,
 ) -> None:
     x, weight = inputs()
-    head = HeadShard.of(
+    head = HeadShard.build(
         weight[:3],
         single_rank_group("tp"),
         V,
@@ -453,9 +453,10 @@ def test_ranks_with_uneven_vocabulary_shards_use_equal_chunks() -> None:
     ranks = [Group(axes=("tp",), ranks=(0, 1, 2), rank=rank) for rank in range(3)]
     parts = [torch.zeros(rows, 4) for rows in (16384, 16383, 16383)]
     heads = [
-        HeadShard.of(part, group, 0, 49150, None, loops=True) for part, group in zip(parts, ranks)
+        HeadShard.build(part, group, 0, 49150, None, loops=True)
+        for part, group in zip(parts, ranks)
     ]
     assert len({head.chunk for head in heads}) == 1
-    padding_only = HeadShard.of(parts[2], ranks[2], 49150, 49150, None, loops=True)
+    padding_only = HeadShard.build(parts[2], ranks[2], 49150, 49150, None, loops=True)
     assert (padding_only.rows, padding_only.chunk) == (0, heads[0].chunk)
     assert not padding_only.loops

@@ -14,10 +14,10 @@ from megalith.kernels.experts import (
     Inner,
     Matrix,
     experts,
-    experts_of_rows,
     grouped_matmul_ops_by_name,
     reference_experts,
     reference_with_bias,
+    row_experts,
     with_bias,
 )
 from megalith.kernels.grouped_linear import (
@@ -26,17 +26,17 @@ from megalith.kernels.grouped_linear import (
     HAS_GROUPED_MM,
     LOOP,
     Groups,
+    build_groups,
     equal_groups,
-    groups_of,
 )
 from megalith.kernels.permute import (
     RowPermutation,
+    gather_row_weights,
     gather_rows,
     permute,
     permute_choices,
     permute_choices_padded,
     unpermute,
-    weights_of_rows,
 )
 from megalith.kernels.recomputed import RegisterRecompute, register_recompute
 
@@ -90,7 +90,7 @@ def test_grouped_experts_match_a_loop_over_experts(
     given = inputs(sum(counts), wide=F if inner is SQUARED else 2 * F, biases=biases)
     dy = seeded(sum(counts), H, seed=9)
     y, expected = (
-        run(each, groups_of(counts), inner, *given) for each in (experts, reference_experts)
+        run(each, build_groups(counts), inner, *given) for each in (experts, reference_experts)
     )
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     ours, theirs = (torch.autograd.grad(each, given, dy) for each in (y, expected))
@@ -114,12 +114,12 @@ class Total:
 def test_reference_gradients_go_to_the_same_accumulators(counts: tuple[int, ...]) -> None:
     given, dy = inputs(sum(counts), biases=True), seeded(sum(counts), H, seed=9)
     expected = torch.autograd.grad(
-        run(reference_experts, groups_of(counts), SWIGLU, *given), given, dy
+        run(reference_experts, build_groups(counts), SWIGLU, *given), given, dy
     )
     rows, weights, up, down, up_bias, down_bias = given
     sinks = Total(up), Total(down)
     both = Matrix(up, up_bias, cast(Any, sinks[0])), Matrix(down, down_bias, cast(Any, sinks[1]))
-    experts(rows, weights, groups_of(counts), *both, SWIGLU, kernel="reference").backward(dy)
+    experts(rows, weights, build_groups(counts), *both, SWIGLU, kernel="reference").backward(dy)
     found = [rows.grad, weights.grad, sinks[0].total, sinks[1].total, up_bias.grad, down_bias.grad]
     for mine, theirs in zip(found, expected, strict=True):
         assert mine is not None
@@ -133,7 +133,7 @@ def test_reference_gradients_go_to_the_same_accumulators(counts: tuple[int, ...]
 
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize(
-    "groups", [groups_of((2, 0, 1, 1)), equal_groups(E, 1)], ids=["uneven", "equal"]
+    "groups", [build_groups((2, 0, 1, 1)), equal_groups(E, 1)], ids=["uneven", "equal"]
 )
 def test_gradients_match_finite_differences(biases: bool, groups: Groups) -> None:
     assert torch.autograd.gradcheck(partial(run, experts, groups, SWIGLU), inputs(4, biases=biases))
@@ -148,8 +148,8 @@ def test_low_precision_error_is_within_rounding(
     given[1] = given[1].detach().float().requires_grad_()  # routers compute in fp32
     plain = [each.detach().double().requires_grad_() for each in given]
     y, expected = (
-        run(experts, groups_of(UNEVEN), SWIGLU, *given),
-        run(experts, groups_of(UNEVEN), SWIGLU, *plain),
+        run(experts, build_groups(UNEVEN), SWIGLU, *given),
+        run(experts, build_groups(UNEVEN), SWIGLU, *plain),
     )
     assert y.dtype == dtype
     results = zip(
@@ -162,7 +162,7 @@ def test_low_precision_error_is_within_rounding(
 
 def test_experts_without_rows_get_zero_gradients() -> None:
     given = inputs(9, biases=True)
-    run(experts, groups_of(UNEVEN), SWIGLU, *given).sum().backward()
+    run(experts, build_groups(UNEVEN), SWIGLU, *given).sum().backward()
     for each in given[2:]:
         assert each.grad is not None
         assert (each.grad.view(E, -1)[1] == 0).all()
@@ -182,11 +182,11 @@ def kept_bytes(again: RegisterRecompute | None) -> int:
         experts(
             given[0],
             given[1],
-            groups_of(UNEVEN),
+            build_groups(UNEVEN),
             Matrix(given[2]),
             Matrix(given[3]),
             SWIGLU,
-            again=again,
+            register=again,
         )
     return sum(kept.values()) - sum(each.nbytes for each in given)
 
@@ -203,11 +203,11 @@ def test_saving_the_activation_gives_equal_bits() -> None:
         y = experts(
             given[0],
             given[1],
-            groups_of(UNEVEN),
+            build_groups(UNEVEN),
             Matrix(given[2]),
             Matrix(given[3]),
             SWIGLU,
-            again=again,
+            register=again,
         )
         results.append([y, *torch.autograd.grad(y.sum(), given)])
     assert all(torch.equal(a, b) for a, b in zip(*results))
@@ -233,8 +233,8 @@ def our_layer(
     rows = register_recompute(permute(x, order), partial(gather_rows, order=order), (x,))
     y = experts(
         rows,
-        weights_of_rows(weights, order),
-        groups_of(order.counts),
+        gather_row_weights(weights, order),
+        build_groups(order.counts),
         Matrix(up),
         Matrix(down),
         SWIGLU,
@@ -271,8 +271,8 @@ def test_experts_padded_to_capacity_match_token_dropping(
     dropped = permute_choices(chosen.flatten().masked_fill(padded.missing, -1).view_as(chosen), E)
     given = [wants(9, H), wants(9, 2, seed=1), *inputs(9, biases=biases)[2:]]
     dy, results = seeded(9, H, seed=4), []
-    for order, groups in ((padded, equal_groups(E, 4)), (dropped, groups_of(dropped.counts))):
-        rows, weights = permute(given[0], order), weights_of_rows(given[1], order)
+    for order, groups in ((padded, equal_groups(E, 4)), (dropped, build_groups(dropped.counts))):
+        rows, weights = permute(given[0], order), gather_row_weights(given[1], order)
         y = unpermute(run(experts, groups, SWIGLU, rows, weights, *given[2:]), order)
         results.append([y, *torch.autograd.grad(y, given, dy)])
     for mine, theirs in zip(*results):
@@ -283,8 +283,8 @@ def test_experts_padded_to_capacity_match_token_dropping(
 def test_expert_biases_match_the_reference(weighted: bool) -> None:
     y, bias, weights = seeded(9, H), wants(E, H, seed=1), wants(9, seed=2) if weighted else None
     given = [bias] if weights is None else [bias, weights]
-    ours = with_bias(y.clone(), bias, groups_of(UNEVEN), weights)
-    expected = reference_with_bias(y, bias, groups_of(UNEVEN), weights)
+    ours = with_bias(y.clone(), bias, build_groups(UNEVEN), weights)
+    expected = reference_with_bias(y, bias, build_groups(UNEVEN), weights)
     torch.testing.assert_close(ours, expected)
     dy = seeded(9, H, seed=3)
     for mine, theirs in zip(
@@ -295,15 +295,15 @@ def test_expert_biases_match_the_reference(weighted: bool) -> None:
 
 def test_without_bias_the_input_is_returned() -> None:
     y = seeded(9, H)
-    assert with_bias(y, None, groups_of(UNEVEN)) is y
+    assert with_bias(y, None, build_groups(UNEVEN)) is y
 
 
 def test_expert_of_each_row() -> None:
-    assert experts_of_rows(groups_of(UNEVEN), torch.empty(9, 1)).tolist() == [0] * 5 + [2] + [3] * 3
+    assert row_experts(build_groups(UNEVEN), torch.empty(9, 1)).tolist() == [0] * 5 + [2] + [3] * 3
 
 
 def test_explicit_grouped_matmul_is_used_or_rejected() -> None:
-    x, w, groups = torch.ones(6, 8), torch.ones(3 * 4, 8), groups_of([1, 2, 3])
+    x, w, groups = torch.ones(6, 8), torch.ones(3 * 4, 8), build_groups([1, 2, 3])
     assert grouped_matmul_ops_by_name("loop", x, w, groups) is LOOP
     assert grouped_matmul_ops_by_name("batched", x, w, equal_groups(3, 2)) is BATCHED
     with pytest.raises(

@@ -10,15 +10,20 @@ from torch import Tensor
 from megalith.kernels.attention.dispatch import attention, reference_attention
 from megalith.kernels.attention.flex import (
     block_mask,
+    can_use,
     flexible_attention,
     intervals,
     plan_blocks,
-    takes,
 )
 from megalith.kernels.attention.mask import AttentionMask, PairMask
 from megalith.kernels.attention.scores import Scores, WeightDropout
 from megalith.kernels.attention.sdpa import Lengths
-from megalith.kernels.packed import PackedSeqParams, tokens_of_queries, with_masks, with_padding
+from megalith.kernels.packed import (
+    PackedSeqParams,
+    seq_params_from_queries,
+    with_masks,
+    with_padding,
+)
 from megalith.testing.tolerance import relative_error
 
 LENGTHS: tuple[Lengths, ...] = (
@@ -67,7 +72,7 @@ def test_values_and_gradients_match_the_reference(
     q, k, v, sink = inputs_of(LENGTHS[0], torch.float32)
     inputs = [q, k, v, sink][: 4 if sinks else 3]
     mine = flexible_attention(q, k, v, LENGTHS[0], scores, sink if sinks else None, compiled=False)
-    tokens = tokens_of_queries(list(LENGTHS[0]))
+    tokens = seq_params_from_queries(list(LENGTHS[0]))
     theirs = reference_attention(q, k, v, tokens, scores, sink if sinks else None)
     dy = torch.randn(mine.shape, generator=torch.Generator().manual_seed(1))
     assert relative_error(mine, theirs) <= 1e-5
@@ -82,7 +87,7 @@ def masked(device: str = "cpu", *, alone: bool = False) -> PackedSeqParams:
     document has none."""
     draw, tokens = (
         torch.Generator().manual_seed(2),
-        tokens_of_queries(list(LENGTHS[0]), device=device),
+        seq_params_from_queries(list(LENGTHS[0]), device=device),
     )
     masks = [
         (
@@ -158,12 +163,12 @@ def test_block_mask_covers_all_visible_pairs(
 
 @pytest.mark.parametrize("scores", SCORES)
 def test_intervals_match_the_reference_mask(scores: Scores) -> None:
-    from megalith.kernels.attention.scores import mask_of_scores
+    from megalith.kernels.attention.scores import build_scores_mask
 
     for lengths in LENGTHS:
         seen, row, start = intervals(lengths, scores.window, scores.after), 0, 0
         for queries, keys in lengths:
-            mask = mask_of_scores(queries, keys, scores, device=torch.device("cpu"))
+            mask = build_scores_mask(queries, keys, scores, device=torch.device("cpu"))
             key = np.arange(keys) + start
             mine = (key >= seen[row : row + queries, :1]) & (key < seen[row : row + queries, 1:])
             assert (mine == (True if mask is None else mask.numpy())).all()
@@ -179,11 +184,11 @@ def test_cpu_tensors_and_attention_dropout_are_not_supported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     q = torch.empty(3, 2, 16)
-    assert not takes(q, q, Scores(softcap=2.0))
+    assert not can_use(q, q, Scores(softcap=2.0))
     monkeypatch.setattr("megalith.kernels.attention.flex.has_triton", lambda: True)
     there = torch.empty(3, 2, 16, device="meta")
-    assert not takes(there, there, Scores(softcap=2.0))
-    assert not takes(q, q, Scores(dropout=WeightDropout(0.1, 1, 0)))
+    assert not can_use(there, there, Scores(softcap=2.0))
+    assert not can_use(q, q, Scores(dropout=WeightDropout(0.1, 1, 0)))
 
 
 @pytest.mark.gpu
@@ -199,7 +204,7 @@ def test_compiled_kernel_on_gpu_matches_the_reference(
     q, k, v, sink = inputs_of(LENGTHS[0], dtype, "cuda", size=64)
     sinks = None if scores.off_by_one else sink
     inputs = [q, k, v] if sinks is None else [q, k, v, sink]
-    tokens = tokens_of_queries(list(LENGTHS[0]), device="cuda")
+    tokens = seq_params_from_queries(list(LENGTHS[0]), device="cuda")
     tokens = tokens if masks is None else masked("cuda", alone=masks == "alone")
     mine = attention(q, k, v, tokens, scores, sinks)
     theirs = reference_attention(q.double(), k.double(), v.double(), tokens, scores, sinks)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megalith.kernels.triton import launch
-from megalith.kernels.triton.launch import ProgramTile, tile_of_row_parts, tile_of_whole_rows
+from megalith.kernels.triton.launch import ProgramTile, partial_row_tile, whole_row_tile
 from megalith.testing.tiny import INTERPRET
 
 FOLDER = Path(__file__).parent
@@ -57,12 +57,12 @@ def test_cpu_tensors_are_not_supported_and_triton_is_not_imported() -> None:
         "assert not any(name.split('.')[0] == 'triton' for name in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-    assert not launch.takes(torch.ones(2, 4))
+    assert not launch.can_use(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("width", [1, 2, 100, 2048, 2049, launch.WIDEST])
 def test_tile_sizes_are_powers_of_two(width: int) -> None:
-    whole, part = tile_of_whole_rows(width), tile_of_row_parts(width)
+    whole, part = whole_row_tile(width), partial_row_tile(width)
     assert whole.columns >= width
     assert part.columns >= min(width, launch.TILE)
     for tile in (whole, part):

@@ -16,9 +16,9 @@ from megalith.kernels.grouped_linear import (
     Groups,
     LoopMatmulOps,
     accumulate_grouped_product_,
+    build_groups,
     equal_groups,
     grouped_linear,
-    groups_of,
     reference_grouped_linear,
     select_grouped_matmul_ops,
     zero_experts_without_rows_,
@@ -64,7 +64,7 @@ class Recorder:
 
 
 def test_experts_without_rows_get_zeros_with_counts_on_host_or_device() -> None:
-    ends = groups_of(torch.tensor(UNEVEN)).on_device(torch.device("cpu"))
+    ends = build_groups(torch.tensor(UNEVEN)).on_device(torch.device("cpu"))
     for groups in (Groups(tuple(UNEVEN)), Groups(None, ends)):
         dw = seeded(E, O, I)
         found = zero_experts_without_rows_(dw.clone(), groups, ends)
@@ -86,7 +86,7 @@ def each_way(
 @pytest.mark.parametrize("counts", [UNEVEN, [0, 0, 9, 0, 0], [9, 0, 0, 0, 0], [0] * 5], ids=str)
 def test_gradients_match_finite_differences(counts: list[int]) -> None:
     x, w = wants(sum(counts), 3), wants(E * 2, 3, seed=1)
-    assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, groups_of(counts)), (x, w))
+    assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, build_groups(counts)), (x, w))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -98,8 +98,8 @@ def test_result_and_gradients_equal_the_reference(dtype: torch.dtype, counts: li
         seeded(R, O, seed=2, dtype=dtype),
     )
     y, expected = (
-        grouped_linear(x, w, groups_of(counts)),
-        reference_grouped_linear(x, w, groups_of(counts)),
+        grouped_linear(x, w, build_groups(counts)),
+        reference_grouped_linear(x, w, build_groups(counts)),
     )
     torch.testing.assert_close(y, expected)
     for mine, theirs in zip(
@@ -121,7 +121,7 @@ def test_torch_grouped_matmul_matches_the_loop(dtype: torch.dtype, counts: list[
     )
     on_device = Groups(ends=torch.tensor(counts).cumsum(0, dtype=torch.int32))
     for mine, theirs in zip(
-        each_way(x, w, dy, on_device, FUSED), each_way(x, w, dy, groups_of(counts), LOOP)
+        each_way(x, w, dy, on_device, FUSED), each_way(x, w, dy, build_groups(counts), LOOP)
     ):
         torch.testing.assert_close(mine, theirs)
     dw = each_way(x, w, dy, on_device, FUSED)[2].view(E, O, I)
@@ -134,13 +134,13 @@ def test_grouped_matmul_selection(dtype: torch.dtype, rows: int) -> None:
     x, w = torch.empty(2 * rows, 64, dtype=dtype), torch.empty(2 * 128, 64, dtype=dtype)
     small = dtype != torch.float64 and (dtype == torch.bfloat16 or rows < 1024)
     with bf16_matmul("torch"):
-        assert select_grouped_matmul_ops(x, w, groups_of([0, 2 * rows])) is (
+        assert select_grouped_matmul_ops(x, w, build_groups([0, 2 * rows])) is (
             FUSED if small and HAS_GROUPED_MM else LOOP
         )
     with bf16_matmul("upcast"):  # the loop upcasts the matrices of busy experts alone
         expected = FUSED if small and HAS_GROUPED_MM and dtype != torch.bfloat16 else LOOP
-        assert select_grouped_matmul_ops(x, w, groups_of([0, 2 * rows])) is expected
-    assert select_grouped_matmul_ops(x[:, :63], w[:, :63], groups_of([0, 2 * rows])) is LOOP
+        assert select_grouped_matmul_ops(x, w, build_groups([0, 2 * rows])) is expected
+    assert select_grouped_matmul_ops(x[:, :63], w[:, :63], build_groups([0, 2 * rows])) is LOOP
     assert select_grouped_matmul_ops(x, w, equal_groups(2, rows)) is BATCHED
 
 
@@ -151,7 +151,7 @@ def test_equal_groups_are_one_batched_matmul(dtype: torch.dtype, rows: int) -> N
     x, w, dy = (seeded(E * n, f, seed=n, dtype=dtype) for n, f in ((rows, I), (O, I), (rows, O)))
     assert select_grouped_matmul_ops(x, w, groups) is BATCHED
     for mine, theirs in zip(
-        each_way(x, w, dy, groups, BATCHED), each_way(x, w, dy, groups_of([rows] * E), LOOP)
+        each_way(x, w, dy, groups, BATCHED), each_way(x, w, dy, build_groups([rows] * E), LOOP)
     ):
         torch.testing.assert_close(mine, theirs)
     torch.testing.assert_close(
@@ -166,8 +166,8 @@ def test_onednn_matmuls_match_mkl() -> None:
         for shape in [(140, inputs), (3 * outputs, inputs), (140, outputs)]
     )
     assert 10 * outputs * inputs < MIN_ONEDNN_COPY_MULTIPLICATIONS < 130 * outputs * inputs
-    plain = each_way(x.double(), w.double(), dy.double(), groups_of(counts), LOOP)
-    for mine, theirs in zip(each_way(x, w, dy, groups_of(counts), LOOP), plain):
+    plain = each_way(x.double(), w.double(), dy.double(), build_groups(counts), LOOP)
+    for mine, theirs in zip(each_way(x, w, dy, build_groups(counts), LOOP), plain):
         assert_equals("product", mine, theirs.float(), FP32)
 
 
@@ -178,7 +178,7 @@ def test_gradient_accumulator_is_called_once_and_autograd_gets_none() -> None:
         seeded(R, O, seed=2),
         Recorder(),
     )
-    grouped_linear(x, w, groups_of(UNEVEN), grad_accumulator=grad_accumulator).backward(dy)
+    grouped_linear(x, w, build_groups(UNEVEN), grad_accumulator=grad_accumulator).backward(dy)
     assert w.grad is None
     assert x.grad is not None
     [(kept_x, kept_dy, groups)] = grad_accumulator.matmul_ops
@@ -189,7 +189,7 @@ def test_gradient_accumulator_is_called_once_and_autograd_gets_none() -> None:
 
 def test_rank_without_rows_calls_its_gradient_accumulator() -> None:
     x, w, grad_accumulator = wants(0, I), wants(E * O, I, seed=1), Recorder()
-    grouped_linear(x, w, groups_of([0] * E), grad_accumulator=grad_accumulator).sum().backward()
+    grouped_linear(x, w, build_groups([0] * E), grad_accumulator=grad_accumulator).sum().backward()
     [(kept_x, kept_dy, groups)] = grad_accumulator.matmul_ops
     with torch.no_grad():
         total = accumulate_grouped_product_(
@@ -206,7 +206,7 @@ def test_grouped_product_is_written_or_added(
     dtype: torch.dtype, total_dtype: torch.dtype, fresh: bool, matmul_ops: GroupedMatmulOps
 ) -> None:
     counts = [2, 2, 2] if matmul_ops is BATCHED else [4, 0, 2]
-    groups = equal_groups(3, 2) if matmul_ops is BATCHED else groups_of(counts)
+    groups = equal_groups(3, 2) if matmul_ops is BATCHED else build_groups(counts)
     x, dy, total = (
         seeded(6, I, dtype=dtype),
         seeded(6, O, seed=1, dtype=dtype),
@@ -235,7 +235,7 @@ def test_frozen_weights_do_not_save_the_input() -> None:
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-        y = grouped_linear(x, w, groups_of(UNEVEN), grad_accumulator=Recorder())
+        y = grouped_linear(x, w, build_groups(UNEVEN), grad_accumulator=Recorder())
     assert [saved.data_ptr() for saved in kept] == [w.data_ptr()]
     y.sum().backward()
     assert x.grad is not None
@@ -252,10 +252,10 @@ def test_recomputed_input_is_not_saved() -> None:
     doubled = 2 * source
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         y = grouped_linear(
-            register_recompute(doubled, lambda s: 2 * s, (source,)), w, groups_of(UNEVEN)
+            register_recompute(doubled, lambda s: 2 * s, (source,)), w, build_groups(UNEVEN)
         )
     assert {saved.data_ptr() for saved in kept} == {w.data_ptr(), source.data_ptr()}
-    expected = reference_grouped_linear(2 * source, w, groups_of(UNEVEN))
+    expected = reference_grouped_linear(2 * source, w, build_groups(UNEVEN))
     for mine, theirs in zip(
         torch.autograd.grad(y, (source, w), dy), torch.autograd.grad(expected, (source, w), dy)
     ):
@@ -269,20 +269,23 @@ def test_matmul_ops_can_be_replaced() -> None:
 
     x, w, dy = wants(R, I), wants(E * O, I, seed=1), seeded(R, O, seed=2)
     (mine,) = torch.autograd.grad(
-        grouped_linear(x, w, groups_of(UNEVEN), matmul_ops=Tripled()), w, dy
+        grouped_linear(x, w, build_groups(UNEVEN), matmul_ops=Tripled()), w, dy
     )
-    (theirs,) = torch.autograd.grad(grouped_linear(x, w, groups_of(UNEVEN)), w, dy)
+    (theirs,) = torch.autograd.grad(grouped_linear(x, w, build_groups(UNEVEN)), w, dy)
     torch.testing.assert_close(mine, 3 * theirs)
 
 
 @pytest.mark.parametrize("counts", [UNEVEN, [2], [0, 0]], ids=str)
 def test_counts_on_host_and_ends_on_device_agree(counts: list[int]) -> None:
-    host, device = groups_of(counts), Groups(ends=groups_of(counts).on_device(torch.device("cpu")))
+    host, device = (
+        build_groups(counts),
+        Groups(ends=build_groups(counts).on_device(torch.device("cpu"))),
+    )
     assert host.experts == device.experts == len(counts)
     assert (
         device.on_host()
         == host.on_host()
-        == groups_of(torch.tensor(counts)).on_host()
+        == build_groups(torch.tensor(counts)).on_host()
         == tuple(counts)
     )
     assert torch.equal(host.on_device(torch.device("cpu")), device.on_device(torch.device("cpu")))
@@ -294,11 +297,11 @@ def test_counts_on_host_and_ends_on_device_agree(counts: list[int]) -> None:
 
 def test_rows_outside_the_groups_raise_an_error() -> None:
     with pytest.raises(AssertionError, match="counts=\\(3, 0, 5, 1, 0\\)"):
-        grouped_linear(seeded(10, I), seeded(E * O, I), groups_of(UNEVEN))
+        grouped_linear(seeded(10, I), seeded(E * O, I), build_groups(UNEVEN))
 
 
 def test_expanded_scalar_gradient_is_supported() -> None:
-    for groups in (groups_of([2, 2]), equal_groups(2, 2)):
+    for groups in (build_groups([2, 2]), equal_groups(2, 2)):
         x, w = wants(4, 3), wants(4, 3, seed=1)
         dx, dw = torch.autograd.grad(grouped_linear(x, w, groups).sum(), (x, w))
         torch.testing.assert_close(dx, w.detach().view(2, 2, 3).sum(1).repeat_interleave(2, 0))
@@ -306,7 +309,7 @@ def test_expanded_scalar_gradient_is_supported() -> None:
 
 
 def test_meta_device_allocates_no_memory() -> None:
-    for groups in (groups_of([1, 3]), equal_groups(2, 2)):
+    for groups in (build_groups([1, 3]), equal_groups(2, 2)):
         x = torch.empty(4, 3, device="meta", requires_grad=True)
         w = torch.empty(10, 3, device="meta", requires_grad=True)
         y = grouped_linear(x, w, groups)

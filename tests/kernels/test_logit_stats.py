@@ -21,19 +21,19 @@ def measured(logsumexp: list[float], largest: list[float]) -> CrossEntropyResult
 
 def test_microbatches_are_summed_without_unlabeled_tokens() -> None:
     seen = LogitStats()
-    seen.note(measured([2.0, 9.0], [1.5, 8.0]), torch.tensor([4, -1]), 0.5)
-    seen.note(measured([1.0, 3.0], [0.5, 2.5]), torch.tensor([0, 1]), 0.5)
-    z, largest = seen.taken()
+    seen.record(measured([2.0, 9.0], [1.5, 8.0]), torch.tensor([4, -1]), 0.5)
+    seen.record(measured([1.0, 3.0], [0.5, 2.5]), torch.tensor([0, 1]), 0.5)
+    z, largest = seen.pop()
     assert z is not None and largest is not None
     assert (float(z), float(largest)) == (0.5 * (4 + 1 + 9), 2.5)
-    assert seen.taken() == (None, None)
+    assert seen.pop() == (None, None)
 
 
 def test_microbatch_without_labels_has_no_largest_logit() -> None:
     seen = LogitStats()
-    seen.note(measured([2.0], [1.5]), torch.tensor([-1]), 0.5)
-    seen.note(measured([], []), torch.tensor([], dtype=torch.int64), 0.5)
-    z, largest = seen.taken()
+    seen.record(measured([2.0], [1.5]), torch.tensor([-1]), 0.5)
+    seen.record(measured([], []), torch.tensor([], dtype=torch.int64), 0.5)
+    z, largest = seen.pop()
     assert z is not None and largest is not None
     assert float(z) == 0.0 and float(largest) == -math.inf
 
@@ -48,7 +48,7 @@ def test_loss_is_not_changed_by_logit_stats() -> None:
     watched = LossWithLogitStats(linear_cross_entropy_with_stats, 0.25)
     found: Tensor = watched(x, weight, labels, **words)
     assert found.item() == linear_cross_entropy(x, weight, labels, **words, z_loss=0.25).item()
-    z, largest = watched.seen.taken()
+    z, largest = watched.logit_stats.pop()
     assert z is not None and largest is not None
     assert found.item() - linear_cross_entropy(x, weight, labels, **words).item() == pytest.approx(
         float(z)

@@ -19,7 +19,7 @@ if cpu_threads.openmp() is None:
 from numba import njit
 
 from megalith.kernels import cpu_numba
-from megalith.kernels.cpu_numba import address, exp, largest_of, narrow, wide
+from megalith.kernels.cpu_numba import address, exp, narrow, row_max, wide
 
 SPECIAL = [
     0.0,
@@ -103,12 +103,12 @@ def test_exp_of_extremes_is_tiny_large_or_nan() -> None:
 def test_row_maximum_matches_torch(length: int) -> None:
     row = torch.randn(length, generator=torch.Generator().manual_seed(length))
     for values in (row, -row.abs(), row.abs(), torch.full_like(row, float("-inf"))):
-        assert largest_of(values.numpy()) == values.max().item()
+        assert row_max(values.numpy()) == values.max().item()
 
 
 def test_nan_propagates() -> None:
     row = torch.tensor([1.0, float("nan"), 3.0])
-    assert np.isnan(largest_of(row.numpy()))
+    assert np.isnan(row_max(row.numpy()))
 
 
 def test_a_loop_is_compiled_once_per_dtype() -> None:

@@ -13,16 +13,16 @@ from megalith.errors import DataError
 from megalith.kernels.attention.mask import NO_MASK
 from megalith.kernels.packed import (
     PackedSeqParams,
-    rows_of,
-    tokens_of_lengths,
-    tokens_of_queries,
-    tokens_of_slices,
+    mask_row_starts,
+    seq_params_from_lengths,
+    seq_params_from_queries,
+    seq_params_from_slices,
     with_masks,
     with_padding,
 )
 from megalith.plan.context import Slicing, plan_slices
 
-THREE = tokens_of_queries([(2, 3), (3, 3), (1, 4)])
+THREE = seq_params_from_queries([(2, 3), (3, 3), (1, 4)])
 
 
 def masks() -> list[Tensor | None]:
@@ -57,14 +57,14 @@ def test_masks_and_padding_combine_in_any_order() -> None:
 
 def test_masks_without_hidden_keys_are_removed_and_new_masks_replace_old_ones() -> None:
     assert with_masks(THREE, [None] * 3).visible is None
-    empty = tokens_of_lengths([0, 0])
+    empty = seq_params_from_lengths([0, 0])
     assert with_masks(empty, [torch.ones(0, 0).bool(), None]).visible is None
     assert with_masks(with_masks(THREE, masks()), [None] * 3).visible is None
 
 
 def test_padding_of_whole_documents_is_not_valid() -> None:
     text = torch.tensor([True, True, False, True, False])
-    tokens = with_padding(tokens_of_lengths([3, 2]), text)
+    tokens = with_padding(seq_params_from_lengths([3, 2]), text)
     assert torch.equal(tokens.valid, text)
     assert with_padding(THREE, torch.zeros(10).bool()).valid.all(), (
         "of which some tokens were read before"
@@ -73,9 +73,9 @@ def test_padding_of_whole_documents_is_not_valid() -> None:
 
 def test_mask_row_starts() -> None:
     lengths, starts = [(2, 3), (3, 3), (0, 2), (1, 4)], [0, None, None, 6]
-    rows = rows_of(lengths, starts)
+    rows = mask_row_starts(lengths, starts)
     assert rows.tolist() == [0, 3, NO_MASK, NO_MASK, NO_MASK, 6 - 8]
-    assert rows_of([], []).tolist() == []
+    assert mask_row_starts([], []).tolist() == []
 
 
 MISTAKES: dict[str, tuple[Any, str]] = {
@@ -136,7 +136,7 @@ def test_context_parallel_masks_cover_whole_documents_and_padding() -> None:
     slicing = Slicing(ranks=2, rank=1, by="document")
     slices = plan_slices([5, 3], row=8, slicing=slicing)
     given = [torch.rand(n, n, generator=torch.Generator().manual_seed(n)) < 0.5 for n in (5, 3)]
-    tokens = with_masks(tokens_of_slices(slices, slicing), list(given), alone=True)
+    tokens = with_masks(seq_params_from_slices(slices, slicing), list(given), alone=True)
     assert tokens.visible is None, "what ranks share, the whole has"
     first, second = of_documents(tokens)
     assert (
@@ -148,7 +148,7 @@ def test_context_parallel_masks_cover_whole_documents_and_padding() -> None:
     assert torch.equal(first[:5, :5], given[0]) and torch.equal(second[:3, :3], given[1])
     assert first.sum() == given[0].sum() and second.sum() == given[1].sum()
     text = torch.tensor([1, 0, 1, 1, 1, 0, 1, 1]).bool()
-    padded = with_padding(tokens_of_slices(slices, slicing), text)
+    padded = with_padding(seq_params_from_slices(slices, slicing), text)
     read = torch.from_numpy(slices.as_read(1))
     assert padded.valid.tolist() == [bool(at >= 0 and text[at]) for at in read.tolist()]
     assert padded.whole.visible is not None and padded.whole.visible.keys is not None
@@ -166,7 +166,7 @@ def test_context_parallel_masks_cover_whole_documents_and_padding() -> None:
 
 def test_context_parallel_rows_keep_their_lengths() -> None:
     slicing = Slicing(ranks=2, rank=0)
-    tokens = tokens_of_slices(plan_slices([3, 5], row=8, slicing=slicing), slicing)
+    tokens = seq_params_from_slices(plan_slices([3, 5], row=8, slicing=slicing), slicing)
     text = torch.tensor([1, 0, 1, 1, 1, 0, 1, 1]).bool()
     assert with_padding(tokens, text).valid.tolist() == text[[0, 1, 6, 7]].tolist()
     masked = of_documents(with_masks(tokens, [torch.eye(3).bool(), None]))
@@ -186,7 +186,7 @@ def test_example_of_the_docs_prints_its_output(capsys: pytest.CaptureFixture[str
 
 
 def test_other_fields_are_unchanged() -> None:
-    tokens = replace(tokens_of_lengths([3]), reach=(9,))
+    tokens = replace(seq_params_from_lengths([3]), reach=(9,))
     assert with_masks(tokens, [torch.eye(3).bool()]).reach == (9,)
     assert np.array_equal(
         with_masks(tokens, [torch.eye(3).bool()]).position_ids, tokens.position_ids

@@ -37,7 +37,7 @@ from megalith.kernels.linear import (
     mm,
     weight_grad,
 )
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tolerance import BF16, assert_equals, matmul_bound
 from megalith.train.step import train_step
@@ -120,7 +120,7 @@ def test_grouped_matmuls_match(matmul_ops: GroupedMatmulOps) -> None:
 def test_attention_matches(length: int, scores: Scores, kernel: Literal["auto", "sdpa"]) -> None:
     if kernel == "sdpa" and scores.window is not None:
         return  # torch's kernel has no windows
-    tokens = tokens_of_rows(2, length)
+    tokens = seq_params_from_rows(2, length)
     shapes = [(2 * length, heads, 16) for heads in (4, 2, 2)]
     values = [seeded(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     dy = seeded(*shapes[0], seed=3)

@@ -7,6 +7,7 @@ from torch import Tensor
 from megalith.kernels.permute import (
     RowPermutation,
     expert_major,
+    gather_row_weights,
     gather_rows,
     invert_chunk_order,
     permute,
@@ -16,7 +17,6 @@ from megalith.kernels.permute import (
     reference_unpermute,
     sort_chunks,
     unpermute,
-    weights_of_rows,
 )
 
 FOUR_TOKENS = torch.tensor(
@@ -55,7 +55,7 @@ def test_rows_are_sorted_by_expert_then_by_token() -> None:
         [[0.731059, 0.268941], [0.731059, 0.268941], [0.880797, 0.119203], [0.731059, 0.268941]]
     )
     expected = [0.731059, 0.268941, 0.880797, 0.268941, 0.731059, 0.268941, 0.119203, 0.731059]
-    assert weights_of_rows(weights, order).tolist() == pytest.approx(expected)
+    assert gather_row_weights(weights, order).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("dropped", [0.0, 0.3, 1.0])
@@ -98,7 +98,7 @@ def test_padding_gives_every_expert_its_capacity_and_drops_the_last() -> None:
     ]  # token 2 for expert 0 and token 3 for expert 1 came third
     x = seeded(4, 5)
     assert (permute(x, order)[order.filler] == 0).all()
-    assert weights_of_rows(torch.ones(4, 2), order).tolist() == [1, 1, 1, 1, 1, 0, 1, 0]
+    assert gather_row_weights(torch.ones(4, 2), order).tolist() == [1, 1, 1, 1, 1, 0, 1, 0]
     times = torch.tensor([2.0, 2.0, 1.0, 1.0], dtype=torch.float64).unsqueeze(1)
     torch.testing.assert_close(unpermute(permute(x, order), order), times * x)
 
@@ -180,7 +180,7 @@ def test_rows_are_summed_in_fp32_in_the_order_of_choices(features: int) -> None:
 def test_a_tokens_weights_get_the_gradients_of_their_rows() -> None:
     order = three_orders()[1]
     weights = seeded(13, 3).requires_grad_()
-    rows = weights_of_rows(weights, order)
+    rows = gather_row_weights(weights, order)
     (grad,) = torch.autograd.grad(
         rows, weights, torch.arange(1.0, len(rows) + 1, dtype=torch.float64)
     )

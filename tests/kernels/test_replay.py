@@ -12,9 +12,9 @@ CHOSEN = torch.tensor([[0, 2], [1, 0], [2, 1]])
 def test_recorded_choices_are_replayed_by_layer_and_microbatch() -> None:
     routing = RoutingRecord()
     for microbatch in (0, 1):
-        MicrobatchRouting(routing, microbatch).note("layers.3", CHOSEN + microbatch)
-    MicrobatchRouting(routing, 0).note("mtp.0.layer", CHOSEN + 5)
-    again = routing.again()
+        MicrobatchRouting(routing, microbatch).record("layers.3", CHOSEN + microbatch)
+    MicrobatchRouting(routing, 0).record("mtp.0.layer", CHOSEN + 5)
+    again = routing.for_replay()
     assert again.followed and not routing.followed
     assert torch.equal(MicrobatchRouting(again, 1).recall("layers.3", (3, 2)), CHOSEN + 1)
     assert torch.equal(MicrobatchRouting(again, 0).recall("mtp.0.layer", (3, 2)), CHOSEN + 5)

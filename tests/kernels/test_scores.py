@@ -5,8 +5,8 @@ import torch
 
 from megalith.kernels.attention.scores import (
     Scores,
+    build_scores_mask,
     causal_mask,
-    mask_of_scores,
     masked_attention,
 )
 
@@ -31,7 +31,7 @@ def test_causal_window_mask(queries: int, keys: int, window: int | None) -> None
 @pytest.mark.parametrize("window", [None, 1, 2, 9])
 @pytest.mark.parametrize(("queries", "keys"), [(4, 4), (2, 5), (1, 3)])
 def test_bidirectional_window_is_symmetric(queries: int, keys: int, window: int | None) -> None:
-    mask = mask_of_scores(
+    mask = build_scores_mask(
         queries, keys, Scores(window=window, causal=False), device=torch.device("cpu")
     )
     if window is None or window >= keys:
@@ -48,7 +48,7 @@ def test_bidirectional_window_is_symmetric(queries: int, keys: int, window: int 
 @pytest.mark.parametrize(("window", "right"), [(3, 0), (1, 4), (9, 1), (2, 9), (9, 9)])
 def test_window_may_be_asymmetric(window: int, right: int) -> None:
     scores = Scores(window=window, right=right, causal=False)
-    mask = mask_of_scores(3, 6, scores, device=torch.device("cpu"))
+    mask = build_scores_mask(3, 6, scores, device=torch.device("cpu"))
     assert (mask is None) == (window >= 6 and right >= 5) == (not scores.hides(6))
     for i in range(3 if mask is not None else 0):
         assert mask is not None

@@ -21,8 +21,8 @@ from megalith.kernels.attention.split_kv import (
     sink_gradient,
     span_attention,
 )
-from megalith.kernels.packed import PackedSeqParams, tokens_of_lengths, tokens_of_rows
-from megalith.plan.context import KeySpans, Slicing, plan_slices, plan_spans, spans_of_lengths
+from megalith.kernels.packed import PackedSeqParams, seq_params_from_lengths, seq_params_from_rows
+from megalith.plan.context import KeySpans, Slicing, plan_length_spans, plan_slices, plan_spans
 from megalith.testing.tolerance import BF16, FP32, FP64, assert_equals
 from tests.cases import loop_over
 
@@ -50,19 +50,26 @@ def assert_same(mine: Tensor, reference: Tensor, inputs: tuple[Tensor, ...]) -> 
 
 
 @pytest.mark.parametrize(
-    "tokens", [tokens_of_rows(2, 70), tokens_of_lengths([3, 100, 1, 64, 40]), tokens_of_rows(3, 4)]
+    "tokens",
+    [
+        seq_params_from_rows(2, 70),
+        seq_params_from_lengths([3, 100, 1, 64, 40]),
+        seq_params_from_rows(3, 4),
+    ],
 )
 @pytest.mark.parametrize(("n", "g"), [(4, 4), (6, 2), (3, 1)])
 def test_spans_of_all_earlier_tokens_are_causal_attention(
     tokens: PackedSeqParams, n: int, g: int
 ) -> None:
     inputs = qkv(tokens.num_tokens, tokens.num_tokens, n=n, g=g)
-    mine = span_attention(*inputs, spans_of_lengths(tokens.lengths))
+    mine = span_attention(*inputs, plan_length_spans(tokens.lengths))
     assert_same(mine, reference_attention(*inputs, tokens), inputs)
 
 
 @pytest.mark.parametrize("window", [2, 5, 70, 500])
-@pytest.mark.parametrize("tokens", [tokens_of_rows(2, 90), tokens_of_lengths([3, 100, 1, 40])])
+@pytest.mark.parametrize(
+    "tokens", [seq_params_from_rows(2, 90), seq_params_from_lengths([3, 100, 1, 40])]
+)
 def test_spans_of_a_window(tokens: PackedSeqParams, window: int) -> None:
     inputs = qkv(tokens.num_tokens, tokens.num_tokens)
     place = torch.arange(tokens.num_tokens)
@@ -73,7 +80,7 @@ def test_spans_of_a_window(tokens: PackedSeqParams, window: int) -> None:
         q, k, v, attn_mask=mask, enable_gqa=True
     )
     assert_same(
-        span_attention(*inputs, spans_of_lengths(tokens.lengths, window)),
+        span_attention(*inputs, plan_length_spans(tokens.lengths, window)),
         expected.transpose(0, 1),
         inputs,
     )
@@ -187,14 +194,14 @@ def test_query_with_first_key_in_a_later_part_is_exact() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_low_precision_matches_float64(dtype: torch.dtype) -> None:
-    tokens = tokens_of_rows(2, 150)
+    tokens = seq_params_from_rows(2, 150)
     inputs = q, k, v = (
         random(300, 4, 16, seed=1),
         random(300, 2, 16, seed=2),
         random(300, 2, 16, seed=3),
     )
     narrow = nq, nk, nv = tuple(x.detach().to(dtype).requires_grad_() for x in inputs)
-    spans = spans_of_lengths(tokens.lengths, 70)
+    spans = plan_length_spans(tokens.lengths, 70)
     mine, reference = span_attention(nq, nk, nv, spans), span_attention(q, k, v, spans)
     assert mine.dtype == dtype
     dy = torch.ones_like(reference).cumsum(0).sub(150).div(100)
@@ -207,7 +214,7 @@ def test_low_precision_matches_float64(dtype: torch.dtype) -> None:
 
 
 def test_only_inputs_output_and_lse_are_saved_for_backward() -> None:
-    tokens = tokens_of_rows(1, 256)
+    tokens = seq_params_from_rows(1, 256)
     inputs = qkv(256, 256, d_v=6)
     kept: dict[int, int] = {}
 
@@ -216,7 +223,7 @@ def test_only_inputs_output_and_lse_are_saved_for_backward() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        span_attention(*inputs, spans_of_lengths(tokens.lengths))
+        span_attention(*inputs, plan_length_spans(tokens.lengths))
     per_token = 4 * 6 + 2 * 2 * 6 + 4 * 6 + 4  # q, k and v, output, lse
     assert sum(kept.values()) == 256 * per_token * 8
 

@@ -18,7 +18,7 @@ from megalith.kernels.attention.dispatch import attention, reference_attention
 from megalith.kernels.attention.scores import Scores
 from megalith.kernels.attention.sdpa import sdpa_documents
 from megalith.kernels.linear import bf16_matmul
-from megalith.kernels.packed import PackedSeqParams, tokens_of_lengths, tokens_of_rows
+from megalith.kernels.packed import PackedSeqParams, seq_params_from_lengths, seq_params_from_rows
 
 
 def qkv(
@@ -44,7 +44,7 @@ def qkv(
 
 @pytest.mark.parametrize("length", [70, 600])
 def test_saved_and_recomputed_probabilities_match(length: int) -> None:
-    tokens = tokens_of_rows(2, length)
+    tokens = seq_params_from_rows(2, length)
     q, k, v = qkv(tokens, heads=4, kv_heads=2)
     y, expected = attention(q, k, v, tokens), sdpa_documents(q, k, v, length)
     assert (type(y.grad_fn).__name__, length <= KEPT_LENGTH) == (
@@ -60,7 +60,7 @@ def test_saved_and_recomputed_probabilities_match(length: int) -> None:
 
 
 def test_tiles_of_few_heads_match_tiles_of_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = tokens_of_rows(3, 70)
+    tokens = seq_params_from_rows(3, 70)
     q, k, v = qkv(tokens, heads=4, kv_heads=2)
     expected = attention(q, k, v, tokens)
     monkeypatch.setattr("megalith.kernels.attention.cpu_tiled.TILE_SCORES", 1)
@@ -72,7 +72,7 @@ def test_tiles_of_few_heads_match_tiles_of_all_heads(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("length", [40, 200])
 def test_bf16_gradients_are_as_accurate_as_torch(length: int) -> None:
-    tokens = tokens_of_rows(2, length)
+    tokens = seq_params_from_rows(2, length)
     inputs = qkv(tokens, heads=4, kv_heads=2, dtype=torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     dy = torch.randn(tokens.num_tokens, 4, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -89,7 +89,7 @@ def test_bf16_gradients_are_as_accurate_as_torch(length: int) -> None:
 def test_values_may_have_another_width_and_scores_another_scale(
     lengths: tuple[int, ...], causal: bool
 ) -> None:
-    tokens = tokens_of_lengths(list(lengths) * 2)
+    tokens = seq_params_from_lengths(list(lengths) * 2)
     inputs = qkv(tokens, heads=4, kv_heads=2, d=6, d_v=4)
     y = tiled_attention(*inputs, lengths, scale=0.7, causal=causal)
     expected = reference_attention(*inputs, tokens, Scores(scale=0.7, causal=causal))
@@ -104,7 +104,7 @@ def test_values_may_have_another_width_and_scores_another_scale(
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_match_finite_differences(causal: bool) -> None:
-    inputs = qkv(tokens_of_lengths([3, 4]), heads=2, kv_heads=1, d=3, d_v=2)
+    inputs = qkv(seq_params_from_lengths([3, 4]), heads=2, kv_heads=1, d=3, d_v=2)
     assert torch.autograd.gradcheck(
         lambda *x: tiled_attention(*x, (3, 4), scale=1 / math.sqrt(3), causal=causal), inputs
     )

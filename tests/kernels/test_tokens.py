@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from megalith.kernels.packed import (
-    tokens_of_lengths,
-    tokens_of_queries,
-    tokens_of_rows,
-    tokens_of_slices,
+    seq_params_from_lengths,
+    seq_params_from_queries,
+    seq_params_from_rows,
+    seq_params_from_slices,
 )
 from megalith.plan.context import Slicing, plan_slices
 
 
 def test_rows_are_documents_of_one_length() -> None:
-    tokens = tokens_of_rows(3, 4)
+    tokens = seq_params_from_rows(3, 4)
     assert (tokens.uniform, tokens.max_seqlen_q, tokens.max_seqlen_kv, tokens.num_tokens) == (
         4,
         4,
@@ -26,7 +26,7 @@ def test_rows_are_documents_of_one_length() -> None:
 
 
 def test_position_ids_restart_in_each_document() -> None:
-    tokens = tokens_of_lengths([2, 1, 3])
+    tokens = seq_params_from_lengths([2, 1, 3])
     assert tokens.uniform is None
     assert tokens.max_seqlen_q == 3
     assert tokens.cu_seqlens_q.tolist() == [0, 2, 3, 6]
@@ -36,7 +36,7 @@ def test_position_ids_restart_in_each_document() -> None:
 
 
 def test_position_ids_of_queries_with_cached_keys() -> None:
-    tokens = tokens_of_queries([(1, 5), (2, 2), (1, 3)])
+    tokens = seq_params_from_queries([(1, 5), (2, 2), (1, 3)])
     assert tokens.cu_seqlens_q.tolist() == [0, 1, 3, 4]
     assert tokens.cu_seqlens_kv.tolist() == [0, 5, 7, 10]
     assert tokens.position_ids.tolist() == [4, 0, 1, 2]
@@ -44,16 +44,16 @@ def test_position_ids_of_queries_with_cached_keys() -> None:
 
 
 def test_equal_queries_with_a_cache_are_not_uniform() -> None:
-    assert tokens_of_queries([(1, 5), (1, 5)]).uniform is None
-    assert tokens_of_queries([(5, 5), (5, 5)]).uniform == 5
+    assert seq_params_from_queries([(1, 5), (1, 5)]).uniform is None
+    assert seq_params_from_queries([(5, 5), (5, 5)]).uniform == 5
 
 
 def test_one_document_is_uniform() -> None:
-    assert tokens_of_lengths([7]).uniform == 7
+    assert seq_params_from_lengths([7]).uniform == 7
 
 
 def test_integer_types_are_those_the_kernels_expect() -> None:
-    tokens = tokens_of_lengths([2, 3])
+    tokens = seq_params_from_lengths([2, 3])
     assert (
         tokens.cu_seqlens_q.dtype
         == tokens.cu_seqlens_kv.dtype
@@ -67,7 +67,7 @@ def test_integer_types_are_those_the_kernels_expect() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_tensors_are_created_on_the_given_device(device: str) -> None:
-    tokens = tokens_of_lengths([2, 3], device=device)
+    tokens = seq_params_from_lengths([2, 3], device=device)
     found = {
         x.device.type
         for x in (
@@ -84,7 +84,7 @@ def test_tensors_are_created_on_the_given_device(device: str) -> None:
 
 def test_context_parallel_rows_keep_position_and_document_ids() -> None:
     slicing = Slicing(ranks=2, rank=1)
-    tokens = tokens_of_slices(plan_slices([5, 3, 8], row=8, slicing=slicing), slicing)
+    tokens = seq_params_from_slices(plan_slices([5, 3, 8], row=8, slicing=slicing), slicing)
     assert tokens.position_ids.tolist() == [2, 3, 4, 0, 2, 3, 4, 5]
     assert tokens.document_ids.tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
     assert tokens.cu_seqlens_q.tolist() == [0, 3, 4, 8] and tokens.cu_seqlens_kv.tolist() == [
@@ -103,7 +103,7 @@ def test_context_parallel_rows_keep_position_and_document_ids() -> None:
 
 def test_padding_of_shared_documents_is_not_valid() -> None:
     slicing = Slicing(ranks=2, rank=0, by="document")
-    tokens = tokens_of_slices(plan_slices([5, 3], row=8, slicing=slicing), slicing)
+    tokens = seq_params_from_slices(plan_slices([5, 3], row=8, slicing=slicing), slicing)
     assert tokens.position_ids.tolist() == [0, 1, 6, 7, 0, 3]
     assert tokens.valid.tolist() == [True, True, False, False, True, False]
 
@@ -111,7 +111,7 @@ def test_padding_of_shared_documents_is_not_valid() -> None:
 def test_parts_are_joined_in_natural_order_and_back() -> None:
     slicing = Slicing(ranks=4, rank=3, near=2)
     slices = plan_slices([16], row=16, slicing=slicing)
-    context = tokens_of_slices(slices, slicing).context
+    context = seq_params_from_slices(slices, slicing).context
     assert context is not None
     everyone = torch.from_numpy(slices.numbers).flatten()
     assert everyone[context.everyone.order].tolist() == list(range(16))
@@ -122,14 +122,14 @@ def test_parts_are_joined_in_natural_order_and_back() -> None:
 
 def test_spans_are_planned_once_for_all_layers() -> None:
     slicing = Slicing(ranks=2, rank=0)
-    context = tokens_of_slices(plan_slices([8], row=8, slicing=slicing), slicing).context
+    context = seq_params_from_slices(plan_slices([8], row=8, slicing=slicing), slicing).context
     assert context is not None
-    assert context.spans_of_groups(1) is context.spans_of_groups(1)
-    assert context.spans_of_groups(1)[1].visible.tolist() == [[0, 0], [0, 0], [0, 4], [0, 4]]
-    assert context.spans_of_groups(1, window=3)[1].visible.tolist() == [
+    assert context.key_spans_by_group(1) is context.key_spans_by_group(1)
+    assert context.key_spans_by_group(1)[1].visible.tolist() == [[0, 0], [0, 0], [0, 4], [0, 4]]
+    assert context.key_spans_by_group(1, window=3)[1].visible.tolist() == [
         [0, 0],
         [0, 0],
         [2, 4],
         [3, 4],
     ]
-    assert context.spans_of_all().visible.tolist() == [[0, 1], [0, 2], [0, 7], [0, 8]]
+    assert context.key_spans_to_all().visible.tolist() == [[0, 1], [0, 2], [0, 7], [0, 8]]

@@ -14,13 +14,13 @@ from megalith.kernels.attention.dispatch import (
 )
 from megalith.kernels.attention.scores import PLAIN, Scores
 from megalith.kernels.attention.varlen import (
+    can_use,
     has_varlen,
     starts,
-    takes,
     varlen_attention,
-    window_of,
+    varlen_window,
 )
-from megalith.kernels.packed import tokens_of_queries
+from megalith.kernels.packed import seq_params_from_queries
 from megalith.testing.tolerance import relative_error
 
 LENGTHS = ((150, 150), (3, 3), (40, 90), (1, 130))
@@ -37,11 +37,11 @@ def test_cumulative_lengths() -> None:
 
 
 def test_window_size_excludes_the_token_itself() -> None:
-    assert window_of(PLAIN) == (-1, 0)
-    assert window_of(Scores(window=1)) == (0, 0)
-    assert window_of(Scores(window=4, causal=False)) == (3, 3)
-    assert window_of(Scores(window=4, right=0, causal=False)) == (3, 0)
-    assert window_of(Scores(causal=False)) == (-1, -1)
+    assert varlen_window(PLAIN) == (-1, 0)
+    assert varlen_window(Scores(window=1)) == (0, 0)
+    assert varlen_window(Scores(window=4, causal=False)) == (3, 3)
+    assert varlen_window(Scores(window=4, right=0, causal=False)) == (3, 0)
+    assert varlen_window(Scores(causal=False)) == (-1, -1)
 
 
 @pytest.mark.skipif(not has_varlen(), reason="this torch has no varlen_attn with windows")
@@ -92,7 +92,7 @@ def test_arguments_of_varlen_attn_match_the_reference(
     q, k, v = (
         torch.randn(shape, generator=draw) for shape in [(194, 4, 16), (373, 2, 16), (373, 2, 16)]
     )
-    expected = reference_attention(q, k, v, tokens_of_queries(list(LENGTHS)), scores)
+    expected = reference_attention(q, k, v, seq_params_from_queries(list(LENGTHS)), scores)
     assert relative_error(varlen_attention(q, k, v, LENGTHS, scores), expected) <= 1e-5
 
 
@@ -140,7 +140,7 @@ def test_gpu_backend_selection_by_supported_scores(monkeypatch: pytest.MonkeyPat
 
 def test_cpu_tensors_are_not_supported() -> None:
     q = torch.empty(3, 2, 16, dtype=torch.bfloat16)
-    assert not takes(q, q, PLAIN, None)
+    assert not can_use(q, q, PLAIN, None)
 
 
 @pytest.mark.gpu
@@ -155,7 +155,7 @@ def test_varlen_attention_on_gpu_matches_the_reference(scores: Scores) -> None:
         torch.randn(shape, generator=draw).to("cuda", torch.bfloat16).requires_grad_()
         for shape in shapes
     )
-    tokens = tokens_of_queries(list(LENGTHS), device="cuda")
+    tokens = seq_params_from_queries(list(LENGTHS), device="cuda")
     mine, theirs = (
         attention(q, k, v, tokens, scores),
         reference_attention(q.double(), k.double(), v.double(), tokens, scores),

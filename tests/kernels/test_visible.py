@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from megalith.kernels.attention.mask import AttentionMask, PairMask
-from megalith.kernels.attention.scores import PLAIN, Scores, mask_of_scores
+from megalith.kernels.attention.scores import PLAIN, Scores, build_scores_mask
 from megalith.kernels.packed import (
     PackedSeqParams,
-    tokens_of_lengths,
-    tokens_of_queries,
+    seq_params_from_lengths,
+    seq_params_from_queries,
     with_masks,
     with_padding,
 )
-from megalith.plan.context import spans_of_lengths
+from megalith.plan.context import plan_length_spans
 
-RAGGED = tokens_of_queries([(3, 3), (4, 9), (0, 0), (2, 2), (1, 70)])
-ROWS = tokens_of_lengths([9] * 3)
+RAGGED = seq_params_from_queries([(3, 3), (4, 9), (0, 0), (2, 2), (1, 70)])
+ROWS = seq_params_from_lengths([9] * 3)
 
 
 def masked(tokens: PackedSeqParams) -> AttentionMask:
@@ -49,7 +49,7 @@ def expected(tokens: PackedSeqParams) -> torch.Tensor:
 @pytest.mark.parametrize("tokens", [RAGGED, ROWS])
 def test_tiles_and_rows_are_slices_of_the_masks(tokens: PackedSeqParams) -> None:
     spans, seen, whole = (
-        spans_of_lengths(tokens.lengths, causal=False),
+        plan_length_spans(tokens.lengths, causal=False),
         of_all(tokens),
         expected(tokens),
     )
@@ -111,11 +111,11 @@ def test_only_masks_with_alone_replace_causality() -> None:
     ):
         assert beside.scores(scores) == scores
     device = torch.device("cpu")
-    assert mask_of_scores(4, 6, alone.scores(PLAIN), device=device) is None
-    windowed = mask_of_scores(4, 6, alone.scores(Scores(window=3)), device=device)
-    before = mask_of_scores(4, 6, Scores(window=3), device=device)
+    assert build_scores_mask(4, 6, alone.scores(PLAIN), device=device) is None
+    windowed = build_scores_mask(4, 6, alone.scores(Scores(window=3)), device=device)
+    before = build_scores_mask(4, 6, Scores(window=3), device=device)
     assert windowed is not None and before is not None and torch.equal(windowed, before)
-    chunks = mask_of_scores(4, 6, alone.scores(Scores(window=3, chunked=True)), device=device)
+    chunks = build_scores_mask(4, 6, alone.scores(Scores(window=3, chunked=True)), device=device)
     assert (
         chunks is not None
         and chunks.tolist() == [[True] * 3 + [False] * 3] + [[False] * 3 + [True] * 3] * 3

@@ -26,9 +26,9 @@ from megalith.kernels.backend import Backends
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import stacked
 from megalith.kernels.packed import (
-    tokens_of_lengths,
-    tokens_of_queries,
-    tokens_of_rows,
+    seq_params_from_lengths,
+    seq_params_from_queries,
+    seq_params_from_rows,
     with_masks,
     with_multimodal_positions,
     with_padding,
@@ -111,9 +111,9 @@ def test_matrices_of_one_matmul_lie_below_one_another_so_that_none_is_copied(
 def test_documents_do_not_see_one_another(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config())
     ids = ids_of(16)
-    together = model.hidden_states(ids, LayerInputs(tokens_of_lengths([5, 1, 10])))
+    together = model.hidden_states(ids, LayerInputs(seq_params_from_lengths([5, 1, 10])))
     apart = [
-        model.hidden_states(part, LayerInputs(tokens_of_lengths([len(part)])))
+        model.hidden_states(part, LayerInputs(seq_params_from_lengths([len(part)])))
         for part in ids.split([5, 1, 10])
     ]
     torch.testing.assert_close(together, torch.cat(apart), rtol=1e-5, atol=1e-5)
@@ -142,7 +142,7 @@ def test_documents_without_a_token_change_nothing(
     ids, found = ids_of(24), []
     for lengths in ([13, 1, 10], [0, 13, 0, 0, 1, 10, 0]):
         model.zero_grad()
-        loss = model.loss(ids, ids, LayerInputs(tokens_of_lengths(lengths)))
+        loss = model.loss(ids, ids, LayerInputs(seq_params_from_lengths(lengths)))
         loss.backward()
         found.append([loss.detach(), *(one.grad.clone() for one in model.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -153,7 +153,7 @@ def test_a_token_does_not_see_what_comes_after_it(tiny: SimpleNamespace) -> None
     ids = ids_of(9)
     changed = ids.clone()
     changed[6:] = (changed[6:] + 1) % 37
-    tokens = LayerInputs(tokens_of_rows(1, 9))
+    tokens = LayerInputs(seq_params_from_rows(1, 9))
     a, b = model.hidden_states(ids, tokens), model.hidden_states(changed, tokens)
     assert torch.equal(a[:6], b[:6]) and not torch.equal(a[6:], b[6:])
 
@@ -162,7 +162,7 @@ def test_the_loss_is_the_sum_over_labels_of_the_scores(tiny: SimpleNamespace) ->
     model = tiny.model(tiny.config())
     ids, labels = ids_of(12), ids_of(12).flip(0)
     labels[3:7] = -1
-    tokens = LayerInputs(tokens_of_rows(2, 6))
+    tokens = LayerInputs(seq_params_from_rows(2, 6))
     scores = model.head.logits(model.hidden_states(ids, tokens))
     expected = torch.nn.functional.cross_entropy(scores, labels, ignore_index=-1, reduction="sum")
     torch.testing.assert_close(model.loss(ids, labels, tokens), expected)
@@ -223,7 +223,7 @@ def step(
     initialize(model, seed=3)
     ids, labels = ids_of(12), ids_of(12).flip(0)
     labels[2:5] = -1
-    loss = model.loss(ids, labels, LayerInputs(tokens_of_lengths([7, 5])))
+    loss = model.loss(ids, labels, LayerInputs(seq_params_from_lengths([7, 5])))
     loss.backward()
     gradients = {
         declared.shard.name: getattr(module, name).grad.view(declared.shard.box_shape)
@@ -311,7 +311,11 @@ def test_chunks_one_after_the_other_compute_what_the_whole_model_does(
     whole = Decoder(build_context(config, build_single_rank_mesh(), dtype=torch.float64))
     allocate(whole, torch.device("cpu"))
     initialize(whole, seed=3)
-    ids, labels, tokens = ids_of(12), ids_of(12).flip(0), LayerInputs(tokens_of_lengths([7, 5]))
+    ids, labels, tokens = (
+        ids_of(12),
+        ids_of(12).flip(0),
+        LayerInputs(seq_params_from_lengths([7, 5])),
+    )
     in_order = sorted(
         (c for rank in chunks_of(config, parallel) for c in rank),
         key=lambda c: (not c.stage.embedding, c.stage.loss, c.stage.layers.start),
@@ -338,7 +342,11 @@ def test_mtp_layers_on_any_stage_match_the_whole_model(
     whole = Decoder(build_context(config, build_single_rank_mesh(), dtype=torch.float64))
     allocate(whole, torch.device("cpu"))
     initialize(whole, seed=3)
-    ids, labels, tokens = ids_of(12), ids_of(12).flip(0), LayerInputs(tokens_of_lengths([7, 5]))
+    ids, labels, tokens = (
+        ids_of(12),
+        ids_of(12).flip(0),
+        LayerInputs(seq_params_from_lengths([7, 5])),
+    )
     mtp_inputs = tuple((ids.roll(-depth), labels.roll(-depth)) for depth in (1, 2))
     ranks, stages = chunks_of(config, parallel), parallel.pp * parallel.pipeline.vpp
     in_order = [ranks[stage % parallel.pp][stage // parallel.pp] for stage in range(stages)]
@@ -457,7 +465,7 @@ def test_places_in_time_height_and_width_turn_as_in_qwen2_vl(
         hidden = theirs(
             ids[None], position_ids=given[:, None], attention_mask=mask
         ).last_hidden_state[0]
-        tokens = LayerInputs(with_multimodal_positions(tokens_of_rows(1, 9), given.numpy()))
+        tokens = LayerInputs(with_multimodal_positions(seq_params_from_rows(1, 9), given.numpy()))
         assert (
             relative_error(
                 made.head.logits(made.hidden_states(ids, tokens)),
@@ -468,11 +476,12 @@ def test_places_in_time_height_and_width_turn_as_in_qwen2_vl(
     plain = tiny.blank(text)
     plain.load_state_dict(made.state_dict())
     assert torch.equal(
-        made.hidden_states(ids, tokens), plain.hidden_states(ids, LayerInputs(tokens_of_rows(1, 9)))
+        made.hidden_states(ids, tokens),
+        plain.hidden_states(ids, LayerInputs(seq_params_from_rows(1, 9))),
     )
     assert torch.equal(
-        made.hidden_states(ids, LayerInputs(tokens_of_rows(1, 9))),
-        plain.hidden_states(ids, LayerInputs(tokens_of_rows(1, 9))),
+        made.hidden_states(ids, LayerInputs(seq_params_from_rows(1, 9))),
+        plain.hidden_states(ids, LayerInputs(seq_params_from_rows(1, 9))),
     )
 
 
@@ -531,7 +540,7 @@ def test_cross_layer_attention_matches_plain_operations_forward_and_backward(
     weights = {
         shard.name: p.detach().view(shard.shape).clone().requires_grad_() for shard, p in places
     }
-    found = model.hidden_states(ids, LayerInputs(tokens_of_lengths(lengths)))
+    found = model.hidden_states(ids, LayerInputs(seq_params_from_lengths(lengths)))
     expected = _plain_cross_layer_attention(weights, config, ids, lengths)
     assert_equals("hidden states", found, expected, FP64)
     for y in (found, expected):
@@ -548,7 +557,7 @@ def test_cross_layer_attention_matches_when_compiled(tiny: SimpleNamespace) -> N
     config, ids, tokens = (
         tiny.config(cross=CrossConfig(memory=1)),
         ids_of(11),
-        LayerInputs(tokens_of_lengths([4, 7])),
+        LayerInputs(seq_params_from_lengths([4, 7])),
     )
     plain, traced = (tiny.blank(config, dtype=torch.float64) for _ in range(2))
     for model in (plain, traced):
@@ -574,14 +583,14 @@ def test_padding_does_not_change_the_result(name: str) -> None:
     initialize(model, seed=1)
     ids, text = ids_of(20), torch.ones(20, dtype=torch.bool)
     text[5:8] = text[17:] = False  # behind the text of two documents of 8 and 12 tokens
-    tokens, ids[~text] = LayerInputs(with_padding(tokens_of_lengths([8, 12]), text)), 36
+    tokens, ids[~text] = LayerInputs(with_padding(seq_params_from_lengths([8, 12]), text)), 36
     ids[text] = ids[text] % 36
     found = model.hidden_states(ids, tokens)
     assert isinstance(found, Tensor)
     assert_equals(
         "hidden states",
         found[text],
-        model.hidden_states(ids[text], LayerInputs(tokens_of_lengths([5, 9]))),
+        model.hidden_states(ids[text], LayerInputs(seq_params_from_lengths([5, 9]))),
         FP64,
     )
     other = ids.masked_fill(~text, 35)
@@ -606,13 +615,13 @@ def test_masked_text_continued_from_a_cache_matches_one_forward(name: str) -> No
         torch.arange(14) % 4 != 1,
         torch.rand(14, 14, generator=torch.Generator().manual_seed(1)) < 0.7,
     )
-    whole = LayerInputs(with_padding(with_masks(tokens_of_lengths([14]), [mask]), text))
+    whole = LayerInputs(with_padding(with_masks(seq_params_from_lengths([14]), [mask]), text))
     ids = ids_of(14)
     with torch.no_grad():
         expected, kept = model.hidden_states(ids, whole), build_prefix_state(config)
         assert isinstance(expected, Tensor)
         for start, end in ((0, 7), (7, 8), (8, 12), (12, 13), (13, 14)):
-            part = tokens_of_queries([(end - start, end)], reach=[14])
+            part = seq_params_from_queries([(end - start, end)], reach=[14])
             part = with_padding(with_masks(part, [mask[start:end, :end]]), text[:end])
             found = model.hidden_states(ids[start:end], LayerInputs(part), kept.cache.layers([0]))
             assert isinstance(found, Tensor)

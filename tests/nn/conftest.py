@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_lengths
+from megalith.kernels.packed import seq_params_from_lengths
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.build import build_context
 from megalith.nn.init import init_param_
@@ -61,7 +61,9 @@ def real(model: ModelConfig, tp: int, rank: int) -> Mesh:
 
 def layer_inputs(model: ModelConfig, lengths: list[int]) -> LayerInputs:
     """Documents, with their rotations."""
-    return RotaryEmbedding(model, torch.float64).add_to(LayerInputs(tokens_of_lengths(lengths)))
+    return RotaryEmbedding(model, torch.float64).add_to(
+        LayerInputs(seq_params_from_lengths(lengths))
+    )
 
 
 def inputs(count: int, features: int = 18) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megalith.config.model import AttentionConfig, ModelConfig
 from megalith.kernels.layer_inputs import Attend, LayerInputs
-from megalith.kernels.packed import tokens_of_queries
+from megalith.kernels.packed import seq_params_from_queries
 from megalith.kernels.rope import reference_rope
 from megalith.nn.attention import Attention
 from megalith.testing.ranks import run_ranks
@@ -146,7 +146,7 @@ def test_decoding_with_kv_cache_matches_full_forward(
     for count in steps:
         now = slice(read, read + count)
         read += count
-        seq_params = tokens_of_queries([(count, read)])
+        seq_params = seq_params_from_queries([(count, read)])
         part = LayerInputs(seq_params, cache=cache, rope=(cos[now], sin[now]))
         found.append(layer(x[now], part))
     assert_equals("attention", torch.cat(found), layer(x, tokens), FP64)

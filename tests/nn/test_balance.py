@@ -11,7 +11,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
-from megalith.kernels.packed import tokens_of_lengths
+from megalith.kernels.packed import seq_params_from_lengths
 from megalith.kernels.routing import (
     choose_experts,
     count_choices,
@@ -45,7 +45,7 @@ KINDS = [replace(MOE, aux_loss=AuxLossConfig(**{name: 0.7})) for name in LOSS_CO
 
 def training(microbatch: int = 0, weight: float = 0.5, num_valid: int = 11) -> LayerInputs:
     """Three documents; the tokens after the first `num_valid` are padding."""
-    seq_params = replace(tokens_of_lengths([5, 3, 4]), valid=torch.arange(12) < num_valid)
+    seq_params = replace(seq_params_from_lengths([5, 3, 4]), valid=torch.arange(12) < num_valid)
     return LayerInputs(seq_params, router_inputs=RouterInputs(AuxLossScale(microbatch, 2, weight)))
 
 
@@ -162,7 +162,7 @@ def test_recomputation_and_evaluation_do_not_change_the_record() -> None:
     assert record is not None
     before = [part.clone() for part in (record.counts, record.chosen, record.losses)]
     router(X[0], training(0))
-    router(X[1], LayerInputs(tokens_of_lengths([12])))
+    router(X[1], LayerInputs(seq_params_from_lengths([12])))
     assert all(map(torch.equal, before, (record.counts, record.chosen, record.losses)))
     assert record.counts.sum(1).tolist() == [22, 22]
 

@@ -7,14 +7,14 @@ from torch.nn.functional import rms_norm
 from megalith.config.model import LayerPart, LayersConfig, MLAConfig
 from megalith.config.parallel import RecomputeConfig, RecomputedModule
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_lengths
+from megalith.kernels.packed import seq_params_from_lengths
 from megalith.kernels.recomputed import register_recompute
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.attention import Attention
 from megalith.nn.build import build_context
 from megalith.nn.dropout import RecomputedCore
 from megalith.nn.init import init_param_
-from megalith.nn.layer import SequentialBlock, block_of_layer
+from megalith.nn.layer import SequentialBlock, select_block_class
 from megalith.nn.mla import LatentAttention, no_recompute
 from megalith.nn.mlp import GatedMLP
 from megalith.nn.rope import RotaryEmbedding
@@ -62,11 +62,11 @@ def test_recomputed_parts_are_the_parts_that_were_named(layers: SimpleNamespace)
         return SequentialBlock("layers.0", config, build_context(config, mesh, recompute=recompute))
 
     plain, all_of_it = built(), built("core_attention", "norm", "mlp", "mlp_act")
-    assert not isinstance(plain.mlp, Recomputed) and plain.attention_norm.again is None
+    assert not isinstance(plain.mlp, Recomputed) and plain.attention_norm.register is None
     assert isinstance(all_of_it.mlp, Recomputed) and isinstance(
         all_of_it.attention.core, RecomputedCore
     )
-    assert all_of_it.attention_norm.again is all_of_it.mlp_norm.again is register_recompute
+    assert all_of_it.attention_norm.register is all_of_it.mlp_norm.register is register_recompute
     names = [
         [declared.shard.name for declared, _, _ in iter_parameter_specs(block)]
         for block in (plain, all_of_it)
@@ -102,7 +102,7 @@ def test_layer_with_linear_replacement_or_without_a_part(layers: SimpleNamespace
         config = layers.config(layers=LayersConfig(attention=(attention,), mlp=(mlp,)))
         tokens, block = (
             layers.layer_inputs(config, [5, 4]),
-            layers.build(block_of_layer(config, 0), config),
+            layers.build(select_block_class(config, 0), config),
         )
         w, expected = layers.weights(block), x
         for word, part in (("attention", attention), ("mlp", mlp)):
@@ -149,13 +149,15 @@ def test_fp32_residual_keeps_small_updates(layers: SimpleNamespace) -> None:
         config = layers.config(fp32_residual=True, **kind)
         found = {}
         for dtype in (torch.bfloat16, torch.float64):
-            block = block_of_layer(config, 0)(
+            block = select_block_class(config, 0)(
                 "layers.0", config, build_context(config, mesh, dtype=dtype)
             )
             block.to_empty(device="cpu")
             for declared, module, name in iter_parameter_specs(block):
                 init_param_(getattr(module, name), declared.shard, Init(0.1, offset=0.1), seed=2)
-            tokens = RotaryEmbedding(config, dtype).add_to(LayerInputs(tokens_of_lengths([9])))
+            tokens = RotaryEmbedding(config, dtype).add_to(
+                LayerInputs(seq_params_from_lengths([9]))
+            )
             x = (
                 (100 * layers.inputs(9))
                 .to(torch.promote_types(dtype, torch.float32))

@@ -18,9 +18,9 @@ from megalith.errors import DataError
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import (
-    tokens_of_lengths,
-    tokens_of_queries,
-    tokens_of_slices,
+    seq_params_from_lengths,
+    seq_params_from_queries,
+    seq_params_from_slices,
     with_masks,
     with_padding,
 )
@@ -36,12 +36,12 @@ from megalith.plan.grid import model_grid
 from megalith.plan.shards import DENSE_AXES
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
-from megalith.verify.type_rules import installed_rules, types_of
+from megalith.verify.type_rules import find_types, installed_rules
 from megalith.verify.types import declare, mesh_axes
 
 TEXTS, MEMORIES = (
-    LayerInputs(tokens_of_lengths([5, 1, 6])),
-    LayerInputs(tokens_of_lengths([3, 7, 2])),
+    LayerInputs(seq_params_from_lengths([5, 1, 6])),
+    LayerInputs(seq_params_from_lengths([3, 7, 2])),
 )
 MEMORY_SIZE = 10
 
@@ -165,13 +165,16 @@ def test_packed_documents_attend_to_their_own_encoder_states(
         count, keys = text.stop - text.start, own.stop - own.start
         alone = layer(
             x[text],
-            LayerInputs(tokens_of_lengths([count])),
+            LayerInputs(seq_params_from_lengths([count])),
             memory[own],
-            LayerInputs(tokens_of_lengths([keys])),
+            LayerInputs(seq_params_from_lengths([keys])),
         )
         assert_equals("alone", packed[text], alone, FP64)
     assert not layer(
-        x[:2], LayerInputs(tokens_of_lengths([2])), memory[:0], LayerInputs(tokens_of_lengths([0]))
+        x[:2],
+        LayerInputs(seq_params_from_lengths([2])),
+        memory[:0],
+        LayerInputs(seq_params_from_lengths([0])),
     ).any()
 
 
@@ -186,7 +189,7 @@ def test_encoder_padding_and_attention_masks_hide_keys(layers: SimpleNamespace) 
     masks_of_keys = [torch.eye(n).bool() for n in (3, 7, 2)]
     hidden = LayerInputs(with_masks(with_padding(MEMORIES.seq_params, text), masks_of_keys))
     found = layer(x, for_itself, memory, hidden)
-    left = LayerInputs(tokens_of_lengths([2, 5, 0]))
+    left = LayerInputs(seq_params_from_lengths([2, 5, 0]))
     assert_equals("padding", found, layer(x, TEXTS, memory[text], left), FP64)
     assert not found[6:].any(), "what sees nothing finds 0"
     assert torch.equal(
@@ -200,7 +203,7 @@ def test_encoder_padding_and_attention_masks_hide_keys(layers: SimpleNamespace) 
     assert_equals(
         "masks",
         alone,
-        layer(x, TEXTS, memory[both], LayerInputs(tokens_of_lengths([1, 6, 1]))),
+        layer(x, TEXTS, memory[both], LayerInputs(seq_params_from_lengths([1, 6, 1]))),
         FP64,
     )
     kept = layer.encode_keys(memory, MEMORIES)
@@ -218,7 +221,7 @@ def test_cross_layer_attention_uses_attention_masks(layers: SimpleNamespace) -> 
     layer.scores = replace(layer.scores, causal=True)
     x, memory = layers.inputs(12), layers.inputs(12).flip(0)
     mask = torch.rand(12, 12, generator=torch.Generator().manual_seed(1)) < 0.5
-    tokens = LayerInputs(with_masks(tokens_of_lengths([12]), [mask]), encoder_hidden=memory)
+    tokens = LayerInputs(with_masks(seq_params_from_lengths([12]), [mask]), encoder_hidden=memory)
     other = replace(tokens, encoder_hidden=memory.index_fill(0, torch.tensor([3]), 1.0))
     unlike = (layer(x, tokens) != layer(x, other)).any(1)
     assert torch.equal(unlike, mask.tril()[:, 3]) and unlike.any()
@@ -246,7 +249,7 @@ def test_encoder_keys_are_computed_once_for_decoding(layers: SimpleNamespace) ->
         ]
         read = [before + count for before, count in zip(read, step)]
         found = layer.attend_encoded(
-            x[rows], LayerInputs(tokens_of_queries(list(zip(step, read)))), kept
+            x[rows], LayerInputs(seq_params_from_queries(list(zip(step, read)))), kept
         )  # as read on with a cache
         assert_equals("look", found, whole[rows], FP64)
 
@@ -263,7 +266,7 @@ def test_it_type_checks(sp: bool, layers: SimpleNamespace) -> None:
     wanted: dict[str, Any] = {axis: V if axis.startswith("dp") or sp else I for axis in DENSE_AXES}
     axes, texts, memories = (
         mesh_axes(grid),
-        *(LayerInputs(tokens_of_lengths(list(n), device="meta")) for n in ((5, 7), (6, 6))),
+        *(LayerInputs(seq_params_from_lengths(list(n), device="meta")) for n in ((5, 7), (6, 6))),
     )
     tensors = [
         torch.empty(12 // (4 if sp else 1), 18, device="meta", requires_grad=True) for _ in range(2)
@@ -278,7 +281,7 @@ def test_it_type_checks(sp: bool, layers: SimpleNamespace) -> None:
         for x in tensors:
             checker.assert_type(x, {place: wanted[axis] for axis, place in axes.items()})
         y = layer(tensors[0], texts, tensors[1], memories)
-        assert types_of(y) == {axis: wanted[axis] for axis in types_of(y)}
+        assert find_types(y) == {axis: wanted[axis] for axis in find_types(y)}
         y.sum().backward(torch.empty((), device="meta"))
     assert all(x.grad is not None for x in tensors)
 
@@ -320,9 +323,9 @@ def test_cross_attention_matches_t5(layers: SimpleNamespace) -> None:
     expected = theirs(x, key_value_states=memory, mask=torch.zeros(2, 1, 5, 7))[0]
     found = layer(
         x.flatten(0, 1),
-        LayerInputs(tokens_of_lengths([5, 5])),
+        LayerInputs(seq_params_from_lengths([5, 5])),
         memory.flatten(0, 1),
-        LayerInputs(tokens_of_lengths([7, 7])),
+        LayerInputs(seq_params_from_lengths([7, 7])),
     )
     assert (found.view(expected.shape) - expected).abs().max() < 1e-5
 
@@ -358,9 +361,9 @@ def test_cross_attention_matches_bart_and_whisper(family: str, layers: SimpleNam
     expected = theirs(x, key_value_states=memory)[0]
     found = layer(
         x.flatten(0, 1),
-        LayerInputs(tokens_of_lengths([5, 5])),
+        LayerInputs(seq_params_from_lengths([5, 5])),
         memory.flatten(0, 1),
-        LayerInputs(tokens_of_lengths([7, 7])),
+        LayerInputs(seq_params_from_lengths([7, 7])),
     )
     assert (found.view(expected.shape) - expected).abs().max() < 1e-5
 
@@ -405,6 +408,6 @@ def test_cross_attention_to_other_tokens_rejects_context_parallelism(
     layers: SimpleNamespace,
 ) -> None:
     slicing = Slicing(ranks=2, rank=0)
-    shared = LayerInputs(tokens_of_slices(plan_slices([8], row=8, slicing=slicing), slicing))
+    shared = LayerInputs(seq_params_from_slices(plan_slices([8], row=8, slicing=slicing), slicing))
     with pytest.raises(AssertionError, match="does not support context parallelism"):
         across(shared, shared)

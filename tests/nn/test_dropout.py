@@ -10,7 +10,7 @@ from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import Scores
 from megalith.kernels.dropout import DropoutKey, dropout
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_lengths, tokens_of_rows
+from megalith.kernels.packed import seq_params_from_lengths, seq_params_from_rows
 from megalith.nn.build import build_context
 from megalith.nn.dropout import AttentionWithDropout, Dropout, build_core_attention, build_dropout
 from megalith.parallel.group import Group
@@ -25,7 +25,7 @@ X = torch.rand(12, 16, generator=torch.Generator().manual_seed(0)) + 1
 
 
 def tokens(*, seed: int | None = 5) -> LayerInputs:
-    found = LayerInputs(tokens_of_rows(2, 6))
+    found = LayerInputs(seq_params_from_rows(2, 6))
     return found if seed is None else replace(found, dropout_key=DropoutKey(seed, NUMBERS))
 
 
@@ -80,7 +80,7 @@ def test_torch_compile_treats_the_key_as_a_constant() -> None:
 
 # --- attention's weights
 
-DOCUMENTS = tokens_of_lengths([5, 4])
+DOCUMENTS = seq_params_from_lengths([5, 4])
 KEY = DropoutKey(5, torch.arange(300, 309))
 
 

@@ -10,7 +10,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import DataError
 from megalith.kernels.layer_inputs import InsertedEmbeddings, LayerInputs
-from megalith.kernels.packed import tokens_of_lengths
+from megalith.kernels.packed import seq_params_from_lengths
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn.build import build_context
 from megalith.nn.embedding import InputEmbedding, Scale, insert_embeddings
@@ -90,7 +90,7 @@ def loss_with_inserted(rank: int, world: int, config: ModelConfig, sp: bool) -> 
     draw = torch.Generator().manual_seed(0)
     embeddings = torch.randn(3, config.hidden_size, generator=draw, dtype=torch.float64)
     inserted = InsertedEmbeddings(embeddings.requires_grad_(), torch.tensor([9, 1, 4]))
-    inputs = LayerInputs(tokens_of_lengths([7, 5]), inserted=inserted)
+    inputs = LayerInputs(seq_params_from_lengths([7, 5]), inserted=inserted)
     ids = torch.arange(12) % 5
     loss = model.loss(ids, ids.roll(-1), inputs)
     loss.backward()

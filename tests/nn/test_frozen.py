@@ -7,7 +7,7 @@ from torch import Tensor
 from megalith.config.model import ModelConfig, MTPConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_lengths
+from megalith.kernels.packed import seq_params_from_lengths
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
@@ -36,7 +36,7 @@ def built(optim: OptimConfig) -> Decoder:
 
 
 def gradients(optim: OptimConfig) -> dict[str, Tensor]:
-    model, tokens = built(optim), LayerInputs(tokens_of_lengths([5, 4], device="cpu"))
+    model, tokens = built(optim), LayerInputs(seq_params_from_lengths([5, 4], device="cpu"))
     ids, labels = torch.arange(9) * 5 % 61, torch.arange(9) * 7 % 61
     torch.stack(
         sum_lm_losses(

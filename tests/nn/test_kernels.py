@@ -23,7 +23,7 @@ from megalith.kernels.backend import Backends
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.norm import rms_norm
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.models.decoder import Decoder
 from megalith.nn.build import build_context
 from megalith.nn.lora import InputDropout
@@ -192,7 +192,7 @@ def test_experts_are_bound_to_their_backends() -> None:
 
 def test_adapter_dropout_is_bound_to_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dropout.DropoutFunction, "apply", forbid)
-    inputs = LayerInputs(tokens_of_rows(1, 4), dropout_key=DropoutKey(3, torch.arange(4)))
+    inputs = LayerInputs(seq_params_from_rows(1, 4), dropout_key=DropoutKey(3, torch.arange(4)))
     x = torch.ones(4, 6)
     drop = InputDropout("layers.0.mlp.down", 0.5, lambda known: known)
     drop.inputs = inputs

@@ -10,7 +10,7 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.models.decoder import allocate, initialize
 from megalith.nn.build import build_context
 from megalith.nn.moe import MoE
@@ -123,7 +123,7 @@ def test_layer_and_gradients_match_nemotron_h_of_transformers(
     draw = torch.Generator().manual_seed(1)
     x, dy = torch.randn(2, 10, 18, generator=draw), torch.randn(2, 10, 18, generator=draw)
     mine, other = x.flatten(0, 1).requires_grad_(), x.clone().requires_grad_()
-    y, expected = ours(mine, LayerInputs(tokens_of_rows(2, 10))), theirs(other)
+    y, expected = ours(mine, LayerInputs(seq_params_from_rows(2, 10))), theirs(other)
     close(y.detach(), expected.detach(), "y")
     y.backward(dy.flatten(0, 1))
     expected.backward(dy)

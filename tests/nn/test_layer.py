@@ -11,7 +11,7 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.moe import CapacityConfig, MoEConfig, RouterConfig
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.kernels.replay import RoutingDecisions
 from megalith.kernels.routing import DROPPED_CHOICE, Choice, expert_weights, score_experts
 from megalith.models.decoder import allocate, initialize
@@ -44,7 +44,7 @@ def build(moe: MoEConfig, model: ModelConfig = MODEL) -> MoE:
 
 def training(rows: int = 1, length: int = 9) -> LayerInputs:
     return LayerInputs(
-        tokens_of_rows(rows, length),
+        seq_params_from_rows(rows, length),
         router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0)),
     )
 
@@ -135,7 +135,7 @@ def test_padding_does_not_change_the_output(factor: float) -> None:
         gradients = [
             parameter.grad for parameter in layer.parameters() if parameter.grad is not None
         ]
-        found.append([y, x.grad, *gradients, layer(x, LayerInputs(tokens_of_rows(1, 9)))])
+        found.append([y, x.grad, *gradients, layer(x, LayerInputs(seq_params_from_rows(1, 9)))])
     assert len(found[0]) == len(found[1])
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(*found, strict=True))
 
@@ -157,7 +157,7 @@ def test_dropped_choices_give_zero_and_no_gradient() -> None:
     assert [bool(row.any()) for row in x.grad] == [True] * 5 + [False] * 4  # type: ignore[union-attr]
     assert layer.router.balance.record is not None
     assert layer.router.balance.record.refused.tolist() == [4]
-    assert bool(layer(x, LayerInputs(tokens_of_rows(1, 9))).any(1).all()), (
+    assert bool(layer(x, LayerInputs(seq_params_from_rows(1, 9))).any(1).all()), (
         "nothing is refused outside training"
     )
 
@@ -259,7 +259,7 @@ def test_recomputation_repeats_routing_decisions(capacity: float | None) -> None
 
 def test_dropped_choices_are_recorded_with_chosen_experts() -> None:
     decided, chosen = RoutingDecisions(), torch.tensor([[0, 3], [2, 1]])
-    assert decided.chosen("layers.0") is None and decided.taken("layers.0") is None
-    decided.note("layers.0", chosen, torch.tensor([[DROPPED_CHOICE, 3], [2, DROPPED_CHOICE]]))
+    assert decided.chosen("layers.0") is None and decided.kept("layers.0") is None
+    decided.record("layers.0", chosen, torch.tensor([[DROPPED_CHOICE, 3], [2, DROPPED_CHOICE]]))
     assert torch.equal(decided.chosen("layers.0"), chosen)  # type: ignore[arg-type]  # it is there
-    assert decided.taken("layers.0").tolist() == [[False, True], [True, False]]  # type: ignore[union-attr]  # the same
+    assert decided.kept("layers.0").tolist() == [[False, True], [True, False]]  # type: ignore[union-attr]  # the same

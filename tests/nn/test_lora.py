@@ -16,7 +16,7 @@ from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_lengths
+from megalith.kernels.packed import seq_params_from_lengths
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn import lora
 from megalith.nn.build import build_context
@@ -69,7 +69,9 @@ def weights(model: Decoder) -> dict[str, Tensor]:
 def hidden(model: Decoder) -> Tensor:
     ids = torch.arange(9) * 5 % 61
     with torch.no_grad():
-        found: Tensor = model.hidden_states(ids, LayerInputs(tokens_of_lengths([9], device="cpu")))
+        found: Tensor = model.hidden_states(
+            ids, LayerInputs(seq_params_from_lengths([9], device="cpu"))
+        )
     return found
 
 
@@ -191,7 +193,7 @@ def test_add_columns_matches_the_reference() -> None:
 
 def test_adapter_dropout_affects_only_adapters_in_training() -> None:
     model, plain = built(LoraConfig(rank=3, dropout=0.5)), built(LoraConfig(rank=3))
-    ids, tokens = torch.arange(9) * 5 % 61, LayerInputs(tokens_of_lengths([9], device="cpu"))
+    ids, tokens = torch.arange(9) * 5 % 61, LayerInputs(seq_params_from_lengths([9], device="cpu"))
     training = replace(tokens, dropout_key=DropoutKey(7, torch.arange(9)))
     with torch.no_grad():
         assert torch.equal(model.hidden_states(ids, tokens), plain.hidden_states(ids, tokens))
@@ -242,7 +244,7 @@ def test_layers_below_all_adapters_have_no_backward() -> None:
     ever."""
     adapters, tokens = (
         LoraConfig(rank=3, layers=(1,)),
-        LayerInputs(tokens_of_lengths([3], device="cpu")),
+        LayerInputs(seq_params_from_lengths([3], device="cpu")),
     )
     ids = torch.arange(3)
     model = built(adapters)
@@ -265,12 +267,12 @@ def test_layers_below_all_adapters_have_no_backward() -> None:
 def test_input_embedding_requires_grad_below_frozen_layers() -> None:
     model = built(LoraConfig(targets=("q",)))
     x = model.input_embedding(
-        model.embed(torch.arange(3)), LayerInputs(tokens_of_lengths([3], device="cpu"))
+        model.embed(torch.arange(3)), LayerInputs(seq_params_from_lengths([3], device="cpu"))
     )
     assert x.requires_grad and x.grad_fn is None
     with torch.no_grad():
         assert not model.input_embedding(
-            model.embed(torch.arange(3)), LayerInputs(tokens_of_lengths([3], device="cpu"))
+            model.embed(torch.arange(3)), LayerInputs(seq_params_from_lengths([3], device="cpu"))
         ).requires_grad
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megalith.config.model import AttentionConfig, MLAConfig, ModelConfig, RopeConfig
 from megalith.infer.cache import KVCache
 from megalith.kernels.layer_inputs import Attend, LayerInputs
-from megalith.kernels.packed import tokens_of_queries
+from megalith.kernels.packed import seq_params_from_queries
 from megalith.nn.mla import LatentAttention, absorbed, choose_form, expanded, latent_scores
 from megalith.parallel.collectives import all_gather
 from megalith.parallel.tensor import SequenceParallelComm
@@ -193,7 +193,7 @@ def test_decoding_with_kv_cache_matches_full_forward(
             now = slice(read, read + count)
             read += count
             rope = tuple(table[now] for table in tokens.rope)
-            seq_params = tokens_of_queries([(count, read)])
+            seq_params = seq_params_from_queries([(count, read)])
             part = LayerInputs(seq_params, cache=cache.layers([0])[0], rope=rope)
             found.append(layer(x[now], part))
         assert_equals("attention", torch.cat(found), layer(x, tokens), FP64)
@@ -211,7 +211,7 @@ def test_expanded_and_absorbed_forms_match(
         layer.reading = lambda sizes, lengths, form=form: form
         for count in steps:
             rope = tuple(table[read : read + count] for table in tokens.rope)
-            seq_params = tokens_of_queries([(count, read + count)])
+            seq_params = seq_params_from_queries([(count, read + count)])
             part = LayerInputs(seq_params, cache=cache.layers([0])[0], rope=rope)
             with torch.no_grad():
                 found.append(layer(x[read : read + count], part))

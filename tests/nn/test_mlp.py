@@ -17,7 +17,7 @@ from megalith.kernels.activation import (
     swiglu,
 )
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_queries
+from megalith.kernels.packed import seq_params_from_queries
 from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.build import build_context
@@ -84,10 +84,12 @@ def test_prompt_in_chunks_matches_the_full_prompt(layers: SimpleNamespace) -> No
     divided.mlp = layer
     widest: list[int] = []
     layer.down.register_forward_pre_hook(lambda module, given: widest.append(len(given[0])))
-    assert_equals("whole", divided(x, LayerInputs(tokens_of_queries([(7, 9)]))), layer(x), FP64)
+    assert_equals(
+        "whole", divided(x, LayerInputs(seq_params_from_queries([(7, 9)]))), layer(x), FP64
+    )
     assert widest == [3, 2, 2, 7]
-    divided(x[:2], LayerInputs(tokens_of_queries([(2, 2)])))
-    divided(x[:3], LayerInputs(tokens_of_queries([(1, 4), (1, 8), (1, 2)])))
+    divided(x[:2], LayerInputs(seq_params_from_queries([(2, 2)])))
+    divided(x[:3], LayerInputs(seq_params_from_queries([(1, 4), (1, 8), (1, 2)])))
     assert widest[4:] == [1, 1, 3], (
         "no chunk is empty, and texts that grow by a token are read at once"
     )

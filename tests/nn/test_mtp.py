@@ -9,7 +9,7 @@ from torch import Tensor
 from megalith.config.model import ModelConfig, MTPConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, PipelineConfig, RecomputeConfig
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_lengths
+from megalith.kernels.packed import seq_params_from_lengths
 from megalith.models.decoder import (
     Decoder,
     allocate,
@@ -64,7 +64,7 @@ def text() -> tuple[Tensor, Tensor, LayerInputs]:
     ids = torch.randint(0, 37, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
     labels = ids.roll(-1)
     labels[torch.tensor(LENGTHS).cumsum(0) - 1] = -1
-    return ids, labels, LayerInputs(tokens_of_lengths(LENGTHS))
+    return ids, labels, LayerInputs(seq_params_from_lengths(LENGTHS))
 
 
 def mtp_inputs(ids: Tensor, labels: Tensor, depths: int) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -120,7 +120,7 @@ def test_mtp_embeddings_use_their_own_positions(positions: Any) -> None:
         assert isinstance(layer, MTPLayer)
         expected = made.embed.weight[their_ids]
         if positions == "learned":
-            assert layer.input_embedding.places() is made.input_embedding.places()
+            assert layer.input_embedding.position_table() is made.input_embedding.position_table()
             table = torch.cat(
                 [made.input_embedding.positions.weight, torch.zeros(2, 12, dtype=torch.float64)]
             )
@@ -188,7 +188,7 @@ def loss_at(made: Decoder, ids: Tensor, depth: int, place: int, label: int) -> T
     pairs = list(mtp_inputs(ids, ids.roll(-1), 2))
     pairs[depth] = (pairs[depth][0], torch.where(torch.arange(len(ids)) == place, label, -1))
     return sum_lm_losses(
-        made.outputs(ids, LayerInputs(tokens_of_lengths(LENGTHS)), mtp_inputs=tuple(pairs)),
+        made.outputs(ids, LayerInputs(seq_params_from_lengths(LENGTHS)), mtp_inputs=tuple(pairs)),
         ids.roll(-1),
         tuple(pairs),
     )[1 + depth]
@@ -319,7 +319,11 @@ def test_mtp_matches_transformers() -> None:
         block.self_attn.v_proj.weight.copy_(w["layer.attention.kv"][12:])
         block.mlp.gate_proj.weight.copy_(w["layer.mlp.gate_up"][:10])
         block.mlp.up_proj.weight.copy_(w["layer.mlp.gate_up"][10:])
-    hidden, ids, tokens = torch.randn(7, 12), torch.arange(7), LayerInputs(tokens_of_lengths([7]))
+    hidden, ids, tokens = (
+        torch.randn(7, 12),
+        torch.arange(7),
+        LayerInputs(seq_params_from_lengths([7])),
+    )
     positions = torch.arange(7)[None]
     rotary = LlamaRotaryEmbedding(theirs_config)(hidden[None], positions)
     mask = torch.full((1, 1, 7, 7), -math.inf).triu(1)

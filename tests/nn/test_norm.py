@@ -109,7 +109,7 @@ def test_recomputed_norm_output_is_bitwise_equal(kind: Kind, zero_centered: bool
     made, draw = norm(kind=kind, zero_centered=zero_centered), torch.Generator().manual_seed(0)
     x, residual = (torch.randn(5, 7, generator=draw) for _ in range(2))
     plain, (total, after) = made(x), made.add_and_normalize(x, residual)
-    made.again = register_recompute
+    made.register = register_recompute
     for found, value, source in (
         (made(x), plain, x),
         (made.add_and_normalize(x, residual)[1], after, total),

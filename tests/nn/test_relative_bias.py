@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalith.config.model import AttentionConfig, ModelConfig, RelativeConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.kernels.layer_inputs import Attend, LayerInputs
-from megalith.kernels.packed import tokens_of_lengths, tokens_of_queries
+from megalith.kernels.packed import seq_params_from_lengths, seq_params_from_queries
 from megalith.models.decoder import (
     Decoder,
     allocate,
@@ -97,11 +97,11 @@ def test_bidirectional_layers_with_relative_bias_match_the_t5_encoder() -> None:
             )
     ids = torch.randint(61, (2, 15), generator=torch.Generator().manual_seed(0))
     expected = theirs(input_ids=ids).last_hidden_state
-    found = model.hidden_states(ids.flatten(), LayerInputs(tokens_of_lengths([15, 15]))).view(
+    found = model.hidden_states(ids.flatten(), LayerInputs(seq_params_from_lengths([15, 15]))).view(
         expected.shape
     )
     assert (found - expected).abs().max() < 1e-5  # its norms have fp32 inside
-    packed = model.hidden_states(ids.flatten()[:24], LayerInputs(tokens_of_lengths([15, 9])))
+    packed = model.hidden_states(ids.flatten()[:24], LayerInputs(seq_params_from_lengths([15, 9])))
     alone = theirs(input_ids=ids[1:, :9]).last_hidden_state[0]
     assert (packed - torch.cat([expected[0], alone])).abs().max() < 1e-5
 
@@ -160,10 +160,10 @@ def test_decoding_with_kv_cache_uses_distances_from_the_query(layers: SimpleName
             return core(q, k, v, *others, **options)
 
     ids, cache = torch.arange(20) * 3, SpanHook()
-    whole = model.hidden_states(ids, LayerInputs(tokens_of_lengths([20])))
+    whole = model.hidden_states(ids, LayerInputs(seq_params_from_lengths([20])))
     parts = [
         model.hidden_states(
-            ids[start:stop], LayerInputs(tokens_of_queries([(stop - start, stop)])), [cache]
+            ids[start:stop], LayerInputs(seq_params_from_queries([(stop - start, stop)])), [cache]
         )
         for start, stop in ((0, 7), (7, 8), (8, 20))
     ]

@@ -10,7 +10,11 @@ from torch import Tensor
 from megalith.config.model import AttentionConfig, ModelConfig, RopeConfig
 from megalith.errors import DataError
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_lengths, tokens_of_queries, with_multimodal_positions
+from megalith.kernels.packed import (
+    seq_params_from_lengths,
+    seq_params_from_queries,
+    with_multimodal_positions,
+)
 from megalith.kernels.rope import rope_frequencies, rope_tables
 from megalith.nn import rope as rotations
 from megalith.nn.build import build_context
@@ -56,7 +60,9 @@ def test_layers_use_their_own_rope_tables() -> None:
         LayerRope(2, False),
         no_rope,
     ]
-    tokens = RotaryEmbedding(model, torch.float64).add_to(LayerInputs(tokens_of_lengths([5, 2])))
+    tokens = RotaryEmbedding(model, torch.float64).add_to(
+        LayerInputs(seq_params_from_lengths([5, 2]))
+    )
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1])
     assert len(tokens.rope) == 4
     everywhere = rope_tables(
@@ -71,7 +77,8 @@ def test_layers_use_their_own_rope_tables() -> None:
 def test_a_model_without_rotary_positions_has_no_tables() -> None:
     model = config(positions="learned")
     assert (
-        RotaryEmbedding(model, torch.float64).add_to(LayerInputs(tokens_of_lengths([3]))).rope == ()
+        RotaryEmbedding(model, torch.float64).add_to(LayerInputs(seq_params_from_lengths([3]))).rope
+        == ()
     )
     assert apply_rope_of(model) is no_rope
 
@@ -82,11 +89,11 @@ def test_a_model_without_rotary_positions_has_no_tables() -> None:
 def test_scores_depend_on_distances_alone(rope: RopeConfig) -> None:
     model = config(rope=rope)
     q, k, turn = seeded(6, 3, 8), seeded(6, 3, 8, seed=1), apply_rope_of(model)
-    whole = RotaryEmbedding(model, torch.float64).add_to(LayerInputs(tokens_of_lengths([13])))
+    whole = RotaryEmbedding(model, torch.float64).add_to(LayerInputs(seq_params_from_lengths([13])))
     found = []
     for first in (0, 7):
         cos, sin = (table[first : first + 6] for table in whole.rope)
-        tokens = LayerInputs(tokens_of_lengths([6]), rope=(cos, sin))
+        tokens = LayerInputs(seq_params_from_lengths([6]), rope=(cos, sin))
         found.append(torch.einsum("qnd,knd->nqk", turn(q, tokens), turn(k, tokens)))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)  # angles are fp32
 
@@ -96,7 +103,7 @@ def test_dynamic_scaling_starts_beyond_the_original_length() -> None:
     plain = config(rope=RopeConfig())
     for length, same in ((8, True), (9, False)):
         ours, theirs = (
-            RotaryEmbedding(m, torch.float64).add_to(LayerInputs(tokens_of_lengths([length])))
+            RotaryEmbedding(m, torch.float64).add_to(LayerInputs(seq_params_from_lengths([length])))
             for m in (model, plain)
         )
         assert torch.equal(ours.rope[0], theirs.rope[0]) == same
@@ -117,11 +124,11 @@ def test_length_dependent_scaling_uses_each_documents_length(
         **factors if scaling == "longrope" else {},
     )
     together = RotaryEmbedding(config(rope=rope), torch.float64).add_to(
-        LayerInputs(tokens_of_lengths([11, 5]))
+        LayerInputs(seq_params_from_lengths([11, 5]))
     )
     apart = [
         RotaryEmbedding(config(rope=rope), torch.float64).add_to(
-            LayerInputs(tokens_of_lengths([length]))
+            LayerInputs(seq_params_from_lengths([length]))
         )
         for length in (11, 5)
     ]
@@ -146,13 +153,13 @@ def test_tables_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, model = made(monkeypatch), RotaryEmbedding(config(), torch.float64)
     frequencies = rope_frequencies(RopeConfig(), 8)
     for documents in ([7], [5, 2], [7], [1] * 20):
-        tokens = LayerInputs(tokens_of_lengths(documents))
+        tokens = LayerInputs(seq_params_from_lengths(documents))
         expected = rope_tables(tokens.seq_params.position_ids, frequencies, torch.float64)
         assert all(map(torch.equal, model.add_to(tokens).rope, expected))
     assert lengths == [7]
     assert model.add_to(model.add_to(tokens)).rope[0] is not None and lengths == [7]
     for length in range(8, 40):  # as when it writes on, token by token
-        tokens = model.add_to(LayerInputs(tokens_of_queries([(1, length)])))
+        tokens = model.add_to(LayerInputs(seq_params_from_queries([(1, length)])))
         assert torch.equal(
             tokens.rope[0], rope_tables(torch.tensor([length - 1]), frequencies, torch.float64)[0]
         )
@@ -167,14 +174,14 @@ def test_table_cache_stays_bounded(
         config(rope=RopeConfig(scaling="dynamic", original_max_position=4)), torch.float64
     )
     for length in (3, 9, 10, 3, 11, 4, 11):
-        model.add_to(LayerInputs(tokens_of_lengths([length])))
+        model.add_to(LayerInputs(seq_params_from_lengths([length])))
     assert lengths == [3, 9, 10, 11, 6]  # the last is of documents of 4, twice as far as those of 3
     assert len(model._made) == 2
 
 
 def test_equal_multimodal_positions_match_text_positions() -> None:
     rope = RopeConfig(sections=(1, 2, 1))
-    text = tokens_of_lengths([5, 2])
+    text = seq_params_from_lengths([5, 2])
     three = with_multimodal_positions(text, np.stack([text.position_ids.numpy()] * 3))
     assert three.num_tokens == 7
     plain = RotaryEmbedding(config(), torch.float64).add_to(LayerInputs(text)).rope
@@ -188,7 +195,7 @@ def test_equal_multimodal_positions_match_text_positions() -> None:
 def test_each_section_uses_its_own_position() -> None:
     places = torch.randint(0, 50, (3, 6), generator=torch.Generator().manual_seed(0))
     model = config(rope=RopeConfig(sections=(1, 2, 1), interleaved=True))
-    tokens = with_multimodal_positions(tokens_of_lengths([4, 2]), places.numpy())
+    tokens = with_multimodal_positions(seq_params_from_lengths([4, 2]), places.numpy())
     cos, sin = RotaryEmbedding(model, torch.float64).add_to(LayerInputs(tokens)).rope
     frequencies = rope_frequencies(RopeConfig(), 8)
     for pair, axis in enumerate([0, 1, 1, 2]):
@@ -200,7 +207,9 @@ def test_each_section_uses_its_own_position() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"positions": "learned"}])
 def test_multimodal_positions_are_rejected_by_a_text_model(changes: dict[str, Any]) -> None:
-    tokens = with_multimodal_positions(tokens_of_lengths([4]), np.zeros((3, 4), dtype=np.int64))
+    tokens = with_multimodal_positions(
+        seq_params_from_lengths([4]), np.zeros((3, 4), dtype=np.int64)
+    )
     with pytest.raises(
         DataError,
         match=r"model.rope.sections=\[\], but tokens have 3 position ids each. Set model.rope",
@@ -221,16 +230,16 @@ def test_attention_temperature_grows_in_steps_within_each_document(
     ]
     q = seeded(9, 3, 8).to(dtype)
     expected = [1 + 0.5 * np.log(1 + (place + 1) // 3) for place in (0, 1, 2, 3, 4, 5, 6, 0, 1)]
-    found = build_attention_temperature(model, 1)(q, LayerInputs(tokens_of_lengths([7, 2])))
+    found = build_attention_temperature(model, 1)(q, LayerInputs(seq_params_from_lengths([7, 2])))
     wide = (q.double() * torch.tensor(expected).view(-1, 1, 1)).to(dtype)
     torch.testing.assert_close(found, wide)
     from_a_cache = build_attention_temperature(model, 1)(
-        q[:2], LayerInputs(tokens_of_queries([(2, 7)]))
+        q[:2], LayerInputs(seq_params_from_queries([(2, 7)]))
     )
     torch.testing.assert_close(
         from_a_cache, (q[:2].double() * torch.tensor(expected[5:7]).view(-1, 1, 1)).to(dtype)
     )
     places = LayerInputs(
-        with_multimodal_positions(tokens_of_lengths([2]), np.array([[5, 6], [0, 0], [0, 1]]))
+        with_multimodal_positions(seq_params_from_lengths([2]), np.array([[5, 6], [0, 0], [0, 1]]))
     )
     torch.testing.assert_close(build_attention_temperature(model, 1)(q[:2], places), from_a_cache)

@@ -17,7 +17,7 @@ from megalith.config.moe import (
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
-from megalith.kernels.packed import tokens_of_rows, tokens_of_slices
+from megalith.kernels.packed import seq_params_from_rows, seq_params_from_slices
 from megalith.kernels.routing import Choice
 from megalith.models.decoder import allocate, initialize
 from megalith.nn.build import build_context
@@ -44,7 +44,7 @@ X = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_s
 
 
 def training(seed: int = 0, valid: Tensor | None = None) -> LayerInputs:
-    seq_params = tokens_of_rows(2, 6)
+    seq_params = seq_params_from_rows(2, 6)
     return LayerInputs(
         seq_params if valid is None else replace(seq_params, valid=valid),
         router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0)),
@@ -103,7 +103,7 @@ def shared(rank: int, world: int, moe: MoEConfig, order: str) -> tuple[Tensor, T
     slices = plan_slices([12], row=12, slicing=slicing)
     numbers = tp_comm.select_local(torch.from_numpy(slices.numbers[slicing.rank]))
     tokens = LayerInputs(
-        tokens_of_slices(slices, slicing), router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0))
+        seq_params_from_slices(slices, slicing), router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0))
     )
     router = filled(
         Router(
@@ -123,7 +123,9 @@ def test_last_tokens_are_dropped_for_every_rank_order(
     moe = replace(MOE, capacity=CapacityConfig(factor=0.7, drop="last"))
     expected = alone(moe)(
         X,
-        LayerInputs(tokens_of_rows(1, 12), router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0))),
+        LayerInputs(
+            seq_params_from_rows(1, 12), router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0))
+        ),
     ).experts
     numbers, experts = map(torch.cat, zip(*run_ranks(shared, 4, moe, order), strict=True))
     assert torch.equal(experts[numbers.argsort()], expected)
@@ -148,12 +150,12 @@ def test_sinkhorn_plan_is_computed_over_all_ranks() -> None:
         tilted.router_bias.copy_(torch.tensor([9.0, 0, 0, 0, 0]))  # type: ignore[operator]
     most = [
         int((tilted(X, tokens).experts == 0).sum())
-        for tokens in (LayerInputs(tokens_of_rows(2, 6)), training())
+        for tokens in (LayerInputs(seq_params_from_rows(2, 6)), training())
     ]
     assert most[0] == 12 and most[1] < 8
-    assert torch.equal(alone(moe)(X, LayerInputs(tokens_of_rows(2, 6))).experts, free.experts), (
-        "none outside training"
-    )
+    assert torch.equal(
+        alone(moe)(X, LayerInputs(seq_params_from_rows(2, 6))).experts, free.experts
+    ), "none outside training"
     assert same_on_two(moe)
 
 
@@ -165,8 +167,8 @@ def test_noise_depends_on_the_token_and_only_in_training() -> None:
         assert torch.equal(noisy.weights, alone(moe)(X, training()).weights)
         assert not torch.equal(noisy.weights, alone(moe)(X, training(seed=1)).weights)
         assert torch.equal(
-            alone(moe)(X, LayerInputs(tokens_of_rows(2, 6))).weights,
-            alone(MOE)(X, LayerInputs(tokens_of_rows(2, 6))).weights,
+            alone(moe)(X, LayerInputs(seq_params_from_rows(2, 6))).weights,
+            alone(MOE)(X, LayerInputs(seq_params_from_rows(2, 6))).weights,
         )
         assert same_on_two(moe)
 
@@ -182,7 +184,7 @@ def test_noise_differs_between_layers() -> None:
 def test_force_load_balancing_balances_the_experts() -> None:
     router = alone(replace(MOE, router=RouterConfig(force_load_balancing=True)))
     tokens = LayerInputs(
-        tokens_of_rows(1, 3000),
+        seq_params_from_rows(1, 3000),
         dropout_key=DropoutKey(0, torch.arange(3000)),
         router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0)),
     )
@@ -197,12 +199,12 @@ def test_force_load_balancing_balances_the_experts() -> None:
 def test_force_biased_shifts_the_same_experts_in_every_step() -> None:
     router = RouterConfig(force_biased=3.0)
     found = alone(replace(MOE, router=router))
-    drawn = found.noise.bias_of_experts(0, X)
-    assert torch.equal(drawn, found.noise.bias_of_experts(0, X)) and not torch.equal(
-        drawn, found.noise.bias_of_experts(1, X)
+    drawn = found.noise.expert_shift(0, X)
+    assert torch.equal(drawn, found.noise.expert_shift(0, X)) and not torch.equal(
+        drawn, found.noise.expert_shift(1, X)
     )
-    other = replace(found.noise, layer=1).bias_of_experts(0, X)
-    many = replace(found.noise, router=replace(router, force_biased=1.0)).bias_of_experts(
+    other = replace(found.noise, layer=1).expert_shift(0, X)
+    many = replace(found.noise, router=replace(router, force_biased=1.0)).expert_shift(
         0, X.new_zeros(1, 4000)
     )
     assert not torch.equal(drawn, other)
@@ -210,7 +212,7 @@ def test_force_biased_shifts_the_same_experts_in_every_step() -> None:
     (first, second) = (found(X, training()), alone(MOE)(X, training()))
     busy = [int(choice.experts.flatten().bincount(minlength=5).max()) for choice in (first, second)]
     assert busy[0] > busy[1]
-    plain = LayerInputs(tokens_of_rows(2, 6))
+    plain = LayerInputs(seq_params_from_rows(2, 6))
     assert torch.equal(found(X, plain).weights, alone(MOE)(X, plain).weights), (
         "none outside training"
     )
@@ -249,10 +251,10 @@ def test_offsets_are_computed_over_all_shared_tokens_without_padding() -> None:
         "nothing but padding"
     )
     before = router.balance.record.offsets.clone()
-    router(X, LayerInputs(tokens_of_rows(2, 6)))
+    router(X, LayerInputs(seq_params_from_rows(2, 6)))
     assert torch.equal(before, router.balance.record.offsets), "evaluation notes nothing"
     router.offset.copy_(torch.tensor([9.0, 0, 0, 0, 0]))
-    assert not bool((router(X, LayerInputs(tokens_of_rows(2, 6))).experts == 0).any()), (
+    assert not bool((router(X, LayerInputs(seq_params_from_rows(2, 6))).experts == 0).any()), (
         "but goes by them"
     )
 

@@ -14,8 +14,8 @@ from megalith.observe.routing import (
     RoutingPredictability,
     analyze_trace,
     likeliest,
+    read_trace_steps,
     sort_layers,
-    steps_of_trace,
 )
 
 Experts = NDArray[np.int64]
@@ -176,13 +176,15 @@ def test_folder_without_trace_is_an_error(tmp_path: Path) -> None:
         analyze_trace(tmp_path, experts=3)
     file = tmp_path / "rank_00000.jsonl"
     file.write_text(file.read_text() + '{"step": 2, "lay')
-    assert [step for step, _ in steps_of_trace(tmp_path)] == [1], "a crash cut the last line short"
+    assert [step for step, _ in read_trace_steps(tmp_path)] == [1], (
+        "a crash cut the last line short"
+    )
     file.write_text(file.read_text() + "\n")
     with pytest.raises(
         DataError,
         match="line 2 is not a row of a routing trace .JSONDecodeError: .* Remove the line, or run",
     ):
-        list(steps_of_trace(tmp_path))
+        list(read_trace_steps(tmp_path))
 
 
 @pytest.mark.parametrize(

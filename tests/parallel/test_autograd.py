@@ -252,12 +252,12 @@ def _works_between(rank: int, world: int) -> list[tuple[str, bool]]:
     class Work(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            log.append(("forward", link.of("all_to_all")[-1].waits == 0))
+            log.append(("forward", link.select("all_to_all")[-1].waits == 0))
             return x * 2
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Tensor:
-            log.append(("backward", link.of("all_to_all")[-1].waits == 0))
+            log.append(("backward", link.select("all_to_all")[-1].waits == 0))
             return dy * 2
 
     with slow_link(latency_seconds=0.2, poison=True) as link:

@@ -22,8 +22,8 @@ from megalith.kernels.attention.scores import PLAIN, Scores, WeightDropout
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.packed import (
     PackedSeqParams,
-    tokens_of_lengths,
-    tokens_of_slices,
+    seq_params_from_lengths,
+    seq_params_from_slices,
     with_masks,
     with_padding,
 )
@@ -116,7 +116,7 @@ def with_case_masks(case: Case, tokens: PackedSeqParams) -> PackedSeqParams:
 def shared(case: Case, mesh: Mesh, world: int) -> tuple[Slices, PackedSeqParams]:
     slicing = local_slicing(case.parallel(world), mesh)
     slices = plan_slices(case.lengths, row=case.row, slicing=slicing)
-    return slices, with_case_masks(case, tokens_of_slices(slices, slicing))
+    return slices, with_case_masks(case, seq_params_from_slices(slices, slicing))
 
 
 def _attend(rank: int, world: int, case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -157,7 +157,7 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     q, k, v, dout = case.whole(dtype)
     learned = case.learned(dtype)
     inputs = [x.requires_grad_() for x in (q, k, v)] + list(learned.values())
-    tokens = with_case_masks(case, tokens_of_lengths(list(case.lengths)))
+    tokens = with_case_masks(case, seq_params_from_lengths(list(case.lengths)))
     numbers = torch.tensor([row * case.row + place for row in (5, 9) for place in range(case.row)])[
         : len(q)
     ]
@@ -519,7 +519,7 @@ def _hidden_share(rank: int, world: int, case: Case) -> float:
         bool(torch.isfinite(x).all()) for x in found
     )  # nothing was read before it arrived
     assert all(transfer.waits == 1 for transfer in link.transfers)
-    assert len(link.of("all_to_all")) == 3 * (
+    assert len(link.select("all_to_all")) == 3 * (
         world - 1
     )  # keys and values twice round, their gradients once
     return 1 - link.exposed_seconds() / link.added_seconds()
@@ -582,4 +582,4 @@ def test_tokens_that_were_not_sliced_fail_an_assertion() -> None:
     with pytest.raises(
         AssertionError, match="tokens were not sliced over cp: the loader does that"
     ):
-        context._context(tokens_of_lengths([4]))
+        context._context(seq_params_from_lengths([4]))

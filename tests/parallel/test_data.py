@@ -13,7 +13,7 @@ from megalith.config.optim import OptimConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import RankError
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.models.decoder import Decoder, initialize, iter_parameter_specs
 from megalith.nn.build import build_context
 from megalith.observe.machine import DTYPES
@@ -66,7 +66,7 @@ def build(
 def loss_of(model: Decoder, microbatch: int) -> torch.Tensor:
     """One microbatch of two rows."""
     ids = torch.randint(0, 30, (14,), generator=torch.Generator().manual_seed(microbatch))
-    return model.loss(ids, ids.roll(-1), LayerInputs(tokens_of_rows(2, 7)))
+    return model.loss(ids, ids.roll(-1), LayerInputs(seq_params_from_rows(2, 7)))
 
 
 def gradients(data: BucketedDataParallel) -> dict[str, torch.Tensor]:
@@ -416,7 +416,7 @@ def _reads(rank: int, world: int) -> list[bool]:
 
 
 def rotary(model: Decoder) -> LayerInputs:
-    tokens = LayerInputs(tokens_of_rows(2, 7))
+    tokens = LayerInputs(seq_params_from_rows(2, 7))
     return model.rotations.add_to(tokens)
 
 

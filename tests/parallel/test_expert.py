@@ -138,7 +138,7 @@ def test_ranks_with_few_or_no_tokens_enter_every_all_to_all(
 @pytest.mark.parametrize(("ep", "etp"), [(2, 1), (2, 2)])
 def test_padding_to_capacity_needs_no_counts_and_contributes_zero(ep: int, etp: int) -> None:
     room = ExpertCapacity(factor=3.1, top_k=K, experts=4, sharing=1)
-    assert room.of(T) == T and replace(room, factor=0.8).of(T) == 2
+    assert room.row_limit(T) == T and replace(room, factor=0.8).row_limit(T) == 2
     for rank, (y, dx, dw, rows) in enumerate(
         run_ranks(there_and_back, ep * etp, ep, etp, "alltoall", "nothing from the first", room)
     ):

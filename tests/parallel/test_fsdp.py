@@ -20,7 +20,7 @@ from megalith.config.parallel import ParallelConfig, RecomputeConfig
 from megalith.errors import PlanError
 from megalith.kernels.experts import Groups
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn.build import build_context
@@ -111,7 +111,7 @@ def dp_mesh(rank: int, world: int, *, flight: FlightRecorder | None = None) -> M
 def loss_of(model: Decoder, microbatch: int) -> Tensor:
     """One microbatch of two rows."""
     ids = torch.randint(0, 30, (14,), generator=torch.Generator().manual_seed(microbatch))
-    return model.loss(ids, ids.roll(-1), LayerInputs(tokens_of_rows(2, 7)))
+    return model.loss(ids, ids.roll(-1), LayerInputs(seq_params_from_rows(2, 7)))
 
 
 def mine(rank: int) -> list[int]:

@@ -23,8 +23,8 @@ from megalith.verify.ranks import (
     compute_reference,
     join_ranks,
     layout_case,
+    one_process_run,
     run_case,
-    run_of_one,
 )
 from megalith.verify.tiny_models import BIASED_CHOICE, PLAIN
 
@@ -112,7 +112,7 @@ def test_replaced_matmuls_give_the_results_of_one_process(
     case = layout_case(model, parallel, 2)
     with TemporaryDirectory() as folder, TemporaryDirectory() as other:
         result = join_ranks(run_ranks(run_with_scaled_ops, 2, case, folder))
-        reference = run_with_scaled_ops(0, 1, LayoutCase(run_of_one(case), 1), other)
+        reference = run_with_scaled_ops(0, 1, LayoutCase(one_process_run(case), 1), other)
     differences = compare_results(result, reference)
     assert all(difference.holds for difference in differences), differences
 

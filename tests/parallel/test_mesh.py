@@ -43,7 +43,7 @@ def check_against_grid(mesh: Mesh, rank: int) -> None:
     """Every span of the mesh is the grid's group, in order, with my place in it."""
     assert set(mesh.groups) == set(SPANS)
     for span in SPANS:
-        group, ranks = mesh.over(*span), mesh.grid.group_of(rank, span)
+        group, ranks = mesh.over(*span), mesh.grid.find_group(rank, span)
         assert (group.axes, group.ranks, group.ranks[group.rank]) == (span, ranks, rank)
 
 

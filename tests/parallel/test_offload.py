@@ -15,7 +15,7 @@ from megalith.data.loader import Loader, MaskSettings
 from megalith.estimate.activations import stage_activations
 from megalith.estimate.workload import plan_workload
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.parallel import recompute as recompute_module
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.parallel.recompute import HostMemory, OffloadedPass, OffloadedStorage
@@ -50,7 +50,7 @@ def step(one: Trainer) -> tuple[Tensor, Tensor]:
     device = one.device
     ids = torch.arange(24, device=device) * 5 % 257
     one.data.begin_step(1)
-    loss = one.model.loss(ids, ids.flip(0), LayerInputs(tokens_of_rows(2, 12, device=device)))
+    loss = one.model.loss(ids, ids.flip(0), LayerInputs(seq_params_from_rows(2, 12, device=device)))
     loss.backward()
     return loss.detach().clone(), torch.cat(
         [param.gradient.flatten() for param in one.data.finish()]

@@ -135,7 +135,8 @@ def run_case(
 ) -> tuple[dict[int, float], dict[int, Tensor], dict[int, list[int]]]:
     schedule = schedule_of(case, world)
     layers = [
-        Layer(schedule.stage_of(rank, chunk), schedule.num_stages) for chunk in range(case.chunks)
+        Layer(schedule.stage_index(rank, chunk), schedule.num_stages)
+        for chunk in range(case.chunks)
     ]
     stores = [WeightGradStore() for _ in layers]
     for layer, store in zip(layers, stores, strict=True):
@@ -202,7 +203,7 @@ def _over_a_poisoned_link(
     of a message."""
     with slow_link(latency_seconds=0.002, poison=True) as link:
         losses, gradients, _ = run_case(rank, world, case)
-    return losses, gradients, max(transfer.waits for transfer in link.of("isend", "irecv"))
+    return losses, gradients, max(transfer.waits for transfer in link.select("isend", "irecv"))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])

@@ -26,7 +26,7 @@ from megalith.kernels.attention import cpu_tiled
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.linear import LinearFunction
-from megalith.kernels.packed import tokens_of_lengths
+from megalith.kernels.packed import seq_params_from_lengths
 from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn import mlp as mlp_module
@@ -71,7 +71,7 @@ def step(trainer: Trainer, *, backward: bool = True) -> list[Tensor]:
     trainer.data.begin_step(2)
     for shift in (3, 5):
         ids = torch.arange(72) * shift % 257
-        loss = trainer.model.loss(ids, ids.flip(0), LayerInputs(tokens_of_lengths([40, 32])))
+        loss = trainer.model.loss(ids, ids.flip(0), LayerInputs(seq_params_from_lengths([40, 32])))
         found.append(loss.detach().clone())
         if backward:
             loss.backward()
@@ -226,7 +226,7 @@ def interleaved_step(trainer: Trainer) -> list[Tensor]:
     for shift in (3, 5):
         ids = torch.arange(72) * shift % 257
         tokens = LayerInputs(
-            tokens_of_lengths([40, 32]),
+            seq_params_from_lengths([40, 32]),
             dropout_key=DropoutKey(7, torch.arange(72) + 100 * shift),
         )
         losses.append(trainer.model.loss(ids, ids.flip(0), tokens))
@@ -376,7 +376,7 @@ def test_check_rejects_recomputation_with_other_values(
     trainer = built(replace(one, check=True))
     trainer.data.begin_step(1)
     ids = torch.arange(72) * 3 % 257
-    loss = trainer.model.loss(ids, ids, LayerInputs(tokens_of_lengths([40, 32])))
+    loss = trainer.model.loss(ids, ids, LayerInputs(seq_params_from_lengths([40, 32])))
     for table in (norm.FORWARD, activation.FORWARD, activation.SWIGLU_FORWARD):
         for backend, function in table.items():
             monkeypatch.setitem(table, backend, slightly_off(function))
@@ -431,7 +431,7 @@ def test_of_an_mlp_in_chunks_the_inner_features_of_one_exist_at_a_time() -> None
     for chunks in (1, 2, 4, 8):
         trainer, ids = built(replace(CHUNKS, mlp_chunks=chunks), run=run), torch.arange(72)
         with profile(profile_memory=True) as profiler:
-            trainer.model.loss(ids, ids, LayerInputs(tokens_of_lengths([72]))).backward()
+            trainer.model.loss(ids, ids, LayerInputs(seq_params_from_lengths([72]))).backward()
         changes = [
             e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"
         ]

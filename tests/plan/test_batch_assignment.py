@@ -61,7 +61,7 @@ def test_every_document_has_one_place_and_all_ranks_have_work_that_differs_by_le
     assert all(
         sum(budget.padded(lengths[n]) for n in pack) <= budget.capacity for pack in assignment.packs
     )
-    assert {len(assignment.of(rank)) for rank in range(dp)} == {assignment.num_microbatches}
+    assert {len(assignment.rank_packs(rank)) for rank in range(dp)} == {assignment.num_microbatches}
     costs = costs_of(assignment, budget, lengths)
     assert assignment.costs == tuple(sum(costs[rank::dp]) for rank in range(dp))
     within = max(

@@ -12,9 +12,9 @@ from megalith.config.parallel import ParallelConfig
 from megalith.errors import PlanError
 from megalith.plan.buckets import (
     BucketPlan,
+    bucket_slice,
     local_bucket_parts,
     plan_buckets,
-    slice_of,
     zero_notes,
     zero_problems,
 )
@@ -252,7 +252,7 @@ def test_the_slices_of_all_ranks_are_equal_and_partition_every_parameter(seed: i
         contiguous=case.contiguous,
     )
     for bucket in plan.buckets:
-        bounds_of_ranks = [slice_of(bucket, rank, ranks) for rank in range(ranks)]
+        bounds_of_ranks = [bucket_slice(bucket, rank, ranks) for rank in range(ranks)]
         assert (bounds_of_ranks[0][0], bounds_of_ranks[-1][1]) == (bucket.start, bucket.stop)
         assert all(before[1] == after[0] for before, after in pairwise(bounds_of_ranks))
         assert all((stop - start) % 64 == 0 for start, stop in bounds_of_ranks)
@@ -264,7 +264,7 @@ def test_the_slices_of_all_ranks_are_equal_and_partition_every_parameter(seed: i
         )  # one part of each at most
         for part in parts:
             slot = plan.slots[part.number]
-            first, last = slice_of(plan.buckets[part.bucket], rank, ranks)
+            first, last = bucket_slice(plan.buckets[part.bucket], rank, ranks)
             assert first <= part.start < part.stop <= last
             assert part.flat == (part.start - slot.start, part.stop - slot.start)
             pieces[part.number].append(part.flat)

@@ -16,11 +16,11 @@ from megalith.plan.context import (
     Slices,
     Slicing,
     context_problems,
-    kind_of_layer,
+    layer_context_kind,
+    plan_length_spans,
     plan_slices,
     plan_spans,
     restore_token_order,
-    spans_of_lengths,
     zigzag,
 )
 from tests.cases import loop_over
@@ -142,7 +142,7 @@ def visible_by_rule(
 def test_queries_of_documents_are_the_last_of_their_keys(
     lengths: tuple[tuple[int, int], ...], window: int | None
 ) -> None:
-    spans = spans_of_lengths(lengths, window)
+    spans = plan_length_spans(lengths, window)
     every, start = [], 0
     for queries, keys in lengths:
         for own in range(start + keys - queries, start + keys):
@@ -151,7 +151,7 @@ def test_queries_of_documents_are_the_last_of_their_keys(
     row = len(every) // spans.repeats
     assert spans.visible.tolist() == every[:row]
     assert spans.repeats == (len(lengths) if len(set(lengths)) == 1 else 1)
-    assert spans_of_lengths(lengths, window) is spans, "layers after the first plan nothing"
+    assert plan_length_spans(lengths, window) is spans, "layers after the first plan nothing"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_queries_of_documents_are_the_last_of_their_keys(
 def test_both_ways_a_query_sees_its_document_or_a_window_to_each_side(
     lengths: tuple[tuple[int, int], ...], window: int | None, right: int | None
 ) -> None:
-    spans, start, every = spans_of_lengths(lengths, window, causal=False, right=right), 0, []
+    spans, start, every = plan_length_spans(lengths, window, causal=False, right=right), 0, []
     after = window - 1 if window is not None and right is None else right
     for queries, keys in lengths:
         for own in range(start + keys - queries, start + keys):
@@ -202,7 +202,7 @@ def test_in_chunks_a_query_sees_its_own_run_wherever_ranks_have_it(
 
 
 def test_queries_may_be_more_than_keys_where_all_see_all() -> None:
-    spans = spans_of_lengths(((3, 2), (0, 4), (2, 0), (40, 1), (40, 90)), causal=False)
+    spans = plan_length_spans(((3, 2), (0, 4), (2, 0), (40, 1), (40, 90)), causal=False)
     assert spans.visible[:5].tolist() == [[0, 2], [0, 2], [0, 2], [6, 6], [6, 6]]
     assert spans.visible[5:].tolist() == [[6, 7]] * 40 + [[7, 97]] * 40
     assert sum(tile.stop - tile.start for tile in spans.tiles) in (83, 85)
@@ -210,11 +210,11 @@ def test_queries_may_be_more_than_keys_where_all_see_all() -> None:
 
 def test_documents_read_on_from_a_cache_share_no_tile_that_is_mostly_hidden() -> None:
     lengths = tuple((1, 400 + 7 * n) for n in range(64))
-    tiles = spans_of_lengths(lengths).tiles
+    tiles = plan_length_spans(lengths).tiles
     assert sum((tile.stop - tile.start) * (tile.last - tile.first) for tile in tiles) < 5 * sum(
         k for _, k in lengths
     )
-    short = spans_of_lengths(((20, 20),) * 9 + ((3, 3),)).tiles
+    short = plan_length_spans(((20, 20),) * 9 + ((3, 3),)).tiles
     assert [tile.stop - tile.start for tile in short] == [64, 64, 55], (
         "short documents still fill tiles"
     )
@@ -365,5 +365,5 @@ def test_each_broken_rule_names_the_field_and_a_value_that_works() -> None:
 
 def test_a_layer_has_its_own_kind_where_kinds_are_listed() -> None:
     listed = ContextConfig(layers=("ring", "a2a"))
-    assert [kind_of_layer(listed, layer) for layer in range(2)] == ["ring", "a2a"]
-    assert kind_of_layer(ContextConfig(kind="gather"), 7) == "gather"
+    assert [layer_context_kind(listed, layer) for layer in range(2)] == ["ring", "a2a"]
+    assert layer_context_kind(ContextConfig(kind="gather"), 7) == "gather"

@@ -15,7 +15,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.kernels.backend import Backends
 from megalith.kernels.experts import experts
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
-from megalith.kernels.packed import tokens_of_lengths
+from megalith.kernels.packed import seq_params_from_lengths
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.build import build_context
 from megalith.nn.moe import Experts
@@ -30,13 +30,13 @@ from megalith.plan.costs import (
     latent_flops,
     layer_flops,
     loss_chunk,
+    loss_chunk_size,
     mlp_flops,
     model_flops_utilization,
     num_parameters,
     num_parameters_per_rank,
     step_flops,
     tflops_per_device,
-    tokens_of_loss,
 )
 from megalith.plan.grid import model_grid
 from megalith.plan.layers.base import pairs_in_window, pairs_seen
@@ -612,7 +612,7 @@ def count_model(
             module.register_forward_pre_hook(lambda _, given: sent.append(given[0]))
             module.compute = experts if products else module.compute
     tokens = LayerInputs(
-        tokens_of_lengths(list(DOCUMENTS)),
+        seq_params_from_lengths(list(DOCUMENTS)),
         router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0)),
     )
     drawn = torch.randint(
@@ -723,7 +723,7 @@ def test_the_head_takes_a_chunk_of_the_size_that_the_estimate_counts() -> None:
     assert loss_chunk(1024, ranks=1) == 2048
     assert loss_chunk(1024, ranks=3) == 6144, "each rank forms a third of these logits"
     assert loss_chunk(128_256, ranks=1) == 512, "large vocabularies still take 512 tokens"
-    head = HeadShard.of(
+    head = HeadShard.build(
         torch.empty(128_256, 2, device="meta"),
         single_rank_group("tp"),
         0,
@@ -735,5 +735,5 @@ def test_the_head_takes_a_chunk_of_the_size_that_the_estimate_counts() -> None:
 
 
 def test_a_run_can_say_how_many_logits_there_are_at_a_time() -> None:
-    assert tokens_of_loss(tiny_run({"train.loss_chunk": "7"})) == 7
-    assert tokens_of_loss(tiny_run()) == loss_chunk(tiny_run().model.vocab_size, ranks=1)
+    assert loss_chunk_size(tiny_run({"train.loss_chunk": "7"})) == 7
+    assert loss_chunk_size(tiny_run()) == loss_chunk(tiny_run().model.vocab_size, ranks=1)

@@ -146,7 +146,7 @@ def test_groups_partition_the_world_and_differ_only_along_their_axes(seed: int) 
                 if axis not in axes
             )
             assert len({tuple(place[axis] for axis in axes) for place in places}) == len(group)
-            assert grid.group_of(group[-1], axes) == group
+            assert grid.find_group(group[-1], axes) == group
 
 
 @loop_over("seed", range(20))
@@ -156,8 +156,8 @@ def test_a_group_of_two_axes_is_the_union_of_the_groups_of_one(seed: int) -> Non
         for group in grid.groups([one, other])[:5]:
             joined = {
                 rank
-                for member in grid.group_of(group[0], [one])
-                for rank in grid.group_of(member, [other])
+                for member in grid.find_group(group[0], [one])
+                for rank in grid.find_group(member, [other])
             }
             assert set(group) == joined
 
@@ -172,14 +172,14 @@ def test_axis_is_its_size_and_stride() -> None:
     ]
     for axis in grid.axes:
         size, stride = grid.strides(axis)
-        assert grid.group_of(0, [axis]) == tuple(range(0, size * stride, stride))
+        assert grid.find_group(0, [axis]) == tuple(range(0, size * stride, stride))
     assert grid.table() == "cp 3 (stride 1) · dp 2 (stride 3) · tp 2 (stride 6) · pp 4 (stride 12)"
 
 
 def test_4096_ranks_tp8_pp4() -> None:
     grid = dense_grid(world=4096, tp=8, pp=4)
     assert len(grid.groups(["dp"])) == 32
-    assert grid.group_of(4095, ["pp"]) == (1023, 2047, 3071, 4095)
+    assert grid.find_group(4095, ["pp"]) == (1023, 2047, 3071, 4095)
     assert grid.coordinates(4095) == {"tp": 7, "cp": 0, "dp": 127, "pp": 3}
 
 
@@ -192,8 +192,8 @@ def test_a_factored_axis_is_two_axes_and_still_has_its_old_name() -> None:
     assert grid.groups(["tp", "dp"]) == plain.groups(["tp", "dp"])
     assert grid.strides("tp") == plain.strides("tp") == (4, 3)
     assert (grid.strides("tp_copy"), grid.strides("tp_kv")) == ((2, 3), (2, 6))
-    assert grid.group_of(5, ["tp_copy"]) == (5, 8)
-    assert grid.group_of(5, ["tp_kv"]) == (5, 11)
+    assert grid.find_group(5, ["tp_copy"]) == (5, 8)
+    assert grid.find_group(5, ["tp_kv"]) == (5, 11)
     for rank in plain.ranks:
         found = grid.coordinates(rank)
         assert {axis: found[axis] for axis in plain.axes} == plain.coordinates(rank)
@@ -400,7 +400,7 @@ def test_a_grid_knows_how_experts_divide_its_ranks() -> None:
     grid = replace(dense_grid(world=8, tp=2, cp=2), experts=experts)
     assert grid.groups(["cp"]) == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert grid.groups(["ep"]) == [tuple(range(8))]
-    assert grid.group_of(5, ["edp"]) == (5,)
+    assert grid.find_group(5, ["edp"]) == (5,)
     assert grid.size("ep") == 8 and grid.strides("ep") == (8, 1)
     here = grid.coordinates(5)
     assert (here["tp"], here["ep"], here["edp"]) == (1, 5, 0)

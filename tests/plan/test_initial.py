@@ -11,7 +11,7 @@ import torch
 from megalith.config.model import LayersConfig, ModelConfig, MuPConfig
 from megalith.config.optim import OptimConfig
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_rows
+from megalith.kernels.packed import seq_params_from_rows
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
@@ -178,7 +178,7 @@ def trained(width: int, *, mup: bool, steps: int, lr: float) -> tuple[dict[str, 
     inputs, labels, tokens = (
         ids[:, :-1].flatten(),
         ids[:, 1:].flatten(),
-        LayerInputs(tokens_of_rows(4, 16)),
+        LayerInputs(seq_params_from_rows(4, 16)),
     )
     for _ in range(steps):
         model.zero_grad()

@@ -7,9 +7,9 @@ from megalith.errors import PlanError
 from megalith.plan.packing import (
     PackedLayout,
     documents_from_eod,
-    documents_of_rows,
     labels_inside_documents,
     pad_documents,
+    plan_row_documents,
     shift_tokens_within_documents,
 )
 from tests.cases import loop_over
@@ -33,7 +33,7 @@ def agrees(layout: PackedLayout, expected: list[tuple[int, int]]) -> bool:
 
 
 def test_each_row_is_a_document() -> None:
-    layout = documents_of_rows(3, 5)
+    layout = plan_row_documents(3, 5)
     assert layout.cu.tolist() == [0, 5, 10, 15]
     assert layout.positions.tolist() == [0, 1, 2, 3, 4] * 3
     assert layout.document.tolist() == [0] * 5 + [1] * 5 + [2] * 5
@@ -56,7 +56,7 @@ def test_end_of_document_tokens_side_by_side_and_at_the_borders_of_rows() -> Non
 def test_without_end_of_document_tokens_rows_are_documents() -> None:
     ours, rows = (
         documents_from_eod(np.zeros((4, 7), dtype=np.int64), eod=1),
-        documents_of_rows(4, 7),
+        plan_row_documents(4, 7),
     )
     assert ours.uniform == rows.uniform == 7
     for name in ("cu", "positions", "document"):
@@ -82,7 +82,7 @@ def test_documents_match_the_rule_token_by_token(seed: int) -> None:
 
 
 def test_an_empty_batch_has_no_documents() -> None:
-    layout = documents_of_rows(0, 5)
+    layout = plan_row_documents(0, 5)
     assert (layout.cu.tolist(), layout.max_length, layout.uniform, layout.num_documents) == (
         [0],
         0,
@@ -110,7 +110,7 @@ def test_shifted_tokens_stay_inside_their_document(distance: int) -> None:
 
 
 def test_padding_adds_empty_documents() -> None:
-    cu = documents_of_rows(2, 3).cu
+    cu = plan_row_documents(2, 3).cu
     padded = pad_documents(cu, 5)
     assert padded.tolist() == [0, 3, 6, 6, 6, 6]
     assert str(padded.dtype) == "int32"
@@ -119,7 +119,7 @@ def test_padding_adds_empty_documents() -> None:
 
 def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(PlanError, match="count=2 is too small for 3 documents. Use at least 3"):
-        pad_documents(documents_of_rows(3, 1).cu, 2)
+        pad_documents(plan_row_documents(3, 1).cu, 2)
     with pytest.raises(PlanError, match=r"ids has shape \[3\]. Pass token ids as \[rows, tokens\]"):
         documents_from_eod(np.zeros(3, dtype=np.int64), eod=0)
     with pytest.raises(PlanError, match=r"ids has shape \[2, 0\]"):
@@ -127,9 +127,9 @@ def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(
         PlanError, match="rows=1, length=0: rows must be at least 0 and length at least 1"
     ):
-        documents_of_rows(1, 0)
+        plan_row_documents(1, 0)
 
 
 def test_more_tokens_than_int32_counts_are_refused_before_they_are_laid_out() -> None:
     with pytest.raises(PlanError, match="4294967296 tokens in one microbatch are too many"):
-        documents_of_rows(2, 2**31)
+        plan_row_documents(2, 2**31)

@@ -9,7 +9,7 @@ import pytest
 from megalith.config.parallel import ScheduleName
 from megalith.plan.check_schedule import queue_problems
 from megalith.plan.p2p import Channel, channels, with_transfers
-from megalith.plan.schedule import Action, Kind, Schedule, build_schedule, placement_of
+from megalith.plan.schedule import Action, Kind, Schedule, build_schedule, stage_placement
 from megalith.plan.simulate import find_problems
 from megalith.testing.tiny import NAMES
 
@@ -193,7 +193,7 @@ def test_a_pair_of_ranks_in_each_of_four_groups_carries_one_channel(
     name: ScheduleName, pp: int
 ) -> None:
     chunks = CHUNKS.get(name, 1)
-    schedule = Schedule(name, pp, chunks, 1, placement_of(name), ())
+    schedule = Schedule(name, pp, chunks, 1, stage_placement(name), ())
     used = [(its_group(channel), its_pair(channel)) for channel in channels(schedule)]
     assert len(set(used)) == len(used) > 0
     assert pp > 2 or chunks == 1 or len(set(map(its_pair, channels(schedule)))) == 1 < len(used)

@@ -18,10 +18,10 @@ from megalith.plan.schedule import (
     interleaved_order,
     interleaved_warmup,
     last_weight_action,
-    place_of,
+    rank_and_chunk,
     schedule_name,
     schedule_problems,
-    stage_of,
+    stage_index,
 )
 from megalith.plan.simulate import peak_activation_memory, simulate
 from megalith.testing.tiny import NAMES as ALL
@@ -102,12 +102,17 @@ def test_zb_h1_lags_with_the_weights_by_the_rank() -> None:
 
 
 def test_a_v_comes_back_from_the_last_rank() -> None:
-    assert [stage_of(rank, 1, num_ranks=4, placement="v") for rank in range(4)] == [7, 6, 5, 4]
-    assert [stage_of(rank, 1, num_ranks=4, placement="loop") for rank in range(4)] == [4, 5, 6, 7]
+    assert [stage_index(rank, 1, num_ranks=4, placement="v") for rank in range(4)] == [7, 6, 5, 4]
+    assert [stage_index(rank, 1, num_ranks=4, placement="loop") for rank in range(4)] == [
+        4,
+        5,
+        6,
+        7,
+    ]
     for placement in ("loop", "v"):
         for stage in range(12):
-            rank, chunk = place_of(stage, num_ranks=4, placement=placement)
-            assert stage_of(rank, chunk, num_ranks=4, placement=placement) == stage
+            rank, chunk = rank_and_chunk(stage, num_ranks=4, placement=placement)
+            assert stage_index(rank, chunk, num_ranks=4, placement=placement) == stage
 
 
 @pytest.mark.parametrize(("name", "chunks"), NAMES)
@@ -198,7 +203,7 @@ def test_gpipe_and_1f1b_have_the_order_of_torch(p: int, m: int) -> None:
     for name, theirs in pairs:
         rows = theirs._get_pipeline_order(sizes)
         ours = build_schedule(name, num_ranks=p, num_microbatches=m)
-        expected = torch_ranks(p, rows.__getitem__, ours.place_of)
+        expected = torch_ranks(p, rows.__getitem__, ours.rank_and_chunk)
         assert [[a.kind for a in row] for row in ours.ranks] == [
             [a.kind for a in row] for row in expected
         ]
@@ -222,7 +227,7 @@ def test_interleaved_has_the_order_of_torch(p: int, v: int, m: int) -> None:
         "interleaved", num_ranks=p, num_chunks=v, num_microbatches=m, group=m // rounds
     )
     assert [list(row) for row in ours.ranks] == torch_ranks(
-        p, partial(theirs, sizes), ours.place_of
+        p, partial(theirs, sizes), ours.rank_and_chunk
     )
 
 
@@ -244,7 +249,7 @@ def test_zero_bubble_and_v_schedules_are_no_worse_than_those_of_torch(p: int, m:
     for name, chunks, their_class in pairs:
         ours = build_schedule(name, num_ranks=p, num_chunks=chunks, num_microbatches=m)
         order = partial(their_class._calculate_single_rank_operations, sizes)
-        rows = torch_ranks(p, order, ours.place_of)
+        rows = torch_ranks(p, order, ours.rank_and_chunk)
         theirs = Schedule(ours.name, p, chunks, m, ours.placement, tuple(map(tuple, rows)))
         assert simulate(ours).makespan <= simulate(theirs).makespan
         assert max(peak_activation_memory(ours)) <= max(peak_activation_memory(theirs))

@@ -15,7 +15,6 @@ from megalith.plan.shards import (
     Box,
     HeadSplit,
     Shard,
-    boxes_of_range,
     copies,
     gradient_sum_axes,
     intersect,
@@ -23,6 +22,7 @@ from megalith.plan.shards import (
     key_value_ranks,
     split_evenly,
     split_heads,
+    split_range_into_boxes,
 )
 
 
@@ -120,7 +120,7 @@ def test_a_flat_range_is_few_boxes_in_order(shape: tuple[int, ...]) -> None:
     total = math.prod(shape)
     for start in range(total + 1):
         for stop in range(start, total + 1):
-            boxes = boxes_of_range(shape, start, stop)
+            boxes = split_range_into_boxes(shape, start, stop)
             assert len(boxes) <= max(1, 2 * len(shape) - 1)
             assert [element for box in boxes for element in elements(shape, box)] == list(
                 range(start, stop)

@@ -26,14 +26,14 @@ from tests.cases import loop_over
 
 def test_1f1b_of_four_ranks_and_eight_microbatches_has_the_published_bubble() -> None:
     result = simulate(with_transfers(build_schedule("1f1b", num_ranks=4, num_microbatches=8)))
-    assert result.bubble == Fraction(3, 8) and result.bubble_of_total == Fraction(3, 11)
+    assert result.bubble == Fraction(3, 8) and result.bubble_fraction_of_total == Fraction(3, 11)
     assert result.makespan == (8 + 3) * 3 and result.idle == (9,) * 4
     assert [result.waits(rank) for rank in range(4)] == [(0, 9, 0), (1, 6, 2), (2, 3, 4), (3, 0, 6)]
 
 
 def test_1f1b_of_eight_ranks_and_64_microbatches() -> None:
     result = simulate(build_schedule("1f1b", num_ranks=8, num_microbatches=64))
-    assert result.bubble == Fraction(7, 64) and result.bubble_of_total == Fraction(7, 71)
+    assert result.bubble == Fraction(7, 64) and result.bubble_fraction_of_total == Fraction(7, 71)
 
 
 def random_costs(rng: random.Random, num_stages: int) -> Costs:
@@ -62,14 +62,14 @@ def test_in_any_schedule_with_any_costs_nothing_starts_before_what_it_needs(seed
         for index, action in enumerate(row):
             start = result.starts[rank][index]
             assert start >= free
-            stage = schedule.stage_of(rank, action.chunk)
+            stage = schedule.stage_index(rank, action.chunk)
             needs = []
             if action.kind == "F" and stage > 0:
                 needs.append(("F", stage - 1))
             if action.kind in ("B", "I"):
                 needs.append(("F", stage) if stage == last else ("I", stage + 1))
             for kind, other in needs:
-                hop = costs.transfer if schedule.place_of(other)[0] != rank else 0
+                hop = costs.transfer if schedule.rank_and_chunk(other)[0] != rank else 0
                 assert start >= ends[kind, other, action.microbatch] + hop
             free = result.end(rank, index) if action.peer < 0 else free
         assert result.busy[rank] + sum(result.waits(rank)) == result.makespan
@@ -84,7 +84,7 @@ def ends_by_stage(result: Simulation) -> dict[tuple[str, int, int], Fraction | f
         for index, action in enumerate(row):
             if action.peer < 0:
                 kind = "I" if action.kind == "B" else action.kind
-                stage = result.schedule.stage_of(rank, action.chunk)
+                stage = result.schedule.stage_index(rank, action.chunk)
                 ends[kind, stage, action.microbatch] = result.end(rank, index)
     return ends
 
@@ -100,9 +100,11 @@ def test_messages_of_a_channel_travel_one_after_the_other_once_both_sides_are_th
     for before, after in pairwise(messages):
         assert before.channel != after.channel or after.start >= before.end
     posted = {
-        (schedule.stage_of(rank, action.chunk), str(action.kind), action.microbatch): result.starts[
-            rank
-        ][index]
+        (
+            schedule.stage_index(rank, action.chunk),
+            str(action.kind),
+            action.microbatch,
+        ): result.starts[rank][index]
         for rank, row in enumerate(schedule.ranks)
         for index, action in enumerate(row)
     }

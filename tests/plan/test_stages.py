@@ -12,13 +12,13 @@ from megalith.config.parallel import PipelineConfig
 from megalith.errors import PlanError
 from megalith.plan.stages import (
     Stage,
-    layout_of,
+    find_layer_stage,
+    format_layout,
     plan_stages,
     proposed_layout,
+    select_rank_stages,
     single_stage,
     stage_boundary,
-    stage_of_layer,
-    stages_of_rank,
     stages_problems,
     table_stages,
 )
@@ -42,7 +42,11 @@ def test_16_layers_on_4_ranks_with_two_chunks() -> None:
     pipeline = PipelineConfig(vpp=2)
     stages = plan_stages(pipeline, pp=4, num_layers=16)
     held = [
-        [layer for stage in stages_of_rank(stages, rank, pipeline, pp=4) for layer in stage.layers]
+        [
+            layer
+            for stage in select_rank_stages(stages, rank, pipeline, pp=4)
+            for layer in stage.layers
+        ]
         for rank in range(4)
     ]
     assert held == [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]
@@ -53,7 +57,7 @@ def test_16_layers_on_4_ranks_with_two_chunks() -> None:
 def test_in_a_v_the_first_and_the_last_stage_lie_together() -> None:
     pipeline = PipelineConfig(schedule="zb-v", vpp=2)
     stages = plan_stages(pipeline, pp=3, num_layers=6)
-    first = stages_of_rank(stages, 0, pipeline, pp=3)
+    first = select_rank_stages(stages, 0, pipeline, pp=3)
     assert first == [Stage(range(1), embedding=True), Stage(range(5, 6), loss=True, norm=True)]
     assert table_stages(FOUR_TIED, stages, pipeline, pp=3)["embed.weight"] == (0,)
 
@@ -120,10 +124,10 @@ def test_every_layer_is_on_one_stage_or_a_refusal_names_a_layout_that_works(seed
     assert len(stages) == pp * vpp
     assert [n for n, stage in enumerate(stages) if stage.embedding] == [0]
     assert [n for n, stage in enumerate(stages) if stage.loss] == [len(stages) - 1]
-    again = PipelineConfig(vpp=vpp, layout=layout_of(stages))
+    again = PipelineConfig(vpp=vpp, layout=format_layout(stages))
     assert plan_stages(again, pp=pp, num_layers=num_layers) == stages
     for layer in range(num_layers):
-        assert layer in stages[stage_of_layer(stages, layer)].layers
+        assert layer in stages[find_layer_stage(stages, layer)].layers
 
 
 def test_30_layers_on_4_ranks_are_refused_and_not_made_28() -> None:
@@ -386,7 +390,7 @@ def test_proposed_layouts_work_whatever_is_predicted(seed: int) -> None:
     stages = plan_stages(
         PipelineConfig(layout=layout), pp=num_stages, num_layers=num_layers, depths=depths
     )
-    assert layout_of(stages) == layout
+    assert format_layout(stages) == layout
     assert (
         sum(len(stage.layers) for stage in stages) == num_layers
         and stages[-1].num_mtp_layers == depths

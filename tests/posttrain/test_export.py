@@ -19,7 +19,7 @@ from megalith.config.tree import to_dict
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.pretrained import load_pretrained, locate_source, open_adapters, open_pretrained
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_lengths
+from megalith.kernels.packed import seq_params_from_lengths
 from megalith.models.decoder import Decoder, allocate, iter_parameter_specs
 from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
@@ -108,7 +108,7 @@ def ours(source: Path) -> Tensor:
     load_pretrained(entries, str(source), build_single_rank_mesh().world, model=opened.model)
     with torch.no_grad():
         return model.head.logits(
-            model(IDS, LayerInputs(tokens_of_lengths([len(IDS)], device="cpu")))
+            model(IDS, LayerInputs(seq_params_from_lengths([len(IDS)], device="cpu")))
         )
 
 

@@ -21,7 +21,7 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.pretrained import Pretrained, open_pretrained
 from megalith.hf.release import release_run
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import tokens_of_lengths
+from megalith.kernels.packed import seq_params_from_lengths
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn.build import build_context
 from megalith.parallel.group import single_rank_group
@@ -99,7 +99,7 @@ def logits(path: Path, moe: MoEConfig | None = None, **options: Any) -> Tensor:
     source = source if moe is None else upcycle(source, moe, **options)
     model = loaded(source)
     with torch.no_grad():
-        return model.head.logits(model(IDS, LayerInputs(tokens_of_lengths([9, 14]))))
+        return model.head.logits(model(IDS, LayerInputs(seq_params_from_lengths([9, 14]))))
 
 
 def off(theirs: Tensor, ours: Tensor) -> float:
@@ -207,7 +207,7 @@ def losses_of_depths(path: Path, moe: MoEConfig | None = None) -> Tensor:
         found = sum_lm_losses(
             model.outputs(
                 ids,
-                LayerInputs(tokens_of_lengths([23])),
+                LayerInputs(seq_params_from_lengths([23])),
                 mtp_inputs=((ids.roll(-1), labels.roll(-1)),),
             ),
             labels,

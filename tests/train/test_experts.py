@@ -51,8 +51,8 @@ def test_experts_chosen_more_than_others_lose_and_those_chosen_less_gain() -> No
     first, second = iter_routers(trainer.pipeline_model.modules)
     update_expert_biases(trainer.pipeline_model.modules, trainer.mesh)
     assert first.expert_bias is not None and not first.expert_bias.any(), "nothing was counted yet"
-    record = first.balance.stats_of_step(AuxLossScale(0, 2, 1.0), torch.zeros(1))
-    second.balance.stats_of_step(AuxLossScale(0, 2, 1.0), torch.zeros(1))
+    record = first.balance.step_record(AuxLossScale(0, 2, 1.0), torch.zeros(1))
+    second.balance.step_record(AuxLossScale(0, 2, 1.0), torch.zeros(1))
     record.counts[:] = torch.tensor([[2.0, 1, 0, 1], [1, 2, 1, 0]])
     update_expert_biases(trainer.pipeline_model.modules, trainer.mesh)
     assert torch.allclose(first.expert_bias, torch.tensor([-1e-3, -1e-3, 1e-3, 1e-3]))
@@ -106,8 +106,8 @@ def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains
     first, second = iter_routers(trainer.pipeline_model.modules)
     update_quantile_offsets(trainer.pipeline_model.modules, trainer.mesh)
     assert first.offset is not None and not first.offset.any(), "nothing was noted yet"
-    record = first.balance.stats_of_step(AuxLossScale(0, 3, 1.0), torch.zeros(1))
-    second.balance.stats_of_step(AuxLossScale(0, 3, 1.0), torch.zeros(1))
+    record = first.balance.step_record(AuxLossScale(0, 3, 1.0), torch.zeros(1))
+    second.balance.step_record(AuxLossScale(0, 3, 1.0), torch.zeros(1))
     record.offsets[:] = torch.tensor([[4.0, 0, 0, 0, 1], [8.0, 4, 0, 0, 1], [0, 0, 0, 0, 0]])
     first.offset.data.copy_(torch.tensor([0.0, 4, 0, -4]))
     update_quantile_offsets(trainer.pipeline_model.modules, trainer.mesh)
@@ -119,7 +119,7 @@ def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains
 def test_routers_that_are_not_trained_keep_their_biases() -> None:
     trainer = build_trainer(run_with(BALANCED), build_single_rank_mesh(), torch.device("cpu"))
     router, _ = iter_routers(trainer.pipeline_model.modules)
-    router.balance.stats_of_step(AuxLossScale(0, 1, 1.0), torch.zeros(1)).counts[0, 0] = 5
+    router.balance.step_record(AuxLossScale(0, 1, 1.0), torch.zeros(1)).counts[0, 0] = 5
     for weight in router.gate.accumulated_parameters():
         weight.requires_grad_(False)
     update_expert_biases(trainer.pipeline_model.modules, trainer.mesh)
@@ -333,12 +333,12 @@ def losses_replayed(
     others = RoutingRecord(
         {key: (chosen + 1) % 4 for key, chosen in routing.choices.items()}, followed=True
     )
-    found = [recorded, total(routing.again()), total(others)]
+    found = [recorded, total(routing.for_replay()), total(others)]
     if world > 1:  # a rank that stops alone leaves others to the launcher
         return found
     del routing.choices[next(key for key in routing.choices if key[1] == len(batches) - 1)]
     with pytest.raises(DataError, match=f"microbatch {len(batches) - 1}: no choices of layers"):
-        total(routing.again())
+        total(routing.for_replay())
     return found
 
 

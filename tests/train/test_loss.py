@@ -71,7 +71,7 @@ def test_every_head_has_a_record_of_its_own_and_knows_whether_backward_reads_the
             and [head.reads_table_again for head in heads] == [reads] * 3
         )
         records = [
-            head.summed_loss.seen
+            head.summed_loss.logit_stats
             for head in heads
             if isinstance(head.summed_loss, LossWithLogitStats)
         ]

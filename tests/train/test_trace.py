@@ -235,7 +235,7 @@ def test_disabled_trace_writes_no_files(tmp_path: Path, monkeypatch: pytest.Monk
     def forbid(*arguments: object) -> None:
         raise AssertionError("choices are written down")
 
-    monkeypatch.setattr("megalith.kernels.replay.MicrobatchRouting.note", forbid)
+    monkeypatch.setattr("megalith.kernels.replay.MicrobatchRouting.record", forbid)
     train(0, 1, mixture(observe__routing_trace="0", train__steps="1"), tmp_path)
     assert not (tmp_path / "routing").exists()
     with pytest.raises(AssertionError, match="written down"):
@@ -339,7 +339,9 @@ def test_a_step_is_there_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = RoutingTrace(tmp_path, build_single_rank_mesh(), steps=3)
-    monkeypatch.setattr(trace, "rows_of", lambda step, *rest: [{"step": step, "experts": [[1, 0]]}])
+    monkeypatch.setattr(
+        trace, "trace_rows", lambda step, *rest: [{"step": step, "experts": [[1, 0]]}]
+    )
     written.write(1, RoutingRecord(), [])
     whole = written.path.read_text()
 
@@ -348,7 +350,7 @@ def test_a_step_is_there_whole_or_not_at_all(
             file.write('{"step":2}\n{"st')
         return [{"step": step}]
 
-    monkeypatch.setattr(trace, "rows_of", half)
+    monkeypatch.setattr(trace, "trace_rows", half)
     monkeypatch.setattr(Path, "open", _refusing(Path.open))
     with pytest.raises(OSError, match="No space left"):
         written.write(2, RoutingRecord(), [])
@@ -371,7 +373,7 @@ def test_step_without_rows_has_no_captures(tmp_path: Path, monkeypatch: pytest.M
             break
         with monkeypatch.context() as patch:
             patch.setattr(
-                trace, "rows_of", lambda step, *rest: [{"step": step, "sidecar": rest[-1]}]
+                trace, "trace_rows", lambda step, *rest: [{"step": step, "sidecar": rest[-1]}]
             )
             if step == 2:
                 patch.setattr(Path, "open", _refusing(Path.open))

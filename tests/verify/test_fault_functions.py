@@ -10,12 +10,12 @@ import torch
 
 from megalith.config.lora import LoraConfig
 from megalith.kernels.attention.split_kv import init_attention_result
-from megalith.kernels.packed import ContextShard, tokens_of_slices, with_masks
+from megalith.kernels.packed import ContextShard, seq_params_from_slices, with_masks
 from megalith.nn.init import init_param_
 from megalith.nn.lora import column_adapter
 from megalith.optim.optimizers import build_slot, group_by_rates
 from megalith.optim.schedule import GroupRates
-from megalith.parallel.context import seen_of_groups, select_local_heads
+from megalith.parallel.context import pair_masks_by_group, select_local_heads
 from megalith.parallel.cross_entropy import HeadShard, softmax_over_ranks
 from megalith.parallel.data import shard_groups
 from megalith.parallel.group import Group, single_rank_group
@@ -74,26 +74,26 @@ def test_second_rank_has_the_masks_of_the_first_or_none() -> None:
     def shard(rank: int) -> ContextShard:
         slicing = Slicing(ranks=2, rank=rank)
         tokens = with_masks(
-            tokens_of_slices(plan_slices([8], row=8, slicing=slicing), slicing),
+            seq_params_from_slices(plan_slices([8], row=8, slicing=slicing), slicing),
             [torch.eye(8).bool()],
         )
         assert tokens.context is not None
         return tokens.context
 
     first, second = shard(0), shard(1)
-    wrong = layers.masks_of_another_rank.wrong(seen_of_groups, second, 1)
-    right = seen_of_groups(first, 1)
+    wrong = layers.masks_of_another_rank.wrong(pair_masks_by_group, second, 1)
+    right = pair_masks_by_group(first, 1)
     assert right is not None
     for pairs, right_pairs in zip(wrong, right, strict=True):
         assert torch.equal(pairs.of_row(0, 1), right_pairs.of_row(0, 1))
     forgotten = layers.masks_forgotten.wrong
-    assert forgotten(seen_of_groups, first, 1) is not None
-    assert forgotten(seen_of_groups, second, 1) is None
+    assert forgotten(pair_masks_by_group, first, 1) is not None
+    assert forgotten(pair_masks_by_group, second, 1) is None
 
 
 def test_only_the_logsumexp_is_that_of_the_vocabulary_shard() -> None:
     logits, labels = torch.randn(3, 7, dtype=torch.float64), torch.tensor([0, 6, -1])
-    head = HeadShard.of(torch.empty(7, 2), single_rank_group("tp"), 0, 7, None, loops=False)
+    head = HeadShard.build(torch.empty(7, 2), single_rank_group("tp"), 0, 7, None, loops=False)
     right = softmax_over_ranks(logits, labels, head)
     wrong = layers.z_loss_of_own_rows.wrong(softmax_over_ranks, logits, labels, head)
     assert all(torch.equal(a, b) for a, b in zip(right, wrong, strict=True))

@@ -14,7 +14,7 @@ from megalith.verify.faults import layers, moe, plant, training
 from megalith.verify.faults.plant import Fault, find_fault, load_faults, plant_fault
 from megalith.verify.faults.table import (
     EXPERT_NEEDS,
-    adapters_of,
+    fault_lora_config,
     memory_settings,
     with_attention,
     with_experts,
@@ -157,7 +157,7 @@ def test_type_check_rejects_faults_of_types_and_shapes(fault: Fault, sp: bool) -
             sp=sp,
             recompute=memory_settings(fault)[0],
             model=with_experts(with_attention(MODEL, fault), fault),
-            lora=adapters_of(fault),
+            lora=fault_lora_config(fault),
         )
     if fault.found_by == "numbers":
         assert report.ok

@@ -41,13 +41,13 @@ def kinds(row: Layout) -> set[ContextKind]:
     return {*(p.context.layers or (p.context.kind,))} if p.cp > 1 else set()
 
 
-def schedule_of(row: Layout) -> ScheduleName | None:
+def row_schedule(row: Layout) -> ScheduleName | None:
     p = row.parallel
     return schedule_name(p.pipeline) if p.pp * p.pipeline.vpp > 1 else None
 
 
 def schedules(rows: Iterable[Layout]) -> set[ScheduleName | None]:
-    return {schedule_of(row) for row in rows if row.parallel.pp > 1}
+    return {row_schedule(row) for row in rows if row.parallel.pp > 1}
 
 
 def size(row: Layout, axis: str) -> int:
@@ -103,7 +103,7 @@ def features(row: Layout) -> set[str]:
     }
     axes = {axis for axis in ("tp", "cp", "pp", "dp", "ep") if size(row, axis) > 1}
     return (
-        {name for name, has in names.items() if has} | axes | kinds(row) | {str(schedule_of(row))}
+        {name for name, has in names.items() if has} | axes | kinds(row) | {str(row_schedule(row))}
     )
 
 

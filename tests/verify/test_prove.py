@@ -8,7 +8,7 @@ from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.testing.tiny import tiny_run
 from megalith.verify import prove
 from megalith.verify.matrix import Layout, load_matrix
-from megalith.verify.prove import compare_in_float64, schedule_of, verify_row, verify_run
+from megalith.verify.prove import check_run_schedule, compare_in_float64, verify_row, verify_run
 from megalith.verify.ranks import Difference, LayoutCase
 from megalith.verify.types import type_check
 
@@ -80,12 +80,12 @@ def test_failure_of_a_rank_is_reported_as_a_problem() -> None:
 
 def test_schedule_of_the_run_is_checked() -> None:
     run = tiny_run({"parallel.pp": "2", "train.micro_batch_size": "2"})
-    report = schedule_of(run, 2)
+    report = check_run_schedule(run, 2)
     assert report is not None and report.ok
     assert (report.name, report.num_ranks, report.num_microbatches) == ("1f1b", 2, 6)
-    assert schedule_of(tiny_run(), 2) is None
+    assert check_run_schedule(tiny_run(), 2) is None
     wrong = replace(run, parallel=replace(run.parallel, pipeline=PipelineConfig(vpp=2, group=4)))
-    refused = schedule_of(replace(wrong, train=replace(run.train, micro_batch_size=4)), 2)
+    refused = check_run_schedule(replace(wrong, train=replace(run.train, micro_batch_size=4)), 2)
     assert refused is not None and not refused.ok
 
 

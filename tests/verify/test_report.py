@@ -123,7 +123,7 @@ def test_schedule_is_one_row_and_each_problem_one() -> None:
         num_actions=30,
         num_messages=8,
         bubble=Fraction(1, 4),
-        bubble_of_total=Fraction(1, 5),
+        bubble_fraction_of_total=Fraction(1, 5),
         peak_live=(Fraction(2), Fraction(1)),
     )
     (row,) = schedule_rows(good)

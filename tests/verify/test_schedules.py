@@ -17,7 +17,7 @@ from megalith.verify.prove import check_lists, check_schedule
 def test_1f1b_is_reported_with_its_bubble_and_memory() -> None:
     report = check_schedule(PipelineConfig(), pp=4, num_microbatches=8)
     assert report.ok and report.name == "1f1b"
-    assert report.bubble == Fraction(3, 8) and report.bubble_of_total == Fraction(3, 11)
+    assert report.bubble == Fraction(3, 8) and report.bubble_fraction_of_total == Fraction(3, 11)
     assert list(report.peak_live) == [4, 3, 2, 1]
     assert (
         report.num_messages == 2 * 3 * 8

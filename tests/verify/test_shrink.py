@@ -23,7 +23,7 @@ from megalith.plan.stages import plan_stages
 from megalith.recipes import recipes
 from megalith.rules.run import model_problems, run_problems
 from megalith.testing.tiny import tiny_run
-from megalith.verify.ranks import LayoutCase, compare_with_one_process, run_of_one
+from megalith.verify.ranks import LayoutCase, compare_with_one_process, one_process_run
 from megalith.verify.shrink import MOST_RANKS, _shrink_choice, describe_copy, shrink
 from megalith.verify.tiny_models import FOUR, VARIANTS
 
@@ -598,7 +598,7 @@ def test_copy_keeps_the_global_aux_loss_if_one_process_can_compute_it() -> None:
         assert mixture is not None and mixture.aux_loss.global_batch_coeff == kept
         assert mixture.aux_loss.batch_coeff == pytest.approx(0.0 if kept else 0.3)
         assert ("aux loss per microbatch" in describe_copy(run, 4, case)) == (not kept)
-        rows = run_of_one(case).train.micro_batch_size
+        rows = one_process_run(case).train.micro_batch_size
         assert rows == case.run.train.micro_batch_size * (
             (case.run.parallel.dp or 1) if kept else 1
         )

@@ -20,7 +20,7 @@ from megalith.parallel.context import ring_attention
 from megalith.parallel.cross_entropy import token_losses
 from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.context import KeySpans
-from megalith.verify.type_rules import installed_rules, our_functions, types_of
+from megalith.verify.type_rules import find_types, installed_rules, our_functions
 
 
 def test_every_autograd_function_has_a_type_rule() -> None:
@@ -105,8 +105,8 @@ def test_collective_changes_types_of_its_own_axes_only(name: str) -> None:
     with checking() as counts:
         x = tensor(before)
         out = call(x)
-        assert types_of(out) == {"dp": V, "tp_kv": after, "tp_copy": after}
-        assert types_of(x) == {"dp": V, "tp_kv": before, "tp_copy": before}
+        assert find_types(out) == {"dp": V, "tp_kv": after, "tp_copy": after}
+        assert find_types(x) == {"dp": V, "tp_kv": before, "tp_copy": before}
         out.sum().backward(torch.empty((), device="meta"))
     assert out.shape == shape and x.grad is not None and x.grad.shape == (8, 2)
     assert sum(counts.values()) == (name != "partial")
@@ -147,7 +147,7 @@ def ring(*, sinks: Any = None, values: Any = None, **given: Any) -> Tensor:
 def test_ring_attention_has_varying_inputs_and_outputs() -> None:
     with checking() as counts:
         out = ring()
-        assert types_of(out) == {"dp": V, "tp_kv": V, "tp_copy": V} and out.shape == (8, 4, 2)
+        assert find_types(out) == {"dp": V, "tp_kv": V, "tp_copy": V} and out.shape == (8, 4, 2)
         out.sum().backward(torch.empty((), device="meta"))
     assert counts == {"ring_attention over tp_kv_tp_copy": 1}
 
@@ -166,7 +166,7 @@ def test_ring_attention_rejects_replicated_and_partial_inputs(name: str, given: 
 
 def test_sinks_are_replicated_over_the_ring() -> None:
     with checking():
-        assert types_of(ring(sinks=R)) == {"dp": V, "tp_kv": V, "tp_copy": V}
+        assert find_types(ring(sinks=R)) == {"dp": V, "tp_kv": V, "tp_copy": V}
     for given in (V, I, P):
         with (
             checking(),
@@ -179,7 +179,7 @@ def test_sinks_are_replicated_over_the_ring() -> None:
 
 def test_relative_biases_are_replicated_over_the_ring() -> None:
     with checking():
-        assert types_of(ring(values=R)) == {"dp": V, "tp_kv": V, "tp_copy": V}
+        assert find_types(ring(values=R)) == {"dp": V, "tp_kv": V, "tp_copy": V}
     for given in (V, I, P):
         with (
             checking(),
@@ -193,7 +193,7 @@ def test_heads_sharded_over_tp_have_sharded_sinks() -> None:
     with checking():
         q, k, v = (tensor(V, 8, heads, 2) for heads in (4, 2, 2))
         assert (
-            types_of(span_attention(q, k, v, spans, Scores(softcap=2.0), tensor(V, 4, dp=R)))[
+            find_types(span_attention(q, k, v, spans, Scores(softcap=2.0), tensor(V, 4, dp=R)))[
                 "tp_kv"
             ]
             is V
@@ -204,10 +204,10 @@ def test_heads_sharded_over_tp_have_sharded_sinks() -> None:
 
 def test_replicated_and_invariant_are_equal_without_gradient() -> None:
     with checking():
-        assert types_of(collectives.copy_to_tp(tensor(R, grad=False), GROUP))["tp_kv"] is R
-        assert types_of(collectives.scatter_to_sp(tensor(R, grad=False), GROUP))["tp_kv"] is V
+        assert find_types(collectives.copy_to_tp(tensor(R, grad=False), GROUP))["tp_kv"] is R
+        assert find_types(collectives.scatter_to_sp(tensor(R, grad=False), GROUP))["tp_kv"] is V
         with torch.no_grad():
-            assert types_of(collectives.copy_to_tp(tensor(R), GROUP))["tp_kv"] is R
+            assert find_types(collectives.copy_to_tp(tensor(R), GROUP))["tp_kv"] is R
         with pytest.raises(SpmdTypeError, match="but got V"):
             collectives.copy_to_tp(tensor(V, grad=False), GROUP)
 
@@ -244,7 +244,7 @@ def test_tokens_of_the_expert_grid_are_typed_on_the_dense_grid() -> None:
         x = torch.empty(8, 2, device="meta")
         with checker.set_current_mesh({"edp": MeshAxis.of(2, 16), "ep": MeshAxis.of(16, 1)}):
             checker.assert_type(x, {MeshAxis.of(2, 16): V, MeshAxis.of(16, 1): V})
-        assert types_of(collectives.all_gather(x, GROUP)) == {"dp": V, "tp_kv": R, "tp_copy": R}
+        assert find_types(collectives.all_gather(x, GROUP)) == {"dp": V, "tp_kv": R, "tp_copy": R}
 
 
 def losses(x: Tensor, weight: Tensor, labels: Tensor, group: Group = GROUP) -> Tensor:
@@ -261,7 +261,7 @@ def test_token_losses_are_invariant_over_vocabulary_shards() -> None:
     with checking():
         x, weight = tensor(R), tensor(V, 5, 2, dp=R)
         out = losses(x, weight, labels_of(R))
-        assert out.shape == (8,) and types_of(out) == {"dp": V, "tp_kv": I, "tp_copy": I}
+        assert out.shape == (8,) and find_types(out) == {"dp": V, "tp_kv": I, "tp_copy": I}
         collectives.mark_partial(
             out.sum(), Group(axes=("dp",), ranks=(3, 11, 19, 27), rank=1, name="paper")
         ).backward()
@@ -287,4 +287,4 @@ def test_loss_over_one_vocabulary_shard_is_varying() -> None:
         out = losses(
             tensor(R), tensor(V, 5, 2, dp=R), labels_of(R), single_rank_group("tp_kv", "tp_copy")
         )
-        assert types_of(out)["tp_kv"] is V
+        assert find_types(out)["tp_kv"] is V

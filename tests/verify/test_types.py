@@ -40,14 +40,13 @@ from megalith.parallel import tensor as layers
 from megalith.parallel.collectives import mark_partial
 from megalith.parallel.mesh import Mesh, build_meta_mesh
 from megalith.plan.grid import model_grid
-from megalith.recipes import resolve
-from megalith.recipes.llama import llama3_70b
+from megalith.recipes import build_recipe, resolve
 from megalith.rules.run import run_problems
 from megalith.testing.inject import patched
 from megalith.verify.faults.plant import changed_model, load_faults, plant_fault
 from megalith.verify.ranks import layout_case
 from megalith.verify.tiny_models import CROSS_LAYER, MIXTURES, NARROW, PLANNED, VARIANTS
-from megalith.verify.type_rules import our_functions, types_of
+from megalith.verify.type_rules import find_types, our_functions
 from megalith.verify.types import (
     ChildRequest,
     TypeReport,
@@ -348,7 +347,7 @@ def test_docs_have_the_error_text_and_every_fault() -> None:
 
 @pytest.mark.slow
 def test_llama_70b_on_4096_ranks_is_checked_at_three_places_within_a_minute_and_4_gib() -> None:
-    run = llama3_70b()
+    run = build_recipe("llama3_70b")
     report = type_check_in_child(run.model, run.parallel, world=4096)
     print(f"type check of 70B at 4096 ranks: {report.seconds:.1f} s, {report.peak_gib:.2f} GiB")
     assert report.ok and report.ranks == (0, 2052, 4095)
@@ -530,11 +529,11 @@ def test_parameters_are_typed_from_their_shards() -> None:
         declare(model, grid)
         first = layer(model, 0)
         found = {
-            "q": types_of(first.attention.qkv.q),
-            "kv": types_of(first.attention.qkv.kv),
-            "o_bias": types_of(first.attention.out.o_bias),
-            "norm": types_of(first.mlp_norm.weight),
-            "last norm": types_of(model.norm.weight),
+            "q": find_types(first.attention.qkv.q),
+            "kv": find_types(first.attention.qkv.kv),
+            "o_bias": find_types(first.attention.out.o_bias),
+            "norm": find_types(first.mlp_norm.weight),
+            "last norm": find_types(model.norm.weight),
         }
     assert found == {
         "q": {"dp_shard": R, "tp_kv": V, "tp_copy": V},

@@ -121,7 +121,7 @@ def _probabilities(
     rows, keys = _rows(q, tile), k[tile.keys]
     scores = rows.new_empty(rows.shape[0], rows.shape[1], keys.shape[1])
     torch.baddbmm(scores, rows, keys.transpose(1, 2), beta=0, alpha=scale, out=scores)
-    if cpu_threads.takes(scores) and dtype in cpu_threads.DTYPES:
+    if cpu_threads.should_use(scores) and dtype in cpu_threads.DTYPES:
         return _loop_softmax(scores, tile, dtype)
     if tile.causal or tile.documents:
         hidden = _hidden(tile, scores)

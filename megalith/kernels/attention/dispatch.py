@@ -23,8 +23,8 @@ from megalith.kernels.attention.mask import AttentionMask, PairMask
 from megalith.kernels.attention.scores import (
     PLAIN,
     Scores,
+    build_scores_mask,
     distance_biases,
-    mask_of_scores,
     masked_attention,
 )
 from megalith.kernels.attention.sdpa import (
@@ -35,10 +35,10 @@ from megalith.kernels.attention.sdpa import (
     sdpa_masked,
 )
 from megalith.kernels.attention.split_kv import span_attention
-from megalith.kernels.backend import refuse
+from megalith.kernels.backend import raise_unsupported
 from megalith.kernels.dropout import DropoutKey, DroppedWeights, weight_factors
 from megalith.kernels.packed import PackedSeqParams
-from megalith.plan.context import spans_of_lengths
+from megalith.plan.context import plan_length_spans
 
 AttentionBackend = Literal["cpu_tiled", "torch", "split_kv", "varlen", "flex"]
 
@@ -105,7 +105,7 @@ def attention(
             q,
             k,
             v,
-            lengths_of_one_row(lengths),
+            distinct_row_lengths(lengths),
             scale=scores.factor(q.shape[2]),
             causal=scores.causal,
         )
@@ -149,7 +149,7 @@ def _reference_by_document(
         token_numbers = list(
             zip(
                 dropout_key.numbers.split(query_counts),
-                dropout_key.numbers_of_keys.split(key_counts),
+                dropout_key.key_numbers.split(key_counts),
             )
         )
     outs = []
@@ -188,7 +188,7 @@ def _masks(
             seq_params.visible.scores(scores),
         )
     for (queries, keys), mask in zip(lengths, document_masks, strict=True):
-        visible = mask_of_scores(queries, keys, scores, device=device)
+        visible = build_scores_mask(queries, keys, scores, device=device)
         yield visible if mask is None else mask if visible is None else visible & mask
 
 
@@ -196,7 +196,7 @@ def build_dropped_weights(dropout_key: DropoutKey | None, scores: Scores) -> Dro
     """Return the attention dropout of the tokens of `dropout_key`, or None."""
     if scores.dropout is None or dropout_key is None:
         return None
-    return DroppedWeights(scores.dropout, dropout_key.numbers, dropout_key.numbers_of_keys)
+    return DroppedWeights(scores.dropout, dropout_key.numbers, dropout_key.key_numbers)
 
 
 def _sdpa_or_reference(
@@ -309,13 +309,13 @@ def _with_masks(
     lengths = kept
     if hiding_scores.window is not None and hiding_scores.chunked:
         lengths, hiding_scores = (
-            lengths_of_chunks(kept, hiding_scores.window),
+            split_lengths_into_chunks(kept, hiding_scores.window),
             replace(hiding_scores, window=None, chunked=False),
         )
     seen = PairMask(
         visible,
         torch.arange(len(q), device=q.device),
-        _numbers_of_keys(seq_params.lengths, kept, q.device),
+        _remaining_key_indices(seq_params.lengths, kept, q.device),
     )
     if backend == "flex":
         from megalith.kernels.attention.flex import flexible_attention
@@ -355,7 +355,7 @@ def select_masked_backend(
         return "split_kv"
     from megalith.kernels.attention import flex
 
-    return "flex" if flex.takes(q, v, scores) else "split_kv"
+    return "flex" if flex.can_use(q, v, scores) else "split_kv"
 
 
 def visible_key_lengths(lengths: Lengths, scores: Scores) -> Lengths:
@@ -364,13 +364,13 @@ def visible_key_lengths(lengths: Lengths, scores: Scores) -> Lengths:
     if scores.window is None:
         return lengths
     return (
-        _of_chunks(lengths, scores.window)
+        _chunked_lengths(lengths, scores.window)
         if scores.chunked
-        else _of_windows(lengths, scores.window)
+        else _window_lengths(lengths, scores.window)
     )
 
 
-def _numbers_of_keys(lengths: Lengths, kept: Lengths, device: torch.device) -> Tensor:
+def _remaining_key_indices(lengths: Lengths, kept: Lengths, device: torch.device) -> Tensor:
     """Return the indices of the remaining keys among all keys, int64 [t_kv], if each document keeps
     its last keys."""
     ends = accumulate(keys for _, keys in lengths)
@@ -392,7 +392,7 @@ def _spans(
     dropped: DroppedWeights | None,
     seen: PairMask | None = None,
 ) -> Tensor:
-    spans = spans_of_lengths(lengths, scores.window, causal=scores.causal, right=scores.right)
+    spans = plan_length_spans(lengths, scores.window, causal=scores.causal, right=scores.right)
     return span_attention(q, k, v, spans, scores, sinks, dropped, seen=seen)
 
 
@@ -436,10 +436,10 @@ def check_explicit_backend(
     else:
         from megalith.kernels.attention import flex, varlen
 
-        varlen_supported = varlen.takes(q, v, scores, sinks)
-        is_supported = varlen_supported if kernel == "varlen" else flex.takes(q, v, scores)
+        varlen_supported = varlen.can_use(q, v, scores, sinks)
+        is_supported = varlen_supported if kernel == "varlen" else flex.can_use(q, v, scores)
     if not is_supported:
-        refuse("attention", kernel, q)
+        raise_unsupported("attention", kernel, q)
 
 
 def select_attention_backend(
@@ -465,7 +465,7 @@ def select_attention_backend(
     if torch.compiler.is_compiling():
         return "torch"
     whole = all(queries == keys for queries, keys in lengths)
-    if whole and _cpu_tiled_is_faster(q.dtype, lengths_of_one_row(lengths)):
+    if whole and _cpu_tiled_is_faster(q.dtype, distinct_row_lengths(lengths)):
         return "cpu_tiled"
     unfused = v.shape[2] != q.shape[2] and any(
         keys >= TILED_LENGTHS.stop and queries > 1 for queries, keys in lengths
@@ -479,10 +479,10 @@ def _select_gpu_backend(
     from megalith.kernels.attention import flex, varlen
 
     sdpa_supported, equal_lengths = sdpa_supports(scores, sinks), len(set(lengths)) == 1
-    if not (sdpa_supported and equal_lengths) and varlen.takes(q, v, scores, sinks):
+    if not (sdpa_supported and equal_lengths) and varlen.can_use(q, v, scores, sinks):
         return "varlen"
     if not sdpa_supported:
-        return "flex" if flex.takes(q, v, scores) else "split_kv"
+        return "flex" if flex.can_use(q, v, scores) else "split_kv"
     return "torch"
 
 
@@ -523,7 +523,7 @@ def _cpu_tiled_is_faster(dtype: torch.dtype, lengths: tuple[int, ...]) -> bool:
     return shortest <= typical and max(lengths) < TILED_LENGTHS.stop
 
 
-def lengths_of_one_row(lengths: Lengths) -> tuple[int, ...]:
+def distinct_row_lengths(lengths: Lengths) -> tuple[int, ...]:
     """Return the lengths of the documents of one row: one length if all are equal, else all."""
     return tuple(keys for _, keys in (lengths[:1] if len(set(lengths)) == 1 else lengths))
 
@@ -537,11 +537,11 @@ def drop_keys_before_window(
     A token decoded with a KV cache then costs no more than its window. The cache may have dropped
     those keys already.
     """
-    kept = _of_windows(lengths, window)
+    kept = _window_lengths(lengths, window)
     return *_keep_last_keys(k, v, lengths, kept), kept
 
 
-def _of_windows(lengths: Lengths, window: int) -> Lengths:
+def _window_lengths(lengths: Lengths, window: int) -> Lengths:
     return tuple(
         (queries, min(keys, queries + window - 1) if queries else 0) for queries, keys in lengths
     )
@@ -556,21 +556,21 @@ def split_into_chunks(
     Any backend then computes chunked attention, at the cost of the chunks alone. The KV cache may
     have dropped whole chunks already.
     """
-    kept = _of_chunks(lengths, size)
-    return *_keep_last_keys(k, v, lengths, kept), lengths_of_chunks(kept, size)
+    kept = _chunked_lengths(lengths, size)
+    return *_keep_last_keys(k, v, lengths, kept), split_lengths_into_chunks(kept, size)
 
 
-def _of_chunks(lengths: Lengths, size: int) -> Lengths:
+def _chunked_lengths(lengths: Lengths, size: int) -> Lengths:
     return tuple(
         (queries, queries + (keys - queries) % size if queries else 0) for queries, keys in lengths
     )
 
 
-def lengths_of_chunks(lengths: Lengths, size: int) -> Lengths:
+def split_lengths_into_chunks(lengths: Lengths, size: int) -> Lengths:
     """Return (queries, keys) of each chunk of `size` tokens; a document's queries start in its
     first chunk.
 
-    >>> lengths_of_chunks(((3, 4), (5, 5)), 2)
+    >>> split_lengths_into_chunks(((3, 4), (5, 5)), 2)
     ((1, 2), (2, 2), (2, 2), (2, 2), (1, 1))
     """
     chunk_lengths: list[tuple[int, int]] = []

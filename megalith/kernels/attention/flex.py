@@ -29,7 +29,7 @@ BLOCK = 128
 Ints = NDArray[np.int32]
 
 
-def takes(q: Tensor, v: Tensor, scores: Scores) -> bool:
+def can_use(q: Tensor, v: Tensor, scores: Scores) -> bool:
     """Return whether flex_attention supports these scores on this device: a GPU with Triton,
     without attention dropout."""
     return (

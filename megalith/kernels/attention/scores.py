@@ -136,7 +136,7 @@ def _softmax(s: Tensor, visible: Tensor | None, sinks: Tensor | None) -> Tensor:
     return s.masked_fill(sees_nothing, 0).softmax(-1)[..., :keys].masked_fill(sees_nothing, 0)
 
 
-def mask_of_scores(
+def build_scores_mask(
     queries: int, keys: int, scores: Scores, *, device: torch.device
 ) -> Tensor | None:
     """Return the attention mask of `scores`, bool [queries, keys], query i being token keys -

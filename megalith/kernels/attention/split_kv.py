@@ -242,7 +242,7 @@ def _exponentials(
     sum. Overwrites the scores."""
     largest, total = scores.new_empty(scores.shape[:2]), scores.new_empty(scores.shape[:2])
     if (
-        mask is None and cpu_threads.takes(scores) and dtype in cpu_threads.DTYPES
+        mask is None and cpu_threads.should_use(scores) and dtype in cpu_threads.DTYPES
     ):  # the numba loop supports intervals, not masks
         return _loop(scores, tile, dtype, largest, total, known=False), largest, total
     _hide(scores, tile, mask)
@@ -258,7 +258,7 @@ def _probabilities(
 ) -> tuple[Tensor, Tensor]:
     """Return exp(score - lse) of the visible keys, 0 elsewhere: in the scores' dtype and in
     `dtype`. Overwrites the scores."""
-    if mask is None and cpu_threads.takes(scores) and dtype in cpu_threads.DTYPES:
+    if mask is None and cpu_threads.should_use(scores) and dtype in cpu_threads.DTYPES:
         return scores, _loop(scores, tile, dtype, lse.contiguous(), lse, known=True)
     _hide(scores, tile, mask)
     # A query without keys has lse -inf and scores -inf: the result is 0, not NaN.

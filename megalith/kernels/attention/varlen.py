@@ -28,7 +28,7 @@ def has_varlen() -> bool:
     return {"window_size", "enable_gqa", "scale"} <= set(signature(varlen_attn).parameters)
 
 
-def takes(q: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> bool:
+def can_use(q: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> bool:
     """Return whether varlen_attn supports these scores on this device: GPUs since Ampere."""
     has_unsupported = scores.off_by_one or scores.dropout is not None or sinks is not None
     return (
@@ -65,7 +65,7 @@ def varlen_attention(
         longest_q,
         longest_kv,
         scale=scores.factor(q.shape[2]),
-        window_size=window_of(scores),
+        window_size=varlen_window(scores),
         enable_gqa=q.shape[1] != k.shape[1],
     )
     assert isinstance(out, Tensor)
@@ -80,11 +80,11 @@ def starts(lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor]:
     return queries, keys
 
 
-def window_of(scores: Scores) -> tuple[int, int]:
+def varlen_window(scores: Scores) -> tuple[int, int]:
     """Return how many keys before and after its own position a query sees; -1: all.
 
     >>> both_sides = Scores(window=4, right=1, causal=False)
-    >>> window_of(PLAIN), window_of(Scores(window=4)), window_of(both_sides)
+    >>> varlen_window(PLAIN), varlen_window(Scores(window=4)), varlen_window(both_sides)
     ((-1, 0), (3, 0), (3, 1))
     """
     return (

@@ -12,7 +12,7 @@ import triton.language as tl  # lint: allow optional-import: as above
 from torch import Tensor
 
 from megalith.config.model import Activation
-from megalith.kernels.triton.launch import tile_of_row_parts
+from megalith.kernels.triton.launch import partial_row_tile
 
 Pointer = Any  # in a kernel: address of a tensor
 Count = Any  # in a kernel: an integer
@@ -37,7 +37,7 @@ def forward(
     gate; weights [t] or None -> [t, f]."""
     x = x.contiguous()
     t, f = x.shape[0], x.shape[1] // (1 if limits is None else 2)
-    y, tile = x.new_empty(t, f), tile_of_row_parts(f)
+    y, tile = x.new_empty(t, f), partial_row_tile(f)
     _forward[(tile.programs(t),)](
         x,
         x if weights is None else weights.contiguous(),
@@ -61,7 +61,7 @@ def backward(
     (t, f), dx = dy.shape, torch.empty_like(x)
     dweights, tile = (
         None if weights is None else x.new_empty(t, dtype=torch.float32),
-        tile_of_row_parts(dy.shape[1]),
+        partial_row_tile(dy.shape[1]),
     )
     _backward[(tile.programs(t),)](
         dy,

@@ -12,7 +12,7 @@ import triton  # lint: allow optional-import: callers import this module inside 
 import triton.language as tl  # lint: allow optional-import: as above
 from torch import Tensor
 
-from megalith.kernels.triton.launch import tile_of_row_parts
+from megalith.kernels.triton.launch import partial_row_tile
 
 Pointer = Any  # in a kernel: address of a tensor
 Count = Any  # in a kernel: an integer
@@ -22,7 +22,7 @@ def row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest logit of each row of [c, v] and the sum of exp(logit - largest): [c] each,
     in fp32, in one pass."""
     logits = logits.contiguous()
-    (c, v), tile = logits.shape, tile_of_row_parts(logits.shape[1])
+    (c, v), tile = logits.shape, partial_row_tile(logits.shape[1])
     largest, total = logits.new_empty(2, c, dtype=torch.float32)
     _row_sums[(tile.programs(c),)](
         logits, largest, total, c, v, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps
@@ -47,7 +47,7 @@ def gradient_(
     logits [c, v]; largest, factor, at_label, even [c] in fp32; label [c] int64, negative if it is
     not in these columns.
     """
-    (c, v), tile = logits.shape, tile_of_row_parts(logits.shape[1])
+    (c, v), tile = logits.shape, partial_row_tile(logits.shape[1])
     assert logits.is_contiguous()
     _gradient[(tile.programs(c), -(-v // tile.columns))](
         logits,

@@ -25,7 +25,7 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def takes(*tensors: Tensor) -> bool:
+def can_use(*tensors: Tensor) -> bool:
     """Return whether the Triton kernels support these tensors: on a GPU, in 16 or 32 bits, the
     first not empty."""
     first = tensors[0]
@@ -53,17 +53,17 @@ class ProgramTile(NamedTuple):
         return -(-rows // self.rows)
 
 
-def tile_of_whole_rows(width: int) -> ProgramTile:
+def whole_row_tile(width: int) -> ProgramTile:
     """Return a tile of entire rows of `width` features: several rows if they are short.
 
-    >>> tile_of_whole_rows(100), tile_of_whole_rows(5000)
+    >>> whole_row_tile(100), whole_row_tile(5000)
     (ProgramTile(rows=16, columns=128, warps=4), ProgramTile(rows=1, columns=8192, warps=16))
     """
     columns = next_power_of_two(width)
     return ProgramTile(max(1, TILE // columns), columns, min(16, max(4, 4 * columns // TILE)))
 
 
-def tile_of_row_parts(width: int) -> ProgramTile:
+def partial_row_tile(width: int) -> ProgramTile:
     """Return a tile that covers at most `TILE` columns of a wide row."""
     columns = min(next_power_of_two(width), TILE)
     return ProgramTile(TILE // columns, columns, 4)

@@ -12,7 +12,7 @@ import triton  # lint: allow optional-import: callers import this module inside 
 import triton.language as tl  # lint: allow optional-import: as above
 from torch import Tensor
 
-from megalith.kernels.triton.launch import tile_of_whole_rows
+from megalith.kernels.triton.launch import whole_row_tile
 
 PROGRAMS = 256
 """Maximum number of programs in backward: about two per streaming multiprocessor of a large GPU;
@@ -38,7 +38,7 @@ def norm(
     None. `twice`: also round before the multiplication by the weight.
     """
     x = x.contiguous()
-    (t, h), tile = x.shape, tile_of_whole_rows(x.shape[1])
+    (t, h), tile = x.shape, whole_row_tile(x.shape[1])
     y, scale = torch.empty_like(x), x.new_empty(t, 1, dtype=torch.float32)
     mean = None if bias is None else torch.empty_like(scale)
     total = x if residual is None else torch.empty_like(x)
@@ -71,7 +71,7 @@ def norm_backward(
     """Return dx [t, h], with dtotal [t, h] added if given, dweight [h] and, with a mean, dbias [h];
     the last two in fp32."""
     dy, x = dy.contiguous(), x.contiguous()
-    (t, h), tile, dx = x.shape, tile_of_whole_rows(x.shape[1]), torch.empty_like(x)
+    (t, h), tile, dx = x.shape, whole_row_tile(x.shape[1]), torch.empty_like(x)
     programs = min(PROGRAMS, tile.programs(t))
     dweight = x.new_empty(programs, h, dtype=torch.float32)
     dbias = None if mean is None else torch.empty_like(dweight)

@@ -223,7 +223,7 @@ class RoutingTrace:
         capture_file, self._capture_file = self._capture_file, None
         beside = capture_file.path if capture_file is not None and capture_file.finish() else None
         name = None if beside is None else beside.name
-        rows = rows_of(step, routing, batches, self._mesh, name)
+        rows = trace_rows(step, routing, batches, self._mesh, name)
         lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
         if not lines:
             return
@@ -278,7 +278,7 @@ def _cut_trace(path: Path, resume_at: int) -> None:
     cut_after(path, resume_at)
 
 
-def rows_of(
+def trace_rows(
     step: int,
     routing: RoutingRecord,
     batches: Sequence[Batch],

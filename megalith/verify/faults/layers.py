@@ -280,7 +280,7 @@ def ring_gradients_kept(
     return PendingCollective(sums if pending is None else sums + pending.x, None)
 
 
-@replaces(loader, "tokens_of_slices", "cp")
+@replaces(loader, "seq_params_from_slices", "cp")
 def cp_positions_local(original: Original, *arguments: Any, **others: Any) -> PackedSeqParams:
     """Position ids count tokens of the context-parallel slice, not of the document."""
     tokens: PackedSeqParams = original(*arguments, **others)
@@ -304,7 +304,7 @@ def cp_chunks_swapped(original: Original, self: Slices, rank: int) -> Numbers:
     return np.concatenate([np.roll(row, len(row) // 2) for row in rows])
 
 
-@replaces(context, "dropped_of_groups", "cp, dropped weights")
+@replaces(context, "dropped_weights_by_group", "cp, dropped weights")
 def cp_weights_dropped_by_own_numbers(
     original: Original,
     shard: ContextShard,
@@ -359,7 +359,7 @@ def documents_joined_across_ranks(
     return plan_spans(queries, keys, starts if own else np.zeros_like(starts), **others)
 
 
-@replaces(ContextShard, "spans_of_groups", "cp, window")
+@replaces(ContextShard, "key_spans_by_group", "cp, window")
 def window_lost_in_ring(
     original: Original, self: ContextShard, near: int, *, causal: bool = True, **windows: Any
 ) -> tuple[KeySpans, ...]:
@@ -403,7 +403,7 @@ def sinks_in_every_step() -> Iterator[None]:
             yield
 
 
-@replaces(ContextShard, "numbers_of_groups", "cp, biases by distance")
+@replaces(ContextShard, "token_numbers_by_group", "cp, biases by distance")
 def distances_within_a_rank(
     original: Original, self: ContextShard, near: int
 ) -> tuple[Tensor, ...]:
@@ -431,17 +431,17 @@ def extra_score_left_out(
     return result
 
 
-@replaces(context, "seen_of_groups", "cp, masks")
+@replaces(context, "pair_masks_by_group", "cp, masks")
 def masks_of_another_rank(
     original: Original, shard: ContextShard, near: int
 ) -> list[PairMask] | None:
     """Every rank uses the attention-mask rows of the first rank's tokens."""
     visible = original(shard, near)
-    first = shard.numbers_of_groups(near)[0]
+    first = shard.token_numbers_by_group(near)[0]
     return visible and [PairMask(pairs.visible, first, pairs.keys) for pairs in visible]
 
 
-@replaces(context, "seen_of_groups", "cp, masks")
+@replaces(context, "pair_masks_by_group", "cp, masks")
 def masks_forgotten(original: Original, shard: ContextShard, near: int) -> list[PairMask] | None:
     """Attention masks are applied on the first rank only."""
     visible: list[PairMask] | None = original(shard, near)

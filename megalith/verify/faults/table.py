@@ -84,8 +84,8 @@ def judge_fault(fault: Fault) -> FaultResult:
             ranks=(world - 1,),
             recompute=recompute,
             offload=offload,
-            lora=adapters_of(fault),
-            optim=choice_of(fault),
+            lora=fault_lora_config(fault),
+            optim=fault_optim_config(fault),
         ).problems
     where = problems[0].where if problems else None
     try:
@@ -97,9 +97,13 @@ def judge_fault(fault: Fault) -> FaultResult:
             documents="documents" in fault.needs,
             fault=fault.name,
         )
-        optim = replace(choice_of(fault), eps=case.run.optim.eps)
+        optim = replace(fault_optim_config(fault), eps=case.run.optim.eps)
         run = replace(
-            case.run, recompute=recompute, offload=offload, lora=adapters_of(fault), optim=optim
+            case.run,
+            recompute=recompute,
+            offload=offload,
+            lora=fault_lora_config(fault),
+            optim=optim,
         )
         run = replace(run, train=replace(run.train, z_loss=0.1 if "z loss" in fault.needs else 0.0))
         differences = compare_with_one_process(
@@ -218,13 +222,13 @@ def with_experts(model: ModelConfig, fault: Fault) -> ModelConfig:
     )
 
 
-def adapters_of(fault: Fault) -> LoraConfig | None:
+def fault_lora_config(fault: Fault) -> LoraConfig | None:
     """Return the LoRA config that the fault affects."""
     dropped = 0.2 if "dropout" in fault.needs else 0.0
     return LoraConfig(rank=3, dropout=dropped) if "adapters" in fault.needs else None
 
 
-def choice_of(fault: Fault) -> OptimConfig:
+def fault_optim_config(fault: Fault) -> OptimConfig:
     """Return the optimizer config that the fault affects, with frozen parameters or groups."""
     frozen = ("*.mlp.*",) if "frozen" in fault.needs else ()
     group = GroupConfig(name="queries", match=("*.q",), lr_scale=0.1, weight_decay=0.7)
