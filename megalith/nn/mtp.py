@@ -149,9 +149,8 @@ class MTPBlock(nn.Module):
         for prediction, (ids, labels) in self._each(mtp_inputs):
             x = prediction(x, ids, inputs)
             losses.append(prediction.head.loss(x, labels, evaluating=True))
-            right.append(
-                prediction.head.best(x) == labels
-            )  # a missing label is negative, so it never matches
+            # a missing label is negative, so it never matches
+            right.append(prediction.head.best(x) == labels)
         return losses, right
 
     def _each(self, mtp_inputs: MTPInputs) -> Iterator[tuple[MTPLayer, tuple[Tensor, Tensor]]]:

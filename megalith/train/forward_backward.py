@@ -29,7 +29,7 @@ from megalith.plan.schedule import (
 )
 from megalith.plan.stages import Stage, plan_stages, stage_boundary
 
-# Training losses: LM and MTP losses of every head, normalized by the global number of labels.
+# --- training losses: LM and MTP losses of every head, normalized by the global number of labels
 
 
 @dataclass(frozen=True, slots=True)

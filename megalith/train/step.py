@@ -136,7 +136,7 @@ def train_step(
     data, mesh = trainer.data, trainer.mesh
     scale = 1.0 if trainer.loss_scale is None else trainer.loss_scale.scale
     data.begin_step(len(batches.microbatches))
-    counts = (batches.num_labels, *batches.num_mtp_labels)
+    counts = batches.num_labels, *batches.num_mtp_labels
     weight = trainer.run.model.mtp.loss_weight
     scale_loss = partial(
         normalize_losses_by_labels, num_labels=counts, weight=weight, mesh=mesh, scale=scale
@@ -155,9 +155,8 @@ def train_step(
     ).tolist()
     grad_norm = math.sqrt(squares) / scale
     finite = math.isfinite(grad_norm)
-    empty = not any(
-        counts
-    )  # momentum and weight decay would still change the weights, and zeros never overflow
+    # momentum and weight decay would still change the weights, and zeros never overflow
+    empty = not any(counts)
     if trainer.loss_scale is not None and not empty:
         trainer.loss_scale.update(overflow=not finite)
     if finite and not empty:

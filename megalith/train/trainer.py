@@ -46,7 +46,7 @@ from megalith.train.forward_backward import PipelineModel, build_step_schedule
 from megalith.train.moe import update_expert_biases, update_quantile_offsets
 from megalith.train.step import Trainer
 
-# Builds the optimizer of a config.
+# --- optimizer
 
 
 def build_optimizer(
@@ -67,7 +67,7 @@ DTYPES = {
 }
 
 
-# Builds the model chunks of this rank and their losses.
+# --- model chunks of this rank and their losses
 
 
 def build_head_loss(run: TrainRun, backends: Backends) -> Callable[..., Tensor]:
@@ -176,7 +176,7 @@ def splits_backward(pipeline: PipelineConfig, pp: int) -> bool:
     return schedule_name(effective_pipeline(pipeline, pp)) in SPLIT_SCHEDULES
 
 
-# Builds the state of a run.
+# --- state of a run
 
 
 def build_trainer(
@@ -233,9 +233,10 @@ def build_grad_sync(
         (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
     if p.zero == 3 and can_shard_weights(mesh):
+        # imported here because FSDP2 takes half a second to load
         from megalith.parallel.fsdp import (
             FullyShardedDataParallel,
-        )  # imported here because FSDP2 takes half a second to load
+        )
 
         return FullyShardedDataParallel(
             list(model),

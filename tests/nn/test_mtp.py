@@ -169,7 +169,7 @@ def test_number_of_mtp_inputs_equals_number_of_depths() -> None:
 def loss_at(made: Decoder, ids: Tensor, depth: int, place: int, label: int) -> Tensor:
     """The loss of one token at one depth."""
     pairs = list(mtp_inputs(ids, ids.roll(-1), 2))
-    pairs[depth] = (pairs[depth][0], torch.where(torch.arange(len(ids)) == place, label, -1))
+    pairs[depth] = pairs[depth][0], torch.where(torch.arange(len(ids)) == place, label, -1)
     return made.losses(
         ids, ids.roll(-1), LayerInputs(seq_params_from_lengths(LENGTHS)), mtp_inputs=tuple(pairs)
     )[1 + depth]
@@ -190,9 +190,8 @@ def test_mtp_does_not_see_its_labels_or_other_documents(depth: int) -> None:
         changed = torch.where((unseen >= predicted) | (unseen < first), (ids + 1) % 37, ids)
         found = loss_at(made, changed, depth, place, int(ids[predicted]))
         assert torch.equal(found, loss_at(made, ids, depth, place, int(ids[predicted])))
-        changed = torch.where(
-            unseen == predicted - 1, (ids + 1) % 37, ids
-        )  # the last that it reads
+        # the last that it reads
+        changed = torch.where(unseen == predicted - 1, (ids + 1) % 37, ids)
         assert not torch.equal(found, loss_at(made, changed, depth, place, int(ids[predicted])))
 
 
