@@ -193,7 +193,7 @@ def _mtp_flops(
     return total + mtp_projection_flops(config, seen.tokens) // 3 * passes
 
 
-# FLOPs of LoRA training with frozen base weights
+# --- FLOPs of LoRA training with frozen base weights
 
 
 def trained(parameters: Sequence[HeldParameter]) -> list[HeldParameter]:
