@@ -303,7 +303,7 @@ def layouts(name: str, device: torch.device, *, rounds: int) -> None:
     )
     sys.stdout.flush()
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}
-    command = (sys.executable, str(Path(__file__).resolve()), "--case", name)
+    command = sys.executable, str(Path(__file__).resolve()), "--case", name
     run_workers(
         ["--rounds", str(rounds)], RANKS, command=command, environment={**os.environ, **hidden}
     )
@@ -363,9 +363,8 @@ def main() -> int:
             free(device)
         else:
             throughput(name, device, rounds=options.rounds, compiled=not options.no_compiled)
-        longest = (
-            max(longest, time.monotonic() - began) if name != BAR_CASE else longest
-        )  # no other is as large
+        # no other is as large
+        longest = max(longest, time.monotonic() - began) if name != BAR_CASE else longest
     return 0 if holds else 1
 
 

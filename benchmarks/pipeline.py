@@ -65,9 +65,8 @@ def measure(name: ScheduleName, *, rounds: int, nap_ms: float) -> Report:
         max(end for _, end in times) - min(began for began, _ in times)
         for times in zip(*results, strict=True)
     ]
-    ratios = spread(
-        [seconds / float(paper.makespan) for seconds in measured[1:]]
-    )  # the first round connects
+    # the first round connects
+    ratios = spread([seconds / float(paper.makespan) for seconds in measured[1:]])
     return Report(
         name,
         rounds,

@@ -1,11 +1,11 @@
 #!/bin/bash
-# Train on several machines under Slurm; the job puts itself back into the queue until the last step is done.
+# Train on several machines under Slurm; the job requeues itself until the last step is done.
 #
 #   sbatch launch/slurm.sh llama3_70b --run long --parallel.zero 1
 #   sbatch --nodes 16 --time 4:00:00 launch/slurm.sh my_run.yaml
 #
-# Everything after the file's name is what `megalith train` is given. The folder `runs/` must be on a disk that all
-# machines share. Activate your environment before sbatch: Slurm passes it on.
+# The arguments after the file are passed to `megalith train`. The folder `runs/` must be on a file system that all
+# machines share. Activate your environment before sbatch: Slurm passes it to the job.
 
 #SBATCH --job-name=megalith
 #SBATCH --nodes=2
@@ -18,15 +18,15 @@
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.txt
 
-# --signal: 300 s before the time is up every rank hears SIGTERM, finishes its step, saves, and exits with 75.
-# --requeue: Slurm itself may start the job again, too, when a machine fails or a more urgent job needs it.
+# --signal: 300 s before the time limit every rank receives SIGTERM, finishes its step, saves, and exits with 75.
+# --requeue: Slurm may also requeue the job if a machine fails or a job with higher priority preempts it.
 
 set -u
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) # jobs that share a machine differ
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) # a different port for each job on a machine
 export MASTER_ADDR MASTER_PORT
 
-# One task is one rank. When one ends, the others have 120 s to end too (--wait); srun returns the largest exit code.
+# One task is one rank. When one ends, the others must end within 120 s (--wait); srun returns the largest exit code.
 srun --kill-on-bad-exit=0 --wait=120 bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS
     export LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
@@ -34,7 +34,7 @@ srun --kill-on-bad-exit=0 --wait=120 bash -c '
 ' rank "$@"
 code=$?
 
-if [ "$code" -eq 75 ]; then # stopped after a save: the same command goes on
+if [ "$code" -eq 75 ]; then # stopped after a save: the same command resumes
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -78,7 +78,7 @@ def raise_all(problems: Sequence[str]) -> None:
     raise ConfigError(f"{len(problems)} settings must be changed before this can run:\n{lines}")
 
 
-# Suggest the closest existing names for an unknown one ("did you mean").
+# --- suggestions for unknown names ("did you mean")
 
 MAX_LENGTH = 200
 """Maximum number of characters of a name that is compared: the comparison takes quadratic time,
@@ -95,9 +95,8 @@ def nearest(name: str, candidates: Iterable[str], *, limit: int = 3) -> list[str
         return []
     scores = {candidate: _similarity(name, candidate) for candidate in candidates}
     best = sorted(scores, key=lambda candidate: (-scores[candidate], candidate))[:limit]
-    threshold = max(
-        [0.6, *(scores[candidate] - 0.1 for candidate in best)]
-    )  # 0.6: difflib's default cutoff; 0.1: heuristic
+    # 0.6: difflib's default cutoff; 0.1: heuristic
+    threshold = max([0.6, *(scores[candidate] - 0.1 for candidate in best)])
     return [candidate for candidate in best if scores[candidate] >= threshold]
 
 

@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
-CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+CANNOT_SYNC = errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS
 """Error codes of fsync on file systems without it; some mounts support it for files but not for
 folders."""
 
@@ -169,9 +169,8 @@ def read_bytes(path: Path, *, max_nbytes: int = MAX_NBYTES, allow_pipe: bool = F
     """
     status = path.stat()
     allowed = stat.S_ISREG(status.st_mode) or (allow_pipe and stat.S_ISFIFO(status.st_mode))
-    if not allowed and not stat.S_ISDIR(
-        status.st_mode
-    ):  # opening a directory raises a clear error below
+    if not allowed and not stat.S_ISDIR(status.st_mode):
+        # opening a directory raises a clear error below
         raise OSError(errno.EINVAL, "not a regular file, but a device, pipe or socket", str(path))
     too_large = OSError(errno.EFBIG, f"larger than the limit of {max_nbytes:,} bytes", str(path))
     if status.st_size > max_nbytes:

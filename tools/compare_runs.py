@@ -218,9 +218,8 @@ def train(checkout: Path, python: str, config: Path, run: Path, case: Case, log:
                 f"{config.stem} in {checkout}: exit code {code}, {len(saved)} "
                 f"checkpoints:\n{log.read_text()[-3000:]}"
             )
-        if (
-            attempt == "first"
-        ):  # the same command resumes at the middle and must write the last checkpoint again
+        if attempt == "first":
+            # the same command resumes at the middle and must write the last checkpoint again
             middle, last = saved
             last.rename(run / "uninterrupted")
             (run / "checkpoints" / "latest").write_text(middle.name + "\n")

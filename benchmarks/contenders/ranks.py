@@ -61,9 +61,8 @@ class Adam:
     def step(self) -> float:
         """One update; the loss before it."""
         loss: Tensor = self.model(self.batches)
-        (
-            loss * self.mesh.dp.size
-        ).backward()  # their gradients are means over the ranks, ours are sums
+        # their gradients are means over the ranks, ours are sums
+        (loss * self.mesh.dp.size).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad)
         self.optimizer.step()
         self.optimizer.zero_grad()

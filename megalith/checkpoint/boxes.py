@@ -136,9 +136,8 @@ def as_bytes(values: Tensor) -> Iterator[memoryview]:
     )
     for part in rows:
         flat = to_row_major(part)
-        yield (
-            flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data
-        )  # a dim of 1 has any stride
+        # a dim of 1 has any stride
+        yield flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def describe_tiling_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
@@ -210,6 +209,6 @@ def _without(part: Box, taken: Box) -> Iterator[Box]:
         return
     for dim, ((start, stop), (first, last)) in enumerate(zip(part, both, strict=True)):
         if start < first:
-            yield (*both[:dim], (start, first), *part[dim + 1 :])
+            yield *both[:dim], (start, first), *part[dim + 1 :]
         if last < stop:
-            yield (*both[:dim], (last, stop), *part[dim + 1 :])
+            yield *both[:dim], (last, stop), *part[dim + 1 :]

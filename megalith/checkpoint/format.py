@@ -120,9 +120,8 @@ def step_folders(folder: Path) -> dict[int, Path]:
     folder is returned.
     """
     folders: dict[int, Path] = {}
-    for name in storage.list_names(
-        folder
-    ):  # sorted: step_0000100 comes before step_0000100.old-...
+    for name in storage.list_names(folder):
+        # sorted: step_0000100 comes before step_0000100.old-...
         match = _STEP_NAME.fullmatch(name)
         if match:
             folders.setdefault(int(match[1]), folder / name)

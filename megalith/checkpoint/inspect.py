@@ -93,7 +93,7 @@ def _describe(checkpoint: Checkpoint, name: str) -> str | None:
     return None if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
 
 
-# Statistics of the values of stored tensors: mean, spread, and NaN or infinite elements.
+# --- statistics of the values of stored tensors: mean, spread, and NaN or infinite elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

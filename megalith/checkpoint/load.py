@@ -54,7 +54,7 @@ from megalith.parallel.consistency import raise_on_all_ranks
 from megalith.parallel.group import Group
 from megalith.plan.shards import Box, intersect
 
-# Reads the archive that `torch.save` makes of one tensor, without copying its values.
+# --- archives of torch.save, read without copying their values
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Header of a file in a zip archive, up to its name; contains the lengths of name and extra
@@ -383,9 +383,8 @@ class Checkpoint:
         for pair in pair_master_weights(entries, sources):
             weights, master = f"{MODEL}{pair.shard.name}", f"{MASTER}{pair.shard.name}"
             wide = torch.promote_types(self.dtype(master), pair.wide.dtype) == pair.wide.dtype
-            if (
-                weights not in self.manifest.tensors or not wide
-            ):  # values that were rounded while loading cannot be compared
+            if weights not in self.manifest.tensors or not wide:
+                # values that were rounded while loading cannot be compared
                 continue
             stored = pair.low if pair.low is not None else self._weights_of(pair)
             largest = reconcile(stored, pair.wide, prefer_weights=prefer_weights)
@@ -401,9 +400,8 @@ class Checkpoint:
     def _weights_of(self, pair: MasterWeightPair) -> Tensor:
         """Read the stored weights of a pair, in the order of its elements."""
         key = f"{MODEL}{pair.shard.name}"
-        stored = torch.zeros(
-            pair.wide.shape, dtype=self.dtype(key), device=pair.wide.device
-        )  # some keys may be missing
+        # some keys may be missing
+        stored = torch.zeros(pair.wide.shape, dtype=self.dtype(key), device=pair.wide.device)
         self._fill({key: pieces(CheckpointEntry(pair.shard, "param", stored))})
         return stored
 

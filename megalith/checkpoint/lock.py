@@ -171,9 +171,8 @@ def _locked_holder(path: Path) -> Iterator[LockHolder | None]:
             # both get the lock.
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX)
-            if _is_open_at(
-                handle, path
-            ):  # else it was replaced or deleted while this process waited
+            if _is_open_at(handle, path):
+                # else it was replaced or deleted while this process waited
                 yield _read(path)
                 return
         finally:

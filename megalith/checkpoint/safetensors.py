@@ -309,9 +309,8 @@ def _header(plan: Sequence[PlannedTensor], metadata: Mapping[str, str]) -> bytes
         }
         start = stop
     header = json.dumps(entries, separators=(",", ":")).encode()
-    return header + b" " * (
-        -len(header) % 8
-    )  # readers map the data, which should start at a multiple of 8
+    # readers map the data, which should start at a multiple of 8
+    return header + b" " * (-len(header) % 8)
 
 
 def _info(file: Path, entry: Mapping[str, Any], data: int) -> TensorInfo:

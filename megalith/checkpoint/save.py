@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 
-# Retention: deletes old checkpoints and what interrupted saves have left.
+# --- retention: old checkpoints and leftovers of interrupted saves are deleted
 
 PIN = ".keep"
 """A checkpoint that contains a file of this name is never deleted."""
@@ -438,15 +438,15 @@ def commit(
 def dcp_metadata(tensors: Mapping[str, StoredTensor]) -> "Metadata":
     """Describe the same boxes as torch.distributed.checkpoint metadata, so that `dcp.load` can open
     the folder."""
+    # takes a second to import; only rank 0 needs it
     from torch.distributed.checkpoint import (
         filesystem,
         metadata,
-    )  # takes a second to import; only rank 0 needs it
+    )
 
     described: dict[str, metadata.STORAGE_TYPES] = {}
-    places: dict[
-        metadata.MetadataIndex, filesystem._StorageInfo
-    ] = {}  # torch has no public name for it
+    # torch has no public name for it
+    places: dict[metadata.MetadataIndex, filesystem._StorageInfo] = {}
     for key, tensor in tensors.items():
         chunks = []
         for stored in tensor.boxes:

@@ -104,14 +104,12 @@ def main(argv: list[str]) -> int:
 
     if in_worker(os.environ) or options.nproc == 1:
         return run_chat(options)
-    open_source(
-        options.source, options.nproc, base=options.base
-    )  # report errors of the source once, not per worker
+    # report errors of the source once, not per worker
+    open_source(options.source, options.nproc, base=options.base)
     if options.input is not None:
         return run_workers(["chat", *build_worker_arguments(options)], options.nproc)
-    with tempfile.TemporaryDirectory(
-        prefix="megalith-"
-    ) as folder:  # workers cannot read the terminal's input
+    with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
+        # workers cannot read the terminal's input
         pipe = f"{folder}/turns"
         os.mkfifo(pipe)
         threading.Thread(target=_forward_stdin, args=(pipe,), daemon=True).start()

@@ -107,9 +107,8 @@ def main(argv: list[str]) -> int:
     if in_worker(os.environ) or options.nproc == 1:
         return write(options, prompts)
     path = open_source(options.source, options.nproc, base=options.base).path
-    with tempfile.TemporaryDirectory(
-        prefix="megalith-"
-    ) as folder:  # workers cannot share standard input
+    with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
+        # workers cannot share standard input
         file = Path(folder) / "prompts.jsonl"
         file.write_text(
             "".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8"
@@ -342,9 +341,8 @@ def read_prompt_file(path: Path) -> list[str]:
 def _parse_prompt(path: Path, number: int, line: str) -> str:
     try:
         document = storage.parse_json(line)
-        json.dumps(
-            document, ensure_ascii=False
-        ).encode()  # rejects lone surrogates such as "\\ud800"
+        # rejects lone surrogates such as "\\ud800"
+        json.dumps(document, ensure_ascii=False).encode()
     except ValueError as error:
         raise DataError(
             f'{path}:{number}: not JSON ({error}). Use an object like {{"prompt": "..."}}.'

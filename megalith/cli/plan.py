@@ -50,7 +50,7 @@ from megalith.plan.grid import min_world_size
 from megalith.plan.p2p import with_transfers
 from megalith.plan.simulate import even_costs, simulate
 
-# Tables and sentences of `megalith plan` about a parallel layout and its memory.
+# --- tables and sentences of `megalith plan` about a parallel layout and its memory
 
 SHOWN = 9
 """Maximum rows of stages or ranks; longer tables show the first, the last and the worst."""

@@ -108,9 +108,8 @@ def recipe_summary(name: str) -> dict[str, Any]:  # Any: JSON
     p, t = run.parallel, run.train
     ranks = min_world_size(p)
     rows = t.micro_batch_size * ranks // (p.tp * p.cp * p.pp)
-    short_step = replace(
-        t, global_batch_size=min(t.global_batch_size, 4 * p.pp * rows)
-    )  # the number of microbatches in flight is the same
+    # the number of microbatches in flight is the same
+    short_step = replace(t, global_batch_size=min(t.global_batch_size, 4 * p.pp * rows))
     memory = worst(memory_ledger(plan_workload(replace(run, train=short_step), ranks))).memory
     return {
         "name": name,

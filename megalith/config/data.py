@@ -14,7 +14,7 @@ from megalith.config.fields import Example, Ge, Le, range_problems
 from megalith.config.tokenizer import TokenizerConfig, tokenizer_problems
 from megalith.errors import ConfigError
 
-# Settings of the document lengths of mock data.
+# --- settings of the document lengths of mock data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def mock_problems(lengths: MockLengths, *, most: int, used: bool) -> list[str]:
     return problems
 
 
-# Supervised fine-tuning data: conversations, chat template, loss mask and packing.
+# --- supervised fine-tuning data: conversations, chat template, loss mask and packing
 
 Packing = Literal["best_fit", "greedy", "row"]
 Overlong = Literal["error", "truncate", "drop"]
@@ -387,7 +387,7 @@ def _text_problems(data: DataConfig) -> list[str]:
     ]
 
 
-# Settings of `megalith prepare`: input, tokenization, output.
+# --- settings of `megalith prepare`: input, tokenization, output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

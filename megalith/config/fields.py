@@ -29,7 +29,7 @@ Hint: TypeAlias = Any  # a type annotation: a class, `int | None`, `Literal[...]
 Plain: TypeAlias = Any  # JSON or YAML data: None, bool, int, float, str, list, dict
 
 
-# Valid ranges, as metadata of fields: `Annotated[int, Ge(1)]`, `Annotated[float | None, Gt(0)]`.
+# --- valid ranges, as metadata of fields: `Annotated[int, Ge(1)]`, `Annotated[float | None, Gt(0)]`
 
 MAX_NUMBER = 1e6
 """Largest absolute value of a float whose field has no other bound. Heuristic: far above all common
@@ -125,9 +125,9 @@ def field_ranges(cls: type) -> Mapping[str, FieldRange]:
         bounds = tuple(item for item in metadata if isinstance(item, Bound))
         float_bounds = bounds
         if not any(isinstance(bound, Ge | Gt) for bound in bounds):
-            float_bounds = (Ge(-MAX_NUMBER), *float_bounds)
+            float_bounds = Ge(-MAX_NUMBER), *float_bounds
         if not any(isinstance(bound, Le | Lt) for bound in bounds):
-            float_bounds = (*float_bounds, Le(MAX_NUMBER))
+            float_bounds = *float_bounds, Le(MAX_NUMBER)
         example = next((item.value for item in metadata if isinstance(item, Example)), None)
         ranges[field.name] = FieldRange(bounds, float_bounds, example, field_default(field))
     return ranges
@@ -334,9 +334,8 @@ def _describe(cls: type, prefix: str) -> tuple[SettingLeaf, ...]:
             bounds=field_ranges(cls)[field.name].bounds,
         )
         settings.append(setting)
-        settings += (
-            () if section is None else _describe(section, path)
-        )  # the section may be a single word or a mapping
+        # the section may be a single word or a mapping
+        settings += () if section is None else _describe(section, path)
     return tuple(settings)
 
 

@@ -81,7 +81,7 @@ def list_attention_warnings(attention: AttentionConfig) -> list[str]:
     ]
 
 
-# Rotary position embedding (RoPE): base frequency, layers and context extension.
+# --- rotary position embedding (RoPE): base frequency, layers and context extension
 
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 """Methods of context extension."""
@@ -167,7 +167,7 @@ class RopeConfig:
     """longrope: divisor of each pair's angles in longer documents."""
 
 
-# Multi-head latent attention (MLA): sizes of the latent vectors and of the heads.
+# --- multi-head latent attention (MLA): sizes of the latent vectors and of the heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,7 @@ class MLAConfig:
     squared. Unset: not scaled."""
 
 
-# Cross-layer attention: later layers attend to the hidden states of an earlier layer.
+# --- cross-layer attention: later layers attend to the hidden states of an earlier layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +248,7 @@ class RelativeConfig:
     """Distance in tokens from which all distances share the last bucket."""
 
 
-# Multi-token prediction (MTP) settings.
+# --- multi-token prediction (MTP) settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +291,7 @@ class MuPConfig:
     """Exponent p of the attention scale sqrt(base_head_dim) / head_dim ** p."""
 
 
-# Dropout probabilities.
+# --- dropout probabilities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +313,7 @@ class DropoutConfig:
         return max(self.embedding, self.residual, self.attention) > 0
 
 
-# Settings of layers that differ from each other, as patterns repeated over the layers.
+# --- settings of layers that differ from each other, as patterns repeated over the layers
 
 LayerPart = Literal["full", "linear", "none"]
 """Attention or MLP of a layer: full, a linear layer [h, h] in its place, or none."""

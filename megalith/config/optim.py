@@ -220,7 +220,7 @@ def _loss_scale_problems(optim: OptimConfig, precision: PrecisionConfig) -> list
     return problems
 
 
-# Learning rate and weight decay schedules.
+# --- learning rate and weight decay schedules
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"]
 WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]

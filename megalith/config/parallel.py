@@ -14,7 +14,7 @@ MAX_STAGES = 1 << 12
 """Maximum pipeline stages, and model chunks of all stages. Heuristic: fifty times the most that are
 used."""
 
-# Context parallelism: how tokens are split over ranks, and how attention communicates.
+# --- context parallelism: how tokens are split over ranks, and how attention communicates
 
 ContextKind = Literal["ring", "gather", "a2a", "a2a+ring"]
 
@@ -40,7 +40,7 @@ class ContextConfig:
     each document."""
 
 
-# Pipeline parallelism: stages and schedule.
+# --- pipeline parallelism: stages and schedule
 
 ScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
 
@@ -175,7 +175,7 @@ class ParallelConfig:
     ranks that did not join it."""
 
 
-# Activation checkpointing (recomputation in backward) and activation offload to host memory.
+# --- activation checkpointing (recomputation in backward) and activation offload to host memory
 
 RecomputedModule = Literal[
     "core_attention", "norm", "mlp", "mlp_act", "shared_experts", "mla_up_proj"

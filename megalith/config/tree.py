@@ -67,7 +67,7 @@ MAX_INT = 2**63 - 1
 """Largest whole number of a setting: the largest int64 of torch and NumPy."""
 
 _BOOL_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_NONE_WORDS = ("none", "null", "unset")
+_NONE_WORDS = "none", "null", "unset"
 
 
 # --- dict <-> tree
@@ -131,9 +131,8 @@ def load_yaml(path: str | Path, cls: type[T], *, stored: bool = False) -> T:
     try:
         data, repeated = _parse_document(text)
     except yaml.YAMLError as error:
-        reason = str(error).replace(
-            "<unicode string>", str(path)
-        )  # PyYAML's name for a text without a file
+        # PyYAML's name for a text without a file
+        reason = str(error).replace("<unicode string>", str(path))
         raise ConfigError(
             f"{path} is not YAML: {reason}. The file must be a mapping of settings."
         ) from None
@@ -249,9 +248,8 @@ class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no 
             ValueError,
         ) as error:  # raised by int("abc"), for example
             value = f"{node.value!r:.60}" if isinstance(node, yaml.ScalarNode) else "this value"
-            reason = (
-                f" ({error})" if isinstance(error, ValueError) else ""
-            )  # other errors are internal to PyYAML
+            # other errors are internal to PyYAML
+            reason = f" ({error})" if isinstance(error, ValueError) else ""
             text = f"{value} is not a valid {node.tag.rpartition(':')[2]}{reason:.80}"
             raise MarkedYAMLError(None, None, text, node.start_mark) from None
         return data
@@ -490,9 +488,8 @@ def _value(
         return _section(section, value, path, report)
     if len(options) > 1:
         fitting = [option for option in options if _fits(option, value)]
-        exact = [
-            option for option in fitting if option is type(value)
-        ]  # 1 stays an int in `float | int`
+        # 1 stays an int in `float | int`
+        exact = [option for option in fitting if option is type(value)]
         if not fitting:
             return report.mismatch(path, hint, value)
         return _value((exact or fitting)[0], value, path, report)

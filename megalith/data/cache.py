@@ -46,9 +46,8 @@ def load_or_build(folder: Path | None, description: str, build: Callable[[], Arr
         return arrays
     _make_folder(folder)
     with _build_lock(entry.path(".lock")):
-        arrays = (
-            entry.load()
-        )  # another process may have built it while this one waited for the lock
+        # another process may have built it while this one waited for the lock
+        arrays = entry.load()
         if arrays is None:
             entry.save(build())
             arrays = entry.load()

@@ -144,9 +144,8 @@ class ChatTemplate:
         return text.rpartition(answer)[2].strip().split("\n")[0].strip()
 
     def _marked_pieces(self, marked: str, messages: Sequence[Message]) -> list[TextPiece]:
-        parts = [
-            part.partition(_CLOSE) for part in marked.split(_OPEN)
-        ]  # each: text trained on, then the text after it
+        # each: text trained on, then the text after it
+        parts = [part.partition(_CLOSE) for part in marked.split(_OPEN)]
         answers = [message for message in messages if message["role"] == "assistant"]
         if len(parts) - 1 != len(answers) and any("train" in message for message in answers):
             raise DataError(

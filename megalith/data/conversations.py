@@ -14,14 +14,14 @@ from megalith.data.corpus import LineBlock, Position, Source, find_sources, read
 from megalith.errors import DataError
 from megalith.plan.keys import key
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = "system", "developer", "user", "assistant", "tool"
 SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
     "bot": "assistant",
     "function_response": "tool",
 }
-ANSWERS_TO = ("user", "tool")
+ANSWERS_TO = "user", "tool"
 COLUMNS = (
     "messages",
     "conversations",
@@ -189,9 +189,8 @@ def _tools(row: Mapping[str, Any], where: str) -> tuple[Any, ...] | None:
     if row.get("tools") is None:
         return None
     tools = row["tools"]
-    if isinstance(
-        tools, str
-    ):  # many data sets store JSON text, since the fields differ between tools
+    if isinstance(tools, str):
+        # many data sets store JSON text, since the fields differ between tools
         try:
             tools = storage.parse_json(tools)
         except ValueError as error:
@@ -255,9 +254,8 @@ def _message(entry: Any, where: str, number: int) -> Message:
         raise DataError(
             f"{place} ({role}) has {type(content).__name__} as its content. Use a text."
         )
-    if (
-        "weight" in entry and "train" not in entry
-    ):  # OpenAI's field: 0 excludes the turn from the loss
+    if "weight" in entry and "train" not in entry:
+        # OpenAI's field: 0 excludes the turn from the loss
         entry = {**entry, "train": entry["weight"] != 0} if role == "assistant" else entry
     train = entry.get("train", role == "assistant")
     if not isinstance(train, bool) or (train and role != "assistant"):

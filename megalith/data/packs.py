@@ -115,9 +115,8 @@ def join_masks(rows: Sequence[RowMask | None], lengths: Sequence[int], size: int
     whole, end = np.zeros((size, size), np.bool_), 0
     for row, length in zip(rows, lengths, strict=True):
         own = slice(end, end + length)
-        whole[own, own] = (
-            True if row is None else row.seen
-        )  # a padding mask is the same for all queries
+        # a padding mask is the same for all queries
+        whole[own, own] = True if row is None else row.seen
         end += length
     return RowMask(whole, alone, text)
 

@@ -276,7 +276,7 @@ def _check_range(ids: NDArray[np.int64], tokenizer: Tokenizer) -> None:
         )
 
 
-# Text corpus available on every machine: source and documentation of Python's standard library.
+# --- text corpus available on every machine: source and documentation of Python's standard library
 
 EXCLUDED_FOLDERS = (
     "site-packages",

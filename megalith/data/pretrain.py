@@ -315,7 +315,7 @@ def check_ids(ids: NDArray[Any], vocab_size: int, name: str) -> None:
             )
 
 
-# Dataset whose samples are whole documents, in a new random order each epoch.
+# --- dataset whose samples are whole documents, in a new random order each epoch
 
 
 class DocumentDataset:
@@ -435,7 +435,7 @@ def _select_documents(
     return np.minimum(lengths, seq_len), kept, excluded
 
 
-# Mock dataset of counting documents, for runs without data files.
+# --- mock dataset of counting documents, for runs without data files
 
 
 @dataclass(frozen=True)

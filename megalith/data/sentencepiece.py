@@ -154,9 +154,8 @@ def is_sentencepiece(place: Path) -> bool:
     """
     try:
         with (place / MODEL if place.is_dir() else place).open("rb") as file:
-            return (
-                file.read(1) == b"\n"
-            )  # a protocol buffer whose first field is the list of pieces
+            # a protocol buffer whose first field is the list of pieces
+            return file.read(1) == b"\n"
     except OSError:
         return False
 

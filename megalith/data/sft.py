@@ -426,9 +426,8 @@ def build_conversations(
         ConfigError: the split has no conversations.
         DataError: files are missing or contain no conversations, or there is no chat template.
     """
-    sft = (
-        data.sft if split == "train" else replace(data.sft, packs=None)
-    )  # packs are for the training split
+    # packs are for the training split
+    sft = data.sft if split == "train" else replace(data.sft, packs=None)
     paths = {"train": sft.path, "valid": sft.valid_path}.get(split, ())
     if not paths and (sft.mock_conversations is None or split == "test"):
         raise ConfigError(

@@ -96,9 +96,8 @@ def find_stores(place: str) -> list[str]:
     Raises:
         DataError: there is none, or a store lacks one of its two files.
     """
-    if (
-        store_exists(place) or not Path(place).is_dir()
-    ):  # training creates a folder PREFIX/cache next to a store
+    if store_exists(place) or not Path(place).is_dir():
+        # training creates a folder PREFIX/cache next to a store
         return [place]
     stems = sorted(
         {

@@ -47,7 +47,7 @@ _NODES_PER_UNIT = 4
 call, on a CPU."""
 
 _MAX_INT_BITS = 4096
-_CONTAINERS = (list, tuple, dict, set, frozenset, range, KeysView, ValuesView, ItemsView)
+_CONTAINERS = list, tuple, dict, set, frozenset, range, KeysView, ValuesView, ItemsView
 
 Value = Any  # any value of a template
 
@@ -89,9 +89,8 @@ class _Budget(threading.local):
             part = waiting.pop()
             num_nodes += 1
             if isinstance(part, Namespace):
-                part = object.__getattribute__(
-                    part, "_Namespace__attrs"
-                )  # str() of a namespace shows them
+                # str() of a namespace shows them
+                part = object.__getattribute__(part, "_Namespace__attrs")
             if isinstance(part, str | bytes):
                 size += len(part)
             elif isinstance(part, _CONTAINERS):
@@ -135,7 +134,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Sandbox that charges the operations of a template to a budget."""
 
     intercepted_binops = frozenset({"+", "*", "%", "**"})
-    marks = ("", "")
+    marks = "", ""
 
     def __init__(self, **options: Any) -> None:  # Any: Jinja's own options
         super().__init__(**options)
@@ -180,9 +179,8 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if isinstance(subject, _Limits | _Generation):
             return super().call(__context, __obj, *args, **kwargs)
         args = tuple(map(__self.without_iterator, args))
-        if isinstance(
-            __obj, jinja2.runtime.Macro | jinja2.runtime.LoopContext
-        ):  # their bodies are charged
+        if isinstance(__obj, jinja2.runtime.Macro | jinja2.runtime.LoopContext):
+            # their bodies are charged
             __self.budget.charge(1 + sum(map(__self.budget.size, args)) // _UNIT)
         else:
             widths = getattr(method, "__name__", "") in ("format", "format_map")
@@ -357,13 +355,11 @@ def _charged(
     environment: TemplateEnvironment, name: str, function: Any, *, is_test: bool
 ) -> Callable[..., Value]:
     """Return a filter or test (`function`: any callable) that is charged before it runs."""
-    passed = (
-        1 if hasattr(function, "jinja_pass_arg") else 0
-    )  # context or environment precede the subject
+    # context or environment precede the subject
+    passed = 1 if hasattr(function, "jinja_pass_arg") else 0
     budget = environment.budget
-    measure = (
-        budget.size if is_test or name in ("default", "d") else budget.magnitude
-    )  # the result is no larger than the operands
+    # the result is no larger than the operands
+    measure = budget.size if is_test or name in ("default", "d") else budget.magnitude
 
     @wraps(function)
     def charged(*args: Value, **kwargs: Value) -> Value:

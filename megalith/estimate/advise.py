@@ -118,9 +118,8 @@ def _combine_changes(
     chosen: list[Change] = []
     least = before
     for change in single:
-        kept = [
-            one for one in chosen if not one.overrides.keys() & change.overrides.keys()
-        ]  # a later value overrides
+        # a later value overrides
+        kept = [one for one in chosen if not one.overrides.keys() & change.overrides.keys()]
         overrides = {
             name: value for one in [*kept, change] for name, value in one.overrides.items()
         }
@@ -356,8 +355,7 @@ def _saved_by_core_attention(workload: Workload, device: Device) -> int:
     )
 
 
-# Memory saved by activation recomputation and offload on one rank, and their cost; logged at the
-# start of a run.
+# --- memory that recomputation and offload save on one rank, and their cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +381,7 @@ def savings(setting: LayerSetting, *, num_layers: int) -> list[Saving]:
     results: list[Saving] = []
     before: tuple[str, ...] = ()
     for module in recomputed_modules(setting.recompute):
-        after = (*before, module)
+        after = *before, module
         freed = sum(
             total(layer_rows(setting, before, layer)) - total(layer_rows(setting, after, layer))
             for layer in range(setting.first_layer, setting.first_layer + num_layers)
@@ -502,8 +500,7 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-# Resolve `recompute.granularity=auto`: the cheapest recomputation with which the run fits its
-# device.
+# --- recompute.granularity=auto: the cheapest recomputation with which the run fits
 
 
 def resolve_auto_recompute(run: TrainRun, world: int) -> TrainRun:

@@ -29,8 +29,7 @@ from megalith.plan.layers.head import head_flops
 from megalith.plan.recompute import layer_spans, recomputed_modules
 from megalith.plan.stages import Stage
 
-# Compute the cost of activation recomputation: FLOPs that backward repeats, layer by layer; no
-# torch.
+# --- cost of activation recomputation: FLOPs that backward repeats, by layer
 
 
 def repeated_flops(
@@ -54,9 +53,10 @@ def repeated_flops(
     if run.recompute.granularity == "full":
         return sum(token_counts.layer(layer) for layer in _list_recomputed_layers(run, stages)) // 3
     modules = recomputed_modules(run.recompute)
+    # it is inside
     modules = tuple(
         one for one in modules if one != "core_attention" or "mla_up_proj" not in modules
-    )  # it is inside
+    )
     layers = (layer for stage in stages for layer in _layers_with_backward(stage.layers, run))
     mtp_layers = [run.model.num_layers - 1] * run.model.mtp.num_layers
     return (

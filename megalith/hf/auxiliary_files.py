@@ -37,9 +37,8 @@ def copy_auxiliary_files(
         and source.checkpoint is not None
         and source.tokenizer.path == str(source.path / VOCABULARY)
     )
-    if not has_own_vocabulary_file and (
-        converted := _convert_gpt2_tokenizer(source, files)
-    ):  # otherwise its config.yaml names the two files, which are copied
+    if not has_own_vocabulary_file and (converted := _convert_gpt2_tokenizer(source, files)):
+        # otherwise its config.yaml names the two files, which are copied
         files = converted | {
             name: contents for name, contents in files.items() if name in AUXILIARY_FILES
         }

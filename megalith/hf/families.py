@@ -793,10 +793,11 @@ NEOX = Family(
 
 def _read_block_configs(raw: Mapping[str, Any]) -> LayerBlocks:
     """Return the structure of the layers; sizes of the model are null in published files."""
-    names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    names = "num_hidden_layers", "num_attention_heads", "hidden_size"
+    # the reader reports problems with them
     layers, heads, hidden = (
         raw[name] if isinstance(raw.get(name), int) and raw[name] > 0 else 1 for name in names
-    )  # the reader reports problems with them
+    )
     sizes = BlockModelSizes(
         num_layers=layers,
         num_heads=heads,

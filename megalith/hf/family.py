@@ -368,9 +368,8 @@ def canonical_experts(config: ModelConfig) -> ModelConfig:
         force_biased=0.0,
         expert_bias_update_rate=1e-3,
     )
-    aux_loss = AuxLossConfig(
-        quantile=moe.aux_loss.quantile
-    )  # its offsets also select experts outside of training
+    # its offsets also select experts outside of training
+    aux_loss = AuxLossConfig(quantile=moe.aux_loss.quantile)
     canonical_moe = replace(
         moe,
         layers=() if all(flags) else flags,

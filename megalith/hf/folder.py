@@ -71,7 +71,7 @@ from megalith.hf.tensor_rules import (
 from megalith.plan.shards import Box, Shard, intersect
 from megalith.rules.model import network_problems
 
-PADDABLE_TABLES = ("embed.weight", "head.weight")
+PADDABLE_TABLES = "embed.weight", "head.weight"
 """Vocabulary tables, which may have more rows than their tensors; additional rows are zero or the
 mean of the others."""
 
@@ -91,16 +91,16 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")
+LICENSES = "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md"
 """Files that are copied with anything derived from the weights."""
 
-AUXILIARY_FILES = (*TOKENIZER_FILES, GENERATION, *LICENSES)
+AUXILIARY_FILES = *TOKENIZER_FILES, GENERATION, *LICENSES
 """Auxiliary files, copied with the unchanged weights."""
 
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 """Fields of config.json with token ids; unset they default to those of the first Llama."""
 
-ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function")
+ACTIVATION_FIELDS = "hidden_act", "hidden_activation", "activation_function"
 """Fields of config.json that name the activation; some functions have several names."""
 
 PIECE_NBYTES = 64 * 2**20
@@ -322,7 +322,7 @@ class HuggingFaceFolder:
             max(1, PIECE_NBYTES // (8 * math.prod(features))),
         )
         for start in range(0, rows, step):
-            box = ((start, min(start + step, rows)), *((0, size) for size in features))
+            box = (start, min(start + step, rows)), *((0, size) for size in features)
             total += self.read(parameter, box, torch.float64).sum(0)
         return total / rows
 
@@ -695,9 +695,8 @@ def write_folder(
     rules = [*family.rules(config), *family.copies(config)]
 
     def dtype_of(parts: Parts) -> torch.dtype:
-        sources = [
-            rule.parameter or "embed.weight" for rule in parts
-        ]  # zeros have the dtype of the embedding
+        # zeros have the dtype of the embedding
+        sources = [rule.parameter or "embed.weight" for rule in parts]
         return dtype_to_write(
             sources[0], reduce(torch.promote_types, map(weights.dtype, sources)), dtype
         )

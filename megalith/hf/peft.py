@@ -235,9 +235,8 @@ class AdaptedWeights:
             self.base.read(parameter, box, compute_dtype),
             self._product(parameter, box, compute_dtype),
         )
-        return torch.add(weight, product, alpha=self.adapters.lora.scale, out=product).to(
-            dtype
-        )  # never in place: the base may be a view of a file
+        # never in place: the base may be a view of a file
+        return torch.add(weight, product, alpha=self.adapters.lora.scale, out=product).to(dtype)
 
     def fill(self, entries: Sequence[CheckpointEntry]) -> None:
         """Load the boxes of `entries`, a piece at a time."""
@@ -370,7 +369,7 @@ def find_peft_layers(
             continue
         assert rule.parameter is not None
         part = rule.box[0][0] if word in STACKED else None
-        shape = (rule.shape[0], rule.shape[1])
+        shape = rule.shape[0], rule.shape[1]
         part_of_target = PeftLayer(rule.name.removesuffix(".weight"), rule.parameter, part, shape)
         parts += [part_of_target] if layers is None or part_of_target.layer in layers else []
     if unsupported:
@@ -529,7 +528,7 @@ def adapter_shape(weight: tuple[int, ...], parameter: str, rank: int, word: str)
     name = parameter.rsplit(".", 1)[1]
     inputs = 2 if name == "o" else 1
     if word == "b":
-        return (*weight[: len(weight) - inputs], rank)
+        return *weight[: len(weight) - inputs], rank
     return (*weight[:1], rank, *weight[-inputs:]) if name in STACKED else (rank, *weight[-inputs:])
 
 

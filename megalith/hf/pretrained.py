@@ -530,13 +530,11 @@ def check_same_model(
         if not _is_within(path, FREE)
     ]
     changed_paths = {f"model.{path}" for path, _, _ in differences_of(opened.model, model)}
-    changed = [
-        row for row in changed if row[0] in changed_paths
-    ] or changed  # the others follow from these, for example head_dim
+    # the others follow from these, for example head_dim
+    changed = [row for row in changed if row[0] in changed_paths] or changed
     allowed = [name for name, _, _ in changed if _is_within(name, allow)]
-    if (
-        requested.max_seq_len >= stored.max_seq_len and model.positions != "learned"
-    ):  # otherwise there are more position embeddings
+    if requested.max_seq_len >= stored.max_seq_len and model.positions != "learned":
+        # otherwise there are more position embeddings
         allowed.append("model.max_seq_len")
     rejected = [row for row in changed if row[0] not in allowed]
     if rejected:
@@ -697,9 +695,8 @@ def _open_peft(path: Path, base_folder: str | None) -> Pretrained:
     base = _peft_base(path, base_folder)
     adapters = peft_adapters(path, find_export_family(base), base.model)
     weights = AdaptedWeights(path, base.model, base.weights, base.path, adapters)
-    tokenizer = locate_copied_tokenizer(
-        base.tokenizer, path
-    )  # the tokenizer is often saved with the adapters
+    # the tokenizer is often saved with the adapters
+    tokenizer = locate_copied_tokenizer(base.tokenizer, path)
     return Pretrained(
         path,
         base.model,

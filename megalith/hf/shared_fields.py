@@ -20,7 +20,7 @@ from megalith.hf.config_fields import (
     read_nothing,
 )
 
-# Fields of Llama, which most families share.
+# --- fields of Llama, which most families share
 
 
 def activation_field(name: str, default: str) -> ConfigField:
@@ -108,7 +108,7 @@ LLAMA_FIELDS: tuple[FieldSpec, ...] = (
     USE_CACHE,
 )
 
-# Further fields that several families share.
+# --- further fields that several families share
 
 MLP_BIAS = ConfigField("mlp_bias", "mlp_bias", Fields.read_flag, False)
 SLIDING_WINDOW = ConfigField("sliding_window", "attention.window", Fields.read_int_or_null)
@@ -132,7 +132,7 @@ def llama_fields(
     )
 
 
-# Layers with a sliding window.
+# --- layers with a sliding window
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 SWITCH_REMEDY = ", or use_sliding_window to true and sliding_window to a number of tokens"
@@ -263,7 +263,7 @@ def window_arguments(window: int | None, layers: tuple[bool, ...]) -> dict[str, 
     return {"window": window, "window_layers": () if all(layers) else layers}
 
 
-# Rotary embeddings.
+# --- rotary embeddings
 
 LLAMA3_KEYS = {
     "factor": "factor",

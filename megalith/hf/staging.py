@@ -121,7 +121,7 @@ def describe_changes(before: Recipe, now: Recipe) -> list[str]:
     ]
 
 
-INSIDES = (MANIFEST, "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
+INSIDES = MANIFEST, "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 """Files of which every folder of weights has one; other programs also write files named like a
 manifest."""
 
@@ -177,9 +177,8 @@ def open_staging(path: Path, attempt: Attempt | None) -> Iterator[StagingWork]:
         yield StagingWork(folder, journal)
     except (OSError, CheckpointError, KeyboardInterrupt) as error:
         keep = attempt is not None and (attempt.keep or interrupted is not None)
-        is_kept = (
-            keep and len(journal) > 0 and not os.path.lexists(path)
-        )  # otherwise nothing can be resumed
+        # otherwise nothing can be resumed
+        is_kept = keep and len(journal) > 0 and not os.path.lexists(path)
         if is_kept:
             log.warning(
                 "%s: %d finished pieces are kept. Run the same command again to resume",

@@ -18,7 +18,7 @@ from megalith.kernels.rope import rope_length
 from megalith.models.decoder import Decoder
 from megalith.plan.keys import key
 
-# Sampling of the next token from logits, with keyed random numbers.
+# --- sampling of the next token from logits, with keyed random numbers
 
 
 def sample_tokens(
@@ -52,9 +52,8 @@ def sample_tokens(
     noise = torch.stack(
         [_exponential(sample.seed, *position, size=logits.shape[1]) for position in positions]
     )
-    sampled: list[int] = (
-        (filtered - noise.log()).argmax(-1).tolist()
-    )  # Gumbel-max trick: argmax of exp(logit) / Exp(1)
+    # Gumbel-max trick: argmax of exp(logit) / Exp(1)
+    sampled: list[int] = (filtered - noise.log()).argmax(-1).tolist()
     return sampled
 
 
@@ -141,9 +140,8 @@ def generate(
     elif before is not None:
         active[0].num_cached = before.resume(prompts[0], sequence=0)
     prefix_state = before or build_prefix_state(model.config)
-    if any(
-        _depends_on_length(model.config, len(ids)) for ids in prompts
-    ):  # rotary frequencies need the full length
+    if any(_depends_on_length(model.config, len(ids)) for ids in prompts):
+        # rotary frequencies need the full length
         step_tokens = max(step_tokens, sum(map(len, prompts)))
     while active:
         num_new_tokens = divide_token_budget(

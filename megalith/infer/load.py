@@ -183,12 +183,10 @@ def stop_ids(source: Pretrained, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the tokens that end a text: those that the folder names, and the tokenizer's
     end-of-document token."""
     ids = source.stop_ids()
-    is_converted = source.checkpoint is None or bool(
-        source.token_ids
-    )  # a Hugging Face folder, or converted from one
-    if (
-        is_converted and source.tokenizer.kind == "null"
-    ):  # without a tokenizer, its ids have no meaning
+    # a Hugging Face folder, or converted from one
+    is_converted = source.checkpoint is None or bool(source.token_ids)
+    if is_converted and source.tokenizer.kind == "null":
+        # without a tokenizer, its ids have no meaning
         return ids
     try:
         return ids | {tokenizer.eod}

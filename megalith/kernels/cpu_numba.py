@@ -55,9 +55,8 @@ def address(loop: Loop, dtype: torch.dtype) -> int:
 
 
 def _compile(loop: Loop, dtype: torch.dtype, *, keep: bool) -> int:
-    signature = types.void(
-        types.CPointer(_ELEMENTS[dtype])
-    )  # the type of the block determines the type of a tensor's elements
+    # the type of the block determines the type of a tensor's elements
+    signature = types.void(types.CPointer(_ELEMENTS[dtype]))
     with install_listener("numba:run_pass", _FirstPass(cached=keep)):
         compiled: Any = cfunc(signature, cache=keep, error_model="numpy", fastmath=FAST)(
             _copy_per_dtype(globals()[loop], dtype)
@@ -102,7 +101,7 @@ def _copy_per_dtype(loop: FunctionType, dtype: torch.dtype) -> FunctionType:
     return twin
 
 
-# Building blocks of the loops.
+# --- building blocks of the loops
 
 
 def part(function: Callable[P, R]) -> Callable[P, R]:
@@ -145,9 +144,8 @@ def _point_to_int64(typing: Any, integer: Any) -> Any:
 
 # Any: numba passes other arguments than it declares.
 _integers: Any = intrinsic(_read_block)  # a block, as int64
-_elements: Any = intrinsic(
-    _point_to_elements
-)  # an address, as a pointer to the block's element type
+# an address, as a pointer to the block's element type
+_elements: Any = intrinsic(_point_to_elements)
 _floats: Any = intrinsic(_point_to_fp32)  # an address, as a pointer to fp32
 _longs: Any = intrinsic(_point_to_int64)  # an address, as a pointer to int64
 
@@ -439,10 +437,11 @@ def weighted_gated_backward(block: Block) -> None:
         for j in range(f):
             d, gate, up = wide(dy[i, j]), wide(gate_up[i, 0, j]), wide(gate_up[i, 1, j])
             g = clamp if gate > clamp else gate
+            # beyond 100, sigmoid is 0 or 1
             u, c = (
                 within(up, clamp) + offset,
                 within(g, np.float32(100)),
-            )  # beyond 100, sigmoid is 0 or 1
+            )
             sigmoid = one / (one + exp(-(a + b * c * c) * c))
             slope = sigmoid * (one + c * (a + np.float32(3) * b * c * c) * (one - sigmoid))
             total += d * g * sigmoid * u

@@ -39,13 +39,12 @@ Loop = Literal[
     "visible_exp",
 ]
 
-MIN_LOOP_ELEMENTS = (
-    1 << 13
-)  # elements; below, launching a loop costs more than the memory passes that it saves
+# elements; below, launching a loop costs more than the memory passes that it saves
+MIN_LOOP_ELEMENTS = 1 << 13
 MIN_THREADED_ELEMENTS = 1 << 15  # elements; below, waking a thread takes longer than the loop
 
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = torch.float32, torch.bfloat16
 """Element dtypes that the loops support."""
 
 

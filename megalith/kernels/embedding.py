@@ -71,9 +71,8 @@ class EmbeddingFunction(Function):
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dy [t, h] -> the table's gradient, or its rows to the gradient accumulator."""
         rows, is_local = ctx.saved_tensors
-        dy = dy * is_local.unsqueeze(
-            1
-        )  # ids of other ranks add zeros to row 0, so that shapes do not depend on the data
+        # ids of other ranks add zeros to row 0, so that shapes do not depend on the data
+        dy = dy * is_local.unsqueeze(1)
         if ctx.grad_accumulator is not None:
             ctx.grad_accumulator.rows(rows, dy)
             return None, None, None, None

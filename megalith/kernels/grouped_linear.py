@@ -262,7 +262,7 @@ FUSED = FusedMatmulOps()
 but not in Python."""
 
 
-BUILT_IN = (LOOP, BATCHED, FUSED)
+BUILT_IN = LOOP, BATCHED, FUSED
 """Grouped matmuls among which a gradient accumulator chooses the fastest for itself."""
 
 
@@ -272,9 +272,8 @@ def select_grouped_matmul_ops(x: Tensor, w: Tensor, groups: Groups) -> GroupedMa
         return BATCHED
     outputs, inputs = w.shape[0] // groups.experts, w.shape[1]
     aligned = all(features * x.element_size() % ALIGNED == 0 for features in (outputs, inputs))
-    if not (HAS_GROUPED_MM and aligned) or is_upcast(
-        x
-    ):  # the loop upcasts only the matrices of experts that have rows
+    if not (HAS_GROUPED_MM and aligned) or is_upcast(x):
+        # the loop upcasts only the matrices of experts that have rows
         return LOOP
     if x.device.type == "cpu":
         large = (
@@ -290,7 +289,7 @@ def select_grouped_matmul_ops(x: Tensor, w: Tensor, groups: Groups) -> GroupedMa
 def fused_takes(x: Tensor, w: Tensor, groups: Groups) -> bool:
     """Return whether torch's grouped matmul supports these tensors, whether or not it is the
     fastest."""
-    features = (w.shape[0] // groups.experts, w.shape[1])
+    features = w.shape[0] // groups.experts, w.shape[1]
     aligned = all(count * x.element_size() % ALIGNED == 0 for count in features)
     dtypes = (torch.float32, torch.bfloat16) if x.device.type == "cpu" else (torch.bfloat16,)
     return HAS_GROUPED_MM and aligned and x.dtype in dtypes
@@ -364,9 +363,8 @@ def grouped_linear(
     """
     assert groups.counts is None or sum(groups.counts) == len(x), (groups, x.shape)
     matmul_ops = matmul_ops or select_grouped_matmul_ops(x, w, groups)
-    groups = (
-        groups.known_on_host() if matmul_ops is LOOP else groups
-    )  # one synchronization for the three matmuls
+    # one synchronization for the three matmuls
+    groups = groups.known_on_host() if matmul_ops is LOOP else groups
     y: Tensor = GroupedLinearFunction.apply(x, groups, grad_accumulator, matmul_ops, w)  # type: ignore[no-untyped-call]  # torch's own
     return y
 

@@ -319,7 +319,7 @@ def _join(parts: Numbers, device: torch.device | str) -> TokenPermutation:
     )
 
 
-# Attention masks that a user passes with the tokens: per-document masks and padding.
+# --- attention masks that a user passes with the tokens: per-document masks and padding
 
 Lengths = Sequence[tuple[int, int]]
 """(queries, keys) of each document."""
@@ -361,9 +361,8 @@ def with_masks(
         for mask, whole in zip(masks, lengths, strict=True)
     ]
     flat_masks = [mask.reshape(-1) for mask in masks if mask is not None]
-    existing = replace(
-        tokens.whole.visible or AttentionMask(), torch_masks={}
-    )  # the cache belongs to the old masks
+    # the cache belongs to the old masks
+    existing = replace(tokens.whole.visible or AttentionMask(), torch_masks={})
     if sum(map(len, flat_masks)) == 0:
         return _given(tokens, replace(existing, pairs=None, rows=None, starts=(), alone=False))
     starts, end = list[int | None](), 0

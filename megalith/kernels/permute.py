@@ -90,9 +90,8 @@ def permute_choices_padded(chosen: Tensor, experts: int, *, capacity: int) -> Ro
     place, first = _numbers(capacity, chosen), sort.counts.cumsum(0) - sort.counts
     filler = (place >= sort.counts.unsqueeze(1)).flatten()
     taken = (first.unsqueeze(1) + place).flatten().masked_fill_(filler, t * k)
-    choices = torch.cat([sort.choices, sort.choices.new_full((1,), t * k)])[
-        taken
-    ]  # t k stands for padding
+    # t k stands for padding
+    choices = torch.cat([sort.choices, sort.choices.new_full((1,), t * k)])[taken]
     rows = chosen.new_full((t * k + 1,), -1).scatter_(
         0, choices, _numbers(experts * capacity, chosen)
     )[:-1]

@@ -41,12 +41,10 @@ def rope_frequencies(
         case "linear":
             return frequencies / config.factor
         case "llama3":
-            num_periods = (
-                config.original_max_position * frequencies / (2 * math.pi)
-            )  # over the original training length
-            width = max(
-                config.high_freq_factor - config.low_freq_factor, 1e-30
-            )  # Llama 4 has a width of 0: no interpolation
+            # over the original training length
+            num_periods = config.original_max_position * frequencies / (2 * math.pi)
+            # Llama 4 has a width of 0: no interpolation
+            width = max(config.high_freq_factor - config.low_freq_factor, 1e-30)
             keep = (num_periods - config.low_freq_factor) / width
         case "yarn":
             first, last = yarn_range(config, size)
@@ -154,7 +152,7 @@ def reference_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fals
     """Reference implementation of `apply_rope` in plain PyTorch operations."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second, rest = _pairs(x, cos.shape[-1], interleaved)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
+    rotated = first * cos - second * sin, second * cos + first * sin
     joined = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
     return torch.cat([joined, rest], dim=-1)
 

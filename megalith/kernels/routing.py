@@ -228,9 +228,8 @@ def sinkhorn(logits: Tensor, total: Callable[[Tensor], Tensor], *, tokens: int) 
     arXiv:2202.01169.
     """
     wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-    plan = torch.exp(
-        wide - wide.amax(1, keepdim=True)
-    )  # factors per token do not change the result
+    # factors per token do not change the result
+    plan = torch.exp(wide - wide.amax(1, keepdim=True))
     expert_factors, token_factors = plan.new_ones(plan.shape[1]), plan.new_ones(len(plan))
     is_active = torch.ones((), dtype=torch.bool, device=plan.device)
     for round_number in range(1, SINKHORN_ROUNDS + 1):
@@ -333,9 +332,8 @@ def drop_choices(choice: Choice, taken: Tensor) -> Choice:
 def expert_capacity(factor: float, tokens: int, top_k: int, experts: int) -> int:
     """Return the expert capacity: the number of tokens that an expert processes of a microbatch, at
     most all."""
-    return min(
-        tokens, math.ceil(Fraction(str(factor)) * tokens * top_k / experts)
-    )  # 1.1 · 100 is exactly 110
+    # 1.1 · 100 is exactly 110
+    return min(tokens, math.ceil(Fraction(str(factor)) * tokens * top_k / experts))
 
 
 # Auxiliary (aux) losses that balance the load of experts, and `attach_aux_loss`, which adds their

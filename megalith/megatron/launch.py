@@ -40,8 +40,8 @@ MAX_CALLS = 50
 """Nesting depth of functions and `bash -c` commands. Heuristic: scripts nest two."""
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_LAUNCHERS = ("torchrun", "torch.distributed.launch", "torch.distributed.run")
-_DECLARE = ("export", "declare", "typeset", "readonly", "local")
+_LAUNCHERS = "torchrun", "torch.distributed.launch", "torch.distributed.run"
+_DECLARE = "export", "declare", "typeset", "readonly", "local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _read_world_size(launcher: Sequence[str]) -> int | None:
         return 1 if plain else None
     counts = []
     for name in ("nproc", "nnodes"):
-        spelled = (f"--{name}", f"--{name}_per_node", f"--{name}-per-node")
+        spelled = f"--{name}", f"--{name}_per_node", f"--{name}-per-node"
         value = next((after for word, after in pairwise(words) if word in spelled), "1")
         counts.append(int(value) if value.isdecimal() else None)
     processes, nodes = counts
@@ -338,9 +338,8 @@ class _Shell:
         if words and words[0] in ("echo", "printf"):
             return True
         inner = next((word for word in words if re.search(r"\.py\s", word)), None)
-        if (
-            inner is not None and _find_program(words) is None
-        ):  # bash -c "torchrun ...", or one text with all of it
+        if inner is not None and _find_program(words) is None:
+            # bash -c "torchrun ...", or one text with all of it
             inside = _Shell(self.variables, depth=self.depth)
             inside.enter()
             inside.read(list(tokenize(inner)))
@@ -458,8 +457,9 @@ def _assignment(word: Word | ArrayLiteral) -> tuple[str, bool, Word | ArrayLiter
         return word.name, word.append, word
     match = _ASSIGNMENT.match(_leading_text(word))
     assert match is not None
+    # each unquoted character is one part
     return (
         match[1],
         bool(match[2]),
         Word(word.parts[match.end() :], word.line),
-    )  # each unquoted character is one part
+    )

@@ -22,7 +22,7 @@ from megalith.megatron.flags import (
     unmapped_flags,
 )
 
-FILE_FLAGS = ("--data-args-path", "--per-split-data-args-path")
+FILE_FLAGS = "--data-args-path", "--per-split-data-args-path"
 """Flags whose file contains the values of other flags, which `expand_file_flags` inserts."""
 
 _MAX_ADVICE = 20
@@ -106,9 +106,8 @@ def expand_file_flags(words: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the file cannot be read, or does not have the format that Megatron expects.
     """
-    result = list(
-        takewhile(lambda word: not word.startswith("--"), words)
-    )  # `parse_arguments` reports them
+    # `parse_arguments` reports them
+    result = list(takewhile(lambda word: not word.startswith("--"), words))
     for name, values in _split_flags(words[len(result) :], []):
         if name not in FILE_FLAGS or len(values) != 1:
             result += [name, *values]

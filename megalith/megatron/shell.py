@@ -360,9 +360,8 @@ class Variables:
         open_field = is_empty = False
         for part in word.parts:
             pieces, was_split = self.expand_part(part)
-            is_empty |= (
-                part.quoted and not pieces
-            )  # "${NONE[@]}" of an empty array is no word at all
+            # "${NONE[@]}" of an empty array is no word at all
+            is_empty |= part.quoted and not pieces
             for number, piece in enumerate(pieces):
                 if number == 0 and open_field and not (was_split and piece == ""):
                     fields[-1] += piece

@@ -160,7 +160,7 @@ def insert_embeddings(
     return torch.where((rows >= 0).unsqueeze(1), selected, x)
 
 
-# Relative position bias of a model: one table of biases by distance that all layers share.
+# --- relative position bias of a model: one table of biases by distance that all layers share
 
 
 class RelativeBias(nn.Module):

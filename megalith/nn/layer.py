@@ -33,7 +33,7 @@ from megalith.parallel.tensor import (
 from megalith.plan.recompute import recomputed_modules
 from megalith.plan.shards import Shard
 
-# A single linear layer in place of attention or an MLP (Puzzle, DeciLM).
+# --- a single linear layer in place of attention or an MLP (Puzzle, DeciLM)
 
 
 class LinearReplacement(nn.Module):

@@ -44,7 +44,7 @@ class Experts(nn.Module):
         self.apply_router_weight_on_input = moe.apply_router_weight_on_input
         features = moe.latent_size or config.hidden_size
         halves, word = ((2,), "gate_up") if config.gated else ((), "up")
-        inside = (moe.num_experts, *halves, moe.ffn_hidden_size)
+        inside = moe.num_experts, *halves, moe.ffn_hidden_size
         cut = partial(_cut, moe=moe, mesh=context.mesh)
         up = cut(f"{name}.{word}", (*inside, features), inner=1 + len(halves))
         down = cut(f"{name}.down", (moe.num_experts, features, moe.ffn_hidden_size), inner=2)
@@ -152,15 +152,15 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
+        # in training
         dispatch = (
             self.dispatch
             if inputs.router_inputs.aux_loss_scale is None
             else self.dispatch_within_capacity
-        )  # in training
+        )
         dispatched = dispatch(self.narrow(x), self.router(x, inputs))
-        shared_outputs = [
-            shared(x, inputs) for shared in self.shared
-        ]  # overlaps the dispatch, and that of gradients in backward
+        # overlaps the dispatch, and that of gradients in backward
+        shared_outputs = [shared(x, inputs) for shared in self.shared]
         expert_input, return_path = dispatched.wait()
         y: Tensor = self.widen(return_path.combine(self.experts(expert_input)))
         for shared_output in shared_outputs:

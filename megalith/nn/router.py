@@ -47,13 +47,13 @@ from megalith.parallel.tensor import (
 )
 from megalith.plan.shards import Shard
 
-# Load balancing of experts: aux losses, and records of routing statistics per step.
+# --- load balancing of experts: aux losses, and records of routing statistics per step
 
-LOSSES = ("sequence", "batch", "global_batch", "z")
+LOSSES = "sequence", "batch", "global_batch", "z"
 """The aux losses of a router: load-balancing losses over a sequence, a microbatch and the global
 batch; z-loss."""
 
-LOSS_COEFFS = ("sequence_coeff", "batch_coeff", "global_batch_coeff", "z_loss_coeff")
+LOSS_COEFFS = "sequence_coeff", "batch_coeff", "global_batch_coeff", "z_loss_coeff"
 """Fields of `AuxLossConfig`, in the order of `LOSSES`."""
 
 
@@ -168,9 +168,8 @@ class LoadBalancing:
         ranks."""
         assert inputs.router_inputs.aux_loss_scale is not None
         number = inputs.router_inputs.aux_loss_scale.microbatch
-        global_counts = all_reduce_(
-            counts / self.sharing.size, self.everyone
-        )  # the ranks that share tokens have equal counts
+        # the ranks that share tokens have equal counts
+        global_counts = all_reduce_(counts / self.sharing.size, self.everyone)
         with torch.no_grad():
             record.chosen[number] = global_counts
         so_far = record.chosen[: number + 1].sum(0)
@@ -247,9 +246,8 @@ class Noise:
             key_of(seed, "router", "forced bias", self.layer),
             torch.zeros(1, dtype=torch.int64),
         )
-        sizes, angles = ((hashed_uniform(key, one, 2 * logits.shape[1])[0] + 1) / 2).chunk(
-            2
-        )  # from 0 to 1
+        # from 0 to 1
+        sizes, angles = ((hashed_uniform(key, one, 2 * logits.shape[1])[0] + 1) / 2).chunk(2)
         normal = (-2 * sizes.clamp(min=2.0**-32).log()).sqrt() * (2 * math.pi * angles).cos()
         return (self.router.force_biased * normal).to(logits)
 
@@ -410,9 +408,8 @@ class Router(nn.Module):
         taken = select_within_capacity(
             all_choices, limit, capacity.drop, num_experts=self.moe.num_experts, order=places
         )
-        local_taken = taken.narrow(
-            0, group.rank * num_local, num_local
-        ).clone()  # backward saves this, not all ranks' choices
+        # backward saves this, not all ranks' choices
+        local_taken = taken.narrow(0, group.rank * num_local, num_local).clone()
         return drop_choices(choice, local_taken)
 
     def token_order(self, context: ContextShard | None, padding: Tensor) -> Tensor:

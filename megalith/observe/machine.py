@@ -67,10 +67,9 @@ def has_symmetric_memory() -> bool:
     if not dist.is_available() or not torch.cuda.is_available() or find_spec(name) is None:
         return False
     module, operators = import_module(name), torch.ops.symm_mem
-    wanted = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
-    backend = getattr(
-        module, "get_backend", lambda device: "unknown"
-    )  # older versions do not have it
+    wanted = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+    # older versions do not have it
+    backend = getattr(module, "get_backend", lambda device: "unknown")
     return all(hasattr(operators, operator) for operator in wanted) and backend("cuda") is not None
 
 
@@ -266,9 +265,8 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def _links() -> tuple[NetworkLink, ...]:
-    network = Path(
-        "/sys/class/net"
-    )  # Linux: interfaces with a device are hardware, the others virtual
+    # Linux: interfaces with a device are hardware, the others virtual
+    network = Path("/sys/class/net")
     names = [name for _, name in socket.if_nameindex() if name != "lo"]
     names = [name for name in names if (network / name / "device").exists() or not network.exists()]
     return tuple(NetworkLink(name=name, gbit_per_second=_link_speed(name)) for name in names)
@@ -276,9 +274,8 @@ def _links() -> tuple[NetworkLink, ...]:
 
 def _link_speed(name: str) -> float | None:
     try:
-        speed = int(
-            Path("/sys/class/net", name, "speed").read_text()
-        )  # Mbit/s, or -1 when the driver does not know
+        # Mbit/s, or -1 when the driver does not know
+        speed = int(Path("/sys/class/net", name, "speed").read_text())
     except (OSError, ValueError):
         return None
     return speed / 1000 if speed > 0 else None
@@ -300,18 +297,16 @@ def measured_peak_flops(dtype: torch.dtype, *, device: str = "cpu") -> float:
         a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         fastest = min(_seconds(partial(torch.matmul, a, b), device=device))
         best = max(best, 2 * size**3 / fastest)
-        size = (
-            2 * size if 8 * fastest < 0.4 else largest + 1
-        )  # the next size takes eight times as long
+        # the next size takes eight times as long
+        size = 2 * size if 8 * fastest < 0.4 else largest + 1
     return best
 
 
 def measured_bandwidth(*, device: str = "cpu") -> float:
     """Measure bytes per second of a copy between buffers larger than any cache; each byte counts as
     read and written."""
-    numel = (
-        2**25 if available_memory() > 4 * GIB else 2**23
-    )  # 128 MiB each, or 32 MiB on small machines
+    # 128 MiB each, or 32 MiB on small machines
+    numel = 2**25 if available_memory() > 4 * GIB else 2**23
     source, target = (torch.zeros(numel, device=device) for _ in range(2))
     return (
         2
@@ -380,19 +375,18 @@ def peak_memory_gib(device: torch.device) -> float:
     memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
-    largest = resource.getrusage(
-        resource.RUSAGE_SELF
-    ).ru_maxrss  # kilobytes on Linux, bytes on macOS
+    # kilobytes on Linux, bytes on macOS
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest * (1 if sys.platform == "darwin" else 1024) / GIB
 
 
-# Measurements and advice about a machine for `megalith doctor`.
+# --- measurements and advice about a machine for `megalith doctor`
 
 BYTES_PER_PARAMETER = 16  # fp32 weights, gradients and AdamW's two means
-OF_GPUS = ("nccl", "symmetric memory")
+OF_GPUS = "nccl", "symmetric memory"
 """Capabilities that only machines with GPUs need."""
 
-MEASURED_FORMATS: tuple[Format, ...] = ("fp32", "bf16")
+MEASURED_FORMATS: tuple[Format, ...] = "fp32", "bf16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,9 +424,8 @@ def advise(
 ) -> list[str]:
     """Return advice about model sizes, missing capabilities and settings, in sentences."""
     memory = max([gpu.memory_gib for gpu in machine.gpus], default=machine.memory_gib)
-    largest = (
-        0.7 * memory * 2**30 / BYTES_PER_PARAMETER
-    )  # guess: the rest is for activations and everything else
+    # guess: the rest is for activations and everything else
+    largest = 0.7 * memory * 2**30 / BYTES_PER_PARAMETER
     where = "one GPU" if machine.gpus else "this machine"
     advice = [
         f"A model of up to about {largest / 1e9:.2g}B parameters can be trained in fp32 in the "

@@ -126,7 +126,7 @@ def group_by_rates(
     return groups_of_slots
 
 
-# AdamW over (Shard, weight) pairs, with fp32 master weights for weights of lower precision.
+# --- AdamW over (Shard, weight) pairs, with fp32 master weights for weights of lower precision
 
 HAS_FUSED = hasattr(torch, "_fused_adamw_")
 
@@ -202,9 +202,8 @@ class AdamW:
                     scale=scale,
                 )
             return
-        if (
-            scale is not None and gradients[0].dtype == torch.float64
-        ):  # the fused kernel takes its scale in fp32
+        if scale is not None and gradients[0].dtype == torch.float64:
+            # the fused kernel takes its scale in fp32
             torch._foreach_mul_(gradients, scale)
             scale = None
         fused = torch._fused_adamw_ if c.decoupled_weight_decay else torch._fused_adam_
@@ -249,7 +248,7 @@ def update(
     slot.master.addcdiv_(mean, root, value=-lr / (1 - config.beta1**updates))
 
 
-# Stochastic gradient descent with momentum over (Shard, weight) pairs.
+# --- stochastic gradient descent with momentum over (Shard, weight) pairs
 
 
 class SGD:

@@ -626,9 +626,8 @@ class BucketedDataParallel:
         for number, parameter in enumerate(self.parameters):
             if uses[number] == 0:
                 parameter.register_post_accumulate_grad_hook(self._hook(number))
-                uses[number] = sum(
-                    id(parameter) in each for each in held
-                )  # each chunk has a backward of its own
+                # each chunk has a backward of its own
+                uses[number] = sum(id(parameter) in each for each in held)
         return uses
 
     def _hook(self, number: int) -> Callable[[Tensor], None]:

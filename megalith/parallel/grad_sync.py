@@ -173,7 +173,7 @@ def _add_in_order_(
     return local
 
 
-# All-gather of updated weights, bucket by bucket, overlapped with the next forward pass.
+# --- all-gather of updated weights, bucket by bucket, overlapped with the next forward pass
 
 
 class ParamAllGather:

@@ -42,7 +42,7 @@ def _best(x: Tensor, weight: Tensor, vocab: Group, first_row: int, vocab_size: i
     return -all_reduce_max_(-candidate, vocab)
 
 
-# Loss over the vocabulary that also records logit statistics: the largest logit and the z-loss.
+# --- loss over the vocabulary that also records logit statistics: the largest logit and the z-loss
 
 
 @dataclass(slots=True)
@@ -64,9 +64,8 @@ class LogitStats:
             * measured.logsumexp.detach().double().square().masked_fill(is_unlabeled, 0.0).sum()
         )
         largest = measured.largest.detach().double().masked_fill(is_unlabeled, float("-inf"))
-        largest = torch.cat(
-            [largest, largest.new_full((1,), float("-inf"))]
-        ).amax()  # of no token, too
+        # of no token, too
+        largest = torch.cat([largest, largest.new_full((1,), float("-inf"))]).amax()
         self.z = z if self.z is None else self.z + z
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 

@@ -479,7 +479,7 @@ def _gather_slices(local_slice: Tensor, *, group: Group, shape: torch.Size) -> T
     return all_gather_no_grad(local_slice, group)[: shape.numel()].view(shape)
 
 
-# Frozen weights: layers without backward.
+# --- frozen weights: layers without backward
 
 
 @dataclass(frozen=True, slots=True)

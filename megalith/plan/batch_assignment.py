@@ -344,9 +344,8 @@ def _rows_problems(train: LoopConfig, data: DataConfig) -> list[str]:
             "train.balance_rows=true without data.sft: rows of pretraining text have the same "
             "estimated cost. Set train.balance_rows=false."
         )
-    if (
-        data.overlong != DataConfig().overlong and not data.sft.used()
-    ):  # another rule reports these with SFT
+    if data.overlong != DataConfig().overlong and not data.sft.used():
+        # another rule reports these with SFT
         problems.append(
             f"data.overlong={data.overlong} without train.tokens_per_microbatch: rows of text are "
             "cut anywhere. Remove "
@@ -359,9 +358,8 @@ def _find_row_settings(data: DataConfig, defaults: DataConfig) -> Iterator[str]:
     """Yield an error for each row setting that has no effect on whole documents."""
     for field_name in ("document_masking", "eod_mask_loss", "keep_partial_valid", "sampler"):
         value = getattr(data, field_name)
-        if (
-            value != getattr(defaults, field_name) and not data.sft.used()
-        ):  # another rule reports these with SFT
+        if value != getattr(defaults, field_name) and not data.sft.used():
+            # another rule reports these with SFT
             yield (
                 f"data.{field_name}={value}: a sample is a whole document, shuffled in each "
                 "epoch. Remove it."
@@ -498,9 +496,8 @@ def cyclic_sample_ids(
         )
     group = micro_batch_size * dp
     num_used = total // group * group
-    epoch_offsets = [
-        divmod(consumed + m * group, num_used) for m in range(count)
-    ]  # (epoch, samples into it)
+    # (epoch, samples into it)
+    epoch_offsets = [divmod(consumed + m * group, num_used) for m in range(count)]
     if sharded:
         samples_per_rank = num_used // dp
         orders = {epoch: permutation(samples_per_rank, epoch) for epoch, _ in epoch_offsets}

@@ -201,8 +201,7 @@ def _describe_action(schedule: Schedule, action: Action) -> str:
     return f"{action.kind} of microbatch {action.microbatch}{chunk_text}{peer_text}"
 
 
-# Simulate a pipeline step over message queues without tags, as in NCCL: mismatched receives and
-# deadlocks.
+# --- message queues without tags, as in NCCL: mismatched receives and deadlocks
 #
 # A *communicator* joins two ranks. On each of them, the sends and receives run one after the other
 # in the order of submission, on their own stream, and each completes only when the other side
@@ -267,9 +266,8 @@ class _QueueRun:
     def __init__(self, schedule: Schedule, communicators: Mapping[Channel, int]) -> None:
         self.schedule, self.communicators = schedule, communicators
         ranks = range(schedule.num_ranks)
-        self.queues: dict[tuple[int, int], deque[_Operation]] = defaultdict(
-            deque
-        )  # by communicator and rank
+        # by communicator and rank
+        self.queues: dict[tuple[int, int], deque[_Operation]] = defaultdict(deque)
         self.received: dict[tuple[Direction, int], bytearray] = {
             (direction, stage): bytearray(schedule.num_microbatches)
             for direction in COMPUTES

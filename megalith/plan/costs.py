@@ -40,9 +40,8 @@ def num_parameters_per_rank(config: ModelConfig, *, tp: int) -> int:
 def _held(config: ModelConfig, tp: int, rank: int) -> int:
     ends = held_parameters(config, tp=tp, tp_rank=rank, layers=(), embedding=True, loss=True)
     numel = sum(one.numel for one in ends if one.counts)
-    if (
-        config.positions == "relative" and not config.mtp.num_layers
-    ):  # with MTP layers, `ends` contains it
+    if config.positions == "relative" and not config.mtp.num_layers:
+        # with MTP layers, `ends` contains it
         numel += bias_table(config, LayerRank(tp, rank)).numel
     numel += sum(one.numel for one in source_norm_parameters(config))
     for first, count in count_equal_layers(config).items():

@@ -61,9 +61,8 @@ not count."""
 CONTEXT = 0.6 * GIB  # heuristic: a CUDA context takes 0.4 to 0.7 GiB
 NEAR_COMMUNICATOR = 0.1 * GIB  # heuristic: NCCL's buffers depend on its version and settings
 FAR_COMMUNICATOR = 0.25 * GIB
-WORKSPACE = (
-    64 * 2**20
-)  # torch's scratch space for matmuls on Hopper: 32 MiB for cuBLAS and for cuBLASLt each
+# torch's scratch space for matmuls on Hopper: 32 MiB for cuBLAS and for cuBLASLt each
+WORKSPACE = 64 * 2**20
 SLACK = 0.04  # heuristic: fragmentation with expandable segments
 
 EFFICIENCY = 0.4

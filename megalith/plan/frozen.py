@@ -21,7 +21,7 @@ from megalith.plan.layers.lora import (
 from megalith.plan.layers.mtp import mtp_projection_flops
 from megalith.plan.parameters import held_parameters, layer_parameters
 
-BEFORE_LAYERS = ("embed.weight", "positions.weight", "relative.weight")
+BEFORE_LAYERS = "embed.weight", "positions.weight", "relative.weight"
 """Lookup tables that all layers read."""
 
 
@@ -124,7 +124,7 @@ class _Position(NamedTuple):
     """0 the norm before, then `LayerKind.position`, and last the norm after."""
 
 
-BRANCHES = ("attention", "cross", "mlp")
+BRANCHES = "attention", "cross", "mlp"
 """Branches in the order of computation."""
 
 LAST_STEP = 1 << 10
@@ -193,7 +193,7 @@ def _mtp_flops(
     return total + mtp_projection_flops(config, seen.tokens) // 3 * passes
 
 
-# FLOPs of LoRA training with frozen base weights
+# --- FLOPs of LoRA training with frozen base weights
 
 
 def trained(parameters: Sequence[HeldParameter]) -> list[HeldParameter]:
@@ -228,9 +228,8 @@ def trained_step_flops(
     if lora is None:
         return all_flops if optim.trains_all() else frozen_step_flops(config, optim, seen)
     numbers = range(config.num_layers)
-    rest = all_flops - sum(
-        layer_flops(config, layer, **seen._asdict()) for layer in numbers
-    )  # head, and multi-token predictions
+    # head, and multi-token predictions
+    rest = all_flops - sum(layer_flops(config, layer, **seen._asdict()) for layer in numbers)
     core = config.mtp.num_layers * core_flops(config, config.num_layers - 1, seen)
     return (
         sum(_trained_layer(config, lora, layer, seen) for layer in numbers)
@@ -284,9 +283,8 @@ def _unneeded_flops(
     readers = [one for one in held if one.matrix] + [
         one for one in _adapters(config, lora, layer) if is_lora_a(one)
     ]
-    readers = [
-        one for one in readers if ".cross." not in one.name
-    ]  # attention and its adapters come before cross-layer attention
+    # attention and its adapters come before cross-layer attention
+    readers = [one for one in readers if ".cross." not in one.name]
     spared = sum(
         2 * tokens * active_numel(config, one) for one in readers if adapted_matrix(one) in unneeded
     )

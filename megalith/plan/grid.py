@@ -18,7 +18,7 @@ from megalith.errors import PlanError
 from megalith.plan.shards import EXPERT_PARTS, PARTS, key_value_ranks
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
-TOKENS = ("tp", "cp", "ep", "dp", "pp")
+TOKENS = "tp", "cp", "ep", "dp", "pp"
 
 TRIED = 16
 """Number of candidate world sizes tried on either side of an invalid one."""
@@ -106,9 +106,8 @@ class Grid:
         remaining, coordinates = rank - self.offset, {}
         for axis, size in zip(self.axes, self.sizes, strict=True):
             remaining, coordinates[axis] = divmod(remaining, size)
-        for entry in reversed(
-            self.factored
-        ):  # the last first, since its axis may be part of an earlier one
+        for entry in reversed(self.factored):
+            # the last first, since its axis may be part of an earlier one
             coordinates[entry.axis] = (
                 coordinates[entry.outer] * self.size(entry.inner) + coordinates[entry.inner]
             )
@@ -391,7 +390,7 @@ def _ordered(sizes: Mapping[str, int], order: str, offset: int) -> Grid:
     """Return the grid with the axes in the order of a valid order string; omitted axes (size one)
     come last."""
     named = [token for token in order.lower().split("-") if token in sizes]
-    axes = (*named, *(axis for axis in sizes if axis not in named))
+    axes = *named, *(axis for axis in sizes if axis not in named)
     return Grid(axes=axes, sizes=tuple(sizes[axis] for axis in axes), offset=offset)
 
 
@@ -456,7 +455,7 @@ def _near_worlds(world: int, degrees: Mapping[str, int], fits: Fits) -> list[int
     """Return the next smaller and the next larger valid world size."""
     model = prod(degrees.values())
     below = world // model * model
-    sides = (range(below, 0, -model), range(below + model, below + (TRIED + 1) * model, model))
+    sides = range(below, 0, -model), range(below + model, below + (TRIED + 1) * model, model)
     nearest = [
         next((ranks for ranks in side[:TRIED] if fits(degrees, ranks)), None) for side in sides
     ]
@@ -471,8 +470,7 @@ def _raise_problems(problems: Sequence[str], world: int, order: str) -> None:
         )
 
 
-# Build the rank grids of a run from its parallel degrees; dp, cp and tp are each split into two
-# axes.
+# --- rank grids of a run, from its parallel degrees; dp, cp and tp are each two axes
 
 
 def model_grid(

@@ -145,7 +145,7 @@ def _check_rows(ids: NDArray[np.integer]) -> None:
         )
 
 
-# Bin packing: which documents share a row of a fixed length; a pure function of the lengths.
+# --- bin packing: which documents share a row of a fixed length; a pure function of the lengths
 
 
 class PackedDocuments(NamedTuple):
@@ -240,9 +240,8 @@ def pack_first_fit_decreasing(lengths: Sequence[int], room: int) -> PackedDocume
     """
     _check_lengths(lengths, room)
     size = 1 << max(len(lengths) - 1, 0).bit_length()
-    max_space = [room] * (
-        2 * size
-    )  # segment tree: largest remaining space of the rows below a node
+    # segment tree: largest remaining space of the rows below a node
+    max_space = [room] * (2 * size)
     rows: list[list[int]] = [[] for _ in lengths]
     for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         node = 1

@@ -120,7 +120,7 @@ def held_parameters(
     return held
 
 
-# Initial values and per-parameter learning-rate factors (muP), by parameter name; no torch.
+# --- initial values and per-parameter learning-rate factors (muP), by parameter name
 
 EMBEDDINGS = ("embed.weight", "positions.weight")
 """Lookup tables that produce the input of the first layer."""

@@ -223,8 +223,7 @@ def split_evenly(total: int, parts: int) -> list[int]:
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
-# Plan FSDP (ZeRO-3): the rows of a parameter that each rank stores, and unsupported
-# combinations.
+# --- FSDP (ZeRO-3): rows of a parameter that each rank stores, unsupported combinations
 
 
 def shard_rows(shard: Shard, rank: int, ranks: int, axes: tuple[str, ...]) -> Shard:

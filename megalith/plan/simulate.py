@@ -384,7 +384,7 @@ def _format_problems(schedule: Schedule, problems: Sequence[str]) -> str:
     )
 
 
-# Compute how many microbatches of activations each rank holds at once in a pipeline schedule.
+# --- activations: microbatches that each rank holds at once in a pipeline schedule
 
 CHANGES: dict[Kind, int] = {"F": 1, "B": -1, "W": -1}
 """Change of the number of microbatches in flight by each action."""

@@ -198,7 +198,7 @@ def locate_in_dense(word: str, box: Box, *, part: int, width: int) -> Box:
     dim = CUT[word]
     if dim is not None:
         start, stop = box[dim]
-        shifted[dim] = (start + part * width, stop + part * width)
+        shifted[dim] = start + part * width, stop + part * width
     return tuple(shifted)
 
 
@@ -268,7 +268,7 @@ class UpcycledWeights:
             return torch.zeros([stop - start for start, stop in box])
         if word in ("router", "router_bias"):
             rows = torch.arange(*box[0]) // self.parts
-            all_rows = ((0, int(rows[-1]) + 1), *box[1:])
+            all_rows = (0, int(rows[-1]) + 1), *box[1:]
             return _draw_initial_values(spec, all_rows, self.seed)[rows]
         return _draw_initial_values(spec, box, self.seed)
 
@@ -309,9 +309,8 @@ def upcycle(
         fresh,
         seed,
     )
-    return replace(
-        source, model=model, weights=weights, hf_source=None
-    )  # the family of the dense model has no experts
+    # the family of the dense model has no experts
+    return replace(source, model=model, weights=weights, hf_source=None)
 
 
 def describe_upcycled_sources(source: Pretrained, moves: Sequence[Move]) -> list[Move]:

@@ -292,7 +292,7 @@ def _within(path: str, settings: tuple[str, ...]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in settings)
 
 
-# Settings of a run that have no effect; reported at its start.
+# --- settings of a run that have no effect; reported at its start
 
 
 class Unused(NamedTuple):

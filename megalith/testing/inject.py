@@ -350,7 +350,7 @@ def skip(*_: object, **__: object) -> None:
     """Do nothing: this rank skips a call that the others make."""
 
 
-# Fused collective matmul without a GPU: torch's fallback of its operators, run on gloo ranks.
+# --- fused collective matmul without a GPU: torch's fallback of its operators, run on gloo ranks
 
 
 @contextmanager

@@ -453,7 +453,7 @@ def _fork(server: _Worker, folder: Path) -> _Worker:
     """Have the fork server start a worker."""
     connection, child_connection = Pipe()
     with child_connection:
-        message = (folder, os.getcwd(), _worker_environment())
+        message = folder, os.getcwd(), _worker_environment()
         pid = int(server.request(message, child_connection.fileno()))
     return _Worker(_ForkedProcess(server, pid), connection, folder)
 
@@ -567,9 +567,8 @@ def _obey(call: Call, arguments: bytes) -> Answer:
 
 def _leave() -> None:
     """Close every connection to the other ranks."""
-    if (
-        "torch.distributed.tensor" in sys.modules
-    ):  # its caches keep device meshes alive, and so their process groups
+    if "torch.distributed.tensor" in sys.modules:
+        # its caches keep device meshes alive, and so their process groups
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()

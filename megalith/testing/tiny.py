@@ -63,7 +63,7 @@ def tiny_yaml(path: Path, overrides: Mapping[str, Override] | None = None) -> Pa
     return path
 
 
-# A model whose parameter sizes are not divisible by any number of ranks.
+# --- a model whose parameter sizes are not divisible by any number of ranks
 
 
 class OddSizedModel(nn.Module):
@@ -97,7 +97,7 @@ class OddSizedModel(nn.Module):
         return {"one": factor, "matrix": 2 * factor, "unused": 0.0, "long": 3 * factor}
 
 
-# Random pipeline schedules for property tests.
+# --- random pipeline schedules for property tests
 
 NAMES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 

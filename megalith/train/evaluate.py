@@ -221,9 +221,8 @@ def run_evaluation(
         )
     merged = replace(run, lora=None)  # adapters are merged into the weights when these are loaded
     pipeline_model = build_pipeline_model(merged, mesh, device, dtype=DTYPES[run.precision.params])
-    rules = CheckpointConfig(
-        allow_model_changes=run.checkpoint.allow_model_changes
-    )  # evaluation needs all weights
+    # evaluation needs all weights
+    rules = CheckpointConfig(allow_model_changes=run.checkpoint.allow_model_changes)
     entries = weight_entries(allocate_weights(pipeline_model), mesh)
     notes = load_pretrained(entries, str(folder.path), mesh.world, model=run.model, rules=rules)
     masks = build_mask_settings(run.data, run.model, tokenizer.eod)
@@ -258,9 +257,10 @@ def allocate_weights(pipeline_model: PipelineModel) -> list[tuple[Shard, Tensor]
         (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
     if p.zero == 3 and can_shard_weights(mesh):
+        # imported here because FSDP2 takes half a second to load
         from megalith.parallel.fsdp import (
             shard_for_forward,
-        )  # imported here because FSDP2 takes half a second to load
+        )
 
         return shard_for_forward(
             list(model),
@@ -284,9 +284,8 @@ def _batches(
     depths: int,
 ) -> Iterator[Batch]:
     local_samples = range(mesh.dp.rank, samples, mesh.dp.size)
-    for start in range(
-        0, -(-samples // mesh.dp.size), rows
-    ):  # as many batches as the rank with the most samples
+    for start in range(0, -(-samples // mesh.dp.size), rows):
+        # as many batches as the rank with the most samples
         batch_samples = [dataset.sample(k) for k in local_samples[start : start + rows]]
         # The last batch is padded with rows without labels, because sequence-parallel ranks must
         # split its tokens evenly. A rank without samples runs such rows only, because it must take

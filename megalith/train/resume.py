@@ -118,7 +118,7 @@ class TrainState:
 # `checkpoint.load` with `load_mode` progress or all: a run that continues at the step of another
 # run's checkpoint.
 
-PROGRESS = ("train", "optimizer_updates", "data", "order_samples", "tokenizer")
+PROGRESS = "train", "optimizer_updates", "data", "order_samples", "tokenizer"
 """Keys that the state of a checkpoint must have for a run to continue at its step."""
 
 
@@ -383,9 +383,8 @@ class PreparedRun:
         try:
             self._load(saved)
         except DamagedCheckpointError as error:
-            if (
-                saved is None or error.path != saved.path
-            ):  # the user has named this checkpoint, so there is no fallback
+            if saved is None or error.path != saved.path:
+                # the user has named this checkpoint, so there is no fallback
                 raise
             return error
         return None
@@ -459,10 +458,11 @@ class PreparedRun:
         resets_optimizer = self.checkpoint_source is not None and rules.load_mode == "progress"
         entries = self._weights() if resets_optimizer else checkpoint_entries(self.trainer)
         saved_run = open_pretrained(saved.path, base=None if self.lora_base is None else rules.load)
+        # possibly with other padding
         padded = (
             self.checkpoint_source is not None
             and saved_run.model.vocab_size == run.model.vocab_size
-        )  # possibly with other padding
+        )
         report = saved.load_into(
             entries,
             self.mesh.world,

@@ -47,7 +47,7 @@ from megalith.train.moe import update_expert_biases, update_quantile_offsets
 from megalith.train.objective import build_objective
 from megalith.train.step import Trainer
 
-# Builds the optimizer of a config.
+# --- optimizer
 
 
 def build_optimizer(
@@ -68,7 +68,7 @@ DTYPES = {
 }
 
 
-# Builds the model chunks of this rank and their losses.
+# --- model chunks of this rank and their losses
 
 
 def build_head_loss(run: TrainRun, backends: Backends) -> Callable[..., Tensor]:
@@ -175,7 +175,7 @@ def splits_backward(pipeline: PipelineConfig, pp: int) -> bool:
     return schedule_name(effective_pipeline(pipeline, pp)) in SPLIT_SCHEDULES
 
 
-# Builds the state of a run.
+# --- state of a run
 
 
 def build_trainer(
@@ -232,9 +232,10 @@ def build_grad_sync(
         (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
     if p.zero == 3 and can_shard_weights(mesh):
+        # imported here because FSDP2 takes half a second to load
         from megalith.parallel.fsdp import (
             FullyShardedDataParallel,
-        )  # imported here because FSDP2 takes half a second to load
+        )
 
         return FullyShardedDataParallel(
             list(model),

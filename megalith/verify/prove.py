@@ -37,7 +37,7 @@ from megalith.verify.ranks import Difference, LayoutCase, compare_with_one_proce
 from megalith.verify.shrink import describe_copy, shrink
 from megalith.verify.types import TypeReport, type_check, type_check_in_child
 
-# Simulates the pipeline schedules of all ranks, to verify that they do not deadlock.
+# --- simulation of pipeline schedules: no deadlock
 #
 # It checks the order of actions and messages and the live activations, but no values. Messages are
 # simulated twice: matched by tags, as in gloo, and as queues of blocking operations, as in NCCL.

@@ -50,7 +50,7 @@ from megalith.train.trainer import all_gather_loaded_params, build_trainer, chec
 from megalith.verify.faults.plant import find_fault, plant_fault
 from megalith.verify.torch_optim import RecordingOptimizer, TorchUpdate, torch_updates
 
-# Mock documents with random loss masks, for verification of sequence packing.
+# --- mock documents with random loss masks, for verification of sequence packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class RaggedDocuments:
         return PackedSample(ids[:-1], np.where(kept, ids[1:], -1), (length,), length)
 
 
-# Chooses another layout under which the float64 verification loads a checkpoint.
+# --- resharding: another layout under which the comparison loads a checkpoint
 
 LEVELS: tuple[Literal[0, 1, 3], ...] = (0, 1, 3)
 """ZeRO levels that differ in the sharding of weights and optimizer states; 2 also shards

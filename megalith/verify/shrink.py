@@ -209,9 +209,8 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
         documents=run.data.document_masking,
         fault=fault,
     )
-    offload = replace(
-        run.offload, layers=min(run.offload.layers, 1), min_numel=1
-    )  # copies have no large tensors
+    # copies have no large tensors
+    offload = replace(run.offload, layers=min(run.offload.layers, 1), min_numel=1)
     tiny = replace(
         case.run,
         recompute=_shrink_recompute(run, tp),
@@ -528,9 +527,8 @@ def _shrink_pipeline(run: TrainRun, pp: int, *, kinds: int) -> tuple[PipelineCon
         stages = _stages(pipeline, run.parallel.pp, run.model)
         counts = _shrink_counts([len(stage.layers) for stage in stages], pp * vpp, each)
         place = len(counts) - 1
-        if (
-            run.model.mtp.num_layers and not stages[-1].num_mtp_layers and place > 1
-        ):  # MTP layers on another stage than the loss, as in the run
+        if run.model.mtp.num_layers and not stages[-1].num_mtp_layers and place > 1:
+            # MTP layers on another stage than the loss, as in the run
             place -= 1
             counts[place] = (
                 counts[place]

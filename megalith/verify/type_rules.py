@@ -101,10 +101,11 @@ def vocabulary_loss(
             )
     for out in outs:
         scores = rules.einsum("th,vh,t->t" if out.dim() else "th,vh,t->", x, weight, labels)
+        # keys: as it has them
         types: dict[Any, Type] = {
             **checker.get_local_type(scores),
             **dict.fromkeys(axes, after),
-        }  # keys: as it has them
+        }
         checker.assert_type(out, types)
 
 
@@ -137,10 +138,11 @@ def shared_attention(
             )
     others = "".join(",n" if tensor.dim() == 1 else ",nb" for tensor in given.values())
     product = rules.einsum(f"tnd,tgd,tge{others}->tne", *inputs.values(), *given.values())
+    # keys: as it has them
     types: dict[Any, Type] = {
         **checker.get_local_type(product),
         **dict.fromkeys(axes, after),
-    }  # keys: as it has them
+    }
     checker.assert_type(out, types)
 
 

@@ -394,9 +394,8 @@ def _also_on(problem: Problem, rank: int) -> Problem:
 
 def _peak_gib() -> float:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return (
-        peak / 2**30 if sys.platform == "darwin" else peak / 2**20
-    )  # bytes on macOS, KiB elsewhere
+    # bytes on macOS, KiB elsewhere
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
 
 
 # --- model of one rank on meta tensors
@@ -658,7 +657,7 @@ def declare_inputs(batch: PaperBatch) -> None:
     )
     if context is not None:
         whole = context.whole
-        shared = (*shared, whole.position_ids, whole.document_ids, whole.valid)
+        shared = *shared, whole.position_ids, whole.document_ids, whole.valid
     mtp_inputs = [value for pair in batch.mtp_inputs for value in pair]
     for value in (
         batch.ids,
@@ -923,9 +922,8 @@ def _forward(rank_model: RankModel) -> tuple[Tensor, ...]:
 
 
 def _without_gradient(rank_model: RankModel) -> Iterator[Problem]:
-    is_needed = not isinstance(
-        rank_model.model.run_layers, FrozenLayerRunner
-    )  # else nothing before these layers is trained
+    # else nothing before these layers is trained
+    is_needed = not isinstance(rank_model.model.run_layers, FrozenLayerRunner)
     for name, x in rank_model.received.items() if is_needed else ():
         if x.requires_grad and x.grad is None:
             what = f"{name} of the previous stage got no gradient. Use it in this stage."

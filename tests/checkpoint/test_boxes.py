@@ -75,9 +75,8 @@ def test_a_flat_range_counts_inside_the_ranks_own_box() -> None:
 
 
 def test_pieces_are_views_so_that_loading_fills_the_tensor_itself() -> None:
-    tensor = torch.zeros(
-        2, 12, requires_grad=True
-    )  # memory is the box's, the view is not its shape
+    # memory is the box's, the view is not its shape
+    tensor = torch.zeros(2, 12, requires_grad=True)
     for part in pieces(CheckpointEntry(Shard.full("w", (4, 6)), "param", tensor), max_numel=5):
         part.values.fill_(1)
     assert tensor.sum() == 24

@@ -208,9 +208,8 @@ def test_weights_in_another_dtype_are_read_from_master_weights(
     moments = [
         entry for entry in tiny.cut(model, 1, 1, blank=True)[0] if entry.role.startswith("exp_avg")
     ]
-    checkpoint.load_into(
-        got + moments, ALONE
-    )  # an fp32 run has no separate master weights: they are not surplus
+    # an fp32 run has no separate master weights: they are not surplus
+    checkpoint.load_into(got + moments, ALONE)
     assert all(torch.equal(entry.tensor, model["master", entry.shard.name]) for entry in got)
 
 
@@ -489,9 +488,8 @@ def test_damage_that_one_rank_meets_ends_the_load_on_all(
     tmp_path: Path, tiny: SimpleNamespace, run_threads: Callable[..., list[Any]]
 ) -> None:
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2), "b": torch.ones(3)}))
-    (path / "__0_0.distcp").write_bytes(
-        bytes(1) + (path / "__0_0.distcp").read_bytes()[1:]
-    )  # a comes first
+    # a comes first
+    (path / "__0_0.distcp").write_bytes(bytes(1) + (path / "__0_0.distcp").read_bytes()[1:])
 
     def work(world: Group) -> Any:
         entry = entries_of({"a": torch.zeros(2)} if world.rank else {"b": torch.zeros(3)})

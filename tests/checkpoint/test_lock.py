@@ -181,9 +181,8 @@ def test_of_many_starts_at_once_one_wins(tmp_path: Path, other: subprocess.Popen
     deadline = time.monotonic() + 30
     while sum(start.poll() is None for start in starts) > 1 and time.monotonic() < deadline:
         time.sleep(0.01)
-    errors = [
-        start.communicate(timeout=30)[1].decode() for start in starts
-    ]  # closes the winner's input: it ends
+    # closes the winner's input: it ends
+    errors = [start.communicate(timeout=30)[1].decode() for start in starts]
     assert sorted(start.returncode for start in starts) == [0, 1, 1, 1], errors
     assert sum("is in use by process" in text for text in errors) == 3
 

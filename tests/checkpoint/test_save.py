@@ -125,12 +125,10 @@ def test_large_boxes_are_divided(
     monkeypatch.setattr(save, "BOX_NBYTES", 48)
     model = tiny.model()
     checkpoint = open_checkpoint(tiny.save(tmp_path, 1, tiny.cut(model, 1, 1)))
-    assert (
-        len(checkpoint.manifest.tensors["optimizer.master.embed.weight"].boxes) == 4
-    )  # 7 rows of 24 bytes, by twos
-    assert (
-        len(checkpoint.manifest.tensors["model.embed.weight"].boxes) == 2
-    )  # 7 rows of 12 bytes, by fours
+    # 7 rows of 24 bytes, by twos
+    assert len(checkpoint.manifest.tensors["optimizer.master.embed.weight"].boxes) == 4
+    # 7 rows of 12 bytes, by fours
+    assert len(checkpoint.manifest.tensors["model.embed.weight"].boxes) == 2
     assert torch.equal(
         checkpoint.read("optimizer.master.embed.weight"), model["master", "embed.weight"]
     )
@@ -311,9 +309,8 @@ def test_a_full_disk_ends_the_save_in_words_and_keeps_the_previous_one(
 ) -> None:
     tiny.save_alone(tmp_path, 100)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (9_000, hard)
-    )  # files cannot grow beyond: a real refusal by the system
+    # files cannot grow beyond: a real refusal by the system
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, hard))
     try:
         with pytest.raises(CheckpointError) as raised:
             tiny.save_alone(tmp_path, 200)
@@ -468,7 +465,7 @@ def test_tensor_not_written_exactly_once_is_rejected(tmp_path: Path, fault: str,
         Shard.full("w", (4, 3)).split_dim(0, [2, 2], rank, ("tp",))
         for rank in (0, 0 if fault == "twice" else 1)
     ]
-    dtypes = (torch.float32, torch.bfloat16 if fault == "dtype" else torch.float32)
+    dtypes = torch.float32, torch.bfloat16 if fault == "dtype" else torch.float32
     entries = [
         CheckpointEntry(shard, "param", torch.ones(2, 3, dtype=dtype))
         for shard, dtype in zip(shards, dtypes)

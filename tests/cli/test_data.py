@@ -56,9 +56,8 @@ def test_cat_reads_the_tokenizer_that_prepare_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        signal, "signal", lambda *arguments: None
-    )  # prepare catches SIGTERM for its process
+    # prepare catches SIGTERM for its process
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
     (tmp_path / "text.jsonl").write_text('{"text": "the quick fox, the quick dog"}\n' * 9)
     words = (
         "--input",

@@ -48,6 +48,7 @@ def test_every_file_of_a_command_has_a_line_in_the_help() -> None:
         for item in resources.files("megalith.cli").iterdir()
         if item.is_file()
     }
+    # the last is of `megalith data`
     parts = {
         "__init__",
         "main",
@@ -55,7 +56,7 @@ def test_every_file_of_a_command_has_a_line_in_the_help() -> None:
         "output",
         "plan_tables",
         "pack",
-    }  # the last is of `megalith data`
+    }
     commands = {name.replace("_", "-") for name in files - parts}
     assert commands == set(available())
 
@@ -230,10 +231,11 @@ def test_a_second_ctrl_c_ends_at_once_and_without_a_traceback() -> None:
     assert process.stdout.readline() == "tidying\n"
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=20)
+    # 130 in a shell
     assert (process.returncode, error) == (
         -signal.SIGINT,
         "megalith chat: interrupted.\n",
-    )  # 130 in a shell
+    )
 
 
 def test_sigint_handler_of_a_calling_program_is_unchanged(

@@ -63,9 +63,8 @@ def shrunk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
     monkeypatch.setattr(recipes, "resolve", small)
     monkeypatch.setattr(quickstart, "find_local_text", lambda: find_local_text(corpus))
-    monkeypatch.setattr(
-        signal, "signal", lambda *arguments: None
-    )  # the commands catch them for their process: ours
+    # the commands catch them for their process: ours
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

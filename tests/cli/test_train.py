@@ -273,9 +273,8 @@ def test_run_without_a_copy_of_its_tokenizer_resumes_and_gets_one(
     }
     file = str(tiny_yaml(Path("tiny.yaml"), settings))
     assert main(["train", file, "--run", "./a"]) == 0
-    shutil.rmtree(
-        "a/tokenizer"
-    )  # as an earlier version left a run: the path is relative to the working directory
+    # as an earlier version left a run: the path is relative to the working directory
+    shutil.rmtree("a/tokenizer")
     shutil.copy(file, "a/config.yaml")
     assert main(["train", "a/", "--train.steps", "3"]) == 0
     assert "resuming a at step 2" in capsys.readouterr().out
@@ -425,9 +424,8 @@ def test_damaged_data_or_another_tokenizer_is_rejected(
     Path("text.jsonl").write_text(
         '{"text": "some words of a text, again and again and again"}\n' * 40
     )
-    monkeypatch.setattr(
-        signal, "signal", lambda *arguments: None
-    )  # prepare catches them for its process: here, ours
+    # prepare catches them for its process: here, ours
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
     assert main(["prepare", "--input", "text.jsonl", "--output", "text"]) == 0
     file = str(
         tiny_yaml(
@@ -476,9 +474,10 @@ def test_sigterm_makes_all_ranks_save_and_stop_with_75(
         in output
     )
     assert (folder / "checkpoints" / f"step_{done[-1]:07d}" / "manifest.json").exists()
+    # on one process
     assert (
         main(["train", str(file), "--run", str(folder), "--train.steps", str(len(done) + 2)]) == 0
-    )  # on one process
+    )
     assert f"resuming {folder} at step {done[-1]}" in capsys.readouterr().out
     assert steps(folder) == list(range(1, len(done) + 3))
 

@@ -64,9 +64,8 @@ def test_violated_rules_are_all_reported_and_end_the_verification(
         "--optim.beta2",
         "2",
     ]
-    assert (
-        main(["verify", recipe, "--world", "8", *words, "--json"]) == 2
-    )  # as --help and docs/concepts/verify.md say
+    # as --help and docs/concepts/verify.md say
+    assert main(["verify", recipe, "--world", "8", *words, "--json"]) == 2
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {(row["part"], row["holds"]) for row in rows} == {("a", False)}
     output = " ".join(row["answer"] for row in rows)

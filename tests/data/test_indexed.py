@@ -267,9 +267,8 @@ def test_damage_in_the_middle_is_refused_at_opening(
 @pytest.mark.parametrize("start", [-4, 8])
 def test_missing_tokens_are_reported(tmp_path: Path, start: int) -> None:
     store = IndexedDataset(write_golden(tmp_path))
-    store.sequence_pointers = np.array(
-        [0, start]
-    )  # what a file changed after it was opened looks like
+    # what a file changed after it was opened looks like
+    store.sequence_pointers = np.array([0, start])
     with pytest.raises(
         DataError,
         match=rf"golden\.bin: . bytes of sequence 1 found at byte {start}, 4 expected\. Copy",
@@ -354,9 +353,8 @@ def test_the_fingerprint_follows_the_tokens_too(tmp_path: Path) -> None:
     prefix = write_golden(tmp_path)
     before = IndexedDataset(prefix).fingerprint
     assert IndexedDataset(write_golden(tmp_path, "copy")).fingerprint == before
-    tokens_path(prefix).write_bytes(
-        bytes.fromhex(GOLDEN_BIN)[:-2] + b"\6\0"
-    )  # other text of equal lengths
+    # other text of equal lengths
+    tokens_path(prefix).write_bytes(bytes.fromhex(GOLDEN_BIN)[:-2] + b"\6\0")
     assert IndexedDataset(prefix).fingerprint != before
 
 

@@ -263,9 +263,8 @@ def test_ranks_that_share_rows_get_the_ids_labels_and_positions_of_the_same_toke
         assert batch.seq_params.position_ids.tolist() == places * 2
         assert batch.ids.tolist() == [int(row[i]) for row in text for i in places]
         labels = [int(row[i + 1]) if i + 1 < 11 else -1 for row in text for i in places]
-        assert (
-            batch.labels.tolist() == labels
-        )  # the next token of the text, also where a slice ends
+        # the next token of the text, also where a slice ends
+        assert batch.labels.tolist() == labels
         assert batch.num_labels == 20  # of both ranks
 
 
@@ -354,9 +353,8 @@ def test_dropout_numbers_each_token_of_the_run_the_same_under_every_layout(
 ) -> None:
     found = [batch for rank in run_ranks(_numbers, dp, micro) for batch in rank]
     for ids, numbers in found:
-        assert numbers == [
-            id // 10 * 4 + id % 10 for id in ids
-        ]  # token i of sample k is 10 k + i, of 4 tokens
+        # token i of sample k is 10 k + i, of 4 tokens
+        assert numbers == [id // 10 * 4 + id % 10 for id in ids]
     assert sorted(number for _, numbers in found for number in numbers) == list(
         range(8 * 4, 24 * 4)
     )
@@ -366,10 +364,11 @@ def test_dropout_numbers_each_token_of_the_run_the_same_under_every_layout(
 def test_ranks_that_share_rows_have_the_numbers_of_their_own_tokens(
     by: Literal["row", "document"],
 ) -> None:
+    # id = its place in two rows of 12
     rows = [
         np.arange(13, dtype=np.int64),
         np.arange(12, 25, dtype=np.int64),
-    ]  # id = its place in two rows of 12
+    ]
     samples, masks = [Sample(row, 13) for row in rows], MaskSettings(eod=4, documents=True)
     for rank in range(2):
         batch = build_batch(samples, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by))

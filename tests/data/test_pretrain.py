@@ -166,9 +166,8 @@ def test_a_partial_window_says_which_ids_are_padding(tmp_path: Path) -> None:
         store_of(tmp_path, LENGTHS), plan(None, keep_partial=True), vocab_size=1000
     )
     short = [sample for sample in map(dataset.sample, range(5)) if not sample.valid.all()]
-    assert [sample.num_valid for sample in short] == [
-        4
-    ]  # 36 tokens: four windows share their ends, 32 to 35 are left
+    # 36 tokens: four windows share their ends, 32 to 35 are left
+    assert [sample.num_valid for sample in short] == [4]
     assert short[0].ids[4:].tolist() == [0] * 5
 
 

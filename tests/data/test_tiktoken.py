@@ -60,7 +60,7 @@ def theirs(text: str, pattern: str) -> list[int]:
 def test_ids_of_a_tiktoken_file_are_the_librarys_and_special_tokens_follow(
     pattern: str, tmp_path: Path
 ) -> None:
-    names = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")
+    names = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
     tokenizer = TiktokenTokenizer(lines(tmp_path / "m"), pattern=pattern, special_tokens=names)  # type: ignore[arg-type]
     expected = theirs(TEXT, PATTERNS[pattern])  # type: ignore[index]
     assert tokenizer.encode(TEXT) == [262, *expected]
@@ -82,11 +82,12 @@ def test_in_a_json_vocabulary_special_tokens_come_first_and_all_have_names(tmp_p
 def test_a_smaller_vocabulary_leaves_out_the_last_pieces(tmp_path: Path) -> None:
     tokenizer = TiktokenTokenizer(listed(tmp_path / "m.json"), num_special=4, vocab_size=4 + 257)
     assert tokenizer.vocab_size == 261
+    # "th" is still a piece, "the" is not
     assert tokenizer.encode("the") == [
         1,
         256 + 4,
         ord("e") + 4,
-    ]  # "th" is still a piece, "the" is not
+    ]
 
 
 def test_special_tokens_written_in_a_text_are_text(tmp_path: Path) -> None:

@@ -316,9 +316,8 @@ def test_a_step_with_grouped_matmuls_is_that_with_one_expert_after_the_other() -
     """In fp32, as in float64 matmuls of experts are a loop anyway; the same sums in another
     order."""
     assert BIASED_CHOICE.moe is not None
-    case = case_of(
-        replace(BIASED_CHOICE, moe=replace(BIASED_CHOICE.moe, ffn_hidden_size=12)), ONE
-    )  # 48 bytes
+    # 48 bytes
+    case = case_of(replace(BIASED_CHOICE, moe=replace(BIASED_CHOICE.moe, ffn_hidden_size=12)), ONE)
     selected_ops: list[GroupedMatmulOps] = []
 
     def noted(x: Tensor, w: Tensor, groups: Groups) -> GroupedMatmulOps:
@@ -406,9 +405,8 @@ def test_ranks_with_grouped_matmuls_train_as_ranks_that_compute_one_expert_after
     10 times as much of what a gradient is off by, which is not more than it is of the weight.
     """
     assert BIASED_CHOICE.moe is not None
-    model = replace(
-        BIASED_CHOICE, moe=replace(BIASED_CHOICE.moe, ffn_hidden_size=16)
-    )  # 64 bytes, and halves of 32
+    # 64 bytes, and halves of 32
+    model = replace(BIASED_CHOICE, moe=replace(BIASED_CHOICE.moe, ffn_hidden_size=16))
     case = case_of(model, GROUPED[name])
     case = replace(case, run=replace(case.run, precision=PrecisionConfig(params="fp32")))
     uses, stored = on_ranks(steps_in_fp32, case, str(tmp_path / "grouped"), True)

@@ -166,8 +166,7 @@ def test_frozen_parameters_are_only_all_gathered(zero: Zero) -> None:
         for found in few
         for kind in ("all_reduce", "reduce_scatter", "isend", "irecv")
     ]
-    assert max(sums) < 5000, (
-        few
-    )  # of one norm, padded, in up to six microbatches; all weights once are 60 kB
+    # of one norm, padded, in up to six microbatches; all weights once are 60 kB
+    assert max(sums) < 5000, few
     none = run_ranks(_traffic, 2, zero, ())
     assert [found["gradients"] for found in none] == [0, 0]

@@ -167,9 +167,8 @@ def test_all_to_all_overlaps_with_computation_in_one_order_on_all_ranks() -> Non
     assert one == other, "collectives of both lanes have one order, whichever rank is slower"
     messages, met = computed_meanwhile(one)
     layers, microbatches = 4, 6
-    assert messages == layers * microbatches * (
-        3 + 3
-    )  # rows, weights and answers; forward and backward
+    # rows, weights and answers; forward and backward
+    assert messages == layers * microbatches * (3 + 3)
     # Of each layer, forward or backward, two of three are waited for by turns: weights right after
     # their rows. The first forward and the last backward have nobody beside them; in a pair the
     # last to hand over has none left.

@@ -174,9 +174,8 @@ def test_buckets_are_waited_for_once_before_they_are_read(zero: str) -> None:
     same([trained for trained, _, _ in found], run_ranks(_train, 2, settings, 3))
     for _, sent, waits in found:
         assert waits == {1}
-        assert (
-            sent["isend"] == sent["irecv"] > 3 * 2 * 4
-        )  # steps, directions, more than a few buckets
+        # steps, directions, more than a few buckets
+        assert sent["isend"] == sent["irecv"] > 3 * 2 * 4
 
 
 def _events(rank: int, world: int, zero: int) -> list[str]:
@@ -249,9 +248,8 @@ def _live_buckets(rank: int, world: int) -> tuple[int, int]:
 
 def test_zero_2_holds_few_buckets_at_a_time() -> None:
     for most, largest in run_ranks(_live_buckets, 2):
-        assert (
-            0 < most <= (flat.IN_FLIGHT + 2) * largest
-        )  # two on their way, one about to be, one being filled
+        # two on their way, one about to be, one being filled
+        assert 0 < most <= (flat.IN_FLIGHT + 2) * largest
 
 
 # --- a step that is skipped
@@ -324,9 +322,8 @@ def test_an_overflow_of_fp16_in_one_stage_changes_no_bit_in_any_and_lowers_the_s
         "precision.loss_scale.initial": "1024",
         "precision.loss_scale.hysteresis": "1",
     }
-    first, last = run_ranks(
-        _skipped, 2, settings, 0
-    )  # backward ends in the first stage: the last sees no overflow
+    # backward ends in the first stage: the last sees no overflow
+    first, last = run_ranks(_skipped, 2, settings, 0)
     assert first == last
     assert first[:3] == (False, [], 1) and first[3]["scale"] == 512.0
     assert all(
@@ -424,9 +421,8 @@ def test_bytes_per_parameter_are_those_of_the_table(
         assert states == [state * numel] * d
     else:
         assert sum(states) == state * numel
-        assert max(states) - min(states) <= state * 64 * d * len(
-            data.plan.buckets
-        )  # padding is nobody's state
+        # padding is nobody's state
+        assert max(states) - min(states) <= state * 64 * d * len(data.plan.buckets)
 
 
 def test_at_dp_4_a_rank_holds_a_quarter_of_the_optimizer_within_2_percent() -> None:
@@ -529,7 +525,7 @@ def test_checkpoint_of_sharded_state_resumes_under_every_layout(
     expected = run_ranks(_save, world, {**settings, **double}, str(tmp_path))[0]
     reference = stored(str(tmp_path))
     for world, settings in TARGETS.values():
-        case = ({**settings, **double}, str(tmp_path))
+        case = {**settings, **double}, str(tmp_path)
         found = _go_on(0, 1, *case) if world == 1 else run_ranks(_go_on, world, *case)[0]
         assert found.losses == pytest.approx(expected.losses, rel=FP64.relative)
         assert found.norms == pytest.approx(expected.norms, rel=FP64.relative)

@@ -81,7 +81,7 @@ MODEL = ModelConfig(
     ffn_hidden_size=20,
     max_seq_len=1024,
 )
-MODULES: tuple[RecomputedModule, ...] = ("core_attention", "norm", "mlp", "mlp_act")
+MODULES: tuple[RecomputedModule, ...] = "core_attention", "norm", "mlp", "mlp_act"
 SELECTIVE = [
     RecomputeConfig(granularity="selective", modules=chosen)
     for count in range(1, 5)
@@ -311,9 +311,8 @@ def test_saved_activations_of_every_layer_type_match_the_ledger(
         setting = LayerSetting(
             model=replace(KINDS[name], max_seq_len=96), dtype=dtype, lengths=lengths
         )
-        if (
-            attention_backend(setting, 0) != "plain" or dtype != "bf16"
-        ):  # of which the ledger has an estimate
+        if attention_backend(setting, 0) != "plain" or dtype != "bf16":
+            # of which the ledger has an estimate
             agrees(setting)
 
 
@@ -800,9 +799,8 @@ def test_backward_brings_back_what_the_ledger_says(
         patch.setattr(OffloadedStorage, "start_back", noted)
         loss.backward()
     kept = stage_activations(setting, num_layers=num_layers)
-    gone = total(
-        [row for row in kept.ends if row.region in ("", "norm")]
-    )  # before the first layer's backward
+    # before the first layer's backward
+    gone = total([row for row in kept.ends if row.region in ("", "norm")])
     again = stage_activations(
         replace(setting, offload=OffloadConfig()), num_layers=num_layers
     ).transient

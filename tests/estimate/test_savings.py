@@ -50,9 +50,8 @@ def test_whole_layers_cost_one_forward_pass_of_them_and_parts_only_their_own() -
             replace(FULL, method="block", num_layers=2),
         )
     )
-    assert (
-        half == full / 2 and 0.3 < full < 1 / 3
-    )  # the head's part of a step is not computed again
+    # the head's part of a step is not computed again
+    assert half == full / 2 and 0.3 < full < 1 / 3
     extra = {
         saving.region: saving.extra
         for saving in savings(replace(PLAIN, recompute=PARTS), num_layers=4)

@@ -60,7 +60,7 @@ def recorded(rank: int, world: int, run: TrainRun) -> Sums:
     for transfer in link.transfers:
         if transfer.nbytes > FLAGS and transfer.kind != "irecv":
             size = sizes.get(transfer.group, 2)  # channels between stages are named after the two
-            key = (transfer.group[:2], transfer.kind, size)
+            key = transfer.group[:2], transfer.kind, size
             calls, nbytes = found[key]
             found[key] = calls + 1, nbytes + transfer.nbytes
     destroy_mesh(mesh)
@@ -201,9 +201,8 @@ def planned(run: TrainRun, world: int, rank: int) -> Sums:
         # A group is described by the first span that means its ranks: over cp alone, gradients are
         # summed over "cp".
         axis = "cp" if row.axis == "dp" and workload.dp == 1 else row.axis
-        ranks = (
-            run.parallel.pp if axis == "pp" else row.ranks
-        )  # a message is recorded with the group it goes through
+        # a message is recorded with the group it goes through
+        ranks = run.parallel.pp if axis == "pp" else row.ranks
         calls, nbytes = found[axis, kind, ranks]
         found[axis, kind, ranks] = calls + row.calls * more, nbytes + round(row.nbytes * less)
     return dict(found)
@@ -213,11 +212,12 @@ def on_gloo(row: Traffic, zero: int) -> tuple[str, int, float]:
     """What a CPU's collectives make of it: kind, calls for one call, and what the recorder counts
     of a byte."""
     if row.axis == "cp" and row.kind == "message":
+        # an exchange in which all but one part are empty
         return (
             "all_to_all",
             1,
             (row.ranks - 1) / row.ranks,
-        )  # an exchange in which all but one part are empty
+        )
     if row.axis in ("dp", "edp") and row.kind in ("reduce_scatter", "all_gather") and zero < 3:
         return "isend", row.ranks - 1, 1.0
     return {"message": "isend"}.get(row.kind, row.kind), 1, 1.0
@@ -231,10 +231,11 @@ def assert_plan_holds(world: int, settings: dict[str, str]) -> None:
             key: calls for key, (calls, _) in expected.items()
         }
         for key, (calls, nbytes) in found.items():
+            # each call's bytes are rounded
             assert abs(nbytes - expected[key][1]) <= calls, (
                 rank,
                 key,
-            )  # each call's bytes are rounded
+            )
 
 
 UNLIKE = {
@@ -278,10 +279,11 @@ ZERO = [
     (4, {"parallel.zero": "1", "parallel.dp_replicate": "2", "train.micro_batch_size": "1"}),
     (2, {"parallel.zero": "1", "parallel.reduce_dtype": "bf16"}),
 ]
+# a norm is sent alone, and must not look like a flag
 WIDE = {
     "parallel.zero": "3",
     "model.hidden_size": "98",
-}  # a norm is sent alone, and must not look like a flag
+}
 SHARDED = [
     (2, WIDE),
     (3, WIDE | {"train.micro_batch_size": "1", "model.tied_embeddings": "true"}),

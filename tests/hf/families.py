@@ -101,11 +101,12 @@ LATENT = {
     "n_routed_experts": 4,
 }
 
+# 16 bytes in bf16, or torch refuses
 EXPERTS = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 8,
-}  # 16 bytes in bf16, or torch refuses
+}
 
 CASES: dict[str, Case] = {
     "llama": Case("LlamaConfig", {"rope_parameters": LLAMA3}),
@@ -394,11 +395,12 @@ def batch(vocab_size: int) -> tuple[Tensor, Tensor]:
 
 def our_gradients(model: Decoder, folder: HuggingFaceFolder) -> dict[str, Tensor]:
     """Gradients under their names, in their shapes."""
+    # as in their memory
     every = (
         folder.family.rules(folder.model_config, fused=True)
         if folder.family.fused_tensors
         else folder.rules
-    )  # as in their memory
+    )
     rules, found = group_by_parameter(every), dict[str, Tensor]()
     for declared, module, name in iter_parameter_specs(model):
         if not getattr(module, name).requires_grad:

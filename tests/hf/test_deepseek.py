@@ -76,9 +76,8 @@ RAW: dict[str, Any] = {
     "vocab_size": 129280,
 }
 DENSE = RAW | {"num_hidden_layers": 3, "num_nextn_predict_layers": 0}
-A_LAYER = (
-    187_107_328 + 396_361_728 + 2 * 7168
-)  # latent attention as in section 4.2 of the report; MLP; norms
+# latent attention as in section 4.2 of the report; MLP; norms
+A_LAYER = 187_107_328 + 396_361_728 + 2 * 7168
 SMALL: dict[str, Any] = DENSE | {
     "vocab_size": 37,
     "hidden_size": 12,

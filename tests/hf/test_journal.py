@@ -147,9 +147,8 @@ def test_finished_pieces_are_reused_and_damaged_ones_rewritten(
     left = left_by(tmp_path / "x", monkeypatch, words, 4)
     read = read_journal(left)
     assert read is not None and len(read[1]) == 4
-    piece = json.loads((left / NAME).read_bytes().split(b"\n")[2])[
-        0
-    ]  # with two workers it may be of any file
+    # with two workers it may be of any file
+    piece = json.loads((left / NAME).read_bytes().split(b"\n")[2])[0]
     name, _, start = piece.partition("@")
     (file,) = left.rglob(name)
     data = bytearray(file.read_bytes())

@@ -76,9 +76,8 @@ def test_the_published_model_is_read_and_has_as_many_parameters_as_its_layers() 
     check_published(LLAMA4, PUBLISHED, 48 * A_LAYER + OUTSIDE)
     assert 48 * A_LAYER + OUTSIDE == 107_769_861_120  # 109 billion with the tower for pictures
     config = LLAMA4.read_config(PUBLISHED)
-    assert (
-        active_parameters(config) == 48 * (A_LAYER - 15 * AN_MLP) + OUTSIDE == 17_172_894_720
-    )  # "17B"
+    # "17B"
+    assert active_parameters(config) == 48 * (A_LAYER - 15 * AN_MLP) + OUTSIDE == 17_172_894_720
     assert [config.uses_rope(layer) for layer in range(5)] == [True, True, True, False, True]
     assert [config.has_window(layer) for layer in range(5)] == [True, True, True, False, True]
     assert [config.at(layer).attention.qk_norm for layer in range(5)] == [

@@ -312,9 +312,8 @@ def test_every_layout_computes_what_one_process_computes(
     _, folder = saved(CASES[name], tmp_path)
     model = replace(folder.model_config, pad_vocab_to_multiple_of=4)
     parallel = LAYOUTS[layout]
-    if (
-        model.moe is not None
-    ):  # whose tokens must be divided over tp; and experts with biases are whole on a rank
+    if model.moe is not None:
+        # whose tokens must be divided over tp; and experts with biases are whole on a rank
         parallel = replace(parallel, sp=parallel.tp > 1, etp=1 if model.moe.biases else None)
     assert model.hidden_size <= 64 and (parallel.pp == 1 or model.num_layers == 2)
     assert failed_checks(model, parallel) == []
@@ -336,9 +335,8 @@ def test_a_model_with_mtp_matches_one_process_in_every_layout(layout: str, tmp_p
 
 def test_every_family_has_a_test_case() -> None:
     kinds = {getattr(transformers, case.kind).model_type for case in CASES.values()}
-    theirs = {family.model_type for family in FAMILIES} - {
-        "nemotron-nas"
-    }  # transformers has no class for it
+    # transformers has no class for it
+    theirs = {family.model_type for family in FAMILIES} - {"nemotron-nas"}
     assert kinds == theirs and "nemotron-nas" not in transformers.CONFIG_MAPPING
 
 

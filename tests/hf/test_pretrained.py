@@ -464,9 +464,8 @@ def test_a_model_with_additional_biases_loads_the_other_weights(
         "lacks model.layers.*.mlp.down_bias (* = 0, 1); model.layers.*.mlp.gate_up_bias"
         in caplog.text
     )
-    assert (
-        "5 tensors (76 parameters) kept their initial values: " in caplog.text
-    )  # 2 (2 * 10 + 12) + 12
+    # 2 (2 * 10 + 12) + 12
+    assert "5 tensors (76 parameters) kept their initial values: " in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["folder", "checkpoint"])

@@ -89,9 +89,8 @@ def test_a_turn_costs_its_own_tokens_and_is_the_turn_of_a_chat_that_begins_there
         other.messages = before
         assert other.say(text, lambda shown: None) == answer
         whole = sum(model.counts) - read - cost
-        assert (
-            cost == whole if turn == 0 else cost < whole
-        )  # bytes that are no text are written otherwise
+        # bytes that are no text are written otherwise
+        assert cost == whole if turn == 0 else cost < whole
     chat.reset()
     assert chat.say("hello", lambda shown: None) == fresh().say("hello", lambda shown: None)
 

@@ -111,9 +111,8 @@ def test_longrope_text_beyond_the_original_length_is_recomputed(
 def test_every_kind_of_layer_writes_with_a_cache_what_it_writes_without(
     variant: str, tiny: SimpleNamespace
 ) -> None:
-    config = replace(
-        VARIANTS[variant], init_std=0.7, tied_embeddings=False
-    )  # a tied one repeats what it reads
+    # a tied one repeats what it reads
+    config = replace(VARIANTS[variant], init_std=0.7, tied_embeddings=False)
     model = tiny.model(config, dtype=torch.float64)
     found = texts(list(generate(model, PROMPTS, GREEDY)))
     assert found == [slowly(model, prompt, 20) for prompt in PROMPTS]

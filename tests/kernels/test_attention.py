@@ -173,9 +173,8 @@ def test_variants_in_low_precision_match_float64(variant: str, dtype: torch.dtyp
     tolerance = 5e-6 if dtype == torch.float32 else 2e-2
     for mine, right in zip(found(inputs), found(exact)):
         assert mine.dtype == dtype
-        size = (
-            right.norm() if right.norm() > 1e-9 else dy.norm()
-        )  # who sees one key has no gradient of its score
+        # who sees one key has no gradient of its score
+        size = right.norm() if right.norm() > 1e-9 else dy.norm()
         assert (mine - right).norm() <= tolerance * size
 
 
@@ -798,7 +797,7 @@ def test_explicit_backend_is_used_or_rejected() -> None:
     q, k, v = (torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
     rows, windowed = seq_params_from_rows(2, 4), Scores(window=2)
     plain = reference_attention(q, k, v, rows)
-    forms: tuple[BackendName, ...] = ("cpu_tiled", "sdpa", "split_kv")
+    forms: tuple[BackendName, ...] = "cpu_tiled", "sdpa", "split_kv"
     for form in forms:
         torch.testing.assert_close(
             attention(q, k, v, rows, kernel=form), plain, rtol=1e-5, atol=1e-5

@@ -62,7 +62,8 @@ def test_rank_with_only_padding_rows_is_ignored() -> None:
     only = greedy_tokens(
         x[:2], table[VOCAB:], vocab=single_rank_group("tp"), first_row=VOCAB, vocab_size=VOCAB
     )
+    # nobody's token, which another rank's largest takes the place of
     assert only.tolist() == [
         VOCAB,
         VOCAB,
-    ]  # nobody's token, which another rank's largest takes the place of
+    ]

@@ -21,7 +21,7 @@ from megalith.parallel.group import Group, single_rank_group
 
 T, H, V, PADDED = 11, 5, 13, 16
 LABELS = torch.tensor([1, 2, -1, 0, 12, 5, 5, -100, 3, 7, 12])
-FORMS = ("sum", "tokens")
+FORMS = "sum", "tokens"
 
 
 class Recorder:
@@ -163,9 +163,8 @@ def test_vocabulary_shard_of_padding_does_not_affect_softmax(form: str) -> None:
     x, weight = inputs()
     whole = linear_cross_entropy if form == "sum" else token_losses
     last = whole(x, weight[:3], LABELS, vocab=single_rank_group("tp"), first_row=V, vocab_size=V)
-    assert last.shape == (
-        () if form == "sum" else (T,)
-    )  # its value means nothing without the other parts
+    # its value means nothing without the other parts
+    assert last.shape == (() if form == "sum" else (T,))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -186,9 +185,8 @@ def test_bf16_gives_an_fp32_loss_and_adds_the_weight_gradient_in_fp32(form: str)
     ours = loss(form, x, weight, grad_accumulator=grad_accumulator, chunk=3)
     assert ours.dtype == torch.float32
     exact = torch_loss(x.double(), weight.double())
-    torch.testing.assert_close(
-        ours.double(), exact, rtol=5e-3, atol=0
-    )  # logits are rounded to bf16, 8 bits
+    # logits are rounded to bf16, 8 bits
+    torch.testing.assert_close(ours.double(), exact, rtol=5e-3, atol=0)
     dx_exact, dw_exact = torch.autograd.grad(exact, (x, weight))
     (dx,) = torch.autograd.grad(ours, x)
     assert dx.dtype == torch.bfloat16

@@ -58,9 +58,8 @@ def every_kind_of_number() -> Tensor:
     bits = torch.randint(
         -(2**31), 2**31, (20_000,), generator=torch.Generator().manual_seed(0)
     ).int()
-    ties = (
-        torch.arange(-300, 300, dtype=torch.int32) << 16
-    ) + 0x3F808000  # exactly between two bf16 numbers
+    # exactly between two bf16 numbers
+    ties = (torch.arange(-300, 300, dtype=torch.int32) << 16) + 0x3F808000
     return torch.cat([bits.view(torch.float32), ties.view(torch.float32), torch.tensor(SPECIAL)])
 
 

@@ -47,7 +47,7 @@ from megalith.verify.ranks import layout_case
 from megalith.verify.tiny_models import PLAIN, VARIANTS
 
 BackendName = Literal["torch", "upcast"]
-FORMS: tuple[BackendName, ...] = ("torch", "upcast")
+FORMS: tuple[BackendName, ...] = "torch", "upcast"
 
 
 def seeded(*shape: int, seed: int = 0) -> Tensor:
@@ -142,7 +142,7 @@ class Bf16Matmuls(TorchDispatchMode):
     """Records every matmul that is computed on bf16 operands, but for one row, which torch
     multiplies fast anyway."""
 
-    NAMES = ("mm", "bmm", "addmm", "addmm_", "baddbmm", "_linear_pointwise", "_grouped_mm")
+    NAMES = "mm", "bmm", "addmm", "addmm_", "baddbmm", "_linear_pointwise", "_grouped_mm"
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,9 +173,8 @@ MODELS = {
 def test_all_matmuls_of_a_training_step_are_upcast(
     kind: str,
 ) -> None:
-    run = layout_case(
-        MODELS[kind], ParallelConfig(), 1, seq_len=24
-    ).run  # long enough for attention in tiles
+    # long enough for attention in tiles
+    run = layout_case(MODELS[kind], ParallelConfig(), 1, seq_len=24).run
     run = replace(run, precision=replace(run.precision, params="bf16"))
 
     def step(form: BackendName) -> tuple[set[str], float]:

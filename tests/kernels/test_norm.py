@@ -118,9 +118,8 @@ def test_normalized_row_is_rounded_before_the_weight_is_applied(t: int) -> None:
     rounded_twice = wide.bfloat16() * weight
     rounded_once = (wide * weight.float()).bfloat16()
     assert not torch.equal(rounded_twice, rounded_once)
-    assert (
-        rms_norm(x, weight, EPS) != rounded_twice
-    ).float().mean() < 1e-3  # sums in another order: a rare last bit
+    # sums in another order: a rare last bit
+    assert (rms_norm(x, weight, EPS) != rounded_twice).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -290,7 +289,7 @@ def test_layer_norm_does_not_modify_inputs_or_gradients() -> None:
         wants(16, seed=2),
         wants(16, seed=3),
     )
-    dys = (seeded(9, 16, seed=4), seeded(9, 16, seed=5))
+    dys = seeded(9, 16, seed=4), seeded(9, 16, seed=5)
     copies = [a.detach().clone() for a in (x, residual, weight, bias, *dys)]
     torch.autograd.grad(
         add_layer_norm(x, residual, weight, bias, EPS), (x, residual, weight, bias), dys

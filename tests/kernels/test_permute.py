@@ -19,9 +19,8 @@ from megalith.kernels.permute import (
     unpermute,
 )
 
-FOUR_TOKENS = torch.tensor(
-    [[0, 1], [1, 0], [0, 2], [3, 1]]
-)  # of logits 2 1 0 -1, 1.5 2.5 .5 -.5, 3 0 1 .5, 0 1 -1 2
+# of logits 2 1 0 -1, 1.5 2.5 .5 -.5, 3 0 1 .5, 0 1 -1 2
+FOUR_TOKENS = torch.tensor([[0, 1], [1, 0], [0, 2], [3, 1]])
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -88,6 +87,7 @@ def test_padding_gives_every_expert_its_capacity_and_drops_the_last() -> None:
     assert order.filler is not None
     assert order.filler.tolist() == [False] * 4 + [False, True, False, True]
     kept = order.tokens[~order.filler]
+    # token 2 for expert 0 and token 3 for expert 1 came third
     assert kept.tolist() == [
         0,
         1,
@@ -95,7 +95,7 @@ def test_padding_gives_every_expert_its_capacity_and_drops_the_last() -> None:
         1,
         2,
         3,
-    ]  # token 2 for expert 0 and token 3 for expert 1 came third
+    ]
     x = seeded(4, 5)
     assert (permute(x, order)[order.filler] == 0).all()
     assert gather_row_weights(torch.ones(4, 2), order).tolist() == [1, 1, 1, 1, 1, 0, 1, 0]
@@ -168,13 +168,11 @@ def test_permute_and_unpermute_with_normalized_weights_is_the_identity() -> None
 def test_rows_are_summed_in_fp32_in_the_order_of_choices(features: int) -> None:
     order = permute_choices(torch.tensor([[3, 2, 1, 0]]), 4)
     rows = torch.tensor([[1.0], [1.0], [1.0], [256.0]]).repeat(1, features).bfloat16()
-    assert (
-        unpermute(rows, order) == 260
-    ).all()  # 259, rounded once; added in bf16 it would still be 256
+    # 259, rounded once; added in bf16 it would still be 256
+    assert (unpermute(rows, order) == 260).all()
     mixed = torch.tensor([[0.0], [-1e8], [1e8], [1.0]]).repeat(1, features)
-    assert (
-        unpermute(mixed, order) == 0
-    ).all()  # 1 + 1e8 - 1e8, where in the order of rows it would be 1
+    # 1 + 1e8 - 1e8, where in the order of rows it would be 1
+    assert (unpermute(mixed, order) == 0).all()
 
 
 def test_a_tokens_weights_get_the_gradients_of_their_rows() -> None:

@@ -37,11 +37,12 @@ ALONE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "rms": (rms_norm, reference_rms_norm),
     "layer": (layer_norm, reference_layer_norm),
 }
+# several rows in one program, and odd, wide and single ones
 SHAPES = [
     (37, 131),
     (3, 2100),
     (1, 3),
-]  # several rows in one program, and odd, wide and single ones
+]
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +75,7 @@ def test_a_norm_after_an_addition_equals_the_reference(
     douts = [seeded(*shape, seed=5 + i, dtype=dtype).detach() for i in range(2)]
     for a, b in zip(mine, theirs, strict=True):
         close(a, b, tolerance)
-    inputs = (x, residual, *affine)
+    inputs = x, residual, *affine
     for a, b in zip(
         torch.autograd.grad(mine, inputs, douts),
         torch.autograd.grad(theirs, inputs, douts),

@@ -21,9 +21,8 @@ from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
 
 T, H, V, PADDED = 13, 5, 11, 14
-LABELS = torch.tensor(
-    [1, 2, -1, 0, 10, 5, 4, -100, 3, 7, 9, 6, 5]
-)  # borders of parts of 14 rows over 2 and 3 ranks
+# borders of parts of 14 rows over 2 and 3 ranks
+LABELS = torch.tensor([1, 2, -1, 0, 10, 5, 4, -100, 3, 7, 9, 6, 5])
 FORMS = {"kept": linear_cross_entropy_with_stats, "recomputed": recomputed_cross_entropy_with_stats}
 
 
@@ -165,7 +164,7 @@ def test_numba_backend_matches_the_reference(
 
 def on_ranks(rank: int, world: int) -> None:
     """Every form, with and without plain operations."""
-    kernels: tuple[Kernel, ...] = ("auto", "reference")
+    kernels: tuple[Kernel, ...] = "auto", "reference"
     for form, kernel in product(FORMS, kernels):
         one_form(rank, world, form, kernel)
 

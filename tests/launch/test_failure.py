@@ -161,9 +161,8 @@ def test_a_child_ends_with_a_parent_that_was_killed(platform: str) -> None:
         child = int(parent.stdout.readline())
         os.kill(child, 0)
         parent.send_signal(signal.SIGKILL)
-        assert (
-            parent.stdout.read() == ""
-        )  # ends when the child, who holds the other end of the pipe, does
+        # ends when the child, who holds the other end of the pipe, does
+        assert parent.stdout.read() == ""
 
 
 def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:

@@ -56,9 +56,8 @@ def _legal(rank: int, world: int, folder: Path) -> list[float]:
     barrier(group)
     assert x.grad is not None
     assert group.flight is not None
-    assert (
-        group.flight.counts[group.name] == 10
-    )  # four forward, four backward, the objects and the barrier
+    # four forward, four backward, the objects and the barrier
+    assert group.flight.counts[group.name] == 10
     return [all_reduce_max_(torch.tensor([float(rank)]), group).item(), x.grad.sum().item()]
 
 
@@ -254,7 +253,7 @@ def test_two_ends_of_a_message_that_arrive_together_are_compared_once(fits: bool
     store, both = HashStore(), threading.Barrier(2)
     store.set_timeout(timedelta(seconds=0.5))
     with ThreadPoolExecutor(2) as threads:
-        rows = (2, 2 if fits else 3)
+        rows = 2, 2 if fits else 3
         ends = [threads.submit(_end_of_a_message, rank, store, both, rows[rank]) for rank in (0, 1)]
         problems = [problem for end in ends if (problem := end.exception(timeout=10)) is not None]
     assert len(problems) == (0 if fits else 1)

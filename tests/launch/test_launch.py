@@ -290,11 +290,12 @@ def parent(
     script: Path, how: str, here: Path, *more: str, **environment: str
 ) -> "subprocess.Popen[str]":
     """Another process that runs two ranks, for us to send signals to."""
+    # a killed launcher leaves its folder
     environment = {
         "PYTHONPATH": str(ROOT),
         "TMPDIR": str(here),
         **environment,
-    }  # a killed launcher leaves its folder
+    }
     return subprocess.Popen(
         [sys.executable, "-c", PARENT, str(script), "2", how, str(here), *more],
         env=os.environ | environment,
@@ -497,10 +498,11 @@ def test_torchrun_prints_a_common_user_error_once(script: Path, tmp_path: Path) 
     outputs = [process.communicate(timeout=60)[1] for process in ranks]
     assert sum("parallel.tp=3 is odd. Set it to 2." in text for text in outputs) == 1
     assert sorted(len(text) > 0 for text in outputs) == [False, False, True]
+    # 1: this script shows the error as Python does
     assert {process.returncode for process in ranks} <= {
         1,
         2,
-    }  # 1: this script shows the error as Python does
+    }
 
 
 def test_lost_peer_under_torchrun_is_one_line(script: Path, tmp_path: Path) -> None:

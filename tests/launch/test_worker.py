@@ -136,11 +136,10 @@ def test_the_setting_decides_then_the_launcher_then_torch() -> None:
 
 
 def _connects(rank: int, world: int) -> tuple[bool, float, tuple[int, ...], bool]:
-    server = (
-        socket.create_server(("127.0.0.1", 0)) if rank == 0 else None
-    )  # stays open: nobody else can have the port
+    # stays open: nobody else can have the port
+    server = socket.create_server(("127.0.0.1", 0)) if rank == 0 else None
     port = everyone_hears(None if server is None else server.getsockname()[1], rank, world)
-    places = (rank, world, rank, world, "127.0.0.1", port)
+    places = rank, world, rank, world, "127.0.0.1", port
     environment = {name: str(value) for name, value in zip(PLACE, places, strict=True)}
     os.environ.update(environment)
     worker = Worker.from_environment(
@@ -169,7 +168,7 @@ def test_ranks_join_and_leave() -> None:
 def _comes_alone(rank: int, world: int) -> str:
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
-    places = (0, 3, 0, 3, "127.0.0.1", port)
+    places = 0, 3, 0, 3, "127.0.0.1", port
     environment = {name: str(value) for name, value in zip(PLACE, places, strict=True)} | {
         LISTENER: str(server.detach())
     }

@@ -26,9 +26,8 @@ def test_kv_heads_follow_the_query_groups_only_with_grouped_queries(tiny: Transl
         "--num-query-groups" in entry.flag and "only" in entry.text for entry in alone.entries
     )
     default = tiny(without=("--num-query-groups",)).run
-    assert (
-        default is not None and default.model.num_kv_heads == 1
-    )  # Megatron's default of the number of groups
+    # Megatron's default of the number of groups
+    assert default is not None and default.model.num_kv_heads == 1
 
 
 @pytest.mark.parametrize(
@@ -320,7 +319,7 @@ def test_mla_with_yarn_is_translated(tiny: Translate) -> None:
 
 
 def test_mla_without_scaling_is_plain(tiny: Translate) -> None:
-    without = ("--group-query-attention", "--num-query-groups", "--disable-bias-linear")
+    without = "--group-query-attention", "--num-query-groups", "--disable-bias-linear"
     for added in (LATENT, f"{LATENT} --rope-type rope --rotary-scaling-factor 40"):
         run = tiny(added, without=without).run
         assert run is not None and run.model.mla is not None
@@ -374,7 +373,7 @@ def test_mla_score_scale_is_that_of_megatron(
 
 
 def test_mla_rotates_all_rotary_features(tiny: Translate) -> None:
-    without = ("--group-query-attention", "--num-query-groups")
+    without = "--group-query-attention", "--num-query-groups"
     (message,) = tiny(f"{LATENT} --rope-type rope --rotary-percent 0.5", without=without).refusals(
         strict=False
     )

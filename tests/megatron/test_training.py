@@ -108,9 +108,8 @@ def test_loading_other_weights_is_rejected(tiny: Translate) -> None:
         refusals = tiny(added).refusals(strict=False)
         assert len(refusals) == 1 and "Megatron checkpoints" in refusals[0]
     assert len(tiny("--load x --save x --save-interval 5 --finetune").refusals(strict=False)) == 1
-    assert (
-        tiny("--finetune --no-load-optim").refusals(strict=True) == []
-    )  # Megatron reads them with --load only
+    # Megatron reads them with --load only
+    assert tiny("--finetune --no-load-optim").refusals(strict=True) == []
 
 
 def test_values_derived_from_missing_or_wrong_ones_are_not_reported(tiny: Translate) -> None:

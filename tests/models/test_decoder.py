@@ -240,7 +240,7 @@ def pieces_of_gradients(
         d.shard.name: d.shard
         for d, _, _ in iter_parameter_specs(Decoder(build_context(config, mesh, parallel)))
     }
-    return (*step(config, parallel, rank, world), boxes)
+    return *step(config, parallel, rank, world), boxes
 
 
 @pytest.mark.parametrize(
@@ -435,9 +435,8 @@ def test_places_in_time_height_and_width_turn_as_in_qwen2_vl(
     rope = RopeConfig(theta=50.0, sections=(2, 1, 1))
     config = tiny.config(tied_embeddings=True, qkv_bias=True, head_dim=8, hidden_size=48, rope=rope)
     made = tiny.model(config)
-    text = replace(
-        config, rope=replace(rope, sections=())
-    )  # the family of text has the same tensors
+    # the family of text has the same tensors
+    text = replace(config, rope=replace(rope, sections=()))
     write_folder(tmp_path / "x", text, tiny.InMemory(tiny.tensors(made)), family=QWEN2)
     tensors = load_file(tmp_path / "x" / "model.safetensors")
     theirs_config = theirs_of.Qwen2VLTextConfig(

@@ -184,7 +184,7 @@ def test_global_batch_loss_counts_all_microbatches_so_far() -> None:
 GLOBAL = replace(MOE, aux_loss=AuxLossConfig(global_batch_coeff=0.7))
 ROWS = torch.randn(2, 2, 12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 """Of two ranks along dp, two microbatches each."""
-REAL = (11, 7)
+REAL = 11, 7
 """Tokens that are no padding, of each rank's microbatches."""
 OVER_DP = {
     "dp2": ParallelConfig(dp=2),
@@ -210,9 +210,8 @@ def step_by_hand(weight: Tensor) -> tuple[Tensor, list[list[float]]]:
                 [5 * seen[e] / sum(seen) * mine[:, e].mean() for e in range(5)]
             ).sum()
             losses[rank].append(loss.item())
-            total = (
-                total + 0.7 * 0.25 * loss
-            )  # 0.7: its weight in the config; 0.25: of one of two microbatches, dp 2
+            # 0.7: its weight in the config; 0.25: of one of two microbatches, dp 2
+            total = total + 0.7 * 0.25 * loss
     total.backward()
     assert gate.grad is not None
     return gate.grad, losses

@@ -180,12 +180,10 @@ def test_packed_documents_attend_to_their_own_encoder_states(
 
 def test_encoder_padding_and_attention_masks_hide_keys(layers: SimpleNamespace) -> None:
     layer, (x, memory) = build(layers.config(output_bias=False), build_single_rank_mesh()), inputs()
-    text = torch.tensor(
-        [1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0]
-    ).bool()  # nothing of the third document is left
-    for_itself = LayerInputs(
-        with_masks(TEXTS.seq_params, [torch.eye(n).bool() for n in (5, 1, 6)])
-    )  # which says nothing of a memory
+    # nothing of the third document is left
+    text = torch.tensor([1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0]).bool()
+    # which says nothing of a memory
+    for_itself = LayerInputs(with_masks(TEXTS.seq_params, [torch.eye(n).bool() for n in (5, 1, 6)]))
     masks_of_keys = [torch.eye(n).bool() for n in (3, 7, 2)]
     hidden = LayerInputs(with_masks(with_padding(MEMORIES.seq_params, text), masks_of_keys))
     found = layer(x, for_itself, memory, hidden)
@@ -248,9 +246,10 @@ def test_encoder_keys_are_computed_once_for_decoding(layers: SimpleNamespace) ->
             for n in range(count)
         ]
         read = [before + count for before, count in zip(read, step)]
+        # as read on with a cache
         found = layer.attend_encoded(
             x[rows], LayerInputs(seq_params_from_queries(list(zip(step, read)))), kept
-        )  # as read on with a cache
+        )
         assert_equals("look", found, whole[rows], FP64)
 
 
@@ -380,7 +379,8 @@ def test_cross_layer_attention_is_causal_inside_documents(
         (5, 5),
         (6, 6),
         (11, 11),
-    ):  # the second document, and the first and last token of the third
+    ):
+        # the second document, and the first and last token of the third
         other = memory.clone()
         other[changed:] += 1.0
         found = layer(x, replace(TEXTS, encoder_hidden=other))

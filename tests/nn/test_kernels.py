@@ -110,9 +110,8 @@ def one_step(run: Any) -> float:  # a TrainRun
 def test_training_matches_for_all_kernel_settings(
     dtype: Literal["fp32", "bf16"], tolerance: float, drift: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "megalith.kernels.cpu_threads.MIN_LOOP_ELEMENTS", 1
-    )  # so that loops take part in so small a model
+    # so that loops take part in so small a model
+    monkeypatch.setattr("megalith.kernels.cpu_threads.MIN_LOOP_ELEMENTS", 1)
     changes = {"precision": replace(tiny_run().precision, params=dtype)}
     losses, weights = losses_of("auto", **changes)
     for kernel in ("torch", "reference"):

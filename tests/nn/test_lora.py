@@ -128,9 +128,8 @@ def test_only_adapters_are_trained_and_their_initial_output_is_zero() -> None:
         if declared.shard.name.endswith("lora_b"):
             assert (declared.init.std, declared.init.offset) == (0.0, 0.0)
         if declared.shard.name.endswith("down.lora_a"):
-            assert (
-                declared.init.std == (3 * 7) ** -0.5
-            )  # the variance of a uniform distribution in +-1 / sqrt(7)
+            # the variance of a uniform distribution in +-1 / sqrt(7)
+            assert declared.init.std == (3 * 7) ** -0.5
 
 
 def test_matrices_without_adapters_are_unchanged() -> None:

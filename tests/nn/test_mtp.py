@@ -209,9 +209,8 @@ def test_mtp_does_not_see_its_labels_or_other_documents(depth: int) -> None:
         changed = torch.where((unseen >= predicted) | (unseen < first), (ids + 1) % 37, ids)
         found = loss_at(made, changed, depth, place, int(ids[predicted]))
         assert torch.equal(found, loss_at(made, ids, depth, place, int(ids[predicted])))
-        changed = torch.where(
-            unseen == predicted - 1, (ids + 1) % 37, ids
-        )  # the last that it reads
+        # the last that it reads
+        changed = torch.where(unseen == predicted - 1, (ids + 1) % 37, ids)
         assert not torch.equal(found, loss_at(made, changed, depth, place, int(ids[predicted])))
 
 

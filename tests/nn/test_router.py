@@ -133,9 +133,8 @@ def test_last_tokens_are_dropped_for_every_rank_order(
 
 @pytest.mark.parametrize("drop", ["least", "last"])
 def test_padding_does_not_use_expert_capacity(drop: TokenDropPolicy) -> None:
-    router = alone(
-        replace(MOE, capacity=CapacityConfig(factor=0.5, drop=drop))
-    )  # 3 places, of 12 tokens with 2 choices
+    # 3 places, of 12 tokens with 2 choices
+    router = alone(replace(MOE, capacity=CapacityConfig(factor=0.5, drop=drop)))
     text = torch.arange(12) >= 9
     tokens, x = training(valid=text), torch.where(text.unsqueeze(1), X[11], X[11] * 9)
     assert bool((router(x, tokens).experts[9:] >= 0).all()), "all there is room for"

@@ -45,11 +45,11 @@ class Case:
     """Attention of some documents, shared in some way."""
 
     kind: ContextKind = "ring"
-    lengths: tuple[int, ...] = (24, 24)
+    lengths: tuple[int, ...] = 24, 24
     row: int = 24
     scores: Scores = PLAIN
     sinks: bool = False
-    heads: tuple[int, int] = (4, 2)
+    heads: tuple[int, int] = 4, 2
     document: bool = False
     a2a: int | None = None
     masks: Literal["beside", "alone"] | None = None
@@ -177,14 +177,14 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 def errors(world: int, case: Case) -> dict[str, float]:
     parts = run_ranks(_attend, world, case)
     joined = [torch.stack(list(same)).sum(0) for same in zip(*parts)]
-    names = ("out", "dq", "dk", "dv", *(f"d{name}" for name in case.learned(torch.float64)))
+    names = "out", "dq", "dk", "dv", *(f"d{name}" for name in case.learned(torch.float64))
     return {
         name: relative_error(a, b)
         for name, a, b in zip(names, joined, reference(case), strict=True)
     }
 
 
-RAGGED = (5, 1, 18, 20, 4)
+RAGGED = 5, 1, 18, 20, 4
 WINDOW = Scores(window=7)
 VARIANTS = {
     "scale": (Scores(scale=0.3), False),
@@ -515,13 +515,11 @@ def _hidden_share(rank: int, world: int, case: Case) -> float:
         out = RingAttend(mesh.cp)(q, k, v, tokens)
         out.sum().backward()
     found = [out, *(x.grad for x in (q, k, v) if x.grad is not None)]
-    assert len(found) == 4 and all(
-        bool(torch.isfinite(x).all()) for x in found
-    )  # nothing was read before it arrived
+    # nothing was read before it arrived
+    assert len(found) == 4 and all(bool(torch.isfinite(x).all()) for x in found)
     assert all(transfer.waits == 1 for transfer in link.transfers)
-    assert len(link.select("all_to_all")) == 3 * (
-        world - 1
-    )  # keys and values twice round, their gradients once
+    # keys and values twice round, their gradients once
+    assert len(link.select("all_to_all")) == 3 * (world - 1)
     return 1 - link.exposed_seconds() / link.added_seconds()
 
 

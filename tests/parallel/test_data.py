@@ -177,9 +177,8 @@ def _equals_ddp(rank: int, world: int) -> bool:
     names = {
         id(getattr(module, name)): d.shard.name for d, module, name in iter_parameter_specs(plain)
     }
-    theirs = {
-        names[id(p)]: p.grad * world for p in plain.parameters() if p.grad is not None
-    }  # DDP takes the mean
+    # DDP takes the mean
+    theirs = {names[id(p)]: p.grad * world for p in plain.parameters() if p.grad is not None}
     assert_close(mine, theirs, FP64)
     return True
 
@@ -346,9 +345,8 @@ def test_without_overlap_reductions_start_in_finish_with_few_in_flight() -> None
     for (apart, most_apart, count), (started, most, _) in run_ranks(_on_their_way, 2):
         assert count > 4
         assert (apart, started) == (0, count)
-        assert (
-            most_apart == most == flat.IN_FLIGHT + 1
-        )  # the oldest is waited for once the next has started
+        # the oldest is waited for once the next has started
+        assert most_apart == most == flat.IN_FLIGHT + 1
 
 
 def test_single_rank_does_not_shard() -> None:
@@ -394,9 +392,8 @@ def _reads(rank: int, world: int) -> list[bool]:
     results = []
     with slow_link(latency_seconds=0.01, poison=True) as link, torch.no_grad():
         data.all_gather_params()
-        results.append(
-            bool(loss_of(model, 0).isfinite())
-        )  # through embedding, layers, norm and head
+        # through embedding, layers, norm and head
+        results.append(bool(loss_of(model, 0).isfinite()))
         results.append(not data.param_all_gather.pending)
         data.all_gather_params()
         # the link holds them back

@@ -345,11 +345,12 @@ def test_every_row_is_owned_once_even_when_there_are_fewer_than_ranks() -> None:
     expected = OddSizedModel.gradients(factor)
     seen = {shard.name: [0] * shard.numel for shard in OddSizedModel.SHARDS}
     found = run_ranks(_odd_steps, world)
+    # the last rank has none of `one` and `matrix`
     assert [len(param) for param in found] == [
         4,
         3,
         2,
-    ]  # the last rank has none of `one` and `matrix`
+    ]
     for name, (start, stop), gradient, weight in (each for param in found for each in param):
         assert (
             torch.tensor(gradient).eq(expected[name]).all()
@@ -419,7 +420,7 @@ def test_hooks_on_experts_see_and_may_replace_recomputed_rows() -> None:
 
     def look(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         seen.append(args[0].rows)
-        return (args[0]._replace(rows=args[0].rows * 1), *args[1:])
+        return args[0]._replace(rows=args[0].rows * 1), *args[1:]
 
     experts.register_forward_pre_hook(look, prepend=True)  # as FSDP2 does
     _keep_recompute_recipes(experts)
@@ -460,9 +461,8 @@ def _noted(rank: int, world: int) -> tuple[list[str], list[str], int]:
     model, data = build(mesh, watch=True)
     flight.entries.clear()
     data.begin_step(1)
-    if (
-        rank == 1
-    ):  # one gradient is not a number; in forward the weight is the whole one, which has a gradient
+    if rank == 1:
+        # one gradient is not a number; in forward the weight is the whole one, which has a gradient
         norm = cast(SequentialBlock, model.layers[1]).attention_norm
         norm.register_forward_pre_hook(
             lambda *_: norm.weight.register_hook(lambda dy: dy * float("nan")) and None
@@ -476,12 +476,10 @@ def _noted(rank: int, world: int) -> tuple[list[str], list[str], int]:
 def test_collectives_are_recorded_and_a_nonfinite_gradient_is_attributed_to_its_rank() -> None:
     (names, ops, checksum), (others, other_ops, other_checksum) = run_ranks(_noted, 2)
     assert names == [] and others == ["layers.1.attention_norm.weight"]
-    assert (
-        ops == other_ops and ops.count("reduce_scatter") == 7
-    )  # four layers, two tables, and the last norm
-    assert (
-        ops.count("all_gather") == 7 + 4
-    )  # layers twice; tables are not read in backward, the norm is still there
+    # four layers, two tables, and the last norm
+    assert ops == other_ops and ops.count("reduce_scatter") == 7
+    # layers twice; tables are not read in backward, the norm is still there
+    assert ops.count("all_gather") == 7 + 4
     assert checksum != other_checksum
 
 

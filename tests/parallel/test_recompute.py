@@ -46,7 +46,7 @@ from megalith.verify.tiny_models import VARIANTS
 
 RUN = tiny_run({"model.num_layers": "4"})
 KEEP = RecomputeConfig()
-MODULES: tuple[RecomputedModule, ...] = ("core_attention", "norm", "mlp", "mlp_act")
+MODULES: tuple[RecomputedModule, ...] = "core_attention", "norm", "mlp", "mlp_act"
 UNIFORM = [RecomputeConfig(granularity="full", num_layers=count) for count in (1, 2, 3, 9)]
 BLOCK = [RecomputeConfig(granularity="full", method="block", num_layers=count) for count in (1, 4)]
 SELECTIVE = [
@@ -390,9 +390,8 @@ def slightly_off(function: Any) -> Any:
 
     def changed(*arguments: Any) -> Any:
         result = function(*arguments)
-        out = (
-            result[1] if isinstance(result, tuple) and len(result) > 2 else result
-        )  # of a norm: sum, result, scale
+        # of a norm: sum, result, scale
+        out = result[1] if isinstance(result, tuple) and len(result) > 2 else result
         (out[0] if isinstance(out, tuple) else out).view(-1)[0] += 1e-6
         return result
 

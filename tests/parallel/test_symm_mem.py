@@ -48,9 +48,8 @@ def compare_with_plain_work(
     """Both products of both matmuls, of parts of other matrices too, against sums on one rank in
     float64."""
     for matmul, inputs in ((PLAIN.forward, INPUTS), (PLAIN.input_grad, OUTPUTS)):
-        x = seeded(TOKENS, 2 * inputs, seed=0).to(dtype)[
-            :, :inputs
-        ]  # strides as in a part of a wider matrix
+        # strides as in a part of a wider matrix
+        x = seeded(TOKENS, 2 * inputs, seed=0).to(dtype)[:, :inputs]
         weights = [seeded(OUTPUTS, INPUTS, seed=1 + r).to(dtype) for r in range(group.size)]
         mine = weights[group.rank].to(device)
         whole, y = symm_mem_all_gather_matmul(

@@ -130,9 +130,8 @@ def row(rank: int, world: int, sp: bool) -> None:
     same("dx", mine.grad, part(dense["x"].grad, 1, group))
     same("dw", layer.w.grad, part(dense["w"].grad, 1, group))
     summed = layer.w_bias.grad.clone()
-    same(
-        "db", all_reduce_(summed, group) if sp else summed, dense["w_bias"].grad
-    )  # the rule that its shard states
+    # the rule that its shard states
+    same("db", all_reduce_(summed, group) if sp else summed, dense["w_bias"].grad)
 
 
 def embedding(rank: int, world: int, sp: bool) -> None:

@@ -259,9 +259,8 @@ def test_the_slices_of_all_ranks_are_equal_and_partition_every_parameter(seed: i
     pieces: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(case.sizes))}
     for rank in range(ranks):
         parts = local_bucket_parts(plan, [(rank, ranks)] * len(plan.buckets))
-        assert [part.number for part in parts] == sorted(
-            {part.number for part in parts}
-        )  # one part of each at most
+        # one part of each at most
+        assert [part.number for part in parts] == sorted({part.number for part in parts})
         for part in parts:
             slot = plan.slots[part.number]
             first, last = bucket_slice(plan.buckets[part.bucket], rank, ranks)
@@ -363,9 +362,8 @@ def test_bf16_reduction_without_sharding_is_rejected_and_zero_without_shards_is_
         [] if fix is None else [f"{problem}parallel.reduce_dtype=fp32{fix}"]
     )
     assert zero_notes(parallel, replicas) == ([] if fix is None else [note])
-    assert (
-        zero_problems(replace(parallel, reduce_dtype="fp32"), replicas) == []
-    )  # the same run starts on a laptop
+    # the same run starts on a laptop
+    assert zero_problems(replace(parallel, reduce_dtype="fp32"), replicas) == []
 
 
 def test_no_note_without_anything_to_shard() -> None:

@@ -86,9 +86,8 @@ def test_slicing_by_document_gives_each_rank_two_chunks_of_every_padded_document
     assert all(length % (2 * ranks) == 0 for length in slices.lengths)
     for rank in range(ranks):
         held = np.bincount(slices.document()[slices.numbers[rank]])
-        assert (
-            held * ranks == slices.lengths
-        ).all()  # prefix sums of a rank are those of all, divided
+        # prefix sums of a rank are those of all, divided
+        assert (held * ranks == slices.lengths).all()
     sources = [slices.as_read(rank) for rank in range(ranks)]
     assert sorted(n for read in sources for n in read.tolist() if n >= 0) == list(range(17))
 
@@ -289,9 +288,8 @@ def test_equal_rows_are_planned_once_and_work_skips_what_causality_hides() -> No
         (0, 128, True)
     }
     assert all(tile.stop - tile.start == TILE_ROWS for tile in first.tiles + second.tiles)
-    assert (
-        sum(tile.visible is not None for tile in second.tiles) == 4
-    )  # only the diagonal is masked
+    # only the diagonal is masked
+    assert sum(tile.visible is not None for tile in second.tiles) == 4
 
 
 def test_a_row_that_does_not_divide_is_refused_with_the_next_length() -> None:

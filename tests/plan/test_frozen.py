@@ -158,10 +158,11 @@ def test_operations_equal_those_counted_in_plain_products(number: int, block: st
             trained_step_flops(model, None, optim, tokens=length, squared_lengths=length**2)
             - reached
         )
+        # the counter sees what the mask hides
         assert counter.get_total_flops() == reached + 2 * core, (
             optim,
             tied,
-        )  # the counter sees what the mask hides
+        )
 
 
 def test_the_parts_of_a_step_make_up_the_whole() -> None:

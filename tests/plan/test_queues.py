@@ -23,7 +23,7 @@ def changed(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:
 
 
 def find(schedule: Schedule, rank: int, kind: Kind, microbatch: int, chunk: int = 0) -> int:
-    wanted = (kind, chunk, microbatch)
+    wanted = kind, chunk, microbatch
     return next(index for index, action in enumerate(schedule.ranks[rank]) if action[:3] == wanted)
 
 
@@ -72,9 +72,8 @@ def test_two_swapped_sends_are_legal_with_tags_and_found_without(name: ScheduleN
         overlap=False,
     )
     swapped = [(place, sent_late(schedule, *place)) for place in neighboring_sends(schedule)]
-    legal = [
-        (place, one) for place, one in swapped if not find_problems(one)
-    ]  # else what is late is needed earlier
+    # else what is late is needed earlier
+    legal = [(place, one) for place, one in swapped if not find_problems(one)]
     assert len(legal) >= 6
     for (rank, _, late), one in legal:
         problems = queue_problems(one)

@@ -126,9 +126,8 @@ def test_evaluation_runs_every_forward_once_in_an_order_that_works(
         assert {action.kind for row in schedule.ranks for action in row} == {"F"}
         result = simulate(schedule)
         assert result.busy == (m * chunks,) * p
-        if (
-            name == "zb-v"
-        ):  # as fast as can be: every rank computes without a gap, except at the ends of the step
+        if name == "zb-v":
+            # as fast as can be: every rank computes without a gap, except at the ends of the step
             assert result.makespan == 2 * (m - 1) + 2 * p
 
 
@@ -207,9 +206,8 @@ def test_gpipe_and_1f1b_have_the_order_of_torch(p: int, m: int) -> None:
         assert [[a.kind for a in row] for row in ours.ranks] == [
             [a.kind for a in row] for row in expected
         ]
-        if (
-            name == "1f1b"
-        ):  # torch 2.13 numbers the forwards of the last rank from 1 here (not in what it runs)
+        if name == "1f1b":
+            # torch 2.13 numbers the forwards of the last rank from 1 here (not in what it runs)
             assert [a.microbatch for a in expected.pop() if a.kind == "F"] == list(range(1, m + 1))
         assert [list(row) for row in ours.ranks[: len(expected)]] == expected
 

@@ -82,9 +82,8 @@ def test_both_ends_of_every_channel_list_its_messages_in_one_order_and_nothing_b
     for overlap in (True, False):
         linked = with_transfers(schedule, overlap=overlap)
         assert matching_problems(linked) == [] and queue_problems(linked) == []
-        assert (
-            simulate(linked).makespan == simulate(schedule).makespan
-        )  # messages that take no time cost nothing
+        # messages that take no time cost nothing
+        assert simulate(linked).makespan == simulate(schedule).makespan
         for row, plain in zip(linked.ranks, schedule.ranks):
             assert tuple(action for action in row if action.peer < 0) == plain
             assert open_receives(row) <= (2 if overlap else 1)
@@ -127,9 +126,8 @@ def received(schedule: Schedule, channel: Channel) -> list[tuple[int, int]]:
 def test_receives_follow_the_order_of_sending_where_they_are_needed_in_another() -> None:
     schedule = build_schedule("gpipe", num_ranks=2, num_microbatches=3, forward_only=True)
     first, second = schedule.ranks
-    crossed = replace(
-        schedule, ranks=(first, second[::-1])
-    )  # rank 1 wants the last microbatch first
+    # rank 1 wants the last microbatch first
+    crossed = replace(schedule, ranks=(first, second[::-1]))
     for overlap in (True, False):
         linked = with_transfers(crossed, overlap=overlap)
         assert texts(linked)[1] == "rf0 rf1 rf2 F2 F1 F0"

@@ -156,9 +156,8 @@ def test_a_factor_behind_the_activation_is_exact_for_all(activation: Any, tmp_pa
 
 
 def test_scores_that_are_not_normalized_are_compensated_on_average(tmp_path: Path) -> None:
-    path = dense(
-        tmp_path, init_overrides=(("*.router", 0.0),)
-    )  # a router that knows nothing is the average
+    # a router that knows nothing is the average
+    path = dense(tmp_path, init_overrides=(("*.router", 0.0),))
     bare = replace(WHOLE, router=RouterConfig(norm_topk_prob=False))
     single = replace(
         WHOLE, router=RouterConfig(score="sigmoid", norm_topk_prob=False, routed_scaling_factor=3.0)
@@ -183,7 +182,7 @@ def test_an_expert_is_a_run_of_inner_features_and_its_router_repeats(tmp_path: P
         2: slice(0, 10),
         5: slice(10, 20),
     }.items():
-        box = ((expert, expert + 1), (3, 9), (2, 7))
+        box = (expert, expert + 1), (3, 9), (2, 7)
         found = made.read("layers.1.moe.experts.down", box, torch.float32)
         assert torch.equal(found[0], 2 * whole[3:9, columns][:, 2:7])
     router = made.read("layers.1.moe.router", ((0, 6), (0, 12)), torch.float32)

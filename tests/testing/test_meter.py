@@ -35,9 +35,8 @@ def test_memory_that_several_operations_keep_counts_once_and_whole() -> None:
     part = whole[:, :2]
     with measure_saved_activations() as meter:
         y = part.square() + part.exp() * part
-    assert (
-        meter.kept[""] == 10 * 6 * 4 + 2 * 10 * 2 * 4 - 10 * 2 * 4
-    )  # the whole, and exp's result, which `*` keeps too
+    # the whole, and exp's result, which `*` keeps too
+    assert meter.kept[""] == 10 * 6 * 4 + 2 * 10 * 2 * 4 - 10 * 2 * 4
     del y
     assert meter.live == 0
 

@@ -214,9 +214,8 @@ def test_a_call_costs_tens_of_milliseconds() -> None:
         start = time.perf_counter()
         run_ranks(_collective, 2)
         times.append(time.perf_counter() - start)
-    assert (
-        min(times) < 1.0
-    )  # 0.03 s on two idle cores; a busy machine is slower, a new process slower still
+    # 0.03 s on two idle cores; a busy machine is slower, a new process slower still
+    assert min(times) < 1.0
 
 
 def test_the_rank_that_raised_comes_first_with_its_traceback_and_output(pool: RankPool) -> None:

@@ -29,9 +29,8 @@ def measured(rank: int, world: int, overlap: bool) -> ExposedCommunication:
 
 
 def test_every_rank_has_the_same_table_and_overlap_exposes_less() -> None:
-    pairs = [
-        (run_ranks(measured, 2, True), run_ranks(measured, 2, False)) for _ in range(3)
-    ]  # others compute, too
+    # others compute, too
+    pairs = [(run_ranks(measured, 2, True), run_ranks(measured, 2, False)) for _ in range(3)]
     hidden = pairs[0][0]
     assert hidden[0] == hidden[1]
     assert {each.over for each in hidden[0].traffic} == {"dp"}

@@ -25,7 +25,7 @@ from megalith.testing.tiny import tiny_yaml
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 
-FIELDS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
+FIELDS = "step", "loss", "grad_norm", "lr", "tokens", "eval_loss"
 STEPS = 84
 LAST_KILL = 50  # the steps left after it take longer than a busy machine lets this process wait
 SETTINGS = {
@@ -76,9 +76,8 @@ def wait_until(
 def family(process: "subprocess.Popen[bytes]") -> list[int]:
     """The process and the ranks it has started."""
     file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    ranks = (
-        file.read_text().split() if file.exists() else []
-    )  # elsewhere the ranks end with their parent
+    # elsewhere the ranks end with their parent
+    ranks = file.read_text().split() if file.exists() else []
     return [process.pid, *map(int, ranks)]
 
 
@@ -115,9 +114,8 @@ def run_and_kill(command: list[str], folder: Path, target: int, delay: float | N
         else:
             time.sleep(delay)
             send(family(process), signal.SIGKILL)
-        output, _ = process.communicate(
-            timeout=30
-        )  # rank 0 has the same pipe, so it has ended, too
+        # rank 0 has the same pipe, so it has ended, too
+        output, _ = process.communicate(timeout=30)
     finally:
         send(family(process), signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL, (

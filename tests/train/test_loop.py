@@ -183,10 +183,11 @@ def test_a_cyclic_run_goes_round_and_can_be_made_longer(tmp_path: Path, sampler:
         "train.eval_steps": "0",
         "data.sampler": sampler,
     }
+    # of the 96 that are read
     fixed |= {
         "data.num_train_samples": "20",
         "data.mock_num_documents": "12",
-    }  # of the 96 that are read
+    }
     train(tmp_path / "whole", fixed)
     train(tmp_path / "longer", fixed | {"train.steps": "4"})
     train(tmp_path / "longer", fixed)
@@ -271,9 +272,8 @@ def test_weights_that_are_taken_over_in_slices_reach_every_rank(
         settings = fixed | {"parallel.zero": zero, "precision.params": params}
         run_ranks(train_as_rank, 2, tiny_run(settings), tmp_path / zero)
     whole, divided = rows(tmp_path / "0"), rows(tmp_path / "1")
-    for mine, reference in zip(
-        divided, whole, strict=True
-    ):  # the sum of squares is made of other parts
+    for mine, reference in zip(divided, whole, strict=True):
+        # the sum of squares is made of other parts
         assert mine.pop("grad_norm", 0.0) == pytest.approx(
             reference.pop("grad_norm", 0.0), rel=1e-12
         )
@@ -625,9 +625,8 @@ def test_full_disk_does_not_stop_training_or_lose_metrics(
 
     monkeypatch.setattr(loop, "train_step", limited)
     reported: list[str] = []
-    monkeypatch.setattr(
-        loop.StepProgress, "say", lambda self, text: reported.append(text)
-    )  # pytest writes to files, too
+    # pytest writes to files, too
+    monkeypatch.setattr(loop.StepProgress, "say", lambda self, text: reported.append(text))
     try:
         assert train(tmp_path / "full") == Outcome("done", 8)
     finally:
@@ -645,9 +644,8 @@ def test_a_signal_finishes_the_step_and_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before_step(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert train(tmp_path) == Outcome(
-        "stopped", 4, "SIGTERM"
-    )  # noted during step 3, told to all ranks with step 4
+    # noted during step 3, told to all ranks with step 4
+    assert train(tmp_path) == Outcome("stopped", 4, "SIGTERM")
     assert checkpoints(tmp_path) == [2, 4]
     assert train(tmp_path) == Outcome("done", 8)
     train(tmp_path.with_name("whole"))

@@ -156,9 +156,8 @@ def test_choices_are_the_same_under_every_layout_and_followed_under_any_other(na
         assert all(torch.equal(choices[layer], alone[layer]) for layer in alone)
     found: list[Any] = run_ranks(step_of, world, model, parallel, documents, others)
     heads = 1 + model.mtp.num_layers
-    totals = [
-        sum(losses[place] for _, losses in found) / parallel.tp for place in range(heads)
-    ]  # tp ranks tell all
+    # tp ranks tell all
+    totals = [sum(losses[place] for _, losses in found) / parallel.tp for place in range(heads)]
     assert totals == pytest.approx(followed[:heads], rel=1e-12)
     for choices, _ in found:
         assert all(torch.equal(choices[layer], others[layer]) for layer in others)

@@ -70,7 +70,6 @@ def test_a_new_run_loads_a_checkpoint_with_renamed_settings(old_run: Path, tmp_p
     names = [name for name in saved.manifest.tensors if name.startswith("model.")]
     assert "model.layers.1.moe.router" in names
     for name in names:
-        if not name.endswith(
-            "balancing_bias"
-        ):  # the expert bias is updated without a learning rate
+        if not name.endswith("balancing_bias"):
+            # the expert bias is updated without a learning rate
             assert torch.equal(loaded.read(name), saved.read(name)), name

@@ -294,9 +294,8 @@ def test_a_wide_residual_stream_is_wide_where_tokens_are_divided(layout: dict[st
     }
     ((_, expected),) = run_ranks(_stream, 1, tiny_run(alone))
     for seen, losses in run_ranks(_stream, 2, tiny_run(alone | layout)):
-        assert seen == {torch.float32} and losses == pytest.approx(
-            expected, rel=2e-3
-        )  # the rest computes in bf16
+        # the rest computes in bf16
+        assert seen == {torch.float32} and losses == pytest.approx(expected, rel=2e-3)
     for seen, _ in run_ranks(
         _stream, 2, tiny_run(alone | layout | {"model.fp32_residual": "false"})
     ):

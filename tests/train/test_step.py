@@ -224,9 +224,8 @@ def _blame(rank: int, world: int, zero: str) -> str:
     trainer = build_trainer(
         run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), CPU
     )
-    if (
-        rank == world - 1
-    ):  # its row of the norm after the layers: what lies before it becomes NaN, on this rank only
+    if rank == world - 1:
+        # its row of the norm after the layers: what lies before it becomes NaN, on this rank only
         (norm,) = [
             module.weight for name, module in trainer.model.named_modules() if name == "norm"
         ]

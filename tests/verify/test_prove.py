@@ -92,9 +92,8 @@ def test_schedule_of_the_run_is_checked() -> None:
 def test_parts_are_reported_in_order_and_a_fault_fails_only_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        prove, "type_check_in_child", type_check
-    )  # a process of its own imports torch first
+    # a process of its own imports torch first
+    monkeypatch.setattr(prove, "type_check_in_child", type_check)
     run = tiny_run({"parallel.tp": "2", "parallel.sp": "true"})
     rows = verify_run(run, 4, fault="sp_norm_not_summed")
     assert list(dict.fromkeys(row.part for row in rows)) == ["a", "b", "c", "d"]

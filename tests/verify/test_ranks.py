@@ -156,10 +156,11 @@ def test_one_wrong_tensor_is_reported_by_name(reference: RankResult, factor: flo
             f"weights after {STEPS} steps": "weights",
             "weights one step after reload": "reloaded weights",
         }
+        # a NaN is no copy of itself
         also = {
             "replicas are equal",
             f"{by_torch.get(what)} against torch.optim",
-        }  # a NaN is no copy of itself
+        }
         assert {difference.what for difference in found} <= {what, *also}
 
 
@@ -258,7 +259,7 @@ def test_expert_load_is_compared_first_by_step_and_layer(with_experts: RankResul
     assert failing(compare_results(with_experts, with_experts)) == set()
     first, *others = with_experts.uses
     (use, last) = first
-    counts = (use.counts[0] - 1, use.counts[1] + 1, use.counts[2])
+    counts = use.counts[0] - 1, use.counts[1] + 1, use.counts[2]
     wrong = replace(with_experts, uses=[[use._replace(counts=counts), last], *others])
     found = compare_results(wrong, with_experts)[0]
     got, wanted = ([int(count) for count in each] for each in (counts, use.counts))

@@ -189,7 +189,7 @@ def test_every_kind_of_context_parallelism_passes(
 
 
 def test_stages_with_other_context_parallel_kinds_are_checked_separately() -> None:
-    layers: tuple[ContextKind, ...] = ("ring", "ring", "ring", "gather", "ring", "ring")
+    layers: tuple[ContextKind, ...] = "ring", "ring", "ring", "gather", "ring", "ring"
     parallel = ParallelConfig(pp=6, cp=2, context=ContextConfig(layers=layers))
     model = replace(MODEL, num_layers=6)
     grid = model_grid(parallel, model, 12)
@@ -274,7 +274,8 @@ def test_cross_layer_source_is_typed_between_stages_and_rejected_if_ignored() ->
     for fault in (
         "column_enter_removed",
         "row_sum_removed",
-    ):  # also where backward starts from two tensors
+    ):
+        # also where backward starts from two tensors
         with plant_fault(fault):
             assert type_check(early, ParallelConfig(pp=4, tp=2), world=8, ranks=(2,)).problems
 
@@ -305,11 +306,12 @@ def test_axes_of_one_rank_are_reported_as_unchecked() -> None:
 
 def test_first_middle_and_last_rank_are_checked() -> None:
     grid = model_grid(ParallelConfig(tp=4), MODEL, 4096)
+    # tp_kv 1 of 2, tp_copy 1 of 2, dp 512 of 1024
     assert representative_ranks(grid) == (
         0,
         512 * 4 + 3,
         4095,
-    )  # tp_kv 1 of 2, tp_copy 1 of 2, dp 512 of 1024
+    )
     assert representative_ranks(model_grid(ParallelConfig(), MODEL, 1)) == (0,)
 
 
@@ -629,9 +631,8 @@ def test_recomputed_attention_is_type_checked_again(monkeypatch: pytest.MonkeyPa
         *others: Tensor,
     ) -> Tensor:
         if torch._C._current_graph_task_id() != -1:  # in backward
-            q = q + checker.assert_type(
-                torch.ones(()), dict.fromkeys(checker.get_local_type(q), P)
-            )  # it is not
+            # it is not
+            q = q + checker.assert_type(torch.ones(()), dict.fromkeys(checker.get_local_type(q), P))
         return plain(self, seq_params, arguments, q, *others)
 
     again = RecomputeConfig(granularity="selective", modules=("core_attention",))
@@ -660,9 +661,8 @@ def test_alltoall_is_typed_in_place_of_a_dispatcher_of_another_package() -> None
 def test_sum_missing_in_recomputation_is_rejected() -> None:
     full, away = RecomputeConfig(granularity="full"), OffloadConfig(layers=1)
     with plant_fault("second_sum_removed"):
-        assert type_check(
-            MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)
-        ).ok  # nothing runs a second time
+        # nothing runs a second time
+        assert type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).ok
         (problem,) = type_check(
             MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), recompute=full
         ).problems
@@ -706,7 +706,7 @@ MIXED = {
 }
 """Of every mixture one layout of 8 ranks: every dispatcher, etp 1 and tp, stages, pairs, state that
 is divided."""
-SLOW_MIXED = ("narrow", "planned", "clamped", "padded", "over the step")
+SLOW_MIXED = "narrow", "planned", "clamped", "padded", "over the step"
 
 
 def test_every_moe_model_and_dispatcher_has_a_type_checked_layout() -> None:

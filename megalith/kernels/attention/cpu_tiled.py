@@ -22,16 +22,14 @@ from megalith.kernels import cpu_threads
 from megalith.kernels.attention.sdpa import sdpa_attention
 from megalith.kernels.linear import Context, bmm
 
-TILED_LENGTHS = range(
-    64, 2049
-)  # document lengths for which this backend was measured to be faster than SDPA
+# document lengths for which this backend was measured to be faster than SDPA
+TILED_LENGTHS = range(64, 2049)
 KEPT_LENGTH = 512
 """Largest length whose probabilities are saved for backward: n * length bytes per token in bf16."""
 
 TILE_ROWS = 64  # queries of a head in a tile; more rows compute more scores above the diagonal
-TILE_SCORES = (
-    1 << 22
-)  # scores of a tile over all heads: 16 MiB in fp32; larger is not faster, smaller is slower
+# scores of a tile over all heads: 16 MiB in fp32; larger is not faster, smaller is slower
+TILE_SCORES = 1 << 22
 
 
 def tiled_attention(

@@ -323,9 +323,8 @@ def _with_masks(
         return flexible_attention(
             q, k, _contiguous_if_view(v, q, k), lengths, hiding_scores, sinks, seen
         )
-    run = (
-        torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
-    )  # see `attention`
+    # see `attention`
+    run = torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
     return run(
         q, k, v, lengths, hiding_scores, sinks, build_dropped_weights(dropout_key, scores), seen
     )

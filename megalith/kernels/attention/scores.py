@@ -130,9 +130,8 @@ def _softmax(s: Tensor, visible: Tensor | None, sinks: Tensor | None) -> Tensor:
         s = torch.cat([s, sinks], dim=-1)
     if visible is None:
         return s.softmax(-1)[..., :keys]
-    sees_nothing = ~visible.any(
-        -1, keepdim=True
-    )  # softmax of nothing but -inf is NaN, and so are its gradients
+    # softmax of nothing but -inf is NaN, and so are its gradients
+    sees_nothing = ~visible.any(-1, keepdim=True)
     return s.masked_fill(sees_nothing, 0).softmax(-1)[..., :keys].masked_fill(sees_nothing, 0)
 
 
@@ -209,9 +208,8 @@ def distance_biases(
     Query i is token keys - queries + i. A pair's bias depends on its distance only, so queries +
     keys - 1 values are looked up, and each query uses a slice of them.
     """
-    if (
-        table.is_meta
-    ):  # meta tensors have no values to look up; any sum over the table has the right types
+    if table.is_meta:
+        # meta tensors have no values to look up; any sum over the table has the right types
         return table.sum(0).view(-1, 1, 1).expand(-1, queries, keys)
     if queries == 0 or keys == 0:
         return table.new_zeros(table.shape[1], queries, keys)

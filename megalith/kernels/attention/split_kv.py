@@ -117,9 +117,8 @@ def _merge(
     sum of the same exponentials."""
     out, old = result.out[place], result.lse[place]
     new = torch.logaddexp(old, total.log().add_(largest))
-    finite = new.clamp(
-        min=torch.finfo(new.dtype).min
-    )  # -inf - -inf would be NaN: a row without visible keys gives 0
+    # -inf - -inf would be NaN: a row without visible keys gives 0
+    finite = new.clamp(min=torch.finfo(new.dtype).min)
     out.mul_((old - finite).exp_().unsqueeze(-1)).addcmul_(
         weighted_values, (largest - finite).exp_().unsqueeze(-1)
     )
@@ -241,14 +240,12 @@ def _exponentials(
     """Return exp(score - largest) of the visible keys in `dtype`, 0 elsewhere; the largest; the
     sum. Overwrites the scores."""
     largest, total = scores.new_empty(scores.shape[:2]), scores.new_empty(scores.shape[:2])
-    if (
-        mask is None and cpu_threads.should_use(scores) and dtype in cpu_threads.DTYPES
-    ):  # the numba loop supports intervals, not masks
+    if mask is None and cpu_threads.should_use(scores) and dtype in cpu_threads.DTYPES:
+        # the numba loop supports intervals, not masks
         return _loop(scores, tile, dtype, largest, total, known=False), largest, total
     _hide(scores, tile, mask)
-    torch.amax(scores, -1, out=largest).clamp_(
-        min=torch.finfo(scores.dtype).min
-    )  # -inf where nothing is visible
+    # -inf where nothing is visible
+    torch.amax(scores, -1, out=largest).clamp_(min=torch.finfo(scores.dtype).min)
     p = scores.sub_(largest.unsqueeze(-1)).exp_()
     return p.to(dtype), largest, torch.sum(p, -1, out=total)
 

@@ -182,9 +182,8 @@ def _norm_backward(
         dweight += tl.sum(dy * normed, 0)
         dbias += tl.sum(dy, 0)
         dy *= weight
-        dx = (
-            dy - normed * (tl.sum(dy * normed, 1) / h)[:, None]
-        )  # minus the component along the row
+        # minus the component along the row
+        dx = dy - normed * (tl.sum(dy * normed, 1) / h)[:, None]
         if CENTERED:
             dx -= (tl.sum(dy, 1) / h)[:, None]  # minus the mean
         dx *= scale

@@ -344,8 +344,8 @@ def _check_methods(name: str, cls: type[Callback]) -> None:
             )
 
 
-# Loads callbacks that a user names: `package.module:Class` on the command line, or an installed
-# entry point in the settings. A settings file never names a module.
+# --- callbacks that a user names: package.module:Class on the command line, or an installed entry
+# point in the settings. A settings file never names a module.
 
 
 def load_callbacks(names: Sequence[str]) -> list[Callback]:

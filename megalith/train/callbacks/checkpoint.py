@@ -85,9 +85,9 @@ class Checkpointer(Callback):
 
     def save(
         self,
-        callback_states: Callable[[], dict[str, Any]],
+        callback_states: Callable[[], dict[str, Any]],  # Any: JSON
         *,
-        final: bool = False,  # Any: JSON
+        final: bool = False,
     ) -> SaveReport | CheckpointError | None:
         """Save this step and return the report, or the error of a failed save. Collective.
 
@@ -134,8 +134,8 @@ class Checkpointer(Callback):
     def _write(
         self,
         entries: Sequence[CheckpointEntry],
-        state: dict[str, Any],
-        final: bool,  # Any: JSON
+        state: dict[str, Any],  # Any: JSON
+        final: bool,
     ) -> SaveReport | CheckpointError:
         run, keep = self._run.prepared, self._run.config.checkpoint
         try:

@@ -206,9 +206,8 @@ class RoutingTrace:
             return None
         if not self._captures:
             return RoutingRecord()
-        most = self._layers * (
-            len(batches) * 3 + 4
-        )  # tensors of every microbatch, and the router's weights
+        # tensors of every microbatch, and the router's weights
+        most = self._layers * (len(batches) * 3 + 4)
         self._capture_file = CaptureFile(_capture_file_of(self.path, step), most=most)
         return RoutingRecord(
             watch=CaptureWriter(self._captures, self._capture_file, batches, self._mesh)
