@@ -189,15 +189,21 @@ class PipelineModel:
         return self.mesh.tp.size if self.run.parallel.sp else 1
 
     def forward_backward(
-        self, batches: Sequence[Batch], scale_loss: ScaleLossFn, *, scale: float = 1.0
+        self,
+        batches: Sequence[Batch],
+        scale_loss: ScaleLossFn,
+        *,
+        scale: float = 1.0,
+        after_microbatch: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Run forward and backward of all microbatches; return the summed losses, float64 [1 +
         depths].
 
         The sums are 0 on ranks without the loss. `scale`: the loss scale, for losses that
-        `scale_loss` does not receive (aux losses).
+        `scale_loss` does not receive (aux losses). `after_microbatch`: called after the last
+        backward of each microbatch on this rank.
         """
-        return self._run(batches, scale_loss, scale)
+        return self._run(batches, scale_loss, scale, after_microbatch)
 
     def forward(self, batches: Sequence[Batch]) -> Tensor:
         """Run forward of all microbatches; return the sums of `Decoder.evaluate`, 0 on ranks
@@ -206,7 +212,11 @@ class PipelineModel:
             return self._run(batches, None)
 
     def _run(
-        self, batches: Sequence[Batch], scale_loss: ScaleLossFn | None, scale: float = 1.0
+        self,
+        batches: Sequence[Batch],
+        scale_loss: ScaleLossFn | None,
+        scale: float = 1.0,
+        after_microbatch: Callable[[int], None] | None = None,
     ) -> Tensor:
         p = self.run.parallel
         schedule = build_step_schedule(
@@ -229,6 +239,7 @@ class PipelineModel:
             announce=p.check_collectives and tags,
             weights=self.weights,
             dual_batch=self.dual_batch,
+            after_microbatch=after_microbatch,
         )
         weight = (
             None

@@ -28,8 +28,8 @@ from megalith.train.callbacks.base import (
     Outcome,
     RunView,
     StepMetrics,
-    load_callbacks,
 )
+from megalith.train.callbacks.load import load_callbacks
 from megalith.train.evaluate import Evaluation
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
