@@ -48,8 +48,7 @@ from megalith.config.train import TrainRun
 from megalith.launch.launcher import in_worker, run_workers, worker_main
 from megalith.observe.machine import advise, capabilities, device_peak_tflops, measure, read_machine
 from megalith.plan.costs import flops_per_token
-from megalith.recipes.llama import llama3_1b
-from megalith.recipes.small import llama_29m, llama_125m, llama_350m
+from megalith.recipes import recipes
 from megalith.train.trainer import DTYPES
 
 LIMIT_SECONDS = 480.0
@@ -86,12 +85,12 @@ def resized(
 
 
 CASES: Mapping[str, Case] = {
-    "1b-bf16": Case(resized(llama3_1b, rows=2, seq_len=4096), "bf16"),
-    "29m-bf16": Case(resized(llama_29m, rows=32), "bf16", graphs=True),
-    "125m-bf16": Case(resized(llama_125m, rows=16), "bf16", graphs=True),
-    "350m-bf16": Case(resized(llama_350m, rows=8), "bf16"),
-    "29m-fp32": Case(resized(llama_29m, rows=32), "fp32"),
-    "125m-fp32": Case(resized(llama_125m, rows=16), "fp32"),
+    "1b-bf16": Case(resized(recipes()["llama3_1b"], rows=2, seq_len=4096), "bf16"),
+    "29m-bf16": Case(resized(recipes()["llama_29m"], rows=32), "bf16", graphs=True),
+    "125m-bf16": Case(resized(recipes()["llama_125m"], rows=16), "bf16", graphs=True),
+    "350m-bf16": Case(resized(recipes()["llama_350m"], rows=8), "bf16"),
+    "29m-fp32": Case(resized(recipes()["llama_29m"], rows=32), "fp32"),
+    "125m-fp32": Case(resized(recipes()["llama_125m"], rows=16), "fp32"),
 }
 TINY: Mapping[str, Case] = {
     "tiny-bf16": Case(tiny, "bf16", graphs=True),
@@ -105,7 +104,7 @@ def in_bf16(recipe: Callable[[], TrainRun]) -> Callable[[], TrainRun]:
 
 
 LAYOUT_CASES: Mapping[str, Callable[[], TrainRun]] = {
-    "layouts": in_bf16(resized(llama_350m, rows=16, microbatches=4)),
+    "layouts": in_bf16(resized(recipes()["llama_350m"], rows=16, microbatches=4)),
     "tiny-layouts": in_bf16(resized(tiny, rows=4, microbatches=4)),
 }
 MIXTURES: Mapping[str, Mixture] = {

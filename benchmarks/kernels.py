@@ -37,9 +37,9 @@ from megalith.kernels.packed import tokens_of_rows
 from megalith.kernels.rope import apply_rope, reference_rope, rope_frequencies, rope_tables
 from megalith.parallel.cross_entropy import linear_cross_entropy, reference_cross_entropy
 from megalith.parallel.group import single_rank_group
-from megalith.recipes.small import llama_6m, llama_29m
+from megalith.recipes import recipes
 
-RECIPES = {"6m": llama_6m, "29m": llama_29m}
+RECIPES = {"6m": recipes()["llama_6m"], "29m": recipes()["llama_29m"]}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KERNELS: tuple[Kernel, ...] = ("auto", "torch", "reference")
 SILU = GatedActivation("silu")

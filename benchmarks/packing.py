@@ -25,9 +25,9 @@ from megalith.data.loader import MaskSettings, StepBatches, build_batch
 from megalith.data.sample import PackedSample
 from megalith.kernels.cpu_threads import keep_freed_memory
 from megalith.plan.packing import PackedDocuments, pack_best_fit_decreasing
-from megalith.recipes.small import llama_6m, llama_29m
+from megalith.recipes import recipes
 
-RECIPES = {"6m": llama_6m, "29m": llama_29m}
+RECIPES = {"6m": recipes()["llama_6m"], "29m": recipes()["llama_29m"]}
 BAR = 1.1
 
 

@@ -28,7 +28,7 @@ from paired import Spread, Turns, take_turns, times_as_fast
 from megalith.config.train import TrainRun
 from megalith.kernels.cpu_threads import keep_freed_memory
 from megalith.observe.machine import cpp_compiler
-from megalith.recipes.small import llama_6m, llama_29m
+from megalith.recipes import build_recipe, recipes
 
 PEERS = ("eager", "compiled")
 BAR_PEER, BAR_PEER_QUARTILE = 1.0, 0.97
@@ -49,7 +49,7 @@ class Case:
 
 def tiny() -> TrainRun:
     """A model of a few thousand weights, to see that everything runs; its figures mean nothing."""
-    run = llama_6m()
+    run = build_recipe("llama_6m")
     model = replace(
         run.model,
         vocab_size=128,
@@ -67,10 +67,10 @@ def tiny() -> TrainRun:
 
 
 CASES = (
-    Case("6m-fp32", "fp32", llama_6m),
-    Case("6m-bf16", "bf16", llama_6m),
-    Case("29m-fp32", "fp32", llama_29m),
-    Case("29m-bf16", "bf16", llama_29m),
+    Case("6m-fp32", "fp32", recipes()["llama_6m"]),
+    Case("6m-bf16", "bf16", recipes()["llama_6m"]),
+    Case("29m-fp32", "fp32", recipes()["llama_29m"]),
+    Case("29m-bf16", "bf16", recipes()["llama_29m"]),
 )
 TINY = (Case("tiny-fp32", "fp32", tiny), Case("tiny-bf16", "bf16", tiny))
 

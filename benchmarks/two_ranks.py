@@ -8,10 +8,10 @@ from typing import Any
 
 from train import tiny
 
-from megalith.recipes.small import llama_6m, llama_29m
+from megalith.recipes import recipes
 
 WORLD = 2
-CASES = {"6m": llama_6m, "29m": llama_29m}
+CASES = {"6m": recipes()["llama_6m"], "29m": recipes()["llama_29m"]}
 RECIPES = CASES | {"tiny": tiny}
 LOSS_TOLERANCE = 1e-5
 

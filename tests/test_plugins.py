@@ -14,12 +14,16 @@ from torch import Tensor
 
 from megalith.config.data import DataConfig
 from megalith.config.kernels import BackendName
-from megalith.config.parallel import ParallelConfig
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ContextConfig, ParallelConfig
 from megalith.config.plugins import ModelPlugins, load_plugin, reject_module_names
 from megalith.config.tree import save_yaml
 from megalith.data.build import build_datasets
 from megalith.errors import ConfigError
+from megalith.infer.cache import KVCache
 from megalith.kernels.activation import swiglu
+from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.packed import tokens_of_queries, tokens_of_rows
 from megalith.nn.layer import SequentialBlock
 from megalith.nn.mlp import GatedMLP, choose_activation
 from megalith.nn.norm import RMSNorm
@@ -27,6 +31,8 @@ from megalith.observe.metrics import read_metrics
 from megalith.optim.optimizers import SGD
 from megalith.optim.schedule import ScheduleLengths, learning_rate
 from megalith.parallel.mesh import build_single_rank_mesh
+from megalith.plan.costs import num_parameters
+from megalith.plan.layers import LAYER_KINDS
 from megalith.recipes import resolve_run
 from megalith.rules.run import check_run
 from megalith.testing.tiny import tiny_run
@@ -36,10 +42,15 @@ from megalith.verify.ranks import _loader as loader_of
 from megalith.verify.ranks import compare_with_one_process, layout_case
 from megalith.verify.tiny_models import PLAIN
 from megalith.verify.types import type_check
+from tests.estimate.test_traffic import assert_plan_holds
+from tests.recurrent_kind import STATE, WIDTH
+from tests.recurrent_mixer import RecurrentMixer
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = "examples.plugin.megalith_plugin_example.attention:ValueResidualAttention"
 PLUGIN = replace(PLAIN, plugins=ModelPlugins(attention=EXAMPLE))
+MIXER = "tests.recurrent_mixer:RecurrentMixer"
+RECURRENT = replace(PLAIN, plugins=ModelPlugins(attention=MIXER))
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +68,82 @@ def test_attention_plugin_matches_one_process(parallel: ParallelConfig) -> None:
     assert [each for each in compare_with_one_process(case) if not each.holds] == []
 
 
-def test_attention_plugin_type_checks() -> None:
-    report = type_check(PLUGIN, ParallelConfig(tp=2, sp=True, dp=2), world=4)
+@pytest.mark.parametrize(
+    "parallel, documents",
+    [
+        (ParallelConfig(tp=2, sp=True), True),
+        (ParallelConfig(pp=2), False),
+        (ParallelConfig(cp=2), False),
+        (ParallelConfig(cp=2, context=ContextConfig(kind="a2a")), True),
+    ],
+    ids=["tp2+sp, documents", "pp2", "cp2", "cp2 with a2a, documents"],
+)
+def test_recurrent_mixer_matches_one_process(parallel: ParallelConfig, documents: bool) -> None:
+    """A mixer with a state is one module, one module of `plan/layers` and one attribute."""
+    case = layout_case(RECURRENT, parallel, 2, documents=documents)
+    assert [each for each in compare_with_one_process(case) if not each.holds] == []
+
+
+def test_plugins_type_check() -> None:
+    for model in PLUGIN, RECURRENT:
+        for parallel in (
+            ParallelConfig(tp=2, sp=True, dp=2),
+            ParallelConfig(tp=2, pp=2),
+            ParallelConfig(cp=2, dp=2, zero=1),
+        ):
+            assert list(type_check(model, parallel, world=4).problems) == []
+
+
+def test_planning_counts_the_layer_kind_of_a_plugin() -> None:
+    h, mixer = PLAIN.hidden_size, 2 * WIDTH * PLAIN.hidden_size + WIDTH * STATE
+    attention = h * PLAIN.head_size() * (2 * PLAIN.num_heads + 2 * (PLAIN.num_kv_heads or 0))
+    difference = num_parameters(PLAIN) - num_parameters(RECURRENT)
+    assert difference == PLAIN.num_layers * (attention - mixer)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_measured_traffic_of_a_recurrent_mixer_matches_the_plan(axis: str) -> None:
+    assert_plan_holds(2, {f"parallel.{axis}": "2", "model.plugins.attention": MIXER})
+
+
+def test_type_check_rejects_a_plugin_whose_parameters_planning_counts_wrongly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RecurrentMixer, "layer_kind", LAYER_KINDS["attention"])
+    problems = type_check(RECURRENT, ParallelConfig(tp=2), world=2).problems
+    texts = {problem.where: problem.what for problem in problems}
+    assert "planning counts none" in texts["layers.0.attention.inward"]
+    assert texts["layers.0.attention.q"].startswith("the layer has no elements of it")
+
+
+def test_type_check_reports_a_plugin_that_planning_counts_as_the_built_in_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(RecurrentMixer, "layer_kind")
+    report = type_check(RECURRENT, ParallelConfig(tp=2), world=2)
     assert list(report.problems) == []
+    assert report.untyped == (
+        f"model.plugins.attention={MIXER}: has no `layer_kind`; planning counts the built-in layer",
+    )
+
+
+@pytest.mark.parametrize("model_config", [PLUGIN, RECURRENT], ids=["attention", "recurrent"])
+def test_cached_generation_with_a_plugin_equals_one_forward_pass(model_config: ModelConfig) -> None:
+    run = layout_case(model_config, ParallelConfig(), 1).run
+    model = build_trainer(run, build_single_rank_mesh(), torch.device("cpu")).model
+    ids, cache = torch.arange(9) * 5 % 61, KVCache(PLAIN.num_layers)
+    with torch.no_grad():
+        whole = model.logits(ids, LayerInputs(tokens_of_rows(1, 9)), (), torch.arange(9))
+        parts = [
+            model.logits(
+                ids[a:b],
+                LayerInputs(tokens_of_queries([(b - a, b)])),
+                cache.layers([0]),
+                torch.arange(b - a),
+            )
+            for a, b in ((0, 4), (4, 5), (5, 9))
+        ]
+    assert torch.allclose(torch.cat(parts), whole, rtol=1e-9, atol=1e-12)
 
 
 class PluginNorm(RMSNorm):

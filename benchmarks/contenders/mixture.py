@@ -18,7 +18,7 @@ from megalith.models.decoder import allocate
 from megalith.nn.build import build_context
 from megalith.nn.moe import MoE
 from megalith.parallel.mesh import build_single_rank_mesh
-from megalith.recipes.qwen import qwen3_30b_a3b
+from megalith.recipes import build_recipe
 from megalith.testing.tolerance import relative_error
 
 DTYPE, TOLERANCE = torch.bfloat16, 3e-2
@@ -50,7 +50,7 @@ class Mixture:
 
 def qwen3_moe() -> ModelConfig:
     """Of Qwen3 30B-A3B: h 2048, 128 experts of f 768, 8 for each token."""
-    return qwen3_30b_a3b().model
+    return build_recipe("qwen3_30b_a3b").model
 
 
 def tiny_moe() -> ModelConfig:

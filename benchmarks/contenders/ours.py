@@ -11,8 +11,8 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import MaskSettings, StepBatches, build_batch
 from megalith.data.sample import Sample
 from megalith.parallel.mesh import build_single_rank_mesh
-from megalith.train.step import train_step
-from megalith.train.trainer import Trainer, build_trainer
+from megalith.train.step import Trainer, train_step
+from megalith.train.trainer import build_trainer
 
 LR, WEIGHT_DECAY = 1e-4, 0.1
 """Of all contenders; they decide no speed."""

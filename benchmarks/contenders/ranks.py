@@ -18,8 +18,8 @@ from megalith.nn.build import build_context
 from megalith.parallel.group import all_reduce_, barrier
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
-from megalith.train.step import train_step
-from megalith.train.trainer import DTYPES, Trainer, build_trainer
+from megalith.train.step import Trainer, train_step
+from megalith.train.trainer import DTYPES, build_trainer
 
 
 class LossModel(nn.Module):

@@ -19,7 +19,7 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
 from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.mesh import Mesh
-from megalith.train.trainer import Trainer
+from megalith.train.step import Trainer
 
 
 @dataclass(frozen=True, slots=True)

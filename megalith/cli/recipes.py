@@ -2,7 +2,6 @@
 compares two."""
 
 from dataclasses import dataclass, replace
-from inspect import getdoc
 from typing import Any
 
 from rich import box
@@ -19,7 +18,7 @@ from megalith.estimate.memory import memory_ledger, worst
 from megalith.estimate.workload import plan_workload
 from megalith.plan.costs import num_parameters
 from megalith.plan.grid import min_world_size
-from megalith.recipes import recipes, resolve
+from megalith.recipes import build_recipe, describe_recipe, recipes, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +103,8 @@ def list_recipes(argv: list[str]) -> int:
 
 def recipe_summary(name: str) -> dict[str, Any]:  # Any: JSON
     """Return a recipe's row of the list: sizes, memory per rank in GiB with one replica, and
-    first docstring line."""
-    recipe = recipes()[name]
-    run = recipe()
+    the first paragraph of its description."""
+    run = build_recipe(name)
     p, t = run.parallel, run.train
     ranks = min_world_size(p)
     rows = t.micro_batch_size * ranks // (p.tp * p.cp * p.pp)
@@ -121,7 +119,7 @@ def recipe_summary(name: str) -> dict[str, Any]:  # Any: JSON
         "ranks": ranks,
         "tokens_per_step": run.train.global_batch_size * run.train.seq_len,
         "steps": run.train.steps,
-        "summary": (getdoc(recipe) or "").partition("\n\n")[0].replace("\n", " "),
+        "summary": describe_recipe(name).partition("\n\n")[0].replace("\n", " "),
     }
 
 

@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megalith.config.parallel import OffloadConfig, RecomputeConfig
-from megalith.plan.layers import LAYER_KINDS, branches
+from megalith.plan.layers import branches
 from megalith.plan.layers.attention import all_rope_tables
 from megalith.plan.layers.base import LayerBranch, LayerSetting, SavedActivation, total
 from megalith.plan.layers.cross_attention import source_tensors
@@ -196,7 +196,7 @@ def _branch_rows(
     has_own_input = block == "sequential" or (before and block == "parallel")
     has_own_input = has_own_input or branch.name == "cross"
     saves_input = has_own_input and not (before and "norm" in again)
-    rows += LAYER_KINDS[branch.kind].saved_tensors(branch, setting, again, saves_input)
+    rows += branch.kind.saved_tensors(branch, setting, again, saves_input)
     return rows + (
         norm_tensors(setting, f"{branch.name}_out.norm") if placement != "before" else []
     )
@@ -263,7 +263,7 @@ def _shared_rows(setting: LayerSetting, num_layers: int, ends: _Ends) -> list[Sa
             all_recomputed = False
             for layer in layers[span.start : span.stop]:
                 for branch in branches(setting.model, layer):
-                    shared |= {*LAYER_KINDS[branch.kind].shared_tensors(branch, setting, again)}
+                    shared |= {*branch.kind.shared_tensors(branch, setting, again)}
     rows = sorted(shared)
     dropped = dropout.residual > 0 and not all_recomputed
     if dropped or (dropout.embedding > 0 and (ends.embedding or ends.num_mtp_layers > 0)):

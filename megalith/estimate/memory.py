@@ -26,7 +26,7 @@ from megalith.plan.devices import (
     Device,
 )
 from megalith.plan.frozen import trained
-from megalith.plan.layers import LAYER_KINDS, branches
+from megalith.plan.layers import branches
 from megalith.plan.layers.base import (
     WIDTHS,
     ExpertPart,
@@ -508,7 +508,7 @@ def _deferred_bytes(workload: Workload, stage: Stage, tp_rank: int) -> int:
     numel = (stage.embedding + 4 * stage.num_mtp_layers) * model.hidden_size * setting.tokens
     for layer in all_layers(workload, stage):
         for branch in branches(model, layer):
-            numel += LAYER_KINDS[branch.kind].weight_gradient_numel(branch, setting)
+            numel += branch.kind.weight_gradient_numel(branch, setting)
     head = (1 + model.mtp.num_layers) * setting.part.vocab * model.hidden_size
     return numel * setting.element + stage.loss * head * setting.wide
 
@@ -528,7 +528,7 @@ def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) ->
         context = kind_of_layer(run.parallel.context, layer)
         own = replace(setting, context=context)
         for branch in branches(run.model, layer):
-            one = LAYER_KINDS[branch.kind]
+            one = branch.kind
             inside = max(inside, one.backward_numel(branch, own))
             others = max(others, one.received_numel(branch, own) * own.element)
             num_gradients = max(num_gradients, one.num_input_gradients)

@@ -33,7 +33,7 @@ from megalith.estimate.workload import Workload
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import tokens_of_loss
 from megalith.plan.frozen import first_trained_layer, trained
-from megalith.plan.layers import LAYER_KINDS, branches
+from megalith.plan.layers import branches
 from megalith.plan.layers.base import (
     WIDTHS,
     Collective,
@@ -143,8 +143,7 @@ def _count_tp_messages(workload: Workload, stages: Sequence[Stage]) -> _TPCounts
         for number, layer in enumerate(stage.layers):
             again = _layer_recompute(run, spans, number, modules)
             all_messages = [
-                LAYER_KINDS[branch.kind].tp_messages(branch, modules)
-                for branch in branches(run.model, layer)
+                branch.kind.tp_messages(branch, modules) for branch in branches(run.model, layer)
             ]
             for messages in all_messages:
                 counts.inputs += messages.inputs
@@ -298,7 +297,7 @@ def _exchange_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterato
             again = _layer_recompute(run, spans, number, modules)
             own = replace(setting, context=kind_of_layer(run.parallel.context, layer))
             for branch in branches(run.model, layer):
-                exchange = LAYER_KINDS[branch.kind].exchange(branch, own)
+                exchange = branch.kind.exchange(branch, own)
                 if exchange is not None:
                     repeated, output_repeated = exchange.repeats(again)
                     layers[exchange] += 1

@@ -8,7 +8,7 @@ from functools import cache
 
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
-from megalith.plan.layers import LAYER_KINDS, branches
+from megalith.plan.layers import branches
 from megalith.plan.layers.base import DocumentCounts, HeldParameter, LayerRank
 from megalith.plan.layers.cross_attention import source_norm_parameters
 from megalith.plan.layers.embedding import bias_table
@@ -160,9 +160,7 @@ def _layer_flops(config: ModelConfig, layer: int, seen: DocumentCounts) -> int:
 
 def core_flops(config: ModelConfig, layer: int, seen: DocumentCounts) -> int:
     """Return the model FLOPs of a layer other than those of its matrices: of core attention."""
-    return sum(
-        LAYER_KINDS[branch.kind].core_flops(branch, seen) for branch in branches(config, layer)
-    )
+    return sum(branch.kind.core_flops(branch, seen) for branch in branches(config, layer))
 
 
 def _mtp_flops(config: ModelConfig, seen: DocumentCounts) -> int:

@@ -9,7 +9,7 @@ from megalith.config.lora import LoraConfig, lora_layers
 from megalith.config.model import ModelConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.plan.costs import core_flops, layer_flops, met, step_flops
-from megalith.plan.layers import LAYER_KINDS, branch_parameters, branches
+from megalith.plan.layers import branch_parameters, branches
 from megalith.plan.layers.base import CORE_POSITION, DocumentCounts, HeldParameter, LayerRank
 from megalith.plan.layers.head import head_flops
 from megalith.plan.layers.lora import (
@@ -137,11 +137,11 @@ def _positions(config: ModelConfig, layer: int) -> dict[str, _Position]:
     """Return the positions of the parameters of a layer, by canonical name."""
     positions: dict[str, _Position] = {}
     for branch in branches(config, layer):
-        kind, number = LAYER_KINDS[branch.kind], BRANCHES.index(branch.name)
+        number = BRANCHES.index(branch.name)
         for one in branch_parameters(branch, LayerRank()):
             part, _, word = one.name.partition(".")
             fixed = {f"{branch.name}_norm": 0, f"{branch.name}_post_norm": LAST_STEP}
-            step = fixed[part] if part in fixed else kind.position(word)
+            step = fixed[part] if part in fixed else branch.kind.position(word)
             positions[f"layers.{layer}.{one.name}"] = _Position(number, step)
     return positions
 

@@ -10,7 +10,14 @@ from typing import NamedTuple
 
 from megalith.config.model import ModelConfig
 from megalith.plan.layers import branch_parameters, branches
-from megalith.plan.layers.base import ExpertPart, HeldParameter, LayerRank, TensorPart, tensor_part
+from megalith.plan.layers.base import (
+    ExpertPart,
+    HeldParameter,
+    LayerKind,
+    LayerRank,
+    TensorPart,
+    tensor_part,
+)
 from megalith.plan.layers.cross_attention import source_norm_parameters
 from megalith.plan.layers.embedding import bias_table, position_tables, token_table
 from megalith.plan.layers.mtp import mtp_parameters
@@ -38,7 +45,7 @@ def distinct_ranks(
 
 def count_equal_layers(model: ModelConfig) -> dict[int, int]:
     """Return the number of layers with the same parameters, by the first such layer."""
-    firsts: dict[tuple[str | ModelConfig, ...], int] = {}
+    firsts: dict[tuple[LayerKind | ModelConfig, ...], int] = {}
     counts: Counter[int] = Counter()
     for layer in range(model.num_layers):
         kinds = (one.kind for one in branches(model, layer))

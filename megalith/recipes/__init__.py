@@ -1,101 +1,85 @@
-"""Recipes: complete run configs, one module per model family and one function per run."""
+"""Recipes: complete run configs, one YAML file per model family with one entry per run."""
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 from megalith.config.data import DataConfig
 from megalith.config.plugins import reject_module_names
 from megalith.config.train import TrainRun, load_run
-from megalith.config.tree import Override, apply_overrides
+from megalith.config.tree import Override, apply_overrides, from_dict, parse_yaml
 from megalith.errors import ConfigError, did_you_mean
-from megalith.recipes.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
-from megalith.recipes.gemma import gemma2_2b, gemma2_9b, gemma3_1b, gemma3_270m, gemma_2b, gemma_7b
-from megalith.recipes.gpt import gpt2_124m, gpt_oss_20b, pythia_160m
-from megalith.recipes.llama import (
-    llama2_7b,
-    llama2_70b,
-    llama3_1b,
-    llama3_8b,
-    llama3_70b,
-    llama3_405b,
-    llama4_scout,
-)
-from megalith.recipes.mistral import mistral_7b, mixtral_8x7b
-from megalith.recipes.others import (
-    granite_2b,
-    olmo2_1b,
-    olmo2_7b,
-    olmo2_13b,
-    olmoe_7b,
-    phi3_mini,
-    smollm3_3b,
-    smollm_135m,
-    starcoder2_3b,
-)
-from megalith.recipes.qwen import qwen1_5_moe_a2_7b, qwen2_7b, qwen3_0_6b, qwen3_8b, qwen3_30b_a3b
-from megalith.recipes.small import (
-    llama_6m,
-    llama_29m,
-    llama_125m,
-    llama_350m,
-    lora_tiny,
-    moe_tiny,
-    quickstart,
-    sft_tiny,
-    tiny_cpu,
-)
 
-_RECIPES = (
-    tiny_cpu,
-    sft_tiny,
-    lora_tiny,
-    moe_tiny,
-    quickstart,
-    llama_6m,
-    llama_29m,
-    llama_125m,
-    gpt2_124m,
-    smollm_135m,
-    pythia_160m,
-    gemma3_270m,
-    llama_350m,
-    qwen3_0_6b,
-    gemma3_1b,
-    llama3_1b,
-    olmo2_1b,
-    gemma_2b,
-    granite_2b,
-    gemma2_2b,
-    starcoder2_3b,
-    smollm3_3b,
-    phi3_mini,
-    llama2_7b,
-    olmoe_7b,
-    mistral_7b,
-    olmo2_7b,
-    qwen2_7b,
-    llama3_8b,
-    qwen3_8b,
-    gemma_7b,
-    gemma2_9b,
-    olmo2_13b,
-    qwen1_5_moe_a2_7b,
-    deepseek_v2_lite,
-    gpt_oss_20b,
-    qwen3_30b_a3b,
-    mixtral_8x7b,
-    llama2_70b,
-    llama3_70b,
-    llama4_scout,
-    deepseek_v2,
-    llama3_405b,
-    deepseek_v3,
-)  # smallest first
+_FAMILIES = {
+    "tiny_cpu": "small",
+    "sft_tiny": "small",
+    "lora_tiny": "small",
+    "moe_tiny": "small",
+    "quickstart": "small",
+    "llama_6m": "small",
+    "llama_29m": "small",
+    "llama_125m": "small",
+    "gpt2_124m": "gpt",
+    "smollm_135m": "others",
+    "pythia_160m": "gpt",
+    "gemma3_270m": "gemma",
+    "llama_350m": "small",
+    "qwen3_0_6b": "qwen",
+    "gemma3_1b": "gemma",
+    "llama3_1b": "llama",
+    "olmo2_1b": "others",
+    "gemma_2b": "gemma",
+    "granite_2b": "others",
+    "gemma2_2b": "gemma",
+    "starcoder2_3b": "others",
+    "smollm3_3b": "others",
+    "phi3_mini": "others",
+    "llama2_7b": "llama",
+    "olmoe_7b": "others",
+    "mistral_7b": "mistral",
+    "olmo2_7b": "others",
+    "qwen2_7b": "qwen",
+    "llama3_8b": "llama",
+    "qwen3_8b": "qwen",
+    "gemma_7b": "gemma",
+    "gemma2_9b": "gemma",
+    "olmo2_13b": "others",
+    "qwen1_5_moe_a2_7b": "qwen",
+    "deepseek_v2_lite": "deepseek",
+    "gpt_oss_20b": "gpt",
+    "qwen3_30b_a3b": "qwen",
+    "mixtral_8x7b": "mistral",
+    "llama2_70b": "llama",
+    "llama3_70b": "llama",
+    "llama4_scout": "llama",
+    "deepseek_v2": "deepseek",
+    "llama3_405b": "llama",
+    "deepseek_v3": "deepseek",
+}
+"""File of each recipe, without the suffix; smallest first."""
+
+
+@lru_cache
+def _read_family(family: str) -> dict[str, Any]:  # Any: entries of a YAML file of this package
+    entries = parse_yaml(Path(__file__).with_name(f"{family}.yaml").read_text(encoding="utf-8"))
+    assert isinstance(entries, dict), family
+    return entries
+
+
+def build_recipe(name: str) -> TrainRun:
+    """Return the run of a recipe."""
+    return from_dict(TrainRun, {"name": name, **_read_family(_FAMILIES[name])[name]["run"]})
+
+
+def describe_recipe(name: str) -> str:
+    """Return the description of a recipe; its first paragraph is a summary."""
+    return str(_read_family(_FAMILIES[name])[name]["description"])
 
 
 def recipes() -> dict[str, Callable[[], TrainRun]]:
     """Return all recipes by name, smallest first."""
-    return {recipe.__name__: recipe for recipe in _RECIPES}
+    return {name: partial(build_recipe, name) for name in _FAMILIES}
 
 
 def resolve(target: str) -> TrainRun:
@@ -105,8 +89,8 @@ def resolve(target: str) -> TrainRun:
     Raises:
         ConfigError: the target is none of these, or the file does not describe a run.
     """
-    if target in recipes():
-        return recipes()[target]()
+    if target in _FAMILIES:
+        return build_recipe(target)
     path = Path(target)
     if path.is_dir():
         if not (path / "config.yaml").is_file() and (path / "config.json").is_file():
@@ -125,7 +109,7 @@ def resolve(target: str) -> TrainRun:
         return load_run(path / "config.yaml")
     if path.is_file() or path.suffix in (".yaml", ".yml"):
         return load_run(path)
-    advice = did_you_mean(target, recipes()) or f" Recipes: {', '.join(recipes())}."
+    advice = did_you_mean(target, _FAMILIES) or f" Recipes: {', '.join(_FAMILIES)}."
     raise ConfigError(
         f"{target} is neither a recipe nor a file.{advice} Use the name of a recipe or the path "
         "of a "
@@ -146,10 +130,10 @@ def resolve_run(target: str, overrides: Mapping[str, Override]) -> TrainRun:
             names a module of a plug-in.
     """
     run = apply_overrides(resolve(target), overrides)
-    if target not in recipes():
+    if target not in _FAMILIES:
         reject_module_names(run, target, overrides.keys())
     if (
-        target in recipes()
+        target in _FAMILIES
         or run.data.cache_path is None
         or {"data", "data.cache_path"} & overrides.keys()
     ):

@@ -28,9 +28,9 @@ from megalith.parallel.mesh import Mesh
 from megalith.plan.batch_assignment import TokenBudget, build_token_budget
 from megalith.plan.context import WHOLE, Slicing
 from megalith.plan.shards import Shard
-from megalith.train.forward_backward import PipelineModel, build_pipeline_model
+from megalith.train.forward_backward import PipelineModel
 from megalith.train.run_folder import RunFolder
-from megalith.train.trainer import DTYPES, weight_entries
+from megalith.train.trainer import DTYPES, build_pipeline_model, weight_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,11 +263,11 @@ def allocate_weights(pipeline_model: PipelineModel) -> list[tuple[Shard, Tensor]
         )  # imported here because FSDP2 takes half a second to load
 
         return shard_for_forward(
-            pipeline_model.chunks,
+            list(model),
             parameters,
             mesh,
             device=device,
-            keep_gathered=len(pipeline_model.chunks) * p.pp > 1,
+            keep_gathered=len(model) * p.pp > 1,
         )
     allocate(model, device)
     return [(shard, getattr(module, name).data) for shard, module, name in parameters]

@@ -17,8 +17,8 @@ from megalith.parallel.mesh import Mesh
 from megalith.plan.batch_assignment import build_token_budget
 from megalith.plan.shards import DENSE_AXES
 from megalith.testing.inject import SlowLink, slow_link
-from megalith.train.step import train_step
-from megalith.train.trainer import Trainer, build_trainer
+from megalith.train.step import Trainer, train_step
+from megalith.train.trainer import build_trainer
 
 
 @dataclass(frozen=True, slots=True)

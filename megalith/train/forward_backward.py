@@ -3,88 +3,33 @@ training losses: sums over heads (LM, MTP, aux), normalized by the global number
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config.parallel import PipelineConfig
-from megalith.config.plugins import load_plugin
 from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
-from megalith.errors import raise_all
-from megalith.kernels.backend import Backends, select_backends, unavailable_backends
-from megalith.kernels.layer_inputs import AuxLossScale
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs
 from megalith.kernels.packed import for_one_pass
-from megalith.launch.watchdog import backend_timeout
-from megalith.models.decoder import Decoder, build_chunks
-from megalith.nn.build import BuildContext, build_context
-from megalith.parallel.collectives import mark_partial, no_overlap
-from megalith.parallel.cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_with_stats,
-    recomputed_cross_entropy,
-    recomputed_cross_entropy_with_stats,
-)
+from megalith.parallel.collectives import mark_partial
 from megalith.parallel.group import all_reduce_max_
-from megalith.parallel.logits import LossWithLogitStats
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.p2p import (
-    PipelineGroups,
-    Spec,
-    Specs,
-    Tensors,
-    create_pipeline_groups,
-    open_channels,
-)
+from megalith.parallel.p2p import PipelineGroups, Spec, Specs, Tensors
 from megalith.parallel.pipeline import Boundary, DualBatchOverlap, Pipeline, WeightGradStore
-from megalith.parallel.symm_mem import choose_collective_matmul
-from megalith.parallel.tensor import VocabParallelHead
-from megalith.parallel.tensor_overlap import RING_EXCHANGE
-from megalith.plan.kernels import explicit_backend_problems
-from megalith.plan.p2p import channels, with_transfers
+from megalith.plan.p2p import with_transfers
 from megalith.plan.schedule import (
-    SPLIT_SCHEDULES,
     Schedule,
     build_schedule,
     effective_pipeline,
     pair_forward_backward,
     schedule_name,
 )
-from megalith.plan.stages import plan_stages, stage_boundary
+from megalith.plan.stages import Stage, plan_stages, stage_boundary
 
 # Training losses: LM and MTP losses of every head, normalized by the global number of labels.
-
-
-def build_head_loss(run: TrainRun, backends: Backends) -> Callable[..., Tensor]:
-    """Return the loss function of one output head; it records logit statistics if the run logs
-    them."""
-    train = run.train
-    if train.loss_plugin is not None:
-        plugin: Callable[..., Tensor] = load_plugin("loss", train.loss_plugin)
-        return plugin
-    loss_kwargs: dict[str, Any] = (
-        {"smoothing": train.label_smoothing} if train.label_smoothing else {}
-    )  # Any: keyword arguments
-    loss_kwargs |= {} if train.loss_chunk is None else {"chunk": train.loss_chunk}
-    recomputes = train.loss_backward == "recomputed"
-    if logs_logit_stats(run):
-        with_stats = (
-            recomputed_cross_entropy_with_stats if recomputes else linear_cross_entropy_with_stats
-        )
-        return LossWithLogitStats(
-            partial(backends.bind("cross_entropy", with_stats), **loss_kwargs), train.z_loss
-        )
-    loss_fn = backends.bind(
-        "cross_entropy", recomputed_cross_entropy if recomputes else linear_cross_entropy
-    )
-    return partial(loss_fn, **loss_kwargs) if loss_kwargs else loss_fn
-
-
-def logs_logit_stats(run: TrainRun) -> bool:
-    """Return whether the run logs the z-loss and the largest logit."""
-    return run.train.z_loss > 0 or run.observe.max_logit
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +43,12 @@ class StepLogitStats:
     """float64 [1]: largest logit of the main head, over all ranks; -inf without labels."""
 
 
+TakeLogitStats = Callable[[], tuple[Tensor | None, Tensor | None]]
+"""Returns the z-loss and the largest logit of one head since the last call, and resets both."""
+
+
 def collect_logit_stats(
-    heads: Sequence[VocabParallelHead], mesh: Mesh, *, depths: int, device: torch.device
+    heads: Sequence[TakeLogitStats], mesh: Mesh, *, depths: int, device: torch.device
 ) -> StepLogitStats:
     """Return the logit statistics of this rank's heads (the main head first) and reset them.
 
@@ -107,9 +56,8 @@ def collect_logit_stats(
     """
     z = torch.zeros(1 + depths, dtype=torch.float64, device=device)
     largest = torch.full((1,), float("-inf"), dtype=torch.float64, device=device)
-    for number, head in enumerate(heads):
-        assert isinstance(head.summed_loss, LossWithLogitStats)
-        z_loss, max_logit = head.summed_loss.seen.taken()
+    for number, take in enumerate(heads):
+        z_loss, max_logit = take()
         if z_loss is not None and max_logit is not None:
             z[number] = z_loss
             largest = max_logit.unsqueeze(0) if number == 0 else largest
@@ -156,6 +104,31 @@ ScaleLossFn = Callable[[Sequence[Tensor]], Tensor]
 starts from."""
 
 
+class ModelChunk(Protocol):
+    """Model chunk that the pipeline executes: a `Decoder` with the layers of one stage."""
+
+    stage: Stage
+    dtype: torch.dtype
+    stream_dtype: torch.dtype
+
+    def stage_inputs(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the outputs of the previous stage as keyword arguments of the other methods."""
+        # Any: tensors, or tuples of them
+
+    def __call__(
+        self, ids: Tensor, inputs: LayerInputs, **received: Any
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Return the outputs for the next stage."""
+
+    def losses(
+        self, ids: Tensor, labels: Tensor, inputs: LayerInputs, **received: Any
+    ) -> tuple[Tensor, ...]:
+        """Return the summed loss of the next token, then of each MTP depth."""
+
+    def evaluate(self, ids: Tensor, labels: Tensor, inputs: LayerInputs, **received: Any) -> Tensor:
+        """Return `losses` in float64, followed by the MTP acceptance rates."""
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineModel:
     """This rank's model chunks and their pipeline stages; without a pipeline, one chunk with the
@@ -164,19 +137,20 @@ class PipelineModel:
     run: TrainRun
     mesh: Mesh
     device: torch.device
-    chunks: tuple[Decoder, ...]
+    chunks: tuple[ModelChunk, ...]
+    modules: nn.ModuleList
+    """All chunks as one module."""
+
     handles: PipelineGroups | None
+    logit_stats: tuple[TakeLogitStats, ...] | None = None
+    """Logit statistics of this rank's heads, the main head first; None if the run logs none."""
+
     weights: tuple[WeightGradStore, ...] = ()
     """Stores of deferred weight gradients by chunk, for schedules that split backward."""
 
     dual_batch: DualBatchOverlap = field(default_factory=DualBatchOverlap)
     """Dual-batch overlap: switches between two microbatches while expert all-to-alls are in
     flight."""
-
-    @property
-    def modules(self) -> nn.ModuleList:
-        """All chunks as one module."""
-        return nn.ModuleList(self.chunks)
 
     @property
     def has_loss(self) -> bool:
@@ -281,7 +255,7 @@ class PipelineModel:
 class _ChunkStep:
     """One chunk and the microbatches of a step."""
 
-    model: Decoder
+    model: ModelChunk
     batches: Sequence[Batch]
     scale_loss: ScaleLossFn | None
     total: Tensor
@@ -317,66 +291,6 @@ class _ChunkStep:
         )
         self.total[: len(losses)] += torch.stack([loss.detach() for loss in losses])
         return (self.scale_loss(losses),)
-
-
-def build_run_context(
-    run: TrainRun,
-    mesh: Mesh,
-    device: torch.device,
-    *,
-    dtype: torch.dtype,
-    dual_batch: DualBatchOverlap,
-) -> BuildContext:
-    """Return what the layers of a run's model are built with. Collective if the layout overlaps
-    tensor-parallel communication."""
-    collective_matmul = (
-        choose_collective_matmul(run.parallel.collective_matmul, mesh.tp, device)
-        if run.parallel.tp_comm_overlap
-        else RING_EXCHANGE
-    )
-    return build_context(
-        run.model,
-        mesh,
-        run.parallel,
-        collective_matmul=collective_matmul,
-        dtype=dtype,
-        backends=select_backends(run.kernels),
-        recompute=run.recompute,
-        offload=run.offload,
-        lora=run.lora,
-        optim=run.optim,
-        build_loss=partial(build_head_loss, run),
-        overlap_fn=dual_batch if run.parallel.overlap_experts else no_overlap,
-    )
-
-
-def build_pipeline_model(
-    run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torch.dtype
-) -> PipelineModel:
-    """Build this rank's chunks, without allocating weights, and their communication channels.
-    Collective."""
-    raise_all(explicit_backend_problems(run, device.type, unavailable_backends()))
-    dual_batch = DualBatchOverlap()
-    chunks = build_chunks(build_run_context(run, mesh, device, dtype=dtype, dual_batch=dual_batch))
-    handles = create_pipeline_groups(
-        mesh.pp,
-        tags=device.type == "cpu",
-        timeout_seconds=backend_timeout(run.parallel.timeout_seconds),
-    )
-    if handles is not None and not handles.tags:
-        step = build_step_schedule(
-            run.parallel.pipeline, mesh.pp.size, 1, overlap=run.parallel.overlap, forward_only=True
-        )
-        open_channels(handles, channels(step), device)
-    splits = splits_backward(run.parallel.pipeline, mesh.pp.size)
-    weights = tuple(WeightGradStore() for _ in chunks) if splits else ()
-    return PipelineModel(run, mesh, device, tuple(chunks), handles, weights, dual_batch)
-
-
-def splits_backward(pipeline: PipelineConfig, pp: int) -> bool:
-    """Return whether the schedule computes weight gradients separately from the rest of
-    backward."""
-    return schedule_name(effective_pipeline(pipeline, pp)) in SPLIT_SCHEDULES
 
 
 @lru_cache(maxsize=8)  # all steps use the same schedule, evaluation one or two others

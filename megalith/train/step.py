@@ -3,34 +3,68 @@ update."""
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
 from megalith.errors import CallbackError, DataError
-from megalith.optim.gradients import clip_factor, first_replica_gradients, num_zeros, sum_of_squares
+from megalith.optim.gradients import (
+    LossScale,
+    clip_factor,
+    first_replica_gradients,
+    num_zeros,
+    sum_of_squares,
+)
+from megalith.optim.optimizers import Optimizer
 from megalith.optim.schedule import NO_GROUPS, GroupRates
-from megalith.parallel.grad_sync import ShardedParam, byte_checksum
+from megalith.parallel.grad_sync import GradSync, ShardedParam, byte_checksum
 from megalith.parallel.group import all_reduce_, gather_objects
-from megalith.parallel.tensor import iter_vocab_heads
+from megalith.parallel.mesh import Mesh
 from megalith.train.forward_backward import (
+    PipelineModel,
     StepLogitStats,
     collect_logit_stats,
-    logs_logit_stats,
     normalize_losses_by_labels,
 )
-from megalith.train.trainer import Trainer
+
+WeightUpdate = Callable[[nn.ModuleList, Mesh], None]
+"""Changes weights of this rank's model chunks after the optimizer's step, before updated parameters
+are all-gathered; collective over the mesh."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """Model, gradient synchronization, optimizer and loss scale of one rank."""
+
+    run: TrainRun
+    mesh: Mesh
+    device: torch.device
+    pipeline_model: PipelineModel
+    data: GradSync
+    optimizer: Optimizer
+    loss_scale: LossScale | None
+    """Loss scaling state; None unless the run is in fp16."""
+    weight_updates: Sequence[WeightUpdate] = ()
+    """Applied in this order after each optimizer step, such as the update of the expert bias."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, if this rank has only one model chunk."""
+        (model,) = self.pipeline_model.modules
+        return model
+
 
 StepStatsMessage = Tensor
 """float64 [2 + losses + requests]: sum of squares and zeros of the gradients, losses, number of
 ranks with each kind of request."""
 
 MAX_RERUNS = 3
-"""Reruns of one step after which a further request ends the run (heuristic: a transient fault is
+"""Reruns of one step after which another request ends the run (heuristic: a transient fault is
 gone in the first one)."""
 
 
@@ -338,12 +372,10 @@ def _read_requests(counts: Sequence[float]) -> StepRequest:
 
 def _collect_logit_stats(trainer: Trainer) -> StepLogitStats | None:
     """Return the logit statistics of the heads, if the run logs them. Collective in that case."""
-    if not logs_logit_stats(trainer.run):
+    heads = trainer.pipeline_model.logit_stats
+    if heads is None:
         return None
-    heads, depths = (
-        list(iter_vocab_heads(trainer.pipeline_model.chunks)),
-        trainer.run.model.mtp.num_layers,
-    )
+    depths = trainer.run.model.mtp.num_layers
     return collect_logit_stats(heads, trainer.mesh, depths=depths, device=trainer.device)
 
 

@@ -1,31 +1,50 @@
 """Builds what a training step needs from the config: model, gradient synchronization, optimizer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.optim import OptimConfig
+from megalith.config.parallel import PipelineConfig
 from megalith.config.plugins import load_plugin
 from megalith.config.train import TrainRun
-from megalith.models.decoder import Decoder, iter_parameter_specs
+from megalith.errors import raise_all
+from megalith.kernels.backend import Backends, select_backends, unavailable_backends
+from megalith.launch.watchdog import backend_timeout
+from megalith.models.decoder import build_chunks, iter_parameter_specs
+from megalith.nn.build import BuildContext, build_context
 from megalith.nn.init import init_param_
-from megalith.optim.gradients import LossScale, build_loss_scale
+from megalith.optim.gradients import build_loss_scale
 from megalith.optim.optimizers import SGD, AdamW, Optimizer, RatesOf, equal_rates
+from megalith.parallel.collectives import no_overlap
+from megalith.parallel.cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_with_stats,
+    recomputed_cross_entropy,
+    recomputed_cross_entropy_with_stats,
+)
 from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.grad_sync import GradSync, can_shard_weights
+from megalith.parallel.logits import LossWithLogitStats
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.pipeline import WeightGradStore
+from megalith.parallel.p2p import create_pipeline_groups, open_channels
+from megalith.parallel.pipeline import DualBatchOverlap, WeightGradStore
+from megalith.parallel.symm_mem import choose_collective_matmul
+from megalith.parallel.tensor import iter_vocab_heads
+from megalith.parallel.tensor_overlap import RING_EXCHANGE
+from megalith.plan.kernels import explicit_backend_problems
+from megalith.plan.p2p import channels
 from megalith.plan.param_groups import parameter_rates
 from megalith.plan.parameters import ParameterRates
+from megalith.plan.schedule import SPLIT_SCHEDULES, effective_pipeline, schedule_name
 from megalith.plan.shards import Shard, is_first_replica
-from megalith.train.forward_backward import (
-    PipelineModel,
-    build_pipeline_model,
-)
+from megalith.train.forward_backward import PipelineModel, build_step_schedule
 from megalith.train.moe import update_expert_biases, update_quantile_offsets
+from megalith.train.step import Trainer
 
 # Builds the optimizer of a config.
 
@@ -48,31 +67,116 @@ DTYPES = {
 }
 
 
-WeightUpdate = Callable[[nn.ModuleList, Mesh], None]
-"""Changes weights of this rank's model chunks after the optimizer's step, before updated parameters
-are all-gathered; collective over the mesh."""
+# Builds the model chunks of this rank and their losses.
 
 
-@dataclass(frozen=True, slots=True)
-class Trainer:
-    """Model, gradient synchronization, optimizer and loss scale of one rank."""
+def build_head_loss(run: TrainRun, backends: Backends) -> Callable[..., Tensor]:
+    """Return the loss function of one output head; it records logit statistics if the run logs
+    them."""
+    train = run.train
+    if train.loss_plugin is not None:
+        plugin: Callable[..., Tensor] = load_plugin("loss", train.loss_plugin)
+        return plugin
+    loss_kwargs: dict[str, Any] = (
+        {"smoothing": train.label_smoothing} if train.label_smoothing else {}
+    )  # Any: keyword arguments
+    loss_kwargs |= {} if train.loss_chunk is None else {"chunk": train.loss_chunk}
+    recomputes = train.loss_backward == "recomputed"
+    if logs_logit_stats(run):
+        with_stats = (
+            recomputed_cross_entropy_with_stats if recomputes else linear_cross_entropy_with_stats
+        )
+        return LossWithLogitStats(
+            partial(backends.bind("cross_entropy", with_stats), **loss_kwargs), train.z_loss
+        )
+    loss_fn = backends.bind(
+        "cross_entropy", recomputed_cross_entropy if recomputes else linear_cross_entropy
+    )
+    return partial(loss_fn, **loss_kwargs) if loss_kwargs else loss_fn
 
-    run: TrainRun
-    mesh: Mesh
-    device: torch.device
-    pipeline_model: PipelineModel
-    data: GradSync
-    optimizer: Optimizer
-    loss_scale: LossScale | None
-    """Loss scaling state; None unless the run is in fp16."""
-    weight_updates: Sequence[WeightUpdate] = ()
-    """Applied in this order after each optimizer step, such as the update of the expert bias."""
 
-    @property
-    def model(self) -> Decoder:
-        """The model, if this rank has only one model chunk."""
-        (model,) = self.pipeline_model.chunks
-        return model
+def logs_logit_stats(run: TrainRun) -> bool:
+    """Return whether the run logs the z-loss and the largest logit."""
+    return run.train.z_loss > 0 or run.observe.max_logit
+
+
+def build_run_context(
+    run: TrainRun,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    dual_batch: DualBatchOverlap,
+) -> BuildContext:
+    """Return what the layers of a run's model are built with. Collective if the layout overlaps
+    tensor-parallel communication."""
+    collective_matmul = (
+        choose_collective_matmul(run.parallel.collective_matmul, mesh.tp, device)
+        if run.parallel.tp_comm_overlap
+        else RING_EXCHANGE
+    )
+    return build_context(
+        run.model,
+        mesh,
+        run.parallel,
+        collective_matmul=collective_matmul,
+        dtype=dtype,
+        backends=select_backends(run.kernels),
+        recompute=run.recompute,
+        offload=run.offload,
+        lora=run.lora,
+        optim=run.optim,
+        build_loss=partial(build_head_loss, run),
+        overlap_fn=dual_batch if run.parallel.overlap_experts else no_overlap,
+    )
+
+
+def build_pipeline_model(
+    run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torch.dtype
+) -> PipelineModel:
+    """Build this rank's chunks, without allocating weights, and their communication channels.
+    Collective."""
+    raise_all(explicit_backend_problems(run, device.type, unavailable_backends()))
+    dual_batch = DualBatchOverlap()
+    chunks = build_chunks(build_run_context(run, mesh, device, dtype=dtype, dual_batch=dual_batch))
+    handles = create_pipeline_groups(
+        mesh.pp,
+        tags=device.type == "cpu",
+        timeout_seconds=backend_timeout(run.parallel.timeout_seconds),
+    )
+    if handles is not None and not handles.tags:
+        step = build_step_schedule(
+            run.parallel.pipeline, mesh.pp.size, 1, overlap=run.parallel.overlap, forward_only=True
+        )
+        open_channels(handles, channels(step), device)
+    splits = splits_backward(run.parallel.pipeline, mesh.pp.size)
+    weights = tuple(WeightGradStore() for _ in chunks) if splits else ()
+    heads = iter_vocab_heads(chunks)
+    stats = tuple(
+        head.summed_loss.seen.taken
+        for head in heads
+        if isinstance(head.summed_loss, LossWithLogitStats)
+    )
+    return PipelineModel(
+        run,
+        mesh,
+        device,
+        tuple(chunks),
+        nn.ModuleList(chunks),
+        handles,
+        stats if logs_logit_stats(run) else None,
+        weights,
+        dual_batch,
+    )
+
+
+def splits_backward(pipeline: PipelineConfig, pp: int) -> bool:
+    """Return whether the schedule computes weight gradients separately from the rest of
+    backward."""
+    return schedule_name(effective_pipeline(pipeline, pp)) in SPLIT_SCHEDULES
+
+
+# Builds the state of a run.
 
 
 def build_trainer(
@@ -88,8 +192,8 @@ def build_trainer(
     data = build_grad_sync(run, model, mesh, device, pipeline_model.weights)
     if fill:
         _init_weights(model, data, seed=run.seed, frozen=fill_frozen)
-    for chunk in pipeline_model.chunks if run.train.compile else ():
-        for layer in chunk.layers:
+    for chunk in model if run.train.compile else ():
+        for layer in chunk.get_submodule("layers").children():
             layer.compile()
 
     def rates(shard: Shard) -> ParameterRates:

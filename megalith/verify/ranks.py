@@ -45,13 +45,8 @@ from megalith.testing.inject import fused_on_cpus
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, compare
 from megalith.train.moe import LayerExpertLoad, collect_expert_load, iter_routers
-from megalith.train.step import train_step
-from megalith.train.trainer import (
-    Trainer,
-    all_gather_loaded_params,
-    build_trainer,
-    checkpoint_entries,
-)
+from megalith.train.step import Trainer, train_step
+from megalith.train.trainer import all_gather_loaded_params, build_trainer, checkpoint_entries
 from megalith.verify.faults.plant import find_fault, plant_fault
 from megalith.verify.torch_optim import RecordingOptimizer, TorchUpdate, torch_updates
 

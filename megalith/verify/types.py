@@ -66,6 +66,8 @@ from megalith.plan.context import WHOLE, Slicing, kind_of_layer, plan_slices
 from megalith.plan.dispatch import BUILT_IN
 from megalith.plan.frozen import first_trained_layer
 from megalith.plan.grid import Grid, model_grid
+from megalith.plan.layers import plugins_without_layer_kind
+from megalith.plan.parameters import layer_parameters
 from megalith.plan.schedule import place_of, placement_of, schedule_name, stage_of
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, EXPERT_PARTS, PARTS, Shard
 from megalith.plan.stages import Stage, StageBoundary, plan_stages, stage_boundary
@@ -222,6 +224,7 @@ def type_check(
         counts = calls[kind] = Counter[str]()
         for problem in [
             *_shard_problems(rank_model, model, parallel, lora, optim),
+            *_plan_problems(rank_model, model),
             *_run(rank_model, counts),
         ]:
             known = problems_by_key.setdefault((problem.where, problem.what), problem)
@@ -262,6 +265,8 @@ def untyped(
         "model.moe.aux_loss.sinkhorn: iterates until values converge; checked with top-k "
         "routing": planned,
     }
+    for setting in plugins_without_layer_kind(model) if model is not None else ():
+        is_used[f"{setting}: has no `layer_kind`; planning counts the built-in layer"] = True
     if recompute.granularity == "selective" and (
         as_recomputed := {"norm", "mlp_act"} & {*recompute.modules}
     ):
@@ -637,7 +642,8 @@ def declare(model: nn.Module, grid: Grid) -> None:
 def declare_inputs(batch: PaperBatch) -> None:
     """Set the types of a batch: V over dp and cp, R over tp.
 
-    The order of the tokens that cp ranks share, and their masks, are replicated over cp.
+    The tokens of all cp ranks (`PackedSeqParams.whole`), their order and their masks are replicated
+    over cp.
     """
     seq_params = batch.inputs.seq_params
     tensors = [getattr(seq_params, field.name) for field in fields(seq_params)]
@@ -650,6 +656,9 @@ def declare_inputs(batch: PaperBatch) -> None:
     local, shared = (
         (local, (*shared, *masks)) if context is not None else ((*local, *masks), shared)
     )
+    if context is not None:
+        whole = context.whole
+        shared = (*shared, whole.position_ids, whole.document_ids, whole.valid)
     mtp_inputs = [value for pair in batch.mtp_inputs for value in pair]
     for value in (
         batch.ids,
@@ -716,6 +725,33 @@ def _shard_problems(
                     f"along it has {'the same' if same else 'another'} box. Use Shard.split_dim "
                     "with exactly the axes "
                     "that shard it, because they determine the reduction of gradients."
+                )
+                yield Problem(where=name, what=what, ranks=(rank,))
+
+
+def _plan_problems(rank_model: RankModel, model: ModelConfig) -> Iterator[Problem]:
+    """Compare the parameters of the stage's layers with those that `plan/layers` counts, from which
+    memory and communication are estimated. Experts are on another grid and are not compared."""
+    if plugins_without_layer_kind(model):
+        return
+    tp, rank = rank_model.mesh.tp, rank_model.mesh.rank
+    for layer in rank_model.model.stage.layers:
+        planned = {
+            one.name: one.numel
+            for one in layer_parameters(model, layer, tp=tp.size, tp_rank=tp.rank)
+            if one.grid == "dense"
+        }
+        built = {
+            name: shard.numel
+            for name, shard in rank_model.shards.items()
+            if name.startswith(f"layers.{layer}.") and shard.grid == "dense"
+        }
+        for name in sorted(planned.keys() | built.keys()):
+            if ".lora_" not in name and planned.get(name) != built.get(name):
+                what = (
+                    f"the layer has {built.get(name, 'no')} elements of it, but planning counts "
+                    f"{planned.get(name, 'none')}. Correct the `parameters` of its layer kind "
+                    "(plan/layers); a plug-in names its own as the attribute `layer_kind`."
                 )
                 yield Problem(where=name, what=what, ranks=(rank,))
 

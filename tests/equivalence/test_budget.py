@@ -32,8 +32,8 @@ from megalith.train import step as step_file
 from megalith.train.forward_backward import normalize_losses_by_labels
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
-from megalith.train.step import train_step
-from megalith.train.trainer import Trainer, build_trainer
+from megalith.train.step import Trainer, train_step
+from megalith.train.trainer import build_trainer
 
 CPU = torch.device("cpu")
 BASE = {

@@ -40,13 +40,8 @@ from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP32_DEEP, FP64, assert_close
 from megalith.train.moe import LayerExpertLoad, collect_expert_load, iter_routers
-from megalith.train.step import train_step
-from megalith.train.trainer import (
-    Trainer,
-    all_gather_loaded_params,
-    build_trainer,
-    checkpoint_entries,
-)
+from megalith.train.step import Trainer, train_step
+from megalith.train.trainer import all_gather_loaded_params, build_trainer, checkpoint_entries
 from megalith.verify.ranks import (
     Gathered,
     LayoutCase,

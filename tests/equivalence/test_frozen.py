@@ -21,13 +21,8 @@ from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close
 from megalith.train import trainer as build
-from megalith.train.step import train_step
-from megalith.train.trainer import (
-    Trainer,
-    all_gather_loaded_params,
-    build_trainer,
-    checkpoint_entries,
-)
+from megalith.train.step import Trainer, train_step
+from megalith.train.trainer import all_gather_loaded_params, build_trainer, checkpoint_entries
 from megalith.verify import ranks as proof
 from megalith.verify.tiny_models import TIED, tiny
 

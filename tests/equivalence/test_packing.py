@@ -29,8 +29,8 @@ from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, compare
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
-from megalith.train.step import train_step
-from megalith.train.trainer import Trainer, build_trainer
+from megalith.train.step import Trainer, train_step
+from megalith.train.trainer import build_trainer
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 3, 8, 1, 11, 2)

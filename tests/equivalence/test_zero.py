@@ -26,13 +26,8 @@ from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import EXACT, FP64, assert_close, relative_error
-from megalith.train.step import train_step
-from megalith.train.trainer import (
-    Trainer,
-    all_gather_loaded_params,
-    build_trainer,
-    checkpoint_entries,
-)
+from megalith.train.step import Trainer, train_step
+from megalith.train.trainer import all_gather_loaded_params, build_trainer, checkpoint_entries
 from megalith.verify.ranks import RaggedRows
 
 CPU = torch.device("cpu")

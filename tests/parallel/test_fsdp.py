@@ -44,13 +44,8 @@ from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import OddSizedModel
 from megalith.testing.tolerance import FP64, assert_close, compare
-from megalith.train.step import train_step
-from megalith.train.trainer import (
-    Trainer,
-    all_gather_loaded_params,
-    build_trainer,
-    checkpoint_entries,
-)
+from megalith.train.step import Trainer, train_step
+from megalith.train.trainer import all_gather_loaded_params, build_trainer, checkpoint_entries
 from megalith.verify import ranks as proof
 
 CPU = torch.device("cpu")

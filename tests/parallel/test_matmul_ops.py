@@ -15,7 +15,7 @@ from megalith.kernels.linear import MatmulOps
 from megalith.nn.build import build_context
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
-from megalith.train import forward_backward
+from megalith.train import trainer as trainer_module
 from megalith.verify.ranks import (
     LayoutCase,
     RankResult,
@@ -86,7 +86,7 @@ class ScaledOpsOfLayers:
             build_matmul_ops=self.build,
             build_grouped_matmul_ops=self.build_grouped,
         )
-        return patched(forward_backward, "build_context", build)
+        return patched(trainer_module, "build_context", build)
 
 
 def run_with_scaled_ops(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult:

@@ -24,8 +24,8 @@ from megalith.plan.layers.base import LayerSetting
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
-from megalith.train.step import train_step
-from megalith.train.trainer import Trainer, build_trainer
+from megalith.train.step import Trainer, train_step
+from megalith.train.trainer import build_trainer
 from megalith.verify.ranks import RaggedRows
 
 RUN = tiny_run({"model.num_layers": "4"})

@@ -39,8 +39,8 @@ from megalith.testing.meter import measure_saved_activations
 from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, assert_equals
-from megalith.train.step import train_step
-from megalith.train.trainer import Trainer, build_trainer
+from megalith.train.step import Trainer, train_step
+from megalith.train.trainer import build_trainer
 from megalith.verify.ranks import _loader, layout_case
 from megalith.verify.tiny_models import VARIANTS
 

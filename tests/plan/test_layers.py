@@ -1,7 +1,7 @@
 """Tests of megalith/plan/layers: a new layer kind needs one module and one row of the table."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -19,90 +19,9 @@ from megalith.estimate.workload import Workload, plan_workload
 from megalith.plan.costs import layer_flops, num_parameters, step_flops
 from megalith.plan.frozen import trained_layer_flops
 from megalith.plan.layers import LAYER_KINDS, branches
-from megalith.plan.layers.base import (
-    DocumentCounts,
-    HeldParameter,
-    LayerBranch,
-    LayerKind,
-    LayerRank,
-    LayerRecompute,
-    LayerSetting,
-    Message,
-    Passes,
-    SavedActivation,
-    TPMessages,
-)
 from megalith.plan.parameters import layer_parameters
-from megalith.plan.shards import split_evenly
 from megalith.verify import type_rules
-
-WIDTH, STATE = 12, 5
-"""Channels of the mixer, and elements of each channel's state."""
-
-# --- the planning module of a recurrent mixer, as another package would write it
-
-
-def channels(rank: LayerRank) -> int:
-    """Return the channels of this rank."""
-    return split_evenly(WIDTH, rank.tp)[rank.rank]
-
-
-def parameters(branch: LayerBranch, rank: LayerRank) -> Iterator[HeldParameter]:
-    h, own = branch.model.hidden_size, channels(rank)
-    yield HeldParameter("attention.inward", own, h, cut=True)
-    yield HeldParameter("attention.decay", own * STATE, cut=True)
-    yield HeldParameter("attention.outward", h, own, cut=True)
-
-
-def saved_tensors(
-    branch: LayerBranch, setting: LayerSetting, again: Sequence[str], saves_input: bool
-) -> list[SavedActivation]:
-    numel = channels(setting.rank) * setting.tokens
-    states = SavedActivation("attention", "states", STATE * numel, STATE * numel * setting.wide)
-    return [*([setting.hidden("attention")] if saves_input else []), states]
-
-
-def core_flops(branch: LayerBranch, counts: DocumentCounts) -> int:
-    return 6 * counts.tokens * WIDTH * STATE
-
-
-def backward_numel(branch: LayerBranch, setting: LayerSetting) -> int:
-    return 1000 * channels(setting.rank) * setting.tokens
-
-
-def tp_messages(branch: LayerBranch, again: Sequence[str]) -> TPMessages:
-    x = (branch.model.hidden_size,)
-    return TPMessages(inputs=x, weight_inputs=x, sums=1)
-
-
-@dataclass(frozen=True)
-class StateMessage:
-    """The state at the end of each rank's tokens, which the next rank begins with."""
-
-    cp: int
-    nbytes: int
-
-    def repeats(self, again: LayerRecompute) -> tuple[bool, bool]:
-        return again.whole, False
-
-    def messages(self, passes: Passes) -> Iterator[Message]:
-        calls = passes.forwards + passes.forward
-        yield Message("cp", "states", "message", self.cp, calls, calls * self.nbytes)
-
-
-def exchange(branch: LayerBranch, setting: LayerSetting) -> StateMessage:
-    return StateMessage(setting.cp, channels(setting.rank) * STATE * setting.wide)
-
-
-RECURRENT = LayerKind(
-    parameters=parameters,
-    saved_tensors=saved_tensors,
-    core_flops=core_flops,
-    backward_numel=backward_numel,
-    tp_messages=tp_messages,
-    exchange=exchange,
-    position=lambda name: {"inward": 1, "decay": 2, "outward": 4}[name],
-)
+from tests.recurrent_kind import RECURRENT, STATE, WIDTH
 
 # --- a model with it
 
@@ -197,10 +116,11 @@ def test_new_kind_has_communication_over_tp_and_cp() -> None:
     assert sums.calls == 2 * (2 * 4 + 1), "two microbatches through 4 layers and the embedding"
     assert sums.nbytes == sums.calls * T * h * element
     cp = step_traffic(plan(MODEL, 2, cp=2), 0, 0)
-    states = only(cp, "states")
-    assert (states.axis, states.ranks) == ("cp", 2)
-    assert states.calls == 2 * 2 * 2, "forward and backward of two layers and two microbatches"
-    assert states.nbytes == states.calls * WIDTH * STATE * 4
+    for kind in "all_gather", "reduce_scatter":
+        row = only(cp, f"mixer: {kind}")
+        assert (row.axis, row.ranks) == ("cp", 2)
+        assert row.calls == 2 * 2, "of two layers and two microbatches"
+        assert row.nbytes == row.calls * T * WIDTH * 4 // 2, "half of it is sent"
     rings = only(cp, "keys, values, their gradients")
     assert rings.calls == 2 * 2 * 3, "of the other two layers"
 
@@ -215,13 +135,14 @@ def test_new_kind_can_be_in_any_pipeline_stage() -> None:
 def test_recomputation_repeats_the_messages_of_a_new_kind() -> None:
     workload = plan(MODEL, 2, cp=2)
     run = replace(workload.run, recompute=RecomputeConfig(granularity="full"))
-    assert only(step_traffic(plan_workload(run, 2), 0, 0), "states").calls == 2 * 2 * 3
+    assert only(step_traffic(plan_workload(run, 2), 0, 0), "mixer: all_gather").calls == 2 * 2 * 2
 
 
 def test_branches_name_the_kind_of_every_part_of_a_layer() -> None:
     experts = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=6, layers=(False, True))
     mixed = replace(MODEL, moe=experts)
-    kinds = [[(one.name, one.kind) for one in branches(mixed, layer)] for layer in range(2)]
+    names = {kind: name for name, kind in LAYER_KINDS.items()}
+    kinds = [[(one.name, names[one.kind]) for one in branches(mixed, layer)] for layer in range(2)]
     assert kinds == [
         [("attention", "recurrent"), ("mlp", "mlp")],
         [("attention", "attention"), ("mlp", "moe")],

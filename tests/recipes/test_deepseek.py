@@ -11,7 +11,7 @@ from megalith.config.train import TrainRun
 from megalith.hf.families import DEEPSEEK_V2, DEEPSEEK_V3
 from megalith.plan.costs import active_parameters, num_parameters
 from megalith.plan.stages import plan_stages
-from megalith.recipes.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
+from megalith.recipes import build_recipe, recipes
 from tests.hf.test_deepseek import RAW
 
 SECOND: dict[str, Any] = {
@@ -86,8 +86,8 @@ LITE = SECOND | {
 @pytest.mark.parametrize(
     ("recipe", "raw", "numbers"),
     [
-        (deepseek_v2, SECOND, (235_741_434_880, 21_375_800_320)),
-        (deepseek_v2_lite, LITE, (15_706_484_224, 2_661_150_208)),
+        (recipes()["deepseek_v2"], SECOND, (235_741_434_880, 21_375_800_320)),
+        (recipes()["deepseek_v2_lite"], LITE, (15_706_484_224, 2_661_150_208)),
     ],
     ids=["V2", "V2-Lite"],
 )
@@ -108,7 +108,7 @@ def test_v2_model_matches_the_published_config(
 
 
 def test_sixteen_stages_of_the_second_have_all_layers() -> None:
-    run = deepseek_v2()
+    run = build_recipe("deepseek_v2")
     stages = plan_stages(run.parallel.pipeline, pp=16, num_layers=60)
     assert [len(stage.layers) for stage in stages] == [3, *[4] * 13, 3, 2]
 
@@ -116,7 +116,7 @@ def test_sixteen_stages_of_the_second_have_all_layers() -> None:
 def test_v3_model_matches_the_published_config() -> None:
     """But for what came after the first training, a longer context; and for what the released
     settings leave out."""
-    model, published = deepseek_v3().model, DEEPSEEK_V3.read_config(RAW)
+    model, published = build_recipe("deepseek_v3").model, DEEPSEEK_V3.read_config(RAW)
     assert model.moe is not None and published.moe is not None
     assert published.mla is not None
     mla = replace(published.mla, yarn_mscale=None)

@@ -10,7 +10,7 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_single_rank_mesh
-from megalith.recipes.small import lora_tiny, sft_tiny
+from megalith.recipes import build_recipe
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 
@@ -32,7 +32,7 @@ def small(run: TrainRun, folder: Path) -> TrainRun:
 
 
 def test_adapters_train_on_the_base_run(tmp_path: Path) -> None:
-    for recipe in (sft_tiny(), lora_tiny()):
+    for recipe in (build_recipe("sft_tiny"), build_recipe("lora_tiny")):
         path = tmp_path / "runs" / recipe.name
         run_training(
             small(recipe, tmp_path),
@@ -46,4 +46,7 @@ def test_adapters_train_on_the_base_run(tmp_path: Path) -> None:
 
 
 def test_its_model_is_that_of_its_base() -> None:
-    assert lora_tiny().model == sft_tiny().model and lora_tiny().checkpoint.load == "runs/sft_tiny"
+    assert (
+        build_recipe("lora_tiny").model == build_recipe("sft_tiny").model
+        and build_recipe("lora_tiny").checkpoint.load == "runs/sft_tiny"
+    )

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from megalith.plan.costs import num_parameters
-from megalith.recipes.small import moe_tiny
+from megalith.recipes import build_recipe
 from megalith.rules.run import run_problems
 
 
 def test_moe_tiny_uses_expert_parallelism_over_two_processes() -> None:
-    run = moe_tiny()
+    run = build_recipe("moe_tiny")
     assert run.parallel.ep == 2 and run_problems(run, world=2) == []
     assert 1e6 < num_parameters(run.model) < 3e6
     assert run.train.steps * run.train.global_batch_size * run.train.seq_len < 0.5e6

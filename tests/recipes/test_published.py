@@ -10,7 +10,6 @@ from megalith.hf.families import LLAMA4
 from megalith.hf.family import canonical
 from megalith.plan.costs import active_parameters, num_parameters
 from megalith.recipes import recipes
-from megalith.recipes.small import pretraining, warmed_cosine
 from tests.cases import loop_over
 from tests.hf import test_llama4
 from tests.hf.published import PUBLISHED, Published
@@ -120,15 +119,9 @@ def test_qwen_1_5_moe_has_the_published_weight_of_the_balance_loss() -> None:
     )
 
 
-def test_a_run_has_the_models_vocabulary_and_trains_in_bf16_on_made_up_tokens() -> None:
-    model = ModelConfig(
-        vocab_size=9, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, ffn_hidden_size=8
-    )
-    run = pretraining("x", model, warmed_cosine(1e-3), seq_len=16)
-    assert (run.tokenizer.vocab_size, run.precision.params, run.data.mock, run.train.seq_len) == (
-        9,
-        "bf16",
-        True,
-        16,
-    )
-    assert (run.schedule.lr, run.schedule.min_lr, run.schedule.warmup_steps) == (1e-3, 1e-4, 2000)
+def test_published_recipes_train_in_bf16_on_mock_data_of_the_vocabulary() -> None:
+    for name in (*DENSE, *NUM_ACTIVE):
+        run = recipes()[name]()
+        assert run.name == name and run.data.mock
+        assert run.tokenizer.vocab_size == run.model.vocab_size, name
+        assert run.precision.params == "bf16", name

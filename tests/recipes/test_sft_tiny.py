@@ -8,11 +8,11 @@ from megalith.cli.main import main
 from megalith.config.data import data_problems
 from megalith.data.build import build_datasets
 from megalith.data.tokenizer import ByteTokenizer
-from megalith.recipes.small import sft_tiny
+from megalith.recipes import build_recipe
 
 
 def test_its_conversations_fit_its_rows_and_most_of_a_row_is_filled() -> None:
-    run = sft_tiny()
+    run = build_recipe("sft_tiny")
     assert data_problems(run.data) == []
     splits = build_datasets(
         run.data,

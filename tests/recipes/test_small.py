@@ -6,12 +6,17 @@ import pytest
 
 from megalith.config.train import TrainRun
 from megalith.plan.costs import num_parameters
-from megalith.recipes.small import llama_6m, llama_29m, llama_125m, llama_350m
+from megalith.recipes import build_recipe, recipes
 
 
 @pytest.mark.parametrize(
     "recipe, parameters",
-    [(llama_6m, 6e6), (llama_29m, 29e6), (llama_125m, 125e6), (llama_350m, 350e6)],
+    [
+        (recipes()["llama_6m"], 6e6),
+        (recipes()["llama_29m"], 29e6),
+        (recipes()["llama_125m"], 125e6),
+        (recipes()["llama_350m"], 350e6),
+    ],
 )
 def test_a_model_is_as_large_as_its_name_says(
     recipe: Callable[[], TrainRun], parameters: float
@@ -20,5 +25,8 @@ def test_a_model_is_as_large_as_its_name_says(
 
 
 def test_the_benchmark_shapes_are_256_by_8_and_512_by_4() -> None:
-    shapes = [(run.train.seq_len, run.train.global_batch_size) for run in (llama_6m(), llama_29m())]
+    shapes = [
+        (run.train.seq_len, run.train.global_batch_size)
+        for run in (build_recipe("llama_6m"), build_recipe("llama_29m"))
+    ]
     assert shapes == [(256, 8), (512, 4)]

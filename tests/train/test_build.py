@@ -13,7 +13,8 @@ from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.testing.tiny import tiny_run
-from megalith.train.trainer import Trainer, build_trainer, checkpoint_entries, weight_entries
+from megalith.train.step import Trainer
+from megalith.train.trainer import build_trainer, checkpoint_entries, weight_entries
 
 CPU = torch.device("cpu")
 

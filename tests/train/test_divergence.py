@@ -33,8 +33,7 @@ from megalith.train.callbacks.health import (
 )
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
-from megalith.train.step import StepRequest, StepResult, train_step
-from megalith.train.trainer import Trainer
+from megalith.train.step import StepRequest, StepResult, Trainer, train_step
 
 NAN, INF, NONE = math.nan, math.inf, StepRequest.NONE
 DYNAMIC = LossScale(LossScaleConfig(), 1024.0, dynamic=True)

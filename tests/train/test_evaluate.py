@@ -20,10 +20,9 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64
 from megalith.train.evaluate import Evaluation, allocate_weights, evaluate, run_evaluation
-from megalith.train.forward_backward import build_pipeline_model
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
-from megalith.train.trainer import DTYPES, build_trainer
+from megalith.train.trainer import DTYPES, build_pipeline_model, build_trainer
 from megalith.verify.ranks import RaggedDocuments, RaggedRows
 
 CPU = torch.device("cpu")

@@ -19,13 +19,9 @@ from megalith.parallel.logits import LossWithLogitStats
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import iter_vocab_heads
 from megalith.testing.tiny import tiny_run
-from megalith.train.forward_backward import (
-    build_head_loss,
-    normalize_loss_by_labels,
-    normalize_losses_by_labels,
-)
+from megalith.train.forward_backward import normalize_loss_by_labels, normalize_losses_by_labels
 from megalith.train.step import StepResult, train_step
-from megalith.train.trainer import build_trainer
+from megalith.train.trainer import build_head_loss, build_trainer
 from megalith.verify.ranks import _loader as loader_of
 
 

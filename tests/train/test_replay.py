@@ -26,8 +26,8 @@ from megalith.train.moe import (
     iter_routers,
     shard_routing,
 )
-from megalith.train.step import train_step
-from megalith.train.trainer import Trainer, build_trainer
+from megalith.train.step import Trainer, train_step
+from megalith.train.trainer import build_trainer
 from megalith.verify.matrix import parse_parallel
 from megalith.verify.ranks import _loader, layout_case
 from megalith.verify.tiny_models import (

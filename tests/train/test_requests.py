@@ -223,12 +223,12 @@ def _train_without_fifth_batch(
 ) -> Report | tuple[str, str]:
     """Train on data that never contained the samples of step 5."""
     build, read = PreparedRun.build_loader, Loader.next
-    num_read = 0
+    num_steps = 0
 
     def next_without_fifth(loader: Loader) -> StepBatches:
-        nonlocal num_read
-        num_read += 1
-        if num_read == 5:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 5:
             read(loader)
         return read(loader)
 

@@ -26,18 +26,14 @@ from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, FP64
-from megalith.train import forward_backward
+from megalith.train import trainer as trainer_module
 from megalith.train.callbacks.health import compare_stages
 from megalith.train.evaluate import Evaluation, evaluate
-from megalith.train.forward_backward import (
-    build_pipeline_model,
-    build_step_schedule,
-    splits_backward,
-)
+from megalith.train.forward_backward import build_step_schedule
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
 from megalith.train.step import train_step
-from megalith.train.trainer import build_trainer
+from megalith.train.trainer import build_pipeline_model, build_trainer, splits_backward
 from megalith.verify.ranks import RaggedRows
 
 CPU = torch.device("cpu")
@@ -132,7 +128,7 @@ def test_message_groups_have_the_backend_timeout() -> None:
         raise _Asked(timeout_seconds)
 
     with (
-        patch.object(forward_backward, "create_pipeline_groups", reported),
+        patch.object(trainer_module, "create_pipeline_groups", reported),
         pytest.raises(_Asked) as asked,
     ):
         build_pipeline_model(run, build_single_rank_mesh(), CPU, dtype=torch.float64)

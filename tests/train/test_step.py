@@ -22,10 +22,11 @@ from megalith.train.step import (
     StepHooks,
     StepRequest,
     StepResult,
+    Trainer,
     resolve_requests,
     train_step,
 )
-from megalith.train.trainer import Trainer, build_trainer, checkpoint_entries
+from megalith.train.trainer import build_trainer, checkpoint_entries
 from megalith.verify.ranks import RaggedRows
 
 CPU = torch.device("cpu")

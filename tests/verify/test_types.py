@@ -40,8 +40,7 @@ from megalith.parallel import tensor as layers
 from megalith.parallel.collectives import mark_partial
 from megalith.parallel.mesh import Mesh, build_meta_mesh
 from megalith.plan.grid import model_grid
-from megalith.recipes import resolve
-from megalith.recipes.llama import llama3_70b
+from megalith.recipes import build_recipe, resolve
 from megalith.rules.run import run_problems
 from megalith.testing.inject import patched
 from megalith.verify.faults.plant import changed_model, load_faults, plant_fault
@@ -362,7 +361,7 @@ def test_docs_have_the_error_text_and_every_fault() -> None:
 
 @pytest.mark.slow
 def test_llama_70b_on_4096_ranks_is_checked_at_three_places_within_a_minute_and_4_gib() -> None:
-    run = llama3_70b()
+    run = build_recipe("llama3_70b")
     report = type_check_in_child(run.model, run.parallel, world=4096)
     print(f"type check of 70B at 4096 ranks: {report.seconds:.1f} s, {report.peak_gib:.2f} GiB")
     assert report.ok and report.ranks == (0, 2052, 4095)

@@ -1,5 +1,7 @@
 """Attention with a value residual: each head adds its own value vector, times a learned weight."""
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
@@ -11,6 +13,8 @@ from megalith.nn.rope import build_apply_rope
 from megalith.parallel.tensor import ZEROS, Init
 from megalith.plan.shards import Shard, split_evenly
 
+from .attention_kind import VALUE_RESIDUAL
+
 
 class ValueResidualAttention(nn.Module):
     """Multi-head attention plus `weight * v` of the same token: x [t, h] -> [t, h].
@@ -18,6 +22,7 @@ class ValueResidualAttention(nn.Module):
     Heads are sharded over the tensor-parallel group; each head has one weight, initially 0.
     """
 
+    layer_kind = VALUE_RESIDUAL
     weight: nn.Parameter
 
     def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
@@ -43,11 +48,10 @@ class ValueResidualAttention(nn.Module):
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(1)
-        q, k, values = self.apply_rope(q, inputs), self.apply_rope(k, inputs), v
-        if inputs.cache is not None:
-            k, values = inputs.cache.extend(k, v, inputs.seq_params)
-        heads = self.core(
-            q, k, values, inputs.seq_params, scores=self.scores, dropout_key=inputs.dropout_key
+        q, k = self.apply_rope(q, inputs), self.apply_rope(k, inputs)
+        attend = self.core if inputs.cache is None else partial(inputs.cache.attend, self.core)
+        heads = attend(
+            q, k, v, inputs.seq_params, scores=self.scores, dropout_key=inputs.dropout_key
         )
         y: Tensor = self.out((heads + self.weight[:, None] * v).flatten(1))
         return y

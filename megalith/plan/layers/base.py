@@ -132,8 +132,8 @@ class LayerBranch(NamedTuple):
     name: Literal["attention", "cross", "mlp"]
     """Its place in the layer, with which the names of its norms begin."""
 
-    kind: str
-    """Key of `LAYER_KINDS`."""
+    kind: "LayerKind"
+    """What planning knows about the layer."""
 
     layer: int
     """Global number of the decoder layer."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from megalith.checkpoint.save import SaveReport
 from megalith.config.train import TrainRun
@@ -23,7 +24,6 @@ from megalith.errors import (
     UserError,
     did_you_mean,
 )
-from megalith.models.decoder import Decoder
 from megalith.observe.metrics import Value
 from megalith.optim.schedule import GroupRates
 from megalith.parallel.grad_sync import ShardedParam
@@ -110,9 +110,9 @@ class RunView:
         return self.prepared.is_writer
 
     @property
-    def chunks(self) -> Sequence[Decoder]:
+    def chunks(self) -> nn.ModuleList:
         """Model chunks of this rank: one, except in interleaved pipeline schedules."""
-        return self.prepared.trainer.pipeline_model.chunks
+        return self.prepared.trainer.pipeline_model.modules
 
     @property
     def local_params(self) -> Sequence[ShardedParam]:

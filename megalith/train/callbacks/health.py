@@ -24,8 +24,7 @@ from megalith.optim.gradients import LossScale
 from megalith.parallel.consistency import raise_on_all_ranks
 from megalith.parallel.group import gather_objects
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
-from megalith.train.step import StepRequest, StepResult, describe_nonfinite_gradients
-from megalith.train.trainer import Trainer
+from megalith.train.step import StepRequest, StepResult, Trainer, describe_nonfinite_gradients
 
 MAX_SKIPPED_IN_A_ROW = 20
 """Skipped steps in a row after which the run ends (heuristic: real loss spikes last a few
