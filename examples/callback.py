@@ -1,14 +1,11 @@
-"""Callbacks that log the gradient norm of each layer and stop a run that no longer improves.
+"""Callbacks that log the gradient norm of each layer, and stop a run that no longer improves:
+`--callback examples.callback:LayerGradientNorms examples.callback:EarlyStop`."""
 
-Run it with `megalith train tiny_cpu --callback examples.callback:LayerGradientNorms
-examples.callback:EarlyStop` from the folder above. See docs/howto/callbacks.md.
-"""
-
-import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+from megalith.config.fields import Ge
 from megalith.parallel.grad_sync import ShardedParam
 from megalith.train.callbacks.base import Callback, FinishedStep, RunView, StepMetrics
 from megalith.train.evaluate import Evaluation
@@ -24,10 +21,10 @@ class LayerGradientNorms(Callback):
 
     def after_backward(self, local_params: Sequence[ShardedParam]) -> None:
         """Sum the squares of each layer; reading them waits for the device."""
-        squares = defaultdict[str, float](float)
+        squares: dict[str, float] = {}
         for param in local_params if self.run.is_logged(self.run.step + 1) else ():
-            if layer := re.match(r"layers\.\d+", param.shard.name):
-                squares[layer[0].replace(".", "_")] += float(param.gradient.square().sum())
+            layer = "_".join(param.shard.name.split(".")[:2])
+            squares[layer] = squares.get(layer, 0.0) + float(param.gradient.square().sum())
         self.norms = {f"grad_norm_{layer}": total**0.5 for layer, total in squares.items()}
 
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
@@ -36,16 +33,22 @@ class LayerGradientNorms(Callback):
 
 
 class EarlyStop(Callback):
-    """Stops the run when the loss on held-out text has not improved in three evaluations."""
+    """Stops the run when the loss on held-out text no longer improves."""
 
-    def __init__(self, patience: int = 3) -> None:
-        self.patience, self.best, self.num_worse = patience, float("inf"), 0
+    @dataclass(frozen=True)
+    class Config:
+        """Settings: --callbacks.EarlyStop.patience 5."""
+
+        patience: Annotated[int, Ge(1)] = 3  # evaluations without a better loss
+
+    config: Config
+    best, num_worse = float("inf"), 0
 
     def after_evaluate(self, evaluation: Evaluation, metrics: StepMetrics) -> StepRequest | None:
         """Compare the loss, which is equal on all ranks, with the best one."""
         self.num_worse = 0 if evaluation.loss < self.best else self.num_worse + 1
         self.best = min(self.best, evaluation.loss)
-        return StepRequest.STOP if self.num_worse >= self.patience else None
+        return StepRequest.STOP if self.num_worse >= self.config.patience else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run continues with."""

@@ -102,7 +102,7 @@ def resolve_recompute(run: TrainRun) -> TrainRun:
 
 def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
     """Train in the folder `path` as one rank of the job that the environment describes."""
-    from megalith.train.callbacks.base import load_callbacks
+    from megalith.train.callbacks.load import load_callbacks
     from megalith.train.distributed import join_job
     from megalith.train.loop import run_training
     from megalith.train.resume import build_checked_tokenizer
@@ -121,9 +121,9 @@ def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
 def _describe_outcome(outcome: "Outcome", folder: str, run: TrainRun) -> str:
     if outcome.kind == "stopped" and not outcome.saved:
         return (
-            f"stopped at step {outcome.step} ({outcome.reason}) without saving, because the loss "
-            "or gradient norm is "
-            f"NaN or infinite; run the same command again to continue from the latest checkpoint"
+            f"stopped at step {outcome.step} ({outcome.reason}) without saving, because it was "
+            "requested or the loss or gradient norm is NaN or infinite; run the same command again "
+            "to continue from the latest checkpoint"
         )
     if outcome.kind == "stopped":
         return (

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
@@ -128,6 +128,10 @@ class ObserveConfig:
     and step: hidden (inputs of the routers), logits, weights (of the selected experts), all
     in bf16, and routers (their parameters, unconverted)."""
 
+    callback_times: bool = False
+    """Log the host time spent in each callback since the last logged step, on rank 0, as
+    `time_NAME_ms`."""
+
     parameters: bool = False
     """Write parameters.jsonl at the start of the run: for each parameter, whether it is trained
     and which group sets its learning rate and weight decay."""
@@ -183,6 +187,10 @@ class TrainRun:
 
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     """Plots, TensorBoard, MFU and captures."""
+
+    callbacks: dict[str, dict[str, Any] | None] = field(default_factory=dict)  # Any: plain data
+    """Settings of callbacks by name, such as callbacks.EarlyStop.patience. The class of a callback
+    defines and checks them; none removes those of a callback."""
 
     kernels: KernelSetting = "auto"
     """Kernel backends. auto: the fastest on this machine; torch: torch operations with our own

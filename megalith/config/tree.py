@@ -82,6 +82,22 @@ def from_dict(cls: type[T], data: Mapping[str, Plain]) -> T:
     return _build(cls, data, [])
 
 
+def build_section(
+    cls: type, data: Mapping[str, Plain], path: str, problems: list[str]
+) -> Any:  # Any: an instance of `cls`
+    """Build a section whose type is no part of the root, such as the settings of a callback.
+
+    data: plain data, or text as on the command line. path: dotted name of the section. Adds its
+    problems to `problems`; returns None if it has any.
+    """
+    hints = field_types(cls)
+    parsed = {
+        name: _parse(hints[name], value) if isinstance(value, str) and name in hints else value
+        for name, value in data.items()
+    }
+    return _section(cls, parsed, path, _Report(cls, problems))
+
+
 def to_dict(run: object) -> dict[str, Plain]:
     """Convert the tree to nested plain data; tuples become lists. `from_dict(type(run),
     to_dict(run)) == run`."""
@@ -478,6 +494,8 @@ def _value(
     successor = find_value_successor(path, value)
     if successor is not None:
         return report.renamed(path, value, successor)
+    if hint is Any:  # checked later, by the code that defines the setting
+        return value
     if type(value) is hint and _scalar(hint, value) is not None:  # fast path for most values
         return value
     if value is None and type(None) in union_options(hint):

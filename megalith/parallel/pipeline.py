@@ -6,6 +6,7 @@ under `no_grad`, evaluation.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -307,6 +308,9 @@ class Pipeline:
     """Dual-batch overlap of a forward and a backward that run together; the `overlap_fn` of their
     exchanges."""
 
+    after_microbatch: Callable[[int], None] | None = None
+    """Called with a microbatch after its last backward through the chunks of this rank."""
+
     def run(
         self, schedule: Schedule, chunks: Sequence[Chunk], boundary: Boundary | None = None
     ) -> None:
@@ -325,6 +329,9 @@ class Pipeline:
                 else:
                     forward, backward = (partial(step.run_action, action) for action in actions)
                     self.dual_batch.both(forward, backward)
+                if self.after_microbatch is not None:
+                    for microbatch in step.take_finished(actions):
+                        self.after_microbatch(microbatch)
         step.check_done()
 
     def _open_link(
@@ -371,6 +378,8 @@ class _Step:
     """Results that have not been sent yet."""
     local_results: dict[tuple[Direction, int, int], Tensors] = field(default_factory=dict)
     """Results for another chunk of this rank, by that chunk."""
+    num_backwards: Counter[int] = field(default_factory=Counter)
+    """By microbatch: number of chunks whose gradients are complete."""
 
     def run_action(self, action: Action) -> None:
         """Run one action."""
@@ -392,6 +401,12 @@ class _Step:
                 self._receive("forward", chunk, microbatch, peer)
             case "recv_backward":
                 self._receive("backward", chunk, microbatch, peer)
+
+    def take_finished(self, actions: Sequence[Action]) -> list[int]:
+        """Return the microbatches whose backward these actions complete on this rank."""
+        done = [action.microbatch for action in actions if action.kind in ("B", "W")]
+        self.num_backwards.update(done)
+        return [number for number in done if self.num_backwards[number] == len(self.chunks)]
 
     def check_done(self) -> None:
         """Assert that the schedule has consumed everything."""

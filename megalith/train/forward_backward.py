@@ -133,11 +133,20 @@ class PipelineModel:
         """Number of ranks over which the tokens between stages are sharded."""
         return self.mesh.tp.size if self.run.parallel.sp else 1
 
-    def forward_backward(self, batches: Sequence[Batch], normalizer: LossNormalizer) -> Tensor:
+    def forward_backward(
+        self,
+        batches: Sequence[Batch],
+        normalizer: LossNormalizer,
+        *,
+        after_microbatch: Callable[[int], None] | None = None,
+    ) -> Tensor:
         """Run forward and backward of all microbatches; return the summed losses in the order of
-        the objective: float64 [losses], 0 on ranks without the output head."""
+        the objective: float64 [losses], 0 on ranks without the output head.
+
+        `after_microbatch`: called after the last backward of each microbatch on this rank.
+        """
         total = torch.zeros(len(normalizer.terms), dtype=torch.float64, device=self.device)
-        self._run(batches, total, normalizer)
+        self._run(batches, total, normalizer, after_microbatch)
         return total
 
     def forward(self, batches: Sequence[Batch]) -> Tensor:
@@ -151,7 +160,11 @@ class PipelineModel:
         return total
 
     def _run(
-        self, batches: Sequence[Batch], total: Tensor, normalizer: LossNormalizer | None
+        self,
+        batches: Sequence[Batch],
+        total: Tensor,
+        normalizer: LossNormalizer | None,
+        after_microbatch: Callable[[int], None] | None = None,
     ) -> None:
         p = self.run.parallel
         schedule = build_step_schedule(
@@ -172,6 +185,7 @@ class PipelineModel:
             announce=p.check_collectives and tags,
             weights=self.weights,
             dual_batch=self.dual_batch,
+            after_microbatch=after_microbatch,
         )
         steps = [
             _ChunkStep(

@@ -22,10 +22,10 @@ from megalith.train.callbacks.base import (
     Outcome,
     RunView,
     StepMetrics,
-    load_installed_callbacks,
 )
 from megalith.train.callbacks.checkpoint import Checkpointer, Evaluator
 from megalith.train.callbacks.health import FaultDetector, ReplicaCheck, StopRequests
+from megalith.train.callbacks.load import configure_callbacks, load_installed_callbacks
 from megalith.train.callbacks.metrics import (
     BatchMetrics,
     ExpertLoadMetrics,
@@ -55,16 +55,19 @@ def run_training(
     checkpoint.
 
     Collective over the whole mesh; the caller has checked the rules. `callbacks` are called after
-    the built-in ones.
+    the built-in ones and those of the settings.
 
     Raises:
-        ConfigError: the folder holds a run with other fixed settings.
+        ConfigError: the folder holds a run with other fixed settings, or the settings of a callback
+            are not valid.
         CheckpointError: the folder is in use, its checkpoint is of another model, or saving failed
             too often in a row.
         DataError: the data is missing, damaged, or not what the run was started with; or the run
             has diverged.
         CallbackError: an essential callback failed on any rank.
     """
+    callbacks = [*load_installed_callbacks(run.train.callbacks), *callbacks]
+    run = configure_callbacks(run, callbacks)
     first = mesh.world.rank == 0
     with (
         remove_new_folder_on_error(folder) if first else nullcontext(),
@@ -114,7 +117,6 @@ class TrainLoop:
                 Plots(),
                 MetricsWriter(),
                 ProgressReporter(progress),
-                *load_installed_callbacks(run.train.callbacks),
                 *callbacks,
             ]
         )
@@ -146,6 +148,12 @@ class TrainLoop:
         loader = self.prepared.build_loader()
         while state.step < num_steps:
             finished = self._run_step(loader)
+            if StepRequest.STOP_NOW in finished.result.requests:
+                saved = self.checkpointer.saved_step == state.step
+                return Outcome("stopped", state.step, self._stop_reason(), saved=saved)
+            if StepRequest.ROLLBACK in finished.result.requests:
+                loader = self._roll_back()
+                continue
             metrics = self.callbacks.after_step(finished)
             if self.view.is_logged(finished.step):
                 self._log(metrics)
@@ -177,14 +185,35 @@ class TrainLoop:
             batches,
             lr=lr,
             weight_decay=weight_decay(run.schedule, *rates),
-            after_backward=self.callbacks.take_requests,
+            hooks=self.callbacks,
             groups=groups,
         )
         seconds = time.perf_counter() - started
-        state.count_step(
-            samples=run.train.global_batch_size, tokens=batches.num_tokens, updated=result.updated
-        )
+        if not result.is_discarded:
+            state.count_step(
+                samples=run.train.global_batch_size,
+                tokens=batches.num_tokens,
+                updated=result.updated,
+            )
         return FinishedStep(state.step, batches, lr, groups, result, seconds)
+
+    def _roll_back(self) -> Loader:
+        """Restore the newest checkpoint, and return the loader of the samples that follow.
+
+        The checkpoint is saved again with the new position in the data, so that a restart does not
+        read the skipped samples either.
+        """
+        prepared = self.prepared
+        failed_step = prepared.state.step + 1
+        prepared.roll_back()
+        step = prepared.state.step
+        self.progress.say(
+            f"step {failed_step}: rolled back to the checkpoint of step {step}; continuing with "
+            f"sample {prepared.state.consumed_samples}"
+        )
+        self.callbacks.after_rollback(step)
+        self._save()
+        return prepared.build_loader()
 
     def _log(self, metrics: StepMetrics) -> None:
         if self.prepared.is_writer:

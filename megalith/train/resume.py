@@ -23,7 +23,13 @@ from megalith.config.train import TrainRun, dropout_seed
 from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import Loader, MaskSettings, build_mask_settings
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
-from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
+from megalith.errors import (
+    CallbackError,
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    DataError,
+)
 from megalith.hf.peft import RECORD
 from megalith.hf.pretrained import (
     FORCE_LOAD_BALANCING,
@@ -109,10 +115,17 @@ class TrainState:
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> "TrainState":  # Any: whatever JSON holds
-        """Return the counters of `as_json`; checkpoints before 2026-11-21 have no
+        """Return the counters of `as_json`."""
+        state = TrainState()
+        state.restore(saved)
+        return state
+
+    def restore(self, saved: dict[str, Any]) -> None:  # Any: whatever JSON holds
+        """Set the counters to those of `as_json`; checkpoints before 2026-11-21 have no
         `skipped_in_a_row`."""
         counters = {"skipped_in_a_row": 0} | saved
-        return TrainState(**{name: int(counters[name]) for name in TrainState.__slots__})
+        for name in TrainState.__slots__:
+            setattr(self, name, int(counters[name]))
 
 
 # `checkpoint.load` with `load_mode` progress or all: a run that continues at the step of another
@@ -245,6 +258,13 @@ def _set_aside_if_others(path: Path) -> Path | None:
 CALLBACKS = "callbacks"
 """Key of the states of callbacks in the state of a checkpoint."""
 
+ROLLBACKS = "rollbacks"
+"""Key of the steps from which the run was rolled back, in the state of a checkpoint."""
+
+MAX_ROLLBACKS, ROLLBACK_WINDOW = 3, 1000
+"""Rollbacks in this number of steps after which another one ends the run (heuristic: more do not
+help)."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunData:
@@ -309,6 +329,55 @@ class PreparedRun:
         self.callback_states: Mapping[str, Any] = (  # Any: JSON
             {} if start is None else start.state.get(CALLBACKS, {})
         )
+        self.rollbacks: tuple[int, ...] = (
+            () if saved is None else tuple(saved.state.get(ROLLBACKS, ()))
+        )
+
+    def roll_back(self) -> None:
+        """Discard the current step and restore the newest checkpoint of the run; the samples of
+        the steps since then, and of the current one, count as consumed. Collective.
+
+        Raises:
+            CallbackError: on every rank: there is no checkpoint, or too many rollbacks.
+            DataError: there are too few samples for the remaining steps.
+        """
+        step = self.state.step + 1
+        consumed = self.state.consumed_samples + self.run.train.global_batch_size
+        recent = [each for each in self.rollbacks if step - each < ROLLBACK_WINDOW]
+        if len(recent) >= MAX_ROLLBACKS:
+            raise CallbackError(
+                f"step {step}: a callback requested a rollback after {MAX_ROLLBACKS} rollbacks in "
+                f"{ROLLBACK_WINDOW} steps (from steps {', '.join(map(str, recent))}). Reduce "
+                "schedule.lr, check the data, or run without the callback."
+            )
+        self.trainer.data.wait_params()
+        self.checkpoint_source = None  # the run continues from its own checkpoint
+        saved = open_newest_checkpoint(self.folder.checkpoints, self.mesh.world)
+        if saved is None:
+            raise CallbackError(
+                f"step {step}: a callback requested a rollback, and {self.folder.checkpoints} has "
+                f"no checkpoint yet. Set checkpoint.every below {step}, or run without the "
+                "callback."
+            )
+        saved = self._restore_undamaged(saved)
+        self.state.consumed_samples = consumed
+        self.rollbacks = (*self.rollbacks, step)
+        self.callback_states = saved.state.get(CALLBACKS, {})
+        self.data = self._extend_data(self.data)
+
+    def _restore_undamaged(self, saved: Checkpoint) -> Checkpoint:
+        """Load a checkpoint of this run in place, or an older one if it is damaged; return it."""
+        while True:
+            for slot in self.trainer.optimizer.slots:
+                for tensor in slot.state.values():
+                    tensor.zero_()  # a checkpoint may have no optimizer state
+            try:
+                self.state.restore(saved.state["train"])
+                self._load_checkpoint(saved)
+            except DamagedCheckpointError as damage:
+                saved = fall_back(damage, self.mesh.world)
+            else:
+                return saved
 
     def write_files(self) -> None:
         """Write the settings of the run into its folder; on rank 0."""
@@ -367,6 +436,7 @@ class PreparedRun:
                 else {}
             )
             | ({} if self.hf_source is None else {HF_SOURCE: self.hf_source.as_json()})
+            | ({ROLLBACKS: list(self.rollbacks)} if self.rollbacks else {})
         )
         return extra | {
             "train": self.state.as_json(),
@@ -513,10 +583,7 @@ class PreparedRun:
             CheckpointError: the data, or its order, is not what the run was started with.
             DataError: there are too few samples, and they are not repeated.
         """
-        rows = self.run.train.global_batch_size
-        left = max(0, self.run.train.steps - self.state.step)
-        needed = self.state.consumed_samples + left * rows
-        orders = [needed]
+        orders = [self._num_samples_needed()]
         if saved is not None:
             orders = [
                 int(count)
@@ -526,9 +593,25 @@ class PreparedRun:
         assert splits.train is not None
         if saved is not None:
             _check_order(saved, splits.train.fingerprint)
+        return self._extend_data(RunData(splits, tuple(orders)))
+
+    def _num_samples_needed(self) -> int:
+        """Return the number of samples that are consumed after the last step."""
+        left = max(0, self.run.train.steps - self.state.step)
+        return self.state.consumed_samples + left * self.run.train.global_batch_size
+
+    def _extend_data(self, data: RunData) -> RunData:
+        """Return the data, with more epochs if the remaining steps need more samples.
+
+        Raises:
+            DataError: there are too few samples, and they are not repeated.
+        """
+        splits, orders, rows = data.splits, data.orders, self.run.train.global_batch_size
+        assert splits.train is not None
+        needed = self._num_samples_needed()
         num_available = splits.train.num_samples
         if num_available >= needed or self.run.data.sampler != "sequential":
-            return RunData(splits, tuple(orders))
+            return data
         longer = RunData(self._datasets([*orders, needed]), (*orders, needed))
         assert longer.splits.train is not None
         if (num_unique := longer.splits.train.num_samples) < needed:

@@ -4,14 +4,14 @@ update."""
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
-from megalith.errors import DataError
+from megalith.errors import CallbackError, DataError
 from megalith.optim.gradients import (
     LossScale,
     clip_factor,
@@ -21,7 +21,7 @@ from megalith.optim.gradients import (
 )
 from megalith.optim.optimizers import Optimizer
 from megalith.optim.schedule import NO_GROUPS, GroupRates
-from megalith.parallel.grad_sync import GradSync, ShardedParam
+from megalith.parallel.grad_sync import GradSync, ShardedParam, byte_checksum
 from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.train.forward_backward import (
@@ -58,46 +58,61 @@ class Trainer:
         return model
 
 
-StepStats = Tensor
-"""float64 [3 + losses]: requests of all ranks, sum of squares and zeros of the gradients,
-losses."""
+StepStatsMessage = Tensor
+"""float64 [2 + losses + requests]: sum of squares and zeros of the gradients, losses, number of
+ranks with each kind of request."""
+
+MAX_RERUNS = 3
+"""Reruns of one step after which another request ends the run (heuristic: a transient fault is
+gone in the first one)."""
 
 
 class StepRequest(enum.Flag):
-    """What the loop is asked to do after a step; requests of several kinds are combined with |."""
+    """What callbacks ask the loop to do, in increasing priority; combined with |."""
 
     NONE = 0
     EVALUATE = enum.auto()
+    """Evaluate after the step."""
     SAVE = enum.auto()
+    """Save a checkpoint after the step."""
+    SKIP = enum.auto()
+    """Do not update the weights; the samples count as consumed."""
+    RERUN = enum.auto()
+    """Repeat forward and backward on the same batches, and compare the gradients."""
+    ROLLBACK = enum.auto()
+    """Discard the step, restore the newest checkpoint, and continue with the next samples."""
     STOP = enum.auto()
-    """Save, unless the step is divergent, and end the run."""
+    """Save after the step, unless it is divergent, and end the run."""
+    STOP_NOW = enum.auto()
+    """Discard the step and end the run without a save."""
 
 
-AfterBackward = Callable[[Sequence[ShardedParam]], StepRequest]
-"""Called after backward with this rank's summed gradients before clipping; returns the requests of
-this rank."""
+def resolve_requests(requests: StepRequest) -> StepRequest:
+    """Return the requests that are executed: of requests that exclude each other, the later kind.
 
-
-def request_nothing(local_params: Sequence[ShardedParam]) -> StepRequest:
-    """Return no request, for a step without callbacks."""
-    return StepRequest.NONE
+    >>> resolve_requests(StepRequest.SKIP | StepRequest.ROLLBACK)
+    <StepRequest.ROLLBACK: 16>
+    """
+    if StepRequest.STOP_NOW in requests:
+        return StepRequest.STOP_NOW
+    if StepRequest.STOP in requests:
+        return requests & ~(StepRequest.RERUN | StepRequest.ROLLBACK)
+    if StepRequest.ROLLBACK in requests:
+        return StepRequest.ROLLBACK
+    if StepRequest.RERUN in requests:
+        return requests & ~StepRequest.SKIP
+    return requests
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """Result of one step, the same on every rank."""
+class StepStats:
+    """Statistics of a step before its update, the same on every rank."""
 
     loss: float
-    """Mean of -log p(label) over the global batch, before the update."""
+    """Mean of -log p(label) over the global batch."""
 
     grad_norm: float
     """Global L2 norm of the gradients before clipping, without the loss scale."""
-
-    updated: bool
-    """False if the gradient norm was not finite or there were no labels; then nothing changed."""
-
-    requests: StepRequest
-    """Requests of all ranks."""
 
     num_zeros: int | None = None
     """Number of gradient elements that are zero; None unless optim.count_zeros."""
@@ -116,6 +131,60 @@ class StepResult:
     empty: bool = False
     """Whether the global batch has no labels."""
 
+    num_reruns: int = 0
+    """Number of times that forward and backward were repeated on request."""
+
+    differing_ranks: tuple[int, ...] = ()
+    """Ranks whose losses or summed gradient shards are not bitwise equal to those of the run
+    before the last rerun."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the gradients have no NaN or infinite values."""
+        return math.isfinite(self.grad_norm)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult(StepStats):
+    """Result of one step, the same on every rank."""
+
+    updated: bool = field(kw_only=True)
+    """False if the gradient norm was not finite, there were no labels, or a callback requested it;
+    then nothing changed."""
+
+    requests: StepRequest = field(kw_only=True)
+    """Requests of all ranks that are executed."""
+
+    @property
+    def is_discarded(self) -> bool:
+        """Whether the step does not count, because of a rollback or an immediate stop."""
+        return bool(self.requests & (StepRequest.ROLLBACK | StepRequest.STOP_NOW))
+
+
+class StepHooks:
+    """Events within a step; a step without callbacks uses this class, which requests nothing."""
+
+    def after_microbatch(self, index: int) -> None:
+        """Be called when backward of microbatch `index` has been issued on this rank."""
+
+    def after_backward(self, local_params: Sequence[ShardedParam]) -> StepRequest:
+        """Receive this rank's summed gradients before clipping; return its requests."""
+        return StepRequest.NONE
+
+    def before_update(self, stats: StepStats) -> StepRequest:
+        """Receive values that are equal on all ranks; return requests that are equal as well."""
+        return StepRequest.NONE
+
+    def log_requests(self, requests: StepRequest, executed: StepRequest) -> str:
+        """Log who requested to change the course of the step; return the requesting callbacks.
+
+        Collective; called only if there are such requests.
+        """
+        return ""
+
+
+NO_HOOKS = StepHooks()
+
 
 def train_step(
     trainer: Trainer,
@@ -123,7 +192,7 @@ def train_step(
     *,
     lr: float,
     weight_decay: float,
-    after_backward: AfterBackward = request_nothing,
+    hooks: StepHooks = NO_HOOKS,
     groups: Mapping[str, GroupRates] = NO_GROUPS,
 ) -> StepResult:
     """Run one step. Collective over the whole mesh; the host waits for the device once, at the end.
@@ -132,64 +201,137 @@ def train_step(
 
     Raises:
         DataError: the gradient norm is not finite and optim.nonfinite_grad is `raise`.
+        CallbackError: a callback requests more than `MAX_RERUNS` reruns.
+    """
+    backward = _run_backward(trainer, batches, hooks)
+    requests = _decide(backward, hooks)
+    after_step = StepRequest.NONE  # requests that a rerun does not fulfill
+    while StepRequest.RERUN in requests:
+        after_step |= requests & ~StepRequest.RERUN
+        backward = _run_backward(trainer, batches, hooks, rerun_of=backward)
+        requests = _decide(backward, hooks, after_step)
+    stats, scale = backward.stats, backward.scale
+    applies = not requests & (StepRequest.SKIP | StepRequest.ROLLBACK | StepRequest.STOP_NOW)
+    keeps_step = not requests & (StepRequest.ROLLBACK | StepRequest.STOP_NOW)
+    if trainer.loss_scale is not None and not stats.empty and keeps_step:
+        trainer.loss_scale.update(overflow=not stats.is_finite)
+    # Without labels, momentum and weight decay would still change the weights.
+    updates = applies and stats.is_finite and not stats.empty
+    if updates:
+        trainer.optimizer.step(
+            [o.gradient for o in backward.local_params],
+            lr=lr,
+            weight_decay=weight_decay,
+            groups=groups,
+            scale=_gradient_multiplier(backward.norm, trainer.run.optim.clip_grad, scale),
+        )
+        for update_weights in trainer.weight_updates:
+            update_weights(trainer.pipeline_model.modules, trainer.mesh)
+        trainer.data.all_gather_params()
+    elif applies and not stats.is_finite and trainer.run.optim.nonfinite_grad == "raise":
+        raise DataError(
+            f"gradient norm {stats.grad_norm}: not finite in "
+            f"{describe_nonfinite_gradients(trainer)}. "
+            "Reduce schedule.lr, check the data, or set optim.nonfinite_grad=skip."
+        )
+    values = {each.name: getattr(stats, each.name) for each in fields(StepStats)}
+    return StepResult(**values, updated=updates, requests=requests)
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """Result of forward and backward of a step."""
+
+    stats: StepStats
+    requests: StepRequest
+    """Requests of all ranks in the message of the step."""
+    local_params: Sequence[ShardedParam]
+    losses: Tensor
+    """This rank's summed losses."""
+    norm: Tensor
+    """Gradient norm without the loss scale, on the device."""
+    scale: float
+    """Loss scale that the gradients contain."""
+
+
+def _run_backward(
+    trainer: Trainer, batches: StepBatches, hooks: StepHooks, *, rerun_of: _Backward | None = None
+) -> _Backward:
+    """Run forward and backward of all microbatches and combine the statistics of all ranks.
+
+    `rerun_of`: an earlier result with the same batches, to compare with; its gradients are
+    overwritten.
     """
     data, mesh = trainer.data, trainer.mesh
+    before = None if rerun_of is None else _checksum_gradients(rerun_of)
     scale = 1.0 if trainer.loss_scale is None else trainer.loss_scale.scale
     data.begin_step(len(batches.microbatches))
     objective = trainer.pipeline_model.objective
     normalizer = build_loss_normalizer(objective, batches, mesh, scale=scale)
-    total = trainer.pipeline_model.forward_backward(batches.microbatches, normalizer)
+    losses = trainer.pipeline_model.forward_backward(
+        batches.microbatches, normalizer, after_microbatch=hooks.after_microbatch
+    )
     local_params = data.finish()
     logit_stats = _collect_logit_stats(trainer)
-    step_stats = reduce_step_stats(
+    message = reduce_step_stats(
         trainer,
         local_params,
-        total if logit_stats is None else torch.cat([total - logit_stats.z, logit_stats.z[:1]]),
-        after_backward(local_params),
+        losses if logit_stats is None else torch.cat([losses - logit_stats.z, logit_stats.z[:1]]),
+        hooks.after_backward(local_params),
     )
-    requests, squares, zeros, *sums = (
-        step_stats if logit_stats is None else torch.cat([step_stats, logit_stats.largest])
+    squares, zeros, *sums = (
+        message if logit_stats is None else torch.cat([message, logit_stats.largest])
     ).tolist()
-    grad_norm = math.sqrt(squares) / scale
-    finite = math.isfinite(grad_norm)
-    # without labels, momentum and weight decay would still change the weights, and zeros never
-    # overflow
-    empty = not any(normalizer.totals[term.count] for term in normalizer.terms.values())
-    if trainer.loss_scale is not None and not empty:
-        trainer.loss_scale.update(overflow=not finite)
-    if finite and not empty:
-        trainer.optimizer.step(
-            [o.gradient for o in local_params],
-            lr=lr,
-            weight_decay=weight_decay,
-            groups=groups,
-            scale=_gradient_multiplier(
-                step_stats[1].sqrt() / scale, trainer.run.optim.clip_grad, scale
-            ),
-        )
-        for update_weights in trainer.weight_updates:
-            update_weights(trainer.pipeline_model.modules, mesh)
-        data.all_gather_params()
-    elif not finite and trainer.run.optim.nonfinite_grad == "raise":
-        raise DataError(
-            f"gradient norm {grad_norm}: not finite in {describe_nonfinite_gradients(trainer)}. "
-            "Reduce schedule.lr, check the data, or set optim.nonfinite_grad=skip."
-        )
-    losses = normalizer.mean_losses(sums[: len(normalizer.terms)])
-    z_loss, max_logit = (
-        (None, None) if logit_stats is None else (sums[-2] / max(1, batches.num_labels), sums[-1])
-    )
-    return StepResult(
-        losses.pop(MAIN_LOSS),
-        grad_norm,
-        finite and not empty,
-        _decode_requests(requests, mesh.world.size),
+    max_logit = None if logit_stats is None else sums.pop()
+    requests = _read_requests(sums[-len(StepRequest) :])
+    means = normalizer.mean_losses(sums[: len(normalizer.terms)])
+    z_loss = None
+    if logit_stats is not None:
+        z_loss = sums[len(normalizer.terms)] / max(1, batches.num_labels)
+    stats = StepStats(
+        means.pop(MAIN_LOSS),
+        math.sqrt(squares) / scale,
         int(zeros) if trainer.run.optim.count_zeros else None,
-        losses,
+        means,
         z_loss,
         max_logit,
-        empty,
+        empty=not any(normalizer.totals[term.count] for term in normalizer.terms.values()),
     )
+    backward = _Backward(stats, requests, local_params, losses, message[0].sqrt() / scale, scale)
+    if rerun_of is None:
+        return backward
+    is_equal = gather_objects(_checksum_gradients(backward) == before, mesh.world)
+    ranks = tuple(rank for rank, same in zip(mesh.world.ranks, is_equal, strict=True) if not same)
+    compared = replace(stats, num_reruns=rerun_of.stats.num_reruns + 1, differing_ranks=ranks)
+    return replace(backward, stats=compared)
+
+
+def _checksum_gradients(backward: _Backward) -> tuple[int, ...]:
+    """Return a sum over the bytes of each gradient shard of this rank, and of its losses."""
+    gradients = [param.gradient for param in backward.local_params]
+    return tuple(byte_checksum([tensor]) for tensor in (*gradients, backward.losses))
+
+
+def _decide(
+    backward: _Backward, hooks: StepHooks, earlier: StepRequest = StepRequest.NONE
+) -> StepRequest:
+    """Return the requests to execute, from the message of the step and `before_update`.
+
+    Raises:
+        CallbackError: on every rank: the step was rerun too often.
+    """
+    requests = backward.requests | earlier | hooks.before_update(backward.stats)
+    executed = resolve_requests(requests)
+    names = ""
+    if requests & ~(StepRequest.EVALUATE | StepRequest.SAVE | StepRequest.STOP):
+        names = hooks.log_requests(requests, executed)
+    if StepRequest.RERUN in executed and backward.stats.num_reruns == MAX_RERUNS:
+        raise CallbackError(
+            f"the step was rerun {MAX_RERUNS} times, and another rerun was requested by {names}. "
+            "Return SKIP, ROLLBACK or STOP from before_update if stats.num_reruns > 0 and the "
+            "result is still wrong."
+        )
+    return executed
 
 
 def reduce_step_stats(
@@ -197,7 +339,7 @@ def reduce_step_stats(
     local_params: Sequence[ShardedParam],
     losses: Tensor,
     requests: StepRequest = StepRequest.NONE,
-) -> StepStats:
+) -> StepStatsMessage:
     """All-reduce the statistics of a step in one message. Collective over the mesh."""
     mesh = trainer.mesh
     local_gradients = first_replica_gradients([(o.shard, o.gradient) for o in local_params], mesh)
@@ -209,32 +351,16 @@ def reduce_step_stats(
     # Losses are equal on all tensor-parallel ranks, so only the first contributes; they are 0
     # before the last stage.
     local_losses = losses if mesh.tp.rank == 0 else torch.zeros_like(losses)
-    step_stats = torch.stack(
-        [
-            losses.new_tensor(_encode_requests(requests, mesh.world.size)),
-            sum_of_squares(local_gradients, trainer.device),
-            zeros,
-        ]
-    )
-    return all_reduce_(torch.cat([step_stats, local_losses]), mesh.world)
+    gradient_stats = torch.stack([sum_of_squares(local_gradients, trainer.device), zeros])
+    # A sum over ranks: each kind of request has its own count.
+    local_requests = losses.new_tensor([float(kind in requests) for kind in StepRequest])
+    return all_reduce_(torch.cat([gradient_stats, local_losses, local_requests]), mesh.world)
 
 
-def _encode_requests(requests: StepRequest, world_size: int) -> float:
-    """Return a rank's requests as a number; the sum over ranks holds the count of each kind.
-
-    The counts are digits to the base `world_size + 1`. With three kinds, their sum is exact in
-    float64 for up to 200,000 ranks.
-    """
-    return float(
-        sum((world_size + 1) ** digit for digit, kind in enumerate(StepRequest) if kind in requests)
-    )
-
-
-def _decode_requests(total: float, world_size: int) -> StepRequest:
-    """Return the requests of all ranks from the sum of their `_encode_requests`."""
-    requests, digits = StepRequest.NONE, int(total)
-    for kind in StepRequest:
-        digits, count = divmod(digits, world_size + 1)
+def _read_requests(counts: Sequence[float]) -> StepRequest:
+    """Return the requests of all ranks from the number of ranks with each kind."""
+    requests = StepRequest.NONE
+    for kind, count in zip(StepRequest, counts, strict=True):
         if count:
             requests |= kind
     return requests

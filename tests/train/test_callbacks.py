@@ -4,15 +4,19 @@ that cannot be loaded are rejected."""
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
 
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import SaveReport
-from megalith.config.train import TrainRun
+from megalith.cli.arguments import split_overrides
+from megalith.config.fields import Ge
+from megalith.config.train import TrainRun, load_run
+from megalith.config.tree import apply_overrides
 from megalith.errors import CallbackError, CheckpointError, ConfigError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -28,8 +32,8 @@ from megalith.train.callbacks.base import (
     Outcome,
     RunView,
     StepMetrics,
-    load_callbacks,
 )
+from megalith.train.callbacks.load import configure_callbacks, load_callbacks
 from megalith.train.evaluate import Evaluation
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
@@ -261,6 +265,106 @@ def test_callback_with_wrong_methods_or_name_is_rejected(
 def test_settings_name_only_installed_callbacks(name: str, message: str) -> None:
     (problem,) = run_problems(tiny_run({"train.callbacks": name}), 1)
     assert message in problem
+
+
+class WithSettings(Callback):
+    """Stops the run after a number of steps, and records its settings."""
+
+    @dataclass(frozen=True)
+    class Config:
+        """Settings of the callback."""
+
+        steps: Annotated[int, Ge(1)] = 3
+        """Steps until the run stops."""
+
+        factor: float = 0.5
+        """A number."""
+
+        words: tuple[str, ...] = ()
+        """A list."""
+
+        loud: bool = False
+        """A flag."""
+
+    config: Config
+
+    def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> StepRequest | None:
+        metrics["factor"] = self.config.factor
+        return StepRequest.STOP if finished.step == self.config.steps else None
+
+
+def test_settings_of_a_callback_are_typed_and_part_of_the_resolved_config(tmp_path: Path) -> None:
+    """Values are text on the command line, and plain data in files."""
+    settings = {
+        "callbacks.WithSettings.steps": "2",
+        "callbacks.WithSettings.words": "[a, b]",
+        "callbacks.WithSettings.loud": "true",
+    }
+    callback = WithSettings()
+    assert train(tmp_path, settings, callback).step == 3
+    assert callback.config == WithSettings.Config(steps=2, words=("a", "b"), loud=True)
+    resolved = {"steps": 2, "factor": 0.5, "words": ["a", "b"], "loud": True}
+    for folder in (tmp_path, tmp_path / "checkpoints" / "step_0000003"):
+        assert load_run(folder / "config.yaml").callbacks == {"WithSettings": resolved}
+    again = WithSettings()
+    run = configure_callbacks(load_run(tmp_path / "config.yaml"), [again])
+    assert (again.config, run.callbacks) == (callback.config, {"WithSettings": resolved})
+    assert {row["factor"] for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row} == {
+        0.5
+    }
+
+
+def test_callback_without_settings_has_its_defaults_or_those_given_in_python() -> None:
+    default, own = WithSettings(), WithSettings()
+    own.name, own.config = "own", WithSettings.Config(factor=0.25)
+    run = configure_callbacks(tiny_run({"callbacks.own.steps": "5"}), [default, own, Recorder()])
+    assert default.config == WithSettings.Config()
+    assert own.config == WithSettings.Config(steps=5, factor=0.25)
+    assert set(run.callbacks) == {"own"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("WithSetings.steps", "2", "no callback of this name. Did you mean WithSettings?"),
+        ("WithSettings.stps", "2", "has no such setting. Did you mean steps? Use one of callbacks"),
+        ("WithSettings.steps", "0", "callbacks.WithSettings.steps=0 must be at least 1"),
+        ("WithSettings.steps", "many", "callbacks.WithSettings.steps=many: expected a whole numb"),
+        ("Recorder.steps", "2", "callbacks.Recorder.steps=2: the callback has no such setting"),
+    ],
+)
+def test_wrong_settings_of_a_callback_are_rejected(setting: str, value: str, message: str) -> None:
+    run = tiny_run({f"callbacks.{setting}": value})
+    with pytest.raises(ConfigError) as raised:
+        configure_callbacks(run, [WithSettings(), Recorder()])
+    assert message in str(raised.value)
+
+
+def test_settings_of_an_absent_callback_can_be_removed(tmp_path: Path) -> None:
+    run = tiny_run({"callbacks.WithSettings.steps": "2"})
+    with pytest.raises(ConfigError, match="callbacks.WithSettings none"):
+        configure_callbacks(run, [])
+    removed = apply_overrides(run, {"callbacks.WithSettings": "none"})
+    assert configure_callbacks(removed, []).callbacks == {}
+
+
+def test_settings_of_callbacks_are_options_of_the_command_line() -> None:
+    words = ["tiny_cpu", "--callbacks.WithSettings.steps", "3", "--callbacks.WithSettings.loud=yes"]
+    rest, overrides = split_overrides([*words, "--nproc", "2"], TrainRun)
+    assert rest == ["tiny_cpu", "--nproc", "2"]
+    run = configure_callbacks(tiny_run(overrides), [WithSettings()])
+    settings = run.callbacks["WithSettings"]
+    assert settings is not None
+    assert (settings["steps"], settings["loud"]) == (3, True)
+
+
+def test_host_time_of_callbacks_is_logged_on_request(tmp_path: Path) -> None:
+    train(tmp_path, {"observe.callback_times": "true", "train.log_every": "2"}, Recorder())
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
+    assert len(rows) == 4
+    for row in rows:
+        assert row["time_Recorder_ms"] >= 0
+        assert row["time_Throughput_ms"] > 0
 
 
 def _starts_apart(rank: int, world: int) -> str:

@@ -1,9 +1,7 @@
 """One step: the mean over the global batch however it is cut, clipping, updates, and what is not
 finite."""
 
-import functools
-import operator
-import random
+from collections.abc import Sequence
 from dataclasses import replace
 from shutil import which
 
@@ -14,17 +12,18 @@ from torch import Tensor, nn
 from megalith.data.loader import Loader, MaskSettings, StepBatches
 from megalith.errors import DataError
 from megalith.models.decoder import iter_parameter_specs
+from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import EXACT, FP32_DEEP, FP64, assert_close
 from megalith.train.step import (
+    StepHooks,
     StepRequest,
     StepResult,
     Trainer,
-    _decode_requests,
-    _encode_requests,
+    resolve_requests,
     train_step,
 )
 from megalith.train.trainer import build_trainer, checkpoint_entries
@@ -288,28 +287,35 @@ def test_batch_without_labels_does_not_change_loss_scale() -> None:
     assert reported == [(1, first), (1, first), (0, 2 * first)]
 
 
+class _Requesting(StepHooks):
+    """Requests given actions in every step."""
+
+    def __init__(self, requests: StepRequest) -> None:
+        self.requests = requests
+
+    def after_backward(self, local_params: Sequence[ShardedParam]) -> StepRequest:
+        return self.requests
+
+
 @pytest.mark.parametrize("requests", [StepRequest.NONE, StepRequest.SAVE | StepRequest.STOP])
 def test_requests_of_a_rank_are_returned_by_the_step(requests: StepRequest) -> None:
     trainer = build()
-    result = train_step(
-        trainer,
-        loader(trainer, steps=1).next(),
-        lr=LR,
-        weight_decay=DECAY,
-        after_backward=lambda local_params: requests,
-    )
+    batches = loader(trainer, steps=1).next()
+    result = train_step(trainer, batches, lr=LR, weight_decay=DECAY, hooks=_Requesting(requests))
     assert result.requests == requests
     assert result.updated
 
 
-def test_requests_of_many_ranks_are_combined_exactly() -> None:
-    generator = random.Random(0)
-    for world in (1, 2, 3, 100, 10_000):
-        sent = [StepRequest(generator.choice((0, 1, 2, 4, 7))) for _ in range(world)]
-        for requests in (sent, sent[:0], [StepRequest.STOP] * world):
-            total = sum(_encode_requests(each, world) for each in requests)
-            expected = functools.reduce(operator.or_, requests, StepRequest.NONE)
-            assert _decode_requests(total, world) == expected, (world, expected)
+def test_later_request_in_the_order_wins_if_requests_exclude_each_other() -> None:
+    none, evaluate, save = StepRequest.NONE, StepRequest.EVALUATE, StepRequest.SAVE
+    skip, rerun, rollback = StepRequest.SKIP, StepRequest.RERUN, StepRequest.ROLLBACK
+    stop, stop_now = StepRequest.STOP, StepRequest.STOP_NOW
+    assert resolve_requests(none) == none
+    assert resolve_requests(evaluate | save | skip | stop) == evaluate | save | skip | stop
+    assert resolve_requests(evaluate | skip | rerun) == evaluate | rerun
+    assert resolve_requests(save | skip | rerun | rollback) == rollback
+    assert resolve_requests(rerun | rollback | stop) == stop
+    assert resolve_requests(~none) == stop_now
 
 
 def test_weight_updates_are_applied_in_order_after_the_optimizer() -> None:

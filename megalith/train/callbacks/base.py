@@ -1,21 +1,21 @@
 """Interface of callbacks, which observe a run and request actions, and the list that calls them."""
 
-import importlib
+import functools
 import inspect
 import logging
+import operator
 import os
-import pkgutil
-import sys
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from megalith.checkpoint.save import SaveReport
-from megalith.config.train import CALLBACK_GROUP, TrainRun
+from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
 from megalith.errors import (
     CallbackError,
@@ -32,7 +32,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.train.evaluate import Evaluation
 from megalith.train.resume import PreparedRun
 from megalith.train.run_folder import RunFolder
-from megalith.train.step import StepRequest, StepResult
+from megalith.train.step import StepHooks, StepRequest, StepResult, StepStats
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class RunView:
 
     request: Callable[[StepRequest], None]
     """Requests an action on all ranks. A request made before backward has finished takes effect
-    after the current step, a later one after the next step."""
+    in the current step, a later one in the next step."""
 
     @property
     def config(self) -> TrainRun:
@@ -143,14 +143,30 @@ class Callback:
     essential = False
     """Whether an error on any rank ends the run on all ranks, after the next step."""
 
+    @dataclass(frozen=True)
+    class Config:
+        """Settings `callbacks.NAME.field`: fields with defaults, ranges and docstrings."""
+
+    config: Any = Config()  # Any: an instance of the subclass's Config
+    """Settings of this callback; complete before `on_start`."""
+
     def on_start(self, run: RunView) -> None:
         """Receive the run, once before its first step."""
 
     def before_step(self, step: int, batches: StepBatches) -> StepBatches | None:
         """Receive the batches of step `step`; return batches with recorders attached, or None."""
 
+    def after_microbatch(self, index: int) -> None:
+        """Be called when backward of microbatch `index` has been issued on this rank; it must not
+        wait for the device."""
+
     def after_backward(self, local_params: Sequence[ShardedParam]) -> StepRequest | None:
-        """Receive this rank's gradient shards, summed over ranks, before clipping."""
+        """Receive this rank's gradient shards, summed over ranks, before clipping. A request takes
+        effect in this step."""
+
+    def before_update(self, stats: StepStats) -> StepRequest | None:
+        """Receive the statistics of the step, equal on all ranks, before the update. A request
+        takes effect in this step; it must depend on `stats` alone, and an error ends the run."""
 
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> StepRequest | None:
         """Receive a finished step; add values to `metrics`. A request takes effect after the next
@@ -171,6 +187,10 @@ class Callback:
     def after_save_failed(self, error: CheckpointError) -> None:
         """Receive the error of a failed save, after which the run continues."""
 
+    def after_rollback(self, step: int) -> None:
+        """Continue after step `step`, whose checkpoint has been restored: remove outputs of later
+        steps. The state of the checkpoint has been loaded."""
+
     def on_error(self, error: BaseException) -> None:
         """Close files, because the run ends with an error."""
 
@@ -185,7 +205,7 @@ class Callback:
         """Restore the state of a checkpoint, before `on_start`; not called if it has none."""
 
 
-class CallbackList:
+class CallbackList(StepHooks):
     """Calls the methods of callbacks, collects their requests and handles their errors."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
@@ -196,7 +216,7 @@ class CallbackList:
         """
         self._callbacks: dict[str, Callback] = {}
         for callback in callbacks:
-            name = callback.name or type(callback).__name__
+            name = name_of(callback)
             if name in self._callbacks:
                 raise ConfigError(
                     f"callback {name}: two callbacks have this name, under which checkpoints store "
@@ -205,21 +225,24 @@ class CallbackList:
             _check_methods(name, type(callback))
             self._callbacks[name] = callback
         self._started: list[Callback] = []
-        self._requests = StepRequest.NONE
+        self._requests: list[tuple[StepRequest, str]] = []  # with the name of the callback
+        self._sent = self._requests  # those in the message of the current step
+        self._running = ""
+        """Name of the callback that is called at this time; empty outside of callbacks."""
         self._step = 0
         self._failures: list[str] = []  # of essential callbacks on this rank
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self.stop_reason: str | None = None
         """Which callback of this rank requested to stop the run."""
 
     def request(self, requests: StepRequest) -> None:
         """Add requests of this rank to its next message."""
-        self._requests |= requests
-
-    def take_requests(self, local_params: Sequence[ShardedParam]) -> StepRequest:
-        """Call `after_backward` and return the requests of this rank since the last message."""
-        self.notify("after_backward", local_params)
-        requests, self._requests = self._requests, StepRequest.NONE
-        return requests
+        if not requests:
+            return
+        name = self._running or "run.request"
+        self._requests.append((requests, name))
+        if requests & _STOPS and self.stop_reason is None:
+            self.stop_reason = f"requested by callback {name}"
 
     def on_start(self, run: RunView) -> None:
         """Restore the states of callbacks and start them. Collective.
@@ -227,7 +250,7 @@ class CallbackList:
         Raises:
             CallbackError: on every rank, if an essential callback failed on any.
         """
-        states, self._step = run.prepared.callback_states, run.step
+        states, self._step, self._run = run.prepared.callback_states, run.step, run
         for name, callback in [*self._callbacks.items()]:
             if name in states:
                 self._call(name, "load_state_dict", states[name])
@@ -250,11 +273,80 @@ class CallbackList:
             batches = batches if changed is None else changed
         return batches
 
+    def after_microbatch(self, index: int) -> None:
+        """Call the callbacks after backward of a microbatch."""
+        for name, callback in [*self._callbacks.items()]:
+            if type(callback).after_microbatch is not Callback.after_microbatch:
+                self._call(name, "after_microbatch", index)
+
+    def after_backward(self, local_params: Sequence[ShardedParam]) -> StepRequest:
+        """Call `after_backward` and return the requests of this rank since the last message."""
+        self.notify("after_backward", local_params)
+        self._sent, self._requests = self._requests, []
+        return _combine(self._sent)
+
+    def before_update(self, stats: StepStats) -> StepRequest:
+        """Return the requests of all callbacks for the current step.
+
+        Raises:
+            CallbackError: parallel.check_collectives is set and ranks request different actions.
+        """
+        num_sent = len(self._sent)
+        for name, callback in [*self._callbacks.items()]:
+            if decides_update(callback):
+                requests = self._call(name, "before_update", stats)
+                self._sent += [(requests, name)] if requests else []
+        own = self._sent[num_sent:]
+        if self._run.config.parallel.check_collectives:
+            _check_equal_requests(own, self._step, self._run.mesh)
+        return _combine(own)
+
+    def log_requests(self, requests: StepRequest, executed: StepRequest) -> str:
+        """Log which callbacks requested to change the course of the step, and which of them are
+        overruled; return the requesting callbacks. Collective."""
+        world = self._run.mesh.world
+        gathered = gather_objects([(kinds.value, name) for kinds, name in self._sent], world)
+        names = {
+            kind: ", ".join(
+                dict.fromkeys(
+                    f"callback {name} (rank {rank})"
+                    for rank, sent in zip(world.ranks, gathered, strict=True)
+                    for kinds, name in (sent if isinstance(sent, list) else ())
+                    if kind in StepRequest(kinds)
+                )
+            )
+            for kind in requests
+        }
+        described = {kind: names[kind] or "an earlier request" for kind in names}
+        winner = [*executed][-1]
+        for kind, requesters in described.items():
+            if kind not in executed:
+                self._run.log(
+                    f"step {self._step}: {_show(kind)}, requested by {requesters}, is overruled by "
+                    f"{_show(winner)}, requested by {described[winner]}"
+                )
+            elif kind & (StepRequest.SKIP | StepRequest.RERUN | StepRequest.ROLLBACK):
+                self._run.log(f"step {self._step}: {_show(kind)}, requested by {requesters}")
+        return described[winner]
+
     def after_step(self, finished: FinishedStep) -> StepMetrics:
         """Return the metrics of a finished step from all callbacks."""
         metrics: StepMetrics = {}
         self.notify("after_step", finished, metrics)
+        if self._run.config.observe.callback_times and self._run.is_logged(finished.step):
+            for name, seconds in self._seconds.items():
+                metrics[f"time_{name}_ms"] = round(1000 * seconds, 3)
+            self._seconds.clear()
         return metrics
+
+    def after_rollback(self, step: int) -> None:
+        """Restore the states of callbacks as of step `step`, and notify them."""
+        self._step, states = step, self._run.prepared.callback_states
+        self._requests.clear()  # they are about discarded steps
+        for name in [*self._callbacks]:
+            if name in states:
+                self._call(name, "load_state_dict", states[name])
+        self.notify("after_rollback", step)
 
     def notify(self, method: str, *arguments: object) -> None:
         """Call a method of every callback, in reverse order for `on_end`; add requests that it
@@ -262,9 +354,9 @@ class CallbackList:
         for name in reversed([*self._callbacks]) if method == "on_end" else [*self._callbacks]:
             requests = self._call(name, method, *arguments)
             if requests:
+                self._running = name
                 self.request(requests)
-                if StepRequest.STOP in requests and self.stop_reason is None:
-                    self.stop_reason = f"requested by callback {name}"
+                self._running = ""
 
     def on_error(self, error: BaseException) -> None:
         """End the callbacks that were started, because the run ends with an error."""
@@ -272,7 +364,7 @@ class CallbackList:
             try:
                 callback.on_error(error)
             except Exception:  # the first error must be the one that is raised
-                _log.warning("%s failed in on_error", type(callback).__name__, exc_info=True)
+                _log.warning("callback %s failed in on_error", name_of(callback), exc_info=True)
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
         """Return the states of the callbacks that have one, by name."""
@@ -299,23 +391,72 @@ class CallbackList:
     ) -> Any:  # Any: the result depends on the method
         """Call a method of a callback; return None if it failed and the run continues."""
         callback = self._callbacks[name]
+        self._running, started = name, time.perf_counter()
         try:
             return getattr(callback, method)(*arguments)
         except Exception as error:
-            if callback.collective:
+            where = f"callback {name} failed in {method} at step {self._step}"
+            if callback.collective or decides_update(callback):
                 if not isinstance(error, UserError):
-                    error.add_note(f"raised by callback {name} in {method}")
+                    error.add_note(
+                        f"{where} on rank {os.environ.get('RANK', '0')}. The run ends, because "
+                        "the other ranks wait for this callback or depend on its decision. Correct "
+                        "the callback, or run without it."
+                    )
                 raise
             del self._callbacks[name]
-            text = str(error) if isinstance(error, UserError) else repr(error)
-            text = f"callback {name} failed in {method} at step {self._step}: {text}"
+            text = f"{where}: {error if isinstance(error, UserError) else repr(error)}"
             if callback.essential or isinstance(error, UserError):
                 self._failures.append(f"{text}. Correct the callback, or run without it.")
                 self.request(StepRequest.STOP)
                 _log.error(text, exc_info=True)
             else:
                 _log.warning("%s. The run continues without it.", text, exc_info=True)
+        finally:
+            self._seconds[name] += time.perf_counter() - started
+            self._running = ""
         return None
+
+
+_STOPS = StepRequest.STOP | StepRequest.STOP_NOW
+
+
+def name_of(callback: Callback) -> str:
+    """Return the name of a callback: the key of its settings and its state."""
+    return callback.name or type(callback).__name__
+
+
+def decides_update(callback: Callback) -> bool:
+    """Return whether a callback defines `before_update`, whose requests must be equal on all
+    ranks."""
+    return type(callback).before_update is not Callback.before_update
+
+
+def _combine(requests: Sequence[tuple[StepRequest, str]]) -> StepRequest:
+    return functools.reduce(operator.or_, (kinds for kinds, _ in requests), StepRequest.NONE)
+
+
+def _show(kind: StepRequest) -> str:
+    return str(kind.name).lower().replace("_", " ")
+
+
+def _check_equal_requests(
+    requests: Sequence[tuple[StepRequest, str]], step: int, mesh: Mesh
+) -> None:
+    """Compare the requests of `before_update` over ranks. Collective.
+
+    Raises:
+        CallbackError: on every rank: they differ.
+    """
+    described = ", ".join(f"{name}: {kinds}" for kinds, name in requests) or "none"
+    gathered = gather_objects(described, mesh.world)
+    for rank, other in zip(mesh.world.ranks, gathered, strict=True):
+        if other != gathered[0]:
+            raise CallbackError(
+                f"step {step}: callbacks request different actions in before_update: {gathered[0]} "
+                f"on rank {mesh.world.ranks[0]}, {other} on rank {rank}. Decide from `stats` "
+                "alone, which is equal on all ranks, or return the request from after_backward."
+            )
 
 
 def _check_methods(name: str, cls: type[Callback]) -> None:
@@ -342,89 +483,3 @@ def _check_methods(name: str, cls: type[Callback]) -> None:
                 f"{did_you_mean(method, interface)} Use one of {', '.join(sorted(interface))}, or "
                 "another name for an own method."
             )
-
-
-# --- callbacks that a user names: package.module:Class on the command line, or an installed entry
-# point in the settings. A settings file never names a module.
-
-
-def load_callbacks(names: Sequence[str]) -> list[Callback]:
-    """Import and create the callbacks of `--callback`, each `package.module:Class`.
-
-    The current folder is searched after the installed packages.
-
-    Raises:
-        ConfigError: a name is not of this form, its module cannot be imported, or its class is not
-            a callback that can be created without arguments.
-    """
-    if names and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    return [_create(_import_class(name), f"--callback={name}") for name in names]
-
-
-def load_installed_callbacks(names: Sequence[str]) -> list[Callback]:
-    """Create the callbacks of `train.callbacks`, which are installed entry points; the rules have
-    checked the names.
-
-    Raises:
-        ConfigError: the object of an entry point is not a callback class.
-    """
-    points = {point.name: point for point in entry_points(group=CALLBACK_GROUP)}
-    return [_create(points[name].load(), f"train.callbacks={name}") for name in names]
-
-
-def _import_class(name: str) -> object:
-    module_name, colon, class_name = name.partition(":")
-    if not (colon and module_name and class_name):
-        raise ConfigError(
-            f"--callback={name} does not name a class. Use --callback package.module:Class; entry "
-            "points of installed packages are named in train.callbacks."
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"--callback={name}: importing {module_name} failed: {error}. Install "
-                f"{error.name}, or remove the option."
-            ) from error
-        raise ConfigError(
-            f"--callback={name}: there is no module {error.name}."
-            f"{did_you_mean(error.name, _list_modules(error.name))} It must be installed or in the "
-            "current folder."
-        ) from error
-    classes = [each for each, value in vars(module).items() if inspect.isclass(value)]
-    if not hasattr(module, class_name):
-        raise ConfigError(
-            f"--callback={name}: {module_name} has no {class_name}."
-            f"{did_you_mean(class_name, classes)} Use one of its classes: "
-            f"{', '.join(classes) or 'it has none'}."
-        )
-    return getattr(module, class_name)
-
-
-def _list_modules(name: str) -> list[str]:
-    """Return the modules of the package of `name`, or the top-level modules."""
-    package, dot, _ = name.rpartition(".")
-    path = getattr(sys.modules.get(package), "__path__", None) if dot else None
-    return [f"{package}{dot}{module.name}" for module in pkgutil.iter_modules(path)]
-
-
-def _create(cls: object, source: str) -> Callback:
-    if not (inspect.isclass(cls) and issubclass(cls, Callback)):
-        raise ConfigError(
-            f"{source} is not a subclass of megalith.train.callbacks.base.Callback. Use a class "
-            "that is derived from it."
-        )
-    required = [
-        parameter.name
-        for parameter in inspect.signature(cls).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if required:
-        raise ConfigError(
-            f"{source} cannot be created without arguments: {cls.__name__} requires "
-            f"{', '.join(required)}. Set defaults for them, or pass the callback to run_training."
-        )
-    return cls()

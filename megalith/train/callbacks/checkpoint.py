@@ -77,6 +77,10 @@ class Checkpointer(Callback):
         self._run = run
         self.saved_step = run.step if run.prepared.is_resumed else -1
 
+    def after_rollback(self, step: int) -> None:
+        """Save this step again, because the position in the data has changed."""
+        self.saved_step, self._is_delayed = -1, False
+
     def before_step(self, step: int, batches: StepBatches) -> None:
         """Request a save after this step, if it is due or was delayed."""
         every = self._run.config.checkpoint.every

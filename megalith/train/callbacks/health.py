@@ -44,6 +44,10 @@ class FaultDetector(Callback):
         """Receive the run."""
         self._run = run
 
+    def after_rollback(self, step: int) -> None:
+        """Forget the discarded steps."""
+        self.diverged = False
+
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
         """Report a step without an update.
 
@@ -54,6 +58,9 @@ class FaultDetector(Callback):
         if not result.empty:
             self.diverged = is_divergent(result, scale)
         if result.updated:
+            return
+        if result.is_finite and not result.empty:  # the list has logged the request
+            self._check_skip_requests()
             return
         lowered = "" if scale is None else f"; the loss scale is {scale.scale:g} now"
         if result.empty:
@@ -81,6 +88,18 @@ class FaultDetector(Callback):
                 f"{MAX_SKIPPED_IN_A_ROW} steps in a row were skipped, the last with loss "
                 f"{result.loss} and gradient norm {result.grad_norm} (not finite in "
                 f"{self._describe()})."
+            )
+
+    def _check_skip_requests(self) -> None:
+        """Check that callbacks do not skip all updates.
+
+        Raises:
+            DataError: too many steps in a row were skipped.
+        """
+        if self._run.prepared.state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise DataError(
+                f"{MAX_SKIPPED_IN_A_ROW} steps in a row were skipped, the last because a callback "
+                "requested it. Correct the callback, or run without it."
             )
 
     def check_last_step(self, result: StepResult) -> None:
@@ -145,7 +164,7 @@ def is_divergent(result: StepResult, loss_scale: LossScale | None) -> bool:
         return False
     if not all(map(math.isfinite, (result.loss, *result.other_losses.values()))):
         return True
-    return not result.updated and (
+    return not result.is_finite and (
         loss_scale is None or not loss_scale.dynamic or loss_scale.stuck > 0
     )
 

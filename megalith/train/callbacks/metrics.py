@@ -70,6 +70,10 @@ class Throughput(Callback):
         )
         self._reset()
 
+    def after_rollback(self, step: int) -> None:
+        """Do not count discarded steps."""
+        self._reset()
+
     def _reset(self) -> None:
         """Start to count for the next logged step."""
         self.flops = 0  # of the global batch, without recomputation
@@ -249,14 +253,25 @@ class MetricsWriter(Callback):
                 f"observe.tensorboard={tensorboard} needs the tensorboard package. Run pip install "
                 "tensorboard."
             )
-        events = (
+        self._events = (
             run.folder.tensorboard if tensorboard_installed and tensorboard is not False else None
         )
+        raise_on_all_ranks(lambda: self._open() if run.is_writer else None, world)
 
-        def open_file() -> None:
-            self._file = MetricsFile(run.folder.metrics, resume_at=run.step, tensorboard=events)
+    def after_rollback(self, step: int) -> None:
+        """Remove the rows of discarded steps.
 
-        raise_on_all_ranks(open_file if run.is_writer else lambda: None, world)
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        self._close()
+        raise_on_all_ranks(
+            lambda: self._open() if self._run.is_writer else None, self._run.mesh.world
+        )
+
+    def _open(self) -> None:
+        run = self._run
+        self._file = MetricsFile(run.folder.metrics, resume_at=run.step, tensorboard=self._events)
 
     def on_log(self, metrics: Mapping[str, Value]) -> None:
         """Write a row. If the disk is full, the run continues; the row is written with the next
@@ -303,6 +318,10 @@ class ProgressReporter(Callback):
         for line in [*run.prepared.data.splits.notes, *_list_notes(run)]:
             run.log(line)
         self._stack.enter_context(CompilationProgress(run.log))
+
+    def after_rollback(self, step: int) -> None:
+        """Move the progress bar back."""
+        self._progress.resume(step)
 
     def on_log(self, metrics: Mapping[str, Value]) -> None:
         """Report a finished step."""

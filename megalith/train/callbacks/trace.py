@@ -334,6 +334,7 @@ class RoutingTraceWriter(Callback):
 
     def on_start(self, run: RunView) -> None:
         """Open the trace, unless no remaining step is traced or this rank's file is damaged."""
+        self._run = run
         steps, step, folder = run.config.observe.routing_trace, run.step, run.folder.routing
         try:
             cut_traces(folder, run.mesh, resume_at=step)
@@ -381,6 +382,12 @@ class RoutingTraceWriter(Callback):
             )
             _log.warning(text, finished.step, self._trace.path, error)
             self._trace = None
+
+    def after_rollback(self, step: int) -> None:
+        """Remove the rows of discarded steps."""
+        self._close()
+        self._trace = self._routing = None
+        self.on_start(self._run)
 
     def on_error(self, error: BaseException) -> None:
         """Remove the captures of an unfinished step."""
