@@ -124,7 +124,9 @@ def step_of_packed_rows(model: ModelConfig, one: RecomputeConfig) -> list[Tensor
     [
         pytest.param(
             kind,
-            marks=[] if kind in ("heterogeneous", "gated", "normed after") else [pytest.mark.slow],
+            marks=[]
+            if kind in ("heterogeneous", "gated", "normed after", "normed around")
+            else [pytest.mark.slow],
         )
         for kind in VARIANTS
     ],

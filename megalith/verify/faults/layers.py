@@ -204,6 +204,13 @@ def ring_scatter_owner(
     return result
 
 
+@replaces(SequenceParallelComm, "start_regather", "tp, sp")
+def regather_owner(original: Original, self: SequenceParallelComm, x: Tensor) -> PendingCollective:
+    """The all-gather in backward, for the weight gradients, assigns tokens to the wrong rank."""
+    pending: PendingCollective = original(self, x)
+    return PendingCollective(pending.wait().roll(len(x), dims=0))
+
+
 # --- loss
 
 

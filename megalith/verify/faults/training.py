@@ -177,6 +177,15 @@ def dp_sum_averaged(original: Original, self: BucketedDataParallel) -> Sequence[
     return local_params
 
 
+@replaces(data, "flat_buffer_offsets", "dp")
+def flat_buckets_overlap(
+    original: Original, lengths: Sequence[int], dtypes: Sequence[str]
+) -> tuple[list[int], dict[str, int]]:
+    """Each bucket of a flat buffer overlaps the previous one."""
+    starts, totals = original(lengths, dtypes)
+    return [start // 2 for start in starts], totals
+
+
 @replaces(data, "shard_groups", "cp")
 def cp_left_out_of_sum(original: Original, zero: int, mesh: Mesh, grid: str) -> ShardGroups:
     """Gradients are summed over dp, but not over cp."""
