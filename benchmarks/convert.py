@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from paired import take_turns, times_as_fast
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.config.model import ModelConfig
 from megalith.hf.convert import convert
 from megalith.hf.families import GPT2, LLAMA

@@ -31,16 +31,22 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from megalith.kernels.activation import GatedActivation, weighted_gated
 from megalith.kernels.cpu_threads import keep_freed_memory
-from megalith.kernels.experts import Matrix, experts
-from megalith.kernels.grouped_linear import FUSED, LOOP, GroupedMatmulOps, build_groups
-from megalith.kernels.permute import (
+from megalith.kernels.grouped_linear import (
+    FUSED,
+    LOOP,
+    GroupedMatmulOps,
+    Matrix,
+    build_groups,
+    experts,
+)
+from megalith.kernels.linear import RegisterRecompute, register_recompute
+from megalith.kernels.routing import (
     gather_row_weights,
     gather_rows,
     permute,
     permute_choices,
     unpermute,
 )
-from megalith.kernels.recomputed import RegisterRecompute, register_recompute
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from paired import spread, take_turns
 
-from megalith.data.blend import build_weighted_order, normalize_weights
+from megalith.data.build import build_weighted_order, normalize_weights
 from megalith.data.pretrain import WindowPlan, build_sample_index, plan_epochs
 
 Arrays = tuple[NDArray[Any], ...]

@@ -19,8 +19,7 @@ from contenders.sleeps import Naps, run_rank
 from paired import Spread, spread
 
 from megalith.config.parallel import ScheduleName
-from megalith.plan.p2p import with_transfers
-from megalith.plan.schedule import Schedule, build_schedule
+from megalith.plan.schedule import Schedule, build_schedule, with_transfers
 from megalith.plan.simulate import even_costs, simulate
 from megalith.testing.ranks import run_ranks
 

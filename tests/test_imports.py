@@ -126,7 +126,7 @@ def test_every_file_imports_from_its_row_or_below() -> None:
         ),
         ("errors.py", "import megalith.config.tree", "errors imports config, which is above it"),
         ("nn/a.py", "from megalith import models", "nn imports models, which is above it"),
-        ("nn/a.py", "import megalith.data.blend", "nn imports data, which is in the same row"),
+        ("nn/a.py", "import megalith.data.build", "nn imports data, which is in the same row"),
         ("config/a.py", "def f():\n    import torch.nn", "config imports torch.nn"),
         ("nn/a.py", "from .b import c", "relative import .b"),
         ("gadgets/a.py", "", "gadgets is in no row"),

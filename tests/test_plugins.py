@@ -41,9 +41,9 @@ from megalith.testing.tiny import tiny_run
 from megalith.train.objective import LossTerm, ModelOutputs, build_objective
 from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer
+from megalith.verify.matrix import PLAIN
 from megalith.verify.ranks import _loader as loader_of
 from megalith.verify.ranks import compare_with_one_process, layout_case
-from megalith.verify.tiny_models import PLAIN
 from megalith.verify.types import type_check
 from tests.estimate.test_traffic import assert_plan_holds
 from tests.recurrent_kind import STATE, WIDTH

@@ -34,11 +34,10 @@ from megalith.config.train import CALLBACK_GROUP
 from megalith.data.build import Splits, build_datasets
 from megalith.data.cache import load_or_build
 from megalith.data.chat_template import ChatTemplate
-from megalith.data.conversations import generate_mock_conversations
 from megalith.data.indexed import IndexedDatasetBuilder
 from megalith.data.packs import pack_first_fit, write_packs
 from megalith.data.sample import Dataset
-from megalith.data.sft import ConversationDataset, build_conversations
+from megalith.data.sft import ConversationDataset, build_conversations, generate_mock_conversations
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
 from megalith.hf.release import parameters
 from megalith.infer.generate import sample_tokens
@@ -48,7 +47,8 @@ from megalith.kernels.packed import seq_params_from_rows
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_single_rank_mesh
-from megalith.plan import dispatch, keys
+from megalith.plan import keys
+from megalith.plan.layers import moe
 from megalith.recipes import recipes
 from megalith.train.objective import sum_lm_losses
 
@@ -311,7 +311,7 @@ def list_parameters(_: Path) -> dict[str, list[str]]:
 
 def list_entry_points(_: Path) -> list[str]:
     """Return the groups of entry points."""
-    return [dispatch.GROUP, CALLBACK_GROUP]
+    return [moe.GROUP, CALLBACK_GROUP]
 
 
 VALUES: dict[str, Callable[[Path], Any]] = {  # Any: YAML

@@ -12,7 +12,7 @@ from pathlib import Path
 if __name__ == "__main__":  # of a script, Python searches its own folder only
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalith.megatron.flags import MegatronFlag, read_flag_table
+from megalith.megatron.parse import MegatronFlag, read_flag_table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "coming_from_megatron.md"
 START, STOP = "<!-- flags -->", "<!-- /flags -->"

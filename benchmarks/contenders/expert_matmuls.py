@@ -11,7 +11,7 @@ from megalith.kernels.grouped_linear import (
     build_groups,
     select_grouped_matmul_ops,
 )
-from megalith.kernels.permute import gather_rows, permute_choices
+from megalith.kernels.routing import gather_rows, permute_choices
 
 
 class Matmuls:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalith.config.kernels import Kernel
 from megalith.kernels.activation import GatedActivation, swiglu, weighted_gated
-from megalith.kernels.attention import flex, varlen
+from megalith.kernels.attention import flex, sdpa
 from megalith.kernels.attention.dispatch import attention
 from megalith.kernels.attention.scores import Scores
 from megalith.kernels.attention.sdpa import Lengths, sdpa_attention
@@ -121,8 +121,8 @@ def attention_ways(qkv: Sequence[Tensor], lengths: Lengths, scores: Scores) -> W
     }
     if plain:
         known["documents"] = lambda: sdpa_attention(q, k, v, lengths)
-    if varlen.can_use(q, v, scores, None):
-        known["varlen"] = lambda: varlen.varlen_attention(q, k, v, lengths, scores)
+    if sdpa.can_use(q, v, scores, None):
+        known["varlen"] = lambda: sdpa.varlen_attention(q, k, v, lengths, scores)
     if flex.can_use(q, v, scores):
         known["flex"] = lambda: flex.flexible_attention(q, k, v, lengths, scores)
     ways: dict[str, Callable[[], Tensor]] = {

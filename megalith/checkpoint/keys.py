@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.config.checkpoint import CheckpointConfig, KeyMismatchAction
 from megalith.errors import CheckpointError, did_you_mean
 from megalith.plan.shards import Shard

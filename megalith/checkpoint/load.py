@@ -20,15 +20,18 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint import format as layout
-from megalith.checkpoint.boxes import (
+from megalith.checkpoint.format import (
     CheckpointEntry,
+    Manifest,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
     TensorPiece,
     inner_view,
     lengths,
     pieces,
     show_box,
 )
-from megalith.checkpoint.format import Manifest, StoredBox, StoredFile, StoredTensor
 from megalith.checkpoint.keys import (
     MASTER,
     MODEL,
@@ -50,8 +53,7 @@ from megalith.checkpoint.keys import (
 )
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.errors import CheckpointError, DamagedCheckpointError
-from megalith.parallel.consistency import raise_on_all_ranks
-from megalith.parallel.group import Group
+from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.plan.shards import Box, intersect
 
 # --- archives of torch.save, read without copying their values

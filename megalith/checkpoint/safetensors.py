@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint.boxes import as_bytes
+from megalith.checkpoint.format import as_bytes
 from megalith.errors import CheckpointError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

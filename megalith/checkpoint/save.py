@@ -22,12 +22,19 @@ from torch import Tensor
 
 from megalith import __version__, storage
 from megalith.checkpoint import format as layout
-from megalith.checkpoint.boxes import CheckpointEntry, as_bytes, lengths, pieces
-from megalith.checkpoint.format import Manifest, StoredBox, StoredFile, StoredTensor
+from megalith.checkpoint.format import (
+    CheckpointEntry,
+    Manifest,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+    as_bytes,
+    lengths,
+    pieces,
+)
 from megalith.checkpoint.load import is_complete, list_complete_checkpoints
 from megalith.errors import CheckpointError
-from megalith.parallel.consistency import raise_on_all_ranks
-from megalith.parallel.group import Group
+from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.plan.shards import Box
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from megalith.errors import DataError, raise_all
 
 if TYPE_CHECKING:  # keep --help free of the torch import
     from megalith.hf.pretrained import Pretrained
-    from megalith.infer.text import Transcript
+    from megalith.infer.generate import Transcript
     from megalith.launch.worker import Worker
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
@@ -192,8 +192,8 @@ def generate_all(
     the elapsed seconds."""
     import torch
 
+    from megalith.infer.generate import generate_text
     from megalith.infer.load import generation_layout, load_text_generator
-    from megalith.infer.text import generate_text
     from megalith.parallel.mesh import build_mesh
     from megalith.plan.grid import model_grid
 

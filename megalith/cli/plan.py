@@ -38,16 +38,17 @@ from megalith.estimate.memory import (
 )
 from megalith.estimate.times import (
     CommunicationTime,
+    Traffic,
     communication_time,
     rank_flops,
     repeated_share,
+    step_traffic,
     work_seconds,
 )
-from megalith.estimate.traffic import Traffic, step_traffic
 from megalith.estimate.workload import Workload, plan_workload
 from megalith.plan.devices import EFFICIENCY, GIB, USABLE, Device, device_named
 from megalith.plan.grid import min_world_size
-from megalith.plan.p2p import with_transfers
+from megalith.plan.schedule import with_transfers
 from megalith.plan.simulate import even_costs, simulate
 
 # --- tables and sentences of `megalith plan` about a parallel layout and its memory

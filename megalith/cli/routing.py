@@ -35,7 +35,7 @@ class RoutingCommand:
 def main(argv: list[str]) -> int:
     """Run the command."""
     command = parse_options(RoutingCommand, argv, prog="megalith routing")
-    from megalith.observe.plots import plot_routing
+    from megalith.observe.routing import plot_routing
     from megalith.recipes import resolve
 
     folder = find_run(command.run)

@@ -23,6 +23,8 @@ from megalith.config.fields import (
     field_docs,
     field_types,
     find_section_type,
+    find_setting_successor,
+    find_value_successor,
     hint_at,
     is_required,
     is_section_type,
@@ -31,14 +33,10 @@ from megalith.config.fields import (
     join_path,
     literal_values,
     plain,
+    translate_stored_settings,
     type_origin,
     union_options,
     unknown_setting,
-)
-from megalith.config.renamed import (
-    find_setting_successor,
-    find_value_successor,
-    translate_stored_settings,
 )
 from megalith.errors import MAX_PROBLEMS, ConfigError, did_you_mean, raise_all
 

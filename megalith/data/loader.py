@@ -19,14 +19,13 @@ from megalith.data.packs import pack_documents, row_masks, token_numbers, with_r
 from megalith.data.sample import Dataset, HasDocumentLengths, PackedSample, Row, Sample
 from megalith.errors import DataError
 from megalith.kernels.dropout import DropoutKey
-from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, MicrobatchRouting, RouterInputs
 from megalith.kernels.packed import (
     PackedSeqParams,
     seq_params_from_lengths,
     seq_params_from_slices,
     with_multimodal_positions,
 )
-from megalith.kernels.replay import MicrobatchRouting
 from megalith.parallel.group import Group, gather_objects, start_all_reduce_
 from megalith.plan.batch_assignment import (
     BatchAssignment,

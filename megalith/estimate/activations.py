@@ -22,14 +22,18 @@ from typing import NamedTuple
 
 from megalith.config.parallel import OffloadConfig, RecomputeConfig
 from megalith.plan.layers import branches
-from megalith.plan.layers.attention import all_rope_tables
-from megalith.plan.layers.base import LayerBranch, LayerSetting, SavedActivation, total
-from megalith.plan.layers.cross_attention import source_tensors
-from megalith.plan.layers.embedding import embedding_tensors
-from megalith.plan.layers.head import head_tensors
+from megalith.plan.layers.attention import all_rope_tables, source_tensors
+from megalith.plan.layers.base import (
+    LayerBranch,
+    LayerSetting,
+    SavedActivation,
+    norm_tensors,
+    residual_norm_tensors,
+    stream_norm_tensors,
+    total,
+)
+from megalith.plan.layers.embedding import embedding_tensors, head_tensors, mtp_tensors
 from megalith.plan.layers.mlp import mlp_tensors
-from megalith.plan.layers.mtp import mtp_tensors
-from megalith.plan.layers.norm import norm_tensors, residual_norm_tensors, stream_norm_tensors
 from megalith.plan.recompute import Span, layer_spans, mlp_in_chunks, recomputed_modules
 
 

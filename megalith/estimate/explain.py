@@ -19,12 +19,12 @@ from megalith.plan.frozen import (
     trained_layer_flops,
     trained_names,
     trained_step_flops,
+    with_adapters,
     with_frozen,
 )
 from megalith.plan.grid import Grid, expert_grid
 from megalith.plan.layers.base import WIDTHS, HeldParameter, tensor_part
-from megalith.plan.layers.head import head_flops
-from megalith.plan.layers.lora import with_adapters
+from megalith.plan.layers.embedding import head_flops
 from megalith.plan.layers.moe import layer_mixture
 from megalith.plan.parameters import held_parameters
 from megalith.plan.simulate import even_costs, simulate

@@ -36,9 +36,8 @@ from megalith.plan.layers.base import (
     tensor_part,
     total,
 )
-from megalith.plan.p2p import SENDS, Direction, neighbor
 from megalith.plan.parameters import distinct_ranks
-from megalith.plan.schedule import Kind, concurrent_actions
+from megalith.plan.schedule import SENDS, Direction, Kind, concurrent_actions, neighbor
 from megalith.plan.stages import Stage, stage_boundary
 
 WIRE_BYTES = {"fp32": 4, "bf16": 2}

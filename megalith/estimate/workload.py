@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 from megalith.config.train import TrainRun
 from megalith.plan.batch_assignment import count_microbatches_of_longest, document_multiple
-from megalith.plan.frozen import with_frozen
+from megalith.plan.frozen import with_adapters, with_frozen
 from megalith.plan.grid import Grid, model_grid
 from megalith.plan.layers.base import ExpertPart, HeldParameter
-from megalith.plan.layers.lora import with_adapters
 from megalith.plan.parameters import held_parameters
 from megalith.plan.schedule import (
     Schedule,

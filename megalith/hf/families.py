@@ -18,26 +18,6 @@ from megalith.config.block_configs import (
 )
 from megalith.config.model import ModelConfig
 from megalith.hf.config_fields import (
-    ConfigField,
-    FieldGroup,
-    Fields,
-    Settings,
-    constant,
-    hf_activation_name,
-    read_nothing,
-)
-from megalith.hf.families_moe import (
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    GPT_OSS,
-    LLAMA4,
-    MIXTRAL,
-    OLMOE,
-    QWEN2_MOE,
-    QWEN3_MOE,
-)
-from megalith.hf.family import Family, check_head_sizes
-from megalith.hf.shared_fields import (
     ARCHITECTURE,
     ATTENTION_DROPOUT,
     FULL,
@@ -55,15 +35,33 @@ from megalith.hf.shared_fields import (
     SWITCHED_WINDOW,
     TIED,
     USE_CACHE,
+    ConfigField,
+    FieldGroup,
+    Fields,
+    Settings,
     activation_field,
+    constant,
     every_other_layer,
+    hf_activation_name,
     layer_types,
     llama_fields,
+    read_nothing,
     read_rope,
     rope_values,
     shortest_pattern,
     write_rope,
 )
+from megalith.hf.families_moe import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT_OSS,
+    LLAMA4,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
+from megalith.hf.family import Family, check_head_sizes
 from megalith.hf.tensor_rules import (
     ATTENTION,
     ATTENTION_WITH_QKV_BIAS,

@@ -10,16 +10,6 @@ from typing import Any
 from megalith.config.model import ModelConfig, MTPConfig, RopeConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.hf.config_fields import (
-    ConfigField,
-    FieldGroup,
-    Fields,
-    FieldSpec,
-    Settings,
-    constant,
-    read_setting,
-)
-from megalith.hf.family import Family, WrapperFamily, check_head_sizes
-from megalith.hf.shared_fields import (
     ACTIVATION,
     ARCHITECTURE,
     FULL,
@@ -31,15 +21,23 @@ from megalith.hf.shared_fields import (
     SWITCHED_WINDOW,
     TIED,
     USE_CACHE,
+    ConfigField,
+    FieldGroup,
+    Fields,
+    FieldSpec,
+    Settings,
+    constant,
     every_other_layer,
     layer_types,
     llama_fields,
     read_rope,
+    read_setting,
     read_windows,
     shortest_pattern,
     window_arguments,
     write_rope,
 )
+from megalith.hf.family import Family, WrapperFamily, check_head_sizes
 from megalith.hf.tensor_rules import (
     ATTENTION,
     ATTENTION_WITH_QKV_BIAS,

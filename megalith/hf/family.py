@@ -20,9 +20,11 @@ from megalith.config.model import (
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.tree import differences
 from megalith.errors import ConfigError, raise_all
-from megalith.hf.config_fields import Fields, FieldSpec, Settings
-from megalith.hf.shared_fields import (
+from megalith.hf.config_fields import (
     ARCHITECTURE,
+    Fields,
+    FieldSpec,
+    Settings,
     rope_values,
     shortest_pattern,
     window_arguments,

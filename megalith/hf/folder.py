@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint.boxes import (
+from megalith.checkpoint.format import (
     CheckpointEntry,
     TensorPiece,
     divide,
@@ -23,9 +23,10 @@ from megalith.checkpoint.boxes import (
     lengths,
     numel,
     pieces,
+    show_bytes,
+    show_dtype,
     to_row_major,
 )
-from megalith.checkpoint.format import show_bytes, show_dtype
 from megalith.checkpoint.keys import name_experts
 from megalith.checkpoint.safetensors import (
     DTYPES,

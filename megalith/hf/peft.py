@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint.boxes import CheckpointEntry, lengths, pieces
+from megalith.checkpoint.format import CheckpointEntry, lengths, pieces
 from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.safetensors import DTYPES, TensorInfo, read_box, read_header, show_names
 from megalith.config.lora import (

@@ -13,8 +13,7 @@ import yaml
 from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint.boxes import CheckpointEntry
-from megalith.checkpoint.format import MANIFEST, step_folders
+from megalith.checkpoint.format import MANIFEST, CheckpointEntry, step_folders
 from megalith.checkpoint.keys import (
     MODEL,
     check_patterns,
@@ -62,8 +61,7 @@ from megalith.hf.peft import (
     read_peft_config,
 )
 from megalith.hf.release import parameters
-from megalith.parallel.consistency import raise_on_all_ranks
-from megalith.parallel.group import Group
+from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.plan.shards import Box
 
 RUNS = Path("runs")

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from megalith import storage
-from megalith.checkpoint.boxes import divide
 from megalith.checkpoint.format import (
     StoredBox,
     StoredFile,
     StoredTensor,
+    divide,
     folder_name,
     merge_tensors,
     sha256,

@@ -7,12 +7,11 @@ from megalith.config.generation import SampleConfig
 from megalith.data.chat_template import ChatTemplate, Message, find_template
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
-from megalith.hf.auxiliary_files import find_own_template, find_turn_end
+from megalith.hf.convert import find_own_template, find_turn_end
 from megalith.hf.pretrained import Pretrained
 from megalith.infer.cache import PrefixState
-from megalith.infer.generate import build_prefix_state, generate
+from megalith.infer.generate import Transcript, build_prefix_state, generate
 from megalith.infer.load import TextGenerator
-from megalith.infer.text import Transcript
 
 
 class StopFilter:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.kernels import Kernel
 from megalith.config.model import ModelConfig, MTPConfig

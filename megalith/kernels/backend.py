@@ -133,7 +133,7 @@ def unavailable_backends() -> Mapping[str, str]:
             "triton": "Triton is not installed",
             "flex": "Triton, which flex_attention is compiled to, is not installed",
         }
-    from megalith.kernels.attention.varlen import has_varlen
+    from megalith.kernels.attention.sdpa import has_varlen
     from megalith.kernels.grouped_linear import HAS_GROUPED_MM
 
     reasons |= {} if HAS_GROUPED_MM else {"grouped": "this version of torch has no grouped_mm"}

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
-from megalith.nn.build import BuildContext
+from megalith.nn.build import BuildContext, init_param_
 from megalith.nn.embedding import InputEmbedding, NoBias, RelativeBias, insert_embeddings
-from megalith.nn.init import init_param_
 from megalith.nn.layer import IdentityNorm, Layer, select_block_class
 from megalith.nn.mtp import MTPBlock, MTPInputs
 from megalith.nn.norm import Norm, build_norm, stream_dtype

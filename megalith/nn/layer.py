@@ -12,13 +12,9 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import RecomputeConfig
 from megalith.config.plugins import load_plugin
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.recomputed import (
-    register_checked_recompute,
-    register_recompute,
-)
-from megalith.nn.attention import Attention
+from megalith.kernels.linear import register_checked_recompute, register_recompute
+from megalith.nn.attention import Attention, CrossLayerAttention
 from megalith.nn.build import BuildContext
-from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.dropout import Step, build_dropout
 from megalith.nn.lora import connect_adapter_dropout
 from megalith.nn.mla import LatentAttention

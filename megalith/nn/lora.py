@@ -21,8 +21,7 @@ from megalith.config.lora import STACKED, LoraConfig
 from megalith.kernels.backend import AUTO, Backends
 from megalith.kernels.dropout import dropout, key_of
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.linear import Context, linear
-from megalith.kernels.recomputed import derive_recompute
+from megalith.kernels.linear import Context, derive_recompute, linear
 from megalith.parallel.tensor import (
     ZEROS,
     ColumnParallelLinear,

@@ -12,7 +12,7 @@ from megalith.config.plugins import load_plugin
 from megalith.kernels.activation import GatedActivation, activate, gated, swiglu
 from megalith.kernels.backend import AUTO, Backends
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.recomputed import (
+from megalith.kernels.linear import (
     RegisterRecompute,
     register_checked_recompute,
     register_recompute,

@@ -12,7 +12,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.kernels.activation import GatedActivation, weighted_activate, weighted_gated
 from megalith.kernels.backend import AUTO, Backends
-from megalith.kernels.experts import experts
+from megalith.kernels.grouped_linear import experts
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.nn.build import BuildContext
 from megalith.nn.mlp import build_mlp

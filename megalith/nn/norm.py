@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.plugins import load_plugin
+from megalith.kernels.linear import RegisterRecompute
 from megalith.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from megalith.kernels.recomputed import RegisterRecompute
 from megalith.nn.build import BuildContext
 from megalith.parallel.collectives import all_reduce, mark_partial
 from megalith.parallel.group import Group

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.kernels import cpu_threads
-from megalith.kernels.attention.varlen import has_varlen
+from megalith.kernels.attention.sdpa import has_varlen
 from megalith.kernels.linear import HAS_BF16_KERNELS
 from megalith.kernels.triton import launch
 from megalith.observe.limits import available_cores, available_memory

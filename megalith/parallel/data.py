@@ -17,14 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.kernels.embedding import add_rows_
-from megalith.kernels.grouped_linear import (
-    GroupedMatmulOps,
-    Groups,
-    accumulate_grouped_product_,
-)
+from megalith.kernels.grouped_linear import GroupedMatmulOps, Groups, accumulate_grouped_product_
 from megalith.kernels.linear import PLAIN, MatmulOps, add_product_, mm
 from megalith.observe.machine import DTYPES, FORMATS
-from megalith.parallel.consistency import check_consistent_across_ranks
 from megalith.parallel.grad_sync import (
     SHARD_AXES,
     ParamAllGather,
@@ -39,7 +34,12 @@ from megalith.parallel.grad_sync import (
     tp_reduce_axes,
     warn_unused_params,
 )
-from megalith.parallel.group import Group, single_rank_group, start_all_reduce_
+from megalith.parallel.group import (
+    Group,
+    check_consistent_across_ranks,
+    single_rank_group,
+    start_all_reduce_,
+)
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import WeightGradStore
 from megalith.parallel.recompute import count_forward_passes

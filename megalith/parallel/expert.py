@@ -17,8 +17,12 @@ from torch import Tensor
 from megalith.config.parallel import DispatcherName
 from megalith.errors import ConfigError
 from megalith.kernels.grouped_linear import Groups, build_groups, equal_groups
-from megalith.kernels.permute import (
+from megalith.kernels.linear import derive_recompute
+from megalith.kernels.routing import (
+    DROPPED_CHOICE,
+    Choice,
     RowPermutation,
+    expert_capacity,
     expert_major,
     gather_row_weights,
     gather_rows,
@@ -30,9 +34,7 @@ from megalith.kernels.permute import (
     sort_chunks,
     unpermute,
 )
-from megalith.kernels.permute import gather_row_weights as weights_key
-from megalith.kernels.recomputed import derive_recompute
-from megalith.kernels.routing import DROPPED_CHOICE, Choice, expert_capacity
+from megalith.kernels.routing import gather_row_weights as weights_key
 from megalith.parallel.collectives import (
     AsyncAllToAll,
     OverlapFn,
@@ -47,7 +49,7 @@ from megalith.parallel.collectives import (
 )
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
-from megalith.plan.dispatch import (
+from megalith.plan.layers.moe import (
     BUILT_IN,
     ExchangePlan,
     Table,

@@ -26,8 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from megalith.errors import PlanError
-from megalith.kernels.recomputed import RecomputeRecipe, recompute_recipe, register_recompute
-from megalith.parallel.consistency import check_consistent_across_ranks
+from megalith.kernels.linear import RecomputeRecipe, recompute_recipe, register_recompute
 from megalith.parallel.data import SLICES_OVER, ShardGroups, shard_groups
 from megalith.parallel.grad_sync import (
     Parameters,
@@ -40,6 +39,7 @@ from megalith.parallel.grad_sync import (
 )
 from megalith.parallel.group import (
     Group,
+    check_consistent_across_ranks,
     mark_finished,
     record_collective,
     start_all_reduce_,

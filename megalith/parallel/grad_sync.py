@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalith.parallel.consistency import (
-    check_consistent_across_ranks,
-    check_shared_consistent_across_ranks,
-)
 from megalith.parallel.group import (
     Group,
     all_reduce_,
+    check_consistent_across_ranks,
+    check_shared_consistent_across_ranks,
     record_collective,
     start_receive,
     start_send,

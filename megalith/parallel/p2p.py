@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megalith.errors import DataError
 from megalith.parallel.group import Group, start_receive, start_send
-from megalith.plan.p2p import Channel, Direction
+from megalith.plan.schedule import Channel, Direction
 
 Tensors = tuple[Tensor, ...]
 

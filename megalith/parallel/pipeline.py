@@ -31,8 +31,7 @@ from megalith.parallel.p2p import (
     Tensors,
     tensor_specs,
 )
-from megalith.plan.p2p import Direction, neighbor
-from megalith.plan.schedule import Action, Schedule, concurrent_actions
+from megalith.plan.schedule import Action, Direction, Schedule, concurrent_actions, neighbor
 
 # Deferred weight gradients for zero-bubble pipeline schedules.
 #

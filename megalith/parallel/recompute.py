@@ -2,7 +2,7 @@
 backward.
 
 `recompute` is the primitive; `LayerRunner` applies it to whole layers. An activation that only one
-operation saves is dropped more cheaply by `register_recompute`, see kernels/recomputed.py.
+operation saves is dropped more cheaply by `register_recompute`, see kernels/linear.py.
 Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198,
 section 5.
 """
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from megalith.config.parallel import OffloadConfig, RecomputeConfig
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.recomputed import (
+from megalith.kernels.linear import (
     BitwiseComparison,
     SavedInput,
     fingerprint,

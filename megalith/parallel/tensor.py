@@ -10,10 +10,15 @@ from torch import Tensor, nn
 
 from megalith.kernels.backend import AUTO, Backends
 from megalith.kernels.embedding import embedding
-from megalith.kernels.experts import Matrix
-from megalith.kernels.grouped_linear import GroupedGradAccumulator, GroupedMatmulOps
-from megalith.kernels.linear import PLAIN, MatmulOps, WeightMatmul, linear
-from megalith.kernels.recomputed import derive_recompute, pass_recompute
+from megalith.kernels.grouped_linear import GroupedGradAccumulator, GroupedMatmulOps, Matrix
+from megalith.kernels.linear import (
+    PLAIN,
+    MatmulOps,
+    WeightMatmul,
+    derive_recompute,
+    linear,
+    pass_recompute,
+)
 from megalith.observe.machine import FORMATS
 from megalith.parallel.collectives import (
     all_gather,
@@ -26,12 +31,13 @@ from megalith.parallel.collectives import (
 from megalith.parallel.cross_entropy import (
     IDENTITY_LOGITS,
     LogitTransform,
+    LossWithLogitStats,
+    greedy_tokens,
     linear_cross_entropy,
     linear_cross_entropy_with_stats,
     token_losses,
 )
 from megalith.parallel.group import Group
-from megalith.parallel.logits import LossWithLogitStats, greedy_tokens
 from megalith.parallel.tensor_overlap import (
     CollectiveMatmul,
     PendingCollective,
@@ -493,7 +499,7 @@ def iter_vocab_heads(models: Iterable[nn.Module]) -> Iterator[VocabParallelHead]
 
 class ExpertMatrix(nn.Module):
     """A weight matrix of every expert of this rank, [e o, i], with a bias of each, [e o];
-    kernels/experts.py multiplies them.
+    kernels/grouped_linear.py multiplies them.
 
     The shards determine whether ranks split the experts or the features of each.
     """

@@ -9,17 +9,19 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from megalith.plan.p2p import (
+from megalith.plan.schedule import (
     AGAINST,
     COMPUTES,
     RECEIVES,
     SENDS,
+    Action,
     Channel,
     Direction,
+    Kind,
+    Schedule,
     channels,
     neighbor,
 )
-from megalith.plan.schedule import Action, Kind, Schedule
 
 # Completed actions of a microbatch in a chunk, as bits of one number.
 FORWARD, INPUT, WEIGHT, CAME_FORWARD, CAME_BACKWARD, SENT_FORWARD, SENT_BACKWARD = (

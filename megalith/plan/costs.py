@@ -9,11 +9,9 @@ from functools import cache
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
 from megalith.plan.layers import branches
+from megalith.plan.layers.attention import source_norm_parameters
 from megalith.plan.layers.base import DocumentCounts, HeldParameter, LayerRank
-from megalith.plan.layers.cross_attention import source_norm_parameters
-from megalith.plan.layers.embedding import bias_table
-from megalith.plan.layers.head import head_flops
-from megalith.plan.layers.mtp import mtp_projection_flops
+from megalith.plan.layers.embedding import bias_table, head_flops, mtp_projection_flops
 from megalith.plan.parameters import (
     count_equal_layers,
     distinct_ranks,

@@ -10,9 +10,8 @@ from megalith.config.model import ModelConfig
 from megalith.config.optim import GroupConfig, OptimConfig, ScheduleConfig, matches_any_pattern
 from megalith.config.train import TrainRun
 from megalith.errors import did_you_mean
-from megalith.plan.frozen import first_trained_layer, trained_names
+from megalith.plan.frozen import first_trained_layer, trained_names, with_adapters
 from megalith.plan.layers.base import HeldParameter
-from megalith.plan.layers.lora import with_adapters
 from megalith.plan.parameters import (
     ParameterRates,
     held_parameters,

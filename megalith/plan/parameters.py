@@ -10,18 +10,17 @@ from typing import NamedTuple
 
 from megalith.config.model import ModelConfig
 from megalith.plan.layers import branch_parameters, branches
+from megalith.plan.layers.attention import source_norm_parameters
 from megalith.plan.layers.base import (
     ExpertPart,
     HeldParameter,
     LayerKind,
     LayerRank,
     TensorPart,
+    norm_parameters,
     tensor_part,
 )
-from megalith.plan.layers.cross_attention import source_norm_parameters
-from megalith.plan.layers.embedding import bias_table, position_tables, token_table
-from megalith.plan.layers.mtp import mtp_parameters
-from megalith.plan.layers.norm import norm_parameters
+from megalith.plan.layers.embedding import bias_table, mtp_parameters, position_tables, token_table
 
 
 def distinct_ranks(

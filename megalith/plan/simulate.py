@@ -12,17 +12,18 @@ from typing import NamedTuple
 
 from megalith.errors import PlanError
 from megalith.plan.check_schedule import action_text, has_transfers, matching_problems
-from megalith.plan.p2p import (
+from megalith.plan.schedule import (
     AGAINST,
     COMPUTES,
     RECEIVES,
     SENDS,
     Channel,
     Direction,
+    Kind,
+    Schedule,
     channels,
     neighbor,
 )
-from megalith.plan.schedule import Kind, Schedule
 
 Number = int | float | Fraction
 

@@ -13,8 +13,7 @@ from megalith.checkpoint.format import show_dtype
 from megalith.checkpoint.safetensors import PlannedTensor, write_file
 from megalith.config.lora import lora_layers, lora_targets
 from megalith.errors import CheckpointError, ConfigError
-from megalith.hf.auxiliary_files import copy_auxiliary_files
-from megalith.hf.convert import Move
+from megalith.hf.convert import Move, copy_auxiliary_files
 from megalith.hf.folder import TOKENIZER_FILES
 from megalith.hf.peft import (
     ADAPTER_CONFIG,

@@ -4,8 +4,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalith.checkpoint.boxes import CheckpointEntry, pieces
-from megalith.checkpoint.format import MANIFEST
+from megalith.checkpoint.format import MANIFEST, CheckpointEntry, pieces
 from megalith.checkpoint.load import Checkpoint, open_checkpoint
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.lora import LoraConfig
@@ -22,8 +21,7 @@ from megalith.hf.pretrained import (
     read_base_record,
     trained_with_forced_balancing,
 )
-from megalith.parallel.consistency import raise_on_all_ranks
-from megalith.parallel.group import Group
+from megalith.parallel.group import Group, raise_on_all_ranks
 
 _log = logging.getLogger(__name__)
 

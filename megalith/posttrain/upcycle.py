@@ -20,8 +20,7 @@ from megalith.hf.convert import Move, describe_added_adapters
 from megalith.hf.folder import Weights
 from megalith.hf.pretrained import Pretrained
 from megalith.models.decoder import Decoder, iter_parameter_specs
-from megalith.nn.build import build_context
-from megalith.nn.init import init_param_
+from megalith.nn.build import build_context, init_param_
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import ParameterSpec
 from megalith.plan.grid import divisors

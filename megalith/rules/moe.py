@@ -5,7 +5,6 @@ from collections.abc import Callable
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, has_aux_losses
 from megalith.config.parallel import ParallelConfig
-from megalith.plan.dispatch import transport_problems
 from megalith.plan.grid import (
     Grid,
     dense_grid,
@@ -14,6 +13,7 @@ from megalith.plan.grid import (
     expert_problems,
     stage_problems,
 )
+from megalith.plan.layers.moe import transport_problems
 
 Rule = Callable[[MoEConfig], str | None]
 

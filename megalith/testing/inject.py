@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d
 
-from megalith.parallel import symm_mem
+from megalith.parallel import tensor_overlap
 
 COLLECTIVES = {
     "all_reduce": ("all_reduce",),
@@ -364,7 +364,7 @@ def fused_on_cpus() -> Iterator[None]:
     defined = import_module("torch.distributed._symmetric_memory")
     with (
         torch.library._scoped_library("symm_mem", "FRAGMENT") as library,
-        patch.object(symm_mem, "why_not_fused", lambda places: None),
+        patch.object(tensor_overlap, "why_not_fused", lambda places: None),
     ):
         library.impl("fused_all_gather_matmul", defined._fused_all_gather_matmul_fallback, "CPU")
         library.impl(

@@ -19,7 +19,7 @@ from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.hf.pretrained import load_pretrained
 from megalith.models.decoder import allocate, iter_parameter_specs
-from megalith.observe.progress import StepProgress
+from megalith.observe.metrics import StepProgress
 from megalith.parallel.context import local_slicing
 from megalith.parallel.grad_sync import can_shard_weights
 from megalith.parallel.group import all_reduce_

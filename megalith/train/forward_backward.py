@@ -18,13 +18,13 @@ from megalith.parallel.group import all_reduce_max_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.p2p import PipelineGroups, Spec, Specs, Tensors
 from megalith.parallel.pipeline import DualBatchOverlap, Pipeline, WeightGradStore
-from megalith.plan.p2p import with_transfers
 from megalith.plan.schedule import (
     Schedule,
     build_schedule,
     effective_pipeline,
     pair_forward_backward,
     schedule_name,
+    with_transfers,
 )
 from megalith.plan.stages import Stage, StageBoundary, plan_stages, stage_boundary
 from megalith.train.objective import (

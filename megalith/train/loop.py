@@ -11,8 +11,7 @@ from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.save import SaveReport, remove_leftovers
 from megalith.config.train import TrainRun
 from megalith.data.loader import Loader
-from megalith.observe.metrics import log_to
-from megalith.observe.progress import StepProgress
+from megalith.observe.metrics import StepProgress, log_to
 from megalith.optim.schedule import group_rates, learning_rate, schedule_lengths, weight_decay
 from megalith.parallel.mesh import Mesh
 from megalith.train.callbacks.base import (

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megalith.data.loader import Batch
 from megalith.errors import DataError
+from megalith.kernels.layer_inputs import MicrobatchRouting, RoutingRecord
 from megalith.kernels.packed import PackedSeqParams
-from megalith.kernels.replay import MicrobatchRouting, RoutingRecord
 from megalith.nn.router import LOSSES, Router, RoutingStats
 from megalith.observe.metrics import Value
 from megalith.parallel.group import all_reduce_, gather_objects

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from megalith.checkpoint.boxes import CheckpointEntry
-from megalith.checkpoint.format import MANIFEST
+from megalith.checkpoint.format import MANIFEST, CheckpointEntry
 from megalith.checkpoint.load import (
     Checkpoint,
     find_latest,
@@ -42,9 +41,8 @@ from megalith.hf.pretrained import (
     trained_with_forced_balancing,
 )
 from megalith.optim.schedule import learning_rate, schedule_lengths
-from megalith.parallel.consistency import raise_on_all_ranks
 from megalith.parallel.context import local_slicing
-from megalith.parallel.group import Group
+from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
 from megalith.plan.batch_assignment import TokenBudget, build_token_budget, document_cost
 from megalith.posttrain.lora import load_adapters, load_base

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
 from megalith.errors import CallbackError, DataError
-from megalith.optim.gradients import (
+from megalith.optim.optimizers import (
     LossScale,
+    Optimizer,
     clip_factor,
     first_replica_gradients,
     num_zeros,
     sum_of_squares,
 )
-from megalith.optim.optimizers import Optimizer
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.parallel.grad_sync import GradSync, ShardedParam, byte_checksum
 from megalith.parallel.group import all_reduce_, gather_objects

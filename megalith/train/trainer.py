@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.config.optim import OptimConfig
 from megalith.config.parallel import PipelineConfig
 from megalith.config.plugins import load_plugin
@@ -16,12 +16,11 @@ from megalith.errors import raise_all
 from megalith.kernels.backend import Backends, select_backends, unavailable_backends
 from megalith.launch.watchdog import backend_timeout
 from megalith.models.decoder import build_chunks, iter_parameter_specs
-from megalith.nn.build import BuildContext, build_context
-from megalith.nn.init import init_param_
-from megalith.optim.gradients import build_loss_scale
-from megalith.optim.optimizers import SGD, AdamW, Optimizer, RatesOf, equal_rates
+from megalith.nn.build import BuildContext, build_context, init_param_
+from megalith.optim.optimizers import SGD, AdamW, Optimizer, RatesOf, build_loss_scale, equal_rates
 from megalith.parallel.collectives import no_overlap
 from megalith.parallel.cross_entropy import (
+    LossWithLogitStats,
     linear_cross_entropy,
     linear_cross_entropy_with_stats,
     recomputed_cross_entropy,
@@ -29,18 +28,15 @@ from megalith.parallel.cross_entropy import (
 )
 from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.grad_sync import GradSync, can_shard_weights
-from megalith.parallel.logits import LossWithLogitStats
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.p2p import create_pipeline_groups, open_channels
 from megalith.parallel.pipeline import DualBatchOverlap, WeightGradStore
-from megalith.parallel.symm_mem import choose_collective_matmul
 from megalith.parallel.tensor import iter_vocab_heads
-from megalith.parallel.tensor_overlap import RING_EXCHANGE
+from megalith.parallel.tensor_overlap import RING_EXCHANGE, choose_collective_matmul
 from megalith.plan.kernels import explicit_backend_problems
-from megalith.plan.p2p import channels
 from megalith.plan.param_groups import parameter_rates
 from megalith.plan.parameters import ParameterRates
-from megalith.plan.schedule import SPLIT_SCHEDULES, effective_pipeline, schedule_name
+from megalith.plan.schedule import SPLIT_SCHEDULES, channels, effective_pipeline, schedule_name
 from megalith.plan.shards import Shard, is_first_replica
 from megalith.train.forward_backward import PipelineModel, build_step_schedule
 from megalith.train.moe import update_expert_biases, update_quantile_offsets

@@ -15,13 +15,468 @@ from typing import Any
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.fields import Plain
 from megalith.config.lora import LoraConfig
-from megalith.config.model import ModelConfig
+from megalith.config.model import (
+    AttentionConfig,
+    CrossConfig,
+    DropoutConfig,
+    LayersConfig,
+    MLAConfig,
+    ModelConfig,
+    MTPConfig,
+    MuPConfig,
+    RelativeConfig,
+    RopeConfig,
+)
+from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megalith.config.tree import from_dict, parse_yaml, to_dict
 from megalith.errors import ConfigError, did_you_mean
 from megalith.verify.ranks import LayoutCase, MaskKind, choose_micro_batch_size, layout_case
-from megalith.verify.tiny_models import MODELS
+
+# Tiny models with every layer variant, for the matrix of layouts.
+
+
+def tiny(
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 4,
+    num_layers: int = 2,
+    tied: bool = False,
+    bias: bool = False,
+) -> ModelConfig:
+    """Return a model with sizes that are no powers of two, a padded vocabulary, and dimensions that
+    tp 3 does not divide."""
+    return ModelConfig(
+        vocab_size=61,
+        pad_vocab_to_multiple_of=4,
+        hidden_size=24,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=6,
+        ffn_hidden_size=20,
+        tied_embeddings=tied,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+    )
+
+
+TIED = tiny(tied=True)
+SHARED = tiny(num_heads=8, num_kv_heads=2)  # tp 4 has two ranks per KV head
+UNEVEN = tiny(num_heads=6, num_kv_heads=2)  # and with 6 heads these have two query heads and one
+FOUR = tiny(num_kv_heads=2, num_layers=4)
+FOUR_TIED = replace(FOUR, tied_embeddings=True)
+
+PLAIN = ModelConfig(
+    vocab_size=61,
+    pad_vocab_to_multiple_of=4,
+    hidden_size=24,
+    num_layers=4,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=6,
+    ffn_hidden_size=20,
+    max_seq_len=48,
+)
+"""Base model of the variants."""
+
+NORMED_AROUND = replace(
+    PLAIN,
+    zero_centered_gamma=True,
+    norm_placement="around",
+    activation="gelu_tanh",
+    tied_embeddings=True,
+    embedding_scale=24**0.5,
+    logit_softcap=3.0,
+    rope=RopeConfig(local_theta=100.0, scaling="linear", factor=2.0),
+    attention=AttentionConfig(
+        qk_norm="head", softcap=2.0, window=5, window_layers=(True, False), scale=0.3
+    ),
+)
+"""Like Gemma 2 and 3: norms before and after, softcap, sliding window in every other layer, two
+RoPE bases."""
+
+NORMED_AFTER = replace(
+    PLAIN, fp32_residual=True, norm_placement="after", attention=AttentionConfig(qk_norm="whole")
+)
+"""Like OLMo 2: norms only after the layers, QK norm over all heads."""
+
+PARALLEL = replace(
+    PLAIN,
+    block="parallel",
+    norm="layer",
+    gated=False,
+    activation="gelu",
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    rope=RopeConfig(fraction=0.34),
+)
+"""Like GPT-NeoX: parallel attention and MLP, LayerNorm, RoPE on a third of the features, biases."""
+
+ONE_NORM = replace(
+    PARALLEL,
+    block="parallel_one_norm",
+    activation="squared_relu",
+    residual_scale=0.5,
+    logit_scale=0.7,
+    mup=MuPConfig(base_hidden_size=8, base_head_dim=3),
+    embedding_init_std=0.1,
+    init_overrides=(("*.mlp.down", 0.3),),
+)
+"""Like Falcon: one norm for attention and MLP; with muP at three times the base width."""
+
+LEARNED = replace(
+    PARALLEL,
+    block="sequential",
+    positions="learned",
+    activation="gelu_tanh",
+    tied_embeddings=True,
+    rope=RopeConfig(),
+    dropout=DropoutConfig(embedding=0.1, residual=0.2),
+)
+"""Like GPT-2: learned positions, and dropout."""
+
+SINKS = replace(
+    PLAIN,
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    activation="quick_gelu",
+    activation_clamp=1.0,
+    up_offset=1.0,
+    rope=RopeConfig(
+        scaling="yarn", factor=4.0, original_max_position=16, whole_pairs=False, interleaved=True
+    ),
+    attention=AttentionConfig(sinks=True, window=4, window_layers=(True, False)),
+)
+"""Like gpt-oss: attention sinks, sliding window in every other layer, YaRN, clamped gate,
+interleaved RoPE."""
+
+GATED = replace(
+    PLAIN,
+    attention=AttentionConfig(gated=True, qk_norm="l2"),
+    rope=RopeConfig(skip=(False, True), sections=(1, 1, 1)),
+)
+"""Gated attention, L2 norms, every other layer without RoPE, the others with multimodal RoPE."""
+
+BIDIRECTIONAL = replace(
+    PLAIN,
+    attention=AttentionConfig(
+        causal=False,
+        off_by_one=True,
+        window=4,
+        window_right=2,
+        window_layers=(True, False),
+    ),
+    dropout=DropoutConfig(attention=0.2),
+)
+"""Encoder: bidirectional attention, off-by-one softmax, attention dropout."""
+
+RELATIVE = replace(
+    PLAIN,
+    num_kv_heads=6,
+    positions="relative",
+    relative=RelativeConfig(buckets=8, max_distance=7),
+    gated=False,
+    activation="relu",
+    attention=AttentionConfig(scale=1.0),
+    tied_embeddings=True,
+)
+"""Like a T5 decoder: relative position biases from one table for all layers, unscaled attention."""
+
+CHUNKED = replace(
+    PLAIN,
+    rope=RopeConfig(interleaved=True, skip=(False, False, True), skip_growth=0.4, skip_step=3),
+    attention=AttentionConfig(
+        qk_norm="l2",
+        qk_norm_layers=(True, True, False),
+        window=5,
+        window_layers=(True, True, False),
+        chunked=True,
+    ),
+)
+"""Like Llama 4: chunked attention and L2 norms in layers with RoPE; others without positions, with
+attention temperature."""
+
+LATENT = replace(
+    PLAIN,
+    num_heads=10,
+    num_kv_heads=10,
+    head_dim=None,
+    mla=MLAConfig(
+        kv_rank=7,
+        q_rank=9,
+        nope_dim=5,
+        rope_dim=4,
+        value_dim=3,
+        yarn_mscale=0.7,
+    ),
+    rope=RopeConfig(interleaved=True, scaling="yarn", factor=4.0, original_max_position=16),
+)
+"""Like DeepSeek-V2: multi-head latent attention."""
+
+MTP_MODEL = replace(PLAIN, mtp=MTPConfig(num_layers=2, loss_weight=0.5))
+"""Like DeepSeek-V3: two MTP layers, and embeddings that both ends of a pipeline need."""
+
+HETEROGENEOUS = replace(
+    PLAIN,
+    num_heads=8,
+    num_kv_heads=8,
+    ffn_hidden_size=22,
+    init="xavier_uniform",
+    output_bias=True,
+    mlp_bias=True,
+    layers=LayersConfig(
+        attention=("full", "linear", "full", "none"),
+        mlp=("full", "full", "linear", "full"),
+        num_kv_heads=(4, 8),
+        ffn_hidden_size=(14, 22, 20, 9),
+    ),
+)
+"""Like Nemotron models found by architecture search: parts of layers removed, replaced by a linear
+layer, or of other sizes."""
+
+CROSS_LAYER = replace(
+    PLAIN,
+    cross=CrossConfig(memory=1, layers=(False, True, True)),
+    qkv_bias=True,
+    output_bias=True,
+    attention=AttentionConfig(window=4, window_layers=(True, False), scale=1.0, softcap=3.0),
+)
+"""Like YOCO: layers that attend to the hidden states of an earlier layer."""
+
+VARIANTS = {
+    "normed around": NORMED_AROUND,
+    "normed after": NORMED_AFTER,
+    "parallel": PARALLEL,
+    "one norm": ONE_NORM,
+    "learned positions": LEARNED,
+    "sinks": SINKS,
+    "gated": GATED,
+    "latent": LATENT,
+    "mtp": MTP_MODEL,
+    "bidirectional": BIDIRECTIONAL,
+    "heterogeneous": HETEROGENEOUS,
+    "chunked": CHUNKED,
+    "relative": RELATIVE,
+    "cross-layer": CROSS_LAYER,
+}
+
+# --- mixtures of experts
+
+NARROW = replace(
+    PLAIN,
+    num_kv_heads=6,
+    moe=MoEConfig(
+        num_experts=4,
+        ffn_hidden_size=10,
+        latent_size=14,
+        layers=(True, False),
+        capacity=CapacityConfig(factor=1.0),
+        aux_loss=AuxLossConfig(batch_coeff=0.2, z_loss_coeff=0.05),
+    ),
+)
+"""Small experts in every other layer, with expert capacity."""
+
+PADDED = replace(
+    NARROW,
+    moe=MoEConfig(
+        num_experts=4,
+        ffn_hidden_size=10,
+        latent_size=14,
+        layers=(True, False),
+        aux_loss=AuxLossConfig(batch_coeff=0.2, z_loss_coeff=0.05),
+        capacity=CapacityConfig(factor=0.9, pad=True),
+    ),
+)
+"""The same with lower capacity, and experts padded to it."""
+
+BIASED_CHOICE = replace(
+    PLAIN,
+    num_kv_heads=6,
+    moe=MoEConfig(
+        num_experts=6,
+        ffn_hidden_size=10,
+        shared_ffn_hidden_size=9,
+        shared_gate=True,
+        router=RouterConfig(
+            score="sigmoid",
+            expert_bias=True,
+            expert_bias_update_rate=0.01,
+            bias=True,
+            num_groups=3,
+            topk_groups=2,
+            group_score="max",
+            routed_scaling_factor=1.5,
+        ),
+        aux_loss=AuxLossConfig(sequence_coeff=0.1, batch_coeff=0.2, z_loss_coeff=0.05),
+    ),
+)
+"""Like DeepSeek-V3: sigmoid scores, groups, expert bias, and a gated shared expert."""
+
+NOISY = replace(
+    PLAIN,
+    num_kv_heads=6,
+    moe=MoEConfig(
+        num_experts=6,
+        ffn_hidden_size=10,
+        layers=(False, True),
+        capacity=CapacityConfig(factor=1.1, drop="last", pad=True),
+        router=RouterConfig(jitter=0.1),
+        aux_loss=AuxLossConfig(global_batch_coeff=0.3, sequence_coeff=0.1, of_choices=True),
+    ),
+)
+"""Like Switch Transformer: router input noise, token dropping by position, padding to capacity, and
+an aux loss over the global batch.
+
+That loss needs the microbatches of all data-parallel ranks as one, and the capacity single ones;
+one process cannot do both, so there is no dp.
+"""
+
+OVER_THE_STEP = replace(
+    PLAIN,
+    num_kv_heads=6,
+    moe=MoEConfig(
+        num_experts=6,
+        ffn_hidden_size=10,
+        layers=(False, True),
+        router=RouterConfig(jitter=0.1),
+        aux_loss=AuxLossConfig(global_batch_coeff=0.7, sequence_coeff=0.1, z_loss_coeff=0.05),
+    ),
+)
+"""Aux loss over the global batch, with nothing that depends on single microbatches."""
+
+PLANNED = replace(
+    PLAIN,
+    num_kv_heads=6,
+    num_layers=2,
+    moe=MoEConfig(
+        num_experts=3,
+        top_k=1,
+        ffn_hidden_size=10,
+        apply_router_weight_on_input=True,
+        router=RouterConfig(norm_topk_prob=False),
+        aux_loss=AuxLossConfig(sinkhorn=True),
+    ),
+)
+"""Like Llama 4, top-1 experts with the router weight applied to the input; routed by Sinkhorn over
+all ranks."""
+
+OFFSET = replace(
+    PLAIN,
+    num_kv_heads=6,
+    moe=MoEConfig(
+        num_experts=6,
+        ffn_hidden_size=10,
+        layers=(False, True),
+        router=RouterConfig(score="sqrt_softplus", bias=True),
+        aux_loss=AuxLossConfig(quantile=True, quantile_ema=0.3, z_loss_coeff=0.05),
+    ),
+)
+"""Experts whose logits get offsets after each step that would have balanced it; square-root
+scores."""
+
+CLAMPED = replace(
+    PLAIN,
+    num_kv_heads=6,
+    activation="quick_gelu",
+    activation_clamp=1.0,
+    up_offset=1.0,
+    moe=MoEConfig(
+        num_experts=4,
+        ffn_hidden_size=9,
+        biases=True,
+        router=RouterConfig(bias=True),
+        aux_loss=AuxLossConfig(batch_coeff=0.1),
+    ),
+)
+"""Like gpt-oss: experts and routers with biases."""
+
+MTP_EXPERTS = replace(
+    BIASED_CHOICE, tied_embeddings=True, mtp=MTPConfig(num_layers=2, loss_weight=0.5)
+)
+"""Layers with experts, and MTP."""
+
+WHOLE_LATENT = replace(
+    LATENT,
+    moe=MoEConfig(
+        num_experts=8,
+        top_k=4,
+        ffn_hidden_size=9,
+        shared_ffn_hidden_size=11,
+        layers=(False, True, True, True),
+        router=RouterConfig(
+            score="sigmoid",
+            expert_bias=True,
+            expert_bias_update_rate=0.01,
+            num_groups=4,
+            topk_groups=2,
+            routed_scaling_factor=1.5,
+        ),
+        aux_loss=AuxLossConfig(sequence_coeff=0.1),
+    ),
+    mtp=MTPConfig(num_layers=1, loss_weight=0.5),
+)
+"""Complete DeepSeek-V3: latent attention, shared expert, group-limited routing in all layers but
+the first, and one MTP layer with experts."""
+
+PLANNED_PAIRS = replace(
+    PLAIN,
+    num_kv_heads=6,
+    moe=MoEConfig(
+        num_experts=4,
+        top_k=2,
+        ffn_hidden_size=10,
+        shared_ffn_hidden_size=9,
+        aux_loss=AuxLossConfig(sinkhorn=True),
+    ),
+)
+"""Sinkhorn-routed top-2 experts, and a shared expert."""
+
+MIXTURES = {
+    "narrow": NARROW,
+    "biased choice": BIASED_CHOICE,
+    "noisy": NOISY,
+    "planned": PLANNED,
+    "offset": OFFSET,
+    "clamped": CLAMPED,
+    "mtp experts": MTP_EXPERTS,
+    "padded": PADDED,
+    "whole latent": WHOLE_LATENT,
+    "planned pairs": PLANNED_PAIRS,
+    "over the step": OVER_THE_STEP,
+}
+
+EXPERTS = replace(
+    PLAIN,
+    num_kv_heads=6,
+    moe=MoEConfig(num_experts=4, ffn_hidden_size=10, shared_ffn_hidden_size=9),
+)
+"""Experts in all layers, without aux losses."""
+
+MODELS: dict[str, ModelConfig] = {
+    "tiny": tiny(),
+    "biased": tiny(bias=True),
+    "shared": SHARED,
+    "uneven": UNEVEN,
+    "four": FOUR,
+    "six_layers": replace(FOUR, num_layers=6),
+    "experts": EXPERTS,
+    "balanced": replace(
+        EXPERTS,
+        moe=replace(EXPERTS.moe, aux_loss=AuxLossConfig(batch_coeff=0.2)),  # type: ignore[type-var]
+    ),
+    "tiny_experts": replace(
+        tiny(),
+        # The z-loss is a mean over tokens, not packs.
+        moe=MoEConfig(num_experts=4, ffn_hidden_size=10, aux_loss=AuxLossConfig(z_loss_coeff=0.3)),
+    ),
+    **{name.replace(" ", "_"): model for name, model in (VARIANTS | MIXTURES).items()},
+}
+"""Every model of the matrix by its name in `matrix.yaml`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

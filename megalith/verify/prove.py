@@ -19,13 +19,13 @@ from megalith.estimate.advise import resolve_auto_recompute
 from megalith.plan.batch_assignment import count_microbatches_of_longest
 from megalith.plan.check_schedule import queue_problems
 from megalith.plan.kernels import describe_kernel_setting
-from megalith.plan.p2p import with_transfers
 from megalith.plan.schedule import (
     Schedule,
     build_schedule,
     pair_forward_backward,
     schedule_name,
     schedule_problems,
+    with_transfers,
 )
 from megalith.plan.shards import PARTS
 from megalith.plan.simulate import Costs, find_problems, peak_activation_memory, simulate

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.boxes import CheckpointEntry, pieces
+from megalith.checkpoint.format import CheckpointEntry, pieces
 from megalith.checkpoint.load import Checkpoint, open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.data import DataConfig
@@ -31,7 +31,7 @@ from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeCon
 from megalith.config.train import LoopConfig, TrainRun, dropout_seed
 from megalith.data.loader import Loader, MaskSettings
 from megalith.data.sample import Dataset, PackedSample, RowMask, Sample
-from megalith.nn.init import init_param_
+from megalith.nn.build import init_param_
 from megalith.optim.schedule import GroupRates, group_rates, schedule_lengths
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh

@@ -63,10 +63,10 @@ from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import Mesh, build_meta_mesh
 from megalith.parallel.recompute import FrozenLayerRunner
 from megalith.plan.context import WHOLE, Slicing, layer_context_kind, plan_slices
-from megalith.plan.dispatch import BUILT_IN
 from megalith.plan.frozen import first_trained_layer
 from megalith.plan.grid import Grid, model_grid
 from megalith.plan.layers import plugins_without_layer_kind
+from megalith.plan.layers.moe import BUILT_IN
 from megalith.plan.parameters import layer_parameters
 from megalith.plan.schedule import rank_and_chunk, schedule_name, stage_index, stage_placement
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, EXPERT_PARTS, PARTS, Shard

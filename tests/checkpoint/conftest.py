@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint.boxes import CheckpointEntry
-from megalith.checkpoint.format import folder_name
+from megalith.checkpoint.format import CheckpointEntry, folder_name
 from megalith.checkpoint.save import SaveReport, commit, save_checkpoint, write_boxes
-from megalith.parallel import consistency
+from megalith.parallel import group as consistency
 from megalith.parallel.group import Group, local_range, single_rank_group
 from megalith.plan.shards import Shard, split_evenly
 

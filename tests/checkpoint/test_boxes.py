@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import (
+from megalith.checkpoint.format import (
     CheckpointEntry,
     TensorPiece,
     as_bytes,
@@ -142,7 +142,7 @@ def test_a_tensor_that_is_not_the_shard_is_our_own_bug(tensor: torch.Tensor) -> 
 def test_values_in_any_order_of_memory_are_laid_out_row_by_row(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megalith.checkpoint.boxes._COPY_NBYTES", 1000)
+    monkeypatch.setattr("megalith.checkpoint.format._COPY_NBYTES", 1000)
     whole = (torch.arange(2 * 70 * 80).view(2, 70, 80) % 251).to(dtype)
     views = [whole.permute(order) for order in itertools.permutations(range(3))]
     views += [

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.inspect import compare_checkpoints
 from megalith.checkpoint.load import open_checkpoint
 from megalith.errors import CheckpointError

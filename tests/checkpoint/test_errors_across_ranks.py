@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from megalith.errors import CheckpointError, DataError, RankError, UserError
-from megalith.parallel.consistency import raise_on_all_ranks
-from megalith.parallel.group import Group, single_rank_group
+from megalith.parallel.group import Group, raise_on_all_ranks, single_rank_group
 
 
 def test_results_come_in_the_order_of_ranks(run_threads: Callable[..., list[Any]]) -> None:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint.boxes import CheckpointEntry
-from megalith.checkpoint.format import MANIFEST_SHA256, manifest_digest
+from megalith.checkpoint.format import MANIFEST_SHA256, CheckpointEntry, manifest_digest
 from megalith.checkpoint.load import (
     find_latest,
     list_other_checkpoints,

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.keys import describe_master_differences, pair_master_weights, reconcile
 from megalith.plan.shards import Shard
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megalith import storage
 from megalith.checkpoint import save
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.load import find_latest, open_checkpoint, verify_checkpoint
 from megalith.checkpoint.save import (
     commit_snapshot,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.inspect import (
     compute_statistics,
     list_nonfinite_tensors,

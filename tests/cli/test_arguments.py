@@ -6,8 +6,7 @@ import pytest
 from tyro.conf import Positional
 
 from megalith.cli.arguments import COMMON_SETTINGS, parse_options, split_overrides
-from megalith.config.fields import describe, setting_names
-from megalith.config.renamed import read_renamed_settings
+from megalith.config.fields import describe, read_renamed_settings, setting_names
 from megalith.config.train import TrainRun
 from megalith.config.tree import Override, apply_overrides
 from megalith.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli import chat as command
 from megalith.cli.arguments import parse_options

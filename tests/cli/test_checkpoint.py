@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.main import main
 from megalith.parallel.group import single_rank_group

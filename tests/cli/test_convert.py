@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.main import main

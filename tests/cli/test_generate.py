@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.arguments import parse_options
 from megalith.cli.generate import (

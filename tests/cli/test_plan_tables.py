@@ -18,7 +18,7 @@ from megalith.cli.plan import (
 )
 from megalith.estimate.explain import StageRow, explain
 from megalith.estimate.memory import RankMemory, memory_ledger, worst
-from megalith.estimate.traffic import step_traffic
+from megalith.estimate.times import step_traffic
 from megalith.estimate.workload import plan_workload
 from megalith.plan.devices import DEVICES, GIB
 from megalith.recipes import resolve

@@ -22,7 +22,7 @@ from megalith.config.tree import Override, apply_overrides
 from megalith.data.chat_template import find_template
 from megalith.data.huggingface import train_bpe
 from megalith.data.tokenizer import build_tokenizer
-from megalith.hf.auxiliary_files import find_own_template
+from megalith.hf.convert import find_own_template
 from megalith.hf.pretrained import locate_source, open_pretrained
 from megalith.observe.metrics import read_metrics
 from megalith.recipes import resolve

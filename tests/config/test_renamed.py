@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from megalith.config.fields import hint_at, literal_values
-from megalith.config.renamed import (
+from megalith.config.fields import (
     find_setting_successor,
+    hint_at,
+    literal_values,
     read_renamed_settings,
     translate_stored_settings,
 )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megalith.data.blend import (
+from megalith.data.build import (
     BlendedDataset,
     BlendOrder,
     build_exhaustive_order,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from megalith.data.conversations import (
+from megalith.data.sft import (
     Conversation,
     _message,
     generate_mock_conversations,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from megalith.data.index_loops import (
+from megalith.data.pretrain import (
     compile_if_long,
     compiled,
     compute_exhaustive_order,

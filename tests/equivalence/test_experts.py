@@ -21,8 +21,8 @@ from megalith.config.optim import PrecisionConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig, RecomputeConfig
 from megalith.data.loader import Loader, MaskSettings
 from megalith.data.sample import Sample
-from megalith.kernels import experts as expert_kernels
 from megalith.kernels import grouped_linear
+from megalith.kernels import grouped_linear as expert_kernels
 from megalith.kernels.grouped_linear import (
     FUSED,
     HAS_GROUPED_MM,
@@ -42,6 +42,7 @@ from megalith.testing.tolerance import FP32_DEEP, FP64, assert_close
 from megalith.train.moe import LayerExpertLoad, collect_expert_load, iter_routers
 from megalith.train.step import Trainer, train_step
 from megalith.train.trainer import all_gather_loaded_params, build_trainer, checkpoint_entries
+from megalith.verify.matrix import BIASED_CHOICE, NARROW, NOISY
 from megalith.verify.ranks import (
     Gathered,
     LayoutCase,
@@ -51,7 +52,6 @@ from megalith.verify.ranks import (
     _slices,
     layout_case,
 )
-from megalith.verify.tiny_models import BIASED_CHOICE, NARROW, NOISY
 
 CPU = torch.device("cpu")
 

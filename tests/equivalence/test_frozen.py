@@ -24,7 +24,7 @@ from megalith.train import trainer as build
 from megalith.train.step import Trainer, train_step
 from megalith.train.trainer import all_gather_loaded_params, build_trainer, checkpoint_entries
 from megalith.verify import ranks as proof
-from megalith.verify.tiny_models import TIED, tiny
+from megalith.verify.matrix import TIED, tiny
 
 Zero = Literal[0, 1, 2, 3]
 

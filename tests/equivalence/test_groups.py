@@ -23,7 +23,7 @@ from megalith.train.run_folder import RunFolder
 from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer
 from megalith.verify import ranks as proof
-from megalith.verify.tiny_models import tiny
+from megalith.verify.matrix import tiny
 
 CPU = torch.device("cpu")
 OPTIM = OptimConfig(

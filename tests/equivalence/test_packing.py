@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 from megalith.config.data import DataConfig, SFTConfig
-from megalith.data.conversations import Conversation, generate_mock_conversations
 from megalith.data.loader import Batch, MaskSettings, StepBatches, build_batch
 from megalith.data.sample import PackedSample
-from megalith.data.sft import ConversationDataset, build_conversations
+from megalith.data.sft import (
+    Conversation,
+    ConversationDataset,
+    build_conversations,
+    generate_mock_conversations,
+)
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.build import build_context

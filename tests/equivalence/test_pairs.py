@@ -29,8 +29,8 @@ from megalith.testing.inject import patched, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer
+from megalith.verify.matrix import BIASED_CHOICE
 from megalith.verify.ranks import LayoutCase, _loader, layout_case
-from megalith.verify.tiny_models import BIASED_CHOICE
 
 CPU = torch.device("cpu")
 EP2 = ParallelConfig(dp=2, ep=2, zero=1, overlap_experts=True)

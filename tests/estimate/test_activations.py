@@ -44,7 +44,7 @@ from megalith.kernels.attention import cpu_tiled
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
 from megalith.kernels.packed import seq_params_from_lengths, seq_params_from_slices
-from megalith.kernels.permute import permute, permute_choices
+from megalith.kernels.routing import permute, permute_choices
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.build import build_context
 from megalith.parallel.context import local_slicing
@@ -53,21 +53,16 @@ from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.parallel.recompute import OffloadedStorage
 from megalith.plan.context import plan_slices
 from megalith.plan.grid import model_grid
-from megalith.plan.layers import core_attention
-from megalith.plan.layers.base import (
-    ExpertPart,
-    LayerSetting,
-    SavedActivation,
-    total,
-)
-from megalith.plan.layers.core_attention import attention_backend
+from megalith.plan.layers import attention
+from megalith.plan.layers.attention import attention_backend
+from megalith.plan.layers.base import ExpertPart, LayerSetting, SavedActivation, total
 from megalith.plan.stages import plan_stages
 from megalith.testing.meter import measure_saved_activations
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.objective import sum_lm_losses
 from megalith.train.trainer import DTYPES, build_trainer
-from megalith.verify.tiny_models import CROSS_LAYER, VARIANTS
+from megalith.verify.matrix import CROSS_LAYER, VARIANTS
 from tests.plan.closed_forms import GptLayer, gpt_layer_bytes
 
 MODEL = ModelConfig(
@@ -700,7 +695,7 @@ def test_recomputed_activations_are_transient() -> None:
 
 def test_tile_constants_match_the_kernels() -> None:
     for name in ("TILED_LENGTHS", "KEPT_LENGTH", "TILE_ROWS", "TILE_SCORES"):
-        assert getattr(core_attention, name) == getattr(cpu_tiled, name)
+        assert getattr(attention, name) == getattr(cpu_tiled, name)
 
 
 def test_selective_attention_saves_the_papers_share_of_a_gpt_layer() -> None:

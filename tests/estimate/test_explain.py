@@ -12,7 +12,7 @@ from megalith.parallel.mesh import build_meta_mesh
 from megalith.plan.costs import num_parameters
 from megalith.recipes import resolve
 from megalith.testing.tiny import tiny_run
-from megalith.verify.tiny_models import VARIANTS
+from megalith.verify.matrix import VARIANTS
 
 
 def big() -> Workload:

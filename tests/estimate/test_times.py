@@ -9,9 +9,9 @@ from megalith.estimate.times import (
     communication_time,
     rank_flops,
     repeated_share,
+    step_traffic,
     work_seconds,
 )
-from megalith.estimate.traffic import step_traffic
 from megalith.estimate.workload import plan_workload
 from megalith.plan.devices import DEVICES, EFFICIENCY, LINK_EFFICIENCY, device_named
 from megalith.recipes import resolve

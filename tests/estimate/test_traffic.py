@@ -1,4 +1,4 @@
-"""Tests of megalith/estimate/traffic.py: what real ranks give their collectives is what the plan
+"""Tests of megalith/estimate/times.py: what real ranks give their collectives is what the plan
 says."""
 
 from collections import defaultdict
@@ -13,7 +13,7 @@ from megalith.config.tree import apply_overrides
 from megalith.data.loader import MaskSettings, StepBatches, build_batch
 from megalith.data.sample import Sample
 from megalith.estimate.memory import crowded_bytes, memory_ledger, worst
-from megalith.estimate.traffic import Traffic, sent, step_traffic
+from megalith.estimate.times import Traffic, sent, step_traffic
 from megalith.estimate.workload import plan_workload
 from megalith.kernels import routing
 from megalith.parallel.context import local_slicing

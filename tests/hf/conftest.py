@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.config.model import ModelConfig
 from megalith.hf.folder import write_folder
 from megalith.kernels.backend import AUTO, Backends

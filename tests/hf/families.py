@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.hf.folder import HuggingFaceFolder
 from megalith.hf.tensor_rules import group_by_parameter, to_parameter_layout
 from megalith.models.decoder import Decoder, allocate, iter_parameter_specs

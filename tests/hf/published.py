@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megalith.checkpoint.boxes import describe_tiling_problem
+from megalith.checkpoint.format import describe_tiling_problem
 from megalith.config.model import ModelConfig
 from megalith.hf.families import (
     GEMMA,

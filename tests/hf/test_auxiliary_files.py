@@ -16,8 +16,7 @@ from megalith.data.chat_template import BUILT_IN
 from megalith.data.huggingface import train_bpe
 from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import DataError
-from megalith.hf.auxiliary_files import copy_auxiliary_files, find_own_template
-from megalith.hf.convert import Kind, convert
+from megalith.hf.convert import Kind, convert, copy_auxiliary_files, find_own_template
 from megalith.hf.pretrained import Pretrained, locate_source, open_pretrained
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run

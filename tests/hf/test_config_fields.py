@@ -16,9 +16,9 @@ from megalith.config.model import (
     RopeConfig,
 )
 from megalith.errors import ConfigError
+from megalith.hf.config_fields import FULL, SLIDING, shortest_pattern, window_arguments
 from megalith.hf.families import GEMMA2, GEMMA3, GPT_OSS, LLAMA, QWEN2, QWEN2_MOE, QWEN3, SMOLLM3
 from megalith.hf.family import Family, UnexportedFieldsError, canonical, check_all_fields_exported
-from megalith.hf.shared_fields import FULL, SLIDING, shortest_pattern, window_arguments
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "head size": ({"head_dim": 2}, {"head_dim": None}),

@@ -11,7 +11,7 @@ import pytest
 from megalith.config.model import AttentionConfig, ModelConfig
 from megalith.config.moe import RouterConfig
 from megalith.errors import ConfigError
-from megalith.hf.config_fields import ConfigField, Fields
+from megalith.hf.config_fields import ConfigField, Fields, llama_fields
 from megalith.hf.families import (
     GEMMA,
     GEMMA2,
@@ -33,7 +33,6 @@ from megalith.hf.families import (
     STARCODER2,
 )
 from megalith.hf.family import Family
-from megalith.hf.shared_fields import llama_fields
 from megalith.hf.tensor_rules import (
     ATTENTION,
     GATED_MLP,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint import safetensors
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import CheckpointError, ConfigError

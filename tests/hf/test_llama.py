@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megalith.checkpoint.boxes import describe_tiling_problem
+from megalith.checkpoint.format import describe_tiling_problem
 from megalith.config.model import ModelConfig, RopeConfig
 from megalith.errors import ConfigError
 from megalith.hf.families import LLAMA

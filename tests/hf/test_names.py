@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import lengths
+from megalith.checkpoint.format import lengths
 from megalith.hf.tensor_rules import (
     TensorRow,
     TensorRule,

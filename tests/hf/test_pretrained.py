@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.main import main

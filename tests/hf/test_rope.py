@@ -8,8 +8,7 @@ import pytest
 
 from megalith.config.model import RopeConfig
 from megalith.errors import ConfigError
-from megalith.hf.config_fields import Fields
-from megalith.hf.shared_fields import read_rope, write_rope
+from megalith.hf.config_fields import Fields, read_rope, write_rope
 from megalith.kernels.rope import attention_factor
 
 

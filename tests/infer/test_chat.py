@@ -13,7 +13,7 @@ from megalith.config.tokenizer import TokenizerConfig
 from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import DataError
-from megalith.hf.auxiliary_files import find_turn_end
+from megalith.hf.convert import find_turn_end
 from megalith.hf.peft import AdaptedWeights
 from megalith.hf.pretrained import Pretrained
 from megalith.infer.chat import Chat, StopFilter, select_template

@@ -26,7 +26,7 @@ from megalith.nn.router import Router
 from megalith.parallel.mesh import build_mesh
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
-from megalith.verify.tiny_models import VARIANTS
+from megalith.verify.matrix import VARIANTS
 
 GREEDY = SampleConfig(temperature=0.0, max_new_tokens=20)
 PROMPTS = [[5, 17, 36, 3, 14], [8], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.generation import SampleConfig
 from megalith.config.kernels import Kernel

@@ -6,15 +6,16 @@ from megalith.config.generation import SampleConfig
 from megalith.data.huggingface import HuggingFaceTokenizer, train_bpe
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
 from megalith.errors import DataError
-from megalith.infer.generate import GeneratedToken, generate
-from megalith.infer.load import TextGenerator
-from megalith.infer.text import (
+from megalith.infer.generate import (
+    GeneratedToken,
     OrderedPrinter,
     Transcript,
     encode_prompt,
     encode_prompts,
+    generate,
     generate_text,
 )
+from megalith.infer.load import TextGenerator
 
 BYTES = ByteTokenizer()
 

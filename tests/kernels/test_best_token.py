@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.parallel import logits
+from megalith.parallel import cross_entropy
+from megalith.parallel.cross_entropy import greedy_tokens
 from megalith.parallel.group import Group, single_rank_group
-from megalith.parallel.logits import greedy_tokens
 from megalith.parallel.mesh import build_mesh
 from megalith.plan.grid import model_grid
 from megalith.plan.shards import split_evenly
@@ -42,7 +42,7 @@ def expected() -> list[int]:
 
 @pytest.mark.parametrize("chunk", [4, 100])
 def test_best_token_has_the_largest_logit(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits, "loss_chunk", lambda vocab_size, ranks: chunk)
+    monkeypatch.setattr(cross_entropy, "loss_chunk", lambda vocab_size, ranks: chunk)
     x, table = inputs()
     assert (
         greedy_tokens(

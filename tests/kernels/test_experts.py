@@ -10,9 +10,16 @@ from torch import Tensor
 
 from megalith.errors import ConfigError
 from megalith.kernels.activation import GatedActivation, weighted_activate, weighted_gated
-from megalith.kernels.experts import (
+from megalith.kernels.grouped_linear import (
+    BATCHED,
+    FUSED,
+    HAS_GROUPED_MM,
+    LOOP,
+    Groups,
     Inner,
     Matrix,
+    build_groups,
+    equal_groups,
     experts,
     grouped_matmul_ops_by_name,
     reference_experts,
@@ -20,16 +27,8 @@ from megalith.kernels.experts import (
     row_experts,
     with_bias,
 )
-from megalith.kernels.grouped_linear import (
-    BATCHED,
-    FUSED,
-    HAS_GROUPED_MM,
-    LOOP,
-    Groups,
-    build_groups,
-    equal_groups,
-)
-from megalith.kernels.permute import (
+from megalith.kernels.linear import RegisterRecompute, register_recompute
+from megalith.kernels.routing import (
     RowPermutation,
     gather_row_weights,
     gather_rows,
@@ -38,7 +37,6 @@ from megalith.kernels.permute import (
     permute_choices_padded,
     unpermute,
 )
-from megalith.kernels.recomputed import RegisterRecompute, register_recompute
 
 E, H, F = 4, 6, 3
 UNEVEN = (5, 0, 1, 3)

@@ -23,8 +23,7 @@ from megalith.kernels.grouped_linear import (
     select_grouped_matmul_ops,
     zero_experts_without_rows_,
 )
-from megalith.kernels.linear import MatmulOps, bf16_matmul
-from megalith.kernels.recomputed import register_recompute
+from megalith.kernels.linear import MatmulOps, bf16_matmul, register_recompute
 from megalith.testing.inject import patched
 from megalith.testing.tolerance import FP32, assert_equals
 

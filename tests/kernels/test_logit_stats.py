@@ -8,11 +8,12 @@ from torch import Tensor
 
 from megalith.parallel.cross_entropy import (
     CrossEntropyResult,
+    LogitStats,
+    LossWithLogitStats,
     linear_cross_entropy,
     linear_cross_entropy_with_stats,
 )
 from megalith.parallel.group import single_rank_group
-from megalith.parallel.logits import LogitStats, LossWithLogitStats
 
 
 def measured(logsumexp: list[float], largest: list[float]) -> CrossEntropyResult:

@@ -42,9 +42,9 @@ from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tolerance import BF16, assert_equals, matmul_bound
 from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer
+from megalith.verify.matrix import PLAIN, VARIANTS
 from megalith.verify.ranks import _loader as loader_of
 from megalith.verify.ranks import layout_case
-from megalith.verify.tiny_models import PLAIN, VARIANTS
 
 BackendName = Literal["torch", "upcast"]
 FORMS: tuple[BackendName, ...] = "torch", "upcast"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.permute import (
+from megalith.kernels.routing import (
     RowPermutation,
     expert_major,
     gather_row_weights,

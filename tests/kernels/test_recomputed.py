@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalith.kernels.linear import linear
-from megalith.kernels.norm import rms_norm
-from megalith.kernels.recomputed import (
+from megalith.kernels.linear import (
     SavedInput,
     derive_recompute,
     fingerprint,
+    linear,
     pass_recompute,
     recompute_recipe,
     register_checked_recompute,
@@ -21,6 +20,7 @@ from megalith.kernels.recomputed import (
     save_entirely,
     split_rows,
 )
+from megalith.kernels.norm import rms_norm
 from megalith.testing.tolerance import EXACT, assert_equals
 
 

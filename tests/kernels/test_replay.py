@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalith.errors import DataError
-from megalith.kernels.replay import MicrobatchRouting, RoutingRecord
+from megalith.kernels.layer_inputs import MicrobatchRouting, RoutingRecord
 
 CHOSEN = torch.tensor([[0, 2], [1, 0], [2, 1]])
 

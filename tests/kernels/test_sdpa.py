@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from megalith.kernels.attention.scores import Scores, causal_mask, masked_attention
-from megalith.kernels.attention.sdpa import (
-    Lengths,
-    sdpa_attention,
-    sdpa_documents,
-    sdpa_masked,
-)
+from megalith.kernels.attention.sdpa import Lengths, sdpa_attention, sdpa_documents, sdpa_masked
 
 
 @pytest.mark.parametrize(

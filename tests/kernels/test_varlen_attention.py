@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.attention import varlen
+from megalith.kernels.attention import sdpa
 from megalith.kernels.attention.dispatch import (
     attention,
     reference_attention,
     select_attention_backend,
 )
 from megalith.kernels.attention.scores import PLAIN, Scores
-from megalith.kernels.attention.varlen import (
+from megalith.kernels.attention.sdpa import (
     can_use,
     has_varlen,
     starts,
@@ -108,7 +108,7 @@ class OnGPU:
 
 def test_gpu_backend_selection_by_supported_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(varlen, "has_varlen", lambda: True)
+    monkeypatch.setattr(sdpa, "has_varlen", lambda: True)
     monkeypatch.setattr("megalith.kernels.attention.flex.has_triton", lambda: True)
     q: Any = OnGPU(8, 2, 64)
     wide: Any = OnGPU(8, 2, 64, dtype=torch.float32)

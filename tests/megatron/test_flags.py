@@ -9,7 +9,8 @@ import yaml
 import megalith.megatron
 from megalith.config.fields import setting_names
 from megalith.config.train import TrainRun
-from megalith.megatron.flags import (
+from megalith.megatron.parse import (
+    FILE_FLAGS,
     FastSafeLoader,
     MegatronFlag,
     known_flags,
@@ -17,7 +18,6 @@ from megalith.megatron.flags import (
     read_flag_table,
     unmapped_flags,
 )
-from megalith.megatron.parse import FILE_FLAGS
 from tests.megatron.conftest import Translate
 
 MEGATRON_FLAGS = (Path(__file__).parent.parent / "cli" / "megatron_flags.txt").read_text().split()

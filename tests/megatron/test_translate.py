@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml, from_dict, to_dict
-from megalith.megatron.flags import MegatronFlag, known_flags, mapped_flags
+from megalith.megatron.parse import MegatronFlag, known_flags, mapped_flags
 from megalith.megatron.translate import Translation, named_tokenizer, translate
 from megalith.rules.run import run_problems
 from tests.megatron.conftest import Translate

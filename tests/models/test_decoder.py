@@ -48,7 +48,7 @@ from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close, assert_equals, relative_error
 from megalith.train.objective import sum_eval_losses, sum_lm_losses
-from megalith.verify.tiny_models import NARROW, PLAIN, VARIANTS
+from megalith.verify.matrix import NARROW, PLAIN, VARIANTS
 
 BIASED = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 CHANGES: dict[str, dict[str, Any]] = {

@@ -12,8 +12,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import seq_params_from_lengths
 from megalith.models.decoder import iter_parameter_specs
-from megalith.nn.build import build_context
-from megalith.nn.init import init_param_
+from megalith.nn.build import build_context, init_param_
 from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import Init

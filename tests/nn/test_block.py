@@ -7,13 +7,12 @@ from torch.nn.functional import rms_norm
 from megalith.config.model import LayerPart, LayersConfig, MLAConfig
 from megalith.config.parallel import RecomputeConfig, RecomputedModule
 from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.linear import register_recompute
 from megalith.kernels.packed import seq_params_from_lengths
-from megalith.kernels.recomputed import register_recompute
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn.attention import Attention
-from megalith.nn.build import build_context
+from megalith.nn.build import build_context, init_param_
 from megalith.nn.dropout import RecomputedCore
-from megalith.nn.init import init_param_
 from megalith.nn.layer import SequentialBlock, select_block_class
 from megalith.nn.mla import LatentAttention, no_recompute
 from megalith.nn.mlp import GatedMLP

@@ -25,9 +25,8 @@ from megalith.kernels.packed import (
     with_padding,
 )
 from megalith.models.decoder import allocate, iter_parameter_specs
-from megalith.nn.build import build_context
-from megalith.nn.cross_attention import CrossAttention, CrossLayerAttention, across
-from megalith.nn.init import init_param_
+from megalith.nn.attention import CrossAttention, CrossLayerAttention, across
+from megalith.nn.build import build_context, init_param_
 from megalith.parallel.collectives import all_gather
 from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import Init

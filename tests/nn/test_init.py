@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.nn import init
-from megalith.nn.init import TILE, init_param_
+from megalith.nn import build
+from megalith.nn.build import TILE, init_param_
 from megalith.parallel.tensor import ONES, ZEROS, Init
 from megalith.plan.shards import Shard, split_evenly
 
@@ -93,7 +93,7 @@ def test_values_are_normal_with_the_given_mean_and_std() -> None:
 
 
 def test_constants_need_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(init, "_draw")
+    monkeypatch.delattr(build, "_draw")
     assert not filled(Shard.full("a.b", (9, 4)), ZEROS).any()
     assert (filled(Shard.full("a.b", (9, 4)), ONES) == 1).all()
 

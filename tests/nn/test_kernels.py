@@ -35,6 +35,7 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer
+from megalith.verify.matrix import PLAIN, VARIANTS
 from megalith.verify.ranks import (
     LayoutCase,
     compare_results,
@@ -44,7 +45,6 @@ from megalith.verify.ranks import (
     run_case,
 )
 from megalith.verify.ranks import _loader as loader_of
-from megalith.verify.tiny_models import PLAIN, VARIANTS
 
 EXPERTS = MoEConfig(num_experts=5, top_k=2, ffn_hidden_size=7)
 KINDS: dict[str, ModelConfig] = {"plain": PLAIN, "experts": replace(PLAIN, moe=EXPERTS), **VARIANTS}

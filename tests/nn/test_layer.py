@@ -10,9 +10,8 @@ from torch import Tensor
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import CapacityConfig, MoEConfig, RouterConfig
-from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs, RoutingDecisions
 from megalith.kernels.packed import seq_params_from_rows
-from megalith.kernels.replay import RoutingDecisions
 from megalith.kernels.routing import DROPPED_CHOICE, Choice, expert_weights, score_experts
 from megalith.models.decoder import allocate, initialize
 from megalith.nn.build import build_context

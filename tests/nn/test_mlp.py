@@ -17,11 +17,10 @@ from megalith.kernels.activation import (
     swiglu,
 )
 from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.linear import recompute_recipe, register_recompute
 from megalith.kernels.packed import seq_params_from_queries
-from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import iter_parameter_specs
-from megalith.nn.build import build_context
-from megalith.nn.init import init_param_
+from megalith.nn.build import build_context, init_param_
 from megalith.nn.mlp import (
     MLP,
     ChunkedPrefillMLP,

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.recomputed import recompute_recipe, register_recompute
+from megalith.kernels.linear import recompute_recipe, register_recompute
 from megalith.models.decoder import iter_parameter_specs
-from megalith.nn.build import build_context
-from megalith.nn.init import init_param_
+from megalith.nn.build import build_context, init_param_
 from megalith.nn.norm import LayerNorm, Norm, RMSNorm, build_norm
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.testing.tiny import tiny_run

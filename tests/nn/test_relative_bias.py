@@ -24,7 +24,7 @@ from megalith.nn.build import build_context
 from megalith.nn.embedding import NoBias, RelativeBias
 from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
-from megalith.verify.tiny_models import RELATIVE
+from megalith.verify.matrix import RELATIVE
 
 
 def of_t5(name: str, parameters: dict[str, Tensor], config: ModelConfig) -> Tensor:

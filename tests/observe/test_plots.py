@@ -10,9 +10,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megalith.config.tree import save_yaml
-from megalith.observe import plots
-from megalith.observe.plots import plot_experts, plot_routing, plot_run, running_mean
-from megalith.observe.routing import ExpertLoad, RoutingPredictability
+from megalith.observe import routing
+from megalith.observe.routing import (
+    ExpertLoad,
+    RoutingPredictability,
+    plot_experts,
+    plot_routing,
+    plot_run,
+    running_mean,
+)
 from megalith.recipes import resolve
 
 
@@ -31,13 +37,13 @@ def test_loss_plot_is_a_png(tmp_path: Path) -> None:
 def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
     """The figures that a test draws, by name."""
     drawn: dict[str, Figure] = {}
-    save = plots._saved
+    save = routing._saved
 
     def note(figure: Figure, folder: Path, name: str) -> Path:
         drawn[name] = figure
         return save(figure, folder, name)
 
-    monkeypatch.setattr(plots, "_saved", note)
+    monkeypatch.setattr(routing, "_saved", note)
     return drawn
 
 

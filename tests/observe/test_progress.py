@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megalith.observe.progress import StepProgress
+from megalith.observe.metrics import StepProgress
 
 
 def test_plain_lines_first_and_last(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,7 @@ from megalith.observe.timeline import (
     draw_timeline,
     html_timeline,
 )
-from megalith.plan.p2p import with_transfers
-from megalith.plan.schedule import build_schedule
+from megalith.plan.schedule import build_schedule, with_transfers
 from megalith.plan.simulate import Costs, Simulation, even_costs, simulate
 
 PAGE = Path(__file__).parents[2] / "docs/concepts/pipeline.md"

@@ -7,7 +7,12 @@ import torch
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.optim.gradients import clip_factor, first_replica_gradients, num_zeros, sum_of_squares
+from megalith.optim.optimizers import (
+    clip_factor,
+    first_replica_gradients,
+    num_zeros,
+    sum_of_squares,
+)
 from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.plan.shards import Shard

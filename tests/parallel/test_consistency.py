@@ -3,11 +3,12 @@
 import pytest
 
 from megalith.errors import RankError
-from megalith.parallel.consistency import (
+from megalith.parallel.group import (
+    Group,
     check_consistent_across_ranks,
     check_shared_consistent_across_ranks,
+    single_rank_group,
 )
-from megalith.parallel.group import Group, single_rank_group
 from megalith.testing.ranks import everyone, run_ranks
 
 PLACES = {"embed.weight": "at elements 0 to 8", "norm.weight": "at elements 8 to 10"}

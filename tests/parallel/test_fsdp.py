@@ -18,13 +18,12 @@ from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.config.optim import PrecisionConfig
 from megalith.config.parallel import ParallelConfig, RecomputeConfig
 from megalith.errors import PlanError
-from megalith.kernels.experts import Groups
+from megalith.kernels.grouped_linear import Groups
 from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.linear import recompute_recipe, register_recompute
 from megalith.kernels.packed import seq_params_from_rows
-from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
-from megalith.nn.build import build_context
-from megalith.nn.init import init_param_
+from megalith.nn.build import build_context, init_param_
 from megalith.nn.layer import SequentialBlock
 from megalith.observe.flight import FlightRecorder
 from megalith.parallel import grad_sync as engines

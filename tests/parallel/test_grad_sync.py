@@ -20,7 +20,7 @@ from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh
 from megalith.plan.grid import model_grid
 from megalith.plan.shards import PARTS, Shard
 from megalith.testing.ranks import run_ranks
-from megalith.verify.tiny_models import BIASED_CHOICE, PLAIN
+from megalith.verify.matrix import BIASED_CHOICE, PLAIN
 
 SHARDS = (
     Shard.full("invariant", (3,), invariant=frozenset(PARTS["tp"]), inputs=0),

@@ -26,8 +26,7 @@ from megalith.parallel.p2p import (
     open_channels,
     tensor_specs,
 )
-from megalith.plan.p2p import channels
-from megalith.plan.schedule import build_schedule
+from megalith.plan.schedule import build_schedule, channels
 from megalith.testing.ranks import everyone, run_ranks
 
 CPU = torch.device("cpu")

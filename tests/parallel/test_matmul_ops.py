@@ -16,6 +16,7 @@ from megalith.nn.build import build_context
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.train import trainer as trainer_module
+from megalith.verify.matrix import BIASED_CHOICE, PLAIN
 from megalith.verify.ranks import (
     LayoutCase,
     RankResult,
@@ -26,7 +27,6 @@ from megalith.verify.ranks import (
     one_process_run,
     run_case,
 )
-from megalith.verify.tiny_models import BIASED_CHOICE, PLAIN
 
 
 class ScaledOps(MatmulOps):

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.kernels.linear import MatmulOps, weight_grad
-from megalith.kernels.recomputed import register_recompute
+from megalith.kernels.linear import MatmulOps, register_recompute, weight_grad
 from megalith.models.decoder import allocate
 from megalith.parallel.group import Group
-from megalith.parallel.symm_mem import FUSED
 from megalith.parallel.tensor import (
     ColumnParallelLinear,
     Init,
@@ -22,7 +20,7 @@ from megalith.parallel.tensor import (
     TensorParallelComm,
     TPComm,
 )
-from megalith.parallel.tensor_overlap import RING_EXCHANGE
+from megalith.parallel.tensor_overlap import FUSED, RING_EXCHANGE
 from megalith.plan.shards import Shard, split_evenly
 from megalith.testing.inject import fused_on_cpus, slow_link
 from megalith.testing.ranks import everyone, run_ranks

@@ -13,8 +13,7 @@ from megalith.errors import RankError
 from megalith.kernels.linear import GradAccumulator, MatmulOps, linear, weight_grad
 from megalith.parallel.p2p import Spec, Specs, Tensors, create_pipeline_groups
 from megalith.parallel.pipeline import Boundary, Pipeline, WeightGradStore
-from megalith.plan.p2p import with_transfers
-from megalith.plan.schedule import Schedule, ScheduleName, build_schedule
+from megalith.plan.schedule import Schedule, ScheduleName, build_schedule, with_transfers
 from megalith.testing.inject import slow_link
 from megalith.testing.ranks import everyone, run_ranks
 

@@ -25,9 +25,8 @@ from megalith.kernels import activation, norm
 from megalith.kernels.attention import cpu_tiled
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.linear import LinearFunction
+from megalith.kernels.linear import LinearFunction, recompute_recipe, register_recompute
 from megalith.kernels.packed import seq_params_from_lengths
-from megalith.kernels.recomputed import recompute_recipe, register_recompute
 from megalith.models.decoder import iter_parameter_specs
 from megalith.nn import mlp as mlp_module
 from megalith.parallel import data, recompute
@@ -41,8 +40,8 @@ from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, assert_equals
 from megalith.train.step import Trainer, train_step
 from megalith.train.trainer import build_trainer
+from megalith.verify.matrix import VARIANTS
 from megalith.verify.ranks import _loader, layout_case
-from megalith.verify.tiny_models import VARIANTS
 
 RUN = tiny_run({"model.num_layers": "4"})
 KEEP = RecomputeConfig()

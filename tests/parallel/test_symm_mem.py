@@ -14,21 +14,19 @@ from megalith.errors import ConfigError
 from megalith.kernels.linear import PLAIN
 from megalith.observe.flight import FlightRecorder
 from megalith.observe.machine import has_symmetric_memory
-from megalith.parallel import symm_mem
+from megalith.parallel import tensor_overlap
 from megalith.parallel.group import Group, single_rank_group
-from megalith.parallel.symm_mem import (
+from megalith.parallel.tensor_overlap import (
     FUSED,
+    RING_EXCHANGE,
     RankDevice,
     choose_collective_matmul,
     my_place,
+    ring_all_gather_matmul,
+    ring_matmul_reduce_scatter,
     symm_mem_all_gather_matmul,
     symm_mem_matmul_reduce_scatter,
     why_not_fused,
-)
-from megalith.parallel.tensor_overlap import (
-    RING_EXCHANGE,
-    ring_all_gather_matmul,
-    ring_matmul_reduce_scatter,
 )
 from megalith.testing.inject import fused_on_cpus
 from megalith.testing.ranks import everyone, run_ranks
@@ -101,7 +99,7 @@ def test_fused_matmuls_match_plain_and_ring_ones(tp: int) -> None:
 
 
 def with_a_mean(rank: int, world: int) -> str:
-    operators = symm_mem._operators()
+    operators = tensor_overlap._operators()
     scatter = operators.fused_matmul_reduce_scatter
     with fused_on_cpus(), pytest.MonkeyPatch.context() as patch:
         wrong = lambda x, w, op, dim, name: scatter(x, w, "avg", dim, name)  # noqa: E731  # one fault, in place
@@ -188,7 +186,9 @@ def choices(rank: int, world: int, disagree: bool) -> tuple[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         reads = () if disagree and rank == world - 1 else tuple(range(world))
         patch.setattr(
-            symm_mem, "my_place", lambda rank, device: RankDevice(rank, "cuda", "a", rank, reads)
+            tensor_overlap,
+            "my_place",
+            lambda rank, device: RankDevice(rank, "cuda", "a", rank, reads),
         )
         chosen = choose_collective_matmul("auto", group, torch.device("cuda"))
         assert (
@@ -246,12 +246,12 @@ def test_symmetric_memory_is_enabled_for_groups_where_torch_requires_it(
     enabled_groups: list[str] = []
     module = import_module("torch.distributed._symmetric_memory")
     group = replace(single_rank_group("tp"), name="seven")
-    symm_mem._enable_symmetric_memory(group)
+    tensor_overlap._enable_symmetric_memory(group)
     assert not module.is_symm_mem_enabled_for_group("seven"), (
         "the one installed finds out by itself"
     )
     monkeypatch.setattr(module, "enable_symm_mem_for_group", enabled_groups.append)
-    symm_mem._enable_symmetric_memory(group)
+    tensor_overlap._enable_symmetric_memory(group)
     assert enabled_groups == ["seven"]
 
 

@@ -13,8 +13,8 @@ from megalith.errors import ConfigError
 from megalith.kernels.routing import Choice
 from megalith.parallel.expert import LocalDispatcher, build_transport, load_transport
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
-from megalith.plan.dispatch import GROUP
 from megalith.plan.grid import model_grid
+from megalith.plan.layers.moe import GROUP
 from megalith.testing.ranks import run_ranks
 from tests.parallel.test_expert import MODEL, answer, made
 

@@ -15,15 +15,10 @@ from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.build import build_context
 from megalith.parallel.mesh import build_meta_mesh
 from megalith.plan.costs import layer_flops, step_flops
-from megalith.plan.frozen import (
-    trained,
-    trained_layer_flops,
-    trained_step_flops,
-)
+from megalith.plan.frozen import trained, trained_layer_flops, trained_step_flops, with_adapters
 from megalith.plan.grid import model_grid
 from megalith.plan.layers.base import pairs_in_window
-from megalith.plan.layers.head import head_flops
-from megalith.plan.layers.lora import with_adapters
+from megalith.plan.layers.embedding import head_flops
 from megalith.plan.parameters import held_parameters
 
 MODEL = ModelConfig(

@@ -6,8 +6,7 @@ from fractions import Fraction
 import pytest
 
 from megalith.config.parallel import ScheduleName
-from megalith.plan.p2p import with_transfers
-from megalith.plan.schedule import build_schedule
+from megalith.plan.schedule import build_schedule, with_transfers
 from megalith.plan.simulate import Number, even_costs, peak_activation_memory, simulate
 from tests.plan.closed_forms import (
     GptLayer,

@@ -13,7 +13,7 @@ from megalith.config.model import AttentionConfig, LayersConfig, MLAConfig, Mode
 from megalith.config.moe import CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.backend import Backends
-from megalith.kernels.experts import experts
+from megalith.kernels.grouped_linear import experts
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
 from megalith.kernels.packed import seq_params_from_lengths
 from megalith.models.decoder import Decoder, allocate, initialize
@@ -40,12 +40,12 @@ from megalith.plan.costs import (
 )
 from megalith.plan.grid import model_grid
 from megalith.plan.layers.base import pairs_in_window, pairs_seen
-from megalith.plan.layers.head import head_flops
+from megalith.plan.layers.embedding import head_flops
 from megalith.plan.parameters import held_parameters, layer_parameters
 from megalith.testing.tiny import tiny_run
 from megalith.train.objective import sum_lm_losses
-from megalith.verify.tiny_models import MIXTURES
-from megalith.verify.tiny_models import VARIANTS as KINDS
+from megalith.verify.matrix import MIXTURES
+from megalith.verify.matrix import VARIANTS as KINDS
 
 LLAMA3_8B = ModelConfig(
     vocab_size=128256,

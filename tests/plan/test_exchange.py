@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megalith.plan.dispatch import plan_exchange
+from megalith.plan.layers.moe import plan_exchange
 
 
 @pytest.mark.parametrize(("etp", "ep", "each"), [(1, 1, 3), (1, 3, 2), (2, 2, 1), (3, 2, 4)])

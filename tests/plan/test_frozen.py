@@ -20,7 +20,7 @@ from megalith.plan.frozen import (
     trained_step_flops,
     with_frozen,
 )
-from megalith.plan.layers.head import head_flops
+from megalith.plan.layers.embedding import head_flops
 from megalith.plan.parameters import held_parameters
 from tests.cases import loop_over
 

@@ -18,7 +18,7 @@ from megalith.plan.param_groups import (
 )
 from megalith.plan.parameters import PLAIN, ParameterRates
 from megalith.testing.tiny import tiny_run
-from megalith.verify.tiny_models import BIASED_CHOICE, MTP_EXPERTS
+from megalith.verify.matrix import BIASED_CHOICE, MTP_EXPERTS
 
 MODEL = ModelConfig(
     vocab_size=61,

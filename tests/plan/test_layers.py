@@ -14,7 +14,7 @@ from megalith.config.parallel import ContextConfig, ParallelConfig, RecomputeCon
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.estimate.explain import explain
 from megalith.estimate.memory import chunk_activations, memory_ledger, working_bytes
-from megalith.estimate.traffic import Traffic, step_traffic
+from megalith.estimate.times import Traffic, step_traffic
 from megalith.estimate.workload import Workload, plan_workload
 from megalith.plan.costs import layer_flops, num_parameters, step_flops
 from megalith.plan.frozen import trained_layer_flops

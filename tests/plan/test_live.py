@@ -2,8 +2,7 @@
 
 from fractions import Fraction
 
-from megalith.plan.p2p import with_transfers
-from megalith.plan.schedule import build_schedule
+from megalith.plan.schedule import build_schedule, with_transfers
 from megalith.plan.simulate import peak_activation_memory, peak_microbatches_in_flight
 
 

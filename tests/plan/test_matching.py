@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megalith.plan.check_schedule import action_text, has_backward, has_transfers, matching_problems
-from megalith.plan.p2p import with_transfers
-from megalith.plan.schedule import Action, Kind, Schedule, build_schedule
+from megalith.plan.schedule import Action, Kind, Schedule, build_schedule, with_transfers
 
 
 def changed(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:

@@ -11,7 +11,6 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import DispatcherName, ParallelConfig, PipelineConfig, ScheduleName
 from megalith.plan.check_schedule import queue_problems
-from megalith.plan.p2p import with_transfers
 from megalith.plan.schedule import (
     PAIRED_SCHEDULES,
     Schedule,
@@ -19,6 +18,7 @@ from megalith.plan.schedule import (
     concurrent_actions,
     pair_forward_backward,
     pairing_problems,
+    with_transfers,
 )
 from megalith.plan.simulate import find_problems, peak_activation_memory, simulate
 from megalith.testing.tiny import random_schedule

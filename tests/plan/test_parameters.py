@@ -18,15 +18,11 @@ from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import TensorParallel
 from megalith.plan.costs import num_parameters
 from megalith.plan.grid import model_grid
-from megalith.plan.layers.base import (
-    ExpertPart,
-    HeldParameter,
-    tensor_part,
-)
+from megalith.plan.layers.base import ExpertPart, HeldParameter, tensor_part
 from megalith.plan.parameters import held_parameters
 from megalith.plan.stages import Stage
 from megalith.testing.tiny import tiny_run
-from megalith.verify.tiny_models import VARIANTS as KINDS
+from megalith.verify.matrix import VARIANTS as KINDS
 
 SMALL = ModelConfig(
     vocab_size=999,

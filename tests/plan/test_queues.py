@@ -8,8 +8,16 @@ import pytest
 
 from megalith.config.parallel import ScheduleName
 from megalith.plan.check_schedule import queue_problems
-from megalith.plan.p2p import Channel, channels, with_transfers
-from megalith.plan.schedule import Action, Kind, Schedule, build_schedule, stage_placement
+from megalith.plan.schedule import (
+    Action,
+    Channel,
+    Kind,
+    Schedule,
+    build_schedule,
+    channels,
+    stage_placement,
+    with_transfers,
+)
 from megalith.plan.simulate import find_problems
 from megalith.testing.tiny import NAMES
 

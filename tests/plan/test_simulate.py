@@ -10,8 +10,7 @@ import pytest
 
 from megalith.config.parallel import ScheduleName
 from megalith.errors import PlanError
-from megalith.plan.p2p import with_transfers
-from megalith.plan.schedule import Action, Kind, Schedule, build_schedule
+from megalith.plan.schedule import Action, Kind, Schedule, build_schedule, with_transfers
 from megalith.plan.simulate import (
     Costs,
     Simulation,

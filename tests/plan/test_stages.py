@@ -22,7 +22,7 @@ from megalith.plan.stages import (
     stages_problems,
     table_stages,
 )
-from megalith.verify.tiny_models import FOUR, FOUR_TIED, RELATIVE
+from megalith.verify.matrix import FOUR, FOUR_TIED, RELATIVE
 from tests.cases import loop_over
 
 

@@ -1,12 +1,19 @@
-"""Tests of megalith/plan/p2p.py."""
+"""Tests of megalith/plan/schedule.py."""
 
 import random
 from dataclasses import replace
 
 from megalith.config.parallel import ScheduleName
 from megalith.plan.check_schedule import matching_problems, queue_problems
-from megalith.plan.p2p import Channel, channels, neighbor, with_transfers
-from megalith.plan.schedule import Action, Schedule, build_schedule
+from megalith.plan.schedule import (
+    Action,
+    Channel,
+    Schedule,
+    build_schedule,
+    channels,
+    neighbor,
+    with_transfers,
+)
 from megalith.plan.simulate import simulate
 from megalith.testing.tiny import random_schedule
 from tests.cases import loop_over

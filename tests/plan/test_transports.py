@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.plan.dispatch import BUILT_IN, GROUP, installed_transports, transport_problems
+from megalith.plan.layers.moe import BUILT_IN, GROUP, installed_transports, transport_problems
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.cli.main import main
 from megalith.config.lora import LoraConfig
 from megalith.config.tree import to_dict

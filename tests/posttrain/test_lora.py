@@ -17,8 +17,7 @@ from megalith.hf.peft import RECORD
 from megalith.hf.pretrained import locate_source, open_adapters, open_pretrained
 from megalith.hf.release import release_run, write_release
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
-from megalith.nn.build import build_context
-from megalith.nn.init import init_param_
+from megalith.nn.build import build_context, init_param_
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import Init

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.main import main
 from megalith.config.model import LayersConfig, ModelConfig, MTPConfig

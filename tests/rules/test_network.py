@@ -18,7 +18,7 @@ from megalith.config.model import (
 )
 from megalith.config.moe import MoEConfig
 from megalith.rules.model import network_problems
-from megalith.verify.tiny_models import VARIANTS
+from megalith.verify.matrix import VARIANTS
 from tests.cases import loop_over
 
 SOUND = ModelConfig(

@@ -4,7 +4,7 @@ product."""
 import torch
 from torch import Tensor
 
-from megalith.parallel import symm_mem
+from megalith.parallel import tensor_overlap
 from megalith.testing.inject import fused_on_cpus
 from megalith.testing.ranks import everyone, run_ranks
 
@@ -27,7 +27,7 @@ def test_fallback_gathers_and_multiplies_all_parts() -> None:
 
 
 def test_availability_check_is_restored_after_the_context() -> None:
-    before = symm_mem.why_not_fused
+    before = tensor_overlap.why_not_fused
     with fused_on_cpus():
-        assert symm_mem.why_not_fused([]) is None
-    assert symm_mem.why_not_fused is before
+        assert tensor_overlap.why_not_fused([]) is None
+    assert tensor_overlap.why_not_fused is before

@@ -1,6 +1,6 @@
 """Tests of tools/flag_table.py, and of the page that it writes."""
 
-from megalith.megatron.flags import MegatronFlag, read_flag_table
+from megalith.megatron.parse import MegatronFlag, read_flag_table
 from tools.flag_table import HEADINGS, PAGE, build_tables, insert_tables
 
 

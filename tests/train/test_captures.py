@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megalith.data.loader import Batch
-from megalith.kernels.replay import RoutingCapture
+from megalith.kernels.layer_inputs import RoutingCapture
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.train.callbacks import trace as capture_files
 from megalith.train.callbacks.trace import WAITING, CaptureFile, CaptureWriter

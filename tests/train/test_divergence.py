@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.optim import LossScaleConfig
 from megalith.config.train import TrainRun
 from megalith.errors import DataError
-from megalith.optim.gradients import LossScale
+from megalith.optim.optimizers import LossScale
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid

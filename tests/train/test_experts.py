@@ -11,8 +11,7 @@ from megalith.config.parallel import ParallelConfig, PipelineConfig, RecomputeCo
 from megalith.config.train import ObserveConfig, TrainRun
 from megalith.data.loader import Loader, MaskSettings
 from megalith.errors import DataError
-from megalith.kernels.layer_inputs import AuxLossScale
-from megalith.kernels.replay import RoutingRecord
+from megalith.kernels.layer_inputs import AuxLossScale, RoutingRecord
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid

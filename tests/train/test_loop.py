@@ -26,7 +26,7 @@ from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.costs import step_flops
 from megalith.plan.grid import model_grid
-from megalith.plan.layers.head import head_flops
+from megalith.plan.layers.embedding import head_flops
 from megalith.rules.run import run_problems
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks

@@ -11,11 +11,11 @@ from megalith.config.model import MTPConfig
 from megalith.config.train import TrainRun
 from megalith.kernels.backend import AUTO
 from megalith.parallel.cross_entropy import (
+    LossWithLogitStats,
     linear_cross_entropy,
     linear_cross_entropy_with_stats,
     recomputed_cross_entropy,
 )
-from megalith.parallel.logits import LossWithLogitStats
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import iter_vocab_heads
 from megalith.testing.tiny import tiny_run

@@ -14,7 +14,7 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import MaskSettings, build_batch
 from megalith.data.sample import Sample
 from megalith.errors import DataError
-from megalith.kernels.replay import RoutingRecord
+from megalith.kernels.layer_inputs import RoutingRecord
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
@@ -28,9 +28,7 @@ from megalith.train.moe import (
 )
 from megalith.train.step import Trainer, train_step
 from megalith.train.trainer import build_trainer
-from megalith.verify.matrix import parse_parallel
-from megalith.verify.ranks import _loader, layout_case
-from megalith.verify.tiny_models import (
+from megalith.verify.matrix import (
     BIASED_CHOICE,
     MIXTURES,
     MTP_EXPERTS,
@@ -41,7 +39,9 @@ from megalith.verify.tiny_models import (
     PLANNED,
     PLANNED_PAIRS,
     WHOLE_LATENT,
+    parse_parallel,
 )
+from megalith.verify.ranks import _loader, layout_case
 
 CPU = torch.device("cpu")
 Whole = dict[str, Tensor]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig
 from megalith.config.train import Captured, TrainRun
-from megalith.kernels.replay import RoutingRecord
+from megalith.kernels.layer_inputs import RoutingRecord
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
@@ -235,7 +235,7 @@ def test_disabled_trace_writes_no_files(tmp_path: Path, monkeypatch: pytest.Monk
     def forbid(*arguments: object) -> None:
         raise AssertionError("choices are written down")
 
-    monkeypatch.setattr("megalith.kernels.replay.MicrobatchRouting.record", forbid)
+    monkeypatch.setattr("megalith.kernels.layer_inputs.MicrobatchRouting.record", forbid)
     train(0, 1, mixture(observe__routing_trace="0", train__steps="1"), tmp_path)
     assert not (tmp_path / "routing").exists()
     with pytest.raises(AssertionError, match="written down"):

@@ -11,7 +11,7 @@ import torch
 from megalith.config.lora import LoraConfig
 from megalith.kernels.attention.split_kv import init_attention_result
 from megalith.kernels.packed import ContextShard, seq_params_from_slices, with_masks
-from megalith.nn.init import init_param_
+from megalith.nn.build import init_param_
 from megalith.nn.lora import column_adapter
 from megalith.optim.optimizers import build_slot, group_by_rates
 from megalith.optim.schedule import GroupRates

@@ -14,8 +14,8 @@ from megalith.plan.context import KINDS
 from megalith.plan.grid import model_grid
 from megalith.testing.inject import patched
 from megalith.verify import types
+from megalith.verify.matrix import SINKS, tiny
 from megalith.verify.ranks import RaggedRows
-from megalith.verify.tiny_models import SINKS, tiny
 from megalith.verify.types import paper_batch, type_check
 
 FEW = tiny(num_kv_heads=2)

@@ -15,6 +15,8 @@ from megalith.plan.schedule import SPLIT_SCHEDULES, V_SCHEDULES, schedule_name
 from megalith.plan.stages import plan_stages
 from megalith.rules.run import run_problems
 from megalith.verify.matrix import (
+    MODELS,
+    VARIANTS,
     Layout,
     load_matrix,
     matrix_rows,
@@ -23,7 +25,6 @@ from megalith.verify.matrix import (
     row_length,
 )
 from megalith.verify.ranks import balances_by_microbatch, balances_over_ranks
-from megalith.verify.tiny_models import MODELS, VARIANTS
 from tests.cases import loop_over
 
 MATRIX = load_matrix()

@@ -7,9 +7,8 @@ import pytest
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.rules.run import run_problems
-from megalith.verify.matrix import load_matrix, parse_parallel
+from megalith.verify.matrix import FOUR, load_matrix, parse_parallel, tiny
 from megalith.verify.ranks import layout_case, reload_layouts, resharded_run
-from megalith.verify.tiny_models import FOUR, tiny
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,14 @@ from itertools import product
 import pytest
 
 from megalith.config.parallel import PipelineConfig, ScheduleName
-from megalith.plan.p2p import with_transfers
-from megalith.plan.schedule import Action, Kind, Schedule, build_schedule, schedule_problems
+from megalith.plan.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    build_schedule,
+    schedule_problems,
+    with_transfers,
+)
 from megalith.plan.simulate import even_costs, find_problems
 from megalith.verify.prove import check_lists, check_schedule
 

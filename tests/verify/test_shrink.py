@@ -23,9 +23,9 @@ from megalith.plan.stages import plan_stages
 from megalith.recipes import recipes
 from megalith.rules.run import model_problems, run_problems
 from megalith.testing.tiny import tiny_run
+from megalith.verify.matrix import FOUR, VARIANTS
 from megalith.verify.ranks import LayoutCase, compare_with_one_process, one_process_run
 from megalith.verify.shrink import MOST_RANKS, _shrink_choice, describe_copy, shrink
-from megalith.verify.tiny_models import FOUR, VARIANTS
 
 
 def run_of(

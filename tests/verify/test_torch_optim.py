@@ -11,9 +11,8 @@ from megalith.optim.schedule import GroupRates
 from megalith.plan.param_groups import parameter_rates
 from megalith.plan.shards import Shard
 from megalith.train.trainer import build_optimizer
-from megalith.verify.matrix import load_matrix
+from megalith.verify.matrix import load_matrix, tiny
 from megalith.verify.ranks import layout_case
-from megalith.verify.tiny_models import tiny
 from megalith.verify.torch_optim import RecordingOptimizer, is_matrix, torch_updates
 
 RUN = layout_case(tiny(), ParallelConfig(), 1).run

@@ -44,8 +44,8 @@ from megalith.recipes import build_recipe, resolve
 from megalith.rules.run import run_problems
 from megalith.testing.inject import patched
 from megalith.verify.faults.plant import changed_model, load_faults, plant_fault
+from megalith.verify.matrix import CROSS_LAYER, MIXTURES, NARROW, PLANNED, VARIANTS
 from megalith.verify.ranks import layout_case
-from megalith.verify.tiny_models import CROSS_LAYER, MIXTURES, NARROW, PLANNED, VARIANTS
 from megalith.verify.type_rules import find_types, our_functions
 from megalith.verify.types import (
     ChildRequest,

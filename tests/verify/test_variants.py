@@ -9,8 +9,8 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import differences
 from megalith.rules.run import model_problems
+from megalith.verify.matrix import MIXTURES, PLAIN, VARIANTS
 from megalith.verify.ranks import layout_case
-from megalith.verify.tiny_models import MIXTURES, PLAIN, VARIANTS
 
 SIZES = (
     "vocab_size",

@@ -3,7 +3,7 @@ backend.
 
 Backends: `cpu_tiled` (kernels/attention/cpu_tiled.py) for whole documents on CPUs; `sdpa`
 (kernels/attention/sdpa.py), PyTorch's kernel; `split_kv` (kernels/attention/split_kv.py) for
-windows, soft caps, sinks and attention dropout; on GPUs `varlen` (kernels/attention/varlen.py) for
+windows, soft caps, sinks and attention dropout; on GPUs `varlen` (kernels/attention/sdpa.py) for
 documents of several lengths and `flex` (kernels/attention/flex.py) for soft caps and sinks. A bias
 per (query, key) pair and an attention mask use sdpa, one document at a time; a mask together with a
 window, cap, sink or dropout uses split_kv or flex.
@@ -433,9 +433,9 @@ def check_explicit_backend(
     elif kernel == "split_kv":
         is_supported = True
     else:
-        from megalith.kernels.attention import flex, varlen
+        from megalith.kernels.attention import flex, sdpa
 
-        varlen_supported = varlen.can_use(q, v, scores, sinks)
+        varlen_supported = sdpa.can_use(q, v, scores, sinks)
         is_supported = varlen_supported if kernel == "varlen" else flex.can_use(q, v, scores)
     if not is_supported:
         raise_unsupported("attention", kernel, q)
@@ -475,10 +475,10 @@ def select_attention_backend(
 def _select_gpu_backend(
     q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None
 ) -> AttentionBackend:
-    from megalith.kernels.attention import flex, varlen
+    from megalith.kernels.attention import flex, sdpa
 
     sdpa_supported, equal_lengths = sdpa_supports(scores, sinks), len(set(lengths)) == 1
-    if not (sdpa_supported and equal_lengths) and varlen.can_use(q, v, scores, sinks):
+    if not (sdpa_supported and equal_lengths) and sdpa.can_use(q, v, scores, sinks):
         return "varlen"
     if not sdpa_supported:
         return "flex" if flex.can_use(q, v, scores) else "split_kv"
@@ -495,7 +495,7 @@ def _on_gpu(
     sinks: Tensor | None,
 ) -> Tensor:
     from megalith.kernels.attention.flex import flexible_attention
-    from megalith.kernels.attention.varlen import varlen_attention
+    from megalith.kernels.attention.sdpa import varlen_attention
 
     if backend == "varlen":
         return varlen_attention(q, k, v, lengths, scores)

@@ -11,14 +11,17 @@ from typing import Literal
 
 from megalith.config.model import ModelConfig
 from megalith.config.plugins import load_plugin
-from megalith.plan.layers.attention import ATTENTION
-from megalith.plan.layers.base import HeldParameter, LayerBranch, LayerKind, LayerRank
-from megalith.plan.layers.cross_attention import CROSS_LAYER_ATTENTION
-from megalith.plan.layers.linear_replacement import LINEAR_REPLACEMENT
+from megalith.plan.layers.attention import ATTENTION, CROSS_LAYER_ATTENTION
+from megalith.plan.layers.base import (
+    HeldParameter,
+    LayerBranch,
+    LayerKind,
+    LayerRank,
+    norm_parameters,
+)
 from megalith.plan.layers.mla import MLA
-from megalith.plan.layers.mlp import DENSE_MLP
+from megalith.plan.layers.mlp import DENSE_MLP, LINEAR_REPLACEMENT
 from megalith.plan.layers.moe import MOE
-from megalith.plan.layers.norm import norm_parameters
 
 LAYER_KINDS: dict[str, LayerKind] = {
     "attention": ATTENTION,

@@ -1,5 +1,6 @@
 """Interface of the layer kinds of `plan/layers`, and the values that their functions take and
-return; no torch."""
+return; no torch.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -509,3 +510,42 @@ class LayerKind:
 
 CORE_POSITION = 3
 """Position of core attention in a layer: after the projections of its inputs."""
+
+
+# Norms: RMSNorm and LayerNorm, of the residual stream or inside a residual branch.
+
+
+def norm_parameters(
+    name: str, model: ModelConfig, *, size: int | None = None, summed: Summed = "sp"
+) -> Iterator[HeldParameter]:
+    """Yield a weight and, for LayerNorm, a bias, of `size` features; unset: h."""
+    yield HeldParameter(f"{name}.weight", size or model.hidden_size, summed=summed)
+    if model.norm == "layer":
+        yield HeldParameter(f"{name}.bias", size or model.hidden_size, summed=summed)
+
+
+def norm_tensors(
+    setting: LayerSetting, region: str, *, tokens: int | None = None, features: int | None = None
+) -> list[SavedActivation]:
+    """Return the saved tensors of a norm inside a residual branch: its input first, then one or two
+    statistics."""
+    own = setting.own_tokens if tokens is None else tokens
+    width = own * (setting.model.hidden_size if features is None else features)
+    rows = [
+        SavedActivation(region, "input", width, width * setting.element),
+        SavedActivation(region, "scale", own, own * setting.wide),
+    ]
+    if setting.model.norm == "layer":
+        rows.append(SavedActivation(region, "mean", own, own * setting.wide))
+    return rows
+
+
+def stream_norm_tensors(setting: LayerSetting, region: str) -> list[SavedActivation]:
+    """Return the saved tensors of a norm of the residual stream."""
+    read, *statistics = norm_tensors(setting, region)
+    return [read._replace(nbytes=read.numel * setting.stream), *statistics]
+
+
+def residual_norm_tensors(setting: LayerSetting, norm: str) -> list[SavedActivation]:
+    """Return the saved tensors of a norm that also adds its input to the residual stream."""
+    return [row._replace(what=f"{row.what} of {norm}") for row in stream_norm_tensors(setting, "")]

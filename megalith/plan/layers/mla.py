@@ -13,8 +13,10 @@ from megalith.plan.layers.attention import (
     attention_position,
     attention_tensors,
     attention_weight_numel,
+    key_value_exchange,
     layer_rope_tables,
     output_parameters,
+    received_numel,
     self_attention_flops,
 )
 from megalith.plan.layers.base import (
@@ -25,9 +27,9 @@ from megalith.plan.layers.base import (
     LayerSetting,
     SavedActivation,
     TPMessages,
+    norm_parameters,
+    norm_tensors,
 )
-from megalith.plan.layers.core_attention import key_value_exchange, received_numel
-from megalith.plan.layers.norm import norm_parameters, norm_tensors
 
 
 def _sizes(branch: LayerBranch) -> MLAConfig:

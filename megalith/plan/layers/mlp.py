@@ -1,11 +1,4 @@
-"""MLP, with or without a gate.
-
-One layer saves for t tokens, f inner features of this rank and e bytes per value:
-
-    mlp.gate_up      input            h·e·t      not with `norm`
-    mlp              gate and up      2·f·e·t    not with `mlp`; without a gate f·e·t
-    mlp.down         input            f·e·t      not with `mlp_act` or `mlp`
-"""
+"""MLP of a layer, and the linear layer that replaces a block."""
 
 from collections.abc import Iterator, Sequence
 
@@ -93,4 +86,29 @@ DENSE_MLP = LayerKind(
     backward_numel=_backward_numel,
     tp_messages=_tp_messages,
     position=mlp_position,
+)
+
+
+# Linear replacement of attention or of an MLP: one h·h matrix, which every tensor-parallel rank
+# computes for its own tokens.
+
+
+def _replacement_parameters(branch: LayerBranch, rank: LayerRank) -> Iterator[HeldParameter]:
+    """Yield an h·h matrix and its bias."""
+    model = branch.model
+    yield HeldParameter(f"{branch.name}.linear", model.hidden_size, model.hidden_size)
+    if model.output_bias if branch.name == "attention" else model.mlp_bias:
+        yield HeldParameter(f"{branch.name}.linear_bias", model.hidden_size)
+
+
+def _replacement_tensors(
+    branch: LayerBranch, setting: LayerSetting, again: Sequence[str], saves_input: bool
+) -> list[SavedActivation]:
+    """Return its input."""
+    region = branch.name if branch.name in again else f"{branch.name}.linear"
+    return [setting.hidden(region)] if saves_input else []
+
+
+LINEAR_REPLACEMENT = LayerKind(
+    parameters=_replacement_parameters, saved_tensors=_replacement_tensors
 )

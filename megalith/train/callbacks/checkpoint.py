@@ -4,13 +4,13 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.lock import RunLock
 from megalith.checkpoint.save import SaveReport, save_checkpoint
 from megalith.data.loader import StepBatches
 from megalith.errors import CheckpointError
-from megalith.parallel.consistency import raise_on_all_ranks
 from megalith.parallel.context import local_slicing
+from megalith.parallel.group import raise_on_all_ranks
 from megalith.train.callbacks.base import Callback, RunView
 from megalith.train.callbacks.health import FaultDetector, find_nonfinite_parameters
 from megalith.train.evaluate import Evaluation, evaluate

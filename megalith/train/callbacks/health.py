@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
-from megalith.checkpoint.boxes import CheckpointEntry
+from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.load import list_complete_checkpoints
 from megalith.data.loader import StepBatches
 from megalith.errors import CheckpointError, DataError
 from megalith.launch.launcher import SIGNALS, is_ignored_hangup
-from megalith.optim.gradients import LossScale
-from megalith.parallel.consistency import raise_on_all_ranks
-from megalith.parallel.group import gather_objects
+from megalith.optim.optimizers import LossScale
+from megalith.parallel.group import gather_objects, raise_on_all_ranks
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 from megalith.train.step import StepRequest, StepResult, Trainer, describe_nonfinite_gradients
 

@@ -14,11 +14,9 @@ from megalith.kernels.cpu_threads import CompilationProgress
 from megalith.kernels.linear import HAS_BF16_KERNELS
 from megalith.nn.router import LOSS_COEFFS
 from megalith.observe.machine import device_peak_tflops, peak_memory_gib
-from megalith.observe.metrics import MetricsFile, Value, has_tensorboard
-from megalith.observe.plots import plot_experts, plot_run
-from megalith.observe.progress import StepProgress
-from megalith.parallel.consistency import raise_on_all_ranks
-from megalith.parallel.group import barrier
+from megalith.observe.metrics import MetricsFile, StepProgress, Value, has_tensorboard
+from megalith.observe.routing import plot_experts, plot_run
+from megalith.parallel.group import barrier, raise_on_all_ranks
 from megalith.plan.buckets import zero_notes
 from megalith.plan.costs import model_flops_utilization, tflops_per_device
 from megalith.plan.frozen import trained_step_flops

@@ -14,12 +14,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.boxes import as_bytes
+from megalith.checkpoint.format import as_bytes
 from megalith.checkpoint.safetensors import PlannedTensor, padded_header
 from megalith.config.train import Captured
 from megalith.data.loader import Batch, StepBatches
 from megalith.errors import DataError
-from megalith.kernels.replay import RoutingCapture, RoutingRecord
+from megalith.kernels.layer_inputs import RoutingCapture, RoutingRecord
 from megalith.observe.metrics import cut_after
 from megalith.parallel.mesh import Mesh
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics

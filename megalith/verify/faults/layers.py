@@ -24,7 +24,7 @@ from megalith.kernels.linear import WeightMatmul, linear
 from megalith.kernels.packed import ContextShard, PackedSeqParams, TokenPermutation
 from megalith.models.decoder import Decoder, iter_parameter_specs
 from megalith.nn import lora, norm
-from megalith.nn.cross_attention import CrossLayerAttention
+from megalith.nn.attention import CrossLayerAttention
 from megalith.nn.embedding import LearnedPositions
 from megalith.nn.mla import LatentAttention
 from megalith.nn.norm import RMSNorm

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.checkpoint import load
-from megalith.checkpoint.boxes import CheckpointEntry, TensorPiece
+from megalith.checkpoint.format import CheckpointEntry, TensorPiece
 from megalith.checkpoint.load import Checkpoint
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.nn.mtp import MTPBlock, MTPInputs, MTPLayer
-from megalith.optim import gradients, optimizers
+from megalith.optim import optimizers
+from megalith.optim import optimizers as gradients
 from megalith.optim.optimizers import SGD, AdamW, OptimizerSlot, SlotGroup
 from megalith.optim.schedule import GroupRates
 from megalith.parallel import data, grad_sync
