@@ -188,7 +188,8 @@ class TrainRun:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     """Plots, TensorBoard, MFU and captures."""
 
-    callbacks: dict[str, dict[str, Any] | None] = field(default_factory=dict)  # Any: plain data
+    # Any: plain data; a dict has no hash, and runs are keys of caches
+    callbacks: dict[str, dict[str, Any] | None] = field(default_factory=dict, hash=False)
     """Settings of callbacks by name, such as callbacks.EarlyStop.patience. The class of a callback
     defines and checks them; none removes those of a callback."""
 
