@@ -488,9 +488,7 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult:
     trainer.data.wait_params()
     weights, saved = _weights(trainer), _state(trainer)
     state = {"optimizer_updates": trainer.optimizer.updates}
-    save_checkpoint(
-        folder, STEPS, checkpoint_entries(trainer), state, mesh.world, config_text="", keep=None
-    )
+    save_checkpoint(folder, STEPS, checkpoint_entries(trainer), state, mesh.world, config_text="")
     checkpoint = open_checkpoint(folder / f"step_{STEPS:07d}")
     # With adapters, the checkpoint does not contain the base weights.
     resumed = build_trainer(case.run, mesh, device, fill=case.run.lora is not None)
