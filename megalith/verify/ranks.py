@@ -43,6 +43,7 @@ from megalith.data.sample import (
 from megalith.nn.build import init_param_
 from megalith.optim.schedule import GroupRates, group_rates, schedule_lengths
 from megalith.parallel.context import local_slicing
+from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import Init
 from megalith.plan.batch_assignment import build_token_budget
@@ -54,7 +55,7 @@ from megalith.testing.inject import fused_on_cpus
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, compare
 from megalith.train.moe import LayerExpertLoad, collect_expert_load, iter_routers
-from megalith.train.step import Trainer, train_step
+from megalith.train.step import NO_HOOKS, StepHooks, StepRequest, Trainer, train_step
 from megalith.train.trainer import all_gather_loaded_params, build_trainer, checkpoint_entries
 from megalith.verify.faults.plant import find_fault, plant_fault
 from megalith.verify.torch_optim import RecordingOptimizer, TorchUpdate, torch_updates
@@ -296,6 +297,25 @@ class LayoutCase:
     resharded: TrainRun | None = None
     """The run under another layout, which loads the checkpoint; None: not tested."""
 
+    transient_fault: bool = False
+    """Whether the gradients of the last rank are wrong once, and the rank requests a rerun."""
+
+
+class TransientFault(StepHooks):
+    """Changes the gradients of this rank in one run of a step, and requests a rerun."""
+
+    def __init__(self) -> None:
+        self.has_occurred = False
+
+    def after_backward(self, local_params: Sequence[ShardedParam]) -> StepRequest:
+        """Change the gradients in the first call only."""
+        if self.has_occurred:
+            return StepRequest.NONE
+        self.has_occurred = True
+        for param in local_params:
+            param.gradient.add_(1.0)
+        return StepRequest.RERUN
+
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
@@ -509,9 +529,15 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult:
     unclipped: list[dict[str, Tensor]] = []
     loader = _loader(case.run, mesh, consumed=0, steps=STEPS, masks=case.masks)
     scores: list[float] = []
+    is_faulty = case.transient_fault and 0 < mesh.world.rank == mesh.world.size - 1
     for step in range(STEPS):
         result = train_step(
-            trainer, loader.next(), lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups
+            trainer,
+            loader.next(),
+            lr=case.run.schedule.lr,
+            weight_decay=DECAY,
+            hooks=TransientFault() if is_faulty and step == 1 else NO_HOOKS,
+            groups=groups,
         )
         losses.append(result.loss)
         grad_norms.append(result.grad_norm)
