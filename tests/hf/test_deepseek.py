@@ -313,7 +313,10 @@ def test_a_copy_may_be_missing_but_not_be_another_matrix(
 ) -> None:
     config = DEEPSEEK_V3.read_config(SMALL | {"num_nextn_predict_layers": 1})
     write_folder(
-        tmp_path / "x", config, tiny.InMemory(tiny.tensors(tiny.model(config))), family=DEEPSEEK_V3
+        tmp_path / "x",
+        config,
+        tiny.InMemory(tiny.tensors(tiny.model(config))),
+        hf_source=HFSource(DEEPSEEK_V3),
     )
     file = tmp_path / "x" / "model.safetensors"
     tensors, copy = load_file(file), f"model.layers.2.{name}.weight"
@@ -332,7 +335,10 @@ def test_a_copy_may_be_missing_but_not_be_another_matrix(
 def test_mtp_tensors_may_be_missing(tmp_path: Path, tiny: SimpleNamespace) -> None:
     config = DEEPSEEK_V3.read_config(SMALL | {"num_nextn_predict_layers": 1})
     write_folder(
-        tmp_path / "x", config, tiny.InMemory(tiny.tensors(tiny.model(config))), family=DEEPSEEK_V3
+        tmp_path / "x",
+        config,
+        tiny.InMemory(tiny.tensors(tiny.model(config))),
+        hf_source=HFSource(DEEPSEEK_V3),
     )
     file = tmp_path / "x" / "model.safetensors"
     kept = {
