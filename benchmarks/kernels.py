@@ -35,7 +35,11 @@ from megalith.kernels.norm import (
 )
 from megalith.kernels.packed import seq_params_from_rows
 from megalith.kernels.rope import apply_rope, reference_rope, rope_frequencies, rope_tables
-from megalith.parallel.cross_entropy import linear_cross_entropy, reference_cross_entropy
+from megalith.parallel.cross_entropy import (
+    VocabShard,
+    linear_cross_entropy,
+    reference_cross_entropy,
+)
 from megalith.parallel.group import single_rank_group
 from megalith.recipes import recipes
 
@@ -180,9 +184,7 @@ def loss_ways(shapes: Shapes, compiled: bool) -> Ways:
             x,
             weight,
             labels,
-            vocab=single_rank_group("tp"),
-            first_row=0,
-            vocab_size=v,
+            vocab=VocabShard(single_rank_group("tp"), 0, v),
             kernel=kernel,
         )
 

@@ -25,7 +25,11 @@ from megalith.errors import ConfigError
 from megalith.infer.cache import KVCache
 from megalith.kernels.activation import swiglu
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.kernels.packed import seq_params_from_queries, seq_params_from_rows
+from megalith.kernels.packed import (
+    PackedSeqParams,
+    seq_params_from_queries,
+    seq_params_from_rows,
+)
 from megalith.nn.layer import SequentialBlock
 from megalith.nn.mlp import GatedMLP, choose_activation
 from megalith.nn.norm import RMSNorm
@@ -74,17 +78,36 @@ def test_attention_plugin_matches_one_process(parallel: ParallelConfig) -> None:
 @pytest.mark.parametrize(
     "parallel, documents",
     [
+        (ParallelConfig(tp=2), False),
         (ParallelConfig(tp=2, sp=True), True),
         (ParallelConfig(pp=2), False),
         (ParallelConfig(cp=2), False),
-        (ParallelConfig(cp=2, context=ContextConfig(kind="a2a")), True),
+        pytest.param(
+            ParallelConfig(cp=2, context=ContextConfig(kind="a2a")), True, marks=pytest.mark.slow
+        ),
     ],
-    ids=["tp2+sp, documents", "pp2", "cp2", "cp2 with a2a, documents"],
+    ids=["tp2", "tp2+sp, documents", "pp2", "cp2", "cp2 with a2a, documents"],
 )
 def test_recurrent_mixer_matches_one_process(parallel: ParallelConfig, documents: bool) -> None:
     """A mixer with a state is one module, one module of `plan/layers` and one attribute."""
     case = layout_case(RECURRENT, parallel, 2, documents=documents)
     assert [each for each in compare_with_one_process(case) if not each.holds] == []
+
+
+class MixerOfLocalTokens(RecurrentMixer):
+    """Faulty mixer: the state does not include the tokens of other context-parallel ranks."""
+
+    def mix(self, u: Tensor, seq_params: PackedSeqParams) -> Tensor:
+        return super().mix(u, replace(seq_params, context=None))
+
+
+def test_recurrent_mixer_without_the_states_of_other_cp_ranks_is_rejected() -> None:
+    model = replace(PLAIN, plugins=ModelPlugins(attention=name_of(MixerOfLocalTokens)))
+    differences = compare_with_one_process(layout_case(model, ParallelConfig(cp=2), 2))
+    wrong = {
+        difference.what: difference.error for difference in differences if not difference.holds
+    }
+    assert wrong["first loss"] > 1e-6 and wrong["gradients"] > 1e-6
 
 
 def test_plugins_type_check() -> None:

@@ -18,7 +18,7 @@ from megalith.kernels.attention.split_kv import span_attention
 from megalith.kernels.norm import add_layer_norm, add_rms_norm
 from megalith.kernels.packed import seq_params_from_lengths
 from megalith.kernels.rope import apply_rope
-from megalith.parallel.cross_entropy import linear_cross_entropy
+from megalith.parallel.cross_entropy import VocabShard, linear_cross_entropy
 from megalith.parallel.group import single_rank_group
 from megalith.plan.context import plan_length_spans
 
@@ -86,9 +86,7 @@ def contests(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator
     loss = partial(
         linear_cross_entropy,
         labels=labels,
-        vocab=single_rank_group("tp"),
-        first_row=0,
-        vocab_size=sizes.vocab,
+        vocab=VocabShard(single_rank_group("tp"), 0, sizes.vocab),
     )
     yield "head and loss", by_kernel(loss, inputs((t, h), (sizes.vocab, h)), ("auto", "torch"))
     qkv = inputs((t, sizes.heads, d), *[(t, sizes.kv_heads, d)] * 2)

@@ -32,6 +32,7 @@ from megalith.kernels.norm import (
 from megalith.kernels.packed import seq_params_from_lengths, seq_params_from_rows
 from megalith.kernels.rope import apply_rope, reference_rope
 from megalith.parallel.cross_entropy import (
+    VocabShard,
     linear_cross_entropy,
     reference_cross_entropy,
     token_losses,
@@ -112,13 +113,11 @@ def kernels(device: torch.device) -> list[Kernel]:
 
     def loss(x: Tensor, w: Tensor) -> Tensor:
         return linear_cross_entropy(
-            x, w, labels_there, vocab=single_rank_group("tp"), first_row=0, vocab_size=V
+            x, w, labels_there, vocab=VocabShard(single_rank_group("tp"), 0, V)
         )
 
     def losses(x: Tensor, w: Tensor) -> Tensor:
-        return token_losses(
-            x, w, labels_there, vocab=single_rank_group("tp"), first_row=0, vocab_size=V
-        )
+        return token_losses(x, w, labels_there, vocab=VocabShard(single_rank_group("tp"), 0, V))
 
     def their_losses(x: Tensor, w: Tensor) -> Tensor:
         return reference_cross_entropy(x, w, labels, vocab_size=V)

@@ -51,41 +51,41 @@ _LEFTOVER = re.compile(r"(step_\d{7,})\.(tmp|old|trash)-[0-9a-f]{8}")
 _retention_log = logging.getLogger(__name__)
 
 
-def apply(
-    folder: Path, *, keep: int | None, keep_every: int | None, last_update: int | None = None
-) -> list[Path]:
-    """Delete all complete checkpoints except the newest `keep` (None: all) and multiples of
-    `keep_every`.
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which complete checkpoints are not deleted: the newest `keep` (None: all), multiples of
+    `keep_every`, pinned ones, links, and the newest before the run diverged."""
 
-    `last_update`: the last step that updated the weights, if later steps were skipped. The newest
-    checkpoint up to that step is kept too, because later ones may be of a divergent run.
+    keep: int | None = None
+    keep_every: int | None = None
+    last_update: int | None = None
+    """The last step that updated the weights, if later steps were skipped. The newest checkpoint up
+    to that step is kept, because later ones may be of a divergent run."""
 
-    Pinned checkpoints, links and incomplete folders are kept. A failed deletion is a warning, and
-    the next call tries again. Returns the deleted folders.
-    """
-    assert keep is None or keep >= 1, keep
-    if keep is None:
-        return []
-    complete = list_complete_checkpoints(folder)
-    last_good = max(
-        (step for step in complete if last_update is None or step <= last_update), default=None
-    )
-    removed = []
-    for step in _to_delete(complete, keep, keep_every):
-        if step == last_good:
-            continue
-        path = complete[step]
-        if not path.is_symlink() and not (path / PIN).exists() and _delete(path):
-            removed.append(path)
-    return removed
+    def delete_old(self, folder: Path) -> list[Path]:
+        """Delete the other complete checkpoints of a folder and return them. A failed deletion is a
+        warning, and the next call tries again."""
+        assert self.keep is None or self.keep >= 1, self.keep
+        if self.keep is None:
+            return []
+        complete, last = list_complete_checkpoints(folder), self.last_update
+        last_good = max((step for step in complete if last is None or step <= last), default=None)
+        removed = []
+        for step in _to_delete(complete, self.keep, self.keep_every):
+            if step == last_good:
+                continue
+            path = complete[step]
+            if not path.is_symlink() and not (path / PIN).exists() and _delete(path):
+                removed.append(path)
+        return removed
 
 
 def set_aside_damaged(path: Path) -> Path:
     """Rename a damaged checkpoint to step_NNNNNNN.damaged and update `latest`; return the new path.
 
-    The folder is kept for inspection and no longer counts as a checkpoint; otherwise `apply` would
-    count it as one of the newest and delete a good one instead. The caller must hold the run's
-    lock.
+    The folder is kept for inspection and no longer counts as a checkpoint; otherwise retention
+    would count it as one of the newest and delete a good one instead. The caller must hold the
+    run's lock.
 
     Raises:
         OSError: the folder cannot be renamed.
@@ -216,12 +216,10 @@ def save_checkpoint(
     *,
     config_text: str,
     auxiliary_files: Mapping[str, bytes] | None = None,
-    keep: int | None,
-    keep_every: int | None = None,
-    last_update: int | None = None,
+    retention: Retention = Retention(),  # it is frozen
 ) -> SaveReport:
-    """Save `folder/step_NNNNNNN` from all ranks of `world`, and delete older checkpoints
-    (`retention.apply`).
+    """Save `folder/step_NNNNNNN` from all ranks of `world`, and delete older checkpoints that
+    `retention` does not keep.
 
     `state` must be the same on every rank. It is stored as JSON: tuples become lists, keys become
     strings. `auxiliary_files` are files such as the tokenizer's; rank 0 writes them. A save that is
@@ -238,9 +236,7 @@ def save_checkpoint(
         world,
         config_text=config_text,
         auxiliary_files=auxiliary_files,
-        apply_retention=partial(
-            apply, folder, keep=keep, keep_every=keep_every, last_update=last_update
-        ),
+        apply_retention=partial(retention.delete_old, folder),
     )
 
 

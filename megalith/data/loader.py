@@ -1,8 +1,8 @@
 """Data loader: reads the microbatches of one rank per step, and counts the labels of the global
 batch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -16,7 +16,16 @@ from torch import Tensor
 from megalith.config.data import DataConfig, Sampler
 from megalith.config.model import ModelConfig
 from megalith.data.packs import pack_documents, row_masks, token_numbers, with_row_masks
-from megalith.data.sample import Dataset, HasDocumentLengths, PackedSample, Row, Sample
+from megalith.data.sample import (
+    Dataset,
+    ExtraTensor,
+    HasDocumentLengths,
+    PackedSample,
+    Row,
+    Sample,
+    concatenate_extra,
+    declared_extra,
+)
 from megalith.errors import DataError
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, MicrobatchRouting, RouterInputs
@@ -85,6 +94,18 @@ class Batch:
     routing: MicrobatchRouting | None = None
     """Routing record or replay of the microbatch; None: neither."""
 
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    """Extra tensors of the dataset by name. Per token: [t, ...], aligned with `labels`. Per
+    document: [documents, ...], of which token i has row `seq_params.document_ids[i]`. Per sample:
+    [samples, ...], of which it has row `sample_ids[i]`. Padding is 0."""
+
+    extra_sums: Mapping[str, float] = field(default_factory=dict)
+    """Sums of the extra tensors over all ranks that share the microbatch; per-token ones only over
+    labels that are not masked."""
+
+    sample_ids: Tensor | None = None
+    """int64 [t]: index of each token's sample in the microbatch; None without extra tensors."""
+
     @property
     def squared_lengths(self) -> int:
         """Sum of the squared document lengths."""
@@ -124,6 +145,9 @@ class StepBatches:
     """Relative excess of the most loaded data-parallel rank's cost over the mean; None if
     unknown."""
 
+    extra_sums: Mapping[str, float] = field(default_factory=dict)
+    """Sums of the extra tensors over the global batch, by name."""
+
     def totals(self) -> dict[str, float]:
         """Return the counts of the global batch that losses are divided by, by name."""
         mtp_labels = enumerate(self.num_mtp_labels, start=1)
@@ -131,6 +155,7 @@ class StepBatches:
             "labels": self.num_labels,
             "tokens": self.num_tokens,
             **{f"mtp_{depth}_labels": count for depth, count in mtp_labels},
+            **{f"extra.{name}": total for name, total in self.extra_sums.items()},
         }
 
 
@@ -207,6 +232,8 @@ class Loader:
         self.sampler, self.dropout_seed, self.num_mtp_layers = sampler, dropout_seed, num_mtp_layers
         self.budget, self.everyone, self.balanced = budget, everyone or dp, balanced
         self.cost = DocumentCost() if cost is None else cost
+        self.extra = declared_extra(dataset)
+        self.counted_extra = [name for name, tensor in self.extra.items() if not tensor.shape]
         self._position = consumed
         self._left = steps
         self._prefetched = self._read()
@@ -218,7 +245,7 @@ class Loader:
             DataError: ranks have packed the documents of the step differently.
         """
         assert self._prefetched is not None, "more steps requested than the loader was created for"
-        step, count, assignment, works = self._prefetched
+        step, count, extra_sums, assignment, works = self._prefetched
         self._prefetched = self._read()
         for work in works:
             work.wait()
@@ -227,7 +254,13 @@ class Loader:
                 assignment.num_microbatches, count[-2:].tolist(), self.everyone
             )
         read, own, *mtp_inputs = count[: 2 + self.num_mtp_layers].tolist()
-        return replace(step, num_labels=own, num_mtp_labels=tuple(mtp_inputs), num_tokens=read)
+        return replace(
+            step,
+            num_labels=own,
+            num_mtp_labels=tuple(mtp_inputs),
+            num_tokens=read,
+            extra_sums=dict(zip(self.counted_extra, extra_sums.tolist(), strict=True)),
+        )
 
     def _read(self) -> "_PrefetchedStep | None":
         """Read a step, and start the all-reduce of its label counts over the data-parallel
@@ -249,8 +282,17 @@ class Loader:
         count = torch.tensor([*sums, *digests], device=self.device)
         works = [start_all_reduce_(count[: len(sums)], self.dp)]
         works += [start_all_reduce_(count[len(sums) :], self.everyone)] if digests else []
+        extra_sums = torch.tensor(
+            [
+                sum(batch.extra_sums[name] for batch in step.microbatches)
+                for name in self.counted_extra
+            ],
+            dtype=torch.float64,
+            device=self.device,
+        )
+        works += [start_all_reduce_(extra_sums, self.dp)] if self.counted_extra else []
         return _PrefetchedStep(
-            step, count, assignment, [work for work in works if work is not None]
+            step, count, extra_sums, assignment, [work for work in works if work is not None]
         )
 
     def _read_rows(self) -> StepBatches:
@@ -267,6 +309,7 @@ class Loader:
                 device=self.device,
                 slicing=self.slicing,
                 num_mtp_layers=self.num_mtp_layers,
+                extra=self.extra,
             )
             for each in samples
         ]
@@ -362,6 +405,9 @@ class _PrefetchedStep(NamedTuple):
     """int64: input tokens, labels, labels per MTP depth; with packing, the digest and its
     square."""
 
+    extra_sums: Tensor
+    """float64: sum of each extra tensor of numbers."""
+
     assignment: BatchAssignment | None
     works: list[dist.Work]
 
@@ -407,10 +453,15 @@ def build_batch(
     device: torch.device,
     slicing: Slicing = WHOLE,
     num_mtp_layers: int = 0,
+    extra: Mapping[str, ExtraTensor] | None = None,
 ) -> Batch:
     """Build one microbatch of packed tokens from rows, and take this rank's context-parallel shard.
 
-    Rows packed by document have their own labels; `masks` applies to the others.
+    Rows packed by document have their own labels; `masks` applies to the others. `extra`: the extra
+    tensors of the samples; None: they are not used.
+
+    Raises:
+        DataError: a sample does not have the extra tensors, or an attention mask has a wrong shape.
     """
     packed = [sample for sample in samples if isinstance(sample, PackedSample)]
     plain = [sample for sample in samples if isinstance(sample, Sample)]
@@ -437,7 +488,7 @@ def build_batch(
     (own_ids, own_labels), *others = [
         (_flat(ids, device), _flat(labels, device)) for ids, labels in shared
     ]
-    return Batch(
+    batch = Batch(
         own_ids,
         own_labels,
         seq_params,
@@ -447,6 +498,57 @@ def build_batch(
         mtp_inputs=tuple(others),
         num_mtp_labels=tuple(int((labels >= 0).sum()) for _, labels in pairs[1:]),
     )
+    if extra is None or not (extra or any(sample.extra for sample in samples)):
+        return batch
+    return _with_extra(batch, samples, extra, lengths, counted.reshape(-1))
+
+
+def _with_extra(
+    batch: Batch,
+    samples: Sequence[Row],
+    declared: Mapping[str, ExtraTensor],
+    lengths: Sequence[int],
+    counted: NDArray[np.bool_],
+) -> Batch:
+    """Add the extra tensors of the samples to their batch. Per-token tensors are sharded over
+    context-parallel ranks as the labels are; the others are replicated.
+
+    lengths: of the documents with padding. counted: bool [t] of all ranks' input, True for labels
+    that are not masked.
+    """
+    row = len(counted) // len(samples)
+    if isinstance(samples[0], PackedSample):
+        num_documents = [
+            (len(each.lengths_without_padding), len(each.lengths))
+            for each in samples
+            if isinstance(each, PackedSample)
+        ]
+    else:
+        in_row = np.bincount((np.cumsum(lengths) - 1) // row, minlength=len(samples)).tolist()
+        num_documents = list(zip(in_row, in_row))
+    values, device = concatenate_extra(samples, declared, num_documents), batch.ids.device
+    tensors, sums = {}, {}
+    for name, tensor in declared.items():
+        per_token = tensor.per == "token"
+        local = _local_tokens(batch.seq_params, values[name]) if per_token else values[name]
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(local)).to(device)
+        if not tensor.shape:
+            summed = values[name][counted] if per_token else values[name]
+            sums[name] = float(summed.sum(dtype=np.float64))
+    ids = _local_tokens(batch.seq_params, np.repeat(np.arange(len(samples)), row))
+    return replace(batch, extra=tensors, extra_sums=sums, sample_ids=_flat(ids, device))
+
+
+def _local_tokens(seq_params: PackedSeqParams, values: NDArray[Any]) -> NDArray[Any]:
+    """Return the values of this rank's tokens, 0 for padding of context parallelism; values: [t,
+    ...] of all ranks' input."""
+    context = seq_params.context
+    if context is None:
+        return values
+    indices = context.slices.as_read(context.rank)
+    local = values[indices]
+    local[indices < 0] = 0
+    return local
 
 
 def build_pack(
@@ -464,14 +566,25 @@ def build_pack(
 
     `even`: mean number of tokens per microbatch of the step.
     """
-    samples = [dataset.sample(k) for k in documents]
-    row = pack_documents([sample for sample in samples if isinstance(sample, PackedSample)], budget)
+    samples, extra = [dataset.sample(k) for k in documents], declared_extra(dataset)
+    packed = [sample for sample in samples if isinstance(sample, PackedSample)]
+    row = pack_documents(packed, budget, extra)
     batch = build_batch(
-        [row], MaskSettings(), device=device, slicing=slicing, num_mtp_layers=num_mtp_layers
+        [row],
+        MaskSettings(),
+        device=device,
+        slicing=slicing,
+        num_mtp_layers=num_mtp_layers,
+        # each document of the row is one sample
+        extra={
+            name: replace(tensor, per="document") if tensor.per == "sample" else tensor
+            for name, tensor in extra.items()
+        },
     )
     numbers = token_numbers(documents, row, budget.longest)
     return replace(
         batch,
+        sample_ids=batch.seq_params.document_ids.long() if extra else None,
         seq_params=_with_padding_of(batch.seq_params, numbers),
         part=row.num_valid / even if even else 1.0,
         dropout_key=None

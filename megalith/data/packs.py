@@ -5,9 +5,9 @@ import hashlib
 import os
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megalith.data.sample import PackedSample, Row, RowMask, Sample
+from megalith.data.sample import (
+    ExtraTensor,
+    PackedSample,
+    Row,
+    RowMask,
+    Sample,
+    concatenate_extra,
+)
 from megalith.errors import DataError
 from megalith.kernels.packed import PackedSeqParams, with_masks, with_padding
 from megalith.plan.batch_assignment import TokenBudget
@@ -165,11 +172,16 @@ MAX_BARS = 12
 """Maximum number of lines of a histogram."""
 
 
-def pack_documents(documents: Sequence[PackedSample], budget: TokenBudget) -> PackedSample:
+def pack_documents(
+    documents: Sequence[PackedSample],
+    budget: TokenBudget,
+    extra: Mapping[str, ExtraTensor] | None = None,
+) -> PackedSample:
     """Concatenate documents and pad them to the capacity; without documents, the row is all
     padding.
 
     Where each document is padded for context parallelism, there is less padding at the end.
+    `extra`: the extra tensors of the documents, each of which is one sample.
     """
     lengths = [len(document.ids) for document in documents]
     filler = budget.filler(budget.capacity - sum(map(budget.padded, lengths)))
@@ -179,7 +191,14 @@ def pack_documents(documents: Sequence[PackedSample], budget: TokenBudget) -> Pa
         ids[:num_tokens] = np.concatenate([document.ids for document in documents])
         labels[:num_tokens] = np.concatenate([document.labels for document in documents])
     mask = join_masks([document.mask for document in documents], lengths, size)
-    return PackedSample(ids, labels, (*lengths, *filler), num_tokens, mask=mask)
+    row = PackedSample(ids, labels, (*lengths, *filler), num_tokens, mask=mask)
+    if extra is None:
+        return row
+    tensors = dict(concatenate_extra(documents, extra, [(1, 1)] * len(documents)))
+    for name, tensor in extra.items():
+        if tensor.per == "token":
+            tensors[name] = np.concatenate([tensors[name], tensor.zeros(sum(filler))])
+    return replace(row, extra=tensors)
 
 
 def token_numbers(documents: Sequence[int], row: PackedSample, longest: int) -> NDArray[np.int64]:

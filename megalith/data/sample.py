@@ -1,11 +1,15 @@
-"""Interfaces of datasets: one sample, its loss mask and attention mask, and the token store."""
+"""Interfaces of datasets: one sample, its loss mask, attention mask and extra tensors, and the
+token store."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megalith.errors import DataError
 
 
 class RowMask(NamedTuple):
@@ -28,6 +32,30 @@ class RowMask(NamedTuple):
         return RowMask(np.zeros_like(self.seen), self.alone)
 
 
+Extra = Mapping[str, NDArray[Any]]
+"""Extra tensors of a sample by name, with the shapes that its dataset declares."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraTensor:
+    """Declaration of a named tensor that each sample of a dataset has beside ids and labels, such
+    as token weights, reference log-probabilities or rewards."""
+
+    per: Literal["token", "document", "sample"]
+    """`token`: an array of one value per label; `document`: of one value per document without
+    padding; `sample`: a single value."""
+
+    dtype: str = "float32"
+    """Name of the NumPy dtype."""
+
+    shape: tuple[int, ...] = ()
+    """Shape of one value; only numbers, with the shape (), have a count."""
+
+    def zeros(self, count: int) -> NDArray[Any]:
+        """Return the values of padding: [count, *shape]."""
+        return np.zeros((count, *self.shape), self.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One row of a batch: seq_len input tokens and the label of the last one.
@@ -42,6 +70,8 @@ class Sample:
 
     mask: RowMask | None = None
     """None: only the attention mask of the layers applies."""
+
+    extra: Extra = field(default_factory=dict)
 
     @property
     def valid(self) -> NDArray[np.bool_]:
@@ -71,6 +101,8 @@ class PackedSample:
     mask: RowMask | None = None
     """None: only the attention mask of the layers applies."""
 
+    extra: Extra = field(default_factory=dict)
+
     @property
     def lengths_without_padding(self) -> tuple[int, ...]:
         """Lengths of the documents without the padding."""
@@ -90,6 +122,54 @@ class PackedSample:
 
 
 Row = Sample | PackedSample
+
+
+def concatenate_extra(
+    samples: Sequence[Row],
+    declared: Mapping[str, ExtraTensor],
+    num_documents: Sequence[tuple[int, int]],
+) -> Extra:
+    """Return the extra tensors of several samples: [t, ...] per token, [documents, ...] per
+    document, [samples, ...] per sample; padding is 0.
+
+    `num_documents`: documents of each sample without and with padding.
+
+    Raises:
+        DataError: a sample does not have the tensors as they are declared.
+    """
+    for sample in samples:
+        if sample.extra.keys() != declared.keys():
+            raise DataError(
+                f"a sample has the extra tensors {sorted(sample.extra)}, but the attribute `extra` "
+                f"of its dataset declares {sorted(declared)}. Return an array for each declared "
+                "name."
+            )
+    tensors = {}
+    for name, tensor in declared.items():
+        parts = [tensor.zeros(0)]
+        for sample, (documents, padded) in zip(samples, num_documents, strict=True):
+            parts.append(_extra_values(sample, name, tensor, documents))
+            if tensor.per == "document" and padded > documents:
+                parts.append(tensor.zeros(padded - documents))
+        tensors[name] = np.concatenate(parts)
+    return tensors
+
+
+def _extra_values(
+    sample: Row, name: str, declared: ExtraTensor, num_documents: int
+) -> NDArray[Any]:
+    """Return an extra tensor of a sample: [tokens, ...], [documents, ...] or [1, ...]."""
+    num_tokens = len(sample.ids) - isinstance(sample, Sample)
+    sizes = {"token": (num_tokens,), "document": (num_documents,), "sample": ()}
+    values, shape = np.asarray(sample.extra[name]), (*sizes[declared.per], *declared.shape)
+    if values.shape != shape or not np.can_cast(values.dtype, declared.dtype, "same_kind"):
+        raise DataError(
+            f"the extra tensor {name} of a sample has shape {list(values.shape)} and dtype "
+            f"{values.dtype}: it is declared per {declared.per}, and the sample has {num_tokens} "
+            f"tokens and {num_documents} documents. Return an array of shape {list(shape)} and "
+            f"dtype {declared.dtype}."
+        )
+    return values.astype(declared.dtype, copy=False).reshape(-1, *declared.shape)
 
 
 class Dataset(Protocol):
@@ -122,6 +202,19 @@ class HasDocumentLengths(Protocol):
 
     def document_lengths(self, k: int) -> tuple[int, ...]:
         """Return the number of input tokens of each document of sample k."""
+
+
+@runtime_checkable
+class HasExtra(Protocol):
+    """Dataset whose samples have extra tensors; a plug-in declares them as a class attribute."""
+
+    extra: Mapping[str, ExtraTensor]
+    """The extra tensors of every sample, by name."""
+
+
+def declared_extra(dataset: object) -> Mapping[str, ExtraTensor]:
+    """Return the extra tensors that a dataset, or its class, declares."""
+    return dataset.extra if isinstance(dataset, HasExtra) else {}
 
 
 class TokenStore(Protocol):

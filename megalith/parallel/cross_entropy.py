@@ -7,7 +7,7 @@ arXiv:1909.08053, sec. 3.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -65,28 +65,42 @@ class CrossEntropyResult(NamedTuple):
     """[t]: the largest logit; not differentiable."""
 
 
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """The rows of a vocabulary-parallel weight that this rank holds, and how logits are computed
+    from them."""
+
+    group: Group
+    """The ranks over which the vocabulary is sharded."""
+
+    first_row: int
+    """Token id of the first local row."""
+
+    vocab_size: int
+    """Rows of the padded vocabulary from there on are padding and are ignored."""
+
+    logit_transform: LogitTransform = IDENTITY_LOGITS
+    grad_accumulator: GradAccumulator | None = None
+    """Receives the weight gradient; unset: autograd."""
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
+    vocab: VocabShard,
     *,
-    vocab: Group,
-    first_row: int,
-    vocab_size: int,
-    logit_transform: LogitTransform = IDENTITY_LOGITS,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
-    grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
     kernel: BackendName = "auto",
 ) -> Tensor:
     """Sum over labeled tokens of -log softmax(logits(x @ W.T))[label] over the whole vocabulary W:
     a scalar in fp32 or fp64.
 
-    x [t, h], replicated over `vocab`; weight [v_local, h], rows first_row ... of the padded
-    vocabulary; labels [t] int64, negative where the loss mask excludes a token, else below
-    `vocab_size` (rows from there on are padding and are ignored). The loss is the same on every
-    rank of `vocab`; dx is a partial sum over `vocab`.
+    x [t, h], replicated over `vocab.group`; weight [v_local, h], the rows of `vocab`; labels [t]
+    int64, negative where the loss mask excludes a token. The loss is the same on every rank of
+    `vocab.group`; dx is a partial sum over it.
 
     With label `smoothing` a label has probability 1 - smoothing, and the other tokens of the
     vocabulary share the rest evenly: see `to_torch_label_smoothing`. With `z_loss` a labeled
@@ -97,86 +111,46 @@ def linear_cross_entropy(
     scales them. Until then they occupy one dw [v_local, h] in fp32 and one dx [t, h]. `chunk`:
     tokens per chunk; kernel="reference" uses a single chunk.
     """
-    return _sum_losses(
-        x,
-        weight,
-        labels,
-        vocab,
-        first_row,
-        vocab_size,
-        logit_transform,
-        smoothing,
-        z_loss,
-        grad_accumulator,
-        chunk,
-        kernel,
-        measures=False,
-    ).loss
+    head = HeadShard.build(
+        weight, vocab, smoothing=smoothing, z_loss=z_loss, chunk=chunk, kernel=kernel
+    )
+    return _sum_losses(x, weight, labels, head, measures=False).loss
 
 
 def linear_cross_entropy_with_stats(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
+    vocab: VocabShard,
     *,
-    vocab: Group,
-    first_row: int,
-    vocab_size: int,
-    logit_transform: LogitTransform = IDENTITY_LOGITS,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
-    grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
     kernel: BackendName = "auto",
 ) -> CrossEntropyResult:
     """Return `linear_cross_entropy` together with logit statistics of each token, which are not
     differentiable."""
-    return _sum_losses(
-        x,
-        weight,
-        labels,
-        vocab,
-        first_row,
-        vocab_size,
-        logit_transform,
-        smoothing,
-        z_loss,
-        grad_accumulator,
-        chunk,
-        kernel,
-        measures=True,
+    head = HeadShard.build(
+        weight, vocab, smoothing=smoothing, z_loss=z_loss, chunk=chunk, kernel=kernel
     )
+    return _sum_losses(x, weight, labels, head, measures=True)
 
 
 def recomputed_cross_entropy_with_stats(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
+    vocab: VocabShard,
     *,
-    vocab: Group,
-    first_row: int,
-    vocab_size: int,
-    logit_transform: LogitTransform = IDENTITY_LOGITS,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
-    grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
     kernel: BackendName = "auto",
 ) -> CrossEntropyResult:
     """Return `recomputed_cross_entropy` together with logit statistics of each token; logsumexp is
     differentiable."""
     each = token_losses_with_stats(
-        x,
-        weight,
-        labels,
-        vocab=vocab,
-        first_row=first_row,
-        vocab_size=vocab_size,
-        logit_transform=logit_transform,
-        smoothing=smoothing,
-        grad_accumulator=grad_accumulator,
-        chunk=chunk,
-        kernel=kernel,
+        x, weight, labels, vocab, smoothing=smoothing, chunk=chunk, kernel=kernel
     )
     return each._replace(loss=_with_z_loss(each, labels, z_loss).sum())
 
@@ -185,70 +159,32 @@ def recomputed_cross_entropy(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
+    vocab: VocabShard,
     *,
-    vocab: Group,
-    first_row: int,
-    vocab_size: int,
-    logit_transform: LogitTransform = IDENTITY_LOGITS,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
-    grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
     kernel: BackendName = "auto",
 ) -> Tensor:
     """`linear_cross_entropy` whose backward recomputes the logits: one matmul more, but no
     gradients are stored between forward and backward."""
     return recomputed_cross_entropy_with_stats(
-        x,
-        weight,
-        labels,
-        vocab=vocab,
-        first_row=first_row,
-        vocab_size=vocab_size,
-        logit_transform=logit_transform,
-        smoothing=smoothing,
-        z_loss=z_loss,
-        grad_accumulator=grad_accumulator,
-        chunk=chunk,
-        kernel=kernel,
+        x, weight, labels, vocab, smoothing=smoothing, z_loss=z_loss, chunk=chunk, kernel=kernel
     ).loss
 
 
 def _sum_losses(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    vocab: Group,
-    first_row: int,
-    vocab_size: int,
-    logit_transform: LogitTransform,
-    smoothing: float,
-    z_loss: float,
-    grad_accumulator: GradAccumulator | None,
-    chunk: int | None,
-    kernel: BackendName,
-    *,
-    measures: bool,
+    x: Tensor, weight: Tensor, labels: Tensor, head: "HeadShard", *, measures: bool
 ) -> CrossEntropyResult:
-    head = HeadShard.build(
-        weight,
-        vocab,
-        first_row,
-        vocab_size,
-        chunk,
-        loops=kernel != "torch",
-        logit_transform=logit_transform,
-    )
-    head = replace(head.smoothed(smoothing, vocab_size), z_loss=z_loss, form=kernel)
-    if kernel == "reference":
-        measured = _plain_losses(x, weight, labels, head, grad_accumulator)
-        return measured._replace(loss=_with_z_loss(measured, labels, z_loss).sum())
+    if head.kernel == "reference":
+        measured = _plain_losses(x, weight, labels, head)
+        return measured._replace(loss=_with_z_loss(measured, labels, head.z_loss).sum())
     grad = torch.is_grad_enabled()
     wanted = RequiredOutputs(
         x=grad and x.requires_grad, weight=grad and weight.requires_grad, measures=measures
     )
     losses = LossSumFunction.apply(  # type: ignore[no-untyped-call]  # torch's own
-        x, weight, labels, vocab, head, wanted, grad_accumulator
+        x, weight, labels, head.vocab.group, head, wanted
     )
     return CrossEntropyResult(*losses)
 
@@ -264,13 +200,9 @@ def token_losses(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
+    vocab: VocabShard,
     *,
-    vocab: Group,
-    first_row: int,
-    vocab_size: int,
-    logit_transform: LogitTransform = IDENTITY_LOGITS,
     smoothing: float = 0.0,
-    grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
     kernel: BackendName = "auto",
 ) -> Tensor:
@@ -280,17 +212,7 @@ def token_losses(
     each chunk's logits (one matmul more than `linear_cross_entropy`).
     """
     return token_losses_with_stats(
-        x,
-        weight,
-        labels,
-        vocab=vocab,
-        first_row=first_row,
-        vocab_size=vocab_size,
-        logit_transform=logit_transform,
-        smoothing=smoothing,
-        grad_accumulator=grad_accumulator,
-        chunk=chunk,
-        kernel=kernel,
+        x, weight, labels, vocab, smoothing=smoothing, chunk=chunk, kernel=kernel
     ).loss
 
 
@@ -298,32 +220,19 @@ def token_losses_with_stats(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
+    vocab: VocabShard,
     *,
-    vocab: Group,
-    first_row: int,
-    vocab_size: int,
-    logit_transform: LogitTransform = IDENTITY_LOGITS,
     smoothing: float = 0.0,
-    grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
     kernel: BackendName = "auto",
 ) -> CrossEntropyResult:
     """Return `token_losses` together with logit statistics of each token; losses and logsumexp are
     differentiable."""
-    head = HeadShard.build(
-        weight,
-        vocab,
-        first_row,
-        vocab_size,
-        chunk,
-        loops=kernel != "torch",
-        logit_transform=logit_transform,
-    )
-    head = replace(head.smoothed(smoothing, vocab_size), form=kernel)
+    head = HeadShard.build(weight, vocab, smoothing=smoothing, chunk=chunk, kernel=kernel)
     if kernel == "reference":
-        return _plain_losses(x, weight, labels, head, grad_accumulator)
+        return _plain_losses(x, weight, labels, head)
     losses = TokenLossesFunction.apply(  # type: ignore[no-untyped-call]  # torch's own
-        x, weight, labels, vocab, head, grad_accumulator
+        x, weight, labels, vocab.group, head
     )
     return CrossEntropyResult(*losses)
 
@@ -363,27 +272,20 @@ def reference_cross_entropy(
 
 
 def _plain_losses(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    head: "HeadShard",
-    grad_accumulator: GradAccumulator | None,
+    x: Tensor, weight: Tensor, labels: Tensor, head: "HeadShard"
 ) -> CrossEntropyResult:
     """`reference_cross_entropy` with logit statistics, for a vocabulary that is sharded over ranks,
     or with a gradient accumulator."""
-    logits = (
-        linear(x, [weight], grad_accumulator=grad_accumulator).to(
-            torch.promote_types(x.dtype, torch.float32)
-        )
-        * head.logit_transform.scale
-    )
-    if head.logit_transform.softcap is not None:
-        logits = head.logit_transform.softcap * torch.tanh(logits / head.logit_transform.softcap)
+    transform, group = head.vocab.logit_transform, head.vocab.group
+    products = linear(x, [weight], grad_accumulator=head.vocab.grad_accumulator)
+    logits = products.to(torch.promote_types(x.dtype, torch.float32)) * transform.scale
+    if transform.softcap is not None:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
     padding = torch.arange(weight.shape[0], device=x.device) >= head.rows
     logits = logits.masked_fill(padding, float("-inf"))
-    largest = all_reduce_max_(logits.detach().amax(-1), head.group)
+    largest = all_reduce_max_(logits.detach().amax(-1), group)
     total = reduce_from_tp(
-        mark_partial((logits - largest.unsqueeze(1)).exp().sum(-1), head.group), head.group
+        mark_partial((logits - largest.unsqueeze(1)).exp().sum(-1), group), group
     )
     rows, is_local = head.target(labels)
     target = (
@@ -392,7 +294,7 @@ def _plain_losses(
     if head.spread:
         logit_sums = (logits - largest.unsqueeze(1)).masked_fill(padding, 0.0).sum(-1)
         target = (1 - head.spread) * target + head.spread_each * logit_sums
-    losses = total.log() - reduce_from_tp(mark_partial(target, head.group), head.group)
+    losses = total.log() - reduce_from_tp(mark_partial(target, group), group)
     return CrossEntropyResult(losses.masked_fill(labels < 0, 0.0), largest + total.log(), largest)
 
 
@@ -400,11 +302,7 @@ def _plain_losses(
 class HeadShard:
     """The local shard of the output head, and the settings of its loss."""
 
-    group: Group
-    """The ranks over which the vocabulary is sharded."""
-
-    first_row: int
-    """Token id of the first local row."""
+    vocab: VocabShard
 
     rows: int
     """Number of local rows that are not padding; may be 0."""
@@ -412,56 +310,46 @@ class HeadShard:
     chunk: int
     """Tokens per chunk."""
 
-    loops: bool
-    """Use numba loops or Triton kernels where they are supported."""
+    kernel: BackendName
 
-    logit_transform: LogitTransform
-
-    spread: float = 0.0
+    spread: float
     """Label smoothing: the probability that all tokens share evenly."""
 
-    spread_each: float = 0.0
+    spread_each: float
     """The part of `spread` that each token gets."""
 
-    form: BackendName = "auto"
-    """The kernel backend."""
-
-    z_loss: float = 0.0
+    z_loss: float
     """Coefficient of the square of a labeled token's logsumexp."""
-
-    def smoothed(self, smoothing: float, vocab_size: int) -> "HeadShard":
-        """Return the head with label smoothing."""
-        spread = to_torch_label_smoothing(smoothing, vocab_size)
-        return replace(self, spread=spread, spread_each=spread / vocab_size) if spread else self
 
     @staticmethod
     def build(
         weight: Tensor,
-        group: Group,
-        first_row: int,
-        vocab_size: int,
-        chunk: int | None,
+        vocab: VocabShard,
         *,
-        loops: bool,
-        logit_transform: LogitTransform = IDENTITY_LOGITS,
+        smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        chunk: int | None = None,
+        kernel: BackendName = "auto",
     ) -> "HeadShard":
         """Return the head of the local rows `weight` [v_local, h]."""
-        rows = max(0, min(weight.shape[0], vocab_size - first_row))
+        rows = max(0, min(weight.shape[0], vocab.vocab_size - vocab.first_row))
         # The chunk size depends only on values that are equal on all ranks, not on the local rows:
         # every chunk runs collectives.
-        default_chunk = loss_chunk(vocab_size, ranks=group.size)
+        default_chunk = loss_chunk(vocab.vocab_size, ranks=vocab.group.size)
+        spread = to_torch_label_smoothing(smoothing, vocab.vocab_size)
         return HeadShard(
-            group,
-            first_row,
+            vocab,
             rows,
-            chunk if chunk is not None else default_chunk,
-            loops and rows > 0,
-            logit_transform,
+            default_chunk if chunk is None else chunk,
+            kernel,
+            spread,
+            spread / vocab.vocab_size,
+            z_loss,
         )
 
     def engine(self, logits: Tensor) -> FusedBackend:
         """Return the backend for these logits."""
-        return select_backend(self.form if self.loops else "torch", logits, op="cross_entropy")
+        return select_backend(self.kernel if self.rows else "torch", logits, op="cross_entropy")
 
     def matrix(self, weight: Tensor) -> Tensor:
         """Return the local rows without padding; one padding row if there are no others, so that
@@ -471,13 +359,13 @@ class HeadShard:
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [c, h] -> logits [c, rows], products rounded to x's dtype; -inf on a rank that has only
         padding."""
-        logits = self.logit_transform.scores(linear_forward(x, self.matrix(weight)))
+        logits = self.vocab.logit_transform.scores(linear_forward(x, self.matrix(weight)))
         return logits if self.rows else logits.fill_(float("-inf"))
 
     def target(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return each label's local row [c, 1] (0 if it is not local), and whether it is local [c,
         1]."""
-        local = (labels - self.first_row).unsqueeze(1)
+        local = (labels - self.vocab.first_row).unsqueeze(1)
         is_local = (local >= 0) & (local < self.rows) & (labels >= 0).unsqueeze(1)
         return local * is_local, is_local
 
@@ -519,14 +407,14 @@ def softmax_over_ranks(logits: Tensor, labels: Tensor, head: HeadShard) -> Softm
     """Return the softmax statistics with two small collectives over the vocabulary's ranks,
     whatever the labels are; logits are not modified."""
     local_largest, local_total = ROW_SUMS[head.engine(logits)](logits)
-    largest = all_reduce_max_(local_largest.clone(), head.group)
+    largest = all_reduce_max_(local_largest.clone(), head.vocab.group)
     rows, is_local = head.target(labels)
     target = (logits.gather(1, rows).squeeze(1) - largest).masked_fill_(~is_local.squeeze(1), 0.0)
     if head.spread and head.rows:
         logit_sums = (logits.to(target.dtype) - largest.unsqueeze(1)).sum(-1)
         target.mul_(1 - head.spread).add_(logit_sums, alpha=head.spread_each)
     sums = all_reduce_(
-        torch.stack([local_total.mul_((local_largest - largest).exp_()), target]), head.group
+        torch.stack([local_total.mul_((local_largest - largest).exp_()), target]), head.vocab.group
     )
     return Softmax(largest, sums[0], sums[1])
 
@@ -559,9 +447,15 @@ def logit_gradient(
     if backend == "triton":
         row = torch.where(is_local, rows, -1).squeeze(1)
         return _triton_gradient(
-            logits, softmax.largest, factor, row, at_label, smoothing_grad, head.logit_transform
+            logits,
+            softmax.largest,
+            factor,
+            row,
+            at_label,
+            smoothing_grad,
+            head.vocab.logit_transform,
         )
-    slopes = head.logit_transform.slopes(logits)  # before the gradient overwrites the logits
+    slopes = head.vocab.logit_transform.slopes(logits)  # before the gradient overwrites the logits
     gradient = (_loop_scaled_exp if backend == "numba" else _scaled_exp)(
         logits, softmax.largest, factor
     )
@@ -683,7 +577,6 @@ class LossSumFunction(Function):
         group: Group,
         head: HeadShard,
         wanted: RequiredOutputs,
-        grad_accumulator: GradAccumulator | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [t, h] -> the scalar loss, and logsumexp and largest logit of each token (empty unless
         required); saves dx and dw for a gradient of 1."""
@@ -710,7 +603,7 @@ class LossSumFunction(Function):
                 dlogits = logit_gradient(logits, labels[rows], softmax, weights, head, dlogsumexp)
                 _add_gradients(dlogits, x[rows], weight, head, None if dx is None else dx[rows], dw)
         ctx.save_for_backward(dx, dw)
-        ctx.grad_accumulator, ctx.dtype = grad_accumulator, weight.dtype
+        ctx.grad_accumulator, ctx.dtype = head.vocab.grad_accumulator, weight.dtype
         logsumexp, largest = logit_stats
         ctx.mark_non_differentiable(logsumexp, largest)
         return loss, logsumexp, largest
@@ -721,7 +614,7 @@ class LossSumFunction(Function):
         """Scale the saved gradients in place, because dw may be the largest tensor; a second
         backward raises an error."""
         dx, dw = (None if saved is None else saved.mul_(dloss) for saved in ctx.saved_tensors)
-        return dx, _deliver(dw, ctx.grad_accumulator, ctx.dtype), None, None, None, None, None
+        return dx, _deliver(dw, ctx.grad_accumulator, ctx.dtype), None, None, None, None
 
 
 class TokenLossesFunction(Function):
@@ -737,7 +630,6 @@ class TokenLossesFunction(Function):
         labels: Tensor,
         group: Group,
         head: HeadShard,
-        grad_accumulator: GradAccumulator | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [t, h] -> three tensors [t], as in `CrossEntropyResult`; saves x and three numbers per
         token."""
@@ -749,7 +641,7 @@ class TokenLossesFunction(Function):
             softmax = softmax_over_ranks(head.logits(x[rows], weight), labels[rows], head)
             torch.stack(softmax, out=softmax_stats[:, rows])
         ctx.save_for_backward(x, weight, labels, softmax_stats)
-        ctx.head, ctx.grad_accumulator = head, grad_accumulator
+        ctx.head = head
         ctx.set_materialize_grads(False)  # dlogsumexp is None if logsumexp is unused
         softmax = Softmax(*softmax_stats)
         largest = softmax.largest.clone()  # an output must not be a view of a saved tensor
@@ -784,7 +676,8 @@ class TokenLossesFunction(Function):
                 more,
             )
             _add_gradients(dlogits, x[rows], weight, ctx.head, None if dx is None else dx[rows], dw)
-        return dx, _deliver(dw, ctx.grad_accumulator, weight.dtype), None, None, None, None
+        accumulator = ctx.head.vocab.grad_accumulator
+        return dx, _deliver(dw, accumulator, weight.dtype), None, None, None
 
 
 def _deliver(
@@ -803,22 +696,19 @@ def _deliver(
 # whole vocabulary
 
 
-def greedy_tokens(
-    x: Tensor, weight: Tensor, *, vocab: Group, first_row: int, vocab_size: int
-) -> Tensor:
+def greedy_tokens(x: Tensor, weight: Tensor, vocab: VocabShard) -> Tensor:
     """Return the token with the largest logit for each x: int64 [t], the same on every rank of
-    `vocab`; of equal logits, the lowest token.
+    `vocab.group`; of equal logits, the lowest token.
 
-    x [t, h], replicated; weight [v_local, h], rows first_row ... of the padded vocabulary; rows
-    from `vocab_size` on are padding and are ignored. Logit scaling and soft caps are monotonic and
-    need not be applied.
+    x [t, h], replicated; weight [v_local, h], the rows of `vocab`. Logit scaling and soft caps are
+    monotonic and are not applied.
     """
-    weight = weight[: max(0, vocab_size - first_row)]
-    parts = x.split(loss_chunk(vocab_size, ranks=vocab.size))
-    return torch.cat([_best(part, weight, vocab, first_row, vocab_size) for part in parts])
+    weight = weight[: max(0, vocab.vocab_size - vocab.first_row)]
+    parts = x.split(loss_chunk(vocab.vocab_size, ranks=vocab.group.size))
+    return torch.cat([_best(part, weight, vocab) for part in parts])
 
 
-def _best(x: Tensor, weight: Tensor, vocab: Group, first_row: int, vocab_size: int) -> Tensor:
+def _best(x: Tensor, weight: Tensor, vocab: VocabShard) -> Tensor:
     if len(weight):
         largest, row = linear_forward(x, weight).max(-1)
     else:  # this rank has only padding rows
@@ -826,9 +716,9 @@ def _best(x: Tensor, weight: Tensor, vocab: Group, first_row: int, vocab_size: i
             x.new_full((len(x),), float("-inf")),
             torch.zeros(len(x), dtype=torch.int64, device=x.device),
         )
-    overall = all_reduce_max_(largest.clone(), vocab)
-    candidate = torch.where(largest == overall, row + first_row, vocab_size)
-    return -all_reduce_max_(-candidate, vocab)
+    overall = all_reduce_max_(largest.clone(), vocab.group)
+    candidate = torch.where(largest == overall, row + vocab.first_row, vocab.vocab_size)
+    return -all_reduce_max_(-candidate, vocab.group)
 
 
 # --- loss over the vocabulary that also records logit statistics: the largest logit and the z-loss
@@ -872,9 +762,9 @@ class LossWithLogitStats:
     z_loss: float = 0.0
     logit_stats: LogitStats = field(default_factory=LogitStats)
 
-    def __call__(self, x: Tensor, weight: Tensor, labels: Tensor, **others: object) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, labels: Tensor, vocab: VocabShard) -> Tensor:
         """Sum over labeled tokens of -log p(label) + z_loss * logsumexp^2."""
-        measured = self.compute(x, weight, labels, z_loss=self.z_loss, **others)
+        measured = self.compute(x, weight, labels, vocab, z_loss=self.z_loss)
         with torch.no_grad():
             self.logit_stats.record(measured, labels, self.z_loss)
         return measured.loss

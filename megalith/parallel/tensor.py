@@ -32,6 +32,7 @@ from megalith.parallel.cross_entropy import (
     IDENTITY_LOGITS,
     LogitTransform,
     LossWithLogitStats,
+    VocabShard,
     greedy_tokens,
     linear_cross_entropy,
     linear_cross_entropy_with_stats,
@@ -408,6 +409,17 @@ class VocabParallelHead(nn.Module):
             self.register_parameter("weight", tied)
 
     @property
+    def vocab_shard(self) -> VocabShard:
+        """The local rows of the vocabulary, and how logits are computed from them."""
+        return VocabShard(
+            self.tp_comm.group,
+            self.first_row,
+            self.vocab_size,
+            self.logit_transform,
+            self.grad_accumulator,
+        )
+
+    @property
     def reads_table_again(self) -> bool:
         """Whether the backward of `loss` reads the table: true for the reference loss, for losses
         that recompute logits and for those of plug-ins."""
@@ -440,41 +452,20 @@ class VocabParallelHead(nn.Module):
         Equal on all ranks of the group (I). Unless `evaluating`, includes everything that is
         minimized.
         """
-        return (self.eval_loss if evaluating else self.summed_loss)(
-            self.tp_comm.prepare_input(x),
-            self.weight,
-            labels,
-            vocab=self.tp_comm.group,
-            first_row=self.first_row,
-            vocab_size=self.vocab_size,
-            logit_transform=self.logit_transform,
-            grad_accumulator=self.grad_accumulator,
-        )
+        loss_fn = self.eval_loss if evaluating else self.summed_loss
+        return loss_fn(self.tp_comm.prepare_input(x), self.weight, labels, self.vocab_shard)
 
     def token_losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """-log p(label) of each token, 0 where the label is negative: -> [t] (I). Backward
         recomputes the logits."""
         return self.single_losses(
-            self.tp_comm.prepare_input(x),
-            self.weight,
-            labels,
-            vocab=self.tp_comm.group,
-            first_row=self.first_row,
-            vocab_size=self.vocab_size,
-            logit_transform=self.logit_transform,
-            grad_accumulator=self.grad_accumulator,
+            self.tp_comm.prepare_input(x), self.weight, labels, self.vocab_shard
         )
 
     def best(self, x: Tensor) -> Tensor:
         """Return the token with the largest logit after each position: x [t, h] in the layout of
         `tp_comm` -> int64 [t] (I), no gradient."""
-        return greedy_tokens(
-            self.tp_comm.prepare_input(x),
-            self.weight,
-            vocab=self.tp_comm.group,
-            first_row=self.first_row,
-            vocab_size=self.vocab_size,
-        )
+        return greedy_tokens(self.tp_comm.prepare_input(x), self.weight, self.vocab_shard)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the gathered logits: x [t, h] on every rank -> [t, vocab_size] on every rank; for

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalith.config.plugins import load_plugin
 from megalith.config.train import TrainRun
 from megalith.data.loader import Batch, StepBatches
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, did_you_mean
 from megalith.kernels.layer_inputs import AuxLossScale
 from megalith.parallel.collectives import mark_partial
 from megalith.parallel.mesh import Mesh
@@ -44,8 +44,8 @@ class LossTerm:
     microbatches and ranks, divided by the total of the count."""
 
     count: str
-    """Name of the count: `labels`, `mtp_DEPTH_labels`, `tokens`, `microbatches`, or a counted
-    tensor of `Batch.extra`, whose sum is the count."""
+    """Name of the count: `labels`, `mtp_DEPTH_labels`, `tokens`, `microbatches`, or `extra.NAME`,
+    the sum of a tensor of `Batch.extra`."""
 
     weight: float = 1.0
     """Factor of the loss in what is minimized; metrics show the loss without it."""
@@ -203,7 +203,20 @@ class LossNormalizer:
 def build_loss_normalizer(
     objective: Objective, batches: StepBatches, mesh: Mesh, *, scale: float = 1.0
 ) -> LossNormalizer:
-    """Return the normalizer of a step's losses."""
+    """Return the normalizer of a step's losses.
+
+    Raises:
+        ConfigError: a loss is divided by a count that the batches do not have.
+    """
     num_microbatches = len(batches.microbatches) * mesh.dp.size
     totals = {**batches.totals(), "microbatches": num_microbatches}
+    for name, term in objective.losses.items():
+        if term.count not in totals:
+            tensor = term.count.removeprefix("extra.")
+            raise ConfigError(
+                f"train.loss_plugin: the loss {name} has the count {term.count}, which the data "
+                f"does not have.{did_you_mean(term.count, totals)} Use one of "
+                f"{', '.join(totals)}, or declare {tensor} in the attribute `extra` of the dataset "
+                f"(data.plugin) and use extra.{tensor}."
+            )
     return LossNormalizer(objective.losses, totals, mesh, scale)

@@ -12,7 +12,7 @@ import functools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,12 +28,22 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.optim import OptimConfig, PrecisionConfig, ScheduleConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
+from megalith.config.plugins import load_plugin
 from megalith.config.train import LoopConfig, TrainRun, dropout_seed
 from megalith.data.loader import Loader, MaskSettings
-from megalith.data.sample import Dataset, PackedSample, RowMask, Sample
+from megalith.data.sample import (
+    Dataset,
+    Extra,
+    ExtraTensor,
+    PackedSample,
+    RowMask,
+    Sample,
+    declared_extra,
+)
 from megalith.nn.build import init_param_
 from megalith.optim.schedule import GroupRates, group_rates, schedule_lengths
 from megalith.parallel.context import local_slicing
+from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import Init
 from megalith.plan.batch_assignment import build_token_budget
@@ -45,12 +55,24 @@ from megalith.testing.inject import fused_on_cpus
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, compare
 from megalith.train.moe import LayerExpertLoad, collect_expert_load, iter_routers
-from megalith.train.step import Trainer, train_step
+from megalith.train.step import NO_HOOKS, StepHooks, StepRequest, Trainer, train_step
 from megalith.train.trainer import all_gather_loaded_params, build_trainer, checkpoint_entries
 from megalith.verify.faults.plant import find_fault, plant_fault
 from megalith.verify.torch_optim import RecordingOptimizer, TorchUpdate, torch_updates
 
 # --- mock documents with random loss masks, for verification of sequence packing
+
+
+def draw_extra(
+    declared: Mapping[str, ExtraTensor], sample: int, *, num_tokens: int, num_documents: int
+) -> Extra:
+    """Return random extra tensors of a sample."""
+    draw = np.random.default_rng(key(0, "verify", "extra", sample))
+    sizes = {"token": (num_tokens,), "document": (num_documents,), "sample": ()}
+    return {
+        name: (3 * draw.random((*sizes[tensor.per], *tensor.shape))).astype(tensor.dtype)
+        for name, tensor in declared.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +85,9 @@ class RaggedDocuments:
     masked: tuple[int, ...] = ()
     """Samples without any label."""
 
+    extra: Mapping[str, ExtraTensor] = field(default_factory=dict)
+    """Extra tensors, with random values."""
+
     @property
     def fingerprint(self) -> str:
         """Text of all arguments."""
@@ -70,6 +95,7 @@ class RaggedDocuments:
             [
                 "ragged documents",
                 *map(str, (self.longest, self.vocab_size, self.num_samples, self.masked)),
+                *self.extra,
             ]
         )
 
@@ -87,7 +113,8 @@ class RaggedDocuments:
         draw = np.random.default_rng(key(0, "verify", "documents", k))
         ids = draw.integers(0, self.vocab_size, length + 1)
         kept = draw.random(length) < (0.0 if k in self.masked else 0.5)
-        return PackedSample(ids[:-1], np.where(kept, ids[1:], -1), (length,), length)
+        extra = draw_extra(self.extra, k, num_tokens=length, num_documents=1)
+        return PackedSample(ids[:-1], np.where(kept, ids[1:], -1), (length,), length, extra=extra)
 
 
 # --- resharding: another layout under which the comparison loads a checkpoint
@@ -202,6 +229,9 @@ class RaggedRows:
     """`alone`: random [s, s] masks in all rows; `beside`: such masks in a third of the rows, and
     padding masks in another third."""
 
+    extra: Mapping[str, ExtraTensor] = field(default_factory=dict)
+    """Extra tensors, with random values."""
+
     @property
     def fingerprint(self) -> str:
         """Text of all arguments."""
@@ -214,7 +244,7 @@ class RaggedRows:
             self.places,
             self.masks,
         )
-        return " ".join(["ragged rows", *map(str, arguments)])
+        return " ".join(["ragged rows", *map(str, arguments), *self.extra])
 
     def __len__(self) -> int:
         return self.num_samples
@@ -227,7 +257,14 @@ class RaggedRows:
         if self.eod is not None:
             ids[draw.random(len(ids)) < 0.2] = self.eod
         places = draw.integers(0, 30, (3, self.seq_len)) if self.places and k % 3 else None
-        return Sample(ids, kept, places=places, mask=None if self.masks is None else self._mask(k))
+        num_documents = 1 + int((ids[:-2] == self.eod).sum()) if self.eod is not None else 1
+        return Sample(
+            ids,
+            kept,
+            places=places,
+            mask=None if self.masks is None else self._mask(k),
+            extra=draw_extra(self.extra, k, num_tokens=self.seq_len, num_documents=num_documents),
+        )
 
     def _mask(self, k: int) -> RowMask | None:
         draw, alone = np.random.default_rng(key(0, "verify", "masks", k)), self.masks == "alone"
@@ -259,6 +296,25 @@ class LayoutCase:
 
     resharded: TrainRun | None = None
     """The run under another layout, which loads the checkpoint; None: not tested."""
+
+    transient_fault: bool = False
+    """Whether the gradients of the last rank are wrong once, and the rank requests a rerun."""
+
+
+class TransientFault(StepHooks):
+    """Changes the gradients of this rank in one run of a step, and requests a rerun."""
+
+    def __init__(self) -> None:
+        self.has_occurred = False
+
+    def after_backward(self, local_params: Sequence[ShardedParam]) -> StepRequest:
+        """Change the gradients in the first call only."""
+        if self.has_occurred:
+            return StepRequest.NONE
+        self.has_occurred = True
+        for param in local_params:
+            param.gradient.add_(1.0)
+        return StepRequest.RERUN
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,9 +529,15 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult:
     unclipped: list[dict[str, Tensor]] = []
     loader = _loader(case.run, mesh, consumed=0, steps=STEPS, masks=case.masks)
     scores: list[float] = []
+    is_faulty = case.transient_fault and 0 < mesh.world.rank == mesh.world.size - 1
     for step in range(STEPS):
         result = train_step(
-            trainer, loader.next(), lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups
+            trainer,
+            loader.next(),
+            lr=case.run.schedule.lr,
+            weight_decay=DECAY,
+            hooks=TransientFault() if is_faulty and step == 1 else NO_HOOKS,
+            groups=groups,
         )
         losses.append(result.loss)
         grad_norms.append(result.grad_norm)
@@ -488,9 +550,7 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult:
     trainer.data.wait_params()
     weights, saved = _weights(trainer), _state(trainer)
     state = {"optimizer_updates": trainer.optimizer.updates}
-    save_checkpoint(
-        folder, STEPS, checkpoint_entries(trainer), state, mesh.world, config_text="", keep=None
-    )
+    save_checkpoint(folder, STEPS, checkpoint_entries(trainer), state, mesh.world, config_text="")
     checkpoint = open_checkpoint(folder / f"step_{STEPS:07d}")
     # With adapters, the checkpoint does not contain the base weights.
     resumed = build_trainer(case.run, mesh, device, fill=case.run.lora is not None)
@@ -767,9 +827,12 @@ def _loader(
     eod = 7 if run.data.document_masking else None
     budget = build_token_budget(train, run.parallel, run.model)
     arguments = train.seq_len, run.model.vocab_size, 12 * (STEPS + 1), (0, 1, 2, 17)
-    dataset: Dataset = RaggedDocuments(*arguments)
+    plugin = run.data.plugin
+    extra = {} if plugin is None else declared_extra(load_plugin("dataset", plugin))
+    dataset: Dataset = RaggedDocuments(*arguments, extra=extra)
     if budget is None:
-        dataset = RaggedRows(*arguments, eod=eod, places=bool(run.model.rope.sections), masks=masks)
+        places = bool(run.model.rope.sections)
+        dataset = RaggedRows(*arguments, eod=eod, places=places, masks=masks, extra=extra)
     return Loader(
         dataset,
         MaskSettings(eod=eod, documents=run.data.document_masking),

@@ -213,6 +213,8 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     offload = replace(run.offload, layers=min(run.offload.layers, 1), min_numel=1)
     tiny = replace(
         case.run,
+        # of a dataset plug-in, only the extra tensors are used, with random values
+        data=replace(case.run.data, plugin=run.data.plugin, mock=run.data.plugin is None),
         recompute=_shrink_recompute(run, tp),
         offload=offload,
         kernels=reset_explicit_backends(run.kernels),  # copies are in float64
@@ -223,6 +225,7 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
             z_loss=run.train.z_loss,
             loss_chunk=run.train.loss_chunk,
             loss_backward=run.train.loss_backward,
+            loss_plugin=run.train.loss_plugin,
             tokens_per_microbatch=_shrink_packs(run, parallel),
             micro_batch_size=rows if run.train.tokens_per_microbatch is None else 1,
         ),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint.format import CheckpointEntry, folder_name
-from megalith.checkpoint.save import SaveReport, commit, save_checkpoint, write_boxes
+from megalith.checkpoint.save import Retention, SaveReport, commit, save_checkpoint, write_boxes
 from megalith.parallel import group as consistency
 from megalith.parallel.group import Group, local_range, single_rank_group
 from megalith.plan.shards import Shard, split_evenly
@@ -97,8 +97,7 @@ def _save_alone(
     *,
     seed: int = 0,
     roles: Sequence[str] | None = None,
-    keep: int | None = None,
-    **options: Any,
+    **retention: int | None,
 ) -> SaveReport:
     """A save on one rank; of all roles by default."""
     entries = [
@@ -106,7 +105,13 @@ def _save_alone(
     ]
     state, world = {"step": step}, single_rank_group("world")
     return save_checkpoint(
-        folder, step, entries, state, world, config_text="name: tiny\n", keep=keep, **options
+        folder,
+        step,
+        entries,
+        state,
+        world,
+        config_text="name: tiny\n",
+        retention=Retention(**retention),
     )
 
 

@@ -35,10 +35,10 @@ def test_the_newest_and_the_multiples_stay(
     tmp_path: Path, tiny: SimpleNamespace, keep: int | None, keep_every: int | None, left: list[int]
 ) -> None:
     save_steps(tmp_path, tiny, 50, 100, 150, 200, 250)
-    removed = save.apply(tmp_path, keep=keep, keep_every=keep_every)
+    removed = save.Retention(keep, keep_every).delete_old(tmp_path)
     assert steps(tmp_path) == left
     assert len(removed) == 5 - len(left)
-    assert save.apply(tmp_path, keep=keep, keep_every=keep_every) == [], "once is enough"
+    assert save.Retention(keep, keep_every).delete_old(tmp_path) == [], "once is enough"
 
 
 def test_last_checkpoint_before_skipped_steps_is_not_deleted(
@@ -56,7 +56,7 @@ def test_damaged_checkpoint_is_not_counted_and_not_deleted(
 ) -> None:
     save_steps(tmp_path, tiny, 1, 2, 3)
     os.truncate(tmp_path / "step_0000003" / "__0_0.distcp", 3)
-    save.apply(tmp_path, keep=1, keep_every=None)
+    save.Retention(1).delete_old(tmp_path)
     assert steps(tmp_path) == [2, 3]
     latest = find_latest(tmp_path)
     assert latest == tmp_path / "step_0000002" and verify_checkpoint(latest) == []
@@ -71,7 +71,7 @@ def test_damaged_checkpoint_that_was_set_aside_does_not_count_for_retention(
     assert (tmp_path / "latest").read_text() == "step_0000002\n"
     save_steps(tmp_path, tiny, 3)
     assert save.set_aside_damaged(damaged) == tmp_path / "step_0000003.damaged-2"
-    save.apply(tmp_path, keep=1, keep_every=None)
+    save.Retention(1).delete_old(tmp_path)
     assert storage.list_names(tmp_path) == [
         "latest",
         "step_0000002",
@@ -85,7 +85,7 @@ def test_pinned_and_linked_checkpoints_stay(tmp_path: Path, tiny: SimpleNamespac
     save_steps(tmp_path / "here", tiny, 2, 3, 4)
     (tmp_path / "here" / "step_0000001").symlink_to(tmp_path / "elsewhere" / "step_0000001")
     (tmp_path / "here" / "step_0000002" / save.PIN).touch()
-    save.apply(tmp_path / "here", keep=1, keep_every=None)
+    save.Retention(1).delete_old(tmp_path / "here")
     assert steps(tmp_path / "here") == [1, 2, 4]
     assert steps(tmp_path / "elsewhere") == [1]
 
@@ -103,9 +103,9 @@ def test_failing_to_delete_is_a_warning_and_the_next_call_tries_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "rename", refuse)
-        assert save.apply(tmp_path, keep=1, keep_every=None) == []
+        assert save.Retention(1).delete_old(tmp_path) == []
     assert f"could not delete the old checkpoint {tmp_path}/step_0000001: [Errno 16]" in caplog.text
-    assert save.apply(tmp_path, keep=1, keep_every=None) == [tmp_path / "step_0000001"]
+    assert save.Retention(1).delete_old(tmp_path) == [tmp_path / "step_0000001"]
 
 
 def test_leftovers_of_killed_saves_are_removed(

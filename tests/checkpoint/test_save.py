@@ -26,6 +26,7 @@ from megalith.checkpoint import save
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.load import find_latest, open_checkpoint, verify_checkpoint
 from megalith.checkpoint.save import (
+    Retention,
     commit_snapshot,
     remove_leftovers,
     save_checkpoint,
@@ -137,7 +138,7 @@ def test_large_boxes_are_divided(
 def test_only_the_slice_is_written_and_not_the_storage_behind_it(tmp_path: Path) -> None:
     behind = torch.zeros(1_000_000)
     entry = CheckpointEntry(Shard.full("w", (10,)), "param", behind[5:15])
-    report = save_checkpoint(tmp_path, 1, [entry], {}, ALONE, config_text="", keep=None)
+    report = save_checkpoint(tmp_path, 1, [entry], {}, ALONE, config_text="")
     assert report.nbytes < 10_000
 
 
@@ -151,9 +152,7 @@ def test_scalars_empty_tensors_and_odd_names_survive(tmp_path: Path) -> None:
     entries = [
         CheckpointEntry(Shard.full(name, tuple(x.shape)), "param", x) for name, x in tensors.items()
     ]
-    save_checkpoint(
-        tmp_path, 10**7, entries, {"a": [1, 2.5, None, "ü"]}, ALONE, config_text="ü", keep=None
-    )
+    save_checkpoint(tmp_path, 10**7, entries, {"a": [1, 2.5, None, "ü"]}, ALONE, config_text="ü")
     found = find_latest(tmp_path)
     assert found is not None and found.name == "step_10000000"
     checkpoint = open_checkpoint(found)
@@ -350,7 +349,7 @@ def test_disk_full_inside_a_box_is_reported(
     with pytest.raises(
         CheckpointError, match=r"Errno 28\] No space left.*Free some space, or set checkpoint.keep"
     ):
-        save_checkpoint(tmp_path, 1, [entry], {}, ALONE, config_text="", keep=None)
+        save_checkpoint(tmp_path, 1, [entry], {}, ALONE, config_text="")
 
 
 def test_file_size_limit_inside_a_tensor_is_reported(tmp_path: Path) -> None:
@@ -361,7 +360,7 @@ def test_file_size_limit_inside_a_tensor_is_reported(tmp_path: Path) -> None:
         with pytest.raises(
             CheckpointError, match=r"File too large.*Free some space, or set checkpoint.keep"
         ):
-            save_checkpoint(tmp_path, 1, [entry], {}, ALONE, config_text="", keep=None)
+            save_checkpoint(tmp_path, 1, [entry], {}, ALONE, config_text="")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert storage.list_names(tmp_path) == []
@@ -388,7 +387,13 @@ def test_all_ranks_save_together_and_any_rank_can_read_it_all(
 
     def work(world: Group) -> Any:
         return save_checkpoint(
-            tmp_path, 7, ranks[world.rank], {"a": 1}, world, config_text="", keep=2
+            tmp_path,
+            7,
+            ranks[world.rank],
+            {"a": 1},
+            world,
+            config_text="",
+            retention=Retention(keep=2),
         )
 
     reports = run_threads(4, work)
@@ -422,9 +427,7 @@ def test_when_one_rank_fails_all_raise_the_same_and_the_previous_one_stays(
     monkeypatch.setattr(save, "write_boxes", fail_on_1)
     errors = run_threads(
         2,
-        lambda world: save_checkpoint(
-            tmp_path, 2, ranks[world.rank], {}, world, config_text="", keep=None
-        ),
+        lambda world: save_checkpoint(tmp_path, 2, ranks[world.rank], {}, world, config_text=""),
     )
     assert {type(error) for error in errors} == {CheckpointError}
     assert len({str(error) for error in errors}) == 1
@@ -439,13 +442,7 @@ def test_state_that_differs_between_ranks_is_rejected(
     errors = run_threads(
         2,
         lambda world: save_checkpoint(
-            tmp_path,
-            2,
-            ranks[world.rank],
-            {"step": 2, "loader": world.rank},
-            world,
-            config_text="",
-            keep=None,
+            tmp_path, 2, ranks[world.rank], {"step": 2, "loader": world.rank}, world, config_text=""
         ),
     )
     assert all("state loader differs between ranks 0 and 1" in str(error) for error in errors)
@@ -485,13 +482,13 @@ def test_tensor_not_written_exactly_once_is_rejected(tmp_path: Path, fault: str,
 
 LOOP = """
 import sys, pathlib, torch
-from megalith.checkpoint.boxes import CheckpointEntry
-from megalith.checkpoint.save import save_checkpoint
+from megalith.checkpoint.format import CheckpointEntry
+from megalith.checkpoint.save import Retention, save_checkpoint
 from megalith.parallel.group import single_rank_group
 from megalith.plan.shards import Shard
 for step in range(1, 100_000):
     entries = [CheckpointEntry(Shard.full(f"w{n}", (64, 1024)), "param", torch.full((64, 1024), float(step))) for n in range(8)]
-    save_checkpoint(pathlib.Path(sys.argv[1]), step, entries, {}, single_rank_group("world"), config_text="", keep=2)
+    save_checkpoint(pathlib.Path(sys.argv[1]), step, entries, {}, single_rank_group("world"), config_text="", retention=Retention(keep=2))
     print(step, flush=True)
 """
 
@@ -525,13 +522,17 @@ def _save_and_load_on_live_ranks(rank: int, world: int, folder: str) -> tuple[st
     values = torch.arange(21.0).view(7, 3)
     shard = Shard.full("w", (7, 3)).split_dim(0, [4, 3], rank, ("tp",))
     mine = CheckpointEntry(shard, "param", values[slice(*shard.box[0])].clone())
-    report = save_checkpoint(Path(folder), 5, [mine], {"a": 1}, group, config_text="", keep=1)
+    report = save_checkpoint(
+        Path(folder), 5, [mine], {"a": 1}, group, config_text="", retention=Retention(keep=1)
+    )
     turned = Shard.full("w", (7, 3)).split_dim(1, [1, 2], rank, ("tp",))
     got = CheckpointEntry(turned, "param", torch.zeros(7, 1 + rank))
     open_checkpoint(report.path).load_into([got], group)
     try:
         bad = [mine] if rank == 0 else [CheckpointEntry(Shard.full("w", (7, 3)), "param", values)]
-        save_checkpoint(Path(folder), 6, bad, {}, group, config_text="", keep=1)
+        save_checkpoint(
+            Path(folder), 6, bad, {}, group, config_text="", retention=Retention(keep=1)
+        )
         error = ""
     except CheckpointError as caught:
         error = str(caught)

@@ -28,13 +28,7 @@ def saved(path: Path, values: torch.Tensor, *, rows: list[int]) -> Checkpoint:
         for n, part in enumerate(parts)
     ]
     save_checkpoint(
-        path,
-        1,
-        entries,
-        {"train": {}},
-        single_rank_group("world"),
-        config_text="name: x\n",
-        keep=None,
+        path, 1, entries, {"train": {}}, single_rank_group("world"), config_text="name: x\n"
     )
     return open_checkpoint(path / "step_0000001")
 

@@ -58,13 +58,7 @@ def make_run(folder: Path, template: str | None, tokenizer: TokenizerConfig | No
     run = release_run("run", CONFIG, tokenizer or TokenizerConfig(), folder)
     text = dump_yaml(replace(run, data=DataConfig(sft=SFTConfig(template=template))))
     save_checkpoint(
-        folder / "checkpoints",
-        7,
-        entries,
-        {},
-        single_rank_group("world"),
-        config_text=text,
-        keep=None,
+        folder / "checkpoints", 7, entries, {}, single_rank_group("world"), config_text=text
     )
     return str(folder)
 

@@ -33,7 +33,6 @@ def run(tmp_path: Path) -> Path:
             {"train": {}},
             single_rank_group("world"),
             config_text="name: x\n",
-            keep=None,
         )
     return tmp_path
 
@@ -102,7 +101,6 @@ def test_deep_verify_reports_nan_and_infinite_values(
         {"train": {}},
         single_rank_group("world"),
         config_text="name: x\n",
-        keep=None,
     )
     assert call("verify", tmp_path) == 0
     assert call("verify", tmp_path, "--deep") == 1
@@ -237,9 +235,7 @@ def test_diff_ends_with_a_summary_of_weights_and_optimizer_state(
             if name == "b"
             else []
         )
-        save_checkpoint(
-            tmp_path / name, 1, entries, {}, single_rank_group("world"), config_text="", keep=None
-        )
+        save_checkpoint(tmp_path / name, 1, entries, {}, single_rank_group("world"), config_text="")
     assert call("diff", tmp_path / "a", tmp_path / "b") == 1
     assert capsys.readouterr().out.splitlines()[-3:] == [
         "2 tensors are equal, 2 differ",

@@ -57,7 +57,6 @@ def run(tmp_path: Path) -> Path:
         {},
         single_rank_group("world"),
         config_text=text,
-        keep=None,
     )
     return tmp_path / "run"
 

@@ -53,13 +53,7 @@ def make_run(folder: Path, tokenizer: TokenizerConfig) -> str:
     ]
     text = dump_yaml(release_run("run", CONFIG, tokenizer, folder))
     save_checkpoint(
-        folder / "checkpoints",
-        7,
-        entries,
-        {},
-        single_rank_group("world"),
-        config_text=text,
-        keep=None,
+        folder / "checkpoints", 7, entries, {}, single_rank_group("world"), config_text=text
     )
     return str(folder)
 

@@ -101,9 +101,7 @@ def steps_between(
         for _ in range(last - first)
     ]
     trainer.data.wait_params()
-    save_checkpoint(
-        root, last, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None
-    )
+    save_checkpoint(root, last, checkpoint_entries(trainer), {}, mesh.world, config_text="")
     stored = open_checkpoint(root / f"step_{last:07d}")
     return losses, {name: stored.read(name) for name in stored.keys()} if rank == 0 else {}  # noqa: SIM118  # no mapping
 
@@ -383,7 +381,7 @@ def steps_in_fp32(
             train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
             uses.append(collect_expert_load(trainer.pipeline_model.modules, mesh))
     trainer.data.wait_params()
-    save_checkpoint(root, 3, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None)
+    save_checkpoint(root, 3, checkpoint_entries(trainer), {}, mesh.world, config_text="")
     stored = open_checkpoint(root / "step_0000003")
     return uses, {name: stored.read(name) for name in stored.keys()} if rank == 0 else {}  # noqa: SIM118  # no mapping
 

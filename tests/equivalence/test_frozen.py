@@ -83,9 +83,7 @@ def run_steps(
         result = train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
         metrics += [result.loss, result.grad_norm]
     trainer.data.wait_params()
-    save_checkpoint(
-        Path(folder), 2, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None
-    )
+    save_checkpoint(Path(folder), 2, checkpoint_entries(trainer), {}, mesh.world, config_text="")
     again = frozen_trainer(case, rank, trained, fill=False)
     open_checkpoint(Path(folder) / "step_0000002").load_into(checkpoint_entries(again), mesh.world)
     all_gather_loaded_params(again)

@@ -69,9 +69,7 @@ def two_steps(
         all_gather_loaded_params(trainer)
     loader = _loader(case.run, mesh, consumed=12 * done, steps=2)
     losses = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(2)]
-    save_checkpoint(
-        root, done + 2, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None
-    )
+    save_checkpoint(root, done + 2, checkpoint_entries(trainer), {}, mesh.world, config_text="")
     stored = open_checkpoint(root / f"step_{done + 2:07d}")
     return losses, {name: stored.read(name) for name in stored.keys()} if rank == 0 else {}  # noqa: SIM118  # no mapping
 

@@ -479,13 +479,7 @@ def _go_on(rank: int, world: int, settings: Settings, folder: str) -> Trained:
 def save(trainer: Trainer, folder: str, step: int) -> None:
     trainer.data.wait_params()
     save_checkpoint(
-        Path(folder),
-        step,
-        checkpoint_entries(trainer),
-        {},
-        trainer.mesh.world,
-        config_text="",
-        keep=None,
+        Path(folder), step, checkpoint_entries(trainer), {}, trainer.mesh.world, config_text=""
     )
 
 

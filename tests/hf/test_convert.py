@@ -122,13 +122,7 @@ def test_what_a_run_saved_becomes_a_folder_with_its_tokenizer(
     model = tiny.model(config)
     text = dump_yaml(release_run("run", config, words, tmp_path))
     path = save_checkpoint(
-        tmp_path,
-        4,
-        tiny.entries(model),
-        {},
-        single_rank_group("world"),
-        config_text=text,
-        keep=None,
+        tmp_path, 4, tiny.entries(model), {}, single_rank_group("world"), config_text=text
     ).path
     source = open_pretrained(path)
     assert token_ids(source) == {
@@ -154,7 +148,7 @@ def test_a_release_of_a_run_keeps_its_settings_and_drops_its_moments(
     moments = [replace(entry, role="exp_avg") for entry in entries]
     text = dump_yaml(release_run("run", tiny.config(), TokenizerConfig(), tmp_path))
     path = save_checkpoint(
-        tmp_path, 4, entries + moments, {}, single_rank_group("world"), config_text=text, keep=None
+        tmp_path, 4, entries + moments, {}, single_rank_group("world"), config_text=text
     ).path
     convert(open_pretrained(path), tmp_path / "x", "megalith")
     released = open_pretrained(tmp_path / "x").checkpoint
@@ -172,7 +166,7 @@ def test_missing_biases_are_planned_as_zeros(tmp_path: Path, tiny: SimpleNamespa
     )
     entries = tiny.entries(tiny.model(config))
     path = save_checkpoint(
-        tmp_path, 4, entries, {}, single_rank_group("world"), config_text=text, keep=None
+        tmp_path, 4, entries, {}, single_rank_group("world"), config_text=text
     ).path
     source = open_pretrained(path)
     zeros = [
@@ -455,7 +449,7 @@ def test_a_damaged_record_of_the_family_is_rejected(tmp_path: Path, tiny: Simple
     ):
         state = {"huggingface": record}
         path = save_checkpoint(
-            tmp_path, step, entries, state, single_rank_group("world"), config_text=text, keep=None
+            tmp_path, step, entries, state, single_rank_group("world"), config_text=text
         ).path
         with pytest.raises(
             CheckpointError, match=r"the state records the Hugging Face model .*Convert the model's"

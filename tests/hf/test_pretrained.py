@@ -59,13 +59,7 @@ def save(
     """A checkpoint of a run."""
     text = dump_yaml(release_run("tiny", config, tokenizer, folder))
     return save_checkpoint(
-        folder,
-        step,
-        entries,
-        {"step": step},
-        single_rank_group("world"),
-        config_text=text,
-        keep=None,
+        folder, step, entries, {"step": step}, single_rank_group("world"), config_text=text
     ).path
 
 
@@ -165,7 +159,7 @@ def test_settings_of_no_model_are_refused(tmp_path: Path, tiny: SimpleNamespace)
     entries = tiny.entries(tiny.model(tiny.config()))
     for step, text in enumerate(["name: x\n", "- 1\n", "model: {hidden: 3}\n", "a: [\n"], 1):
         path = save_checkpoint(
-            tmp_path, step, entries, {}, single_rank_group("world"), config_text=text, keep=None
+            tmp_path, step, entries, {}, single_rank_group("world"), config_text=text
         ).path
         with pytest.raises(
             CheckpointError,

@@ -40,7 +40,7 @@ def save(folder: Path, model: Decoder, tokenizer: TokenizerConfig) -> Path:
     ]
     text = dump_yaml(release_run("tiny", model.config, tokenizer, folder))
     return save_checkpoint(
-        folder, 1, entries, {}, single_rank_group("world"), config_text=text, keep=None
+        folder, 1, entries, {}, single_rank_group("world"), config_text=text
     ).path
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megalith.parallel import cross_entropy
-from megalith.parallel.cross_entropy import greedy_tokens
+from megalith.parallel.cross_entropy import VocabShard, greedy_tokens
 from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.mesh import build_mesh
 from megalith.plan.grid import model_grid
@@ -32,7 +32,7 @@ def best_of_rank(rank: int, world: int) -> list[int]:
     sizes = split_evenly(PADDED, world)
     first = sum(sizes[:rank])
     mine = table[first : first + sizes[rank]]
-    return greedy_tokens(x, mine, vocab=group, first_row=first, vocab_size=VOCAB).tolist()
+    return greedy_tokens(x, mine, vocab=VocabShard(group, first, VOCAB)).tolist()
 
 
 def expected() -> list[int]:
@@ -45,9 +45,7 @@ def test_best_token_has_the_largest_logit(chunk: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cross_entropy, "loss_chunk", lambda vocab_size, ranks: chunk)
     x, table = inputs()
     assert (
-        greedy_tokens(
-            x, table, vocab=single_rank_group("tp"), first_row=0, vocab_size=VOCAB
-        ).tolist()
+        greedy_tokens(x, table, vocab=VocabShard(single_rank_group("tp"), 0, VOCAB)).tolist()
         == expected()
     )
     assert 3 in expected() and 30 not in expected()  # of equals the first
@@ -60,7 +58,7 @@ def test_vocabulary_parallel_ranks_return_the_same_token() -> None:
 def test_rank_with_only_padding_rows_is_ignored() -> None:
     x, table = inputs()
     only = greedy_tokens(
-        x[:2], table[VOCAB:], vocab=single_rank_group("tp"), first_row=VOCAB, vocab_size=VOCAB
+        x[:2], table[VOCAB:], vocab=VocabShard(single_rank_group("tp"), VOCAB, VOCAB)
     )
     # nobody's token, which another rank's largest takes the place of
     assert only.tolist() == [

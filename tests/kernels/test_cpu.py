@@ -16,7 +16,7 @@ from megalith.kernels.linear import linear
 from megalith.kernels.norm import add_rms_norm, rms_norm
 from megalith.kernels.packed import seq_params_from_rows
 from megalith.kernels.rope import apply_rope
-from megalith.parallel.cross_entropy import linear_cross_entropy
+from megalith.parallel.cross_entropy import VocabShard, linear_cross_entropy
 from megalith.parallel.group import single_rank_group
 
 ROWS = seq_params_from_rows(2, 64)
@@ -110,9 +110,7 @@ def everything(x: Tensor, weight: Tensor) -> Tensor:
     x = linear(rms_norm(x, weight[1], 1e-5), [weight[:96], weight[96:]])
     q, k, v = (apply_rope(part.unflatten(1, (4, 16)), cos, sin) for part in x.split(64, dim=1))
     x = swiglu(attention(q, k, v, ROWS).flatten(1)) @ normed[:32]
-    return linear_cross_entropy(
-        x, weight, ids, vocab=single_rank_group("tp"), first_row=0, vocab_size=190
-    )
+    return linear_cross_entropy(x, weight, ids, vocab=VocabShard(single_rank_group("tp"), 0, 190))
 
 
 def test_torch_compile_captures_every_kernel_in_one_graph() -> None:

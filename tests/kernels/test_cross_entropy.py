@@ -13,6 +13,7 @@ from megalith.kernels.linear import MatmulOps
 from megalith.parallel.cross_entropy import (
     HeadShard,
     LogitTransform,
+    VocabShard,
     linear_cross_entropy,
     reference_cross_entropy,
     token_losses,
@@ -77,10 +78,7 @@ def loss(
         x,
         weight,
         labels,
-        vocab=single_rank_group("tp"),
-        first_row=0,
-        vocab_size=vocab_size,
-        grad_accumulator=grad_accumulator,
+        vocab=VocabShard(single_rank_group("tp"), 0, vocab_size, grad_accumulator=grad_accumulator),
         chunk=chunk,
     ).sum()
 
@@ -105,9 +103,7 @@ def test_loss_and_gradients_equal_torch_for_any_chunk(form: str, chunk: int | No
 
 def test_losses_of_single_tokens_equal_the_reference() -> None:
     x, weight = inputs()
-    ours = token_losses(
-        x, weight, LABELS, vocab=single_rank_group("tp"), first_row=0, vocab_size=V, chunk=4
-    )
+    ours = token_losses(x, weight, LABELS, vocab=VocabShard(single_rank_group("tp"), 0, V), chunk=4)
     theirs = reference_cross_entropy(x, weight, LABELS, vocab_size=V)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert ours[2] == ours[7] == 0
@@ -120,7 +116,7 @@ def test_losses_of_single_tokens_equal_the_reference() -> None:
 
 def test_gradients_of_token_losses_are_those_of_finite_differences() -> None:
     x, weight = inputs()
-    whole = {"vocab": single_rank_group("tp"), "first_row": 0, "vocab_size": V, "chunk": 4}
+    whole = {"vocab": VocabShard(single_rank_group("tp"), 0, V), "chunk": 4}
     assert torch.autograd.gradcheck(lambda *a: token_losses(*a, LABELS, **whole), (x, weight))
 
 
@@ -162,7 +158,7 @@ def test_loss_and_gradients_without_labels_are_zero(form: str) -> None:
 def test_vocabulary_shard_of_padding_does_not_affect_softmax(form: str) -> None:
     x, weight = inputs()
     whole = linear_cross_entropy if form == "sum" else token_losses
-    last = whole(x, weight[:3], LABELS, vocab=single_rank_group("tp"), first_row=V, vocab_size=V)
+    last = whole(x, weight[:3], LABELS, vocab=VocabShard(single_rank_group("tp"), V, V))
     # its value means nothing without the other parts
     assert last.shape == (() if form == "sum" else (T,))
 
@@ -274,11 +270,8 @@ def test_all_backends_match_the_reference(
             x,
             weight,
             labels,
-            vocab=single_rank_group("tp"),
-            first_row=0,
-            vocab_size=301,
+            vocab=VocabShard(single_rank_group("tp"), 0, 301, logit_transform=logit_transform),
             chunk=40,
-            logit_transform=logit_transform,
             kernel=each,
         ).sum()
         results.append((loss_sum, *torch.autograd.grad(loss_sum, (x, weight))))
@@ -296,12 +289,7 @@ def test_label_smoothing_matches_torch_without_padding_rows(
     x, weight = inputs()
     with torch.no_grad():
         weight[V:] = 1e6
-    whole = {
-        "vocab": single_rank_group("tp"),
-        "first_row": 0,
-        "vocab_size": V,
-        "logit_transform": logit_transform,
-    }
+    whole = {"vocab": VocabShard(single_rank_group("tp"), 0, V, logit_transform=logit_transform)}
     ours = linear_cross_entropy(
         x, weight, LABELS, **whole, smoothing=0.1, chunk=chunk, kernel=kernel
     )
@@ -328,9 +316,7 @@ def test_numba_backend_supports_label_smoothing(dtype: torch.dtype, tolerance: f
             x,
             weight,
             labels,
-            vocab=single_rank_group("tp"),
-            first_row=0,
-            vocab_size=301,
+            vocab=VocabShard(single_rank_group("tp"), 0, 301),
             chunk=40,
             smoothing=0.2,
             kernel=kernel,
@@ -345,7 +331,7 @@ def test_a_confident_bf16_token_keeps_its_small_gradient(kernel: Kernel) -> None
     _, weight, labels = large(torch.bfloat16)
     sure = weight.detach()[labels.clamp(min=0)].mul(1.5).requires_grad_()
     exact = [a.detach().double().requires_grad_() for a in (sure, weight)]
-    whole = {"vocab": single_rank_group("tp"), "first_row": 0, "vocab_size": 301}
+    whole = {"vocab": VocabShard(single_rank_group("tp"), 0, 301)}
     (mine,) = torch.autograd.grad(
         linear_cross_entropy(sure, weight, labels, **whole, kernel=kernel), sure
     )
@@ -368,9 +354,7 @@ def test_nan_and_inf_propagate_to_the_loss(form: str, kernel: Kernel, bad: float
             x,
             weight,
             labels,
-            vocab=single_rank_group("tp"),
-            first_row=0,
-            vocab_size=301,
+            vocab=VocabShard(single_rank_group("tp"), 0, 301),
             kernel=kernel,
         )
         .sum()
@@ -401,11 +385,8 @@ def test_gradients_of_scaled_and_soft_capped_logits_match_torch(
             x,
             weight,
             LABELS,
-            vocab=single_rank_group("tp"),
-            first_row=0,
-            vocab_size=V,
+            vocab=VocabShard(single_rank_group("tp"), 0, V, logit_transform=logit_transform),
             chunk=4,
-            logit_transform=logit_transform,
         ).sum()
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
         for mine, expected in zip(
@@ -434,16 +415,9 @@ def test_a_rank_that_has_only_padding_gets_no_gradient_and_no_nan(
     logit_transform: LogitTransform,
 ) -> None:
     x, weight = inputs()
-    head = HeadShard.build(
-        weight[:3],
-        single_rank_group("tp"),
-        V,
-        V,
-        None,
-        loops=False,
-        logit_transform=logit_transform,
-    )
-    slopes = head.logit_transform.slopes(head.logits(x, weight[:3]))
+    vocab = VocabShard(single_rank_group("tp"), V, V, logit_transform)
+    head = HeadShard.build(weight[:3], vocab)
+    slopes = logit_transform.slopes(head.logits(x, weight[:3]))
     assert slopes is None or isinstance(slopes, float) or bool((slopes == 0).all())
 
 
@@ -451,10 +425,9 @@ def test_ranks_with_uneven_vocabulary_shards_use_equal_chunks() -> None:
     ranks = [Group(axes=("tp",), ranks=(0, 1, 2), rank=rank) for rank in range(3)]
     parts = [torch.zeros(rows, 4) for rows in (16384, 16383, 16383)]
     heads = [
-        HeadShard.build(part, group, 0, 49150, None, loops=True)
-        for part, group in zip(parts, ranks)
+        HeadShard.build(part, VocabShard(group, 0, 49150)) for part, group in zip(parts, ranks)
     ]
     assert len({head.chunk for head in heads}) == 1
-    padding_only = HeadShard.build(parts[2], ranks[2], 49150, 49150, None, loops=True)
+    padding_only = HeadShard.build(parts[2], VocabShard(ranks[2], 49150, 49150), kernel="numba")
     assert (padding_only.rows, padding_only.chunk) == (0, heads[0].chunk)
-    assert not padding_only.loops
+    assert padding_only.engine(torch.zeros(2, 1)) == "torch"

@@ -10,6 +10,7 @@ from megalith.parallel.cross_entropy import (
     CrossEntropyResult,
     LogitStats,
     LossWithLogitStats,
+    VocabShard,
     linear_cross_entropy,
     linear_cross_entropy_with_stats,
 )
@@ -44,7 +45,7 @@ def test_loss_is_not_changed_by_logit_stats() -> None:
     x, weight = (torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (6, 7))
     labels, words = (
         torch.tensor([0, 1, -1, 6, 2, 2]),
-        {"vocab": single_rank_group("tp"), "first_row": 0, "vocab_size": 7},
+        {"vocab": VocabShard(single_rank_group("tp"), 0, 7)},
     )
     watched = LossWithLogitStats(linear_cross_entropy_with_stats, 0.25)
     found: Tensor = watched(x, weight, labels, **words)

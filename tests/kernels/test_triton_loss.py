@@ -7,6 +7,7 @@ from torch import Tensor
 from megalith.kernels.triton import launch
 from megalith.parallel.cross_entropy import (
     LogitTransform,
+    VocabShard,
     linear_cross_entropy,
     reference_cross_entropy,
     token_losses,
@@ -61,10 +62,7 @@ def test_losses_and_gradients_equal_the_reference(
             x,
             weight,
             labels,
-            vocab=single_rank_group("tp"),
-            first_row=0,
-            vocab_size=vocab,
-            logit_transform=logit_transform,
+            vocab=VocabShard(single_rank_group("tp"), 0, vocab, logit_transform=logit_transform),
             chunk=3,
         )
         for loss in (linear_cross_entropy, token_losses)
@@ -86,11 +84,11 @@ def test_losses_and_gradients_equal_the_reference(
 def test_smoothed_labels_equal_the_reference(logit_transform: LogitTransform) -> None:
     x, weight = seeded(TOKENS, HIDDEN).requires_grad_(), seeded(40, HIDDEN, seed=1).requires_grad_()
     labels = torch.tensor([0, 36, -1, 5, 7, 9, 11], device=DEVICE)
-    whole = {"vocab_size": 37, "logit_transform": logit_transform, "smoothing": 0.1}
-    mine = linear_cross_entropy(
-        x, weight, labels, vocab=single_rank_group("tp"), first_row=0, chunk=3, **whole
-    )
-    theirs = reference_cross_entropy(x, weight, labels, **whole).sum()
+    vocab = VocabShard(single_rank_group("tp"), 0, 37, logit_transform)
+    mine = linear_cross_entropy(x, weight, labels, vocab, smoothing=0.1, chunk=3)
+    theirs = reference_cross_entropy(
+        x, weight, labels, vocab_size=37, logit_transform=logit_transform, smoothing=0.1
+    ).sum()
     for a, b in zip(
         *(torch.autograd.grad(each, (x, weight)) for each in (mine, theirs)), strict=True
     ):

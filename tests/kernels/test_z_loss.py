@@ -10,6 +10,7 @@ from megalith.config.kernels import Kernel
 from megalith.parallel.cross_entropy import (
     CrossEntropyResult,
     LogitTransform,
+    VocabShard,
     linear_cross_entropy,
     linear_cross_entropy_with_stats,
     recomputed_cross_entropy,
@@ -64,10 +65,7 @@ def test_every_backend_and_chunk_matches_the_formula(
 ) -> None:
     x, weight = inputs()
     words = {
-        "vocab": single_rank_group("tp"),
-        "first_row": 0,
-        "vocab_size": V,
-        "logit_transform": logit_transform,
+        "vocab": VocabShard(single_rank_group("tp"), 0, V, logit_transform=logit_transform),
         "smoothing": 0.1,
     }
     ours = FORMS[form](x, weight, LABELS, z_loss=0.3, chunk=chunk, kernel=kernel, **words)
@@ -83,7 +81,7 @@ def test_every_backend_and_chunk_matches_the_formula(
 
 def test_logit_statistics_do_not_change_the_loss() -> None:
     x, weight = inputs(torch.float32)
-    words = {"vocab": single_rank_group("tp"), "first_row": 0, "vocab_size": V, "chunk": 4}
+    words = {"vocab": VocabShard(single_rank_group("tp"), 0, V), "chunk": 4}
     plain, measured = (
         linear_cross_entropy(x, weight, LABELS, **words),
         linear_cross_entropy_with_stats(x, weight, LABELS, **words),
@@ -102,7 +100,7 @@ def test_gradients_of_logsumexp_and_token_losses_match_finite_differences() -> N
     x, weight = inputs()
     with torch.no_grad():
         weight[V:] = 0
-    words = {"vocab": single_rank_group("tp"), "first_row": 0, "vocab_size": V, "chunk": 4}
+    words = {"vocab": VocabShard(single_rank_group("tp"), 0, V), "chunk": 4}
 
     def both(*leaves: Tensor) -> Tensor:
         found = token_losses_with_stats(*leaves, LABELS, **words)
@@ -125,9 +123,7 @@ def test_without_labels_loss_and_gradients_are_zero(form: str) -> None:
         x,
         weight,
         none,
-        vocab=single_rank_group("tp"),
-        first_row=0,
-        vocab_size=V,
+        vocab=VocabShard(single_rank_group("tp"), 0, V),
         z_loss=0.3,
         chunk=4,
     )
@@ -150,9 +146,7 @@ def test_numba_backend_matches_the_reference(
             x,
             weight,
             labels,
-            vocab=single_rank_group("tp"),
-            first_row=0,
-            vocab_size=301,
+            vocab=VocabShard(single_rank_group("tp"), 0, 301),
             chunk=40,
             z_loss=0.1,
             kernel=kernel,
@@ -182,9 +176,7 @@ def one_form(rank: int, world: int, form: str, kernel: Kernel) -> None:
         x,
         mine,
         LABELS,
-        vocab=group,
-        first_row=first,
-        vocab_size=V,
+        vocab=VocabShard(group, first, V),
         z_loss=0.3,
         chunk=4,
         kernel=kernel,

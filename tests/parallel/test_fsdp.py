@@ -521,13 +521,7 @@ def _goes_on(rank: int, world: int, folder: str) -> None:
     trainer = _trainer(sharded, rank, world)
     _train(trainer, first=0, steps=1)
     save_checkpoint(
-        Path(folder),
-        1,
-        checkpoint_entries(trainer),
-        {},
-        trainer.mesh.world,
-        config_text="",
-        keep=None,
+        Path(folder), 1, checkpoint_entries(trainer), {}, trainer.mesh.world, config_text=""
     )
     expected = _train(trainer, first=1, steps=2)
     saved = open_checkpoint(Path(folder) / "step_0000001")
@@ -537,9 +531,7 @@ def _goes_on(rank: int, world: int, folder: str) -> None:
         again.optimizer.set_updates(1)
         all_gather_loaded_params(again)
         other = Path(folder) / f"{parallel.zero}{parallel.tp}"
-        save_checkpoint(
-            other, 1, checkpoint_entries(again), {}, again.mesh.world, config_text="", keep=None
-        )
+        save_checkpoint(other, 1, checkpoint_entries(again), {}, again.mesh.world, config_text="")
         copy = open_checkpoint(other / "step_0000001")
         names = list(saved.keys())
         assert all(
@@ -644,13 +636,7 @@ def _experts_go_on(rank: int, world: int, folder: str) -> None:
     trainer = _trainer(sharded, rank, world, config=MIXTURE)
     _train(trainer, first=0, steps=1)
     save_checkpoint(
-        Path(folder),
-        1,
-        checkpoint_entries(trainer),
-        {},
-        trainer.mesh.world,
-        config_text="",
-        keep=None,
+        Path(folder), 1, checkpoint_entries(trainer), {}, trainer.mesh.world, config_text=""
     )
     expected = _train(trainer, first=1, steps=2)
     for parallel in (

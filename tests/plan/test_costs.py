@@ -19,7 +19,7 @@ from megalith.kernels.packed import seq_params_from_lengths
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.build import build_context
 from megalith.nn.moe import Experts
-from megalith.parallel.cross_entropy import HeadShard
+from megalith.parallel.cross_entropy import HeadShard, VocabShard
 from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.group import single_rank_group
 from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
@@ -723,14 +723,8 @@ def test_the_head_takes_a_chunk_of_the_size_that_the_estimate_counts() -> None:
     assert loss_chunk(1024, ranks=1) == 2048
     assert loss_chunk(1024, ranks=3) == 6144, "each rank forms a third of these logits"
     assert loss_chunk(128_256, ranks=1) == 512, "large vocabularies still take 512 tokens"
-    head = HeadShard.build(
-        torch.empty(128_256, 2, device="meta"),
-        single_rank_group("tp"),
-        0,
-        128_256,
-        None,
-        loops=False,
-    )
+    vocab = VocabShard(single_rank_group("tp"), 0, 128_256)
+    head = HeadShard.build(torch.empty(128_256, 2, device="meta"), vocab)
     assert head.chunk == 512
 
 

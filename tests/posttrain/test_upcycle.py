@@ -75,9 +75,7 @@ def dense(path: Path, **changes: Any) -> Path:
     text = dump_yaml(
         release_run("dense", config, TokenizerConfig(kind="null", vocab_size=61), path)
     )
-    save_checkpoint(
-        path, 1, entries_of(model), {}, single_rank_group("world"), config_text=text, keep=None
-    )
+    save_checkpoint(path, 1, entries_of(model), {}, single_rank_group("world"), config_text=text)
     return next(path.glob("step_*"))
 
 

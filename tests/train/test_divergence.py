@@ -113,9 +113,7 @@ def test_advice_names_a_checkpoint_from_before_the_skipped_steps(tmp_path: Path)
     assert advice(3) == f"No checkpoint is from before that: start from the beginning {change}."
     for step in (2, 4):
         entries = [CheckpointEntry(Shard.full("w", (2,)), "param", torch.ones(2))]
-        save_checkpoint(
-            tmp_path, step, entries, {}, single_rank_group("world"), config_text="", keep=None
-        )
+        save_checkpoint(tmp_path, step, entries, {}, single_rank_group("world"), config_text="")
     assert advice(1) == (
         f"No checkpoint is from before that: start from the beginning {change} and in another "
         "folder (--run NAME)."

@@ -16,7 +16,7 @@ from megalith.nn.lora import column_adapter
 from megalith.optim.optimizers import build_slot, group_by_rates
 from megalith.optim.schedule import GroupRates
 from megalith.parallel.context import pair_masks_by_group, select_local_heads
-from megalith.parallel.cross_entropy import HeadShard, softmax_over_ranks
+from megalith.parallel.cross_entropy import HeadShard, VocabShard, softmax_over_ranks
 from megalith.parallel.data import shard_groups
 from megalith.parallel.group import Group, single_rank_group
 from megalith.parallel.mesh import build_single_rank_mesh
@@ -93,7 +93,7 @@ def test_second_rank_has_the_masks_of_the_first_or_none() -> None:
 
 def test_only_the_logsumexp_is_that_of_the_vocabulary_shard() -> None:
     logits, labels = torch.randn(3, 7, dtype=torch.float64), torch.tensor([0, 6, -1])
-    head = HeadShard.build(torch.empty(7, 2), single_rank_group("tp"), 0, 7, None, loops=False)
+    head = HeadShard.build(torch.empty(7, 2), VocabShard(single_rank_group("tp"), 0, 7))
     right = softmax_over_ranks(logits, labels, head)
     wrong = layers.z_loss_of_own_rows.wrong(softmax_over_ranks, logits, labels, head)
     assert all(torch.equal(a, b) for a, b in zip(right, wrong, strict=True))

@@ -102,6 +102,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "balance_of_own_tokens": (False, "wrong gradients"),
     "balance_scaled_with_cp": (False, "wrong gradients"),
     "step_of_own_tokens": (False, "wrong gradients"),
+    "aux_losses_scaled_per_rank": (False, "wrong gradients"),
     "bias_moved_by_own_tokens": (False, "wrong weights after a step"),
     "offset_of_own_tokens": (False, "wrong weights after a step"),
     "second_pass_counted": (False, "wrong counts"),
@@ -109,6 +110,8 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "host_copy_lost": (False, "wrong gradients"),
     # The last two only omit a declaration, so no value changes.
     "embedding_not_summed": (True, "wrong loss"),
+    "requests_of_first_rank": (False, "wrong weights after a step"),
+    "rerun_added_to_gradients": (False, "wrong weights after a step"),
     "frozen_weights_decay": (False, "wrong weights after a step"),
     "rates_of_the_neighbor": (False, "wrong weights after a step"),
     "bias_before_sum": (True, "wrong weights after a step"),
@@ -122,6 +125,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "moments_swapped_on_load": (False, "wrong checkpoint"),
     "box_offset_lost_on_load": (False, "wrong checkpoint"),
     "optimizer_step_lost_on_load": (False, "wrong checkpoint"),
+    "slices_shifted_on_save": (False, "wrong update"),
     "loss_not_partial": (True, "no effect"),
     "etp_part_not_declared": (True, "no effect"),
 }

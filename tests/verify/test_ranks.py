@@ -74,6 +74,18 @@ LAYOUTS = {
 }
 
 
+def test_rerun_after_a_transient_fault_of_one_rank_matches_one_process() -> None:
+    """Expert loads, aux losses, gradients and the optimizer count the step once."""
+    experts = MoEConfig(
+        num_experts=4, ffn_hidden_size=10, aux_loss=AuxLossConfig(global_batch_coeff=0.5)
+    )
+    case = layout_case(
+        replace(model(heads=2, keys=1), moe=experts), ParallelConfig(dp=2, zero=1), 2
+    )
+    differences = compare_with_one_process(replace(case, transient_fault=True))
+    assert [each for each in differences if not each.holds] == []
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_outside_the_matrix_match_one_process(name: str) -> None:
     built, parallel, world = LAYOUTS[name]

@@ -17,7 +17,7 @@ from megalith.kernels.attention.scores import Distances, PairBiases, Scores
 from megalith.kernels.attention.split_kv import span_attention
 from megalith.parallel import collectives
 from megalith.parallel.context import ring_attention
-from megalith.parallel.cross_entropy import token_losses
+from megalith.parallel.cross_entropy import VocabShard, token_losses
 from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.context import KeySpans
 from megalith.verify.type_rules import find_types, installed_rules, our_functions
@@ -248,7 +248,7 @@ def test_tokens_of_the_expert_grid_are_typed_on_the_dense_grid() -> None:
 
 
 def losses(x: Tensor, weight: Tensor, labels: Tensor, group: Group = GROUP) -> Tensor:
-    return token_losses(x, weight, labels, vocab=group, first_row=0, vocab_size=40)
+    return token_losses(x, weight, labels, vocab=VocabShard(group, 0, 40))
 
 
 def labels_of(tp: Any) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.lock import RunLock
-from megalith.checkpoint.save import SaveReport, save_checkpoint
+from megalith.checkpoint.save import Retention, SaveReport, save_checkpoint
 from megalith.data.loader import StepBatches
 from megalith.errors import CheckpointError
 from megalith.parallel.context import local_slicing
@@ -151,9 +151,7 @@ class Checkpointer(Callback):
                 run.mesh.world,
                 config_text=run.tokenizer_files.config_text(run.run, "."),
                 auxiliary_files=run.tokenizer_files.contents,
-                keep=keep.keep,
-                keep_every=keep.keep_every,
-                last_update=run.state.last_update,
+                retention=Retention(keep.keep, keep.keep_every, run.state.last_update),
             )
         except CheckpointError as error:
             self._num_failures += 1

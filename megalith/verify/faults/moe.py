@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs
 from megalith.kernels.routing import Choice, count_choices
 from megalith.nn import router
 from megalith.nn.moe import Experts
@@ -22,6 +22,7 @@ from megalith.parallel.tensor import Init
 from megalith.plan.shards import Shard
 from megalith.testing.inject import patched
 from megalith.train import moe, trainer
+from megalith.train.objective import LossNormalizer
 from megalith.verify.faults.plant import Original, replaces
 
 # --- gradients and weights
@@ -162,6 +163,18 @@ def balance_scaled_with_cp(
 ) -> list[tuple[int, Tensor]]:
     """Aux losses are scaled by the number of cp ranks."""
     return [(kind, loss * self.sharing.size) for kind, loss in original(self, *arguments)]
+
+
+@replaces(LossNormalizer, "aux_loss_scale", "dp, experts")
+def aux_losses_scaled_per_rank(
+    original: Original, self: LossNormalizer, *arguments: Any
+) -> AuxLossScale:
+    """Aux losses are divided by the number of a rank's own microbatches."""
+    own = self.totals["microbatches"] / self.mesh.dp.size
+    scale: AuxLossScale = original(
+        replace(self, totals={**self.totals, "microbatches": own}), *arguments
+    )
+    return scale
 
 
 @replaces(LoadBalancing, "global_loss", "dp, balance over ranks")

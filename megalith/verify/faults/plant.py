@@ -29,6 +29,7 @@ NEEDS = (
     *("learned positions", "biases by distance", "latent", "memory", "dropout"),
     *("dropped weights", "adapters", "z loss", "frozen", "groups", "sgd"),
     *("experts", "capacity", "balancing bias", "balancing offset", "balance over ranks"),
+    "transient fault",
 )
 """What a run must have to be affected by a fault: more than one rank on an axis, tokens sharded
 over tp or not (`whole tokens`), more tp ranks than KV heads (`shared heads`), a bias after
@@ -39,7 +40,8 @@ separate stage (`own stage`); context parallelism other than the ring, packed do
 matmul (`rings`), sharded gradients (`zero 2`), QK norms over all heads (`whole norms`), cross-layer
 attention (`memory`), and other variants of attention and embeddings; experts with ep, etp,
 capacity, expert bias or offsets (`balancing bias`, `balancing offset`), or an aux loss over the
-global batch (`balance over ranks`); SGD instead of AdamW (`sgd`)."""
+global batch (`balance over ranks`); SGD instead of AdamW (`sgd`); gradients that are wrong once on
+the last rank, which requests a rerun (`transient fault`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,12 @@ def judge_fault(fault: Fault) -> FaultResult:
         )
         run = replace(run, train=replace(run.train, z_loss=0.1 if "z loss" in fault.needs else 0.0))
         differences = compare_with_one_process(
-            replace(case, run=run, masks="alone" if "masks" in fault.needs else None)
+            replace(
+                case,
+                run=run,
+                masks="alone" if "masks" in fault.needs else None,
+                transient_fault="transient fault" in fault.needs,
+            )
         )
         return FaultResult(fault, where, *_first_difference(differences))
     except RankError as error:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.checkpoint import load
+from megalith.checkpoint import load, save
 from megalith.checkpoint.format import CheckpointEntry, TensorPiece
 from megalith.checkpoint.load import Checkpoint
 from megalith.kernels.layer_inputs import LayerInputs
@@ -30,6 +30,7 @@ from megalith.plan.schedule import Schedule
 from megalith.plan.shards import Box, Shard
 from megalith.testing.inject import patched
 from megalith.train import step
+from megalith.train.step import StepRequest, Trainer
 from megalith.verify.faults.plant import Original, plants, replaces
 
 FSDP = "megalith.parallel.fsdp"
@@ -258,6 +259,31 @@ def whole_experts_overwritten() -> Iterator[None]:
         yield
 
 
+# --- requests of callbacks
+
+
+@replaces(step, "reduce_step_stats", "dp, transient fault")
+def requests_of_first_rank(
+    original: Original, trainer: Trainer, params: object, losses: Tensor, requests: StepRequest
+) -> Tensor:
+    """Only the callback requests of the first rank are executed."""
+    is_first = trainer.mesh.world.rank == 0
+    message: Tensor = original(trainer, params, losses, requests if is_first else StepRequest.NONE)
+    return message
+
+
+@replaces(step, "_run_backward", "dp, transient fault")
+def rerun_added_to_gradients(
+    original: Original, trainer: Trainer, batches: object, hooks: object, *, rerun_of: Any = None
+) -> Any:
+    """The gradients of a rerun are added to those of the run before."""
+    before = [] if rerun_of is None else [one.gradient.clone() for one in rerun_of.local_params]
+    backward = original(trainer, batches, hooks, rerun_of=rerun_of)
+    for param, gradient in zip(backward.local_params, before, strict=rerun_of is not None):
+        param.gradient.add_(gradient)
+    return backward
+
+
 # --- frozen parameters, parameter groups and clipping
 
 
@@ -392,6 +418,19 @@ def sgd_momentum_damped(
 
 
 # --- checkpoints
+
+
+@replaces(save, "pieces", "dp, zero")
+def slices_shifted_on_save(
+    original: Original, entry: CheckpointEntry, **limits: int
+) -> list[TensorPiece]:
+    """A slice of `exp_avg` that does not begin at element 0 is saved shifted by one element."""
+    start, _ = entry.shard.flat or (0, 0)
+    if start and entry.role == "exp_avg":
+        entry = replace(entry, tensor=entry.tensor.roll(1))
+    saved: list[TensorPiece] = original(entry, **limits)
+    return saved
+
 
 SWAPPED_MOMENTS = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
 
