@@ -139,9 +139,7 @@ def some(*names: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_scores_loss_and_every_gradient_equal_those_of_transformers(
-    name: str, tmp_path: Path
-) -> None:
+def test_logits_loss_and_every_gradient_match_transformers(name: str, tmp_path: Path) -> None:
     theirs, folder = saved(CASES[name], tmp_path)
     ours = our_model(folder)
     ids, labels = batch(theirs.config.vocab_size)
@@ -176,7 +174,7 @@ def test_scores_loss_and_every_gradient_equal_those_of_transformers(
 
 
 @pytest.mark.parametrize(("name", "part", "change"), FAULTS)
-def test_every_setting_that_a_family_needs_is_seen_in_the_scores(
+def test_every_setting_that_a_family_needs_changes_the_logits(
     name: str, part: str, change: dict[str, Any], tmp_path: Path
 ) -> None:
     theirs, folder = saved(CASES[name], tmp_path)
@@ -270,7 +268,7 @@ def check_greedy_text(
 
 
 @pytest.mark.parametrize(("name", "length"), TEXTS)
-def test_greedy_text_is_that_of_transformers(name: str, length: int, tmp_path: Path) -> None:
+def test_greedy_text_matches_transformers(name: str, length: int, tmp_path: Path) -> None:
     theirs, folder = saved(CASES[name], tmp_path, std=0.5)
     ours = our_model(folder)
     prompts = [[5, 17, ours.config.vocab_size - 1, 3, 44], [8], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
@@ -285,7 +283,7 @@ def test_greedy_text_is_that_of_transformers(name: str, length: int, tmp_path: P
     )
 
 
-def test_longrope_text_beyond_the_original_length_is_that_of_transformers_without_a_cache(
+def test_longrope_text_beyond_the_original_length_matches_transformers(
     tmp_path: Path,
 ) -> None:
     longrope = {**LONGROPE, "original_max_position_embeddings": 12}
@@ -361,7 +359,7 @@ def test_a_model_is_exported_as_the_first_family_that_can_express_it(
 
 
 @pytest.mark.parametrize("name", some("llama", "gemma3", "smollm3", "gpt2", "deepseek_v3"))
-def test_no_value_of_any_field_ends_in_a_traceback(name: str, tmp_path: Path) -> None:
+def test_no_value_of_any_field_raises_an_unexpected_error(name: str, tmp_path: Path) -> None:
     _, folder = saved(CASES[name], tmp_path)
     written = folder.family.write_config(folder.model_config)
     odd: tuple[Any, ...] = (

@@ -77,7 +77,7 @@ def test_the_mean_is_over_labels_not_over_rows() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 10])
-def test_rows_at_a_time_do_not_matter(rows: int) -> None:
+def test_number_of_rows_per_microbatch_does_not_matter(rows: int) -> None:
     reference, found = evaluation(0, 1, FP64_RUN, rows=3), evaluation(0, 1, FP64_RUN, rows=rows)
     assert found.loss == pytest.approx(reference.loss, rel=FP64.relative)
     assert (found.num_labels, found.bits_per_byte) == (
@@ -110,7 +110,9 @@ def test_rows_at_a_time_do_not_matter(rows: int) -> None:
         ),
     ],
 )
-def test_any_layout_finds_the_same(world: int, settings: dict[str, str], samples: int) -> None:
+def test_evaluation_is_equal_under_any_layout(
+    world: int, settings: dict[str, str], samples: int
+) -> None:
     run = tiny_run({"precision.params": "fp64"} | settings)
     alone = tiny_run({"precision.params": "fp64", "train.seq_len": str(run.train.seq_len)})
     reference = evaluation(0, 1, alone, 2, samples)
@@ -317,5 +319,5 @@ def test_empty_split_is_rejected(tmp_path: Path) -> None:
         )
 
 
-def test_perplexity_of_nonsense_is_a_number() -> None:
+def test_perplexity_of_random_text_is_finite() -> None:
     assert math.isfinite(Evaluation(loss=1e6, bits_per_byte=None, num_labels=1).perplexity)

@@ -45,7 +45,7 @@ def run_with(router: RouterConfig) -> TrainRun:
 BALANCED = RouterConfig(score="sigmoid", expert_bias=True, expert_bias_update_rate=1e-3)
 
 
-def test_experts_chosen_more_than_others_lose_and_those_chosen_less_gain() -> None:
+def test_expert_bias_falls_for_overloaded_and_rises_for_underloaded_experts() -> None:
     trainer = build_trainer(run_with(BALANCED), build_single_rank_mesh(), torch.device("cpu"))
     first, second = iter_routers(trainer.pipeline_model.modules)
     update_expert_biases(trainer.pipeline_model.modules, trainer.mesh)
@@ -96,7 +96,7 @@ def test_skipped_step_does_not_update_expert_bias(why: str) -> None:
     )
 
 
-def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains() -> None:
+def test_offsets_are_decayed_means_over_microbatches_with_tokens() -> None:
     balance = AuxLossConfig(quantile=True, quantile_ema=0.25)
     run = run_with(RouterConfig())
     assert run.model.moe is not None
@@ -115,7 +115,7 @@ def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains
     assert second.offset is not None and not second.offset.any(), "nothing but padding"
 
 
-def test_routers_that_are_not_trained_keep_their_biases() -> None:
+def test_frozen_routers_keep_their_expert_biases() -> None:
     trainer = build_trainer(run_with(BALANCED), build_single_rank_mesh(), torch.device("cpu"))
     router, _ = iter_routers(trainer.pipeline_model.modules)
     router.balance.step_record(AuxLossScale(0, 1, 1.0), torch.zeros(1)).counts[0, 0] = 5
@@ -125,7 +125,7 @@ def test_routers_that_are_not_trained_keep_their_biases() -> None:
     assert router.expert_bias is not None and not router.expert_bias.any()
 
 
-def test_the_loss_scale_of_fp16_goes_for_losses_of_balance_too() -> None:
+def test_fp16_loss_scale_applies_to_aux_losses() -> None:
     run = run_with(RouterConfig())
     assert run.model.moe is not None
     run = replace(
@@ -168,7 +168,7 @@ def test_the_loss_scale_of_fp16_goes_for_losses_of_balance_too() -> None:
     assert bool(router.any()), "the router learns from them alone, too"
 
 
-def test_a_row_tells_of_the_busiest_expert_of_every_layer() -> None:
+def test_metrics_row_has_the_load_of_the_busiest_expert_of_every_layer() -> None:
     uses = [
         LayerExpertLoad("layers.2", (6.0, 2.0, 0.0, 0.0), 2.0, (0.0, 1.5, 0.0, 0.0), 0.0),
         LayerExpertLoad("mtp.0.layer", (2.0, 2.0, 2.0, 2.0), 0.0, (0.0, 1.0, 0.0, 0.0), 0.25),
@@ -372,7 +372,7 @@ def losses_within_capacity(
     return losses
 
 
-def test_filler_changes_no_loss_under_any_layout() -> None:
+def test_padding_changes_no_loss_under_any_layout() -> None:
     expected = losses_within_capacity(0, 1, ParallelConfig(), False)
     assert losses_within_capacity(0, 1, ParallelConfig(), True) == pytest.approx(
         expected, rel=1e-11

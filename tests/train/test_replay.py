@@ -137,7 +137,7 @@ IN_EVERY_RUN = (
         for name in LAYOUTS
     ],
 )
-def test_choices_are_the_same_under_every_layout_and_followed_under_any_other(name: str) -> None:
+def test_recorded_choices_are_equal_and_replayed_under_every_layout(name: str) -> None:
     model, parallel, documents = LAYOUTS[name]
     assert model.moe is not None
     world, count = (
@@ -203,7 +203,7 @@ def trained(run: TrainRun, given: Whole | None) -> tuple[Whole, Trained]:
     ],
 )
 @pytest.mark.parametrize("again", ["none", pytest.param("full", marks=pytest.mark.slow)])
-def test_following_its_own_choices_changes_no_bit_of_a_step(
+def test_replaying_its_own_choices_is_bitwise_equal(
     name: str, again: Literal["none", "full"]
 ) -> None:
     """Experts that refuse refuse the same anew, plans and offsets are not asked, and noise stays
