@@ -209,7 +209,7 @@ def test_mtp_losses_and_acceptance_match_plain_computation() -> None:
     )
     assert found.acceptance_length == pytest.approx(1 + runs / places) and runs > 0
     assert found.loss == pytest.approx(losses[0] / labels[0], rel=FP64.relative)
-    row = found.mtp_metrics()
+    row = found.metrics()
     assert (
         row["mtp_2_acceptance_rate"] == found.acceptance_rates[1]
         and row["eval_mtp_1_loss"] == found.mtp_losses[0]
