@@ -1,4 +1,4 @@
-"""Optimizers, gradient clipping by the global norm, and loss scaling for fp16."""
+"""Optimizers (AdamW, SGD), gradient clipping by the global norm, and loss scaling for fp16."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -322,7 +322,7 @@ class SGD:
         )
 
 
-# Gradient clipping by the global norm over all shards, and loss scaling for fp16.
+# --- gradient clipping by the global norm over all shards
 
 ROW = 64
 """Elements whose squares are summed in fp32; rows are summed in float64. Rows are counted from the
@@ -368,8 +368,8 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor | None:
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
-# Loss scaling for fp16: the loss is multiplied before backward, the gradients are divided before
-# the update.
+# --- loss scaling for fp16: the loss is multiplied before backward, the gradients are divided
+# before the update
 #
 # fp16 has no numbers below 6e-8, where most gradients are. A scale that is too large makes
 # gradients overflow, which their norm shows; such a step is skipped and the scale reduced. Source:
