@@ -1,5 +1,5 @@
 """Expert routing on one rank: router logits, scores, top-k choice, weights, expert capacity (token
-dropping) and aux losses.
+dropping), aux losses, and the permutation of tokens to experts.
 """
 
 import math
@@ -333,8 +333,8 @@ def expert_capacity(factor: float, tokens: int, top_k: int, experts: int) -> int
     return min(tokens, math.ceil(Fraction(str(factor)) * tokens * top_k / experts))
 
 
-# Auxiliary (aux) losses that balance the load of experts, and `attach_aux_loss`, which adds their
-# gradients to the graph.
+# --- auxiliary (aux) losses that balance the load of experts, and `attach_aux_loss`, which adds
+# their gradients to the graph
 #
 # Token counts per expert have no gradient, so each rank computes the part of a loss of its own
 # tokens from counts that were summed over ranks; no gradient is communicated.
@@ -430,8 +430,8 @@ class AttachAuxLossFunction(Function):
         return dy, torch.full((), ctx.weight, dtype=ctx.dtype, device=ctx.device), None
 
 
-# Permutation of tokens to rows sorted by expert, and back: index arithmetic first, then moves of
-# tensors.
+# --- permutation of tokens to rows sorted by expert, and back: index arithmetic first, then moves
+# of tensors
 #
 # Rows are gathered, and a token's rows are added one after another in the order of its choices: the
 # result does not depend on thread scheduling. The backward of either move is the other one.

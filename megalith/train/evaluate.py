@@ -19,6 +19,7 @@ from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.hf.pretrained import load_pretrained
 from megalith.models.decoder import allocate, iter_parameter_specs
+from megalith.observe.machine import DTYPES
 from megalith.observe.metrics import StepProgress
 from megalith.parallel.context import local_slicing
 from megalith.parallel.grad_sync import can_shard_weights
@@ -30,7 +31,7 @@ from megalith.plan.shards import Shard
 from megalith.train.forward_backward import PipelineModel
 from megalith.train.objective import complete
 from megalith.train.run_folder import RunFolder
-from megalith.train.trainer import DTYPES, build_pipeline_model, weight_entries
+from megalith.train.trainer import build_pipeline_model, weight_entries
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,8 +107,9 @@ def ours(source: Path) -> Tensor:
     ]
     load_pretrained(entries, str(source), build_single_rank_mesh().world, model=opened.model)
     with torch.no_grad():
-        inputs = LayerInputs(seq_params_from_lengths([len(IDS)], device="cpu"))
-        return model.head.logits(model.hidden_states(IDS, inputs))
+        return model.head.logits(
+            model.hidden_states(IDS, LayerInputs(seq_params_from_lengths([len(IDS)], device="cpu")))
+        )
 
 
 def test_the_library_loads_them_and_computes_what_we_do(trained: Path) -> None:

@@ -11,6 +11,7 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import MaskSettings, build_batch
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import CheckpointError, ConfigError
+from megalith.observe.machine import DTYPES
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -22,7 +23,7 @@ from megalith.testing.tolerance import FP64
 from megalith.train.evaluate import Evaluation, allocate_weights, evaluate, run_evaluation
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
-from megalith.train.trainer import DTYPES, build_pipeline_model, build_trainer
+from megalith.train.trainer import build_pipeline_model, build_trainer
 from megalith.verify.ranks import RaggedDocuments, RaggedRows
 
 CPU = torch.device("cpu")
