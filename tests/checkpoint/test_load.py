@@ -27,6 +27,7 @@ from megalith.checkpoint.load import (
 )
 from megalith.config.checkpoint import CheckpointConfig, KeyMismatchAction
 from megalith.errors import CheckpointError, DamagedCheckpointError
+from megalith.observe.machine import FORMATS
 from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.shards import Shard
 from tests.cases import loop_over
@@ -46,7 +47,9 @@ class Evil:
 
 def entries_of(tensors: dict[str, Tensor], role: str = "param") -> list[CheckpointEntry]:
     return [
-        CheckpointEntry(Shard.full(name, tuple(tensor.shape)), role, tensor)
+        CheckpointEntry(
+            Shard.full(name, tuple(tensor.shape), dtype=FORMATS[tensor.dtype]), role, tensor
+        )
         for name, tensor in tensors.items()
     ]
 

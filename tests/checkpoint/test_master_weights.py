@@ -45,7 +45,8 @@ def test_one_side_wins_where_they_differ_and_nowhere_else(changed: float, larges
 
 
 def test_pairs_are_the_slices_that_a_master_filled() -> None:
-    shard, low, wide = Shard.full("w", (2,)), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2)
+    shard = Shard.full("w", (2,), dtype="bf16")
+    low, wide = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2)
     entries = [
         CheckpointEntry(shard, "param", low),
         CheckpointEntry(shard, "master", wide),

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from megalith.checkpoint.save import (
     write_snapshot,
 )
 from megalith.errors import CheckpointError
+from megalith.observe.machine import FORMATS
 from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.shards import Shard
 from megalith.testing.ranks import run_ranks
@@ -462,7 +464,9 @@ def test_tensor_not_written_exactly_once_is_rejected(tmp_path: Path, fault: str,
     ]
     dtypes = torch.float32, torch.bfloat16 if fault == "dtype" else torch.float32
     entries = [
-        CheckpointEntry(shard, "param", torch.ones(2, 3, dtype=dtype))
+        CheckpointEntry(
+            replace(shard, dtype=FORMATS[dtype]), "param", torch.ones(2, 3, dtype=dtype)
+        )
         for shard, dtype in zip(shards, dtypes)
     ]
     if fault == "hole":

@@ -371,8 +371,8 @@ def test_nan_loss_at_the_end_is_an_error_and_not_done(
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
     assert main([*words, "--train.max_minutes", "0"]) == 75
     assert (
-        "stopped at step 1 (time limit) without saving, because the loss or gradient norm"
-        in capsys.readouterr().out
+        "stopped at step 1 (time limit; the loss or gradient norm is NaN or infinite) without "
+        "saving; run the same command again" in capsys.readouterr().out
     )
 
 

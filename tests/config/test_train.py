@@ -49,7 +49,7 @@ def test_only_settings_without_a_default_are_required() -> None:
 def test_no_setting_is_named_like_another_section() -> None:
     names = setting_names(TrainRun)
     assert len(names) == len(set(names))
-    assert {name for name in names if "." not in name} == {"kernels", "name", "seed"}
+    assert {name for name in names if "." not in name} == {"callbacks", "kernels", "name", "seed"}
 
 
 def test_configs_are_frozen() -> None:

@@ -47,6 +47,7 @@ from megalith.kernels.packed import seq_params_from_lengths, seq_params_from_sli
 from megalith.kernels.routing import permute, permute_choices
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.build import build_context
+from megalith.observe.machine import DTYPES
 from megalith.parallel.context import local_slicing
 from megalith.parallel.expert import local_expert_groups
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -61,7 +62,7 @@ from megalith.testing.meter import measure_saved_activations
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.objective import sum_lm_losses
-from megalith.train.trainer import DTYPES, build_trainer
+from megalith.train.trainer import build_trainer
 from megalith.verify.matrix import CROSS_LAYER, VARIANTS
 from tests.plan.closed_forms import GptLayer, gpt_layer_bytes
 

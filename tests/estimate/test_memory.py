@@ -30,6 +30,7 @@ from megalith.estimate.memory import (
 from megalith.estimate.workload import Workload, plan_workload
 from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.build import build_context
+from megalith.observe.machine import DTYPES
 from megalith.optim.optimizers import AdamW
 from megalith.parallel.context import local_slicing
 from megalith.parallel.data import IN_FLIGHT as SUMS_IN_FLIGHT
@@ -46,7 +47,7 @@ from megalith.testing.meter import measure_saved_activations
 from megalith.testing.ranks import destroy_mesh, run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.step import train_step
-from megalith.train.trainer import DTYPES, build_trainer
+from megalith.train.trainer import build_trainer
 
 GIB = 2**30
 UNEVEN = {

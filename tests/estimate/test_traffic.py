@@ -28,8 +28,9 @@ from megalith.train import step
 from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer
 
-FLAGS = 70
-"""Bytes of messages that carry single numbers, which the plan leaves out."""
+FLAGS = 95
+"""Bytes of messages that carry single numbers, such as that of a step, which the plan leaves
+out."""
 
 Sums = dict[tuple[str, str, int], tuple[int, int]]
 """(axis, kind, ranks) -> calls and bytes."""

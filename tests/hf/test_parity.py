@@ -116,9 +116,16 @@ LAYOUTS = {
 MIXED = "deepseek_v3, experts"
 """The first of its family has dense layers alone."""
 
+LLAMA_LIKE = {"mistral", "qwen2", "qwen3", "olmo2", "smollm3", "granite", "phi3", "starcoder2"}
+"""Families whose layers are those of Llama and Gemma with other constants or norms."""
+
 UNDER_LAYOUTS = [
     *(
-        pytest.param(case, layout, marks=[] if number % 3 == turn else pytest.mark.slow)
+        pytest.param(
+            case,
+            layout,
+            marks=[] if number % 3 == turn and case not in LLAMA_LIKE else pytest.mark.slow,
+        )
         for number, case in enumerate(FIRST)
         for turn, layout in enumerate(LAYOUTS)
     ),
@@ -128,9 +135,9 @@ UNDER_LAYOUTS = [
         for number, case in enumerate(name for name in CASES if name not in (*FIRST, MIXED))
     ),
 ]
-"""In the default run one layout per family, in turn; that of four processes only with all
-others. The further cases differ from these in heads and features, not in how layers follow: each
-has a layout that divides the former."""
+"""By default, one layout for each family that is not like Llama, in turn; four processes only in
+`make test-all`. The other cases differ from these in heads and features, not in layer order:
+each has a layout that shards the heads."""
 
 
 def some(*names: str) -> list[Any]:

@@ -108,7 +108,7 @@ def ours(source: Path) -> Tensor:
     load_pretrained(entries, str(source), build_single_rank_mesh().world, model=opened.model)
     with torch.no_grad():
         return model.head.logits(
-            model(IDS, LayerInputs(seq_params_from_lengths([len(IDS)], device="cpu")))
+            model.hidden_states(IDS, LayerInputs(seq_params_from_lengths([len(IDS)], device="cpu")))
         )
 
 

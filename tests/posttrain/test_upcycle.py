@@ -97,7 +97,9 @@ def logits(path: Path, moe: MoEConfig | None = None, **options: Any) -> Tensor:
     source = source if moe is None else upcycle(source, moe, **options)
     model = loaded(source)
     with torch.no_grad():
-        return model.head.logits(model(IDS, LayerInputs(seq_params_from_lengths([9, 14]))))
+        return model.head.logits(
+            model.hidden_states(IDS, LayerInputs(seq_params_from_lengths([9, 14])))
+        )
 
 
 def off(theirs: Tensor, ours: Tensor) -> float:

@@ -11,6 +11,7 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import MaskSettings, build_batch
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import CheckpointError, ConfigError
+from megalith.observe.machine import DTYPES
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -22,7 +23,7 @@ from megalith.testing.tolerance import FP64
 from megalith.train.evaluate import Evaluation, allocate_weights, evaluate, run_evaluation
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
-from megalith.train.trainer import DTYPES, build_pipeline_model, build_trainer
+from megalith.train.trainer import build_pipeline_model, build_trainer
 from megalith.verify.ranks import RaggedDocuments, RaggedRows
 
 CPU = torch.device("cpu")
@@ -211,7 +212,7 @@ def test_mtp_losses_and_acceptance_match_plain_computation() -> None:
     )
     assert found.acceptance_length == pytest.approx(1 + runs / places) and runs > 0
     assert found.loss == pytest.approx(losses[0] / labels[0], rel=FP64.relative)
-    row = found.mtp_metrics()
+    row = found.metrics()
     assert (
         row["mtp_2_acceptance_rate"] == found.acceptance_rates[1]
         and row["eval_mtp_1_loss"] == found.mtp_losses[0]

@@ -28,6 +28,7 @@ from megalith.train.moe import (
     update_expert_biases,
     update_quantile_offsets,
 )
+from megalith.train.objective import LossTerm, build_loss_normalizer
 from megalith.train.run_folder import RunFolder
 from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer
@@ -146,13 +147,13 @@ def test_fp16_loss_scale_applies_to_aux_losses() -> None:
         steps=1,
         device=torch.device("cpu"),
     )
-    batches = loader.next().microbatches
+    step = loader.next()
+    batches, objective = step.microbatches, trainer.pipeline_model.objective
 
     def gradients(scale: float) -> list[torch.Tensor]:
         trainer.data.begin_step(len(batches))
-        trainer.pipeline_model.forward_backward(
-            batches, lambda losses: losses[0] * scale, scale=scale
-        )
+        normalizer = build_loss_normalizer(objective, step, trainer.mesh, scale=scale)
+        trainer.pipeline_model.forward_backward(batches, normalizer)
         return [param.gradient.clone() for param in trainer.data.finish()]
 
     for plain, scaled in zip(gradients(1.0), gradients(1024.0), strict=True):
@@ -163,7 +164,9 @@ def test_fp16_loss_scale_applies_to_aux_losses() -> None:
         o.gradient for o in trainer.data.local_params if o.shard.name == "layers.0.moe.router"
     )
     trainer.data.begin_step(len(batches))
-    trainer.pipeline_model.forward_backward(batches, lambda losses: losses[0] * 0, scale=1.0)
+    without_loss = build_loss_normalizer(objective, step, trainer.mesh)
+    without_loss = replace(without_loss, terms={"loss": LossTerm("labels", weight=0.0)})
+    trainer.pipeline_model.forward_backward(batches, without_loss)
     trainer.data.finish()
     assert bool(router.any()), "the router learns from them alone, too"
 
@@ -317,11 +320,15 @@ def losses_replayed(
         steps=1,
         device=torch.device("cpu"),
     )
-    batches, routing = loader.next().microbatches, RoutingRecord()
+    step, routing = loader.next(), RoutingRecord()
+    batches = step.microbatches
+    normalizer = build_loss_normalizer(trainer.pipeline_model.objective, step, mesh)
 
     def total(routing: RoutingRecord) -> list[float]:
         trainer.data.begin_step(len(batches))
-        found = trainer.pipeline_model.forward_backward(attach_routing(batches, routing), sum)  # type: ignore[arg-type]  # of one
+        found = trainer.pipeline_model.forward_backward(
+            attach_routing(batches, routing), normalizer
+        )
         gradients = [float(param.gradient.double().sum()) for param in trainer.data.finish()]
         return [*found.tolist(), *gradients]
 

@@ -26,6 +26,7 @@ from megalith.train.moe import (
     iter_routers,
     shard_routing,
 )
+from megalith.train.objective import build_loss_normalizer
 from megalith.train.step import Trainer, train_step
 from megalith.train.trainer import build_trainer
 from megalith.verify.matrix import (
@@ -75,16 +76,15 @@ def step_of(
     )
     trainer = build_trainer(run, mesh, CPU)
     push_experts(trainer)
-    batches = _loader(run, mesh, consumed=0, steps=1).next().microbatches
-    routing = RoutingRecord()
+    step = _loader(run, mesh, consumed=0, steps=1).next()
+    batches, routing = step.microbatches, RoutingRecord()
     if given is not None:
         routing = shard_routing(
             given, batches, trainer.pipeline_model.modules, mesh, sp=parallel.sp
         )
     trainer.data.begin_step(len(batches))
-    losses = trainer.pipeline_model.forward_backward(
-        attach_routing(batches, routing), lambda found: sum(found)
-    )  # type: ignore[arg-type,return-value]  # of tensors
+    normalizer = build_loss_normalizer(trainer.pipeline_model.objective, step, mesh)
+    losses = trainer.pipeline_model.forward_backward(attach_routing(batches, routing), normalizer)
     trainer.data.finish()
     return gather_routing(routing, batches, mesh), losses.tolist()
 
