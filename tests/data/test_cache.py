@@ -45,7 +45,7 @@ def test_nothing_is_cached_without_a_folder() -> None:
 
 @pytest.mark.parametrize("ending", ["-a.npy", ".json"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
-def test_damaged_cache_entry_is_rebuilt(
+def test_damaged_cache_entry_is_built_again(
     tmp_path: Path, ending: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     build = Builder()

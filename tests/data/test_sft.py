@@ -300,7 +300,7 @@ def test_special_tokens_that_the_template_writes_are_single_tokens(tmp_path: Pat
     assert row.labels[row.num_valid - 1] == tokenizer.eod
 
 
-def test_tokenized_conversations_are_cached_and_rebuilt_when_files_change(
+def test_tokenized_conversations_are_cached_and_built_again_when_files_change(
     tmp_path: Path,
 ) -> None:
     path = write(tmp_path / "a.jsonl", talk("ab", "c"))

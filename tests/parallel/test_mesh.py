@@ -105,7 +105,7 @@ def _world(rank: int, world: int) -> Group:
     return Group(axes=("world",), ranks=tuple(range(world)), rank=rank, handle=dist.group.WORLD)
 
 
-def test_mesh_can_be_rebuilt_and_released_independently() -> None:
+def test_mesh_can_be_built_again_and_released_independently() -> None:
     run_ranks(_twice, 2)
 
 
