@@ -344,11 +344,14 @@ def collectives(source: Source) -> Places:
             yield (
                 node.lineno,
                 f"{name} outside megalith/parallel. Use the functions of parallel/group or "
-                "autograd.",
+                "collectives.",
             )
     for line, name in _imports(source, source.nodes):
         if name.startswith("torch.distributed._functional_collectives"):
-            yield line, f"{name} outside megalith/parallel. Use the functions of parallel/autograd."
+            yield (
+                line,
+                f"{name} outside megalith/parallel. Use the functions of parallel/collectives.",
+            )
 
 
 def explicit_group(source: Source) -> Places:

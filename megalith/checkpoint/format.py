@@ -1,4 +1,5 @@
-"""The checkpoint format: names of the files, and `manifest.json`, which describes their contents.
+"""Checkpoint format: names of the files, boxes of tensors, and `manifest.json`, which describes the
+contents.
 
     checkpoints/
       latest                      name of the newest one, for people; loading does not use it
@@ -28,9 +29,10 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.errors import CheckpointError
+from megalith.observe import machine
 from megalith.plan.shards import Box, Shard, intersect, split_range_into_boxes
 
-# Tensors that ranks save and load, as boxes of full tensors; independent of files.
+# --- tensors that ranks save and load, as boxes of full tensors; independent of files
 
 _COPY_NBYTES = 4 * 2**20
 """Bytes that are copied at a time (heuristic: part of a processor's cache)."""
@@ -51,6 +53,12 @@ class CheckpointEntry:
 
     is_writer: bool = True
     """Whether this rank writes the shard; exactly one replica does. Loading fills it on all."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype in the checkpoint: weights have that of their shard, optimizer state any that the
+        optimizer chooses."""
+        return machine.DTYPES[self.shard.dtype] if self.role == "param" else self.tensor.dtype
 
     @property
     def key(self) -> str:

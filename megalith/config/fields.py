@@ -1,5 +1,5 @@
 """Introspection of config dataclasses: names, types, valid ranges, defaults and documentation of
-their settings.
+their settings, and the table of renamed settings.
 """
 
 import ast
@@ -28,8 +28,8 @@ import yaml
 
 from megalith.errors import did_you_mean
 
-# Settings that were renamed: the table `renamed.yaml`, successors for error messages, and
-# translation of stored configs.
+# --- settings that were renamed: the table `renamed.yaml`, successors for error messages, and
+# translation of stored configs
 
 
 class RenamedSettings(NamedTuple):

@@ -1,4 +1,5 @@
-"""Builds the datasets of a run from its settings: opens stores, applies splits and blends them."""
+"""Build the datasets of a run from its settings: open token stores, apply splits, and blend them in
+Megatron's order."""
 
 import hashlib
 import logging
@@ -41,7 +42,7 @@ from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
 
-# Blended datasets: several datasets sampled by weight, in Megatron's order.
+# --- blended datasets: several datasets sampled by weight, in Megatron's order
 
 MAX_MEMBERS = 32766  # the member of each sample is an int16
 

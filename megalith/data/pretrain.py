@@ -26,7 +26,7 @@ from megalith.data.sample import PackedSample, Sample, TokenStore
 from megalith.errors import DataError
 from megalith.plan.keys import key
 
-# Index-building loops over millions of documents and samples, compiled by numba for long inputs.
+# --- index-building loops over millions of documents and samples, compiled by numba for long inputs
 #
 # The plain Python function is the definition; tests compare its arrays with those of the compiled
 # one. Short inputs are not compiled, because importing numba takes longer than running them.

@@ -14,7 +14,7 @@ from megalith.errors import DataError
 
 
 class RowMask(NamedTuple):
-    """Attention mask of a row, applied within its documents; data/row_masks.py adds it to the
+    """Attention mask of a row, applied within its documents; data/packs.py adds it to the
     tokens."""
 
     seen: NDArray[np.bool_]

@@ -1,5 +1,5 @@
-"""Fine-tuning datasets: tokenized conversations with a loss mask, and sequence packing into
-rows.
+"""Fine-tuning datasets: conversations in common formats, tokenized with a loss mask and packed into
+rows (sequence packing).
 """
 
 import hashlib
@@ -35,8 +35,8 @@ from megalith.plan.packing import (
     pack_one_per_row,
 )
 
-# Conversations: read from JSONL or Parquet in common formats and checked, or generated as mock
-# data.
+# --- conversations: read from JSONL or Parquet in common formats and checked, or generated as mock
+# data
 
 ROLES = "system", "developer", "user", "assistant", "tool"
 SHAREGPT_ROLES = {

@@ -50,8 +50,8 @@ from megalith.plan.recompute import layer_spans, mlp_in_chunks, recomputed_modul
 from megalith.plan.schedule import SENDS
 from megalith.plan.stages import Stage
 
-# Communication volume of a rank in one step, by axis, in bytes sent, and the computation that can
-# overlap it.
+# --- communication volume of a rank in one step, by axis, in bytes sent, and the computation that
+# can overlap it
 #
 # A collective of a buffer of S bytes over r ranks sends (r - 1)/r · S from each rank in a ring
 # (all-gather, reduce-scatter, all-to-all), an all-reduce twice as much; a message between stages

@@ -1,8 +1,7 @@
 """Fields of config.json: a reader that rejects unknown fields, and the table entries that map
 fields to settings in both directions.
 
-A family (`hf/families.py`) lists its entries; those of several families are in
-`hf/config_fields.py`.
+A family (`hf/families.py`) lists its entries; those that several families share are here.
 """
 
 import math
@@ -423,8 +422,8 @@ def hf_activation_name(activation: Activation) -> str:
     return next(str(hf_name) for hf_name, name in ACTIVATIONS.items() if name == activation)
 
 
-# Fields of config.json that several families share: those of Llama, rotary embeddings, and layers
-# with a sliding window.
+# --- fields of config.json that several families share: those of Llama, rotary embeddings, and
+# layers with a sliding window
 #
 # Rotary embeddings are read in the format of transformers 4 or 5, and written in both.
 

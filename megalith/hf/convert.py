@@ -1,4 +1,5 @@
-"""Conversion between model folders: the plan of what happens to every tensor, and its execution."""
+"""Conversion between model folders: the plan of what happens to every tensor, its execution, and
+auxiliary files (tokenizer, license)."""
 
 import json
 import math
@@ -35,8 +36,8 @@ from megalith.hf.staging import CONVERSION, ConversionOptions, Recipe
 from megalith.hf.tensor_rules import TensorRule, dtype_to_write
 from megalith.plan.shards import Shard
 
-# Auxiliary files of a model: tokenizer, generation settings, licenses and the chat template it was
-# tuned with.
+# --- auxiliary files of a model: tokenizer, generation settings, licenses and the chat template it
+# was tuned with
 #
 # A run on conversations adds two settings that no file of its base model has: the chat template,
 # and the tokens that end a turn.

@@ -1,4 +1,4 @@
-"""Generation of tokens and texts with a KV cache."""
+"""Generation of tokens and texts with a KV cache: sampling, decoding and the order of output."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -282,8 +282,8 @@ def _finish(
     return "context" if len(sequence.ids) == model.max_seq_len else None
 
 
-# Text in and out of generation: encode prompts, and decode generated tokens in the order of the
-# prompts.
+# --- text in and out of generation: encode prompts, and decode generated tokens in the order of the
+# prompts
 
 
 def encode_prompt(text: str, tokenizer: Tokenizer) -> list[int]:

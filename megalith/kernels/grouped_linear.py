@@ -1,5 +1,5 @@
-"""`grouped_linear`: a grouped matmul, one matmul for the rows of each expert; any number of rows,
-also none.
+"""`grouped_linear`: a grouped matmul, one matmul for the rows of each expert (possibly none); and
+the MLPs of experts, which consist of two.
 
 An expert without rows gets a gradient of zeros instead of None: which experts have rows differs
 between ranks, but gradient collectives must not.
@@ -421,8 +421,8 @@ class GroupedLinearFunction(Function):
         return dx, None, None, None, dw
 
 
-# The MLPs of all experts: grouped matmul, activation times the row's router weight, grouped
-# matmul.
+# --- the MLPs of all experts: grouped matmul, activation times the row's router weight, grouped
+# matmul
 #
 # A row's weight multiplies its activation, which is narrower than the output and is recomputed in
 # backward anyway. So backward saves only the rows, the output of `up` and the weights. Bias and

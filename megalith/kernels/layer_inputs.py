@@ -1,4 +1,5 @@
-"""`LayerInputs`: what every layer receives besides its activations; `LayerCache` and `Attend`."""
+"""`LayerInputs`: what every layer receives besides its activations; `LayerCache`, `Attend`, and
+routing replay."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,8 +13,8 @@ from megalith.kernels.attention.scores import Scores
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.packed import PackedSeqParams
 
-# Routing replay: record the experts that tokens were routed to, and route them to the same experts
-# again, in this or another model with the same layers.
+# --- routing replay: record the experts that tokens were routed to, and route them to the same
+# experts again, in this or another model with the same layers
 #
 # Rollouts and training differ by rounding only, but a different expert choice makes that difference
 # large. Source: Ma et al. 2025, arXiv:2510.11370.

@@ -1,5 +1,5 @@
 """`linear`: every dense weight matmul, as three plain functions and one autograd function that
-calls them.
+calls them; and outputs that are recomputed in backward instead of saved.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +16,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megalith.config.kernels import BackendName
 
-# Recomputed outputs: tensors that need not be saved for backward, because they can be recomputed
-# from others.
+# --- recomputed outputs: tensors that need not be saved for backward, because they can be
+# recomputed from others
 #
 # Examples: a norm's output from its input, which the norm saves anyway; all tokens from each rank's
 # part; a full tensor from its shards. The function that computes such a tensor registers how; a
@@ -189,7 +189,7 @@ def _compose(
     return second(first(*inputs))
 
 
-# Matmuls of bf16 operands on CPUs: by torch's bf16 kernels, or in fp32 on upcast operands.
+# --- matmuls of bf16 operands on CPUs: by torch's bf16 kernels, or in fp32 on upcast operands
 #
 # oneDNN has bf16 kernels for AVX-512 and newer, and for arm with bf16. On other CPUs torch falls
 # back to scalar loops. There the operands are upcast to fp32 and the result is rounded to bf16

@@ -1,4 +1,5 @@
-"""Parse Megatron's arguments, and collect the settings and reports that they become."""
+"""Parse Megatron's arguments by the table `flags.yaml`, and collect the settings and reports that
+they become."""
 
 import functools
 import math
@@ -17,7 +18,7 @@ from megalith.config.fields import Plain, describe
 from megalith.config.train import TrainRun
 from megalith.errors import MAX_PROBLEMS, ConfigError, did_you_mean
 
-# The table of Megatron's flags, `flags.yaml`: what `from-megatron` does with each of them.
+# --- the table of Megatron's flags, `flags.yaml`: what `from-megatron` does with each of them
 
 FlagType: TypeAlias = Literal[
     "any", "switch", "int", "float", "str", "choice", "list", "path", "file"

@@ -1,4 +1,5 @@
-"""Self-attention and cross-attention."""
+"""Self-attention, cross-attention to encoder states, and attention to the hidden states of an
+earlier layer."""
 
 import math
 from collections.abc import Sequence
@@ -180,7 +181,7 @@ def _input_shards(
     return [of_queries("q"), kv, *([of_queries("gate")] if config.attention.gated else [])]
 
 
-# Cross-attention to encoder states or image features, and to hidden states of an earlier layer.
+# --- cross-attention to encoder states or image features, and to hidden states of an earlier layer
 
 
 class EncodedKeys(NamedTuple):

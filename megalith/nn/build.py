@@ -1,4 +1,5 @@
-"""`BuildContext`: what a layer needs to be complete when its constructor returns."""
+"""`BuildContext`: the constructor argument from which a layer takes groups, kernel backends,
+recomputation, LoRA and precision; and weight initialization."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -192,8 +193,8 @@ def build_context(
     return BuildContext(model=model, mesh=mesh, parallel=parallel, tp_comm=tp_comm, **fields)
 
 
-# Weight initialization: equal for a name and a seed under every parallel layout, drawn tile by
-# tile.
+# --- weight initialization: equal for a name and a seed under every parallel layout, drawn tile by
+# tile
 
 TILE = (128, 512)
 """Rows and columns of the last two dims that one generator draws; fixed, because it determines the

@@ -1,5 +1,5 @@
-"""metrics.jsonl: one JSON object per logged step, from one writer, without duplicate steps after a
-resume; log.txt with the messages of a run.
+"""Output of a run: metrics.jsonl (one JSON object per logged step, from one writer, without
+duplicate steps after a resume), log.txt (messages), and the progress bar.
 """
 
 import json
@@ -170,7 +170,7 @@ def log_to(path: Path) -> Iterator[None]:
         file.close()
 
 
-# Progress output: a progress bar with the remaining time on a terminal, plain lines elsewhere.
+# --- progress output: a progress bar with the remaining time on a terminal, plain lines elsewhere
 
 _log = logging.getLogger(__name__)
 

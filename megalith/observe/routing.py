@@ -365,7 +365,7 @@ def count_common_experts(choices: NDArray[Any], other_choices: NDArray[Any]) -> 
     return int((choices[:, :, None] == other_choices[:, None, :]).sum())
 
 
-# Plots of a run, drawn from its metrics.
+# --- plots of a run, drawn from its metrics
 
 MEAN_SHARE = 25
 """Heuristic: the running mean of the loss covers 1/25 of the rows."""

@@ -1,4 +1,4 @@
-"""Optimizers, gradient clipping by the global norm, and loss scaling for fp16."""
+"""Optimizers (AdamW, SGD), gradient clipping by the global norm, and loss scaling for fp16."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.optim import LossScaleConfig, OptimConfig, PrecisionConfig
+from megalith.observe.machine import DTYPES
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.parallel.mesh import Mesh
 from megalith.plan.parameters import PLAIN, ParameterRates
@@ -71,9 +72,8 @@ class Optimizer(Protocol):
 def build_slot(
     shard: Shard, weight: Tensor, roles: Sequence[str], rates: ParameterRates = PLAIN
 ) -> OptimizerSlot:
-    """Return a slot whose optimizer state is zero."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    master = weight if weight.dtype == wide else weight.to(wide)
+    """Return a slot whose optimizer state is zero, in the dtype of the master weights."""
+    master = weight if shard.dtype == shard.wide_dtype else weight.to(DTYPES[shard.wide_dtype])
     return OptimizerSlot(
         shard, weight, master, {role: torch.zeros_like(master) for role in roles}, rates
     )
@@ -322,7 +322,7 @@ class SGD:
         )
 
 
-# Gradient clipping by the global norm over all shards, and loss scaling for fp16.
+# --- gradient clipping by the global norm over all shards
 
 ROW = 64
 """Elements whose squares are summed in fp32; rows are summed in float64. Rows are counted from the
@@ -368,8 +368,8 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor | None:
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
-# Loss scaling for fp16: the loss is multiplied before backward, the gradients are divided before
-# the update.
+# --- loss scaling for fp16: the loss is multiplied before backward, the gradients are divided
+# before the update
 #
 # fp16 has no numbers below 6e-8, where most gradients are. A scale that is too large makes
 # gradients overflow, which their norm shows; such a step is skipped and the scale reduced. Source:

@@ -1,5 +1,5 @@
 """Fused output head and cross entropy over a vocabulary-parallel weight: logits exist for one chunk
-of tokens at a time.
+of tokens at a time; also greedy decoding and logit statistics.
 
 Two small collectives per chunk: the ranks of the vocabulary reduce each token's largest logit, and
 then its sum of exponentials and its target logit. Source of the parallel form: Shoeybi et al. 2019,
@@ -692,8 +692,8 @@ def _deliver(
     return None
 
 
-# Greedy decoding over a vocabulary-parallel output head: no rank materializes the logits of the
-# whole vocabulary.
+# --- greedy decoding over a vocabulary-parallel output head: no rank materializes the logits of the
+# whole vocabulary
 
 
 def greedy_tokens(x: Tensor, weight: Tensor, vocab: VocabShard) -> Tensor:

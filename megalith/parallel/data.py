@@ -20,7 +20,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.kernels.embedding import add_rows_
 from megalith.kernels.grouped_linear import GroupedMatmulOps, Groups, accumulate_grouped_product_
 from megalith.kernels.linear import PLAIN, MatmulOps, add_product_, mm
-from megalith.observe.machine import DTYPES, FORMATS
+from megalith.observe.machine import DTYPES
 from megalith.parallel.grad_sync import (
     SHARD_AXES,
     ParamAllGather,
@@ -240,9 +240,9 @@ class BucketedDataParallel:
         """Whether gradients are sharded (ZeRO-2): those of a bucket are freed once reduced."""
         runs = self._find_runs(model, trained)
         self.plan: BucketPlan = self._plan_buckets(runs.values(), config.bucket_numel)
-        dtypes = [DTYPES[self._first(index).dtype] for index in range(len(self.plan.buckets))]
+        first_shards = [self._first(index) for index in range(len(self.plan.buckets))]
         lengths = [bucket.stop - bucket.start for bucket in self.plan.buckets]
-        self.weights = _allocate_buckets(lengths, dtypes, device)
+        self.weights = _allocate_buckets(lengths, [shard.dtype for shard in first_shards], device)
         """Weights of each bucket; those of one dtype lie in one flat buffer."""
         places = [
             self._in_bucket(self.weights[slot.bucket], slot.bucket, slot.start, slot.stop)
@@ -253,8 +253,8 @@ class BucketedDataParallel:
         slices = [self._division(index).slices for index in range(len(self.plan.buckets))]
         if self.drops_gradients:
             lengths = [length // group.size for length, group in zip(lengths, slices, strict=True)]
-        wide = [torch.promote_types(dtype, torch.float32) for dtype in dtypes]
-        self.gradients = _allocate_buckets(lengths, wide, device)
+        wide_dtypes = [shard.wide_dtype for shard in first_shards]
+        self.gradients = _allocate_buckets(lengths, wide_dtypes, device)
         """Gradients of each bucket, under ZeRO-2 of this rank's slice of it."""
         self.local_params = self._build_local_params()
         self._compare_layouts()
@@ -659,18 +659,17 @@ def _runs(numbers: Sequence[int | None], kinds: Sequence[tuple[str, ...]]) -> li
 
 
 def _allocate_buckets(
-    lengths: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+    lengths: Sequence[int], dtypes: Sequence[str], device: torch.device
 ) -> list[Tensor]:
     """Return the memory of each bucket, in one flat buffer per dtype."""
-    names = [FORMATS[dtype] for dtype in dtypes]
-    starts, totals = flat_buffer_offsets(lengths, names)
+    starts, totals = flat_buffer_offsets(lengths, dtypes)
     buffers = {
         name: torch.zeros(numel, dtype=DTYPES[name], device=device)
         for name, numel in totals.items()
     }
     return [
         buffers[name][start : start + length]
-        for start, length, name in zip(starts, lengths, names, strict=True)
+        for start, length, name in zip(starts, lengths, dtypes, strict=True)
     ]
 
 
@@ -679,8 +678,7 @@ def _allocate_frozen(
 ) -> list[tuple[Shard, Tensor]]:
     """Give every frozen parameter memory of its own; return them."""
     memory = [
-        torch.zeros(shard.numel, dtype=getattr(module, name).dtype, device=device)
-        for shard, module, name in frozen
+        torch.zeros(shard.numel, dtype=DTYPES[shard.dtype], device=device) for shard, _, _ in frozen
     ]
     params = _move_params_into(memory, model, frozen)
     return [(shard, param.data) for (shard, _, _), param in zip(frozen, params, strict=True)]

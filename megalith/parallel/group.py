@@ -1,4 +1,5 @@
-"""Process groups, their collectives, and checks that ranks agree."""
+"""Process groups (`Group`), their collectives, and checks that values and errors are consistent
+across ranks."""
 
 import errno
 import time
@@ -213,8 +214,8 @@ def local_range(sizes: Sequence[int], rank: int) -> tuple[int, int]:
     return start, start + sizes[rank]
 
 
-# Consistency across ranks: ranks that sum gradients have the same parameters, and an error on one
-# rank is raised on all.
+# --- consistency across ranks: ranks that sum gradients have the same parameters, and an error on
+# one rank is raised on all
 #
 # A sum over slices that do not coincide gives wrong numbers without an error, so the layouts are
 # compared once, before the first step.
@@ -280,8 +281,8 @@ def _raise_difference(
     )
 
 
-# Errors across ranks: if one rank fails, all ranks raise the same error instead of waiting for
-# it.
+# --- errors across ranks: if one rank fails, all ranks raise the same error instead of waiting for
+# it
 
 T = TypeVar("T")
 

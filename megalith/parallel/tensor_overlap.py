@@ -1,9 +1,9 @@
 """Collective matmul: all-gather and reduce-scatter decomposed around a ring and overlapped with the
 matmul.
 
-Each rank starts a step's message, multiplies the part that it has, and then waits. n ranks take n
-steps, all but one of which communicate. Source: Wang et al. 2023, "Overlap Communication with
-Dependent Computation via Decomposition", ASPLOS.
+Each rank starts the message of a step, multiplies the chunk that it holds, and then waits. n ranks
+take n steps, all but one of which communicate. Source: Wang et al. 2023, "Overlap Communication
+with Dependent Computation via Decomposition", ASPLOS.
 """
 
 import logging
@@ -148,7 +148,7 @@ RING_EXCHANGE = CollectiveMatmul(ring_all_gather_matmul, ring_matmul_reduce_scat
 """Messages around a ring, for any device and communication backend."""
 
 
-# Linear layers of tensor-parallel work whose communication is overlapped with their own matmuls.
+# --- linear layers of tensor-parallel work whose communication is overlapped with their own matmuls
 #
 # Results are bitwise equal to `TPComm.prepare_input` or `reduce_output` composed with the matmul,
 # except for collective matmuls, which add in another order.
@@ -286,8 +286,8 @@ class LinearReduceScatterFunction(Function):
         )
 
 
-# Fused collective matmul on torch's symmetric memory: matmuls that read the other GPUs' memory
-# directly.
+# --- fused collective matmul on torch's symmetric memory: matmuls that read the other GPUs' memory
+# directly
 #
 # The only module that uses torch's symmetric memory, a private interface. The ring exchange of
 # parallel/tensor_overlap.py is the reference: same arguments, and same results except for the order

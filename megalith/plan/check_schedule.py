@@ -1,7 +1,7 @@
 """Check that the action lists of a pipeline match: each action once and in order, every send with a
 receive.
 
-Deadlocks are found by `plan/simulate`; mismatched receives without tags by `plan/queues`.
+Deadlocks are found by `plan/simulate`; mismatched receives without tags by `queue_problems`.
 """
 
 from collections import defaultdict, deque
@@ -211,7 +211,7 @@ def _describe_action(schedule: Schedule, action: Action) -> str:
 # meant for; an operation that waits delays those behind it, but not the rank, which continues until
 # it needs a message that has not arrived.
 #
-# `parallel/link` gives each channel its own communicator. Two channels on one communicator could
+# `parallel/p2p` gives each channel its own communicator. Two channels on one communicator could
 # deadlock.
 
 RankAction = tuple[int, int]
@@ -223,7 +223,7 @@ def queue_problems(
 ) -> list[str]:
     """Return receives that would get the wrong message, and deadlocks, over NCCL; empty: none.
 
-    The action lists must match, see `plan/matching.matching_problems`; lists without messages have
+    The action lists must match, see `matching_problems`; lists without messages have
     no problems. communicators: communicator number by channel; unset: one for every channel.
     """
     if not has_transfers(schedule):
@@ -406,21 +406,21 @@ class _QueueRun:
     def _find_deadlock(self) -> list[str]:
         """Return a text if ranks or queues do not reach their end: the cycle of actions that wait
         for each other."""
-        standing = [
+        blocked = [
             (rank, at) for rank, at in enumerate(self.at) if at < len(self.schedule.ranks[rank])
         ]
         waiting = [queue[0].place for queue in self.queues.values() if queue]
-        if not standing + waiting:
+        if not blocked + waiting:
             return []
-        place, seen = (standing + waiting)[0], dict[RankAction, str]()
+        place, seen = (blocked + waiting)[0], dict[RankAction, str]()
         while place not in seen:
             seen[place], place = self._find_blocker(place)
-        circle = list(seen)[list(seen).index(place) :]
+        cycle = list(seen)[list(seen).index(place) :]
         chain = ", which ".join(
-            f"{seen[each]} {self._text(after)}" for each, after in pairwise(circle)
+            f"{seen[each]} {self._text(after)}" for each, after in pairwise(cycle)
         )
         return [
-            f"deadlock over NCCL: {self._text(circle[0])} {chain}, which {seen[circle[-1]]} the "
+            f"deadlock over NCCL: {self._text(cycle[0])} {chain}, which {seen[cycle[-1]]} the "
             "first of these"
         ]
 

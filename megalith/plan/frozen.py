@@ -1,4 +1,4 @@
-"""Work of a training step with frozen parameters, and parameters and FLOPs of LoRA; no torch."""
+"""FLOPs of a training step with frozen parameters, and parameters and FLOPs of LoRA; no torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from megalith.plan.layers.base import CORE_POSITION, DocumentCounts, HeldParamet
 from megalith.plan.layers.embedding import head_flops, mtp_projection_flops
 from megalith.plan.parameters import held_parameters, layer_parameters
 
-# LoRA: two matrices A and B beside a frozen matrix of attention or of an MLP.
+# --- LoRA: two matrices A and B beside a frozen matrix of attention or of an MLP
 
 FROM_X = ("q", "kv", "gate", "q_down", "kv_down")
 """Matrices of attention that read the layer's input."""

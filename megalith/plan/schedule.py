@@ -1,4 +1,5 @@
-"""Pipeline schedules: the actions of every rank, and the messages between stages."""
+"""Pipeline schedules: the actions of every rank, dual-batch overlap, and the messages between
+stages."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -109,7 +110,7 @@ def build_schedule(
     group: int | None = None,
     forward_only: bool = False,
 ) -> Schedule:
-    """Build the computation actions of a schedule for every rank; `plan/transfers.with_transfers`
+    """Build the computation actions of a schedule for every rank; `with_transfers`
     adds messages.
 
     group: interleaved only, see `interleaved_order`; unset: num_ranks. forward_only: forward passes
@@ -449,9 +450,9 @@ def _number_microbatches(steps: Iterable[Step], num_microbatches: int) -> list[A
     return actions
 
 
-# Dual-batch overlap: run the forward of one microbatch and the backward of another together.
+# --- dual-batch overlap: run the forward of one microbatch and the backward of another together
 #
-# The all-to-all of one microbatch overlaps with the computation of the other. `parallel/turns`
+# The all-to-all of one microbatch overlaps with the computation of the other. `parallel/pipeline`
 # alternates between the two; this module decides which actions form a pair. Source: DeepSeek-AI
 # 2024, arXiv:2412.19437, section 3.2.1.
 
@@ -573,14 +574,14 @@ def pairing_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
     return problems
 
 
-# Messages between pipeline ranks: where each is sent, and where its receive is posted.
+# --- messages between pipeline ranks: where each is sent, and where its receive is posted
 #
 # Messages travel on *channels*: (source rank, target rank, direction); forward carries activations
 # to the next stage, backward their gradients to the previous one. A channel is a queue: NCCL has no
 # tags, so the k-th send matches the k-th receive. Both sides therefore list a channel's messages in
 # the order in which the source computes them, and each channel needs its own queue (a process
 # group, or tags on gloo): two channels between the same two ranks, as with two ranks or in a V, may
-# be interleaved differently on both sides. `plan/queues` checks both.
+# be interleaved differently on both sides. `plan/check_schedule` checks both.
 #
 # Stages that are neighbors on one rank (the turn of a V, or a single rank) pass tensors without a
 # message.

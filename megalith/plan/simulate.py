@@ -153,7 +153,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     computed.
 
     Messages are matched by tags, as on gloo. If both ends of every channel list them in one order,
-    tags make no difference; `plan/queues` checks that.
+    tags make no difference; `plan/check_schedule` checks that.
 
     costs: unset: 1 for each F, I and W (so 2 for a B), 0 for messages.
 
@@ -174,7 +174,7 @@ def find_problems(schedule: Schedule) -> list[str]:
     """Return the reasons why the lists cannot be executed with tagged messages, with rank and
     action.
 
-    Empty if they can. Without tags: `plan/queues.queue_problems`.
+    Empty if they can. Without tags: `check_schedule.queue_problems`.
     """
     return (
         matching_problems(schedule)

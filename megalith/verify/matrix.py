@@ -34,7 +34,7 @@ from megalith.config.tree import from_dict, parse_yaml, to_dict
 from megalith.errors import ConfigError, did_you_mean
 from megalith.verify.ranks import LayoutCase, MaskKind, choose_micro_batch_size, layout_case
 
-# Tiny models with every layer variant, for the matrix of layouts.
+# --- tiny models with every layer variant, for the matrix of layouts
 
 
 def tiny(

@@ -1,4 +1,4 @@
-"""Fused attention of PyTorch (`scaled_dot_product_attention`) and of the flash-attn package."""
+"""Fused attention of PyTorch: `scaled_dot_product_attention` and `varlen_attn` (FlashAttention)."""
 
 import math
 from functools import cache, lru_cache
@@ -139,8 +139,8 @@ def _call(
     return out.transpose(1, 2).flatten(0, 1)
 
 
-# Attention on GPUs by torch's varlen_attn (FlashAttention): one call for documents of several
-# lengths, with windows.
+# --- attention on GPUs by torch's varlen_attn (FlashAttention): one call for documents of several
+# lengths, with windows
 #
 # Does not support soft caps and sinks; requires 16 bits and values as wide as keys. Source: Dao
 # 2023, arXiv:2307.08691.

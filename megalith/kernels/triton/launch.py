@@ -1,4 +1,4 @@
-"""Dispatch of the Triton kernels in `kernels/triton_*.py`, and their tile sizes.
+"""Dispatch of the Triton kernels in `kernels/triton/`, and their tile sizes.
 
 Only those modules import Triton, and they are imported on first use. Each kernel needs one pass
 over memory where torch needs several; both give the same values up to the last bit or two of the

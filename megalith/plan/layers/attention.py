@@ -1,4 +1,5 @@
-"""Self-attention, cross-attention, and the attention core that they and MLA share."""
+"""Self-attention, cross-layer attention, and the core attention that they and MLA share:
+parameters, FLOPs, saved activations and messages."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -28,8 +29,8 @@ from megalith.plan.layers.base import (
 )
 from megalith.plan.recompute import Span
 
-# Core attention, which attention, latent attention and cross-layer attention share: FLOPs, saved
-# activations of each backend, and the exchange of keys and values over context-parallel ranks.
+# --- core attention, which attention, latent attention and cross-layer attention share: FLOPs,
+# saved activations of each backend, and the exchange of keys and values over context-parallel ranks
 #
 # The saved tensors follow what the kernels save for backward. Only estimates are: attention on
 # accelerators; and, on CPUs, latent attention of documents too short for tiles, whose values have
@@ -586,8 +587,8 @@ ATTENTION = LayerKind(
 )
 
 
-# Cross-layer attention: a second attention of later layers, to the hidden states of an earlier
-# layer (the source), with separate projections of queries and of keys and values.
+# --- cross-layer attention: a second attention of later layers, to the hidden states of an earlier
+# layer (the source), with separate projections of queries and of keys and values
 
 
 def source_norm_parameters(model: ModelConfig) -> list[HeldParameter]:

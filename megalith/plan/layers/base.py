@@ -512,7 +512,7 @@ CORE_POSITION = 3
 """Position of core attention in a layer: after the projections of its inputs."""
 
 
-# Norms: RMSNorm and LayerNorm, of the residual stream or inside a residual branch.
+# --- norms: RMSNorm and LayerNorm, of the residual stream or inside a residual branch
 
 
 def norm_parameters(

@@ -1,4 +1,4 @@
-"""Parts of a model beside its layers: embedding, output head, MTP layers."""
+"""Embedding, output head and MTP layers: parameters, FLOPs, saved activations and messages."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -50,8 +50,8 @@ def _lookup_tensors(region: str, tokens: int) -> Iterator[SavedActivation]:
     yield SavedActivation(region, "which rows are mine", tokens, tokens)
 
 
-# Output head and loss: logits and their cross-entropy are computed in chunks of tokens, and the
-# gradients of both in forward.
+# --- output head and loss: logits and their cross-entropy are computed in chunks of tokens, and the
+# gradients of both in forward
 
 TYPE_RULE = "VocabularyRule"
 """Rule of verify/type_rules.py for the autograd functions of the vocabulary-parallel loss."""
@@ -86,8 +86,8 @@ def head_messages(setting: LayerSetting, *, chunk: int, passes: int) -> Iterator
     )
 
 
-# Multi-token prediction (MTP): a decoder layer like the last one, a projection of 2·h·h, and three
-# norms; it shares the embedding and the head of the model.
+# --- multi-token prediction (MTP): a decoder layer like the last one, a projection of 2·h·h, and
+# three norms; it shares the embedding and the head of the model
 
 
 def mtp_parameters(model: ModelConfig, layer: Iterable[HeldParameter]) -> Iterator[HeldParameter]:

@@ -1,4 +1,5 @@
-"""MLP of a layer, and the linear layer that replaces a block."""
+"""MLP of a layer, and the linear layer that may replace attention or the MLP: parameters, saved
+activations and messages."""
 
 from collections.abc import Iterator, Sequence
 
@@ -89,8 +90,8 @@ DENSE_MLP = LayerKind(
 )
 
 
-# Linear replacement of attention or of an MLP: one h·h matrix, which every tensor-parallel rank
-# computes for its own tokens.
+# --- linear replacement of attention or of an MLP: one h·h matrix, which every tensor-parallel rank
+# computes for its own tokens
 
 
 def _replacement_parameters(branch: LayerBranch, rank: LayerRank) -> Iterator[HeldParameter]:

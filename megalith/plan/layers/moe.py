@@ -582,8 +582,8 @@ MOE = LayerKind(
 )
 
 
-# Plan the dispatch of tokens to experts: the token dispatchers, and the rows that each rank sends
-# to each other rank.
+# --- plan the dispatch of tokens to experts: the token dispatchers, and the rows that each rank
+# sends to each other rank
 
 Table = Sequence[Sequence[Sequence[int]]]
 """[etp][ep][experts]: rows for each expert, by the source rank."""
@@ -635,7 +635,7 @@ def plan_exchange(table: Table, *, ep_rank: int, etp_rank: int) -> ExchangePlan:
     )
 
 
-# Token dispatchers: the built-in ones, and those of installed packages.
+# --- token dispatchers: the built-in ones, and those of installed packages
 #
 # A package provides a dispatcher as an entry point of the group `megalith.transports`: the entry
 # point's name is the value of `parallel.dispatcher`, and its object is a `Transport` of
