@@ -223,7 +223,7 @@ class BucketedDataParallel:
         watch: bool = False,
         weight_grads: Sequence[WeightGradStore] = (),
     ) -> None:
-        """`compiled`: the chunks of `model` are compiled; gradients then arrive by hooks, and
+        """`compiled`: the chunks of `model` are compiled; gradients are then added by hooks, and
         `all_gather_params` waits, because a compiled graph cannot wait for a gather. `watch`:
         record which gradients are NaN or infinite before they are reduced. `weight_grads`: stores
         of deferred weight gradients, by chunk of `model`; empty: nothing is deferred."""
