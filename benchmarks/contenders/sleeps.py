@@ -93,7 +93,7 @@ def run_rank(
     torch.set_num_threads(1)
     group = everyone(rank, world, "pp")
     stages = [
-        SleepingStage(schedule.stage_index(rank, chunk), schedule.num_stages, naps)
+        SleepingStage(schedule.stages[rank][chunk], schedule.num_stages, naps)
         for chunk in range(schedule.num_chunks)
     ]
     stores = [WeightGradStore() for _ in stages]

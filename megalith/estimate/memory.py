@@ -642,7 +642,7 @@ def borders(workload: Workload, pp_rank: int, direction: Direction) -> list[int]
     for chunk in range(schedule.num_chunks):
         target = neighbor(schedule, pp_rank, chunk, direction)
         if target is not None and target[0] != pp_rank:
-            boundaries.append(schedule.stage_index(pp_rank, chunk) + (direction == "forward"))
+            boundaries.append(schedule.stages[pp_rank][chunk] + (direction == "forward"))
     return boundaries
 
 

@@ -1,6 +1,6 @@
 """Decoder-only transformer: token ids to loss or logits."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
@@ -136,10 +136,10 @@ class Decoder(nn.Module):
             select_block_class(config, index)(f"layers.{index}", config, context.at_layer(index))
             for index in self.stage.layers
         )
-        run_layers = LayerRunner(context.recompute, context.offload, context.mesh.tp)
-        self.run_layers = FrozenLayerRunner(run_layers, num_frozen) if num_frozen else run_layers
+        before = config.find_cross_layer_source(self.stage.layers)
+        self.run_layers = _build_layer_runner(context, num_frozen, has_source=before is not None)
         self.source_hook: SpanHook | None = None
-        if (before := config.find_cross_layer_source(self.stage.layers)) is not None:
+        if before is not None:
             self.memory_norm = _memory_norm(config, context)
             self.source_hook = SpanHook(before, self._encode_cross_layer_source)
         if self.stage.norm:
@@ -333,6 +333,26 @@ def _memory_norm(config: ModelConfig, context: BuildContext) -> Norm | IdentityN
     if config.norm_placement == "after":
         return IdentityNorm(context.dtype)
     return build_norm("memory_norm", config.hidden_size, config, context)
+
+
+def _build_layer_runner(
+    context: BuildContext, num_frozen: int, *, has_source: bool
+) -> Callable[..., tuple[Tensor, LayerInputs]]:
+    """Return what runs the layers of a stage: with activation checkpointing, offload, leading
+    frozen layers and the cross-layer source, or one after the other."""
+    runner = LayerRunner(context.recompute, context.offload, context.mesh.tp)
+    if num_frozen:
+        return FrozenLayerRunner(runner, num_frozen)
+    return runner if runner.saves_less or has_source else run_layers_in_sequence
+
+
+def run_layers_in_sequence(
+    layers: Sequence[nn.Module], x: Tensor, inputs: LayerInputs, span_hook: None = None
+) -> tuple[Tensor, LayerInputs]:
+    """Run layers one after the other: x [t, h] -> [t, h], and the inputs."""
+    for layer in layers:
+        x = layer(x, inputs)
+    return x, inputs
 
 
 def _build_head(context: BuildContext, table: nn.Parameter | None) -> VocabParallelHead:

@@ -42,7 +42,7 @@ def boxes(simulation: Simulation) -> Iterator[Box]:
         for index, (kind, chunk, microbatch, peer) in enumerate(actions):
             if peer < 0:
                 start, end = simulation.starts[rank][index], simulation.end(rank, index)
-                stage = schedule.stage_index(rank, chunk)
+                stage = schedule.stages[rank][chunk]
                 yield Box(rank, kind, chunk, microbatch, stage, float(start), float(end))
 
 

@@ -1,7 +1,7 @@
 """Optimizers (AdamW, SGD), gradient clipping by the global norm, and loss scaling for fp16."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -332,10 +332,16 @@ so that the sum depends on the sharding by fp32 rounding (measured: below 1e-8 o
 normal numbers on). A full matrix summed in fp32 is off by 8e-5 (4M elements; torch 2.13)."""
 
 
-def first_replica_gradients(gradients: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> list[Tensor]:
+def find_first_replicas(shards: Iterable[Shard], mesh: Mesh) -> frozenset[str]:
+    """Return the names of the shards of which this rank has the first replica."""
+    return frozenset(shard.name for shard in shards if is_first_replica(shard, mesh.coordinates))
+
+
+def first_replica_gradients(
+    gradients: Sequence[tuple[Shard, Tensor]], first_replicas: Set[str]
+) -> list[Tensor]:
     """Return the gradients of the shards of which this rank has the first replica."""
-    coordinates = mesh.coordinates
-    return [gradient for shard, gradient in gradients if is_first_replica(shard, coordinates)]
+    return [gradient for shard, gradient in gradients if shard.name in first_replicas]
 
 
 def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

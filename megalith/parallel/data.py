@@ -27,7 +27,7 @@ from megalith.parallel.grad_sync import (
     Parameters,
     PendingReduceScatter,
     ShardedParam,
-    all_reduce_shared_gradients,
+    SharedGradients,
     byte_checksum,
     check_slices_consistent_across_ranks,
     split_trained_and_frozen,
@@ -258,6 +258,7 @@ class BucketedDataParallel:
         """Gradients of each bucket, under ZeRO-2 of this rank's slice of it."""
         self.local_params = self._build_local_params()
         self._compare_layouts()
+        self._shared_gradients = SharedGradients(self.local_params, mesh)
         self._buffers: list[Tensor | None] = [
             None if self.drops_gradients else gradients for gradients in self.gradients
         ]
@@ -338,7 +339,7 @@ class BucketedDataParallel:
         for work in self._running:
             work.wait()
         self._running.clear()
-        all_reduce_shared_gradients(self.local_params, self.mesh)
+        self._shared_gradients.all_reduce()
         return self.local_params
 
     def _check_counts(self) -> None:
@@ -573,7 +574,7 @@ class BucketedDataParallel:
     def _view(self, number: int) -> Tensor:
         slot = self.plan.slots[number]
         flat = self._in_bucket(self._buffer(slot.bucket), slot.bucket, slot.start, slot.stop)
-        return flat.view(self.shards[number].matrix_shape)
+        return flat.view_as(self.parameters[number])
 
     def _stack(self, numbers: Sequence[int]) -> Stack:
         first, last = self.plan.slots[numbers[0]], self.plan.slots[numbers[-1]]

@@ -31,7 +31,7 @@ from megalith.parallel.data import SLICES_OVER, ShardGroups, shard_groups
 from megalith.parallel.grad_sync import (
     Parameters,
     ShardedParam,
-    all_reduce_shared_gradients,
+    SharedGradients,
     byte_checksum,
     check_slices_consistent_across_ranks,
     split_trained_and_frozen,
@@ -123,6 +123,7 @@ class FullyShardedDataParallel:
         ]
         self.frozen = _local_rows(frozen, self.divisions)
         check_slices_consistent_across_ranks(self.local_params, mesh)
+        self._shared_gradients = SharedGradients(self.local_params, mesh)
         self._warned_unused = False
 
     def begin_step(self, microbatches: int) -> None:
@@ -146,7 +147,7 @@ class FullyShardedDataParallel:
         self.sums.start(ready_only=False)
         self.sums.wait()
         self._free()
-        all_reduce_shared_gradients(self.local_params, self.mesh)
+        self._shared_gradients.all_reduce()
         return self.local_params
 
     def all_gather_params(self) -> None:

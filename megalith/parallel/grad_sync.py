@@ -339,28 +339,38 @@ def can_shard_weights(mesh: Mesh) -> bool:
     )
 
 
-def all_reduce_shared_gradients(local_params: Sequence[ShardedParam], mesh: Mesh) -> None:
-    """Sum gradients over the tensor-parallel ranks, then over the pipeline stages, that hold the
-    same slices.
+class SharedGradients:
+    """The gradients whose slices several tensor-parallel ranks or pipeline stages hold."""
 
-    One all-reduce per set of tensor-parallel axes. Stages add in a fixed order, so that their
-    copies stay bitwise equal.
-    """
-    for axes in TP_REDUCE_AXES:
-        group = mesh.over(*axes)
-        shared = [param.gradient for param in local_params if tp_reduce_axes(param.shard) == axes]
-        if group.size == 1 or not shared:
-            continue
-        message = all_reduce_(torch.cat([gradient.flatten() for gradient in shared]), group)
-        for gradient, part in zip(shared, message.split([g.numel() for g in shared]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-    # by name: stages register shared tables in different orders
-    for param in sorted(local_params, key=lambda param: param.shard.name):
-        sum_over_members_(param.gradient, mesh.pp, _stages(param.shard))
+    def __init__(self, local_params: Sequence[ShardedParam], mesh: Mesh) -> None:
+        self.stages = mesh.pp
+        self.by_group: list[tuple[Group, list[ShardedParam]]] = []
+        for axes in TP_REDUCE_AXES:
+            shared = [param for param in local_params if tp_reduce_axes(param.shard) == axes]
+            if shared and mesh.over(*axes).size > 1:
+                self.by_group.append((mesh.over(*axes), shared))
+        # by name: stages register shared tables in different orders
+        in_order = sorted(local_params, key=lambda param: param.shard.name)
+        self.by_stages = [(param, _stages(param.shard)) for param in in_order]
+
+    def all_reduce(self) -> None:
+        """Sum the gradients over the tensor-parallel ranks, then over the pipeline stages.
+
+        One all-reduce per set of tensor-parallel axes. Stages add in a fixed order, so that their
+        copies stay bitwise equal.
+        """
+        for group, params in self.by_group:
+            shared = [param.gradient for param in params]
+            message = all_reduce_(torch.cat([gradient.flatten() for gradient in shared]), group)
+            parts = message.split([gradient.numel() for gradient in shared])
+            for gradient, part in zip(shared, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+        for param, stages in self.by_stages:
+            sum_over_members_(param.gradient, self.stages, stages)
 
 
 def check_slices_consistent_across_ranks(local_params: Sequence[ShardedParam], mesh: Mesh) -> None:
-    """Check that the ranks of `all_reduce_shared_gradients` sum the same slices; collective.
+    """Check that the ranks of `SharedGradients` sum the same slices; collective.
 
     Raises:
         PlanError: the slices differ.

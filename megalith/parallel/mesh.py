@@ -50,6 +50,18 @@ wait for each other, so groups along these axes have their own handles, even if 
 same ranks."""
 
 
+NAMED_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "dp": ("dp",),
+    "cp": ("cp",),
+    "pp": ("pp",),
+    "dp_cp": ("dp", "cp"),
+    "shard": ("dp_shard", "cp"),
+    "world": ("pp", *DENSE_AXES),
+}
+"""Axes of the groups that are attributes of a mesh."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Device mesh of one rank: its position in the grid, and its group along every combination of
@@ -61,10 +73,35 @@ class Mesh:
     coordinates: Mapping[str, int] = field(init=False, compare=False)
     """This rank's coordinate along every axis."""
 
+    tp: Group = field(init=False, compare=False)
+    """Tensor-parallel group: ranks that shard the weight matrices."""
+
+    dp: Group = field(init=False, compare=False)
+    """Data-parallel group: ranks that read other rows with the same weight shards."""
+
+    cp: Group = field(init=False, compare=False)
+    """Context-parallel group: ranks that share the tokens of the same rows."""
+
+    pp: Group = field(init=False, compare=False)
+    """Pipeline-parallel group: ranks of the other stages, first stage first."""
+
+    dp_cp: Group = field(init=False, compare=False)
+    """Ranks that compute other tokens with the same weight shards."""
+
+    shard: Group = field(init=False, compare=False)
+    """Ranks over which ZeRO shards gradients and optimizer state."""
+
+    world: Group = field(init=False, compare=False)
+    """All ranks of this grid."""
+
     def __post_init__(self) -> None:
-        inside = self.rank in self.grid.ranks
-        coordinates = self.grid.coordinates(self.rank) if inside else {}
-        object.__setattr__(self, "coordinates", coordinates)
+        """Set this rank's coordinates and groups; a rank outside the grid has none."""
+        if self.rank not in self.grid.ranks:
+            object.__setattr__(self, "coordinates", {})
+            return
+        object.__setattr__(self, "coordinates", self.grid.coordinates(self.rank))
+        for name, axes in NAMED_GROUPS.items():
+            object.__setattr__(self, name, self.over(*axes))
 
     def over(self, *axes: str) -> Group:
         """Return this rank's group along `axes`, in any order; `tp` stands for `tp_kv` and
@@ -74,41 +111,6 @@ class Mesh:
         """
         parts = {part for axis in axes for part in (PARTS | EXPERT_PARTS).get(axis, (axis,))}
         return self.groups[tuple(axis for axis in MESH_AXES if axis in parts)]
-
-    @property
-    def tp(self) -> Group:
-        """Tensor-parallel group: ranks that shard the weight matrices."""
-        return self.over("tp")
-
-    @property
-    def dp(self) -> Group:
-        """Data-parallel group: ranks that read other rows with the same weight shards."""
-        return self.over("dp")
-
-    @property
-    def cp(self) -> Group:
-        """Context-parallel group: ranks that share the tokens of the same rows."""
-        return self.over("cp")
-
-    @property
-    def pp(self) -> Group:
-        """Pipeline-parallel group: ranks of the other stages, first stage first."""
-        return self.over("pp")
-
-    @property
-    def dp_cp(self) -> Group:
-        """Ranks that compute other tokens with the same weight shards."""
-        return self.over("dp", "cp")
-
-    @property
-    def shard(self) -> Group:
-        """Ranks over which ZeRO shards gradients and optimizer state."""
-        return self.over("dp_shard", "cp")
-
-    @property
-    def world(self) -> Group:
-        """All ranks of this grid."""
-        return self.over("pp", *DENSE_AXES)
 
 
 def build_mesh(

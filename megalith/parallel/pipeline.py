@@ -322,7 +322,10 @@ class Pipeline:
         boundary = boundary or self.boundary
         with self._open_link(schedule, boundary) as link:
             step = _Step(schedule, self.rank, chunks, self.weights, link, boundary)
-            for actions in concurrent_actions(schedule, self.rank):
+            single_actions = zip(schedule.ranks[self.rank], strict=True)
+            for actions in (
+                concurrent_actions(schedule, self.rank) if schedule.pairs else single_actions
+            ):
                 if len(actions) == 1:
                     step.run_action(*actions)
                 else:
@@ -423,7 +426,7 @@ class _Step:
     def _forward(self, chunk: int, microbatch: int) -> None:
         received = self._take_input("forward", chunk, microbatch)
         training = torch.is_grad_enabled()
-        stage = self.schedule.stage_index(self.rank, chunk)
+        stage = self.schedule.stages[self.rank][chunk]
         if training:
             for x in self._select_differentiable(received, stage, microbatch):
                 x.requires_grad_()
@@ -446,7 +449,7 @@ class _Step:
         with self.weights[chunk].defer(microbatch) if defer_weight_grads else nullcontext():
             if roots:
                 torch.autograd.backward([edge for edge, _ in roots], [dy for _, dy in roots])
-        stage = self.schedule.stage_index(self.rank, chunk)
+        stage = self.schedule.stages[self.rank][chunk]
         inputs = self._select_differentiable(state.received, stage, microbatch)
         input_grads = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
         self._store_result("backward", chunk, microbatch, input_grads)
@@ -489,13 +492,13 @@ class _Step:
         return self.posted.pop(key).wait() if key in self.posted else ()
 
     def _send(self, direction: Direction, chunk: int, microbatch: int, peer: int) -> None:
-        stage = self.schedule.stage_index(self.rank, chunk) + (1 if direction == "forward" else -1)
+        stage = self.schedule.stages[self.rank][chunk] + (1 if direction == "forward" else -1)
         tensors = self.computed.pop((direction, chunk, microbatch))
         assert self.link is not None, "a pipeline of one rank has no messages"
         self.link.send(StageMessage(direction, stage, microbatch), tensors, peer)
 
     def _receive(self, direction: Direction, chunk: int, microbatch: int, peer: int) -> None:
-        stage = self.schedule.stage_index(self.rank, chunk)
+        stage = self.schedule.stages[self.rank][chunk]
         message = StageMessage(direction, stage, microbatch)
         after = stage if direction == "forward" else stage + 1
         assert self.link is not None, "a pipeline of one rank has no messages"

@@ -353,7 +353,7 @@ class _QueueRun:
     def _computing(self, rank: int) -> dict[tuple[Kind, int], _QueuedCompute]:
         steps: dict[tuple[Kind, int], _QueuedCompute] = {}
         for chunk in range(self.schedule.num_chunks):
-            stage = self.schedule.stage_index(rank, chunk)
+            stage = self.schedule.stages[rank][chunk]
             steps["W", chunk] = _QueuedCompute(None, None)
             for direction, kinds in COMPUTES.items():
                 source = neighbor(self.schedule, rank, chunk, AGAINST[direction])
@@ -361,7 +361,7 @@ class _QueueRun:
                 needs = None if source is None else self.received[direction, stage]
                 is_local = target is not None and target[0] == rank
                 gives = (
-                    self.received[direction, self.schedule.stage_index(*target)]
+                    self.received[direction, self.schedule.stages[target[0]][target[1]]]
                     if target is not None and is_local
                     else None
                 )
@@ -376,13 +376,13 @@ class _QueueRun:
                 if target is not None and target[0] != rank:
                     channel = Channel(rank, target[0], direction)
                     message_channels[SENDS[direction], chunk] = self._make_message_channel(
-                        channel, rank, self.schedule.stage_index(*target)
+                        channel, rank, self.schedule.stages[target[0]][target[1]]
                     )
                 source = neighbor(self.schedule, rank, chunk, AGAINST[direction])
                 if source is not None and source[0] != rank:
                     channel = Channel(source[0], rank, direction)
                     message_channels[RECEIVES[direction], chunk] = self._make_message_channel(
-                        channel, rank, self.schedule.stage_index(rank, chunk)
+                        channel, rank, self.schedule.stages[rank][chunk]
                     )
         return message_channels
 

@@ -3,7 +3,7 @@ stages."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
@@ -56,14 +56,23 @@ class Schedule:
     """By pipeline rank, with dual-batch overlap: (chunk, microbatch) of each F that is computed
     together with the next B; see plan/schedule.py."""
 
+    stages: tuple[tuple[int, ...], ...] = field(init=False, compare=False)
+    """Stage of each chunk by pipeline rank."""
+
+    def __post_init__(self) -> None:
+        stages = (
+            tuple(
+                stage_index(rank, chunk, num_ranks=self.num_ranks, placement=self.placement)
+                for chunk in range(self.num_chunks)
+            )
+            for rank in range(self.num_ranks)
+        )
+        object.__setattr__(self, "stages", tuple(stages))
+
     @property
     def num_stages(self) -> int:
         """Number of stages of the whole pipeline."""
         return self.num_ranks * self.num_chunks
-
-    def stage_index(self, rank: int, chunk: int) -> int:
-        """Return the stage of a rank's chunk."""
-        return stage_index(rank, chunk, num_ranks=self.num_ranks, placement=self.placement)
 
     def rank_and_chunk(self, stage: int) -> tuple[int, int]:
         """Return (rank, chunk) of a stage."""
@@ -611,7 +620,7 @@ def neighbor(
 ) -> tuple[int, int] | None:
     """Return (rank, chunk) of the stage that receives this chunk's result: the next stage forward,
     the previous one backward; None at the end."""
-    stage = schedule.stage_index(rank, chunk) + (1 if direction == "forward" else -1)
+    stage = schedule.stages[rank][chunk] + (1 if direction == "forward" else -1)
     return schedule.rank_and_chunk(stage) if 0 <= stage < schedule.num_stages else None
 
 

@@ -119,7 +119,7 @@ class Simulation:
         """Return the end time of a computation."""
         action = self.schedule.ranks[rank][index]
         return self.starts[rank][index] + self.costs.duration(
-            action.kind, self.schedule.stage_index(rank, action.chunk)
+            action.kind, self.schedule.stages[rank][action.chunk]
         )
 
     def waits(self, rank: int) -> tuple[Number, Number, Number]:
@@ -289,7 +289,7 @@ class _SimulationRun:
     def _computing(self, rank: int, ready: Row) -> dict[tuple[Kind, int], _SimulatedCompute]:
         steps: dict[tuple[Kind, int], _SimulatedCompute] = {}
         for chunk in range(self.schedule.num_chunks):
-            stage = self.schedule.stage_index(rank, chunk)
+            stage = self.schedule.stages[rank][chunk]
             steps["W", chunk] = _SimulatedCompute(
                 ready, self.costs.duration("W", stage), None, 0, -1
             )
@@ -313,7 +313,7 @@ class _SimulationRun:
         target = neighbor(self.schedule, rank, chunk, direction)
         if target is None or (target[0] != rank and self.linked):
             return None, 0, -1
-        row = self.arrived[direction][self.schedule.stage_index(*target)]
+        row = self.arrived[direction][self.schedule.stages[target[0]][target[1]]]
         return (row, 0, -1) if target[0] == rank else (row, self.costs.transfer, target[0])
 
     def _transfers(self, rank: int) -> dict[tuple[Kind, int], _Transfer]:
@@ -323,7 +323,7 @@ class _SimulationRun:
                 target = neighbor(self.schedule, rank, chunk, direction)
                 if target is not None and target[0] != rank:
                     sent, posted, arrived = self._rows_of(
-                        direction, self.schedule.stage_index(*target)
+                        direction, self.schedule.stages[target[0]][target[1]]
                     )
                     free = self.free[Channel(rank, target[0], direction)]
                     steps[SENDS[direction], chunk] = _Transfer(
@@ -332,7 +332,7 @@ class _SimulationRun:
                 source = neighbor(self.schedule, rank, chunk, AGAINST[direction])
                 if source is not None and source[0] != rank:
                     sent, posted, arrived = self._rows_of(
-                        direction, self.schedule.stage_index(rank, chunk)
+                        direction, self.schedule.stages[rank][chunk]
                     )
                     free = self.free[Channel(source[0], rank, direction)]
                     steps[RECEIVES[direction], chunk] = _Transfer(posted, sent, arrived, free, -1)
@@ -422,7 +422,7 @@ def peak_activation_memory(
     for rank, actions in enumerate(schedule.ranks):
         changes: dict[tuple[Kind, int], Number] = {}
         for chunk in range(schedule.num_chunks):
-            stage = schedule.stage_index(rank, chunk)
+            stage = schedule.stages[rank][chunk]
             deltas: dict[Kind, Number] = {
                 "F": held[stage],
                 "B": -held[stage],

@@ -190,7 +190,7 @@ class PipelineModel:
         steps = [
             _ChunkStep(
                 chunk,
-                schedule.stage_index(self.mesh.pp.rank, number),
+                schedule.stages[self.mesh.pp.rank][number],
                 boundaries,
                 self.objective,
                 normalizer,
@@ -272,7 +272,8 @@ class _ChunkStep:
         batch, aux_loss_scale = batches[microbatch], None
         if normalizer is not None and self.boundaries.model.moe is not None:
             aux_loss_scale = normalizer.aux_loss_scale(microbatch, len(batches), batch.part)
-        batch = replace(batch, seq_params=for_one_pass(batch.seq_params))
+        if batch.seq_params.visible is not None or batch.seq_params.context is not None:
+            batch = replace(batch, seq_params=for_one_pass(batch.seq_params))
         inputs, boundary = batch.layer_inputs(aux_loss_scale), self.boundaries.tensors
         named = (tensor.name for tensor in boundary(self.stage, microbatch))
         arguments: dict[str, Any] = {  # Any: keyword arguments

@@ -48,6 +48,10 @@ class Trainer:
     optimizer: Optimizer
     loss_scale: LossScale | None
     """Loss scaling state; None unless the run is in fp16."""
+    first_replicas: frozenset[str] = frozenset()
+    """Names of the parameters of which this rank has the first replica, which counts in the
+    gradient norm."""
+
     weight_updates: Sequence[WeightUpdate] = ()
     """Applied in this order after each optimizer step, such as the update of the expert bias."""
 
@@ -342,7 +346,8 @@ def reduce_step_stats(
 ) -> StepStatsMessage:
     """All-reduce the statistics of a step in one message. Collective over the mesh."""
     mesh = trainer.mesh
-    local_gradients = first_replica_gradients([(o.shard, o.gradient) for o in local_params], mesh)
+    gradients = [(o.shard, o.gradient) for o in local_params]
+    local_gradients = first_replica_gradients(gradients, trainer.first_replicas)
     zeros = (
         num_zeros(local_gradients, trainer.device)
         if trainer.run.optim.count_zeros

@@ -18,7 +18,15 @@ from megalith.launch.watchdog import backend_timeout
 from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.build import BuildContext, build_context, init_param_
 from megalith.observe.machine import DTYPES
-from megalith.optim.optimizers import SGD, AdamW, Optimizer, RatesOf, build_loss_scale, equal_rates
+from megalith.optim.optimizers import (
+    SGD,
+    AdamW,
+    Optimizer,
+    RatesOf,
+    build_loss_scale,
+    equal_rates,
+    find_first_replicas,
+)
 from megalith.parallel.collectives import no_overlap
 from megalith.parallel.cross_entropy import (
     LossWithLogitStats,
@@ -198,6 +206,7 @@ def build_trainer(
         data,
         optimizer,
         build_loss_scale(run.precision),
+        find_first_replicas((param.shard for param in data.local_params), mesh),
         () if run.model.moe is None else (update_expert_biases, update_quantile_offsets),
     )
 

@@ -11,7 +11,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.errors import RankError
 from megalith.parallel.grad_sync import (
     ShardedParam,
-    all_reduce_shared_gradients,
+    SharedGradients,
     can_shard_weights,
     check_slices_consistent_across_ranks,
     warn_unused_params,
@@ -47,7 +47,7 @@ def sharded_param(shard: Shard, value: float) -> ShardedParam:
 def _summed(rank: int, world: int, parallel: ParallelConfig, names: tuple[str, ...]) -> list[float]:
     """One element of each gradient, of which rank r has 10**r."""
     mine = [sharded_param(shard, 10.0**rank) for shard in SHARDS if shard.name in names]
-    all_reduce_shared_gradients(mine, mesh_of(parallel, rank, world))
+    SharedGradients(mine, mesh_of(parallel, rank, world)).all_reduce()
     assert all(bool(each.gradient.eq(each.gradient.flatten()[0]).all()) for each in mine)
     return [each.gradient.flatten()[0].item() for each in mine]
 

@@ -134,8 +134,7 @@ def run_case(
 ) -> tuple[dict[int, float], dict[int, Tensor], dict[int, list[int]]]:
     schedule = schedule_of(case, world)
     layers = [
-        Layer(schedule.stage_index(rank, chunk), schedule.num_stages)
-        for chunk in range(case.chunks)
+        Layer(schedule.stages[rank][chunk], schedule.num_stages) for chunk in range(case.chunks)
     ]
     stores = [WeightGradStore() for _ in layers]
     for layer, store in zip(layers, stores, strict=True):

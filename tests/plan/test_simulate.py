@@ -61,7 +61,7 @@ def test_actions_start_after_their_dependencies_in_any_schedule(seed: int) -> No
         for index, action in enumerate(row):
             start = result.starts[rank][index]
             assert start >= free
-            stage = schedule.stage_index(rank, action.chunk)
+            stage = schedule.stages[rank][action.chunk]
             needs = []
             if action.kind == "F" and stage > 0:
                 needs.append(("F", stage - 1))
@@ -83,7 +83,7 @@ def ends_by_stage(result: Simulation) -> dict[tuple[str, int, int], Fraction | f
         for index, action in enumerate(row):
             if action.peer < 0:
                 kind = "I" if action.kind == "B" else action.kind
-                stage = result.schedule.stage_index(rank, action.chunk)
+                stage = result.schedule.stages[rank][action.chunk]
                 ends[kind, stage, action.microbatch] = result.end(rank, index)
     return ends
 
@@ -100,7 +100,7 @@ def test_messages_of_a_channel_are_sequential_after_both_sides_are_ready(
         assert before.channel != after.channel or after.start >= before.end
     posted = {
         (
-            schedule.stage_index(rank, action.chunk),
+            schedule.stages[rank][action.chunk],
             str(action.kind),
             action.microbatch,
         ): result.starts[rank][index]

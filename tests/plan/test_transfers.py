@@ -116,7 +116,7 @@ def open_receives(row: tuple[Action, ...]) -> int:
 def sent(schedule: Schedule, channel: Channel) -> list[tuple[int, int]]:
     step = 1 if channel.direction == "forward" else -1
     return [
-        (schedule.stage_index(channel.source, a.chunk) + step, a.microbatch)
+        (schedule.stages[channel.source][a.chunk] + step, a.microbatch)
         for a in schedule.ranks[channel.source]
         if a.kind == f"send_{channel.direction}" and a.peer == channel.target
     ]
@@ -124,7 +124,7 @@ def sent(schedule: Schedule, channel: Channel) -> list[tuple[int, int]]:
 
 def received(schedule: Schedule, channel: Channel) -> list[tuple[int, int]]:
     return [
-        (schedule.stage_index(channel.target, a.chunk), a.microbatch)
+        (schedule.stages[channel.target][a.chunk], a.microbatch)
         for a in schedule.ranks[channel.target]
         if a.kind == f"recv_{channel.direction}" and a.peer == channel.source
     ]

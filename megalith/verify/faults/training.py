@@ -1,6 +1,6 @@
 """Planted faults in pipeline stages, gradient reduction, ZeRO, optimizer and checkpoints."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -314,29 +314,29 @@ def norm_counts_copies(original: Original, shard: Shard, coordinates: object) ->
 
 
 def _count_final_norm(
-    original: Original, grads: Sequence[tuple[Shard, Tensor]], mesh: Mesh, times: int
+    original: Original, grads: Sequence[tuple[Shard, Tensor]], first_replicas: Set[str], times: int
 ) -> list[Tensor]:
     """Count the gradient of the last norm `times` times in the global norm."""
     final = [pair for pair in grads if pair[0].name == "norm.weight"]
     others = [pair for pair in grads if pair[0].name != "norm.weight"]
-    counted: list[Tensor] = original([*others, *final * times], mesh)
+    counted: list[Tensor] = original([*others, *final * times], first_replicas)
     return counted
 
 
 @replaces(step, "first_replica_gradients", "dp", everywhere=True)
 def clip_norm_ignores_parameter(
-    original: Original, grads: Sequence[tuple[Shard, Tensor]], mesh: Mesh
+    original: Original, grads: Sequence[tuple[Shard, Tensor]], first_replicas: Set[str]
 ) -> list[Tensor]:
     """The global gradient norm for clipping ignores one parameter."""
-    return _count_final_norm(original, grads, mesh, 0)
+    return _count_final_norm(original, grads, first_replicas, 0)
 
 
 @replaces(step, "first_replica_gradients", "dp", everywhere=True)
 def clip_norm_counts_parameter_twice(
-    original: Original, grads: Sequence[tuple[Shard, Tensor]], mesh: Mesh
+    original: Original, grads: Sequence[tuple[Shard, Tensor]], first_replicas: Set[str]
 ) -> list[Tensor]:
     """The global gradient norm for clipping counts one parameter twice."""
-    return _count_final_norm(original, grads, mesh, 2)
+    return _count_final_norm(original, grads, first_replicas, 2)
 
 
 # --- optimizer
