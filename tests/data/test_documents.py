@@ -9,7 +9,7 @@ from megalith.config.data import DataConfig, MockLengths, Overlong
 from megalith.data.build import build_datasets
 from megalith.data.indexed import IndexedDatasetBuilder
 from megalith.data.pretrain import DocumentDataset, MockStore
-from megalith.data.sample import HasDocumentLengths
+from megalith.data.sample import HasDocumentLengths, SampleSettings
 from megalith.errors import DataError
 
 
@@ -59,7 +59,7 @@ def test_every_document_with_a_token_to_predict_is_read_whole_once_an_epoch(tmp_
     )
 
 
-def test_a_document_is_a_function_of_its_number_alone_and_more_epochs_change_none(
+def test_document_depends_only_on_its_index_and_not_on_epochs(
     tmp_path: Path,
 ) -> None:
     few, many = (
@@ -72,7 +72,7 @@ def test_a_document_is_a_function_of_its_number_alone_and_more_epochs_change_non
     assert few.fingerprint == many.fingerprint
 
 
-def test_documents_that_are_too_long_are_refused_cut_or_left_out(tmp_path: Path) -> None:
+def test_too_long_documents_are_rejected_truncated_or_dropped(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
         match=r"document 2 has 9 tokens, .* 2 of 5 are too long. Set train.seq_len to 11, or "
@@ -118,14 +118,9 @@ def test_splits_and_mock_settings_make_documents_of_text(tmp_path: Path) -> None
     data = DataConfig(mock=True, mock_num_documents=60, mock_max_tokens=40, mock_lengths=lengths)
     splits = build_datasets(
         data,
-        seq_len=40,
-        seed=1,
+        SampleSettings(seq_len=40, seed=1, vocab_size=60, eod=59, whole_documents=True),
         train_samples=50,
         valid_samples=3,
-        test_samples=0,
-        vocab_size=60,
-        eod=59,
-        whole_documents=True,
     )
     assert splits.train is not None and splits.valid is not None and splits.test is None
     assert splits.train.num_samples >= 50 and isinstance(splits.train, HasDocumentLengths)
@@ -149,14 +144,8 @@ def test_blend_reports_documents_of_each_store(
     )
     splits = build_datasets(
         data,
-        seq_len=5,
-        seed=1,
+        SampleSettings(seq_len=5, seed=1, vocab_size=60, eod=59, whole_documents=True),
         train_samples=3,
-        valid_samples=0,
-        test_samples=0,
-        vocab_size=60,
-        eod=59,
-        whole_documents=True,
     )
     assert [note.split(": ")[0] for note in splits.notes] == ["train", "train"]
     assert all(note.endswith(", 1 dropped as too long") for note in splits.notes)

@@ -13,6 +13,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.data import loader as loader_file
 from megalith.data.loader import (
     Batch,
+    BatchSettings,
     Loader,
     MaskSettings,
     build_batch,
@@ -52,10 +53,8 @@ class Counting:
 def loader(group: Group, *, micro: int = 2, consumed: int = 0, steps: int = 2) -> Loader:
     return Loader(
         Counting(),
-        MaskSettings(),
+        BatchSettings(global_batch_size=8, micro_batch_size=micro),
         group,
-        global_batch_size=8,
-        micro_batch_size=micro,
         consumed=consumed,
         steps=steps,
         device=CPU,
@@ -82,14 +81,11 @@ def _cyclic(rank: int, world: int, sampler: Sampler) -> list[int]:
     dataset.num_samples = 22
     endless = Loader(
         dataset,
-        PLAIN,
+        BatchSettings(global_batch_size=8, micro_batch_size=2, sampler=sampler, masks=PLAIN),
         dp,
-        global_batch_size=8,
-        micro_batch_size=2,
         consumed=0,
         steps=5,
         device=CPU,
-        sampler=sampler,
     )
     steps = [endless.next() for _ in range(5)]
     return [
@@ -100,7 +96,7 @@ def _cyclic(rank: int, world: int, sampler: Sampler) -> list[int]:
     ]
 
 
-def test_cyclic_samplers_go_round_in_megatrons_order() -> None:
+def test_cyclic_samplers_follow_the_order_of_megatron() -> None:
     first, second = run_ranks(_cyclic, 2, "cyclic_per_rank")
     assert first[:10] == [4, 1, 7, 5, 3, 9, 0, 8, 6, 2]
     assert second[:10] == [14, 11, 17, 15, 13, 19, 10, 18, 16, 12]
@@ -124,7 +120,7 @@ def test_two_ranks_read_the_same_global_batch_as_one_and_know_its_label_count() 
     assert count == other == 8 * 4 - 2  # the short row is on one rank only
 
 
-def test_a_resumed_loader_goes_on_where_it_was() -> None:
+def test_resumed_loader_continues_at_its_position() -> None:
     running = loader(single_rank_group("dp"))
     running.next()
     later = running.next()
@@ -189,7 +185,7 @@ def test_context_parallel_ranks_shard_mtp_inputs(
 
 
 @pytest.mark.parametrize("by", ["row", "document"])
-def test_ranks_that_share_rows_share_the_places_of_their_tokens_in_pictures(
+def test_context_parallel_ranks_slice_multimodal_position_ids(
     by: Literal["row", "document"],
 ) -> None:
     draw = np.random.default_rng(0)
@@ -222,14 +218,11 @@ def test_ranks_that_share_rows_share_the_places_of_their_tokens_in_pictures(
 def test_labels_of_every_depth_are_counted_over_the_step() -> None:
     step = Loader(
         Counting(),
-        MaskSettings(),
+        BatchSettings(global_batch_size=8, micro_batch_size=2, num_mtp_layers=2),
         single_rank_group("dp"),
-        global_batch_size=8,
-        micro_batch_size=2,
         consumed=0,
         steps=1,
         device=CPU,
-        num_mtp_layers=2,
     ).next()
     assert (step.num_labels, step.num_mtp_labels) == (30, (8 * 3 - 2, 8 * 2 - 2))
 
@@ -254,7 +247,7 @@ def shares(
     ]
 
 
-def test_ranks_that_share_rows_get_the_ids_labels_and_positions_of_the_same_tokens() -> None:
+def test_context_parallel_ranks_get_ids_labels_and_positions_of_the_same_tokens() -> None:
     draw = np.random.default_rng(0)
     text = [draw.integers(1, 9, 13) for _ in range(2)]
     text[0][[4, 5]] = 0
@@ -268,7 +261,7 @@ def test_ranks_that_share_rows_get_the_ids_labels_and_positions_of_the_same_toke
         assert batch.num_labels == 20  # of both ranks
 
 
-def test_ranks_share_every_label_once_whatever_is_sliced() -> None:
+def test_context_parallel_ranks_have_every_label_once() -> None:
     masks = MaskSettings(eod=0, documents=True)
     whole = shares("row", masks, ranks=1)[0]
     for by in ("row", "document"):
@@ -281,7 +274,7 @@ def test_ranks_share_every_label_once_whatever_is_sliced() -> None:
 
 
 @pytest.mark.parametrize("by", ["row", "document"])
-def test_filler_at_the_end_of_rows_is_marked_on_the_ranks_that_share_them(
+def test_padding_at_the_end_of_rows_is_invalid_on_context_parallel_ranks(
     by: Literal["row", "document"],
 ) -> None:
     ids = np.arange(1, 13)
@@ -331,14 +324,11 @@ def _numbers(rank: int, world: int, micro: int) -> list[tuple[list[int], list[in
     dp = build_mesh(model_grid(ParallelConfig(), tiny_run().model, world), rank=rank).dp
     dropping = Loader(
         Counting(),
-        PLAIN,
+        BatchSettings(global_batch_size=8, micro_batch_size=micro, dropout_seed=3, masks=PLAIN),
         dp,
-        global_batch_size=8,
-        micro_batch_size=micro,
         consumed=8,
         steps=2,
         device=CPU,
-        dropout_seed=3,
     )
     found = []
     for batch in (batch for _ in range(2) for batch in dropping.next().microbatches):
@@ -361,7 +351,7 @@ def test_dropout_numbers_each_token_of_the_run_the_same_under_every_layout(
 
 
 @pytest.mark.parametrize("by", ["row", "document"])
-def test_ranks_that_share_rows_have_the_numbers_of_their_own_tokens(
+def test_context_parallel_ranks_have_the_dropout_numbers_of_their_tokens(
     by: Literal["row", "document"],
 ) -> None:
     # id = its place in two rows of 12
@@ -391,22 +381,18 @@ def ragged(
     dataset = RaggedDocuments(30, 61, 40)
     return Loader(
         dataset,
-        MaskSettings(),
+        BatchSettings(global_batch_size=10, micro_batch_size=1, budget=budget, **others),
         group,
-        global_batch_size=10,
-        micro_batch_size=1,
         consumed=consumed,
         steps=steps,
         device=CPU,
-        budget=budget,
-        **others,
     )
 
 
 BUDGET = TokenBudget(capacity=64, longest=30)
 
 
-def test_packs_have_every_document_of_the_step_once_whoever_reads_them() -> None:
+def test_packs_have_every_document_of_the_step_once_under_every_layout() -> None:
     dataset = RaggedDocuments(30, 61, 40)
     step = ragged(single_rank_group("dp"), budget=BUDGET, consumed=10).next()
     found = sorted(length for batch in step.microbatches for length in batch.lengths)
@@ -426,7 +412,7 @@ def test_packs_have_every_document_of_the_step_once_whoever_reads_them() -> None
     assert sum(batch.part for batch in step.microbatches) == pytest.approx(len(step.microbatches))
 
 
-def test_what_is_dropped_depends_on_the_document_and_not_on_its_pack() -> None:
+def test_dropout_depends_on_the_document_and_not_on_its_pack() -> None:
     numbers = []
     for capacity in (40, 64, 128):
         budget = TokenBudget(capacity=capacity, longest=30)
@@ -439,7 +425,7 @@ def test_what_is_dropped_depends_on_the_document_and_not_on_its_pack() -> None:
     assert numbers[0][0] == 10 * 30, "the first token of document 10"
 
 
-def test_a_pack_of_nothing_is_filler() -> None:
+def test_empty_pack_is_padding() -> None:
     batch = build_pack(RaggedDocuments(30, 61, 40), [], BUDGET, device=CPU)
     assert (
         batch.num_tokens == batch.num_labels == 0
@@ -449,7 +435,7 @@ def test_a_pack_of_nothing_is_filler() -> None:
     assert batch.part == 1.0 and len(batch.ids) == 64
 
 
-def test_sums_of_digests_tell_ranks_that_deal_alike() -> None:
+def test_digest_sums_show_whether_ranks_have_equal_batch_assignments() -> None:
     check_batches_consistent_across_ranks(3, [5, 25], single_rank_group("dp"))
     with pytest.raises(
         DataError, match=r"differently \(microbatches: 3 on rank 0\). Use the same version"
@@ -473,22 +459,23 @@ class Talks:
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-def test_rows_of_conversations_are_dealt_by_what_they_cost(balanced: bool) -> None:
+def test_rows_of_conversations_are_assigned_by_cost(balanced: bool) -> None:
     found = []
     for rank in range(2):
         group = replace(single_rank_group("dp"), rank=rank, ranks=(0, 1))
         with patched(loader_file, "start_all_reduce_", lambda count, group: None):
             step = Loader(
                 Talks(),
-                MaskSettings(),
+                BatchSettings(
+                    global_batch_size=8,
+                    micro_batch_size=1,
+                    cost=DocumentCost(0, 1),
+                    balanced=balanced,
+                ),
                 group,
-                global_batch_size=8,
-                micro_batch_size=1,
                 consumed=8,
                 steps=1,
                 device=CPU,
-                cost=DocumentCost(0, 1),
-                balanced=balanced,
             ).next()
         found.append([int(batch.ids[0]) for batch in step.microbatches])
         assert (step.imbalance or 0.0) == pytest.approx(0.0 if balanced else 2 * 144 / 180 - 1)

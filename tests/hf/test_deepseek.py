@@ -14,7 +14,7 @@ from megalith.config.model import MLAConfig, MTPConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.convert import plan_moves
 from megalith.hf.families import DEEPSEEK_V2, DEEPSEEK_V3
-from megalith.hf.folder import HuggingFaceFolder, write_folder
+from megalith.hf.folder import HFSource, HuggingFaceFolder, write_folder
 from megalith.hf.pretrained import open_pretrained
 from megalith.rules.model import network_problems
 from megalith.testing.tolerance import EXACT, assert_close
@@ -207,7 +207,7 @@ def test_unsupported_fields_are_rejected_by_name(fields: dict[str, Any], message
         ({}, None, None),
     ],
 )
-def test_scales_count_only_together_in_rotations_and_one_alone_in_scores(
+def test_mscales_affect_rope_only_together_and_attention_scale_alone(
     scales: dict[str, float], factor: float | None, mscale: float | None
 ) -> None:
     plain = {
@@ -228,7 +228,7 @@ def test_mscale_ratio_of_one_is_written_as_in_the_release() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None, "tie_word_embeddings": True}])
-def test_its_rules_cover_everything_once(changes: dict[str, Any]) -> None:
+def test_rules_cover_every_element_once(changes: dict[str, Any]) -> None:
     check_rules(
         DEEPSEEK_V3, DEEPSEEK_V3.read_config(SMALL | changes | {"num_nextn_predict_layers": 2})
     )
@@ -268,7 +268,7 @@ def test_mtp_layers_survive_a_round_trip_with_release_names(
 ) -> None:
     config = DEEPSEEK_V3.read_config(SMALL | {"num_nextn_predict_layers": 2})
     weights = tiny.tensors(tiny.model(config))
-    write_folder(tmp_path / "x", config, tiny.InMemory(weights), family=DEEPSEEK_V3)
+    write_folder(tmp_path / "x", config, tiny.InMemory(weights), hf_source=HFSource(DEEPSEEK_V3))
     file = tmp_path / "x" / "model.safetensors"
     tensors = load_file(file)
     assert torch.equal(tensors["model.layers.3.eh_proj.weight"], weights["mtp.1.project"])
@@ -293,7 +293,7 @@ def test_mtp_layers_repeat_embedding_and_head(
         SMALL | {"num_nextn_predict_layers": 2, "tie_word_embeddings": tied}
     )
     weights = tiny.tensors(tiny.model(config))
-    write_folder(tmp_path / "x", config, tiny.InMemory(weights), family=DEEPSEEK_V3)
+    write_folder(tmp_path / "x", config, tiny.InMemory(weights), hf_source=HFSource(DEEPSEEK_V3))
     tensors = load_file(tmp_path / "x" / "model.safetensors")
     for layer in (2, 3):
         for copy, first in COPIES.items():
@@ -308,12 +308,15 @@ def test_mtp_layers_repeat_embedding_and_head(
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_a_copy_may_be_missing_but_not_be_another_matrix(
+def test_copy_may_be_missing_but_must_not_differ(
     name: str, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     config = DEEPSEEK_V3.read_config(SMALL | {"num_nextn_predict_layers": 1})
     write_folder(
-        tmp_path / "x", config, tiny.InMemory(tiny.tensors(tiny.model(config))), family=DEEPSEEK_V3
+        tmp_path / "x",
+        config,
+        tiny.InMemory(tiny.tensors(tiny.model(config))),
+        hf_source=HFSource(DEEPSEEK_V3),
     )
     file = tmp_path / "x" / "model.safetensors"
     tensors, copy = load_file(file), f"model.layers.2.{name}.weight"
@@ -332,7 +335,10 @@ def test_a_copy_may_be_missing_but_not_be_another_matrix(
 def test_mtp_tensors_may_be_missing(tmp_path: Path, tiny: SimpleNamespace) -> None:
     config = DEEPSEEK_V3.read_config(SMALL | {"num_nextn_predict_layers": 1})
     write_folder(
-        tmp_path / "x", config, tiny.InMemory(tiny.tensors(tiny.model(config))), family=DEEPSEEK_V3
+        tmp_path / "x",
+        config,
+        tiny.InMemory(tiny.tensors(tiny.model(config))),
+        hf_source=HFSource(DEEPSEEK_V3),
     )
     file = tmp_path / "x" / "model.safetensors"
     kept = {
@@ -357,6 +363,6 @@ def test_expert_biases_keep_fp32_in_a_bf16_model(tmp_path: Path, tiny: SimpleNam
     }
 
 
-def test_a_yarn_that_blends_no_pair_is_that_of_a_published_model() -> None:
+def test_yarn_without_interpolated_pairs_is_exported() -> None:
     kimi = RAW | {"rope_scaling": RAW["rope_scaling"] | {"beta_fast": 1.0, "beta_slow": 1.0}}
     assert network_problems(DEEPSEEK_V3.read_config(kimi)) == []

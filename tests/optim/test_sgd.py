@@ -33,7 +33,7 @@ def gradients(step: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-def test_ten_steps_have_the_bits_of_torchs_sgd(
+def test_ten_steps_are_bitwise_equal_to_torch_sgd(
     momentum: float, nesterov: bool, clipped: bool
 ) -> None:
     ours = build_optimizer(weights(), OptimConfig(kind="sgd", momentum=momentum, nesterov=nesterov))

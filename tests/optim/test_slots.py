@@ -80,7 +80,7 @@ def test_parts_have_the_same_rates() -> None:
     ]
 
 
-def test_what_keeps_its_spread_does_not_decay() -> None:
+def test_parameters_with_fixed_spread_do_not_decay() -> None:
     shards = [Shard.full("a", (3, 2)), Shard.full("b", (3, 2))]
     rates = [PLAIN, ParameterRates(decay=0.0)]
     slots = [
@@ -94,7 +94,7 @@ def test_what_keeps_its_spread_does_not_decay() -> None:
     ]
 
 
-def test_groups_decide_in_place_of_the_schedule_and_factors_multiply_what_they_decide() -> None:
+def test_groups_override_the_schedule_and_factors_multiply_their_rates() -> None:
     shards = [
         Shard.full("a", (3, 2)),
         Shard.full("b", (3, 2)),

@@ -168,9 +168,7 @@ def _sums(rank: int, world: int) -> None:
             assert_close(found, rows(data, sums_alone(world, config=config)), FP64)
 
 
-def test_gradients_of_all_microbatches_and_ranks_are_summed_tied_or_not_kept_gathered_or_not() -> (
-    None
-):
+def test_gradients_of_all_microbatches_and_ranks_are_summed_in_every_mode() -> None:
     run_ranks(_sums, 2)
 
 
@@ -194,7 +192,7 @@ def _without_the_last_layer(rank: int, world: int) -> list[str]:
     return warnings_by_rank
 
 
-def test_a_layer_without_a_part_in_the_loss_gets_zeros_and_is_named_once() -> None:
+def test_layer_that_does_not_affect_the_loss_gets_zeros_and_one_warning() -> None:
     for warnings_by_rank in run_ranks(_without_the_last_layer, 2):
         (text,) = warnings_by_rank
         assert text.startswith("layers.3.") and "embed.weight" not in text
@@ -486,7 +484,7 @@ class _Looked(torch.nn.Module):
         return sent
 
 
-def test_hooks_on_experts_see_and_may_replace_recomputed_rows() -> None:
+def test_hooks_on_experts_receive_and_may_replace_recomputed_rows() -> None:
     experts, seen = _Looked(), list[Tensor]()
 
     def look(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -17,9 +17,10 @@ from megalith.parallel.mesh import build_meta_mesh
 from megalith.plan.costs import layer_flops, step_flops
 from megalith.plan.frozen import trained, trained_layer_flops, trained_step_flops, with_adapters
 from megalith.plan.grid import model_grid
-from megalith.plan.layers.base import pairs_in_window
+from megalith.plan.layers.base import LayerRank, pairs_in_window
 from megalith.plan.layers.embedding import head_flops
 from megalith.plan.parameters import held_parameters
+from megalith.plan.stages import single_stage
 
 MODEL = ModelConfig(
     vocab_size=61,
@@ -36,7 +37,7 @@ MODEL = ModelConfig(
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("lora", [LoraConfig(rank=3), LoraConfig(rank=1, targets=("kv", "o"))])
-def test_names_sizes_and_cuts_are_those_of_the_layers(tp: int, lora: LoraConfig) -> None:
+def test_names_sizes_and_shards_match_the_layers(tp: int, lora: LoraConfig) -> None:
     for rank in range(tp):
         mesh = build_meta_mesh(model_grid(ParallelConfig(tp=tp), MODEL, tp), rank=rank)
         parallel = ParallelConfig(tp=tp, sp=tp > 1)
@@ -44,9 +45,7 @@ def test_names_sizes_and_cuts_are_those_of_the_layers(tp: int, lora: LoraConfig)
         shards = {
             one.shard.name: one.shard for one, module, name in iter_parameter_specs(chunks[0])
         }
-        held = held_parameters(
-            MODEL, tp=tp, tp_rank=rank, layers=range(2), embedding=True, loss=True
-        )
+        held = held_parameters(MODEL, single_stage(2, MODEL.mtp.num_layers), LayerRank(tp, rank))
         found = {one.name: one for one in with_adapters(held, MODEL, lora)}
         assert found.keys() == shards.keys()
         for name, one in found.items():
@@ -60,7 +59,7 @@ def test_names_sizes_and_cuts_are_those_of_the_layers(tp: int, lora: LoraConfig)
 
 
 def test_without_adapters_everything_is_trained() -> None:
-    held = held_parameters(MODEL, tp=1, tp_rank=0, layers=range(2), embedding=True, loss=True)
+    held = held_parameters(MODEL, single_stage(2, MODEL.mtp.num_layers))
     assert with_adapters(held, MODEL, None) == trained(held) == held
 
 
@@ -170,7 +169,7 @@ def test_operations_equal_those_counted_in_plain_products(kind: str, lora: LoraC
     assert core in (3 * pairs * (model.num_layers - first) + pairs * first, core)
 
 
-def test_the_parts_of_a_step_make_up_the_whole_and_cost_less_than_training_everything() -> None:
+def test_parts_of_a_step_sum_to_the_whole_and_cost_less_than_full_training() -> None:
     wide = replace(DEEP, hidden_size=96, ffn_hidden_size=200)
     for lora in ADAPTERS[:3]:
         layers = sum(
@@ -183,7 +182,7 @@ def test_the_parts_of_a_step_make_up_the_whole_and_cost_less_than_training_every
     assert trained_step_flops(wide, None, tokens=20, squared_lengths=400) == whole
 
 
-def test_a_window_counts_the_pairs_that_it_leaves_with_adapters_too() -> None:
+def test_window_counts_only_visible_pairs_with_adapters() -> None:
     model = replace(DEEP, attention=AttentionConfig(window=4, window_layers=(True, False)))
     lengths = (3, 11, 6)
     seen = {"tokens": 20, "squared_lengths": sum(n**2 for n in lengths)}

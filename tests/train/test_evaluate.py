@@ -1,6 +1,7 @@
 """Evaluation is the mean over the samples asked for, however they are dealt out."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,7 @@ from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.observe.machine import DTYPES
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
-from megalith.plan.batch_assignment import build_token_budget
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -45,15 +44,14 @@ def evaluation(
         if world > 1
         else build_single_rank_mesh()
     )
+    run = replace(run, train=replace(run.train, micro_batch_size=rows))
     trainer = build_trainer(run, mesh, CPU)
     return evaluate(
         trainer.pipeline_model,
         dataset(run),
         MaskSettings(),
         samples=samples,
-        rows=rows,
         tokenizer=ByteTokenizer(),
-        slicing=local_slicing(run.parallel, mesh),
     )
 
 
@@ -78,7 +76,7 @@ def test_the_mean_is_over_labels_not_over_rows() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 10])
-def test_rows_at_a_time_do_not_matter(rows: int) -> None:
+def test_number_of_rows_per_microbatch_does_not_matter(rows: int) -> None:
     reference, found = evaluation(0, 1, FP64_RUN, rows=3), evaluation(0, 1, FP64_RUN, rows=rows)
     assert found.loss == pytest.approx(reference.loss, rel=FP64.relative)
     assert (found.num_labels, found.bits_per_byte) == (
@@ -111,7 +109,9 @@ def test_rows_at_a_time_do_not_matter(rows: int) -> None:
         ),
     ],
 )
-def test_any_layout_finds_the_same(world: int, settings: dict[str, str], samples: int) -> None:
+def test_evaluation_is_equal_under_any_layout(
+    world: int, settings: dict[str, str], samples: int
+) -> None:
     run = tiny_run({"precision.params": "fp64"} | settings)
     alone = tiny_run({"precision.params": "fp64", "train.seq_len": str(run.train.seq_len)})
     reference = evaluation(0, 1, alone, 2, samples)
@@ -139,19 +139,14 @@ def packed_evaluation(rank: int, world: int, capacity: str) -> tuple[Evaluation,
         if world > 1
         else build_single_rank_mesh()
     )
-    documents, budget = (
-        RaggedDocuments(12, run.model.vocab_size, 20),
-        build_token_budget(run.train, run.parallel, run.model),
-    )
+    documents = RaggedDocuments(12, run.model.vocab_size, 20)
     found = evaluate(
         build_trainer(run, mesh, CPU).pipeline_model,
         documents,
         MaskSettings(),
         samples=SAMPLES,
-        rows=1,
         tokenizer=ByteTokenizer(),
         tell=reported.append,
-        budget=budget,
     )
     return found, reported
 
@@ -210,7 +205,7 @@ def test_mtp_losses_and_acceptance_match_plain_computation() -> None:
     )
     assert found.acceptance_length == pytest.approx(1 + runs / places) and runs > 0
     assert found.loss == pytest.approx(losses[0] / labels[0], rel=FP64.relative)
-    row = found.mtp_metrics()
+    row = found.metrics()
     assert (
         row["mtp_2_acceptance_rate"] == found.acceptance_rates[1]
         and row["eval_mtp_1_loss"] == found.mtp_losses[0]
@@ -318,5 +313,5 @@ def test_empty_split_is_rejected(tmp_path: Path) -> None:
         )
 
 
-def test_perplexity_of_nonsense_is_a_number() -> None:
+def test_perplexity_of_random_text_is_finite() -> None:
     assert math.isfinite(Evaluation(loss=1e6, bits_per_byte=None, num_labels=1).perplexity)

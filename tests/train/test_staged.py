@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megalith.config.parallel import PipelineConfig
 from megalith.config.train import TrainRun
-from megalith.data.loader import Loader, MaskSettings
+from megalith.data.loader import BatchSettings, Loader, MaskSettings
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import RankError
 from megalith.kernels.attention import dispatch as attention
@@ -62,7 +62,7 @@ def mesh_of(run: TrainRun, rank: int, world: int) -> Mesh:
     )
 
 
-def test_without_a_pipeline_microbatch_follows_microbatch_whatever_the_settings() -> None:
+def test_without_a_pipeline_microbatches_are_sequential_for_all_settings() -> None:
     for pipeline in (PipelineConfig(), PipelineConfig(schedule="zb-h1", group=7, layout="x")):
         schedule = build_step_schedule(pipeline, 1, 3, overlap=True)
         assert [f"{kind}{microbatch}" for kind, _, microbatch, _ in schedule.ranks[0]] == [
@@ -84,7 +84,7 @@ def test_a_schedule_is_planned_once() -> None:
     )
 
 
-def test_training_alone_is_planned_in_pairs_and_only_where_it_is_asked_for() -> None:
+def test_only_training_with_dual_batch_overlap_is_planned_in_pairs() -> None:
     plain, paired = (
         build_step_schedule(PipelineConfig(), 1, 3, overlap=True, paired=each)
         for each in (False, True)
@@ -94,7 +94,7 @@ def test_training_alone_is_planned_in_pairs_and_only_where_it_is_asked_for() -> 
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_exchanges_with_experts_hand_over_to_the_other_lane_if_asked_to(asked: bool) -> None:
+def test_expert_all_to_all_switches_microbatches_with_dual_batch_overlap(asked: bool) -> None:
     experts = {"model.moe.num_experts": "4", "model.moe.ffn_hidden_size": "4", "parallel.ep": "2"}
     run = tiny_run(experts | {"parallel.overlap_experts": str(asked).lower()})
     mesh = build_meta_mesh(model_grid(run.parallel, run.model, 2), rank=0)
@@ -139,12 +139,12 @@ def _evaluate(rank: int, world: int, run: TrainRun) -> Evaluation:
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 20, masked=(3,))
     return evaluate(
-        trainer.pipeline_model, rows, MaskSettings(), samples=19, rows=2, tokenizer=ByteTokenizer()
+        trainer.pipeline_model, rows, MaskSettings(), samples=19, tokenizer=ByteTokenizer()
     )
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_evaluation_finds_the_same_on_every_rank_of_a_pipeline(name: str) -> None:
+def test_evaluation_is_equal_on_every_rank_of_a_pipeline(name: str) -> None:
     run = tiny_run(settings(name))
     alone = _evaluate(0, 1, tiny_run(TIED))
     for found in run_ranks(_evaluate, run.parallel.pp, run):
@@ -160,10 +160,8 @@ def _table(rank: int, world: int, run: TrainRun) -> tuple[list[float], dict[str,
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 36, masked=(1, 5))
     loader = Loader(
         rows,
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=2),
         mesh.dp,
-        global_batch_size=12,
-        micro_batch_size=2,
         consumed=0,
         steps=3,
         device=CPU,
@@ -227,10 +225,8 @@ def test_masks_of_microbatch_are_built_once_and_freed_after_backward(
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, masked=(), masks="alone")
     loader = Loader(
         rows,
-        MaskSettings(),
+        BatchSettings(global_batch_size=6, micro_batch_size=2),
         trainer.mesh.dp,
-        global_batch_size=6,
-        micro_batch_size=2,
         consumed=0,
         steps=1,
         device=CPU,
@@ -257,10 +253,8 @@ def _stream(rank: int, world: int, run: TrainRun) -> tuple[set[torch.dtype], lis
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 36, masked=(1, 5))
     loader = Loader(
         rows,
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=2),
         trainer.mesh.dp,
-        global_batch_size=12,
-        micro_batch_size=2,
         consumed=0,
         steps=3,
         device=CPU,
@@ -286,7 +280,7 @@ def test_fp32_residual_stream_across_stages_is_bitwise_equal_to_one_process() ->
 @pytest.mark.parametrize(
     "layout", [{"parallel.tp": "2", "parallel.sp": "true"}, {"parallel.cp": "2"}], ids=str
 )
-def test_a_wide_residual_stream_is_wide_where_tokens_are_divided(layout: dict[str, str]) -> None:
+def test_fp32_residual_stream_is_fp32_under_sequence_parallelism(layout: dict[str, str]) -> None:
     alone = WIDE | {
         "train.global_batch_size": "12",
         "train.micro_batch_size": "2",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.data.loader import Loader, MaskSettings, StepBatches
+from megalith.data.loader import BatchSettings, Loader, StepBatches
 from megalith.errors import DataError
 from megalith.models.decoder import iter_parameter_specs
 from megalith.parallel.grad_sync import ShardedParam
@@ -48,10 +48,10 @@ def loader(trainer: Trainer, *, steps: int, masked: tuple[int, ...] = (1, 5)) ->
     rows = RaggedRows(train.seq_len, trainer.run.model.vocab_size, 12 * steps, masked)
     return Loader(
         rows,
-        MaskSettings(),
+        BatchSettings(
+            global_batch_size=train.global_batch_size, micro_batch_size=train.micro_batch_size
+        ),
         build_single_rank_mesh().dp,
-        global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size,
         consumed=0,
         steps=steps,
         device=CPU,
@@ -83,7 +83,7 @@ def test_microbatches_of_any_size_give_the_same_loss_and_weights(rows: int) -> N
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05, 100.0])  # off, below every norm, above every norm
-def test_a_step_is_the_mean_loss_the_clipped_gradient_and_adamw(clip: float) -> None:
+def test_step_matches_mean_loss_clipped_gradient_and_adamw(clip: float) -> None:
     """Against plain autograd on all rows at once, torch's own clipping and its own AdamW."""
     settings = {"precision__params": "fp64", "optim__clip_grad": str(clip), "optim__eps": "1e-3"}
     ours, plain = build(**settings), build(**settings, train__micro_batch_size="12")
@@ -182,7 +182,7 @@ def test_a_step_that_is_not_finite_can_end_the_run_and_names_the_gradients() -> 
     )
 
 
-def test_an_overflow_of_fp16_leaves_every_bit_and_lowers_the_scale() -> None:
+def test_fp16_overflow_changes_no_weight_and_lowers_the_scale() -> None:
     trainer = build(
         precision__params="fp16",
         precision__loss_scale__initial=str(2.0**40),
@@ -198,7 +198,7 @@ def test_an_overflow_of_fp16_leaves_every_bit_and_lowers_the_scale() -> None:
 
 
 @pytest.mark.parametrize("clip", ["0", "0.05"])
-def test_the_loss_scale_drops_out_of_norm_and_update(clip: str) -> None:
+def test_loss_scale_does_not_affect_norm_and_update(clip: str) -> None:
     """A power of two changes no digit of what neither overflows nor vanishes; so does one that is
     taken out again."""
     small, large, none = (
@@ -232,10 +232,8 @@ def _blame(rank: int, world: int, zero: str) -> str:
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, ())
     batches = Loader(
         rows,
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=2),
         trainer.mesh.dp,
-        global_batch_size=12,
-        micro_batch_size=2,
         consumed=0,
         steps=1,
         device=CPU,
@@ -368,14 +366,11 @@ def test_mtp_losses_are_reported_separately_and_trained_on() -> None:
     (first,) = run_steps(plain, 1)
     batches = Loader(
         RaggedRows(12, deep.run.model.vocab_size, 36, (1, 5)),
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=4, num_mtp_layers=2),
         build_single_rank_mesh().dp,
-        global_batch_size=12,
-        micro_batch_size=4,
         consumed=0,
         steps=3,
         device=CPU,
-        num_mtp_layers=2,
     )
     results = [train_step(deep, batches.next(), lr=LR, weight_decay=DECAY) for _ in range(3)]
     assert first.other_losses == {} and results[0].loss == pytest.approx(
