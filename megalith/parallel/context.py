@@ -124,9 +124,19 @@ class RingAttend:
         spans = context.key_spans_by_group(1, **attention_range(scores, context))
         dropped = dropped_weights_by_group(context, dropout_key, scores, 1)
         biases = pair_biases_by_group(context, attention_bias, scores, 1)
-        seen = pair_masks_by_group(context, 1)
+        pair_masks = pair_masks_by_group(context, 1)
         return ring_attention(
-            q, k, v, self.group, spans, scores, sinks, dropped, biases, seen, overlap=self.overlap
+            q,
+            k,
+            v,
+            self.group,
+            spans,
+            scores,
+            sinks,
+            dropped,
+            biases,
+            pair_masks,
+            overlap=self.overlap,
         )
 
 
@@ -155,11 +165,11 @@ class AllGatherAttend:
         k, v = everything.split([k.shape[-1], v.shape[-1]], -1)
         spans = context.key_spans_to_all(**attention_range(scores, context))
         dropped = build_dropped_weights(dropout_key, scores)
-        biases, seen = (
+        biases, pair_masks = (
             pair_biases_to_all(context, attention_bias, scores),
             pair_mask_to_all(context),
         )
-        return self.find(q, k, v, spans, scores, sinks, dropped, biases, seen)
+        return self.find(q, k, v, spans, scores, sinks, dropped, biases, pair_masks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +212,13 @@ class UlyssesAttend:
                 dropout_key=dropout_key,
             )
         else:  # documents end with padding, which must be masked
-            spans, seen = (
+            spans, pair_masks = (
                 context.key_spans_among_all(**attention_range(scores, context)),
                 pair_mask_among_all(context),
             )
             biases = pair_biases_among_all(context, attention_bias, scores)
             dropped = build_dropped_weights(dropout_key, scores)
-            out = span_attention(q, k, v, spans, scores, sinks, dropped, biases, seen)
+            out = span_attention(q, k, v, spans, scores, sinks, dropped, biases, pair_masks)
         return exchange_heads_for_tokens(out, self.group, context.everyone)
 
 
@@ -244,9 +254,19 @@ class UlyssesRingAttend:
         dropped = dropped_weights_by_group(context, dropout_key, scores, self.near.size)
         local_bias = select_local_heads(attention_bias, self.near)
         biases = pair_biases_by_group(context, local_bias, scores, self.near.size)
-        seen = pair_masks_by_group(context, self.near.size)
+        pair_masks = pair_masks_by_group(context, self.near.size)
         out = ring_attention(
-            q, k, v, self.ring, spans, scores, sinks, dropped, biases, seen, overlap=self.overlap
+            q,
+            k,
+            v,
+            self.ring,
+            spans,
+            scores,
+            sinks,
+            dropped,
+            biases,
+            pair_masks,
+            overlap=self.overlap,
         )
         return exchange_heads_for_tokens(out, self.near, context.neighbors)
 
@@ -469,7 +489,7 @@ def ring_attention(
     sinks: Tensor | None = None,
     dropped: Sequence[DroppedWeights] | None = None,
     biases: Sequence[PairBiases] | None = None,
-    seen: Sequence[PairMask] | None = None,
+    pair_masks: Sequence[PairMask] | None = None,
     *,
     overlap: bool = True,
 ) -> Tensor:
@@ -491,11 +511,11 @@ def ring_attention(
             sinks,
             _of_rank(dropped, 0),
             _of_rank(biases, 0),
-            _of_rank(seen, 0),
+            _of_rank(pair_masks, 0),
         )
     values = None if biases is None else biases[0].values
     out: Tensor = RingAttention.apply(
-        q, k, v, group, spans, scores, sinks, dropped, values, biases, seen, overlap
+        q, k, v, group, spans, scores, sinks, dropped, values, biases, pair_masks, overlap
     )  # type: ignore[no-untyped-call]  # torch's own
     return out
 
@@ -524,7 +544,7 @@ class RingAttention(Function):
         dropped: Sequence[DroppedWeights] | None,
         values: Tensor | None,
         biases: Sequence[PairBiases] | None,
-        seen: Sequence[PairMask] | None,
+        pair_masks: Sequence[PairMask] | None,
         overlap: bool,
     ) -> Tensor:
         heads, repeats, dtype = k.shape[1], spans[0].repeats, q.dtype
@@ -552,7 +572,7 @@ class RingAttention(Function):
                 scores,
                 _of_rank(dropped, owner),
                 _of_rank(biases, owner),
-                _of_rank(seen, owner),
+                _of_rank(pair_masks, owner),
             )
             kv = kv if next_kv is None else next_kv.wait()
         out = by_token(result.out.to(dtype), heads)
@@ -564,7 +584,7 @@ class RingAttention(Function):
             widths,
             scores,
         )
-        ctx.overlap, ctx.dropped, ctx.seen = overlap, dropped, seen
+        ctx.overlap, ctx.dropped, ctx.pair_masks = overlap, dropped, pair_masks
         ctx.distances = None if biases is None else [of_rank.distances for of_rank in biases]
         return out
 
@@ -582,7 +602,7 @@ class RingAttention(Function):
         repeats = spans[0].repeats
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
         dq, dvalues = torch.zeros_like(q, dtype=lse.dtype), zeros_for(values, lse.dtype)
-        pairs = _PairTerms(ctx.dropped, values, ctx.distances, dvalues, ctx.seen)
+        pairs = _PairTerms(ctx.dropped, values, ctx.distances, dvalues, ctx.pair_masks)
         add_gradients = _BackwardStep(
             q, rows_by_head(dout, heads, repeats), lse, delta, widths, ctx.scores, dq, pairs
         )
@@ -600,7 +620,7 @@ class RingAttention(Function):
             )
             owner = _owner(group, step)
             sums = add_gradients(kv, spans[owner], torch.zeros_like(local_sums), owner)
-            in_flight = _maybe_wait(_send_home(sums, in_flight, group), overlap)
+            in_flight = _maybe_wait(_return_gradients(sums, in_flight, group), overlap)
         local_sums = add_gradients(local_kv, last, local_sums, group.rank)
         assert in_flight is not None
         dkv = by_token(local_sums.add_(in_flight.wait()).to(q.dtype).unsqueeze(1), heads)
@@ -624,7 +644,7 @@ class _PairTerms:
     dvalues: Tensor | None
     """Accumulated gradient of the values."""
 
-    seen: Sequence[PairMask] | None
+    pair_masks: Sequence[PairMask] | None
 
     def biases(self, rank: int) -> PairBiases | None:
         """Return the biases of pairs with the keys of one rank."""
@@ -665,7 +685,7 @@ class _BackwardStep:
             self.scores,
             _of_rank(self.pairs.dropped, owner),
             self.pairs.biases(owner),
-            _of_rank(self.pairs.seen, owner),
+            _of_rank(self.pairs.pair_masks, owner),
         )
         return sums
 
@@ -693,7 +713,7 @@ def _maybe_wait(started: PendingCollective, overlap: bool) -> PendingCollective:
     return started if overlap else PendingCollective(started.wait())
 
 
-def _send_home(
+def _return_gradients(
     sums: Tensor, in_flight: PendingCollective | None, group: Group
 ) -> PendingCollective:
     """Add the gradient sums of the previous ranks for the same keys and pass them on; the last step

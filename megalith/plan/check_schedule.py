@@ -412,15 +412,15 @@ class _QueueRun:
         waiting = [queue[0].place for queue in self.queues.values() if queue]
         if not standing + waiting:
             return []
-        place, seen = (standing + waiting)[0], dict[RankAction, str]()
-        while place not in seen:
-            seen[place], place = self._find_blocker(place)
-        circle = list(seen)[list(seen).index(place) :]
+        place, visited = (standing + waiting)[0], dict[RankAction, str]()
+        while place not in visited:
+            visited[place], place = self._find_blocker(place)
+        circle = list(visited)[list(visited).index(place) :]
         chain = ", which ".join(
-            f"{seen[each]} {self._text(after)}" for each, after in pairwise(circle)
+            f"{visited[each]} {self._text(after)}" for each, after in pairwise(circle)
         )
         return [
-            f"deadlock over NCCL: {self._text(circle[0])} {chain}, which {seen[circle[-1]]} the "
+            f"deadlock over NCCL: {self._text(circle[0])} {chain}, which {visited[circle[-1]]} the "
             "first of these"
         ]
 

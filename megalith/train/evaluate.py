@@ -107,16 +107,17 @@ def evaluate(
     rows: int,
     tokenizer: Tokenizer,
     slicing: Slicing = WHOLE,
-    tell: Callable[[int], None] = ignore_progress,
+    report_progress: Callable[[int], None] = ignore_progress,
     budget: TokenBudget | None = None,
 ) -> Evaluation:
     """Return the mean loss over the first `samples` samples, `rows` at a time. Collective over the
     mesh.
 
     Samples are distributed over the data-parallel ranks; some ranks may have one less, but all run
-    the same number of batches. Context-parallel ranks split each sample as `slicing` says. With a
-    `budget`, samples are documents, which are packed and assigned in groups. The last pipeline
-    stage counts the labels. `tell` is called with the number of rows that all ranks have read.
+    the same number of batches. Context-parallel ranks split each sample as set by `slicing`. With
+    a `budget`, samples are documents, which are packed and assigned in groups. The last pipeline
+    stage counts the labels. `report_progress` is called with the number of rows that all ranks
+    have read.
     """
     mesh, device, depths, read = (
         pipeline_model.mesh,
@@ -142,9 +143,9 @@ def evaluate(
             len(group) * rows if budget is None else sum(len(batch.lengths) for batch in group)
         )
         read += num_local_rows * mesh.dp.size
-        tell(min(read, samples))
+        report_progress(min(read, samples))
     if read < samples:  # other ranks had more documents
-        tell(samples)
+        report_progress(samples)
     total = all_reduce_(torch.cat([sums, counts.to(device)]), mesh.world).tolist()
     return _summary(total[: len(sums)], total[len(sums) :], depths)
 
@@ -230,8 +231,8 @@ def run_evaluation(
     shows_progress = show and mesh.world.rank == 0
     with StepProgress(total=count, show=shows_progress, noun="row", stream=sys.stderr) as progress:
         for line in notes:
-            progress.say(f"{folder.path}: {line}")
-        progress.say(f"reading {count:,} rows of {split}")
+            progress.print_line(f"{folder.path}: {line}")
+        progress.print_line(f"reading {count:,} rows of {split}")
         return evaluate(
             pipeline_model,
             dataset,
@@ -240,7 +241,7 @@ def run_evaluation(
             rows=run.train.micro_batch_size,
             tokenizer=tokenizer,
             slicing=local_slicing(run.parallel, mesh),
-            tell=lambda read: progress.step(read, {}),
+            report_progress=lambda read: progress.step(read, {}),
             budget=build_token_budget(run.train, run.parallel, run.model),
         )
 

@@ -149,7 +149,7 @@ def packed_evaluation(rank: int, world: int, capacity: str) -> tuple[Evaluation,
         samples=SAMPLES,
         rows=1,
         tokenizer=ByteTokenizer(),
-        tell=reported.append,
+        report_progress=reported.append,
         budget=budget,
     )
     return found, reported
