@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-def test_a_connection_to_another_machine_is_refused() -> None:
+def test_a_connection_to_another_machine_is_rejected() -> None:
     with (
         socket.socket() as client,
         pytest.raises(ConnectionRefusedError, match=r"192\.0\.2\.1.*offline"),

@@ -44,7 +44,7 @@ def test_no_pass_over_modules_assigns_to_their_attributes() -> None:
     assert found == [], "pass what the module needs to its constructor (BuildContext)"
 
 
-def test_such_assignments_are_recognized() -> None:
+def test_attribute_assignments_are_detected() -> None:
     code = "for name, layer in model.named_modules():\n    layer.scale = 2\n"
     assert list(assignments_to_visited_modules(ast.parse(code))) == [2]
     code = "for layer in list(model.modules()):\n    setattr(layer, 'scale', 2)\n"

@@ -28,7 +28,7 @@ def test_the_example_is_at_most_sixty_lines_without_a_command_line() -> None:
     assert not any(word in text for word in ("argparse", "sys.argv", "tyro", "os.environ"))
 
 
-def test_two_models_train_in_one_process_and_do_not_touch_each_other() -> None:
+def test_two_models_train_independently_in_one_process() -> None:
     example = loaded()
     first, deep, again = (
         example.train(example.SMALL),

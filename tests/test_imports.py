@@ -132,7 +132,9 @@ def test_every_file_imports_from_its_row_or_below() -> None:
         ("gadgets/a.py", "", "gadgets is in no row"),
     ],
 )
-def test_a_misplaced_import_is_found(tmp_path: Path, path: str, text: str, message: str) -> None:
+def test_import_from_a_row_above_is_detected(
+    tmp_path: Path, path: str, text: str, message: str
+) -> None:
     file = tmp_path / path
     file.parent.mkdir(exist_ok=True)
     file.write_text(text)

@@ -102,5 +102,5 @@ def test_the_command_is_installed_and_helps(empty: Path) -> None:
     assert "train" in run(empty / "env/bin/megalith", "--help", cwd=empty, **borrowed())
 
 
-def test_the_installed_package_fits_its_requirements() -> None:
+def test_installed_package_satisfies_its_requirements() -> None:
     run(sys.executable, "-m", "pip", "check", cwd=ROOT)

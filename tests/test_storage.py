@@ -15,14 +15,14 @@ import pytest
 from megalith import storage
 
 
-def test_a_file_that_exists_is_not_written_into(tmp_path: Path) -> None:
+def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     storage.write_new(tmp_path / "a", b"first")
     with pytest.raises(FileExistsError):
         storage.write_new(tmp_path / "a", b"second")
     assert storage.read_bytes(tmp_path / "a") == b"first"
 
 
-def test_a_replacement_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacement_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "latest"
     storage.replace_file(path, b"old")
 
@@ -39,7 +39,7 @@ def test_a_replacement_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert storage.read_bytes(path) == b"new"
 
 
-def test_what_a_killed_replacement_left_is_no_obstacle(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_replacement_are_ignored(tmp_path: Path) -> None:
     (tmp_path / f"latest.tmp-{os.getpid()}").write_bytes(b"half")
     storage.replace_file(tmp_path / "latest", b"whole")
     assert storage.list_names(tmp_path) == ["latest"]
@@ -55,9 +55,7 @@ def test_a_range_of_a_file_ends_with_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "start", [0, 5, mmap.ALLOCATIONGRANULARITY, mmap.ALLOCATIONGRANULARITY + 7]
 )
-def test_a_range_is_seen_without_a_copy_and_writing_to_it_changes_no_file(
-    tmp_path: Path, start: int
-) -> None:
+def test_range_is_a_view_and_writing_to_it_changes_no_file(tmp_path: Path, start: int) -> None:
     data = bytes(range(256)) * 100
     storage.write_new(tmp_path / "a", data)
     seen = storage.mapped(tmp_path / "a", start, 300)
@@ -73,7 +71,7 @@ def test_a_range_is_seen_without_a_copy_and_writing_to_it_changes_no_file(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked to read pages")
-def test_pages_that_cannot_be_read_are_an_error_and_not_a_signal(
+def test_unreadable_pages_raise_an_error_instead_of_a_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage.write_new(tmp_path / "a", b"x" * 5 * mmap.PAGESIZE)
@@ -102,7 +100,7 @@ def test_parts_of_a_file_are_written_in_any_order(tmp_path: Path) -> None:
         storage.allocate_new(tmp_path / "a", 7)
 
 
-def test_folders_are_new_and_their_parents_made(tmp_path: Path) -> None:
+def test_new_folders_are_created_with_their_parents(tmp_path: Path) -> None:
     storage.make_folder(tmp_path / "a" / "b")
     with pytest.raises(FileExistsError):
         storage.make_folder(tmp_path / "a" / "b")
@@ -121,7 +119,7 @@ def test_a_folder_with_files_is_not_renamed_over(tmp_path: Path) -> None:
     assert storage.read_bytes(tmp_path / "b" / "x") == b"b"
 
 
-def test_removing_a_tree_spares_what_links_point_to(tmp_path: Path) -> None:
+def test_removing_a_tree_keeps_the_targets_of_links(tmp_path: Path) -> None:
     storage.make_folder(tmp_path / "kept")
     storage.write_new(tmp_path / "kept" / "x", b"x")
     storage.make_folder(tmp_path / "gone")
@@ -161,9 +159,7 @@ def test_file_system_without_sync_is_warned_about(
     assert storage.read_bytes(tmp_path / "a") == b"y"
 
 
-def test_what_a_disk_refuses_is_never_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_the_disk_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage.write_new(tmp_path / "a", b"x")
 
     def fail(_: int) -> None:

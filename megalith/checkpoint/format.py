@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.errors import CheckpointError
+from megalith.observe import machine
 from megalith.plan.shards import Box, Shard, intersect, split_range_into_boxes
 
 # --- tensors that ranks save and load, as boxes of full tensors; independent of files
@@ -52,6 +53,12 @@ class CheckpointEntry:
 
     is_writer: bool = True
     """Whether this rank writes the shard; exactly one replica does. Loading fills it on all."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype in the checkpoint: weights have that of their shard, optimizer state any that the
+        optimizer chooses."""
+        return machine.DTYPES[self.shard.dtype] if self.role == "param" else self.tensor.dtype
 
     @property
     def key(self) -> str:

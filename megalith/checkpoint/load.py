@@ -321,7 +321,7 @@ class Checkpoint:
             entry.role == "param"
             and master in stored
             and weights in stored
-            and entry.tensor.dtype != self.dtype(weights)
+            and entry.dtype != self.dtype(weights)
         ):
             return master
         return entry.key

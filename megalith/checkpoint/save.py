@@ -357,15 +357,14 @@ def write_boxes(staging: Path, rank: int, entries: Sequence[CheckpointEntry]) ->
     if todo:
         with BoxFile(staging / name) as file:
             for entry in todo:
+                assert entry.tensor.dtype == entry.dtype, (entry.key, entry.tensor.dtype)
                 for piece in pieces(
                     entry, max_numel=max(1, BOX_NBYTES // entry.tensor.element_size())
                 ):
                     boxes[entry.key].append(file.add(piece.box, [piece.values]))
         files[name] = StoredFile(file.nbytes)
     tensors = {
-        entry.key: StoredTensor(
-            entry.shard.shape, dtype_name(entry.tensor.dtype), tuple(boxes[entry.key])
-        )
+        entry.key: StoredTensor(entry.shard.shape, dtype_name(entry.dtype), tuple(boxes[entry.key]))
         for entry in entries
     }
     return WrittenFiles(tensors, files)

@@ -121,9 +121,8 @@ def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
 def _describe_outcome(outcome: "Outcome", folder: str, run: TrainRun) -> str:
     if outcome.kind == "stopped" and not outcome.saved:
         return (
-            f"stopped at step {outcome.step} ({outcome.reason}) without saving, because it was "
-            "requested or the loss or gradient norm is NaN or infinite; run the same command again "
-            "to continue from the latest checkpoint"
+            f"stopped at step {outcome.step} ({outcome.reason}) without saving; run the same "
+            "command again to continue from the latest checkpoint"
         )
     if outcome.kind == "stopped":
         return (

@@ -284,27 +284,29 @@ def select_within_capacity(
     later token's is kept.
     """
     t, k = choice.experts.shape
-    places = torch.arange(t, device=choice.experts.device) if order is None else order
-    first = places.repeat_interleave(k).argsort(stable=True)
+    positions = torch.arange(t, device=choice.experts.device) if order is None else order
+    order_of_choices = positions.repeat_interleave(k).argsort(stable=True)
     if drop == "least":
-        first = first.flip(0)
-        first = first[
+        order_of_choices = order_of_choices.flip(0)
+        order_of_choices = order_of_choices[
             round_weights(choice.weights.detach())
-            .flatten()[first]
+            .flatten()[order_of_choices]
             .argsort(descending=True, stable=True)
         ]
-    of_expert = choice.experts.flatten()[first]
-    by_expert = of_expert.argsort(stable=True)
+    expert_by_order = choice.experts.flatten()[order_of_choices]
+    by_expert = expert_by_order.argsort(stable=True)
     counts = (
-        torch.zeros_like(of_expert[:1])
+        torch.zeros_like(expert_by_order[:1])
         .repeat(num_experts)
-        .scatter_add_(0, of_expert, torch.ones_like(of_expert))
+        .scatter_add_(0, expert_by_order, torch.ones_like(expert_by_order))
     )
     starts = counts.cumsum(0) - counts
-    rank_in_expert = torch.arange(t * k, device=places.device) - starts[of_expert[by_expert]]
-    taken = torch.zeros(t * k, dtype=torch.bool, device=places.device)
-    taken[first[by_expert]] = rank_in_expert < capacity
-    return taken.view(t, k)
+    rank_in_expert = (
+        torch.arange(t * k, device=positions.device) - starts[expert_by_order[by_expert]]
+    )
+    kept = torch.zeros(t * k, dtype=torch.bool, device=positions.device)
+    kept[order_of_choices[by_expert]] = rank_in_expert < capacity
+    return kept.view(t, k)
 
 
 def round_weights(weights: Tensor) -> Tensor:
@@ -320,10 +322,10 @@ def round_weights(weights: Tensor) -> Tensor:
     return ((weights.view(torch.int32) + 128) >> 8 << 8).view(torch.float32)
 
 
-def drop_choices(choice: Choice, taken: Tensor) -> Choice:
-    """Return the choices with those dropped that are not `taken`, bool [t, k]; the other weights
+def drop_choices(choice: Choice, kept: Tensor) -> Choice:
+    """Return the choices with those dropped that are not `kept`, bool [t, k]; the other weights
     are not renormalized."""
-    return Choice(choice.experts.where(taken, DROPPED_CHOICE), choice.weights * taken)
+    return Choice(choice.experts.where(kept, DROPPED_CHOICE), choice.weights * kept)
 
 
 def expert_capacity(factor: float, tokens: int, top_k: int, experts: int) -> int:

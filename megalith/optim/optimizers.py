@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.optim import LossScaleConfig, OptimConfig, PrecisionConfig
+from megalith.observe.machine import DTYPES
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.parallel.mesh import Mesh
 from megalith.plan.parameters import PLAIN, ParameterRates
@@ -71,9 +72,8 @@ class Optimizer(Protocol):
 def build_slot(
     shard: Shard, weight: Tensor, roles: Sequence[str], rates: ParameterRates = PLAIN
 ) -> OptimizerSlot:
-    """Return a slot whose optimizer state is zero."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    master = weight if weight.dtype == wide else weight.to(wide)
+    """Return a slot whose optimizer state is zero, in the dtype of the master weights."""
+    master = weight if shard.dtype == shard.wide_dtype else weight.to(DTYPES[shard.wide_dtype])
     return OptimizerSlot(
         shard, weight, master, {role: torch.zeros_like(master) for role in roles}, rates
     )

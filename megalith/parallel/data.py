@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megalith.kernels.embedding import add_rows_
 from megalith.kernels.grouped_linear import GroupedMatmulOps, Groups, accumulate_grouped_product_
 from megalith.kernels.linear import PLAIN, MatmulOps, add_product_, mm
-from megalith.observe.machine import DTYPES, FORMATS
+from megalith.observe.machine import DTYPES
 from megalith.parallel.grad_sync import (
     SHARD_AXES,
     ParamAllGather,
@@ -262,9 +262,9 @@ class BucketedDataParallel:
             contiguous=list({run for layer in layers for run in runs[layer] if len(run) > 1}),
             kinds=kinds,
         )
-        dtypes = [DTYPES[self._first(index).dtype] for index in range(len(self.plan.buckets))]
+        first_shards = [self._first(index) for index in range(len(self.plan.buckets))]
         lengths = [bucket.stop - bucket.start for bucket in self.plan.buckets]
-        self.weights = _allocate_buckets(lengths, dtypes, device)
+        self.weights = _allocate_buckets(lengths, [shard.dtype for shard in first_shards], device)
         """Weights of each bucket; those of one dtype lie in one flat buffer."""
         places = [
             self._in_bucket(self.weights[slot.bucket], slot.bucket, slot.start, slot.stop)
@@ -272,8 +272,8 @@ class BucketedDataParallel:
         ]
         self.parameters = _move_params_into(places, model, trained)
         frozen_memory = [
-            torch.zeros(shard.numel, dtype=getattr(m, name).dtype, device=device)
-            for shard, m, name in frozen
+            torch.zeros(shard.numel, dtype=DTYPES[shard.dtype], device=device)
+            for shard, _, _ in frozen
         ]
         frozen_params = _move_params_into(frozen_memory, model, frozen)
         self.frozen = [
@@ -283,8 +283,8 @@ class BucketedDataParallel:
             lengths = [
                 length // self._division(index).slices.size for index, length in enumerate(lengths)
             ]
-        wide = [torch.promote_types(dtype, torch.float32) for dtype in dtypes]
-        self.gradients = _allocate_buckets(lengths, wide, device)
+        wide_dtypes = [shard.wide_dtype for shard in first_shards]
+        self.gradients = _allocate_buckets(lengths, wide_dtypes, device)
         """Gradients of each bucket, under ZeRO-2 of this rank's slice of it."""
         self.local_params = self._build_local_params()
         self._compare_layouts()
@@ -664,18 +664,17 @@ def _runs(numbers: Sequence[int | None], kinds: Sequence[tuple[str, ...]]) -> li
 
 
 def _allocate_buckets(
-    lengths: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+    lengths: Sequence[int], dtypes: Sequence[str], device: torch.device
 ) -> list[Tensor]:
     """Return the memory of each bucket, in one flat buffer per dtype."""
-    names = [FORMATS[dtype] for dtype in dtypes]
-    starts, totals = flat_buffer_offsets(lengths, names)
+    starts, totals = flat_buffer_offsets(lengths, dtypes)
     buffers = {
         name: torch.zeros(numel, dtype=DTYPES[name], device=device)
         for name, numel in totals.items()
     }
     return [
         buffers[name][start : start + length]
-        for start, length, name in zip(starts, lengths, names, strict=True)
+        for start, length, name in zip(starts, lengths, dtypes, strict=True)
     ]
 
 

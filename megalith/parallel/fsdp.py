@@ -81,7 +81,6 @@ class FullyShardedDataParallel:
         mesh: Mesh,
         *,
         device: torch.device,
-        gradient_dtype: torch.dtype,
         keep_gathered: bool = False,
         watch: bool = False,
         overlap: bool = True,
@@ -101,13 +100,9 @@ class FullyShardedDataParallel:
         trained, frozen = split_trained_and_frozen(parameters)
         for part in (trained, frozen):
             _check_consistent_across_ranks(part, mesh)
+        _check_one_dtype_per_unit([(shard, unit_of[id(module)]) for shard, module, _ in trained])
         _shard_chunks(
-            chunks,
-            parameters,
-            self.divisions,
-            device=device,
-            gradient_dtype=gradient_dtype,
-            keep_gathered=keep_gathered,
+            chunks, parameters, self.divisions, device=device, keep_gathered=keep_gathered
         )
         places: dict[int, list[tuple[Shard, nn.Parameter]]] = {}
         for shard, module, name in trained:
@@ -117,9 +112,7 @@ class FullyShardedDataParallel:
             )
         local_params_by_name: dict[str, ShardedParam] = {}
         for unit in self.units:
-            local_params_by_name |= unit.connect(
-                places.get(id(unit), []), gradient_dtype=gradient_dtype, watch=watch
-            )
+            local_params_by_name |= unit.connect(places.get(id(unit), []), watch=watch)
         self.sums.units = _in_backward_order(self.units, chunks)
         for chunk in chunks if not overlap else ():
             _disable_prefetch(chunk)
@@ -235,7 +228,6 @@ class Unit:
         self,
         parameters: Sequence[tuple[Shard, nn.Parameter]],
         *,
-        gradient_dtype: torch.dtype,
         watch: bool,
     ) -> dict[str, ShardedParam]:
         """Register hooks that accumulate the gradients of these parameters in one buffer. Returns
@@ -246,7 +238,8 @@ class Unit:
         weights = {shard.name: _local(parameter) for shard, parameter in parameters}
         device = next(iter(weights.values())).device
         self.names, numels = list(weights), [weight.numel() for weight in weights.values()]
-        self.gradient = torch.zeros(sum(numels), dtype=gradient_dtype, device=device)
+        dtype = gradient_dtype([shard for shard, _ in parameters])
+        self.gradient = torch.zeros(sum(numels), dtype=dtype, device=device)
         self._parts = dict(zip(self.names, self.gradient.split(numels), strict=True))
         self._rounds = dict.fromkeys(self.names, 0)
         for shard, parameter in parameters:
@@ -323,14 +316,13 @@ class ShardedUnit(Unit):
         self,
         parameters: Sequence[tuple[Shard, nn.Parameter]],
         *,
-        gradient_dtype: torch.dtype,
         watch: bool,
     ) -> dict[str, ShardedParam]:
         """Register FSDP2's custom collectives and hooks for these rows; the weights are FSDP2's
         local shards."""
         group = self.division.slices
         self.fsdp.set_custom_all_gather(AllGatherParams(group))  # type: ignore[arg-type]  # its type is a private class
-        local_params = super().connect(parameters, gradient_dtype=gradient_dtype, watch=watch)
+        local_params = super().connect(parameters, watch=watch)
         if not parameters:
             return local_params
         for shard, _ in parameters:
@@ -462,7 +454,7 @@ def fully_shard_chunk(
     device: torch.device,
     *,
     unsharded: Set[nn.Parameter],
-    gradient_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
     keep_gathered: bool,
 ) -> None:
     """Shard the parameters of a chunk on the meta device, all but `unsharded`, and allocate
@@ -479,7 +471,7 @@ def fully_shard_chunk(
     if not ranks:  # a stage without experts in a run that shards only experts
         _allocate_params(chunk, device)
         return
-    policy = MixedPrecisionPolicy(reduce_dtype=gradient_dtype, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     shard = partial(fully_shard, mp_policy=policy, ignored_params={*unsharded})
     for module in list(_inner_parts(chunk)):
         over = ranks.get(_grid_of(module))
@@ -581,14 +573,7 @@ def shard_for_forward(
     """
     divisions = shard_groups_by_grid(parameters, mesh)
     _check_consistent_across_ranks(parameters, mesh)
-    _shard_chunks(
-        chunks,
-        parameters,
-        divisions,
-        device=device,
-        gradient_dtype=torch.float32,
-        keep_gathered=keep_gathered,
-    )
+    _shard_chunks(chunks, parameters, divisions, device=device, keep_gathered=keep_gathered)
     for module in (part for chunk in chunks for part in (*_inner_parts(chunk), chunk)):
         if isinstance(module, FSDPModule):
             group = divisions[_grid_of(module)].slices
@@ -602,7 +587,6 @@ def _shard_chunks(
     divisions: ShardGroupsByGrid,
     *,
     device: torch.device,
-    gradient_dtype: torch.dtype,
     keep_gathered: bool,
 ) -> None:
     """Shard every chunk, without gradient hooks."""
@@ -618,7 +602,7 @@ def _shard_chunks(
             divisions,
             device,
             unsharded=replicated,
-            gradient_dtype=gradient_dtype,
+            reduce_dtype=gradient_dtype([shard for shard, _, _ in parameters]),
             keep_gathered=keep_gathered,
         )
 
@@ -667,6 +651,31 @@ def _check_consistent_across_ranks(parameters: Parameters, mesh: Mesh) -> None:
             if shard.grid == grid
         }
         check_consistent_across_ranks(texts, group)
+
+
+def gradient_dtype(shards: Sequence[Shard]) -> torch.dtype:
+    """Return the dtype in which the gradients of these parameters are reduced and summed."""
+    return torch.float64 if any(shard.wide_dtype == "fp64" for shard in shards) else torch.float32
+
+
+def _check_one_dtype_per_unit(trained: Sequence[tuple[Shard, Unit]]) -> None:
+    """Reject trained parameters of several dtypes in one FSDP unit, which FSDP2 cannot reduce.
+
+    Raises:
+        PlanError: a sharded unit has such parameters.
+    """
+    shards: dict[int, dict[str, Shard]] = {}
+    for shard, unit in trained:
+        if isinstance(unit, ShardedUnit):
+            shards.setdefault(id(unit), {}).setdefault(shard.dtype, shard)
+    for by_dtype in shards.values():
+        if len(by_dtype) > 1:
+            names = " and ".join(f"{shard.name} in {dtype}" for dtype, shard in by_dtype.items())
+            raise PlanError(
+                f"parallel.zero=3 with the trained parameters {names} in one layer: FSDP reduces "
+                "the gradients of a layer in one message, which needs one dtype. Set "
+                "parallel.zero=2, or register them in one dtype."
+            )
 
 
 def _reject_shared_chunks(chunks: Sequence[nn.Module]) -> None:

@@ -406,21 +406,21 @@ class _QueueRun:
     def _find_deadlock(self) -> list[str]:
         """Return a text if ranks or queues do not reach their end: the cycle of actions that wait
         for each other."""
-        standing = [
+        blocked = [
             (rank, at) for rank, at in enumerate(self.at) if at < len(self.schedule.ranks[rank])
         ]
         waiting = [queue[0].place for queue in self.queues.values() if queue]
-        if not standing + waiting:
+        if not blocked + waiting:
             return []
-        place, visited = (standing + waiting)[0], dict[RankAction, str]()
+        place, visited = (blocked + waiting)[0], dict[RankAction, str]()
         while place not in visited:
             visited[place], place = self._find_blocker(place)
-        circle = list(visited)[list(visited).index(place) :]
+        cycle = list(visited)[list(visited).index(place) :]
         chain = ", which ".join(
-            f"{visited[each]} {self._text(after)}" for each, after in pairwise(circle)
+            f"{visited[each]} {self._text(after)}" for each, after in pairwise(cycle)
         )
         return [
-            f"deadlock over NCCL: {self._text(circle[0])} {chain}, which {visited[circle[-1]]} the "
+            f"deadlock over NCCL: {self._text(cycle[0])} {chain}, which {visited[cycle[-1]]} the "
             "first of these"
         ]
 

@@ -73,6 +73,11 @@ class Shard:
     """Dtype in which the layer computes with the parameter, named as in `precision.params`."""
 
     @property
+    def wide_dtype(self) -> str:
+        """Dtype of its master weights and summed gradients: at least fp32."""
+        return "fp64" if self.dtype == "fp64" else "fp32"
+
+    @property
     def box_shape(self) -> tuple[int, ...]:
         """Shape of the box."""
         return tuple(stop - start for start, stop in self.box)

@@ -95,13 +95,13 @@ def join_job(
         folder=folder,
         device=worker.device,
     )
-    patience = backend_timeout(run.parallel.timeout_seconds)
+    connect_timeout = backend_timeout(run.parallel.timeout_seconds)
     with watching(watch):
-        everyone = connect(worker, timeout_seconds=patience, store=store, flight=flight)
+        world_group = connect(worker, timeout_seconds=connect_timeout, store=store, flight=flight)
         try:
-            check_consistent_settings(flatten(run), everyone)
+            check_consistent_settings(flatten(run), world_group)
             yield Job(
-                build_mesh(grid, rank=worker.rank, timeout_seconds=patience, flight=flight),
+                build_mesh(grid, rank=worker.rank, timeout_seconds=connect_timeout, flight=flight),
                 worker.device,
             )
         except BaseException:

@@ -19,6 +19,7 @@ from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.hf.pretrained import load_pretrained
 from megalith.models.decoder import allocate, iter_parameter_specs
+from megalith.observe.machine import DTYPES
 from megalith.observe.metrics import StepProgress
 from megalith.parallel.context import local_slicing
 from megalith.parallel.grad_sync import can_shard_weights
@@ -30,7 +31,7 @@ from megalith.plan.shards import Shard
 from megalith.train.forward_backward import PipelineModel
 from megalith.train.objective import complete
 from megalith.train.run_folder import RunFolder
-from megalith.train.trainer import DTYPES, build_pipeline_model, weight_entries
+from megalith.train.trainer import build_pipeline_model, weight_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +62,17 @@ class Evaluation:
         """Exponential of the loss, at most e^700."""
         return math.exp(min(self.loss, 700.0))
 
-    def mtp_metrics(self) -> dict[str, float | None]:
-        """Return the MTP values of a metrics row."""
+    def metrics(self) -> dict[str, float | None]:
+        """Return the values of a metrics row."""
+        metrics = {"eval_loss": self.loss, "eval_bits_per_byte": self.bits_per_byte}
         if not self.acceptance_rates:
-            return {}
-        depths = enumerate(zip(self.mtp_losses, self.acceptance_rates, strict=True), start=1)
-        metrics = {f"eval_mtp_{depth}_loss": loss for depth, (loss, _) in depths}
-        metrics |= {
-            f"mtp_{depth}_acceptance_rate": share
-            for depth, share in enumerate(self.acceptance_rates, start=1)
-        }
+            return metrics
+        losses, rates = (
+            enumerate(self.mtp_losses, start=1),
+            enumerate(self.acceptance_rates, start=1),
+        )
+        metrics |= {f"eval_mtp_{depth}_loss": loss for depth, loss in losses}
+        metrics |= {f"mtp_{depth}_acceptance_rate": rate for depth, rate in rates}
         return {**metrics, "mtp_acceptance_length": self.acceptance_length}
 
     def describe_mtp(self) -> str:

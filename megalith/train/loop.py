@@ -169,7 +169,10 @@ class TrainLoop:
         if outcome.kind == "done":
             self.fault_detector.check_last_step(finished.result)
         self._save(final=True)
-        return replace(outcome, saved=self.checkpointer.saved_step == state.step)
+        if self.checkpointer.saved_step == state.step:
+            return outcome
+        why = f"{outcome.reason}; the loss or gradient norm is NaN or infinite"
+        return replace(outcome, saved=False, reason=why)
 
     def _run_step(self, loader: Loader) -> FinishedStep:
         """Run the next step and update the counters."""
@@ -229,12 +232,7 @@ class TrainLoop:
             return
         self.callbacks.notify("before_evaluate", step)
         evaluation = self.evaluator.evaluate()
-        metrics: StepMetrics = {
-            "step": step,
-            "eval_loss": evaluation.loss,
-            "eval_bits_per_byte": evaluation.bits_per_byte,
-            **evaluation.mtp_metrics(),
-        }
+        metrics: StepMetrics = {"step": step, **evaluation.metrics()}
         self.callbacks.notify("after_evaluate", evaluation, metrics)
         self._log(metrics)
 
@@ -247,8 +245,4 @@ class TrainLoop:
             self.callbacks.notify("after_save_failed", result)
 
     def _stop_reason(self) -> str:
-        return (
-            self.stop_requests.reason
-            or self.callbacks.stop_reason
-            or "another rank was asked to stop"
-        )
+        return self.stop_requests.reason or self.callbacks.stop_reason or "another rank stopped"

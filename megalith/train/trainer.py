@@ -17,6 +17,7 @@ from megalith.kernels.backend import Backends, select_backends, unavailable_back
 from megalith.launch.watchdog import backend_timeout
 from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.build import BuildContext, build_context, init_param_
+from megalith.observe.machine import DTYPES
 from megalith.optim.optimizers import SGD, AdamW, Optimizer, RatesOf, build_loss_scale, equal_rates
 from megalith.parallel.collectives import no_overlap
 from megalith.parallel.cross_entropy import (
@@ -54,14 +55,6 @@ def build_optimizer(
         optimizer: Optimizer = load_plugin("optimizer", config.plugin)(weights, config, rates)
         return optimizer
     return SGD(weights, config, rates) if config.kind == "sgd" else AdamW(weights, config, rates)
-
-
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-}
 
 
 # --- model chunks of this rank and their losses
@@ -238,7 +231,6 @@ def build_grad_sync(
             parameters,
             mesh,
             device=device,
-            gradient_dtype=torch.promote_types(DTYPES[run.precision.params], torch.float32),
             keep_gathered=len(model) * p.pp > 1,
             watch=watch,
             overlap=p.overlap,

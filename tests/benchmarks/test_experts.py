@@ -24,7 +24,7 @@ TINY = (
 
 
 @pytest.mark.slow
-def test_experts_take_turns_with_every_implementation_of_transformers(run_benchmark: Run) -> None:
+def test_experts_are_compared_with_every_implementation_of_transformers(run_benchmark: Run) -> None:
     pytest.importorskip("transformers")
     peers = ("--peer", "grouped_mm", "--peer", "eager", "--peer", "batched_mm")
     done = run_benchmark("experts.py", *TINY, *peers, "--json")
@@ -47,7 +47,7 @@ def test_experts_take_turns_with_every_implementation_of_transformers(run_benchm
 
 
 @pytest.mark.slow
-def test_it_says_in_words_whether_the_bars_hold(run_benchmark: Run) -> None:
+def test_report_states_whether_the_bars_hold(run_benchmark: Run) -> None:
     pytest.importorskip("transformers")
     done = run_benchmark("experts.py", *TINY, "--dtype", "fp32")
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ def test_every_kernel_computes_what_its_reference_does(beside_benchmarks: None) 
     assert [error for error in errors if not error.holds] == []
 
 
-def test_every_way_of_every_kernel_runs(beside_benchmarks: None) -> None:
+def test_every_backend_of_every_kernel_runs(beside_benchmarks: None) -> None:
     kernels = importlib.import_module("contenders.kernels")
     found = dict(kernels.contests(torch.device("cpu"), torch.bfloat16, kernels.SMALL))
     assert len(found) == 11
@@ -34,7 +34,7 @@ def test_every_way_of_every_kernel_runs(beside_benchmarks: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_ends_with_a_plain_message(run_benchmark: Run) -> None:
+def test_benchmark_without_a_gpu_ends_with_a_message(run_benchmark: Run) -> None:
     pytest.importorskip("transformers")
     done = run_benchmark("gpu.py")
     assert done.returncode == 0, done.stderr
@@ -92,7 +92,7 @@ def scripts(beside_benchmarks: None) -> tuple[ModuleType, ModuleType]:
     return importlib.import_module("contenders.one_device"), importlib.import_module("gpu")
 
 
-def test_contenders_take_turns_together_only_where_the_device_holds_them(
+def test_contenders_are_interleaved_only_if_they_fit_on_the_device_together(
     scripts: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_device, gpu = scripts
@@ -166,7 +166,7 @@ def test_every_case_is_in_the_order_and_builds_a_valid_run(
             assert run_problems(replace(recipe(), parallel=parallel), 2) == []
 
 
-def test_the_mixture_has_the_sizes_of_qwen3(scripts: tuple[ModuleType, ModuleType]) -> None:
+def test_moe_has_the_sizes_of_qwen3(scripts: tuple[ModuleType, ModuleType]) -> None:
     _, gpu = scripts
     case = gpu.MIXTURES[gpu.MIXTURE_CASE]
     model = case.model()
@@ -186,7 +186,7 @@ def test_the_mixture_has_the_sizes_of_qwen3(scripts: tuple[ModuleType, ModuleTyp
     )
 
 
-def test_differing_contenders_of_a_mixture_are_reported(
+def test_differing_contenders_of_a_moe_are_reported(
     scripts: tuple[ModuleType, ModuleType],
 ) -> None:
     mixture = importlib.import_module("contenders.mixture")
@@ -211,7 +211,7 @@ def test_differing_contenders_of_a_mixture_are_reported(
     assert [text.split(" is off by ")[0] for text in found] == ["dup of wrong", "ddown of wrong"]
 
 
-def test_the_rehearsal_of_a_mixture_tells_ratios_the_bar_and_its_matmuls(
+def test_rehearsal_of_a_moe_prints_ratios_the_bar_and_its_matmuls(
     scripts: tuple[ModuleType, ModuleType],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -242,7 +242,7 @@ def test_the_rehearsal_of_a_mixture_tells_ratios_the_bar_and_its_matmuls(
 
 
 @pytest.mark.slow
-def test_the_command_rehearses_a_mixture(run_benchmark: Run) -> None:
+def test_command_rehearses_a_moe(run_benchmark: Run) -> None:
     pytest.importorskip("transformers")
     done = run_benchmark("gpu.py", "--device", "cpu", "--case", "tiny-mixture", "--rounds", "1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -250,7 +250,7 @@ def test_the_command_rehearses_a_mixture(run_benchmark: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_case_without_time_is_left_out_by_name(run_benchmark: Run) -> None:
+def test_case_without_time_is_skipped_and_named(run_benchmark: Run) -> None:
     pytest.importorskip("transformers")
     done = run_benchmark("gpu.py", "--device", "cpu", "--case", "tiny-bf16", "--minutes", "0")
     assert "tiny-bf16: left out, no time. Use --case tiny-bf16, or more --minutes." in done.stdout

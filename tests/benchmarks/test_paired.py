@@ -7,7 +7,7 @@ import pytest
 from benchmarks.paired import spread, take_turns, times_as_fast
 
 
-def test_every_contender_has_one_turn_per_round_and_warm_up_does_not_count() -> None:
+def test_every_contender_runs_once_per_round_and_warmup_is_not_counted() -> None:
     calls: list[str] = []
     turns = take_turns(
         {name: lambda name=name: calls.append(name) for name in "abc"}, rounds=5, warmup=2

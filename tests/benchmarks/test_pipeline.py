@@ -9,7 +9,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
-def test_a_pipeline_of_sleeping_stages_takes_what_the_simulation_says(
+def test_time_of_a_pipeline_of_sleeping_stages_matches_the_simulation(
     schedule: str, run_benchmark: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     done = run_benchmark("pipeline.py", "--schedule", schedule, "--rounds", "4", "--json")

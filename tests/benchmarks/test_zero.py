@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_it_runs_from_the_command_line(
+def test_benchmark_runs_from_the_command_line(
     run_benchmark: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     done = run_benchmark("zero.py", "--case", "tiny", "--rounds", "2", "--json")

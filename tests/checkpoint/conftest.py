@@ -14,6 +14,7 @@ from torch import Tensor
 from megalith import storage
 from megalith.checkpoint.format import CheckpointEntry, folder_name
 from megalith.checkpoint.save import Retention, SaveReport, commit, save_checkpoint, write_boxes
+from megalith.observe.machine import FORMATS
 from megalith.parallel import group as consistency
 from megalith.parallel.group import Group, local_range, single_rank_group
 from megalith.plan.shards import Shard, split_evenly
@@ -56,7 +57,7 @@ def _cut(
         t, d = rank % tp, rank // tp
         entries = []
         for (role, name), tensor in whole_tensors.items():
-            shard = Shard.full(name, tuple(tensor.shape))
+            shard = Shard.full(name, tuple(tensor.shape), dtype=FORMATS[tensor.dtype])
             if tensor.dim() > 1:
                 dim = max(range(tensor.dim()), key=lambda i: tensor.shape[i])
                 shard = shard.split_dim(dim, split_evenly(tensor.shape[dim], tp), t, ("tp",))

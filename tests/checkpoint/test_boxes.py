@@ -106,14 +106,14 @@ def test_pieces_are_views_so_that_loading_fills_the_tensor_itself() -> None:
         ((4, 6), [((0, 4),)], r"\[0:4\] is not inside its shape \[4, 6\]"),
     ],
 )
-def test_a_hole_and_an_overlap_are_found_and_placed(
+def test_gap_and_overlap_are_reported_with_their_position(
     shape: tuple[int, ...], boxes: list[tuple[tuple[int, int], ...]], problem: str | None
 ) -> None:
     found = describe_tiling_problem(shape, boxes)
     assert found == problem if problem is None else found == problem.replace("\\", "")
 
 
-def test_any_single_fault_in_a_random_tiling_is_found() -> None:
+def test_any_single_fault_in_a_random_tiling_is_detected() -> None:
     rng = random.Random(0)
     for _ in range(60):
         shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 4)))
@@ -128,12 +128,12 @@ def test_any_single_fault_in_a_random_tiling_is_found() -> None:
         assert "twice" in str(describe_tiling_problem(shape, [*boxes, boxes[0]]))
 
 
-def test_boxes_read_as_one_would_index() -> None:
+def test_boxes_are_read_like_slices() -> None:
     assert show_box(((0, 4), (2, 6))) == "[0:4, 2:6]"
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(5), torch.zeros(3, 2).T])
-def test_a_tensor_that_is_not_the_shard_is_our_own_bug(tensor: torch.Tensor) -> None:
+def test_tensor_that_does_not_match_its_shard_fails_an_assertion(tensor: torch.Tensor) -> None:
     with pytest.raises(AssertionError, match="model.w"):
         pieces(CheckpointEntry(Shard("w", (3, 2), ((0, 3), (0, 2))), "param", tensor))
 

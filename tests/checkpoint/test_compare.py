@@ -11,6 +11,7 @@ from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.inspect import compare_checkpoints
 from megalith.checkpoint.load import open_checkpoint
 from megalith.errors import CheckpointError
+from megalith.observe.machine import FORMATS
 from megalith.plan.shards import Shard
 
 
@@ -53,7 +54,9 @@ def test_shapes_absences_dtypes_and_nan(tmp_path: Path, tiny: SimpleNamespace) -
                 1,
                 [
                     [
-                        CheckpointEntry(Shard.full(n, tuple(x.shape)), "param", x)
+                        CheckpointEntry(
+                            Shard.full(n, tuple(x.shape), dtype=FORMATS[x.dtype]), "param", x
+                        )
                         for n, x in side.items()
                     ]
                 ],

@@ -59,7 +59,7 @@ def changed(change: Callable[[Any], object]) -> bytes:
     return json.dumps(raw).encode()
 
 
-def test_a_manifest_survives_its_text() -> None:
+def test_manifest_round_trips_through_its_text() -> None:
     assert parse_manifest(dump_manifest(MANIFEST, {"torch": "2.13.0"}), PATH) == MANIFEST
 
 
@@ -206,11 +206,11 @@ def test_folders_are_found_by_step_and_one_moved_aside_stands_in(tmp_path: Path)
         (3e15, "3000 TB"),
     ],
 )
-def test_sizes_read_well(nbytes: float, text: str) -> None:
+def test_sizes_are_formatted_with_units(nbytes: float, text: str) -> None:
     assert show_bytes(nbytes) == text
 
 
-def test_what_save_writes_is_what_the_format_says(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_saved_files_match_the_format(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = tiny.save_alone(tmp_path, 1).path
     assert sorted(f.name for f in path.iterdir()) == [
         ".metadata",

@@ -27,6 +27,7 @@ from megalith.checkpoint.load import (
 )
 from megalith.config.checkpoint import CheckpointConfig, KeyMismatchAction
 from megalith.errors import CheckpointError, DamagedCheckpointError
+from megalith.observe.machine import FORMATS
 from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.shards import Shard
 from tests.cases import loop_over
@@ -46,7 +47,9 @@ class Evil:
 
 def entries_of(tensors: dict[str, Tensor], role: str = "param") -> list[CheckpointEntry]:
     return [
-        CheckpointEntry(Shard.full(name, tuple(tensor.shape)), role, tensor)
+        CheckpointEntry(
+            Shard.full(name, tuple(tensor.shape), dtype=FORMATS[tensor.dtype]), role, tensor
+        )
         for name, tensor in tensors.items()
     ]
 
@@ -291,7 +294,7 @@ SIDES = {
 
 @pytest.mark.parametrize("sides", SIDES)
 @pytest.mark.parametrize("answer", ["error", "warn", "ignore"])
-def test_each_answer_to_tensors_of_one_side_only(
+def test_each_setting_for_missing_and_unexpected_keys(
     tmp_path: Path,
     tiny: SimpleNamespace,
     caplog: pytest.LogCaptureFixture,
@@ -334,7 +337,7 @@ def test_each_answer_to_tensors_of_one_side_only(
 
 
 @pytest.mark.parametrize("answer", ["warn", "ignore"])
-def test_a_run_that_resumes_needs_all_of_its_weights_whatever_the_answer(
+def test_resumed_run_requires_all_weights_under_every_setting(
     tmp_path: Path, tiny: SimpleNamespace, answer: KeyMismatchAction
 ) -> None:
     path = saved(
@@ -356,7 +359,7 @@ def test_a_run_that_resumes_needs_all_of_its_weights_whatever_the_answer(
             open_checkpoint(path).load_into(entries, ALONE, rules=rules)
 
 
-def test_what_is_skipped_keeps_its_values_even_where_shapes_differ(
+def test_skipped_tensors_keep_their_values_even_if_shapes_differ(
     tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = saved(
@@ -452,7 +455,7 @@ def test_run_without_master_weights_compares_stored_ones_too(
     assert caplog.text.count("layers.1.attention.q differs most, by ") == 2
 
 
-def test_a_sound_pair_is_not_spoken_of(
+def test_equal_weights_and_master_weights_are_not_reported(
     tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tiny.save(tmp_path, 100, tiny.cut(tiny.model(), 2, 1))
@@ -474,7 +477,7 @@ def test_missing_optimizer_state_is_rejected(tmp_path: Path, tiny: SimpleNamespa
         open_checkpoint(path).load_into(got, ALONE)
 
 
-def test_what_one_rank_does_not_want_another_may(
+def test_ranks_may_load_different_tensors(
     tmp_path: Path, tiny: SimpleNamespace, run_threads: Callable[..., list[Any]]
 ) -> None:
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2), "b": torch.ones(3)}))
@@ -483,7 +486,7 @@ def test_what_one_rank_does_not_want_another_may(
     assert all(entry.tensor.all() for part in parts for entry in part)
 
 
-def test_damage_that_one_rank_meets_ends_the_load_on_all(
+def test_damage_read_by_one_rank_ends_the_load_on_all(
     tmp_path: Path, tiny: SimpleNamespace, run_threads: Callable[..., list[Any]]
 ) -> None:
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2), "b": torch.ones(3)}))
@@ -526,7 +529,7 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(data)
 
 
-def test_a_damaged_newest_one_names_the_complete_ones_beside_it_and_the_way_to_them(
+def test_error_of_a_damaged_newest_checkpoint_names_the_complete_ones(
     tmp_path: Path, tiny: SimpleNamespace, run_threads: Callable[..., list[Any]]
 ) -> None:
     paths = [
@@ -555,7 +558,9 @@ def test_a_damaged_newest_one_names_the_complete_ones_beside_it_and_the_way_to_t
     assert find_latest(tmp_path) == paths[-2], "the advice works"
 
 
-def test_a_damaged_only_one_names_no_other(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_error_of_a_damaged_only_checkpoint_names_no_other(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(64)}))
     flip_a_bit(path / "__0_0.distcp")
     with pytest.raises(CheckpointError, match="Copy the checkpoint again, or use an older one.$"):
@@ -563,7 +568,7 @@ def test_a_damaged_only_one_names_no_other(tmp_path: Path, tiny: SimpleNamespace
 
 
 @pytest.mark.parametrize("name", ["state.json", "config.yaml", ".metadata"])
-def test_a_changed_text_is_found(tmp_path: Path, tiny: SimpleNamespace, name: str) -> None:
+def test_changed_text_is_detected(tmp_path: Path, tiny: SimpleNamespace, name: str) -> None:
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2)}))
     data = (path / name).read_bytes()
     (path / name).write_bytes(data[:-2] + b"x" + data[-1:])
@@ -853,7 +858,7 @@ def test_damaged_newest_checkpoint_is_skipped_with_reason(
     )
 
 
-def test_when_none_can_be_used_the_run_does_not_start_afresh_unasked(
+def test_run_does_not_start_from_step_0_if_no_checkpoint_can_be_used(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     for step in (1, 2):

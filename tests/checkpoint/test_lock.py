@@ -47,7 +47,7 @@ def write_holder(folder: Path, found: LockHolder, *, silent_s: float = 0.0) -> N
     os.utime(folder / NAME, (then, then))
 
 
-def test_a_folder_is_made_held_and_given_back(tmp_path: Path) -> None:
+def test_lock_creates_the_folder_and_is_released(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "tiny"
     with lock_run(folder) as mine:
         assert holder(folder).pid == os.getpid()
@@ -81,7 +81,7 @@ def test_lock_of_live_process_is_rejected_and_of_killed_one_taken_over(
     assert f"taking over the lock of {tmp_path} from process {other.pid}" in caplog.text
 
 
-def test_a_number_given_out_again_is_another_process(tmp_path: Path) -> None:
+def test_reused_process_id_is_another_process(tmp_path: Path) -> None:
     with lock_run(tmp_path):
         found = holder(tmp_path)
     write_holder(tmp_path, replace(found, started=f"{found.started}0"))
@@ -103,7 +103,7 @@ def test_lock_of_another_machine_is_rejected_until_heartbeat_timeout(
         assert "taking over" in caplog.text and "41 on node7" in caplog.text
 
 
-def test_the_heartbeat_is_kept_up_and_stops_when_another_took_over(
+def test_heartbeat_continues_until_another_process_takes_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.01)
@@ -124,7 +124,7 @@ def test_the_heartbeat_is_kept_up_and_stops_when_another_took_over(
     assert holder(tmp_path) == thief, "a lock that is not ours is not released"
 
 
-def test_who_was_suspended_for_so_long_that_another_took_over_hears_of_it(
+def test_suspended_process_detects_that_its_lock_was_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 1000.0)  # suspended: no heartbeat
@@ -148,7 +148,7 @@ def test_who_was_suspended_for_so_long_that_another_took_over_hears_of_it(
     second.release()
 
 
-def test_a_lock_that_is_gone_or_cannot_be_read_is_lost(tmp_path: Path) -> None:
+def test_missing_or_unreadable_lock_counts_as_lost(tmp_path: Path) -> None:
     with lock_run(tmp_path / "run") as mine:
         mine.path.unlink()
         with pytest.raises(
@@ -170,7 +170,9 @@ def test_incomplete_lock_file_is_ignored(tmp_path: Path, text: str) -> None:
     lock_run(tmp_path).release()
 
 
-def test_of_many_starts_at_once_one_wins(tmp_path: Path, other: subprocess.Popen[str]) -> None:
+def test_one_of_many_concurrent_starts_gets_the_lock(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
     other.kill()
     other.wait()
     code = HOLD.replace("time.sleep(60)", "sys.stdin.read()")
@@ -187,7 +189,7 @@ def test_of_many_starts_at_once_one_wins(tmp_path: Path, other: subprocess.Popen
     assert sum("is in use by process" in text for text in errors) == 3
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=f"{tmp_path}/file cannot be written to .*--run"):
         lock_run(tmp_path / "file")

@@ -19,7 +19,7 @@ def pair(*, changed: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     return weights, master_weights
 
 
-def test_rounding_overflow_and_nan_on_both_sides_are_no_disagreement() -> None:
+def test_rounding_overflow_and_equal_nans_are_no_difference() -> None:
     weights, master_weights = pair()
     before = weights.clone(), master_weights.clone()
     assert reconcile(weights, master_weights, prefer_weights=True) is None
@@ -45,7 +45,8 @@ def test_one_side_wins_where_they_differ_and_nowhere_else(changed: float, larges
 
 
 def test_pairs_are_the_slices_that_a_master_filled() -> None:
-    shard, low, wide = Shard.full("w", (2,)), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2)
+    shard = Shard.full("w", (2,), dtype="bf16")
+    low, wide = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2)
     entries = [
         CheckpointEntry(shard, "param", low),
         CheckpointEntry(shard, "master", wide),
@@ -59,7 +60,7 @@ def test_pairs_are_the_slices_that_a_master_filled() -> None:
     assert pair_master_weights(entries, {weights: weights, master: weights}) == []
 
 
-def test_the_line_names_the_worst_of_all_ranks() -> None:
+def test_warning_names_the_largest_difference_over_all_ranks() -> None:
     assert describe_master_differences([{}, {}], prefer_weights=False) is None
     line = describe_master_differences([{"a": 0.1}, {"a": 0.5, "b": 0.25}], prefer_weights=True)
     assert line == (

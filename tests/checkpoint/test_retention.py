@@ -31,7 +31,7 @@ def steps(folder: Path) -> list[int]:
         (None, 100, [50, 100, 150, 200, 250]),
     ],
 )
-def test_the_newest_and_the_multiples_stay(
+def test_newest_checkpoints_and_multiples_are_kept(
     tmp_path: Path, tiny: SimpleNamespace, keep: int | None, keep_every: int | None, left: list[int]
 ) -> None:
     save_steps(tmp_path, tiny, 50, 100, 150, 200, 250)
@@ -80,7 +80,7 @@ def test_damaged_checkpoint_that_was_set_aside_does_not_count_for_retention(
     ]
 
 
-def test_pinned_and_linked_checkpoints_stay(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_pinned_and_linked_checkpoints_are_kept(tmp_path: Path, tiny: SimpleNamespace) -> None:
     save_steps(tmp_path / "elsewhere", tiny, 1)
     save_steps(tmp_path / "here", tiny, 2, 3, 4)
     (tmp_path / "here" / "step_0000001").symlink_to(tmp_path / "elsewhere" / "step_0000001")
@@ -150,7 +150,7 @@ def test_an_overwrite_killed_between_its_renames_is_undone(
     assert f"recovered {tmp_path}/step_0000002 from an interrupted overwrite" in caplog.text
 
 
-def test_the_pointer_is_corrected_by_the_sweep(
+def test_pointer_is_corrected_by_remove_leftovers(
     tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_steps(tmp_path, tiny, 1, 2, 3)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from megalith.checkpoint.save import (
     write_snapshot,
 )
 from megalith.errors import CheckpointError
+from megalith.observe.machine import FORMATS
 from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.shards import Shard
 from megalith.testing.ranks import run_ranks
@@ -86,7 +88,7 @@ def weights(path: Path) -> torch.Tensor:
     return open_checkpoint(path).read("model.embed.weight")
 
 
-def test_a_save_reports_where_how_much_and_how_fast(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_save_reports_path_size_and_rate(tmp_path: Path, tiny: SimpleNamespace) -> None:
     report = tiny.save_alone(tmp_path / "new" / "checkpoints", 100)
     assert report.path == tmp_path / "new" / "checkpoints" / "step_0000100"
     assert report.nbytes == sum(
@@ -172,9 +174,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path, tiny: SimpleNamespace) 
     assert torch.equal(weights(path), tiny.model(1)["param", "embed.weight"])
 
 
-def test_older_checkpoints_go_and_the_report_names_them(
-    tmp_path: Path, tiny: SimpleNamespace
-) -> None:
+def test_older_checkpoints_are_deleted_and_reported(tmp_path: Path, tiny: SimpleNamespace) -> None:
     for step in (1, 2):
         tiny.save_alone(tmp_path, step)
     report = tiny.save_alone(tmp_path, 3, keep=1, keep_every=2)
@@ -268,7 +268,7 @@ def test_write_error_at_any_point_leaves_no_files(
             ), at
 
 
-def test_each_thing_is_on_the_disk_before_the_next_relies_on_it(
+def test_each_file_is_synced_before_the_next_one_depends_on_it(
     tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny.save_alone(tmp_path, 1)
@@ -303,7 +303,7 @@ def test_each_thing_is_on_the_disk_before_the_next_relies_on_it(
     ]
 
 
-def test_a_full_disk_ends_the_save_in_words_and_keeps_the_previous_one(
+def test_full_disk_ends_the_save_with_a_message_and_keeps_the_previous_one(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     tiny.save_alone(tmp_path, 100)
@@ -409,7 +409,7 @@ def test_all_ranks_save_together_and_any_rank_can_read_it_all(
     )
 
 
-def test_when_one_rank_fails_all_raise_the_same_and_the_previous_one_stays(
+def test_failure_of_one_rank_is_raised_on_all_and_keeps_the_previous_one(
     tmp_path: Path,
     tiny: SimpleNamespace,
     run_threads: Callable[..., list[Any]],
@@ -464,7 +464,9 @@ def test_tensor_not_written_exactly_once_is_rejected(tmp_path: Path, fault: str,
     ]
     dtypes = torch.float32, torch.bfloat16 if fault == "dtype" else torch.float32
     entries = [
-        CheckpointEntry(shard, "param", torch.ones(2, 3, dtype=dtype))
+        CheckpointEntry(
+            replace(shard, dtype=FORMATS[dtype]), "param", torch.ones(2, 3, dtype=dtype)
+        )
         for shard, dtype in zip(shards, dtypes)
     ]
     if fault == "hole":
@@ -493,7 +495,7 @@ for step in range(1, 100_000):
 """
 
 
-def test_a_real_kill_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_killed_process_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LOOP, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as process:

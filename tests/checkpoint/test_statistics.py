@@ -34,9 +34,7 @@ def saved(path: Path, values: torch.Tensor, *, rows: list[int]) -> Checkpoint:
 
 
 @pytest.mark.parametrize("rows", [[7], [2, 1, 4]])
-def test_they_are_those_of_the_whole_tensor_however_it_is_cut(
-    rows: list[int], tmp_path: Path
-) -> None:
+def test_statistics_do_not_depend_on_the_sharding(rows: list[int], tmp_path: Path) -> None:
     values = torch.randn((7, 5), generator=torch.Generator().manual_seed(3)) + 1000
     found = compute_statistics(saved(tmp_path, values, rows=rows), "model.a.weight")
     exact = values.double()

@@ -68,7 +68,7 @@ def test_moments_are_unexpected_keys_of_resume_with_other_optimizer() -> None:
 
 
 @pytest.mark.parametrize("purpose", ["resume", "start"])
-def test_only_a_start_may_lack_weights(purpose: str) -> None:
+def test_only_a_new_run_may_have_missing_weights(purpose: str) -> None:
     report = LoadReport(("model.a", "optimizer.exp_avg.a"), ("model.b",))
     lenient = CheckpointConfig(missing_keys="warn", unexpected_keys="ignore")
     found = select_rejected_keys(report, lenient, purpose)  # type: ignore[arg-type]  # one of the two

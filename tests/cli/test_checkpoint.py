@@ -19,7 +19,7 @@ def run(tmp_path: Path) -> Path:
     for step in (1, 2):
         entries = [
             CheckpointEntry(
-                Shard.full("norm.weight", (7,)),
+                Shard.full("norm.weight", (7,), dtype="bf16"),
                 "param",
                 torch.full((7,), step, dtype=torch.bfloat16),
                 True,

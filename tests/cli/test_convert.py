@@ -415,7 +415,7 @@ def test_a_conversion_that_ends_early_leaves_nothing_behind(
     assert "Traceback" not in error_text and sorted(os.listdir(theirs.parent)) == before
 
 
-def test_a_checkpoint_with_one_wrong_bit_is_refused_and_nothing_is_left(
+def test_a_checkpoint_with_one_wrong_bit_is_rejected_and_nothing_is_left(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = run / "checkpoints" / "step_0000007" / "__0_0.distcp"

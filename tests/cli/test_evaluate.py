@@ -57,7 +57,7 @@ def test_kernels_setting_is_used(
         main(words)
 
 
-def test_the_line_names_run_split_and_figures(
+def test_evaluation_line_names_run_split_and_metrics(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", str(run), "--split", "train", "--samples", "3"]) == 0
@@ -129,7 +129,7 @@ def test_a_run_of_two_ranks_is_evaluated_on_one(
         ({"sp": True}, 2, ("parallel.sp",), (1, True, None)),
     ],
 )
-def test_the_layout_follows_the_processes_unless_it_is_given(
+def test_layout_follows_the_number_of_processes_unless_given(
     trained: dict[str, Any],
     world: int,
     given: tuple[str, ...],
@@ -242,5 +242,5 @@ def test_user_errors_are_messages(
     assert error.startswith("megalith evaluate: ") and message in error
 
 
-def test_a_split_that_does_not_exist_is_refused_by_the_parser(run: Path) -> None:
+def test_a_split_that_does_not_exist_is_rejected_by_the_parser(run: Path) -> None:
     assert main(["evaluate", str(run), "--split", "valeed"]) == 2

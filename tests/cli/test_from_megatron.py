@@ -37,7 +37,7 @@ def block(kind: str) -> str:
     return found
 
 
-def test_own_options_are_no_flags_of_megatron() -> None:
+def test_own_options_are_not_flags_of_megatron() -> None:
     own = {f"--{setting.path}" for setting in describe(FromMegatron)}
     assert own == {"--script", "--set", "--output", "--name", "--world", "--strict", "--json"}
     assert own & {*FLAGS, "--help", "-h"} == set()
@@ -159,7 +159,7 @@ def test_reports_with_the_same_text_share_a_line() -> None:
 # --- scripts
 
 
-def test_a_whole_command_line_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
+def test_whole_command_line_is_parsed(capsys: pytest.CaptureFixture[str]) -> None:
     words = TINY_LLAMA.split()
     place = words.index("--global-batch-size")
     del words[place : place + 2]
@@ -298,7 +298,7 @@ def test_example_of_the_page_is_translated_as_documented(
 
 
 @pytest.mark.parametrize("words", [["nosuch.sh"], ["bash", "nosuch.sh", "--num-layers", "2"]])
-def test_a_script_without_its_option_is_offered_it(
+def test_script_without_its_option_is_reported_with_the_option(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*words) == 2
@@ -353,7 +353,7 @@ def test_script_that_expands_without_end_is_rejected(
         "A=1 " * 30_000 + "\n",
     ],
 )
-def test_script_with_much_that_decides_nothing_is_read(script: str) -> None:
+def test_script_with_many_irrelevant_lines_is_parsed(script: str) -> None:
     assert read_script(script + LAUNCH, {}).arguments == ("--num-layers", "2")
 
 

@@ -230,7 +230,7 @@ def test_invalid_input_is_reported(
     assert message in error_text.err and "Traceback" not in error_text.err and error_text.out == ""
 
 
-def test_a_folder_without_a_checkpoint_says_what_it_has(
+def test_folder_without_a_checkpoint_is_reported_with_its_contents(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "log.txt").write_text("")

@@ -175,7 +175,7 @@ def test_internal_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> 
         main(["recipes"])
 
 
-def test_a_closed_pipe_ends_quietly() -> None:
+def test_closed_pipe_ends_without_an_error() -> None:
     shell = f"{shlex.quote(sys.executable)} -m megalith recipes show tiny_cpu --yaml | head -1"
     result = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {shell}"], capture_output=True, text=True, check=False

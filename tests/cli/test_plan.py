@@ -213,7 +213,7 @@ def test_examples_in_the_documentation_are_current(
     assert [row for row in printed if row] == lines
 
 
-def test_the_usage_names_both(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_names_both_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 0
     output = capsys.readouterr().out
     assert "explain" in output and "estimate" in output

@@ -136,7 +136,7 @@ def test_held_out_files_are_not_trained_on(shrunk: Path, corpus: Path) -> None:
     assert not texts["train"] & texts["valid"]
 
 
-def test_a_step_that_is_stopped_ends_it_with_its_code(
+def test_stopped_step_ends_quickstart_with_its_exit_code(
     shrunk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
@@ -224,7 +224,7 @@ def test_data_folder_without_write_access_is_rejected(
     assert "--folder=run: run/data is not writable (" in capsys.readouterr().err
 
 
-def test_a_text_that_cannot_be_prepared_ends_it(
+def test_text_that_cannot_be_prepared_ends_quickstart(
     shrunk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quickstart, "VOCABULARY", 3)  # fewer than bytes

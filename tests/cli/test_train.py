@@ -121,7 +121,7 @@ def test_recompute_auto_is_resolved_once_and_stored(
     assert not (tmp_path / "other").exists()
 
 
-def test_plots_are_named_where_they_are_drawn(
+def test_output_names_the_plots_that_were_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tiny_yaml(tmp_path / "tiny.yaml", {"train.steps": "2", "observe.plots": "true"})
@@ -132,7 +132,7 @@ def test_plots_are_named_where_they_are_drawn(
     )
 
 
-def test_the_folder_of_a_run_is_a_recipe(
+def test_run_folder_is_accepted_as_a_recipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, folder = tiny_yaml(tmp_path / "tiny.yaml", {"train.steps": "2"}), str(tmp_path / "run")
@@ -326,7 +326,9 @@ def test_checkpoint_of_conversations_has_the_template_of_its_run(
     assert found.source == expected
 
 
-def test_without_a_folder_it_is_under_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_a_folder_is_under_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     tiny_yaml(Path("tiny.yaml"), {"train.steps": "2"})
     assert main(["train", "tiny.yaml"]) == 0
@@ -334,7 +336,9 @@ def test_without_a_folder_it_is_under_runs(tmp_path: Path, monkeypatch: pytest.M
     assert steps(Path("runs/tiny")) == steps(Path("runs/again")) == [1, 2]
 
 
-def test_a_time_limit_ends_it_with_75(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_limit_ends_training_with_75(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["train", str(tiny_yaml(tmp_path / "tiny.yaml")), "--run", str(tmp_path / "run")]
     assert main([*words, "--train.max_minutes", "0"]) == 75
     assert (
@@ -367,8 +371,8 @@ def test_nan_loss_at_the_end_is_an_error_and_not_done(
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
     assert main([*words, "--train.max_minutes", "0"]) == 75
     assert (
-        "stopped at step 1 (time limit) without saving, because the loss or gradient norm"
-        in capsys.readouterr().out
+        "stopped at step 1 (time limit; the loss or gradient norm is NaN or infinite) without "
+        "saving; run the same command again" in capsys.readouterr().out
     )
 
 

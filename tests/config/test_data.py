@@ -47,7 +47,7 @@ def test_exactly_one_source_is_accepted() -> None:
         ),
     ],
 )
-def test_each_broken_rule_is_named_with_its_value(data: DataConfig, text: str) -> None:
+def test_each_violated_rule_is_reported_with_its_value(data: DataConfig, text: str) -> None:
     problems = range_problems(data, "data") + data_problems(data)
     assert any(text in problem for problem in problems), problems
 

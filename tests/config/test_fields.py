@@ -59,7 +59,7 @@ def test_every_leaf_is_described_once_in_the_order_of_the_fields() -> None:
     ]
 
 
-def test_a_setting_knows_its_default_and_its_documentation_in_one_line() -> None:
+def test_setting_has_its_default_and_one_line_documentation() -> None:
     settings = {setting.path: setting for setting in describe(Root)}
     assert settings["title"].required
     assert settings["title"].doc == "What it is called."

@@ -21,7 +21,7 @@ def test_every_setting_is_explained() -> None:
     assert [setting.path for setting in describe(ScheduleConfig) if not setting.doc] == []
 
 
-def test_a_schedule_does_not_change() -> None:
+def test_schedule_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         ScheduleConfig(lr=1.0).lr = 2.0  # type: ignore[misc]  # the fault this test is about
 

@@ -13,11 +13,11 @@ from megalith.recipes import resolve
 SETTINGS = describe(TrainRun)
 
 
-def test_every_setting_says_what_it_means() -> None:
+def test_every_setting_has_a_description() -> None:
     assert [setting.path for setting in SETTINGS if len(setting.doc) < 10] == []
 
 
-def test_a_setting_that_may_be_unset_says_what_unset_means() -> None:
+def test_description_of_an_optional_setting_states_what_unset_means() -> None:
     silent = [
         s.path
         for s in SETTINGS
@@ -49,7 +49,7 @@ def test_only_settings_without_a_default_are_required() -> None:
 def test_no_setting_is_named_like_another_section() -> None:
     names = setting_names(TrainRun)
     assert len(names) == len(set(names))
-    assert {name for name in names if "." not in name} == {"kernels", "name", "seed"}
+    assert {name for name in names if "." not in name} == {"callbacks", "kernels", "name", "seed"}
 
 
 def test_configs_are_frozen() -> None:

@@ -106,7 +106,7 @@ def overridden(**changes: Any) -> str:
 
 
 @pytest.mark.parametrize("run", [FULL, SMALL])
-def test_dict_and_yaml_give_back_the_same_run(run: Run, tmp_path: Path) -> None:
+def test_run_round_trips_through_dict_and_yaml(run: Run, tmp_path: Path) -> None:
     assert from_dict(Run, to_dict(run)) == run
     save_yaml(run, tmp_path / "run.yaml")
     loaded = load_yaml(tmp_path / "run.yaml", Run)
@@ -119,7 +119,7 @@ def test_yaml_keeps_the_order_of_the_fields() -> None:
     assert dump_yaml(SMALL).startswith("name: x\nrate:\n  lr: 0.1\n  style: cosine\nsteps: 10\n")
 
 
-def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
+def test_numbers_are_read_in_common_notations(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
         "name: x\nrate: {lr: 3e-4}\nsteps: 1_000_000\ncap: 4e6\nsizes: [1e3]\ntable: {a: 1}\n"
@@ -423,7 +423,7 @@ def choices(cls: type) -> list[tuple[type, str, list[Any], bool]]:
 CHOICES = [choice for cls in (TrainRun, PrepareConfig) for choice in choices(cls)]
 
 
-def test_the_settings_with_choices_are_found() -> None:
+def test_settings_with_choices_are_listed() -> None:
     names = {path for _, path, _, _ in CHOICES}
     assert {
         "parallel.zero",
@@ -437,7 +437,7 @@ def test_the_settings_with_choices_are_found() -> None:
 @pytest.mark.parametrize(
     ("root", "path", "words", "many"), CHOICES, ids=[path for _, path, _, _ in CHOICES]
 )
-def test_a_choice_that_is_none_is_answered_with_field_value_choices_and_the_nearest(
+def test_invalid_choice_is_reported_with_field_value_choices_and_the_nearest(
     root: type, path: str, words: list[Any], many: bool
 ) -> None:
     sections = path.split(".")

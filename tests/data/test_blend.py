@@ -16,21 +16,21 @@ from megalith.errors import DataError
 from tests.cases import loop_over
 
 
-def test_the_weighted_order_is_the_recorded_one() -> None:
+def test_weighted_order_equals_the_recorded_one() -> None:
     order = build_weighted_order([0.5, 0.3, 0.2], 10)
     assert order.members.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
     assert order.samples.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4]
     assert [array.dtype.name for array in (order.members, order.samples)] == ["int16", "int64"]
 
 
-def test_the_exhaustive_order_is_the_recorded_one() -> None:
+def test_exhaustive_order_equals_the_recorded_one() -> None:
     order = build_exhaustive_order([3, 5, 2])
     assert order.members.tolist() == [1, 0, 2, 1, 0, 1, 2, 1, 0, 1]
     assert order.samples.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4]
 
 
 @loop_over("case", range(20))
-def test_shares_are_met_to_within_one_sample_per_member(case: int) -> None:
+def test_blend_weights_are_met_within_one_sample_per_member(case: int) -> None:
     draw = np.random.default_rng(case)
     weights, size = draw.random(draw.integers(1, 9)) + 0.01, int(draw.integers(20, 400))
     taken = np.bincount(
@@ -66,7 +66,7 @@ def members(count: int, num_samples: int) -> list[PretrainDataset]:
     ]
 
 
-def test_samples_come_from_the_member_and_place_of_the_order() -> None:
+def test_samples_come_from_the_member_and_index_of_the_order() -> None:
     parts = members(2, 30)
     blend = BlendedDataset(parts, ["a", "b"], build_weighted_order([2, 1], 30), "print")
     assert len(blend) == blend.num_samples == 30
@@ -89,7 +89,7 @@ def test_a_member_that_is_too_short_is_named() -> None:
         BlendedDataset(parts, ["a", "corpus-b"], order, "print")
 
 
-def test_too_many_members_are_refused() -> None:
+def test_too_many_members_are_rejected() -> None:
     part = members(1, 10)[0]
     with pytest.raises(DataError, match="the blend has 32767 datasets, and the maximum is 32766"):
         BlendedDataset([part] * 32767, ["a"] * 32767, build_weighted_order([1], 2), "print")

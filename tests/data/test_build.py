@@ -67,7 +67,7 @@ MEGATRON = [
 
 
 @pytest.mark.parametrize("words, seq_len, digests, sizes", MEGATRON)
-def test_samples_are_megatrons(
+def test_samples_equal_those_of_megatron(
     tmp_path: Path, words: str, seq_len: int, digests: tuple[str, ...], sizes: tuple[int, ...]
 ) -> None:
     stores = {
@@ -163,9 +163,7 @@ def test_a_whole_split_cannot_be_weighted(tmp_path: Path) -> None:
         build(data, valid_samples=None)
 
 
-def test_the_index_is_kept_beside_the_data_and_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_index_is_cached_beside_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = DataConfig(path=(write(tmp_path, "a"),), split="1,1,0")
     first = build(data)
 
@@ -185,7 +183,7 @@ def test_the_index_is_kept_beside_the_data_and_read_again(
     assert (tmp_path / "a" / "cache").is_dir()
 
 
-def test_a_blend_is_kept_in_the_cache_folder(tmp_path: Path) -> None:
+def test_blend_is_cached_in_the_cache_folder(tmp_path: Path) -> None:
     paths = ("1", write(tmp_path, "a"), "2", write(tmp_path, "b", 1000))
     build(DataConfig(path=paths, split="1,1,0", cache_path=str(tmp_path / "cache")))
     assert (
@@ -209,7 +207,7 @@ def test_the_fingerprint_of_a_blend_follows_weights_and_members(tmp_path: Path) 
     assert longer is not None and longer.fingerprint == prints[0]
 
 
-def test_a_longer_run_can_keep_the_order_it_began_with(tmp_path: Path) -> None:
+def test_extended_run_can_keep_its_sample_order(tmp_path: Path) -> None:
     a = write(tmp_path, "a")
     short = build(DataConfig(path=(a,), split="1,0,0"), train_samples=40, valid_samples=0).train
     longer = build(DataConfig(path=(a,), split="1,0,0"), train_samples=60, valid_samples=0).train
@@ -228,7 +226,7 @@ def test_a_longer_run_can_keep_the_order_it_began_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "sources", [("a",), ("1", "a", "2.5", "b"), ("0", "a", "3", "b", "1", "c")]
 )
-def test_a_run_made_longer_keeps_what_it_has_read_whatever_it_reads_from(
+def test_extended_run_keeps_its_consumed_samples_for_every_source(
     sources: tuple[str, ...], tmp_path: Path
 ) -> None:
     stores = {name: write_uneven(tmp_path, name, 30 + n, 7 + n, n) for n, name in enumerate("abc")}
@@ -254,7 +252,7 @@ def test_a_run_made_longer_keeps_what_it_has_read_whatever_it_reads_from(
     )
 
 
-def test_samples_that_are_read_once_end_however_long_the_run_is_made(tmp_path: Path) -> None:
+def test_single_epoch_samples_end_in_an_extended_run(tmp_path: Path) -> None:
     data = DataConfig(path=(write(tmp_path, "a"), write(tmp_path, "b", 1000)), split="1,0,0")
     short, longer = (build(data, train_longer=more, valid_samples=0).train for more in ((), (60,)))
     assert short is not None and longer is not None and short.fingerprint == longer.fingerprint
@@ -265,7 +263,7 @@ def test_samples_that_are_read_once_end_however_long_the_run_is_made(tmp_path: P
     assert most is not None and most.num_samples == 64  # the caller refuses
 
 
-def test_an_order_that_was_pinned_is_continued_too(tmp_path: Path) -> None:
+def test_pinned_order_is_continued(tmp_path: Path) -> None:
     data = DataConfig(path=(write(tmp_path, "a"),), split="1,0,0", num_train_samples=40)
     short = build(data, train_samples=60, valid_samples=0).train
     longer = build(data, train_samples=60, train_longer=(70,), valid_samples=0).train
@@ -301,14 +299,14 @@ def test_every_missing_store_is_named_at_once(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_run(
+def test_invalid_data_settings_are_rejected_before_the_run(
     tmp_path: Path, changes: dict[str, int], text: str
 ) -> None:
     with pytest.raises((ConfigError, DataError), match=text):
         build(DataConfig(path=(write(tmp_path, "a"),), split="1,1,0"), **changes)
 
 
-def test_a_broken_rule_of_the_settings_is_refused() -> None:
+def test_violated_rule_of_the_settings_is_rejected() -> None:
     with pytest.raises(ConfigError, match="data has 0 sources"):
         build(DataConfig())
 

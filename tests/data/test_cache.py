@@ -26,7 +26,7 @@ class Builder:
         return {"a": np.arange(5, dtype=np.int32), "b": np.ones((3, 2))}
 
 
-def test_a_second_call_reads_what_the_first_built(tmp_path: Path) -> None:
+def test_second_call_reads_the_cache_of_the_first(tmp_path: Path) -> None:
     build = Builder()
     first, second = (load_or_build(tmp_path / "new" / "folder", "x", build) for _ in range(2))
     assert build.calls == 1
@@ -36,7 +36,7 @@ def test_a_second_call_reads_what_the_first_built(tmp_path: Path) -> None:
     assert build.calls == 2
 
 
-def test_without_a_folder_nothing_is_kept() -> None:
+def test_nothing_is_cached_without_a_folder() -> None:
     build = Builder()
     load_or_build(None, "x", build)
     load_or_build(None, "x", build)
@@ -45,7 +45,7 @@ def test_without_a_folder_nothing_is_kept() -> None:
 
 @pytest.mark.parametrize("ending", ["-a.npy", ".json"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
-def test_a_damaged_entry_is_built_again(
+def test_damaged_cache_entry_is_built_again(
     tmp_path: Path, ending: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     build = Builder()
@@ -93,7 +93,7 @@ def _build_slowly(folder: str) -> None:
         )
 
 
-def test_a_killed_builder_leaves_no_entry(tmp_path: Path) -> None:
+def test_killed_builder_leaves_no_cache_entry(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(
         target=_die_while_writing, args=(str(tmp_path),)
     )
@@ -105,7 +105,7 @@ def test_a_killed_builder_leaves_no_entry(tmp_path: Path) -> None:
     assert load_or_build(tmp_path, "x", build)["a"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_of_several_processes_one_builds(tmp_path: Path) -> None:
+def test_one_of_several_processes_builds_the_cache(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_build_slowly, args=(str(tmp_path),)) for _ in range(4)]
     for process in processes:
@@ -116,7 +116,7 @@ def test_of_several_processes_one_builds(tmp_path: Path) -> None:
     assert (tmp_path / "calls").read_text() == "built\n"
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ConfigError,
@@ -140,7 +140,7 @@ def test_full_disk_is_reported_and_leaves_no_entry(
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_without_locks_everyone_builds_and_says_so(
+def test_without_locks_every_process_builds_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_locks(*arguments: object) -> None:

@@ -57,7 +57,7 @@ def learned(template: ChatTemplate, talk: list[dict[str, Any]] = TALK) -> list[s
     "source", [*BUILT_IN.values(), WITHOUT_BLOCKS, MANY_FEATURES, LOOP_FEATURES]
 )
 @pytest.mark.parametrize("prompt", [False, True])
-def test_the_text_is_that_of_transformers(source: str, prompt: bool) -> None:
+def test_rendered_text_matches_transformers(source: str, prompt: bool) -> None:
     theirs = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
     specials = {"bos_token": "<s>", "eos_token": "</s>"}
     tools = [{"name": "f", "text": "<&>"}]
@@ -67,7 +67,7 @@ def test_the_text_is_that_of_transformers(source: str, prompt: bool) -> None:
     assert ChatTemplate("t", source, specials).render(TALK, tools=tools, prompt=prompt) == expected
 
 
-def test_generation_blocks_are_what_is_learned_and_the_pieces_are_the_whole() -> None:
+def test_generation_blocks_are_trained_on_and_the_parts_join_to_the_text() -> None:
     template = ChatTemplate("chatml", BUILT_IN["chatml"])
     assert learned(template) == ["yo<|im_end|>", "no<|im_end|>"]
     assert "".join(piece.text for piece in template.pieces(TALK)) == template.render(TALK)
@@ -105,7 +105,7 @@ SPOKEN: list[dict[str, Any]] = [
         ),
     ],
 )
-def test_nemotrons_formats_are_megatrons(
+def test_nemotron_formats_match_megatron(
     name: str, text: str, answers: list[str], prompt: str
 ) -> None:
     template = ChatTemplate(name, BUILT_IN[name])
@@ -119,7 +119,7 @@ def test_nemotrons_formats_are_megatrons(
         template.render([*SPOKEN[:2], {"role": "tool", "content": "7"}])
 
 
-def test_without_blocks_turns_are_learned_from_where_they_depart_from_the_prompt() -> None:
+def test_turns_without_generation_blocks_are_trained_on_after_the_prompt() -> None:
     template = ChatTemplate("t", WITHOUT_BLOCKS, {"eos_token": "</s>"})
     assert learned(template) == ["yo</s>", "no</s>"]
     assert template.pieces(TALK)[0] == TextPiece(
@@ -304,7 +304,7 @@ def test_strftime_now_returns_the_configured_date() -> None:
     )
 
 
-def test_the_tokenizers_own_template_is_found_wherever_it_lies(tmp_path: Path) -> None:
+def test_template_of_the_tokenizer_is_found_in_every_location(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"eos_token": {"content": "</s>"}, "bos_token": "<s>"}
     bytes_ = ByteTokenizer()
 

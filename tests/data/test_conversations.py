@@ -24,7 +24,7 @@ def of(row: dict[str, Any]) -> list[Conversation]:
     return parse_row(row, "f.jsonl", 7)
 
 
-def test_published_shapes_are_the_same_conversation() -> None:
+def test_published_formats_give_the_same_conversation() -> None:
     system = {"role": "system", "content": "be brief"}
     expected = (system, *HI)
     sharegpt = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
@@ -54,7 +54,7 @@ def test_a_system_message_begins_another_conversation() -> None:
     )
 
 
-def test_files_packed_or_not_and_parquet_give_the_same(tmp_path: Path) -> None:
+def test_compressed_files_and_parquet_give_the_same_conversations(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     pyarrow = pytest.importorskip("pyarrow")
     lines = "".join(
@@ -140,13 +140,13 @@ def test_damaged_lines_are_reported_with_file_and_row(
         list(read_conversations([str(tmp_path / "a.jsonl")]))
 
 
-def test_plain_text_is_refused(tmp_path: Path) -> None:
+def test_plain_text_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hi")
     with pytest.raises(DataError, match=r"a.txt: plain text has no turns. Use JSONL or Parquet"):
         list(read_conversations([str(tmp_path)]))
 
 
-def test_made_up_ones_are_sums_that_are_right_and_the_same_every_time() -> None:
+def test_synthetic_conversations_are_correct_sums_and_deterministic() -> None:
     found = list(generate_mock_conversations(20, 1))
     assert (
         found
@@ -159,7 +159,7 @@ def test_made_up_ones_are_sums_that_are_right_and_the_same_every_time() -> None:
             assert answer["content"] == f"{a} plus {b} is {a + b}."
 
 
-def test_a_weight_of_zero_leaves_a_turn_out_as_train_false_does(tmp_path: Path) -> None:
+def test_weight_zero_excludes_a_turn_like_train_false(tmp_path: Path) -> None:
     found = _message({"role": "assistant", "content": "x", "weight": 0}, "here", 1)
     assert found["train"] is False
     assert _message({"role": "assistant", "content": "x", "weight": 1}, "here", 1)["train"] is True

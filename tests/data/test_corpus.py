@@ -85,7 +85,7 @@ EXPECTED = [
 
 
 @pytest.mark.parametrize("block_bytes", [1, 50, 700, 1 << 20])
-def test_documents_come_in_order_whatever_the_blocks(mixed: list[Source], block_bytes: int) -> None:
+def test_documents_are_in_order_for_every_block_size(mixed: list[Source], block_bytes: int) -> None:
     assert documents(mixed, block_bytes=block_bytes) == EXPECTED
 
 
@@ -99,7 +99,7 @@ def test_reading_can_start_behind_any_block(mixed: list[Source], block_bytes: in
     assert blocks[-1].nbytes_done == sum(source.nbytes for source in mixed)
 
 
-def test_where_a_document_came_from_is_known(tmp_path: Path) -> None:
+def test_each_document_has_its_source(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", jsonl(TEXTS))
     blocks = read_blocks(find_sources([source]), Position(), block_bytes=40)
     found = [document for block in blocks for document in block_documents(block, ["text"])]
@@ -122,7 +122,7 @@ def test_where_a_document_came_from_is_known(tmp_path: Path) -> None:
         (b"[" * 100_000, "not JSON", "[[[["),
     ],
 )
-def test_each_unusable_line_has_its_reason_and_place(
+def test_each_invalid_line_has_its_reason_and_position(
     tmp_path: Path, line: bytes, reason: str, text: str
 ) -> None:
     source = write(tmp_path / "a.jsonl", jsonl(["ok"]) + line + b"\n" + jsonl(["fine"]))
@@ -141,7 +141,7 @@ def test_lists_are_sentences_and_several_keys_stay_together(tmp_path: Path) -> N
     assert isinstance(second, Rejected) and second.reason == "lacks a key"
 
 
-def test_byte_order_marks_are_no_text(tmp_path: Path) -> None:
+def test_byte_order_marks_are_not_text(tmp_path: Path) -> None:
     marked = [
         write(tmp_path / name, b"\xef\xbb\xbf" + data)
         for name, data in (("a.jsonl", jsonl(["x"])), ("b", b"y"))
@@ -162,7 +162,7 @@ def test_files_folders_and_globs_name_each_file_once(tmp_path: Path) -> None:
     assert [source.kind for source in find_sources(inputs, "jsonl")] == ["jsonl", "jsonl"]
 
 
-def test_inputs_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+def test_inputs_that_cannot_be_read_are_rejected(tmp_path: Path) -> None:
     write(tmp_path / "corpus.jsonl", b"")
     with pytest.raises(
         DataError, match=r"corpsu\.jsonl: no such file\. Use a file, .*such as \['corpus\.jsonl'\]"
@@ -175,7 +175,7 @@ def test_inputs_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", "a.jsonl.zst", "a.txt.zst"])
-def test_packed_files_that_are_damaged_are_refused(tmp_path: Path, name: str) -> None:
+def test_damaged_compressed_files_are_rejected(tmp_path: Path, name: str) -> None:
     path = Path(write(tmp_path / name, jsonl(TEXTS * 50)))
     contents = path.read_bytes()
     for damaged in (contents[: len(contents) // 3], b"not packed at all"):

@@ -59,7 +59,7 @@ def test_every_document_with_a_token_to_predict_is_read_whole_once_an_epoch(tmp_
     )
 
 
-def test_a_document_is_a_function_of_its_number_alone_and_more_epochs_change_none(
+def test_document_depends_only_on_its_index_and_not_on_epochs(
     tmp_path: Path,
 ) -> None:
     few, many = (
@@ -72,7 +72,7 @@ def test_a_document_is_a_function_of_its_number_alone_and_more_epochs_change_non
     assert few.fingerprint == many.fingerprint
 
 
-def test_documents_that_are_too_long_are_refused_cut_or_left_out(tmp_path: Path) -> None:
+def test_too_long_documents_are_rejected_truncated_or_dropped(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
         match=r"document 2 has 9 tokens, .* 2 of 5 are too long. Set train.seq_len to 11, or "

@@ -85,7 +85,7 @@ def test_a_vocabulary_and_its_merges_are_the_tokenizer_of_gpt2(
         )
 
 
-def test_two_files_that_do_not_make_a_tokenizer_of_gpt2_are_refused(
+def test_two_files_that_do_not_make_a_tokenizer_of_gpt2_are_rejected(
     folder: str, tmp_path: Path
 ) -> None:
     file = two_files(folder, tmp_path / "two")
@@ -134,7 +134,7 @@ def test_two_files_that_do_not_make_a_tokenizer_of_gpt2_are_refused(
         ("added_tokens.json", {"<|pad|>": 300}, "a token '<|pad|>'"),
     ],
 )
-def test_what_gives_texts_other_ids_than_two_files_do_is_refused(
+def test_tokenizer_whose_ids_differ_from_its_two_files_is_rejected(
     name: str, contents: dict[str, object], message: str, folder: str, tmp_path: Path
 ) -> None:
     file = two_files(folder, tmp_path / "two")
@@ -189,7 +189,7 @@ def test_the_end_token_is_the_one_named(folder: str, tmp_path: Path) -> None:
         HuggingFaceTokenizer(folder, eod="<none>")
 
 
-def test_a_tokenizer_without_end_token_says_so_when_asked(tmp_path: Path) -> None:
+def test_missing_end_token_is_reported_when_requested(tmp_path: Path) -> None:
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     plain.save(str(tmp_path / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizer(str(tmp_path))
@@ -200,7 +200,7 @@ def test_a_tokenizer_without_end_token_says_so_when_asked(tmp_path: Path) -> Non
         _ = tokenizer.eod
 
 
-def test_special_tokens_of_its_own_can_be_left_out(folder: str, tmp_path: Path) -> None:
+def test_special_tokens_of_the_tokenizer_can_be_omitted(folder: str, tmp_path: Path) -> None:
     inner = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
     inner.post_processor = tokenizers.processors.TemplateProcessing(
         single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
@@ -226,7 +226,7 @@ def test_a_name_in_the_local_cache_is_found(
 
 
 @pytest.mark.parametrize("name", ["someone/missing", "/no/such/folder/here"])
-def test_a_missing_tokenizer_is_refused(name: str) -> None:
+def test_a_missing_tokenizer_is_rejected(name: str) -> None:
     text = (
         rf"tokenizer\.path={name}: neither a folder nor a model in the local Hugging Face "
         rf"cache\. Set it to a folder"
@@ -235,7 +235,7 @@ def test_a_missing_tokenizer_is_refused(name: str) -> None:
         HuggingFaceTokenizer(name)
 
 
-def test_a_folder_without_a_tokenizer_tells_what_it_has(tmp_path: Path) -> None:
+def test_folder_without_a_tokenizer_is_reported_with_its_contents(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"")
     with pytest.raises(
         DataError,
@@ -244,7 +244,7 @@ def test_a_folder_without_a_tokenizer_tells_what_it_has(tmp_path: Path) -> None:
         HuggingFaceTokenizer(str(tmp_path))
 
 
-def test_files_that_are_no_tokenizer_are_refused(folder: str, tmp_path: Path) -> None:
+def test_files_that_are_not_a_tokenizer_are_rejected(folder: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(
         DataError,
@@ -260,7 +260,7 @@ def test_files_that_are_no_tokenizer_are_refused(folder: str, tmp_path: Path) ->
         HuggingFaceTokenizer(copy)
 
 
-def test_a_vocabulary_without_room_for_merges_is_refused(tmp_path: Path) -> None:
+def test_vocabulary_size_without_merges_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
         match=r"vocab_size=257: bytes and end-of-document token take 257 ids\. Use 258 or more",

@@ -38,7 +38,7 @@ def write_golden(folder: Path, name: str = "golden") -> str:
     return prefix
 
 
-def test_the_written_bytes_are_megatrons(tmp_path: Path) -> None:
+def test_written_bytes_equal_those_of_megatron(tmp_path: Path) -> None:
     prefix = write_golden(tmp_path)
     assert tokens_path(prefix).read_bytes().hex() == GOLDEN_BIN
     assert index_path(prefix).read_bytes().hex() == GOLDEN_IDX
@@ -50,7 +50,7 @@ def test_the_written_bytes_are_megatrons(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["golden.bin", "golden.idx"]
 
 
-def test_megatrons_bytes_are_read(tmp_path: Path) -> None:
+def test_files_of_megatron_are_read(tmp_path: Path) -> None:
     (tmp_path / "g.bin").write_bytes(bytes.fromhex(GOLDEN_BIN))
     (tmp_path / "g.idx").write_bytes(bytes.fromhex(GOLDEN_IDX))
     store = IndexedDataset(str(tmp_path / "g"))
@@ -65,7 +65,7 @@ def test_megatrons_bytes_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("code", sorted(DTYPES))
-def test_random_stores_come_back_equal(tmp_path: Path, code: int, mmap: bool) -> None:
+def test_random_stores_round_trip(tmp_path: Path, code: int, mmap: bool) -> None:
     draw = np.random.default_rng(code)
     documents = [
         [
@@ -189,7 +189,7 @@ def test_each_damage_has_its_own_message(
         IndexedDataset(prefix)
 
 
-def test_truncated_files_are_refused(tmp_path: Path) -> None:
+def test_truncated_files_are_rejected(tmp_path: Path) -> None:
     prefix = write_golden(tmp_path)
     index_path(prefix).write_bytes(bytes.fromhex(GOLDEN_IDX)[:20])
     with pytest.raises(
@@ -204,7 +204,7 @@ def test_truncated_files_are_refused(tmp_path: Path) -> None:
         IndexedDataset(prefix)
 
 
-def test_a_file_cut_after_opening_is_noticed(tmp_path: Path) -> None:
+def test_file_truncated_after_opening_is_detected(tmp_path: Path) -> None:
     prefix = write_golden(tmp_path)
     store = IndexedDataset(prefix, mmap=False)
     tokens_path(prefix).write_bytes(b"\1\0")
@@ -244,7 +244,7 @@ def test_verify_reports_problems_that_opening_does_not_check(tmp_path: Path) -> 
         ),
     ],
 )
-def test_damage_in_the_middle_is_refused_at_opening(
+def test_damage_in_the_middle_is_rejected_at_opening(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     offset: int,
@@ -291,7 +291,7 @@ def test_a_missing_store_is_named_with_near_matches(tmp_path: Path) -> None:
         IndexedDataset(str(tmp_path / "zzz" / "other.bin"))
 
 
-def test_leaving_without_finalize_leaves_nothing(tmp_path: Path) -> None:
+def test_exit_without_finalize_leaves_no_files(tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match="stop"),
         IndexedDatasetBuilder(str(tmp_path / "half"), np.uint16) as builder,
@@ -323,7 +323,7 @@ def test_joining_stores_equals_writing_them_at_once(tmp_path: Path) -> None:
             builder.add_index(first)
 
 
-def test_lengths_that_do_not_fit_and_unknown_types_are_refused(tmp_path: Path) -> None:
+def test_lengths_that_do_not_fit_and_unknown_types_are_rejected(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(str(tmp_path / "x"), np.uint16) as builder:
         with pytest.raises(
             DataError,
@@ -358,7 +358,7 @@ def test_the_fingerprint_follows_the_tokens_too(tmp_path: Path) -> None:
     assert IndexedDataset(prefix).fingerprint != before
 
 
-def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
+def test_an_output_below_a_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
         DataError, match=r"output .*file/x: cannot be written .*Use an output in a writable folder"

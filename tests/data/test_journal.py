@@ -52,7 +52,7 @@ def interrupted(folder: Path) -> None:
         raise KeyboardInterrupt
 
 
-def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
+def test_interrupt_keeps_completed_blocks(tmp_path: Path) -> None:
     interrupted(tmp_path)
     with journal(tmp_path) as work:
         work.start(resume=True, overwrite=False)
@@ -79,7 +79,7 @@ def test_bytes_of_an_interrupted_append_do_not_count(
     assert [item.tolist() for item in IndexedDataset(str(tmp_path / "out"))[:]] == [[1, 2], [3]]
 
 
-def test_unfinished_work_is_kept_when_the_next_run_does_not_fit(tmp_path: Path) -> None:
+def test_unfinished_work_is_kept_if_the_next_run_differs(tmp_path: Path) -> None:
     interrupted(tmp_path)
     others = [Source("a", "jsonl", 101, 1), SOURCES[1]]
     for work, options, text in (
@@ -113,7 +113,7 @@ def test_files_not_read_yet_may_change(tmp_path: Path) -> None:
         assert work.position == Position(1)
 
 
-def test_a_file_that_lost_its_end_is_refused(tmp_path: Path) -> None:
+def test_truncated_file_is_rejected(tmp_path: Path) -> None:
     interrupted(tmp_path)
     (tmp_path / "work" / "text.lengths").write_bytes(b"")
     with (
@@ -123,14 +123,14 @@ def test_a_file_that_lost_its_end_is_refused(tmp_path: Path) -> None:
         w.start(resume=True, overwrite=False)
 
 
-def test_work_without_a_token_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupt_before_the_first_block_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), journal(tmp_path) as work:
         work.start(resume=False, overwrite=False)
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_examples_are_few() -> None:
+def test_number_of_reported_examples_is_limited() -> None:
     totals = Totals()
     for number in range(9):
         totals.reject("blank", f"line {number}")
@@ -138,7 +138,7 @@ def test_examples_are_few() -> None:
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_work_of_another_process_is_not_called_unfinished(tmp_path: Path, resume: bool) -> None:
+def test_work_of_a_running_process_is_not_unfinished(tmp_path: Path, resume: bool) -> None:
     with journal(tmp_path) as first:
         first.start(resume=False, overwrite=False)
         first.append(Position(1), [block([1, 2])], Totals(documents=1, tokens=2))

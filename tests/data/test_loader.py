@@ -100,7 +100,7 @@ def _cyclic(rank: int, world: int, sampler: Sampler) -> list[int]:
     ]
 
 
-def test_cyclic_samplers_go_round_in_megatrons_order() -> None:
+def test_cyclic_samplers_follow_the_order_of_megatron() -> None:
     first, second = run_ranks(_cyclic, 2, "cyclic_per_rank")
     assert first[:10] == [4, 1, 7, 5, 3, 9, 0, 8, 6, 2]
     assert second[:10] == [14, 11, 17, 15, 13, 19, 10, 18, 16, 12]
@@ -124,7 +124,7 @@ def test_two_ranks_read_the_same_global_batch_as_one_and_know_its_label_count() 
     assert count == other == 8 * 4 - 2  # the short row is on one rank only
 
 
-def test_a_resumed_loader_goes_on_where_it_was() -> None:
+def test_resumed_loader_continues_at_its_position() -> None:
     running = loader(single_rank_group("dp"))
     running.next()
     later = running.next()
@@ -189,7 +189,7 @@ def test_context_parallel_ranks_shard_mtp_inputs(
 
 
 @pytest.mark.parametrize("by", ["row", "document"])
-def test_ranks_that_share_rows_share_the_places_of_their_tokens_in_pictures(
+def test_context_parallel_ranks_slice_multimodal_position_ids(
     by: Literal["row", "document"],
 ) -> None:
     draw = np.random.default_rng(0)
@@ -254,7 +254,7 @@ def shares(
     ]
 
 
-def test_ranks_that_share_rows_get_the_ids_labels_and_positions_of_the_same_tokens() -> None:
+def test_context_parallel_ranks_get_ids_labels_and_positions_of_the_same_tokens() -> None:
     draw = np.random.default_rng(0)
     text = [draw.integers(1, 9, 13) for _ in range(2)]
     text[0][[4, 5]] = 0
@@ -268,7 +268,7 @@ def test_ranks_that_share_rows_get_the_ids_labels_and_positions_of_the_same_toke
         assert batch.num_labels == 20  # of both ranks
 
 
-def test_ranks_share_every_label_once_whatever_is_sliced() -> None:
+def test_context_parallel_ranks_have_every_label_once() -> None:
     masks = MaskSettings(eod=0, documents=True)
     whole = shares("row", masks, ranks=1)[0]
     for by in ("row", "document"):
@@ -281,7 +281,7 @@ def test_ranks_share_every_label_once_whatever_is_sliced() -> None:
 
 
 @pytest.mark.parametrize("by", ["row", "document"])
-def test_filler_at_the_end_of_rows_is_marked_on_the_ranks_that_share_them(
+def test_padding_at_the_end_of_rows_is_invalid_on_context_parallel_ranks(
     by: Literal["row", "document"],
 ) -> None:
     ids = np.arange(1, 13)
@@ -361,7 +361,7 @@ def test_dropout_numbers_each_token_of_the_run_the_same_under_every_layout(
 
 
 @pytest.mark.parametrize("by", ["row", "document"])
-def test_ranks_that_share_rows_have_the_numbers_of_their_own_tokens(
+def test_context_parallel_ranks_have_the_dropout_numbers_of_their_tokens(
     by: Literal["row", "document"],
 ) -> None:
     # id = its place in two rows of 12
@@ -406,7 +406,7 @@ def ragged(
 BUDGET = TokenBudget(capacity=64, longest=30)
 
 
-def test_packs_have_every_document_of_the_step_once_whoever_reads_them() -> None:
+def test_packs_have_every_document_of_the_step_once_under_every_layout() -> None:
     dataset = RaggedDocuments(30, 61, 40)
     step = ragged(single_rank_group("dp"), budget=BUDGET, consumed=10).next()
     found = sorted(length for batch in step.microbatches for length in batch.lengths)
@@ -426,7 +426,7 @@ def test_packs_have_every_document_of_the_step_once_whoever_reads_them() -> None
     assert sum(batch.part for batch in step.microbatches) == pytest.approx(len(step.microbatches))
 
 
-def test_what_is_dropped_depends_on_the_document_and_not_on_its_pack() -> None:
+def test_dropout_depends_on_the_document_and_not_on_its_pack() -> None:
     numbers = []
     for capacity in (40, 64, 128):
         budget = TokenBudget(capacity=capacity, longest=30)
@@ -439,7 +439,7 @@ def test_what_is_dropped_depends_on_the_document_and_not_on_its_pack() -> None:
     assert numbers[0][0] == 10 * 30, "the first token of document 10"
 
 
-def test_a_pack_of_nothing_is_filler() -> None:
+def test_empty_pack_is_padding() -> None:
     batch = build_pack(RaggedDocuments(30, 61, 40), [], BUDGET, device=CPU)
     assert (
         batch.num_tokens == batch.num_labels == 0
@@ -449,7 +449,7 @@ def test_a_pack_of_nothing_is_filler() -> None:
     assert batch.part == 1.0 and len(batch.ids) == 64
 
 
-def test_sums_of_digests_tell_ranks_that_deal_alike() -> None:
+def test_digest_sums_show_whether_ranks_have_equal_batch_assignments() -> None:
     check_batches_consistent_across_ranks(3, [5, 25], single_rank_group("dp"))
     with pytest.raises(
         DataError, match=r"differently \(microbatches: 3 on rank 0\). Use the same version"
@@ -473,7 +473,7 @@ class Talks:
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-def test_rows_of_conversations_are_dealt_by_what_they_cost(balanced: bool) -> None:
+def test_rows_of_conversations_are_assigned_by_cost(balanced: bool) -> None:
     found = []
     for rank in range(2):
         group = replace(single_rank_group("dp"), rank=rank, ranks=(0, 1))

@@ -52,7 +52,7 @@ def test_the_choice_depends_on_names_inside_the_folder_alone(folder: Path, tmp_p
     assert before == sorted(before)
 
 
-def test_too_little_text_is_refused(tmp_path: Path) -> None:
+def test_too_little_text_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("x = 1")
     with pytest.raises(
         DataError,
@@ -61,7 +61,7 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
         find_local_text(tmp_path)
 
 
-def test_this_python_has_enough() -> None:
+def test_python_installation_has_enough_text() -> None:
     found = find_local_text()
     assert len(found.training) > 300 and len(found.held_out) > 10
     assert not any("site-packages" in file.parts for file in found.training)

@@ -5,7 +5,7 @@ from megalith.data.special_tokens import byte_to_char_spans, encode_parts
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
 
 
-def test_the_longest_special_token_wins_and_the_rest_is_encoded_apart() -> None:
+def test_longest_special_token_is_matched_and_the_rest_encoded_separately() -> None:
     specials = {"<a>": 900, "<a><b>": 901}
     assert encode_parts("x<a><b>y<a>", specials, lambda text: list(text.encode())) == [
         120,
@@ -26,7 +26,7 @@ def test_bytes_know_their_end_token_by_its_text() -> None:
 TEXT = "  two  spaces, höhe\n\U0001f600 <|endoftext|> x "
 
 
-def test_every_token_lies_at_the_characters_it_stands_for(tmp_path: Path) -> None:
+def test_every_token_has_its_character_span(tmp_path: Path) -> None:
     trained = train_bpe(
         ["two spaces and two more"] * 9, vocab_size=280, path=str(tmp_path / "tokenizer")
     )
@@ -44,7 +44,7 @@ def test_every_token_lies_at_the_characters_it_stands_for(tmp_path: Path) -> Non
     assert NullTokenizer(40).encode_spans("3 17") == ([3, 17], [(0, 1), (2, 4)])
 
 
-def test_a_token_of_spaces_alone_is_none_of_the_text_behind_it(tmp_path: Path) -> None:
+def test_token_of_spaces_excludes_the_text_after_it(tmp_path: Path) -> None:
     """Byte-level tokenizers leave spaces out of where they say tokens lie."""
     trained = train_bpe(["ab ab"] * 9, vocab_size=258, path=str(tmp_path / "tokenizer"))
     ids, places = trained.encode_spans("ab  ab")
@@ -56,5 +56,5 @@ def test_a_token_of_spaces_alone_is_none_of_the_text_behind_it(tmp_path: Path) -
     assert spaces and all(end <= 4 for _, end in spaces)
 
 
-def test_no_bytes_lie_nowhere() -> None:
+def test_empty_bytes_have_no_span() -> None:
     assert byte_to_char_spans("", []) == []

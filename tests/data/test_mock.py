@@ -11,7 +11,7 @@ from megalith.data.pretrain import MockStore, read_lengths
 from megalith.errors import DataError
 
 
-def test_lengths_are_the_known_ones() -> None:
+def test_lengths_equal_the_recorded_ones() -> None:
     lengths = MockStore(1000, 999).sequence_lengths
     assert lengths[:8].tolist() == [3484, 2609, 2094, 1105, 1261, 168, 309, 68]
     assert int(lengths.sum()) == 204_637_097
@@ -33,7 +33,7 @@ def test_a_tiny_variant_has_its_own_fingerprint() -> None:
     assert pickle.loads(pickle.dumps(tiny)).fingerprint == tiny.fingerprint
 
 
-def test_lognormal_lengths_have_their_mean_and_their_ends() -> None:
+def test_lognormal_lengths_have_their_mean_and_bounds() -> None:
     lengths = MockLengths(kind="lognormal", mean=100.0, sigma=0.7, shortest=5)
     drawn = MockStore(
         1000, 999, num_documents=20_000, max_tokens=4096, lengths=lengths
@@ -49,7 +49,7 @@ def test_lognormal_lengths_have_their_mean_and_their_ends() -> None:
     )
 
 
-def test_lengths_of_a_file_come_in_turn(tmp_path: Path) -> None:
+def test_lengths_of_a_file_are_used_in_order(tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
     path.write_text("7, 3\n12\n")
     store = MockStore(1000, 999, num_documents=5, lengths=MockLengths(kind="file", path=str(path)))
@@ -61,7 +61,7 @@ def test_lengths_of_a_file_come_in_turn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "3 x", "0", "-2", "2.5"])
-def test_a_file_of_anything_else_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_of_anything_else_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lengths.txt"
     path.write_text(text)
     with pytest.raises(DataError, match=r"expected positive integers. Example: 17"):

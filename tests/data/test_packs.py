@@ -26,7 +26,7 @@ def document(first: int, length: int) -> PackedSample:
     return PackedSample(ids, ids + 1, (length,), length)
 
 
-def test_documents_follow_one_another_and_filler_them() -> None:
+def test_documents_are_contiguous_and_padding_follows() -> None:
     row = pack_documents([document(10, 3), document(50, 2)], TokenBudget(capacity=12, longest=4))
     assert (
         row.ids.tolist() == [10, 11, 12, 50, 51] + [0] * 7
@@ -45,7 +45,7 @@ def test_documents_follow_one_another_and_filler_them() -> None:
     assert token_numbers([], empty, 100).tolist() == [-1] * 12
 
 
-def test_documents_that_will_be_padded_leave_room_for_it() -> None:
+def test_documents_reserve_space_for_their_padding() -> None:
     row = pack_documents(
         [document(10, 3), document(50, 5)], TokenBudget(capacity=24, longest=8, multiple=4)
     )
@@ -66,7 +66,7 @@ def test_a_packing_has_every_conversation_once_and_depends_on_the_seed_alone() -
     assert filled.num_rows == 3, "27 tokens need no more"
 
 
-def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+def test_file_of_packs_round_trips(tmp_path: Path) -> None:
     path, filled = tmp_path / "packs.npz", pack_first_fit(ROOM, 1)
     write_packs(path, ROOM, filled)
     found = read_packs(str(path), ROOM)
@@ -76,7 +76,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     assert len(found.digest) == 32 and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_for_others_is_refused(tmp_path: Path) -> None:
+def test_file_of_packs_for_other_settings_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "packs.npz"
     write_packs(path, ROOM, pack_first_fit(ROOM, 1))
     others = {

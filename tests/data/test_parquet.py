@@ -48,7 +48,7 @@ def test_ranges_are_row_groups_and_cover_the_rows_once(start: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 30), (31, 33), (59, 60), (90, 100)])
-def test_rows_are_those_between_the_ends(
+def test_rows_are_limited_to_the_range(
     start: int, stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megalith.data.corpus.BATCH_ROWS", 7)
@@ -93,7 +93,7 @@ def test_tokens_are_those_of_the_same_rows_as_jsonl(tmp_path: Path) -> None:
     assert all((a[k] == b[k]).all() for k in range(len(a)))
 
 
-def test_what_is_no_parquet_is_refused_by_name(
+def test_file_that_is_not_parquet_is_rejected_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "x.parquet").write_bytes(b"no such thing")

@@ -70,7 +70,7 @@ def reference(folder: Path, entries: list[dict[str, Any]], key: str = "text") ->
     return hashes(folder / "reference")
 
 
-def test_the_store_is_what_a_plain_loop_writes(tmp_path: Path, small_blocks: None) -> None:
+def test_store_equals_that_of_a_plain_loop(tmp_path: Path, small_blocks: None) -> None:
     entries = write_corpus(tmp_path)
     totals = prepare(config(tmp_path))
     assert hashes(tmp_path / "out") == reference(tmp_path, entries)
@@ -135,7 +135,7 @@ class StopAfter:
 
 
 @pytest.mark.parametrize("workers, stops", [(1, [1, 2, 3, 30]), (2, [7])])
-def test_a_stopped_run_goes_on_to_the_same_bytes(
+def test_stopped_run_resumes_to_the_same_bytes(
     tmp_path: Path, small_blocks: None, workers: int, stops: list[int]
 ) -> None:
     entries = write_corpus(tmp_path)
@@ -173,7 +173,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_run_goes_on_to_the_same_bytes_and_leaves_no_process(
+def test_killed_run_resumes_to_the_same_bytes_and_leaves_no_process(
     tmp_path: Path, workers: int
 ) -> None:
     entries = write_corpus(tmp_path)
@@ -226,7 +226,7 @@ def test_a_run_stopped_between_its_renames_is_finished_by_the_next(
     assert hashes(tmp_path / "out") == reference(tmp_path, entries)
 
 
-def test_resuming_with_other_settings_or_files_is_refused(
+def test_resuming_with_other_settings_or_files_is_rejected(
     tmp_path: Path, small_blocks: None
 ) -> None:
     entries = write_corpus(tmp_path)
@@ -297,7 +297,7 @@ def test_bad_lines_are_counted_and_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_strict_refuses_the_first_bad_line_and_leaves_nothing(tmp_path: Path, line: str) -> None:
+def test_strict_rejects_the_first_bad_line_and_leaves_nothing(tmp_path: Path, line: str) -> None:
     (tmp_path / "corpus.jsonl").write_text(f'{{"text": "good"}}\n{line}\n')
     with pytest.raises(
         DataError,
@@ -307,13 +307,13 @@ def test_strict_refuses_the_first_bad_line_and_leaves_nothing(tmp_path: Path, li
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 
 
-def test_strict_refuses_in_a_worker_too(tmp_path: Path) -> None:
+def test_strict_rejects_in_a_worker_too(tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text('{"text": "good"}\nbroken\n')
     with pytest.raises(DataError, match=r"corpus\.jsonl:2: not JSON: broken"):
         prepare(config(tmp_path, strict=True, workers=2))
 
 
-def test_input_without_text_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_input_without_text_is_rejected_and_leaves_nothing(tmp_path: Path) -> None:
     for lines in ('{"text": ""}\n', "broken\n", ""):
         (tmp_path / "corpus.jsonl").write_text(lines)
         with pytest.raises(
@@ -337,7 +337,7 @@ def test_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not (tmp_path / "out.bin").exists()
 
 
-def test_ids_beyond_the_stated_vocabulary_are_refused(
+def test_ids_beyond_the_stated_vocabulary_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_corpus(tmp_path)
@@ -349,6 +349,6 @@ def test_ids_beyond_the_stated_vocabulary_are_refused(
         prepare(config(tmp_path))
 
 
-def test_broken_settings_are_refused(tmp_path: Path) -> None:
+def test_broken_settings_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="workers=0 must be at least 1"):
         prepare(config(tmp_path, workers=0))

@@ -161,7 +161,7 @@ def test_every_token_is_read_once_per_epoch(tmp_path: Path) -> None:
     assert 0 <= 102 - len(inputs) <= 5
 
 
-def test_a_partial_window_says_which_ids_are_padding(tmp_path: Path) -> None:
+def test_partial_window_marks_its_padding(tmp_path: Path) -> None:
     dataset = PretrainDataset(
         store_of(tmp_path, LENGTHS), plan(None, keep_partial=True), vocab_size=1000
     )
@@ -186,7 +186,7 @@ def test_split_bounds_round_half_to_even() -> None:
     assert split_range((0.25, 0.75), 10) == (2, 8)
 
 
-def test_an_empty_or_tiny_split_is_refused_with_its_numbers(tmp_path: Path) -> None:
+def test_an_empty_or_tiny_split_is_rejected_with_its_numbers(tmp_path: Path) -> None:
     store = store_of(tmp_path, LENGTHS)
     with pytest.raises(
         DataError, match=r"the test split of .*corpus has 0 of its 5 sequences\. Set data\.split"
@@ -218,7 +218,7 @@ def test_a_short_member_of_a_blend_repeats_with_a_warning(
         )
 
 
-def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
+def test_ids_outside_the_vocabulary_are_rejected(tmp_path: Path) -> None:
     dataset = PretrainDataset(store_of(tmp_path, LENGTHS), plan(None), vocab_size=300)
     with pytest.raises(
         DataError, match=r"corpus: token id 30\d is outside the vocabulary of 300 ids\. Use the tok"
@@ -227,7 +227,7 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
             dataset.sample(k)
 
 
-def test_a_sample_past_the_end_is_refused(tmp_path: Path) -> None:
+def test_a_sample_past_the_end_is_rejected(tmp_path: Path) -> None:
     dataset = PretrainDataset(store_of(tmp_path, LENGTHS), plan(None), vocab_size=500)
     with pytest.raises(
         DataError,
@@ -287,9 +287,7 @@ def test_the_order_for_more_epochs_does_not_begin_with_the_order_for_fewer() -> 
 
 
 @loop_over("case", range(20))
-def test_what_was_read_stays_however_often_a_split_is_made_longer(
-    case: int, tmp_path: Path
-) -> None:
+def test_consumed_samples_are_unchanged_when_a_split_is_extended(case: int, tmp_path: Path) -> None:
     draw = np.random.default_rng(case)
     lengths = draw.integers(1, 20, 12)
     store, size = store_of(tmp_path / str(case), lengths.tolist()), int(lengths.sum()) // 8
@@ -317,7 +315,7 @@ def test_what_was_read_stays_however_often_a_split_is_made_longer(
         before.sample(-1)
 
 
-def test_what_follows_reads_every_document_again_in_another_order(tmp_path: Path) -> None:
+def test_later_epochs_read_every_document_in_another_order(tmp_path: Path) -> None:
     store = store_of(tmp_path, [9] * 20)
     longer = build_extended_dataset(
         lambda part: PretrainDataset(store, part, vocab_size=2000), plan(22, extra=0), [44, 66]

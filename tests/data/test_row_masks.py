@@ -42,7 +42,7 @@ def seen(tokens: PackedSeqParams) -> NDArray[np.bool_]:
     return own
 
 
-def test_a_row_says_what_its_tokens_see_wherever_documents_begin() -> None:
+def test_row_mask_determines_visible_tokens_at_any_document_boundary() -> None:
     rows = [sample(PAIRS[0], 1), sample(TEXT, 2), sample(None, 3), sample(PAIRS[1], 4)]
     rows[3].ids[4] = 0  # ends a document
     for masks, lengths in (
@@ -61,7 +61,7 @@ def test_a_row_says_what_its_tokens_see_wherever_documents_begin() -> None:
         assert batch.seq_params.valid.tolist() == [True] * 12 + TEXT.seen.tolist() + [True] * 24
 
 
-def test_padding_of_rows_is_hidden_from_models_that_look_at_later_tokens() -> None:
+def test_padding_of_rows_is_masked_for_bidirectional_models() -> None:
     short = replace(sample(None, 1), num_valid=9)
     rows = [
         sample(None, 2),
@@ -84,7 +84,7 @@ def test_padding_of_rows_is_hidden_from_models_that_look_at_later_tokens() -> No
     assert build_batch([whole], MaskSettings(padding=True), device=CPU).seq_params.visible is None
 
 
-def test_rows_that_fill_up_a_batch_ask_for_no_way_that_knows_masks() -> None:
+def test_rows_that_fill_up_a_batch_require_no_backend_with_masks() -> None:
     tokens = build_batch(
         [sample(None, 1), sample(None, 2).blank()], MaskSettings(padding=True), device=CPU
     ).seq_params
@@ -113,7 +113,9 @@ def test_rows_without_masks_are_as_before() -> None:
 
 
 @pytest.mark.parametrize("by", ["row", "document"])
-def test_ranks_that_share_rows_know_the_masks_of_all(by: Literal["row", "document"]) -> None:
+def test_context_parallel_ranks_have_the_masks_of_whole_rows(
+    by: Literal["row", "document"],
+) -> None:
     rows, masks = [sample(PAIRS[0], 1), sample(TEXT, 2)], MaskSettings(eod=0, documents=True)
     rows[0].ids[4] = 0
     alone = build_batch(rows, masks, device=CPU).seq_params
@@ -132,7 +134,7 @@ def test_ranks_that_share_rows_know_the_masks_of_all(by: Literal["row", "documen
         assert tokens.valid.tolist() == [bool(at >= 0 and alone.valid[at]) for at in mine]
 
 
-def test_joined_rows_have_their_masks_side_by_side_and_filler_sees_nothing() -> None:
+def test_packed_rows_have_separate_masks_and_padding_attends_to_nothing() -> None:
     documents = [
         PackedSample(np.arange(n), np.arange(n), (n,), n, mask=mask)
         for n, mask in (
@@ -164,7 +166,7 @@ def test_joined_rows_have_their_masks_side_by_side_and_filler_sees_nothing() -> 
     assert every is not None and every.alone and every.seen.sum() == 8 and every.text is None
 
 
-def test_padding_in_joined_rows_is_padding_as_in_rows_of_their_own() -> None:
+def test_padding_in_packed_rows_equals_padding_in_separate_rows() -> None:
     text, rest = np.arange(4) != 1, np.arange(8) < 7
     row = join_masks([RowMask(text), None], [4, 3], 8)
     assert row is not None and row.seen.tolist() == [*text, *[True] * 3, False], (
@@ -220,7 +222,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_does_not_fit_is_named(mistake: str) -> None:
+def test_invalid_row_masks_are_reported(mistake: str) -> None:
     rows, text = MISTAKES[mistake]
     with pytest.raises(DataError) as refused:
         with_row_masks(seq_params_from_lengths([4] * len(rows)), rows, [4] * len(rows))

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_ids_are_the_librarys_behind_the_first_token(folder: Path) -> None:
+def test_ids_equal_those_of_the_library_after_the_first_token(folder: Path) -> None:
     tokenizer = SentencePieceTokenizer(str(folder))
     theirs = library.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     assert tokenizer.encode(TEXT) == [theirs.bos_id(), *theirs.encode(TEXT)]
@@ -47,7 +47,7 @@ def test_ids_are_the_librarys_behind_the_first_token(folder: Path) -> None:
     assert plain.encode(TEXT) == theirs.encode(TEXT) and plain.fingerprint != tokenizer.fingerprint
 
 
-def test_every_text_comes_back_and_special_tokens_stand_for_none(folder: Path) -> None:
+def test_every_text_round_trips_and_special_tokens_have_no_text(folder: Path) -> None:
     tokenizer = SentencePieceTokenizer(str(folder))
     for text in (TEXT, "naïve ☕ 漢字", "a b"):
         ids = [*tokenizer.encode(text), tokenizer.eod]
@@ -59,7 +59,7 @@ def test_every_text_comes_back_and_special_tokens_stand_for_none(folder: Path) -
     assert "".join(map(decoder.push, tokenizer.encode("漢 fox"))) + decoder.finish() == "漢 fox"
 
 
-def test_it_travels_to_other_processes_and_is_built_from_a_config(folder: Path) -> None:
+def test_tokenizer_can_be_pickled_and_is_built_from_a_config(folder: Path) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(folder), eod="<s>"))
     again = pickle.loads(
         pickle.dumps(tokenizer)
@@ -69,13 +69,13 @@ def test_it_travels_to_other_processes_and_is_built_from_a_config(folder: Path) 
     )
 
 
-def test_a_folder_tells_by_its_file(folder: Path, tmp_path: Path) -> None:
+def test_folder_is_recognized_by_its_file(folder: Path, tmp_path: Path) -> None:
     assert is_sentencepiece(folder) and not is_sentencepiece(tmp_path)
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
     assert not is_sentencepiece(tmp_path)
 
 
-def test_wrong_files_and_pieces_are_named(
+def test_invalid_files_and_tokens_are_reported(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
@@ -96,7 +96,7 @@ def test_wrong_files_and_pieces_are_named(
         SentencePieceTokenizer(str(folder))
 
 
-def test_pieces_lie_at_the_characters_they_stand_for(folder: Path) -> None:
+def test_tokens_have_their_character_spans(folder: Path) -> None:
     tokenizer, text = SentencePieceTokenizer(str(folder)), " the  ö\U0001f600 quick</s>dog <s>"
     ids, offsets = tokenizer.encode_spans(text)
     assert ids == tokenizer.encode_marked(text) and all(

@@ -62,7 +62,7 @@ def of_files(*paths: str, **settings: Any) -> DataConfig:
     return DataConfig(sft=SFTConfig(path=paths, template="identity", **settings))
 
 
-def test_a_row_is_read_and_learned_document_by_document_and_ends_in_filler(tmp_path: Path) -> None:
+def test_row_has_labels_per_document_and_ends_in_padding(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", talk("abc", "de"), talk("f", "gh"))
     row = build(of_files(path, shuffle="none", packing="greedy")).sample(0)
     assert row.lengths == (5, 3, 8) and row.num_valid == 8
@@ -74,7 +74,7 @@ def test_a_row_is_read_and_learned_document_by_document_and_ends_in_filler(tmp_p
     assert row.blank().lengths == (16,) and (row.blank().labels == -1).all()
 
 
-def test_the_end_of_a_turn_is_learned_even_where_it_is_the_padding_token(tmp_path: Path) -> None:
+def test_end_of_turn_is_trained_on_even_if_it_is_the_padding_token(tmp_path: Path) -> None:
     class EndIsZero(ByteTokenizer):
         eod = 0
 
@@ -88,7 +88,7 @@ def test_the_end_of_a_turn_is_learned_even_where_it_is_the_padding_token(tmp_pat
     ]
 
 
-def test_everything_can_be_learned_and_single_turns_can_not(tmp_path: Path) -> None:
+def test_all_tokens_can_be_trained_on_and_single_turns_excluded(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", talk("abc", "de"))
     assert build(of_files(path, loss_on="all")).sample(0).labels[:5].tolist() == [
         98,
@@ -153,7 +153,7 @@ def test_a_sample_depends_on_its_number_alone_and_a_longer_run_begins_the_same(
     )
 
 
-def test_conversations_that_are_too_long_are_refused_cut_or_left_out_and_counted(
+def test_too_long_conversations_are_rejected_truncated_or_dropped_and_counted(
     tmp_path: Path,
 ) -> None:
     path = write(
@@ -175,7 +175,7 @@ def test_conversations_that_are_too_long_are_refused_cut_or_left_out_and_counted
     assert (left.report.truncated, left.report.dropped, left.num_samples) == (0, 2, 1)
 
 
-def test_without_anything_to_learn_the_run_is_refused(tmp_path: Path) -> None:
+def test_run_without_any_label_is_rejected(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.jsonl",
         talk("ab", "c", train=False),
@@ -191,7 +191,7 @@ def test_without_anything_to_learn_the_run_is_refused(tmp_path: Path) -> None:
         build(of_files(str(tmp_path / "empty.jsonl")))
 
 
-def test_a_token_across_the_border_of_a_turn_is_learned_and_the_tokens_are_those_of_the_whole_text(
+def test_token_across_a_turn_boundary_is_trained_on(
     tmp_path: Path,
 ) -> None:
     tokenizer = train_bpe(
@@ -210,7 +210,7 @@ def test_a_token_across_the_border_of_a_turn_is_learned_and_the_tokens_are_those
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("nemotron-h-aligned", 0), ("nemotron-nano-v2", 3)])
-def test_of_nemotrons_formats_the_tokens_are_learned_that_megatron_learns(
+def test_nemotron_formats_train_on_the_same_tokens_as_megatron(
     tmp_path: Path, name: str, prefix: int
 ) -> None:
     """Those of the assistant's turns, each rendered alone, but for the first three where turns have
@@ -244,7 +244,7 @@ def test_of_nemotrons_formats_the_tokens_are_learned_that_megatron_learns(
     )
 
 
-def test_sentencepiece_puts_words_together_over_the_border_and_labels_begin_with_the_answer(
+def test_sentencepiece_labels_begin_with_the_answer_if_tokens_cross_the_border(
     tmp_path: Path,
 ) -> None:
     """Its pieces take the space before a word with them, and one is put before a text."""
@@ -279,7 +279,7 @@ def test_sentencepiece_puts_words_together_over_the_border_and_labels_begin_with
     )
 
 
-def test_a_conversation_that_becomes_no_text_is_refused_by_its_place(tmp_path: Path) -> None:
+def test_conversation_without_text_is_rejected_with_its_position(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.jsonl", talk("ab", "c"), {"messages": [{"role": "user", "content": ""}]}
     )
@@ -300,7 +300,7 @@ def test_special_tokens_that_the_template_writes_are_single_tokens(tmp_path: Pat
     assert row.labels[row.num_valid - 1] == tokenizer.eod
 
 
-def test_what_was_tokenized_is_kept_beside_the_files_and_made_again_when_they_change(
+def test_tokenized_conversations_are_cached_and_built_again_when_files_change(
     tmp_path: Path,
 ) -> None:
     path = write(tmp_path / "a.jsonl", talk("ab", "c"))

@@ -44,7 +44,7 @@ def test_a_store_without_text_has_a_summary_too(tmp_path: Path) -> None:
     assert (summary.tokens, summary.longest, summary.common_last_token) == (0, 0, None)
 
 
-def test_a_folder_stands_for_its_stores_by_name(tmp_path: Path) -> None:
+def test_folder_means_its_stores_in_order_of_name(tmp_path: Path) -> None:
     prefixes = [write(tmp_path, name, [[1]]) for name in ("b", "a", "c")]
     assert find_stores(str(tmp_path)) == sorted(prefixes)
     assert find_stores(prefixes[0]) == [prefixes[0]]
@@ -67,7 +67,7 @@ def test_merging_equals_writing_everything_at_once(tmp_path: Path) -> None:
         assert (tmp_path / f"merged{ending}").read_bytes() == Path(whole + ending).read_bytes()
 
 
-def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
+def test_stores_that_cannot_be_merged_are_rejected(tmp_path: Path) -> None:
     a, b = write(tmp_path, "a", [[1]]), write(tmp_path, "b", [[1]], "int32")
     with pytest.raises(
         DataError,

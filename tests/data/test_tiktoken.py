@@ -57,7 +57,7 @@ def theirs(text: str, pattern: str) -> list[int]:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_ids_of_a_tiktoken_file_are_the_librarys_and_special_tokens_follow(
+def test_ids_of_a_tiktoken_file_match_the_library_and_special_tokens_follow(
     pattern: str, tmp_path: Path
 ) -> None:
     names = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
@@ -79,7 +79,7 @@ def test_in_a_json_vocabulary_special_tokens_come_first_and_all_have_names(tmp_p
     assert named.eod == 9 and named.encode("the") == [267] and named.decode([9, 267, 2]) == "the"
 
 
-def test_a_smaller_vocabulary_leaves_out_the_last_pieces(tmp_path: Path) -> None:
+def test_smaller_vocabulary_omits_the_last_tokens(tmp_path: Path) -> None:
     tokenizer = TiktokenTokenizer(listed(tmp_path / "m.json"), num_special=4, vocab_size=4 + 257)
     assert tokenizer.vocab_size == 261
     # "th" is still a piece, "the" is not
@@ -96,7 +96,7 @@ def test_special_tokens_written_in_a_text_are_text(tmp_path: Path) -> None:
     assert 262 not in tokenizer.encode("a<|endoftext|>") and tokenizer.eod == 262
 
 
-def test_it_travels_to_other_processes_and_is_built_from_a_config(tmp_path: Path) -> None:
+def test_tokenizer_can_be_pickled_and_is_built_from_a_config(tmp_path: Path) -> None:
     config = TokenizerConfig(
         kind="tiktoken", path=listed(tmp_path / "m.json"), num_special_tokens=9, pattern="v1"
     )
@@ -119,14 +119,14 @@ def test_it_travels_to_other_processes_and_is_built_from_a_config(tmp_path: Path
         (b"[1, 2]", r"JSON list of rank and token_bytes"),
     ],
 )
-def test_other_files_are_refused(contents: bytes, message: str, tmp_path: Path) -> None:
+def test_other_files_are_rejected(contents: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(contents)
     with pytest.raises(DataError, match=message):
         TiktokenTokenizer(str(tmp_path / "m"))
 
 
 @pytest.mark.parametrize("size", [10, 265, 273])
-def test_sizes_that_no_vocabulary_has_are_refused(size: int, tmp_path: Path) -> None:
+def test_sizes_that_no_vocabulary_has_are_rejected(size: int, tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
         match=rf"vocab_size={size}: .*m\.json has 262 tokens.* a number from 266 to 272\.",
@@ -138,7 +138,9 @@ def test_sizes_that_no_vocabulary_has_are_refused(size: int, tmp_path: Path) -> 
         TiktokenTokenizer(lines(tmp_path / "m"), vocab_size=size)
 
 
-def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_file_and_end_token_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(
         DataError,
         match=r"cannot be read \(No such file or directory\)\. Set it to a \.tiktoken file",
@@ -159,7 +161,7 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("in_json", [True, False])
-def test_tokens_lie_at_the_characters_of_their_bytes(in_json: bool, tmp_path: Path) -> None:
+def test_tokens_have_the_character_spans_of_their_bytes(in_json: bool, tmp_path: Path) -> None:
     path = listed(tmp_path / "m.json") if in_json else lines(tmp_path / "m")
     tokenizer = TiktokenTokenizer(path, num_special=10, special_tokens=("<s>", "</s>"))
     text = f"<s>{TEXT}</s>☕"

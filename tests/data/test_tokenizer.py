@@ -27,7 +27,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
     return train_bpe(TEXTS * 3, vocab_size=290, path=str(tmp_path / "bpe"))
 
 
-def test_any_text_comes_back(tokenizer: Tokenizer) -> None:
+def test_any_text_round_trips(tokenizer: Tokenizer) -> None:
     assert [tokenizer.decode(tokenizer.encode(text)) for text in TEXTS] == TEXTS
 
 
@@ -90,7 +90,7 @@ def test_the_config_chooses_the_tokenizer(tmp_path: Path) -> None:
         build_tokenizer(TokenizerConfig(kind="huggingface"))
 
 
-def test_fingerprints_tell_tokenizers_apart_and_survive_pickling(
+def test_fingerprints_differ_between_tokenizers_and_survive_pickling(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     other = train_bpe(TEXTS, vocab_size=270, path=str(tmp_path / "other"))

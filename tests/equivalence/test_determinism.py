@@ -66,7 +66,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_same_layout_twice_is_bitwise_the_same_and_so_it_is_without_overlap(
+def test_same_layout_is_bitwise_reproducible_with_and_without_overlap(
     tmp_path: Path, name: str
 ) -> None:
     layout = LAYOUTS[name]

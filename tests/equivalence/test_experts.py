@@ -146,7 +146,7 @@ EIGHT = replace(
         for name in MOVES
     ],
 )
-def test_experts_of_one_layout_go_on_under_another(name: str, tmp_path: Path) -> None:
+def test_experts_of_one_layout_resume_under_another(name: str, tmp_path: Path) -> None:
     """Weights, moments and balancing biases; losses are those of one process that was never
     interrupted."""
     model = EIGHT if "ep4" in name else BIASED_CHOICE
@@ -168,9 +168,7 @@ def test_experts_of_one_layout_go_on_under_another(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_that_stops_and_goes_on_has_the_losses_of_one_that_did_not_to_the_bit(
-    zero: Any, tmp_path: Path
-) -> None:
+def test_resumed_run_has_bitwise_equal_losses(zero: Any, tmp_path: Path) -> None:
     case = case_of(BIASED_CHOICE, ParallelConfig(dp=2, ep=2, zero=zero))
     whole, kept = on_ranks(steps_between, case, str(tmp_path / "whole"), 0, 4)
     first, _ = on_ranks(steps_between, case, str(tmp_path / "parts"), 0, 2)
@@ -235,7 +233,7 @@ def test_recomputation_changes_no_bit_and_counts_nothing_twice(
         assert all(torch.equal(mine, one) for mine, one in zip(gradients, kept, strict=True)), way
 
 
-def test_evaluation_touches_no_record_and_no_bias() -> None:
+def test_evaluation_does_not_change_expert_load_or_bias() -> None:
     case = case_of(BIASED_CHOICE, ONE)
     trainer = build_trainer(case.run, build_single_rank_mesh(), CPU)
     loader = _loader(case.run, trainer.mesh, consumed=0, steps=2)
@@ -288,7 +286,7 @@ def losses_of(trainers: list[Trainer], steps: int) -> list[list[float]]:
     return [list(losses) for losses in zip(*every, strict=True)]
 
 
-def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
+def test_two_models_in_one_process_are_independent() -> None:
     """A teacher and a student, or a policy and its reference: neither loads, losses nor biases are
     shared."""
     runs = [case_of(model, ONE).run for model in (BIASED_CHOICE, NARROW, BIASED_CHOICE)]
@@ -310,7 +308,7 @@ def everywhere(matmul_ops: Callable[[Tensor, Tensor, Groups], GroupedMatmulOps])
         yield
 
 
-def test_a_step_with_grouped_matmuls_is_that_with_one_expert_after_the_other() -> None:
+def test_step_with_grouped_matmuls_matches_a_loop_over_experts() -> None:
     """In fp32, as in float64 matmuls of experts are a loop anyway; the same sums in another
     order."""
     assert BIASED_CHOICE.moe is not None
@@ -393,7 +391,7 @@ def steps_in_fp32(
         for name in GROUPED
     ],
 )
-def test_ranks_with_grouped_matmuls_train_as_ranks_that_compute_one_expert_after_the_other(
+def test_ranks_with_grouped_matmuls_match_ranks_with_a_loop_over_experts(
     name: str, tmp_path: Path
 ) -> None:
     """Choices, weights, balancing biases and both moments after three steps in fp32.
@@ -431,9 +429,7 @@ def steps_by(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [False, True], ids=["loop to grouped", "grouped to loop"])
-def test_a_run_goes_on_with_other_matmuls_of_experts_and_on_fewer_ranks(
-    first: bool, tmp_path: Path
-) -> None:
+def test_run_resumes_with_other_expert_matmuls_and_fewer_ranks(first: bool, tmp_path: Path) -> None:
     """What a checkpoint holds knows nothing of how experts were multiplied: in fp32, from four
     ranks with a part of the experts each to one with all, as one process that never changed.
     Bounds as above."""
@@ -483,7 +479,7 @@ def weights_key(trainer: Trainer) -> Gathered:
     [([0.0, 90.0, 0.0, 0.0], 1), ([90.0, 90.0, 0.0, 0.0], 2)],
     ids=["one expert", "one rank"],
 )
-def test_experts_and_ranks_without_any_token_have_no_gradient_and_stay(
+def test_experts_and_ranks_without_tokens_are_unchanged(
     dispatcher: Any, push: list[float], top_k: int
 ) -> None:
     router = RouterConfig(score="softmax", norm_topk_prob=top_k > 1, bias=True)

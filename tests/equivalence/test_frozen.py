@@ -120,7 +120,7 @@ def check(parallel: ParallelConfig, world: int, folder: Path, *, tied: bool = Fa
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_frozen_parameters_stay_and_the_others_are_trained_as_on_one_process(
+def test_frozen_parameters_are_unchanged_and_the_others_match_one_process(
     zero: Zero, tmp_path: Path
 ) -> None:
     check(ParallelConfig(dp=2, zero=zero), 2, tmp_path)
@@ -136,7 +136,9 @@ def test_frozen_parameters_stay_and_the_others_are_trained_as_on_one_process(
         ParallelConfig(dp=4, zero=3, dp_replicate=2),
     ],
 )
-def test_frozen_parameters_stay_under_every_axis(parallel: ParallelConfig, tmp_path: Path) -> None:
+def test_frozen_parameters_are_unchanged_under_every_axis(
+    parallel: ParallelConfig, tmp_path: Path
+) -> None:
     check(parallel, 4, tmp_path, tied=True)
 
 

@@ -51,7 +51,7 @@ def by_hand(name: str, vector: bool) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_three_steps_are_those_of_torch_with_groups_made_by_hand(kind: Any) -> None:
+def test_three_steps_match_torch_with_manual_parameter_groups(kind: Any) -> None:
     case = proof.layout_case(tiny(), ParallelConfig(), 1)
     run = replace(case.run, optim=replace(OPTIM, kind=kind), schedule=SCHEDULE)
     trainer = build_trainer(run, build_single_rank_mesh(), CPU)

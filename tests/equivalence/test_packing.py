@@ -153,7 +153,7 @@ def _alone() -> tuple[float, float]:
     return loss, norm
 
 
-def test_packed_documents_have_the_loss_and_the_gradients_of_documents_alone_in_any_order() -> None:
+def test_packed_documents_match_separate_documents_in_any_order() -> None:
     assert _packed_and_apart(0, 1, {}) == pytest.approx(_alone(), rel=1e-12)
 
 
@@ -177,7 +177,7 @@ def outputs(batch: Batch) -> Tensor:
     return hidden
 
 
-def test_changing_one_document_leaves_the_outputs_of_the_others_as_they_were_to_the_bit() -> None:
+def test_changing_one_document_leaves_the_others_bitwise_equal() -> None:
     first = row((0, 1, 2))
     changed = PackedSample(first.ids.copy(), first.labels, first.lengths, first.num_valid)
     changed.ids[5:8] = 200

@@ -137,7 +137,7 @@ def test_at_dp_4_slices_are_added_in_the_order_of_ranks_whatever_the_bucket() ->
             )
 
 
-def test_gradients_that_are_summed_after_every_microbatch_add_up_to_the_same() -> None:
+def test_gradients_reduced_after_every_microbatch_have_the_same_sum() -> None:
     settings = {"precision.params": "fp64", "train.micro_batch_size": "2"}  # three microbatches
     once, thrice = (
         run_ranks(_train, 2, {**settings, "parallel.zero": zero}, 3)[0] for zero in ("1", "2")

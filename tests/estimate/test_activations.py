@@ -47,6 +47,7 @@ from megalith.kernels.packed import seq_params_from_lengths, seq_params_from_sli
 from megalith.kernels.routing import permute, permute_choices
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.build import build_context
+from megalith.observe.machine import DTYPES
 from megalith.parallel.context import local_slicing
 from megalith.parallel.expert import local_expert_groups
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -61,7 +62,7 @@ from megalith.testing.meter import measure_saved_activations
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.objective import sum_lm_losses
-from megalith.train.trainer import DTYPES, build_trainer
+from megalith.train.trainer import build_trainer
 from megalith.verify.matrix import CROSS_LAYER, VARIANTS
 from tests.plan.closed_forms import GptLayer, gpt_layer_bytes
 
@@ -230,7 +231,7 @@ def agrees(setting: LayerSetting, rank: int = 0, world: int = 1) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
-def test_a_layer_keeps_what_the_ledger_says(
+def test_saved_activations_of_a_layer_match_the_ledger(
     dtype: Literal["fp32", "bf16", "fp64"], lengths: tuple[int, ...]
 ) -> None:
     agrees(LayerSetting(model=MODEL, dtype=dtype, lengths=lengths))
@@ -321,7 +322,7 @@ ESTIMATED: list[dict[str, Any]] = [  # Any: values of settings
 
 @pytest.mark.parametrize("change", ESTIMATED, ids=["short documents of latent attention"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_what_is_an_estimate_is_near(
+def test_estimated_activations_are_close_to_measured_ones(
     change: dict[str, Any], dtype: Literal["fp32", "bf16"]
 ) -> None:
     setting = LayerSetting(model=replace(MODEL, **change), dtype=dtype, lengths=(48, 48))
@@ -403,7 +404,9 @@ MIXTURES = {
     ids=str,
 )
 @pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures_keep_what_the_ledger_says(name: str, recompute: RecomputeConfig) -> None:
+def test_saved_activations_of_moe_layers_match_the_ledger(
+    name: str, recompute: RecomputeConfig
+) -> None:
     dtypes: tuple[Literal["fp32", "bf16", "fp64"], ...] = (
         ("bf16", "fp64") if recompute != CHEAP else ("fp32",)
     )
@@ -425,7 +428,7 @@ OVER_RANKS: list[tuple[int, dict[str, Any]]] = [  # Any: fields of a setting
 
 
 @pytest.mark.parametrize(("world", "change"), OVER_RANKS, ids=str)
-def test_ranks_that_divide_experts_keep_what_the_ledger_says(
+def test_saved_activations_under_expert_parallelism_match_the_ledger(
     world: int, change: dict[str, Any]
 ) -> None:
     for name in ("softmax, balanced", "sigmoid, balanced", "shared, latent"):
@@ -433,7 +436,7 @@ def test_ranks_that_divide_experts_keep_what_the_ledger_says(
         run_ranks(on_a_rank_with_experts, world, replace(plain, **change))
 
 
-def test_ranks_with_equally_many_rows_keep_what_the_ledger_says() -> None:
+def test_saved_activations_with_equal_rows_per_rank_match_the_ledger() -> None:
     padded = LayerSetting(
         model=MIXTURES["padded"],
         dtype="fp32",
@@ -451,7 +454,7 @@ def on_a_rank_with_experts(rank: int, world: int, setting: LayerSetting) -> None
     agrees(replace(setting, tp_rank=rank % setting.tp, experts=part), rank, world)
 
 
-def test_what_operations_keep_by_themselves_is_counted() -> None:
+def test_tensors_saved_by_operations_are_counted() -> None:
     """Of which row is whose, one tensor is known to autograd; the others are as large as the ledger
     says."""
     x, choice = torch.empty(12, 24), torch.arange(24).view(12, 2) % 4
@@ -468,7 +471,7 @@ def test_what_operations_keep_by_themselves_is_counted() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recompute", FULL + BLOCK + SELECTIVE, ids=str)
-def test_recomputation_keeps_what_the_ledger_says(
+def test_saved_activations_with_recomputation_match_the_ledger(
     dtype: Literal["fp32", "bf16"], recompute: RecomputeConfig
 ) -> None:
     for lengths in ((12, 12), (70,)):
@@ -477,9 +480,7 @@ def test_recomputation_keeps_what_the_ledger_says(
 
 @pytest.mark.parametrize("away", [1, 2, 3])
 @pytest.mark.parametrize("recompute", [RecomputeConfig(), FULL[1], BLOCK[0]], ids=str)
-def test_a_memory_stays_where_layers_before_and_behind_it_send_theirs_away(
-    recompute: RecomputeConfig, away: int
-) -> None:
+def test_cross_layer_source_is_not_offloaded(recompute: RecomputeConfig, away: int) -> None:
     offload = OffloadConfig(layers=away, min_numel=1)
     agrees(
         LayerSetting(
@@ -494,7 +495,7 @@ def on_a_rank(rank: int, world: int, setting: LayerSetting) -> None:
 
 @pytest.mark.parametrize("sp", [False, True], ids=["whole", "sp"])
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_tensor_parallel_ranks_keep_what_the_ledger_says(tp: int, sp: bool) -> None:
+def test_saved_activations_under_tensor_parallelism_match_the_ledger(tp: int, sp: bool) -> None:
     plain = LayerSetting(model=MODEL, dtype="fp32", lengths=(12, 12), tp=tp, sp=sp)
     for recompute in (RecomputeConfig(), FULL[1], SELECTIVE[1], SELECTIVE[-1]):
         run_ranks(on_a_rank, tp, replace(plain, recompute=recompute))
@@ -511,7 +512,7 @@ def test_tensor_parallel_ranks_keep_what_the_ledger_says(tp: int, sp: bool) -> N
         pytest.param("a2a+ring", 4, 24, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_share_rows_keep_what_the_ledger_says(
+def test_saved_activations_under_context_parallelism_match_the_ledger(
     kind: ContextKind, cp: int, length: int
 ) -> None:
     plain = LayerSetting(
@@ -525,9 +526,7 @@ def test_ranks_that_share_rows_keep_what_the_ledger_says(
 @pytest.mark.parametrize(
     "name", ["latent", "mla, values as keys", "mla, no norms", "mla, LayerNorm"]
 )
-def test_latent_attention_that_runs_again_keeps_its_short_vectors(
-    name: str, recompute: RecomputeConfig
-) -> None:
+def test_recomputed_mla_saves_its_latent_vectors(name: str, recompute: RecomputeConfig) -> None:
     setting = LayerSetting(
         model=replace(KINDS[name], max_seq_len=96),
         dtype="bf16",
@@ -544,13 +543,13 @@ def test_latent_attention_that_runs_again_keeps_its_short_vectors(
 @pytest.mark.parametrize(
     "sp", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "sp"]
 )
-def test_ranks_keep_their_shares_of_short_vectors(sp: bool) -> None:
+def test_ranks_save_their_shards_of_latent_vectors(sp: bool) -> None:
     plain = LayerSetting(model=KINDS["latent"], dtype="fp32", lengths=(12, 12), recompute=UP)
     run_ranks(on_a_rank, 2, replace(plain, tp=2, sp=sp))
     run_ranks(on_a_cp_rank, 2, replace(plain, cp=2, context="a2a" if sp else "ring"))
 
 
-def test_layers_that_turn_by_two_tables_keep_both_where_they_run_again() -> None:
+def test_recomputed_layers_with_two_rope_tables_save_both() -> None:
     windows = AttentionConfig(window=5, window_layers=(True, False))
     model = replace(
         KINDS["mla, values as keys"], attention=windows, rope=RopeConfig(local_theta=100.0)
@@ -564,7 +563,9 @@ def test_layers_that_turn_by_two_tables_keep_both_where_they_run_again() -> None
 @pytest.mark.parametrize(
     "name", ["sinks", "normed around", "mla, values as keys", "relative", "cross-layer attention"]
 )
-def test_every_kind_of_layer_is_kept_in_shares(name: str, kind: ContextKind) -> None:
+def test_saved_activations_of_every_layer_type_match_under_context_parallelism(
+    name: str, kind: ContextKind
+) -> None:
     for lengths in ((24, 24), (24,)):
         run_ranks(
             on_a_cp_rank,
@@ -579,7 +580,9 @@ def test_every_kind_of_layer_is_kept_in_shares(name: str, kind: ContextKind) -> 
     "name",
     ["learned positions", "parallel", "normed after", "latent", "gated", "cross-layer attention"],
 )
-def test_tensor_parallel_ranks_keep_every_kind_of_layer(name: str, sp: bool) -> None:
+def test_saved_activations_of_every_layer_type_match_under_tensor_parallelism(
+    name: str, sp: bool
+) -> None:
     run_ranks(
         on_a_rank,
         2,
@@ -737,7 +740,7 @@ def test_offloaded_rows_are_those_of_the_first_layers_that_are_large_enough() ->
     assert kept.nbytes + kept.host_bytes == here.nbytes
 
 
-def test_what_is_back_at_once_is_two_spans_less_those_that_are_done() -> None:
+def test_fetched_activations_are_those_of_two_spans_at_a_time() -> None:
     assert (
         peak_copied_back([])
         == peak_copied_back([(5, 0)])
@@ -756,7 +759,7 @@ def test_what_is_back_at_once_is_two_spans_less_those_that_are_done() -> None:
 
 @pytest.mark.parametrize("recompute", [RecomputeConfig(), FULL[0], FULL[1]], ids=str)
 @pytest.mark.parametrize(("num_layers", "away"), [(3, 2), (5, 4), (5, 1), (5, 2)])
-def test_backward_brings_back_what_the_ledger_says(
+def test_activations_fetched_in_backward_match_the_ledger(
     recompute: RecomputeConfig, num_layers: int, away: int
 ) -> None:
     """Live bytes: what autograd holds on the device, and the copies that are back there."""
@@ -806,14 +809,14 @@ def test_backward_brings_back_what_the_ledger_says(
         assert max(found) <= kept.nbytes - gone
 
 
-def test_a_large_model_gets_two_layers_back_at_once() -> None:
+def test_two_layers_of_a_large_model_are_fetched_at_a_time() -> None:
     away = replace(LLAMA_8B, tp=2, sp=True, offload=OffloadConfig(layers=31))
     layer = total(layer_rows(away, ()))
     assert 0.53 * 2**30 <= stage_activations(away, num_layers=32).transient <= layer < 0.54 * 2**30
 
 
 @pytest.mark.parametrize("recompute", [RecomputeConfig(), FULL[0], SELECTIVE[-1]], ids=str)
-def test_weights_that_ranks_gather_for_a_while_are_neither_kept_nor_sent(
+def test_temporarily_gathered_weights_are_neither_saved_nor_offloaded(
     recompute: RecomputeConfig,
 ) -> None:
     run_ranks(sharded_weights, 2, recompute, OffloadConfig(layers=2, min_numel=1))
@@ -857,7 +860,7 @@ LLAMA_8B = LayerSetting(
 )
 
 
-def test_the_page_says_what_the_ledger_says() -> None:
+def test_docs_page_matches_the_ledger() -> None:
     text, plain = PAGE.read_text(), total(layer_rows(LLAMA_8B, ()))
     assert f"saves {plain / 8192 / 1024:.1f} KiB" in text
     for module in MODULES:
@@ -871,7 +874,7 @@ def test_the_page_says_what_the_ledger_says() -> None:
         )
 
 
-def test_the_example_of_the_page_prints_what_the_page_says(
+def test_docs_example_prints_its_output(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     code, output = re.findall(r"```(?:python)?\n(.*?)```", PAGE.read_text(), re.DOTALL)[-2:]

@@ -27,7 +27,7 @@ def device(gib: float) -> Device:
 
 
 @pytest.mark.parametrize("gib, expected", [(50, "fits"), (75, "tight"), (79.5, "does not fit")])
-def test_a_device_filled_to_the_brim_is_tight(gib: float, expected: str) -> None:
+def test_almost_full_device_is_reported_as_tight(gib: float, expected: str) -> None:
     assert verdict(int(gib * GIB), H100) == expected
     assert verdict(int(gib * GIB), replace(H100, memory=None)) == "unknown"
 
@@ -40,7 +40,7 @@ def test_the_nearest_fix_of_the_8b_model_is_to_divide_its_optimizer() -> None:
     )
 
 
-def test_every_change_is_true_and_breaks_no_rule() -> None:
+def test_every_suggested_change_is_correct_and_violates_no_rule() -> None:
     base = workload("llama3_70b", 64)
     before = worst(memory_ledger(base, H100)).memory.total
     found = changes(base, H100, run_problems)
@@ -92,7 +92,7 @@ def test_notes_report_dual_batch_overlap_with_one_microbatch() -> None:
     assert not any("overlap_experts" in text for text in notes(more, H100))
 
 
-def test_where_no_single_change_is_enough_the_cheap_ones_add_up() -> None:
+def test_cheap_changes_are_combined_if_no_single_one_is_enough() -> None:
     base = workload("llama3_70b", 64)
     tight = device(30)
     assert not any(change.verdict == "fits" for change in changes(base, tight, run_problems))
@@ -101,11 +101,11 @@ def test_where_no_single_change_is_enough_the_cheap_ones_add_up() -> None:
     assert tried(base, fix.overrides, tight, run_problems) == fix.nbytes <= 0.94 * 30 * GIB
 
 
-def test_nothing_is_promised_where_nothing_helps() -> None:
+def test_no_change_is_suggested_if_none_helps() -> None:
     assert remedy(workload("llama3_70b", 8), device(2), run_problems) is None
 
 
-def test_a_change_that_breaks_a_rule_is_not_offered() -> None:
+def test_change_that_violates_a_rule_is_not_suggested() -> None:
     base = workload("llama3_70b", 64)
 
     def no_zero(run: TrainRun, world: int) -> list[str]:

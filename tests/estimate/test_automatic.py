@@ -35,7 +35,7 @@ def held(run: TrainRun, device: str) -> float:
     )
 
 
-def test_the_least_work_that_fits_is_chosen() -> None:
+def test_recomputation_with_the_least_work_that_fits_is_chosen() -> None:
     places = []
     for gib in ("56", "50", "45", "40", "36"):
         run = automatic(gib)
@@ -51,7 +51,7 @@ def test_the_least_work_that_fits_is_chosen() -> None:
     )
 
 
-def test_choices_cost_more_and_more() -> None:
+def test_choices_are_sorted_by_cost() -> None:
     ways = choices(automatic("h100"), WORLD)
     assert [(way.granularity, way.method, way.num_layers) for way in ways] == [
         ("none", "uniform", 1),
@@ -78,7 +78,7 @@ def test_a_compiled_run_gets_whole_layers_only_and_a_check_is_kept() -> None:
     assert run_problems(checked, WORLD) == []
 
 
-def test_a_device_filled_to_the_brim_is_better_than_none() -> None:
+def test_almost_full_device_is_accepted_if_nothing_else_fits() -> None:
     least = held(replace(automatic("h100"), recompute=RecomputeConfig(granularity="full")), "h100")
     tight = f"{least * 1.02:.3f}"
     assert resolve_auto_recompute(automatic(tight), WORLD).recompute == RecomputeConfig(

@@ -29,7 +29,7 @@ def test_ranks_on_a_cpu_share_its_memory() -> None:
         ("nan", "--device=nan is not a known device"),
     ],
 )
-def test_what_is_no_device_is_refused_with_what_is(text: str, expected: str) -> None:
+def test_unknown_device_is_rejected_with_the_known_ones(text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as error:
         device_named(text, world=1, host_memory=GIB)
     assert expected in str(error.value)

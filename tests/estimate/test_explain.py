@@ -267,7 +267,7 @@ def test_windowed_layers_have_less_of_the_work() -> None:
     )
 
 
-def test_what_is_trained_is_everything_or_the_adapters() -> None:
+def test_trained_parameters_are_all_or_the_adapters() -> None:
     plain = explain(plan_workload(tiny_run({"parallel.tp": "2"}), 2))
     assert plain.trained == plain.parameters
     few = {"lora.rank": "2", "lora.targets": "[down]", "checkpoint.load": "base"}

@@ -30,6 +30,7 @@ from megalith.estimate.memory import (
 from megalith.estimate.workload import Workload, plan_workload
 from megalith.models.decoder import build_chunks, iter_parameter_specs
 from megalith.nn.build import build_context
+from megalith.observe.machine import DTYPES
 from megalith.optim.optimizers import AdamW
 from megalith.parallel.context import local_slicing
 from megalith.parallel.data import IN_FLIGHT as SUMS_IN_FLIGHT
@@ -46,7 +47,7 @@ from megalith.testing.meter import measure_saved_activations
 from megalith.testing.ranks import destroy_mesh, run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.step import train_step
-from megalith.train.trainer import DTYPES, build_trainer
+from megalith.train.trainer import build_trainer
 
 GIB = 2**30
 UNEVEN = {
@@ -252,7 +253,7 @@ WITH_SP = {"parallel.tp": "2", "parallel.sp": "true"}
         ),
     ],
 )
-def test_state_is_what_a_built_rank_holds(world: int, settings: dict[str, str]) -> None:
+def test_model_state_matches_a_built_rank(world: int, settings: dict[str, str]) -> None:
     workload = plan_workload(tiny_run(settings | {"parallel.bucket_numel": "900"}), world)
     shard = workload.grid.size("dp_shard") * workload.run.parallel.cp
     for rank in range(world):
@@ -320,7 +321,7 @@ def sharded_state(rank: int, world: int, run: TrainRun) -> tuple[int, int, int, 
         (2, EXPERTS | {"parallel.tp": "2", "parallel.sp": "true", "parallel.etp": "1"}),
     ],
 )
-def test_fully_sharded_state_is_what_real_ranks_hold(world: int, settings: dict[str, str]) -> None:
+def test_fully_sharded_state_matches_real_ranks(world: int, settings: dict[str, str]) -> None:
     run = tiny_run({"parallel.zero": "3"} | settings)
     workload = plan_workload(run, world)
     for rank, found in enumerate(run_ranks(sharded_state, world, run)):
@@ -420,7 +421,7 @@ def test_the_70b_model_on_8_ranks_and_the_405b_model_on_16384() -> None:
     assert states * 8 == pytest.approx(405_853_388_800 * (6 + 12 / 128), rel=1e-3)
 
 
-def test_a_layer_of_the_70b_model_keeps_what_a_calculation_by_hand_gives() -> None:
+def test_activations_of_a_70b_layer_match_a_manual_calculation() -> None:
     """bf16, tp 8 with sp: per token and rank, 8 query heads and 1 key/value head of 128, 3584 of
     28,672 features."""
     norms, inputs = 2 * (2 * 8192 + 4) / 8, 2 * 2 * 8192 / 8
@@ -435,7 +436,7 @@ def test_a_layer_of_the_70b_model_keeps_what_a_calculation_by_hand_gives() -> No
     assert kept.loss == 2 * 8192 * 8192 + 4 * 8192 * 128_256 // 8
 
 
-def test_the_numbers_of_the_documentation_are_true() -> None:
+def test_numbers_in_the_docs_are_current() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "concepts" / "memory.md").read_text()
     run, ledgers = resolve("llama3_8b"), {}
     for zero in "0123":
@@ -461,7 +462,7 @@ def test_the_numbers_of_the_documentation_are_true() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_activations_at_the_height_are_those_of_the_simulator(schedule: str) -> None:
+def test_peak_activations_match_the_simulator(schedule: str) -> None:
     workload = plan_workload(
         tiny_run(
             {
@@ -540,7 +541,7 @@ def test_peak_activations_match_measured_memory_of_ranks(
 
 
 @pytest.mark.parametrize("pp, vpp, factor", [(4, 2, 1.375), (8, 4, 1.21875), (8, 2, 1.4375)])
-def test_interleaving_keeps_its_known_factor_more_in_flight(
+def test_interleaving_has_the_published_factor_of_activations_in_flight(
     pp: int, vpp: int, factor: float
 ) -> None:
     """1 + (p - 1)/(p v) times those of p microbatches. Source: Korthikanti et al. 2022,
@@ -559,7 +560,7 @@ def test_interleaving_keeps_its_known_factor_more_in_flight(
     assert more.in_flight / vpp == pp * factor
 
 
-def test_tensors_shrink_with_what_divides_them() -> None:
+def test_tensors_shrink_with_the_axes_that_shard_them() -> None:
     base = {"train.micro_batch_size": "2", "model.num_kv_heads": "4"}
     sizes = {
         name: worst(memory_ledger(plan_workload(tiny_run(base | settings), world))).memory
@@ -576,7 +577,7 @@ def test_tensors_shrink_with_what_divides_them() -> None:
     assert sizes["cp"].activations < sizes["one"].activations
 
 
-def test_what_is_computed_again_is_whole_for_a_while() -> None:
+def test_recomputed_activations_exist_temporarily() -> None:
     plain, full, pairs = (
         chunk_activations(
             plan_workload(tiny_run(settings), 1), single_stage(2), 0, accelerator=False
@@ -594,7 +595,7 @@ def test_what_is_computed_again_is_whole_for_a_while() -> None:
     assert pairs.again > 1.8 * full.again
 
 
-def test_what_works_in_turns_needs_its_room_at_the_same_time() -> None:
+def test_dual_batch_overlap_needs_the_memory_of_both_microbatches() -> None:
     settings = EXPERTS | {
         "parallel.ep": "2",
         "train.global_batch_size": "16",
@@ -611,7 +612,7 @@ def test_what_works_in_turns_needs_its_room_at_the_same_time() -> None:
     assert place_memory(paired, 0, 0).memory.working == forward + backward + again
 
 
-def test_what_waits_in_host_memory_is_counted_there() -> None:
+def test_offloaded_activations_are_counted_in_host_memory() -> None:
     away = {
         "offload.layers": "2",
         "offload.min_numel": "1",
@@ -634,7 +635,7 @@ def test_what_waits_in_host_memory_is_counted_there() -> None:
     )
 
 
-def test_what_a_device_adds_is_apart_from_the_tensors() -> None:
+def test_device_overhead_is_listed_separately() -> None:
     workload = plan_workload(resolve("llama3_70b"), 16)
     plain, h100 = (memory_ledger(workload, device)[0].memory for device in (None, DEVICES["h100"]))
     assert plain.library == plain.slack == 0 and h100.library > 0.6 * GIB
@@ -651,12 +652,12 @@ def test_positions_with_unequal_shares_are_listed_separately() -> None:
     assert len(distinct_places(even)) <= 2
 
 
-def test_sums_on_their_way_are_counted_as_the_engine_counts_them() -> None:
+def test_gradient_reductions_in_flight_match_the_engine() -> None:
     assert memory.IN_FLIGHT == SUMS_IN_FLIGHT
 
 
 @pytest.mark.parametrize("kind", ["F", "B"])
-def test_a_layer_that_gathers_keys_needs_room_for_them_whatever_the_others_do(
+def test_layer_that_gathers_keys_needs_memory_for_them(
     kind: Literal["F", "B"],
 ) -> None:
     cut = {"parallel.cp": "2", "model.num_layers": "2"}

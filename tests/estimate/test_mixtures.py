@@ -28,7 +28,7 @@ def kept(m: Mixture) -> dict[str, int]:
     return {one.what: one.nbytes for one in mixture_tensors(m)}
 
 
-def test_equally_busy_experts_have_a_row_for_each_choice() -> None:
+def test_balanced_experts_have_one_row_per_choice() -> None:
     assert ONE.rows == 48
     assert replace(ONE, experts=ExpertPart(ep=4)).rows == 48, "as many come as go"
     assert replace(ONE, experts=ExpertPart(ep=4, etp=2)).rows == 96, (
@@ -39,12 +39,12 @@ def test_equally_busy_experts_have_a_row_for_each_choice() -> None:
 @pytest.mark.parametrize(
     ("ep", "rows"), [(1, 48), (2, 2 * 48), (4, 4 * 48), (6, 6 * 32), (12, 12 * 16)]
 )
-def test_crowded_experts_have_all_rows_that_can_be_theirs(ep: int, rows: int) -> None:
+def test_unbalanced_experts_have_all_possible_rows(ep: int, rows: int) -> None:
     """A token goes to an expert once: a rank with two experts gets two of its three choices."""
     assert replace(ONE, experts=ExpertPart(ep=ep), crowded=True).rows == rows
 
 
-def test_capacity_bounds_the_rows_of_crowded_experts() -> None:
+def test_capacity_bounds_the_rows_of_unbalanced_experts() -> None:
     crowded = replace(ONE, experts=ExpertPart(ep=4), crowded=True)
     limited = replace(crowded, moe=replace(MOE, capacity=CapacityConfig(factor=1.25)))
     assert limited.rows == 4 * 3 * 5, (
@@ -67,7 +67,7 @@ def test_padded_experts_have_equally_many_rows_of_every_rank() -> None:
     )
 
 
-def test_experts_keep_their_rows_and_what_up_gave() -> None:
+def test_experts_save_their_inputs_and_up_projections() -> None:
     found = kept(replace(ONE, experts=ExpertPart(ep=4)))
     assert (
         found["rows"] == 48 * 24 * 2
@@ -81,7 +81,7 @@ def test_experts_keep_their_rows_and_what_up_gave() -> None:
     assert plain["up"] == 48 * 10 * 2 and "gate and up" not in plain
 
 
-def test_experts_of_a_latent_work_on_fewer_features() -> None:
+def test_latent_experts_have_fewer_features() -> None:
     found = kept(replace(ONE, moe=replace(MOE, latent_size=6), experts=ExpertPart(ep=4)))
     assert found["rows"] == 48 * 6 * 2 and found["input"] == 16 * 6 * 2
 
@@ -94,7 +94,7 @@ def test_rows_that_no_message_brought_are_gathered_once_more() -> None:
     )
 
 
-def test_losses_of_balance_keep_what_they_were_made_of() -> None:
+def test_aux_losses_save_their_inputs() -> None:
     def more(balance: AuxLossConfig) -> int:
         some = replace(ONE, moe=replace(MOE, aux_loss=balance))
         return sum(kept(some).values()) - sum(kept(ONE).values())
@@ -107,7 +107,7 @@ def test_losses_of_balance_keep_what_they_were_made_of() -> None:
     assert more(AuxLossConfig(z_loss_coeff=0.1)) == 16 * 4 + 8
 
 
-def test_ranks_that_gather_order_the_choices_of_all() -> None:
+def test_allgather_dispatcher_sorts_the_choices_of_all_ranks() -> None:
     exchange, gather = (
         kept(replace(ONE, experts=ExpertPart(ep=4), dispatcher=name))
         for name in ("alltoall", "allgather")

@@ -110,7 +110,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_runs_again_is_what_torch_counts_more(name: str) -> None:
+def test_recomputed_flops_match_those_counted_by_torch(name: str) -> None:
     """With `check`, which runs every region to its end; without it backward stops at what is saved
     last."""
     model, recompute = CASES[name]
@@ -119,11 +119,11 @@ def test_what_runs_again_is_what_torch_counts_more(name: str) -> None:
     assert (more > 0) == (name != "activations alone")
 
 
-def test_nothing_is_done_twice_where_everything_is_kept() -> None:
+def test_no_flops_are_repeated_without_recomputation() -> None:
     assert repeated(MTP_MODEL, RecomputeConfig()) == 0
 
 
-def test_layers_below_every_adapter_do_not_run_again() -> None:
+def test_layers_below_all_adapters_are_not_recomputed() -> None:
     every, above = LoraConfig(), LoraConfig(layers=(2,))
     assert repeated(MODEL, FULL, lora=every) == 3 * repeated(MODEL, FULL, lora=above) > 0
     assert repeated(MODEL, chosen("mlp"), lora=every) == 3 * repeated(
@@ -131,7 +131,7 @@ def test_layers_below_every_adapter_do_not_run_again() -> None:
     )
 
 
-def test_layers_below_everything_that_is_trained_do_not_run_again() -> None:
+def test_layers_below_all_trained_parameters_are_not_recomputed() -> None:
     run = replace(resolve("tiny_cpu"), model=MODEL, recompute=FULL)
     above = replace(
         run, optim=replace(run.optim, frozen=("embed.*", "layers.0.*", "layers.1.attention.*"))

@@ -31,7 +31,7 @@ PARTS = RecomputeConfig(
     "recompute",
     [FULL, replace(FULL, method="block", num_layers=3), replace(FULL, num_layers=3), PARTS],
 )
-def test_what_regions_save_adds_up_to_what_is_no_longer_kept(recompute: RecomputeConfig) -> None:
+def test_savings_of_regions_sum_to_the_removed_activations(recompute: RecomputeConfig) -> None:
     setting = replace(PLAIN, recompute=recompute)
     saved = sum(saving.nbytes for saving in savings(setting, num_layers=4))
     assert (
@@ -95,7 +95,7 @@ def test_offloading_moves_bytes_and_costs_no_operations() -> None:
     assert saving.nbytes == 2 * total(layer_rows_without_recompute(PLAIN))
 
 
-def test_the_lines_say_what_is_saved_and_what_it_costs() -> None:
+def test_lines_show_savings_and_cost() -> None:
     lines = saving_lines(replace(PLAIN, recompute=replace(FULL, num_layers=9)), num_layers=4)
     assert lines[0].startswith("recompute.num_layers=9 is more than the 4 layers of a stage")
     assert lines[1].startswith("4 of 4 layers: ") and lines[1].endswith("% more operations")

@@ -28,7 +28,7 @@ def test_the_work_of_a_rank_is_its_share_of_the_steps() -> None:
     assert work_seconds(workload, device_named("40", world=8, host_memory=0)) is None
 
 
-def test_work_that_is_done_twice_takes_its_time() -> None:
+def test_recomputation_is_part_of_the_time() -> None:
     full = {"recompute.granularity": "full"}
     run = resolve("llama3_8b")
     plain, again = (plan_workload(apply_overrides(run, settings), 8) for settings in ({}, full))
@@ -57,7 +57,7 @@ def test_a_link_within_a_node_is_the_faster_one() -> None:
     assert found == {"tp": True, "cp": False, "dp": False}
 
 
-def test_rows_to_experts_hide_behind_what_is_computed_in_pairs() -> None:
+def test_expert_all_to_all_overlaps_with_dual_batch_computation() -> None:
     layout = {
         "parallel.ep": "8",
         "parallel.tp": "1",
@@ -82,19 +82,19 @@ def test_rows_to_experts_hide_behind_what_is_computed_in_pairs() -> None:
     )
 
 
-def test_what_is_left_is_what_finds_no_room() -> None:
+def test_exposed_time_is_what_does_not_overlap() -> None:
     assert CommunicationTime(near=True, seconds=3.0, room=2.0).exposed == 1.0
     assert CommunicationTime(near=True, seconds=3.0, room=5.0).exposed == 0.0
 
 
-def test_passage_is_none_without_bandwidth() -> None:
+def test_transfer_time_is_none_without_bandwidth() -> None:
     workload = plan_workload(resolve("llama3_8b"), 8)
     row = step_traffic(workload, 0, 0)[0]
     cpu = device_named("cpu", world=8, host_memory=2**34)
     assert communication_time(workload, row, pp_rank=0, tp_rank=0, device=cpu) is None
 
 
-def test_attention_has_more_of_long_rows() -> None:
+def test_share_of_attention_grows_with_row_length() -> None:
     short, long = (
         plan_workload(apply_overrides(resolve("llama3_8b"), {"train.seq_len": length}), 2)
         for length in ("1024", "8192")

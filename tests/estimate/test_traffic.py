@@ -28,8 +28,9 @@ from megalith.train import step
 from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer
 
-FLAGS = 70
-"""Bytes of messages that carry single numbers, which the plan leaves out."""
+FLAGS = 95
+"""Bytes of messages that carry single numbers, such as that of a step, which the plan leaves
+out."""
 
 Sums = dict[tuple[str, str, int], tuple[int, int]]
 """(axis, kind, ranks) -> calls and bytes."""
@@ -179,15 +180,13 @@ def assert_plan_of_experts_holds(world: int, settings: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("world, settings", [EXPERTS[0], EXPERTS[1], EXPERTS[2], EXPERTS[9]])
-def test_tokens_travel_to_experts_and_back_as_the_plan_says(
-    world: int, settings: dict[str, str]
-) -> None:
+def test_measured_expert_traffic_matches_the_plan(world: int, settings: dict[str, str]) -> None:
     assert_plan_of_experts_holds(world, settings)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world, settings", EXPERTS)
-def test_experts_on_every_axis_send_what_the_plan_says(
+def test_measured_expert_traffic_under_every_axis_matches_the_plan(
     world: int, settings: dict[str, str]
 ) -> None:
     assert_plan_of_experts_holds(world, settings)
@@ -487,7 +486,7 @@ def test_measured_traffic_of_a_step_matches_the_plan(world: int, settings: dict[
     "world, settings",
     TENSOR + ZERO + SHARDED + CHOSEN + CONTEXT + PIPELINE + MTP_MODEL + LATENT + LOOKING,
 )
-def test_a_step_of_every_axis_sends_what_the_plan_says(
+def test_measured_traffic_under_every_axis_matches_the_plan(
     world: int, settings: dict[str, str]
 ) -> None:
     assert_plan_holds(world, settings)
@@ -512,7 +511,7 @@ def test_a_step_of_every_axis_sends_what_the_plan_says(
         },
     ],
 )
-def test_recomputation_sends_its_part_again(sp: str, again: dict[str, str]) -> None:
+def test_recomputation_repeats_its_communication(sp: str, again: dict[str, str]) -> None:
     assert_plan_holds(2, {"parallel.tp": "2", "parallel.sp": sp} | again)
 
 

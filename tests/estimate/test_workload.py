@@ -113,12 +113,12 @@ def test_the_first_rank_at_a_place() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-v"])
-def test_one_chunk_on_one_rank_obeys_no_pipeline_settings(schedule: str) -> None:
+def test_pipeline_settings_have_no_effect_on_one_rank(schedule: str) -> None:
     run = tiny_run({"parallel.pipeline.schedule": schedule, "parallel.pipeline.group": "7"})
     assert plan_workload(run, 1).schedule == plan_workload(tiny_run({}), 1).schedule
 
 
-def test_a_run_that_cannot_be_laid_out_is_refused() -> None:
+def test_a_run_that_cannot_be_laid_out_is_rejected() -> None:
     with pytest.raises(PlanError):
         plan_workload(tiny_run({"parallel.tp": "4"}), 6)
 

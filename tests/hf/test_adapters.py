@@ -76,7 +76,7 @@ def adapters(lora: LoraConfig) -> Adapters:
 @pytest.mark.parametrize(
     "word", ["attention.q", "attention.kv", "attention.o", "mlp.gate_up", "mlp.down"]
 )
-def test_every_box_is_that_of_the_sum(word: str) -> None:
+def test_every_box_equals_that_of_the_merged_weights(word: str) -> None:
     lora = LoraConfig(rank=3, alpha=6.0)
     made, name = adapters(lora), f"layers.1.{word}"
     weights = AdaptedWeights(Path("adapters"), MODEL, Values(), Path("base"), made)
@@ -130,7 +130,7 @@ def test_parameters_without_adapters_equal_the_base_bit_for_bit() -> None:
     assert weights.dtype("norm.weight") == torch.bfloat16
 
 
-def test_a_base_is_known_by_its_values_and_not_by_its_padding() -> None:
+def test_base_is_identified_by_its_values_and_not_by_its_padding() -> None:
     plain = fingerprint(Values(), MODEL)
     assert (
         plain == fingerprint(Values(), replace(MODEL, pad_vocab_to_multiple_of=1))

@@ -109,7 +109,7 @@ def test_the_plan_lists_every_tensor_with_its_bytes(
     assert (key.source, key.target) == expected[kind, to]
 
 
-def test_what_a_run_saved_becomes_a_folder_with_its_tokenizer(
+def test_checkpoint_of_a_run_is_exported_with_its_tokenizer(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     tokenizer = train_bpe(
@@ -199,7 +199,7 @@ def test_several_workers_write_the_same_files(
     }
 
 
-def test_a_sentencepiece_model_survives_a_round_trip(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_sentencepiece_model_survives_a_round_trip(tmp_path: Path, tiny: SimpleNamespace) -> None:
     library = pytest.importorskip(
         "sentencepiece", reason="makes a SentencePiece model, which needs the library"
     )
@@ -222,9 +222,7 @@ def test_a_sentencepiece_model_survives_a_round_trip(tmp_path: Path, tiny: Simpl
     assert (tmp_path / "again" / "tokenizer.model").read_bytes() == model
 
 
-def test_several_moves_may_fill_one_tensor_of_those_that_are_written(
-    tmp_path: Path, tiny: SimpleNamespace
-) -> None:
+def test_several_moves_may_fill_one_written_tensor(tmp_path: Path, tiny: SimpleNamespace) -> None:
     tiny.folder(tmp_path / "x", tiny.config(), family=PHI3)
     source = open_pretrained(tmp_path / "x")
     stored = load_file(tmp_path / "x" / "model.safetensors")

@@ -93,7 +93,7 @@ def second(**halves: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=["the same", "no attention", "no MLP", "a matrix for attention", "a matrix for the MLP"],
 )
-def test_blocks_have_as_many_parameters_as_is_known(raw: dict[str, Any], count: int) -> None:
+def test_blocks_have_the_published_number_of_parameters(raw: dict[str, Any], count: int) -> None:
     before = deepcopy(raw)
     config = DECILM.read_config(raw)
     assert raw == before
@@ -115,7 +115,7 @@ def test_blocks_have_as_many_parameters_as_is_known(raw: dict[str, Any], count: 
     )
 
 
-def test_equal_blocks_are_a_llama() -> None:
+def test_model_with_equal_blocks_is_a_llama() -> None:
     fields = {"architectures", "model_type", "block_configs", "auto_map"}
     plain = {name: value for name, value in RAW.items() if name not in fields}
     as_llama = LLAMA.read_config({**plain, "num_key_value_heads": 8, "intermediate_size": 14336})
@@ -141,9 +141,7 @@ def logits(model: Decoder) -> Tensor:
         )
 
 
-def test_a_llama_with_equal_blocks_gives_the_same_scores(
-    tmp_path: Path, tiny: SimpleNamespace
-) -> None:
+def test_llama_with_equal_blocks_has_the_same_logits(tmp_path: Path, tiny: SimpleNamespace) -> None:
     config = tiny.config(ffn_hidden_size=256)
     tiny.folder(tmp_path / "x", config)
     expected = logits(filled(tmp_path / "x", tiny))
@@ -268,7 +266,7 @@ def test_all_problems_of_a_config_are_reported_together() -> None:
         DECILM.read_config({**older, "num_key_value_heads_per_layer": [4, 4]})
 
 
-def test_a_width_without_a_multiplier_is_refused(tiny: SimpleNamespace) -> None:
+def test_width_without_a_multiplier_is_rejected(tiny: SimpleNamespace) -> None:
     config = tiny.config(layers=LayersConfig(ffn_hidden_size=(10, 256)), ffn_hidden_size=256)
     with pytest.raises(
         ConfigError,

@@ -207,7 +207,7 @@ def test_unsupported_fields_are_rejected_by_name(fields: dict[str, Any], message
         ({}, None, None),
     ],
 )
-def test_scales_count_only_together_in_rotations_and_one_alone_in_scores(
+def test_mscales_affect_rope_only_together_and_attention_scale_alone(
     scales: dict[str, float], factor: float | None, mscale: float | None
 ) -> None:
     plain = {
@@ -228,7 +228,7 @@ def test_mscale_ratio_of_one_is_written_as_in_the_release() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None, "tie_word_embeddings": True}])
-def test_its_rules_cover_everything_once(changes: dict[str, Any]) -> None:
+def test_rules_cover_every_element_once(changes: dict[str, Any]) -> None:
     check_rules(
         DEEPSEEK_V3, DEEPSEEK_V3.read_config(SMALL | changes | {"num_nextn_predict_layers": 2})
     )
@@ -308,7 +308,7 @@ def test_mtp_layers_repeat_embedding_and_head(
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_a_copy_may_be_missing_but_not_be_another_matrix(
+def test_copy_may_be_missing_but_must_not_differ(
     name: str, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     config = DEEPSEEK_V3.read_config(SMALL | {"num_nextn_predict_layers": 1})
@@ -357,6 +357,6 @@ def test_expert_biases_keep_fp32_in_a_bf16_model(tmp_path: Path, tiny: SimpleNam
     }
 
 
-def test_a_yarn_that_blends_no_pair_is_that_of_a_published_model() -> None:
+def test_yarn_without_interpolated_pairs_is_exported() -> None:
     kimi = RAW | {"rope_scaling": RAW["rope_scaling"] | {"beta_fast": 1.0, "beta_slow": 1.0}}
     assert network_problems(DEEPSEEK_V3.read_config(kimi)) == []

@@ -32,7 +32,7 @@ MODEL = ModelConfig(
 )
 
 
-def test_settings_of_training_are_no_part_of_a_model() -> None:
+def test_training_settings_are_not_part_of_a_model() -> None:
     assert MODEL.moe is not None
     trained = replace(
         MODEL.moe,

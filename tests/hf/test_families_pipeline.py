@@ -40,7 +40,7 @@ def tune(path: Path, tokenizer: Path) -> None:
     run_training(run, RunFolder(path), build_single_rank_mesh(), torch.device("cpu"), show=False)
 
 
-def test_a_pipeline_of_transformers_writes_what_we_write(tmp_path: Path) -> None:
+def test_pipeline_of_transformers_generates_the_same_text(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tune(tmp_path / "run", tmp_path / "words")
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "theirs")]) == 0

@@ -110,7 +110,7 @@ def test_missing_fields_have_their_defaults() -> None:
         ),
     ],
 )
-def test_everything_else_is_refused(value: Any, ask: Any, message: str) -> None:
+def test_other_values_are_rejected(value: Any, ask: Any, message: str) -> None:
     fields = Fields({"a": value})
     ask(fields)
     assert message in problems(fields)
@@ -129,7 +129,7 @@ def test_all_problems_are_reported_together_without_duplicates() -> None:
     )
 
 
-def test_only_fields_that_are_known_to_change_nothing_may_be_left_unasked() -> None:
+def test_only_fields_known_to_have_no_effect_may_be_ignored() -> None:
     fields = Fields(
         {
             "torch_dtype": "bfloat16",

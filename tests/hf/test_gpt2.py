@@ -30,7 +30,7 @@ def folder(path: Path, tiny: SimpleNamespace) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
 
 
-def test_files_of_the_first_release_lack_a_prefix_and_have_masks(
+def test_files_of_the_first_release_have_no_prefix_and_have_masks(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     tensors = folder(tmp_path / "x", tiny)

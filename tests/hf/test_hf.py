@@ -55,7 +55,7 @@ def edit_tensors(folder: Path, **tensors: Tensor | None) -> None:
     "changes",
     [{}, {"tied_embeddings": True}, {"qkv_bias": True, "output_bias": True, "mlp_bias": True}],
 )
-def test_what_is_written_is_read_back_bit_for_bit(
+def test_written_weights_are_read_back_bitwise(
     changes: dict[str, Any], shard_nbytes: int, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     config = tiny.config(**changes)
@@ -69,7 +69,7 @@ def test_what_is_written_is_read_back_bit_for_bit(
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 6])
-def test_every_layout_reads_its_own_boxes(tp: int, tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_every_layout_reads_its_boxes(tp: int, tmp_path: Path, tiny: SimpleNamespace) -> None:
     config = tiny.config(
         qkv_bias=True, output_bias=True, mlp_bias=True, num_kv_heads=2 if tp != 3 else 3
     )
@@ -98,7 +98,7 @@ def test_flat_ranges_are_filled_too(tmp_path: Path, tiny: SimpleNamespace) -> No
 
 
 @pytest.mark.parametrize("multiple", [1, 16, 64])
-def test_rows_that_only_pad_the_vocabulary_are_zero_in_and_dropped_out(
+def test_vocabulary_padding_is_zero_on_import_and_dropped_on_export(
     multiple: int, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     tiny.folder(tmp_path / "x", tiny.config())
@@ -111,7 +111,7 @@ def test_rows_that_only_pad_the_vocabulary_are_zero_in_and_dropped_out(
     assert load_file(tmp_path / "y" / "model.safetensors")["lm_head.weight"].shape == (37, 12)
 
 
-def test_no_more_than_the_boxes_is_read(
+def test_only_the_boxes_are_read(
     tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny.folder(tmp_path / "x", tiny.config())
@@ -128,7 +128,7 @@ def test_no_more_than_the_boxes_is_read(
     assert read == [(f"model.layers.1.self_attn.{name}_proj.weight", (2, 12)) for name in "kv"]
 
 
-def test_large_tensors_are_read_a_piece_at_a_time(
+def test_large_tensors_are_read_in_parts(
     tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.folder(tmp_path / "x", tiny.config())
@@ -243,7 +243,7 @@ def test_a_tied_model_may_store_its_head_only_if_it_is_the_embedding(
         ({"hidden_act": "mish"}, "config.json: hidden_act='mish' is not supported"),
     ],
 )
-def test_other_models_are_refused_by_name(
+def test_other_models_are_rejected_by_name(
     fields: dict[str, Any], message: str, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     tiny.folder(tmp_path / "x", tiny.config())
@@ -300,7 +300,9 @@ def test_a_config_without_architectures_goes_by_its_model_type(
     assert HuggingFaceFolder(tmp_path / "x").family.architecture == "LlamaForCausalLM"
 
 
-def test_damaged_folders_say_what_is_missing(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_damaged_folders_are_reported_with_what_is_missing(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     tiny.folder(tmp_path / "x", tiny.config(), shard_nbytes=1500)
     first = sorted((tmp_path / "x").glob("*.safetensors"))[0]
     data = first.read_bytes()
@@ -355,13 +357,13 @@ def test_an_index_with_missing_tensors_is_rejected(tmp_path: Path, tiny: SimpleN
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null"])
-def test_a_config_that_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
+def test_config_that_is_not_an_object_is_rejected(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config.json (cannot be read|holds).* Use "):
         HuggingFaceFolder(tmp_path)
 
 
-def test_a_model_of_another_shape_is_refused_before_anything_is_read(
+def test_a_model_of_another_shape_is_rejected_before_anything_is_read(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     tiny.folder(tmp_path / "x", tiny.config())
@@ -427,7 +429,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, tiny: SimpleNamespace
     )
 
 
-def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_folder_is_created_atomically(tmp_path: Path, tiny: SimpleNamespace) -> None:
     class Broken(tiny.InMemory):  # type: ignore[misc, name-defined]  # a fixture's class
         def read(self, parameter: str, *rest: Any) -> Tensor:
             if parameter == "norm.weight":
@@ -453,7 +455,7 @@ def test_writing_fewer_values_than_planned_fails(tmp_path: Path, tiny: SimpleNam
     assert os.listdir(tmp_path) == []
 
 
-def test_the_name_is_on_the_disk_at_the_end(
+def test_parent_folder_is_synced_at_the_end(
     tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: list[list[str]] = []
@@ -517,7 +519,7 @@ def test_advice_for_new_runs_does_not_reject_hugging_face_models(
     )
 
 
-def test_a_tensor_that_repeats_another_is_of_weights(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_tied_head_of_integers_is_rejected(tmp_path: Path, tiny: SimpleNamespace) -> None:
     tiny.folder(tmp_path / "x", tiny.config(tied_embeddings=True))
     edit_tensors(tmp_path / "x", lm_head__weight=torch.zeros(37, 12, dtype=torch.int64))
     with pytest.raises(

@@ -137,7 +137,7 @@ def test_maverick_has_experts_in_every_other_layer_and_no_norms() -> None:
     assert 24 * (dense + mixed) + OUTSIDE == 400_711_848_960
 
 
-def test_experts_lie_with_inputs_first_and_gates_before_what_they_gate() -> None:
+def test_expert_tensors_have_inputs_first_and_gate_before_up() -> None:
     config = LLAMA4.read_config(
         PUBLISHED | {"num_hidden_layers": 4, "num_local_experts": 4, "moe_layers": [1, 3]}
     )
@@ -224,7 +224,7 @@ def with_pictures(path: Path) -> Any:
     return model
 
 
-def test_of_a_folder_that_reads_pictures_the_text_is_read_and_the_rest_is_named(
+def test_text_model_of_a_multimodal_folder_is_read_and_the_rest_named(
     tmp_path: Path,
 ) -> None:
     theirs = with_pictures(tmp_path / "theirs")
@@ -248,7 +248,7 @@ def test_of_a_folder_that_reads_pictures_the_text_is_read_and_the_rest_is_named(
     assert again.model_config == folder.model_config
 
 
-def test_a_config_without_its_text_is_refused(tmp_path: Path) -> None:
+def test_config_without_a_text_config_is_rejected(tmp_path: Path) -> None:
     with_pictures(tmp_path)
     (tmp_path / "config.json").write_text(
         '{"architectures": ["Llama4ForConditionalGeneration"], "text_config": 3}'
@@ -260,7 +260,7 @@ def test_a_config_without_its_text_is_refused(tmp_path: Path) -> None:
         HuggingFaceFolder(tmp_path)
 
 
-def test_what_is_left_out_may_be_of_any_dtype_and_is_not_counted(
+def test_ignored_tensors_may_have_any_dtype_and_are_not_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_pictures(tmp_path / "theirs")

@@ -33,7 +33,7 @@ def test_rank_scale_targets_layers_and_base_are_read(tmp_path: Path) -> None:
     assert found.layers == frozenset({2}) and read(tmp_path).layers is None
 
 
-def test_everything_that_the_library_writes_for_plain_lora_is_known(tmp_path: Path) -> None:
+def test_every_field_that_the_library_writes_for_plain_lora_is_known(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj"]).save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -91,7 +91,7 @@ def test_unknown_null_fields_are_ignored(tmp_path: Path) -> None:
         (None, "model.layers.1.self_attn.q_proj", True),
     ],
 )
-def test_targets_are_found_as_the_library_finds_them(
+def test_targets_are_matched_as_by_the_library(
     modules: Any, module: str, adapted: bool, tmp_path: Path
 ) -> None:
     assert read(tmp_path, target_modules=modules).adapts(module, 1) == adapted

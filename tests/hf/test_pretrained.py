@@ -134,7 +134,7 @@ def test_open_pretrained_reads_all_records_of_a_hugging_face_folder(
     assert open_pretrained(tmp_path / "x").tokenizer.path == str(tmp_path / "x")
 
 
-def test_the_files_of_a_runs_tokenizer_go_with_it(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_files_of_a_runs_tokenizer_are_included(tmp_path: Path, tiny: SimpleNamespace) -> None:
     train_bpe(["some text, some more"] * 3, vocab_size=258, path=str(tmp_path / "words"))
     tokenizer = TokenizerConfig(kind="huggingface", path=str(tmp_path / "words"))
     path = save(
@@ -155,7 +155,9 @@ def test_the_files_of_a_runs_tokenizer_go_with_it(tmp_path: Path, tiny: SimpleNa
         open_pretrained(path).auxiliary_files()
 
 
-def test_settings_of_no_model_are_refused(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_settings_that_are_not_of_a_model_are_rejected(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     entries = tiny.entries(tiny.model(tiny.config()))
     for step, text in enumerate(["name: x\n", "- 1\n", "model: {hidden: 3}\n", "a: [\n"], 1):
         path = save_checkpoint(
@@ -170,7 +172,7 @@ def test_settings_of_no_model_are_refused(tmp_path: Path, tiny: SimpleNamespace)
 
 @pytest.mark.parametrize("kind", ["folder", "checkpoint"])
 @pytest.mark.parametrize("tp", [1, 2, 3])
-def test_every_layout_takes_its_weights_from_either_kind(
+def test_every_layout_loads_weights_from_either_kind(
     kind: str, tp: int, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     config = tiny.config(num_kv_heads=3, qkv_bias=True, output_bias=True)

@@ -88,7 +88,7 @@ def test_fp8_numbers_are_multiplied_by_the_scale_of_their_block(
     check_boxes(found.read, by_formula(values, scales, block))
 
 
-def test_fp8_in_whole_blocks_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+def test_fp8_in_whole_blocks_matches_transformers(tmp_path: Path) -> None:
     library = pytest.importorskip("transformers.integrations.finegrained_fp8")
     values, scales = fp8((256, 384), (128, 128))
     config = FP8 | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
@@ -97,7 +97,7 @@ def test_fp8_in_whole_blocks_is_what_transformers_makes_of_it(tmp_path: Path) ->
     assert torch.equal(found.read((slice(0, 256), slice(0, 384))).bfloat16(), theirs)
 
 
-def test_mxfp4_experts_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+def test_mxfp4_experts_match_transformers(tmp_path: Path) -> None:
     library = pytest.importorskip("transformers.integrations.mxfp4")
     torch.manual_seed(2)
     blocks, scales = mxfp4(3, 5, 2)
@@ -108,7 +108,7 @@ def test_mxfp4_experts_are_what_transformers_makes_of_them(tmp_path: Path) -> No
     check_boxes(found.read, theirs.float())  # exact: a few bits times a power of two
 
 
-def test_mxfp4_numbers_are_sign_exponent_and_one_more_bit() -> None:
+def test_mxfp4_values_have_sign_exponent_and_one_mantissa_bit() -> None:
     for code, value in enumerate(E2M1):
         sign, exponent, bit = code >> 3, code >> 1 & 3, code & 1
         plain = bit / 2 if exponent == 0 else (1 + bit / 2) * 2 ** (exponent - 1)
@@ -205,7 +205,7 @@ def test_a_folder_in_fp8_becomes_a_checkpoint_and_a_plain_folder(
         ),
     ],
 )
-def test_other_kinds_are_refused_by_name(
+def test_other_kinds_are_rejected_by_name(
     changes: dict[str, Any], text: str, theirs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((theirs / "config.json").read_text())
@@ -247,7 +247,7 @@ def test_quantized_tensors_without_valid_scales_are_rejected(theirs: Path) -> No
         ((2, 5, 3, 16), (2, 5, 4), r"x_scales is \[2, 5, 4\] U8, expected \[2, 5, 3\] U8"),
     ],
 )
-def test_experts_of_other_shapes_are_refused(
+def test_experts_of_other_shapes_are_rejected(
     blocks: tuple[int, ...], scales: tuple[int, ...], text: str, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=text):
@@ -296,7 +296,7 @@ def test_a_gpt_oss_with_experts_in_mxfp4_computes_what_transformers_does(tmp_pat
     assert float((scores - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
-def test_a_deepseek_v3_with_experts_in_fp8_is_the_model_of_their_values(tmp_path: Path) -> None:
+def test_deepseek_v3_with_fp8_experts_equals_the_dequantized_model(tmp_path: Path) -> None:
     plain, _ = saved(CASES["deepseek_v3, experts"], tmp_path / "x")
     tensors, exact = load_file(tmp_path / "x" / "model.safetensors"), {}
     scaled = [name for name in tensors if "_proj.weight" in name]

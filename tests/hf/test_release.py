@@ -56,7 +56,7 @@ def test_weights_are_stored_in_the_requested_dtype(tmp_path: Path, tiny: SimpleN
     assert torch.equal(checkpoint.read("model.embed.weight"), tensors["embed.weight"].bfloat16())
 
 
-def test_a_release_appears_whole_or_not_at_all(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_release_is_created_atomically(tmp_path: Path, tiny: SimpleNamespace) -> None:
     class Broken(tiny.InMemory):  # type: ignore[misc, name-defined]  # a fixture's class
         def read(self, parameter: str, *rest: Any) -> Tensor:
             raise OSError(28, "No space left on device")
@@ -74,7 +74,7 @@ def test_a_release_appears_whole_or_not_at_all(tmp_path: Path, tiny: SimpleNames
     assert os.listdir(tmp_path) == ["y"]
 
 
-def test_the_name_is_on_the_disk_at_the_end(
+def test_parent_folder_is_synced_at_the_end(
     tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: list[list[str]] = []

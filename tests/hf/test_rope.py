@@ -54,7 +54,7 @@ ROPES = [
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("spelling", [("rope_theta", "rope_scaling"), ("rope_parameters",), None])
-def test_what_is_written_is_read_back_from_either_spelling(
+def test_written_rope_is_read_back_from_either_spelling(
     rope: RopeConfig, spelling: tuple[str, ...] | None
 ) -> None:
     raw = write_rope(rope)

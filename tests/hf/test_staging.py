@@ -160,7 +160,7 @@ def test_both_formats_are_written_in_a_staging_folder(
         )
 
 
-def test_a_manifest_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
+def test_manifest_of_another_format_is_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"name": "a page for the web", "start_url": "/"}')
     check_target(tmp_path / "models" / "x")
     (tmp_path / "manifest.json").write_text("")

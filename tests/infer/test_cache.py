@@ -32,7 +32,7 @@ def test_rows_come_back_in_the_order_they_were_appended(sizes: list[int]) -> Non
 
 @pytest.mark.parametrize("window", [1, 2, 70])
 @pytest.mark.parametrize("sizes", [[1] * 300, [3, 60, 1, 1, 200, 1], [500, 1, 1]])
-def test_a_buffer_with_a_window_gives_what_new_tokens_see_and_keeps_little_more(
+def test_buffer_with_a_window_returns_visible_keys_and_stores_few_others(
     sizes: list[int], window: int
 ) -> None:
     rows = torch.arange(sum(sizes) * 6.0).view(-1, 2, 3)
@@ -47,7 +47,7 @@ def test_a_buffer_with_a_window_gives_what_new_tokens_see_and_keeps_little_more(
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 70])
-def test_a_buffer_that_is_cut_goes_on_as_if_it_had_never_been_longer(window: int | None) -> None:
+def test_truncated_buffer_continues_as_if_it_had_never_been_longer(window: int | None) -> None:
     rows = torch.arange(300.0).view(-1, 1, 1)
     for count in (0, 1, 2, 60, 90, 99, 100):
         buffer = GrowingBuffer(AttentionView(window))
@@ -69,7 +69,7 @@ def test_a_buffer_that_is_cut_goes_on_as_if_it_had_never_been_longer(window: int
 
 @pytest.mark.parametrize("size", [1, 3, 70])
 @pytest.mark.parametrize("sizes", [[1] * 300, [3, 60, 1, 1, 200, 1], [500, 1, 1]])
-def test_a_buffer_of_chunks_gives_the_chunk_that_new_tokens_begin_in(
+def test_buffer_of_chunks_returns_the_chunk_of_the_first_new_token(
     sizes: list[int], size: int
 ) -> None:
     rows = torch.arange(sum(sizes) * 1.0).view(-1, 1, 1)
@@ -100,7 +100,7 @@ def stored(layer: LayerCache, k: Tensor, v: Tensor, seq_params: PackedSeqParams)
     return passed
 
 
-def test_what_was_read_is_kept_as_far_as_a_text_begins_alike() -> None:
+def test_cache_is_reused_for_the_common_prefix() -> None:
     read, rows = PrefixState(1), torch.arange(9.0).view(-1, 1, 1)
     stored(read.cache.layers([0])[0], rows[:4], rows[:4], seq_params_from_queries([(4, 4)]))
     read.record_ids([5, 6, 7, 8])
@@ -117,7 +117,7 @@ def test_what_was_read_is_kept_as_far_as_a_text_begins_alike() -> None:
     assert read.resume([5, 1], sequence=0) == 0
 
 
-def test_layers_that_keep_nothing_do_not_make_a_text_be_read_again() -> None:
+def test_layers_without_a_cache_do_not_prevent_reuse_of_the_prefix() -> None:
     read, rows = PrefixState(3), torch.arange(4.0).view(-1, 1, 1)
     stored(read.cache.layers([0])[1], rows, rows, seq_params_from_queries([(4, 4)]))
     read.record_ids([5, 6, 7, 8])
@@ -130,7 +130,7 @@ def test_buffer_capacity_doubles() -> None:
     assert len(places) <= 4
 
 
-def test_documents_keep_apart_and_come_back_packed() -> None:
+def test_documents_are_cached_separately_and_returned_packed() -> None:
     cache = KVCache(num_layers=2)
     k, v = torch.arange(5.0).view(5, 1, 1), torch.arange(10.0, 15.0).view(5, 1, 1)
     for layer in cache.layers([7, 3]):
@@ -167,9 +167,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_token_t_read_from_the_cache_is_position_t_of_the_whole(
-    variant: str, kernel: Kernel
-) -> None:
+def test_cached_token_equals_that_of_the_full_sequence(variant: str, kernel: Kernel) -> None:
     """Two sequences of other lengths at once, prompts read in one piece or two, then token by
     token."""
     scores, has_sinks = VARIANTS[variant]
@@ -208,7 +206,7 @@ def test_token_t_read_from_the_cache_is_position_t_of_the_whole(
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_finished_sequence_is_forgotten() -> None:
+def test_finished_sequence_is_removed_from_the_cache() -> None:
     cache = KVCache(num_layers=1)
     row = torch.ones(1, 1, 1)
     stored(cache.layers([4])[0], row, row, seq_params_from_queries([(1, 1)]))

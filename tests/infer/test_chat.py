@@ -42,7 +42,7 @@ def test_held_back_text_is_returned_at_the_end() -> None:
     assert StopFilter("").push("all of it") == "all of it"
 
 
-def test_a_turn_ends_by_a_token_or_where_there_is_none_by_its_text() -> None:
+def test_turn_ends_at_a_token_or_at_its_text() -> None:
     tokenizer = ByteTokenizer()
     specials = {"eos_token": "<|endoftext|>"}
     assert find_turn_end(ChatTemplate("t", BUILT_IN["identity"], specials), tokenizer) == (
@@ -70,7 +70,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("template", ["identity", "chatml"])
-def test_a_turn_costs_its_own_tokens_and_is_the_turn_of_a_chat_that_begins_there(
+def test_turn_processes_only_its_tokens_and_equals_that_of_a_new_chat(
     template: str, tiny: SimpleNamespace
 ) -> None:
     model = Counting(tiny.model(tiny.config(vocab_size=257, max_seq_len=400), dtype=torch.float64))
@@ -95,7 +95,7 @@ def test_a_turn_costs_its_own_tokens_and_is_the_turn_of_a_chat_that_begins_there
     assert chat.reply("hello", lambda shown: None) == fresh().reply("hello", lambda shown: None)
 
 
-def test_the_model_reads_the_conversation_and_what_asks_for_its_answer(
+def test_prompt_is_the_conversation_with_the_generation_prompt(
     tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[list[int]] = []
@@ -125,7 +125,7 @@ def test_the_model_reads_the_conversation_and_what_asks_for_its_answer(
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-def test_the_template_is_the_one_asked_for_else_that_of_the_run_with_adapters_or_without(
+def test_template_is_the_requested_one_or_that_of_the_run(
     adapted: bool, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     weights: Any = (

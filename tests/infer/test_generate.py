@@ -55,7 +55,7 @@ WINDOWS = AttentionConfig(window=3, window_layers=(True, False), sinks=True, sof
 
 
 @pytest.mark.parametrize("attention", [AttentionConfig(), WINDOWS])
-def test_text_read_once_is_the_text_read_again_for_every_token(
+def test_text_with_a_cache_equals_text_recomputed_for_every_token(
     attention: AttentionConfig, tiny: SimpleNamespace
 ) -> None:
     model = tiny.model(tiny.config(attention=attention), dtype=torch.float64)
@@ -108,7 +108,7 @@ def test_longrope_text_beyond_the_original_length_is_recomputed(
 @pytest.mark.parametrize(
     "variant", [name for name, model in VARIANTS.items() if model.attention.causal]
 )
-def test_every_kind_of_layer_writes_with_a_cache_what_it_writes_without(
+def test_every_layer_type_generates_the_same_text_with_a_cache(
     variant: str, tiny: SimpleNamespace
 ) -> None:
     # a tied one repeats what it reads
@@ -138,7 +138,7 @@ TALKS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("kind", TALKS)
-def test_a_conversation_that_is_kept_is_the_one_that_is_read_again(
+def test_cached_conversation_equals_the_recomputed_one(
     kind: str, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "INITIAL_CAPACITY", 4)  # windows let go of rows soon
@@ -169,7 +169,7 @@ def test_a_conversation_that_is_kept_is_the_one_that_is_read_again(
         counts.clear()
 
 
-def test_a_text_that_was_left_early_goes_on_from_there(tiny: SimpleNamespace) -> None:
+def test_interrupted_text_continues_from_its_cache(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config(), dtype=torch.float64)
     read, expected = (
         build_prefix_state(model.config),
@@ -181,7 +181,7 @@ def test_a_text_that_was_left_early_goes_on_from_there(tiny: SimpleNamespace) ->
         del stream
 
 
-def test_layers_with_a_window_keep_no_more_than_it(tiny: SimpleNamespace) -> None:
+def test_layers_with_a_window_cache_only_the_window(tiny: SimpleNamespace) -> None:
     assert attention_views(tiny.config(attention=WINDOWS)) == [AttentionView(3), AttentionView()]
     assert attention_views(tiny.config(attention=replace(WINDOWS, chunked=True)))[
         0
@@ -208,7 +208,7 @@ def test_chunking_and_batching_of_prompts_do_not_change_the_text(
     assert texts(list(generate(model, PROMPTS[:2], sample)), 2) == expected[:2]
 
 
-def test_the_seed_decides_the_text(tiny: SimpleNamespace) -> None:
+def test_text_depends_on_the_seed(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config())
     found = [
         texts(list(generate(model, PROMPTS, SampleConfig(max_new_tokens=20, seed=seed))))
@@ -251,13 +251,13 @@ def test_a_text_ends_at_a_stop_at_its_length_or_at_the_end_of_the_context(
     assert last.finish == "length"
 
 
-def test_tokens_come_out_as_soon_as_they_are_chosen(tiny: SimpleNamespace) -> None:
+def test_tokens_are_returned_as_soon_as_they_are_sampled(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config())
     stream = generate(model, PROMPTS, GREEDY)
     assert [next(stream).sequence for _ in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
-def test_no_gradient_is_kept(tiny: SimpleNamespace) -> None:
+def test_generation_computes_no_gradients(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config())
     list(generate(model, PROMPTS, GREEDY))
     assert torch.is_grad_enabled() and all(
@@ -281,14 +281,14 @@ def test_no_gradient_is_kept(tiny: SimpleNamespace) -> None:
         ([-1], "prompt 2 has token -1"),
     ],
 )
-def test_prompts_that_cannot_be_read_are_refused(
+def test_invalid_prompts_are_rejected(
     prompt: list[int], message: str, tiny: SimpleNamespace
 ) -> None:
     with pytest.raises(DataError, match=message):
         next(generate(tiny.model(tiny.config()), [[1], prompt], GREEDY))
 
 
-def test_settings_that_cannot_be_are_refused(tiny: SimpleNamespace) -> None:
+def test_invalid_settings_are_rejected(tiny: SimpleNamespace) -> None:
     with pytest.raises(ConfigError, match="top_p=2 must be"):
         next(generate(tiny.model(tiny.config()), [[1]], SampleConfig(top_p=2)))
 
@@ -308,7 +308,7 @@ def on_a_rank(
 
 
 @pytest.mark.parametrize(("tp", "kv_heads"), [(2, 2), (2, 1), (3, 3)])
-def test_every_rank_writes_what_one_process_writes(
+def test_every_rank_generates_the_text_of_one_process(
     tp: int, kv_heads: int, tiny: SimpleNamespace
 ) -> None:
     config, sample = (
@@ -334,7 +334,7 @@ EXPERTS = MoEConfig(
 
 
 @pytest.mark.parametrize("moe", [EXPERTS, replace(EXPERTS, num_experts=5)])
-def test_experts_on_several_ranks_write_what_one_process_writes(
+def test_expert_parallel_ranks_generate_the_text_of_one_process(
     moe: MoEConfig, tiny: SimpleNamespace
 ) -> None:
     config = tiny.config(moe=moe)

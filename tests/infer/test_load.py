@@ -51,7 +51,7 @@ def text(source: Path, dtype: torch.dtype = torch.float32) -> list[int]:
     return [w.token for w in generate(generator.model, [[5, 6, 7]], SampleConfig(max_new_tokens=9))]
 
 
-def test_a_run_a_checkpoint_and_a_folder_write_the_same(
+def test_run_checkpoint_and_hugging_face_folder_generate_the_same_text(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     model = tiny.model(tiny.config(vocab_size=300))
@@ -125,7 +125,7 @@ def test_prompts_are_read_in_chunks_with_the_same_result(
     assert reads[-1] == once[-1] == 2, "a token of each text is read at once"
 
 
-def test_chunks_without_an_mlp_are_refused(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_chunks_without_an_mlp_are_rejected(tmp_path: Path, tiny: SimpleNamespace) -> None:
     experts = MoEConfig(num_experts=3, top_k=2, ffn_hidden_size=5)
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=experts)), TokenizerConfig())
     source = open_source(str(path), 1)
@@ -157,7 +157,7 @@ def test_mtp_layers_are_neither_built_nor_loaded(
 
 
 @pytest.mark.parametrize(("experts", "ep"), [(6, 2), (5, 1)])
-def test_ranks_divide_experts_whole_where_they_can(
+def test_whole_experts_are_divided_over_ranks_if_possible(
     experts: int, ep: int, tiny: SimpleNamespace
 ) -> None:
     model = tiny.config(moe=MoEConfig(num_experts=experts, top_k=2, ffn_hidden_size=5))
@@ -166,7 +166,7 @@ def test_ranks_divide_experts_whole_where_they_can(
     assert generation_layout(tiny.config(), 2) == ParallelConfig(tp=2)
 
 
-def test_a_base_is_for_adapters(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_base_is_accepted_only_with_adapters(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
     with pytest.raises(
         ConfigError, match=r"--base=x: .* holds a model, not adapters. Remove --base, or use"
@@ -184,7 +184,7 @@ def test_generator_computes_in_the_requested_dtype(tmp_path: Path, tiny: SimpleN
         assert len(text(path, dtype)) == 9
 
 
-def test_texts_end_where_the_tokenizer_or_the_folder_says(
+def test_texts_end_at_the_end_token_of_the_tokenizer_or_the_folder(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     model = tiny.model(tiny.config(vocab_size=300))
@@ -224,7 +224,7 @@ def test_texts_end_where_the_tokenizer_or_the_folder_says(
     ).stops == {299}
 
 
-def test_a_tokenizer_without_an_end_is_fine_for_writing(
+def test_tokenizer_without_an_end_token_can_generate(
     tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train_bpe(["some text"] * 3, vocab_size=260, path=str(tmp_path / "words"))
@@ -244,7 +244,7 @@ def test_a_tokenizer_without_an_end_is_fine_for_writing(
     )
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+def test_a_tokenizer_with_more_tokens_than_the_model_is_rejected(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=256)), TokenizerConfig())
@@ -256,7 +256,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
 
 
 @pytest.mark.parametrize("tp", [4, 7])
-def test_processes_that_do_not_fit_its_heads_are_refused_with_those_that_do(
+def test_processes_that_do_not_fit_its_heads_are_rejected_with_those_that_do(
     tp: int, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     path = save(

@@ -21,7 +21,7 @@ def shares(row: Tensor, sample: SampleConfig, draws: int = 4000) -> Tensor:
     return torch.bincount(torch.tensor(chosen), minlength=len(row)) / draws
 
 
-def test_greedy_takes_the_best_and_the_first_of_equals() -> None:
+def test_greedy_returns_the_most_likely_token_and_the_first_of_equals() -> None:
     rows = torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0]])
     assert sample_tokens(rows, SampleConfig(temperature=0.0), PLACES[:2]) == [1, 0]
     assert sample_tokens(
@@ -33,13 +33,13 @@ def test_greedy_takes_the_best_and_the_first_of_equals() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_come_as_often_as_the_softmax_says(temperature: float) -> None:
+def test_tokens_are_sampled_with_softmax_probabilities(temperature: float) -> None:
     row = torch.tensor([0.0, 1.0, -1.0, 2.0, -30.0])
     found = shares(row, SampleConfig(temperature=temperature))
     torch.testing.assert_close(found, (row / temperature).softmax(-1), rtol=0, atol=0.03)
 
 
-def test_a_draw_is_keyed_by_seed_sequence_and_position() -> None:
+def test_sample_is_keyed_by_seed_sequence_and_position() -> None:
     row = torch.zeros(1, 1000)
 
     def draw(seed: int, sequence: int, position: int) -> int:
@@ -63,7 +63,7 @@ def test_samples_do_not_depend_on_other_rows() -> None:
     ("k", "kept"),
     [(1, [1]), (2, [1, 3]), (3, [1, 2, 3, 5]), (6, [0, 1, 2, 3, 4, 5]), (99, [0, 1, 2, 3, 4, 5])],
 )
-def test_top_k_keeps_the_best_and_what_equals_the_last_of_them(k: int, kept: list[int]) -> None:
+def test_top_k_keeps_the_most_likely_tokens_and_ties(k: int, kept: list[int]) -> None:
     row = torch.tensor([[0.0, 9.0, 5.0, 7.0, -2.0, 5.0]])
     found = filter_logits(row, SampleConfig(top_k=k))
     assert found.isfinite()[0].nonzero().flatten().tolist() == kept
@@ -81,7 +81,7 @@ def test_top_k_keeps_the_best_and_what_equals_the_last_of_them(k: int, kept: lis
         (1.0, [2, 0, 3, 1]),
     ],
 )
-def test_top_p_keeps_the_best_that_reach_the_probability_together(
+def test_top_p_keeps_the_smallest_set_that_reaches_the_probability(
     p: float, kept: list[int]
 ) -> None:
     row = torch.tensor([[0.3, 0.05, 0.5, 0.15]]).log()

@@ -24,7 +24,7 @@ def transcript(prompt: str = "ab", tokenizer: ByteTokenizer | NullTokenizer = BY
     return Transcript(prompt, tokenizer.encode(prompt), tokenizer)
 
 
-def test_an_empty_prompt_begins_a_document() -> None:
+def test_empty_prompt_starts_a_document() -> None:
     assert encode_prompt("", BYTES) == [256]
     assert encode_prompt("ab", BYTES) == [97, 98]
 
@@ -34,7 +34,7 @@ def test_an_empty_prompt_begins_a_document() -> None:
     assert encode_prompt("", Beginning()) == [7]
 
 
-def test_an_end_that_the_tokenizer_adds_is_taken_off_again() -> None:
+def test_end_token_added_by_the_tokenizer_is_removed() -> None:
     class Ending(ByteTokenizer):
         def encode(self, text: str) -> list[int]:
             return [*super().encode(text), 256]
@@ -50,14 +50,14 @@ def test_a_prompt_that_cannot_be_encoded_is_named() -> None:
         encode_prompts(["1 2", "x"], NullTokenizer(5))
 
 
-def test_a_prompt_that_is_no_text_is_named() -> None:
+def test_prompt_that_is_not_text_is_reported() -> None:
     with pytest.raises(
         DataError, match=r"prompt 1 \('a\\udcff'\): character 2 is '\\udcff': .*Use another prompt"
     ):
         encode_prompts(["a\udcff"], BYTES)
 
 
-def test_text_comes_out_in_whole_characters_and_without_the_end_token() -> None:
+def test_text_is_streamed_in_whole_characters_without_the_end_token() -> None:
     found, parts = transcript(), []
     for token in [*"é!".encode(), 256]:
         found.add(GeneratedToken(0, token, "stop" if token == 256 else None))
@@ -69,7 +69,7 @@ def test_text_comes_out_in_whole_characters_and_without_the_end_token() -> None:
     )
 
 
-def test_a_character_that_never_became_whole_shows_at_the_end() -> None:
+def test_incomplete_character_is_shown_at_the_end() -> None:
     found = transcript()
     found.add(GeneratedToken(0, 195, "length"))
     assert found.text == "\ufffd"
@@ -82,13 +82,13 @@ def test_an_ignored_end_token_is_not_part_of_the_text() -> None:
     assert found.text == "c"
 
 
-def test_a_stop_of_another_name_is_no_text() -> None:
+def test_stop_token_of_another_name_is_not_text() -> None:
     found = transcript()
     found.add(GeneratedToken(0, 99, "stop"))
     assert found.text == ""
 
 
-def test_the_space_after_the_prompt_is_not_lost(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_space_after_the_prompt_is_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("words")
     train_bpe(["hello world, hello there"] * 4, vocab_size=280, path=str(folder))
     words = HuggingFaceTokenizer(str(folder))
@@ -127,7 +127,7 @@ def test_one_text_streams_and_several_follow_one_another() -> None:
 
 
 @pytest.mark.parametrize("ignore_eod", [False, True])
-def test_what_is_shown_is_what_was_written(ignore_eod: bool, tiny: SimpleNamespace) -> None:
+def test_streamed_text_equals_the_returned_text(ignore_eod: bool, tiny: SimpleNamespace) -> None:
     model, sample = tiny.model(tiny.config(vocab_size=257)), SampleConfig(max_new_tokens=30, seed=5)
     free = [written.token for written in generate(model, [[97]], sample)]
     shown: list[str] = []

@@ -22,8 +22,8 @@ def test_numba_is_selected_on_cpus_if_supported() -> None:
 def test_triton_is_selected_on_gpus_if_supported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cpu_threads, "takes", lambda *tensors: False)
-    monkeypatch.setattr(launch, "takes", lambda *tensors: True)
+    monkeypatch.setattr(cpu_threads, "should_use", lambda *tensors: False)
+    monkeypatch.setattr(launch, "can_use", lambda *tensors: True)
     x = torch.ones(2, 2)
     assert select_backend("auto", x, op="norm") == "triton"
     assert select_backend("auto", x, op="norm", triton=False) == "torch"

@@ -246,7 +246,7 @@ def test_numba_pass_matches_torch_operations(
         for compiled in (True, False):
             with monkeypatch.context() as patch:
                 if not compiled:
-                    patch.setattr(cpu_threads, "takes", lambda *tensors: False)
+                    patch.setattr(cpu_threads, "should_use", lambda *tensors: False)
                 out = span_attention(
                     q, k, v, what, Scores(softcap=3.0), torch.linspace(-1, 1, 4, dtype=dtype)
                 )

@@ -48,8 +48,8 @@ SHAPES = [
 @pytest.fixture(autouse=True)
 def taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the programs would not be asked."""
-    monkeypatch.setattr(launch, "takes", lambda *tensors: True)
-    monkeypatch.setattr("megalith.kernels.cpu_threads.takes", lambda *tensors: False)
+    monkeypatch.setattr(launch, "can_use", lambda *tensors: True)
+    monkeypatch.setattr("megalith.kernels.cpu_threads.should_use", lambda *tensors: False)
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -53,7 +53,7 @@ def test_a_caught_exception_keeps_its_traceback_and_one_line() -> None:
     assert before <= failure.when_ns <= time.monotonic_ns()
 
 
-def test_frames_that_are_the_callers_own_can_be_left_out() -> None:
+def test_frames_of_the_caller_can_be_omitted() -> None:
     with pytest.raises(KeyError) as raised:
         _inner()
     for skipped, mine in ((0, True), (1, False), (9, False)):
@@ -107,7 +107,7 @@ def test_other_exceptions_are_not_consequences() -> None:
     assert not exit_failure(0, -6).is_consequence
 
 
-def test_the_first_failure_is_shown_whole_and_the_others_in_one_line() -> None:
+def test_first_failure_is_shown_in_full_and_the_others_in_one_line() -> None:
     first, later = (
         caught(1),
         Failure(2, "ValueError: " + "x" * 999, "Traceback\nValueError", time.monotonic_ns()),

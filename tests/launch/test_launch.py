@@ -180,7 +180,7 @@ def gone(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_every_rank_gets_its_rank_and_its_share_of_the_cores(
+def test_every_process_gets_its_rank_and_its_share_of_the_cores(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megalith.launch.launcher.available_cores", lambda: 7)
@@ -260,7 +260,7 @@ def test_rank_that_ignores_sigterm_is_killed_after_the_grace_period(
     assert all(gone(int(file.read_text())) for file in tmp_path.glob("pid*"))
 
 
-def test_a_crash_outside_python_shows_where_it_was(script: Path, tmp_path: Path) -> None:
+def test_crash_outside_python_is_reported_with_its_location(script: Path, tmp_path: Path) -> None:
     with pytest.raises(
         RankError,
         match=r"^rank 1 was killed by signal 11 \(SIGSEGV\)[\s\S]*File .*worker.py.* in crash",
@@ -280,9 +280,7 @@ def test_user_error_of_one_rank_names_the_rank(script: Path, tmp_path: Path) -> 
     assert str(caught.value) == "rank 1: data.path=x: no such file here. Use another."
 
 
-def test_ranks_of_which_some_stopped_after_a_save_have_stopped(
-    script: Path, tmp_path: Path
-) -> None:
+def test_job_has_stopped_if_some_ranks_stopped_after_a_save(script: Path, tmp_path: Path) -> None:
     assert launch(script, "mixed", tmp_path, 2) == 75
 
 

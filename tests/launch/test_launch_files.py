@@ -176,7 +176,7 @@ def start_pod(folder: Path, manifests: dict[str, Any], code: str) -> "subprocess
 
 
 @pytest.mark.parametrize("rank, expected", [("0", 0), ("1", 1), ("2", 2), ("75", 75), ("137", 1)])
-def test_a_pod_ends_as_its_ranks_did(
+def test_pod_has_the_exit_code_of_its_ranks(
     pod: Path, manifests: dict[str, Any], rank: str, expected: int
 ) -> None:
     code, out = wait_for_output(start_pod(pod, manifests, rank))
@@ -197,7 +197,7 @@ def test_terminated_pod_lets_its_ranks_save(pod: Path, manifests: dict[str, Any]
 
 
 @pytest.mark.slow  # twice torchrun and two ranks, each of which imports torch
-def test_a_real_run_under_the_pods_script_stops_with_75_and_goes_on(
+def test_run_under_the_pod_script_stops_with_75_and_resumes(
     tmp_path: Path, manifests: dict[str, Any]
 ) -> None:
     tool(tmp_path, "megalith", f'exec {quote(sys.executable)} -m megalith "$@"')
@@ -233,7 +233,9 @@ def test_a_real_run_under_the_pods_script_stops_with_75_and_goes_on(
         assert (process.returncode, expected_words in out) == (code, True), out + err
 
 
-def test_the_pods_meet_where_the_service_lets_them(pod: Path, manifests: dict[str, Any]) -> None:
+def test_pods_rendezvous_at_the_address_of_the_service(
+    pod: Path, manifests: dict[str, Any]
+) -> None:
     service, job = manifests["Service"], manifests["Job"]["spec"]
     wait_for_output(start_pod(pod, manifests, "0"))
     words = (pod / "words").read_text()

@@ -114,11 +114,11 @@ def test_a_rank_that_does_not_arrive_is_named_with_its_coordinates(tmp_path: Pat
     check_report(tmp_path, "in place")
 
 
-def test_a_handle_that_never_completes_is_noticed(tmp_path: Path) -> None:
+def test_handle_that_never_completes_is_reported(tmp_path: Path) -> None:
     check_report(tmp_path, "handle")
 
 
-def test_a_differentiable_collective_is_noticed(tmp_path: Path) -> None:
+def test_hang_in_a_differentiable_collective_is_reported(tmp_path: Path) -> None:
     check_report(tmp_path, "functional")
 
 
@@ -128,7 +128,7 @@ def test_hang_during_an_overlapped_all_to_all_is_not_reported_as_waiting(
     check_report(tmp_path, "exchange", number=2)
 
 
-def test_a_collective_that_torch_starts_by_itself_is_noticed_where_everyone_stands(
+def test_hang_in_a_collective_of_torch_is_reported_with_all_ranks(
     tmp_path: Path,
 ) -> None:
     reports = [failure for _, failure in run_ranks(_hangs, 3, tmp_path, "torch's own")]
@@ -171,7 +171,7 @@ def _stopped(rank: int, world: int, folder: Path) -> str:
     return failures[0].text
 
 
-def test_a_rank_that_does_not_even_answer_is_named(tmp_path: Path) -> None:
+def test_rank_that_does_not_answer_is_named(tmp_path: Path) -> None:
     text = run_ranks(_stopped, 2, tmp_path)[0]
     assert text.startswith("rank 1 (dp=1) did not arrive")
     assert "rank 1 (dp=1): does not answer: dead, stopped, or holding Python's lock" in text
@@ -198,7 +198,7 @@ class StoppedStore(FileStore):
 @pytest.mark.parametrize(
     ("kind", "why"), [(GoneStore, "Broken pipe"), (StoppedStore, "no answer within")]
 )
-def test_without_the_store_a_rank_still_says_what_it_waits_in(
+def test_rank_without_the_store_reports_its_pending_collective(
     tmp_path: Path, kind: type[FileStore], why: str
 ) -> None:
     flight, failures, ended = FlightRecorder(), list[Failure](), threading.Event()
@@ -227,7 +227,7 @@ def _watch_alone(
     return HangWatch(flight, store, 0, world, 0.1, end, folder=folder), ended, failures
 
 
-def test_without_the_store_a_rank_inside_torch_says_so(
+def test_rank_without_the_store_reports_that_it_is_inside_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As FSDP2's own collectives: nothing is unfinished in the list, and the rank is late all the
@@ -243,7 +243,7 @@ def test_without_the_store_a_rank_inside_torch_says_so(
     assert "the store of the ranks does not answer (Broken pipe" in failures[0].text
 
 
-def test_without_the_store_a_rank_that_has_left_torch_meanwhile_goes_on(tmp_path: Path) -> None:
+def test_rank_without_the_store_continues_if_the_collective_ended(tmp_path: Path) -> None:
     flight = FlightRecorder()
     watch, _, failures = _watch_alone(tmp_path, GoneStore(str(tmp_path / "s"), 1), flight)
     assert watch._report_alone(RuntimeError("Broken pipe")) == ""
@@ -251,7 +251,7 @@ def test_without_the_store_a_rank_that_has_left_torch_meanwhile_goes_on(tmp_path
 
 
 @pytest.mark.parametrize("kind", [HashStore, TCPStore])
-def test_an_operation_that_ends_while_the_ranks_are_asked_clears_the_alarm(
+def test_operation_that_ends_during_the_query_clears_the_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Store]
 ) -> None:
     flight = FlightRecorder()
@@ -297,7 +297,7 @@ def _both_clear(rank: int, world: int, folder: Path) -> tuple[int, int]:
     return watch.alarms, len(failures)
 
 
-def test_every_rank_hears_that_the_alarm_is_cleared(tmp_path: Path) -> None:
+def test_all_ranks_are_notified_that_the_alarm_is_cleared(tmp_path: Path) -> None:
     assert run_ranks(_both_clear, 2, tmp_path) == [(1, 0), (1, 0)]
 
 
@@ -351,7 +351,7 @@ def test_on_a_device_a_rank_is_late_when_it_still_works_long_after_its_newest_co
     assert not watch.is_late() and flight.place(0).waiting is None, "it was slow, and is done"
 
 
-def test_on_a_device_a_rank_waits_in_its_newest_collective_even_if_nobody_holds_its_handle(
+def test_device_rank_waits_in_its_newest_collective_without_a_handle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flight = FlightRecorder()
@@ -367,7 +367,7 @@ def test_on_a_device_a_rank_waits_in_its_newest_collective_even_if_nobody_holds_
     assert flight.place(0).waiting is not None
 
 
-def test_a_disk_that_is_full_keeps_no_rank_from_ending(tmp_path: Path) -> None:
+def test_full_disk_does_not_prevent_a_rank_from_exiting(tmp_path: Path) -> None:
     ended: list[Failure] = []
     (tmp_path / "file").write_text("")
     watch = HangWatch(

@@ -84,7 +84,7 @@ def test_incomplete_rank_variables_are_rejected_by_name() -> None:
         Worker.from_environment({"MASTER_ADDR": "here"})
 
 
-def test_on_a_machine_with_gpus_each_rank_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     worker = Worker.from_environment(PLACE)
@@ -161,7 +161,7 @@ def everyone_hears(value: object, rank: int, world: int) -> object:
     return values[0]
 
 
-def test_ranks_join_and_leave() -> None:
+def test_ranks_initialize_and_destroy_the_process_group() -> None:
     assert run_ranks(_connects, 2) == [(True, 3.0, (0, 1), False)] * 2
 
 

@@ -63,7 +63,7 @@ def ids_of(count: int, vocab_size: int = 37) -> Tensor:
 
 
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES.keys())
-def test_it_declares_as_many_elements_as_the_closed_form_counts(
+def test_number_of_declared_elements_matches_the_formula(
     changes: dict[str, Any], tiny: SimpleNamespace
 ) -> None:
     config = tiny.config(pad_vocab_to_multiple_of=1, **changes)
@@ -100,7 +100,7 @@ def test_a_tied_head_shares_its_parameter_in_every_state(tiny: SimpleNamespace) 
     assert model.head.weight is model.embed.weight
 
 
-def test_matrices_of_one_matmul_lie_below_one_another_so_that_none_is_copied(
+def test_matrices_of_one_matmul_are_contiguous_without_a_copy(
     tiny: SimpleNamespace,
 ) -> None:
     attention = tiny.model(tiny.config()).layers[0].attention
@@ -108,7 +108,7 @@ def test_matrices_of_one_matmul_lie_below_one_another_so_that_none_is_copied(
     assert len(both) == 2 and stacked(both).data_ptr() == both[0].data_ptr()
 
 
-def test_documents_do_not_see_one_another(tiny: SimpleNamespace) -> None:
+def test_documents_do_not_attend_to_each_other(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config())
     ids = ids_of(16)
     together = model.hidden_states(ids, LayerInputs(seq_params_from_lengths([5, 1, 10])))
@@ -148,7 +148,7 @@ def test_documents_without_a_token_change_nothing(
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_a_token_does_not_see_what_comes_after_it(tiny: SimpleNamespace) -> None:
+def test_tokens_do_not_attend_to_later_tokens(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config())
     ids = ids_of(9)
     changed = ids.clone()
@@ -158,7 +158,7 @@ def test_a_token_does_not_see_what_comes_after_it(tiny: SimpleNamespace) -> None
     assert torch.equal(a[:6], b[:6]) and not torch.equal(a[6:], b[6:])
 
 
-def test_the_loss_is_the_sum_over_labels_of_the_scores(tiny: SimpleNamespace) -> None:
+def test_loss_is_the_sum_over_labels_computed_from_logits(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config())
     ids, labels = ids_of(12), ids_of(12).flip(0)
     labels[3:7] = -1
@@ -170,7 +170,7 @@ def test_the_loss_is_the_sum_over_labels_of_the_scores(tiny: SimpleNamespace) ->
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
-def test_first_weights_do_not_depend_on_the_layout(tp: int, tiny: SimpleNamespace) -> None:
+def test_initial_weights_do_not_depend_on_the_layout(tp: int, tiny: SimpleNamespace) -> None:
     config = tiny.config(num_kv_heads=3 if tp == 3 else 2, hidden_size=600, vocab_size=300)
     whole, grid = (
         tiny.tensors(tiny.model(config, seed=5)),
@@ -188,7 +188,7 @@ def test_first_weights_do_not_depend_on_the_layout(tp: int, tiny: SimpleNamespac
     )
 
 
-def test_weights_back_into_the_residual_stream_start_smaller_and_the_rest_as_the_config_says(
+def test_initial_output_projections_are_scaled_by_depth_and_others_are_not(
     tiny: SimpleNamespace,
 ) -> None:
     config = tiny.config(
@@ -247,7 +247,7 @@ def pieces_of_gradients(
     ("tp", "sp", "changes"),
     [(2, False, "tied"), (2, True, "plain"), (3, True, "biases"), (4, False, "biases")],
 )
-def test_ranks_together_compute_the_loss_and_gradients_of_one(
+def test_ranks_compute_the_loss_and_gradients_of_one_process(
     tp: int, sp: bool, changes: str, tiny: SimpleNamespace
 ) -> None:
     config = tiny.config(**CHANGES[changes] | {"num_kv_heads": 3 if tp == 3 else 2})
@@ -303,7 +303,7 @@ def chunks_of(config: ModelConfig, parallel: ParallelConfig) -> list[list[Decode
 
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_chunks_one_after_the_other_compute_what_the_whole_model_does(
+def test_model_chunks_in_sequence_match_the_whole_model(
     name: str, tied: bool, tiny: SimpleNamespace
 ) -> None:
     parallel, num_layers = STAGES[name]
@@ -428,9 +428,7 @@ def test_two_chunks_of_one_rank_share_a_tied_table(tiny: SimpleNamespace) -> Non
     assert first.embed.weight is second.head.weight
 
 
-def test_places_in_time_height_and_width_turn_as_in_qwen2_vl(
-    tmp_path: Path, tiny: SimpleNamespace
-) -> None:
+def test_multimodal_rope_matches_qwen2_vl(tmp_path: Path, tiny: SimpleNamespace) -> None:
     theirs_of = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
     rope = RopeConfig(theta=50.0, sections=(2, 1, 1))
     config = tiny.config(tied_embeddings=True, qkv_bias=True, head_dim=8, hidden_size=48, rope=rope)

@@ -37,7 +37,7 @@ def test_a_layer_adds_attention_and_then_the_mlp_each_to_its_own_normalized_inpu
     assert_equals("block", block(x, tokens), expected, FP64)
 
 
-def test_its_parameters_are_named_after_their_place(layers: SimpleNamespace) -> None:
+def test_parameters_are_named_by_their_module_path(layers: SimpleNamespace) -> None:
     block = layers.build(
         SequentialBlock, layers.config(qkv_bias=False, output_bias=False, mlp_bias=False)
     )
@@ -53,7 +53,7 @@ def test_its_parameters_are_named_after_their_place(layers: SimpleNamespace) -> 
     assert isinstance(block.attention, Attention) and isinstance(block.mlp, GatedMLP)
 
 
-def test_recomputed_parts_are_the_parts_that_were_named(layers: SimpleNamespace) -> None:
+def test_recomputed_modules_are_the_selected_ones(layers: SimpleNamespace) -> None:
     config, mesh = layers.config(), build_single_rank_mesh()
 
     def built(*modules: RecomputedModule) -> SequentialBlock:

@@ -253,7 +253,7 @@ def test_encoder_keys_are_computed_once_for_decoding(layers: SimpleNamespace) ->
 
 
 @pytest.mark.parametrize("sp", [False, True])
-def test_it_type_checks(sp: bool, layers: SimpleNamespace) -> None:
+def test_cross_attention_type_checks(sp: bool, layers: SimpleNamespace) -> None:
     """Without sp x and the memory are I, with sp V; what comes out is the same, and the gradient
     reaches both."""
     config = layers.config(num_kv_heads=2)

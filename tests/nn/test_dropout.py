@@ -36,7 +36,7 @@ def made(
     return Dropout(place, layer, p, context)
 
 
-def test_it_drops_by_seed_place_layer_and_the_tokens_numbers() -> None:
+def test_dropout_is_keyed_by_seed_site_layer_and_token_number() -> None:
     expected = dropout(X, 0.5, key(5, "dropout", "attention", 2), NUMBERS)
     assert torch.equal(made()(X, tokens()), expected)
     others = [made(place="mlp")(X, tokens()), made(layer=3)(X, tokens()), made()(X, tokens(seed=6))]

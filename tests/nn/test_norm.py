@@ -92,7 +92,7 @@ def test_output_has_the_dtype_of_the_input(
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_its_parameters_are_whole_vectors_under_their_names(kind: Kind) -> None:
+def test_parameters_are_replicated_vectors_under_their_names(kind: Kind) -> None:
     shards = [declared.shard for declared, _, _ in iter_parameter_specs(norm(kind=kind))]
     names = ["layers.3.mlp_norm.weight", "layers.3.mlp_norm.bias"][: 1 if kind == "rms" else 2]
     assert [shard.name for shard in shards] == names

@@ -127,7 +127,7 @@ def chunks(pp: int, rank: int, **pipeline: object) -> list[Decoder]:
     return build_chunks(build_context(RELATIVE, mesh, parallel))
 
 
-def test_stages_with_layers_have_a_copy_each_and_chunks_of_a_rank_share_one() -> None:
+def test_each_stage_has_a_copy_and_chunks_of_a_rank_share_it() -> None:
     first, second = chunks(2, 0, vpp=2)
     assert isinstance(first.relative, RelativeBias) and isinstance(second.relative, RelativeBias)
     assert first.relative.weight is second.relative.weight

@@ -129,7 +129,7 @@ def test_snapshot_json_keeps_old_waits_and_newest_entries() -> None:
     assert any("test_flight.py" in line for line in place.doing)
 
 
-def test_where_a_rank_is_tells_of_the_lane_that_works() -> None:
+def test_position_of_a_rank_is_that_of_the_active_lane() -> None:
     turns, found = DualBatchOverlap(), list[str]()
 
     def look() -> None:
@@ -207,7 +207,7 @@ def test_ranks_in_different_operations_of_the_same_number_are_named() -> None:
     )
 
 
-def test_a_message_is_missed_at_its_other_end() -> None:
+def test_missing_message_is_reported_at_its_other_end() -> None:
     waits = event(message_lane("5", 3, sends=False), 1, ranks=(1, 3), peer=3)
     for sent, missing in ((1, [3]), (2, [])):
         places = {
@@ -250,7 +250,7 @@ def test_no_report_if_no_rank_waited_longer_than_timeout() -> None:
     )
 
 
-def test_a_note_of_torchs_own_collective_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_of_a_collective_of_torch_can_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight_module, "inside_torch", lambda: True)
     flight = FlightRecorder()
     enter(flight)

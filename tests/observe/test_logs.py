@@ -8,7 +8,7 @@ import pytest
 from megalith.observe.metrics import log_to
 
 
-def test_the_log_is_appended_and_other_loggers_stay_out(tmp_path: Path) -> None:
+def test_log_is_appended_and_excludes_other_loggers(tmp_path: Path) -> None:
     path = tmp_path / "run" / "log.txt"
     for text in ("first", "second"):
         with log_to(path):

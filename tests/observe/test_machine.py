@@ -25,7 +25,7 @@ def test_the_machine_is_described(tmp_path: Path) -> None:
     assert all(link.name != "lo" for link in machine.links)
 
 
-def test_measured_rates_are_those_of_the_operations_counted(
+def test_measured_rates_count_the_operations_of_the_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(subject, "_seconds", lambda work, device: [2.0, 1.0, 4.0])
@@ -36,7 +36,7 @@ def test_measured_rates_are_those_of_the_operations_counted(
     assert measured_bandwidth() == 2 * 4 * 2**23 / 2, "the median, read and written"
 
 
-def test_larger_products_are_tried_while_they_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmul_size_grows_while_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
 
     def seconds(work: object, device: str) -> list[float]:

@@ -9,7 +9,7 @@ from megalith.errors import DataError
 from megalith.observe.metrics import MetricsFile, cut_after, read_metrics
 
 
-def test_rows_come_back_with_a_time(tmp_path: Path) -> None:
+def test_rows_are_read_back_with_a_time(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl", resume_at=0)
     file.write({"step": 1, "loss": 2.5})
     file.close()
@@ -18,7 +18,7 @@ def test_rows_come_back_with_a_time(tmp_path: Path) -> None:
     assert str(row["time_utc"]).endswith("+00:00")
 
 
-def test_resuming_cuts_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+def test_resume_removes_later_steps_and_an_incomplete_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(
         "".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 4)) + '{"step": 5, "lo'
@@ -29,7 +29,7 @@ def test_resuming_cuts_later_steps_and_a_torn_line(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
 
 
-def test_an_evaluation_row_of_the_last_saved_step_stays(tmp_path: Path) -> None:
+def test_evaluation_row_of_the_last_saved_step_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 2}\n{"step": 2, "eval_loss": 1}\n{"step": 3}\n')
     cut_after(path, 2)

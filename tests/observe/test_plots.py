@@ -87,7 +87,7 @@ def test_running_mean_is_centered_and_narrower_at_the_ends() -> None:
     assert running_mean([1.0, 2.0], 1) == [1.0, 2.0]
 
 
-def test_expert_and_routing_plots_explain_themselves(
+def test_expert_and_routing_plots_have_titles_and_labels(
     tmp_path: Path, figures: dict[str, Figure]
 ) -> None:
     save_yaml(resolve("moe_tiny"), tmp_path / "config.yaml")
@@ -131,7 +131,7 @@ def test_no_plot_without_rows(tmp_path: Path) -> None:
     assert plot_run(tmp_path) is None
 
 
-def test_losses_of_single_layers_are_not_drawn_among_those_of_all(
+def test_per_layer_losses_are_not_in_the_loss_plot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = (

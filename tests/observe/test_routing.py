@@ -72,7 +72,7 @@ def distinct(tokens: int, top_k: int, experts: int) -> Experts:
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_a_permutation_tells_everything(tmp_path: Path, top_k: int) -> None:
+def test_permutation_has_full_mutual_information(tmp_path: Path, top_k: int) -> None:
     here = distinct(3000, top_k, 6)
     found = pair(tmp_path, here, np.array([3, 5, 0, 4, 1, 2])[here], 6, steps=2, split=3)
     assert found.information == pytest.approx(1.0, abs=1e-3)
@@ -111,7 +111,7 @@ def test_noisy_choice_has_the_information_of_its_channel(tmp_path: Path) -> None
     )
 
 
-def test_guesses_are_of_the_other_half(tmp_path: Path) -> None:
+def test_predictions_are_evaluated_on_the_other_half(tmp_path: Path) -> None:
     """What the second half does after each expert, the first half never did."""
     here = np.tile(np.arange(4), 50).reshape(-1, 1)
     there = np.concatenate([here[:100], 3 - here[100:]])
@@ -119,7 +119,7 @@ def test_guesses_are_of_the_other_half(tmp_path: Path) -> None:
     assert (found.first, found.information) == (0.0, 0.0)
 
 
-def test_how_choices_concentrate(tmp_path: Path) -> None:
+def test_concentration_of_choices(tmp_path: Path) -> None:
     write(
         tmp_path,
         {
@@ -138,7 +138,7 @@ def test_how_choices_concentrate(tmp_path: Path) -> None:
     assert (even.load, even.half) == (1.0, 2) and even.entropy == pytest.approx(1.0)
 
 
-def test_ranks_of_two_stages_and_of_two_places_are_joined_by_their_tokens(tmp_path: Path) -> None:
+def test_rows_of_all_ranks_are_joined_by_token(tmp_path: Path) -> None:
     places = [distinct(200, 1, 3) for _ in range(2)]
     for dp, here in enumerate(places):
         write(tmp_path, {"layers.0": here}, rank=dp, dp=dp)

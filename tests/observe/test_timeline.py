@@ -50,14 +50,14 @@ def test_text_names_chunks_and_is_cut_where_asked(chunked: Simulation) -> None:
     assert cut[3] == "(shown until 3 of 16.5; use a larger width to see the rest)"
 
 
-def test_text_has_room_for_labels_of_short_and_of_free_actions() -> None:
+def test_text_is_wide_enough_for_labels_of_short_actions() -> None:
     schedule = build_schedule("1f1b", num_ranks=1, num_microbatches=12)
     costs = Costs(forward=(0.5,), backward_input=(0,), backward_weight=(0,))
     line = ascii_timeline(simulate(schedule, costs)).splitlines()[1]
     assert "F9- F10 F11" in line and "B" not in line
 
 
-def test_boxes_are_the_computing_of_the_lists(chunked: Simulation) -> None:
+def test_boxes_are_the_compute_actions_of_the_schedule(chunked: Simulation) -> None:
     drawn = list(boxes(chunked))
     assert len(drawn) == sum(action.peer < 0 for row in chunked.schedule.ranks for action in row)
     assert {box.stage for box in drawn} == {0, 1, 2, 3}
@@ -98,9 +98,7 @@ def test_html_shows_every_action_without_external_files(chunked: Simulation) -> 
 
 
 @pytest.mark.parametrize("ending", [".txt", ".html", ".json", ".png"])
-def test_the_ending_of_the_name_chooses_the_picture(
-    chunked: Simulation, tmp_path: Path, ending: str
-) -> None:
+def test_file_suffix_selects_the_format(chunked: Simulation, tmp_path: Path, ending: str) -> None:
     target = tmp_path / f"timeline{ending}"
     draw_timeline(chunked, target)
     start = {
@@ -126,7 +124,7 @@ def test_unknown_suffixes_and_missing_folders_are_rejected(
         draw_timeline(chunked, tmp_path / "nowhere" / "timeline.png")
 
 
-def test_the_pictures_and_the_code_of_the_page_are_true(capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_and_code_of_the_docs_are_current(capsys: pytest.CaptureFixture[str]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     for name in ("1f1b", "zb-h1"):
         assert (

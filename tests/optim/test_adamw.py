@@ -2,11 +2,13 @@
 decayed."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megalith.config.optim import OptimConfig
+from megalith.observe.machine import FORMATS
 from megalith.optim import optimizers
 from megalith.optim.optimizers import AdamW
 from megalith.plan.shards import Shard
@@ -19,7 +21,10 @@ def weights(dtype: torch.dtype) -> list[tuple[Shard, torch.Tensor]]:
     """A matrix and a vector."""
     generator = torch.Generator().manual_seed(3)
     return [
-        (s, torch.randn(s.box_shape, generator=generator, dtype=torch.float64).to(dtype))
+        (
+            replace(s, dtype=FORMATS[dtype]),
+            torch.randn(s.box_shape, generator=generator, dtype=torch.float64).to(dtype),
+        )
         for s in SHARDS
     ]
 

@@ -20,7 +20,7 @@ from megalith.plan.shards import Shard
 CPU = torch.device("cpu")
 
 
-def test_norm_is_that_of_torch() -> None:
+def test_norm_matches_torch() -> None:
     gradients = [torch.randn(5, 3), torch.randn(7)]
     pairs = [
         (Shard.full("a", (5, 3)), gradients[0]),
@@ -38,14 +38,14 @@ def test_norm_is_that_of_torch() -> None:
     assert torch.allclose((gradients[0] * factor).float(), parameters[0].grad)
 
 
-def test_small_gradients_stay_and_zero_turns_clipping_off() -> None:
+def test_small_gradients_are_not_clipped_and_zero_disables_clipping() -> None:
     factor = clip_factor(torch.tensor(0.5, dtype=torch.float64), 1.0)
     assert factor is not None
     assert float(factor) == 1.0
     assert clip_factor(torch.tensor(5.0), 0.0) is None
 
 
-def test_squares_are_added_in_float64_whatever_the_size() -> None:
+def test_squares_are_summed_in_float64_for_any_size() -> None:
     for numel in (0, 1, 63, 64, 65, 300_001):
         gradient = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
         found = sum_of_squares([gradient, gradient[:5]], CPU)
@@ -55,7 +55,7 @@ def test_squares_are_added_in_float64_whatever_the_size() -> None:
     assert float(sum_of_squares([], CPU)) == 0.0
 
 
-def test_the_sum_of_slices_is_the_sum_of_the_whole_to_the_last_bits() -> None:
+def test_sum_over_slices_matches_the_whole_within_rounding() -> None:
     """So that clipping does not depend on who owns what."""
     gradient = torch.randn(64 * 1000 + 17, generator=torch.Generator().manual_seed(1))
     whole_sum = sum_of_squares([gradient], CPU)
@@ -66,7 +66,7 @@ def test_the_sum_of_slices_is_the_sum_of_the_whole_to_the_last_bits() -> None:
         )
 
 
-def test_a_slice_that_cuts_a_row_changes_only_rounding_in_fp32() -> None:
+def test_slice_boundary_inside_a_row_changes_only_rounding() -> None:
     """As a slice does of weights that lie without gaps in one bucket."""
     gradient = torch.randn(5000, generator=torch.Generator().manual_seed(1))
     whole_sum = float(sum_of_squares([gradient], CPU))

@@ -24,7 +24,7 @@ def trace(scale: LossScale, overflows: str) -> list[float]:
     return found
 
 
-def test_the_scale_follows_overflows_as_megatrons_does() -> None:
+def test_loss_scale_matches_megatron_after_overflows() -> None:
     scale = build(initial=8, min=1, window=3, hysteresis=2)
     assert trace(scale, "0001110100011") == [8, 8, 16, 16, 8, 4, 4, 2, 2, 2, 4, 4, 2]
 
@@ -52,14 +52,14 @@ def test_a_constant_scale_stays() -> None:
     assert not scale.exhausted
 
 
-def test_other_formats_have_none() -> None:
+def test_other_formats_have_no_loss_scale() -> None:
     assert all(
         build_loss_scale(PrecisionConfig(params=params)) is None
         for params in ("fp32", "bf16", "fp64")
     )
 
 
-def test_it_gives_up_after_so_many_overflows_in_a_row_at_its_minimum() -> None:
+def test_run_ends_after_too_many_overflows_at_the_minimum_scale() -> None:
     scale = build(initial=4, min=1, window=5, hysteresis=1, max_overflows=3)
     trace(scale, "11")  # these lowered it
     assert (scale.scale, scale.exhausted) == (1.0, False)

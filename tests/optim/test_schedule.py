@@ -30,7 +30,7 @@ def rate(style: Any, samples: int, lengths: ScheduleLengths, fall: Any = "linear
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_warm_up_is_a_straight_line(style: str) -> None:
+def test_warmup_is_linear(style: str) -> None:
     assert [rate(style, n, SHORT) for n in (0, 5, 10)] == [0.0, 0.5, 1.0]
     assert learning_rate(replace(ONE, warmup_init=0.5), 5, SHORT) == 0.75
 
@@ -61,7 +61,7 @@ def test_the_warm_up_is_a_straight_line(style: str) -> None:
         (LONG, "inverse_square_root", 111, 0.1),
     ],
 )
-def test_learning_rates_equal_megatrons(
+def test_learning_rates_match_megatron(
     lengths: ScheduleLengths, style: str, samples: int, expected: float
 ) -> None:
     assert rate(style, samples, lengths) == pytest.approx(expected, abs=1e-6)
@@ -79,7 +79,7 @@ def test_learning_rates_equal_megatrons(
         (LONG, 100, [0.55, 0.55, 0.472792, 0.363604]),
     ],
 )
-def test_warm_up_stable_decay_equals_megatrons(
+def test_warmup_stable_decay_matches_megatron(
     lengths: ScheduleLengths, samples: int, expected: list[float]
 ) -> None:
     assert [rate("wsd", samples, lengths, fall) for fall in DECAY_SHAPES] == pytest.approx(
@@ -89,7 +89,7 @@ def test_warm_up_stable_decay_equals_megatrons(
 
 @pytest.mark.parametrize("fall", DECAY_SHAPES)
 @pytest.mark.parametrize("style", STYLES)
-def test_the_rate_never_jumps_and_stays_between_its_bounds(style: str, fall: str) -> None:
+def test_learning_rate_is_continuous_and_within_its_bounds(style: str, fall: str) -> None:
     lengths = ScheduleLengths(warmup=1000, decay=10_000, wsd_decay=2000, total=12_000)
     rates = [rate(style, n, lengths, fall) for n in range(10_001)]
     assert all(0.1 <= value <= 1.0 for value in rates[1000:])
@@ -101,13 +101,13 @@ def test_the_rate_never_jumps_and_stays_between_its_bounds(style: str, fall: str
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_without_a_warm_up_the_first_step_has_the_full_rate(style: str) -> None:
+def test_first_step_without_warmup_has_the_full_rate(style: str) -> None:
     assert rate(style, 0, replace(SHORT, warmup=0)) == 1.0
     # The inverse square root then falls from the first sample on.
     assert rate("inverse_square_root", 4, replace(SHORT, warmup=0)) == 0.5
 
 
-def test_a_wsd_fall_of_no_samples_is_a_step_down_at_the_end() -> None:
+def test_wsd_decay_of_zero_samples_is_a_step_at_the_end() -> None:
     lengths = replace(SHORT, wsd_decay=0)
     assert [rate("wsd", n, lengths) for n in (99, 100, 101)] == [1.0, 1.0, 0.1]
 
@@ -141,7 +141,7 @@ def test_warmup_share_is_rounded_and_leaves_a_step_after_the_warmup(
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_run_cut_into_other_batches_reads_the_same_rates(style: str) -> None:
+def test_run_with_another_batch_size_has_the_same_rates(style: str) -> None:
     schedule = ScheduleConfig(lr=1.0, style=style, warmup_steps=2, wsd_decay_steps=4)  # type: ignore[arg-type]
     doubled = replace(schedule, warmup_steps=4, wsd_decay_steps=8)
     large = schedule_lengths(schedule, global_batch_size=16, total_steps=20)
@@ -178,7 +178,7 @@ def test_weight_decay_moves_from_its_start_to_its_end() -> None:
         ScheduleConfig(lr=0.0, weight_decay=0.0, end_weight_decay=0.1, weight_decay_style="cosine"),
     ],
 )
-def test_a_schedule_that_works_has_no_problems(schedule: ScheduleConfig) -> None:
+def test_valid_schedule_has_no_problems(schedule: ScheduleConfig) -> None:
     assert schedule_problems(schedule, 100) == []
 
 
@@ -255,23 +255,21 @@ def test_a_schedule_that_works_has_no_problems(schedule: ScheduleConfig) -> None
         ),
     ],
 )
-def test_broken_rule_is_reported_with_a_value_that_works(
-    changes: dict[str, Any], text: str
-) -> None:
+def test_violated_rule_is_reported_with_a_valid_value(changes: dict[str, Any], text: str) -> None:
     schedule = replace(ScheduleConfig(lr=1e-3), **changes)
     problems = range_problems(schedule, "schedule") + schedule_problems(schedule, 100)
     assert len(problems) == 1
     assert text in problems[0]
 
 
-def test_all_broken_rules_are_reported_together() -> None:
+def test_all_violated_rules_are_reported_together() -> None:
     broken = ScheduleConfig(
         lr=1e-3, min_lr=1.0, warmup_steps=200, wsd_decay_steps=1, weight_decay=-1.0
     )
     assert len(range_problems(broken, "schedule") + schedule_problems(broken, 100)) == 4
 
 
-def test_groups_follow_the_shape_of_the_schedule_from_and_to_their_own_rates() -> None:
+def test_groups_follow_the_schedule_between_their_own_rates() -> None:
     schedule = ScheduleConfig(
         lr=1.0,
         min_lr=0.2,

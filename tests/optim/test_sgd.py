@@ -1,9 +1,12 @@
 """SGD is torch's, to the bit; vectors are not decayed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megalith.config.optim import OptimConfig
+from megalith.observe.machine import FORMATS
 from megalith.optim.optimizers import SGD
 from megalith.plan.shards import Shard
 from megalith.train.trainer import build_optimizer
@@ -14,7 +17,13 @@ SHARDS = [Shard.full("w", (7, 5)), Shard.full("b", (5,), inputs=0)]
 def weights(dtype: torch.dtype = torch.float32) -> list[tuple[Shard, torch.Tensor]]:
     """A matrix and a vector."""
     generator = torch.Generator().manual_seed(3)
-    return [(s, torch.randn(s.box_shape, generator=generator).to(dtype)) for s in SHARDS]
+    return [
+        (
+            replace(s, dtype=FORMATS[dtype]),
+            torch.randn(s.box_shape, generator=generator).to(dtype),
+        )
+        for s in SHARDS
+    ]
 
 
 def gradients(step: int) -> list[torch.Tensor]:
@@ -24,7 +33,7 @@ def gradients(step: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-def test_ten_steps_have_the_bits_of_torchs_sgd(
+def test_ten_steps_are_bitwise_equal_to_torch_sgd(
     momentum: float, nesterov: bool, clipped: bool
 ) -> None:
     ours = build_optimizer(weights(), OptimConfig(kind="sgd", momentum=momentum, nesterov=nesterov))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megalith.observe.machine import FORMATS
 from megalith.optim.optimizers import build_slot, group_by_rates, round_master_weights
 from megalith.optim.schedule import GroupRates
 from megalith.plan.parameters import PLAIN, ParameterRates
@@ -22,7 +23,7 @@ def test_master_weights_are_separate_only_for_low_precision(
     dtype: torch.dtype, wide: torch.dtype
 ) -> None:
     weight = torch.ones(3, 2, dtype=dtype)
-    slot = build_slot(Shard.full("w", (3, 2)), weight, ("momentum",))
+    slot = build_slot(Shard.full("w", (3, 2), dtype=FORMATS[dtype]), weight, ("momentum",))
     assert slot.master.dtype == slot.state["momentum"].dtype == wide
     assert (slot.master is weight) == (dtype == wide)
     assert not slot.state["momentum"].any()
@@ -30,7 +31,7 @@ def test_master_weights_are_separate_only_for_low_precision(
 
 def test_weights_are_rounded_master_weights() -> None:
     narrow, wide = (
-        build_slot(Shard.full("w", (2,)), torch.ones(2, dtype=d), ())
+        build_slot(Shard.full("w", (2,), dtype=FORMATS[d]), torch.ones(2, dtype=d), ())
         for d in (torch.bfloat16, torch.float32)
     )
     for slot in (narrow, wide):
@@ -79,7 +80,7 @@ def test_parts_have_the_same_rates() -> None:
     ]
 
 
-def test_what_keeps_its_spread_does_not_decay() -> None:
+def test_parameters_with_fixed_spread_do_not_decay() -> None:
     shards = [Shard.full("a", (3, 2)), Shard.full("b", (3, 2))]
     rates = [PLAIN, ParameterRates(decay=0.0)]
     slots = [
@@ -93,7 +94,7 @@ def test_what_keeps_its_spread_does_not_decay() -> None:
     ]
 
 
-def test_groups_decide_in_place_of_the_schedule_and_factors_multiply_what_they_decide() -> None:
+def test_groups_override_the_schedule_and_factors_multiply_their_rates() -> None:
     shards = [
         Shard.full("a", (3, 2)),
         Shard.full("b", (3, 2)),

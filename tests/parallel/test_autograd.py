@@ -366,7 +366,7 @@ def test_mark_partial_is_recorded_on_meta_tensors() -> None:
     assert type(y.grad_fn).__name__ == "MarkPartialBackward"
 
 
-def test_every_function_states_the_types_it_moves_between() -> None:
+def test_every_autograd_function_declares_its_types() -> None:
     stated = {
         value.__name__: getattr(value, "moves", None)
         for value in vars(collectives).values()

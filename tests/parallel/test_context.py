@@ -576,7 +576,7 @@ def test_layers_may_use_different_context_parallel_kinds() -> None:
     assert run_ranks(_kinds, 2) == [["RingAttend", "AllGatherAttend", "UlyssesAttend"]] * 2
 
 
-def test_tokens_that_were_not_sliced_fail_an_assertion() -> None:
+def test_unsliced_tokens_fail_an_assertion() -> None:
     with pytest.raises(
         AssertionError, match="tokens were not sliced over cp: the loader does that"
     ):

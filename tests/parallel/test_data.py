@@ -183,7 +183,7 @@ def _equals_ddp(rank: int, world: int) -> bool:
     return True
 
 
-def test_summed_gradients_equal_torchs_ddp() -> None:
+def test_summed_gradients_match_torch_ddp() -> None:
     assert run_ranks(_equals_ddp, 2) == [True, True]
 
 

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
-from megalith.config.optim import PrecisionConfig
+from megalith.config.optim import OptimConfig, PrecisionConfig
 from megalith.config.parallel import ParallelConfig, RecomputeConfig
 from megalith.errors import PlanError
 from megalith.kernels.grouped_linear import Groups
@@ -26,6 +26,7 @@ from megalith.models.decoder import Decoder, allocate, initialize, iter_paramete
 from megalith.nn.build import build_context, init_param_
 from megalith.nn.layer import SequentialBlock
 from megalith.observe.flight import FlightRecorder
+from megalith.optim.optimizers import SGD
 from megalith.parallel import grad_sync as engines
 from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.fsdp import (
@@ -37,8 +38,9 @@ from megalith.parallel.fsdp import (
 )
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh, build_mesh, build_single_rank_mesh
-from megalith.parallel.tensor import Init
+from megalith.parallel.tensor import Init, ParameterSpec, register_param
 from megalith.plan.grid import model_grid
+from megalith.plan.shards import Shard
 from megalith.testing.inject import patched
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import OddSizedModel
@@ -78,13 +80,11 @@ def build(
     parameters = [
         (declared.shard, module, name) for declared, module, name in iter_parameter_specs(model)
     ]
-    wide = torch.promote_types(dtype, torch.float32)
     data = FullyShardedDataParallel(
         [model],
         parameters,
         mesh,
         device=CPU,
-        gradient_dtype=wide,
         watch=watch,
         keep_gathered=keep_gathered,
         overlap=overlap,
@@ -168,9 +168,7 @@ def _sums(rank: int, world: int) -> None:
             assert_close(found, rows(data, sums_alone(world, config=config)), FP64)
 
 
-def test_gradients_of_all_microbatches_and_ranks_are_summed_tied_or_not_kept_gathered_or_not() -> (
-    None
-):
+def test_gradients_of_all_microbatches_and_ranks_are_summed_in_every_mode() -> None:
     run_ranks(_sums, 2)
 
 
@@ -194,7 +192,7 @@ def _without_the_last_layer(rank: int, world: int) -> list[str]:
     return warnings_by_rank
 
 
-def test_a_layer_without_a_part_in_the_loss_gets_zeros_and_is_named_once() -> None:
+def test_layer_that_does_not_affect_the_loss_gets_zeros_and_one_warning() -> None:
     for warnings_by_rank in run_ranks(_without_the_last_layer, 2):
         (text,) = warnings_by_rank
         assert text.startswith("layers.3.") and "embed.weight" not in text
@@ -322,9 +320,7 @@ def _odd_steps(rank: int, world: int) -> list[tuple[str, Any, list[float], list[
     mesh = dp_mesh(rank, world)
     model = OddSizedModel("meta")
     parameters = [(shard, model, shard.name) for shard in model.SHARDS]
-    data = FullyShardedDataParallel(
-        [model], parameters, mesh, device=CPU, gradient_dtype=torch.float64
-    )
+    data = FullyShardedDataParallel([model], parameters, mesh, device=CPU)
     for _ in range(2):
         data.begin_step(3)
         for microbatch in range(3):
@@ -358,6 +354,80 @@ def test_every_row_is_owned_once_even_when_there_are_fewer_than_ranks() -> None:
         for place in range(start, stop):
             seen[name][place] += 1
     assert all(count == 1 for counts in seen.values() for count in counts)
+
+
+class Weighted(nn.Module):
+    """A layer with one vector per dtype."""
+
+    def __init__(self, number: int, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        for place, dtype in enumerate(dtypes):
+            shard = Shard.full(f"layers.{number}.w{place}", (5,), inputs=0)
+            register_param(self, f"w{place}", ParameterSpec(shard, Init(1.0)), dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.stack([w.double().sum() for w in self.parameters()]).sum()
+
+
+class WeightedLayers(nn.Module):
+    """Layers whose parameters have several dtypes."""
+
+    def __init__(self, *dtypes: tuple[torch.dtype, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Weighted(number, *each) for number, each in enumerate(dtypes))
+
+    def forward(self, factor: float) -> Tensor:
+        x = torch.zeros((), dtype=torch.float64)
+        for layer in self.layers:
+            x = layer(x)
+        return x * factor
+
+
+def shard_layers(rank: int, world: int, *dtypes: tuple[torch.dtype, ...]) -> tuple[Any, Any]:
+    model = WeightedLayers(*dtypes)
+    parameters = [(spec.shard, module, name) for spec, module, name in iter_parameter_specs(model)]
+    mesh = dp_mesh(rank, world)
+    return model, FullyShardedDataParallel([model], parameters, mesh, device=CPU)
+
+
+def _two_dtypes(rank: int, world: int) -> None:
+    model, data = shard_layers(rank, world, (torch.bfloat16,), (torch.float32,), (torch.float64,))
+    optimizer = SGD(
+        [(param.shard, param.weight) for param in data.local_params], OptimConfig(momentum=0.0)
+    )
+    for _ in range(2):
+        data.begin_step(1)
+        model(1 + 2.0**-12 * rank).backward()
+        gradients = [param.gradient for param in data.finish()]
+        optimizer.step(gradients, lr=2.0**-3, weight_decay=0.0)
+        data.all_gather_params()
+    wide = [torch.float32, torch.float32, torch.float64]
+    assert [param.gradient.dtype for param in data.local_params] == wide
+    assert [slot.master.dtype for slot in optimizer.slots] == wide
+    for slot, dtype in zip(optimizer.slots, (torch.bfloat16, torch.float32, torch.float64)):
+        rounded = 1 + 2.0**-12 * torch.arange(world, dtype=torch.float64)
+        total = (rounded.to(dtype) if dtype == torch.bfloat16 else rounded).double().sum()
+        assert slot.weight.dtype == dtype and slot.weight.numel() > 0
+        assert (slot.master == -2 * 2.0**-3 * total).all(), slot
+        assert torch.equal(slot.weight, slot.master.to(dtype))
+
+
+def test_layers_of_several_dtypes_train_with_gradients_and_master_weights_in_fp32() -> None:
+    run_ranks(_two_dtypes, 2)
+
+
+def _mixed_layer(rank: int, world: int) -> None:
+    with pytest.raises(PlanError) as caught:
+        shard_layers(rank, world, (torch.bfloat16, torch.float32))
+    assert str(caught.value) == (
+        "parallel.zero=3 with the trained parameters layers.0.w0 in bf16 and layers.0.w1 in fp32 in"
+        " one layer: FSDP reduces the gradients of a layer in one message, which needs one dtype. "
+        "Set parallel.zero=2, or register them in one dtype."
+    )
+
+
+def test_layer_with_parameters_of_two_dtypes_is_rejected() -> None:
+    run_ranks(_mixed_layer, 2)
 
 
 # --- what is where, and when
@@ -414,7 +484,7 @@ class _Looked(torch.nn.Module):
         return sent
 
 
-def test_hooks_on_experts_see_and_may_replace_recomputed_rows() -> None:
+def test_hooks_on_experts_receive_and_may_replace_recomputed_rows() -> None:
     experts, seen = _Looked(), list[Tensor]()
 
     def look(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

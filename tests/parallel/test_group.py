@@ -61,7 +61,7 @@ def _in_the_last_two(rank: int, world: int) -> tuple[list[float], list[object]] 
     return summed.tolist(), gather_objects(rank, group)
 
 
-def test_a_group_counts_its_own_ranks_from_zero() -> None:
+def test_ranks_of_a_group_are_numbered_from_zero() -> None:
     assert run_ranks(_in_the_last_two, 3) == [None, ([3.0], [1, 2]), ([3.0], [1, 2])]
 
 
@@ -114,7 +114,7 @@ def test_group_repr_has_its_axes_and_rank() -> None:
     assert group.size == 3
 
 
-def test_parts_of_uneven_sizes_lie_one_after_the_other() -> None:
+def test_parts_of_uneven_sizes_are_concatenated() -> None:
     sizes = [3, 0, 2, 1]
     assert [local_range(sizes, rank) for rank in range(4)] == [(0, 3), (3, 3), (3, 5), (5, 6)]
 

@@ -70,7 +70,7 @@ def _sums(rank: int, world: int, grid: Grid) -> None:
     ],
     ids=lambda grid: grid.table(),
 )
-def test_each_group_sums_over_the_grids_ranks(grid: Grid) -> None:
+def test_each_group_sums_over_the_ranks_of_the_grid(grid: Grid) -> None:
     run_ranks(_sums, grid.world, grid)
 
 
@@ -105,7 +105,7 @@ def _world(rank: int, world: int) -> Group:
     return Group(axes=("world",), ranks=tuple(range(world)), rank=rank, handle=dist.group.WORLD)
 
 
-def test_a_grid_may_be_built_again_and_released_without_harm_to_the_rest() -> None:
+def test_mesh_can_be_built_again_and_released_independently() -> None:
     run_ranks(_twice, 2)
 
 
@@ -135,7 +135,7 @@ def test_meta_mesh_has_the_groups_of_every_rank(tp: int, world: int) -> None:
         assert mesh.coordinates["tp"] == rank % tp
 
 
-def test_one_process_is_a_mesh_whose_groups_are_all_of_one() -> None:
+def test_mesh_of_one_process_has_groups_of_one_rank() -> None:
     mesh = build_single_rank_mesh()
     assert {group.size for group in mesh.groups.values()} == {1}
     assert (mesh.tp.rank, mesh.dp.rank, mesh.world.ranks) == (0, 0, (0,))

@@ -75,7 +75,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[OffloadedPass]:
 )
 @pytest.mark.parametrize("min_numel", [1, 300])
 @pytest.mark.parametrize("layers", [1, 3])
-def test_loss_and_gradients_have_the_same_bits(
+def test_loss_and_gradients_are_bitwise_equal(
     recompute: RecomputeConfig, layers: int, min_numel: int
 ) -> None:
     loss, gradients = step(trainer(OffloadConfig()))
@@ -195,7 +195,7 @@ def _reloads(
     ],
     ids=["one chunk", "two chunks", "weights last"],
 )
-def test_in_a_pipeline_copies_come_back_in_the_order_of_backward(settings: dict[str, str]) -> None:
+def test_copies_are_fetched_in_backward_order_in_a_pipeline(settings: dict[str, str]) -> None:
     for found, expected in run_ranks(_reloads, 2, {"parallel.pp": "2"} | settings):
         assert len(expected) >= 4 and found == expected
 
@@ -315,7 +315,7 @@ def test_wrong_copy_changes_the_gradients(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU, whose copies run on a stream of their own"
 )
-def test_on_a_gpu_no_bit_changes_and_the_memory_is_less() -> None:
+def test_offload_on_a_gpu_is_bitwise_equal_and_saves_memory() -> None:
     loss, gradients = step(trainer(OffloadConfig(), device="cuda"))
     one = trainer(OffloadConfig(layers=3, min_numel=1), device="cuda")
     for _ in range(3):
@@ -342,7 +342,7 @@ class Gathered(torch.nn.Module):
         return y
 
 
-def test_parameters_that_a_layer_has_only_while_it_runs_stay() -> None:
+def test_temporarily_gathered_parameters_are_not_offloaded() -> None:
     layer, run = Gathered(), OffloadedPass(HostMemory(), min_numel=1)
     with run.span(0, [layer]):
         layer(torch.randn(4, 6))

@@ -147,7 +147,7 @@ def order(rank: int, world: int, sp: bool) -> None:
 
 
 @pytest.mark.parametrize("sp", [False, True])
-def test_each_message_is_waited_for_once_and_read_only_then(sp: bool) -> None:
+def test_each_message_is_read_only_after_its_wait(sp: bool) -> None:
     run_ranks(order, 2, sp)
 
 

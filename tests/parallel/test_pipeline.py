@@ -219,7 +219,7 @@ def test_messages_are_waited_for_once_before_they_are_read(
             torch.testing.assert_close(gradient, gradients[stage], rtol=1e-13, atol=1e-13)
 
 
-def test_every_microbatch_gives_its_weight_gradient_once_and_late_where_the_schedule_says() -> None:
+def test_weight_gradients_are_computed_once_and_deferred_by_the_schedule() -> None:
     for _, _, added in run_ranks(run_case, 3, Case(*KNOWN["zb-h1"])):
         for lengths in added.values():
             assert lengths == [2 + microbatch % 3 for microbatch in range(4)]

@@ -95,11 +95,11 @@ def same(mine: list[Tensor], theirs: tuple[Tensor, ...]) -> bool:
 
 @pytest.mark.parametrize("one", UNIFORM + BLOCK + SELECTIVE, ids=name)
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_loss_and_every_gradient_have_the_same_bits(one: RecomputeConfig, dtype: str) -> None:
+def test_loss_and_every_gradient_are_bitwise_equal(one: RecomputeConfig, dtype: str) -> None:
     assert same(step(built(one, dtype)), reference(dtype))
 
 
-def test_bf16_has_the_same_bits_with_whole_layers_and_with_every_part() -> None:
+def test_bf16_is_bitwise_equal_with_full_and_selective_recomputation() -> None:
     for one in (UNIFORM[1], SELECTIVE[-1]):
         assert same(step(built(one, "bf16")), reference("bf16"))
 
@@ -130,7 +130,7 @@ def step_of_packed_rows(model: ModelConfig, one: RecomputeConfig) -> list[Tensor
         for kind in VARIANTS
     ],
 )
-def test_every_kind_of_layer_has_the_same_bits_when_it_runs_again(kind: str) -> None:
+def test_recomputation_of_every_layer_type_is_bitwise_equal(kind: str) -> None:
     """Other sizes and parts left out, gates, L2 norms, layers without positions and with three,
     norms after."""
     kept = step_of_packed_rows(VARIANTS[kind], KEEP)
@@ -140,7 +140,7 @@ def test_every_kind_of_layer_has_the_same_bits_when_it_runs_again(kind: str) -> 
 
 
 @pytest.mark.parametrize("one", [UNIFORM[1], SELECTIVE[-1]], ids=name)
-def test_gradients_of_layers_appear_although_nothing_before_them_wants_one(
+def test_layers_get_gradients_although_their_input_requires_none(
     one: RecomputeConfig,
 ) -> None:
     def frozen(one: RecomputeConfig) -> list[Tensor]:
@@ -174,7 +174,7 @@ def test_recompute_adds_each_weight_gradient_once(
 
 
 @pytest.mark.parametrize("one", [UNIFORM[1], SELECTIVE[-1]], ids=name)
-def test_evaluation_keeps_and_recomputes_nothing(
+def test_evaluation_saves_and_recomputes_nothing(
     one: RecomputeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: Any, **others: Any) -> None:
@@ -241,7 +241,7 @@ def interleaved_step(trainer: Trainer) -> list[Tensor]:
 @pytest.mark.parametrize(
     "run", [LATENT, DROPPED, ADAPTED, FROM_X], ids=["plain", "dropped", "adapted", "from x"]
 )
-def test_latent_attention_has_the_same_bits_when_it_runs_again_from_its_short_vectors(
+def test_mla_recomputed_from_latent_vectors_is_bitwise_equal(
     run: TrainRun,
 ) -> None:
     theirs = interleaved_step(built(KEEP, run=run))
@@ -271,7 +271,7 @@ def test_recompute_of_latent_attention_adds_each_weight_gradient_once(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one", [UNIFORM[0], UNIFORM[1], BLOCK[0]], ids=name)
-def test_compiled_layers_are_recomputed_with_the_same_bits(one: RecomputeConfig) -> None:
+def test_recomputation_of_compiled_layers_is_bitwise_equal(one: RecomputeConfig) -> None:
     def compiled(one: RecomputeConfig) -> list[Tensor]:
         trainer = build_trainer(
             apply_overrides(replace(RUN, recompute=one), {"train.compile": "true"}),
@@ -285,7 +285,7 @@ def test_compiled_layers_are_recomputed_with_the_same_bits(one: RecomputeConfig)
     assert same(compiled(one), tuple(compiled(KEEP)))
 
 
-def test_a_second_backward_through_the_same_graph_runs_the_region_again() -> None:
+def test_second_backward_through_a_graph_recomputes_the_region_again() -> None:
     calls: list[int] = []
 
     def tp_comm(x: Tensor, y: Tensor) -> Tensor:
@@ -341,7 +341,7 @@ def joined(rank: int, world: int) -> None:
 @pytest.mark.parametrize(
     ("sp", "rings"), [(False, False), (True, False), (True, True)], ids=["tp2", "sp", "rings"]
 )
-def test_tensor_parallel_ranks_recompute_the_same_bits(sp: bool, rings: bool) -> None:
+def test_recomputation_under_tensor_parallelism_is_bitwise_equal(sp: bool, rings: bool) -> None:
     run_ranks(on_two_ranks, 2, sp, rings)
 
 
@@ -425,7 +425,7 @@ def test_an_mlp_in_chunks_of_uneven_size_gives_the_same_gradients(
         assert_equals(name, mine, theirs, FP64)
 
 
-def test_of_an_mlp_in_chunks_the_inner_features_of_one_exist_at_a_time() -> None:
+def test_mlp_in_chunks_holds_the_inner_features_of_one_chunk() -> None:
     run = tiny_run({"model.num_layers": "1", "model.ffn_hidden_size": "1024"})
     peaks = []
     for chunks in (1, 2, 4, 8):
@@ -484,7 +484,7 @@ def test_weight_gradient_added_twice_is_rejected(monkeypatch: pytest.MonkeyPatch
         step(built(KEEP))
 
 
-def test_a_region_that_saves_other_tensors_the_second_time_is_refused(
+def test_region_that_saves_other_tensors_in_recomputation_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[int] = []

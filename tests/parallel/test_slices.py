@@ -102,7 +102,7 @@ def _over_members(rank: int, world: int, members: tuple[int, ...]) -> torch.Tens
 
 
 @pytest.mark.parametrize("members", [(0, 3), (0, 1, 3), (2,)])
-def test_members_add_in_one_order_so_that_all_have_the_same_bits(members: tuple[int, ...]) -> None:
+def test_members_sum_in_one_order_with_bitwise_equal_results(members: tuple[int, ...]) -> None:
     world = 4
     found = run_ranks(_over_members, world, members)
     expected = bucket_of(members[0], world, torch.float32)
@@ -114,7 +114,7 @@ def test_members_add_in_one_order_so_that_all_have_the_same_bits(members: tuple[
         )
 
 
-def test_a_single_member_sends_nothing_whoever_it_is() -> None:
+def test_single_member_sends_nothing() -> None:
     x = torch.ones(3)
     assert sum_over_members_(x, Group(("pp",), (0, 1), rank=1), (0,)) is x
 

@@ -72,7 +72,7 @@ def started(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("what", [products, started], ids=lambda what: what.__name__)
-def test_on_ranks(what: object, tp: int) -> None:
+def test_collective_matmuls_match_separate_operations_on_ranks(what: object, tp: int) -> None:
     assert callable(what)
     run_ranks(what, tp)
 

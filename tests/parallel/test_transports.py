@@ -97,7 +97,7 @@ def test_dispatcher_of_another_package_is_used(package: Path) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
 
 
-def test_code_that_does_not_load_is_named(package: Path) -> None:
+def test_dispatcher_that_cannot_be_loaded_is_named(package: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"no_such_wires:build does not load \(ModuleNotFoundError: No module named",

@@ -36,7 +36,7 @@ MODEL = ModelConfig(
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("lora", [LoraConfig(rank=3), LoraConfig(rank=1, targets=("kv", "o"))])
-def test_names_sizes_and_cuts_are_those_of_the_layers(tp: int, lora: LoraConfig) -> None:
+def test_names_sizes_and_shards_match_the_layers(tp: int, lora: LoraConfig) -> None:
     for rank in range(tp):
         mesh = build_meta_mesh(model_grid(ParallelConfig(tp=tp), MODEL, tp), rank=rank)
         parallel = ParallelConfig(tp=tp, sp=tp > 1)
@@ -170,7 +170,7 @@ def test_operations_equal_those_counted_in_plain_products(kind: str, lora: LoraC
     assert core in (3 * pairs * (model.num_layers - first) + pairs * first, core)
 
 
-def test_the_parts_of_a_step_make_up_the_whole_and_cost_less_than_training_everything() -> None:
+def test_parts_of_a_step_sum_to_the_whole_and_cost_less_than_full_training() -> None:
     wide = replace(DEEP, hidden_size=96, ffn_hidden_size=200)
     for lora in ADAPTERS[:3]:
         layers = sum(
@@ -183,7 +183,7 @@ def test_the_parts_of_a_step_make_up_the_whole_and_cost_less_than_training_every
     assert trained_step_flops(wide, None, tokens=20, squared_lengths=400) == whole
 
 
-def test_a_window_counts_the_pairs_that_it_leaves_with_adapters_too() -> None:
+def test_window_counts_only_visible_pairs_with_adapters() -> None:
     model = replace(DEEP, attention=AttentionConfig(window=4, window_layers=(True, False)))
     lengths = (3, 11, 6)
     seen = {"tokens": 20, "squared_lengths": sum(n**2 for n in lengths)}

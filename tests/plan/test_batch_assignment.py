@@ -43,7 +43,7 @@ def costs_of(assignment: BatchAssignment, budget: TokenBudget, lengths: Sequence
 
 
 @loop_over("seed", range(40))
-def test_every_document_has_one_place_and_all_ranks_have_work_that_differs_by_less_than_a_pack(
+def test_every_document_is_assigned_once_and_ranks_differ_by_less_than_a_pack(
     seed: int,
 ) -> None:
     draw = np.random.default_rng(seed)
@@ -74,7 +74,7 @@ def test_every_document_has_one_place_and_all_ranks_have_work_that_differs_by_le
     )
 
 
-def test_a_step_has_fewer_packs_the_larger_they_are_and_no_rank_waits_long() -> None:
+def test_larger_packs_are_fewer_and_ranks_are_balanced() -> None:
     lengths = lengths_of(3, 600, 500)
     counts = []
     for capacity, bound in ((512, 0.03), (1024, 0.05), (4096, 0.1)):
@@ -87,7 +87,7 @@ def test_a_step_has_fewer_packs_the_larger_they_are_and_no_rank_waits_long() -> 
     assert counts[0] > counts[1] > counts[2]
 
 
-def test_too_few_packs_are_divided_where_it_balances_and_the_rest_are_empty() -> None:
+def test_too_few_packs_are_split_for_balance_and_the_rest_are_empty() -> None:
     budget = TokenBudget(capacity=100, longest=60)
     assert budget.assign_batches([10, 20, 30], 3).packs == ((2,), (1,), (0,))
     assert budget.assign_batches([10, 20, 30], 2).packs == ((0, 1), (2,))
@@ -98,7 +98,7 @@ def test_too_few_packs_are_divided_where_it_balances_and_the_rest_are_empty() ->
     )
 
 
-def test_a_pipeline_has_as_many_packs_as_it_wants_and_evaluation_as_few_as_there_are() -> None:
+def test_pipeline_gets_the_required_packs_and_evaluation_the_fewest() -> None:
     pipeline = PipelineConfig(vpp=2)
     budget = TokenBudget(capacity=40, longest=40, pipeline=pipeline, pp=4)
     assert budget.assign_batches([40] * 5, 1).num_microbatches == 8
@@ -119,7 +119,7 @@ def test_a_pipeline_has_as_many_packs_as_it_wants_and_evaluation_as_few_as_there
         smallest_valid_num_microbatches(PipelineConfig(vpp=2, group=2), 4, 6)
 
 
-def test_a_document_longer_than_a_pack_is_refused() -> None:
+def test_a_document_longer_than_a_pack_is_rejected() -> None:
     with pytest.raises(PlanError, match="do not fit rows of 16 tokens. Use lengths of 1 to 16"):
         TokenBudget(capacity=16, longest=16).assign_batches([3, 17], 1)
 
@@ -133,7 +133,7 @@ def test_costs_are_the_operations_of_a_step(window: int | None) -> None:
         assert document_cost(model)(length) == flops
 
 
-def test_digests_of_other_deals_differ() -> None:
+def test_digests_of_different_assignments_differ() -> None:
     assignments = [
         BatchAssignment(packs, 1, (0,))
         for packs in (((0, 1), (2,)), ((0,), (1, 2)), ((0, 1, 2),), ((0, 1), (2,), ()))
@@ -143,14 +143,14 @@ def test_digests_of_other_deals_differ() -> None:
     )
 
 
-def test_filler_is_cut_so_that_it_costs_little() -> None:
+def test_padding_is_split_so_that_it_costs_little() -> None:
     assert TokenBudget(capacity=4096, longest=2048).filler(150) == (64, 64, 22)
     assert TokenBudget(capacity=48, longest=12, multiple=8).filler(40) == (8,) * 5
     assert TokenBudget(capacity=48, longest=12).filler(0) == ()
 
 
 @loop_over("seed", range(10))
-def test_rows_are_dealt_in_order_or_so_that_ranks_work_alike(seed: int) -> None:
+def test_rows_are_assigned_in_order_or_balanced_over_ranks(seed: int) -> None:
     costs = lengths_of(seed, 24, 500)
     assert assign_rows(costs, dp=2, rows=3, balanced=False) == [
         list(range(at, at + 3)) for at in range(0, 24, 3)
@@ -171,7 +171,7 @@ def test_rows_are_dealt_in_order_or_so_that_ranks_work_alike(seed: int) -> None:
         assign_rows(costs, dp=5, rows=1, balanced=True)
 
 
-def test_a_budget_is_what_the_run_says() -> None:
+def test_token_budget_is_that_of_the_run() -> None:
     assert (
         build_token_budget(replace(PACKED, tokens_per_microbatch=None), ParallelConfig(), MODEL)
         is None
@@ -254,7 +254,7 @@ def test_conflicting_settings_of_token_budget_are_reported(text: str) -> None:
         raise AssertionError(problems[0])
 
 
-def test_settings_that_go_together_are_fine() -> None:
+def test_compatible_settings_have_no_problem() -> None:
     for data in (TEXT, TALKS, replace(TEXT, overlong="truncate")):
         assert all(
             not budget_problems(PACKED, parallel, data) for parallel in (SP, CP, ParallelConfig())

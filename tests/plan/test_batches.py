@@ -38,7 +38,7 @@ def megatron_sequential(
 
 
 @loop_over("seed", range(30))
-def test_sequential_order_is_megatrons(seed: int) -> None:
+def test_sequential_order_matches_megatron(seed: int) -> None:
     rng = random.Random(seed)
     mbs, dp, count, steps = (rng.randint(1, 4) for _ in range(4))
     size, start = mbs * dp * count, rng.randint(0, 50)
@@ -75,7 +75,7 @@ def test_every_layout_reads_the_same_samples_in_a_step(size: int) -> None:
             assert sorted(read) == list(range(7, 7 + size))
 
 
-def test_microbatches_go_rank_after_rank() -> None:
+def test_microbatches_are_assigned_in_rank_order() -> None:
     read = sample_ids(consumed=100, global_batch_size=8, micro_batch_size=2, dp=2, dp_rank=1)
     assert read == [[102, 103], [106, 107]]
     assert num_microbatches(global_batch_size=8, micro_batch_size=2, dp=2) == 2
@@ -122,7 +122,7 @@ def test_too_few_samples_left_for_a_step() -> None:
         sample_ids(consumed=16, global_batch_size=8, micro_batch_size=2, dp=2, dp_rank=0, total=20)
 
 
-def test_a_rank_outside_dp_is_refused() -> None:
+def test_a_rank_outside_dp_is_rejected() -> None:
     with pytest.raises(PlanError, match="dp_rank=2 must be one of 0 to 1"):
         sample_ids(consumed=0, global_batch_size=8, micro_batch_size=2, dp=2, dp_rank=2)
 
@@ -139,21 +139,21 @@ def cyclic(consumed: int, rank: int, batches: int, **changes: Any) -> list[list[
     )
 
 
-def test_cyclic_sharded_order_is_megatrons() -> None:
+def test_cyclic_sharded_order_matches_megatron() -> None:
     assert cyclic(0, 0, 5) == [[4, 1], [7, 5], [3, 9], [0, 8], [6, 2]]
     assert cyclic(0, 1, 5) == [[14, 11], [17, 15], [13, 19], [10, 18], [16, 12]]
     assert cyclic(8, 0, 3) == [[3, 9], [0, 8], [6, 2]]
     assert cyclic(20, 0, 5) == [[5, 6], [1, 2], [0, 8], [9, 3], [7, 4]]
 
 
-def test_cyclic_unsharded_order_is_megatrons() -> None:
+def test_cyclic_unsharded_order_matches_megatron() -> None:
     assert cyclic(0, 0, 5, sharded=False) == [[10, 15], [11, 9], [19, 2], [18, 7], [6, 17]]
     assert cyclic(0, 1, 5, sharded=False) == [[4, 3], [5, 20], [13, 0], [16, 8], [14, 1]]
 
 
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_cyclic_run_that_resumes_reads_what_it_would_have_read(sharded: bool, rank: int) -> None:
+def test_resumed_cyclic_run_reads_the_same_samples(sharded: bool, rank: int) -> None:
     whole = cyclic(0, rank, 12, sharded=sharded)  # through three epochs
     for cut in range(1, 12):
         assert (
@@ -173,7 +173,7 @@ def test_a_cyclic_epoch_reads_no_sample_twice(sharded: bool) -> None:
     assert len(set(read)) == len(read) == 20
 
 
-def test_a_cyclic_run_goes_on_at_the_next_group_when_the_layout_changes() -> None:
+def test_cyclic_run_continues_at_the_next_group_if_the_layout_changes() -> None:
     with pytest.raises(
         PlanError, match="consumed=6 is inside a group.*Use consumed=8, which skips 2 samples"
     ):

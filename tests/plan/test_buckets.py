@@ -56,7 +56,7 @@ def bounds(plan: BucketPlan) -> list[tuple[int, int]]:
         ),
     ],
 )
-def test_offsets_equal_megatrons(
+def test_offsets_match_megatron(
     bucket_numel: int | None,
     dp: int,
     offsets: list[tuple[int, int]],
@@ -81,7 +81,7 @@ def test_a_bucket_closes_with_the_parameter_that_fills_it() -> None:
     assert [bucket.members for bucket in plan.buckets] == [(3, 2, 1), (0,)]
 
 
-def test_a_run_lies_without_a_gap_in_registration_order_at_its_last_members_place() -> None:
+def test_stacked_parameters_are_contiguous_at_the_position_of_the_last_one() -> None:
     plan = plan_buckets([10, 3, 5, 7, 9], bucket_numel=1, align=8, contiguous=[[1, 3]])
     assert [bucket.members for bucket in plan.buckets] == [(4,), (1, 3), (2,), (0,)]
     assert spans(plan) == [(40, 50), (16, 19), (32, 37), (19, 26), (0, 9)]
@@ -154,7 +154,7 @@ def test_slots_cover_everything_once_in_order_and_on_their_alignment(seed: int) 
 
 
 @loop_over("seed", range(200))
-def test_buckets_touch_and_close_neither_early_nor_late(seed: int) -> None:
+def test_buckets_are_contiguous_and_have_the_requested_size(seed: int) -> None:
     case = random_case(random.Random(seed))
     plan = plan_of(case)
     quantum = lcm(case.align, case.end_align or case.align)
@@ -195,12 +195,12 @@ def test_contradicting_arguments_are_rejected(arguments: dict[str, Any], text: s
         plan_buckets([1, 2, 3], **arguments)
 
 
-def test_negative_sizes_are_refused() -> None:
+def test_negative_sizes_are_rejected() -> None:
     with pytest.raises(PlanError, match=r"parameters \[1\] have a negative size"):
         plan_buckets([1, -2], bucket_numel=None)
 
 
-def test_kinds_that_do_not_match_the_parameters_are_refused() -> None:
+def test_dtypes_that_do_not_match_the_parameters_are_rejected() -> None:
     with pytest.raises(
         PlanError, match=r"kinds=\['a'\]: 1 for 2 parameters. Pass one per parameter"
     ):
@@ -231,7 +231,7 @@ OWNED = {
 
 
 @pytest.mark.parametrize(("bucket_numel", "dp"), OWNED)
-def test_ownership_equals_megatrons(bucket_numel: int | None, dp: int) -> None:
+def test_ownership_matches_megatron(bucket_numel: int | None, dp: int) -> None:
     plan = plan_buckets(SIZES, bucket_numel=bucket_numel, end_align=lcm(dp, 128), alone=[0])
     for rank, expected in enumerate(OWNED[bucket_numel, dp]):
         assert {
@@ -276,7 +276,7 @@ def test_the_slices_of_all_ranks_are_equal_and_partition_every_parameter(seed: i
 
 
 @loop_over("seed", range(100))
-def test_a_kind_is_laid_out_as_if_there_were_no_other(seed: int) -> None:
+def test_each_kind_is_laid_out_independently(seed: int) -> None:
     """So that ranks whose parameters of other kinds have other sizes cut this kind alike."""
     rng = random.Random(seed)
     count = rng.randint(1, 30)
@@ -306,7 +306,7 @@ def test_buckets_of_all_kinds_are_sent_in_the_order_in_which_backward_finishes_t
     assert [bucket.members for bucket in plan.buckets] == [(4,), (2,), (5, 3, 1), (0,)]
 
 
-def test_sound_divisions_break_no_rule() -> None:
+def test_valid_zero_settings_violate_no_rule() -> None:
     assert zero_problems(ParallelConfig(), 6) == []
     assert zero_problems(ParallelConfig(zero=1, dp_replicate=3, reduce_dtype="bf16"), 6) == []
 

@@ -39,7 +39,7 @@ NAMES: list[tuple[ScheduleName, int]] = [
 
 @pytest.mark.parametrize(("name", "chunks"), NAMES)
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
-def test_bubble_and_memory_are_exactly_the_formulas(
+def test_bubble_and_memory_match_the_formulas_exactly(
     name: ScheduleName, chunks: int, p: int
 ) -> None:
     compared = 0
@@ -68,7 +68,7 @@ def test_bubble_and_memory_are_exactly_the_formulas(
     assert compared >= 3
 
 
-def test_zb_v_has_no_gap_once_begun_when_all_parts_take_equally_long() -> None:
+def test_zb_v_has_no_bubble_after_warmup_with_equal_costs() -> None:
     for p, m in [(2, 3), (4, 8), (5, 9), (6, 30)]:
         result = simulate(build_schedule("zb-v", num_ranks=p, num_chunks=2, num_microbatches=m))
         assert [result.waits(rank)[1] for rank in range(p)] == [0] * p

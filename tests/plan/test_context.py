@@ -64,7 +64,7 @@ def test_causal_work_is_the_same_on_every_rank(ranks: int) -> None:
 @pytest.mark.parametrize("by", ["row", "document"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("batch", RAGGED)
-def test_every_token_is_on_one_rank_and_undo_brings_it_back(
+def test_every_token_is_on_one_rank_and_undo_restores_the_order(
     batch: str, ranks: int, by: str
 ) -> None:
     lengths, row = RAGGED[batch]
@@ -159,7 +159,7 @@ def test_queries_of_documents_are_the_last_of_their_keys(
 @pytest.mark.parametrize(
     "lengths", [((5, 5), (1, 1), (70, 70)), ((4, 4), (4, 4)), ((2, 5), (1, 70)), ((1, 1),)]
 )
-def test_both_ways_a_query_sees_its_document_or_a_window_to_each_side(
+def test_bidirectional_query_sees_its_document_or_a_symmetric_window(
     lengths: tuple[tuple[int, int], ...], window: int | None, right: int | None
 ) -> None:
     spans, start, every = plan_length_spans(lengths, window, causal=False, right=right), 0, []
@@ -179,7 +179,7 @@ def test_both_ways_a_query_sees_its_document_or_a_window_to_each_side(
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("by", ["row", "document"])
-def test_in_chunks_a_query_sees_its_own_run_wherever_ranks_have_it(
+def test_query_sees_its_attention_chunk_on_any_rank(
     by: Literal["row", "document"], causal: bool
 ) -> None:
     slices = plan_slices([13, 24, 1, 10], row=48, slicing=Slicing(ranks=2, by=by))
@@ -222,7 +222,7 @@ def test_documents_read_on_from_a_cache_share_no_tile_that_is_mostly_hidden() ->
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
 @pytest.mark.parametrize("by", ["row", "document"])
 @pytest.mark.parametrize("batch", RAGGED)
-def test_intervals_and_tiles_say_what_every_query_sees(
+def test_intervals_and_tiles_contain_the_visible_keys_of_every_query(
     batch: str, by: str, window: int | None
 ) -> None:
     lengths, row = RAGGED[batch]
@@ -276,7 +276,7 @@ def test_no_real_token_sees_padding() -> None:
                 assert padding[query] or not padding[keys[first:last]].any()
 
 
-def test_equal_rows_are_planned_once_and_work_skips_what_causality_hides() -> None:
+def test_equal_rows_are_planned_once_and_masked_tiles_are_skipped() -> None:
     slices = plan_slices([512] * 3, row=512, slicing=Slicing(ranks=2))
     first, second = (
         plan_spans(slices.numbers[1], keys, slices.starts(), repeats=3) for keys in slices.numbers
@@ -292,7 +292,7 @@ def test_equal_rows_are_planned_once_and_work_skips_what_causality_hides() -> No
     assert sum(tile.visible is not None for tile in second.tiles) == 4
 
 
-def test_a_row_that_does_not_divide_is_refused_with_the_next_length() -> None:
+def test_a_row_that_does_not_divide_is_rejected_with_the_next_length() -> None:
     with pytest.raises(PlanError, match=r"length=10 does not divide into 2 \* 2 chunks.* Use 12\."):
         plan_slices([10], row=10, slicing=Slicing(ranks=2))
     with pytest.raises(PlanError, match=r"documents of 13 tokens do not fill rows of 12. Pass"):
@@ -315,7 +315,7 @@ def problems(
     )
 
 
-def test_layouts_that_work_have_no_problems() -> None:
+def test_valid_layouts_have_no_problems() -> None:
     assert problems(cp=1, seq_len=7, kind="a2a") == ""
     assert (
         problems() == "" and problems(kind="a2a") == "" and problems(kind="a2a+ring", a2a=2) == ""
@@ -325,7 +325,7 @@ def test_layouts_that_work_have_no_problems() -> None:
     assert problems(kind="a2a+ring", a2a=2, layers=("a2a+ring", "gather")) == ""
 
 
-def test_each_broken_rule_names_the_field_and_a_value_that_works() -> None:
+def test_each_violated_rule_names_the_field_and_a_valid_value() -> None:
     assert "train.seq_len=30 does not divide by 2 * 4 = 8" in problems(30)
     assert "Set train.seq_len to 32 or 24, or parallel.context.slicing to document" in problems(30)
     assert "2 * parallel.cp * parallel.tp = 2 * 4 * 2 = 16" in problems(24, tp=2, sp=True)

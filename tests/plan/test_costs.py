@@ -201,7 +201,7 @@ DEEPSEEK_V3 = replace(
     ],
     ids=["Mixtral 8x7B", "Qwen3 30B-A3B", "DeepSeek-V3", "GPT-2"],
 )
-def test_published_mixtures_have_their_published_numbers(
+def test_published_moe_models_have_their_published_parameter_counts(
     config: ModelConfig, parameters: int, active: int
 ) -> None:
     assert num_parameters(config) == parameters
@@ -240,7 +240,7 @@ TINY_DEEPSEEK = replace(
 )
 
 
-def test_tiny_mixtures_have_their_known_numbers() -> None:
+def test_tiny_moe_models_have_the_recorded_parameter_counts() -> None:
     found = [num_parameters(one) for one in (TINY_MIXTRAL, TINY_QWEN3, TINY_DEEPSEEK)]
     assert found == [25_824, 13_552, 31_712]
 
@@ -272,7 +272,7 @@ def test_tiny_mixtures_have_their_known_numbers() -> None:
     ],
     ids=["Mixtral", "Qwen3", "DeepSeek-V3"],
 )
-def test_tiny_mixtures_have_the_numbers_of_the_same_models_in_transformers(
+def test_tiny_moe_models_have_the_parameter_counts_of_transformers(
     config: ModelConfig, kind: str, own: dict[str, int]
 ) -> None:
     transformers = pytest.importorskip(
@@ -294,7 +294,7 @@ def test_tiny_mixtures_have_the_numbers_of_the_same_models_in_transformers(
     assert num_parameters(config) == sum(one.numel() for one in model.parameters())
 
 
-def test_a_mixture_costs_what_a_token_meets() -> None:
+def test_moe_flops_count_only_activated_experts() -> None:
     """6·d·f·g·K, the router's 6·h·E, of the shared 6·h·f·g and 6·h of their gate, and 12·h·d of
     latents."""
     moe = MoEConfig(
@@ -347,7 +347,7 @@ def test_gpt3_with_a_vocabulary_that_divides_well_has_174_billion_parameters() -
     ],
     ids=["alike", "no attention", "no mlp", "attention by a matrix", "mlp by a matrix"],
 )
-def test_layers_with_parts_left_out_or_replaced_have_their_known_numbers(
+def test_layers_without_or_with_replaced_parts_have_recorded_counts(
     own: LayersConfig, parameters: int
 ) -> None:
     model = replace(llama(4096, 2, 32, 8, 14336, 128256), layers=own)
@@ -387,7 +387,7 @@ def test_the_count_per_rank_with_parts_of_unequal_size() -> None:
     assert num_parameters_per_rank(config, tp=3) == max(counts) > min(counts)
 
 
-def test_llama3_8b_costs_its_known_operations() -> None:
+def test_llama3_8b_has_its_known_flops() -> None:
     assert flops_per_token(LLAMA3_8B, 8192) == 51_470_401_536
     assert step_flops(LLAMA3_8B, tokens=8192, squared_lengths=8192**2) == 421_645_529_382_912
     pairs = (
@@ -398,7 +398,7 @@ def test_llama3_8b_costs_its_known_operations() -> None:
     assert (51_470_401_536 - pairs, pairs) == (45_027_950_592, 6_442_450_944)
 
 
-def test_layers_of_gpt_that_see_all_cost_what_the_classic_form_says() -> None:
+def test_flops_of_full_attention_gpt_layers_match_the_standard_formula() -> None:
     """72·t·L·h²·(1 + s / 6h + v / 12hL), by Narayanan et al. 2021, arXiv:2104.04473, less what runs
     again."""
     layers, h, v, s, rows = 3, 16, 50, 24, 5
@@ -416,7 +416,7 @@ def test_layers_of_gpt_that_see_all_cost_what_the_classic_form_says() -> None:
     assert step_flops(config, tokens=rows * s, squared_lengths=rows * s**2) == classic
 
 
-def test_the_parts_of_a_tiny_gpt_have_their_known_numbers_of_parameters() -> None:
+def test_parts_of_a_tiny_gpt_have_recorded_parameter_counts() -> None:
     held = held_parameters(GPT, tp=1, tp_rank=0, layers=[0], embedding=True, loss=False)
     assert (
         sum(one.numel for one in held if one.name in ("embed.weight", "positions.weight")) == 1248
@@ -424,13 +424,13 @@ def test_the_parts_of_a_tiny_gpt_have_their_known_numbers_of_parameters() -> Non
     assert sum(one.numel for one in held if ".mlp." in one.name) == 1212
 
 
-def test_documents_cost_less_attention_than_one_long_row() -> None:
+def test_documents_have_fewer_attention_flops_than_one_long_row() -> None:
     whole = step_flops(SMALL, tokens=64, squared_lengths=64**2)
     halves = step_flops(SMALL, tokens=64, squared_lengths=2 * 32**2)
     assert whole - halves == 6 * (64**2 - 2 * 32**2) * SMALL.num_layers * 8 * 16
 
 
-def test_a_window_costs_the_pairs_that_it_leaves() -> None:
+def test_window_counts_only_visible_pairs() -> None:
     for length, window in ((7, 3), (7, 1), (40, 39), (5, 5), (5, 9)):
         pairs = 2 * sum(min(window, seen) for seen in range(1, length + 1))
         assert pairs_in_window(length, window) == min(pairs, length**2)
@@ -459,7 +459,7 @@ def test_flops_of_asymmetric_window_are_the_mean_of_both_sides() -> None:
         assert num_attended_pairs(length, even) == pairs_in_window(length, right + 1)
 
 
-def test_chunks_cost_what_documents_of_their_length_do() -> None:
+def test_attention_chunks_cost_as_documents_of_their_length() -> None:
     for length, size in ((7, 3), (7, 1), (40, 39), (5, 5), (5, 9)):
         parts = [min(size, length - start) for start in range(0, length, size)]
         squares = sum(part**2 for part in parts)
@@ -471,7 +471,7 @@ def test_chunks_cost_what_documents_of_their_length_do() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_looking_bidirectional_costs_all_pairs(window: int | None) -> None:
+def test_bidirectional_attention_counts_all_pairs(window: int | None) -> None:
     causal, both = (
         replace(SMALL, attention=AttentionConfig(window=window, causal=one))
         for one in (True, False)
@@ -498,7 +498,7 @@ def test_windowed_pairs_are_those_given_or_of_documents_that_are_equally_long() 
     assert step_flops(model, tokens=0, squared_lengths=0) == 0
 
 
-def test_the_parts_make_up_the_whole() -> None:
+def test_parts_sum_to_the_whole() -> None:
     for kind in (SMALL, *KINDS.values()):
         model = replace(kind, mtp=MTPConfig())  # what is predicted further ahead comes on top
         layers = sum(
@@ -516,7 +516,7 @@ MLA = replace(
 )
 
 
-def test_latent_attention_costs_its_projections_up_and_what_lies_between() -> None:
+def test_mla_flops_count_up_projections_and_latent_products() -> None:
     between = attention_flops(MLA, 0, tokens=20, squared_lengths=400)
     queries, keys_and_values = 8 * (6 + 4), 8 * (6 + 5)
     short = latent_flops(MLA, 0, tokens=20, squared_lengths=400) - between
@@ -677,7 +677,7 @@ def extra_expert_flops(config: ModelConfig, rows: list[int]) -> int:
 
 
 @pytest.mark.parametrize("config", ALL)
-def test_operations_are_those_that_torch_counts_in_the_model(config: ModelConfig) -> None:
+def test_flops_match_those_counted_by_torch(config: ModelConfig) -> None:
     """Exactly, and in mixtures of the chosen experts alone: beside the closed form there is what
     masks hide, half of all pairs where they are causal, what padding of the vocabulary costs,
     and rows that experts refused or padded."""
@@ -689,7 +689,7 @@ def test_operations_are_those_that_torch_counts_in_the_model(config: ModelConfig
     assert extra_flops == 0 or (config.moe is not None and config.moe.capacity.factor is not None)
 
 
-def test_where_all_see_all_nothing_is_left_to_name() -> None:
+def test_bidirectional_flops_match_those_counted_by_torch() -> None:
     exact = replace(BIDIRECTIONAL, pad_vocab_to_multiple_of=1)
     squares = sum(length**2 for length in DOCUMENTS)
     assert count_model(exact).flops == step_flops(
@@ -699,9 +699,7 @@ def test_where_all_see_all_nothing_is_left_to_name() -> None:
 
 @pytest.mark.parametrize("products", ["loop", "grouped", "batched"])
 @pytest.mark.parametrize("config", [SHARED_EXPERTS, LATENT_EXPERTS], ids=["shared", "latent"])
-def test_experts_cost_the_same_in_whichever_way_they_are_multiplied(
-    config: ModelConfig, products: str
-) -> None:
+def test_expert_flops_do_not_depend_on_the_backend(config: ModelConfig, products: str) -> None:
     assert config.moe is not None
     capacity = CapacityConfig(factor=1.0, pad=True) if products == "batched" else CapacityConfig()
     config = replace(config, num_layers=1, moe=replace(config.moe, capacity=capacity))
@@ -728,6 +726,6 @@ def test_the_head_takes_a_chunk_of_the_size_that_the_estimate_counts() -> None:
     assert head.chunk == 512
 
 
-def test_a_run_can_say_how_many_logits_there_are_at_a_time() -> None:
+def test_loss_chunk_of_the_run_determines_the_number_of_logits() -> None:
     assert loss_chunk_size(tiny_run({"train.loss_chunk": "7"})) == 7
     assert loss_chunk_size(tiny_run()) == loss_chunk(tiny_run().model.vocab_size, ranks=1)

@@ -20,7 +20,7 @@ def rows(filled: PackedDocuments) -> list[list[int]]:
 
 
 @loop_over("seed", range(5))
-def test_every_document_lies_in_one_row_and_no_row_overflows(seed: int) -> None:
+def test_every_document_is_in_one_row_and_no_row_overflows(seed: int) -> None:
     draw = random.Random(seed)
     lengths = [draw.randint(1, 37) for _ in range(101)]
     groups = [number // 3 for number in range(101)]
@@ -35,7 +35,7 @@ def test_every_document_lies_in_one_row_and_no_row_overflows(seed: int) -> None:
 
 
 @loop_over("seed", range(5))
-def test_the_best_fit_leaves_less_room_than_the_order_of_the_files(seed: int) -> None:
+def test_best_fit_leaves_less_padding_than_file_order(seed: int) -> None:
     draw = random.Random(seed)
     lengths = [draw.randint(1, 30) for _ in range(300)]
     fewest = -(-sum(lengths) // 64)
@@ -59,7 +59,7 @@ def test_the_number_of_rows_depends_on_lengths_alone() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[3, 7], [0, 2]])
-def test_what_fits_no_row_is_refused(lengths: list[int]) -> None:
+def test_document_longer_than_a_row_is_rejected(lengths: list[int]) -> None:
     for fill in (pack_best_fit_decreasing, pack_in_order):
         with pytest.raises(PlanError, match=r"do not fit rows of 6 tokens. Use lengths of 1 to 6"):
             fill(lengths, 6)
@@ -83,7 +83,7 @@ def test_first_fit_takes_the_first_row_with_room(seed: int) -> None:
     ]
 
 
-def test_documents_apart_have_a_row_each() -> None:
+def test_separate_documents_have_one_row_each() -> None:
     assert (
         pack_one_per_row([3, 5, 1]).documents.tolist() == [0, 1, 2]
         and pack_one_per_row([]).num_rows == 0

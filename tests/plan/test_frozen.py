@@ -36,7 +36,7 @@ MODEL = ModelConfig(
 )
 
 
-def test_what_lies_below_a_frozen_matrix_lies_by_itself() -> None:
+def test_matrices_are_not_stacked_with_frozen_ones() -> None:
     held = held_parameters(MODEL, tp=1, tp_rank=0, layers=range(3), embedding=True, loss=True)
     assert with_frozen(held, TRAIN_ALL) == held
     found = {
@@ -69,7 +69,7 @@ def test_backward_ends_at_the_first_layer_with_something_trained_at_or_before_it
     assert tables_trained(MODEL, optim) == ("embed.weight" in trained_names(MODEL, optim))
 
 
-def test_a_memory_and_biases_by_distance_are_reached_through_layers() -> None:
+def test_cross_layer_source_and_relative_biases_get_gradients_through_layers() -> None:
     looking = replace(MODEL, cross=CrossConfig(memory=1))
     assert first_trained_layer(looking, OptimConfig(trained=("memory_norm.*",))) == 1
     biased = replace(MODEL, positions="relative", num_kv_heads=8)
@@ -165,7 +165,7 @@ def test_operations_equal_those_counted_in_plain_products(number: int, block: st
         )
 
 
-def test_the_parts_of_a_step_make_up_the_whole() -> None:
+def test_parts_of_a_step_sum_to_the_whole() -> None:
     for optim in CHOICES:
         seen = {"tokens": 24, "squared_lengths": 24**2}
         layers = sum(trained_layer_flops(MODEL, None, layer, optim, **seen) for layer in range(3))

@@ -54,7 +54,7 @@ def test_unsupported_settings_of_zero3_are_rejected_with_valid_values() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe-v"])
-def test_schedules_that_put_weight_gradients_aside_are_refused(schedule: ScheduleName) -> None:
+def test_schedules_with_deferred_weight_gradients_are_rejected(schedule: ScheduleName) -> None:
     parallel = ParallelConfig(zero=3, pp=2, pipeline=PipelineConfig(schedule=schedule))
     text = refused(parallel)
     assert text.startswith(f"parallel.pipeline.schedule={schedule} with parallel.zero=3: ")

@@ -92,7 +92,7 @@ EXAMPLES = {
 @pytest.mark.parametrize(
     ("world", "degrees", "expert_degrees", "expected"), EXAMPLES.values(), ids=EXAMPLES
 )
-def test_groups_of_experts_are_those_worked_out_by_hand(
+def test_expert_groups_match_manual_ones(
     world: int, degrees: dict[str, Any], expert_degrees: dict[str, Any], expected: dict[str, str]
 ) -> None:
     """Of every axis, on whichever of the two grids has it; pipelines are those of both."""
@@ -231,7 +231,7 @@ def test_a_part_of_a_factored_axis_can_be_factored_again() -> None:
         ({"outer": ("tp_copy", 2)}, "choose two names other than"),
     ],
 )
-def test_factoring_that_cannot_be_is_refused(arguments: dict[str, Any], text: str) -> None:
+def test_invalid_factoring_is_rejected(arguments: dict[str, Any], text: str) -> None:
     wanted: dict[str, Any] = {
         "axis": "tp",
         "outer": ("tp_kv", 2),
@@ -346,7 +346,7 @@ def test_every_order_of_the_axes_gives_a_grid() -> None:
         assert grid.axes == tuple(axis for axis in order if axis != "ep")
 
 
-def test_unknown_names_ranks_and_places_are_refused() -> None:
+def test_unknown_names_ranks_and_coordinates_are_rejected() -> None:
     grid = dense_grid(world=8, tp=2, offset=4)
     with pytest.raises(PlanError, match="rank=3 is not in this grid. Pass one of ranks 4 to 11"):
         grid.coordinates(3)
@@ -366,7 +366,7 @@ def test_unknown_names_ranks_and_places_are_refused() -> None:
     assert grid.rank_at({"tp": 1, "dp": 3}) == 11
 
 
-def test_divisors_are_all_of_them_and_of_absurd_numbers_come_at_once() -> None:
+def test_divisors_are_complete_and_fast_for_huge_numbers() -> None:
     for number in range(200):
         assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
     assert divisors(10**30)[:3] == [1, 2, 4] and divisors(10**30)[-1] == 10**30

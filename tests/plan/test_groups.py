@@ -45,7 +45,7 @@ def of_group(**settings: object) -> list[str]:
     return problems(OptimConfig(groups=(GroupConfig(**given),)))  # type: ignore[arg-type]  # by name
 
 
-def test_defaults_train_everything_alike() -> None:
+def test_defaults_train_all_parameters_with_equal_rates() -> None:
     assert problems(OptimConfig()) == []
     assert all(
         parameter_rates(MODEL, OptimConfig(), one.name, int(one.matrix)) == PLAIN
@@ -53,7 +53,7 @@ def test_defaults_train_everything_alike() -> None:
     )
 
 
-def test_patterns_that_fit_are_no_problem() -> None:
+def test_matching_patterns_have_no_problem() -> None:
     groups = (
         GroupConfig(name="ends", match=("embed.weight", "head.weight"), lr=1e-3, min_lr=0.0),
         GroupConfig(name="slow", match=("layers.[0-3].*",), lr_scale=0.1),
@@ -154,7 +154,7 @@ def test_invalid_group_settings_are_rejected(settings: dict[str, object], part: 
     assert any(part in problem for problem in of_group(**settings)), of_group(**settings)
 
 
-def test_a_decay_of_tables_that_keep_their_spread_is_refused() -> None:
+def test_weight_decay_of_tables_with_a_fixed_spread_is_rejected() -> None:
     kept, table = (
         replace(MODEL, embedding_init_std=1.0),
         GroupConfig(name="a", match=("embed.*",), weight_decay=0.5),
@@ -171,7 +171,7 @@ def test_a_decay_of_tables_that_keep_their_spread_is_refused() -> None:
     assert problems(OptimConfig(groups=(table,))) == []
 
 
-def test_rates_that_start_or_stay_above_a_group_are_refused() -> None:
+def test_initial_or_minimum_rates_above_that_of_a_group_are_rejected() -> None:
     group = OptimConfig(groups=(GroupConfig(name="a", match=("embed.*",), lr=1e-3, min_lr=1e-4),))
     warm = ScheduleConfig(lr=1e-2, warmup_steps=3, warmup_init=5e-3)
     assert any(
@@ -184,7 +184,7 @@ def test_rates_that_start_or_stay_above_a_group_are_refused() -> None:
     )
 
 
-def test_group_names_are_their_own() -> None:
+def test_group_names_are_unique() -> None:
     twice = tuple(
         GroupConfig(name="a", match=(name,), lr=1e-2) for name in ("embed.weight", "head.weight")
     )
@@ -203,7 +203,7 @@ def test_adapters_are_chosen_by_lora_and_may_have_rates() -> None:
 
 
 @pytest.mark.parametrize("model", [BIASED_CHOICE, MTP_EXPERTS])
-def test_a_loss_for_a_router_that_stays_is_refused_where_it_would_move_others(
+def test_aux_loss_of_a_frozen_router_is_rejected_if_it_affects_others(
     model: ModelConfig,
 ) -> None:
     errors = problems(OptimConfig(frozen=("*.moe.router",)), model)
@@ -231,7 +231,7 @@ def test_mtp_router_may_be_frozen_only_if_nothing_before_it_is_trained(
     )
 
 
-def test_rates_name_their_groups_and_keep_what_mup_makes() -> None:
+def test_rates_name_their_groups_and_keep_mup_factors() -> None:
     wide = replace(MODEL, mup=MuPConfig(base_hidden_size=6))
     optim = OptimConfig(
         groups=(
@@ -247,7 +247,7 @@ def test_rates_name_their_groups_and_keep_what_mup_makes() -> None:
     assert parameter_rates(wide, optim, "layers.0.mlp_norm.weight", 0) == PLAIN
 
 
-def test_the_map_tells_of_every_parameter_once() -> None:
+def test_parameter_map_lists_every_parameter_once() -> None:
     run = tiny_run(
         {
             "optim.frozen": "[embed.weight]",
@@ -267,7 +267,7 @@ def test_the_map_tells_of_every_parameter_once() -> None:
     )
 
 
-def test_a_model_with_experts_has_no_name_for_what_moves_by_itself() -> None:
+def test_parameter_map_excludes_expert_biases() -> None:
     moe = MoEConfig(num_experts=4, ffn_hidden_size=8)
     names = [one.name for one in named_parameters(replace(BIASED_CHOICE, moe=moe), None)]
     assert not any("balancing" in name for name in names)

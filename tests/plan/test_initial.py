@@ -38,7 +38,7 @@ def starts(model: ModelConfig) -> dict[str, tuple[float, bool]]:
     }
 
 
-def test_by_default_matrices_start_alike_and_those_into_the_stream_narrower() -> None:
+def test_default_init_scales_only_output_projections() -> None:
     found = starts(MODEL)
     assert {std for name, (std, _) in found.items() if name.endswith((".o", ".down"))} == {
         0.02 / math.sqrt(4)
@@ -54,7 +54,7 @@ def test_by_default_matrices_start_alike_and_those_into_the_stream_narrower() ->
     assert found["norm.weight"] == (0.0, False)
 
 
-def test_tables_may_have_a_spread_of_their_own() -> None:
+def test_embedding_tables_may_have_their_own_std() -> None:
     found = starts(replace(MODEL, embedding_init_std=0.5, positions="learned"))
     assert found["embed.weight"] == found["positions.weight"] == (0.5, False) and found[
         "head.weight"
@@ -88,7 +88,7 @@ def test_xavier_counts_the_inputs_and_outputs_of_one_matrix() -> None:
     assert experts == InitialValues(math.sqrt(2 / 160), uniform=True)
 
 
-def test_the_first_pattern_that_fits_a_name_decides_even_about_biases() -> None:
+def test_first_matching_init_pattern_applies_even_to_biases() -> None:
     given = (("layers.1.*.down", 0.3), ("*.down", 0.4), ("*_bias", 0.5))
     found = starts(replace(MODEL, init_overrides=given, mlp_bias=True))
     assert (found["layers.1.mlp.down"], found["layers.0.mlp.down"]) == ((0.3, False), (0.4, False))
@@ -98,7 +98,7 @@ def test_the_first_pattern_that_fits_a_name_decides_even_about_biases() -> None:
     )
 
 
-def test_under_mup_layers_start_narrower_and_both_ends_as_wide_as_at_the_base() -> None:
+def test_mup_scales_init_of_layers_but_not_of_embedding_and_head() -> None:
     found = starts(MUP)
     assert found["layers.0.attention.q"] == (0.02 / 2, False) and found["layers.0.mlp.down"] == (
         0.02 / 2 / 2,
@@ -110,7 +110,7 @@ def test_under_mup_layers_start_narrower_and_both_ends_as_wide_as_at_the_base() 
     ) == starts(MODEL)
 
 
-def test_under_mup_adam_turns_matrices_slower_and_sgd_the_others_faster() -> None:
+def test_mup_scales_matrix_rates_of_adam_and_vector_rates_of_sgd() -> None:
     names = {
         "layers.0.mlp.down": 1,
         "layers.0.attention_norm.weight": 0,
@@ -139,7 +139,7 @@ def test_under_mup_adam_turns_matrices_slower_and_sgd_the_others_faster() -> Non
     )
 
 
-def test_scores_are_scaled_by_the_size_of_a_head_and_given_ones_stay() -> None:
+def test_mup_attention_scale_uses_head_size_unless_given() -> None:
     at_base = replace(MUP, mup=MuPConfig(base_hidden_size=16, base_head_dim=16))
     assert MUP.softmax_scale() == 1 / 16 and at_base.softmax_scale() == 4 / 16 == 1 / math.sqrt(16)
     half = MuPConfig(base_hidden_size=16, attention_scale_power=0.5)
@@ -230,7 +230,7 @@ def test_each_weight_is_updated_at_its_own_rate(kind: str) -> None:
         torch.testing.assert_close(weight, torch.full_like(weight, 1 - step), rtol=0, atol=1e-6)
 
 
-def test_tables_with_a_spread_of_their_own_do_not_decay() -> None:
+def test_tables_with_their_own_std_do_not_decay() -> None:
     own = replace(MODEL, embedding_init_std=0.5)
     for model, kind, rate in ((own, "adamw", 1.0), (MUP, "adamw", 1.0), (MUP, "sgd", 4.0)):
         assert [

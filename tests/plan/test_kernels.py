@@ -30,7 +30,7 @@ def run_with(
     return replace(tiny_run(settings or {}), kernels=KernelsConfig(**kernels))
 
 
-def test_the_table_says_what_kernels_do() -> None:
+def test_backend_table_matches_the_kernels() -> None:
     assert set(BACKENDS) == set(OPS)
     assert (set(SIGMOIDS), WIDEST) == (set(SIGMOIDS_OF_LOOPS), WIDEST_OF_PROGRAMS)
     for op, backends in BACKENDS.items():
@@ -101,21 +101,21 @@ REFUSED: list[tuple[dict[str, str], dict[str, str], str | None, str]] = [
 
 
 @pytest.mark.parametrize(("settings", "kernels", "device", "text"), REFUSED)
-def test_a_way_that_cannot_be_had_is_refused_with_the_reason(
+def test_unavailable_backend_is_rejected_with_the_reason(
     settings: dict[str, str], kernels: dict[str, str], device: str | None, text: str
 ) -> None:
     (problem,) = explicit_backend_problems(run_with(settings, **kernels), device)
     assert text in problem and "Set kernels." in problem
 
 
-def test_what_a_machine_lacks_is_the_reason_there() -> None:
+def test_missing_capability_is_the_reason() -> None:
     run = run_with(rope="numba")
     assert explicit_backend_problems(run) == [] and explicit_backend_problems(run, "cpu", {}) == []
     (problem,) = explicit_backend_problems(run, "cpu", {"numba": "it has no OpenMP"})
     assert problem == "kernels.rope=numba: it has no OpenMP. Set kernels.rope to torch, or to auto."
 
 
-def test_scores_that_a_way_does_not_know_are_named() -> None:
+def test_attention_scores_unsupported_by_a_backend_are_named() -> None:
     run = run_with(attention="cpu_tiled")
     capped = replace(
         run, model=replace(run.model, attention=AttentionConfig(softcap=2.0, window=4))
@@ -133,7 +133,7 @@ def test_scores_that_a_way_does_not_know_are_named() -> None:
     assert "model.attention.window" not in other
 
 
-def test_a_way_that_knows_no_masks_is_refused_where_rows_end_with_padding_that_is_seen() -> None:
+def test_backend_without_masks_is_rejected_if_padding_must_be_masked() -> None:
     run = run_with({"data.keep_partial_valid": "true"}, attention="cpu_tiled")
     both = replace(run, model=replace(run.model, attention=AttentionConfig(causal=False)))
     (problem,) = explicit_backend_problems(both)
@@ -194,9 +194,7 @@ def test_a_bf16_run_on_a_cpu_reports_how_its_matmuls_are_computed() -> None:
         ),
     ],
 )
-def test_a_way_of_an_operation_that_a_run_lacks_is_refused(
-    settings: dict[str, str], part: str
-) -> None:
+def test_backend_of_an_absent_operation_is_rejected(settings: dict[str, str], part: str) -> None:
     (problem,) = explicit_backend_problems(tiny_run(settings))
     assert part in problem and problem.endswith(" to auto."), problem
     assert (
@@ -218,7 +216,7 @@ def test_only_operations_of_the_model_are_described() -> None:
     assert "rope" not in used_ops(replace(tiny_run().model, positions="none"))
 
 
-def test_people_see_every_way_that_can_be_asked_for() -> None:
+def test_backend_list_has_every_selectable_backend() -> None:
     rows = list_backend_specs()
     assert ("rope", "numba", "fp32, bf16 on CPUs", "yes") in rows
     assert (

@@ -18,7 +18,7 @@ def test_equal_arguments_give_the_same_key_and_any_other_argument_another() -> N
     assert keys == [key(seed, purpose, name, *index) for seed, purpose, name, index in combinations]
 
 
-def test_what_stands_where_matters() -> None:
+def test_order_of_arguments_matters() -> None:
     assert key(0, "ab", "c") != key(0, "a", "bc")
     assert key(0, "a", "b1") != key(0, "a", "b", 1)
     assert key(0, "a", "b", 12) != key(0, "a", "b", 1, 2)

@@ -12,7 +12,7 @@ MODEL = ModelConfig(
 )
 
 
-def test_the_axes_of_a_run_are_there_whole_and_in_parts() -> None:
+def test_grid_has_whole_and_factored_axes() -> None:
     parallel = ParallelConfig(
         tp=4, cp=6, context=ContextConfig(kind="a2a+ring", a2a=2), pp=2, dp_replicate=3, zero=1
     )
@@ -33,23 +33,23 @@ def test_the_axes_of_a_run_are_there_whole_and_in_parts() -> None:
 
 
 @pytest.mark.parametrize("kind, inner", [("ring", 1), ("gather", 1), ("a2a", 4)])
-def test_the_kind_of_exchange_decides_which_ranks_trade_heads(kind: str, inner: int) -> None:
+def test_context_parallel_kind_determines_the_all_to_all_ranks(kind: str, inner: int) -> None:
     parallel = ParallelConfig(cp=4, context=ContextConfig(kind=kind))  # type: ignore[arg-type]
     assert model_grid(parallel, MODEL, 4).size("cp_a2a") == inner
 
 
-def test_without_shared_rows_the_kind_of_exchange_decides_nothing() -> None:
+def test_context_parallel_kind_has_no_effect_without_cp() -> None:
     parallel = ParallelConfig(context=ContextConfig(kind="a2a+ring", a2a=2))
     assert model_grid(parallel, MODEL, 2).size("cp_a2a") == 1
 
 
-def test_a_world_that_does_not_fit_is_refused_with_one_that_does() -> None:
+def test_a_world_that_does_not_fit_is_rejected_with_one_that_does() -> None:
     with pytest.raises(PlanError) as error:
         model_grid(ParallelConfig(tp=4, cp=2), MODEL, 12)
     assert "use 8 or 16 processes" in str(error.value)
 
 
-def test_the_world_is_the_fewest_ranks_that_the_layout_can_have() -> None:
+def test_default_world_is_the_smallest_for_the_layout() -> None:
     assert min_world_size(ParallelConfig(tp=2, cp=3, pp=4)) == 24
     assert min_world_size(ParallelConfig(tp=2, dp=5)) == 10
     assert min_world_size(ParallelConfig(zero=1, dp_replicate=4)) == 4

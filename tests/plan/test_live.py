@@ -37,7 +37,7 @@ def test_zb_h1_holds_what_the_first_rank_of_1f1b_does_and_inputs_as_1f1b() -> No
     )
 
 
-def test_a_v_holds_the_same_on_every_rank() -> None:
+def test_v_schedule_has_equal_live_activations_on_every_rank() -> None:
     schedule = build_schedule("zb-v", num_ranks=3, num_chunks=2, num_microbatches=12)
     assert peak_activation_memory(schedule) == (6, 6, 6)
     assert peak_activation_memory(schedule, activations=[2, 2, 2, 0, 0, 0]) == tuple(

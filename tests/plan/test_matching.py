@@ -31,11 +31,11 @@ def one_f_one_b() -> Schedule:
     return with_transfers(build_schedule("1f1b", num_ranks=3, num_microbatches=4), overlap=False)
 
 
-def test_whole_schedules_have_no_problem(interleaved: Schedule, one_f_one_b: Schedule) -> None:
+def test_complete_schedules_have_no_problem(interleaved: Schedule, one_f_one_b: Schedule) -> None:
     assert matching_problems(interleaved) == [] and matching_problems(one_f_one_b) == []
 
 
-def test_what_the_lists_hold_is_read_off_them(one_f_one_b: Schedule) -> None:
+def test_schedule_properties_are_derived_from_its_actions(one_f_one_b: Schedule) -> None:
     plain = build_schedule("1f1b", num_ranks=3, num_microbatches=4)
     assert has_transfers(one_f_one_b) and not has_transfers(plain)
     assert has_backward(plain)
@@ -97,7 +97,7 @@ def test_with_tags_the_ends_of_a_channel_may_list_its_messages_in_different_orde
     )
 
 
-def test_a_send_before_its_computing_is_named(one_f_one_b: Schedule) -> None:
+def test_send_before_its_computation_is_reported(one_f_one_b: Schedule) -> None:
     row = list(one_f_one_b.ranks[0])
     first, second = find(one_f_one_b, 0, "send_forward", 0), find(one_f_one_b, 0, "send_forward", 1)
     row[first], row[second] = row[second], row[first]
@@ -121,7 +121,7 @@ def test_weights_before_the_input_part_are_named() -> None:
     ]
 
 
-def test_doing_a_thing_twice_is_named() -> None:
+def test_repeated_action_is_reported() -> None:
     schedule = build_schedule("zb-h1", num_ranks=1, num_microbatches=1)
     bad = changed(schedule, 0, [*schedule.ranks[0], Action("B", 0, 0)])
     assert matching_problems(bad) == [
@@ -129,7 +129,7 @@ def test_doing_a_thing_twice_is_named() -> None:
     ]
 
 
-def test_actions_that_cannot_be_are_named() -> None:
+def test_invalid_actions_are_reported() -> None:
     schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
     row = [
         *schedule.ranks[0],
@@ -155,6 +155,6 @@ def test_a_wrong_peer_is_named(one_f_one_b: Schedule) -> None:
     )
 
 
-def test_lists_for_another_number_of_ranks_are_refused(one_f_one_b: Schedule) -> None:
+def test_lists_for_another_number_of_ranks_are_rejected(one_f_one_b: Schedule) -> None:
     bad = replace(one_f_one_b, ranks=one_f_one_b.ranks[:2])
     assert matching_problems(bad) == ["there are lists for 2 ranks, expected 3"]

@@ -117,7 +117,7 @@ def test_padding_adds_empty_documents() -> None:
     assert pad_documents(cu, 2).tolist() == [0, 3, 6]
 
 
-def test_what_cannot_be_packed_is_refused() -> None:
+def test_invalid_packing_input_is_rejected() -> None:
     with pytest.raises(PlanError, match="count=2 is too small for 3 documents. Use at least 3"):
         pad_documents(plan_row_documents(3, 1).cu, 2)
     with pytest.raises(PlanError, match=r"ids has shape \[3\]. Pass token ids as \[rows, tokens\]"):
@@ -130,6 +130,6 @@ def test_what_cannot_be_packed_is_refused() -> None:
         plan_row_documents(1, 0)
 
 
-def test_more_tokens_than_int32_counts_are_refused_before_they_are_laid_out() -> None:
+def test_more_tokens_than_int32_counts_are_rejected_before_they_are_laid_out() -> None:
     with pytest.raises(PlanError, match="4294967296 tokens in one microbatch are too many"):
         plan_row_documents(2, 2**31)

@@ -109,7 +109,7 @@ def test_pairs_are_of_two_microbatches_and_lists_match_and_never_block(name: Sch
     assert found > 200
 
 
-def test_a_forward_that_the_backward_beside_it_waits_for_is_found() -> None:
+def test_forward_that_its_paired_backward_depends_on_is_detected() -> None:
     """With too few forwards ahead, a pair holds back what the next rank needs for its half."""
     schedule = pair_forward_backward(build_schedule("1f1b", num_ranks=2, num_microbatches=2))
     assert texts(schedule) == ["F0 F1 B0 B1", "F0 F1+B0 B1"]
@@ -137,7 +137,7 @@ def test_pairs_take_no_simulated_time_and_the_planned_memory(
     assert slower <= (Fraction(103, 99) if name == "dualpipe-v" else 1)
 
 
-def test_a_schedule_without_pairs_is_taken_one_by_one() -> None:
+def test_schedule_without_pairs_is_executed_one_action_at_a_time() -> None:
     schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=3)
     assert pairs_of(schedule) == 0
     assert (
@@ -191,7 +191,7 @@ def test_unsupported_settings_of_dual_batch_overlap_are_reported(
     assert problem.startswith("parallel.overlap_experts=true with ") and text in problem
 
 
-def test_layouts_with_pairs_have_nothing_to_tell() -> None:
+def test_valid_dual_batch_layouts_have_no_notes() -> None:
     exchange: DispatcherName = "alltoall"
     for pipeline in (
         PipelineConfig(),

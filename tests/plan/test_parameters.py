@@ -138,7 +138,7 @@ def holds_what_is_declared(workload: Workload) -> None:
         assert sum(one.numel for one in largest) >= sum(one.numel for one in held)
 
 
-def test_balancing_biases_are_saved_and_no_parameters() -> None:
+def test_expert_biases_are_saved_and_are_not_parameters() -> None:
     model = MIXTURES["everything"]
     held = held_parameters(model, tp=1, tp_rank=0, layers=range(3), embedding=True, loss=True)
     biases = [one for one in held if not one.counts]
@@ -150,7 +150,7 @@ def test_balancing_biases_are_saved_and_no_parameters() -> None:
     "config", [*VARIANTS, *KINDS.values(), *MORE.values()], ids=lambda config: config.norm
 )
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
-def test_a_rank_holds_what_the_model_declares_in_its_order(config: ModelConfig, tp: int) -> None:
+def test_parameters_of_a_rank_match_the_model_in_order(config: ModelConfig, tp: int) -> None:
     if tp == 3:
         kv_heads, alike = 3 if config.mla is None else 9, replace(config.layers, num_kv_heads=())
         config = replace(config, num_heads=9, num_kv_heads=kv_heads, head_dim=16, layers=alike)
@@ -178,7 +178,7 @@ def test_a_rank_holds_what_the_model_declares_in_its_order(config: ModelConfig, 
 
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_gradients_are_summed_over_the_ranks_that_the_model_says(tp: int, sp: bool) -> None:
+def test_gradient_reduction_ranks_match_the_model(tp: int, sp: bool) -> None:
     for config in (*VARIANTS, *KINDS.values(), *MORE.values()):
         mesh = build_meta_mesh(model_grid(ParallelConfig(tp=tp, sp=sp), config, tp), rank=1)
         held = held_parameters(
@@ -201,7 +201,7 @@ def _summed_over(one: HeldParameter, *, tp: int, sp: bool, copies: int) -> int:
     return {"sp": tp if sp else 1, "heads": copies, "always": tp}[one.summed]
 
 
-def test_stages_hold_everything_once_and_a_shared_table_twice() -> None:
+def test_stages_hold_every_parameter_once_and_a_tied_table_twice() -> None:
     for config in (*VARIANTS, *KINDS.values(), *MORE.values()):
         first = held_parameters(config, tp=1, tp_rank=0, layers=[0, 1], embedding=True, loss=False)
         rest = range(2, config.num_layers)

@@ -57,13 +57,13 @@ def test_block_recomputes_the_first_layers_one_by_one_and_at_most_all() -> None:
 
 
 @pytest.mark.parametrize("recompute", [RecomputeConfig(), RecomputeConfig(granularity="selective")])
-def test_without_full_recomputation_every_layer_keeps_for_itself(
+def test_without_full_recomputation_every_layer_saves_its_activations(
     recompute: RecomputeConfig,
 ) -> None:
     assert layer_spans(recompute, HERE, 2) == [Span(0, 1, False, False), Span(1, 2, False, False)]
 
 
-def test_the_last_layer_never_waits_in_host_memory_and_a_span_goes_there_whole() -> None:
+def test_last_layer_is_never_offloaded_and_spans_are_offloaded_whole() -> None:
     away = OffloadConfig(layers=9)
     assert [span.offloaded for span in layer_spans(RecomputeConfig(), away, 4)] == [
         True,
@@ -267,7 +267,7 @@ def test_mlp_chunks_require_selective_recomputation_of_mlps() -> None:
     assert not mlp_in_chunks(replace(one, modules=("norm",)), MODEL, 0)
 
 
-def test_all_conflicts_come_together() -> None:
+def test_all_conflicts_are_reported_together() -> None:
     bad = RecomputeConfig(modules=(), method="block", shard_inputs=True)
     found = recompute_problems(
         bad, OffloadConfig(layers=7), tp=1, sp=False, compiled=False, stage_layers=2
@@ -290,12 +290,12 @@ def test_all_conflicts_come_together() -> None:
         ),
     ],
 )
-def test_what_works_is_not_refused(recompute: RecomputeConfig) -> None:
+def test_valid_settings_are_accepted(recompute: RecomputeConfig) -> None:
     assert problems(recompute) == problems(recompute, OffloadConfig(layers=3), tp=2, sp=True) == ""
     assert problems(RecomputeConfig(granularity="full", shard_inputs=True), tp=2) == ""
 
 
-def test_a_count_beyond_the_layers_is_taken_as_all_of_them_with_a_word() -> None:
+def test_layer_count_above_the_number_of_layers_means_all_with_a_note() -> None:
     (note,) = recompute_notes(full(9), stage_layers=4)
     assert (
         "recompute.num_layers=9 is more than the 4 layers of a stage: all of them are recomputed "

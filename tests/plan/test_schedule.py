@@ -81,7 +81,7 @@ def test_interleaved_order_of_two_chunks_in_groups_of_three() -> None:
     ("p", "v", "m", "group", "warmups"),
     [(4, 2, 8, 4, [10, 8, 6, 4]), (2, 2, 4, 2, [4, 2]), (4, 2, 2, 2, [4, 4, 4, 2])],
 )
-def test_interleaved_warmups(p: int, v: int, m: int, group: int, warmups: list[int]) -> None:
+def test_interleaved_warmup_counts(p: int, v: int, m: int, group: int, warmups: list[int]) -> None:
     sizes = {"num_ranks": p, "num_chunks": v, "num_microbatches": m, "group": group}
     assert [interleaved_warmup(rank, **sizes) for rank in range(p)] == warmups
 
@@ -93,7 +93,7 @@ def test_interleaved_on_two_ranks() -> None:
     ]
 
 
-def test_zb_h1_lags_with_the_weights_by_the_rank() -> None:
+def test_zb_h1_defers_weight_gradients_by_the_rank() -> None:
     assert texts(build_schedule("zb-h1", num_ranks=3, num_microbatches=4)) == [
         "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
         "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
@@ -101,7 +101,7 @@ def test_zb_h1_lags_with_the_weights_by_the_rank() -> None:
     ]
 
 
-def test_a_v_comes_back_from_the_last_rank() -> None:
+def test_v_schedule_returns_from_the_last_rank() -> None:
     assert [stage_index(rank, 1, num_ranks=4, placement="v") for rank in range(4)] == [7, 6, 5, 4]
     assert [stage_index(rank, 1, num_ranks=4, placement="loop") for rank in range(4)] == [
         4,
@@ -268,7 +268,7 @@ def test_auto_is_1f1b_or_interleaved() -> None:
     assert schedule_name(PipelineConfig(schedule="zb-v", vpp=2)) == "zb-v"
 
 
-def test_counts_below_one_are_refused_by_name() -> None:
+def test_counts_below_one_are_rejected_by_name() -> None:
     assert problems(0, 0, vpp=0, group=0) == [
         "parallel.pp=0 must be at least 1.",
         "parallel.pipeline.vpp=0 must be at least 1.",
@@ -309,7 +309,7 @@ def test_last_group_must_be_whole_or_go_around_the_pipeline() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
-def test_schedules_of_one_chunk_refuse_vpp(name: str) -> None:
+def test_schedules_of_one_chunk_reject_vpp(name: str) -> None:
     [text] = problems(2, 4, schedule=name, vpp=2)
     assert text.startswith(
         f"parallel.pipeline.vpp=2: schedule {name} has one chunk per rank. Set "
@@ -329,7 +329,7 @@ def test_v_schedules_need_two_chunks_and_interleaved_more_than_one() -> None:
     )
 
 
-def test_group_without_interleaving_is_refused() -> None:
+def test_group_without_interleaving_is_rejected() -> None:
     [text] = problems(2, 4, group=2)
     assert (
         text.startswith("parallel.pipeline.group=2: schedule 1f1b")
@@ -337,7 +337,7 @@ def test_group_without_interleaving_is_refused() -> None:
     )
 
 
-def test_building_what_cannot_be_had_says_everything_at_once() -> None:
+def test_invalid_schedule_reports_all_problems_together() -> None:
     with pytest.raises(
         PlanError, match="schedule zb-v on 2 ranks must be set otherwise: .*vpp=3.*group=2"
     ):

@@ -56,7 +56,7 @@ def test_an_experts_parameter_is_held_along_the_axes_of_its_own_grid() -> None:
 
 
 @pytest.mark.parametrize(("total", "parts"), [(12, 3), (7, 3), (2, 4), (0, 2), (5, 1)])
-def test_parts_of_a_cut_tile_the_dim_whatever_their_sizes(total: int, parts: int) -> None:
+def test_parts_of_a_split_tile_the_dim_for_any_sizes(total: int, parts: int) -> None:
     shard, sizes = Shard.full("w", (3, total, 2)), split_evenly(total, parts)
     boxes = [shard.split_dim(1, sizes, rank, ("tp_kv", "tp_copy")).box for rank in range(parts)]
     covered = [element for box in boxes for element in elements(shard.shape, box)]
@@ -64,14 +64,14 @@ def test_parts_of_a_cut_tile_the_dim_whatever_their_sizes(total: int, parts: int
     assert all(box[0] == (0, 3) and box[2] == (0, 2) for box in boxes)
 
 
-def test_cuts_of_several_dims_add_up() -> None:
+def test_splits_of_several_dims_combine() -> None:
     shard = Shard.full("w", (4, 6)).split_dim(0, [3, 1], 1, ("tp_kv",))
     shard = shard.split_dim(1, [2, 4], 0, ("tp_copy",))
     assert (shard.box, shard.cut, shard.shape) == (((3, 4), (0, 2)), ("tp_kv", "tp_copy"), (4, 6))
     assert copies(shard) == DATA_AXES
 
 
-def test_sizes_that_do_not_make_up_the_dim_are_our_own_mistake() -> None:
+def test_sizes_that_do_not_sum_to_the_dim_fail_an_assertion() -> None:
     with pytest.raises(AssertionError, match="w"):
         Shard.full("w", (4,)).split_dim(0, [3, 2], 0, ("dp",))
 
@@ -103,7 +103,7 @@ def test_a_gradient_is_summed_where_the_box_is_the_same_unless_invariant(
         ((5,), 1, (1, 5)),
     ],
 )
-def test_a_box_lies_in_memory_as_outputs_by_inputs(
+def test_box_is_stored_as_outputs_by_inputs(
     shape: tuple[int, ...], inputs: int, matrix: tuple[int, ...]
 ) -> None:
     assert Shard.full("w", shape, inputs=inputs).matrix_shape == matrix
@@ -128,7 +128,7 @@ def test_a_flat_range_is_few_boxes_in_order(shape: tuple[int, ...]) -> None:
             assert all(len(box) == len(shape) for box in boxes)
 
 
-def test_boxes_meet_in_what_both_hold() -> None:
+def test_boxes_intersect_in_their_common_elements() -> None:
     spans = [(start, stop) for start in range(4) for stop in range(start + 1, 5)]
     for a, b in product(product(spans, repeat=2), repeat=2):
         shared = set(elements((4, 4), a)) & set(elements((4, 4), b))
@@ -138,7 +138,7 @@ def test_boxes_meet_in_what_both_hold() -> None:
         assert found == intersect(b, a)
 
 
-def test_boxes_of_other_dims_do_not_meet() -> None:
+def test_boxes_of_other_dims_do_not_intersect() -> None:
     with pytest.raises(ValueError, match="zip"):
         intersect(((0, 1),), ((0, 1), (0, 1)))
 

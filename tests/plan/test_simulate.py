@@ -49,7 +49,7 @@ def random_costs(rng: random.Random, num_stages: int) -> Costs:
 
 
 @loop_over("seed", range(60))
-def test_in_any_schedule_with_any_costs_nothing_starts_before_what_it_needs(seed: int) -> None:
+def test_actions_start_after_their_dependencies_in_any_schedule(seed: int) -> None:
     rng = random.Random(seed)
     schedule = with_transfers(random_schedule(rng), overlap=rng.random() < 0.5)
     costs = random_costs(rng, schedule.num_stages)
@@ -89,7 +89,7 @@ def ends_by_stage(result: Simulation) -> dict[tuple[str, int, int], Fraction | f
 
 
 @loop_over("seed", range(20))
-def test_messages_of_a_channel_travel_one_after_the_other_once_both_sides_are_there(
+def test_messages_of_a_channel_are_sequential_after_both_sides_are_ready(
     seed: int,
 ) -> None:
     rng = random.Random(seed)
@@ -139,13 +139,13 @@ def test_receives_posted_one_action_ahead_are_as_good_as_posted_from_the_start(s
     assert simulate(with_transfers(schedule), costs).makespan == simulate(schedule, costs).makespan
 
 
-def test_uneven_stages_wait_for_the_slowest() -> None:
+def test_step_time_of_uneven_stages_follows_the_slowest() -> None:
     costs = Costs(forward=(1, 3), backward_input=(1, 3), backward_weight=(1, 3))
     result = simulate(build_schedule("1f1b", num_ranks=2, num_microbatches=10), costs)
     assert result.makespan == 1 + 10 * 9 + 2 and result.busy == (30, 90)
 
 
-def test_float_costs_work_too() -> None:
+def test_float_costs_are_supported() -> None:
     result = simulate(
         build_schedule("1f1b", num_ranks=2, num_microbatches=2), even_costs(2, forward=0.5)
     )
@@ -170,7 +170,7 @@ def test_a_deadlock_names_the_ranks_their_actions_and_what_they_wait_for(overlap
     assert "(send_forward of microbatch 1 to rank 1), but rank 0 stands at action" in waits[1]
 
 
-def test_a_rank_that_waits_for_itself_is_a_circle_too() -> None:
+def test_rank_that_waits_for_itself_is_a_deadlock() -> None:
     schedule = build_schedule("interleaved", num_ranks=1, num_chunks=2, num_microbatches=1)
     first, second, *backward = schedule.ranks[0]
     assert find_problems(replace(schedule, ranks=((second, first, *backward),))) == [
@@ -179,7 +179,7 @@ def test_a_rank_that_waits_for_itself_is_a_circle_too() -> None:
     ]
 
 
-def test_a_deadlock_without_messages_is_found_too() -> None:
+def test_deadlock_without_messages_is_detected() -> None:
     assert find_problems(circle()) == [
         "deadlock: rank 0, action 1 (B of microbatch 0) waits for rank 1, action 2 (B of "
         "microbatch 0), "
@@ -188,7 +188,7 @@ def test_a_deadlock_without_messages_is_found_too() -> None:
     ]
 
 
-def test_simulating_lists_that_block_or_do_not_match_raises_with_their_problems() -> None:
+def test_simulating_invalid_schedules_raises_with_their_problems() -> None:
     with pytest.raises(
         PlanError,
         match="The lists of schedule 1f1b on 2 ranks cannot be run: deadlock: .*Use lists made by",

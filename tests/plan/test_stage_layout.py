@@ -27,7 +27,7 @@ def kinds(text: str) -> list[str]:
         ("", [""]),
     ],
 )
-def test_it_means(text: str, stages: list[str]) -> None:
+def test_layout_text_describes_the_stages(text: str, stages: list[str]) -> None:
     assert kinds(text) == stages
 
 
@@ -38,7 +38,7 @@ def test_61_layers_and_a_prediction_layer_on_16_ranks_with_two_chunks() -> None:
     assert stages[0] == "Ettt" and stages[1:30] == ["tt"] * 29 and stages[30:] == ["m", "L"]
 
 
-def test_every_item_knows_where_it_came_from() -> None:
+def test_every_item_has_its_position_in_the_text() -> None:
     assert [[item.position for item in stage] for stage in parse_layout("Et*2|(t |)*2L")] == [
         [0, 1, 1],
         [6],
@@ -48,7 +48,7 @@ def test_every_item_knows_where_it_came_from() -> None:
 
 
 @loop_over("seed", range(50))
-def test_what_is_printed_reads_back_as_the_same(seed: int) -> None:
+def test_printed_layout_is_parsed_to_the_same_layout(seed: int) -> None:
     draw = random.Random(seed)
     stages = [draw.choice(["", "t", "tt", "E", "t" * 9, "mL"]) for _ in range(draw.randint(1, 4))]
     stages = [stage for stage in stages for _ in range(draw.randint(1, 5))]
@@ -80,7 +80,7 @@ def test_what_is_printed_reads_back_as_the_same(seed: int) -> None:
         ("Et*99999999999L", 2, "99999999999 times are more", "Use a smaller number"),
     ],
 )
-def test_a_caret_shows_what_cannot_be_read(text: str, column: int, what: str, fix: str) -> None:
+def test_caret_marks_the_syntax_error(text: str, column: int, what: str, fix: str) -> None:
     with pytest.raises(PlanError) as caught:
         parse_layout(text)
     first, shown, caret, advice = str(caught.value).split("\n")
@@ -99,7 +99,7 @@ def test_a_long_layout_is_shown_around_the_mistake() -> None:
 
 
 @loop_over("seed", range(200))
-def test_any_text_is_read_or_refused_in_words(seed: int) -> None:
+def test_any_text_is_parsed_or_rejected_with_a_message(seed: int) -> None:
     draw = random.Random(seed)
     text = "".join(draw.choice("EtmL||()*0123, \nx") for _ in range(draw.randint(0, 30)))
     try:

@@ -54,7 +54,7 @@ def test_16_layers_on_4_ranks_with_two_chunks() -> None:
     assert [stage.loss for stage in stages] == [False] * 7 + [True]
 
 
-def test_in_a_v_the_first_and_the_last_stage_lie_together() -> None:
+def test_first_and_last_stage_of_a_v_are_on_one_rank() -> None:
     pipeline = PipelineConfig(schedule="zb-v", vpp=2)
     stages = plan_stages(pipeline, pp=3, num_layers=6)
     first = select_rank_stages(stages, 0, pipeline, pp=3)
@@ -69,7 +69,7 @@ def test_the_ranks_of_a_tied_table(pp: int, ranks: tuple[int, ...]) -> None:
     assert table_stages(FOUR, stages, PipelineConfig(), pp=pp)["embed.weight"] == (0,)
 
 
-def test_one_stage_is_the_whole_model_whatever_the_settings_say() -> None:
+def test_one_stage_is_the_whole_model_for_all_settings() -> None:
     pipeline = PipelineConfig(layout="nonsense", first_layers=7)
     assert plan_stages(pipeline, pp=1, num_layers=5) == (single_stage(5),)
     assert stages_problems(pipeline, pp=1, num_layers=5) == []
@@ -100,7 +100,7 @@ def test_layers_of_each_stage(
 
 
 @loop_over("seed", range(300))
-def test_every_layer_is_on_one_stage_or_a_refusal_names_a_layout_that_works(seed: int) -> None:
+def test_every_layer_is_on_one_stage_or_the_error_names_a_valid_layout(seed: int) -> None:
     draw = random.Random(seed)
     pp, num_layers = draw.randint(1, 6), draw.randint(1, 30)
     ends = draw.choice(
@@ -130,7 +130,7 @@ def test_every_layer_is_on_one_stage_or_a_refusal_names_a_layout_that_works(seed
         assert layer in stages[find_layer_stage(stages, layer)].layers
 
 
-def test_30_layers_on_4_ranks_are_refused_and_not_made_28() -> None:
+def test_30_layers_on_4_ranks_are_rejected_and_not_made_28() -> None:
     problem = one_problem(PipelineConfig(), 4, 30)
     assert problem == (
         "model.num_layers=30 does not divide over parallel.pp * parallel.pipeline.vpp = 4 * 1 = 4 "
@@ -139,7 +139,7 @@ def test_30_layers_on_4_ranks_are_refused_and_not_made_28() -> None:
     )
 
 
-def test_counting_the_embedding_says_what_was_counted() -> None:
+def test_error_with_counted_embedding_states_what_was_counted() -> None:
     problem = one_problem(PipelineConfig(count_embedding=True), 4, 8)
     assert problem.startswith(
         "model.num_layers=8 + 1 (parallel.pipeline.count_embedding=true) does not divide over"
@@ -193,7 +193,7 @@ def test_two_methods_of_dividing_layers_are_rejected_with_all_values() -> None:
         ),
     ],
 )
-def test_ends_that_do_not_fit(
+def test_invalid_first_and_last_stage_sizes(
     settings: dict[str, int], pp: int, num_layers: int, text: str
 ) -> None:
     assert text in one_problem(PipelineConfig(**settings), pp, num_layers)  # type: ignore[arg-type]  # by name
@@ -282,7 +282,7 @@ def test_stages_whose_layers_read_biases_by_distance_hold_them(
         ("Et|t|t|tmL", 3, 3, (0, 3), (0, 3)),
     ],
 )
-def test_the_last_norm_lies_with_the_last_layer_and_tables_with_who_reads_them(
+def test_last_norm_is_on_the_last_layers_stage_and_tables_where_they_are_used(
     layout: str, norm: int, num_mtp_layers: int, tied: tuple[int, ...], untied: tuple[int, ...]
 ) -> None:
     pipeline, mtp = PipelineConfig(layout=layout), MTPConfig(num_layers=1)
@@ -383,7 +383,7 @@ def test_misplaced_mtp_layers_are_reported(layout: str, depths: int, texts: list
 
 
 @loop_over("seed", range(60))
-def test_proposed_layouts_work_whatever_is_predicted(seed: int) -> None:
+def test_suggested_layouts_are_valid_for_any_number_of_mtp_layers(seed: int) -> None:
     draw = random.Random(seed)
     num_stages, num_layers, depths = draw.randint(2, 9), draw.randint(1, 20), draw.randint(0, 4)
     layout = proposed_layout(num_layers, num_stages, depths)

@@ -44,7 +44,7 @@ def test_receives_are_posted_when_needed_without_overlap() -> None:
     ]
 
 
-def test_a_single_rank_and_the_turn_of_a_v_need_no_message() -> None:
+def test_single_rank_and_the_last_rank_of_a_v_need_no_message() -> None:
     names: list[ScheduleName] = ["interleaved", "zb-v"]
     for name in names:
         alone = build_schedule(name, num_ranks=1, num_chunks=2, num_microbatches=3)
@@ -58,7 +58,7 @@ def test_a_single_rank_and_the_turn_of_a_v_need_no_message() -> None:
     ]
 
 
-def test_channels_go_both_ways_around_a_loop_and_along_a_v() -> None:
+def test_channels_have_both_directions_in_a_loop_and_a_v() -> None:
     loop = build_schedule("interleaved", num_ranks=3, num_chunks=2, num_microbatches=3)
     assert set(channels(loop)) == {
         *(Channel(rank, (rank + 1) % 3, "forward") for rank in range(3)),
@@ -71,7 +71,7 @@ def test_channels_go_both_ways_around_a_loop_and_along_a_v() -> None:
     assert len(channels(build_schedule("1f1b", num_ranks=4, num_microbatches=4))) == 6
 
 
-def test_the_first_and_the_last_stage_have_nobody_beyond_them() -> None:
+def test_first_and_last_stage_have_no_outer_neighbor() -> None:
     loop = build_schedule("interleaved", num_ranks=2, num_chunks=2, num_microbatches=2)
     assert neighbor(loop, 0, 0, "backward") is None and neighbor(loop, 1, 1, "forward") is None
     assert neighbor(loop, 1, 0, "forward") == (0, 1) and neighbor(loop, 0, 1, "backward") == (

@@ -108,11 +108,11 @@ def ours(source: Path) -> Tensor:
     load_pretrained(entries, str(source), build_single_rank_mesh().world, model=opened.model)
     with torch.no_grad():
         return model.head.logits(
-            model(IDS, LayerInputs(seq_params_from_lengths([len(IDS)], device="cpu")))
+            model.hidden_states(IDS, LayerInputs(seq_params_from_lengths([len(IDS)], device="cpu")))
         )
 
 
-def test_the_library_loads_them_and_computes_what_we_do(trained: Path) -> None:
+def test_adapters_loaded_by_the_library_give_the_same_outputs(trained: Path) -> None:
     model = peft.PeftModel.from_pretrained(theirs(trained / "base"), trained / "adapters")
     found = ours(trained / "run")
     torch.testing.assert_close(logits(model.eval()), found, rtol=0, atol=2e-5)
@@ -132,7 +132,7 @@ def test_the_merged_model_is_the_base_with_adapters(trained: Path) -> None:
     )
 
 
-def test_a_release_of_ours_is_the_merged_model_too(trained: Path, tmp_path: Path) -> None:
+def test_release_is_the_merged_model(trained: Path, tmp_path: Path) -> None:
     assert (
         main(["convert", str(trained / "run"), str(tmp_path / "release"), "--to", "megalith"]) == 0
     )
@@ -175,7 +175,7 @@ def test_a_peft_folder_survives_a_round_trip(trained: Path, tmp_path: Path) -> N
     torch.testing.assert_close(ours(run), ours(trained / "run"), rtol=0, atol=1e-6)
 
 
-def test_adapters_that_the_library_made_are_read(trained: Path, tmp_path: Path) -> None:
+def test_adapters_of_the_library_are_read(trained: Path, tmp_path: Path) -> None:
     config = peft.LoraConfig(
         r=2,
         lora_alpha=3,
@@ -201,7 +201,7 @@ def test_adapters_that_the_library_made_are_read(trained: Path, tmp_path: Path) 
         ),
     ],
 )
-def test_other_kinds_of_adapters_are_refused(
+def test_other_kinds_of_adapters_are_rejected(
     trained: Path, tmp_path: Path, changes: dict[str, Any], text: str
 ) -> None:
     save_file(
@@ -214,7 +214,7 @@ def test_other_kinds_of_adapters_are_refused(
         open_pretrained(locate_source(str(tmp_path)))
 
 
-def test_adapters_of_another_model_are_refused_by_name(trained: Path, tmp_path: Path) -> None:
+def test_adapters_of_another_model_are_rejected_by_name(trained: Path, tmp_path: Path) -> None:
     other = folder(tmp_path / "other", **LLAMA | {"hidden_size": 32})
     with pytest.raises(
         CheckpointError,
@@ -253,7 +253,7 @@ OF_LATENT = {
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
 
-def test_matrices_of_latent_attention_have_the_librarys_names(tmp_path: Path) -> None:
+def test_mla_matrices_have_the_names_of_the_library(tmp_path: Path) -> None:
     base = folder(tmp_path / "base", "DeepseekV3Config", **DEEPSEEK)
     run = train(tmp_path / "run", base, **OF_LATENT)
     assert main(["convert", str(run), str(tmp_path / "adapters"), "--to", "peft"]) == 0
@@ -285,9 +285,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model", ["DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"])
-def test_an_mlp_that_the_library_would_take_for_experts_is_no_adapter_of_its(
-    model: str, tmp_path: Path
-) -> None:
+def test_mlp_that_the_library_treats_as_experts_is_not_exported(model: str, tmp_path: Path) -> None:
     kind = model.replace("ForCausalLM", "Config")
     sizes = DEEPSEEK if "Deepseek" in kind else LLAMA | EXPERTS[kind] | {"mlp_only_layers": [0]}
     run = train(tmp_path / "run", folder(tmp_path / "base", kind, **sizes))
@@ -300,7 +298,7 @@ def test_an_mlp_that_the_library_would_take_for_experts_is_no_adapter_of_its(
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
-def test_layers_with_experts_have_adapters_beside_them_there_too(kind: str, tmp_path: Path) -> None:
+def test_layers_with_experts_have_adapters_of_other_matrices(kind: str, tmp_path: Path) -> None:
     base = folder(tmp_path / "base", kind, **LLAMA | EXPERTS[kind])
     run = train(tmp_path / "run", base)
     assert main(["convert", str(run), str(tmp_path / "adapters"), "--to", "peft"]) == 0
@@ -310,7 +308,7 @@ def test_layers_with_experts_have_adapters_beside_them_there_too(kind: str, tmp_
     torch.testing.assert_close(ours(tmp_path / "adapters"), ours(run), rtol=0, atol=1e-6)
 
 
-def test_layers_that_the_library_chose_are_read(trained: Path, tmp_path: Path) -> None:
+def test_layers_selected_by_the_library_are_read(trained: Path, tmp_path: Path) -> None:
     config = peft.LoraConfig(
         r=2, target_modules=["q_proj"], layers_to_transform=[1], init_lora_weights=False
     )
@@ -336,9 +334,7 @@ def test_layers_that_the_library_chose_are_read(trained: Path, tmp_path: Path) -
         )
 
 
-def test_adapters_of_a_shallower_model_are_missing_in_the_layers_that_they_promise(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_adapters_of_a_shallower_model_have_missing_layers(trained: Path, tmp_path: Path) -> None:
     deeper = folder(tmp_path / "deeper", **LLAMA | {"num_hidden_layers": 3})
     with pytest.raises(
         CheckpointError, match=r"is for another base: missing: base_model.*layers.2"
@@ -346,9 +342,7 @@ def test_adapters_of_a_shallower_model_are_missing_in_the_layers_that_they_promi
         open_pretrained(locate_source(str(trained / "adapters")), base=str(deeper))
 
 
-def test_layers_that_the_library_chose_by_an_expression_are_read(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_layers_selected_by_a_regular_expression_are_read(trained: Path, tmp_path: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=r".*\.1\..*(q|up)_proj", init_lora_weights=False)
     model = peft.get_peft_model(theirs(trained / "base"), config)
     model.save_pretrained(tmp_path / "theirs")
@@ -390,7 +384,7 @@ FUSED = {
 
 
 @pytest.mark.parametrize("kind", FUSED)
-def test_families_that_keep_matrices_together_are_refused_by_name_and_merge(
+def test_families_with_fused_matrices_are_rejected_by_name_and_can_merge(
     kind: str, tmp_path: Path
 ) -> None:
     tensor, sizes = FUSED[kind]
@@ -460,7 +454,7 @@ def test_a_dry_run_lists_the_linear_layers(
 
 
 @pytest.mark.parametrize("to", ["huggingface", "megalith"])
-def test_a_dry_run_tells_which_tensors_adapters_are_added_to(
+def test_dry_run_lists_the_tensors_that_adapters_are_added_to(
     to: str, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["convert", str(trained / "run"), str(trained / "x"), "--to", to, "--dry-run"]

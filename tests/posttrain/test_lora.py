@@ -88,7 +88,7 @@ def tensors(path: Path) -> dict[str, Tensor]:
     return {key: found.read(key) for key in found.keys()}  # noqa: SIM118  # not a mapping
 
 
-def test_the_loss_falls_and_a_checkpoint_holds_adapters_alone(trained: Path) -> None:
+def test_loss_falls_and_a_checkpoint_contains_only_adapters(trained: Path) -> None:
     assert losses(trained)[-1] < losses(trained)[0] - 0.02
     stored = tensors(trained / "checkpoints" / "step_0000008")
     assert all(".lora_" in key for key in stored)
@@ -124,7 +124,7 @@ def test_the_base_is_initialized_only_if_missing_keys_are_allowed(
         assert drawn == []
 
 
-def test_a_run_that_was_stopped_ends_at_the_same_bits(trained: Path, tmp_path: Path) -> None:
+def test_stopped_and_resumed_run_is_bitwise_equal(trained: Path, tmp_path: Path) -> None:
     load = trained.parent / "base"
     train(tmp_path / "run", load, {"train.steps": "4", "schedule.style": "constant"})
     train(tmp_path / "run", load, {"schedule.style": "constant"})
@@ -136,7 +136,7 @@ def test_a_run_that_was_stopped_ends_at_the_same_bits(trained: Path, tmp_path: P
     assert again.keys() == once.keys() and all(torch.equal(again[key], once[key]) for key in once)
 
 
-def test_opened_it_is_the_base_with_the_product_added(trained: Path) -> None:
+def test_opened_checkpoint_is_the_base_plus_the_scaled_product(trained: Path) -> None:
     opened = open_pretrained(locate_source(str(trained)))
     found, plain = open_adapters(opened.path), Drawn(3)
     assert (found.lora.rank, opened.model) == (3, tiny_run().model)
@@ -166,7 +166,7 @@ def test_opened_it_is_the_base_with_the_product_added(trained: Path) -> None:
     )
 
 
-def test_text_is_written_and_evaluated_with_the_adapters(
+def test_generation_and_evaluation_use_the_adapters(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = run_evaluation(
@@ -183,7 +183,7 @@ def test_text_is_written_and_evaluated_with_the_adapters(
     capsys.readouterr()
 
 
-def test_adapters_go_on_from_where_others_ended(trained: Path, tmp_path: Path) -> None:
+def test_adapters_can_start_from_other_adapters(trained: Path, tmp_path: Path) -> None:
     load = trained.parent / "base"
     train(
         tmp_path / "run",
@@ -206,7 +206,7 @@ def test_adapters_go_on_from_where_others_ended(trained: Path, tmp_path: Path) -
         train(tmp_path / "three", load, {"lora.load": str(load)})
 
 
-def test_adapters_of_another_base_are_no_start(trained: Path, tmp_path: Path) -> None:
+def test_adapters_of_another_base_are_rejected_as_start(trained: Path, tmp_path: Path) -> None:
     other = base(tmp_path / "other", seed=4)
     with pytest.raises(
         CheckpointError,
@@ -226,7 +226,7 @@ def test_adapter_readers_can_be_pickled(trained: Path) -> None:
     assert torch.equal(again.read(name, box, torch.float32), weights.read(name, box, torch.float32))
 
 
-def test_another_base_is_refused_by_its_values(trained: Path, tmp_path: Path) -> None:
+def test_another_base_is_rejected_by_its_values(trained: Path, tmp_path: Path) -> None:
     other = base(tmp_path / "other", seed=4)
     with pytest.raises(
         CheckpointError, match=r"holds adapters of another base: they were trained with .*/base"
@@ -282,9 +282,7 @@ def test_bf16_adapters_have_master_weights_and_the_base_has_none(tmp_path: Path)
     assert open_adapters(opened.path).read("layers.0.mlp.down.lora_b").dtype == torch.float32
 
 
-def test_a_base_that_is_not_there_or_of_another_shape_is_refused(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_missing_base_or_base_of_another_shape_is_rejected(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError,
         match=r"checkpoint.load=runs/nothing: .*train a run of that name first, or set",
@@ -328,7 +326,7 @@ def _tune(
 
 
 @pytest.mark.parametrize(("axis", "sp"), [("tp", "true"), ("pp", "false")])
-def test_tuning_on_two_processes_resumes_and_merges_into_what_one_process_makes(
+def test_tuning_on_two_processes_resumes_and_merges_like_one_process(
     axis: str, sp: str, tmp_path: Path
 ) -> None:
     """Conversations, adapters and their dropout together: stopped after two steps of four, on

@@ -97,7 +97,9 @@ def logits(path: Path, moe: MoEConfig | None = None, **options: Any) -> Tensor:
     source = source if moe is None else upcycle(source, moe, **options)
     model = loaded(source)
     with torch.no_grad():
-        return model.head.logits(model(IDS, LayerInputs(seq_params_from_lengths([9, 14]))))
+        return model.head.logits(
+            model.hidden_states(IDS, LayerInputs(seq_params_from_lengths([9, 14])))
+        )
 
 
 def off(theirs: Tensor, ours: Tensor) -> float:
@@ -123,7 +125,9 @@ def off(theirs: Tensor, ours: Tensor) -> float:
         ),
     ],
 )
-def test_experts_that_are_whole_mlps_match_the_dense_model(moe: MoEConfig, tmp_path: Path) -> None:
+def test_experts_copied_from_whole_mlps_match_the_dense_model(
+    moe: MoEConfig, tmp_path: Path
+) -> None:
     path = dense(tmp_path, activation="squared_relu", gated=False)
     assert off(logits(path), logits(path, moe)) < 1e-6
     assert (
@@ -170,7 +174,7 @@ def test_scores_that_are_not_normalized_are_compensated_on_average(tmp_path: Pat
         assert off(logits(path), logits(path, moe, scale="down")) < 1e-6
 
 
-def test_an_expert_is_a_run_of_inner_features_and_its_router_repeats(tmp_path: Path) -> None:
+def test_expert_is_a_slice_of_inner_features_with_a_repeated_router(tmp_path: Path) -> None:
     source = open_pretrained(dense(tmp_path))
     made = upcycle(source, HALVES, scale="down").weights
     whole = source.weights.read("layers.1.mlp.down", ((0, 12), (0, 20)), torch.float32)
@@ -230,7 +234,7 @@ def test_mtp_layers_are_upcycled_like_the_last_layer(
     assert ("mtp.0.layer.moe.experts.down" in names) == (not layers)
 
 
-def test_a_seed_decides_the_first_weights_of_routers_alone(tmp_path: Path) -> None:
+def test_seed_determines_only_the_initial_router_weights(tmp_path: Path) -> None:
     source = open_pretrained(dense(tmp_path))
     first, second = (upcycle(source, WHOLE, seed=seed).weights for seed in (0, 1))
 
@@ -353,7 +357,7 @@ def test_upcycle_command_writes_a_checkpoint_that_a_run_loads(
         ),
     ],
 )
-def test_what_cannot_be_upcycled_is_refused(
+def test_model_that_cannot_be_upcycled_is_rejected(
     changes: dict[str, Any], moe: MoEConfig, text: str
 ) -> None:
     (problem,) = upcycle_problems(replace(DENSE, **changes), moe)

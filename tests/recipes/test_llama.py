@@ -28,7 +28,7 @@ def test_llama_2_70b_fits_sixteen_nodes_and_not_one() -> None:
     assert found[128] == "fits" and found[8] != "fits"
 
 
-def test_positions_of_llama_3_are_stretched_as_published() -> None:
+def test_rope_scaling_of_llama_3_is_the_published_one() -> None:
     rope = build_recipe("llama3_8b").model.rope
     assert (rope.theta, rope.scaling, rope.factor) == (500_000.0, "llama3", 8.0)
     assert (rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position) == (

@@ -45,7 +45,7 @@ def test_adapters_train_on_the_base_run(tmp_path: Path) -> None:
     assert len(rows) == 2 and all(0 < float(row["supervised_share"] or 0) < 1 for row in rows)
 
 
-def test_its_model_is_that_of_its_base() -> None:
+def test_model_of_lora_tiny_is_that_of_its_base() -> None:
     assert (
         build_recipe("lora_tiny").model == build_recipe("sft_tiny").model
         and build_recipe("lora_tiny").checkpoint.load == "runs/sft_tiny"

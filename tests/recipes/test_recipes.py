@@ -22,7 +22,7 @@ EVERY = [pytest.param(name, marks=[] if name == QUICK else pytest.mark.slow) for
 
 
 @pytest.mark.parametrize("name", recipes())
-def test_a_recipe_builds_bears_its_name_and_survives_yaml(name: str, tmp_path: Path) -> None:
+def test_recipe_has_its_name_and_round_trips_through_yaml(name: str, tmp_path: Path) -> None:
     run = recipes()[name]()
     assert run.name == name
     assert from_dict(TrainRun, to_dict(run)) == run
@@ -32,7 +32,7 @@ def test_a_recipe_builds_bears_its_name_and_survives_yaml(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", recipes())
-def test_a_recipe_fits_together(name: str) -> None:
+def test_recipe_violates_no_rule(name: str) -> None:
     run = recipes()[name]()
     assert run_problems(run, world=min_world_size(run.parallel)) == []
     vocab_size = {"byte": 257, "null": run.tokenizer.vocab_size}[run.tokenizer.kind]

@@ -29,7 +29,7 @@ MODEL = ModelConfig(
 HALF = CrossConfig(memory=2)
 
 
-def test_a_model_without_a_memory_and_one_that_takes_it_anywhere_break_no_rule() -> None:
+def test_valid_cross_layer_sources_violate_no_rule() -> None:
     assert cross_problems(MODEL) == []
     for memory in range(4):
         assert network_problems(replace(MODEL, cross=CrossConfig(memory=memory))) == []
@@ -93,7 +93,7 @@ def test_unsupported_combinations_are_rejected(
     assert all(word in problem for word in words), problem
 
 
-def test_layers_look_from_the_memory_on_and_it_goes_on_as_long_as_one_does() -> None:
+def test_cross_layer_source_is_needed_up_to_the_last_layer_that_uses_it() -> None:
     model = replace(MODEL, num_layers=6, cross=CrossConfig(memory=1, layers=(False, True)))
     assert [model.uses_cross_layer_source(layer) for layer in range(6)] == [
         False,
@@ -126,7 +126,7 @@ def test_layers_look_from_the_memory_on_and_it_goes_on_as_long_as_one_does() -> 
     )
 
 
-def test_a_look_costs_an_attention_without_a_window_and_its_matrices() -> None:
+def test_cross_layer_attention_flops_are_those_of_full_attention() -> None:
     """h = 16, 4 heads on 2 of 4 features: q, kv and o have 256 elements each, and each look a norm;
     the memory one."""
     looking = replace(MODEL, cross=HALF)

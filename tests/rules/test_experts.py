@@ -25,7 +25,7 @@ def problems(moe: MoEConfig) -> list[str]:
     return range_problems(moe, "model.moe") or moe_problems(replace(MODEL, moe=moe))
 
 
-def test_good_settings_break_no_rule() -> None:
+def test_valid_settings_violate_no_rule() -> None:
     assert network_problems(replace(MODEL, moe=GOOD)) == []
     deepseek = RouterConfig(
         score="sigmoid", expert_bias=True, num_groups=4, topk_groups=2, routed_scaling_factor=2.5
@@ -144,7 +144,7 @@ def test_good_settings_break_no_rule() -> None:
         ),
     ],
 )
-def test_broken_moe_rule_is_reported(changed: dict[str, Any], text: str) -> None:
+def test_violated_moe_rule_is_reported(changed: dict[str, Any], text: str) -> None:
     (problem,) = problems(replace(GOOD, **changed))
     assert text in problem
 
@@ -241,7 +241,7 @@ def test_different_pipeline_groups_of_both_grids_are_reported() -> None:
     assert "different pipeline groups" in problem
 
 
-def test_reading_alone_needs_no_divided_tokens() -> None:
+def test_inference_does_not_require_divisible_tokens() -> None:
     assert (
         expert_layout_problems(replace(MODEL, moe=GOOD), ParallelConfig(tp=2), 2, trains=False)
         == []
@@ -277,7 +277,7 @@ def test_missing_load_balancing_is_noted() -> None:
         assert balance_notes(replace(MODEL, moe=moe)) == []
 
 
-def test_a_run_says_when_its_router_is_too_coarse() -> None:
+def test_coarse_router_dtype_is_reported() -> None:
     coarse = replace(GOOD, num_experts=32, router=RouterConfig(dtype="model"))
     (note,) = balance_notes(replace(MODEL, moe=coarse))
     assert "logits of 32 experts" in note and "model.moe.router.dtype=fp32" in note

@@ -425,14 +425,14 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(
     ("changed", "problem_text", "fix"), CASES, ids=[problem_text for _, problem_text, _ in CASES]
 )
-def test_broken_rule_names_setting_and_valid_value(
+def test_violated_rule_names_setting_and_valid_value(
     changed: dict[str, Any], problem_text: str, fix: str
 ) -> None:
     (problem,) = network_problems(replace(SOUND, **changed))
     assert problem_text in problem and fix in problem and problem.endswith("."), problem
 
 
-def test_sound_networks_break_no_rule() -> None:
+def test_valid_models_violate_no_rule() -> None:
     assert network_problems(SOUND) == []
     assert network_problems(replace(SOUND, **latent(q_rank=8))) == []
     assert network_problems(replace(SOUND, head_dim=5, positions="none")) == []
@@ -443,7 +443,7 @@ def test_sound_networks_break_no_rule() -> None:
         assert network_problems(model) == [], name
 
 
-def test_all_broken_rules_come_together() -> None:
+def test_all_violated_rules_are_reported_together() -> None:
     model = replace(
         SOUND, num_kv_heads=3, logit_softcap=-1.0, up_offset=1.0, gated=False, **rope(fraction=2.0)
     )
@@ -451,7 +451,7 @@ def test_all_broken_rules_come_together() -> None:
 
 
 @loop_over("head", range(2, 40))
-def test_the_fraction_that_is_proposed_turns_pairs(head: int) -> None:
+def test_suggested_rotary_fraction_covers_whole_pairs(head: int) -> None:
     for features in range(head + 1):
         model = replace(
             SOUND, head_dim=head, rope=RopeConfig(fraction=(features + 0.5) / (head + 1))

@@ -39,7 +39,7 @@ def run(**overrides: str) -> TrainRun:
     )
 
 
-def test_a_sound_run_breaks_no_rule() -> None:
+def test_valid_run_violates_no_rule() -> None:
     assert run_problems(run(), 1) == []
     assert run_problems(run(parallel__tp="2", parallel__sp="true"), 6) == []
     assert run_problems(run(parallel__pp="2", parallel__pipeline__schedule="zb-h1"), 4) == []
@@ -515,7 +515,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("changed", "world", "output", "fix"), CASES)
-def test_broken_rule_names_setting_and_valid_value(
+def test_violated_rule_names_setting_and_valid_value(
     changed: dict[str, str], world: int, output: str, fix: str
 ) -> None:
     problems = run_problems(run(**changed), world)
@@ -608,7 +608,7 @@ def test_fuzzed_values_of_every_setting_are_accepted_or_rejected_with_text() -> 
             )
 
 
-def test_all_broken_rules_come_in_one_error() -> None:
+def test_all_violated_rules_are_in_one_error() -> None:
     with pytest.raises(ConfigError) as caught:
         check_run(run(model__num_kv_heads="3", train__seq_len="65", optim__beta1="2"), 1)
     text = str(caught.value)
@@ -647,7 +647,7 @@ def test_all_broken_rules_come_in_one_error() -> None:
         ),
     ],
 )
-def test_recommended_degrees_break_no_other_rule(
+def test_recommended_degrees_violate_no_other_rule(
     recipe: str, settings: dict[str, str], world: int, output: str
 ) -> None:
     run = apply_overrides(resolve(recipe), settings)
@@ -655,7 +655,7 @@ def test_recommended_degrees_break_no_other_rule(
     assert output in text
 
 
-def test_no_number_hides_another() -> None:
+def test_invalid_number_does_not_hide_another_problem() -> None:
     problems = run_problems(
         run(optim__eps="0", model__norm_eps="-1", seed="-2", train__steps="0", data__mock="false"),
         1,
@@ -686,7 +686,7 @@ def test_the_model_alone_can_be_checked_without_data() -> None:
     )
 
 
-def test_conversations_are_text() -> None:
+def test_conversation_data_is_text() -> None:
     run = tiny_run(
         {"data.mock": "false", "data.sft.mock_conversations": "3", "tokenizer.kind": "null"}
     )

@@ -32,7 +32,7 @@ def test_a_setting_is_named_once_whatever_it_lacks() -> None:
     assert "model.rope.local_theta=10.0 with model.attention.window=null" in window
 
 
-def test_defaults_and_what_is_read_are_no_problem() -> None:
+def test_defaults_and_used_settings_have_no_problem() -> None:
     assert unread_problems(MODEL) == []
     assert (
         unread_problems(replace(MODEL, rope=RopeConfig(scaling="yarn", factor=2.0, beta_fast=16.0)))

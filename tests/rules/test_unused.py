@@ -205,7 +205,7 @@ def test_every_name_in_the_table_is_a_setting_or_a_section() -> None:
             assert any(path == name or path.startswith(f"{name}.") for path in names), name
 
 
-def test_what_the_recipes_set_has_an_effect() -> None:
+def test_settings_of_recipes_have_an_effect() -> None:
     for name, build in recipes().items():
         run = build()
         p = run.parallel

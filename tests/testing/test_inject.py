@@ -123,7 +123,7 @@ def test_slow_link_keeps_values_and_poisons_results_until_wait() -> None:
     assert run_ranks(_same_numbers, 2) == [True, True]
 
 
-def test_the_chosen_call_is_replaced_and_no_other() -> None:
+def test_only_the_selected_call_is_replaced() -> None:
     owner = SimpleNamespace(double=lambda x: 2 * x)
     with on_call(owner, "double", 1, skip):
         assert [owner.double(3), owner.double(3), owner.double(3)] == [6, None, 6]
@@ -137,6 +137,6 @@ def _dies(rank: int, world: int) -> None:
             owner.step()
 
 
-def test_a_rank_can_die_on_demand() -> None:
+def test_selected_rank_is_killed_on_request() -> None:
     with pytest.raises(RankError, match="rank 1 was killed by signal 9"):
         run_ranks(_dies, 2)

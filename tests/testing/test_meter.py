@@ -19,7 +19,7 @@ class Twice(nn.Module):
         return self.second(self.first(x).square())  # type: ignore[no-any-return]  # torch's own
 
 
-def test_each_region_reports_what_it_keeps_first_and_parameters_are_free() -> None:
+def test_each_region_reports_the_tensors_it_saves_first_without_parameters() -> None:
     model, x = Twice(), torch.randn(11, 5)
     with measure_saved_activations(model) as meter:
         y = model(x)
@@ -30,7 +30,7 @@ def test_each_region_reports_what_it_keeps_first_and_parameters_are_free() -> No
     assert meter.live == 0 and meter.peak == sum(meter.kept.values())
 
 
-def test_memory_that_several_operations_keep_counts_once_and_whole() -> None:
+def test_storage_saved_by_several_operations_is_counted_once() -> None:
     whole = torch.randn(10, 6, requires_grad=True) * 1
     part = whole[:, :2]
     with measure_saved_activations() as meter:
@@ -41,7 +41,7 @@ def test_memory_that_several_operations_keep_counts_once_and_whole() -> None:
     assert meter.live == 0
 
 
-def test_the_peak_is_what_was_alive_together() -> None:
+def test_peak_is_the_maximum_of_live_tensors() -> None:
     x = torch.randn(100, requires_grad=True)
     with measure_saved_activations() as meter:
         for _ in range(3):
@@ -72,7 +72,7 @@ def test_layers_sum_their_parts() -> None:
     assert meter.layers() == {f"layers.{index}": 2 * (5 + 7 + 7) * 4 for index in range(2)}
 
 
-def test_hooks_are_gone_afterwards() -> None:
+def test_hooks_are_removed_afterwards() -> None:
     model = Twice()
     with pytest.raises(RuntimeError, match="shapes"), measure_saved_activations(model) as meter:
         model(torch.randn(3, 4))

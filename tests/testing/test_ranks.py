@@ -189,7 +189,7 @@ def test_every_rank_computes_with_the_others_and_returns_its_result(world: int) 
     assert all(torch.equal(x, total) for _, _, x in results)
 
 
-def test_types_of_the_test_file_travel_both_ways() -> None:
+def test_types_of_the_test_file_can_be_sent_and_returned() -> None:
     assert run_ranks(_moved, 2, Point(3)) == [Point(3), Point(4)]
 
 
@@ -200,7 +200,7 @@ def test_workers_stay_alive_between_calls_of_any_size() -> None:
     assert os.getpid() not in three
 
 
-def test_a_call_finds_nothing_of_what_the_call_before_it_changed() -> None:
+def test_call_is_isolated_from_changes_of_the_previous_call() -> None:
     run_ranks(_leave_a_mess, 2)
     assert run_ranks(_find_a_mess, 2) == [[None, torch.float32, True, False, 1, 2]] * 2
     first = run_ranks(_draw, 2)
@@ -287,7 +287,7 @@ def test_a_rank_that_dies_is_reported_and_replaced(pool: RankPool, how: str, mes
     assert [rank for rank, _, _ in pool.run(_sum, 2, (1.0,), timeout=30)] == [0, 1]
 
 
-def test_a_hang_shows_where_every_rank_is_and_ends_it(pool: RankPool) -> None:
+def test_hang_is_ended_with_the_stack_of_every_rank(pool: RankPool) -> None:
     pids = pool.run(_my_pid, 2, (), timeout=30)
     with pytest.raises(RankError) as caught:
         pool.run(_sleep_on_one, 2, (), timeout=2.0)
@@ -320,7 +320,7 @@ def test_an_exit_in_a_rank_does_not_end_the_run(pool: RankPool) -> None:
         pool.run(_exit_politely, 1, (), timeout=30)
 
 
-def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_cannot_start_reports_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = RankPool()
     monkeypatch.setattr("megalith.testing.ranks.PROGRAM", "raise SystemExit('no torch here')")
     with pytest.raises(

@@ -5,7 +5,7 @@ import random
 from megalith.testing.tiny import NAMES, random_schedule
 
 
-def test_every_schedule_comes_up_in_many_sizes_and_the_same_for_the_same_seed() -> None:
+def test_random_schedules_cover_every_kind_and_depend_on_the_seed() -> None:
     found = [random_schedule(random.Random(seed)) for seed in range(60)]
     assert {schedule.name for schedule in found} == set(NAMES)
     assert {schedule.num_ranks for schedule in found} == set(range(1, 9))

@@ -38,7 +38,7 @@ def judged(root: Path, text: str) -> list[str]:
         "[line](../megalith/grid.py#L12)",
     ],
 )
-def test_a_working_link_is_left_alone(root: Path, text: str) -> None:
+def test_valid_link_is_accepted(root: Path, text: str) -> None:
     assert judged(root, text) == []
 
 
@@ -62,7 +62,7 @@ def test_a_broken_link_is_named_with_its_line(root: Path, text: str, what: str) 
     assert what in found[0]
 
 
-def test_headings_get_the_anchors_that_a_reader_sees() -> None:
+def test_headings_have_the_anchors_of_the_rendered_page() -> None:
     assert anchors("# A b\n\n## A b\n\n```\n# no\n```\n\n<a id='own'></a>") == {
         "a-b",
         "a-b-1",

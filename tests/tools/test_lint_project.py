@@ -148,7 +148,7 @@ CLEAN = [
 
 
 @pytest.mark.parametrize(("rule", "path", "text"), FAULTS)
-def test_a_fault_is_found_by_its_rule_and_no_other(rule: str, path: str, text: str) -> None:
+def test_violation_is_reported_only_by_its_rule(rule: str, path: str, text: str) -> None:
     found = findings(parse(path, text))
     assert {line.split(": ")[1] for line in found} == {rule}
     assert found[0].startswith(f"{path}:")
@@ -166,7 +166,7 @@ def test_a_class_name_in_two_files_of_the_package_is_found_in_the_second() -> No
     assert findings(first, test) == []
 
 
-def test_old_words_in_code_of_markdown_are_found_and_prose_is_left_alone() -> None:
+def test_old_words_in_markdown_code_are_reported_and_prose_is_ignored() -> None:
     text = "Further words.\n`FurtherLoss` and `parallel.rings=true`\n```\nholders = 2\n```\nholders"
     assert markdown_findings("docs/a.md", text) == [
         'docs/a.md:2: old-word: name FurtherLoss: old word "further". Use mtp.',
@@ -177,11 +177,11 @@ def test_old_words_in_code_of_markdown_are_found_and_prose_is_left_alone() -> No
 
 
 @pytest.mark.parametrize(("path", "text"), CLEAN)
-def test_the_right_form_is_left_alone(path: str, text: str) -> None:
+def test_correct_form_is_accepted(path: str, text: str) -> None:
     assert findings(parse(path, text)) == []
 
 
-def test_every_rule_has_a_fault_that_it_finds() -> None:
+def test_every_rule_has_an_example_that_it_reports() -> None:
     assert {rule for rule, _, _ in FAULTS} == set(RULES)
 
 

@@ -70,7 +70,7 @@ def test_british_spelling_is_recognized(british: str, american: str) -> None:
 @pytest.mark.parametrize(
     "word", ["otherwise", "noise", "supervised", "raises", "hour", "promising", "list", "axis"]
 )
-def test_american_spelling_is_left_alone(word: str) -> None:
+def test_american_spelling_is_accepted(word: str) -> None:
     assert find_american_spelling(word) is None
 
 

@@ -25,7 +25,7 @@ def build(*, fill: bool = True, **settings: str) -> Trainer:
     return build_trainer(run, build_single_rank_mesh(), CPU, fill=fill)
 
 
-def test_first_weights_are_those_of_the_model_alone_whatever_the_engine_does_with_memory() -> None:
+def test_initial_weights_do_not_depend_on_the_memory_layout() -> None:
     trainer = build()
     alone = Decoder(build_context(trainer.run.model, build_single_rank_mesh()))
     allocate(alone, CPU)
@@ -39,12 +39,12 @@ def test_without_filling_weights_are_zero() -> None:
     assert not any(bool(parameter.any()) for parameter in build(fill=False).model.parameters())
 
 
-def test_another_seed_gives_other_weights() -> None:
+def test_initial_weights_depend_on_the_seed() -> None:
     ours, other = build(), build(seed="7")
     assert not torch.equal(ours.model.embed.weight, other.model.embed.weight)
 
 
-def test_model_engine_and_optimizer_share_one_memory() -> None:
+def test_model_grad_sync_and_optimizer_share_storage() -> None:
     trainer = build()
     for slot, param in zip(trainer.optimizer.slots, trainer.data.local_params, strict=True):
         slot.master.fill_(2.0)  # in fp32 the weights are their own masters
@@ -92,7 +92,7 @@ def test_checkpoint_holds_weights_moments_and_separate_master_weights() -> None:
         ParallelConfig(cp=2, dp=2, zero=1),
     ],
 )
-def test_ranks_together_write_every_element_once(parallel: ParallelConfig) -> None:
+def test_ranks_write_every_element_once(parallel: ParallelConfig) -> None:
     """tp 4 has two ranks for each of the two key/value heads."""
     run, world = (
         replace(tiny_run(), parallel=parallel),

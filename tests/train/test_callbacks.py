@@ -96,7 +96,7 @@ def test_error_of_an_essential_callback_on_one_rank_ends_all_ranks(tmp_path: Pat
 
 def test_request_to_stop_on_one_rank_stops_all_ranks_at_the_same_step(tmp_path: Path) -> None:
     first, second = run_ranks(_train_rank, 2, tiny_run(TWO_RANKS), tmp_path, "stop")
-    assert first == "4 stopped at 4: another rank was asked to stop"
+    assert first == "4 stopped at 4: another rank stopped"
     assert second == "4 stopped at 4: requested by callback Misbehaving"
 
 

@@ -44,7 +44,7 @@ SEEN = RoutingCapture(
 )
 
 
-def test_a_file_has_its_name_when_it_is_whole_and_any_reader_reads_it(tmp_path: Path) -> None:
+def test_captures_file_is_created_atomically_and_readable_by_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rank_00000_step_0000001.safetensors"
     capture_file = CaptureFile(path, most=20)
     assert not path.parent.exists()

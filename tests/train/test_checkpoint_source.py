@@ -128,7 +128,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[RunData]:
 
 
 @pytest.mark.parametrize("params", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-def test_progress_without_an_optimizer_is_adamw_begun_anew_at_that_step(
+def test_progress_without_optimizer_state_resets_adamw_at_that_step(
     params: str, tmp_path: Path, kept: list[RunData], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fixed = LATER | {"precision.params": params}
@@ -177,7 +177,7 @@ def test_load_mode_all_equals_uninterrupted_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_began_with_a_new_optimizer_keeps_that_one_when_it_is_stopped(
+def test_run_that_started_with_a_new_optimizer_resumes_its_state(
     tmp_path: Path,
 ) -> None:
     train(tmp_path / "a", SHORT)
@@ -204,7 +204,7 @@ LAYOUTS: dict[str, dict[str, Override]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_is_the_same_under_any_layout(layout: str, tmp_path: Path) -> None:
+def test_loaded_source_is_equal_under_any_layout(layout: str, tmp_path: Path) -> None:
     fixed = LATER | WIDE
     train(tmp_path / "a", fixed | SHORT)
     begun = fixed | {"checkpoint.load": str(tmp_path / "a"), "checkpoint.load_mode": "progress"}
@@ -214,7 +214,7 @@ def test_it_is_the_same_under_any_layout(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_experts_move_to_other_ranks_on_the_way(tmp_path: Path) -> None:
+def test_experts_are_resharded_over_other_ranks(tmp_path: Path) -> None:
     fixed = LATER | WIDE | EXPERTS
     run_ranks(
         train_as_rank,

@@ -11,6 +11,7 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import MaskSettings, build_batch
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import CheckpointError, ConfigError
+from megalith.observe.machine import DTYPES
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
@@ -22,7 +23,7 @@ from megalith.testing.tolerance import FP64
 from megalith.train.evaluate import Evaluation, allocate_weights, evaluate, run_evaluation
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
-from megalith.train.trainer import DTYPES, build_pipeline_model, build_trainer
+from megalith.train.trainer import build_pipeline_model, build_trainer
 from megalith.verify.ranks import RaggedDocuments, RaggedRows
 
 CPU = torch.device("cpu")
@@ -77,7 +78,7 @@ def test_the_mean_is_over_labels_not_over_rows() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 10])
-def test_rows_at_a_time_do_not_matter(rows: int) -> None:
+def test_number_of_rows_per_microbatch_does_not_matter(rows: int) -> None:
     reference, found = evaluation(0, 1, FP64_RUN, rows=3), evaluation(0, 1, FP64_RUN, rows=rows)
     assert found.loss == pytest.approx(reference.loss, rel=FP64.relative)
     assert (found.num_labels, found.bits_per_byte) == (
@@ -110,7 +111,9 @@ def test_rows_at_a_time_do_not_matter(rows: int) -> None:
         ),
     ],
 )
-def test_any_layout_finds_the_same(world: int, settings: dict[str, str], samples: int) -> None:
+def test_evaluation_is_equal_under_any_layout(
+    world: int, settings: dict[str, str], samples: int
+) -> None:
     run = tiny_run({"precision.params": "fp64"} | settings)
     alone = tiny_run({"precision.params": "fp64", "train.seq_len": str(run.train.seq_len)})
     reference = evaluation(0, 1, alone, 2, samples)
@@ -209,7 +212,7 @@ def test_mtp_losses_and_acceptance_match_plain_computation() -> None:
     )
     assert found.acceptance_length == pytest.approx(1 + runs / places) and runs > 0
     assert found.loss == pytest.approx(losses[0] / labels[0], rel=FP64.relative)
-    row = found.mtp_metrics()
+    row = found.metrics()
     assert (
         row["mtp_2_acceptance_rate"] == found.acceptance_rates[1]
         and row["eval_mtp_1_loss"] == found.mtp_losses[0]
@@ -317,5 +320,5 @@ def test_empty_split_is_rejected(tmp_path: Path) -> None:
         )
 
 
-def test_perplexity_of_nonsense_is_a_number() -> None:
+def test_perplexity_of_random_text_is_finite() -> None:
     assert math.isfinite(Evaluation(loss=1e6, bits_per_byte=None, num_labels=1).perplexity)

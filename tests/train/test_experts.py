@@ -28,6 +28,7 @@ from megalith.train.moe import (
     update_expert_biases,
     update_quantile_offsets,
 )
+from megalith.train.objective import LossTerm, build_loss_normalizer
 from megalith.train.run_folder import RunFolder
 from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer
@@ -45,7 +46,7 @@ def run_with(router: RouterConfig) -> TrainRun:
 BALANCED = RouterConfig(score="sigmoid", expert_bias=True, expert_bias_update_rate=1e-3)
 
 
-def test_experts_chosen_more_than_others_lose_and_those_chosen_less_gain() -> None:
+def test_expert_bias_falls_for_overloaded_and_rises_for_underloaded_experts() -> None:
     trainer = build_trainer(run_with(BALANCED), build_single_rank_mesh(), torch.device("cpu"))
     first, second = iter_routers(trainer.pipeline_model.modules)
     update_expert_biases(trainer.pipeline_model.modules, trainer.mesh)
@@ -96,7 +97,7 @@ def test_skipped_step_does_not_update_expert_bias(why: str) -> None:
     )
 
 
-def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains() -> None:
+def test_offsets_are_decayed_means_over_microbatches_with_tokens() -> None:
     balance = AuxLossConfig(quantile=True, quantile_ema=0.25)
     run = run_with(RouterConfig())
     assert run.model.moe is not None
@@ -115,7 +116,7 @@ def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains
     assert second.offset is not None and not second.offset.any(), "nothing but padding"
 
 
-def test_routers_that_are_not_trained_keep_their_biases() -> None:
+def test_frozen_routers_keep_their_expert_biases() -> None:
     trainer = build_trainer(run_with(BALANCED), build_single_rank_mesh(), torch.device("cpu"))
     router, _ = iter_routers(trainer.pipeline_model.modules)
     router.balance.step_record(AuxLossScale(0, 1, 1.0), torch.zeros(1)).counts[0, 0] = 5
@@ -125,7 +126,7 @@ def test_routers_that_are_not_trained_keep_their_biases() -> None:
     assert router.expert_bias is not None and not router.expert_bias.any()
 
 
-def test_the_loss_scale_of_fp16_goes_for_losses_of_balance_too() -> None:
+def test_fp16_loss_scale_applies_to_aux_losses() -> None:
     run = run_with(RouterConfig())
     assert run.model.moe is not None
     run = replace(
@@ -146,13 +147,13 @@ def test_the_loss_scale_of_fp16_goes_for_losses_of_balance_too() -> None:
         steps=1,
         device=torch.device("cpu"),
     )
-    batches = loader.next().microbatches
+    step = loader.next()
+    batches, objective = step.microbatches, trainer.pipeline_model.objective
 
     def gradients(scale: float) -> list[torch.Tensor]:
         trainer.data.begin_step(len(batches))
-        trainer.pipeline_model.forward_backward(
-            batches, lambda losses: losses[0] * scale, scale=scale
-        )
+        normalizer = build_loss_normalizer(objective, step, trainer.mesh, scale=scale)
+        trainer.pipeline_model.forward_backward(batches, normalizer)
         return [param.gradient.clone() for param in trainer.data.finish()]
 
     for plain, scaled in zip(gradients(1.0), gradients(1024.0), strict=True):
@@ -163,12 +164,14 @@ def test_the_loss_scale_of_fp16_goes_for_losses_of_balance_too() -> None:
         o.gradient for o in trainer.data.local_params if o.shard.name == "layers.0.moe.router"
     )
     trainer.data.begin_step(len(batches))
-    trainer.pipeline_model.forward_backward(batches, lambda losses: losses[0] * 0, scale=1.0)
+    without_loss = build_loss_normalizer(objective, step, trainer.mesh)
+    without_loss = replace(without_loss, terms={"loss": LossTerm("labels", weight=0.0)})
+    trainer.pipeline_model.forward_backward(batches, without_loss)
     trainer.data.finish()
     assert bool(router.any()), "the router learns from them alone, too"
 
 
-def test_a_row_tells_of_the_busiest_expert_of_every_layer() -> None:
+def test_metrics_row_has_the_load_of_the_busiest_expert_of_every_layer() -> None:
     uses = [
         LayerExpertLoad("layers.2", (6.0, 2.0, 0.0, 0.0), 2.0, (0.0, 1.5, 0.0, 0.0), 0.0),
         LayerExpertLoad("mtp.0.layer", (2.0, 2.0, 2.0, 2.0), 0.0, (0.0, 1.0, 0.0, 0.0), 0.25),
@@ -317,11 +320,15 @@ def losses_replayed(
         steps=1,
         device=torch.device("cpu"),
     )
-    batches, routing = loader.next().microbatches, RoutingRecord()
+    step, routing = loader.next(), RoutingRecord()
+    batches = step.microbatches
+    normalizer = build_loss_normalizer(trainer.pipeline_model.objective, step, mesh)
 
     def total(routing: RoutingRecord) -> list[float]:
         trainer.data.begin_step(len(batches))
-        found = trainer.pipeline_model.forward_backward(attach_routing(batches, routing), sum)  # type: ignore[arg-type]  # of one
+        found = trainer.pipeline_model.forward_backward(
+            attach_routing(batches, routing), normalizer
+        )
         gradients = [float(param.gradient.double().sum()) for param in trainer.data.finish()]
         return [*found.tolist(), *gradients]
 
@@ -372,7 +379,7 @@ def losses_within_capacity(
     return losses
 
 
-def test_filler_changes_no_loss_under_any_layout() -> None:
+def test_padding_changes_no_loss_under_any_layout() -> None:
     expected = losses_within_capacity(0, 1, ParallelConfig(), False)
     assert losses_within_capacity(0, 1, ParallelConfig(), True) == pytest.approx(
         expected, rel=1e-11

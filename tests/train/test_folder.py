@@ -96,7 +96,7 @@ def test_metrics_without_a_checkpoint_are_set_aside_not_wiped(tmp_path: Path) ->
     assert kept.read_text() == '{"step": 1}\n'
 
 
-def test_files_may_move(tmp_path: Path) -> None:
+def test_data_files_may_move(tmp_path: Path) -> None:
     folder, run = started(tmp_path)
     moved = apply_overrides(run, {"data.cache_path": "/elsewhere"})
     assert list_changed_settings(folder, moved) == ["data.cache_path: None before, /elsewhere now"]

@@ -74,7 +74,7 @@ def meet(rank: int, world: int, seeds: list[str], fail: bool) -> list[object]:
     return found
 
 
-def test_two_ranks_meet_and_leave() -> None:
+def test_two_ranks_initialize_and_destroy_the_process_group() -> None:
     assert run_ranks(meet, 2, ["1", "1"], False) == [[(0, True), (1, False)]] * 2
 
 
@@ -103,7 +103,7 @@ def fails(rank: int, world: int) -> None:
         meet(rank, world, ["1", "1"], True)
 
 
-def test_a_rank_that_fails_leaves_too() -> None:
+def test_failing_rank_destroys_its_process_group() -> None:
     run_ranks(fails, 2)
 
 

@@ -209,17 +209,19 @@ def check_bar(
     assert found.in_a_save >= kills // 2
 
 
-def test_a_run_killed_twice_is_the_run_never_killed(tmp_path: Path) -> None:
+def test_run_killed_twice_is_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path) -> None:
     check_bar(tmp_path, {}, nproc=1, kills=2, seed=1)
 
 
 # one of the ten slowest tests: three starts of two processes; the test above has the same claim
 @pytest.mark.slow
-def test_two_ranks_in_bf16_killed_once_are_the_run_never_killed(tmp_path: Path) -> None:
+def test_bf16_ranks_killed_once_are_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path) -> None:
     check_bar(tmp_path, {"precision.params": "bf16"}, nproc=2, kills=1, seed=2)
 
 
 @pytest.mark.slow  # eleven starts of two processes
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_run_killed_ten_times_is_the_run_never_killed(tmp_path: Path, nproc: int) -> None:
+def test_run_killed_ten_times_is_bitwise_equal_to_an_uninterrupted_run(
+    tmp_path: Path, nproc: int
+) -> None:
     check_bar(tmp_path, {"precision.params": "bf16"}, nproc=nproc, kills=10, seed=3 + nproc)

@@ -112,7 +112,7 @@ def before_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[],
     monkeypatch.setattr(loop, "train_step", watched)
 
 
-def test_a_run_leaves_its_settings_its_metrics_and_its_last_checkpoints(tmp_path: Path) -> None:
+def test_run_folder_has_settings_metrics_and_the_last_checkpoints(tmp_path: Path) -> None:
     assert train(tmp_path, {"checkpoint.keep": "2"}) == Outcome("done", 8)
     found = rows(tmp_path)
     assert [row["step"] for row in found if "loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -127,7 +127,7 @@ def test_a_run_leaves_its_settings_its_metrics_and_its_last_checkpoints(tmp_path
     assert not (tmp_path / "lock.json").exists()
 
 
-def test_plots_and_events_are_written_when_asked_for(tmp_path: Path) -> None:
+def test_plots_and_events_are_written_on_request(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     train(tmp_path, {"observe.plots": "true", "observe.tensorboard": "true", "train.steps": "2"})
     assert (tmp_path / "plots" / "loss.png").stat().st_size > 10_000
@@ -164,7 +164,7 @@ def test_metrics_that_cannot_be_opened_end_the_run_on_every_rank(tmp_path: Path)
     assert all("PermissionError: [Errno 13] Permission denied" in text for text in texts)
 
 
-def test_a_run_stopped_after_every_step_is_the_run_never_stopped(tmp_path: Path) -> None:
+def test_run_stopped_after_every_step_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     train(tmp_path / "whole")
     for step in range(1, 9):
         outcome = train(tmp_path / "parts", {"train.max_minutes": "0"})
@@ -177,7 +177,7 @@ def test_a_run_stopped_after_every_step_is_the_run_never_stopped(tmp_path: Path)
 
 
 @pytest.mark.parametrize("sampler", ["cyclic", "cyclic_per_rank"])
-def test_a_cyclic_run_goes_round_and_can_be_made_longer(tmp_path: Path, sampler: str) -> None:
+def test_cyclic_run_repeats_its_data_and_can_be_extended(tmp_path: Path, sampler: str) -> None:
     fixed = CONSTANT | {
         "train.eval_every": "none",
         "train.eval_steps": "0",
@@ -197,7 +197,7 @@ def test_a_cyclic_run_goes_round_and_can_be_made_longer(tmp_path: Path, sampler:
         train(tmp_path / "longer", fixed | {"data.sampler": "sequential"})
 
 
-def test_a_run_made_longer_is_the_long_run(tmp_path: Path) -> None:
+def test_extended_run_equals_the_long_run(tmp_path: Path) -> None:
     fixed = {"schedule.decay_steps": "8"}
     train(tmp_path / "whole", fixed)
     train(tmp_path / "longer", fixed | {"train.steps": "4"})
@@ -259,9 +259,7 @@ def test_run_resumes_under_any_other_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("params", ["fp32", "bf16"])
-def test_weights_that_are_taken_over_in_slices_reach_every_rank(
-    tmp_path: Path, params: str
-) -> None:
+def test_weights_loaded_in_slices_reach_every_rank(tmp_path: Path, params: str) -> None:
     train(tmp_path / "source", {"train.steps": "2"})
     fixed = CONSTANT | {
         "train.steps": "2",
@@ -451,7 +449,7 @@ def test_skipped_weights_keep_initialization_and_resume_skips_none(
     assert caplog.text.count("kept their initial values") == 1
 
 
-def test_a_resume_compares_models_even_where_only_the_checkpoints_were_kept(tmp_path: Path) -> None:
+def test_resume_compares_models_even_if_only_checkpoints_were_kept(tmp_path: Path) -> None:
     train(tmp_path, {"train.steps": "2"})
     (tmp_path / "config.yaml").unlink()
     change: dict[str, Override] = {"train.steps": "3", "model.rope.theta": "500.0"}
@@ -584,7 +582,7 @@ def test_failed_save_is_reported_and_training_continues(
     assert checkpoints(tmp_path) == [2, 6, 8]
 
 
-def test_a_success_between_failures_starts_the_count_again(
+def test_successful_save_resets_the_count_of_failures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing_saves(monkeypatch, {2, 6})
@@ -688,7 +686,7 @@ def test_logged_learning_rate_is_that_of_the_step(
     assert [row["lr"] for row in rows(tmp_path) if "loss" in row] == rates
 
 
-def test_rows_are_logged_as_often_as_asked_and_at_the_end(tmp_path: Path) -> None:
+def test_rows_are_logged_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
     train(tmp_path, {"train.log_every": "3", "train.eval_every": "none"})
     assert [(row["step"], "loss" in row) for row in rows(tmp_path)] == [
         (3, True),
@@ -797,7 +795,7 @@ def test_overflows_at_the_lowest_loss_scale_end_the_run_with_a_message(tmp_path:
         train(tmp_path, {**settings, "precision.loss_scale.max_overflows": "4"})
 
 
-def test_zeros_of_the_gradient_are_logged_when_asked_for(tmp_path: Path) -> None:
+def test_zeros_of_the_gradient_are_logged_on_request(tmp_path: Path) -> None:
     train(tmp_path, {"optim.count_zeros": "true"})
     zeros = [row["grad_zeros"] for row in rows(tmp_path) if "grad_zeros" in row]
     assert len(zeros) == 8 and min(zeros) > 24 * 60  # the rows of tokens that do not occur
@@ -909,7 +907,7 @@ def test_padding_of_document_slicing_does_not_count_as_flops(
     assert alone[1] == 12 * 11
 
 
-def test_operations_are_those_of_the_documents_as_they_were_read(tmp_path: Path) -> None:
+def test_flops_are_those_of_the_documents_before_slicing(tmp_path: Path) -> None:
     """With windows it matters how long each document is, not only how long they are on average."""
     sft = {
         "data.mock": "false",

@@ -57,7 +57,7 @@ def test_head_loss_follows_settings() -> None:
     )
 
 
-def test_every_head_has_a_record_of_its_own_and_knows_whether_backward_reads_the_table() -> None:
+def test_every_head_has_its_own_statistics_and_backward_mode() -> None:
     for train, reads in (
         ({"z_loss": 0.5}, False),
         ({"z_loss": 0.5, "loss_backward": "recomputed"}, True),
@@ -104,7 +104,7 @@ def normalizer(
     return LossNormalizer(terms, totals, build_single_rank_mesh(), scale)
 
 
-def test_the_shares_of_all_microbatches_add_up_to_the_mean_over_their_labels() -> None:
+def test_scaled_losses_of_all_microbatches_sum_to_the_mean_over_labels() -> None:
     sums = torch.tensor([6.0, 0.0, 3.5], dtype=torch.float64)
     assert sum(normalizer({"labels": 10}).scale_loss({"labels": loss}) for loss in sums) == 0.95
 

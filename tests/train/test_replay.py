@@ -26,6 +26,7 @@ from megalith.train.moe import (
     iter_routers,
     shard_routing,
 )
+from megalith.train.objective import build_loss_normalizer
 from megalith.train.step import Trainer, train_step
 from megalith.train.trainer import build_trainer
 from megalith.verify.matrix import (
@@ -75,16 +76,15 @@ def step_of(
     )
     trainer = build_trainer(run, mesh, CPU)
     push_experts(trainer)
-    batches = _loader(run, mesh, consumed=0, steps=1).next().microbatches
-    routing = RoutingRecord()
+    step = _loader(run, mesh, consumed=0, steps=1).next()
+    batches, routing = step.microbatches, RoutingRecord()
     if given is not None:
         routing = shard_routing(
             given, batches, trainer.pipeline_model.modules, mesh, sp=parallel.sp
         )
     trainer.data.begin_step(len(batches))
-    losses = trainer.pipeline_model.forward_backward(
-        attach_routing(batches, routing), lambda found: sum(found)
-    )  # type: ignore[arg-type,return-value]  # of tensors
+    normalizer = build_loss_normalizer(trainer.pipeline_model.objective, step, mesh)
+    losses = trainer.pipeline_model.forward_backward(attach_routing(batches, routing), normalizer)
     trainer.data.finish()
     return gather_routing(routing, batches, mesh), losses.tolist()
 
@@ -137,7 +137,7 @@ IN_EVERY_RUN = (
         for name in LAYOUTS
     ],
 )
-def test_choices_are_the_same_under_every_layout_and_followed_under_any_other(name: str) -> None:
+def test_recorded_choices_are_equal_and_replayed_under_every_layout(name: str) -> None:
     model, parallel, documents = LAYOUTS[name]
     assert model.moe is not None
     world, count = (
@@ -203,7 +203,7 @@ def trained(run: TrainRun, given: Whole | None) -> tuple[Whole, Trained]:
     ],
 )
 @pytest.mark.parametrize("again", ["none", pytest.param("full", marks=pytest.mark.slow)])
-def test_following_its_own_choices_changes_no_bit_of_a_step(
+def test_replaying_its_own_choices_is_bitwise_equal(
     name: str, again: Literal["none", "full"]
 ) -> None:
     """Experts that refuse refuse the same anew, plans and offsets are not asked, and noise stays

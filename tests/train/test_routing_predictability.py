@@ -73,7 +73,7 @@ def test_next_router_predicts_choices_from_equal_hidden_states(tmp_path: Path, a
         assert 0.8 < predicted.load < 1
 
 
-def test_biases_and_offsets_have_their_part() -> None:
+def test_predictions_use_expert_biases_and_offsets() -> None:
     hidden, weight = torch.ones(1, 2), torch.tensor([[1.0, 0.0], [0.0, 0.5], [0.0, 0.0]])
     moe = MoEConfig(num_experts=3, top_k=1, ffn_hidden_size=3)
     assert predict_experts(hidden, {"weight": weight}, moe).tolist() == [[0]]

@@ -62,7 +62,7 @@ def mesh_of(run: TrainRun, rank: int, world: int) -> Mesh:
     )
 
 
-def test_without_a_pipeline_microbatch_follows_microbatch_whatever_the_settings() -> None:
+def test_without_a_pipeline_microbatches_are_sequential_for_all_settings() -> None:
     for pipeline in (PipelineConfig(), PipelineConfig(schedule="zb-h1", group=7, layout="x")):
         schedule = build_step_schedule(pipeline, 1, 3, overlap=True)
         assert [f"{kind}{microbatch}" for kind, _, microbatch, _ in schedule.ranks[0]] == [
@@ -84,7 +84,7 @@ def test_a_schedule_is_planned_once() -> None:
     )
 
 
-def test_training_alone_is_planned_in_pairs_and_only_where_it_is_asked_for() -> None:
+def test_only_training_with_dual_batch_overlap_is_planned_in_pairs() -> None:
     plain, paired = (
         build_step_schedule(PipelineConfig(), 1, 3, overlap=True, paired=each)
         for each in (False, True)
@@ -94,7 +94,7 @@ def test_training_alone_is_planned_in_pairs_and_only_where_it_is_asked_for() -> 
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_exchanges_with_experts_hand_over_to_the_other_lane_if_asked_to(asked: bool) -> None:
+def test_expert_all_to_all_switches_microbatches_with_dual_batch_overlap(asked: bool) -> None:
     experts = {"model.moe.num_experts": "4", "model.moe.ffn_hidden_size": "4", "parallel.ep": "2"}
     run = tiny_run(experts | {"parallel.overlap_experts": str(asked).lower()})
     mesh = build_meta_mesh(model_grid(run.parallel, run.model, 2), rank=0)
@@ -144,7 +144,7 @@ def _evaluate(rank: int, world: int, run: TrainRun) -> Evaluation:
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_evaluation_finds_the_same_on_every_rank_of_a_pipeline(name: str) -> None:
+def test_evaluation_is_equal_on_every_rank_of_a_pipeline(name: str) -> None:
     run = tiny_run(settings(name))
     alone = _evaluate(0, 1, tiny_run(TIED))
     for found in run_ranks(_evaluate, run.parallel.pp, run):
@@ -286,7 +286,7 @@ def test_fp32_residual_stream_across_stages_is_bitwise_equal_to_one_process() ->
 @pytest.mark.parametrize(
     "layout", [{"parallel.tp": "2", "parallel.sp": "true"}, {"parallel.cp": "2"}], ids=str
 )
-def test_a_wide_residual_stream_is_wide_where_tokens_are_divided(layout: dict[str, str]) -> None:
+def test_fp32_residual_stream_is_fp32_under_sequence_parallelism(layout: dict[str, str]) -> None:
     alone = WIDE | {
         "train.global_batch_size": "12",
         "train.micro_batch_size": "2",

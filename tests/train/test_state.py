@@ -7,14 +7,14 @@ import pytest
 from megalith.train.resume import TrainState
 
 
-def test_state_comes_back_from_json() -> None:
+def test_state_round_trips_through_json() -> None:
     state = TrainState(
         step=3, consumed_samples=24, scheduled_samples=16, tokens=768, skipped=3, skipped_in_a_row=2
     )
     assert TrainState.from_json(json.loads(json.dumps(state.as_json()))) == state
 
 
-def test_a_missing_counter_is_not_made_up() -> None:
+def test_missing_counter_is_an_error() -> None:
     with pytest.raises(KeyError):
         TrainState.from_json({"step": 3})
 

@@ -83,7 +83,7 @@ def test_microbatches_of_any_size_give_the_same_loss_and_weights(rows: int) -> N
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05, 100.0])  # off, below every norm, above every norm
-def test_a_step_is_the_mean_loss_the_clipped_gradient_and_adamw(clip: float) -> None:
+def test_step_matches_mean_loss_clipped_gradient_and_adamw(clip: float) -> None:
     """Against plain autograd on all rows at once, torch's own clipping and its own AdamW."""
     settings = {"precision__params": "fp64", "optim__clip_grad": str(clip), "optim__eps": "1e-3"}
     ours, plain = build(**settings), build(**settings, train__micro_batch_size="12")
@@ -182,7 +182,7 @@ def test_a_step_that_is_not_finite_can_end_the_run_and_names_the_gradients() -> 
     )
 
 
-def test_an_overflow_of_fp16_leaves_every_bit_and_lowers_the_scale() -> None:
+def test_fp16_overflow_changes_no_weight_and_lowers_the_scale() -> None:
     trainer = build(
         precision__params="fp16",
         precision__loss_scale__initial=str(2.0**40),
@@ -198,7 +198,7 @@ def test_an_overflow_of_fp16_leaves_every_bit_and_lowers_the_scale() -> None:
 
 
 @pytest.mark.parametrize("clip", ["0", "0.05"])
-def test_the_loss_scale_drops_out_of_norm_and_update(clip: str) -> None:
+def test_loss_scale_does_not_affect_norm_and_update(clip: str) -> None:
     """A power of two changes no digit of what neither overflows nor vanishes; so does one that is
     taken out again."""
     small, large, none = (

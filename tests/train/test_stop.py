@@ -12,7 +12,7 @@ import pytest
 from megalith.train.callbacks.health import Stopper
 
 
-def test_first_signal_is_noted_and_the_old_handler_comes_back() -> None:
+def test_first_signal_is_recorded_and_the_old_handler_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     output: list[str] = []
     with Stopper(max_minutes=None, print_line=output.append) as stopper:

@@ -117,7 +117,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_line_tells_of_a_layer_and_a_microbatch_in_the_first_steps(whole: Path) -> None:
+def test_trace_has_a_line_per_layer_and_microbatch_of_the_first_steps(whole: Path) -> None:
     found = rows(whole)
     layers = ["layers.0", "layers.1", "mtp.0.layer"]
     assert [(row["step"], row["layer"], row["microbatch"]) for row in found] == [
@@ -287,7 +287,7 @@ def test_resume_after_all_traced_steps_warns_about_missing_trace(
     assert output in caplog.text and not any((tmp_path / "routing").glob("rank_*"))
 
 
-def test_a_damaged_trace_ends_and_is_left_as_it_is(
+def test_damaged_trace_ends_and_is_not_modified(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(0, 1, mixture(train__steps="1"), tmp_path)
@@ -335,9 +335,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 3
 
 
-def test_a_step_is_there_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trace_has_complete_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = RoutingTrace(tmp_path, build_single_rank_mesh(), steps=3)
     monkeypatch.setattr(
         trace, "trace_rows", lambda step, *rest: [{"step": step, "experts": [[1, 0]]}]
@@ -417,7 +415,7 @@ def test_invalid_settings_are_rejected_with_valid_ones() -> None:
     )
 
 
-def test_the_code_of_the_page_reads_it(
+def test_code_of_the_docs_reads_the_trace(
     whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

@@ -61,8 +61,8 @@ class Outcome:
     step: int
     reason: str = ""
     saved: bool = True
-    """Whether `step` is saved; a run that stops after a step with a non-finite loss or gradient is
-    not."""
+    """Whether `step` is saved; it is not after an immediate stop, or if its loss or gradient norm
+    is not finite."""
 
 
 @dataclass(frozen=True, slots=True)

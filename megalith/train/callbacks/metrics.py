@@ -13,7 +13,7 @@ from megalith.kernels.backend import unavailable_backends
 from megalith.kernels.cpu_threads import CompilationProgress
 from megalith.kernels.linear import HAS_BF16_KERNELS
 from megalith.nn.router import LOSS_COEFFS
-from megalith.observe.machine import device_peak_tflops, peak_memory_gib
+from megalith.observe.machine import DTYPES, device_peak_tflops, peak_memory_gib
 from megalith.observe.metrics import MetricsFile, StepProgress, Value, has_tensorboard
 from megalith.observe.routing import plot_experts, plot_run
 from megalith.parallel.group import barrier, raise_on_all_ranks
@@ -29,7 +29,6 @@ from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunVi
 from megalith.train.evaluate import Evaluation
 from megalith.train.moe import collect_expert_load, expert_load_metrics
 from megalith.train.resume import PreparedRun
-from megalith.train.trainer import DTYPES
 
 
 class RunFiles(Callback):
