@@ -46,7 +46,7 @@ import sys, time
 from pathlib import Path
 from megalith.train.callbacks.health import Stopper
 
-with Stopper(max_minutes=None, say=lambda text: print(text, flush=True)) as stopper:
+with Stopper(max_minutes=None, print_line=lambda text: print(text, flush=True)) as stopper:
     Path(sys.argv[1], "ready").touch()
     deadline = time.monotonic() + 120
     while stopper.reason is None and time.monotonic() < deadline:
