@@ -28,7 +28,7 @@ from megalith.config.model import ModelConfig
 from megalith.hf.convert import convert
 from megalith.hf.families import GPT2, LLAMA
 from megalith.hf.family import Family
-from megalith.hf.folder import HuggingFaceFolder, write_folder
+from megalith.hf.folder import HFSource, HuggingFaceFolder, write_folder
 from megalith.hf.pretrained import open_pretrained
 from megalith.hf.release import parameters
 from megalith.plan.shards import Box
@@ -147,7 +147,7 @@ def measure(family: Family, folder: Path, gigabytes: float, rounds: int) -> bool
     config, name = model_of(family, gigabytes), family.model_type
     theirs, ours, again = folder / "theirs", folder / "ours", folder / "again"
     shutil.rmtree(theirs, ignore_errors=True)
-    nbytes = write_folder(theirs, config, RandomWeights(), family=family)
+    nbytes = write_folder(theirs, config, RandomWeights(), hf_source=HFSource(family))
     largest = config.vocab_size * config.hidden_size * 2
     convert_to("megalith", theirs, ours)
     contenders: dict[str, Callable[[], object]] = {

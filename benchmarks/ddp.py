@@ -40,9 +40,9 @@ def measure(name: str, *, rounds: int, warmup: int, timeout: float) -> Report:
     """Run both contenders on fresh ranks; rank 0 has the clock."""
     losses, turns = run_ranks(run_rank, WORLD, RECIPES[name](), rounds, warmup, timeout=timeout)[0]
     check_losses(losses, LOSS_TOLERANCE)
-    found = times_as_fast(turns.seconds["ours"], turns.seconds["ddp"])
+    result = times_as_fast(turns.seconds["ours"], turns.seconds["ddp"])
     computing = times_as_fast(turns.cpu_seconds["ours"], turns.cpu_seconds["ddp"])
-    return Report(name, rounds, found, computing, found.median >= BAR)
+    return Report(name, rounds, result, computing, result.median >= BAR)
 
 
 def show(report: Report) -> None:

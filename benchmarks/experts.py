@@ -116,7 +116,7 @@ class Layer:
         grads = torch.autograd.grad(y, inputs, self.dy)
         return [
             y.detach(),
-            *(grad.reshape(mine.shape) for grad, mine in zip(grads, self.inputs, strict=True)),
+            *(grad.reshape(local.shape) for grad, local in zip(grads, self.inputs, strict=True)),
         ]
 
 
@@ -152,11 +152,11 @@ class Transformers:
         config._experts_implementation = implementation
         self.module = Qwen3MoeExperts(config).to(layer.x.dtype)  # type: ignore[no-untyped-call]  # transformers' own
         with torch.no_grad():
-            for theirs, mine in (
+            for reference, actual in (
                 (self.module.gate_up_proj, layer.up),
                 (self.module.down_proj, layer.down),
             ):
-                theirs.copy_(mine.view_as(theirs))
+                reference.copy_(actual.view_as(reference))
 
     def step(self) -> list[Tensor]:
         y = self.module(self.layer.x, self.layer.chosen, self.layer.weights)
@@ -181,10 +181,10 @@ def require_equal(steps: dict[str, Callable[[], list[Tensor]]], tolerance: float
     """All compute the same: result, and gradients of tokens, weights and both matrices."""
     expected = steps["ours"]()
     for name, step in steps.items():
-        for what, mine, theirs in zip(
+        for what, actual, reference in zip(
             ("y", "dx", "dweights", "dup", "ddown"), expected, step(), strict=True
         ):
-            error = float((mine - theirs).abs().max() / mine.abs().max())
+            error = float((actual - reference).abs().max() / actual.abs().max())
             assert error <= tolerance, f"{what} of {name} is off by {error:.1e}"
 
 
@@ -241,7 +241,7 @@ def text_of(report: Report) -> str:
     times = "".join(
         f"\n  {name:12}{taken.median:9.1f} ms" for name, taken in report.milliseconds.items()
     )
-    busy, (peer, limit, theirs) = (
+    busy, (peer, limit, reference) = (
         report.computing,
         (report.best_peer, report.limit, report.peer_against_limit),
     )
@@ -250,7 +250,7 @@ def text_of(report: Report) -> str:
         f"{report.rounds} rounds"
         f"{times}\n  {report.against_peer} times as fast as transformers' {peer} (bar {BAR_PEER}); "
         f"computing {busy['against_peer']}\n  {report.against_limit} of the matmuls {limit} (bar "
-        f"{BAR_LIMIT}); computing {busy['against_limit']}\n  {peer} reaches {theirs} of them; "
+        f"{BAR_LIMIT}); computing {busy['against_limit']}\n  {peer} reaches {reference} of them; "
         f"computing {busy['peer_against_limit']}\n  {'holds' if report.holds else 'MISSED'}"
     )
 

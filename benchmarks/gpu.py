@@ -126,9 +126,9 @@ ORDER = (
 
 def doctor() -> None:
     """What `megalith doctor` prints."""
-    machine, found = read_machine(), capabilities()
+    machine, result = read_machine(), capabilities()
     rates = [measure("cpu"), *(measure(f"cuda:{i}") for i in range(len(machine.gpus)))]
-    print_report(machine, found, rates, advise(machine, found, rates))
+    print_report(machine, result, rates, advise(machine, result, rates))
 
 
 def parity(device: torch.device) -> bool:
@@ -227,28 +227,28 @@ def free(device: torch.device) -> None:
 
 def show_ratios(seconds: Mapping[str, list[float]]) -> None:
     """Ours against theirs, round by round; and what compiling and graphs bring us."""
-    ours, theirs = (
-        [name for name in seconds if name.startswith("ours") == mine] for mine in (True, False)
+    ours, reference = (
+        [name for name in seconds if name.startswith("ours") == actual] for actual in (True, False)
     )
-    pairs = [(mine, other) for mine in ours for other in theirs]
+    pairs = [(actual, other) for actual in ours for other in reference]
     pairs += [(faster, slower) for slower, faster in pairwise(ours)]
-    for mine, other in pairs:
-        print(f"  {mine} / {other}: {times_as_fast(seconds[mine], seconds[other])}")
+    for actual, other in pairs:
+        print(f"  {actual} / {other}: {times_as_fast(seconds[actual], seconds[other])}")
 
 
 def verdict(seconds: Mapping[str, Sequence[float]], bar: float = BAR) -> str:
     """The fastest of ours against the fastest of theirs, by medians: they need not have taken
     turns."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    ours, theirs = (
+    ours, reference = (
         min(
-            (name for name in medians if name.startswith("ours") == mine),
+            (name for name in medians if name.startswith("ours") == actual),
             key=lambda name: medians[name],
         )
-        for mine in (True, False)
+        for actual in (True, False)
     )
-    times = medians[theirs] / medians[ours]
-    return f"{'holds ' if times >= bar else 'MISSED'} {ours} / {theirs} >= {bar}: {times:.3f}"
+    times = medians[reference] / medians[ours]
+    return f"{'holds ' if times >= bar else 'MISSED'} {ours} / {reference} >= {bar}: {times:.3f}"
 
 
 def mixture(name: str, device: torch.device, *, rounds: int) -> bool:

@@ -126,7 +126,7 @@ def measure(job: Job, rounds: int) -> bool:
         return False
     turns = take_turns({"ours": job.ours, "peer": job.peer}, rounds=rounds, warmup=0)
     ours, peer = turns.seconds["ours"], turns.seconds["peer"]
-    ratio = spread([mine / its for mine, its in zip(ours, peer, strict=True)])
+    ratio = spread([own_time / its for own_time, its in zip(ours, peer, strict=True)])
     times = f"{spread(ours).median:.3f} s and {spread(peer).median:.3f} s"
     print(
         f"{job.name}: {ratio} times the time of megatron-core ({times}; bar {BAR:g}), equal "

@@ -153,7 +153,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     keep_freed_memory()
-    found = measure(
+    result = measure(
         options.size,
         documents=options.documents,
         fill=options.fill,
@@ -161,14 +161,15 @@ def main() -> None:
         dtype=options.dtype,
     )
     text = (
-        f"{found.size} {found.dtype}: {found.documents} documents, {found.tokens} tokens; padded "
-        f"{found.padded_rows} "
-        f"rows ({found.padded_fill:.1%} full), packed {found.packed_rows} "
-        f"({found.packed_fill:.1%}); packed "
-        f"{found.packed_tokens_per_second:,.0f} valid tokens/s, {found.times_as_fast} times as "
-        f"many as padded  {'holds' if found.holds else 'MISSED'} median >= {BAR}"
+        f"{result.size} {result.dtype}: {result.documents} documents, {result.tokens} tokens; "
+        f"padded "
+        f"{result.padded_rows} "
+        f"rows ({result.padded_fill:.1%} full), packed {result.packed_rows} "
+        f"({result.packed_fill:.1%}); packed "
+        f"{result.packed_tokens_per_second:,.0f} valid tokens/s, {result.times_as_fast} times as "
+        f"many as padded  {'holds' if result.holds else 'MISSED'} median >= {BAR}"
     )
-    print(json.dumps(asdict(found), indent=2) if options.json else text)
+    print(json.dumps(asdict(result), indent=2) if options.json else text)
 
 
 if __name__ == "__main__":

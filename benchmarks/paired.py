@@ -70,4 +70,4 @@ def spread(values: Sequence[float]) -> Spread:
 def times_as_fast(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     """Over the rounds, how many times as fast the first was as the second, from the seconds of
     both."""
-    return spread([other / mine for mine, other in zip(ours, theirs, strict=True)])
+    return spread([other / actual for actual, other in zip(ours, theirs, strict=True)])

@@ -148,14 +148,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document instead of text")
     options = parser.parse_args()
     if options.slow_link:
-        found = measure_hidden(rounds=options.rounds, nap_ms=options.nap_ms)
-        verdict = f"{'holds' if found.holds else 'MISSED'} median >= {BAR_HIDDEN}"
+        hidden = measure_hidden(rounds=options.rounds, nap_ms=options.nap_ms)
+        verdict = f"{'holds' if hidden.holds else 'MISSED'} median >= {BAR_HIDDEN}"
         text = (
-            f"interleaved on 2 ranks over a slow link: messages add {found.added} of a step when "
+            f"interleaved on 2 ranks over a slow link: messages add {hidden.added} of a step when "
             "received late, of "
-            f"which {found.hidden} is hidden when received ahead  {verdict}"
+            f"which {hidden.hidden} is hidden when received ahead  {verdict}"
         )
-        print(json.dumps(asdict(found), indent=2) if options.json else text)
+        print(json.dumps(asdict(hidden), indent=2) if options.json else text)
         return
     reports = []
     for name in options.schedule or SCHEDULES:

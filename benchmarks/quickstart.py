@@ -41,8 +41,8 @@ def json_of(*words: str) -> dict[str, object]:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         run_command(words[0], [*words[1:], "--json"])
-    found: dict[str, object] = json.loads(output.getvalue())
-    return found
+    document: dict[str, object] = json.loads(output.getvalue())
+    return document
 
 
 def known_words(run: Path, seed: int) -> float:
@@ -60,8 +60,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        run = given.folder or Path(made) / "run"
+    with tempfile.TemporaryDirectory() as built:
+        run = given.folder or Path(built) / "run"
         started = time.monotonic()
         if run_command("quickstart", ["--folder", str(run)]) != 0:
             return 1

@@ -18,17 +18,23 @@ LOSS_TOLERANCE = 1e-5
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """The options that all have."""
-    found = argparse.ArgumentParser(
+    argument_parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument(
+    argument_parser.add_argument(
         "--case", action="append", choices=list(RECIPES), help="again for more; 6m and 29m if unset"
     )
-    found.add_argument("--rounds", type=int, default=15, help="rounds that count")
-    found.add_argument("--warmup", type=int, default=2, help="rounds before those that count")
-    found.add_argument("--timeout", type=float, default=1800.0, help="seconds that a case may take")
-    found.add_argument("--json", action="store_true", help="one JSON document instead of text")
-    return found
+    argument_parser.add_argument("--rounds", type=int, default=15, help="rounds that count")
+    argument_parser.add_argument(
+        "--warmup", type=int, default=2, help="rounds before those that count"
+    )
+    argument_parser.add_argument(
+        "--timeout", type=float, default=1800.0, help="seconds that a case may take"
+    )
+    argument_parser.add_argument(
+        "--json", action="store_true", help="one JSON document instead of text"
+    )
+    return argument_parser
 
 
 def report_each(

@@ -67,11 +67,11 @@ def show(report: Report) -> None:
     """For people."""
     memory = ", ".join(f"{who} {mib:.1f} MiB" for who, mib in report.mib.items())
     print(f"{report.case} on {WORLD} ranks, {report.rounds} rounds; held per rank: {memory}")
-    for other, found in report.against.items():
-        print(f"  ours / {other} {found.wall}; by computing time {found.computing}")
+    for other, result in report.against.items():
+        print(f"  ours / {other} {result.wall}; by computing time {result.computing}")
         print(
-            f"  {'holds ' if found.holds else 'MISSED'} median >= {found.bar}, lower quartile >= "
-            f"{0.97 * found.bar:.3f}"
+            f"  {'holds ' if result.holds else 'MISSED'} median >= {result.bar}, lower quartile >= "
+            f"{0.97 * result.bar:.3f}"
         )
 
 

@@ -12,7 +12,8 @@ from megalith.config.model import ModelConfig
 from megalith.config.optim import ScheduleConfig
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.data.build import build_datasets
-from megalith.data.loader import Loader, MaskSettings
+from megalith.data.loader import BatchSettings, Loader, MaskSettings
+from megalith.data.sample import SampleSettings
 from megalith.optim.schedule import learning_rate, schedule_lengths
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.train.step import train_step
@@ -35,14 +36,11 @@ def train(run: TrainRun) -> list[float]:
     """Train one model from its initial weights and return the loss of every step."""
     mesh, cpu, loop = build_single_rank_mesh(), torch.device("cpu"), run.train
     trainer = build_trainer(run, mesh, cpu)
-    samples = {"train_samples": loop.steps * loop.global_batch_size}
-    tokens = {"seq_len": loop.seq_len, "vocab_size": run.model.vocab_size, "eod": 256}
-    held_out = {"valid_samples": 0, "test_samples": 0}
-    data = build_datasets(run.data, seed=run.seed, **tokens, **samples, **held_out)
+    samples = SampleSettings.of_run(run, eod=256)
+    data = build_datasets(run.data, samples, train_samples=loop.steps * loop.global_batch_size)
     assert data.train is not None
-    batch = {"global_batch_size": loop.global_batch_size, "micro_batch_size": loop.micro_batch_size}
-    masks, position = MaskSettings(eod=256), {"consumed": 0, "steps": loop.steps}
-    loader = Loader(data.train, masks, mesh.dp, device=cpu, **batch, **position)
+    batches = BatchSettings.of_run(run, MaskSettings(eod=256))
+    loader = Loader(data.train, batches, mesh.dp, consumed=0, steps=loop.steps, device=cpu)
     lengths = schedule_lengths(
         run.schedule, global_batch_size=loop.global_batch_size, total_steps=loop.steps
     )

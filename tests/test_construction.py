@@ -35,13 +35,13 @@ def assignments_to_visited_modules(tree: ast.AST) -> Iterator[int]:
 
 
 def test_no_pass_over_modules_assigns_to_their_attributes() -> None:
-    found = [
+    results = [
         f"{path.relative_to(PACKAGE)}:{line}"
         for path in sorted(PACKAGE.rglob("*.py"))
         if not str(path.relative_to(PACKAGE)).startswith(tuple(ALLOWED))
         for line in assignments_to_visited_modules(ast.parse(path.read_text()))
     ]
-    assert found == [], "pass what the module needs to its constructor (BuildContext)"
+    assert results == [], "pass what the module needs to its constructor (BuildContext)"
 
 
 def test_attribute_assignments_are_detected() -> None:

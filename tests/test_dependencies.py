@@ -19,8 +19,8 @@ def canonical(name: str) -> str:
 
 def names(requirements: list[str]) -> list[str]:
     """The packages asked for, our own groups left out."""
-    found = [re.split(r"[^\w.-]", requirement)[0] for requirement in requirements]
-    return [name for name in found if name != "megalith"]
+    results = [re.split(r"[^\w.-]", requirement)[0] for requirement in requirements]
+    return [name for name in results if name != "megalith"]
 
 
 def pins() -> dict[str, str]:

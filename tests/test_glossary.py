@@ -94,8 +94,8 @@ def names_in_package() -> frozenset[str]:
 def test_a_docstring_of_the_package_has_the_standard_term(term: str, package: str) -> None:
     is_acronym = term != term.lower()
     text, words = docstrings_of(package), _join_words(term)
-    found = re.search(rf"\b{re.escape(words)}", text, 0 if is_acronym else re.IGNORECASE)
-    assert found, f"no docstring of megalith/{package} has the term {term!r}"
+    match = re.search(rf"\b{re.escape(words)}", text, 0 if is_acronym else re.IGNORECASE)
+    assert match, f"no docstring of megalith/{package} has the term {term!r}"
 
 
 def test_every_row_of_the_glossary_has_a_term_a_meaning_and_three_other_names() -> None:

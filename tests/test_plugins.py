@@ -21,6 +21,7 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import save_yaml
 from megalith.data.build import build_datasets
 from megalith.data.loader import Batch
+from megalith.data.sample import SampleSettings
 from megalith.errors import ConfigError
 from megalith.infer.cache import KVCache
 from megalith.kernels.activation import swiglu
@@ -286,7 +287,9 @@ class OneSample:
 def test_dataset_plugin_builds_every_requested_split() -> None:
     counts = {"train_samples": 3, "valid_samples": None, "test_samples": 0}
     data = DataConfig(plugin=name_of(OneSample))
-    splits: Any = build_datasets(data, seq_len=4, seed=1, vocab_size=9, eod=0, **counts)
+    splits: Any = build_datasets(
+        data, SampleSettings(seq_len=4, seed=1, vocab_size=9, eod=0), **counts
+    )
     assert (splits.train.split, splits.train.num_samples) == ("train", 3)
     assert (splits.valid.split, splits.valid.num_samples) == ("valid", None)
     assert splits.test is None

@@ -36,7 +36,7 @@ from megalith.data.cache import load_or_build
 from megalith.data.chat_template import ChatTemplate
 from megalith.data.indexed import IndexedDatasetBuilder
 from megalith.data.packs import pack_first_fit, write_packs
-from megalith.data.sample import Dataset
+from megalith.data.sample import Dataset, SampleSettings
 from megalith.data.sft import ConversationDataset, build_conversations, generate_mock_conversations
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
 from megalith.hf.release import parameters
@@ -185,11 +185,9 @@ def conversations(packing: str, *, packs: Path | None = None) -> ConversationDat
     data = DataConfig(sft=SFTConfig(mock_conversations=30, template="identity", **settings))
     return build_conversations(
         data,
+        SampleSettings(seq_len=150, seed=1, vocab_size=257),
         split="train",
-        seq_len=150,
-        seed=1,
         num_samples=None,
-        vocab_size=257,
         tokenizer=ByteTokenizer(),
         tokenizer_path=None,
     )
@@ -219,14 +217,9 @@ def mock_splits(*, whole_documents: bool = False, **settings: Any) -> Splits:  #
     data = DataConfig(mock=True, mock_num_documents=60, mock_max_tokens=30, **settings)
     splits = build_datasets(
         data,
-        seq_len=16,
-        seed=2,
+        SampleSettings(seq_len=16, seed=2, vocab_size=50, eod=49, whole_documents=whole_documents),
         train_samples=4,
         valid_samples=2,
-        test_samples=0,
-        vocab_size=50,
-        eod=49,
-        whole_documents=whole_documents,
     )
     assert splits.train is not None
     splits.train.sample(0)
@@ -247,13 +240,9 @@ def stored_splits(folder: Path, *paths: str) -> Splits:
     data = DataConfig(path=paths, split="90,10,0", cache_path=str(folder / "cache"))
     return build_datasets(
         data,
-        seq_len=8,
-        seed=2,
+        SampleSettings(seq_len=8, seed=2, vocab_size=100, eod=99),
         train_samples=4,
         valid_samples=1,
-        test_samples=0,
-        vocab_size=100,
-        eod=99,
     )
 
 

@@ -126,8 +126,8 @@ class Layer:
             replace(self.moe, router=replace(self.moe.router, dtype="model")),
             self.x.device,
         )
-        for mine, first in zip(same.parameters(), self.layer.parameters(), strict=True):
-            mine.data = first.data
+        for local, first in zip(same.parameters(), self.layer.parameters(), strict=True):
+            local.data = first.data
         steps = {"ours": self.ours(self.layer), AS_THEIRS: self.ours(same)}
         return steps | {f"transformers {peer}": self.theirs(peer) for peer in peers}
 
@@ -161,8 +161,8 @@ class Layer:
         return [
             y.detach(),
             *(
-                g.reshape(mine.shape)
-                for g, mine in zip(grads, (self.x, *self.weights), strict=True)
+                g.reshape(local.shape)
+                for g, local in zip(grads, (self.x, *self.weights), strict=True)
             ),
         ]
 
@@ -187,10 +187,10 @@ def weights_key(layer: MoE) -> list[Tensor]:
 def unlike(steps: Mapping[str, Callable[[], Sequence[Tensor]]]) -> list[str]:
     """What contenders compute unlike the first, in words; nothing where all are alike."""
     (first, step), *others = steps.items()
-    expected, found = step(), list[str]()
+    expected, result = step(), list[str]()
     for name, other in others:
-        for what, mine, theirs in zip(RESULTS, expected, other(), strict=True):
-            error = relative_error(theirs, mine)
+        for what, actual, reference in zip(RESULTS, expected, other(), strict=True):
+            error = relative_error(reference, actual)
             if not error <= TOLERANCE:
-                found.append(f"{what} of {name} is off by {error:.1e} of that of {first}")
-    return found
+                result.append(f"{what} of {name} is off by {error:.1e} of that of {first}")
+    return result

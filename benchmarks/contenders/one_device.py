@@ -115,7 +115,8 @@ def alike(
             continue
         expected = expected or losses
         apart = [
-            abs(mine - theirs) / abs(theirs) for mine, theirs in zip(losses, expected, strict=True)
+            abs(actual - reference) / abs(reference)
+            for actual, reference in zip(losses, expected, strict=True)
         ]
         if apart[0] <= tolerance and max(apart) <= LATER_TOLERANCE:
             same[name] = contender

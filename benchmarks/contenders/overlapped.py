@@ -85,8 +85,8 @@ def step_of(kind: str, run: TrainRun, mesh: Mesh) -> Callable[[], float]:
     """A training step of one kind; the loss before it."""
     run = replace(run, parallel=replace(run.parallel, overlap_experts=kind == "pairs"))
     trainer = build_trainer(run, mesh, torch.device("cpu"))
-    mine = replace(run.train, global_batch_size=run.train.global_batch_size // mesh.dp.size)
-    batches = random_step(replace(run, train=mine), torch.device("cpu"), seed=mesh.dp.rank)
+    local = replace(run.train, global_batch_size=run.train.global_batch_size // mesh.dp.size)
+    batches = random_step(replace(run, train=local), torch.device("cpu"), seed=mesh.dp.rank)
     batches = replace(batches, num_labels=batches.num_labels * mesh.dp.size)
 
     def step() -> float:

@@ -101,8 +101,8 @@ def set_up(rank: int, world: int, run: TrainRun) -> tuple[Trainer, StepBatches]:
     keep_freed_memory()  # as `megalith train` does; the others share the process
     mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
     rows = run.train.global_batch_size // world
-    mine = replace(run, train=replace(run.train, global_batch_size=rows, micro_batch_size=rows))
-    batches = random_step(mine, torch.device("cpu"), seed=rank)
+    local = replace(run, train=replace(run.train, global_batch_size=rows, micro_batch_size=rows))
+    batches = random_step(local, torch.device("cpu"), seed=rank)
     batches = StepBatches(batches.microbatches, batches.num_labels * world)
     return build_trainer(run, mesh, torch.device("cpu")), batches
 

@@ -106,8 +106,8 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 @torch.no_grad()
 def _load(model: nn.Module, run: TrainRun, weights: Mapping[str, Tensor]) -> None:
     """Copy our weights into their tensors, as the map of the family says."""
-    theirs = dict(model.named_parameters())
+    reference = dict(model.named_parameters())
     for rule in LLAMA.rules(run.model):
         assert rule.parameter is not None, f"{rule.name} has no counterpart of ours"
         box = tuple(slice(start, stop) for start, stop in rule.box)
-        theirs[rule.name].copy_(weights[rule.parameter][box].reshape(rule.shape))
+        reference[rule.name].copy_(weights[rule.parameter][box].reshape(rule.shape))

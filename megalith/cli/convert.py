@@ -130,7 +130,7 @@ def main(argv: list[str]) -> int:
         plan_moves,
     )
     from megalith.hf.pretrained import find_export_family
-    from megalith.hf.staging import Attempt, check_target
+    from megalith.hf.staging import Attempt, ConversionOptions, check_target
     from megalith.posttrain.export import plan_peft, plan_peft_moves, write_peft
     from megalith.posttrain.upcycle import describe_upcycled_sources, stored_weights
 
@@ -154,16 +154,8 @@ def main(argv: list[str]) -> int:
         )
         attempt = Attempt(recipe, options.restart, options.take_over, options.keep)
         with show_progress(nbytes) as advance:
-            nbytes = convert(
-                source,
-                target,
-                to,
-                dtype=dtype,
-                shard_nbytes=largest,
-                on_written=advance,
-                workers=options.workers,
-                attempt=attempt,
-            )
+            writing = ConversionOptions(dtype, advance, options.workers, attempt)
+            nbytes = convert(source, target, to, writing, shard_nbytes=largest)
     report = {
         "source": str(source.path),
         "target": str(target),

@@ -9,6 +9,7 @@ from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.output import print_json
 from megalith.config.train import TrainRun
 from megalith.data.packs import PackReport, pack_first_fit, summarize_packing, write_packs
+from megalith.data.sample import SampleSettings
 from megalith.data.sft import build_conversations
 from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import raise_all
@@ -51,14 +52,11 @@ def pack(argv: list[str]) -> int:
     tokenizer = build_tokenizer(run.tokenizer)
     dataset = build_conversations(
         replace(run.data, sft=replace(run.data.sft, packs=None)),
+        replace(SampleSettings.of_run(run, eod=None), whole_documents=True),
         split="train",
-        seq_len=run.train.seq_len,
-        seed=run.seed,
         num_samples=None,
-        vocab_size=run.model.vocab_size,
         tokenizer=tokenizer,
         tokenizer_path=run.tokenizer.path,
-        alone=True,
     )
     packing_input = dataset.packing_input()
     packs = pack_first_fit(packing_input, run.seed)

@@ -37,7 +37,7 @@ from megalith.data.pretrain import (
     compute_exhaustive_order,
     compute_weighted_order,
 )
-from megalith.data.sample import Dataset, HasDocumentLengths, Row, TokenStore
+from megalith.data.sample import Dataset, HasDocumentLengths, Row, SampleSettings, TokenStore
 from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
@@ -217,16 +217,12 @@ class Splits:
 
 def build_datasets(
     data: DataConfig,
+    samples: SampleSettings,
     *,
-    seq_len: int,
-    seed: int,
     train_samples: int | None,
-    valid_samples: int | None,
-    test_samples: int | None,
-    vocab_size: int,
-    eod: int,
+    valid_samples: int | None = 0,
+    test_samples: int | None = 0,
     train_longer: Sequence[int] = (),
-    whole_documents: bool = False,
     tokenizer: Tokenizer | None = None,
     tokenizer_path: str | None = None,
 ) -> Splits:
@@ -235,18 +231,16 @@ def build_datasets(
     The number of samples per split is a minimum; None reads one epoch, and 0 builds no dataset.
     `train_longer`: higher sample counts that the run was extended to after it began with
     `train_samples`, ascending; the order of the earlier samples does not change. A sampler that
-    reads every sample once may provide fewer than the last count. `whole_documents`: a sample is
-    one document or conversation of at most seq_len tokens instead of a row of seq_len tokens. All
-    processes may call this concurrently: one builds the indices, the others map them. `eod` ends
-    the documents of mock data. `tokenizer` and `tokenizer_path` are for conversations, which are
-    stored as text.
+    reads every sample once may provide fewer than the last count. All processes may call this
+    concurrently: one builds the indices, the others map them. `tokenizer` and `tokenizer_path` are
+    for conversations, which are stored as text.
 
     Raises:
         ConfigError: the settings are inconsistent.
         DataError: files are missing or damaged, a split is too small, or a token id is outside the
             vocabulary.
     """
-    raise_all([*range_problems(data, "data"), *data_problems(data), *_seed_problems(seed)])
+    raise_all([*range_problems(data, "data"), *data_problems(data), *_seed_problems(samples.seed)])
     if data.sft.used():
         assert tokenizer is not None, "conversations need a tokenizer"
         rows = train_samples if train_samples is None else max([train_samples, *train_longer])
@@ -254,22 +248,19 @@ def build_datasets(
         build = partial(
             build_conversations,
             data,
-            seq_len=seq_len,
-            seed=seed,
-            vocab_size=vocab_size,
+            samples,
             tokenizer=tokenizer,
             tokenizer_path=tokenizer_path,
-            alone=whole_documents,
         )
         return _conversation_splits(counts, build)
     if data.plugin is not None:
         build_split = partial(
             load_plugin("dataset", data.plugin),
             data,
-            seq_len=seq_len,
-            seed=seed,
-            vocab_size=vocab_size,
-            eod=eod,
+            seq_len=samples.seq_len,
+            seed=samples.seed,
+            vocab_size=samples.vocab_size,
+            eod=samples.eod,
         )
         counts = {"train": train_samples, "valid": valid_samples, "test": test_samples}
         splits: dict[str, Dataset] = {
@@ -281,8 +272,8 @@ def build_datasets(
     missing = _missing_stores(data)
     if missing:
         raise DataError("\n".join(f"data: no token store at {message}" for message in missing))
-    builder_class = _DocumentBuilder if whole_documents else _Builder
-    builder = builder_class(data, seq_len=seq_len, seed=seed, vocab_size=vocab_size, eod=eod)
+    builder_class = _DocumentBuilder if samples.whole_documents else _Builder
+    builder = builder_class(data, samples)
     pinned = data.num_train_samples if train_samples else None
     train = builder.split("train", pinned or train_samples, train_longer)
     single_pass = data.sampler == "sequential"
@@ -354,14 +345,8 @@ class _Builder:
 
     blend_class = BlendedDataset
 
-    def __init__(
-        self, data: DataConfig, *, seq_len: int, seed: int, vocab_size: int, eod: int
-    ) -> None:
-        self._data = data
-        self._seq_len = seq_len
-        self._seed = seed
-        self._vocab_size = vocab_size
-        self._eod = eod
+    def __init__(self, data: DataConfig, samples: SampleSettings) -> None:
+        self._data, self._samples = data, samples
         self._stores: dict[str, TokenStore] = {}
 
     def split(
@@ -491,9 +476,9 @@ class _Builder:
     ) -> Dataset:
         store = self._store(prefix)
         plan = WindowPlan(
-            seq_len=self._seq_len,
+            seq_len=self._samples.seq_len,
             num_samples=num_samples,
-            seed=self._seed,
+            seed=self._samples.seed,
             keep_partial=name == "valid" and self._data.keep_partial_valid,
         )
         folder = self._data.cache_path or (None if self._data.mock else f"{prefix}/cache")
@@ -502,7 +487,7 @@ class _Builder:
             store,
             share=share,
             split=name,
-            vocab_size=self._vocab_size,
+            vocab_size=self._samples.vocab_size,
             cache=None if folder is None else Path(folder),
             repeat_short=repeat_short,
         )
@@ -511,16 +496,17 @@ class _Builder:
     def _store(self, prefix: str) -> TokenStore:
         if prefix not in self._stores:
             if self._data.mock:
+                assert self._samples.eod is not None, "mock data needs an end-of-document token"
                 self._stores[prefix] = MockStore(
-                    self._vocab_size,
-                    self._eod,
+                    self._samples.vocab_size,
+                    self._samples.eod,
                     self._data.mock_num_documents,
                     self._data.mock_max_tokens,
                     self._data.mock_lengths,
                 )
             else:
                 self._stores[prefix] = IndexedDataset(prefix, mmap=self._data.mmap)
-                _probe(self._stores[prefix], self._vocab_size)
+                _probe(self._stores[prefix], self._samples.vocab_size)
         return self._stores[prefix]
 
     def _blend_folder(self) -> Path | None:
@@ -546,11 +532,11 @@ class _DocumentBuilder(_Builder):
             self._store(prefix),
             share=share,
             split=name,
-            seq_len=self._seq_len,
+            seq_len=self._samples.seq_len,
             overlong=self._data.overlong,
-            seed=self._seed,
+            seed=self._samples.seed,
             num_samples=num_samples and max([num_samples, *longer]),
-            vocab_size=self._vocab_size,
+            vocab_size=self._samples.vocab_size,
         )
 
 

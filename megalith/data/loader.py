@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megalith.config.data import DataConfig, Sampler
 from megalith.config.model import ModelConfig
+from megalith.config.train import TrainRun, dropout_seed
 from megalith.data.packs import pack_documents, row_masks, token_numbers, with_row_masks
 from megalith.data.sample import (
     Dataset,
@@ -41,7 +42,9 @@ from megalith.plan.batch_assignment import (
     DocumentCost,
     TokenBudget,
     assign_rows,
+    build_token_budget,
     cyclic_sample_ids,
+    document_cost,
     imbalance,
     sample_ids,
 )
@@ -188,6 +191,44 @@ def build_mask_settings(data: DataConfig, model: ModelConfig, eod: int | None) -
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSettings:
+    """Settings of a run that determine how samples become batches."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    masks: MaskSettings = field(default_factory=MaskSettings)
+    sampler: Sampler = "sequential"
+    dropout_seed: int | None = None
+    """Set if training uses dropout."""
+
+    num_mtp_layers: int = 0
+    budget: TokenBudget | None = None
+    """Sequence packing of samples that are documents; unset: microbatches of a fixed number of
+    rows."""
+
+    cost: DocumentCost = field(default_factory=DocumentCost)
+    """Measure of the ranks' work."""
+
+    balanced: bool = False
+    """Assign rows to data-parallel ranks by their cost."""
+
+    @classmethod
+    def of_run(cls, run: TrainRun, masks: MaskSettings) -> Self:
+        """Return those of a run."""
+        return cls(
+            global_batch_size=run.train.global_batch_size,
+            micro_batch_size=run.train.micro_batch_size,
+            masks=masks,
+            sampler=run.data.sampler,
+            dropout_seed=dropout_seed(run),
+            num_mtp_layers=run.model.mtp.num_layers,
+            budget=build_token_budget(run.train, run.parallel, run.model),
+            cost=document_cost(run.model),
+            balanced=run.train.balance_rows,
+        )
+
+
 class Loader:
     """Reads the samples of each step one step ahead, so that the all-reduce of label counts
     overlaps.
@@ -198,40 +239,19 @@ class Loader:
     def __init__(
         self,
         dataset: Dataset,
-        masks: MaskSettings,
+        settings: BatchSettings,
         dp: Group,
         *,
-        global_batch_size: int,
-        micro_batch_size: int,
         consumed: int,
         steps: int,
         device: torch.device,
         slicing: Slicing = WHOLE,
-        sampler: Sampler = "sequential",
-        dropout_seed: int | None = None,
-        num_mtp_layers: int = 0,
-        budget: TokenBudget | None = None,
         everyone: Group | None = None,
-        cost: DocumentCost | None = None,
-        balanced: bool = False,
     ) -> None:
-        """Create a loader that reads `steps` steps from sample `consumed` on.
-
-        `dropout_seed`: set if training uses dropout. `num_mtp_layers`: MTP depths. `budget`:
-        sequence packing of samples that are documents; `everyone`: all ranks, which check that they
-        packed alike. `cost`: measure of the ranks' work; `balanced`: assign rows to ranks by it.
-        """
-        self.dataset, self.masks, self.dp, self.device, self.slicing = (
-            dataset,
-            masks,
-            dp,
-            device,
-            slicing,
-        )
-        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
-        self.sampler, self.dropout_seed, self.num_mtp_layers = sampler, dropout_seed, num_mtp_layers
-        self.budget, self.everyone, self.balanced = budget, everyone or dp, balanced
-        self.cost = DocumentCost() if cost is None else cost
+        """Create a loader that reads `steps` steps from sample `consumed` on. `everyone`: all
+        ranks, which check that they packed documents alike."""
+        self.dataset, self.settings, self.dp = dataset, settings, dp
+        self.device, self.slicing, self.everyone = device, slicing, everyone or dp
         self.extra = declared_extra(dataset)
         self.counted_extra = [name for name, tensor in self.extra.items() if not tensor.shape]
         self._position = consumed
@@ -253,7 +273,7 @@ class Loader:
             check_batches_consistent_across_ranks(
                 assignment.num_microbatches, count[-2:].tolist(), self.everyone
             )
-        read, own, *mtp_inputs = count[: 2 + self.num_mtp_layers].tolist()
+        read, own, *mtp_inputs = count[: 2 + self.settings.num_mtp_layers].tolist()
         return replace(
             step,
             num_labels=own,
@@ -268,11 +288,11 @@ class Loader:
         if self._left == 0:
             return None
         self._left -= 1
-        if self.budget is None:
+        if self.settings.budget is None:
             step, assignment = self._read_rows(), None
         else:
-            step, assignment = self._read_packs(self.budget)
-        self._position += self.global_batch_size
+            step, assignment = self._read_packs(self.settings.budget)
+        self._position += self.settings.global_batch_size
         counts = [
             (batch.num_tokens, batch.num_labels, *batch.num_mtp_labels)
             for batch in step.microbatches
@@ -305,30 +325,32 @@ class Loader:
         batches = [
             build_batch(
                 each,
-                self.masks,
+                self.settings.masks,
                 device=self.device,
                 slicing=self.slicing,
-                num_mtp_layers=self.num_mtp_layers,
+                num_mtp_layers=self.settings.num_mtp_layers,
                 extra=self.extra,
             )
             for each in samples
         ]
-        if self.dropout_seed is not None:
+        if self.settings.dropout_seed is not None:
             batches = [
-                with_dropout(batch, at, seed=self.dropout_seed)
+                with_dropout(batch, at, seed=self.settings.dropout_seed)
                 for batch, at in zip(batches, positions)
             ]
         size = len(samples[0][0].ids) - isinstance(samples[0][0], Sample)
-        return replace(stats, microbatches=batches, num_padded_tokens=self.global_batch_size * size)
+        return replace(
+            stats, microbatches=batches, num_padded_tokens=self.settings.global_batch_size * size
+        )
 
     def _assign_rows(self, dataset: HasDocumentLengths) -> tuple[list[list[int]], StepBatches]:
         """Return this rank's rows of the next step per microbatch, and statistics of all ranks'
         rows."""
-        dp, count = self.dp, self.global_batch_size
+        dp, count = self.dp, self.settings.global_batch_size
         lengths = [dataset.document_lengths(self._position + number) for number in range(count)]
-        costs = [sum(map(self.cost, row)) for row in lengths]
+        costs = [sum(map(self.settings.cost, row)) for row in lengths]
         assignment = assign_rows(
-            costs, dp=dp.size, rows=self.micro_batch_size, balanced=self.balanced
+            costs, dp=dp.size, rows=self.settings.micro_batch_size, balanced=self.settings.balanced
         )
         ranks = [
             sum(costs[row] for rows in assignment[rank :: dp.size] for row in rows)
@@ -347,7 +369,7 @@ class Loader:
         assert isinstance(dataset, HasDocumentLengths), "only documents can be packed"
         lengths = [
             sum(dataset.document_lengths(first + number))
-            for number in range(self.global_batch_size)
+            for number in range(self.settings.global_batch_size)
         ]
         assignment = budget.assign_batches(lengths, self.dp.size)
         mean_tokens = sum(lengths) / len(assignment.packs)
@@ -358,8 +380,8 @@ class Loader:
                 budget,
                 device=self.device,
                 slicing=self.slicing,
-                num_mtp_layers=self.num_mtp_layers,
-                dropout_seed=self.dropout_seed,
+                num_mtp_layers=self.settings.num_mtp_layers,
+                dropout_seed=self.settings.dropout_seed,
                 even=mean_tokens,
             )
             for pack in assignment.rank_packs(self.dp.rank)
@@ -371,17 +393,17 @@ class Loader:
 
     def _rows(self) -> list[list[int]]:
         """Return the samples that this rank reads in the next step, per microbatch."""
-        if self.sampler == "sequential":
+        if self.settings.sampler == "sequential":
             return self._places(total=self.dataset.num_samples)
         return cyclic_sample_ids(
             consumed=self._position,
-            global_batch_size=self.global_batch_size,
+            global_batch_size=self.settings.global_batch_size,
             dp=self.dp.size,
-            micro_batch_size=self.micro_batch_size,
+            micro_batch_size=self.settings.micro_batch_size,
             dp_rank=self.dp.rank,
             total=self.dataset.num_samples,
             permutation=epoch_permutation,
-            sharded=self.sampler == "cyclic_per_rank",
+            sharded=self.settings.sampler == "cyclic_per_rank",
         )
 
     def _places(self, *, total: int | None = None) -> list[list[int]]:
@@ -389,9 +411,9 @@ class Loader:
         order."""
         return sample_ids(
             consumed=self._position,
-            global_batch_size=self.global_batch_size,
+            global_batch_size=self.settings.global_batch_size,
             dp=self.dp.size,
-            micro_batch_size=self.micro_batch_size,
+            micro_batch_size=self.settings.micro_batch_size,
             dp_rank=self.dp.rank,
             total=total,
         )

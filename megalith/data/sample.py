@@ -4,11 +4,12 @@ token store."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megalith.config.train import TrainRun
 from megalith.errors import DataError
 
 
@@ -170,6 +171,34 @@ def _extra_values(
             f"dtype {declared.dtype}."
         )
     return values.astype(declared.dtype, copy=False).reshape(-1, *declared.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSettings:
+    """Settings of a run that determine its samples, besides those of its data."""
+
+    seq_len: int
+    vocab_size: int
+    seed: int
+    """Seed of the order."""
+
+    eod: int | None = None
+    """The token that ends the documents of mock data."""
+
+    whole_documents: bool = False
+    """A sample is one document or conversation of at most `seq_len` tokens instead of a row of
+    `seq_len` tokens."""
+
+    @classmethod
+    def of_run(cls, run: TrainRun, *, eod: int | None) -> Self:
+        """Return those of a run."""
+        return cls(
+            seq_len=run.train.seq_len,
+            vocab_size=run.model.vocab_size,
+            seed=run.seed,
+            eod=eod,
+            whole_documents=run.train.tokens_per_microbatch is not None,
+        )
 
 
 class Dataset(Protocol):

@@ -23,7 +23,7 @@ from megalith.data.chat_template import ChatTemplate, TextPiece, find_template
 from megalith.data.corpus import LineBlock, Position, Source, find_sources, read_blocks, read_rows
 from megalith.data.packs import PackingInput, read_packs
 from megalith.data.pretrain import check_ids
-from megalith.data.sample import PackedSample
+from megalith.data.sample import PackedSample, SampleSettings
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
 from megalith.plan.keys import key
@@ -505,32 +505,22 @@ class ConversationDataset:
         name: str,
         store: Tokenized,
         sft: SFTConfig,
+        samples: SampleSettings,
         *,
-        seq_len: int,
-        seed: int,
         num_samples: int | None,
-        vocab_size: int,
         cache: Path | None = None,
-        alone: bool = False,
     ) -> None:
         """`num_samples`: minimum number of rows, rounded up to whole epochs; None: one epoch.
-
-        `alone`: each conversation is a row of its own length.
 
         Raises:
             DataError: a conversation is too long and overlong=error, none has a token to train on,
                 or a token id is outside the vocabulary.
         """
-        self._name, self._store, self._sft, self._seq_len, self._seed = (
-            name,
-            store,
-            sft,
-            seq_len,
-            seed,
-        )
-        check_ids(store.tokens, vocab_size, f"data.sft ({name})")
+        seq_len, seed, alone = samples.seq_len, samples.seed, samples.whole_documents
+        self._name, self._store, self._sft = name, store, sft
+        self._seq_len, self._seed, self._alone = seq_len, seed, alone
+        check_ids(store.tokens, samples.vocab_size, f"data.sft ({name})")
         self._lengths, self._kept, counts = _select_conversations(store, sft, seq_len, name)
-        self._alone = alone
         self._packs = None if sft.packs is None else read_packs(sft.packs, self.packing_input())
         packing = (
             "none"
@@ -698,15 +688,12 @@ def _select_conversations(
 
 def build_conversations(
     data: DataConfig,
+    samples: SampleSettings,
     *,
     split: str,
-    seq_len: int,
-    seed: int,
     num_samples: int | None,
-    vocab_size: int,
     tokenizer: Tokenizer,
     tokenizer_path: str | None,
-    alone: bool = False,
 ) -> ConversationDataset:
     """Build one split of a fine-tuning run.
 
@@ -754,12 +741,9 @@ def build_conversations(
         split,
         _tokenized(arrays, names),
         sft,
-        seq_len=seq_len,
-        seed=seed,
+        samples,
         num_samples=num_samples,
-        vocab_size=vocab_size,
         cache=cache,
-        alone=alone,
     )
 
 

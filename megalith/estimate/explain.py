@@ -212,9 +212,7 @@ def explain(workload: Workload) -> Explanation:
     c = workload.run.model
     parameters, stages = num_parameters(c), tuple(stage_rows(workload))
     # Not the sum of the stages, which count shared tables several times.
-    whole = held_parameters(
-        c, tp=1, tp_rank=0, layers=range(c.num_layers), embedding=True, loss=True
-    )
+    whole = held_parameters(c)
     return Explanation(
         world=workload.world,
         parameters=parameters,
@@ -452,16 +450,7 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
     head = _head_work(run, ends)
     for number, stage in enumerate(workload.stages):
         pp_rank, chunk = workload.schedule.rank_and_chunk(number)
-        held = held_parameters(
-            c,
-            tp=1,
-            tp_rank=0,
-            layers=stage.layers,
-            embedding=stage.embedding,
-            loss=stage.loss,
-            norm=stage.norm,
-            num_mtp_layers=stage.num_mtp_layers,
-        )
+        held = held_parameters(c, stage)
         yield StageRow(
             stage=number,
             pp_rank=pp_rank,

@@ -6,7 +6,7 @@ from megalith.config.train import TrainRun
 from megalith.plan.batch_assignment import count_microbatches_of_longest, document_multiple
 from megalith.plan.frozen import with_adapters, with_frozen
 from megalith.plan.grid import Grid, model_grid
-from megalith.plan.layers.base import ExpertPart, HeldParameter
+from megalith.plan.layers.base import ExpertPart, HeldParameter, LayerRank
 from megalith.plan.parameters import held_parameters
 from megalith.plan.schedule import (
     Schedule,
@@ -135,15 +135,7 @@ class Workload:
         held: dict[str, HeldParameter] = {}
         for stage in self.chunks(pp_rank):
             for one in held_parameters(
-                self.run.model,
-                tp=self.run.parallel.tp,
-                tp_rank=tp_rank,
-                layers=stage.layers,
-                embedding=stage.embedding,
-                loss=stage.loss,
-                norm=stage.norm,
-                num_mtp_layers=stage.num_mtp_layers,
-                experts=experts,
+                self.run.model, stage, LayerRank(self.run.parallel.tp, tp_rank, experts)
             ):
                 held.setdefault(one.name, one)
         return with_frozen(

@@ -3,7 +3,7 @@ auxiliary files (tokenizer, license)."""
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from megalith.hf.folder import (
     CONFIG,
     GENERATION,
     TOKENIZER_FILES,
+    HFSource,
     HuggingFaceFolder,
     Weights,
     write_folder,
@@ -31,7 +32,7 @@ from megalith.hf.folder import (
 from megalith.hf.peft import ADAPTER_CONFIG, AdaptedWeights, fingerprint
 from megalith.hf.pretrained import FORCE_LOAD_BALANCING, HF_SOURCE, Pretrained, find_export_family
 from megalith.hf.release import parameters, release_run, write_release
-from megalith.hf.staging import Attempt, Recipe
+from megalith.hf.staging import CONVERSION, ConversionOptions, Recipe
 from megalith.hf.tensor_rules import TensorRule, dtype_to_write
 from megalith.plan.shards import Shard
 
@@ -343,19 +344,14 @@ def convert(
     source: Pretrained,
     target: Path,
     to: Kind,
+    options: ConversionOptions = CONVERSION,
     *,
-    dtype: torch.dtype | None = None,
     shard_nbytes: int = 5 * 10**9,
-    on_written: Callable[[int], None] = lambda nbytes: None,
-    workers: int = 2,
-    attempt: Attempt | None = None,
 ) -> int:
-    """Write `target` and return its bytes of weights. `on_written` is called with the bytes of each
-    tensor, from any worker.
+    """Write `target` and return its bytes of weights.
 
-    `workers` threads write concurrently; each reads through memory maps and holds only what it
-    casts or transposes: a piece or one tensor. With an `attempt`, finished files of an interrupted
-    conversion are reused.
+    Each worker reads through memory maps and holds only what it casts or transposes: a piece or one
+    tensor. `shard_nbytes`: size of the files of a Hugging Face folder.
 
     Raises:
         CheckpointError: the target exists, an interrupted conversion had another source or other
@@ -366,21 +362,16 @@ def convert(
     ids = token_ids(source)
     auxiliary_files = copy_auxiliary_files(source, dict(ids), to_huggingface=to == "huggingface")
     if to == "huggingface":
+        names = {} if source.hf_source is None else source.hf_source.activation_names
         return write_folder(
             target,
             source.model,
             source.weights,
-            dtype=dtype,
+            options,
+            hf_source=HFSource(find_export_family(source), names),
             shard_nbytes=shard_nbytes,
-            family=find_export_family(source),
-            activation_names=None
-            if source.hf_source is None
-            else source.hf_source.activation_names,
             extra=ids,
             auxiliary_files=auxiliary_files,
-            on_written=on_written,
-            workers=workers,
-            attempt=attempt,
         )
     state: dict[str, Any] = {"token_ids": ids}  # Any: JSON
     state |= (
@@ -393,13 +384,10 @@ def convert(
         target,
         source.model,
         source.weights,
+        options,
         config_text=_release_config(source, target),
-        dtype=dtype,
         state=state,
         auxiliary_files=auxiliary_files,
-        on_written=on_written,
-        workers=workers,
-        attempt=attempt,
     )
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,8 +50,9 @@ from megalith.hf.family import Family, UnexportedFieldsError, WrapperFamily
 from megalith.hf.quantized import FIELD as QUANTISED
 from megalith.hf.quantized import DequantizedTensor, dequantize
 from megalith.hf.staging import (
-    Attempt,
+    CONVERSION,
     ConversionJournal,
+    ConversionOptions,
     open_staging,
     publish,
     run_in_order,
@@ -117,7 +118,7 @@ class HFSource:
     determine it."""
 
     family: Family
-    activation_names: Mapping[str, str]
+    activation_names: Mapping[str, str] = field(default_factory=dict)
     """Original values of the fields of config.json that name the activation."""
 
     def as_json(self) -> dict[str, Any]:
@@ -660,36 +661,31 @@ def write_folder(
     path: Path,
     config: ModelConfig,
     weights: Weights,
+    options: ConversionOptions = CONVERSION,
     *,
-    dtype: torch.dtype | None = None,
+    hf_source: HFSource | None = None,
     shard_nbytes: int = 5 * 10**9,
-    family: Family | None = None,
-    activation_names: Mapping[str, str] | None = None,
     extra: Mapping[str, Any] | None = None,  # JSON
     auxiliary_files: Mapping[str, bytes] | None = None,
-    on_written: Callable[[int], None] = lambda nbytes: None,
-    workers: int = 1,
-    attempt: Attempt | None = None,
 ) -> int:
     """Write a folder that `from_pretrained` loads, if transformers has the family, and return its
     bytes of weights.
 
-    The folder appears complete or not at all. `dtype` unset keeps the dtype of each parameter;
-    `family` unset: the first that can express the model. `activation_names` replace equivalent
-    names in config.json (`gelu_new`), `extra` are additional fields (token ids), `auxiliary_files`
-    are further files by name. `on_written` is called with the bytes of each tensor, from any of the
-    `workers` threads, each of which holds a few tensors in memory. With an `attempt`, finished
-    parts of an interrupted conversion with the same settings are reused.
+    The folder appears complete or not at all. `hf_source`: its family, and names that replace
+    equivalent ones in config.json (`gelu_new`); unset: the first family that can express the model.
+    `extra` are additional fields of config.json (token ids), `auxiliary_files` are further files by
+    name. A file has at most `shard_nbytes`, or one tensor.
 
     Raises:
         CheckpointError: the path exists, or writing failed.
         ConfigError: the family cannot express the model.
     """
-    family = family or find_exporting_family(config)
+    hf_source = hf_source or HFSource(find_exporting_family(config))
+    family = hf_source.family
     raw = family.write_config(config)
     names = {
         field: name
-        for field, name in (activation_names or {}).items()
+        for field, name in hf_source.activation_names.items()
         if field in raw and _is_activation_name(name, config)
     }
     raw |= names | dict.fromkeys(TOKEN_IDS) | dict(extra or {})
@@ -699,7 +695,7 @@ def write_folder(
         # zeros have the dtype of the embedding
         sources = [rule.parameter or "embed.weight" for rule in parts]
         return dtype_to_write(
-            sources[0], reduce(torch.promote_types, map(weights.dtype, sources)), dtype
+            sources[0], reduce(torch.promote_types, map(weights.dtype, sources)), options.dtype
         )
 
     files = plan_files(rules, dtype_of, shard_nbytes)
@@ -708,9 +704,9 @@ def write_folder(
     ]
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     raw["dtype"] = raw["torch_dtype"] = str(widest).removeprefix("torch.")  # transformers 5, and 4
-    with open_staging(path, attempt) as work:
+    with open_staging(path, options.attempt) as work:
         staging = work.folder / "folder"
-        total = _write_weights(staging, files, weights, on_written, workers, work.journal)
+        total = _write_weights(staging, files, weights, options, work.journal)
         for name, contents in (auxiliary_files or {}).items():
             storage.write_new(staging / name, contents)
         for name, document in {CONFIG: raw, GENERATION: _make_generation_config(raw)}.items():
@@ -739,8 +735,7 @@ def _write_weights(
     staging: Path,
     files: Sequence[Sequence[tuple[Parts, PlannedTensor]]],
     weights: Weights,
-    on_written: Callable[[int], None],
-    workers: int,
+    options: ConversionOptions,
     journal: ConversionJournal,
 ) -> int:
     """Write all weight files, and the index if there are several; returns the bytes of all
@@ -767,7 +762,8 @@ def _write_weights(
     check_free_space(staging.parent, sum(job.nbytes for job in jobs if job.before is None))
     total = sum(
         run_in_order(
-            [partial(_write_job, job, weights, on_written, journal) for job in jobs], workers
+            [partial(_write_job, job, weights, options.on_written, journal) for job in jobs],
+            options.workers,
         )
     )
     for name in names:

@@ -28,8 +28,9 @@ from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.hf.folder import Weights, check_free_space
 from megalith.hf.staging import (
-    Attempt,
+    CONVERSION,
     ConversionJournal,
+    ConversionOptions,
     open_staging,
     publish,
     run_in_order,
@@ -72,31 +73,23 @@ def write_release(
     path: Path,
     model: ModelConfig,
     weights: Weights,
+    options: ConversionOptions = CONVERSION,
     *,
     config_text: str,
-    dtype: torch.dtype | None = None,
     state: Mapping[str, Any] | None = None,  # JSON
     auxiliary_files: Mapping[str, bytes] | None = None,
-    on_written: Callable[[int], None] = lambda nbytes: None,
-    workers: int = 1,
-    attempt: Attempt | None = None,
 ) -> int:
     """Write the checkpoint folder `path` and return the bytes of its weights. The folder appears
-    complete or not at all.
-
-    `dtype` unset keeps the dtype of each parameter; `auxiliary_files` are written beside the
-    weights; `on_written` is called with the bytes of each parameter, from any of the `workers`,
-    each of which holds a few parameters in memory. With an `attempt`, finished files of an
-    interrupted conversion with the same settings are reused.
+    complete or not at all. `auxiliary_files` are written beside the weights.
 
     Raises:
         CheckpointError: the path exists, or writing failed.
     """
-    with open_staging(path, attempt) as work:
+    with open_staging(path, options.attempt) as work:
         staging = work.folder / f"{folder_name(0)}.tmp"
         items = [
-            (parameter, dtype_to_write(parameter.name, weights.dtype(parameter.name), dtype))
-            for parameter in parameters(model)
+            (shard, dtype_to_write(shard.name, weights.dtype(shard.name), options.dtype))
+            for shard in parameters(model)
         ]
         files = [
             (f"__{number}_0.distcp", batch)
@@ -113,13 +106,13 @@ def write_release(
                 staging / name,
                 batch,
                 weights,
-                on_written,
+                options.on_written,
                 work.journal,
                 finished_files.get(name),
             )
             for name, batch in files
         ]
-        parts = list(run_in_order(jobs, workers))
+        parts = list(run_in_order(jobs, options.workers))
         written = WrittenFiles(
             merge_tensors(part.tensors for part in parts),
             {k: v for part in parts for k, v in part.files.items()},

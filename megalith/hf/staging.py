@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
+
 from megalith import storage
 from megalith.checkpoint.format import MANIFEST
 from megalith.errors import CheckpointError
@@ -44,6 +46,26 @@ class Attempt:
 
     keep: bool = False
     """Keep finished pieces if this conversion fails; resumed ones are always kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionOptions:
+    """How a conversion writes the tensors of a model."""
+
+    dtype: torch.dtype | None = None
+    """Dtype to write; unset: that of each parameter."""
+
+    on_written: Callable[[int], None] = lambda nbytes: None
+    """Called with the bytes of each tensor, from any worker."""
+
+    workers: int = 1
+    """Threads that write concurrently; each holds a few tensors in memory."""
+
+    attempt: Attempt | None = None
+    """Reuse the finished parts of an interrupted conversion with the same settings."""
+
+
+CONVERSION = ConversionOptions()
 
 
 class ConversionJournal:

@@ -338,6 +338,9 @@ class MatmulOps:
     example scales; each layer then has its own object.
     """
 
+    dtype: torch.dtype | None = None
+    """Dtype that operands are converted to; None: they are not."""
+
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         """x [t, i], w [o, i] -> y [t, o]."""
         return forward(x, w)
@@ -353,6 +356,28 @@ class MatmulOps:
 
 PLAIN = MatmulOps()
 """Matmuls in the dtype of their operands."""
+
+
+class CastMatmulOps(MatmulOps):
+    """Matmuls whose operands are converted to a dtype first, such as those of routers in fp32.
+
+    Outputs and weight gradients have this dtype, input gradients that of the weight.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        """x [t, i], w [o, i] -> y [t, o]."""
+        return x.to(self.dtype) @ w.to(self.dtype).t()
+
+    def input_grad(self, dy: Tensor, w: Tensor) -> Tensor:
+        """dy [t, o], w [o, i] -> dx [t, i]."""
+        return (dy @ w.to(self.dtype)).to(w.dtype)
+
+    def weight_grad(self, dy: Tensor, x: Tensor) -> Tensor:
+        """dy [t, o], x [t, i] -> dw [o, i]."""
+        return dy.t() @ x.to(self.dtype)
 
 
 class GradAccumulator(Protocol):
@@ -485,8 +510,13 @@ class WeightMatmul(NamedTuple):
         )
 
 
-def reference_linear(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Reference implementation of `linear` in plain PyTorch operations."""
+def reference_linear(
+    x: Tensor, parameters: Sequence[Tensor], dtype: torch.dtype | None = None
+) -> Tensor:
+    """Reference implementation of `linear` in plain PyTorch operations; `dtype`: that of the
+    products, unset: of x."""
+    if dtype is not None:
+        x, parameters = x.to(dtype), [p.to(dtype) for p in parameters]
     return torch.cat([x @ p.t() for p in parameters], dim=-1)
 
 
@@ -494,7 +524,9 @@ class LinearFunction(Function):
     """Autograd function of `linear`."""
 
     reference = staticmethod(
-        lambda x, grad_accumulator, matmul_ops, *parameters: reference_linear(x, parameters)
+        lambda x, grad_accumulator, matmul_ops, *parameters: reference_linear(
+            x, parameters, matmul_ops.dtype
+        )
     )
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Expert routing on one rank: router logits, scores, top-k choice, weights, expert capacity (token
+"""Expert routing on one rank: scores, top-k choice, weights, expert capacity (token
 dropping), aux losses, and the permutation of tokens to experts.
 """
 
@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.config.moe import RouterConfig, RouterScore, TokenDropPolicy
-from megalith.kernels.linear import Context, GradAccumulator, save, saved_input
+from megalith.kernels.linear import Context
 
 DROPPED_CHOICE = -1
 """Expert index of a choice that was dropped."""
@@ -36,61 +36,6 @@ class Choice(NamedTuple):
 
     weights: Tensor
     """[t, k]: weight of each expert's output; 0 where the choice was dropped."""
-
-
-# --- logits
-
-
-def router_logits(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    dtype: torch.dtype,
-    grad_accumulator: GradAccumulator | None = None,
-) -> Tensor:
-    """Compute router logits: x [t, h], weight [E, h] -> [t, E], computed in `dtype`.
-
-    Backward saves x and the weight in their dtypes and converts them again.
-    """
-    logits: Tensor = RouterLogitsFunction.apply(x, grad_accumulator, dtype, weight)  # type: ignore[no-untyped-call]  # torch's own
-    return logits
-
-
-class RouterLogitsFunction(Function):
-    """Autograd function of `router_logits`."""
-
-    reference = staticmethod(
-        lambda x, grad_accumulator, dtype, weight: x.to(dtype) @ weight.to(dtype).t()
-    )
-
-    @staticmethod
-    def forward(
-        ctx: Context,
-        x: Tensor,
-        grad_accumulator: GradAccumulator | None,
-        dtype: torch.dtype,
-        weight: Tensor,
-    ) -> Tensor:
-        """x [t, h] -> [t, E]."""
-        save(ctx, x, [weight], ctx.needs_input_grad[3:])
-        ctx.grad_accumulator, ctx.dtype = grad_accumulator, dtype
-        return x.to(dtype) @ weight.to(dtype).t()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dy [t, E] -> dx [t, h], and the weight's gradient to the gradient accumulator or to the
-        weight."""
-        weight, *inputs = ctx.saved_tensors
-        dx = (dy @ weight.to(ctx.dtype)).to(weight.dtype) if ctx.needs_input_grad[0] else None
-        x = saved_input(ctx, ctx.needs_input_grad[3:], inputs)
-        if x is None:
-            return dx, None, None, None
-        dw = dy.t() @ x.to(ctx.dtype)
-        if ctx.grad_accumulator is None:
-            return dx, None, None, dw.to(weight.dtype)
-        ctx.grad_accumulator.gradient(dw)
-        return dx, None, None, None
 
 
 # --- choice

@@ -16,7 +16,7 @@ from megalith.nn.layer import IdentityNorm, Layer, select_block_class
 from megalith.nn.mtp import MTPBlock, MTPInputs
 from megalith.nn.norm import Norm, build_norm, stream_dtype
 from megalith.nn.rope import RotaryEmbedding
-from megalith.parallel.cross_entropy import LogitTransform
+from megalith.parallel.cross_entropy import LogitTransform, VocabShard
 from megalith.parallel.recompute import FrozenLayerRunner, LayerRunner, SpanHook
 from megalith.parallel.tensor import (
     ColumnParallelLinear,
@@ -339,15 +339,20 @@ def _build_head(context: BuildContext, table: nn.Parameter | None) -> VocabParal
     """Build the output head; `table`: the embedding table, if this rank has it, which a tied head
     uses."""
     config = context.model
+    weight = _table("embed.weight" if config.tied_embeddings else "head.weight", context)
+    vocab = VocabShard(
+        context.tp_comm.group,
+        weight.shard.box[0][0],
+        config.vocab_size,
+        LogitTransform(config.logit_scale / config.width_factor(), config.logit_softcap),
+        matmul_ops=context.build_matmul_ops(weight.shard.name),
+    )
     return VocabParallelHead(
-        _table("embed.weight" if config.tied_embeddings else "head.weight", context),
+        weight,
         context.tp_comm,
-        vocab_size=config.vocab_size,
+        vocab,
         tied=table if config.tied_embeddings else None,
         dtype=context.dtype,
-        logit_transform=LogitTransform(
-            config.logit_scale / config.width_factor(), config.logit_softcap
-        ),
         build_loss=context.build_loss,
         backends=context.backends,
     )

@@ -79,7 +79,8 @@ class BuildContext:
     """Builds the training loss of one output head, summed over tokens."""
 
     build_matmul_ops: Callable[[str], MatmulOps] = plain_matmul_ops
-    """Builds the matmuls of one linear layer, given the name of its first weight."""
+    """Builds the matmuls of a linear layer, a router or the output head, given the name of its
+    first weight; a router with plain matmuls uses `moe.router.dtype`."""
 
     build_grouped_matmul_ops: Callable[[str], GroupedMatmulOps | None] = fastest_matmul_ops
     """Builds the matmuls of one weight of all experts, given its name; None: the fastest."""

@@ -13,6 +13,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.kernels.dropout import DropoutKey, hashed_uniform, key_of
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs
+from megalith.kernels.linear import PLAIN, CastMatmulOps
 from megalith.kernels.packed import ContextShard
 from megalith.kernels.routing import (
     Choice,
@@ -26,7 +27,6 @@ from megalith.kernels.routing import (
     global_load_balancing_loss,
     load_balancing_loss,
     normalized_scores,
-    router_logits,
     score_experts,
     select_within_capacity,
     sinkhorn,
@@ -40,7 +40,6 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import (
     ZEROS,
     Init,
-    ParameterSpec,
     ReplicatedLinear,
     TPComm,
     register_param,
@@ -190,23 +189,6 @@ class LoadBalancing:
         return self.record
 
 
-class RouterGate(ReplicatedLinear):
-    """Router logits, computed in the router's dtype: x [t, h] -> [t, E]."""
-
-    def __init__(self, weight: ParameterSpec, *, dtype: torch.dtype, inside: torch.dtype) -> None:
-        super().__init__(weight, dtype=dtype)
-        self.inside = inside
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [t, h] -> [t, E], in dtype `inside`."""
-        return router_logits(
-            x,
-            getattr(self, self.weight_name),
-            dtype=self.inside,
-            grad_accumulator=self.grad_accumulator,
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Noise:
     """Random changes of routing in training, equal for a token under every layout and in
@@ -281,8 +263,11 @@ class Router(nn.Module):
         shard = Shard.full(
             f"{name}.router", (moe.num_experts, config.hidden_size), invariant=tp_comm.invariant
         )
-        self.gate = RouterGate(
-            context.spec(shard, Init(config.init_std)), dtype=dtype, inside=inside
+        matmul_ops = context.build_matmul_ops(shard.name)
+        self.gate = ReplicatedLinear(
+            context.spec(shard, Init(config.init_std)),
+            dtype=dtype,
+            matmul_ops=CastMatmulOps(inside) if matmul_ops is PLAIN else matmul_ops,
         )
         vector = partial(
             Shard.full, shape=(moe.num_experts,), invariant=tp_comm.invariant, inputs=0

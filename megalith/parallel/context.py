@@ -18,7 +18,7 @@ Fang and Zhao 2024, arXiv:2405.07719; gather: Llama 3, arXiv:2407.21783, section
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypedDict, TypeVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -57,8 +57,6 @@ from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor_overlap import PendingCollective, start_ring_exchange
 from megalith.plan.context import KeySpans, Slicing, layer_context_kind
-
-Pair = TypeVar("Pair", DroppedWeights, PairBiases, PairMask)
 
 
 def build_attend(
@@ -121,23 +119,13 @@ class RingAttend:
     ) -> Tensor:
         """Run one step per rank, overlapped with the message for the next step."""
         context = _context(seq_params)
-        spans = context.key_spans_by_group(1, **attention_range(scores, context))
-        dropped = dropped_weights_by_group(context, dropout_key, scores, 1)
-        biases = pair_biases_by_group(context, attention_bias, scores, 1)
-        pair_masks = pair_masks_by_group(context, 1)
-        return ring_attention(
-            q,
-            k,
-            v,
-            self.group,
-            spans,
-            scores,
-            sinks,
-            dropped,
-            biases,
-            pair_masks,
-            overlap=self.overlap,
+        pairs = RingPairs(
+            context.key_spans_by_group(1, **attention_range(scores, context)),
+            dropped_weights_by_group(context, dropout_key, scores, 1),
+            pair_biases_by_group(context, attention_bias, scores, 1),
+            pair_masks_by_group(context, 1),
         )
+        return ring_attention(q, k, v, self.group, pairs, scores, sinks, overlap=self.overlap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,23 +239,14 @@ class UlyssesRingAttend:
             select_local_head_scores(scores, self.near, q.shape[1]),
             select_local_heads(sinks, self.near),
         )
-        dropped = dropped_weights_by_group(context, dropout_key, scores, self.near.size)
         local_bias = select_local_heads(attention_bias, self.near)
-        biases = pair_biases_by_group(context, local_bias, scores, self.near.size)
-        pair_masks = pair_masks_by_group(context, self.near.size)
-        out = ring_attention(
-            q,
-            k,
-            v,
-            self.ring,
+        pairs = RingPairs(
             spans,
-            scores,
-            sinks,
-            dropped,
-            biases,
-            pair_masks,
-            overlap=self.overlap,
+            dropped_weights_by_group(context, dropout_key, scores, self.near.size),
+            pair_biases_by_group(context, local_bias, scores, self.near.size),
+            pair_masks_by_group(context, self.near.size),
         )
+        out = ring_attention(q, k, v, self.ring, pairs, scores, sinks, overlap=self.overlap)
         return exchange_heads_for_tokens(out, self.near, context.neighbors)
 
 
@@ -479,44 +458,53 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
 # --- ring attention
 
 
+@dataclass(frozen=True, slots=True)
+class RingPairs:
+    """What this rank's queries and the keys of each rank of a ring have in common, by the number of
+    the rank that owns the keys."""
+
+    spans: Sequence[KeySpans]
+    """The range of keys that the queries see."""
+
+    dropped: Sequence[DroppedWeights] | None = None
+    """Attention weights that dropout zeroes."""
+
+    biases: Sequence[PairBiases] | None = None
+    """Position biases of the scores, from the same values for all ranks."""
+
+    pair_masks: Sequence[PairMask] | None = None
+    """The pairs that attention masks let see."""
+
+    def terms(self, rank: int) -> tuple[DroppedWeights | None, PairBiases | None, PairMask | None]:
+        """Return dropout, biases and masks of the pairs with the keys of one rank."""
+        return (
+            None if self.dropped is None else self.dropped[rank],
+            None if self.biases is None else self.biases[rank],
+            None if self.pair_masks is None else self.pair_masks[rank],
+        )
+
+
 def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     group: Group,
-    spans: Sequence[KeySpans],
+    pairs: RingPairs,
     scores: Scores = PLAIN,
     sinks: Tensor | None = None,
-    dropped: Sequence[DroppedWeights] | None = None,
-    biases: Sequence[PairBiases] | None = None,
-    pair_masks: Sequence[PairMask] | None = None,
     *,
     overlap: bool = True,
 ) -> Tensor:
     """Ring attention of this rank's tokens to those of all ranks of `group`: q [t, n, d], k [t, g,
     d], v [t, g, d_v] -> [t, n, d_v].
 
-    spans[r]: the range of keys of rank number r that the queries see; dropped[r]: which of their
-    weights dropout zeroes; biases[r]: position biases of their scores, from the same values for
-    all; seen[r]: which pairs attention masks let see. sinks [n]. Without `overlap` every message is
-    waited for before the computation; the results are the same.
+    sinks [n]. Without `overlap` every message is waited for before the computation; the results are
+    the same.
     """
     if group.size == 1:
-        return span_attention(
-            q,
-            k,
-            v,
-            spans[0],
-            scores,
-            sinks,
-            _of_rank(dropped, 0),
-            _of_rank(biases, 0),
-            _of_rank(pair_masks, 0),
-        )
-    values = None if biases is None else biases[0].values
-    out: Tensor = RingAttention.apply(
-        q, k, v, group, spans, scores, sinks, dropped, values, biases, pair_masks, overlap
-    )  # type: ignore[no-untyped-call]  # torch's own
+        return span_attention(q, k, v, pairs.spans[0], scores, sinks, *pairs.terms(0))
+    values = None if pairs.biases is None else pairs.biases[0].values
+    out: Tensor = RingAttention.apply(q, k, v, group, pairs, scores, sinks, values, overlap)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
@@ -538,16 +526,13 @@ class RingAttention(Function):
         k: Tensor,
         v: Tensor,
         group: Group,
-        spans: Sequence[KeySpans],
+        pairs: RingPairs,
         scores: Scores,
         sinks: Tensor | None,
-        dropped: Sequence[DroppedWeights] | None,
         values: Tensor | None,
-        biases: Sequence[PairBiases] | None,
-        pair_masks: Sequence[PairMask] | None,
         overlap: bool,
     ) -> Tensor:
-        heads, repeats, dtype = k.shape[1], spans[0].repeats, q.dtype
+        heads, repeats, dtype = k.shape[1], pairs.spans[0].repeats, q.dtype
         widths = [k.shape[-1], v.shape[-1]]
         q, local_kv = (
             rows_by_head(q, heads, repeats),
@@ -564,49 +549,30 @@ class RingAttention(Function):
                 else None
             )
             owner = _owner(group, step)
-            attend(
-                q,
-                *_split_kv(kv, widths),
-                spans[owner],
-                result,
-                scores,
-                _of_rank(dropped, owner),
-                _of_rank(biases, owner),
-                _of_rank(pair_masks, owner),
-            )
+            ring_k, ring_v = _split_kv(kv, widths)
+            attend(q, ring_k, ring_v, pairs.spans[owner], result, scores, *pairs.terms(owner))
             kv = kv if next_kv is None else next_kv.wait()
         out = by_token(result.out.to(dtype), heads)
         ctx.save_for_backward(q, local_kv, out, result.lse, sinks, values)
-        ctx.group, ctx.spans, ctx.kv_heads, ctx.widths, ctx.scores = (
-            group,
-            spans,
-            heads,
-            widths,
-            scores,
-        )
-        ctx.overlap, ctx.dropped, ctx.pair_masks = overlap, dropped, pair_masks
-        ctx.distances = None if biases is None else [of_rank.distances for of_rank in biases]
+        ctx.group, ctx.kv_heads, ctx.widths = group, heads, widths
+        ctx.scores, ctx.overlap = scores, overlap
+        ctx.pairs = replace(pairs, biases=None)  # their values are saved tensors
+        ctx.distances = [of_rank.distances for of_rank in pairs.biases or ()]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, local_kv, out, lse, sinks, values = ctx.saved_tensors
-        group, spans, heads, widths, overlap = (
-            ctx.group,
-            ctx.spans,
-            ctx.kv_heads,
-            ctx.widths,
-            ctx.overlap,
-        )
-        repeats = spans[0].repeats
+        group, heads, widths, overlap = ctx.group, ctx.kv_heads, ctx.widths, ctx.overlap
+        biases = [PairBiases(values, distances) for distances in ctx.distances]
+        pairs = replace(ctx.pairs, biases=biases or None)
+        repeats = pairs.spans[0].repeats
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
         dq, dvalues = torch.zeros_like(q, dtype=lse.dtype), zeros_for(values, lse.dtype)
-        pairs = _PairTerms(ctx.dropped, values, ctx.distances, dvalues, ctx.pair_masks)
-        add_gradients = _BackwardStep(
-            q, rows_by_head(dout, heads, repeats), lse, delta, widths, ctx.scores, dq, pairs
-        )
-        first, last = _halves(spans[group.rank])
+        dout = rows_by_head(dout, heads, repeats)
+        add_gradients = _BackwardStep(q, dout, lse, delta, widths, ctx.scores, dq, dvalues, pairs)
+        first, last = _halves(pairs.spans[group.rank])
         next_kv, in_flight = _maybe_wait(start_ring_exchange(local_kv, group), overlap), None
         local_sums = add_gradients(
             local_kv, first, torch.zeros_like(local_kv, dtype=lse.dtype), group.rank
@@ -619,7 +585,7 @@ class RingAttention(Function):
                 else next_kv
             )
             owner = _owner(group, step)
-            sums = add_gradients(kv, spans[owner], torch.zeros_like(local_sums), owner)
+            sums = add_gradients(kv, pairs.spans[owner], torch.zeros_like(local_sums), owner)
             in_flight = _maybe_wait(_return_gradients(sums, in_flight, group), overlap)
         local_sums = add_gradients(local_kv, last, local_sums, group.rank)
         assert in_flight is not None
@@ -627,32 +593,7 @@ class RingAttention(Function):
         dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
         dvalues = None if dvalues is None else dvalues.to(values.dtype)
         dq = by_token(dq.to(q.dtype), heads)
-        return dq, *dkv.split(widths, -1), None, None, None, dsinks, None, dvalues, None, None, None
-
-
-def _of_rank(each: Sequence[Pair] | None, rank: int) -> Pair | None:
-    return None if each is None else each[rank]
-
-
-@dataclass(frozen=True, slots=True)
-class _PairTerms:
-    """Dropout, biases and masks of the pairs of this rank's queries with the keys of every rank."""
-
-    dropped: Sequence[DroppedWeights] | None
-    values: Tensor | None
-    distances: Sequence[Distances] | None
-    dvalues: Tensor | None
-    """Accumulated gradient of the values."""
-
-    pair_masks: Sequence[PairMask] | None
-
-    def biases(self, rank: int) -> PairBiases | None:
-        """Return the biases of pairs with the keys of one rank."""
-        return (
-            None
-            if self.values is None or self.distances is None
-            else PairBiases(self.values, self.distances[rank])
-        )
+        return dq, *dkv.split(widths, -1), None, None, None, dsinks, dvalues, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -668,24 +609,27 @@ class _BackwardStep:
     dq: Tensor
     """Accumulated gradient of the queries."""
 
-    pairs: _PairTerms
+    dvalues: Tensor | None
+    """Accumulated gradient of the values of the position biases."""
+
+    pairs: RingPairs
 
     def __call__(self, kv: Tensor, spans: KeySpans, sums: Tensor, owner: int) -> Tensor:
         """Add to `sums`, the gradient of a rank's kv [heads, keys, d + d_v], to dq and to the
         gradient of the biases."""
-        into = AttentionGrads(self.dq, *_split_kv(sums, self.widths), self.pairs.dvalues)
+        into = AttentionGrads(self.dq, *_split_kv(sums, self.widths), self.dvalues)
+        k, v = _split_kv(kv, self.widths)
         attend_backward(
             self.q,
-            *_split_kv(kv, self.widths),
+            k,
+            v,
             self.lse,
             self.dout,
             self.delta,
             spans,
             into,
             self.scores,
-            _of_rank(self.pairs.dropped, owner),
-            self.pairs.biases(owner),
-            _of_rank(self.pairs.pair_masks, owner),
+            *self.pairs.terms(owner),
         )
         return sums
 

@@ -18,8 +18,14 @@ from torch.autograd.function import once_differentiable
 from megalith.config.kernels import BackendName
 from megalith.kernels import cpu_threads
 from megalith.kernels.backend import FusedBackend, select_backend
-from megalith.kernels.linear import Context, GradAccumulator, add_product_, input_grad, linear
-from megalith.kernels.linear import forward as linear_forward
+from megalith.kernels.linear import (
+    PLAIN,
+    Context,
+    GradAccumulator,
+    MatmulOps,
+    add_product_,
+    linear,
+)
 from megalith.parallel.collectives import mark_partial, reduce_from_tp
 from megalith.parallel.group import Group, all_reduce_, all_reduce_max_
 from megalith.plan.costs import loss_chunk
@@ -82,6 +88,8 @@ class VocabShard:
     logit_transform: LogitTransform = IDENTITY_LOGITS
     grad_accumulator: GradAccumulator | None = None
     """Receives the weight gradient; unset: autograd."""
+
+    matmul_ops: MatmulOps = PLAIN
 
 
 def linear_cross_entropy(
@@ -277,7 +285,12 @@ def _plain_losses(
     """`reference_cross_entropy` with logit statistics, for a vocabulary that is sharded over ranks,
     or with a gradient accumulator."""
     transform, group = head.vocab.logit_transform, head.vocab.group
-    products = linear(x, [weight], grad_accumulator=head.vocab.grad_accumulator)
+    products = linear(
+        x,
+        [weight],
+        grad_accumulator=head.vocab.grad_accumulator,
+        matmul_ops=head.vocab.matmul_ops,
+    )
     logits = products.to(torch.promote_types(x.dtype, torch.float32)) * transform.scale
     if transform.softcap is not None:
         logits = transform.softcap * torch.tanh(logits / transform.softcap)
@@ -359,7 +372,8 @@ class HeadShard:
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [c, h] -> logits [c, rows], products rounded to x's dtype; -inf on a rank that has only
         padding."""
-        logits = self.vocab.logit_transform.scores(linear_forward(x, self.matrix(weight)))
+        products = self.vocab.matmul_ops.forward(x, self.matrix(weight))
+        logits = self.vocab.logit_transform.scores(products)
         return logits if self.rows else logits.fill_(float("-inf"))
 
     def target(self, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -558,9 +572,9 @@ def _add_gradients(
     chunk's logit gradient [c, rows]."""
     dlogits = dlogits.to(x.dtype)
     if dx is not None:
-        dx.copy_(input_grad(dlogits, head.matrix(weight)))
+        dx.copy_(head.vocab.matmul_ops.input_grad(dlogits, head.matrix(weight)))
     if dw is not None:
-        add_product_(head.matrix(dw), x, dlogits)
+        add_product_(head.matrix(dw), x, dlogits, head.vocab.matmul_ops)
 
 
 class LossSumFunction(Function):
@@ -710,7 +724,7 @@ def greedy_tokens(x: Tensor, weight: Tensor, vocab: VocabShard) -> Tensor:
 
 def _best(x: Tensor, weight: Tensor, vocab: VocabShard) -> Tensor:
     if len(weight):
-        largest, row = linear_forward(x, weight).max(-1)
+        largest, row = vocab.matmul_ops.forward(x, weight).max(-1)
     else:  # this rank has only padding rows
         largest, row = (
             x.new_full((len(x),), float("-inf")),

@@ -8,7 +8,7 @@ next forward.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalith.config.parallel import ParallelConfig
 from megalith.kernels.embedding import add_rows_
 from megalith.kernels.grouped_linear import GroupedMatmulOps, Groups, accumulate_grouped_product_
 from megalith.kernels.linear import PLAIN, MatmulOps, add_product_, mm
@@ -215,53 +216,30 @@ class BucketedDataParallel:
         model: nn.Module,
         parameters: Parameters,
         mesh: Mesh,
+        config: ParallelConfig,
         *,
         device: torch.device,
-        bucket_numel: int,
-        overlap: bool,
-        accumulate_in_buckets: bool = True,
-        zero: int = 0,
-        reduce_dtype: torch.dtype | None = None,
-        chunks: Sequence[nn.Module] = (),
+        compiled: bool = False,
         watch: bool = False,
         weight_grads: Sequence[WeightGradStore] = (),
     ) -> None:
-        """`reduce_dtype`: dtype of the reduction messages; None: that of the gradients, which is at
-        least fp32. `chunks`: the
-        model chunks whose forward is called; without any, `all_gather_params` waits. `watch`:
+        """`compiled`: the chunks of `model` are compiled; gradients are then added by hooks, and
+        `all_gather_params` waits, because a compiled graph cannot wait for a gather. `watch`:
         record which gradients are NaN or infinite before they are reduced. `weight_grads`: stores
         of deferred weight gradients, by chunk of `model`; empty: nothing is deferred."""
-        self.mesh, self.overlap, self.reduce_dtype, self.watch = mesh, overlap, reduce_dtype, watch
+        self.mesh, self.overlap, self.watch = mesh, config.overlap, watch
+        self.reduce_dtype = torch.bfloat16 if config.reduce_dtype == "bf16" else None
+        """Dtype of the reduction messages; None: that of the gradients, which is at least fp32."""
         trained, frozen = split_trained_and_frozen(parameters)
         self.shards = [shard for shard, _, _ in trained]
         grids = sorted({"dense", *(shard.grid for shard, _, _ in parameters)})
-        self.divisions = {grid: shard_groups(zero, mesh, grid) for grid in grids}
-        sizes = [division.slices.size for division in self.divisions.values()]
-        self.divided = max(sizes) > 1
+        self.divisions = {grid: shard_groups(config.zero, mesh, grid) for grid in grids}
+        self.divided = max(each.slices.size for each in self.divisions.values()) > 1
         """Whether weights are sharded: a rank updates less than it computes with."""
-        self.drops_gradients = zero == 2 and self.divided
+        self.drops_gradients = config.zero == 2 and self.divided
         """Whether gradients are sharded (ZeRO-2): those of a bucket are freed once reduced."""
-        layers = [layer for layer in model.modules() if isinstance(layer, TensorParallel)]
-        number_of = {
-            id(getattr(module, name)): number for number, (_, module, name) in enumerate(trained)
-        }
-        kinds = [self._kind(shard) for shard in self.shards]
-        runs = {
-            layer: _runs(
-                [number_of.get(id(weight)) for weight in layer.accumulated_parameters()], kinds
-            )
-            for layer in layers
-        }
-        self.plan: BucketPlan = plan_buckets(
-            [shard.numel for shard in self.shards],
-            bucket_numel=bucket_numel,
-            end_align=64 * lcm(*sizes),
-            alone=[
-                n for n, shard in enumerate(self.shards) if self.divided and len(shard.stages) > 1
-            ],
-            contiguous=list({run for layer in layers for run in runs[layer] if len(run) > 1}),
-            kinds=kinds,
-        )
+        runs = self._find_runs(model, trained)
+        self.plan: BucketPlan = self._plan_buckets(runs.values(), config.bucket_numel)
         first_shards = [self._first(index) for index in range(len(self.plan.buckets))]
         lengths = [bucket.stop - bucket.start for bucket in self.plan.buckets]
         self.weights = _allocate_buckets(lengths, [shard.dtype for shard in first_shards], device)
@@ -271,18 +249,10 @@ class BucketedDataParallel:
             for slot in self.plan.slots
         ]
         self.parameters = _move_params_into(places, model, trained)
-        frozen_memory = [
-            torch.zeros(shard.numel, dtype=DTYPES[shard.dtype], device=device)
-            for shard, _, _ in frozen
-        ]
-        frozen_params = _move_params_into(frozen_memory, model, frozen)
-        self.frozen = [
-            (shard, param.data) for (shard, _, _), param in zip(frozen, frozen_params, strict=True)
-        ]
+        self.frozen = _allocate_frozen(model, frozen, device)
+        slices = [self._division(index).slices for index in range(len(self.plan.buckets))]
         if self.drops_gradients:
-            lengths = [
-                length // self._division(index).slices.size for index, length in enumerate(lengths)
-            ]
+            lengths = [length // group.size for length, group in zip(lengths, slices, strict=True)]
         wide_dtypes = [shard.wide_dtype for shard in first_shards]
         self.gradients = _allocate_buckets(lengths, wide_dtypes, device)
         """Gradients of each bucket, under ZeRO-2 of this rank's slice of it."""
@@ -291,20 +261,15 @@ class BucketedDataParallel:
         self._buffers: list[Tensor | None] = [
             None if self.drops_gradients else gradients for gradients in self.gradients
         ]
-        parts = {layer: self._parts(layer, runs[layer]) for layer in layers if runs[layer]}
-        self._uses = self._connect(
-            parts,
-            list(model) if isinstance(model, nn.ModuleList) else [model],
-            accumulate_in_buckets,
-            weight_grads,
-        )
+        chunks = list(model) if isinstance(model, nn.ModuleList) else [model]
+        parts = {layer: self._parts(layer, own) for layer, own in runs.items() if own}
+        self._uses = self._connect({} if compiled else parts, chunks, weight_grads)
         self._begin(0)
         self._sums: deque[tuple[int, PendingReduceScatter]] = deque()
         self._running: list[dist.Work] = []
         self._warned_unused = False
-        slices = [self._division(index).slices for index in range(len(self.plan.buckets))]
         self.param_all_gather = ParamAllGather(self.weights, self.plan, slices)
-        self._waits_in_forward = self.divided and overlap and bool(chunks)
+        self._waits_in_forward = self.divided and self.overlap and not compiled
         if self._waits_in_forward:
             for chunk in chunks:
                 self.param_all_gather.wait_in(chunk, self.parameters)
@@ -485,6 +450,37 @@ class BucketedDataParallel:
 
     # --- layout
 
+    def _find_runs(
+        self, model: nn.Module, trained: Parameters
+    ) -> dict[TensorParallel, list[tuple[int, ...]]]:
+        """Return the numbers of the trained weights that lie one after the other in each layer's
+        matmul."""
+        number_of = {
+            id(getattr(module, name)): number for number, (_, module, name) in enumerate(trained)
+        }
+        kinds = [self._kind(shard) for shard in self.shards]
+        return {
+            layer: _runs(
+                [number_of.get(id(weight)) for weight in layer.accumulated_parameters()], kinds
+            )
+            for layer in model.modules()
+            if isinstance(layer, TensorParallel)
+        }
+
+    def _plan_buckets(
+        self, runs: Iterable[Sequence[tuple[int, ...]]], bucket_numel: int
+    ) -> BucketPlan:
+        return plan_buckets(
+            [shard.numel for shard in self.shards],
+            bucket_numel=bucket_numel,
+            end_align=64 * lcm(*(division.slices.size for division in self.divisions.values())),
+            alone=[
+                n for n, shard in enumerate(self.shards) if self.divided and len(shard.stages) > 1
+            ],
+            contiguous=list({run for own in runs for run in own if len(run) > 1}),
+            kinds=[self._kind(shard) for shard in self.shards],
+        )
+
     def _kind(self, shard: Shard) -> tuple[str, ...]:
         """Return what all parameters of a bucket have in common: the grid, the dtype, and the axes
         over which their slices are summed."""
@@ -600,7 +596,6 @@ class BucketedDataParallel:
         self,
         layers: dict[TensorParallel, list[Stack | Frozen]],
         chunks: Sequence[nn.Module],
-        accumulate_in_buckets: bool,
         weight_grads: Sequence[WeightGradStore],
     ) -> list[int]:
         """Register gradient accumulators and hooks; return how often each parameter contributes in
@@ -614,7 +609,7 @@ class BucketedDataParallel:
             for chunk, store in zip(chunks, weight_grads, strict=False)
             for layer in chunk.modules()
         }
-        for layer, parts in layers.items() if accumulate_in_buckets else ():
+        for layer, parts in layers.items():
             grad_accumulator = BucketGradAccumulator(parts, self)
             store = stores.get(layer)
             layer.grad_accumulator = (
@@ -676,6 +671,17 @@ def _allocate_buckets(
         buffers[name][start : start + length]
         for start, length, name in zip(starts, lengths, dtypes, strict=True)
     ]
+
+
+def _allocate_frozen(
+    model: nn.Module, frozen: Parameters, device: torch.device
+) -> list[tuple[Shard, Tensor]]:
+    """Give every frozen parameter memory of its own; return them."""
+    memory = [
+        torch.zeros(shard.numel, dtype=DTYPES[shard.dtype], device=device) for shard, _, _ in frozen
+    ]
+    params = _move_params_into(memory, model, frozen)
+    return [(shard, param.data) for (shard, _, _), param in zip(frozen, params, strict=True)]
 
 
 def _move_params_into(

@@ -29,8 +29,6 @@ from megalith.parallel.collectives import (
     reduce_scatter,
 )
 from megalith.parallel.cross_entropy import (
-    IDENTITY_LOGITS,
-    LogitTransform,
     LossWithLogitStats,
     VocabShard,
     greedy_tokens,
@@ -381,18 +379,17 @@ class VocabParallelHead(nn.Module):
         self,
         weight: ParameterSpec,
         tp_comm: TPComm,
+        vocab: VocabShard,
         *,
-        vocab_size: int,
         tied: nn.Parameter | None,
         dtype: torch.dtype,
-        logit_transform: LogitTransform = IDENTITY_LOGITS,
         build_loss: Callable[[Backends], Callable[..., Tensor]] = default_loss,
         backends: Backends = AUTO,
     ) -> None:
-        """`logit_transform`: applied to the products of hidden states and vocabulary to get
-        logits; `build_loss`: builds the training loss of this head."""
+        """`vocab`: the rows of `weight`, without a gradient accumulator; `build_loss`: builds the
+        training loss of this head."""
         super().__init__()
-        self.tp_comm, self.logit_transform, self.table = tp_comm, logit_transform, weight
+        self.tp_comm, self.vocab, self.table = tp_comm, vocab, weight
         self.build_loss, self.backends = build_loss, backends
         self.summed_loss = build_loss(backends)
         """Training loss, summed over tokens."""
@@ -400,8 +397,6 @@ class VocabParallelHead(nn.Module):
         """Evaluation loss, -log p(label), whatever the training loss is."""
         self.single_losses = backends.bind("cross_entropy", token_losses)
         self.grad_accumulator: GroupedGradAccumulator | None = None
-        self.vocab_size = vocab_size
-        self.first_row = weight.shard.box[0][0]
         self.row_sizes = split_evenly(weight.shard.shape[0], tp_comm.group.size)
         if tied is None:
             register_param(self, "weight", weight, dtype=dtype)
@@ -411,13 +406,7 @@ class VocabParallelHead(nn.Module):
     @property
     def vocab_shard(self) -> VocabShard:
         """The local rows of the vocabulary, and how logits are computed from them."""
-        return VocabShard(
-            self.tp_comm.group,
-            self.first_row,
-            self.vocab_size,
-            self.logit_transform,
-            self.grad_accumulator,
-        )
+        return replace(self.vocab, grad_accumulator=self.grad_accumulator)
 
     @property
     def reads_table_again(self) -> bool:
@@ -437,10 +426,9 @@ class VocabParallelHead(nn.Module):
         return VocabParallelHead(
             self.table,
             self.tp_comm,
-            vocab_size=self.vocab_size,
+            self.vocab,
             tied=self.weight,
             dtype=self.weight.dtype,
-            logit_transform=self.logit_transform,
             build_loss=self.build_loss,
             backends=self.backends,
         )
@@ -470,8 +458,10 @@ class VocabParallelHead(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Return the gathered logits: x [t, h] on every rank -> [t, vocab_size] on every rank; for
         sampling, without gradient."""
-        part = self.logit_transform.scores(linear(x, self.accumulated_parameters())).T.contiguous()
-        return all_gather(part, self.tp_comm.group, sizes=self.row_sizes).T[:, : self.vocab_size]
+        products = linear(x, self.accumulated_parameters(), matmul_ops=self.vocab.matmul_ops)
+        part = self.vocab.logit_transform.scores(products).T.contiguous()
+        logits = all_gather(part, self.tp_comm.group, sizes=self.row_sizes).T
+        return logits[:, : self.vocab.vocab_size]
 
     def accumulated_parameters(self) -> list[nn.Parameter]:
         """Return the parameter whose gradient goes to `grad_accumulator`."""

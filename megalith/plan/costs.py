@@ -18,6 +18,7 @@ from megalith.plan.parameters import (
     held_parameters,
     layer_parameters,
 )
+from megalith.plan.stages import single_stage
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -36,7 +37,7 @@ def num_parameters_per_rank(config: ModelConfig, *, tp: int) -> int:
 
 
 def _held(config: ModelConfig, tp: int, rank: int) -> int:
-    ends = held_parameters(config, tp=tp, tp_rank=rank, layers=(), embedding=True, loss=True)
+    ends = held_parameters(config, single_stage(0, config.mtp.num_layers), LayerRank(tp, rank))
     numel = sum(parameter.numel for parameter in ends if parameter.counts)
     if config.positions == "relative" and not config.mtp.num_layers:
         # with MTP layers, `ends` contains it

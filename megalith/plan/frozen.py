@@ -104,9 +104,7 @@ def with_frozen(held: Sequence[HeldParameter], optim: OptimConfig) -> list[HeldP
 @lru_cache(maxsize=8)  # called once per step
 def trained_names(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
     """Return the names of the trained parameters of a model."""
-    held = held_parameters(
-        model, tp=1, tp_rank=0, layers=range(model.num_layers), embedding=True, loss=True
-    )
+    held = held_parameters(model)
     return frozenset(
         parameter.name for parameter in held if parameter.counts and optim.trains(parameter.name)
     )

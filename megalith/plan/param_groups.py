@@ -23,9 +23,7 @@ NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 def named_parameters(model: ModelConfig, lora: LoraConfig | None) -> list[HeldParameter]:
     """Return every parameter of a model, unsharded, and of its adapters, without expert biases."""
-    held = held_parameters(
-        model, tp=1, tp_rank=0, layers=range(model.num_layers), embedding=True, loss=True
-    )
+    held = held_parameters(model)
     return [one for one in with_adapters(held, model, lora) if one.counts]
 
 

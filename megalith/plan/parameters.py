@@ -21,6 +21,10 @@ from megalith.plan.layers.base import (
     tensor_part,
 )
 from megalith.plan.layers.embedding import bias_table, mtp_parameters, position_tables, token_table
+from megalith.plan.stages import Stage, single_stage
+
+WHOLE_LAYERS = LayerRank()
+"""The only rank of layers that are not split."""
 
 
 def distinct_ranks(
@@ -60,7 +64,7 @@ def layer_parameters(
     tp_rank: int = 0,
     experts: ExpertPart | None = None,
 ) -> list[HeldParameter]:
-    """Return the parameters of a layer by its global number; `experts`: see `held_parameters`."""
+    """Return the parameters of a layer by its global number; `experts`: see `LayerRank`."""
     return [
         replace(one, name=f"layers.{index}.{one.name}")
         for one in _layer(model, index, LayerRank(tp, tp_rank, experts))
@@ -72,46 +76,32 @@ def _layer(model: ModelConfig, index: int, rank: LayerRank) -> list[HeldParamete
 
 
 def held_parameters(
-    model: ModelConfig,
-    *,
-    tp: int,
-    tp_rank: int,
-    layers: Sequence[int],
-    embedding: bool,
-    loss: bool,
-    norm: bool | None = None,
-    num_mtp_layers: int | None = None,
-    experts: ExpertPart | None = None,
+    model: ModelConfig, stage: Stage | None = None, rank: LayerRank = WHOLE_LAYERS
 ) -> list[HeldParameter]:
-    """Return the parameters of some layers, and of the embedding, last norm, head and MTP layers if
-    the stage has them.
+    """Return the parameters that one rank holds of a pipeline stage; unset: of the whole model.
 
     A tied head and the tables of MTP layers are the embedding's parameters; a stage without the
     embedding holds copies of them. Every stage with layers has a copy of the table of relative
-    positions, and the stage of the cross-layer source has its norm. norm, num_mtp_layers: whether
-    the stage has the last norm, and how many MTP layers; unset: those that belong to the loss.
-    experts: this rank's expert shard; unset: all, each split over tp.
+    positions, and the stage of the cross-layer source has its norm.
     """
-    norm = loss if norm is None else norm
-    num_mtp_layers = model.mtp.num_layers * loss if num_mtp_layers is None else num_mtp_layers
-    rank = LayerRank(tp, tp_rank, experts)
+    stage = stage or single_stage(model.num_layers, model.mtp.num_layers)
     table, places = token_table(model, rank), position_tables(model)
-    held = [table, *places] if embedding else []
-    if model.needs_relative_biases(layers=len(layers) + num_mtp_layers):
+    held = [table, *places] if stage.embedding else []
+    if stage.reads_biases(model):
         held.append(bias_table(model, rank))
-    for index in layers:
-        held += layer_parameters(model, index, tp=tp, tp_rank=tp_rank, experts=experts)
-    if model.cross is not None and model.cross.memory in layers:
+    for index in stage.layers:
+        held += layer_parameters(model, index, tp=rank.tp, tp_rank=rank.rank, experts=rank.experts)
+    if model.cross is not None and model.cross.memory in stage.layers:
         held += source_norm_parameters(model)
-    if norm:
+    if stage.norm:
         held += norm_parameters("norm", model)
-    if loss and not model.tied_embeddings:
+    if stage.loss and not model.tied_embeddings:
         held.append(token_table(model, rank, name="head.weight"))
-    if not embedding and (num_mtp_layers or (loss and model.tied_embeddings)):
+    if stage.reads_table(model) and not stage.embedding:
         held.append(table)
-    if not embedding and num_mtp_layers:
+    if stage.num_mtp_layers and not stage.embedding:
         held += places
-    for depth in range(num_mtp_layers):
+    for depth in range(stage.num_mtp_layers):
         last = _layer(model, model.num_layers - 1, rank)
         held += [
             replace(one, name=f"mtp.{depth}.{one.name}") for one in mtp_parameters(model, last)

@@ -516,9 +516,7 @@ def check_init_override_patterns(model: ModelConfig) -> str | None:
     """Check that every pattern of init_overrides matches a parameter."""
     if not model.init_overrides:
         return None
-    held = held_parameters(
-        model, tp=1, tp_rank=0, layers=range(model.num_layers), embedding=True, loss=True
-    )
+    held = held_parameters(model)
     idle = [
         pattern
         for pattern, _ in model.init_overrides

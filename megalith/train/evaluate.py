@@ -14,7 +14,7 @@ from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import Batch, MaskSettings, build_batch, build_mask_settings, build_pack
-from megalith.data.sample import Dataset, HasDocumentLengths
+from megalith.data.sample import Dataset, HasDocumentLengths, SampleSettings
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.hf.pretrained import load_pretrained
@@ -26,7 +26,7 @@ from megalith.parallel.grad_sync import can_shard_weights
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.plan.batch_assignment import TokenBudget, build_token_budget
-from megalith.plan.context import WHOLE, Slicing
+from megalith.plan.context import Slicing
 from megalith.plan.shards import Shard
 from megalith.train.forward_backward import PipelineModel
 from megalith.train.objective import complete
@@ -106,27 +106,21 @@ def evaluate(
     masks: MaskSettings,
     *,
     samples: int,
-    rows: int,
     tokenizer: Tokenizer,
-    slicing: Slicing = WHOLE,
     report_progress: Callable[[int], None] = ignore_progress,
-    budget: TokenBudget | None = None,
 ) -> Evaluation:
-    """Return the mean loss over the first `samples` samples, `rows` at a time. Collective over the
-    mesh.
+    """Return the mean loss over the first `samples` samples, in microbatches of the model's run.
+    Collective over the mesh.
 
     Samples are distributed over the data-parallel ranks; some ranks may have one less, but all run
-    the same number of batches. Context-parallel ranks split each sample as set by `slicing`. With
-    a `budget`, samples are documents, which are packed and assigned in groups. The last pipeline
-    stage counts the labels. `report_progress` is called with the number of rows that all ranks
-    have read.
+    the same number of batches. Context-parallel ranks split each sample. If the run has a token
+    budget, samples are documents, which are packed and assigned in groups. The last pipeline stage
+    counts the labels. `report_progress` is called with the number of rows that all ranks have read.
     """
-    mesh, device, depths, read = (
-        pipeline_model.mesh,
-        pipeline_model.device,
-        pipeline_model.run.model.mtp.num_layers,
-        0,
-    )
+    run, mesh, device = pipeline_model.run, pipeline_model.mesh, pipeline_model.device
+    rows, depths, read = run.train.micro_batch_size, run.model.mtp.num_layers, 0
+    slicing = local_slicing(run.parallel, mesh)
+    budget = build_token_budget(run.train, run.parallel, run.model)
     sums = torch.zeros(2 + 2 * depths if depths else 1, dtype=torch.float64, device=device)
     counts = torch.zeros(3 + depths, dtype=torch.float64)
     counts_labels = pipeline_model.has_loss and mesh.tp.rank == 0
@@ -205,16 +199,12 @@ def run_evaluation(
     counts[split] = samples
     splits: Splits = build_datasets(
         run.data,
-        seq_len=run.train.seq_len,
-        seed=run.seed,
+        SampleSettings.of_run(run, eod=tokenizer.eod),
         train_samples=counts["train"],
         valid_samples=counts["valid"],
         test_samples=counts["test"],
-        vocab_size=run.model.vocab_size,
-        eod=tokenizer.eod,
         tokenizer=tokenizer,
         tokenizer_path=run.tokenizer.path,
-        whole_documents=run.train.tokens_per_microbatch is not None,
     )
     dataset: Dataset | None = getattr(splits, split)
     if dataset is None:
@@ -240,11 +230,8 @@ def run_evaluation(
             dataset,
             masks,
             samples=count,
-            rows=run.train.micro_batch_size,
             tokenizer=tokenizer,
-            slicing=local_slicing(run.parallel, mesh),
             report_progress=lambda read: progress.step(read, {}),
-            budget=build_token_budget(run.train, run.parallel, run.model),
         )
 
 

@@ -9,12 +9,12 @@ import torch
 from megalith.config.data import DataConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import build_datasets
-from megalith.data.loader import Loader, MaskSettings
+from megalith.data.loader import BatchSettings, Loader, MaskSettings
+from megalith.data.sample import SampleSettings
 from megalith.observe.flight import axes_name
 from megalith.parallel.context import local_slicing
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
-from megalith.plan.batch_assignment import build_token_budget
 from megalith.plan.shards import DENSE_AXES
 from megalith.testing.inject import SlowLink, slow_link
 from megalith.train.step import Trainer, train_step
@@ -110,28 +110,18 @@ def _loader(run: TrainRun, mesh: Mesh, trainer: Trainer, steps: int) -> Loader:
     data = DataConfig(mock=True, mock_num_documents=1000, overlong="truncate")
     splits = build_datasets(
         data,
-        seq_len=train.seq_len,
-        seed=run.seed,
+        SampleSettings.of_run(run, eod=eod),
         train_samples=steps * train.global_batch_size,
-        valid_samples=0,
-        test_samples=0,
-        vocab_size=run.model.vocab_size,
-        eod=eod,
-        whole_documents=train.tokens_per_microbatch is not None,
     )
     assert splits.train is not None
     return Loader(
         splits.train,
-        MaskSettings(eod=eod),
+        BatchSettings.of_run(run, MaskSettings(eod=eod)),
         mesh.dp,
-        global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size,
         consumed=0,
         steps=steps,
         device=trainer.device,
         slicing=local_slicing(run.parallel, mesh),
-        num_mtp_layers=run.model.mtp.num_layers,
-        budget=build_token_budget(train, run.parallel, run.model),
         everyone=mesh.world,
     )
 

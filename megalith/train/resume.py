@@ -18,9 +18,10 @@ from megalith.checkpoint.load import (
 )
 from megalith.checkpoint.save import set_aside_damaged
 from megalith.config.checkpoint import CheckpointConfig
-from megalith.config.train import TrainRun, dropout_seed
+from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
-from megalith.data.loader import Loader, MaskSettings, build_mask_settings
+from megalith.data.loader import BatchSettings, Loader, MaskSettings, build_mask_settings
+from megalith.data.sample import SampleSettings
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import (
     CallbackError,
@@ -44,7 +45,7 @@ from megalith.optim.schedule import learning_rate, schedule_lengths
 from megalith.parallel.context import local_slicing
 from megalith.parallel.group import Group, raise_on_all_ranks
 from megalith.parallel.mesh import Mesh
-from megalith.plan.batch_assignment import TokenBudget, build_token_budget, document_cost
+from megalith.plan.batch_assignment import TokenBudget, build_token_budget
 from megalith.posttrain.lora import load_adapters, load_base
 from megalith.train.run_folder import (
     RunFolder,
@@ -395,21 +396,13 @@ class PreparedRun:
         assert self.data.splits.train is not None
         return Loader(
             self.data.splits.train,
-            self.masks(),
+            BatchSettings.of_run(self.run, self.masks()),
             self.mesh.dp,
-            global_batch_size=train.global_batch_size,
-            micro_batch_size=train.micro_batch_size,
             consumed=self.state.consumed_samples,
             steps=train.steps - self.state.step,
             device=self.trainer.device,
             slicing=local_slicing(self.run.parallel, self.mesh),
-            sampler=self.run.data.sampler,
-            dropout_seed=dropout_seed(self.run),
-            num_mtp_layers=self.run.model.mtp.num_layers,
-            budget=self.budget(),
             everyone=self.mesh.world,
-            cost=document_cost(self.run.model),
-            balanced=train.balance_rows,
         )
 
     def masks(self) -> MaskSettings:
@@ -630,17 +623,12 @@ class PreparedRun:
         run, train = self.run, self.run.train
         return build_datasets(
             run.data,
-            seq_len=train.seq_len,
-            seed=run.seed,
+            SampleSettings.of_run(run, eod=self.tokenizer.eod),
             train_samples=orders[0],
             train_longer=orders[1:],
             valid_samples=train.eval_steps * train.global_batch_size,
-            test_samples=0,
-            vocab_size=run.model.vocab_size,
-            eod=self.tokenizer.eod,
             tokenizer=self.tokenizer,
             tokenizer_path=run.tokenizer.path,
-            whole_documents=train.tokens_per_microbatch is not None,
         )
 
 

@@ -239,15 +239,9 @@ def build_grad_sync(
         model,
         parameters,
         mesh,
+        p,
         device=device,
-        bucket_numel=p.bucket_numel,
-        overlap=p.overlap,
-        accumulate_in_buckets=not run.train.compile,
-        zero=p.zero,
-        reduce_dtype=torch.bfloat16 if p.reduce_dtype == "bf16" else None,
-        chunks=[]
-        if run.train.compile
-        else list(model),  # a compiled graph cannot wait for a gather
+        compiled=run.train.compile,
         watch=watch,
         weight_grads=weight_grads,
     )

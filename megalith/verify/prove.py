@@ -35,7 +35,7 @@ from megalith.verify.faults.table import FaultResult, judge_fault
 from megalith.verify.matrix import Layout, matrix_rows
 from megalith.verify.ranks import Difference, LayoutCase, compare_with_one_process
 from megalith.verify.shrink import describe_copy, shrink
-from megalith.verify.types import TypeReport, type_check, type_check_in_child
+from megalith.verify.types import TrainingSettings, TypeReport, type_check, type_check_in_child
 
 # --- simulation of pipeline schedules: no deadlock
 #
@@ -188,15 +188,8 @@ def verify_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[R
     if not all(row.holds for row in rows):  # the other parts need a valid layout
         return rows
     run = resolve_auto_recompute(run, world)
-    types = type_check_in_child(
-        run.model,
-        run.parallel,
-        world=world,
-        recompute=run.recompute,
-        offload=run.offload,
-        lora=run.lora,
-        optim=run.optim,
-    )
+    training = TrainingSettings.of_run(run)
+    types = type_check_in_child(run.model, run.parallel, world=world, training=training)
     words = describe_kernel_setting(run.kernels)
     notes = () if words == "auto" else (f"kernels={words}: types were checked with kernels=auto",)
     rows += type_rows(replace(types, untyped=(*types.untyped, *notes)))
@@ -222,10 +215,7 @@ def verify_row(row: Layout, kernels: Kernel = "auto") -> LayoutResult:
             row.model,
             row.parallel,
             world=row.world,
-            recompute=case.run.recompute,
-            offload=case.run.offload,
-            lora=row.lora,
-            optim=case.run.optim,
+            training=TrainingSettings.of_run(case.run),
             masked=row.masks is not None,
         )
         problems += [f"b: {outcome}" for outcome in types.problems]

@@ -29,8 +29,8 @@ from megalith.config.moe import MoEConfig
 from megalith.config.optim import OptimConfig, PrecisionConfig, ScheduleConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megalith.config.plugins import load_plugin
-from megalith.config.train import LoopConfig, TrainRun, dropout_seed
-from megalith.data.loader import Loader, MaskSettings
+from megalith.config.train import LoopConfig, TrainRun
+from megalith.data.loader import BatchSettings, Loader, MaskSettings
 from megalith.data.sample import (
     Dataset,
     Extra,
@@ -835,17 +835,12 @@ def _loader(
         dataset = RaggedRows(*arguments, eod=eod, places=places, masks=masks, extra=extra)
     return Loader(
         dataset,
-        MaskSettings(eod=eod, documents=run.data.document_masking),
+        BatchSettings.of_run(run, MaskSettings(eod=eod, documents=run.data.document_masking)),
         mesh.dp,
-        global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size,
         consumed=consumed,
         steps=steps,
         device=torch.device("cpu"),
         slicing=local_slicing(run.parallel, mesh),
-        dropout_seed=dropout_seed(run),
-        num_mtp_layers=run.model.mtp.num_layers,
-        budget=budget,
         everyone=mesh.world,
     )
 

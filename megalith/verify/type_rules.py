@@ -227,10 +227,7 @@ class ContextRule(Rule):
         k: Tensor,
         v: Tensor,
         group: Group,
-        spans: object,
-        scores: object,
         sinks: Tensor | None,
-        dropped: object,
         values: Tensor | None,
     ) -> None:
         """Check types after `cls.apply` has returned `out`."""

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import spmd_types as checker
 import torch
@@ -41,6 +41,7 @@ from megalith.config.parallel import (
     ParallelConfig,
     RecomputeConfig,
 )
+from megalith.config.train import TrainRun
 from megalith.config.tree import from_dict, to_dict
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs, RouterInputs
@@ -164,25 +165,42 @@ class TypeReport:
         return tuple(axis for axis in PARTS if self.axes[axis] == 1)
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    """Settings of a run with which layers are built, besides the model and its layout."""
+
+    recompute: RecomputeConfig = NO_RECOMPUTE
+    offload: OffloadConfig = NO_OFFLOAD
+    lora: LoraConfig | None = None
+    optim: OptimConfig = TRAIN_ALL
+    """Its frozen parameters."""
+
+    @classmethod
+    def of_run(cls, run: TrainRun) -> Self:
+        """Return those of a run."""
+        return cls(run.recompute, run.offload, run.lora, run.optim)
+
+
+DEFAULT_TRAINING = TrainingSettings()
+
+
 def type_check(
     model: ModelConfig,
     parallel: ParallelConfig,
     *,
     world: int,
     ranks: Sequence[int] | None = None,
-    recompute: RecomputeConfig = NO_RECOMPUTE,
-    offload: OffloadConfig = NO_OFFLOAD,
-    lora: LoraConfig | None = None,
-    optim: OptimConfig = TRAIN_ALL,
+    training: TrainingSettings = DEFAULT_TRAINING,
     masked: bool = False,
 ) -> TypeReport:
     """Check a layout of `world` ranks at some of its ranks; unset: the first, a middle one and the
     last.
 
     In a pipeline, every kind of stage is checked at each of them. Every second position uses
-    documents of uneven lengths instead of rows. What `recompute` runs again in backward is checked
-    again. With `masked`, tokens have attention masks. Patches `torch.autograd.Function.apply` while
-    it runs. In a process with other computing threads, use `type_check_in_child` instead.
+    documents of uneven lengths instead of rows. What `training.recompute` runs again in backward is
+    checked again. With `masked`, tokens have attention masks. Patches
+    `torch.autograd.Function.apply` while it runs. In a process with other computing threads, use
+    `type_check_in_child` instead.
 
     Raises:
         PlanError: the degrees do not multiply to the world size, or a rank is not in it.
@@ -192,7 +210,7 @@ def type_check(
         parallel if requested_dispatcher in BUILT_IN else replace(parallel, dispatcher="alltoall")
     )
     grid = model_grid(parallel, model, world)
-    num_frozen_layers = first_trained_layer(model, optim)
+    num_frozen_layers = first_trained_layer(model, training.optim)
     positions = (
         representative_positions(grid, parallel, model, num_frozen_layers)
         if ranks is None
@@ -208,10 +226,8 @@ def type_check(
             grid,
             rank,
             chunk,
-            recompute=recompute,
+            training,
             documents=number % 2 == 1,
-            lora=lora,
-            optim=optim,
             masked=masked,
         )
         names |= rank_model.shards.keys()
@@ -223,7 +239,7 @@ def type_check(
         )
         counts = calls[kind] = Counter[str]()
         for problem in [
-            *_shard_problems(rank_model, model, parallel, lora, optim),
+            *_shard_problems(rank_model, model, parallel, training),
             *_plan_problems(rank_model, model),
             *_run(rank_model, counts),
         ]:
@@ -239,22 +255,19 @@ def type_check(
             _translate_message(name, grid): number for name, number in sorted(counts.items())
         },
         problems=tuple(problems_by_key.values()),
-        untyped=tuple(untyped(recompute, offload, model, dispatcher=requested_dispatcher)),
+        untyped=tuple(untyped(training, model, dispatcher=requested_dispatcher)),
         seconds=time.perf_counter() - started,
         peak_gib=_peak_gib(),
     )
 
 
 def untyped(
-    recompute: RecomputeConfig,
-    offload: OffloadConfig,
-    model: ModelConfig | None = None,
-    *,
-    dispatcher: str = "alltoall",
+    training: TrainingSettings, model: ModelConfig, *, dispatcher: str = "alltoall"
 ) -> list[str]:
     """Return the operations of these settings without types: they copy or compare bytes, or depend
     on values."""
-    planned = model is not None and model.moe is not None and model.moe.aux_loss.sinkhorn
+    recompute, offload = training.recompute, training.offload
+    planned = model.moe is not None and model.moe.aux_loss.sinkhorn
     is_used = {
         f"offload.layers={offload.layers}: copies to host memory and back": offload.layers > 0,
         "recompute.shard_inputs: the type of an input that is all-gathered again is not "
@@ -265,7 +278,7 @@ def untyped(
         "model.moe.aux_loss.sinkhorn: iterates until values converge; checked with top-k "
         "routing": planned,
     }
-    for setting in plugins_without_layer_kind(model) if model is not None else ():
+    for setting in plugins_without_layer_kind(model):
         is_used[f"{setting}: has no `layer_kind`; planning counts the built-in layer"] = True
     if recompute.granularity == "selective" and (
         as_recomputed := {"norm", "mlp_act"} & {*recompute.modules}
@@ -450,11 +463,9 @@ def _build(
     grid: Grid,
     rank: int,
     chunk: int,
+    training: TrainingSettings,
     *,
-    recompute: RecomputeConfig,
     documents: bool,
-    lora: LoraConfig | None = None,
-    optim: OptimConfig = TRAIN_ALL,
     masked: bool = False,
 ) -> RankModel:
     """Build one rank outside of the check, which would reject operations on tensors without types.
@@ -462,7 +473,7 @@ def _build(
     It is built as in training, except for what `untyped` lists.
     """
     mesh = build_meta_mesh(grid, rank=rank)
-    chunks = _chunks(model, mesh, parallel, replace(recompute, check=False), lora, optim)
+    chunks = _chunks(model, mesh, parallel, training)
     split = parallel.sp and mesh.tp.size > 1
     hidden = {axis: V if axis in DATA_AXES or split else I for axis in DENSE_AXES}
     batch = paper_batch(
@@ -494,9 +505,7 @@ def _chunks(
     model: ModelConfig,
     mesh: Mesh,
     parallel: ParallelConfig,
-    recompute: RecomputeConfig,
-    lora: LoraConfig | None,
-    optim: OptimConfig,
+    training: TrainingSettings,
 ) -> list[Decoder]:
     return build_chunks(
         build_context(
@@ -504,9 +513,9 @@ def _chunks(
             mesh,
             parallel,
             dtype=torch.bfloat16,
-            recompute=recompute,
-            lora=lora,
-            optim=optim,
+            recompute=replace(training.recompute, check=False),
+            lora=training.lora,
+            optim=training.optim,
         )
     )
 
@@ -696,8 +705,7 @@ def _shard_problems(
     rank_model: RankModel,
     model: ModelConfig,
     parallel: ParallelConfig,
-    lora: LoraConfig | None,
-    optim: OptimConfig,
+    training: TrainingSettings,
 ) -> Iterator[Problem]:
     """Check `Shard.cut`: ranks along a cut axis must have different boxes, and along others the
     same.
@@ -706,14 +714,13 @@ def _shard_problems(
     """
     grid, rank = rank_model.mesh.grid, rank_model.mesh.rank
     coordinates = grid.coordinates(rank)
+    training = replace(training, recompute=NO_RECOMPUTE)
     axes = DENSE_AXES if grid.experts is None else DENSE_AXES + EXPERT_AXES
     for axis in (axis for axis in axes if grid.size(axis) > 1):
         step = (coordinates[axis] + 1) % grid.size(axis) - coordinates[axis]
         neighbor = rank + step * grid.strides(axis)[1]
         other = build_meta_mesh(grid, rank=neighbor)
-        neighbor_shards = _shards_of(
-            _chunks(model, other, parallel, NO_RECOMPUTE, lora, optim)[rank_model.chunk]
-        )
+        neighbor_shards = _shards_of(_chunks(model, other, parallel, training)[rank_model.chunk])
         for name, shard in rank_model.shards.items():
             if axis not in (EXPERT_AXES if shard.grid == "expert" else DENSE_AXES):
                 continue
@@ -968,10 +975,7 @@ class ChildRequest:
     parallel: ParallelConfig
     world: int
     ranks: tuple[int, ...] | None = None
-    recompute: RecomputeConfig = NO_RECOMPUTE
-    offload: OffloadConfig = NO_OFFLOAD
-    lora: LoraConfig | None = None
-    optim: OptimConfig = TRAIN_ALL
+    training: TrainingSettings = DEFAULT_TRAINING
     fault: str | None = None
 
 
@@ -985,10 +989,7 @@ def type_check_in_child(
     *,
     world: int,
     ranks: Sequence[int] | None = None,
-    recompute: RecomputeConfig = NO_RECOMPUTE,
-    offload: OffloadConfig = NO_OFFLOAD,
-    lora: LoraConfig | None = None,
-    optim: OptimConfig = TRAIN_ALL,
+    training: TrainingSettings = DEFAULT_TRAINING,
     fault: str | None = None,
     timeout_seconds: float = 600.0,
 ) -> TypeReport:
@@ -1009,10 +1010,7 @@ def type_check_in_child(
         parallel=parallel,
         world=world,
         ranks=None if ranks is None else tuple(ranks),
-        recompute=recompute,
-        offload=offload,
-        lora=lora,
-        optim=optim,
+        training=training,
         fault=fault,
     )
     environment = os.environ | {
@@ -1045,9 +1043,6 @@ def answer() -> None:
             request.parallel,
             world=request.world,
             ranks=request.ranks,
-            recompute=request.recompute,
-            offload=request.offload,
-            lora=request.lora,
-            optim=request.optim,
+            training=request.training,
         )
     json.dump(to_dict(report), sys.stdout)

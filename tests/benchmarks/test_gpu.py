@@ -24,9 +24,9 @@ def test_every_kernel_computes_what_its_reference_does(beside_benchmarks: None) 
 
 def test_every_backend_of_every_kernel_runs(beside_benchmarks: None) -> None:
     kernels = importlib.import_module("contenders.kernels")
-    found = dict(kernels.contests(torch.device("cpu"), torch.bfloat16, kernels.SMALL))
-    assert len(found) == 11
-    for name, ways in found.items():
+    results = dict(kernels.contests(torch.device("cpu"), torch.bfloat16, kernels.SMALL))
+    assert len(results) == 11
+    for name, ways in results.items():
         assert {"auto", *ways} == set(ways) and len(ways) > 1, name
         for run in ways.values():
             run()
@@ -104,9 +104,9 @@ def test_contenders_are_interleaved_only_if_they_fit_on_the_device_together(
     )
     for gib, count in ((80, 2), (141, 2), (180, 1)):
         monkeypatch.setattr(one_device, "total_memory", lambda device, gib=gib: gib * 2.0**30)
-        found = one_device.groups(run, device, compiled=True, graphs=False)
-        assert len(found) == count, gib
-        assert [names[0] for names in found][:2] == ["ours", "ours compiled"][:count]
+        result = one_device.groups(run, device, compiled=True, graphs=False)
+        assert len(result) == count, gib
+        assert [names[0] for names in result][:2] == ["ours", "ours compiled"][:count]
     assert one_device.groups(run, device, compiled=False, graphs=True) == [["ours", "transformers"]]
 
 
@@ -207,8 +207,8 @@ def test_differing_contenders_of_a_moe_are_reported(
         results = steps["ours"]()
         return [*results[:3], 1.1 * results[3], torch.full_like(results[4], torch.nan)]
 
-    found = mixture.unlike({"ours": steps["ours"], "wrong": wrong})
-    assert [text.split(" is off by ")[0] for text in found] == ["dup of wrong", "ddown of wrong"]
+    result = mixture.unlike({"ours": steps["ours"], "wrong": wrong})
+    assert [text.split(" is off by ")[0] for text in result] == ["dup of wrong", "ddown of wrong"]
 
 
 def test_rehearsal_of_a_moe_prints_ratios_the_bar_and_its_matmuls(

@@ -13,10 +13,10 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def test_packing_reads_the_same_tokens_in_fewer_rows(run_benchmark: Run) -> None:
     done = run_benchmark("packing.py", "--documents", "6", "--rounds", "1", "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["padded_rows"] == 6 > found["packed_rows"]
+    document = json.loads(done.stdout)
+    assert document["padded_rows"] == 6 > document["packed_rows"]
     assert (
-        found["padded_fill"] == pytest.approx(0.6, abs=0.01)
-        and found["packed_fill"] > found["padded_fill"]
+        document["padded_fill"] == pytest.approx(0.6, abs=0.01)
+        and document["packed_fill"] > document["padded_fill"]
     )
-    assert found["holds"] == (found["times_as_fast"]["median"] >= 1.1)
+    assert document["holds"] == (document["times_as_fast"]["median"] >= 1.1)

@@ -21,15 +21,15 @@ def test_every_contender_runs_once_per_round_and_warmup_is_not_counted() -> None
 
 def test_a_ratio_compares_times_of_the_same_round() -> None:
     # The machine was ten times slower in the second half; the ratio of medians would be 1.
-    ours, theirs = [1.0, 1.0, 10.0, 10.0, 10.0], [2.0, 2.0, 20.0, 20.0, 5.0]
-    found = times_as_fast(ours, theirs)
-    assert (found.lower, found.median, found.upper) == (2.0, 2.0, 2.0)
+    ours, reference = [1.0, 1.0, 10.0, 10.0, 10.0], [2.0, 2.0, 20.0, 20.0, 5.0]
+    result = times_as_fast(ours, reference)
+    assert (result.lower, result.median, result.upper) == (2.0, 2.0, 2.0)
 
 
 def test_quartiles_are_those_of_the_sample() -> None:
-    found = spread([4.0, 1.0, 3.0, 2.0, 5.0])
-    assert (found.lower, found.median, found.upper) == (2.0, 3.0, 4.0)
-    assert str(found) == "3.000 (quartiles 2.000 to 4.000)"
+    result = spread([4.0, 1.0, 3.0, 2.0, 5.0])
+    assert (result.lower, result.median, result.upper) == (2.0, 3.0, 4.0)
+    assert str(result) == "3.000 (quartiles 2.000 to 4.000)"
 
 
 def test_one_round_has_no_spread() -> None:

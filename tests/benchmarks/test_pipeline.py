@@ -26,5 +26,5 @@ def test_four_fifths_of_slow_messages_are_hidden(
 ) -> None:
     done = run_benchmark("pipeline.py", "--slow-link", "--rounds", "3", "--nap-ms", "20", "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["added"]["median"] >= 0.45 and found["hidden"]["upper"] >= 0.8, found
+    document = json.loads(done.stdout)
+    assert document["added"]["median"] >= 0.45 and document["hidden"]["upper"] >= 0.8, document

@@ -62,7 +62,7 @@ def _cut(
                 dim = max(range(tensor.dim()), key=lambda i: tensor.shape[i])
                 shard = shard.split_dim(dim, split_evenly(tensor.shape[dim], tp), t, ("tp",))
             local = tensor[tuple(slice(a, b) for a, b in shard.box)].reshape(-1)
-            mine = ((d == 0 and role == "param") or role != "param") and (
+            actual = ((d == 0 and role == "param") or role != "param") and (
                 tensor.dim() > 1 or t == 0
             )
             if role != "param":
@@ -70,7 +70,7 @@ def _cut(
                 shard, local = replace(shard, flat=(start, stop)), local[start:stop]
             entries.append(
                 CheckpointEntry(
-                    shard, role, torch.zeros_like(local) if blank else local.clone(), mine
+                    shard, role, torch.zeros_like(local) if blank else local.clone(), actual
                 )
             )
         ranks.append(entries)

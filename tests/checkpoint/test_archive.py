@@ -25,10 +25,13 @@ def test_a_plain_tensor_is_a_view_of_the_bytes(shape: tuple[int, ...], dtype: to
     values = (torch.arange(30.0)[: torch.Size(shape).numel()].view(shape) % 3).to(dtype)
     for shift in (0, 1):  # at any address
         data = memoryview(bytearray(shift) + archive(values).obj)[shift:]
-        found = parse_saved_tensor(data)
-        assert torch.equal(found, values) and (found.shape, found.dtype) == (shape, dtype)
+        saved_tensor = parse_saved_tensor(data)
+        assert torch.equal(saved_tensor, values) and (saved_tensor.shape, saved_tensor.dtype) == (
+            shape,
+            dtype,
+        )
         start = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
-        assert start < found.data_ptr() < start + len(data)
+        assert start < saved_tensor.data_ptr() < start + len(data)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +47,12 @@ def test_a_plain_tensor_is_a_view_of_the_bytes(shape: tuple[int, ...], dtype: to
     ids=["turned", "part", "empty", "several", "number", "words"],
 )
 def test_anything_else_is_as_torch_reads_it(value: Any) -> None:
-    found = parse_saved_tensor(archive(value))
-    assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
+    saved_tensor = parse_saved_tensor(archive(value))
+    assert (
+        torch.equal(saved_tensor, value)
+        if isinstance(value, torch.Tensor)
+        else saved_tensor == value
+    )
 
 
 def test_values_that_are_packed_are_as_torch_reads_them() -> None:

@@ -109,8 +109,12 @@ def test_pieces_are_views_so_that_loading_fills_the_tensor_itself() -> None:
 def test_gap_and_overlap_are_reported_with_their_position(
     shape: tuple[int, ...], boxes: list[tuple[tuple[int, int], ...]], problem: str | None
 ) -> None:
-    found = describe_tiling_problem(shape, boxes)
-    assert found == problem if problem is None else found == problem.replace("\\", "")
+    tiling_problem = describe_tiling_problem(shape, boxes)
+    assert (
+        tiling_problem == problem
+        if problem is None
+        else tiling_problem == problem.replace("\\", "")
+    )
 
 
 def test_any_single_fault_in_a_random_tiling_is_detected() -> None:
@@ -153,7 +157,7 @@ def test_values_in_any_order_of_memory_are_laid_out_row_by_row(
         whole[:0].permute(2, 0, 1),
     ]
     for values in views:
-        found = to_row_major(values)
-        assert found.is_contiguous() and torch.equal(found, values)
-        assert b"".join(as_bytes(values)) == bytes(found.view(-1).view(torch.uint8).tolist())
+        result = to_row_major(values)
+        assert result.is_contiguous() and torch.equal(result, values)
+        assert b"".join(as_bytes(values)) == bytes(result.view(-1).view(torch.uint8).tolist())
     assert to_row_major(whole) is whole

@@ -18,8 +18,10 @@ from megalith.plan.shards import Shard
 def test_the_same_model_in_two_layouts_is_the_same(tmp_path: Path, tiny: SimpleNamespace) -> None:
     a = open_checkpoint(tiny.save(tmp_path / "a", 1, tiny.cut(tiny.model(), 1, 3)))
     b = open_checkpoint(tiny.save(tmp_path / "b", 9, tiny.cut(tiny.model(), 3, 2)))
-    found = list(compare_checkpoints(a, b))
-    assert [each.name for each in found] == a.keys() and {each.kind for each in found} == {"same"}
+    results = list(compare_checkpoints(a, b))
+    assert [each.name for each in results] == a.keys() and {each.kind for each in results} == {
+        "same"
+    }
     changed = tiny.model()
     changed["exp_avg", "embed.weight"][6, 5] += 0.5
     c = open_checkpoint(tiny.save(tmp_path / "c", 1, tiny.cut(changed, 2, 2)))
@@ -64,8 +66,8 @@ def test_shapes_absences_dtypes_and_nan(tmp_path: Path, tiny: SimpleNamespace) -
         )
         for i, side in enumerate(sides)
     )
-    found = {each.name.removeprefix("model."): each for each in compare_checkpoints(a, b)}
-    kinds = {name: each.kind for name, each in found.items()}
+    results = {each.name.removeprefix("model."): each for each in compare_checkpoints(a, b)}
+    kinds = {name: each.kind for name, each in results.items()}
     assert kinds == {
         "cast": "same",
         "even": "same",
@@ -74,8 +76,8 @@ def test_shapes_absences_dtypes_and_nan(tmp_path: Path, tiny: SimpleNamespace) -
         "odd": "values",
         "shape": "shape",
     }
-    assert (found["odd"].differing, found["odd"].largest) == (2, inf)
-    assert (found["shape"].a, found["shape"].b) == ("[3] float32", "[4] float32")
+    assert (results["odd"].differing, results["odd"].largest) == (2, inf)
+    assert (results["shape"].a, results["shape"].b) == ("[3] float32", "[4] float32")
     with pytest.raises(
         CheckpointError, match="--only=x matches none of the tensors .* Use a pattern"
     ):

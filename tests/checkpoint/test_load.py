@@ -301,8 +301,8 @@ def test_each_setting_for_missing_and_unexpected_keys(
     sides: str,
     answer: KeyMismatchAction,
 ) -> None:
-    theirs, ours = SIDES[sides]
-    path = saved(tmp_path, tiny, entries_of({name: torch.ones(n) for name, n in theirs.items()}))
+    reference, ours = SIDES[sides]
+    path = saved(tmp_path, tiny, entries_of({name: torch.ones(n) for name, n in reference.items()}))
     tensors = {name: torch.full((n,), 7.0) for name, n in ours.items()}
     rules = CheckpointConfig(missing_keys=answer, unexpected_keys=answer)
     if answer == "error":
@@ -413,9 +413,9 @@ def test_weights_that_differ_from_master_weights_are_reported_once(
     )
     stored = open_checkpoint(path)
     for entries in parts:
-        found = {entry.key: entry for entry in entries}
+        results = {entry.key: entry for entry in entries}
         for name in tiny.shapes:
-            weights, master = found[f"model.{name}"], found[f"optimizer.master.{name}"]
+            weights, master = results[f"model.{name}"], results[f"optimizer.master.{name}"]
             low = weights.tensor.view(-1)[slice(*(master.shard.flat or (None, None)))]
             believed = stored.read(f"model.{name}" if prefer else f"optimizer.master.{name}")
             assert torch.equal(low, master.tensor.view(-1).bfloat16())

@@ -49,9 +49,9 @@ def write_holder(folder: Path, found: LockHolder, *, silent_s: float = 0.0) -> N
 
 def test_lock_creates_the_folder_and_is_released(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "tiny"
-    with lock_run(folder) as mine:
+    with lock_run(folder) as lock:
         assert holder(folder).pid == os.getpid()
-        mine.check()
+        lock.check()
     assert list(folder.iterdir()) == []
     lock_run(folder).release()
 
@@ -83,8 +83,8 @@ def test_lock_of_live_process_is_rejected_and_of_killed_one_taken_over(
 
 def test_reused_process_id_is_another_process(tmp_path: Path) -> None:
     with lock_run(tmp_path):
-        found = holder(tmp_path)
-    write_holder(tmp_path, replace(found, started=f"{found.started}0"))
+        result = holder(tmp_path)
+    write_holder(tmp_path, replace(result, started=f"{result.started}0"))
     lock_run(tmp_path).release()
 
 
@@ -107,20 +107,20 @@ def test_heartbeat_continues_until_another_process_takes_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.01)
-    with lock_run(tmp_path) as mine:
-        write_holder(tmp_path, mine.holder, silent_s=1000)
+    with lock_run(tmp_path) as run_lock:
+        write_holder(tmp_path, run_lock.holder, silent_s=1000)
         deadline = time.monotonic() + 10
         while lock._silence_s(tmp_path / NAME) > 500 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert lock._silence_s(tmp_path / NAME) < 500
-        thief = replace(mine.holder, id="2", pid=7, host="node9")
+        thief = replace(run_lock.holder, id="2", pid=7, host="node9")
         write_holder(tmp_path, thief, silent_s=1000)
         time.sleep(0.05)
         assert lock._silence_s(tmp_path / NAME) > 500
         with pytest.raises(
             CheckpointError, match=r"lost its lock; lock.json now names process 7 on node9.*--run"
         ):
-            mine.check()
+            run_lock.check()
     assert holder(tmp_path) == thief, "a lock that is not ours is not released"
 
 
@@ -149,19 +149,19 @@ def test_suspended_process_detects_that_its_lock_was_taken_over(
 
 
 def test_missing_or_unreadable_lock_counts_as_lost(tmp_path: Path) -> None:
-    with lock_run(tmp_path / "run") as mine:
-        mine.path.unlink()
+    with lock_run(tmp_path / "run") as run_lock:
+        run_lock.path.unlink()
         with pytest.raises(
             CheckpointError,
             match=r"lost its lock; lock.json was deleted or overwritten. Only.*--run",
         ):
-            mine.check()
-        mine.path.mkdir()
+            run_lock.check()
+        run_lock.path.mkdir()
         with pytest.raises(
             CheckpointError, match=r"lock.json cannot be read \(.*Is a directory.*--run"
         ):
-            mine.check()
-        mine.path.rmdir()
+            run_lock.check()
+        run_lock.path.rmdir()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"id": 3}'])

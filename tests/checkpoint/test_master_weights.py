@@ -53,10 +53,10 @@ def test_pairs_are_the_slices_that_a_master_filled() -> None:
         CheckpointEntry(shard, "exp_avg", wide),
     ]
     weights, master = "model.w", "optimizer.master.w"
-    (found,) = pair_master_weights(entries, {weights: weights, master: master})
-    assert found.wide.dtype == torch.float32 and found.low is not None and found.other is None
-    (found,) = pair_master_weights(entries, {weights: master, master: master})
-    assert found.low is None and found.other is not None and found.other.dtype == torch.bfloat16
+    (result,) = pair_master_weights(entries, {weights: weights, master: master})
+    assert result.wide.dtype == torch.float32 and result.low is not None and result.other is None
+    (result,) = pair_master_weights(entries, {weights: master, master: master})
+    assert result.low is None and result.other is not None and result.other.dtype == torch.bfloat16
     assert pair_master_weights(entries, {weights: weights, master: weights}) == []
 
 

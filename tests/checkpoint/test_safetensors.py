@@ -55,9 +55,9 @@ def test_header_can_be_written_after_data(tmp_path: Path) -> None:
     assert write_part(file, 4096, TENSORS.values()).stop == file.stat().st_size
     with file.open("r+b") as out:
         out.write(padded_header(4096, plan, {"format": "pt"}))
-    found = load_file(file)
-    assert found.keys() == TENSORS.keys() == read_header(file).keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    result = load_file(file)
+    assert result.keys() == TENSORS.keys() == read_header(file).keys()
+    assert all(torch.equal(result[name], tensor) for name, tensor in TENSORS.items())
     with pytest.raises(AssertionError, match="in room for 56"):
         padded_header(64, plan, {})
 
@@ -65,13 +65,13 @@ def test_header_can_be_written_after_data(tmp_path: Path) -> None:
 def test_files_of_safetensors_library_are_read(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     save_file(TENSORS, file, metadata={"format": "pt"})
-    found = read_header(file)
-    assert found["b"] == TensorInfo(file, "BF16", (7,), found["b"].start)
+    header = read_header(file)
+    assert header["b"] == TensorInfo(file, "BF16", (7,), header["b"].start)
     assert torch.equal(
-        read_box("a", found["a"], (slice(1, 3), slice(2, 4))), TENSORS["a"][1:3, 2:4]
+        read_box("a", header["a"], (slice(1, 3), slice(2, 4))), TENSORS["a"][1:3, 2:4]
     )
-    assert torch.equal(read_box("b", found["b"], (slice(2, 3),)), TENSORS["b"][2:3])
-    assert read_box("empty", found["empty"], (slice(None), slice(1, 3))).shape == (0, 2)
+    assert torch.equal(read_box("b", header["b"], (slice(2, 3),)), TENSORS["b"][2:3])
+    assert read_box("empty", header["empty"], (slice(None), slice(1, 3))).shape == (0, 2)
 
 
 def test_views_of_a_larger_tensor_are_written_as_they_are_seen(tmp_path: Path) -> None:
@@ -152,17 +152,17 @@ def test_overlapping_or_unused_bytes_are_rejected(
 def test_file_truncated_after_header_read_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     write(file)
-    found = read_header(file)
-    os.truncate(file, found["a"].start + 4)
+    header = read_header(file)
+    os.truncate(file, header["a"].start + 4)
     with pytest.raises(
         CheckpointError, match=r"x.safetensors: a cannot be read \(it ends before byte .*Copy"
     ):
-        read_box("a", found["a"], (slice(0, 3), slice(0, 5)))
+        read_box("a", header["a"], (slice(0, 3), slice(0, 5)))
     os.remove(file)
     with pytest.raises(
         CheckpointError, match=r"x.safetensors: a cannot be read \(No such file.*Copy"
     ):
-        read_box("a", found["a"], (slice(0, 3), slice(0, 5)))
+        read_box("a", header["a"], (slice(0, 3), slice(0, 5)))
 
 
 def test_views_of_files_are_copy_on_write(tmp_path: Path) -> None:

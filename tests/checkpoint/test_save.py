@@ -155,16 +155,16 @@ def test_scalars_empty_tensors_and_odd_names_survive(tmp_path: Path) -> None:
         CheckpointEntry(Shard.full(name, tuple(x.shape)), "param", x) for name, x in tensors.items()
     ]
     save_checkpoint(tmp_path, 10**7, entries, {"a": [1, 2.5, None, "ü"]}, ALONE, config_text="ü")
-    found = find_latest(tmp_path)
-    assert found is not None and found.name == "step_10000000"
-    checkpoint = open_checkpoint(found)
+    latest = find_latest(tmp_path)
+    assert latest is not None and latest.name == "step_10000000"
+    checkpoint = open_checkpoint(latest)
     assert (checkpoint.step, checkpoint.state, checkpoint.config_text) == (
         10**7,
         {"a": [1, 2.5, None, "ü"]},
         "ü",
     )
     assert all(torch.equal(checkpoint.read(f"model.{name}"), x) for name, x in tensors.items())
-    assert verify_checkpoint(found) == []
+    assert verify_checkpoint(latest) == []
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path, tiny: SimpleNamespace) -> None:
@@ -505,9 +505,9 @@ def test_killed_process_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
         time.sleep(0.007)
         process.send_signal(signal.SIGKILL)
         done = max([done, *(int(line) for line in process.stdout)])
-    found = find_latest(tmp_path)
-    assert found is not None and verify_checkpoint(found) == []
-    checkpoint = open_checkpoint(found)
+    latest = find_latest(tmp_path)
+    assert latest is not None and verify_checkpoint(latest) == []
+    checkpoint = open_checkpoint(latest)
     assert checkpoint.step in (done, done + 1)
     assert all(
         torch.equal(checkpoint.read(key), torch.full((64, 1024), float(checkpoint.step)))
@@ -523,15 +523,15 @@ def _save_and_load_on_live_ranks(rank: int, world: int, folder: str) -> tuple[st
     group = Group(("world",), tuple(range(world)), rank, dist.group.WORLD)
     values = torch.arange(21.0).view(7, 3)
     shard = Shard.full("w", (7, 3)).split_dim(0, [4, 3], rank, ("tp",))
-    mine = CheckpointEntry(shard, "param", values[slice(*shard.box[0])].clone())
+    entry = CheckpointEntry(shard, "param", values[slice(*shard.box[0])].clone())
     report = save_checkpoint(
-        Path(folder), 5, [mine], {"a": 1}, group, config_text="", retention=Retention(keep=1)
+        Path(folder), 5, [entry], {"a": 1}, group, config_text="", retention=Retention(keep=1)
     )
     turned = Shard.full("w", (7, 3)).split_dim(1, [1, 2], rank, ("tp",))
     got = CheckpointEntry(turned, "param", torch.zeros(7, 1 + rank))
     open_checkpoint(report.path).load_into([got], group)
     try:
-        bad = [mine] if rank == 0 else [CheckpointEntry(Shard.full("w", (7, 3)), "param", values)]
+        bad = [entry] if rank == 0 else [CheckpointEntry(Shard.full("w", (7, 3)), "param", values)]
         save_checkpoint(
             Path(folder), 6, bad, {}, group, config_text="", retention=Retention(keep=1)
         )

@@ -36,11 +36,11 @@ def saved(path: Path, values: torch.Tensor, *, rows: list[int]) -> Checkpoint:
 @pytest.mark.parametrize("rows", [[7], [2, 1, 4]])
 def test_statistics_do_not_depend_on_the_sharding(rows: list[int], tmp_path: Path) -> None:
     values = torch.randn((7, 5), generator=torch.Generator().manual_seed(3)) + 1000
-    found = compute_statistics(saved(tmp_path, values, rows=rows), "model.a.weight")
+    statistics = compute_statistics(saved(tmp_path, values, rows=rows), "model.a.weight")
     exact = values.double()
-    assert found.mean == pytest.approx(exact.mean().item(), rel=1e-14)
-    assert found.std == pytest.approx(exact.std(correction=0).item(), rel=1e-9)
-    assert (found.least, found.largest, found.not_finite) == (
+    assert statistics.mean == pytest.approx(exact.mean().item(), rel=1e-14)
+    assert statistics.std == pytest.approx(exact.std(correction=0).item(), rel=1e-9)
+    assert (statistics.least, statistics.largest, statistics.not_finite) == (
         exact.min().item(),
         exact.max().item(),
         0,
@@ -50,8 +50,14 @@ def test_statistics_do_not_depend_on_the_sharding(rows: list[int], tmp_path: Pat
 def test_nonfinite_elements_are_counted_and_excluded(tmp_path: Path) -> None:
     values = torch.tensor([[math.nan, math.inf], [3.0, -1.0], [math.nan, -math.inf]])
     opened = saved(tmp_path / "some", values, rows=[1, 1, 1])
-    found = compute_statistics(opened, "model.a.weight")
-    assert (found.mean, found.std, found.least, found.largest, found.not_finite) == (
+    statistics = compute_statistics(opened, "model.a.weight")
+    assert (
+        statistics.mean,
+        statistics.std,
+        statistics.least,
+        statistics.largest,
+        statistics.not_finite,
+    ) == (
         1.0,
         2.0,
         -1.0,

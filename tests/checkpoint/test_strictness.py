@@ -60,10 +60,10 @@ def test_tensors_that_keep_values_are_counted_once() -> None:
 
 def test_moments_are_unexpected_keys_of_resume_with_other_optimizer() -> None:
     stored = {"model.a", "optimizer.master.a", "optimizer.exp_avg.a"}
-    asked = wanted("model.a", "optimizer.momentum.a")
-    report = compare_keys(asked, stored)
+    requested = wanted("model.a", "optimizer.momentum.a")
+    report = compare_keys(requested, stored)
     assert report.unexpected_keys == ("optimizer.exp_avg.a",) and report.fresh_state
-    assert compare_keys(asked, stored, purpose="start").unexpected_keys == ()
+    assert compare_keys(requested, stored, purpose="start").unexpected_keys == ()
     assert not compare_keys(wanted("model.a"), stored).fresh_state
 
 
@@ -71,8 +71,8 @@ def test_moments_are_unexpected_keys_of_resume_with_other_optimizer() -> None:
 def test_only_a_new_run_may_have_missing_weights(purpose: str) -> None:
     report = LoadReport(("model.a", "optimizer.exp_avg.a"), ("model.b",))
     lenient = CheckpointConfig(missing_keys="warn", unexpected_keys="ignore")
-    found = select_rejected_keys(report, lenient, purpose)  # type: ignore[arg-type]  # one of the two
-    assert found == (
+    rejected_keys = select_rejected_keys(report, lenient, purpose)  # type: ignore[arg-type]  # one of the two
+    assert rejected_keys == (
         LoadReport(("model.a",), ("model.b",)) if purpose == "resume" else LoadReport()
     )
     assert select_rejected_keys(report, CheckpointConfig(), "start") == report
@@ -101,10 +101,10 @@ def test_missing_experts_are_named_by_number() -> None:
         for layer in (1, 2)
         for word in ("down", "gate_up")
     ]
-    asked = {key: (key, (8, 3)) for key in keys} | {
+    requested = {key: (key, (8, 3)) for key in keys} | {
         "model.norm.weight": ("model.norm.weight", (3,))
     }
-    report = compare_keys(asked, {"model.norm.weight"}, purpose="start")
+    report = compare_keys(requested, {"model.norm.weight"}, purpose="start")
     assert (
         report.num_experts == 8
         and select_rejected_keys(report, CheckpointConfig(), "start").num_experts == 8
@@ -113,7 +113,7 @@ def test_missing_experts_are_named_by_number() -> None:
         "  only in this run: model.layers.*.moe.experts.down (* = 1, 2): experts 0 to 7\n"
         "  only in this run: model.layers.*.moe.experts.gate_up (* = 1, 2): experts 0 to 7"
     )
-    assert compare_keys(asked, {*keys}, purpose="start").num_experts == 0
+    assert compare_keys(requested, {*keys}, purpose="start").num_experts == 0
 
 
 def test_single_experts_are_named_by_layer() -> None:

@@ -37,12 +37,12 @@ def test_simulated_latency_shows_in_the_table_of_two_ranks(
         "--json",
     ]
     assert main(words) == 0
-    found = json.loads(capfd.readouterr().out)
-    rows = {(row["kind"], row["over"]): row for row in found["traffic"]}
+    document = json.loads(capfd.readouterr().out)
+    rows = {(row["kind"], row["over"]): row for row in document["traffic"]}
     sums = rows["all_reduce", "dp"]
     assert sums["per_step"] > 2 and sums["megabytes"] > 0
     assert sums["seconds"] >= 0.02 * sums["per_step"]
-    assert 0 < found["exposed_seconds"] <= found["step_seconds"] * 1.1
+    assert 0 < document["exposed_seconds"] <= document["step_seconds"] * 1.1
 
 
 def test_one_rank_has_no_communication(capsys: pytest.CaptureFixture[str]) -> None:

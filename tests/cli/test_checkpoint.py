@@ -59,9 +59,9 @@ def test_info_prints_step_and_contents(run: Path, capsys: pytest.CaptureFixture[
     ):
         assert text in output
     assert call("info", run / "checkpoints" / "step_0000001", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["step"], found["tensors"], found["state"]) == (1, 2, ["train"])
-    assert found["roles"]["weights"] == {"tensors": 1, "numel": 7, "dtypes": ["bfloat16"]}
+    document = json.loads(capsys.readouterr().out)
+    assert (document["step"], document["tensors"], document["state"]) == (1, 2, ["train"])
+    assert document["roles"]["weights"] == {"tensors": 1, "numel": 7, "dtypes": ["bfloat16"]}
 
 
 def test_info_prints_tensors_and_value_statistics(
@@ -137,8 +137,8 @@ def test_damage_is_reported_with_exit_code_1(run: Path, capsys: pytest.CaptureFi
     assert "step_0000001: 1 problems\n  " in output
     assert "step_0000002: valid" in output
     assert call("verify", run, "--json") == 1
-    found = json.loads(capsys.readouterr().out)
-    assert [len(problems) for problems in found.values()] == [1, 0]
+    document = json.loads(capsys.readouterr().out)
+    assert [len(problems) for problems in document.values()] == [1, 0]
 
 
 def test_interrupted_save_is_not_a_valid_or_latest_checkpoint(
@@ -265,9 +265,9 @@ def test_diff_reports_differences_with_exit_code_1(
     assert call("diff", one, run, "--only", "optimizer.*") == 0
     capsys.readouterr()
     assert call("diff", one, two, "--json") == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["step_a"], found["step_b"], found["same"]) == (1, 2, 1)
-    assert [(each["name"], each["largest"]) for each in found["different"]] == [
+    document = json.loads(capsys.readouterr().out)
+    assert (document["step_a"], document["step_b"], document["same"]) == (1, 2, 1)
+    assert [(each["name"], each["largest"]) for each in document["different"]] == [
         ("model.norm.weight", 1.0)
     ]
     assert call("diff", one, two, "--only", "nothing.*") == 2

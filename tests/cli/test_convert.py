@@ -64,12 +64,12 @@ def run(tmp_path: Path) -> Path:
 def test_run_round_trips_through_hugging_face(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    theirs, ours = run.parent / "theirs", run.parent / "ours"
-    assert main(["convert", str(run), str(theirs), "--shard-gb", "1e-5"]) == 0
+    reference, ours = run.parent / "theirs", run.parent / "ours"
+    assert main(["convert", str(run), str(reference), "--shard-gb", "1e-5"]) == 0
     error_text = capsys.readouterr()
-    assert error_text.out.startswith(f"wrote {theirs}: 21 tensors, ")
-    assert error_text.err == "" and len(list(theirs.glob("*.safetensors"))) > 1
-    assert main(["convert", str(theirs), str(ours)]) == 0
+    assert error_text.out.startswith(f"wrote {reference}: 21 tensors, ")
+    assert error_text.err == "" and len(list(reference.glob("*.safetensors"))) > 1
+    assert main(["convert", str(reference), str(ours)]) == 0
     before, after = open_checkpoint(run / "checkpoints" / "step_0000007"), open_checkpoint(ours)
     keys = before.keys()
     assert keys == after.keys()
@@ -93,15 +93,15 @@ def test_the_dry_run_lists_every_tensor_and_writes_nothing(
 
 
 def test_missing_tokenizer_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    theirs, ours = run.parent / "theirs", run.parent / "ours"
-    assert main(["convert", str(run), str(theirs)]) == 0  # a run on bytes
+    reference, ours = run.parent / "theirs", run.parent / "ours"
+    assert main(["convert", str(run), str(reference)]) == 0  # a run on bytes
     error_text = capsys.readouterr().out
     assert " tensors, " in error_text and " kB, from " in error_text
     assert (
         "the folder has no tokenizer: programs that read it must" in error_text
         and "megalith generate" not in error_text
     )
-    assert not (theirs / "tokenizer.json").exists()
+    assert not (reference / "tokenizer.json").exists()
     assert main(["convert", str(run), str(ours), "--to", "megalith"]) == 0
     assert capsys.readouterr().out.endswith(f"try: megalith generate {ours}\n")
 
@@ -126,15 +126,15 @@ def test_json_is_one_document(run: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_target_format_can_be_selected(run: Path) -> None:
-    theirs, ours = run.parent / "theirs", run.parent / "ours"
+    reference, ours = run.parent / "theirs", run.parent / "ours"
     assert main(["convert", str(run), str(ours), "--to", "megalith", "--dtype", "bf16"]) == 0
     assert open_checkpoint(ours).dtype("model.norm.weight") == torch.bfloat16
-    assert main(["convert", str(ours), str(theirs)]) == 0
+    assert main(["convert", str(ours), str(reference)]) == 0
     assert (
         main(
             [
                 "convert",
-                str(theirs),
+                str(reference),
                 str(run.parent / "again"),
                 "--to",
                 "huggingface",

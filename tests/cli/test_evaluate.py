@@ -33,12 +33,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_evaluation_matches_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(run), "--samples", "12", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
     logged = read_metrics(run / "metrics.jsonl")[-1]
-    assert found["loss"] == pytest.approx(logged["eval_loss"], rel=1e-6)
-    assert found["bits_per_byte"] == pytest.approx(logged["eval_bits_per_byte"], rel=1e-6)
-    assert (found["run"], found["split"], found["num_labels"]) == (str(run), "valid", 144)
-    assert found["perplexity"] > 1
+    assert document["loss"] == pytest.approx(logged["eval_loss"], rel=1e-6)
+    assert document["bits_per_byte"] == pytest.approx(logged["eval_bits_per_byte"], rel=1e-6)
+    assert (document["run"], document["split"], document["num_labels"]) == (str(run), "valid", 144)
+    assert document["perplexity"] > 1
 
 
 def test_kernels_setting_is_used(
@@ -84,8 +84,8 @@ def test_without_a_count_the_whole_split_is_read_once(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", str(run), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["num_labels"] > 1000 and found["num_labels"] % 12 == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["num_labels"] > 1000 and document["num_labels"] % 12 == 0
 
 
 def test_two_ranks_match_one_rank(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -112,9 +112,9 @@ def test_a_run_of_two_ranks_is_evaluated_on_one(
     parallel = replace(saved.parallel, tp=2, sp=True, dp=1)
     (cut / "config.yaml").write_text(dump_yaml(replace(saved, parallel=parallel)))
     assert main(["evaluate", str(cut), "--samples", "7", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
     assert main(["evaluate", str(run), "--samples", "7", "--json"]) == 0
-    assert found["loss"] == json.loads(capsys.readouterr().out)["loss"]
+    assert document["loss"] == json.loads(capsys.readouterr().out)["loss"]
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,12 @@ def test_layout_follows_the_number_of_processes_unless_given(
     layout: tuple[int, bool, int | None],
 ) -> None:
     run = tiny_run()
-    found = fit_layout_to_world(
+    result = fit_layout_to_world(
         replace(run, parallel=replace(run.parallel, **trained)), world, given
     )
-    assert (found.parallel.tp, found.parallel.sp, found.parallel.dp) == layout
+    assert (result.parallel.tp, result.parallel.sp, result.parallel.dp) == layout
     if not given:
-        assert run_problems(found, world) == []
+        assert run_problems(result, world) == []
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,9 @@ def test_layout_follows_the_number_of_processes_unless_given(
 def test_zero_3_weights_stay_sharded(trained: int, given: tuple[str, ...], zero: int) -> None:
     run = tiny_run({"parallel.zero": str(trained), "parallel.dp_replicate": "2"})
     for world in (1, 2, 3):
-        found = fit_layout_to_world(run, world, given)
-        assert (found.parallel.zero, found.parallel.dp_replicate) == (zero, 1)
-        assert run_problems(found, world) == []
+        result = fit_layout_to_world(run, world, given)
+        assert (result.parallel.zero, result.parallel.dp_replicate) == (zero, 1)
+        assert run_problems(result, world) == []
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ def run(*words: str) -> int:
 
 def block(kind: str) -> str:
     """The page's one fenced block of a kind."""
-    (found,) = re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)
-    assert isinstance(found, str)
-    return found
+    (result,) = re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)
+    assert isinstance(result, str)
+    return result
 
 
 def test_own_options_are_not_flags_of_megatron() -> None:
@@ -208,13 +208,13 @@ def test_set_needs_a_script(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_script_is_never_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script, made = tmp_path / "launch.sh", tmp_path / "made"
+    script, built = tmp_path / "launch.sh", tmp_path / "made"
     script.write_text(
-        f"touch {made}\nX=$(touch {made})\n`touch {made}`\npython pretrain_gpt.py {TINY_LLAMA}\n"
+        f"touch {built}\nX=$(touch {built})\n`touch {built}`\npython pretrain_gpt.py {TINY_LLAMA}\n"
     )
     assert run("--script", str(script)) == 0
     assert yaml.safe_load(capsys.readouterr().out)["name"] == "launch"
-    assert not made.exists()
+    assert not built.exists()
 
 
 def test_arguments_after_a_script_override_its_own(

@@ -69,8 +69,8 @@ def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["generate", *words, "--json"]) == 0
     error_text = capsys.readouterr()
     assert error_text.err == ""
-    found: dict[str, Any] = json.loads(error_text.out)
-    return found
+    result: dict[str, Any] = json.loads(error_text.out)
+    return result
 
 
 def test_the_prompt_and_what_follows_it_are_printed(
@@ -86,12 +86,12 @@ def test_the_prompt_and_what_follows_it_are_printed(
 def test_json_is_one_document_with_every_prompt(
     run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = document(capsys, run, "ab", "", "abc", "--max-new-tokens", "5")
-    assert [result["prompt"] for result in found["results"]] == ["ab", "", "abc"]
-    assert found["results"][1]["prompt_ids"] == [256], "nothing begins a document"
-    assert found["num_tokens"] == sum(len(result["ids"]) for result in found["results"]) > 0
-    assert found["source"].endswith("step_0000007") and found["tokens_per_second"] > 0
-    assert {result["finish"] for result in found["results"]} <= {"stop", "length"}
+    actual = document(capsys, run, "ab", "", "abc", "--max-new-tokens", "5")
+    assert [result["prompt"] for result in actual["results"]] == ["ab", "", "abc"]
+    assert actual["results"][1]["prompt_ids"] == [256], "nothing begins a document"
+    assert actual["num_tokens"] == sum(len(result["ids"]) for result in actual["results"]) > 0
+    assert actual["source"].endswith("step_0000007") and actual["tokens_per_second"] > 0
+    assert {result["finish"] for result in actual["results"]} <= {"stop", "length"}
 
 
 def test_prompts_come_from_words_files_and_standard_input(
@@ -100,8 +100,8 @@ def test_prompts_come_from_words_files_and_standard_input(
     monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines\n"))
     (tmp_path / "p.txt").write_text("one\n\nthree words\r\n")
     words = [run, "a", "-", "--file", str(tmp_path / "p.txt"), "--max-new-tokens", "1"]
-    found = document(capsys, *words)
-    assert [result["prompt"] for result in found["results"]] == [
+    actual = document(capsys, *words)
+    assert [result["prompt"] for result in actual["results"]] == [
         "a",
         "two\nlines",
         "one",
@@ -167,8 +167,8 @@ def test_seed_temperature_and_filters_change_the_text(
         (result,) = document(capsys, run, "ab", "--max-new-tokens", "12", "--ignore-eod", *words)[
             "results"
         ]
-        found: list[int] = result["ids"]
-        return found
+        actual: list[int] = result["ids"]
+        return actual
 
     assert ids() == ids("--seed", "1234") != ids("--seed", "5")
     greedy = ids("--greedy")

@@ -28,7 +28,8 @@ def test_model_warnings_go_to_standard_error(capsys: pytest.CaptureFixture[str])
         path="there", warnings=lambda: ["its head is tied", "its tokenizer is older"]
     )
     print_warnings(source)
-    found = capsys.readouterr()
+    captured = capsys.readouterr()
     assert (
-        found.out == "" and found.err == "there: its head is tied\nthere: its tokenizer is older\n"
+        captured.out == ""
+        and captured.err == "there: its head is tied\nthere: its tokenizer is older\n"
     )

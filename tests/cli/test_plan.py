@@ -42,12 +42,12 @@ def test_explain_as_json_has_the_same_and_the_memory(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "explain", recipe, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["world"] == 2, "without --world one replica"
-    assert [row["axis"] for row in found["dense"]] == ["tp", "cp", "dp", "pp"]
-    assert found["groups"][0]["axes"] == "tp" and found["stages"][0]["layers"] == "0-1"
-    assert {row["axis"] for row in found["traffic"]} == {"tp"}
-    assert found["memory"][0]["memory"]["weights"] > 0 and found["memory"][0]["total"] > 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["world"] == 2, "without --world one replica"
+    assert [row["axis"] for row in document["dense"]] == ["tp", "cp", "dp", "pp"]
+    assert document["groups"][0]["axes"] == "tp" and document["stages"][0]["layers"] == "0-1"
+    assert {row["axis"] for row in document["traffic"]} == {"tp"}
+    assert document["memory"][0]["memory"]["weights"] > 0 and document["memory"][0]["total"] > 0
 
 
 @pytest.mark.parametrize("command", [("plan", "explain"), ("plan", "estimate")])
@@ -92,9 +92,9 @@ def test_estimate_resolves_recompute_auto_and_prints_it(
 ) -> None:
     automatic = ["--parallel.zero", "1", "--recompute.granularity", "auto", "--recompute.device"]
     assert main(["plan", "estimate", "llama3_8b", "--world", "16", *automatic, "50", "--json"]) == 0
-    found = capsys.readouterr()
-    assert found.err == "recompute.granularity=auto chose selective, modules [norm, mlp_act]\n"
-    assert json.loads(found.out)["device"]["name"] == "h100"
+    captured = capsys.readouterr()
+    assert captured.err == "recompute.granularity=auto chose selective, modules [norm, mlp_act]\n"
+    assert json.loads(captured.out)["device"]["name"] == "h100"
     assert main(["plan", "explain", "llama3_8b", "--world", "16", *automatic, "12"]) == 2
     assert "more than the 12.0 GiB of recompute.device=12" in capsys.readouterr().err
     assert main(["plan", "explain", "llama3_8b", "--world", "16", *automatic, "h10"]) == 2
@@ -128,12 +128,12 @@ def test_estimate_that_does_not_fit_is_1_with_the_nearest_fix(
 
 def test_estimate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "estimate", "llama3_8b", "--world", "16", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["verdict"] == "does not fit" and found["worst"]["rank"] == 0
-    assert found["nearest_fix"]["overrides"] == {"parallel.zero": "1"}
-    assert found["worst"]["total"] == sum(found["worst"]["memory"].values())
-    assert {row["axis"] for row in found["traffic"]} == {"tp", "dp"}
-    assert all(row["passage"]["seconds"] > 0 for row in found["traffic"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["verdict"] == "does not fit" and document["worst"]["rank"] == 0
+    assert document["nearest_fix"]["overrides"] == {"parallel.zero": "1"}
+    assert document["worst"]["total"] == sum(document["worst"]["memory"].values())
+    assert {row["axis"] for row in document["traffic"]} == {"tp", "dp"}
+    assert all(row["passage"]["seconds"] > 0 for row in document["traffic"])
 
 
 def test_ranks_on_this_cpu_share_its_memory(

@@ -143,6 +143,6 @@ def test_frozen_and_trained_parameters_are_shown_separately(
 def test_traffic_has_a_duration_where_the_device_has_links() -> None:
     workload = plan_workload(tiny_run({"parallel.tp": "2"}), 4)
     place = worst(memory_ledger(workload))
-    found = list_transfers(workload, place, DEVICES["h100"])
-    assert {row.axis for row, _ in found} == {"tp", "dp"}
-    assert all(way is not None and way.seconds > 0 for _, way in found)
+    transfers = list_transfers(workload, place, DEVICES["h100"])
+    assert {row.axis for row, _ in transfers} == {"tp", "dp"}
+    assert all(way is not None and way.seconds > 0 for _, way in transfers)

@@ -110,13 +110,15 @@ def test_a_sentencepiece_model_makes_the_ids(named: str, corpus: Path) -> None:
         )
         == 0
     )
-    theirs = library.SentencePieceProcessor(model_file=str(corpus.parent / "m" / "tokenizer.model"))
+    reference = library.SentencePieceProcessor(
+        model_file=str(corpus.parent / "m" / "tokenizer.model")
+    )
     store = IndexedDataset(str(corpus.parent / "out"))
     for number, text in enumerate(("one two three", "four")):
         assert np.asarray(store[number]).tolist() == [
-            theirs.bos_id(),
-            *theirs.encode(text),
-            theirs.eos_id(),
+            reference.bos_id(),
+            *reference.encode(text),
+            reference.eos_id(),
         ]
 
 
@@ -149,14 +151,14 @@ def test_a_tiktoken_vocabulary_makes_the_ids(
         words += ["--tiktoken-special-tokens", "<|end_of_text|>", "--tiktoken-pattern", "cl100k"]
     assert run(*words) == 0, capsys.readouterr().err
     ranks = {piece: rank for rank, piece in enumerate(pieces)}
-    theirs = library.Encoding(
+    reference = library.Encoding(
         "x", pat_str=r".+", mergeable_ranks=ranks, special_tokens={}
     ).encode_ordinary("four")
     first, shift = (
         np.asarray(IndexedDataset(str(corpus.parent / "out"))[1]).tolist(),
         5 if shape == "words.json" else 0,
     )
-    assert first == [token + shift for token in theirs] + [
+    assert first == [token + shift for token in reference] + [
         2 if shape == "words.json" else len(pieces)
     ]
 

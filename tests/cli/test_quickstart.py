@@ -83,11 +83,11 @@ def test_all_outputs_exist_and_a_second_run_skips_completed_steps(
     ) == 2
     assert "$ megalith train quickstart --run ./runs/first --nproc 1" in output
     assert "step 4/4 · loss" in output
-    found = {
+    results = {
         name: output.split(name)[1].split()[0] for name in ("held-out files: ", "zlib -9 needs ")
     }
-    assert 3 < float(found["held-out files: "]) < 12
-    assert 1 < float(found["zlib -9 needs "]) < 5
+    assert 3 < float(results["held-out files: "]) < 12
+    assert 1 < float(results["zlib -9 needs "]) < 5
     assert "no effect here" not in output, "the recipe's own settings need no warning"
     assert re.search(
         r"sample.txt, the best of 4: \d+% of its words occur in the corpus \(on average \d+%\)",
@@ -167,8 +167,8 @@ def test_interrupted_prepare_is_resumed(
     stopped_message = capsys.readouterr().err
     assert stopped_message.endswith(".preparing. Run the same command again to continue.\n")
     assert "--resume" not in stopped_message  # an option that quickstart does not have
-    made = [data / "train.jsonl", data / "tokenizer" / "tokenizer.json"]
-    before = [file.stat().st_mtime_ns for file in made]
+    results = [data / "train.jsonl", data / "tokenizer" / "tokenizer.json"]
+    before = [file.stat().st_mtime_ns for file in results]
     assert (data / "train.preparing" / "state.json").exists() and not (data / "train.idx").exists()
     capsys.readouterr()
     assert main(words) == 75
@@ -180,7 +180,7 @@ def test_interrupted_prepare_is_resumed(
     assert (
         first.endswith("--resume") and "--train-tokenizer" not in first and "--resume" not in second
     )
-    assert [file.stat().st_mtime_ns for file in made] == before
+    assert [file.stat().st_mtime_ns for file in results] == before
 
 
 def test_run_killed_before_the_first_save_is_resumed(shrunk: Path, untrained: None) -> None:

@@ -69,11 +69,11 @@ def test_routers_predict_the_experts_of_their_own_layer(
     )
     (pair,) = output["pairs"]
     assert (pair["layer"], pair["following"], pair["tokens"]) == ("layers.0", "layers.2", 288)
-    found = {(one["layer"], one["router"]): one["hits"] for one in output["routers"]}
-    assert found["layers.0", "layers.0"] > 0.97 and found["layers.2", "layers.2"] > 0.97, (
+    results = {(one["layer"], one["router"]): one["hits"] for one in output["routers"]}
+    assert results["layers.0", "layers.0"] > 0.97 and results["layers.2", "layers.2"] > 0.97, (
         "but for bf16"
     )
-    assert 0.5 <= found["layers.0", "layers.2"] < 0.97
+    assert 0.5 <= results["layers.0", "layers.2"] < 0.97
 
 
 def test_missing_captures_are_mentioned_in_the_tables(

@@ -320,10 +320,10 @@ def test_checkpoint_of_conversations_has_the_template_of_its_run(
     assert "changed since the run was started: data" not in capsys.readouterr().out
     opened = open_pretrained(locate_source("b"))
     tokenizer = build_tokenizer(opened.tokenizer)
-    found = find_own_template(opened, tokenizer) or find_template(
+    result = find_own_template(opened, tokenizer) or find_template(
         None, tokenizer, opened.tokenizer.path, setting="x"
     )
-    assert found.source == expected
+    assert result.source == expected
 
 
 def test_run_without_a_folder_is_under_runs(

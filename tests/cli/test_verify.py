@@ -25,12 +25,12 @@ def test_valid_layout_exits_with_0_and_has_rows_for_every_part(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", recipe, "--world", "6", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["holds"] is True
-    rows = found["rows"]
+    document = json.loads(capsys.readouterr().out)
+    assert document["holds"] is True
+    rows = document["rows"]
     assert {row["part"] for row in rows} == {"a", "b", "c", "d"}
     questions = " ".join(row["question"] for row in rows)
-    for asked in (
+    for requested in (
         "all rules",
         "at world size 6",
         "4 processes",
@@ -39,7 +39,7 @@ def test_valid_layout_exits_with_0_and_has_rows_for_every_part(
         "checkpoint",
         "replicas are equal",
     ):
-        assert asked in questions
+        assert requested in questions
 
 
 def test_table_lists_what_each_part_checks(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,9 +133,12 @@ def test_all_verifies_the_matrix_and_every_fault(
     monkeypatch.setattr(prove, "load_faults", lambda: [find_fault("dp_sum_averaged")])
     assert main(["verify", "--all", "--json"]) == 0
     printed = capsys.readouterr()
-    found = json.loads(printed.out)
-    assert found["holds"] and [row["name"] for row in found["layouts"]] == ["dp2", "pp2 gpipe"]
-    assert [(fault["numbers"], fault["rejected"]) for fault in found["faults"]] == [
+    document = json.loads(printed.out)
+    assert document["holds"] and [row["name"] for row in document["layouts"]] == [
+        "dp2",
+        "pp2 gpipe",
+    ]
+    assert [(fault["numbers"], fault["rejected"]) for fault in document["faults"]] == [
         ("wrong gradients", True)
     ]
     assert (
@@ -148,17 +151,17 @@ def test_all_verifies_the_matrix_and_every_fault(
 
 
 def test_kernels_setting_applies_to_all_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    requested: list[object] = []
 
     def note(**settings: object) -> tuple[list[object], list[object]]:
-        asked.append(settings["kernels"])
+        requested.append(settings["kernels"])
         return [], []
 
     monkeypatch.setattr(prove, "verify_matrix", note)
     assert (
         main(["verify", "--all", "--kernels", "reference"]) == 0 and main(["verify", "--all"]) == 0
     )
-    assert asked == ["reference", "auto"]
+    assert requested == ["reference", "auto"]
 
 
 def test_unknown_kernels_are_rejected_with_all(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,8 +23,8 @@ def with_blocks(*changed: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_equal_blocks_give_model_sizes_without_patterns() -> None:
-    found = read_blocks(with_blocks(), SIZES)
-    assert (found.layers, found.num_kv_heads, found.ffn_hidden_size, found.problems) == (
+    blocks = read_blocks(with_blocks(), SIZES)
+    assert (blocks.layers, blocks.num_kv_heads, blocks.ffn_hidden_size, blocks.problems) == (
         EQUAL_LAYERS,
         8,
         14336,
@@ -49,10 +49,10 @@ def test_missing_replaced_or_smaller_blocks_become_patterns() -> None:
         },
     ]
     before = deepcopy(entries)
-    found = read_blocks(entries, SIZES)
+    blocks = read_blocks(entries, SIZES)
     assert entries == before, "what was parsed is never changed"
-    assert found.problems == () and (found.num_kv_heads, found.ffn_hidden_size) == (16, 300)
-    assert found.layers == LayersConfig(
+    assert blocks.problems == () and (blocks.num_kv_heads, blocks.ffn_hidden_size) == (16, 300)
+    assert blocks.layers == LayersConfig(
         attention=("none", "full", "linear", "full"),
         mlp=("full", "linear", "full", "none"),
         num_kv_heads=(16, 16, 16, 1),
@@ -62,19 +62,19 @@ def test_missing_replaced_or_smaller_blocks_become_patterns() -> None:
 
 def test_repeating_patterns_are_shortened() -> None:
     few = {"attention": {"n_heads_in_group": 16}}
-    found = read_blocks([WHOLE, {**WHOLE, **few}] * 2, SIZES)
-    assert found.layers == LayersConfig(num_kv_heads=(8, 2)) and found.problems == ()
+    blocks = read_blocks([WHOLE, {**WHOLE, **few}] * 2, SIZES)
+    assert blocks.layers == LayersConfig(num_kv_heads=(8, 2)) and blocks.problems == ()
 
 
 def test_sizes_missing_in_a_block_come_from_the_model() -> None:
     bare: list[object] = [{"attention": {}, "ffn": {}}] * 4
-    found = read_blocks(
+    blocks = read_blocks(
         bare,
         BlockModelSizes(
             num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3, ffn_hidden_size=20
         ),
     )
-    assert (found.layers, found.num_kv_heads, found.ffn_hidden_size, found.problems) == (
+    assert (blocks.layers, blocks.num_kv_heads, blocks.ffn_hidden_size, blocks.problems) == (
         EQUAL_LAYERS,
         3,
         20,
@@ -205,14 +205,14 @@ def test_mlp_of_size_zero_is_reported_with_a_valid_multiplier(hidden: int) -> No
 
 def test_model_without_attention_or_mlp_keeps_its_sizes() -> None:
     nothing = {"attention": {"no_op": True}, "ffn": {"no_op": True}}
-    found = read_blocks(
+    blocks = read_blocks(
         [nothing] * 4,
         BlockModelSizes(
             num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3, ffn_hidden_size=20
         ),
     )
-    assert (found.num_kv_heads, found.ffn_hidden_size, found.problems) == (3, 20, ())
-    assert found.layers == LayersConfig(attention=("none",), mlp=("none",))
+    assert (blocks.num_kv_heads, blocks.ffn_hidden_size, blocks.problems) == (3, 20, ())
+    assert blocks.layers == LayersConfig(attention=("none",), mlp=("none",))
 
 
 @pytest.mark.parametrize(
@@ -229,6 +229,6 @@ def test_number_of_blocks_must_match_number_of_layers(entries: object, shown: st
 
 def test_all_problems_are_reported_together() -> None:
     wrong = {"attention": {"n_heads_in_group": 3, "window_length": 5}, "ffn": {"ffn_mult": "wide"}}
-    found = read_blocks([wrong, WHOLE, 7, wrong], SIZES)
-    assert [text.split("]")[0] for text in found.problems].count("block_configs[2") == 2
-    assert len(found.problems) == 3 + 2 + 3
+    blocks = read_blocks([wrong, WHOLE, 7, wrong], SIZES)
+    assert [text.split("]")[0] for text in blocks.problems].count("block_configs[2") == 2
+    assert len(blocks.problems) == 3 + 2 + 3

@@ -117,8 +117,8 @@ def test_a_run_without_adapters_has_no_problem_with_them() -> None:
     ],
 )
 def test_invalid_values_are_rejected(changes: dict[str, Any], text: str) -> None:
-    (found,) = problems(**changes)
-    assert text in found
+    (result,) = problems(**changes)
+    assert text in result
 
 
 def test_all_problems_are_reported_with_those_of_the_run() -> None:
@@ -130,22 +130,24 @@ def test_all_problems_are_reported_with_those_of_the_run() -> None:
             "checkpoint.skip": "[head.*]",
         }
     )
-    found = [text for text in run_problems(run, 1) if "lora" in text]
-    assert len(found) == 5
+    results = [text for text in run_problems(run, 1) if "lora" in text]
+    assert len(results) == 5
     assert any(
         text.startswith("checkpoint.load=None with lora.rank=16: adapters need a pretrained")
-        for text in found
+        for text in results
     )
-    assert any("Set train.compile=false." in text for text in found)
-    assert any("would stay random" in text for text in found)
+    assert any("Set train.compile=false." in text for text in results)
+    assert any("would stay random" in text for text in results)
 
 
 def test_targets_missing_in_all_selected_layers_are_rejected() -> None:
     """Experts have no adapters; attention beside them does."""
     model = replace(MODEL, moe=MoEConfig(num_experts=4, ffn_hidden_size=6, layers=(False, True)))
-    found = lora_problems(LoraConfig(targets=("down",), layers=(1,)), model, LOADED, compiled=False)
-    assert [text.split(":")[0] for text in found] == ["lora.targets=['down']"]
-    assert "set lora.layers to other layers" in found[0]
+    result = lora_problems(
+        LoraConfig(targets=("down",), layers=(1,)), model, LOADED, compiled=False
+    )
+    assert [text.split(":")[0] for text in result] == ["lora.targets=['down']"]
+    assert "set lora.layers to other layers" in result[0]
     for good in (LoraConfig(targets=("down",)), LoraConfig(layers=(1,))):
         assert lora_problems(good, model, LOADED, compiled=False) == []
 

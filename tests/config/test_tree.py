@@ -410,14 +410,14 @@ def test_wrong_type_is_reported_with_path_and_expected_type(
 
 def choices(cls: type) -> list[tuple[type, str, list[Any], bool]]:
     """(root, dotted name, choices, is it a list) of every setting that has them."""
-    found = []
+    results = []
     for setting in describe(cls):
         many = next(
             (option for option in union_options(setting.hint) if is_sequence_type(option)), None
         )
         words = literal_values(setting.hint if many is None else item_hints(many, 1)[0])
-        found += [(cls, setting.path, words, many is not None)] if words else []
-    return found
+        results += [(cls, setting.path, words, many is not None)] if words else []
+    return results
 
 
 CHOICES = [choice for cls in (TrainRun, PrepareConfig) for choice in choices(cls)]

@@ -12,20 +12,15 @@ from megalith.config.data import DataConfig
 from megalith.data import pretrain
 from megalith.data.build import Splits, build_datasets
 from megalith.data.indexed import IndexedDatasetBuilder
+from megalith.data.sample import SampleSettings
 from megalith.errors import ConfigError, DataError
 
 
 def build(data: DataConfig, **changes: Any) -> Splits:
-    arguments: dict[str, Any] = {
-        "seq_len": 8,
-        "seed": 1234,
-        "train_samples": 40,
-        "valid_samples": 4,
-        "test_samples": 0,
-        "vocab_size": 5000,
-        "eod": 4999,
-    }
-    return build_datasets(data, **(arguments | changes))
+    settings: dict[str, Any] = {"seq_len": 8, "seed": 1234, "vocab_size": 5000, "eod": 4999}
+    settings |= {name: changes.pop(name) for name in settings if name in changes}
+    counts: dict[str, Any] = {"train_samples": 40, "valid_samples": 4}
+    return build_datasets(data, SampleSettings(**settings), **(counts | changes))
 
 
 def write(folder: Path, name: str, first_id: int = 0, documents: int = 20) -> str:

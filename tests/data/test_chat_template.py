@@ -58,10 +58,10 @@ def learned(template: ChatTemplate, talk: list[dict[str, Any]] = TALK) -> list[s
 )
 @pytest.mark.parametrize("prompt", [False, True])
 def test_rendered_text_matches_transformers(source: str, prompt: bool) -> None:
-    theirs = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+    reference = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
     specials = {"bos_token": "<s>", "eos_token": "</s>"}
     tools = [{"name": "f", "text": "<&>"}]
-    (expected,), _ = theirs(
+    (expected,), _ = reference(
         [TALK], tools=tools, chat_template=source, add_generation_prompt=prompt, **specials
     )
     assert ChatTemplate("t", source, specials).render(TALK, tools=tools, prompt=prompt) == expected

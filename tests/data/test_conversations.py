@@ -35,9 +35,9 @@ def test_published_formats_give_the_same_conversation() -> None:
         {"instruction": "hi", "input": "", "output": "yo", "system": "be brief"},
         {"prompt": [system, HI[0]], "completion": "yo"},
     ):
-        (found,) = of(row)
-        assert found.messages == expected
-        assert found.where == "f.jsonl:7"
+        (result,) = of(row)
+        assert result.messages == expected
+        assert result.where == "f.jsonl:7"
     (plain,) = of({"prompt": "hi", "completion": "yo"})
     assert plain.messages == tuple(HI)
     (alpaca,) = of({"instruction": "add", "context": "1 1", "response": "2"})
@@ -69,8 +69,8 @@ def test_compressed_files_and_parquet_give_the_same_conversations(tmp_path: Path
     plain = list(read_conversations([str(tmp_path / "a.jsonl")]))
     assert [c.row for c in plain] == [1, 3, 5]
     for name in ("a.jsonl.gz", "a.jsonl.zst", "a.parquet"):
-        found = list(read_conversations([str(tmp_path / name)]))
-        assert [c.messages for c in found] == [c.messages for c in plain]
+        results = list(read_conversations([str(tmp_path / name)]))
+        assert [c.messages for c in results] == [c.messages for c in plain]
 
 
 @pytest.mark.parametrize(
@@ -147,20 +147,20 @@ def test_plain_text_is_rejected(tmp_path: Path) -> None:
 
 
 def test_synthetic_conversations_are_correct_sums_and_deterministic() -> None:
-    found = list(generate_mock_conversations(20, 1))
+    results = list(generate_mock_conversations(20, 1))
     assert (
-        found
+        results
         == list(generate_mock_conversations(20, 1))
         != list(generate_mock_conversations(20, 2))
     )
-    for conversation in found:
+    for conversation in results:
         for question, answer in zip(conversation.messages[::2], conversation.messages[1::2]):
             a, b = (int(word) for word in question["content"].rstrip("?").split() if word.isdigit())
             assert answer["content"] == f"{a} plus {b} is {a + b}."
 
 
 def test_weight_zero_excludes_a_turn_like_train_false(tmp_path: Path) -> None:
-    found = _message({"role": "assistant", "content": "x", "weight": 0}, "here", 1)
-    assert found["train"] is False
+    result = _message({"role": "assistant", "content": "x", "weight": 0}, "here", 1)
+    assert result["train"] is False
     assert _message({"role": "assistant", "content": "x", "weight": 1}, "here", 1)["train"] is True
     assert "train" not in _message({"role": "user", "content": "x", "weight": 0}, "here", 1)

@@ -47,10 +47,10 @@ def documents(
     sources: list[Source], *, block_bytes: int = 1 << 20, start: Position | None = None
 ) -> list[str]:
     blocks = read_blocks(sources, start or Position(), block_bytes=block_bytes)
-    found = [document for block in blocks for document in block_documents(block, ["text"])]
+    results = [document for block in blocks for document in block_documents(block, ["text"])]
     return [
         document.texts[0][0] if isinstance(document, Document) else document.reason
-        for document in found
+        for document in results
     ]
 
 
@@ -102,8 +102,8 @@ def test_reading_can_start_behind_any_block(mixed: list[Source], block_bytes: in
 def test_each_document_has_its_source(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", jsonl(TEXTS))
     blocks = read_blocks(find_sources([source]), Position(), block_bytes=40)
-    found = [document for block in blocks for document in block_documents(block, ["text"])]
-    assert [document.where for document in found] == [
+    results = [document for block in blocks for document in block_documents(block, ["text"])]
+    assert [document.where for document in results] == [
         f"{source}:{number}" for number in range(1, 6)
     ]
 
@@ -157,8 +157,8 @@ def test_files_folders_and_globs_name_each_file_once(tmp_path: Path) -> None:
     for name in ("b.txt", "sub/a.txt", "sub/.hidden/c.txt", ".secret"):
         write(tmp_path / name, b"x")
     inputs = [str(tmp_path / "sub"), str(tmp_path / "**" / "*.txt"), str(tmp_path / "b.txt")]
-    found = [str(Path(source.path).relative_to(tmp_path)) for source in find_sources(inputs)]
-    assert found == ["sub/a.txt", "b.txt"]
+    results = [str(Path(source.path).relative_to(tmp_path)) for source in find_sources(inputs)]
+    assert results == ["sub/a.txt", "b.txt"]
     assert [source.kind for source in find_sources(inputs, "jsonl")] == ["jsonl", "jsonl"]
 
 

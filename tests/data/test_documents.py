@@ -9,7 +9,7 @@ from megalith.config.data import DataConfig, MockLengths, Overlong
 from megalith.data.build import build_datasets
 from megalith.data.indexed import IndexedDatasetBuilder
 from megalith.data.pretrain import DocumentDataset, MockStore
-from megalith.data.sample import HasDocumentLengths
+from megalith.data.sample import HasDocumentLengths, SampleSettings
 from megalith.errors import DataError
 
 
@@ -118,14 +118,9 @@ def test_splits_and_mock_settings_make_documents_of_text(tmp_path: Path) -> None
     data = DataConfig(mock=True, mock_num_documents=60, mock_max_tokens=40, mock_lengths=lengths)
     splits = build_datasets(
         data,
-        seq_len=40,
-        seed=1,
+        SampleSettings(seq_len=40, seed=1, vocab_size=60, eod=59, whole_documents=True),
         train_samples=50,
         valid_samples=3,
-        test_samples=0,
-        vocab_size=60,
-        eod=59,
-        whole_documents=True,
     )
     assert splits.train is not None and splits.valid is not None and splits.test is None
     assert splits.train.num_samples >= 50 and isinstance(splits.train, HasDocumentLengths)
@@ -149,14 +144,8 @@ def test_blend_reports_documents_of_each_store(
     )
     splits = build_datasets(
         data,
-        seq_len=5,
-        seed=1,
+        SampleSettings(seq_len=5, seed=1, vocab_size=60, eod=59, whole_documents=True),
         train_samples=3,
-        valid_samples=0,
-        test_samples=0,
-        vocab_size=60,
-        eod=59,
-        whole_documents=True,
     )
     assert [note.split(": ")[0] for note in splits.notes] == ["train", "train"]
     assert all(note.endswith(", 1 dropped as too long") for note in splits.notes)

@@ -37,12 +37,12 @@ def changed(folder: str, target: Path, **settings: object) -> str:
 
 
 def test_ids_equal_those_of_transformers(folder: str) -> None:
-    ours, theirs = HuggingFaceTokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    ours, reference = HuggingFaceTokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     for start in range(0, len(TEXT), 3):
         text = TEXT[start : start + 40]
-        assert ours.encode(text) == theirs(text).input_ids
+        assert ours.encode(text) == reference(text).input_ids
         assert ours.decode(ours.encode(text)) == text
-    assert (ours.eod, ours.vocab_size) == (theirs.eos_token_id, len(theirs))
+    assert (ours.eod, ours.vocab_size) == (reference.eos_token_id, len(reference))
 
 
 def two_files(folder: str, target: Path, name: str = "") -> Path:
@@ -63,13 +63,13 @@ def test_a_vocabulary_and_its_merges_are_the_tokenizer_of_gpt2(
 ) -> None:
     file = two_files(folder, tmp_path / "two", name)
     ours = HuggingFaceTokenizer(str(file))
-    theirs = transformers.GPT2Tokenizer.from_pretrained(
+    reference = transformers.GPT2Tokenizer.from_pretrained(
         two_files(folder, tmp_path / "theirs").parent
     )
     for start in range(0, len(TEXT), 3):
         assert (
             ours.encode(TEXT[start:])
-            == theirs(TEXT[start:]).input_ids
+            == reference(TEXT[start:]).input_ids
             == HuggingFaceTokenizer(folder).encode(TEXT[start:])
         )
     assert (ours.eod, ours.vocab_size, ours.decode(ours.encode(TEXT))) == (0, 300, TEXT)
@@ -147,11 +147,12 @@ def test_tokenizer_whose_ids_differ_from_its_two_files_is_rejected(
     (file.parent / "tokenizer_config.json").write_text(json.dumps(defaults))
     (file.parent / name).write_text(json.dumps(rest | contents))
     before = HuggingFaceTokenizer(str(two_files(folder, tmp_path / "plain")))
-    theirs = transformers.GPT2Tokenizer.from_pretrained(file.parent)
+    reference = transformers.GPT2Tokenizer.from_pretrained(file.parent)
     text = "It was!<|pad|>"
-    assert (theirs(text).input_ids, theirs.eos_token_id) != (before.encode(text), before.eod), (
-        "reason enough"
-    )
+    assert (reference(text).input_ids, reference.eos_token_id) != (
+        before.encode(text),
+        before.eod,
+    ), "reason enough"
     with pytest.raises(
         DataError, match=rf"{re.escape(message)}.* Use the tokenizer\.json that transformers"
     ):

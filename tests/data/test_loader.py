@@ -13,6 +13,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.data import loader as loader_file
 from megalith.data.loader import (
     Batch,
+    BatchSettings,
     Loader,
     MaskSettings,
     build_batch,
@@ -52,10 +53,8 @@ class Counting:
 def loader(group: Group, *, micro: int = 2, consumed: int = 0, steps: int = 2) -> Loader:
     return Loader(
         Counting(),
-        MaskSettings(),
+        BatchSettings(global_batch_size=8, micro_batch_size=micro),
         group,
-        global_batch_size=8,
-        micro_batch_size=micro,
         consumed=consumed,
         steps=steps,
         device=CPU,
@@ -82,14 +81,11 @@ def _cyclic(rank: int, world: int, sampler: Sampler) -> list[int]:
     dataset.num_samples = 22
     endless = Loader(
         dataset,
-        PLAIN,
+        BatchSettings(global_batch_size=8, micro_batch_size=2, sampler=sampler, masks=PLAIN),
         dp,
-        global_batch_size=8,
-        micro_batch_size=2,
         consumed=0,
         steps=5,
         device=CPU,
-        sampler=sampler,
     )
     steps = [endless.next() for _ in range(5)]
     return [
@@ -222,14 +218,11 @@ def test_context_parallel_ranks_slice_multimodal_position_ids(
 def test_labels_of_every_depth_are_counted_over_the_step() -> None:
     step = Loader(
         Counting(),
-        MaskSettings(),
+        BatchSettings(global_batch_size=8, micro_batch_size=2, num_mtp_layers=2),
         single_rank_group("dp"),
-        global_batch_size=8,
-        micro_batch_size=2,
         consumed=0,
         steps=1,
         device=CPU,
-        num_mtp_layers=2,
     ).next()
     assert (step.num_labels, step.num_mtp_labels) == (30, (8 * 3 - 2, 8 * 2 - 2))
 
@@ -331,14 +324,11 @@ def _numbers(rank: int, world: int, micro: int) -> list[tuple[list[int], list[in
     dp = build_mesh(model_grid(ParallelConfig(), tiny_run().model, world), rank=rank).dp
     dropping = Loader(
         Counting(),
-        PLAIN,
+        BatchSettings(global_batch_size=8, micro_batch_size=micro, dropout_seed=3, masks=PLAIN),
         dp,
-        global_batch_size=8,
-        micro_batch_size=micro,
         consumed=8,
         steps=2,
         device=CPU,
-        dropout_seed=3,
     )
     found = []
     for batch in (batch for _ in range(2) for batch in dropping.next().microbatches):
@@ -391,15 +381,11 @@ def ragged(
     dataset = RaggedDocuments(30, 61, 40)
     return Loader(
         dataset,
-        MaskSettings(),
+        BatchSettings(global_batch_size=10, micro_batch_size=1, budget=budget, **others),
         group,
-        global_batch_size=10,
-        micro_batch_size=1,
         consumed=consumed,
         steps=steps,
         device=CPU,
-        budget=budget,
-        **others,
     )
 
 
@@ -480,15 +466,16 @@ def test_rows_of_conversations_are_assigned_by_cost(balanced: bool) -> None:
         with patched(loader_file, "start_all_reduce_", lambda count, group: None):
             step = Loader(
                 Talks(),
-                MaskSettings(),
+                BatchSettings(
+                    global_batch_size=8,
+                    micro_batch_size=1,
+                    cost=DocumentCost(0, 1),
+                    balanced=balanced,
+                ),
                 group,
-                global_batch_size=8,
-                micro_batch_size=1,
                 consumed=8,
                 steps=1,
                 device=CPU,
-                cost=DocumentCost(0, 1),
-                balanced=balanced,
             ).next()
         found.append([int(batch.ids[0]) for batch in step.microbatches])
         assert (step.imbalance or 0.0) == pytest.approx(0.0 if balanced else 2 * 144 / 180 - 1)

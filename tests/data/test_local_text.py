@@ -33,14 +33,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_every_text_is_in_one_of_the_two_parts(folder: Path) -> None:
-    found = find_local_text(folder)
-    assert len(found.training) + len(found.held_out) == 200
-    assert not set(found.training) & set(found.held_out)
+    local_text = find_local_text(folder)
+    assert len(local_text.training) + len(local_text.held_out) == 200
+    assert not set(local_text.training) & set(local_text.held_out)
     assert all(
         file.parent.name.startswith("part") and file.name.startswith("file")
-        for file in found.training
+        for file in local_text.training
     )
-    assert 3 <= len(found.held_out) <= 20  # one in 25
+    assert 3 <= len(local_text.held_out) <= 20  # one in 25
 
 
 def test_the_choice_depends_on_names_inside_the_folder_alone(folder: Path, tmp_path: Path) -> None:
@@ -62,9 +62,9 @@ def test_too_little_text_is_rejected(tmp_path: Path) -> None:
 
 
 def test_python_installation_has_enough_text() -> None:
-    found = find_local_text()
-    assert len(found.training) > 300 and len(found.held_out) > 10
-    assert not any("site-packages" in file.parts for file in found.training)
+    local_text = find_local_text()
+    assert len(local_text.training) > 300 and len(local_text.held_out) > 10
+    assert not any("site-packages" in file.parts for file in local_text.training)
 
 
 def test_zlib_is_measured_over_all_files_together(folder: Path) -> None:

@@ -26,10 +26,10 @@ def test_sample_indices_are_equal_compiled_and_plain() -> None:
         if int(lengths.sum()) == 0:
             continue
         plain = np.zeros((count + 1, 2), np.int32)
-        made = np.zeros_like(plain)
+        built = np.zeros_like(plain)
         compute_sample_index(lengths, documents, seq_len, extra, plain)
-        fast(lengths, documents, seq_len, extra, made)
-        assert made.tolist() == plain.tolist()
+        fast(lengths, documents, seq_len, extra, built)
+        assert built.tolist() == plain.tolist()
 
 
 @pytest.mark.parametrize("fill", [compute_weighted_order, compute_exhaustive_order])
@@ -39,13 +39,13 @@ def test_blend_orders_are_equal_compiled_and_plain(fill: Callable[..., None]) ->
         draw = np.random.default_rng(case)
         sizes = draw.integers(1, 40, draw.integers(1, 9))
         shares = sizes / sizes.sum() if fill is compute_weighted_order else sizes
-        made = []
+        results = []
         for run in (fill, fast):
             counts, members = np.zeros(len(sizes), np.int64), np.zeros(sizes.sum(), np.int16)
             samples = np.zeros(sizes.sum(), np.int64)
             run(shares, counts, members, samples)
-            made.append((counts.tolist(), members.tolist(), samples.tolist()))
-        assert made[0] == made[1]
+            results.append((counts.tolist(), members.tolist(), samples.tolist()))
+        assert results[0] == results[1]
 
 
 def test_read_only_views_of_files_can_be_compiled_for() -> None:

@@ -69,11 +69,11 @@ def test_a_packing_has_every_conversation_once_and_depends_on_the_seed_alone() -
 def test_file_of_packs_round_trips(tmp_path: Path) -> None:
     path, filled = tmp_path / "packs.npz", pack_first_fit(ROOM, 1)
     write_packs(path, ROOM, filled)
-    found = read_packs(str(path), ROOM)
-    assert (found.packed.documents == filled.documents).all() and (
-        found.packed.starts == filled.starts
+    packs = read_packs(str(path), ROOM)
+    assert (packs.packed.documents == filled.documents).all() and (
+        packs.packed.starts == filled.starts
     ).all()
-    assert len(found.digest) == 32 and list(tmp_path.iterdir()) == [path]
+    assert len(packs.digest) == 32 and list(tmp_path.iterdir()) == [path]
 
 
 def test_file_of_packs_for_other_settings_is_rejected(tmp_path: Path) -> None:

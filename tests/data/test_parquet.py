@@ -68,12 +68,12 @@ def test_documents_of_a_file_are_its_rows(tmp_path: Path) -> None:
     sources = find_sources([written(tmp_path / "a.parquet")])
     for start in (0, 31):
         blocks = read_blocks(sources, Position(0, start, 0))
-        found = [document for block in blocks for document in block_documents(block, ["text"])]
-        assert all(isinstance(document, Document) for document in found)
+        results = [document for block in blocks for document in block_documents(block, ["text"])]
+        assert all(isinstance(document, Document) for document in results)
         assert [
-            document.texts[0][0] for document in found if isinstance(document, Document)
+            document.texts[0][0] for document in results if isinstance(document, Document)
         ] == TEXTS[start:]
-    assert found[0].where.endswith("a.parquet:32")
+    assert results[0].where.endswith("a.parquet:32")
     (rejected, *_) = block_documents(next(read_blocks(sources, Position())), ["year"])
     assert isinstance(rejected, Rejected) and "'year' is int, not a text" in str(rejected)
 

@@ -37,8 +37,8 @@ def seen(tokens: PackedSeqParams) -> NDArray[np.bool_]:
     visible, whole = tokens.whole.visible, tokens.whole
     assert visible is not None
     every = torch.arange(whole.num_tokens)
-    found = PairMask(visible, every, every).of_row(0, 1).expand(whole.num_tokens, -1)
-    own: NDArray[np.bool_] = (found & (whole.document_ids == whole.document_ids[:, None])).numpy()
+    result = PairMask(visible, every, every).of_row(0, 1).expand(whole.num_tokens, -1)
+    own: NDArray[np.bool_] = (result & (whole.document_ids == whole.document_ids[:, None])).numpy()
     return own
 
 
@@ -51,13 +51,13 @@ def test_row_mask_determines_visible_tokens_at_any_document_boundary() -> None:
     ):
         batch = build_batch(rows, masks, device=CPU)
         assert [keys for _, keys in batch.seq_params.lengths] == lengths
-        found = seen(batch.seq_params)
+        result = seen(batch.seq_params)
         for n, mask in enumerate(
             (PAIRS[0].seen, np.tile(TEXT.seen, (12, 1)), np.ones((12, 12), bool), PAIRS[1].seen)
         ):
             here = slice(12 * n, 12 * (n + 1))
             own = batch.seq_params.document_ids[here] == batch.seq_params.document_ids[here, None]
-            assert np.array_equal(found[here, here], mask & own.numpy())
+            assert np.array_equal(result[here, here], mask & own.numpy())
         assert batch.seq_params.valid.tolist() == [True] * 12 + TEXT.seen.tolist() + [True] * 24
 
 
@@ -70,10 +70,10 @@ def test_padding_of_rows_is_masked_for_bidirectional_models() -> None:
         replace(sample(TEXT, 4), num_valid=4),
     ]
     batch, text = build_batch(rows, MaskSettings(padding=True), device=CPU), np.arange(12)
-    found = seen(batch.seq_params)
+    result = seen(batch.seq_params)
     for n, mask in enumerate((text < 12, text < 9, PAIRS[0].seen & (text < 5), text < 4)):
         here = slice(12 * n, 12 * (n + 1))
-        assert np.array_equal(found[here, here], np.broadcast_to(mask, (12, 12)))
+        assert np.array_equal(result[here, here], np.broadcast_to(mask, (12, 12)))
     assert batch.seq_params.valid.tolist() == [*[True] * 12, *(text < 9), *(text < 5), *(text < 4)]
     assert build_batch([rows[0], short], MaskSettings(), device=CPU).seq_params.visible is None
     assert (
@@ -126,12 +126,12 @@ def test_context_parallel_ranks_have_the_masks_of_whole_rows(
         assert tokens.visible is None and tokens.context is not None
         source = tokens.context.slices.source
         read = np.arange(24) if source is None else np.flatnonzero(source >= 0)
-        found = seen(tokens)
-        assert np.array_equal(found[read][:, read], seen(alone))
+        result = seen(tokens)
+        assert np.array_equal(result[read][:, read], seen(alone))
         if source is not None:
-            assert not found[:, source < 0].any(), "padding that slicing needs is seen by none"
-        mine = tokens.context.slices.as_read(rank)
-        assert tokens.valid.tolist() == [bool(at >= 0 and alone.valid[at]) for at in mine]
+            assert not result[:, source < 0].any(), "padding that slicing needs is seen by none"
+        local = tokens.context.slices.as_read(rank)
+        assert tokens.valid.tolist() == [bool(at >= 0 and alone.valid[at]) for at in local]
 
 
 def test_packed_rows_have_separate_masks_and_padding_attends_to_nothing() -> None:

@@ -15,6 +15,7 @@ from megalith.data.build import Splits, build_datasets
 from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.huggingface import HuggingFaceTokenizer, train_bpe
 from megalith.data.packs import pack_first_fit, write_packs
+from megalith.data.sample import SampleSettings
 from megalith.data.sentencepiece import SentencePieceTokenizer
 from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import ByteTokenizer, Tokenizer
@@ -48,11 +49,9 @@ def build(
 ) -> ConversationDataset:
     return build_conversations(
         data,
+        SampleSettings(seq_len=seq_len, seed=seed, vocab_size=tokenizer.vocab_size),
         split="train",
-        seq_len=seq_len,
-        seed=seed,
         num_samples=num_samples,
-        vocab_size=tokenizer.vocab_size,
         tokenizer=tokenizer,
         tokenizer_path=None,
     )
@@ -318,10 +317,7 @@ def test_tokenized_conversations_are_cached_and_built_again_when_files_change(
 def splits(data: DataConfig, *, train: int = 0, valid: int = 0, test: int = 0) -> Splits:
     return build_datasets(
         data,
-        seq_len=300,
-        seed=1,
-        vocab_size=257,
-        eod=256,
+        SampleSettings(seq_len=300, seed=1, vocab_size=257, eod=256),
         tokenizer=BYTES,
         train_samples=train,
         valid_samples=valid,
@@ -348,14 +344,11 @@ def talks(**settings: Any) -> ConversationDataset:  # Any: of SFTConfig
     sft = SFTConfig(mock_conversations=30, template="identity", **settings)
     return build_conversations(
         DataConfig(sft=sft),
+        SampleSettings(seq_len=150, seed=1, vocab_size=257, whole_documents=alone),
         split="train",
-        seq_len=150,
-        seed=1,
         num_samples=None,
-        vocab_size=257,
         tokenizer=ByteTokenizer(),
         tokenizer_path=None,
-        alone=alone,
     )
 
 

@@ -14,8 +14,15 @@ from torch import Tensor
 from megalith.config.train import TrainRun
 from megalith.data import loader as loader_file
 from megalith.data.build import build_datasets
-from megalith.data.loader import Batch, Loader, MaskSettings, StepBatches, build_batch
-from megalith.data.sample import Dataset, PackedSample
+from megalith.data.loader import (
+    Batch,
+    BatchSettings,
+    Loader,
+    MaskSettings,
+    StepBatches,
+    build_batch,
+)
+from megalith.data.sample import Dataset, PackedSample, SampleSettings
 from megalith.errors import DataError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import local_slicing
@@ -93,14 +100,14 @@ def mesh_of(run: TrainRun, rank: int, world: int) -> Mesh:
 def documents(run: TrainRun) -> Dataset:
     train = build_datasets(
         run.data,
-        seq_len=run.train.seq_len,
-        seed=run.seed,
+        SampleSettings(
+            seq_len=run.train.seq_len,
+            seed=run.seed,
+            vocab_size=run.model.vocab_size,
+            eod=256,
+            whole_documents=True,
+        ),
         train_samples=26,
-        valid_samples=0,
-        test_samples=0,
-        vocab_size=run.model.vocab_size,
-        eod=256,
-        whole_documents=True,
     ).train
     assert train is not None
     return train
@@ -110,15 +117,16 @@ def packed(trainer: Trainer, *, consumed: int = 0, steps: int = 1) -> Loader:
     run, mesh = trainer.run, trainer.mesh
     return Loader(
         documents(run),
-        MaskSettings(),
+        BatchSettings(
+            global_batch_size=run.train.global_batch_size,
+            micro_batch_size=1,
+            budget=build_token_budget(run.train, run.parallel, run.model),
+        ),
         mesh.dp,
-        global_batch_size=run.train.global_batch_size,
-        micro_batch_size=1,
         consumed=consumed,
         steps=steps,
         device=CPU,
         slicing=local_slicing(run.parallel, mesh),
-        budget=build_token_budget(run.train, run.parallel, run.model),
         everyone=mesh.world,
     )
 

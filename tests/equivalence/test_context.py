@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.data.loader import Loader, MaskSettings
+from megalith.data.loader import BatchSettings, Loader
 from megalith.kernels.attention import split_kv
 from megalith.parallel import context
 from megalith.parallel.group import Group
@@ -58,10 +58,8 @@ def _exposed(
     )
     loader = Loader(
         RaggedRows(run.train.seq_len, run.model.vocab_size, 12 * count, masked=(0, 1, 2)),
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=12),
         trainer.mesh.dp,
-        global_batch_size=12,
-        micro_batch_size=12,
         consumed=0,
         steps=count,
         device=CPU,

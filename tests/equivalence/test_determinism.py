@@ -98,8 +98,8 @@ def test_evaluating_after_every_step_changes_no_bit_of_training(
     never, always = trained(
         tmp_path, layout | {"train.eval_steps": "0"}, layout | {"train.eval_every": "1"}
     )
-    found = [[row for row in each["rows"] if row["loss"] is not None] for each in (never, always)]
-    assert found[0] == found[1] and len(found[0]) == 3
+    results = [[row for row in each["rows"] if row["loss"] is not None] for each in (never, always)]
+    assert results[0] == results[1] and len(results[0]) == 3
     assert never["bits"] == always["bits"]
     evaluated = [row["eval_loss"] for row in always["rows"] if row["eval_loss"] is not None]
     assert len(set(evaluated)) == 3 and not any(row["eval_loss"] for row in never["rows"])
@@ -130,8 +130,8 @@ def test_offload_and_recomputation_are_bitwise_equal(tmp_path: Path, name: str) 
     layout = KEEPING[name]
     ways: list[dict[str, str]] = [FULL, PARTS, ATTENTION, AWAY, FULL | AWAY, PARTS | AWAY]
     world = 1 if name == "alone" else 2
-    kept, *found = trained(tmp_path, layout, *(layout | way for way in ways), world=world)
-    for way, other in zip(ways, found, strict=True):
+    kept, *result = trained(tmp_path, layout, *(layout | way for way in ways), world=world)
+    for way, other in zip(ways, result, strict=True):
         assert other == kept, way
 
 

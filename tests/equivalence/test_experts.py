@@ -19,7 +19,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.optim import PrecisionConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig, RecomputeConfig
-from megalith.data.loader import Loader, MaskSettings
+from megalith.data.loader import BatchSettings, Loader
 from megalith.data.sample import Sample
 from megalith.kernels import grouped_linear
 from megalith.kernels import grouped_linear as expert_kernels
@@ -530,10 +530,8 @@ def violation(balance: AuxLossConfig, router: RouterConfig) -> float:
     trainer = build_trainer(run, build_single_rank_mesh(), CPU)
     loader = Loader(
         Skewed(),
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=12),
         trainer.mesh.dp,
-        global_batch_size=12,
-        micro_batch_size=12,
         consumed=0,
         steps=200,
         device=CPU,

@@ -14,7 +14,7 @@ from megalith.config.data import DataConfig
 from megalith.config.parallel import ContextConfig, ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.data import loader as loader_file
-from megalith.data.loader import Batch, Loader, MaskSettings, build_batch, build_pack
+from megalith.data.loader import Batch, BatchSettings, Loader, MaskSettings, build_batch, build_pack
 from megalith.data.sample import ExtraTensor, PackedSample, Row, Sample, declared_extra
 from megalith.errors import ConfigError, DataError
 from megalith.observe.metrics import read_metrics
@@ -206,16 +206,17 @@ def test_extra_tensors_of_rows_are_sliced_and_assigned_like_labels(balanced: boo
             with patched(loader_file, "start_all_reduce_", lambda count, group: None):
                 step = Loader(
                     Numbered(),
-                    MaskSettings(),
+                    BatchSettings(
+                        global_batch_size=8,
+                        micro_batch_size=2,
+                        cost=DocumentCost(0, 1),
+                        balanced=balanced,
+                    ),
                     group,
-                    global_batch_size=8,
-                    micro_batch_size=2,
                     consumed=8,
                     steps=1,
                     device=CPU,
                     slicing=Slicing(ranks=2, rank=cp_rank, by=by),
-                    cost=DocumentCost(0, 1),
-                    balanced=balanced,
                 ).next()
             for batch in step.microbatches:
                 assert_aligned(batch)

@@ -153,20 +153,22 @@ def _traffic(rank: int, world: int, zero: Zero, trained: tuple[str, ...]) -> dic
         train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
         trainer.data.wait_params()
     kinds = {transfer.kind for transfer in link.transfers}
-    found = {kind: sum(transfer.nbytes for transfer in link.select(kind)) for kind in kinds}
-    return found | {"gradients": sum(param.gradient.numel() for param in trainer.data.local_params)}
+    results = {kind: sum(transfer.nbytes for transfer in link.select(kind)) for kind in kinds}
+    return results | {
+        "gradients": sum(param.gradient.numel() for param in trainer.data.local_params)
+    }
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_frozen_parameters_are_only_all_gathered(zero: Zero) -> None:
     few = run_ranks(_traffic, 2, zero, ("layers.0.mlp_norm.weight",))
-    assert sum(found["gradients"] for found in few) == 24 * (2 if zero == 0 else 1)
+    assert sum(result["gradients"] for result in few) == 24 * (2 if zero == 0 else 1)
     sums = [
-        found.get(kind, 0)
-        for found in few
+        result.get(kind, 0)
+        for result in few
         for kind in ("all_reduce", "reduce_scatter", "isend", "irecv")
     ]
     # of one norm, padded, in up to six microbatches; all weights once are 60 kB
     assert max(sums) < 5000, few
     none = run_ranks(_traffic, 2, zero, ())
-    assert [found["gradients"] for found in none] == [0, 0]
+    assert [result["gradients"] for result in none] == [0, 0]

@@ -57,14 +57,14 @@ def test_three_steps_match_torch_with_manual_parameter_groups(kind: Any) -> None
     trainer = build_trainer(run, build_single_rank_mesh(), CPU)
     loader = proof._loader(run, trainer.mesh, consumed=0, steps=3)
     slots = trainer.optimizer.slots
-    theirs = {slot.shard.name: torch.nn.Parameter(slot.weight.clone()) for slot in slots}
+    reference = {slot.shard.name: torch.nn.Parameter(slot.weight.clone()) for slot in slots}
     decides = {slot.shard.name: by_hand(slot.shard.name, slot.shard.inputs == 0) for slot in slots}
-    made = [{"params": [theirs[name]], "name": name} for name in theirs]
+    results = [{"params": [reference[name]], "name": name} for name in reference]
     o = run.optim
     oracle = (
-        torch.optim.AdamW(made, betas=(o.beta1, o.beta2), eps=o.eps)
+        torch.optim.AdamW(results, betas=(o.beta1, o.beta2), eps=o.eps)
         if kind == "adamw"
-        else torch.optim.SGD(made, lr=1.0, momentum=o.momentum)
+        else torch.optim.SGD(results, lr=1.0, momentum=o.momentum)
     )
     seen: list[list[Tensor]] = []
     step = trainer.optimizer.step
@@ -90,7 +90,7 @@ def test_three_steps_match_torch_with_manual_parameter_groups(kind: Any) -> None
                 group["params"][0].grad = gradient.view_as(group["params"][0])
             oracle.step()
     ours = {slot.shard.name: slot.weight for slot in slots}
-    assert_close(ours, {name: parameter.detach() for name, parameter in theirs.items()}, FP64)
+    assert_close(ours, {name: parameter.detach() for name, parameter in reference.items()}, FP64)
     assert "layers.0.mlp.down" not in ours and len({*decides.values()}) == 5
 
 

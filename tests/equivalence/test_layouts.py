@@ -20,7 +20,7 @@ from megalith.verify.ranks import RaggedRows, compare_with_one_process
 )
 def test_layout_equals_one_process(row: Layout) -> None:
     differences = compare_with_one_process(row.case())
-    assert {found.what for found in differences if not found.holds} == set(), differences
+    assert {result.what for result in differences if not result.holds} == set(), differences
 
 
 def test_mock_rows_under_cp_have_a_microbatch_and_a_rank_without_labels() -> None:

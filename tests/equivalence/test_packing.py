@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalith.config.data import DataConfig, SFTConfig
 from megalith.data.loader import Batch, MaskSettings, StepBatches, build_batch
-from megalith.data.sample import PackedSample
+from megalith.data.sample import PackedSample, SampleSettings
 from megalith.data.sft import (
     Conversation,
     ConversationDataset,
@@ -229,11 +229,9 @@ def filled() -> list[PackedSample]:
     sft = SFTConfig(mock_conversations=len(TALKS), template="identity", packing="best_fit")
     dataset = build_conversations(
         DataConfig(sft=sft),
+        SampleSettings(seq_len=ROOM, seed=1, vocab_size=257),
         split="train",
-        seq_len=ROOM,
-        seed=1,
         num_samples=None,
-        vocab_size=257,
         tokenizer=ByteTokenizer(),
         tokenizer_path=None,
     )

@@ -60,13 +60,13 @@ def weights_key(rank: int, world: int, case: LayoutCase, steps: int) -> dict[str
 def test_dual_batch_overlap_is_bitwise_equal(parallel: ParallelConfig) -> None:
     apart = case_of(replace(parallel, overlap_experts=False))
     world = 2 * parallel.pp
-    for mine, expected in zip(
+    for actual, expected in zip(
         run_ranks(weights_key, world, case_of(parallel), 2),
         run_ranks(weights_key, world, apart, 2),
         strict=True,
     ):
-        assert mine.keys() == expected.keys()
-        assert all(torch.equal(mine[name], expected[name]) for name in mine)
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 # --- what happens when
@@ -183,18 +183,18 @@ def test_without_switches_nothing_overlaps() -> None:
 
 def over_a_poisoned_link(rank: int, world: int, case: LayoutCase) -> tuple[dict[str, Tensor], int]:
     with slow_link(latency_seconds=0.001, poison=True) as link:
-        found = weights_key(rank, world, case, 1)
-    return found, max(transfer.waits for transfer in link.select("all_to_all"))
+        result = weights_key(rank, world, case, 1)
+    return result, max(transfer.waits for transfer in link.select("all_to_all"))
 
 
 def test_rows_are_read_only_after_wait() -> None:
     case = case_of(EP2)
     expected = run_ranks(weights_key, 2, case, 1)
-    for (found, waits), mine in zip(
+    for (result, waits), actual in zip(
         run_ranks(over_a_poisoned_link, 2, case), expected, strict=True
     ):
         assert waits == 1
-        assert all(torch.equal(found[name], mine[name]) for name in mine)
+        assert all(torch.equal(result[name], actual[name]) for name in actual)
 
 
 # --- errors

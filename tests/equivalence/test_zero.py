@@ -16,7 +16,7 @@ from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.train import TrainRun
 from megalith.config.tree import Override
-from megalith.data.loader import Loader, MaskSettings
+from megalith.data.loader import BatchSettings, Loader
 from megalith.parallel import data as flat
 from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.mesh import Mesh, build_mesh, build_meta_mesh, build_single_rank_mesh
@@ -60,10 +60,8 @@ def steps(trainer: Trainer, first: int, count: int) -> tuple[list[float], list[f
     rows = RaggedRows(train.seq_len, trainer.run.model.vocab_size, 12 * 50, masked=(0, 1, 2, 17))
     loader = Loader(
         rows,
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=train.micro_batch_size),
         trainer.mesh.dp,
-        global_batch_size=12,
-        micro_batch_size=train.micro_batch_size,
         consumed=12 * first,
         steps=count,
         device=CPU,
@@ -280,10 +278,8 @@ def _skipped(
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, masked=(0, 1))
     loader = Loader(
         rows,
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=run.train.micro_batch_size),
         trainer.mesh.dp,
-        global_batch_size=12,
-        micro_batch_size=run.train.micro_batch_size,
         consumed=0,
         steps=1,
         device=CPU,

@@ -43,9 +43,9 @@ def test_the_nearest_fix_of_the_8b_model_is_to_divide_its_optimizer() -> None:
 def test_every_suggested_change_is_correct_and_violates_no_rule() -> None:
     base = workload("llama3_70b", 64)
     before = worst(memory_ledger(base, H100)).memory.total
-    found = changes(base, H100, run_problems)
-    assert len(found) > 5
-    for change in found:
+    result = changes(base, H100, run_problems)
+    assert len(result) > 5
+    for change in result:
         run = apply_overrides(base.run, dict(change.overrides))
         assert run_problems(run, 64) == []
         after = worst(memory_ledger(plan_workload(run, 64), H100)).memory.total
@@ -54,8 +54,8 @@ def test_every_suggested_change_is_correct_and_violates_no_rule() -> None:
 
 
 def test_remedy_increases_ep_if_it_saves_memory() -> None:
-    found = changes(workload("mixtral_8x7b", 64, parallel__ep="2"), H100, run_problems)
-    (change,) = (change for change in found if change.overrides == {"parallel.ep": "4"})
+    result = changes(workload("mixtral_8x7b", 64, parallel__ep="2"), H100, run_problems)
+    (change,) = (change for change in result if change.overrides == {"parallel.ep": "4"})
     assert change.saved > 10 * GIB and "sent to the experts of more ranks" in change.price
     assert not any(
         "parallel.ep" in change.overrides

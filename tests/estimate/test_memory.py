@@ -72,11 +72,10 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
         model,
         [(one.shard, module, name) for one, module, name in iter_parameter_specs(model)],
         mesh,
+        replace(run.parallel, overlap=False),
         device=torch.device("meta"),
-        bucket_numel=run.parallel.bucket_numel,
-        overlap=False,
-        zero=run.parallel.zero,
     )
+
     slots = AdamW([(param.shard, param.weight) for param in data.local_params], run.optim).slots
     master_weights = sum(slot.master.nbytes for slot in slots if slot.master is not slot.weight)
     moments = sum(tensor.nbytes for slot in slots for tensor in slot.state.values())

@@ -68,22 +68,22 @@ def test_padded_experts_have_equally_many_rows_of_every_rank() -> None:
 
 
 def test_experts_save_their_inputs_and_up_projections() -> None:
-    found = kept(replace(ONE, experts=ExpertPart(ep=4)))
+    result = kept(replace(ONE, experts=ExpertPart(ep=4)))
     assert (
-        found["rows"] == 48 * 24 * 2
-        and found["gate and up"] == 48 * 20 * 2
-        and found["weights"] == 48 * 4
+        result["rows"] == 48 * 24 * 2
+        and result["gate and up"] == 48 * 20 * 2
+        and result["weights"] == 48 * 4
     )
     halves = kept(replace(ONE, experts=ExpertPart(etp=2)))
-    assert halves["gate and up"] == found["gate and up"], "twice the rows, half of the features"
-    assert halves["rows"] == 2 * found["rows"]
+    assert halves["gate and up"] == result["gate and up"], "twice the rows, half of the features"
+    assert halves["rows"] == 2 * result["rows"]
     plain = kept(replace(ONE, model=replace(MODEL, gated=False)))
     assert plain["up"] == 48 * 10 * 2 and "gate and up" not in plain
 
 
 def test_latent_experts_have_fewer_features() -> None:
-    found = kept(replace(ONE, moe=replace(MOE, latent_size=6), experts=ExpertPart(ep=4)))
-    assert found["rows"] == 48 * 6 * 2 and found["input"] == 16 * 6 * 2
+    result = kept(replace(ONE, moe=replace(MOE, latent_size=6), experts=ExpertPart(ep=4)))
+    assert result["rows"] == 48 * 6 * 2 and result["input"] == 16 * 6 * 2
 
 
 def test_rows_that_no_message_brought_are_gathered_once_more() -> None:

@@ -137,11 +137,11 @@ def test_layers_below_all_trained_parameters_are_not_recomputed() -> None:
         run, optim=replace(run.optim, frozen=("embed.*", "layers.0.*", "layers.1.attention.*"))
     )
     table = replace(run, optim=replace(run.optim, frozen=("layers.*",)))
-    found = [
+    results = [
         repeated_flops(one, (single_stage(3),), tokens=8, squared_lengths=64)
         for one in (run, above, table)
     ]
-    assert found[0] * 2 == found[1] * 3 and found[2] == found[0], (
+    assert results[0] * 2 == results[1] * 3 and results[2] == results[0], (
         "the embedding is below all layers"
     )
 
@@ -149,5 +149,5 @@ def test_layers_below_all_trained_parameters_are_not_recomputed() -> None:
 def test_each_stage_chooses_among_its_own_layers() -> None:
     run = replace(resolve("tiny_cpu"), model=MODEL, recompute=replace(FULL, method="block"))
     stages = (Stage(range(2), embedding=True), Stage(range(2, 3), loss=True))
-    found = repeated_flops(run, stages, tokens=8, squared_lengths=64)
-    assert found == 2 * repeated_flops(run, (single_stage(3),), tokens=8, squared_lengths=64)
+    result = repeated_flops(run, stages, tokens=8, squared_lengths=64)
+    assert result == 2 * repeated_flops(run, (single_stage(3),), tokens=8, squared_lengths=64)

@@ -67,12 +67,12 @@ def test_projections_of_latent_attention_save_and_cost_more_than_what_lies_betwe
         num_kv_heads=4,
         mla=MLAConfig(kv_rank=24, q_rank=32, nope_dim=16, rope_dim=8, value_dim=16),
     )
-    found = {}
+    result = {}
     for modules in (("core_attention",), ("mla_up_proj",), ("core_attention", "mla_up_proj")):
         again = RecomputeConfig(granularity="selective", modules=modules)
         setting = replace(PLAIN, model=model, recompute=again)
         every = savings(setting, num_layers=4)
-        found[modules] = sum(one.nbytes for one in every), sum(one.extra for one in every)
+        result[modules] = sum(one.nbytes for one in every), sum(one.extra for one in every)
         kept = stage_activations(setting, num_layers=4).nbytes
         assert (
             abs(
@@ -83,7 +83,7 @@ def test_projections_of_latent_attention_save_and_cost_more_than_what_lies_betwe
             )
             > 0
         )
-    core, up, both = found.values()
+    core, up, both = result.values()
     assert both == up and up[0] > core[0] and up[1] > core[1] > 0
     assert "Remove it" not in "\n".join(saving_lines(setting, num_layers=4))
 

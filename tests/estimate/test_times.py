@@ -46,15 +46,15 @@ def test_recomputation_is_part_of_the_time() -> None:
 
 def test_a_link_within_a_node_is_the_faster_one() -> None:
     workload = plan_workload(apply_overrides(resolve("llama3_70b"), {"parallel.cp": "2"}), 32)
-    found = {}
+    result = {}
     for row in step_traffic(workload, 0, 0):
         way = communication_time(workload, row, pp_rank=0, tp_rank=0, device=H100)
         assert way is not None
         rate = (450e9 if way.near else 50e9) * LINK_EFFICIENCY
         assert way.seconds == pytest.approx(row.nbytes / rate)
-        found[row.axis] = way.near
+        result[row.axis] = way.near
         assert (way.room == 0) == (row.behind == "")
-    assert found == {"tp": True, "cp": False, "dp": False}
+    assert result == {"tp": True, "cp": False, "dp": False}
 
 
 def test_expert_all_to_all_overlaps_with_dual_batch_computation() -> None:
@@ -64,16 +64,16 @@ def test_expert_all_to_all_overlaps_with_dual_batch_computation() -> None:
         "parallel.pp": "1",
         "train.global_batch_size": "64",
     }
-    found = {}
+    result = {}
     for pairs in ("false", "true"):
         run = apply_overrides(resolve("mixtral_8x7b"), layout | {"parallel.overlap_experts": pairs})
         workload = plan_workload(run, 8)
         (row,) = (
             row for row in step_traffic(workload, 0, 0) if row.what == "rows to experts and back"
         )
-        found[pairs] = communication_time(workload, row, pp_rank=0, tp_rank=0, device=H100)
+        result[pairs] = communication_time(workload, row, pp_rank=0, tp_rank=0, device=H100)
         work = work_seconds(workload, H100)
-    plain, paired = found["false"], found["true"]
+    plain, paired = result["false"], result["true"]
     assert plain is not None and paired is not None and work is not None
     assert plain.room == 0 and paired.seconds == plain.seconds
     many = workload.num_microbatches

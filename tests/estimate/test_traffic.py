@@ -58,16 +58,16 @@ def recorded(rank: int, world: int, run: TrainRun) -> Sums:
         )
         train_step(trainer, batches, lr=1e-3, weight_decay=0.0)
         trainer.data.wait_params()
-    found: Sums = defaultdict(lambda: (0, 0))
+    result: Sums = defaultdict(lambda: (0, 0))
     sizes = {"_".join(span): group.size for span, group in mesh.groups.items()}
     for transfer in link.transfers:
         if transfer.nbytes > FLAGS and transfer.kind != "irecv":
             size = sizes.get(transfer.group, 2)  # channels between stages are named after the two
             key = transfer.group[:2], transfer.kind, size
-            calls, nbytes = found[key]
-            found[key] = calls + 1, nbytes + transfer.nbytes
+            calls, nbytes = result[key]
+            result[key] = calls + 1, nbytes + transfer.nbytes
     destroy_mesh(mesh)
-    return dict(found)
+    return dict(result)
 
 
 def in_turn(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -85,10 +85,10 @@ def recorded_in_turn(rank: int, world: int, run: TrainRun) -> Sums:
 
 def without_axes(sums: Sums) -> dict[tuple[str, int], tuple[int, int]]:
     """By kind and ranks alone: groups of both grids that are of the same ranks have one name."""
-    found: dict[tuple[str, int], tuple[int, int]] = defaultdict(lambda: (0, 0))
+    result: dict[tuple[str, int], tuple[int, int]] = defaultdict(lambda: (0, 0))
     for (_, kind, ranks), (calls, nbytes) in sums.items():
-        found[kind, ranks] = found[kind, ranks][0] + calls, found[kind, ranks][1] + nbytes
-    return dict(found)
+        result[kind, ranks] = result[kind, ranks][0] + calls, result[kind, ranks][1] + nbytes
+    return dict(result)
 
 
 MOE = {
@@ -170,8 +170,8 @@ EXPERTS = [
 
 def assert_plan_of_experts_holds(world: int, settings: dict[str, str]) -> None:
     run = tiny_run(settings | {"parallel.bucket_numel": "2000"})
-    for rank, found in enumerate(run_ranks(recorded_in_turn, world, run)):
-        real, expected = without_axes(found), without_axes(planned(run, world, rank))
+    for rank, result in enumerate(run_ranks(recorded_in_turn, world, run)):
+        real, expected = without_axes(result), without_axes(planned(run, world, rank))
         assert {key: calls for key, (calls, _) in real.items()} == {
             key: calls for key, (calls, _) in expected.items()
         }
@@ -196,7 +196,7 @@ def planned(run: TrainRun, world: int, rank: int) -> Sums:
     """The same from the plan."""
     workload = plan_workload(run, world)
     place = workload.grid.coordinates(rank)
-    found: Sums = defaultdict(lambda: (0, 0))
+    result: Sums = defaultdict(lambda: (0, 0))
     for row in step_traffic(workload, place["pp"], place["tp"]):
         kind, more, less = on_gloo(row, run.parallel.zero)
         # A group is described by the first span that means its ranks: over cp alone, gradients are
@@ -204,9 +204,9 @@ def planned(run: TrainRun, world: int, rank: int) -> Sums:
         axis = "cp" if row.axis == "dp" and workload.dp == 1 else row.axis
         # a message is recorded with the group it goes through
         ranks = run.parallel.pp if axis == "pp" else row.ranks
-        calls, nbytes = found[axis, kind, ranks]
-        found[axis, kind, ranks] = calls + row.calls * more, nbytes + round(row.nbytes * less)
-    return dict(found)
+        calls, nbytes = result[axis, kind, ranks]
+        result[axis, kind, ranks] = calls + row.calls * more, nbytes + round(row.nbytes * less)
+    return dict(result)
 
 
 def on_gloo(row: Traffic, zero: int) -> tuple[str, int, float]:
@@ -226,12 +226,12 @@ def on_gloo(row: Traffic, zero: int) -> tuple[str, int, float]:
 
 def assert_plan_holds(world: int, settings: dict[str, str]) -> None:
     run = tiny_run(settings | {"parallel.bucket_numel": "2000"})
-    for rank, found in enumerate(run_ranks(recorded, world, run)):
+    for rank, result in enumerate(run_ranks(recorded, world, run)):
         expected = planned(run, world, rank)
-        assert {key: calls for key, (calls, _) in found.items()} == {
+        assert {key: calls for key, (calls, _) in result.items()} == {
             key: calls for key, (calls, _) in expected.items()
         }
-        for key, (calls, nbytes) in found.items():
+        for key, (calls, nbytes) in result.items():
             # each call's bytes are rounded
             assert abs(nbytes - expected[key][1]) <= calls, (
                 rank,

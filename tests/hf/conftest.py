@@ -1,5 +1,6 @@
 """Tiny models with odd sizes, and Hugging Face folders made from them without transformers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.config.model import ModelConfig
-from megalith.hf.folder import write_folder
+from megalith.hf.family import Family
+from megalith.hf.folder import HFSource, find_exporting_family, write_folder
+from megalith.hf.staging import ConversionOptions
 from megalith.kernels.backend import AUTO, Backends
 from megalith.models.decoder import Decoder, allocate, initialize, iter_parameter_specs
 from megalith.nn.build import build_context
@@ -102,10 +105,22 @@ class InMemory:
         return self.whole[parameter][tuple(slice(a, b) for a, b in box)].to(dtype)
 
 
-def folder(path: Path, model_config: ModelConfig, *, seed: int = 0, **options: Any) -> Decoder:
+def folder(
+    path: Path,
+    model_config: ModelConfig,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    family: Family | None = None,
+    activation_names: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Decoder:
     """Write a Hugging Face folder of a new model, and return the model."""
     made = model(model_config, seed=seed)
-    write_folder(path, model_config, InMemory(tensors(made)), **options)
+    family = family or find_exporting_family(model_config)
+    source = HFSource(family, activation_names or {})
+    weights = InMemory(tensors(made))
+    write_folder(path, model_config, weights, ConversionOptions(dtype), hf_source=source, **options)
     return made
 
 

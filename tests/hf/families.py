@@ -380,9 +380,9 @@ def our_model(folder: HuggingFaceFolder, **changes: Any) -> Decoder:
 
 def saved(case: Case, path: Path, *, std: float | None = None) -> tuple[Any, HuggingFaceFolder]:
     """A model of theirs, and the folder that it is saved in."""
-    theirs = their_model(case, std=std)
-    theirs.save_pretrained(path)
-    return theirs, HuggingFaceFolder(path)
+    reference = their_model(case, std=std)
+    reference.save_pretrained(path)
+    return reference, HuggingFaceFolder(path)
 
 
 def batch(vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -401,14 +401,14 @@ def our_gradients(model: Decoder, folder: HuggingFaceFolder) -> dict[str, Tensor
         if folder.family.fused_tensors
         else folder.rules
     )
-    rules, found = group_by_parameter(every), dict[str, Tensor]()
+    rules, result = group_by_parameter(every), dict[str, Tensor]()
     for declared, module, name in iter_parameter_specs(model):
         if not getattr(module, name).requires_grad:
             continue  # the balancing bias
         gradient = getattr(module, name).grad.view(declared.shard.shape)
         for rule in rules[declared.shard.name]:
             box = tuple(slice(start, stop) for start, stop in rule.box)
-            theirs = found.setdefault(rule.name, torch.zeros(rule.shape))
-            place = theirs.view(rule.view)[tuple(slice(start, stop) for start, stop in rule.at)]
+            reference = result.setdefault(rule.name, torch.zeros(rule.shape))
+            place = reference.view(rule.view)[tuple(slice(start, stop) for start, stop in rule.at)]
             to_parameter_layout(rule, place).copy_(gradient[box])
-    return found
+    return result

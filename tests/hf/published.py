@@ -801,11 +801,11 @@ def check_published(
 
 def check_rules(family: Family, config: ModelConfig) -> None:
     """Fail unless the rules cover every element of every parameter once."""
-    found = group_by_parameter(family.rules(config))
+    result = group_by_parameter(family.rules(config))
     declared = {
         shard.name: shard.shape for shard in parameters(replace(config, pad_vocab_to_multiple_of=1))
     }
-    assert found.keys() == declared.keys()
+    assert result.keys() == declared.keys()
     for name, shape in declared.items():
-        assert unpadded_shape(found[name]) == shape
-        assert describe_tiling_problem(shape, [rule.box for rule in found[name]]) is None
+        assert unpadded_shape(result[name]) == shape
+        assert describe_tiling_problem(shape, [rule.box for rule in result[name]]) is None

@@ -78,10 +78,10 @@ def adapters(lora: LoraConfig) -> Adapters:
 )
 def test_every_box_equals_that_of_the_merged_weights(word: str) -> None:
     lora = LoraConfig(rank=3, alpha=6.0)
-    made, name = adapters(lora), f"layers.1.{word}"
-    weights = AdaptedWeights(Path("adapters"), MODEL, Values(), Path("base"), made)
+    built, name = adapters(lora), f"layers.1.{word}"
+    weights = AdaptedWeights(Path("adapters"), MODEL, Values(), Path("base"), built)
     whole: Box = tuple((0, size) for size in SHAPES[name])
-    a, b = made.read(f"{name}.lora_a"), made.read(f"{name}.lora_b")
+    a, b = built.read(f"{name}.lora_a"), built.read(f"{name}.lora_b")
     if word == "attention.kv":
         product = torch.einsum("sgdr,sri->sgdi", b, a)
     elif word == "mlp.gate_up":
@@ -187,14 +187,14 @@ def test_differences_from_what_a_run_trains_are_all_named() -> None:
 
 
 def test_names_are_those_of_the_model_matrix_by_matrix() -> None:
-    found = adapters(LoraConfig())
-    check_adapter_names(found, LoraConfig(), MODEL)
+    result = adapters(LoraConfig())
+    check_adapter_names(result, LoraConfig(), MODEL)
     with pytest.raises(
         CheckpointError,
         match=r"another model: not of this model: .*layers.1.* Use adapters of a model",
     ):
-        check_adapter_names(found, LoraConfig(), replace(MODEL, num_layers=1))
+        check_adapter_names(result, LoraConfig(), replace(MODEL, num_layers=1))
     with pytest.raises(CheckpointError, match=r"another model: missing: .*layers.2.*"):
-        check_adapter_names(found, LoraConfig(), replace(MODEL, num_layers=3))
+        check_adapter_names(result, LoraConfig(), replace(MODEL, num_layers=3))
     with pytest.raises(CheckpointError, match=r"not of this model: .*"):
-        check_adapter_names(found, LoraConfig(targets=("q",)), MODEL)
+        check_adapter_names(result, LoraConfig(targets=("q",)), MODEL)

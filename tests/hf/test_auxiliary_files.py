@@ -104,8 +104,10 @@ def test_a_tuned_model_is_exported_with_its_chat_template(
     template = find_own_template(source, build_tokenizer(source.tokenizer))
     assert template is not None and template.name == "chatml"
     assert tokenizer.apply_chat_template(TALK, tokenize=False) == template.render(TALK)
-    asked = tokenizer.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
-    assert asked == template.render(TALK[:1], prompt=True) and "<|im_start|>assistant" in asked
+    requested = tokenizer.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
+    assert (
+        requested == template.render(TALK[:1], prompt=True) and "<|im_start|>assistant" in requested
+    )
     settings_there = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
     assert settings_there["chat_template"] == BUILT_IN["chatml"], "where older versions look"
     generation = json.loads((tmp_path / "out/generation_config.json").read_text())
@@ -202,17 +204,17 @@ def test_vocab_and_merges_are_exported_as_tokenizer_json(
         names = {path.name for path in (tmp_path / kind).iterdir()}
         assert expected <= names and "gpt2-vocab.json" not in names
         (tmp_path / "gpt2-vocab.json").rename(tmp_path / "moved-vocab.json")
-        found = build_tokenizer(opened(tmp_path / kind).tokenizer)
+        tokenizer = build_tokenizer(opened(tmp_path / kind).tokenizer)
         (tmp_path / "moved-vocab.json").rename(tmp_path / "gpt2-vocab.json")
-        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "huggingface")
-        assert found.encode("What is seven?") == theirs("What is seven?").input_ids
-        assert theirs.eos_token_id == found.eod == 0
+        reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "huggingface")
+        assert tokenizer.encode("What is seven?") == reference("What is seven?").input_ids
+        assert reference.eos_token_id == tokenizer.eod == 0
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / f"gpt2-{name}").rename(folder / name)
     assert opened(folder).tokenizer.path == str(folder), "as old folders of GPT-2 are"
-    assert build_tokenizer(opened(folder).tokenizer).encode("What is seven?") == found.encode(
+    assert build_tokenizer(opened(folder).tokenizer).encode("What is seven?") == tokenizer.encode(
         "What is seven?"
     )
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "CodeGenTokenizer"}')

@@ -31,6 +31,7 @@ from megalith.hf.family import Family
 from megalith.hf.folder import HuggingFaceFolder
 from megalith.hf.pretrained import load_pretrained, open_pretrained
 from megalith.hf.release import parameters, release_run
+from megalith.hf.staging import ConversionOptions
 from megalith.parallel.group import single_rank_group
 
 
@@ -85,7 +86,7 @@ def test_the_plan_lists_every_tensor_with_its_bytes(
     moves = plan_moves(source, to, torch.bfloat16)
     written_nbytes: list[int] = []
     assert convert(
-        source, tmp_path / "x", to, dtype=torch.bfloat16, on_written=written_nbytes.append
+        source, tmp_path / "x", to, ConversionOptions(torch.bfloat16, written_nbytes.append)
     ) == sum(written_nbytes)
     assert sum(move.nbytes for move in moves) == sum(written_nbytes)
     assert {move.source_dtype for move in moves} == {"float32"} and {
@@ -185,7 +186,8 @@ def test_several_workers_write_the_same_files(
     tiny.folder(tmp_path / "source", tiny.config(), shard_nbytes=3000)
     for workers in (1, 2):
         source = open_pretrained(tmp_path / "source")
-        convert(source, tmp_path / f"by{workers}", to, shard_nbytes=3000, workers=workers)
+        options = ConversionOptions(workers=workers)
+        convert(source, tmp_path / f"by{workers}", to, options, shard_nbytes=3000)
     first, second = (
         {
             file.name: file.read_bytes()

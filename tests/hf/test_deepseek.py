@@ -14,7 +14,7 @@ from megalith.config.model import MLAConfig, MTPConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.convert import plan_moves
 from megalith.hf.families import DEEPSEEK_V2, DEEPSEEK_V3
-from megalith.hf.folder import HuggingFaceFolder, write_folder
+from megalith.hf.folder import HFSource, HuggingFaceFolder, write_folder
 from megalith.hf.pretrained import open_pretrained
 from megalith.rules.model import network_problems
 from megalith.testing.tolerance import EXACT, assert_close
@@ -268,7 +268,7 @@ def test_mtp_layers_survive_a_round_trip_with_release_names(
 ) -> None:
     config = DEEPSEEK_V3.read_config(SMALL | {"num_nextn_predict_layers": 2})
     weights = tiny.tensors(tiny.model(config))
-    write_folder(tmp_path / "x", config, tiny.InMemory(weights), family=DEEPSEEK_V3)
+    write_folder(tmp_path / "x", config, tiny.InMemory(weights), hf_source=HFSource(DEEPSEEK_V3))
     file = tmp_path / "x" / "model.safetensors"
     tensors = load_file(file)
     assert torch.equal(tensors["model.layers.3.eh_proj.weight"], weights["mtp.1.project"])
@@ -293,7 +293,7 @@ def test_mtp_layers_repeat_embedding_and_head(
         SMALL | {"num_nextn_predict_layers": 2, "tie_word_embeddings": tied}
     )
     weights = tiny.tensors(tiny.model(config))
-    write_folder(tmp_path / "x", config, tiny.InMemory(weights), family=DEEPSEEK_V3)
+    write_folder(tmp_path / "x", config, tiny.InMemory(weights), hf_source=HFSource(DEEPSEEK_V3))
     tensors = load_file(tmp_path / "x" / "model.safetensors")
     for layer in (2, 3):
         for copy, first in COPIES.items():
@@ -313,7 +313,10 @@ def test_copy_may_be_missing_but_must_not_differ(
 ) -> None:
     config = DEEPSEEK_V3.read_config(SMALL | {"num_nextn_predict_layers": 1})
     write_folder(
-        tmp_path / "x", config, tiny.InMemory(tiny.tensors(tiny.model(config))), family=DEEPSEEK_V3
+        tmp_path / "x",
+        config,
+        tiny.InMemory(tiny.tensors(tiny.model(config))),
+        hf_source=HFSource(DEEPSEEK_V3),
     )
     file = tmp_path / "x" / "model.safetensors"
     tensors, copy = load_file(file), f"model.layers.2.{name}.weight"
@@ -332,7 +335,10 @@ def test_copy_may_be_missing_but_must_not_differ(
 def test_mtp_tensors_may_be_missing(tmp_path: Path, tiny: SimpleNamespace) -> None:
     config = DEEPSEEK_V3.read_config(SMALL | {"num_nextn_predict_layers": 1})
     write_folder(
-        tmp_path / "x", config, tiny.InMemory(tiny.tensors(tiny.model(config))), family=DEEPSEEK_V3
+        tmp_path / "x",
+        config,
+        tiny.InMemory(tiny.tensors(tiny.model(config))),
+        hf_source=HFSource(DEEPSEEK_V3),
     )
     file = tmp_path / "x" / "model.safetensors"
     kept = {

@@ -51,28 +51,28 @@ def test_training_settings_are_not_part_of_a_model() -> None:
 def test_a_folder_with_all_experts_in_two_tensors_is_the_same_model(
     name: str, tmp_path: Path
 ) -> None:
-    theirs, folder = saved(CASES[name], tmp_path / "each")
+    reference, folder = saved(CASES[name], tmp_path / "each")
     expected = our_model(folder).state_dict()
-    together = {key: value.contiguous() for key, value in theirs.state_dict().items()}
+    together = {key: value.contiguous() for key, value in reference.state_dict().items()}
     assert any(key.endswith("experts.gate_up_proj") for key in together)
     (tmp_path / "joined").mkdir()
     (tmp_path / "joined" / "config.json").write_text(
         (tmp_path / "each" / "config.json").read_text()
     )
     save_file(together, tmp_path / "joined" / "model.safetensors", metadata={"format": "pt"})
-    found = our_model(HuggingFaceFolder(tmp_path / "joined")).state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    result = our_model(HuggingFaceFolder(tmp_path / "joined")).state_dict()
+    assert result.keys() == expected.keys()
+    assert all(torch.equal(result[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"])
 def test_aux_loss_matches_transformers(name: str, tmp_path: Path) -> None:
     """In one layer; of several, transformers pools the tokens."""
-    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.37, "num_hidden_layers": 1}
+    requested = {"output_router_logits": True, "router_aux_loss_coef": 0.37, "num_hidden_layers": 1}
     own = {
         field: value for field, value in CASES[name].fields.items() if field != "mlp_only_layers"
     }
-    theirs, folder = saved(replace(CASES[name], fields=own | asked), tmp_path)
+    reference, folder = saved(replace(CASES[name], fields=own | requested), tmp_path)
     moe = folder.model_config.moe
     assert moe is not None and moe.aux_loss == AuxLossConfig(
         batch_coeff=pytest.approx(0.37 * moe.top_k)
@@ -80,10 +80,10 @@ def test_aux_loss_matches_transformers(name: str, tmp_path: Path) -> None:
     written = folder.family.write_config(folder.model_config)
     assert (written["output_router_logits"], written["router_aux_loss_coef"]) == (True, 0.37)
 
-    ids, labels = batch(theirs.config.vocab_size)
-    found = theirs(ids, output_router_logits=True)
-    loss = cross_entropy(found.logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-    (loss + theirs.config.router_aux_loss_coef * found.aux_loss).backward()
+    ids, labels = batch(reference.config.vocab_size)
+    result = reference(ids, output_router_logits=True)
+    loss = cross_entropy(result.logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    (loss + reference.config.router_aux_loss_coef * result.aux_loss).backward()
     ours = our_model(folder)
     tokens = LayerInputs(
         seq_params_from_rows(*ids.shape), router_inputs=RouterInputs(AuxLossScale(0, 1, 1.0))
@@ -91,10 +91,10 @@ def test_aux_loss_matches_transformers(name: str, tmp_path: Path) -> None:
     (ours.loss(ids.flatten(), labels.flatten(), tokens) / (labels >= 0).sum()).backward()
     router = next(
         key
-        for key in dict(theirs.named_parameters())
+        for key in dict(reference.named_parameters())
         if key.endswith(("gate.weight", "router.weight"))
     )
-    expected = dict(theirs.named_parameters())[router].grad
+    expected = dict(reference.named_parameters())[router].grad
     assert relative_error(our_gradients(ours, folder)[router], expected) < 1e-4
     plain = our_model(folder, moe=replace(moe, aux_loss=AuxLossConfig()))
     (plain.loss(ids.flatten(), labels.flatten(), tokens) / (labels >= 0).sum()).backward()

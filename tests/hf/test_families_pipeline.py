@@ -55,8 +55,8 @@ def test_pipeline_of_transformers_generates_the_same_text(tmp_path: Path) -> Non
     pipeline = transformers.pipeline(
         "text-generation", model=str(tmp_path / "theirs"), device="cpu"
     )
-    found = pipeline(list(PROMPTS), max_new_tokens=24, do_sample=False, return_full_text=False)
-    assert [texts[0]["generated_text"] for texts in found] == [
+    result = pipeline(list(PROMPTS), max_new_tokens=24, do_sample=False, return_full_text=False)
+    assert [texts[0]["generated_text"] for texts in result] == [
         transcript.text for transcript in ours
     ]
     assert len({token for transcript in ours for token in transcript.ids}) > 6, (

@@ -47,12 +47,14 @@ EVERY = [
 def cases_of(family: Family) -> list[Case]:
     """Tiny models of a family; one with experts is first, where there are some without."""
     kind = re.split("For|LMHead", family.architecture)[0]
-    found = {
+    results = {
         name: case
         for name, case in CASES.items()
         if re.sub("(Text)?Config$", "", case.kind) == kind
     }
-    return [found[name] for name in sorted(found, key=lambda name: not name.endswith("experts"))]
+    return [
+        results[name] for name in sorted(results, key=lambda name: not name.endswith("experts"))
+    ]
 
 
 def tiny_folder(family: Family, path: Path, tiny: SimpleNamespace) -> ModelConfig:

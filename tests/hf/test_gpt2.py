@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from megalith.errors import CheckpointError
 from megalith.hf.families import GPT2
-from megalith.hf.folder import HuggingFaceFolder, write_folder
+from megalith.hf.folder import HFSource, HuggingFaceFolder, write_folder
 
 SMALL: dict[str, Any] = {
     "vocab_size": 37,
@@ -26,7 +26,9 @@ SMALL: dict[str, Any] = {
 def folder(path: Path, tiny: SimpleNamespace) -> dict[str, torch.Tensor]:
     """A small model in a folder; its tensors."""
     config = GPT2.read_config(SMALL)
-    write_folder(path, config, tiny.InMemory(tiny.tensors(tiny.model(config))), family=GPT2)
+    write_folder(
+        path, config, tiny.InMemory(tiny.tensors(tiny.model(config))), hf_source=HFSource(GPT2)
+    )
     return load_file(path / "model.safetensors")
 
 

@@ -26,6 +26,7 @@ from megalith.hf.folder import (
     plan_files,
     write_folder,
 )
+from megalith.hf.staging import ConversionOptions
 from megalith.parallel.mesh import build_meta_mesh
 from megalith.plan.grid import model_grid
 from megalith.plan.shards import Shard
@@ -422,7 +423,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, tiny: SimpleNamespace
         tmp_path / "x",
         config,
         Watched(tiny.tensors(tiny.model(config))),
-        on_written=lambda nbytes: events.append("written"),
+        ConversionOptions(on_written=lambda nbytes: events.append("written")),
     )
     assert events[1::2] == ["written"] * len(LLAMA.rules(config)), (
         "the next tensor is read when the last one is in the file"

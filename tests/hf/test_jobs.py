@@ -60,8 +60,8 @@ def test_an_error_is_raised_and_pending_jobs_are_canceled() -> None:
 def test_every_item_is_in_one_batch() -> None:
     sizes = [3, 1, 4, 1, 5, 9, 2, 6]
     for least in (1, 5, 100):
-        found = split_by_nbytes(sizes, int, least)
-        assert [size for batch in found for size in batch] == sizes and all(
-            sum(batch) >= least for batch in found[:-1]
+        by_nbytes = split_by_nbytes(sizes, int, least)
+        assert [size for batch in by_nbytes for size in batch] == sizes and all(
+            sum(batch) >= least for batch in by_nbytes[:-1]
         )
     assert split_by_nbytes([], int, 3) == []

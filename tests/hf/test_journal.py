@@ -165,17 +165,17 @@ def test_finished_pieces_are_reused_and_damaged_ones_rewritten(
 
 def pieces_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The pieces that a conversion writes."""
-    found: list[bytes] = []
+    results: list[bytes] = []
     plain = storage.append_line
 
     def seen(path: Path, line: bytes) -> None:
-        found.append(line)
+        results.append(line)
         plain(path, line)
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "append_line", seen)
         assert main(["convert", *words]) == 0
-    return {json.loads(line)[0] for line in found if line.startswith(b"[")}
+    return {json.loads(line)[0] for line in results if line.startswith(b"[")}
 
 
 @pytest.mark.parametrize(

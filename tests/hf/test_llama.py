@@ -198,16 +198,18 @@ def test_the_rules_cover_every_element_of_every_parameter_once(
         pad_vocab_to_multiple_of=multiple,
         head_dim=4,
     )
-    found = group_by_parameter(LLAMA.rules(config))
+    result = group_by_parameter(LLAMA.rules(config))
     declared = {shard.name: shard.shape for shard in parameters(config)}
-    assert found.keys() == declared.keys()
+    assert result.keys() == declared.keys()
     for name, shape in declared.items():
         assert (
-            describe_tiling_problem(unpadded_shape(found[name]), [rule.box for rule in found[name]])
+            describe_tiling_problem(
+                unpadded_shape(result[name]), [rule.box for rule in result[name]]
+            )
             is None
         )
         rows = config.vocab_size if name in ("embed.weight", "head.weight") else shape[0]
-        assert unpadded_shape(found[name]) == (rows, *shape[1:])
+        assert unpadded_shape(result[name]) == (rows, *shape[1:])
 
 
 def test_tensor_names_are_those_of_published_files(tiny: SimpleNamespace) -> None:

@@ -227,7 +227,7 @@ def with_pictures(path: Path) -> Any:
 def test_text_model_of_a_multimodal_folder_is_read_and_the_rest_named(
     tmp_path: Path,
 ) -> None:
-    theirs = with_pictures(tmp_path / "theirs")
+    reference = with_pictures(tmp_path / "theirs")
     folder = HuggingFaceFolder(tmp_path / "theirs")
     assert folder.family is LLAMA4 and folder.others
     ids, _ = batch(97)
@@ -235,7 +235,7 @@ def test_text_model_of_a_multimodal_folder_is_read_and_the_rest_named(
     scores = ours.head.logits(
         ours.hidden_states(ids.flatten(), LayerInputs(seq_params_from_rows(*ids.shape)))
     )
-    assert relative_error(scores, theirs(ids).logits.flatten(0, 1)) < 2e-5
+    assert relative_error(scores, reference(ids).logits.flatten(0, 1)) < 2e-5
 
     source = open_pretrained(tmp_path / "theirs")
     left = [move.source for move in plan_moves(source, "megalith", None) if not move.nbytes]

@@ -29,28 +29,30 @@ RULES = [HEADS, COLUMNS, SECOND, VECTOR, ONES, ROWS_OF_THREE, PER_HEAD, TRANSPOS
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_every_box_is_located_in_its_tensor(rule: TensorRule) -> None:
-    theirs = torch.arange(torch.Size(rule.shape).numel()).view(rule.shape)
-    ours = to_parameter_layout(rule, theirs.view(rule.view)[tuple(slice(a, b) for a, b in rule.at)])
+    reference = torch.arange(torch.Size(rule.shape).numel()).view(rule.shape)
+    ours = to_parameter_layout(
+        rule, reference.view(rule.view)[tuple(slice(a, b) for a, b in rule.at)]
+    )
     assert ours.shape == lengths(rule.box)
     back = to_tensor_layout(rule, ours)
-    assert torch.equal(back, theirs.view(rule.view)[tuple(slice(a, b) for a, b in rule.at)])
+    assert torch.equal(back, reference.view(rule.view)[tuple(slice(a, b) for a, b in rule.at)])
     spans = [[(a, b) for a in range(n) for b in range(a + 1, n + 1)] for n in ours.shape]
     for part in itertools.product(*spans):
         moved = tuple((a + o, b + o) for (a, b), (o, _) in zip(part, rule.box, strict=True))
         region = locate_box(rule, moved)
-        found = theirs[region.slices].view(region.view)[region.at]
+        result = reference[region.slices].view(region.view)[region.at]
         assert torch.equal(
-            to_parameter_layout(rule, found), ours[tuple(slice(a, b) for a, b in part)]
+            to_parameter_layout(rule, result), ours[tuple(slice(a, b) for a, b in part)]
         )
 
 
 def test_boxes_have_the_expected_slices() -> None:
-    theirs = torch.arange(18 * 4).view(18, 4)  # head 0: q q k k v v, head 1 ...
-    values = to_parameter_layout(PER_HEAD, theirs.view(PER_HEAD.view)[:, 1:2])
-    assert torch.equal(values[1], theirs[8:10])
-    theirs = torch.arange(4 * 18).view(4, 18)
-    values = to_parameter_layout(TRANSPOSED, theirs.view(TRANSPOSED.view)[:, 2:3])
-    assert torch.equal(values[0, 1, 1], theirs[:, 12 + 3])
+    reference = torch.arange(18 * 4).view(18, 4)  # head 0: q q k k v v, head 1 ...
+    values = to_parameter_layout(PER_HEAD, reference.view(PER_HEAD.view)[:, 1:2])
+    assert torch.equal(values[1], reference[8:10])
+    reference = torch.arange(4 * 18).view(4, 18)
+    values = to_parameter_layout(TRANSPOSED, reference.view(TRANSPOSED.view)[:, 2:3])
+    assert torch.equal(values[0, 1, 1], reference[:, 12 + 3])
 
 
 def test_a_box_is_read_with_the_shortest_slices() -> None:

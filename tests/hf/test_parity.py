@@ -21,7 +21,7 @@ from megalith.errors import ConfigError
 from megalith.hf.convert import convert
 from megalith.hf.families import FAMILIES
 from megalith.hf.family import Family
-from megalith.hf.folder import HuggingFaceFolder, write_folder
+from megalith.hf.folder import HFSource, HuggingFaceFolder, write_folder
 from megalith.hf.pretrained import open_pretrained
 from megalith.infer.generate import generate
 from megalith.kernels.layer_inputs import LayerInputs
@@ -202,7 +202,11 @@ def test_export_is_read_by_from_pretrained_and_every_bit_comes_back(
     theirs.to(dtype).save_pretrained(tmp_path / "theirs")
     folder = HuggingFaceFolder(tmp_path / "theirs")
     write_folder(
-        tmp_path / "ours", folder.model_config, folder, shard_nbytes=6000, family=folder.family
+        tmp_path / "ours",
+        folder.model_config,
+        folder,
+        shard_nbytes=6000,
+        hf_source=folder.source,
     )
     theirs, read = (  # theirs once more, since converting it has also rounded its frequencies
         transformers.AutoModelForCausalLM.from_pretrained(
@@ -362,7 +366,7 @@ def test_a_model_is_exported_as_the_first_family_that_can_express_it(
         ConfigError,
         match=rf"model.up_offset=0.5: \w+ cannot express .* exported as {there}",
     ):
-        write_folder(tmp_path / "x", odd, folder, family=folder.family)
+        write_folder(tmp_path / "x", odd, folder, hf_source=HFSource(folder.family))
 
 
 @pytest.mark.parametrize("name", some("llama", "gemma3", "smollm3", "gpt2", "deepseek_v3"))

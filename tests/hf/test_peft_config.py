@@ -23,14 +23,14 @@ def read(folder: Path, **changes: Any) -> PeftConfig:
 
 
 def test_rank_scale_targets_layers_and_base_are_read(tmp_path: Path) -> None:
-    found = read(tmp_path, use_rslora=True, layers_to_transform=2, base_model_name_or_path="base")
-    assert (found.lora.rank, found.lora.alpha, found.lora.rslora, found.base) == (
+    result = read(tmp_path, use_rslora=True, layers_to_transform=2, base_model_name_or_path="base")
+    assert (result.lora.rank, result.lora.alpha, result.lora.rslora, result.base) == (
         3,
         6.0,
         True,
         "base",
     )
-    assert found.layers == frozenset({2}) and read(tmp_path).layers is None
+    assert result.layers == frozenset({2}) and read(tmp_path).layers is None
 
 
 def test_every_field_that_the_library_writes_for_plain_lora_is_known(tmp_path: Path) -> None:

@@ -303,11 +303,12 @@ def test_a_vocabulary_may_be_padded_to_another_multiple_than_in_a_checkpoint(
         (),
         None,
     )
-    theirs, ours = tiny.tensors(model), tiny.tensors(back)
+    reference, ours = tiny.tensors(model), tiny.tensors(back)
     for name in ours:
         known = 37 if name in ("embed.weight", "head.weight") else len(ours[name])
         assert (
-            torch.equal(ours[name][:known], theirs[name][:known]) and not ours[name][known:].any()
+            torch.equal(ours[name][:known], reference[name][:known])
+            and not ours[name][known:].any()
         ), name
     with pytest.raises(
         CheckpointError, match=rf"model.pad_vocab_to_multiple_of +{there} +{here}\n"
@@ -515,17 +516,17 @@ def test_a_run_is_found_by_rank_0_alone(
     tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.folder(tmp_path / "x", tiny.config())
-    asked: list[str] = []
+    requested: list[str] = []
 
     def counted(source: str) -> Path:
-        asked.append(source)
+        requested.append(source)
         return locate_source(source)
 
     monkeypatch.setattr(pretrained, "locate_source", counted)
     load_pretrained(
         tiny.entries(model), str(tmp_path / "x"), single_rank_group("world"), model=tiny.config()
     )
-    assert asked == [str(tmp_path / "x")]
+    assert requested == [str(tmp_path / "x")]
 
 
 # --- generation_config.json
@@ -669,10 +670,10 @@ def test_forced_load_balancing_is_reported_for_derived_checkpoints(tmp_path: Pat
     assert open_pretrained(tmp_path / "copy").warnings() == [FORCED_BALANCING_WARNING]
     for steps in (1, 2):  # begins with its weights, and goes on
         later = mixture_run(RouterConfig(), steps, checkpoint__load=str(tmp_path / "copy"))
-        found = open_pretrained(locate_source(str(trained(later, tmp_path / "later"))))
+        result = open_pretrained(locate_source(str(trained(later, tmp_path / "later"))))
         assert (
-            found.warnings() == [FORCED_BALANCING_WARNING]
-            and found.path.name == f"step_000000{steps}"
+            result.warnings() == [FORCED_BALANCING_WARNING]
+            and result.path.name == f"step_000000{steps}"
         )
     learned = trained(mixture_run(RouterConfig(), 1), tmp_path / "learned")
     assert open_pretrained(locate_source(str(learned))).warnings() == []

@@ -40,12 +40,12 @@ def fp8(shape: tuple[int, int], block: tuple[int, int]) -> tuple[Tensor, Tensor]
 
 def by_formula(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     """Element by element."""
-    found = torch.empty(values.shape)
+    result = torch.empty(values.shape)
     for row, column in itertools.product(*map(range, values.shape)):
-        found[row, column] = (
+        result[row, column] = (
             values[row, column].float() * scales[row // block[0], column // block[1]].float()
         )
-    return found
+    return result
 
 
 def mxfp4(experts: int, rows: int, runs: int) -> tuple[Tensor, Tensor]:
@@ -59,9 +59,9 @@ def opened(
 ) -> Any:  # the one that is dequantized
     path.mkdir()
     save_file(tensors, path / "x.safetensors")
-    found = dequantize({"quantization_config": config}, read_header(path / "x.safetensors"), path)
-    assert len(found) == 1
-    return found.popitem()[1]
+    result = dequantize({"quantization_config": config}, read_header(path / "x.safetensors"), path)
+    assert len(result) == 1
+    return result.popitem()[1]
 
 
 def check_boxes(read: Callable[[tuple[slice, ...]], Tensor], whole: Tensor) -> None:
@@ -83,29 +83,29 @@ def test_fp8_numbers_are_multiplied_by_the_scale_of_their_block(
     torch.manual_seed(1)
     values, scales = fp8(shape, block)
     config = FP8 | {"weight_block_size": list(block)}
-    found = opened(tmp_path / "x", config, **{"a.weight": values, "a.weight_scale_inv": scales})
-    assert (found.name, found.shape, found.dtype) == ("a.weight", shape, "BF16")
-    check_boxes(found.read, by_formula(values, scales, block))
+    result = opened(tmp_path / "x", config, **{"a.weight": values, "a.weight_scale_inv": scales})
+    assert (result.name, result.shape, result.dtype) == ("a.weight", shape, "BF16")
+    check_boxes(result.read, by_formula(values, scales, block))
 
 
 def test_fp8_in_whole_blocks_matches_transformers(tmp_path: Path) -> None:
     library = pytest.importorskip("transformers.integrations.finegrained_fp8")
     values, scales = fp8((256, 384), (128, 128))
     config = FP8 | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
-    found = opened(tmp_path / "x", config, **{"a.weight": values, "a.weight_scale_inv": scales})
-    theirs = library.Fp8Dequantize(None)._dequantize_one(values, scales, torch.bfloat16)
-    assert torch.equal(found.read((slice(0, 256), slice(0, 384))).bfloat16(), theirs)
+    result = opened(tmp_path / "x", config, **{"a.weight": values, "a.weight_scale_inv": scales})
+    reference = library.Fp8Dequantize(None)._dequantize_one(values, scales, torch.bfloat16)
+    assert torch.equal(result.read((slice(0, 256), slice(0, 384))).bfloat16(), reference)
 
 
 def test_mxfp4_experts_match_transformers(tmp_path: Path) -> None:
     library = pytest.importorskip("transformers.integrations.mxfp4")
     torch.manual_seed(2)
     blocks, scales = mxfp4(3, 5, 2)
-    found = opened(tmp_path / "x", MXFP4, gate_up_proj_blocks=blocks, gate_up_proj_scales=scales)
-    assert (found.name, found.shape) == ("gate_up_proj", (3, 64, 5))
-    theirs = library.convert_moe_packed_tensors(blocks, scales)
-    check_boxes(lambda part: found.read(part).bfloat16(), theirs)
-    check_boxes(found.read, theirs.float())  # exact: a few bits times a power of two
+    result = opened(tmp_path / "x", MXFP4, gate_up_proj_blocks=blocks, gate_up_proj_scales=scales)
+    assert (result.name, result.shape) == ("gate_up_proj", (3, 64, 5))
+    reference = library.convert_moe_packed_tensors(blocks, scales)
+    check_boxes(lambda part: result.read(part).bfloat16(), reference)
+    check_boxes(result.read, reference.float())  # exact: a few bits times a power of two
 
 
 def test_mxfp4_values_have_sign_exponent_and_one_mantissa_bit() -> None:
@@ -170,9 +170,9 @@ def test_a_folder_in_fp8_becomes_a_checkpoint_and_a_plain_folder(
         assert torch.equal(wide[name], exact), name
         assert torch.equal(back[name], exact.bfloat16()), name
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
-    made = tiny.blank(tiny.config())
-    HuggingFaceFolder(theirs).fill(tiny.entries(made))
-    assert torch.equal(tiny.tensors(made)["layers.1.mlp.down"], wide[down])
+    built = tiny.blank(tiny.config())
+    HuggingFaceFolder(theirs).fill(tiny.entries(built))
+    assert torch.equal(tiny.tensors(built)["layers.1.mlp.down"], wide[down])
     assert open_pretrained(theirs).weights.dtype("layers.1.mlp.down") == torch.bfloat16
 
 
@@ -278,7 +278,7 @@ def test_a_gpt_oss_with_experts_in_mxfp4_computes_what_transformers_does(tmp_pat
         "quantization_config": MXFP4
     }
     (tmp_path / "x" / "config.json").write_text(json.dumps(config))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "x",
         quantization_config=transformers.Mxfp4Config(dequantize=True),
         dtype=torch.float32,
@@ -292,7 +292,7 @@ def test_a_gpt_oss_with_experts_in_mxfp4_computes_what_transformers_does(tmp_pat
         scores = ours.head.logits(
             ours.hidden_states(ids.flatten(), LayerInputs(seq_params_from_rows(*ids.shape)))
         )
-        expected = theirs(ids).logits.flatten(0, 1)
+        expected = reference(ids).logits.flatten(0, 1)
     assert float((scores - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
@@ -315,10 +315,10 @@ def test_deepseek_v3_with_fp8_experts_equals_the_dequantized_model(tmp_path: Pat
     save_file(wide, tmp_path / "x" / "model.safetensors", metadata={"format": "pt"})
     few = HuggingFaceFolder(tmp_path / "few")
     assert few.stored_as("model.layers.1.mlp.experts.3.up_proj.weight") == "fp8 dequantized"
-    found, expected = (
+    result, expected = (
         our_model(few).state_dict(),
         our_model(HuggingFaceFolder(tmp_path / "x")).state_dict(),
     )
-    assert found.keys() == expected.keys() and all(
-        torch.equal(found[name], expected[name]) for name in found
+    assert result.keys() == expected.keys() and all(
+        torch.equal(result[name], expected[name]) for name in result
     )

@@ -15,6 +15,7 @@ from megalith.config.tree import from_dict, to_dict
 from megalith.errors import CheckpointError
 from megalith.hf import release
 from megalith.hf.release import parameters, release_run, write_release
+from megalith.hf.staging import ConversionOptions
 from megalith.rules.run import run_problems
 
 
@@ -28,9 +29,9 @@ def test_every_weight_is_in_the_release(
         tmp_path / "x",
         tiny.config(),
         tiny.InMemory(tensors),
+        ConversionOptions(on_written=written_nbytes.append),
         config_text="a: 1\n",
         state={"token_ids": {}},
-        on_written=written_nbytes.append,
     )
     checkpoint = open_checkpoint(tmp_path / "x")
     assert verify_checkpoint(tmp_path / "x") == []
@@ -50,7 +51,11 @@ def test_every_weight_is_in_the_release(
 def test_weights_are_stored_in_the_requested_dtype(tmp_path: Path, tiny: SimpleNamespace) -> None:
     tensors = tiny.tensors(tiny.model(tiny.config()))
     write_release(
-        tmp_path / "x", tiny.config(), tiny.InMemory(tensors), config_text="", dtype=torch.bfloat16
+        tmp_path / "x",
+        tiny.config(),
+        tiny.InMemory(tensors),
+        ConversionOptions(torch.bfloat16),
+        config_text="",
     )
     checkpoint = open_checkpoint(tmp_path / "x")
     assert torch.equal(checkpoint.read("model.embed.weight"), tensors["embed.weight"].bfloat16())

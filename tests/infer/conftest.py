@@ -31,10 +31,10 @@ def config(**changes: Any) -> ModelConfig:
 
 def model(model_config: ModelConfig, mesh: Mesh | None = None, **fields: Any) -> Decoder:
     """A model with initial weights, the same under every layout; `fields`: see `BuildContext`."""
-    made = Decoder(build_context(model_config, mesh or build_single_rank_mesh(), **fields))
-    allocate(made, torch.device("cpu"))
-    initialize(made, seed=11)
-    return made
+    decoder = Decoder(build_context(model_config, mesh or build_single_rank_mesh(), **fields))
+    allocate(decoder, torch.device("cpu"))
+    initialize(decoder, seed=11)
+    return decoder
 
 
 @pytest.fixture

@@ -25,9 +25,9 @@ def test_rows_come_back_in_the_order_they_were_appended(sizes: list[int]) -> Non
     rows = torch.arange(sum(sizes) * 6.0).view(-1, 2, 3)
     buffer, before = GrowingBuffer(), 0
     for part in rows.split(sizes):
-        found = buffer.append(part)
+        result = buffer.append(part)
         before += len(part)
-        assert torch.equal(found, rows[:before])
+        assert torch.equal(result, rows[:before])
 
 
 @pytest.mark.parametrize("window", [1, 2, 70])
@@ -38,9 +38,9 @@ def test_buffer_with_a_window_returns_visible_keys_and_stores_few_others(
     rows = torch.arange(sum(sizes) * 6.0).view(-1, 2, 3)
     buffer, before = GrowingBuffer(AttentionView(window)), 0
     for part in rows.split(sizes):
-        found = buffer.append(part)
+        result = buffer.append(part)
         before += len(part)
-        assert torch.equal(found, rows[max(0, before - len(part) - window + 1) : before])
+        assert torch.equal(result, rows[max(0, before - len(part) - window + 1) : before])
     for _ in range(600):
         last = buffer.append(rows[:1])
     assert last.untyped_storage().nbytes() <= 4 * 6 * 2 * max(INITIAL_CAPACITY, 2 * window)
@@ -193,7 +193,7 @@ def test_cached_token_equals_that_of_the_full_sequence(variant: str, kernel: Ker
         q, k, v = (torch.cat(same) for same in zip(*new))
         read = [at + count for at, count in zip(read, counts)]
         tokens = seq_params_from_queries(list(zip(counts, read)))
-        found = attention(
+        result = attention(
             q,
             *stored(layer, k, v, tokens),
             tokens,
@@ -203,7 +203,7 @@ def test_cached_token_equals_that_of_the_full_sequence(variant: str, kernel: Ker
             kernel=kernel,
         )
         expected = torch.cat([out[at - count : at] for out, at, count in zip(whole, read, counts)])
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_finished_sequence_is_removed_from_the_cache() -> None:
@@ -292,11 +292,11 @@ def test_paged_cache_gives_the_logits_of_the_growing_cache(
         ids = torch.arange(inputs.seq_params.num_tokens) * 5 % 37
         for cache in paged:
             cache.sequences = order
-        expected, found = (
+        expected, result = (
             model.logits(ids, inputs, caches, torch.arange(len(ids)))
             for caches in (growing.layers(order), paged)
         )
-        assert torch.equal(found, expected)
+        assert torch.equal(result, expected)
 
 
 def decaying_sum(cache: LayerCache, x: Tensor, seq_params: PackedSeqParams) -> Tensor:

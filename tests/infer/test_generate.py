@@ -59,9 +59,9 @@ def test_text_with_a_cache_equals_text_recomputed_for_every_token(
     attention: AttentionConfig, tiny: SimpleNamespace
 ) -> None:
     model = tiny.model(tiny.config(attention=attention), dtype=torch.float64)
-    found = texts(list(generate(model, PROMPTS, GREEDY)))
-    assert found == [slowly(model, prompt, 20) for prompt in PROMPTS]
-    assert all(len(set(text)) > 2 for text in found), "texts that repeat one token show little"
+    result = texts(list(generate(model, PROMPTS, GREEDY)))
+    assert result == [slowly(model, prompt, 20) for prompt in PROMPTS]
+    assert all(len(set(text)) > 2 for text in result), "texts that repeat one token show little"
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -71,9 +71,9 @@ def test_text_longer_than_initial_capacity_and_window_matches_recomputation(
     monkeypatch.setattr(cache, "INITIAL_CAPACITY", 4)
     seen = AttentionConfig(window=13, window_layers=(True, False), chunked=chunked)
     model = tiny.model(tiny.config(attention=seen, max_seq_len=64), dtype=torch.float64)
-    found = texts(list(generate(model, PROMPTS, replace(GREEDY, max_new_tokens=45))))
-    assert found == [slowly(model, prompt, 45) for prompt in PROMPTS]
-    assert all(len(set(text)) > 2 for text in found), "texts that repeat one token show little"
+    result = texts(list(generate(model, PROMPTS, replace(GREEDY, max_new_tokens=45))))
+    assert result == [slowly(model, prompt, 45) for prompt in PROMPTS]
+    assert all(len(set(text)) > 2 for text in result), "texts that repeat one token show little"
 
 
 LONG = RopeConfig(
@@ -101,8 +101,8 @@ def test_longrope_text_beyond_the_original_length_is_recomputed(
     assert slowly(short, prompt, 20) != expected
     read = build_prefix_state(model.config)
     for text in (prompt, prompt[:2], [*prompt, 5]):
-        found = texts(list(generate(model, [text], GREEDY, before=read)), 1)[0]
-        assert found == slowly(model, text, 20)
+        result = texts(list(generate(model, [text], GREEDY, before=read)), 1)[0]
+        assert result == slowly(model, text, 20)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_every_layer_type_generates_the_same_text_with_a_cache(
     # a tied one repeats what it reads
     config = replace(VARIANTS[variant], init_std=0.7, tied_embeddings=False)
     model = tiny.model(config, dtype=torch.float64)
-    found = texts(list(generate(model, PROMPTS, GREEDY)))
-    assert found == [slowly(model, prompt, 20) for prompt in PROMPTS]
-    assert sum(len(set(text)) > 2 for text in found) > 1, "texts that repeat one token show little"
+    result = texts(list(generate(model, PROMPTS, GREEDY)))
+    assert result == [slowly(model, prompt, 20) for prompt in PROMPTS]
+    assert sum(len(set(text)) > 2 for text in result) > 1, "texts that repeat one token show little"
 
 
 LATENT = MLAConfig(kv_rank=6, q_rank=5, nope_dim=4, rope_dim=2, value_dim=3)
@@ -210,15 +210,15 @@ def test_chunking_and_batching_of_prompts_do_not_change_the_text(
 
 def test_text_depends_on_the_seed(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config())
-    found = [
+    results = [
         texts(list(generate(model, PROMPTS, SampleConfig(max_new_tokens=20, seed=seed))))
         for seed in (1, 1, 2)
     ]
-    assert found[0] == found[1] != found[2]
+    assert results[0] == results[1] != results[2]
     repeated = texts(
         list(generate(model, [PROMPTS[0]] * 3, SampleConfig(max_new_tokens=20, seed=1)))
     )
-    assert repeated[0] == found[0][0] and repeated[0] != repeated[1] != repeated[2], (
+    assert repeated[0] == results[0][0] and repeated[0] != repeated[1] != repeated[2], (
         "each has draws of its own"
     )
 
@@ -230,7 +230,7 @@ def test_a_text_ends_at_a_stop_at_its_length_or_at_the_end_of_the_context(
     free = texts(list(generate(model, PROMPTS, GREEDY)))
     assert [len(text) for text in free] == [11, 15, 5]
     stop = free[1][6]
-    found = list(
+    results = list(
         generate(
             model,
             PROMPTS,
@@ -238,8 +238,8 @@ def test_a_text_ends_at_a_stop_at_its_length_or_at_the_end_of_the_context(
             stops=frozenset({stop}),
         )
     )
-    ends = {written.sequence: written.finish for written in found if written.finish is not None}
-    for number, text in enumerate(texts(found)):
+    ends = {written.sequence: written.finish for written in results if written.finish is not None}
+    for number, text in enumerate(texts(results)):
         until = free[number].index(stop) + 1 if stop in free[number] else len(free[number])
         assert text == free[number][: min(until, 13)]
     assert ends[1] == "stop" and set(ends.values()) <= {"stop", "context"}
@@ -316,8 +316,8 @@ def test_every_rank_generates_the_text_of_one_process(
         SampleConfig(max_new_tokens=20, top_k=20, top_p=0.95),
     )
     expected = list(generate(tiny.model(config, dtype=torch.float64), PROMPTS, sample))
-    for found in run_ranks(on_a_rank, tp, config, tiny.model, sample):
-        assert found == expected
+    for result in run_ranks(on_a_rank, tp, config, tiny.model, sample):
+        assert result == expected
 
 
 ROUTER = RouterConfig(score="sigmoid", expert_bias=True, jitter=0.3)
@@ -342,16 +342,16 @@ def test_expert_parallel_ranks_generate_the_text_of_one_process(
         (2, 1) if moe is EXPERTS else (1, None)
     )
     expected = list(generate(tiny.model(config, dtype=torch.float64), PROMPTS, GREEDY))
-    for found in run_ranks(on_a_rank, 2, config, tiny.model, GREEDY):
-        assert found == expected
+    for result in run_ranks(on_a_rank, 2, config, tiny.model, GREEDY):
+        assert result == expected
 
 
 def test_generation_neither_counts_nor_drops_tokens_in_experts(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config(moe=EXPERTS), dtype=torch.float64)
-    found = texts(list(generate(model, PROMPTS, GREEDY)))
+    result = texts(list(generate(model, PROMPTS, GREEDY)))
     assert all(
         router.balance.record is None for router in model.modules() if isinstance(router, Router)
     )
     for changes in ({"capacity": CapacityConfig()}, {"router": replace(ROUTER, jitter=0.0)}):
         roomy = tiny.model(tiny.config(moe=replace(EXPERTS, **changes)), dtype=torch.float64)
-        assert texts(list(generate(roomy, PROMPTS, GREEDY))) == found
+        assert texts(list(generate(roomy, PROMPTS, GREEDY))) == result

@@ -194,25 +194,25 @@ def test_texts_end_at_the_end_token_of_the_tokenizer_or_the_folder(
     ).stops == {256}
     convert(open_pretrained(ours), tmp_path / "b", "huggingface")
     (tmp_path / "b" / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
-    theirs = load_text_generator(
+    reference = load_text_generator(
         open_source(str(tmp_path / "b"), 1), build_single_rank_mesh(), CPU, torch.float32
     )
-    assert theirs.stops == {3, 4, 256} and theirs.tokenizer.vocab_size == 300, (
+    assert reference.stops == {3, 4, 256} and reference.tokenizer.vocab_size == 300, (
         "no tokenizer came with it: ids"
     )
     words = train_bpe(["some text"] * 3, vocab_size=260, path=str(tmp_path / "words"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "b" / name).write_bytes((tmp_path / "words" / name).read_bytes())
-    theirs = load_text_generator(
+    reference = load_text_generator(
         open_source(str(tmp_path / "b"), 1), build_single_rank_mesh(), CPU, torch.float32
     )
-    assert theirs.stops == {3, 4, 256, words.eod}
+    assert reference.stops == {3, 4, 256, words.eod}
     (tmp_path / "b" / "generation_config.json").unlink()
     (tmp_path / "b" / "tokenizer.json").unlink()
-    theirs = load_text_generator(
+    reference = load_text_generator(
         open_source(str(tmp_path / "b"), 1), build_single_rank_mesh(), CPU, torch.float32
     )
-    assert theirs.stops == {256}, "the last id has no meaning when nobody named it"
+    assert reference.stops == {256}, "the last id has no meaning when nobody named it"
     convert(open_pretrained(tmp_path / "b"), tmp_path / "c", "megalith")
     kept = load_text_generator(
         open_source(str(tmp_path / "c"), 1), build_single_rank_mesh(), CPU, torch.float32

@@ -35,8 +35,8 @@ def test_greedy_returns_the_most_likely_token_and_the_first_of_equals() -> None:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_are_sampled_with_softmax_probabilities(temperature: float) -> None:
     row = torch.tensor([0.0, 1.0, -1.0, 2.0, -30.0])
-    found = shares(row, SampleConfig(temperature=temperature))
-    torch.testing.assert_close(found, (row / temperature).softmax(-1), rtol=0, atol=0.03)
+    result = shares(row, SampleConfig(temperature=temperature))
+    torch.testing.assert_close(result, (row / temperature).softmax(-1), rtol=0, atol=0.03)
 
 
 def test_sample_is_keyed_by_seed_sequence_and_position() -> None:
@@ -65,9 +65,9 @@ def test_samples_do_not_depend_on_other_rows() -> None:
 )
 def test_top_k_keeps_the_most_likely_tokens_and_ties(k: int, kept: list[int]) -> None:
     row = torch.tensor([[0.0, 9.0, 5.0, 7.0, -2.0, 5.0]])
-    found = filter_logits(row, SampleConfig(top_k=k))
-    assert found.isfinite()[0].nonzero().flatten().tolist() == kept
-    assert torch.equal(found[:, kept], row[:, kept])
+    result = filter_logits(row, SampleConfig(top_k=k))
+    assert result.isfinite()[0].nonzero().flatten().tolist() == kept
+    assert torch.equal(result[:, kept], row[:, kept])
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_probability(
     p: float, kept: list[int]
 ) -> None:
     row = torch.tensor([[0.3, 0.05, 0.5, 0.15]]).log()
-    found = filter_logits(row, SampleConfig(top_p=p))
-    assert found.isfinite()[0].nonzero().flatten().tolist() == sorted(kept)
+    result = filter_logits(row, SampleConfig(top_p=p))
+    assert result.isfinite()[0].nonzero().flatten().tolist() == sorted(kept)
 
 
 def test_top_p_is_applied_after_temperature_and_top_k() -> None:
@@ -97,8 +97,8 @@ def test_top_p_is_applied_after_temperature_and_top_k() -> None:
     assert filter_logits(row, SampleConfig(top_k=2, top_p=0.6)).isfinite().tolist() == [
         [True, False, False, False]
     ]
-    found = shares(row[0], SampleConfig(temperature=0.25, top_p=0.8), draws=200)
-    assert found[0] == 1.0, "at this temperature the best token alone has 0.88"
+    result = shares(row[0], SampleConfig(temperature=0.25, top_p=0.8), draws=200)
+    assert result[0] == 1.0, "at this temperature the best token alone has 0.88"
 
 
 def test_only_kept_tokens_are_drawn_in_their_proportion() -> None:

@@ -58,34 +58,34 @@ def test_prompt_that_is_not_text_is_reported() -> None:
 
 
 def test_text_is_streamed_in_whole_characters_without_the_end_token() -> None:
-    found, parts = transcript(), []
+    result, parts = transcript(), []
     for token in [*"é!".encode(), 256]:
-        found.add(GeneratedToken(0, token, "stop" if token == 256 else None))
-        parts.append(found.text)
+        result.add(GeneratedToken(0, token, "stop" if token == 256 else None))
+        parts.append(result.text)
     assert (
         parts == ["", "é", "é!", "é!"]
-        and found.ids == [195, 169, 33, 256]
-        and found.finish == "stop"
+        and result.ids == [195, 169, 33, 256]
+        and result.finish == "stop"
     )
 
 
 def test_incomplete_character_is_shown_at_the_end() -> None:
-    found = transcript()
-    found.add(GeneratedToken(0, 195, "length"))
-    assert found.text == "\ufffd"
+    result = transcript()
+    result.add(GeneratedToken(0, 195, "length"))
+    assert result.text == "\ufffd"
 
 
 def test_an_ignored_end_token_is_not_part_of_the_text() -> None:
-    found = transcript()
+    result = transcript()
     for token in (256, 99):
-        found.add(GeneratedToken(0, token, None))
-    assert found.text == "c"
+        result.add(GeneratedToken(0, token, None))
+    assert result.text == "c"
 
 
 def test_stop_token_of_another_name_is_not_text() -> None:
-    found = transcript()
-    found.add(GeneratedToken(0, 99, "stop"))
-    assert found.text == ""
+    result = transcript()
+    result.add(GeneratedToken(0, 99, "stop"))
+    assert result.text == ""
 
 
 def test_space_after_the_prompt_is_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -94,17 +94,17 @@ def test_space_after_the_prompt_is_kept(tmp_path_factory: pytest.TempPathFactory
     words = HuggingFaceTokenizer(str(folder))
     ids = words.encode("hello world, hello there")
     for cut in range(1, len(ids)):
-        found = Transcript(words.decode(ids[:cut]), ids[:cut], words)
+        result = Transcript(words.decode(ids[:cut]), ids[:cut], words)
         for number, token in enumerate(ids[cut:], cut + 1):
-            found.add(GeneratedToken(0, token, "length" if number == len(ids) else None))
-        assert found.echo + found.text == "hello world, hello there"
+            result.add(GeneratedToken(0, token, "length" if number == len(ids) else None))
+        assert result.echo + result.text == "hello world, hello there"
 
 
 def test_ids_are_the_text_of_a_model_without_a_tokenizer() -> None:
-    found = transcript("5 17", NullTokenizer(37))
-    found.add(GeneratedToken(0, 9, None))
-    found.add(GeneratedToken(0, 3, "length"))
-    assert found.echo + found.text == "5 17 9 3"
+    result = transcript("5 17", NullTokenizer(37))
+    result.add(GeneratedToken(0, 9, None))
+    result.add(GeneratedToken(0, 3, "length"))
+    assert result.echo + result.text == "5 17 9 3"
 
 
 def test_one_text_streams_and_several_follow_one_another() -> None:
@@ -132,6 +132,6 @@ def test_streamed_text_equals_the_returned_text(ignore_eod: bool, tiny: SimpleNa
     free = [written.token for written in generate(model, [[97]], sample)]
     shown: list[str] = []
     generator = TextGenerator(model, BYTES, frozenset({free[9]}))
-    (found,) = generate_text(generator, ["a"], sample, ignore_eod=ignore_eod, show=shown.append)
-    assert "".join(shown) == "a" + found.text + "\n" and len(shown) == len(found.ids)
-    assert found.ids == (free if ignore_eod else free[: free.index(free[9]) + 1])
+    (result,) = generate_text(generator, ["a"], sample, ignore_eod=ignore_eod, show=shown.append)
+    assert "".join(shown) == "a" + result.text + "\n" and len(shown) == len(result.ids)
+    assert result.ids == (free if ignore_eod else free[: free.index(free[9]) + 1])

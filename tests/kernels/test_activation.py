@@ -115,12 +115,12 @@ def test_every_gate_and_its_gradient_equal_the_reference(
         seeded(67, 131, seed=1, dtype=dtype),
     )
     expected = reference_gated(gate_up, gate)
-    (theirs,) = torch.autograd.grad(expected, gate_up, dy, retain_graph=True)
+    (reference,) = torch.autograd.grad(expected, gate_up, dy, retain_graph=True)
     kernels: tuple[Kernel, ...] = ("auto", "torch") if gate.activation in SIGMOIDS else ("auto",)
     for kernel in kernels:
         y = gated(gate_up, gate, kernel=kernel)
         close(y, expected, tolerance)
-        close(torch.autograd.grad(y, gate_up, dy)[0], theirs, tolerance)
+        close(torch.autograd.grad(y, gate_up, dy)[0], reference, tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 5e-3)])

@@ -100,10 +100,10 @@ def test_result_and_gradients_equal_the_reference(layout: str, heads: int, kv_he
     y, expected = attention(*inputs, tokens), reference_attention(*inputs, tokens)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-    for mine, theirs in zip(
+    for actual, reference in zip(
         torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)
     ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual, reference, rtol=1e-12, atol=1e-12)
 
 
 def sinks_of(heads: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -125,10 +125,10 @@ def test_every_variant_equals_the_reference(layout: str, variant: str) -> None:
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
     wanted = inputs if sinks is None else [*inputs, sinks]
-    for mine, theirs in zip(
+    for actual, reference in zip(
         torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy)
     ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual, reference, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -171,11 +171,11 @@ def test_variants_in_low_precision_match_float64(variant: str, dtype: torch.dtyp
         return [y.detach(), *torch.autograd.grad(y, all_inputs, dy.to(y.dtype))]
 
     tolerance = 5e-6 if dtype == torch.float32 else 2e-2
-    for mine, right in zip(found(inputs), found(exact)):
-        assert mine.dtype == dtype
+    for actual, right in zip(found(inputs), found(exact)):
+        assert actual.dtype == dtype
         # who sees one key has no gradient of its score
         size = right.norm() if right.norm() > 1e-9 else dy.norm()
-        assert (mine - right).norm() <= tolerance * size
+        assert (actual - right).norm() <= tolerance * size
 
 
 def test_reference_of_each_variant_matches_its_formula() -> None:
@@ -303,11 +303,11 @@ def test_attention_masks_hide_keys_in_addition_to_scores(
         torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
         dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
         wanted = inputs if sinks is None else [*inputs, sinks]
-        for mine, theirs in zip(
+        for actual, reference in zip(
             torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy)
         ):
-            assert bool(torch.isfinite(mine).all())
-            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+            assert bool(torch.isfinite(actual).all())
+            torch.testing.assert_close(actual, reference, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
@@ -328,10 +328,10 @@ def test_masked_attention_in_low_precision_matches_float64(
         )
         expected = reference_attention(*exact, tokens, scores, sinks)
         torch.testing.assert_close(y.double(), expected, rtol=bound, atol=bound)
-        for mine, theirs in zip(
+        for actual, reference in zip(
             torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), exact)
         ):
-            torch.testing.assert_close(mine.double(), theirs, rtol=4 * bound, atol=4 * bound)
+            torch.testing.assert_close(actual.double(), reference, rtol=4 * bound, atol=4 * bound)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -430,10 +430,10 @@ def test_attention_masks_combine_with_dropout_and_biases(kind: str) -> None:
         )
         torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
         wanted = [*inputs, table] if relative else inputs
-        for mine, theirs in zip(
+        for actual, reference in zip(
             torch.autograd.grad(y.sum(), wanted), torch.autograd.grad(expected.sum(), wanted)
         ):
-            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(actual, reference, rtol=1e-11, atol=1e-11)
 
 
 def test_layers_with_equal_masks_share_one_cached_mask() -> None:
@@ -522,10 +522,10 @@ def test_attention_dropout_matches_the_reference(layout: str, variant: str) -> N
     )
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
     wanted = inputs if sinks is None else [*inputs, sinks]
-    for mine, theirs in zip(
+    for actual, reference in zip(
         torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy)
     ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(actual, reference, rtol=1e-11, atol=1e-11)
     assert bool(dropped_weights(0.4, 99, numbers[:5], numbers[:5], range(2, 6)).any())
 
 
@@ -555,10 +555,10 @@ def test_relative_biases_are_added_to_the_scores(variant: str, layout: str, kern
     expected = torch.cat(outs)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-    for mine, theirs in zip(
+    for actual, reference in zip(
         torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)
     ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(actual, reference, rtol=1e-11, atol=1e-11)
 
 
 def test_queries_and_keys_may_be_different_tokens() -> None:
@@ -575,10 +575,10 @@ def test_queries_and_keys_may_be_different_tokens() -> None:
             reference_attention(*inputs, tokens, scores),
         )
         torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-        for mine, theirs in zip(
+        for actual, reference in zip(
             torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)
         ):
-            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(actual, reference, rtol=1e-12, atol=1e-12)
 
 
 def test_sink_takes_its_share_of_softmax() -> None:
@@ -802,9 +802,9 @@ def test_explicit_backend_is_used_or_rejected() -> None:
         torch.testing.assert_close(
             attention(q, k, v, rows, kernel=form), plain, rtol=1e-5, atol=1e-5
         )
-    found = attention(q, k, v, rows, windowed, kernel="split_kv")
+    result = attention(q, k, v, rows, windowed, kernel="split_kv")
     torch.testing.assert_close(
-        found, reference_attention(q, k, v, rows, windowed), rtol=1e-5, atol=1e-5
+        result, reference_attention(q, k, v, rows, windowed), rtol=1e-5, atol=1e-5
     )
     for form in ("cpu_tiled", "sdpa"):
         with pytest.raises(

@@ -31,8 +31,8 @@ def best_of_rank(rank: int, world: int) -> list[int]:
     group: Group = build_mesh(model_grid(run.parallel, run.model, world), rank=rank).tp
     sizes = split_evenly(PADDED, world)
     first = sum(sizes[:rank])
-    mine = table[first : first + sizes[rank]]
-    return greedy_tokens(x, mine, vocab=VocabShard(group, first, VOCAB)).tolist()
+    local = table[first : first + sizes[rank]]
+    return greedy_tokens(x, local, vocab=VocabShard(group, first, VOCAB)).tolist()
 
 
 def expected() -> list[int]:

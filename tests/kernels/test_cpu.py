@@ -121,5 +121,7 @@ def test_torch_compile_captures_every_kernel_in_one_graph() -> None:
     graph: Callable[[Tensor, Tensor], Tensor] = torch.compile(
         everything, backend="aot_eager", fullgraph=True
     )
-    mine, theirs = (torch.autograd.grad(f(x, weight), (x, weight)) for f in (graph, everything))
-    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    actual, reference = (
+        torch.autograd.grad(f(x, weight), (x, weight)) for f in (graph, everything)
+    )
+    torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-4)

@@ -93,25 +93,25 @@ def torch_loss(x: Tensor, weight: Tensor, labels: Tensor = LABELS) -> Tensor:
 @pytest.mark.parametrize("chunk", [None, 1, 4, T, 100])
 def test_loss_and_gradients_equal_torch_for_any_chunk(form: str, chunk: int | None) -> None:
     x, weight = inputs()
-    ours, theirs = loss(form, x, weight, chunk=chunk), torch_loss(x, weight)
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    for mine, expected in zip(
-        torch.autograd.grad(3 * ours, (x, weight)), torch.autograd.grad(3 * theirs, (x, weight))
+    ours, reference = loss(form, x, weight, chunk=chunk), torch_loss(x, weight)
+    torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+    for actual, expected in zip(
+        torch.autograd.grad(3 * ours, (x, weight)), torch.autograd.grad(3 * reference, (x, weight))
     ):
-        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_losses_of_single_tokens_equal_the_reference() -> None:
     x, weight = inputs()
     ours = token_losses(x, weight, LABELS, vocab=VocabShard(single_rank_group("tp"), 0, V), chunk=4)
-    theirs = reference_cross_entropy(x, weight, LABELS, vocab_size=V)
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    reference = reference_cross_entropy(x, weight, LABELS, vocab_size=V)
+    torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
     assert ours[2] == ours[7] == 0
     weights = torch.arange(T, dtype=torch.float64)
-    mine, expected = (
-        torch.autograd.grad((each * weights).sum(), (x, weight)) for each in (ours, theirs)
+    actual, expected = (
+        torch.autograd.grad((each * weights).sum(), (x, weight)) for each in (ours, reference)
     )
-    torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_gradients_of_token_losses_are_those_of_finite_differences() -> None:
@@ -275,9 +275,9 @@ def test_all_backends_match_the_reference(
             kernel=each,
         ).sum()
         results.append((loss_sum, *torch.autograd.grad(loss_sum, (x, weight))))
-    for mine, theirs in zip(*results):
-        assert mine.dtype == theirs.dtype
-        assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
+    for actual, reference in zip(*results):
+        assert actual.dtype == reference.dtype
+        assert (actual - reference).abs().max() <= tolerance * reference.abs().max()
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
@@ -293,7 +293,7 @@ def test_label_smoothing_matches_torch_without_padding_rows(
     ours = linear_cross_entropy(
         x, weight, LABELS, **whole, smoothing=0.1, chunk=chunk, kernel=kernel
     )
-    theirs = reference_cross_entropy(
+    reference = reference_cross_entropy(
         x, weight, LABELS, vocab_size=V, logit_transform=logit_transform, smoothing=0.1
     ).sum()
     scores = logit_transform.scores(x @ weight[:V].T).log_softmax(-1)
@@ -301,10 +301,10 @@ def test_label_smoothing_matches_torch_without_padding_rows(
     torch.testing.assert_close(
         ours, -(says * scores).sum(-1)[LABELS >= 0].sum(), rtol=1e-12, atol=1e-12
     )
-    for mine, expected in zip(
-        *(torch.autograd.grad(3 * each, (x, weight)) for each in (ours, theirs)), strict=True
+    for actual, expected in zip(
+        *(torch.autograd.grad(3 * each, (x, weight)) for each in (ours, reference)), strict=True
     ):
-        torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
@@ -322,8 +322,8 @@ def test_numba_backend_supports_label_smoothing(dtype: torch.dtype, tolerance: f
             kernel=kernel,
         )
         results.append((total, *torch.autograd.grad(total, (x, weight))))
-    for mine, theirs in zip(*results, strict=True):
-        assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
+    for actual, reference in zip(*results, strict=True):
+        assert (actual - reference).abs().max() <= tolerance * reference.abs().max()
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
@@ -332,12 +332,12 @@ def test_a_confident_bf16_token_keeps_its_small_gradient(kernel: Kernel) -> None
     sure = weight.detach()[labels.clamp(min=0)].mul(1.5).requires_grad_()
     exact = [a.detach().double().requires_grad_() for a in (sure, weight)]
     whole = {"vocab": VocabShard(single_rank_group("tp"), 0, 301)}
-    (mine,) = torch.autograd.grad(
+    (actual,) = torch.autograd.grad(
         linear_cross_entropy(sure, weight, labels, **whole, kernel=kernel), sure
     )
-    (theirs,) = torch.autograd.grad(linear_cross_entropy(*exact, labels, **whole), exact[0])
-    assert float(theirs.norm(dim=1)[labels >= 0].min()) < 1e-2  # some are sure indeed
-    assert (mine - theirs).norm() <= 3e-2 * theirs.norm()
+    (reference,) = torch.autograd.grad(linear_cross_entropy(*exact, labels, **whole), exact[0])
+    assert float(reference.norm(dim=1)[labels >= 0].min()) < 1e-2  # some are sure indeed
+    assert (actual - reference).norm() <= 3e-2 * reference.norm()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -377,7 +377,7 @@ def test_gradients_of_scaled_and_soft_capped_logits_match_torch(
             if logit_transform.softcap is None
             else logit_transform.softcap * torch.tanh(scores / logit_transform.softcap)
         )
-        theirs = torch.nn.functional.cross_entropy(
+        reference = torch.nn.functional.cross_entropy(
             scores, LABELS.clamp(min=-1), ignore_index=-1, reduction="sum"
         )
         whole = linear_cross_entropy if form == "sum" else token_losses
@@ -388,11 +388,11 @@ def test_gradients_of_scaled_and_soft_capped_logits_match_torch(
             vocab=VocabShard(single_rank_group("tp"), 0, V, logit_transform=logit_transform),
             chunk=4,
         ).sum()
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-        for mine, expected in zip(
-            torch.autograd.grad(ours, (x, weight)), torch.autograd.grad(theirs, (x, weight))
+        torch.testing.assert_close(ours, reference, rtol=1e-11, atol=1e-11)
+        for actual, expected in zip(
+            torch.autograd.grad(ours, (x, weight)), torch.autograd.grad(reference, (x, weight))
         ):
-            torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_identity_logit_transform_returns_its_input() -> None:
@@ -405,9 +405,9 @@ def test_identity_logit_transform_returns_its_input() -> None:
 
 def test_soft_capped_logits_are_computed_in_fp32() -> None:
     matmul_ops = 30 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found = LogitTransform(softcap=30.0).scores(matmul_ops)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, 30 * torch.tanh(matmul_ops.float() / 30))
+    result = LogitTransform(softcap=30.0).scores(matmul_ops)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, 30 * torch.tanh(matmul_ops.float() / 30))
 
 
 @pytest.mark.parametrize("logit_transform", READOUTS)

@@ -127,8 +127,8 @@ def by_hand(p: float, number: int, feature: int) -> bool:
 
 def test_masks_match_a_reference_in_python_integers() -> None:
     numbers = [-1, 0, 1, 2**40, 2**62]
-    found = dropped_features(0.3, 7, torch.tensor(numbers), 2**20, 50)
-    assert found.tolist() == [
+    result = dropped_features(0.3, 7, torch.tensor(numbers), 2**20, 50)
+    assert result.tolist() == [
         [by_hand(0.3, number, 2**20 + j) for j in range(50)] for number in numbers
     ]
 

@@ -36,22 +36,22 @@ class Recorder:
 
 
 def test_lookup_and_gradient_equal_torch() -> None:
-    ours, theirs = table().requires_grad_(), table().requires_grad_()
+    ours, reference = table().requires_grad_(), table().requires_grad_()
     dy = torch.randn(7, 4, dtype=torch.float64)
-    y, expected = embedding(IDS, ours), torch.nn.functional.embedding(IDS, theirs)
+    y, expected = embedding(IDS, ours), torch.nn.functional.embedding(IDS, reference)
     assert torch.equal(y, expected)
     y.backward(dy)
     expected.backward(dy)
-    torch.testing.assert_close(ours.grad, theirs.grad)
+    torch.testing.assert_close(ours.grad, reference.grad)
 
 
 def test_table_shard_matches_the_reference() -> None:
-    ours, theirs = table(3).requires_grad_(), table(3).requires_grad_()
-    y, expected = embedding(IDS, ours, first_row=2), reference_embedding(IDS, theirs, 2)
+    ours, reference = table(3).requires_grad_(), table(3).requires_grad_()
+    y, expected = embedding(IDS, ours, first_row=2), reference_embedding(IDS, reference, 2)
     assert torch.equal(y, expected)
     y.square().sum().backward()
     expected.square().sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad)
+    torch.testing.assert_close(ours.grad, reference.grad)
 
 
 def test_uneven_table_shards_sum_to_the_full_lookup() -> None:

@@ -91,9 +91,9 @@ def test_grouped_experts_match_a_loop_over_experts(
         run(each, build_groups(counts), inner, *given) for each in (experts, reference_experts)
     )
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    ours, theirs = (torch.autograd.grad(each, given, dy) for each in (y, expected))
-    for mine, other in zip(ours, theirs):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+    ours, reference = (torch.autograd.grad(each, given, dy) for each in (y, expected))
+    for actual, other in zip(ours, reference):
+        torch.testing.assert_close(actual, other, rtol=1e-12, atol=1e-12)
 
 
 class Total:
@@ -118,10 +118,17 @@ def test_reference_gradients_go_to_the_same_accumulators(counts: tuple[int, ...]
     sinks = Total(up), Total(down)
     both = Matrix(up, up_bias, cast(Any, sinks[0])), Matrix(down, down_bias, cast(Any, sinks[1]))
     experts(rows, weights, build_groups(counts), *both, SWIGLU, kernel="reference").backward(dy)
-    found = [rows.grad, weights.grad, sinks[0].total, sinks[1].total, up_bias.grad, down_bias.grad]
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine is not None
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    results = [
+        rows.grad,
+        weights.grad,
+        sinks[0].total,
+        sinks[1].total,
+        up_bias.grad,
+        down_bias.grad,
+    ]
+    for actual, reference in zip(results, expected, strict=True):
+        assert actual is not None
+        torch.testing.assert_close(actual, reference, rtol=1e-12, atol=1e-12)
     assert (
         up.grad is None
         and down.grad is None
@@ -154,8 +161,8 @@ def test_low_precision_error_is_within_rounding(
         [y, *torch.autograd.grad(y.sum(), given)],
         [expected, *torch.autograd.grad(expected.sum(), plain)],
     )
-    for number, (mine, theirs) in enumerate(results):
-        assert (mine - theirs).abs().max() <= close * theirs.abs().max(), number
+    for number, (actual, reference) in enumerate(results):
+        assert (actual - reference).abs().max() <= close * reference.abs().max(), number
 
 
 def test_experts_without_rows_get_zero_gradients() -> None:
@@ -252,10 +259,10 @@ def test_moe_layer_matches_a_loop_over_experts(dropped: float) -> None:
     )
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     dy = seeded(7, H, seed=4)
-    for mine, theirs in zip(
+    for actual, reference in zip(
         torch.autograd.grad(y, given, dy), torch.autograd.grad(expected, given, dy)
     ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual, reference, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -273,8 +280,8 @@ def test_experts_padded_to_capacity_match_token_dropping(
         rows, weights = permute(given[0], order), gather_row_weights(given[1], order)
         y = unpermute(run(experts, groups, SWIGLU, rows, weights, *given[2:]), order)
         results.append([y, *torch.autograd.grad(y, given, dy)])
-    for mine, theirs in zip(*results):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    for actual, reference in zip(*results):
+        torch.testing.assert_close(actual, reference, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -285,10 +292,10 @@ def test_expert_biases_match_the_reference(weighted: bool) -> None:
     expected = reference_with_bias(y, bias, build_groups(UNEVEN), weights)
     torch.testing.assert_close(ours, expected)
     dy = seeded(9, H, seed=3)
-    for mine, theirs in zip(
+    for actual, reference in zip(
         torch.autograd.grad(ours, given, dy), torch.autograd.grad(expected, given, dy)
     ):
-        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(actual, reference)
 
 
 def test_without_bias_the_input_is_returned() -> None:

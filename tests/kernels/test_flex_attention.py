@@ -71,13 +71,17 @@ def test_values_and_gradients_match_the_reference(
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
     q, k, v, sink = inputs_of(LENGTHS[0], torch.float32)
     inputs = [q, k, v, sink][: 4 if sinks else 3]
-    mine = flexible_attention(q, k, v, LENGTHS[0], scores, sink if sinks else None, compiled=False)
+    actual = flexible_attention(
+        q, k, v, LENGTHS[0], scores, sink if sinks else None, compiled=False
+    )
     tokens = seq_params_from_queries(list(LENGTHS[0]))
-    theirs = reference_attention(q, k, v, tokens, scores, sink if sinks else None)
-    dy = torch.randn(mine.shape, generator=torch.Generator().manual_seed(1))
-    assert relative_error(mine, theirs) <= 1e-5
+    reference = reference_attention(q, k, v, tokens, scores, sink if sinks else None)
+    dy = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1))
+    assert relative_error(actual, reference) <= 1e-5
     for a, b in zip(
-        torch.autograd.grad(mine, inputs, dy), torch.autograd.grad(theirs, inputs, dy), strict=True
+        torch.autograd.grad(actual, inputs, dy),
+        torch.autograd.grad(reference, inputs, dy),
+        strict=True,
     ):
         assert relative_error(a, b) <= 1e-5
 
@@ -117,15 +121,15 @@ def test_attention_masks_match_the_reference(kind: str, monkeypatch: pytest.Monk
         inputs = [q, k, v] if sinks is None else [q, k, v, sink]
         assert tokens.visible is not None
         seen = PairMask(tokens.visible, torch.arange(len(q)), torch.arange(len(k)))
-        mine = flexible_attention(
+        actual = flexible_attention(
             q, k, v, LENGTHS[0], tokens.visible.scores(scores), sinks, seen, compiled=False
         )
-        theirs = reference_attention(q, k, v, tokens, scores, sinks)
-        dy = torch.randn(mine.shape, generator=torch.Generator().manual_seed(1))
-        assert relative_error(mine, theirs) <= 1e-5
+        reference = reference_attention(q, k, v, tokens, scores, sinks)
+        dy = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1))
+        assert relative_error(actual, reference) <= 1e-5
         for a, b in zip(
-            torch.autograd.grad(mine, inputs, dy),
-            torch.autograd.grad(theirs, inputs, dy),
+            torch.autograd.grad(actual, inputs, dy),
+            torch.autograd.grad(reference, inputs, dy),
             strict=True,
         ):
             assert bool(torch.isfinite(a).all()) and relative_error(a, b) <= 1e-5
@@ -170,8 +174,10 @@ def test_intervals_match_the_reference_mask(scores: Scores) -> None:
         for queries, keys in lengths:
             mask = build_scores_mask(queries, keys, scores, device=torch.device("cpu"))
             key = np.arange(keys) + start
-            mine = (key >= seen[row : row + queries, :1]) & (key < seen[row : row + queries, 1:])
-            assert (mine == (True if mask is None else mask.numpy())).all()
+            is_visible = (key >= seen[row : row + queries, :1]) & (
+                key < seen[row : row + queries, 1:]
+            )
+            assert (is_visible == (True if mask is None else mask.numpy())).all()
             row, start = row + queries, start + keys
 
 
@@ -206,12 +212,12 @@ def test_compiled_kernel_on_gpu_matches_the_reference(
     inputs = [q, k, v] if sinks is None else [q, k, v, sink]
     tokens = seq_params_from_queries(list(LENGTHS[0]), device="cuda")
     tokens = tokens if masks is None else masked("cuda", alone=masks == "alone")
-    mine = attention(q, k, v, tokens, scores, sinks)
-    theirs = reference_attention(q.double(), k.double(), v.double(), tokens, scores, sinks)
+    actual = attention(q, k, v, tokens, scores, sinks)
+    reference = reference_attention(q.double(), k.double(), v.double(), tokens, scores, sinks)
     allowed = 2e-2 if dtype == torch.bfloat16 else 1e-4
-    assert relative_error(mine, theirs) <= allowed
-    dy = torch.randn_like(mine)
+    assert relative_error(actual, reference) <= allowed
+    dy = torch.randn_like(actual)
     for a, b in zip(
-        torch.autograd.grad(mine, inputs, dy), torch.autograd.grad(theirs, inputs, dy.double())
+        torch.autograd.grad(actual, inputs, dy), torch.autograd.grad(reference, inputs, dy.double())
     ):
         assert relative_error(a, b) <= 2 * allowed

@@ -66,10 +66,10 @@ def test_experts_without_rows_get_zeros_with_counts_on_host_or_device() -> None:
     ends = build_groups(torch.tensor(UNEVEN)).on_device(torch.device("cpu"))
     for groups in (Groups(tuple(UNEVEN)), Groups(None, ends)):
         dw = seeded(E, O, I)
-        found = zero_experts_without_rows_(dw.clone(), groups, ends)
+        result = zero_experts_without_rows_(dw.clone(), groups, ends)
         for expert, count in enumerate(UNEVEN):
             assert torch.equal(
-                found[expert], dw[expert] if count else torch.zeros(O, I, dtype=dw.dtype)
+                result[expert], dw[expert] if count else torch.zeros(O, I, dtype=dw.dtype)
             )
 
 
@@ -101,11 +101,11 @@ def test_result_and_gradients_equal_the_reference(dtype: torch.dtype, counts: li
         reference_grouped_linear(x, w, build_groups(counts)),
     )
     torch.testing.assert_close(y, expected)
-    for mine, theirs in zip(
+    for actual, reference in zip(
         torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(expected, (x, w), dy)
     ):
-        assert mine.dtype == dtype
-        torch.testing.assert_close(mine, theirs)
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual, reference)
 
 
 @pytest.mark.skipif(not HAS_GROUPED_MM, reason="this torch has no grouped_mm")
@@ -119,10 +119,10 @@ def test_torch_grouped_matmul_matches_the_loop(dtype: torch.dtype, counts: list[
         seeded(r, O, seed=2, dtype=dtype),
     )
     on_device = Groups(ends=torch.tensor(counts).cumsum(0, dtype=torch.int32))
-    for mine, theirs in zip(
+    for actual, reference in zip(
         each_way(x, w, dy, on_device, FUSED), each_way(x, w, dy, build_groups(counts), LOOP)
     ):
-        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(actual, reference)
     dw = each_way(x, w, dy, on_device, FUSED)[2].view(E, O, I)
     assert (dw[[1, 4]] == 0).all()
 
@@ -149,10 +149,10 @@ def test_equal_groups_are_one_batched_matmul(dtype: torch.dtype, rows: int) -> N
     groups = equal_groups(E, rows)
     x, w, dy = (seeded(E * n, f, seed=n, dtype=dtype) for n, f in ((rows, I), (O, I), (rows, O)))
     assert select_grouped_matmul_ops(x, w, groups) is BATCHED
-    for mine, theirs in zip(
+    for actual, reference in zip(
         each_way(x, w, dy, groups, BATCHED), each_way(x, w, dy, build_groups([rows] * E), LOOP)
     ):
-        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(actual, reference)
     torch.testing.assert_close(
         reference_grouped_linear(x, w, groups), each_way(x, w, dy, groups, BATCHED)[0]
     )
@@ -166,8 +166,8 @@ def test_onednn_matmuls_match_mkl() -> None:
     )
     assert 10 * outputs * inputs < MIN_ONEDNN_COPY_MULTIPLICATIONS < 130 * outputs * inputs
     plain = each_way(x.double(), w.double(), dy.double(), build_groups(counts), LOOP)
-    for mine, theirs in zip(each_way(x, w, dy, build_groups(counts), LOOP), plain):
-        assert_equals("product", mine, theirs.float(), FP32)
+    for actual, reference in zip(each_way(x, w, dy, build_groups(counts), LOOP), plain):
+        assert_equals("product", actual, reference.float(), FP32)
 
 
 def test_gradient_accumulator_is_called_once_and_autograd_gets_none() -> None:
@@ -255,10 +255,10 @@ def test_recomputed_input_is_not_saved() -> None:
         )
     assert {saved.data_ptr() for saved in kept} == {w.data_ptr(), source.data_ptr()}
     expected = reference_grouped_linear(2 * source, w, build_groups(UNEVEN))
-    for mine, theirs in zip(
+    for actual, reference in zip(
         torch.autograd.grad(y, (source, w), dy), torch.autograd.grad(expected, (source, w), dy)
     ):
-        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(actual, reference)
 
 
 def test_matmul_ops_can_be_replaced() -> None:
@@ -267,11 +267,11 @@ def test_matmul_ops_can_be_replaced() -> None:
             return 3 * super().weight_grad(dy, x, groups)
 
     x, w, dy = wants(R, I), wants(E * O, I, seed=1), seeded(R, O, seed=2)
-    (mine,) = torch.autograd.grad(
+    (actual,) = torch.autograd.grad(
         grouped_linear(x, w, build_groups(UNEVEN), matmul_ops=Tripled()), w, dy
     )
-    (theirs,) = torch.autograd.grad(grouped_linear(x, w, build_groups(UNEVEN)), w, dy)
-    torch.testing.assert_close(mine, 3 * theirs)
+    (reference,) = torch.autograd.grad(grouped_linear(x, w, build_groups(UNEVEN)), w, dy)
+    torch.testing.assert_close(actual, 3 * reference)
 
 
 @pytest.mark.parametrize("counts", [UNEVEN, [2], [0, 0]], ids=str)
@@ -321,11 +321,11 @@ def test_meta_device_allocates_no_memory() -> None:
 
 def test_loop_over_experts_synchronizes_once() -> None:
     """In forward and backward together, where only the device knows."""
-    asked: list[Groups] = []
+    requested: list[Groups] = []
 
     def on_host(self: Groups) -> tuple[int, ...]:
         if self.counts is None:
-            asked.append(self)
+            requested.append(self)
         return right(self)
 
     right = Groups.on_host
@@ -336,4 +336,4 @@ def test_loop_over_experts_synchronizes_once() -> None:
         grouped_linear(
             x, w, Groups(ends=torch.tensor([2, 6], dtype=torch.int32)), matmul_ops=LOOP
         ).sum().backward()
-    assert len(asked) == 1 and w.grad is not None
+    assert len(requested) == 1 and w.grad is not None

@@ -60,11 +60,11 @@ def test_result_and_gradients_equal_the_reference(dtype: torch.dtype) -> None:
     y = linear(ours[0], ours[1:])
     expected = reference_linear(plain[0], plain[1:])
     torch.testing.assert_close(y, expected)
-    for mine, theirs in zip(
+    for actual, reference in zip(
         torch.autograd.grad(y, ours, dy), torch.autograd.grad(expected, plain, dy)
     ):
-        assert mine.dtype == dtype
-        torch.testing.assert_close(mine, theirs)
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual, reference)
 
 
 def test_adjacent_weights_are_stacked_as_a_view() -> None:

@@ -48,11 +48,11 @@ def test_loss_is_not_changed_by_logit_stats() -> None:
         {"vocab": VocabShard(single_rank_group("tp"), 0, 7)},
     )
     watched = LossWithLogitStats(linear_cross_entropy_with_stats, 0.25)
-    found: Tensor = watched(x, weight, labels, **words)
-    assert found.item() == linear_cross_entropy(x, weight, labels, **words, z_loss=0.25).item()
+    result: Tensor = watched(x, weight, labels, **words)
+    assert result.item() == linear_cross_entropy(x, weight, labels, **words, z_loss=0.25).item()
     z, largest = watched.logit_stats.pop()
     assert z is not None and largest is not None
-    assert found.item() - linear_cross_entropy(x, weight, labels, **words).item() == pytest.approx(
+    assert result.item() - linear_cross_entropy(x, weight, labels, **words).item() == pytest.approx(
         float(z)
     )
     assert float(largest) == (x @ weight.T)[labels >= 0].max().item()

@@ -79,9 +79,9 @@ MATMULS: dict[str, tuple[Callable[[], Tensor], Tensor, Tensor]] = {
 def test_bf16_matmuls_are_rounded_once(name: str, form: BackendName) -> None:
     compute, a, b = MATMULS[name]
     with bf16_matmul(form):
-        found = compute()
-    assert found.dtype == torch.bfloat16
-    error = (found.double() - a.double() @ b.double()).abs()
+        result = compute()
+    assert result.dtype == torch.bfloat16
+    error = (result.double() - a.double() @ b.double()).abs()
     assert bool((error <= matmul_bound(a, b)).all()), (
         f"{float((error / matmul_bound(a, b)).max())} of the bound"
     )
@@ -90,10 +90,10 @@ def test_bf16_matmuls_are_rounded_once(name: str, form: BackendName) -> None:
 def test_a_product_is_added_to_a_bf16_gradient_before_it_is_rounded() -> None:
     total, x, dy = seeded(37, 45, seed=4), B, A.t().contiguous()
     with bf16_matmul("upcast"):
-        found = add_product_(total.clone(), x, dy)
+        result = add_product_(total.clone(), x, dy)
     identity = torch.eye(45, dtype=torch.bfloat16)
     a, b = torch.cat([A, total], dim=1), torch.cat([B, identity])
-    assert bool(((found.double() - a.double() @ b.double()).abs() <= matmul_bound(a, b)).all())
+    assert bool(((result.double() - a.double() @ b.double()).abs() <= matmul_bound(a, b)).all())
 
 
 @pytest.mark.parametrize("matmul_ops", [LOOP, BATCHED, *([FUSED] if HAS_GROUPED_MM else [])])
@@ -107,11 +107,11 @@ def test_grouped_matmuls_match(matmul_ops: GroupedMatmulOps) -> None:
             y = grouped_linear(*inputs, groups, matmul_ops=matmul_ops)
             return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
 
-    for name, mine, theirs in zip(
+    for name, actual, reference in zip(
         ("y", "dx", "dw"), results("upcast"), results("torch"), strict=True
     ):
-        assert mine.dtype == theirs.dtype == torch.bfloat16
-        assert_equals(name, mine, theirs, BF16)
+        assert actual.dtype == reference.dtype == torch.bfloat16
+        assert_equals(name, actual, reference, BF16)
 
 
 @pytest.mark.parametrize("length", [8, 70])
@@ -131,11 +131,11 @@ def test_attention_matches(length: int, scores: Scores, kernel: Literal["auto", 
             y = attention(*inputs, tokens, scores, kernel=kernel)
             return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
 
-    for name, mine, theirs in zip(
+    for name, actual, reference in zip(
         ("y", "dq", "dk", "dv"), results("upcast"), results("torch"), strict=True
     ):
-        assert mine.dtype == theirs.dtype == torch.bfloat16
-        assert_equals(name, mine, theirs, BF16)
+        assert actual.dtype == reference.dtype == torch.bfloat16
+        assert_equals(name, actual, reference, BF16)
 
 
 class Bf16Matmuls(TorchDispatchMode):

@@ -56,11 +56,11 @@ def test_result_and_gradients_equal_the_reference(
     y, expected = rms_norm(inputs[0], inputs[1], EPS), reference_rms_norm(inputs[0], inputs[1], EPS)
     assert y.dtype == dtype
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
-    for mine, theirs in zip(
+    for actual, reference in zip(
         torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)
     ):
-        assert mine.dtype == dtype
-        assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
+        assert actual.dtype == dtype
+        assert (actual - reference).abs().max() <= tolerance * reference.abs().max()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
@@ -77,11 +77,11 @@ def test_all_backends_match_the_reference(
     dys = [seeded(t, h, seed=3, dtype=dtype), seeded(t, h, seed=4, dtype=dtype)]
     ours = add_rms_norm(x, residual, weight, EPS, kernel=kernel)
     expected = add_rms_norm(x, residual, weight, EPS, kernel="reference")
-    mine = [*ours, *torch.autograd.grad(ours, (x, residual, weight), dys)]
-    theirs = [*expected, *torch.autograd.grad(expected, (x, residual, weight), dys)]
-    mine.append(torch.autograd.grad(rms_norm(x, weight, EPS, kernel=kernel), x, dys[0])[0])
-    theirs.append(torch.autograd.grad(reference_rms_norm(x, weight, EPS), x, dys[0])[0])
-    for a, b in zip(mine, theirs):
+    actual = [*ours, *torch.autograd.grad(ours, (x, residual, weight), dys)]
+    reference = [*expected, *torch.autograd.grad(expected, (x, residual, weight), dys)]
+    actual.append(torch.autograd.grad(rms_norm(x, weight, EPS, kernel=kernel), x, dys[0])[0])
+    reference.append(torch.autograd.grad(reference_rms_norm(x, weight, EPS), x, dys[0])[0])
+    for a, b in zip(actual, reference):
         assert a.dtype == dtype
         assert (a - b).abs().max() <= tolerance * b.abs().max()
 
@@ -90,9 +90,9 @@ def test_all_backends_match_the_reference(
 def test_strided_rows_match_contiguous_rows(kernel: Kernel) -> None:
     wide, weight = wants(211, 194, dtype=torch.float32), wants(97, dtype=torch.float32)
     x, dy = wide[:, 1::2], seeded(97, 211, seed=1, dtype=torch.float32).t()
-    (mine,) = torch.autograd.grad(rms_norm(x, weight, EPS, kernel=kernel), wide, dy)
-    (theirs,) = torch.autograd.grad(reference_rms_norm(x, weight, EPS), wide, dy)
-    torch.testing.assert_close(mine, theirs)
+    (actual,) = torch.autograd.grad(rms_norm(x, weight, EPS, kernel=kernel), wide, dy)
+    (reference,) = torch.autograd.grad(reference_rms_norm(x, weight, EPS), wide, dy)
+    torch.testing.assert_close(actual, reference)
 
 
 def test_fp32_weight_keeps_bf16_activations_in_bf16() -> None:
@@ -135,13 +135,13 @@ def test_fused_residual_norm_matches_separate_operations(dtype: torch.dtype) -> 
         add_rms_norm(x, residual, weight, EPS),
         reference_add_rms_norm(x, residual, weight, EPS),
     )
-    for mine, theirs in zip(ours, expected):
-        torch.testing.assert_close(mine, theirs)
+    for actual, reference in zip(ours, expected):
+        torch.testing.assert_close(actual, reference)
     tolerance = {torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype]
-    for mine, theirs in zip(
+    for actual, reference in zip(
         torch.autograd.grad(ours, inputs, dys), torch.autograd.grad(expected, inputs, dys)
     ):
-        assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
+        assert (actual - reference).abs().max() <= tolerance * reference.abs().max()
 
 
 def test_backward_saves_x_and_one_number_per_row() -> None:
@@ -213,8 +213,8 @@ def test_zero_centered_norm_rounds_once_like_gemma(t: int) -> None:
     wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
     expected = (wide * (1.0 + weight.float())).bfloat16()
     rounded_twice = (wide.bfloat16() * (1.0 + weight)).bfloat16()
-    found = rms_norm(x, weight, EPS, zero_centered=True)
-    assert (found != expected).float().mean() < 1e-3 < (rounded_twice != expected).float().mean()
+    result = rms_norm(x, weight, EPS, zero_centered=True)
+    assert (result != expected).float().mean() < 1e-3 < (rounded_twice != expected).float().mean()
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
@@ -251,15 +251,15 @@ def test_layer_norm_and_its_gradients_equal_the_reference(
     alone = layer_norm(x, weight, bias, EPS, zero_centered=zero_centered)
     alone_expected = reference_layer_norm(x, weight, bias, EPS, zero_centered=zero_centered)
     inputs = [x, residual, weight, bias]
-    mine = [
+    actual = [
         *ours,
         alone,
         *torch.autograd.grad(ours, inputs, dys),
         *torch.autograd.grad(alone, [x], dys[:1]),
     ]
-    theirs = [*expected, alone_expected, *torch.autograd.grad(expected, inputs, dys)]
-    theirs += torch.autograd.grad(alone_expected, [x], dys[:1])
-    for a, b in zip(mine, theirs, strict=True):
+    reference = [*expected, alone_expected, *torch.autograd.grad(expected, inputs, dys)]
+    reference += torch.autograd.grad(alone_expected, [x], dys[:1])
+    for a, b in zip(actual, reference, strict=True):
         assert a.dtype == dtype
         assert (a - b).abs().max() <= tolerance * b.abs().max()
 
@@ -300,11 +300,13 @@ def test_layer_norm_does_not_modify_inputs_or_gradients() -> None:
 def test_layer_norm_of_strided_rows_and_meta_tensors() -> None:
     weight, bias = seeded(5, seed=1), seeded(5, seed=2)
     x = wants(5, 9)
-    (mine,) = torch.autograd.grad(layer_norm(x.t(), weight, bias, EPS), x, seeded(5, 9, seed=3).t())
-    (theirs,) = torch.autograd.grad(
+    (actual,) = torch.autograd.grad(
+        layer_norm(x.t(), weight, bias, EPS), x, seeded(5, 9, seed=3).t()
+    )
+    (reference,) = torch.autograd.grad(
         reference_layer_norm(x.t(), weight, bias, EPS), x, seeded(5, 9, seed=3).t()
     )
-    torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(actual, reference)
     meta = torch.empty(9, 5, device="meta", requires_grad=True)
     total, y = add_layer_norm(meta, meta, weight.float().to("meta"), bias.float().to("meta"), EPS)
     y.sum().backward()
@@ -316,10 +318,10 @@ def test_layer_norms_weight_gradients_are_summed_in_fp32() -> None:
         seeded(*shape).bfloat16().requires_grad_() for shape in ((1000, 40), (40,), (40,))
     )
     dy = seeded(1000, 40, seed=1).bfloat16()
-    mine = torch.autograd.grad(layer_norm(x, weight, bias, 1e-5), (weight, bias), dy)
+    actual = torch.autograd.grad(layer_norm(x, weight, bias, 1e-5), (weight, bias), dy)
     x, weight, bias = (each.detach().double().requires_grad_() for each in (x, weight, bias))
-    theirs = torch.autograd.grad(
+    reference = torch.autograd.grad(
         reference_layer_norm(x, weight, bias, 1e-5), (weight, bias), dy.double()
     )
-    for a, b in zip(mine, theirs, strict=True):
+    for a, b in zip(actual, reference, strict=True):
         assert (a - b).abs().max() <= 5e-3 * b.abs().max(), "rounded once, at the end"

@@ -66,8 +66,8 @@ def test_every_choice_that_is_not_dropped_has_one_row_of_its_expert(dropped: flo
     assert torch.equal(flat[order.choices], torch.repeat_interleave(torch.arange(9), order.counts))
     assert torch.equal(order.tokens, order.choices // 4)
     for expert in range(9):
-        mine = order.tokens[flat[order.choices] == expert]
-        assert torch.equal(mine, mine.sort().values)
+        token_numbers = order.tokens[flat[order.choices] == expert]
+        assert torch.equal(token_numbers, token_numbers.sort().values)
     assert torch.equal(order.choices[order.rows], order.choices.sort().values)
 
 
@@ -107,12 +107,12 @@ def test_padding_rows_do_not_change_the_output() -> None:
     chosen, x, dy = random_choices(13, 3, 7, dropped=0.2), seeded(13, 4), seeded(13, 4, seed=1)
     results = []
     for order in (permute_choices(chosen, 7), permute_choices_padded(chosen, 7, capacity=20)):
-        mine, scale = (
+        rows, scale = (
             x.clone().requires_grad_(),
             torch.arange(7).repeat_interleave(order.counts).unsqueeze(1) + 1.0,
         )
-        y = unpermute(permute(mine, order) * scale, order)
-        (dx,) = torch.autograd.grad(y, mine, dy)
+        y = unpermute(permute(rows, order) * scale, order)
+        (dx,) = torch.autograd.grad(y, rows, dy)
         results.append((y, dx))
     torch.testing.assert_close(results[0], results[1])
 
@@ -144,13 +144,13 @@ def test_moves_and_gradients_equal_the_reference(dtype: torch.dtype, which: int)
             seeded(13, 33, seed=1, dtype=dtype),
         ),
     ]:
-        mine, theirs = given.clone().requires_grad_(), given.clone().double().requires_grad_()
-        y, expected = ours(mine, order), plain(theirs, order)
+        actual, reference = given.clone().requires_grad_(), given.clone().double().requires_grad_()
+        y, expected = ours(actual, order), plain(reference, order)
         assert y.dtype == dtype
         torch.testing.assert_close(y, expected.to(dtype))
         (dx,), (dx_expected,) = (
-            torch.autograd.grad(y, mine, back),
-            torch.autograd.grad(expected, theirs, back.double()),
+            torch.autograd.grad(y, actual, back),
+            torch.autograd.grad(expected, reference, back.double()),
         )
         torch.testing.assert_close(dx, dx_expected.to(dtype))
 

@@ -65,16 +65,16 @@ def test_recomputed_input_is_not_saved_and_gradients_are_bitwise_equal() -> None
     norm = Norm()
     discarded, left = gradients(norm, discard=True)
     assert len(kept) == 1 and left == [] and norm.calls == 2
-    for mine, theirs in zip(discarded, plain, strict=True):
-        assert_equals("gradient", mine, theirs, EXACT)
+    for actual, reference in zip(discarded, plain, strict=True):
+        assert_equals("gradient", actual, reference, EXACT)
 
 
 def test_nothing_is_recomputed_for_a_frozen_weight() -> None:
     norm = Norm()
-    mine, left = gradients(norm, discard=True, frozen=True)
+    own_gradients, left = gradients(norm, discard=True, frozen=True)
     plain, kept = gradients(Norm(), discard=False, frozen=True)
     assert norm.calls == 1 and left == kept == []
-    assert_equals("dx", mine[0], plain[0], EXACT)
+    assert_equals("dx", own_gradients[0], plain[0], EXACT)
 
 
 def test_second_backward_recomputes_again() -> None:
@@ -129,11 +129,11 @@ def test_wrong_recomputation_changes_the_gradient() -> None:
     w = seeded(3, 5, seed=2).requires_grad_()
     right, wrong = seeded(7, 5), seeded(7, 5, seed=9)
     (expected,) = torch.autograd.grad(linear(right, [w]).sum(), w)
-    (found,) = torch.autograd.grad(
+    (result,) = torch.autograd.grad(
         linear(register_recompute(right, lambda x: x, (wrong,)), [w]).sum(), w
     )
     with pytest.raises(AssertionError, match="expected the same bits"):
-        assert_equals("w", found, expected, EXACT)
+        assert_equals("w", result, expected, EXACT)
 
 
 def test_checked_recomputation_with_other_bits_raises_an_error() -> None:

@@ -35,14 +35,14 @@ def test_short_distances_have_a_bucket_each_and_long_ones_share(
     num_buckets: int, max_distance: int, causal: bool
 ) -> None:
     distances = list(range(-200, 200))
-    found = distance_buckets(
+    result = distance_buckets(
         torch.tensor(distances), num_buckets=num_buckets, max_distance=max_distance, causal=causal
     )
     expected = [
         by_formula(d, num_buckets=num_buckets, max_distance=max_distance, causal=causal)
         for d in distances
     ]
-    assert found.tolist() == expected
+    assert result.tolist() == expected
 
 
 def test_golden_buckets_of_t5() -> None:
@@ -58,30 +58,30 @@ def test_golden_buckets_of_t5() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20), (12, 60), (4, 7)])
 def test_buckets_match_transformers(num_buckets: int, max_distance: int, causal: bool) -> None:
-    theirs = pytest.importorskip(
+    reference = pytest.importorskip(
         "transformers.models.t5.modeling_t5"
     ).T5Attention._relative_position_bucket
     distances = torch.arange(-5000, 5001)
-    expected = theirs(
+    expected = reference(
         distances, bidirectional=not causal, num_buckets=num_buckets, max_distance=max_distance
     )
-    found = distance_buckets(
+    result = distance_buckets(
         distances, num_buckets=num_buckets, max_distance=max_distance, causal=causal
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("queries", "keys"), [(5, 5), (2, 7), (1, 40), (60, 60)])
 def test_lookup_by_distance_matches_lookup_by_pair(queries: int, keys: int, causal: bool) -> None:
     table = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
-    mine, naive = (
+    actual, naive = (
         make(table, queries, keys, max_distance=20, causal=causal)
         for make in (distance_biases, reference_biases)
     )
-    assert torch.equal(mine, naive) and mine.shape == (3, queries, keys)
+    assert torch.equal(actual, naive) and actual.shape == (3, queries, keys)
     weights = torch.randn(3, queries, keys, dtype=torch.float64)
-    grads = [torch.autograd.grad((biases * weights).sum(), table)[0] for biases in (mine, naive)]
+    grads = [torch.autograd.grad((biases * weights).sum(), table)[0] for biases in (actual, naive)]
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
 
 
@@ -100,9 +100,9 @@ def test_biases_by_distance_match_biases_by_pair(reach: int, causal: bool) -> No
     pairs = reference_biases(table, 60, 60, max_distance=20, causal=causal)
     values = biases_by_distance(table, reach, max_distance=20, causal=causal)
     queries, keys = torch.tensor([0, 7, 58, 3]), torch.tensor([59, 1, 8, 2, 30])
-    found = PairBiases(values, Distances(queries, keys, reach)).of_row(1)
+    result = PairBiases(values, Distances(queries, keys, reach)).of_row(1)
     assert values.shape == (3, 2 * reach + 1)
-    assert torch.equal(found, pairs[:, queries][:, :, keys])
+    assert torch.equal(result, pairs[:, queries][:, :, keys])
 
 
 def test_meta_table_gives_values_of_all_distances() -> None:

@@ -77,9 +77,9 @@ def test_frequencies_match_transformers(factor: float) -> None:
     config = transformers.LlamaConfig(
         hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=parameters
     )
-    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    reference, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     ours = rope_frequencies(RopeConfig(theta=500_000.0, scaling="llama3", factor=factor), 64)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours, reference, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("length", [16, 17])
@@ -105,7 +105,7 @@ def test_longrope_factors_match_transformers(length: int, attention: dict[str, A
         max_position_embeddings=64,
         rope_parameters=parameters,
     )
-    theirs, factor = ROPE_INIT_FUNCTIONS["longrope"](theirs_config, "cpu", seq_len=length)
+    reference, factor = ROPE_INIT_FUNCTIONS["longrope"](theirs_config, "cpu", seq_len=length)
     ours = RopeConfig(
         theta=500.0,
         scaling="longrope",
@@ -114,7 +114,9 @@ def test_longrope_factors_match_transformers(length: int, attention: dict[str, A
         original_max_position=16,
         **({"factor": 4.0} | attention),
     )
-    torch.testing.assert_close(rope_frequencies(ours, 8, length=length), theirs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        rope_frequencies(ours, 8, length=length), reference, rtol=1e-6, atol=0
+    )
     assert attention_factor(ours) == pytest.approx(factor, rel=1e-12)
     assert attention_factor(replace(ours, factor=1.0, attention_factor=None)) == 1.0
 
@@ -150,7 +152,7 @@ def test_yarn_frequencies_and_attention_factor_match_transformers(
         max_position_embeddings=128,
         rope_parameters=parameters,
     )
-    theirs, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    reference, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     ours = RopeConfig(
         theta=500.0,
         scaling="yarn",
@@ -160,7 +162,7 @@ def test_yarn_frequencies_and_attention_factor_match_transformers(
         beta_fast=yarn_parameters.get("beta_fast", 32.0),
         beta_slow=yarn_parameters.get("beta_slow", 1.0),
     )
-    torch.testing.assert_close(rope_frequencies(ours, 16), theirs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rope_frequencies(ours, 16), reference, rtol=1e-6, atol=0)
     assert attention_factor(ours) == pytest.approx(factor, rel=1e-12)
     assert (attention_factor(ours) > 1.1) == (ours.factor > 1)
     assert attention_factor(replace(ours, attention_factor=1.3)) == 1.3
@@ -194,10 +196,10 @@ def test_rotation_matches_transformers() -> None:
 
     x, (cos, sin) = seeded(6, 3, 8), tables(torch.arange(6), 8)
     both = [torch.cat([table, table], dim=-1).unsqueeze(0) for table in (cos, sin)]
-    theirs, _ = apply_rotary_pos_emb(
+    reference, _ = apply_rotary_pos_emb(
         x.transpose(0, 1).unsqueeze(0), x.transpose(0, 1).unsqueeze(0), *both
     )
-    torch.testing.assert_close(apply_rope(x, cos, sin), theirs.squeeze(0).transpose(0, 1))
+    torch.testing.assert_close(apply_rope(x, cos, sin), reference.squeeze(0).transpose(0, 1))
 
 
 def test_gradients_match_finite_differences() -> None:
@@ -215,8 +217,8 @@ def test_result_and_gradient_equal_the_reference(dtype: torch.dtype) -> None:
     y, expected = apply_rope(x, cos, sin), reference_rope(x, cos, sin)
     tolerance = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
-    (mine,), (theirs,) = torch.autograd.grad(y, x, dy), torch.autograd.grad(expected, x, dy)
-    torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    (actual,), (reference,) = torch.autograd.grad(y, x, dy), torch.autograd.grad(expected, x, dy)
+    torch.testing.assert_close(actual, reference, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
@@ -236,8 +238,11 @@ def test_all_backends_match_the_reference(
         apply_rope(x, cos, sin, kernel="reference"),
     )
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
-    (mine,), (theirs,) = torch.autograd.grad(y, wide, dy), torch.autograd.grad(expected, wide, dy)
-    torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    (actual,), (reference,) = (
+        torch.autograd.grad(y, wide, dy),
+        torch.autograd.grad(expected, wide, dy),
+    )
+    torch.testing.assert_close(actual, reference, rtol=tolerance, atol=tolerance)
 
 
 def test_scores_depend_only_on_the_distance() -> None:
@@ -298,10 +303,10 @@ def test_partial_and_interleaved_rope_match_under_every_backend(
     )
     x, angles = whole[:, 1:-1], seeded(131, pairs, seed=2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    mine, theirs = (
+    actual, reference = (
         apply_rope(x, cos, sin, interleaved=interleaved, kernel=k) for k in (kernel, "reference")
     )
-    assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
-    assert torch.equal(mine[..., 2 * pairs :], x[..., 2 * pairs :])
-    (a,), (b,) = torch.autograd.grad(mine, whole, dy), torch.autograd.grad(theirs, whole, dy)
+    assert (actual - reference).abs().max() <= tolerance * reference.abs().max()
+    assert torch.equal(actual[..., 2 * pairs :], x[..., 2 * pairs :])
+    (a,), (b,) = torch.autograd.grad(actual, whole, dy), torch.autograd.grad(reference, whole, dy)
     assert (a - b).abs().max() <= tolerance * b.abs().max()

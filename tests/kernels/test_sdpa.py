@@ -23,8 +23,8 @@ def test_documents_match_the_reference(lengths: Lengths, scale: float | None, ca
     at, first = 0, 0
     for queries, count in lengths:
         mask = causal_mask(queries, count, device=q.device) if causal else None
-        mine = q[at : at + queries], k[first : first + count], v[first : first + count]
-        expected = masked_attention(*mine, mask, Scores(scale=scale))
+        actual = q[at : at + queries], k[first : first + count], v[first : first + count]
+        expected = masked_attention(*actual, mask, Scores(scale=scale))
         torch.testing.assert_close(y[at : at + queries], expected, rtol=1e-12, atol=1e-12)
         at, first = at + queries, first + count
 
@@ -45,9 +45,9 @@ def test_fully_masked_queries_give_zero() -> None:
     )
     torch.testing.assert_close(y, expected)
     assert not y[1].any()
-    for mine, theirs in zip(
+    for actual, reference in zip(
         *(torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (y, expected))
     ):
-        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(actual, reference)
     assert sdpa_masked(q, k[:0], v[:0], mask[:, :0]).shape == (3, 4, 5)
     torch.testing.assert_close(sdpa_masked(q, k, v, None), masked_attention(q, k, v, None))

@@ -62,8 +62,8 @@ def test_spans_of_all_earlier_tokens_are_causal_attention(
     tokens: PackedSeqParams, n: int, g: int
 ) -> None:
     inputs = qkv(tokens.num_tokens, tokens.num_tokens, n=n, g=g)
-    mine = span_attention(*inputs, plan_length_spans(tokens.lengths))
-    assert_same(mine, reference_attention(*inputs, tokens), inputs)
+    actual = span_attention(*inputs, plan_length_spans(tokens.lengths))
+    assert_same(actual, reference_attention(*inputs, tokens), inputs)
 
 
 @pytest.mark.parametrize("window", [2, 5, 70, 500])
@@ -95,11 +95,11 @@ def pieces(seed: int) -> tuple[list[KeySpans], KeySpans, list[int]]:
     lengths = np.diff([0, *cuts.tolist(), 2 * row])
     slices = plan_slices(lengths, row=row, slicing=Slicing(ranks=ranks))
     window = [None, 7, row // 2][seed % 3]
-    mine, starts = slices.numbers[seed % ranks], slices.starts()
-    parts = [plan_spans(mine, keys, starts, window=window) for keys in slices.numbers]
+    local, starts = slices.numbers[seed % ranks], slices.starts()
+    parts = [plan_spans(local, keys, starts, window=window) for keys in slices.numbers]
     return (
         parts,
-        plan_spans(mine, np.arange(2 * row), starts, window=window),
+        plan_spans(local, np.arange(2 * row), starts, window=window),
         slices.numbers.reshape(-1).tolist(),
     )
 
@@ -137,9 +137,9 @@ def test_partial_results_merge_into_full_attention(seed: int) -> None:
     for r, (spans, (kh, vh)) in enumerate(zip(parts, by_rank)):
         into = AttentionGrads(dq, torch.zeros_like(kh), torch.zeros_like(vh))
         attend_backward(qh, kh, vh, result.lse, douth, delta, spans, into, scores)
-        mine = order[r * count : (r + 1) * count]
+        actual = order[r * count : (r + 1) * count]
         for name, a, b in zip("kv", into[1:], reference[1:3]):
-            expected_part = rows_by_head(b[mine], heads, 1).squeeze(1)
+            expected_part = rows_by_head(b[actual], heads, 1).squeeze(1)
             torch.testing.assert_close(
                 a, expected_part, rtol=1e-11, atol=1e-11, msg=f"d{name} of rank {r}"
             )
@@ -202,13 +202,14 @@ def test_low_precision_matches_float64(dtype: torch.dtype) -> None:
     )
     narrow = nq, nk, nv = tuple(x.detach().to(dtype).requires_grad_() for x in inputs)
     spans = plan_length_spans(tokens.lengths, 70)
-    mine, reference = span_attention(nq, nk, nv, spans), span_attention(q, k, v, spans)
-    assert mine.dtype == dtype
+    actual, reference = span_attention(nq, nk, nv, spans), span_attention(q, k, v, spans)
+    assert actual.dtype == dtype
     dy = torch.ones_like(reference).cumsum(0).sub(150).div(100)
     grads = zip(
-        torch.autograd.grad(mine, narrow, dy.to(dtype)), torch.autograd.grad(reference, inputs, dy)
+        torch.autograd.grad(actual, narrow, dy.to(dtype)),
+        torch.autograd.grad(reference, inputs, dy),
     )
-    for a, b in [(mine, reference), *grads]:
+    for a, b in [(actual, reference), *grads]:
         assert a.dtype == dtype
         assert_equals("value", a, b.detach(), BF16)
 
@@ -242,7 +243,7 @@ def test_numba_pass_matches_torch_operations(
             for x in qkv(len(what.visible), 130 if what is spans else 100)
         )
         dy = torch.ones(q.shape[0], 4, 5, dtype=dtype).cumsum(0).div(100)
-        found = []
+        results = []
         for compiled in (True, False):
             with monkeypatch.context() as patch:
                 if not compiled:
@@ -250,6 +251,6 @@ def test_numba_pass_matches_torch_operations(
                 out = span_attention(
                     q, k, v, what, Scores(softcap=3.0), torch.linspace(-1, 1, 4, dtype=dtype)
                 )
-                found.append([out.detach(), *torch.autograd.grad(out, [q, k, v], dy)])
-        for mine, theirs in zip(*found):
-            assert_equals("value", mine, theirs, FP32 if dtype == torch.float32 else BF16)
+                results.append([out.detach(), *torch.autograd.grad(out, [q, k, v], dy)])
+        for actual, reference in zip(*results):
+            assert_equals("value", actual, reference, FP32 if dtype == torch.float32 else BF16)

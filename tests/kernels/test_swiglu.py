@@ -39,12 +39,12 @@ def test_result_and_gradient_equal_the_reference(
     y, expected = swiglu(gate_up), reference_swiglu(gate_up)
     assert y.dtype == dtype
     assert (y - expected).abs().max() <= tolerance * expected.abs().max()
-    (mine,), (theirs,) = (
+    (actual,), (reference,) = (
         torch.autograd.grad(y, gate_up, dy),
         torch.autograd.grad(expected, gate_up, dy),
     )
-    assert mine.dtype == dtype
-    assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
+    assert actual.dtype == dtype
+    assert (actual - reference).abs().max() <= tolerance * reference.abs().max()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
@@ -58,11 +58,11 @@ def test_all_backends_match_the_reference(
     )
     y, expected = swiglu(gate_up, kernel=kernel), swiglu(gate_up, kernel="reference")
     assert (y - expected).abs().max() <= tolerance * expected.abs().max()
-    (mine,), (theirs,) = (
+    (actual,), (reference,) = (
         torch.autograd.grad(y, gate_up, dy),
         torch.autograd.grad(expected, gate_up, dy),
     )
-    assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
+    assert (actual - reference).abs().max() <= tolerance * reference.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -53,10 +53,10 @@ def test_saved_and_recomputed_probabilities_match(length: int) -> None:
     )
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-    for mine, theirs in zip(
+    for actual, reference in zip(
         torch.autograd.grad(y, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy)
     ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual, reference, rtol=1e-12, atol=1e-12)
 
 
 def test_tiles_of_few_heads_match_tiles_of_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +80,8 @@ def test_bf16_gradients_are_as_accurate_as_torch(length: int) -> None:
     with bf16_matmul("torch"):
         torchs = torch.autograd.grad(sdpa_documents(*inputs, length), inputs, dy)
     expected = torch.autograd.grad(reference_attention(*exact, tokens), exact, dy.double())
-    for mine, theirs, right in zip(grads, torchs, expected):
-        assert (mine - right).norm() <= 2 * (theirs - right).norm()
+    for actual, reference, right in zip(grads, torchs, expected):
+        assert (actual - right).norm() <= 2 * (reference - right).norm()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -96,10 +96,10 @@ def test_values_may_have_another_width_and_scores_another_scale(
     assert y.shape == (tokens.num_tokens, 4, 4)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-    for mine, theirs in zip(
+    for actual, reference in zip(
         torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)
     ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual, reference, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -68,7 +68,7 @@ def test_integer_types_are_those_the_kernels_expect() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_tensors_are_created_on_the_given_device(device: str) -> None:
     tokens = seq_params_from_lengths([2, 3], device=device)
-    found = {
+    results = {
         x.device.type
         for x in (
             tokens.cu_seqlens_q,
@@ -78,7 +78,7 @@ def test_tensors_are_created_on_the_given_device(device: str) -> None:
             tokens.valid,
         )
     }
-    assert found == {device}
+    assert results == {device}
     assert tokens.lengths == ((2, 2), (3, 3))  # still known on the host
 
 

@@ -95,11 +95,11 @@ def test_weighted_activations_equal_the_reference(
     activation: Activation, dtype: torch.dtype, tolerance: float
 ) -> None:
     x, w = seeded(5, 2500, dtype=dtype), seeded(5, seed=1, dtype=dtype)
-    mine, theirs = (
+    actual, reference = (
         weighted_activate(x, w, activation),
         reference_weighted_activate(x, w, activation),
     )
-    same(mine, theirs, (x, w), tolerance)
+    same(actual, reference, (x, w), tolerance)
 
 
 def test_activation_constants_match_the_numba_loops() -> None:

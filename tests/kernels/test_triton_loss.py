@@ -54,7 +54,7 @@ def test_losses_and_gradients_equal_the_reference(
     labels[4] = -1
     labels = labels.to(DEVICE)
     factors = seeded(TOKENS, seed=3).abs()
-    theirs = reference_cross_entropy(
+    reference = reference_cross_entropy(
         x, weight, labels, vocab_size=vocab, logit_transform=logit_transform
     )
     total, single = (
@@ -67,13 +67,13 @@ def test_losses_and_gradients_equal_the_reference(
         )
         for loss in (linear_cross_entropy, token_losses)
     )
-    for mine, expected in (
-        (total, theirs.sum()),
-        ((single * factors).sum(), (theirs * factors).sum()),
+    for actual, expected in (
+        (total, reference.sum()),
+        ((single * factors).sum(), (reference * factors).sum()),
     ):
-        torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
         for a, b in zip(
-            torch.autograd.grad(mine, (x, weight)),
+            torch.autograd.grad(actual, (x, weight)),
             torch.autograd.grad(expected, (x, weight), retain_graph=True),
             strict=True,
         ):
@@ -85,12 +85,12 @@ def test_smoothed_labels_equal_the_reference(logit_transform: LogitTransform) ->
     x, weight = seeded(TOKENS, HIDDEN).requires_grad_(), seeded(40, HIDDEN, seed=1).requires_grad_()
     labels = torch.tensor([0, 36, -1, 5, 7, 9, 11], device=DEVICE)
     vocab = VocabShard(single_rank_group("tp"), 0, 37, logit_transform)
-    mine = linear_cross_entropy(x, weight, labels, vocab, smoothing=0.1, chunk=3)
-    theirs = reference_cross_entropy(
+    actual = linear_cross_entropy(x, weight, labels, vocab, smoothing=0.1, chunk=3)
+    reference = reference_cross_entropy(
         x, weight, labels, vocab_size=37, logit_transform=logit_transform, smoothing=0.1
     ).sum()
     for a, b in zip(
-        *(torch.autograd.grad(each, (x, weight)) for each in (mine, theirs)), strict=True
+        *(torch.autograd.grad(each, (x, weight)) for each in (actual, reference)), strict=True
     ):
         assert (a - b).abs().max() <= 5e-6 * b.abs().max()
 

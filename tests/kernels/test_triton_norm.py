@@ -71,14 +71,16 @@ def test_a_norm_after_an_addition_equals_the_reference(
 ) -> None:
     x, residual = seeded(*shape, dtype=dtype), seeded(*shape, seed=1, dtype=dtype)
     affine = [seeded(shape[1], seed=2 + i, dtype=dtype) for i in range(1 if kind == "rms" else 2)]
-    mine, theirs = (f(x, residual, *affine, 1e-5, zero_centered=zero_centered) for f in ADDED[kind])
+    actual, reference = (
+        f(x, residual, *affine, 1e-5, zero_centered=zero_centered) for f in ADDED[kind]
+    )
     douts = [seeded(*shape, seed=5 + i, dtype=dtype).detach() for i in range(2)]
-    for a, b in zip(mine, theirs, strict=True):
+    for a, b in zip(actual, reference, strict=True):
         close(a, b, tolerance)
     inputs = x, residual, *affine
     for a, b in zip(
-        torch.autograd.grad(mine, inputs, douts),
-        torch.autograd.grad(theirs, inputs, douts),
+        torch.autograd.grad(actual, inputs, douts),
+        torch.autograd.grad(reference, inputs, douts),
         strict=True,
     ):
         close(a, b, 2 * tolerance)
@@ -90,12 +92,12 @@ def test_one_norm_alone_takes_strided_rows_and_many_of_them() -> None:
     strided = x.t()[:100]
     for given in (rows, strided[:, ::2].t()):
         for (ours, plain), affine in ((ALONE["rms"], [weight]), (ALONE["layer"], [weight, bias])):
-            mine, theirs = (norm(given, *affine, 1e-6) for norm in (ours, plain))
-            close(mine, theirs, 3e-6)
-            dy = seeded(*mine.shape, seed=3).detach()
+            actual, reference = (norm(given, *affine, 1e-6) for norm in (ours, plain))
+            close(actual, reference, 3e-6)
+            dy = seeded(*actual.shape, seed=3).detach()
             for a, b in zip(
-                torch.autograd.grad(mine, (x, *affine), dy),
-                torch.autograd.grad(theirs, (x, *affine), dy),
+                torch.autograd.grad(actual, (x, *affine), dy),
+                torch.autograd.grad(reference, (x, *affine), dy),
             ):
                 close(a, b, 1e-5)
 
@@ -119,9 +121,9 @@ def test_a_residual_stream_of_a_wider_dtype_stays_wide() -> None:
         seeded(3, 40, seed=1),
         seeded(40, seed=2),
     )
-    (mine, _), (theirs, _) = (
+    (actual, _), (reference, _) = (
         add_rms_norm(x, residual, weight, 1e-5),
         reference_add_rms_norm(x, residual, weight, 1e-5),
     )
-    assert mine.dtype == theirs.dtype == torch.float32
-    assert torch.equal(mine, theirs)
+    assert actual.dtype == reference.dtype == torch.float32
+    assert torch.equal(actual, reference)

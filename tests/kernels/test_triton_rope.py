@@ -39,13 +39,13 @@ def test_rotation_matches_the_reference(
     angles, dy = seeded(7, pairs, seed=1), seeded(7, heads, size, seed=2, dtype=dtype)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     x = whole[:, 1:-1]
-    mine, theirs = (
+    actual, reference = (
         apply_rope(x, cos, sin, interleaved=interleaved),
         reference_rope(x, cos, sin, interleaved),
     )
-    assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
-    assert torch.equal(mine[..., 2 * pairs :], x[..., 2 * pairs :]), "the rest does not turn"
-    (a,), (b,) = torch.autograd.grad(mine, whole, dy), torch.autograd.grad(theirs, whole, dy)
+    assert (actual - reference).abs().max() <= tolerance * reference.abs().max()
+    assert torch.equal(actual[..., 2 * pairs :], x[..., 2 * pairs :]), "the rest does not turn"
+    (a,), (b,) = torch.autograd.grad(actual, whole, dy), torch.autograd.grad(reference, whole, dy)
     assert (a - b).abs().max() <= tolerance * b.abs().max()
 
 

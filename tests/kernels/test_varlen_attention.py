@@ -156,14 +156,14 @@ def test_varlen_attention_on_gpu_matches_the_reference(scores: Scores) -> None:
         for shape in shapes
     )
     tokens = seq_params_from_queries(list(LENGTHS), device="cuda")
-    mine, theirs = (
+    actual, reference = (
         attention(q, k, v, tokens, scores),
         reference_attention(q.double(), k.double(), v.double(), tokens, scores),
     )
-    assert relative_error(mine, theirs) <= 2e-2
-    dy = torch.randn_like(mine)
+    assert relative_error(actual, reference) <= 2e-2
+    dy = torch.randn_like(actual)
     for a, b in zip(
-        torch.autograd.grad(mine, (q, k, v), dy),
-        torch.autograd.grad(theirs, (q, k, v), dy.double()),
+        torch.autograd.grad(actual, (q, k, v), dy),
+        torch.autograd.grad(reference, (q, k, v), dy.double()),
     ):
         assert relative_error(a, b) <= 4e-2

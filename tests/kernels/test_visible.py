@@ -59,8 +59,8 @@ def test_tiles_and_rows_are_slices_of_the_masks(tokens: PackedSeqParams) -> None
     length, keys = tokens.num_tokens // rows, len(seen.keys) // rows
     for tile in spans.tiles:
         for some in (slice(0, heads), slice(1, heads), slice(heads - 1, heads)):
-            found = seen.of_tile(spans, tile, some, q)
-            for found_of_head, head in zip(found, range(heads)[some], strict=True):
+            result = seen.of_tile(spans, tile, some, q)
+            for found_of_head, head in zip(result, range(heads)[some], strict=True):
                 queries = slice(head // 2 * length + tile.start, head // 2 * length + tile.stop)
                 columns = slice(head // 2 * keys + tile.first, head // 2 * keys + tile.last)
                 own = inside[queries, columns]  # of other documents a tile knows itself
@@ -81,8 +81,8 @@ def test_queries_and_keys_may_be_any_subset() -> None:
     inside = torch.block_diag(*(torch.ones(size) for size in RAGGED.lengths)).bool()[queries][
         :, keys
     ]
-    found = PairMask(masked(RAGGED), queries, keys).of_row(0, 1)
-    assert torch.equal(found & inside, whole[queries][:, keys])
+    result = PairMask(masked(RAGGED), queries, keys).of_row(0, 1)
+    assert torch.equal(result & inside, whole[queries][:, keys])
 
 
 def test_the_last_keys_of_a_document_have_the_last_columns() -> None:

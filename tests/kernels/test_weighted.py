@@ -65,10 +65,10 @@ def test_weighted_gates_equal_the_reference(
     ).requires_grad_()
     expected, y = reference_weighted_gated(x, w, gate), weighted_gated(x, w, gate, kernel=kernel)
     close(y, expected, tolerance)
-    for mine, theirs in zip(
+    for actual, reference in zip(
         torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(expected, (x, w), dy), strict=True
     ):
-        close(mine, theirs, tolerance)
+        close(actual, reference, tolerance)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
@@ -84,10 +84,10 @@ def test_weighted_activations_equal_the_reference(
         weighted_activate(x, w, activation, kernel=kernel),
     )
     close(y, expected, tolerance)
-    for mine, theirs in zip(
+    for actual, reference in zip(
         torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(expected, (x, w), dy), strict=True
     ):
-        close(mine, theirs, tolerance)
+        close(actual, reference, tolerance)
 
 
 @pytest.mark.parametrize("gate", [GatedActivation(name) for name in SIGMOIDS])

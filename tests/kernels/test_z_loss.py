@@ -69,14 +69,14 @@ def test_every_backend_and_chunk_matches_the_formula(
         "smoothing": 0.1,
     }
     ours = FORMS[form](x, weight, LABELS, z_loss=0.3, chunk=chunk, kernel=kernel, **words)
-    theirs = by_hand(x, weight, LABELS, 0.3, logit_transform, 0.1)
-    for mine, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+    reference = by_hand(x, weight, LABELS, 0.3, logit_transform, 0.1)
+    for actual, expected in zip(ours, reference, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     assert not (form == "kept" and kernel == "auto" and ours.logsumexp.requires_grad)
-    for mine, expected in zip(
-        *(torch.autograd.grad(3 * each.loss, (x, weight)) for each in (ours, theirs))
+    for actual, expected in zip(
+        *(torch.autograd.grad(3 * each.loss, (x, weight)) for each in (ours, reference))
     ):
-        torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_logit_statistics_do_not_change_the_loss() -> None:
@@ -89,11 +89,11 @@ def test_logit_statistics_do_not_change_the_loss() -> None:
     again = recomputed_cross_entropy(x, weight, LABELS, **words)
     assert torch.equal(plain, measured.loss) and measured.logsumexp.shape == (T,)
     torch.testing.assert_close(again, plain)
-    mine, theirs, others = (
+    actual, reference, others = (
         torch.autograd.grad(each, (x, weight)) for each in (plain, measured.loss, again)
     )
-    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    torch.testing.assert_close(others, mine)
+    assert all(torch.equal(a, b) for a, b in zip(actual, reference, strict=True))
+    torch.testing.assert_close(others, actual)
 
 
 def test_gradients_of_logsumexp_and_token_losses_match_finite_differences() -> None:
@@ -103,8 +103,8 @@ def test_gradients_of_logsumexp_and_token_losses_match_finite_differences() -> N
     words = {"vocab": VocabShard(single_rank_group("tp"), 0, V), "chunk": 4}
 
     def both(*leaves: Tensor) -> Tensor:
-        found = token_losses_with_stats(*leaves, LABELS, **words)
-        return found.loss + found.logsumexp.square()
+        result = token_losses_with_stats(*leaves, LABELS, **words)
+        return result.loss + result.logsumexp.square()
 
     assert torch.autograd.gradcheck(both, (x, weight))
     assert torch.autograd.gradcheck(
@@ -119,7 +119,7 @@ def test_gradients_of_logsumexp_and_token_losses_match_finite_differences() -> N
 def test_without_labels_loss_and_gradients_are_zero(form: str) -> None:
     x, weight = inputs()
     none = torch.full((T,), -1)
-    found = FORMS[form](
+    result = FORMS[form](
         x,
         weight,
         none,
@@ -127,8 +127,8 @@ def test_without_labels_loss_and_gradients_are_zero(form: str) -> None:
         z_loss=0.3,
         chunk=4,
     )
-    assert found.loss.item() == 0 and bool(found.largest.isfinite().all())
-    assert all(not gradient.any() for gradient in torch.autograd.grad(found.loss, (x, weight)))
+    assert result.loss.item() == 0 and bool(result.largest.isfinite().all())
+    assert all(not gradient.any() for gradient in torch.autograd.grad(result.loss, (x, weight)))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -142,7 +142,7 @@ def test_numba_backend_matches_the_reference(
     labels = torch.randint(-50, 301, (60,), generator=generator)
     results = []
     for kernel in ("auto", "reference"):
-        found = FORMS[form](
+        result = FORMS[form](
             x,
             weight,
             labels,
@@ -151,9 +151,9 @@ def test_numba_backend_matches_the_reference(
             z_loss=0.1,
             kernel=kernel,
         )
-        results.append((*found, *torch.autograd.grad(found.loss, (x, weight))))
-    for mine, theirs in zip(*results, strict=True):
-        assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
+        results.append((*result, *torch.autograd.grad(result.loss, (x, weight))))
+    for actual, reference in zip(*results, strict=True):
+        assert (actual - reference).abs().max() <= tolerance * reference.abs().max()
 
 
 def on_ranks(rank: int, world: int) -> None:
@@ -170,21 +170,21 @@ def one_form(rank: int, world: int, form: str, kernel: Kernel) -> None:
     x, weight = inputs()
     rows = [len(part) for part in torch.arange(PADDED).tensor_split(world)]
     first = sum(rows[:rank])
-    mine = weight.detach()[first : first + rows[rank]].clone().requires_grad_()
-    theirs = by_hand(x, weight, LABELS, 0.3, LogitTransform())
+    actual = weight.detach()[first : first + rows[rank]].clone().requires_grad_()
+    reference = by_hand(x, weight, LABELS, 0.3, LogitTransform())
     ours = FORMS[form](
         x,
-        mine,
+        actual,
         LABELS,
         vocab=VocabShard(group, first, V),
         z_loss=0.3,
         chunk=4,
         kernel=kernel,
     )
-    for name, found, expected in zip(CrossEntropyResult._fields, ours, theirs, strict=True):
-        assert_equals(name, found.detach(), expected.detach(), FP64)
-    dx, dw = torch.autograd.grad(ours.loss, (x, mine))
-    whole_dx, whole_dw = torch.autograd.grad(theirs.loss, (x, weight))
+    for name, result, expected in zip(CrossEntropyResult._fields, ours, reference, strict=True):
+        assert_equals(name, result.detach(), expected.detach(), FP64)
+    dx, dw = torch.autograd.grad(ours.loss, (x, actual))
+    whole_dx, whole_dw = torch.autograd.grad(reference.loss, (x, weight))
     torch.distributed.all_reduce(dx)
     assert_equals("dx", dx, whole_dx, FP64)
     assert_equals("dw", dw, whole_dw[first : first + rows[rank]], FP64)

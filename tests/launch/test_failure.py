@@ -56,10 +56,10 @@ def test_a_caught_exception_keeps_its_traceback_and_one_line() -> None:
 def test_frames_of_the_caller_can_be_omitted() -> None:
     with pytest.raises(KeyError) as raised:
         _inner()
-    for skipped, mine in ((0, True), (1, False), (9, False)):
+    for skipped, is_local in ((0, True), (1, False), (9, False)):
         text = exception_failure(0, raised.value, frames_to_skip=skipped).text
         assert "in _inner" in text
-        assert ("in test_frames" in text) == mine
+        assert ("in test_frames" in text) == is_local
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ MISMATCHES: dict[Callable[[Group, int], None], tuple[str, str]] = {
 
 
 def _mismatch(rank: int, world: int, folder: Path) -> list[tuple[float, str]]:
-    found = []
+    results = []
     for act in MISMATCHES:
         (folder / act.__name__).mkdir(exist_ok=True)
         group = checked(rank, world, folder / act.__name__)
@@ -114,13 +114,13 @@ def _mismatch(rank: int, world: int, folder: Path) -> list[tuple[float, str]]:
         began = time.monotonic()
         with pytest.raises(CollectiveError) as caught:
             act(group, rank)
-        found.append((time.monotonic() - began, str(caught.value)))
-    return found
+        results.append((time.monotonic() - began, str(caught.value)))
+    return results
 
 
 def test_a_mismatch_is_an_error_that_names_both_sides_in_under_ten_seconds(tmp_path: Path) -> None:
     first, second = run_ranks(_mismatch, 2, tmp_path)
-    for (seconds, text), (_, same), (mine, theirs) in zip(
+    for (seconds, text), (_, same), (actual, reference) in zip(
         first, second, MISMATCHES.values(), strict=True
     ):
         assert text == same
@@ -130,9 +130,9 @@ def test_a_mismatch_is_an_error_that_names_both_sides_in_under_ten_seconds(tmp_p
         )
         lines = text.splitlines()
         assert lines[1].startswith("  rank 0 (dp=0): ")
-        assert mine in lines[1]
+        assert actual in lines[1]
         assert lines[2].startswith("  rank 1 (dp=1): ")
-        assert theirs in lines[2]
+        assert reference in lines[2]
         assert re.search(r"test_fingerprints.py:\d+", lines[1])
     places = [re.findall(r"py:(\d+)", text) for _, text in first]
     assert places[3][0] != places[3][1], "the line tells equal calls apart"
@@ -180,9 +180,9 @@ def _message(rank: int, world: int, folder: Path) -> str:
 
 
 def test_second_end_of_a_message_detects_a_mismatch(tmp_path: Path) -> None:
-    found = set(run_ranks(_message, 2, tmp_path, timeout=30)) - {"nothing"}
-    assert found
-    for text in found:
+    result = set(run_ranks(_message, 2, tmp_path, timeout=30)) - {"nothing"}
+    assert result
+    for text in result:
         assert "are about to start different operations as message 1 between them:" in text
         assert "send 1 over dp of float32 [2, 3]" in text
         assert "receive 1 over dp of float32 [2, 4]" in text
@@ -196,11 +196,11 @@ def _entry(number: int) -> CollectiveRecord:
 
 def _unequally_slow(rank: int, store: Store) -> None:
     """Rank 1 waits once for rank 0, which waits for rank 1 four collectives later."""
-    mine = Fingerprints(store, rank)
+    fingerprints = Fingerprints(store, rank)
     for number in range(6):
         if (rank, number) in ((0, 1), (1, 5)):
             time.sleep(0.4)
-        mine.compare(_entry(number))
+        fingerprints.compare(_entry(number))
 
 
 def test_finished_wait_is_not_part_of_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,14 +224,14 @@ class Together:
         self.both.wait(timeout=10)
 
     def check(self, keys: list[str]) -> bool:
-        found = self.store.check(keys)
+        result = self.store.check(keys)
         time.sleep(self.pause)
-        return found
+        return result
 
     def add(self, key: str, amount: int) -> int:
-        found = self.store.add(key, amount)
+        result = self.store.add(key, amount)
         time.sleep(self.pause)
-        return found
+        return result
 
     def get(self, key: str) -> bytes:
         return self.store.get(key)

@@ -123,10 +123,10 @@ def test_overriding_torchrun_threads_is_logged_once(caplog: pytest.LogCaptureFix
 
 def _threads_used(rank: int, world: int) -> list[int]:
     used = []
-    for environment, asked in (({}, None), (PLACE, None), (PLACE, 3)):
+    for environment, requested in (({}, None), (PLACE, None), (PLACE, 3)):
         torch.set_num_threads(1)
         worker = Worker(0, 1, 0, 1, torch.device("cpu"), "gloo", 2 if environment else None)
-        set_threads(worker, asked)
+        set_threads(worker, requested)
         used.append(torch.get_num_threads())
     return used
 

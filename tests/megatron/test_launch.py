@@ -332,11 +332,11 @@ def word(text: str) -> Word | ArrayLiteral:
 
 def variables(**values: str) -> Variables:
     """Variables that a script set, in order; a value like (a b) is an array."""
-    found = Variables({"1": "first", "FIXED": "outside"})
+    result = Variables({"1": "first", "FIXED": "outside"})
     for name, value in values.items():
         literal = word(f"{name}={value}" if value.startswith("(") else value)
-        found.assign(name, literal, append=False, active=True, line=1)
-    return found
+        result.assign(name, literal, append=False, active=True, line=1)
+    return result
 
 
 HELD = {"A": "x", "TWO": "'y z'", "EMPTY": "''", "N": "6", "LIST": "(a 'b c' d)", "NONE": "()"}

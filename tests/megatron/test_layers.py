@@ -50,9 +50,9 @@ def test_number_or_list_becomes_the_shortest_layer_pattern(typed: str, pattern: 
     ],
 )
 def test_invalid_layer_pattern_is_reported_and_not_executed(typed: str) -> None:
-    found = draft(typed)
-    assert read_layer_pattern(found, "--no-rope-freq") is None
-    assert found.problems == [
+    translation = draft(typed)
+    assert read_layer_pattern(translation, "--no-rope-freq") is None
+    assert translation.problems == [
         f"--no-rope-freq {typed} must be a number above 0, or a list of 8 ones and zeros, one for "
         f"each layer. Use --no-rope-freq 4 for every fourth layer."
     ]
@@ -231,8 +231,8 @@ def test_invalid_blocks_are_reported_with_their_index(tiny: Translate) -> None:
             {"attention": {}, "mlp": {"moe": 1}},
         ]
     }
-    found = tiny(f"{TEXT} {as_word(wrong)}").problems
-    assert found == (
+    result = tiny(f"{TEXT} {as_word(wrong)}").problems
+    assert result == (
         f"{TEXT}: block_configs[0].attention.n_heads_in_group=4 must be a whole number that "
         "divides the 6 query heads. "
         f"Correct the file.",
@@ -382,10 +382,10 @@ def test_coefficient_alone_is_that_of_the_batch_aux_loss(tiny: Translate) -> Non
         "--moe-router-load-balancing-type seq_aux_loss",
         "--moe-router-load-balancing-type none",
     ):
-        found = tiny(f"{PLAIN} --num-experts 4 {without}")
-        assert found.run is not None and found.run.model.moe is not None
-        assert found.run.model.moe.aux_loss == AuxLossConfig()
-        assert any(entry.text == "there is no aux loss" for entry in found.entries)
+        translation = tiny(f"{PLAIN} --num-experts 4 {without}")
+        assert translation.run is not None and translation.run.model.moe is not None
+        assert translation.run.model.moe.aux_loss == AuxLossConfig()
+        assert any(entry.text == "there is no aux loss" for entry in translation.entries)
 
 
 def test_each_aux_loss_has_a_coefficient(tiny: Translate) -> None:
@@ -445,8 +445,8 @@ def test_layouts_of_experts(tiny: Translate) -> None:
 
 def test_moe_flags_that_are_not_implemented_are_rejected_with_experts(tiny: Translate) -> None:
     flag = "--moe-router-load-balancing-type balanced_by_hand"
-    found = tiny(f"--num-experts 4 {flag}").refusals(strict=False)
-    assert any("balanced_by_hand is not implemented" in text for text in found)
+    result = tiny(f"--num-experts 4 {flag}").refusals(strict=False)
+    assert any("balanced_by_hand is not implemented" in text for text in result)
     assert tiny("--moe-router-padding-for-fp8").refusals(strict=True) == []
     for flag in ("--moe-router-padding-for-fp8", "--moe-router-padding-for-quantization"):
         (text,) = tiny(f"{PLAIN} --num-experts 4 {flag}").refusals(strict=False)
@@ -473,33 +473,35 @@ def test_moe_flags_that_are_not_implemented_are_rejected_with_experts(tiny: Tran
 def test_routing_trace_covers_given_steps_or_all(
     tiny: Translate, added: str, steps: int | None
 ) -> None:
-    found = tiny(f"{PLAIN} {added}")
-    assert found.run is not None and found.refusals(strict=True) == []
-    assert found.run.observe.routing_trace == (found.run.train.steps if steps is None else steps)
-    assert run_problems(found.run, 1) == []
+    translation = tiny(f"{PLAIN} {added}")
+    assert translation.run is not None and translation.refusals(strict=True) == []
+    assert translation.run.observe.routing_trace == (
+        translation.run.train.steps if steps is None else steps
+    )
+    assert run_problems(translation.run, 1) == []
     flags = [word for word in added.split() if word.startswith("--moe-routing")]
-    message = " ".join(entry.flag for entry in found.entries)
+    message = " ".join(entry.flag for entry in translation.entries)
     assert all(flag in message for flag in flags)
 
 
 def test_routing_captures_are_translated(tiny: Translate) -> None:
     flags = "--moe-routing-trace-dump-weights --moe-routing-trace-capture-hidden-states"
-    found = tiny(f"{PLAIN} --num-experts 4 --moe-routing-trace-path x {flags}")
+    translation = tiny(f"{PLAIN} --num-experts 4 --moe-routing-trace-path x {flags}")
     assert (
-        found.run is not None
-        and found.refusals(strict=True) == []
-        and run_problems(found.run, 1) == []
+        translation.run is not None
+        and translation.refusals(strict=True) == []
+        and run_problems(translation.run, 1) == []
     )
-    assert found.run.observe.routing_captures == ("hidden", "routers")
+    assert translation.run.observe.routing_captures == ("hidden", "routers")
     logits = tiny(
         f"{PLAIN} --num-experts 4 --moe-routing-trace-path x --moe-routing-trace-capture-logits"
     ).run
     assert logits is not None and logits.observe.routing_captures == ("logits",)
     for without in ("--num-experts 4", "--moe-routing-trace-path x"):
-        found = tiny(f"{PLAIN} {without} {flags}")
-        assert found.run is not None and found.run.observe.routing_captures == ()
-        assert found.refusals(strict=True) == [] and run_problems(found.run, 1) == []
-        output = {entry.flag: entry.text for entry in found.entries}
+        translation = tiny(f"{PLAIN} {without} {flags}")
+        assert translation.run is not None and translation.run.observe.routing_captures == ()
+        assert translation.refusals(strict=True) == [] and run_problems(translation.run, 1) == []
+        output = {entry.flag: entry.text for entry in translation.entries}
         needed = "--num-experts" if "path" in without else "--moe-routing-trace-path"
         assert all(output[flag] == f"takes effect only with {needed}" for flag in flags.split())
 
@@ -512,29 +514,31 @@ def test_per_layer_metrics_are_translated_with_experts(tiny: Translate) -> None:
         (f"--num-experts 4 {interval}", True),
         (interval, False),
     ):
-        found = tiny(f"{PLAIN} {added}")
+        translation = tiny(f"{PLAIN} {added}")
         assert (
-            found.run is not None
-            and found.run.observe.per_layer is output
-            and found.refusals(strict=True) == []
+            translation.run is not None
+            and translation.run.observe.per_layer is output
+            and translation.refusals(strict=True) == []
         )
-        assert run_problems(found.run, 1) == []
+        assert run_problems(translation.run, 1) == []
 
 
 def test_expert_overlap_is_translated_and_shared_expert_overlap_is_the_default(
     tiny: Translate,
 ) -> None:
     added = "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
-    found = tiny(f"{PLAIN} {added} --overlap-moe-expert-parallel-comm --moe-shared-expert-overlap")
+    translation = tiny(
+        f"{PLAIN} {added} --overlap-moe-expert-parallel-comm --moe-shared-expert-overlap"
+    )
     assert (
-        found.run is not None
-        and found.run.parallel.overlap_experts
-        and found.refusals(strict=True) == []
+        translation.run is not None
+        and translation.run.parallel.overlap_experts
+        and translation.refusals(strict=True) == []
     )
     plain = tiny(f"{PLAIN} {added}").run
     assert plain is not None and not plain.parallel.overlap_experts
     (output,) = (
-        entry.text for entry in found.entries if entry.flag == "--moe-shared-expert-overlap"
+        entry.text for entry in translation.entries if entry.flag == "--moe-shared-expert-overlap"
     )
     assert output.startswith("shared experts always run while tokens are exchanged")
 

@@ -22,9 +22,9 @@ def read(words: str) -> Arguments:
 
 
 def test_values_are_typed_and_the_last_occurrence_counts() -> None:
-    found = read("--num-layers 4 --lr 3e-4 --swiglu --data-path 1 a 2 b --num-layers=6")
-    assert found.problems == ()
-    assert found.values == {
+    result = read("--num-layers 4 --lr 3e-4 --swiglu --data-path 1 a 2 b --num-layers=6")
+    assert result.problems == ()
+    assert result.values == {
         "--num-layers": 6,
         "--lr": 3e-4,
         "--swiglu": True,
@@ -33,19 +33,19 @@ def test_values_are_typed_and_the_last_occurrence_counts() -> None:
 
 
 def test_alias_is_the_same_flag() -> None:
-    found = read("--encoder-num-layers 4 --persistent-save-interval 7")
-    assert (found.value("--num-layers"), found.value("--save-interval")) == (4, 7)
+    result = read("--encoder-num-layers 4 --persistent-save-interval 7")
+    assert (result.value("--num-layers"), result.value("--save-interval")) == (4, 7)
 
 
 def test_flag_that_is_left_out_has_the_default_of_megatron() -> None:
-    found = read("")
-    assert (found.value("--adam-beta2"), found.value("--swiglu"), found.value("--lr")) == (
+    result = read("")
+    assert (result.value("--adam-beta2"), result.value("--swiglu"), result.value("--lr")) == (
         0.999,
         False,
         None,
     )
-    assert found.typed("--adam-beta2") == "--adam-beta2 0.999 (left out)"
-    assert not found.given("--adam-beta2")
+    assert result.typed("--adam-beta2") == "--adam-beta2 0.999 (left out)"
+    assert not result.given("--adam-beta2")
 
 
 def test_negative_numbers_are_values() -> None:
@@ -88,8 +88,8 @@ def test_negative_numbers_are_values() -> None:
     ],
 )
 def test_invalid_argument_is_reported_with_a_correction(words: str, problem: str) -> None:
-    (found,) = read(words).problems
-    assert problem in found
+    (result,) = read(words).problems
+    assert problem in result
 
 
 def test_all_problems_are_found_at_once() -> None:
@@ -139,27 +139,27 @@ def draft(words: str) -> Draft:
 
 
 def test_flag_is_reported_if_given_or_if_its_default_differs() -> None:
-    found = draft("--adam-beta1 0.9")
+    translation = draft("--adam-beta1 0.9")
     for flag in ("--adam-beta1", "--adam-beta2", "--adam-eps"):
-        found.copy(flag)
-    assert [(entry.flag, entry.setting, entry.value) for entry in found.entries] == [
+        translation.copy(flag)
+    assert [(entry.flag, entry.setting, entry.value) for entry in translation.entries] == [
         ("--adam-beta1 0.9", "optim.beta1", 0.9),
         ("--adam-beta2 0.999 (left out)", "optim.beta2", 0.999),
     ]
-    assert found.settings == {"optim.beta1": 0.9, "optim.beta2": 0.999, "optim.eps": 1e-8}
+    assert translation.settings == {"optim.beta1": 0.9, "optim.beta2": 0.999, "optim.eps": 1e-8}
 
 
 def test_a_value_is_converted_by_its_factor() -> None:
-    found = draft("--distributed-timeout-minutes 2")
-    found.copy("--distributed-timeout-minutes")
-    assert found.settings == {"parallel.timeout_seconds": 120.0}
+    translation = draft("--distributed-timeout-minutes 2")
+    translation.copy("--distributed-timeout-minutes")
+    assert translation.settings == {"parallel.timeout_seconds": 120.0}
 
 
 def test_invalid_argument_is_not_also_reported_as_missing() -> None:
     assert not draft("--lr high").need("--lr", "a rate")
-    found = draft("--lr high")
-    found.need("--lr", "a rate")
-    assert found.problems == []
+    translation = draft("--lr high")
+    translation.need("--lr", "a rate")
+    assert translation.problems == []
     empty = draft("")
     empty.need("--lr", "the highest rate")
     assert empty.problems == [
@@ -178,14 +178,14 @@ def test_unmapped_flags_are_reported_if_given() -> None:
 
 def test_flag_that_requires_another_has_no_effect_without_it() -> None:
     alone, together = draft("--finetune"), draft("--finetune --load x")
-    for found in (alone, together):
-        report_unmapped(found)
+    for result in (alone, together):
+        report_unmapped(result)
     assert [entry.effect for entry in alone.entries if entry.flag == "--finetune"] == ["none"]
     assert [entry.effect for entry in together.entries if entry.flag == "--finetune"] == ["model"]
 
 
 def test_given_flags_without_a_report_are_reported_as_unused() -> None:
-    found = draft("--most-recent-k 3 --lr 1")
-    found.copy("--lr")
-    report_unused(found)
-    assert [entry.flag for entry in found.entries] == ["--lr 1", "--most-recent-k 3"]
+    translation = draft("--most-recent-k 3 --lr 1")
+    translation.copy("--lr")
+    report_unused(translation)
+    assert [entry.flag for entry in translation.entries] == ["--lr 1", "--most-recent-k 3"]

@@ -402,8 +402,8 @@ def test_learning_rate_of_each_step_is_that_of_megatron(tiny: Translate) -> None
         run = tiny(f"{added} {style}").run
         assert run is not None
         lengths = schedule_lengths(run.schedule, global_batch_size=6, total_steps=120)
-        found = [learning_rate(run.schedule, step * 6, lengths) for step in (5, 28, 55, 101)]
-        assert found == pytest.approx(rates, abs=1e-6)
+        results = [learning_rate(run.schedule, step * 6, lengths) for step in (5, 28, 55, 101)]
+        assert results == pytest.approx(rates, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from megalith.config.model import (
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig
 from megalith.hf.families import QWEN2
-from megalith.hf.folder import write_folder
+from megalith.hf.folder import HFSource, write_folder
 from megalith.infer.generate import build_prefix_state
 from megalith.kernels.backend import Backends
 from megalith.kernels.layer_inputs import LayerInputs
@@ -435,7 +435,7 @@ def test_multimodal_rope_matches_qwen2_vl(tmp_path: Path, tiny: SimpleNamespace)
     made = tiny.model(config)
     # the family of text has the same tensors
     text = replace(config, rope=replace(rope, sections=()))
-    write_folder(tmp_path / "x", text, tiny.InMemory(tiny.tensors(made)), family=QWEN2)
+    write_folder(tmp_path / "x", text, tiny.InMemory(tiny.tensors(made)), hf_source=HFSource(QWEN2))
     tensors = load_file(tmp_path / "x" / "model.safetensors")
     theirs_config = theirs_of.Qwen2VLTextConfig(
         vocab_size=37,

@@ -60,13 +60,13 @@ def test_a_gate_is_a_sigmoid_for_every_feature_of_every_head(
 ) -> None:
     config = layers.config(attention=AttentionConfig(gated=True), qkv_bias=bias)
     layer = layers.build(Attention, config)
-    x, tokens, found = (
+    x, tokens, result = (
         layers.inputs(9),
         layers.layer_inputs(config, [5, 1, 3]),
         layers.weights(layer),
     )
-    assert "gate" in found and ("gate_bias" in found) == bias
-    assert_equals("attention", layer(x, tokens), formula(found, x, tokens, config), FP64)
+    assert "gate" in result and ("gate_bias" in result) == bias
+    assert_equals("attention", layer(x, tokens), formula(result, x, tokens, config), FP64)
 
 
 @pytest.mark.parametrize(
@@ -142,11 +142,11 @@ def test_decoding_with_kv_cache_matches_full_forward(
     layer = layers.build(Attention, config)
     x, tokens, cache, read = layers.inputs(9), layers.layer_inputs(config, [9]), SpanHook(), 0
     cos, sin = tokens.rope
-    found = []
+    results = []
     for count in steps:
         now = slice(read, read + count)
         read += count
         seq_params = seq_params_from_queries([(count, read)])
         part = LayerInputs(seq_params, cache=cache, rope=(cos[now], sin[now]))
-        found.append(layer(x[now], part))
-    assert_equals("attention", torch.cat(found), layer(x, tokens), FP64)
+        results.append(layer(x[now], part))
+    assert_equals("attention", torch.cat(results), layer(x, tokens), FP64)

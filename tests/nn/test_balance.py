@@ -145,10 +145,10 @@ def test_loss_of_choices_counts_choices_before_token_dropping() -> None:
         normalized_scores(router_of(moe).gate(X[0]), "sigmoid")[:11],
         torch.zeros(5, dtype=torch.float64),
     )
-    asked = choose_experts(
+    requested = choose_experts(
         router_of(moe).gate(X[0]), moe.router, 2, torch.tensor([9.0, 0, 0, 0, 0])
     ).experts[:11]
-    chosen += asked.flatten().bincount(minlength=5)
+    chosen += requested.flatten().bincount(minlength=5)
     assert losses[1] == pytest.approx(
         float(5 / (2 * 11**2) * (chosen * shares.detach().sum(0)).sum()), rel=1e-12
     )
@@ -205,9 +205,9 @@ def step_by_hand(weight: Tensor) -> tuple[Tensor, list[list[float]]]:
         for row in torch.cat(shares).tolist():
             for expert in sorted(range(5), key=lambda e: -row[e])[:2]:
                 seen[expert] += 1
-        for rank, mine in enumerate(shares):
+        for rank, local in enumerate(shares):
             loss = torch.stack(
-                [5 * seen[e] / sum(seen) * mine[:, e].mean() for e in range(5)]
+                [5 * seen[e] / sum(seen) * local[:, e].mean() for e in range(5)]
             ).sum()
             losses[rank].append(loss.item())
             # 0.7: its weight in the config; 0.25: of one of two microbatches, dp 2

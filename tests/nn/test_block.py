@@ -146,7 +146,7 @@ def test_fp32_residual_keeps_small_updates(layers: SimpleNamespace) -> None:
     ]
     for kind in kinds:
         config = layers.config(fp32_residual=True, **kind)
-        found = {}
+        result = {}
         for dtype in (torch.bfloat16, torch.float64):
             block = select_block_class(config, 0)(
                 "layers.0", config, build_context(config, mesh, dtype=dtype)
@@ -169,6 +169,6 @@ def test_fp32_residual_keeps_small_updates(layers: SimpleNamespace) -> None:
             }
             assert all(parameter.grad is not None for parameter in block.parameters())
             assert x.grad is not None
-            found[dtype] = (y - x).detach().double(), x.grad.double()
-        for narrow, wide in zip(found[torch.bfloat16], found[torch.float64], strict=True):
+            result[dtype] = (y - x).detach().double(), x.grad.double()
+        for narrow, wide in zip(result[torch.bfloat16], result[torch.float64], strict=True):
             assert (narrow - wide).norm() < 0.06 * wide.norm(), kind

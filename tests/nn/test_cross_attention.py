@@ -106,22 +106,22 @@ def _on_ranks(
     )
     layer = build(config, mesh, sp=sp, dropout=dropout)
     x, memory = (tensor.requires_grad_() for tensor in inputs())
-    mine, mine_of_memory = (layer.queries.tp_comm.select_local(tensor) for tensor in (x, memory))
+    local, mine_of_memory = (layer.queries.tp_comm.select_local(tensor) for tensor in (x, memory))
     texts, memories = trained(TEXTS, 100), trained(MEMORIES, 7000)
-    y = layer(mine, texts, mine_of_memory, memories)
+    y = layer(local, texts, mine_of_memory, memories)
     weights = torch.linspace(-1, 2, 12 * 18, dtype=torch.float64).view(12, 18)
     (y * layer.queries.tp_comm.select_local(weights)).sum().backward()
     assert x.grad is not None and memory.grad is not None
-    found = {
+    result = {
         "y": all_gather(y.detach(), mesh.tp) if sp else y.detach(),
         "x": x.grad,
         "memory": memory.grad,
     }
     for declared, module, name in iter_parameter_specs(layer):
         box = tuple(slice(start, stop) for start, stop in declared.shard.box)
-        found[declared.shard.name] = torch.zeros(declared.shard.shape, dtype=torch.float64)
-        found[declared.shard.name][box] = getattr(module, name).grad.view(declared.shard.box_shape)
-    return found
+        result[declared.shard.name] = torch.zeros(declared.shard.shape, dtype=torch.float64)
+        result[declared.shard.name][box] = getattr(module, name).grad.view(declared.shard.box_shape)
+    return result
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -185,12 +185,12 @@ def test_encoder_padding_and_attention_masks_hide_keys(layers: SimpleNamespace) 
     for_itself = LayerInputs(with_masks(TEXTS.seq_params, [torch.eye(n).bool() for n in (5, 1, 6)]))
     masks_of_keys = [torch.eye(n).bool() for n in (3, 7, 2)]
     hidden = LayerInputs(with_masks(with_padding(MEMORIES.seq_params, text), masks_of_keys))
-    found = layer(x, for_itself, memory, hidden)
+    result = layer(x, for_itself, memory, hidden)
     left = LayerInputs(seq_params_from_lengths([2, 5, 0]))
-    assert_equals("padding", found, layer(x, TEXTS, memory[text], left), FP64)
-    assert not found[6:].any(), "what sees nothing finds 0"
+    assert_equals("padding", result, layer(x, TEXTS, memory[text], left), FP64)
+    assert not result[6:].any(), "what sees nothing finds 0"
     assert torch.equal(
-        found, layer(x, TEXTS, torch.where(text[:, None], memory, memory + 1), hidden)
+        result, layer(x, TEXTS, torch.where(text[:, None], memory, memory + 1), hidden)
     )
     masks = [torch.zeros(5, 3).bool(), None, torch.tensor([[True, False]] * 6)]
     masks[0][:, 2] = True
@@ -246,10 +246,10 @@ def test_encoder_keys_are_computed_once_for_decoding(layers: SimpleNamespace) ->
         ]
         read = [before + count for before, count in zip(read, step)]
         # as read on with a cache
-        found = layer.attend_encoded(
+        result = layer.attend_encoded(
             x[rows], LayerInputs(seq_params_from_queries(list(zip(step, read)))), kept
         )
-        assert_equals("look", found, whole[rows], FP64)
+        assert_equals("look", result, whole[rows], FP64)
 
 
 @pytest.mark.parametrize("sp", [False, True])
@@ -309,23 +309,23 @@ def _rows(b: int, s: int, seed: int) -> Tensor:
 
 def test_cross_attention_matches_t5(layers: SimpleNamespace) -> None:
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
-    theirs = t5.T5Attention(
+    reference = t5.T5Attention(
         t5.T5Config(d_model=18, d_kv=4, num_heads=6, is_decoder=True, dropout_rate=0.0)
     ).eval()
-    w = {name: getattr(theirs, name).weight.detach() for name in "qkvo"}
+    w = {name: getattr(reference, name).weight.detach() for name in "qkvo"}
     config = layers.config(
         num_kv_heads=6, attention=AttentionConfig(scale=1.0), qkv_bias=False, output_bias=False
     )
     layer = _given(_plain(config), {"q": w["q"], "kv": torch.stack([w["k"], w["v"]]), "o": w["o"]})
     x, memory = _rows(2, 5, 0), _rows(2, 7, 1)
-    expected = theirs(x, key_value_states=memory, mask=torch.zeros(2, 1, 5, 7))[0]
-    found = layer(
+    expected = reference(x, key_value_states=memory, mask=torch.zeros(2, 1, 5, 7))[0]
+    result = layer(
         x.flatten(0, 1),
         LayerInputs(seq_params_from_lengths([5, 5])),
         memory.flatten(0, 1),
         LayerInputs(seq_params_from_lengths([7, 7])),
     )
-    assert (found.view(expected.shape) - expected).abs().max() < 1e-5
+    assert (result.view(expected.shape) - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("family", ["bart", "whisper"])
@@ -338,13 +338,13 @@ def test_cross_attention_matches_bart_and_whisper(family: str, layers: SimpleNam
         "whisper": ("Whisper", transformers.WhisperConfig),
     }[family]
     config = settings(d_model=18, decoder_attention_heads=6, attn_implementation="eager")
-    theirs = getattr(module, f"{kind}Attention")(
+    reference = getattr(module, f"{kind}Attention")(
         18, 6, is_decoder=True, config=config, layer_idx=0
     ).eval()
     generator = torch.Generator().manual_seed(5)
-    for parameter in theirs.parameters():
+    for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=0.4, generator=generator)
-    q, k, v, o = (getattr(theirs, f"{name}_proj") for name in ("q", "k", "v", "out"))
+    q, k, v, o = (getattr(reference, f"{name}_proj") for name in ("q", "k", "v", "out"))
     zero = torch.zeros(18)
     values = {
         "q": q.weight,
@@ -356,14 +356,14 @@ def test_cross_attention_matches_bart_and_whisper(family: str, layers: SimpleNam
     }
     layer = _given(_plain(layers.config(num_kv_heads=6, head_dim=3)), values)
     x, memory = _rows(2, 5, 0), _rows(2, 7, 1)
-    expected = theirs(x, key_value_states=memory)[0]
-    found = layer(
+    expected = reference(x, key_value_states=memory)[0]
+    result = layer(
         x.flatten(0, 1),
         LayerInputs(seq_params_from_lengths([5, 5])),
         memory.flatten(0, 1),
         LayerInputs(seq_params_from_lengths([7, 7])),
     )
-    assert (found.view(expected.shape) - expected).abs().max() < 1e-5
+    assert (result.view(expected.shape) - expected).abs().max() < 1e-5
 
 
 def test_cross_layer_attention_is_causal_inside_documents(
@@ -382,9 +382,9 @@ def test_cross_layer_attention_is_causal_inside_documents(
         # the second document, and the first and last token of the third
         other = memory.clone()
         other[changed:] += 1.0
-        found = layer(x, replace(TEXTS, encoder_hidden=other))
-        assert_equals("before", found[:same], plain[:same], FP64)
-        assert not torch.isclose(found[changed], plain[changed]).any()
+        result = layer(x, replace(TEXTS, encoder_hidden=other))
+        assert_equals("before", result[:same], plain[:same], FP64)
+        assert not torch.isclose(result[changed], plain[changed]).any()
     first = layer(x, replace(TEXTS, encoder_hidden=torch.cat([memory[:5] + 1.0, memory[5:]])))
     assert_equals("after the first document", first[5:], plain[5:], FP64)
 

@@ -25,8 +25,12 @@ X = torch.rand(12, 16, generator=torch.Generator().manual_seed(0)) + 1
 
 
 def tokens(*, seed: int | None = 5) -> LayerInputs:
-    found = LayerInputs(seq_params_from_rows(2, 6))
-    return found if seed is None else replace(found, dropout_key=DropoutKey(seed, NUMBERS))
+    layer_inputs = LayerInputs(seq_params_from_rows(2, 6))
+    return (
+        layer_inputs
+        if seed is None
+        else replace(layer_inputs, dropout_key=DropoutKey(seed, NUMBERS))
+    )
 
 
 def made(
@@ -51,18 +55,18 @@ def test_dropout_is_the_identity_outside_training() -> None:
 def _on_a_rank(rank: int, world: int, sp: bool) -> Tensor:
     group: Group = everyone(rank, world, "tp")
     tp_comm = SequenceParallelComm(group) if sp else TensorParallelComm(group)
-    mine: Tensor = made(tp_comm=tp_comm)(tp_comm.select_local(X), tokens())
-    return mine
+    local: Tensor = made(tp_comm=tp_comm)(tp_comm.select_local(X), tokens())
+    return local
 
 
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("sp", [False, True])
 def test_tensor_parallel_masks_match_one_rank(tp: int, sp: bool) -> None:
-    found, expected = run_ranks(_on_a_rank, tp, sp), made()(X, tokens())
+    result, expected = run_ranks(_on_a_rank, tp, sp), made()(X, tokens())
     if sp:
-        assert torch.equal(torch.cat(found), expected)
+        assert torch.equal(torch.cat(result), expected)
     else:
-        assert all(torch.equal(each, expected) for each in found)
+        assert all(torch.equal(each, expected) for each in result)
 
 
 def test_zero_probability_builds_no_dropout() -> None:
@@ -94,7 +98,7 @@ Q, K, V = queries(6, seed=0), queries(3, seed=1), queries(3, seed=2)
 
 
 def test_weights_are_dropped_after_softmax_and_the_rest_divided() -> None:
-    scores, sinks, found = Scores(softcap=2.0), torch.ones(6).double(), set()
+    scores, sinks, result = Scores(softcap=2.0), torch.ones(6).double(), set()
     for token in range(9):  # values that show what weight each query gives to this token
         v = torch.zeros_like(V)
         v[token] = 1.0
@@ -102,8 +106,8 @@ def test_weights_are_dropped_after_softmax_and_the_rest_divided() -> None:
             Q, K, v, DOCUMENTS, scores=scores, sinks=sinks, dropout_key=KEY
         )
         weights = attention(Q, K, v, DOCUMENTS, scores=scores, sinks=sinks)
-        found |= set((dropped / weights)[weights != 0].mul(1e6).round().int().tolist())
-    assert found == {0, round(1e6 / 0.6)}
+        result |= set((dropped / weights)[weights != 0].mul(1e6).round().int().tolist())
+    assert result == {0, round(1e6 / 0.6)}
 
 
 def test_tensor_parallel_attention_dropout_matches_one_rank() -> None:

@@ -102,13 +102,13 @@ def loss_with_inserted(rank: int, world: int, config: ModelConfig, sp: bool) -> 
 def test_inserted_embeddings_match_one_rank(sp: bool, layers: SimpleNamespace) -> None:
     config = layers.config(positions="learned", num_kv_heads=2)
     (expected,) = run_ranks(loss_with_inserted, 1, config, False)
-    for found in run_ranks(loss_with_inserted, 2, config, sp):
-        for one, other in zip(found, expected, strict=True):
+    for result in run_ranks(loss_with_inserted, 2, config, sp):
+        for one, other in zip(result, expected, strict=True):
             assert_equals("loss and gradient", one, other, FP64)
 
 
 def test_inserted_rows_replace_those_of_the_table(layers: SimpleNamespace) -> None:
     x, rows = layers.inputs(5), layers.inputs(2) + 1
     tp_comm = TensorParallelComm(build_single_rank_mesh().tp)
-    found = insert_embeddings(x, InsertedEmbeddings(rows, torch.tensor([3, 0])), 5, tp_comm)
-    assert torch.equal(found, torch.stack([rows[1], x[1], x[2], rows[0], x[4]]))
+    result = insert_embeddings(x, InsertedEmbeddings(rows, torch.tensor([3, 0])), 5, tp_comm)
+    assert torch.equal(result, torch.stack([rows[1], x[1], x[2], rows[0], x[4]]))

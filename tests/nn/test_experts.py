@@ -90,13 +90,13 @@ def test_expert_parallel_ranks_have_the_same_initial_experts(
     whole, given = build(), sent()
     each, rows = 4 // ep, given.rows.split(COUNTS)
     for rank in range(ep):
-        mine = slice(rank * each, (rank + 1) * each)
+        local = slice(rank * each, (rank + 1) * each)
         layer = build(parallel=ParallelConfig(dp=ep, ep=ep), rank=rank)
-        assert torch.equal(layer.down.down.view(each, -1), whole.down.down.view(4, -1)[mine])  # type: ignore[operator]
-        counts = COUNTS[mine]
-        weights = given.weights.split(COUNTS)[mine]
-        y = layer(DispatchedTokens(torch.cat(rows[mine]), torch.cat(weights), Groups(counts)))
-        assert torch.allclose(y, torch.cat(whole(given).split(COUNTS)[mine]), rtol=1e-12)
+        assert torch.equal(layer.down.down.view(each, -1), whole.down.down.view(4, -1)[local])  # type: ignore[operator]
+        counts = COUNTS[local]
+        weights = given.weights.split(COUNTS)[local]
+        y = layer(DispatchedTokens(torch.cat(rows[local]), torch.cat(weights), Groups(counts)))
+        assert torch.allclose(y, torch.cat(whole(given).split(COUNTS)[local]), rtol=1e-12)
 
 
 def test_expert_tensor_parallel_outputs_sum_to_the_full_output() -> None:
@@ -107,15 +107,15 @@ def test_expert_tensor_parallel_outputs_sum_to_the_full_output() -> None:
 
 def test_expert_parameters_use_the_expert_grid_and_mlp_init() -> None:
     layer = build(replace(MOE, biases=True, num_experts=40), replace(MODEL, hidden_size=64))
-    found = {
+    results = {
         declared.shard.name.rsplit(".", 1)[1]: (declared, module, name)
         for declared, module, name in iter_parameter_specs(layer)
     }
-    assert set(found) == {"gate_up", "gate_up_bias", "down", "down_bias"}
-    assert {declared.shard.grid for declared, _, _ in found.values()} == {"expert"}
+    assert set(results) == {"gate_up", "gate_up_bias", "down", "down_bias"}
+    assert {declared.shard.grid for declared, _, _ in results.values()} == {"expert"}
     stds = {
         kind: float(getattr(module, name).detach().std())
-        for kind, (_, module, name) in found.items()
+        for kind, (_, module, name) in results.items()
     }
     assert stds["gate_up"] == pytest.approx(0.5, rel=0.05)
     assert stds["down"] == pytest.approx(0.5 / math.sqrt(2 * MODEL.num_layers), rel=0.05)

@@ -128,8 +128,8 @@ def test_only_tiles_that_intersect_the_box_are_drawn(
 def test_initial_values_are_stable_across_releases() -> None:
     """First weights are keyed by names and tiles, so a rename would change them. Drawn on
     2026-11-21 (torch 2.13.0)."""
-    found = filled(Shard.full("embed.weight", (4, 3)), Init(1.0), seed=1234).flatten().tolist()
-    assert [round(value, 4) for value in found[:4]] == [-0.6128, -0.0955, 1.9148, 0.3456]
+    result = filled(Shard.full("embed.weight", (4, 3)), Init(1.0), seed=1234).flatten().tolist()
+    assert [round(value, 4) for value in result[:4]] == [-0.6128, -0.0955, 1.9148, 0.3456]
 
 
 def test_uniform_values_have_the_same_std_and_are_bounded() -> None:

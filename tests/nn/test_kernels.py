@@ -117,10 +117,10 @@ def test_training_matches_for_all_kernel_settings(
     for kernel in ("torch", "reference"):
         others, other_weights = losses_of(kernel, **changes)
         assert others == pytest.approx(losses, rel=tolerance)
-        for mine, theirs in zip(weights, other_weights, strict=True):
+        for actual, reference in zip(weights, other_weights, strict=True):
             # On average: Adam's first steps are as long as the rate, 1e-2, even where a gradient is
             # all rounding.
-            assert (mine - theirs).abs().mean() <= drift
+            assert (actual - reference).abs().mean() <= drift
 
 
 @pytest.mark.slow

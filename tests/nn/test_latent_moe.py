@@ -88,7 +88,7 @@ def pairs(ours: MoE, theirs: Any) -> dict[str, tuple[Any, Any]]:
     """Our parameters and theirs, which lie alike in memory."""
     (shared,) = ours.shared
     mlp: Any = shared.mlp
-    found = {
+    result = {
         "router": (ours.router.gate.router, theirs.gate.weight),
         "experts.up": (ours.experts.up.up, theirs.experts.up_proj),
         "experts.down": (ours.experts.down.down, theirs.experts.down_proj),
@@ -96,9 +96,9 @@ def pairs(ours: MoE, theirs: Any) -> dict[str, tuple[Any, Any]]:
         "shared.down": (mlp.down.down, theirs.shared_experts.down_proj.weight),
     }
     if ours.router.moe.latent_size is not None:
-        found["latent_in"] = ours.narrow.latent_in, theirs.fc1_latent_proj.weight
-        found["latent_out"] = ours.widen.latent_out, theirs.fc2_latent_proj.weight
-    return found
+        result["latent_in"] = ours.narrow.latent_in, theirs.fc1_latent_proj.weight
+        result["latent_out"] = ours.widen.latent_out, theirs.fc2_latent_proj.weight
+    return result
 
 
 def close(a: Tensor, b: Tensor, name: str) -> None:
@@ -109,25 +109,25 @@ def close(a: Tensor, b: Tensor, name: str) -> None:
 def test_layer_and_gradients_match_nemotron_h_of_transformers(
     moe: MoEConfig,
 ) -> None:
-    theirs, ours = theirs_of(moe), ours_of(moe)
-    both = pairs(ours, theirs)
+    reference, ours = theirs_of(moe), ours_of(moe)
+    both = pairs(ours, reference)
     with torch.no_grad():
-        for mine, other in both.values():
-            mine.copy_(other.reshape(mine.shape))
+        for actual, other in both.values():
+            actual.copy_(other.reshape(actual.shape))
         assert ours.router.expert_bias is not None
-        ours.router.expert_bias.copy_(theirs.gate.e_score_correction_bias)
-    assert {id(mine) for mine, _ in both.values()} == {
+        ours.router.expert_bias.copy_(reference.gate.e_score_correction_bias)
+    assert {id(actual) for actual, _ in both.values()} == {
         id(one) for one in ours.parameters() if one.requires_grad
     }
-    assert {id(other) for _, other in both.values()} == {id(one) for one in theirs.parameters()}
+    assert {id(other) for _, other in both.values()} == {id(one) for one in reference.parameters()}
     draw = torch.Generator().manual_seed(1)
     x, dy = torch.randn(2, 10, 18, generator=draw), torch.randn(2, 10, 18, generator=draw)
-    mine, other = x.flatten(0, 1).requires_grad_(), x.clone().requires_grad_()
-    y, expected = ours(mine, LayerInputs(seq_params_from_rows(2, 10))), theirs(other)
+    actual, other = x.flatten(0, 1).requires_grad_(), x.clone().requires_grad_()
+    y, expected = ours(actual, LayerInputs(seq_params_from_rows(2, 10))), reference(other)
     close(y.detach(), expected.detach(), "y")
     y.backward(dy.flatten(0, 1))
     expected.backward(dy)
-    assert mine.grad is not None and other.grad is not None
-    close(mine.grad, other.grad, "x")
+    assert actual.grad is not None and other.grad is not None
+    close(actual.grad, other.grad, "x")
     for name, (weight, its) in both.items():
         close(weight.grad, its.grad, name)

@@ -72,12 +72,12 @@ def test_the_layer_is_the_weighted_sum_of_the_chosen_experts() -> None:
     y, expected = layer(x, training()), plain(layer, other, MOE)
     assert torch.allclose(y, expected, rtol=1e-12, atol=1e-12)
     y.square().sum().backward()
-    found = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    results = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
     layer.zero_grad()
     expected.square().sum().backward()
     assert torch.allclose(x.grad, other.grad, rtol=1e-10)  # type: ignore[arg-type]
     for name, parameter in layer.named_parameters():
-        assert torch.allclose(found[name], parameter.grad, rtol=1e-10), name  # type: ignore[arg-type]
+        assert torch.allclose(results[name], parameter.grad, rtol=1e-10), name  # type: ignore[arg-type]
 
 
 def test_all_tokens_may_go_to_one_expert_and_none_to_others() -> None:
@@ -117,7 +117,7 @@ def test_dispatched_rows_are_recomputed_and_not_saved() -> None:
 
 @pytest.mark.parametrize("factor", [0.4, 1.0, 9.0])
 def test_padding_does_not_change_the_output(factor: float) -> None:
-    found = []
+    results = []
     for pad in (False, True):
         layer = build(replace(MOE, biases=True, capacity=CapacityConfig(factor=factor, pad=pad)))
         x = torch.randn(
@@ -134,9 +134,9 @@ def test_padding_does_not_change_the_output(factor: float) -> None:
         gradients = [
             parameter.grad for parameter in layer.parameters() if parameter.grad is not None
         ]
-        found.append([y, x.grad, *gradients, layer(x, LayerInputs(seq_params_from_rows(1, 9)))])
-    assert len(found[0]) == len(found[1])
-    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(*found, strict=True))
+        results.append([y, x.grad, *gradients, layer(x, LayerInputs(seq_params_from_rows(1, 9)))])
+    assert len(results[0]) == len(results[1])
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(*results, strict=True))
 
 
 def test_dropped_choices_give_zero_and_no_gradient() -> None:
@@ -246,11 +246,11 @@ def test_recomputation_repeats_routing_decisions(capacity: float | None) -> None
     for again in (False, True):
         layer = build(moe)
         layer.router.__class__ = Flipping
-        mine = x.clone().requires_grad_()
+        local = x.clone().requires_grad_()
         run = Recomputed(layer) if again else layer
         for _ in range(2):  # a second microbatch decides for itself
-            run(mine, training()).square().sum().backward()
-        gradients.append([mine.grad, *(p.grad for p in layer.parameters() if p.grad is not None)])
+            run(local, training()).square().sum().backward()
+        gradients.append([local.grad, *(p.grad for p in layer.parameters() if p.grad is not None)])
         calls.append(layer.router.calls)
     assert calls == [2, 2]
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

@@ -25,7 +25,7 @@ from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.shards import Shard
 from megalith.testing.inject import patched
 from megalith.testing.tolerance import FP64, assert_equals
-from megalith.verify.types import type_check
+from megalith.verify.types import TrainingSettings, type_check
 
 MODEL = ModelConfig(
     vocab_size=61,
@@ -295,7 +295,11 @@ def _invariant(which: str, number: int) -> AbstractContextManager[None]:
 @pytest.mark.parametrize("sp", [True, False])
 def test_type_check_accepts_adapters(sp: bool) -> None:
     report = type_check(
-        MODEL, ParallelConfig(tp=4, sp=sp), world=8, ranks=(5,), lora=LoraConfig(rank=3)
+        MODEL,
+        ParallelConfig(tp=4, sp=sp),
+        world=8,
+        ranks=(5,),
+        training=TrainingSettings(lora=LoraConfig(rank=3)),
     )
     assert report.problems == ()
     assert report.parameters == len(weights(built(LoraConfig())))
@@ -305,7 +309,11 @@ def test_type_check_accepts_adapters(sp: bool) -> None:
 def test_type_check_rejects_missing_tp_reduction(which: str, number: int) -> None:
     with _invariant(which, number):
         found = type_check(
-            MODEL, ParallelConfig(tp=2, sp=True), world=2, ranks=(1,), lora=LoraConfig(rank=3)
+            MODEL,
+            ParallelConfig(tp=2, sp=True),
+            world=2,
+            ranks=(1,),
+            training=TrainingSettings(lora=LoraConfig(rank=3)),
         ).problems
     assert found and "layers.0" in found[0].where, found
 
@@ -314,6 +322,10 @@ def test_type_check_rejects_missing_tp_reduction(which: str, number: int) -> Non
 def test_type_check_rejects_double_reduction(which: str, number: int) -> None:
     with _invariant(which, number):
         found = type_check(
-            MODEL, ParallelConfig(tp=2), world=2, ranks=(1,), lora=LoraConfig(rank=3)
+            MODEL,
+            ParallelConfig(tp=2),
+            world=2,
+            ranks=(1,),
+            training=TrainingSettings(lora=LoraConfig(rank=3)),
         ).problems
     assert found, which

@@ -118,7 +118,7 @@ def test_mla_matches_transformers(
         max_position_embeddings=64,
         attn_implementation="eager",
     )
-    theirs = deepseek.DeepseekV3Attention(theirs_config, 0).double()
+    reference = deepseek.DeepseekV3Attention(theirs_config, 0).double()
     config = config_of(
         "queries from x",
         layers,
@@ -147,7 +147,7 @@ def test_mla_matches_transformers(
     ours = layers.weights(layer)
     with torch.no_grad():
         for name, tensor in ours.items():
-            weight = getattr(theirs, names[name]).weight
+            weight = getattr(reference, names[name]).weight
             weight.copy_(tensor.reshape(weight.shape))
     x, tokens = layers.inputs(9), layers.layer_inputs(config, [9])
     rotary = deepseek.DeepseekV3RotaryEmbedding(theirs_config)
@@ -158,7 +158,7 @@ def test_mla_matches_transformers(
         dict(zip(("cos", "sin"), [p[0, :, :2] for p in positions])),
         FP64,
     )
-    expected, _ = theirs(x[None], positions, mask)
+    expected, _ = reference(x[None], positions, mask)
     assert_equals("attention", layer(x, tokens), expected[0], PARITY)  # their norms are fp32
 
 
@@ -181,7 +181,7 @@ def test_decoding_with_kv_cache_matches_full_forward(
 ) -> None:
     config = config_of(kind, layers)
     layer = layers.build(LatentAttention, config)
-    x, tokens, cache, read, found = (
+    x, tokens, cache, read, result = (
         layers.inputs(9),
         layers.layer_inputs(config, [9]),
         KVCache(1),
@@ -195,8 +195,8 @@ def test_decoding_with_kv_cache_matches_full_forward(
             rope = tuple(table[now] for table in tokens.rope)
             seq_params = seq_params_from_queries([(count, read)])
             part = LayerInputs(seq_params, cache=cache.layers([0])[0], rope=rope)
-            found.append(layer(x[now], part))
-        assert_equals("attention", torch.cat(found), layer(x, tokens), FP64)
+            result.append(layer(x[now], part))
+        assert_equals("attention", torch.cat(result), layer(x, tokens), FP64)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -204,7 +204,7 @@ def test_decoding_with_kv_cache_matches_full_forward(
 def test_expanded_and_absorbed_forms_match(
     kind: str, steps: list[int], layers: SimpleNamespace
 ) -> None:
-    config, found = config_of(kind, layers), []
+    config, result = config_of(kind, layers), []
     x, tokens = layers.inputs(9), layers.layer_inputs(config, [9])
     for form in (absorbed, expanded):
         layer, cache, read = layers.build(LatentAttention, config), KVCache(1), 0
@@ -214,14 +214,14 @@ def test_expanded_and_absorbed_forms_match(
             seq_params = seq_params_from_queries([(count, read + count)])
             part = LayerInputs(seq_params, cache=cache.layers([0])[0], rope=rope)
             with torch.no_grad():
-                found.append(layer(x[read : read + count], part))
+                result.append(layer(x[read : read + count], part))
             read += count
     half = len(steps)
     torch.testing.assert_close(
-        torch.cat(found[:half]), torch.cat(found[half:]), rtol=1e-9, atol=1e-9
+        torch.cat(result[:half]), torch.cat(result[half:]), rtol=1e-9, atol=1e-9
     )
     with torch.no_grad():
-        torch.testing.assert_close(torch.cat(found[:half]), layer(x, tokens), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(torch.cat(result[:half]), layer(x, tokens), rtol=1e-9, atol=1e-9)
 
 
 def test_prefill_is_expanded_and_decoding_absorbed() -> None:
@@ -306,11 +306,13 @@ def shared_heads(
         if hasattr(module, "tp_comm"):
             module.tp_comm = tp_comm
     assert isinstance(layer, LatentAttention)
-    mine = tp_comm.select_local(x).clone().requires_grad_()
-    y = layer(mine, tokens)
+    local = tp_comm.select_local(x).clone().requires_grad_()
+    y = layer(local, tokens)
     y.square().sum().backward()
-    assert mine.grad is not None
-    whole = [all_gather(part.detach(), mesh.tp) if sp else part.detach() for part in (y, mine.grad)]
+    assert local.grad is not None
+    whole = [
+        all_gather(part.detach(), mesh.tp) if sp else part.detach() for part in (y, local.grad)
+    ]
     return whole[0], whole[1]
 
 

@@ -141,11 +141,11 @@ def _equals_one_rank(rank: int, world: int, config: ModelConfig, x: Tensor, sp: 
     mesh, dy = build_mesh(model_grid(ParallelConfig(tp=world), config, world), rank=rank), x.flip(0)
     alone = _filled(config, build_single_rank_mesh(), False)
     layer = _filled(config, mesh, sp)
-    mine = slice(rank * 6 // world, (rank + 1) * 6 // world) if sp else slice(None)
-    y, dx, gradients = _results(layer, x[mine], dy[mine])
+    actual = slice(rank * 6 // world, (rank + 1) * 6 // world) if sp else slice(None)
+    y, dx, gradients = _results(layer, x[actual], dy[actual])
     expected_y, expected_dx, expected = _results(alone, x, dy)
-    assert_equals("y", y, expected_y[mine], FP64)
-    assert_equals("dx", dx, expected_dx[mine], FP64)
+    assert_equals("y", y, expected_y[actual], FP64)
+    assert_equals("dx", dx, expected_dx[actual], FP64)
     for declared, _, _ in iter_parameter_specs(layer):
         shard = declared.shard
         gradient = gradients[shard.name]

@@ -46,17 +46,17 @@ def config(depths: int = 2, **changes: Any) -> ModelConfig:
 
 def model(config: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
     """Random weights; norms are not one."""
-    made = Decoder(build_context(config, build_single_rank_mesh(), dtype=dtype, **options))
-    allocate(made, torch.device("cpu"))
-    initialize(made, seed=0)
+    decoder = Decoder(build_context(config, build_single_rank_mesh(), dtype=dtype, **options))
+    allocate(decoder, torch.device("cpu"))
+    initialize(decoder, seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in decoder.parameters():
             if parameter.ndim == 1:
                 parameter.add_(
                     torch.rand(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
                 )
-    return made
+    return decoder
 
 
 def text() -> tuple[Tensor, Tensor, LayerInputs]:
@@ -83,46 +83,49 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def test_mtp_depth_matches_the_formula_of_the_paper() -> None:
-    made, (ids, labels, tokens) = model(config()), text()
-    made.layers = torch.nn.ModuleList()  # what the depths read is then known
-    hidden = made.hidden_states(ids, tokens)
+    built, (ids, labels, tokens) = model(config()), text()
+    built.layers = torch.nn.ModuleList()  # what the depths read is then known
+    hidden = built.hidden_states(ids, tokens)
     losses = sum_lm_losses(
-        made.outputs(ids, tokens, mtp_inputs=mtp_inputs(ids, labels, 2)),
+        built.outputs(ids, tokens, mtp_inputs=mtp_inputs(ids, labels, 2)),
         labels,
         mtp_inputs(ids, labels, 2),
     )
-    turned = made.rotations.add_to(tokens)
+    turned = built.rotations.add_to(tokens)
     x = hidden
-    for depth, ((their_ids, their_labels), found) in enumerate(
+    for depth, ((their_ids, their_labels), result) in enumerate(
         zip(mtp_inputs(ids, labels, 2), losses[1:], strict=True)
     ):
-        layer = made.mtp.layers[depth]
+        layer = built.mtp.layers[depth]
         assert isinstance(layer, MTPLayer)
         w = {d.shard.name: getattr(module, name) for d, module, name in iter_parameter_specs(layer)}
         name = f"mtp.{depth}"
         halves = [
-            normed(made.embed.weight[their_ids], w[f"{name}.embed_norm.weight"]),
+            normed(built.embed.weight[their_ids], w[f"{name}.embed_norm.weight"]),
             normed(x, w[f"{name}.hidden_norm.weight"]),
         ]
         u = torch.cat(halves, -1) @ w[f"{name}.project"].T
         x = normed(layer.layer(u, turned), w[f"{name}.norm.weight"])
-        scores = (x @ made.head.weight[:37].T).log_softmax(-1)
+        scores = (x @ built.head.weight[:37].T).log_softmax(-1)
         kept = their_labels >= 0
-        assert_equals("loss", found, -scores[kept, their_labels[kept]].sum(), FP64)
+        assert_equals("loss", result, -scores[kept, their_labels[kept]].sum(), FP64)
 
 
 @pytest.mark.parametrize("positions", ["learned", "none", "relative"])
 def test_mtp_embeddings_use_their_own_positions(positions: Any) -> None:
     """In each document, and nothing where neither a document nor the table has such a place."""
-    made, (ids, labels, tokens) = model(replace(config(positions=positions), max_seq_len=5)), text()
+    built, (ids, labels, tokens) = (
+        model(replace(config(positions=positions), max_seq_len=5)),
+        text(),
+    )
     for depth, (their_ids, _) in enumerate(mtp_inputs(ids, labels, 2)):
-        layer = made.mtp.layers[depth]
+        layer = built.mtp.layers[depth]
         assert isinstance(layer, MTPLayer)
-        expected = made.embed.weight[their_ids]
+        expected = built.embed.weight[their_ids]
         if positions == "learned":
-            assert layer.input_embedding.position_table() is made.input_embedding.position_table()
+            assert layer.input_embedding.position_table() is built.input_embedding.position_table()
             table = torch.cat(
-                [made.input_embedding.positions.weight, torch.zeros(2, 12, dtype=torch.float64)]
+                [built.input_embedding.positions.weight, torch.zeros(2, 12, dtype=torch.float64)]
             )
             expected = expected + table[tokens.seq_params.position_ids + depth + 1]
         assert_equals(
@@ -135,10 +138,10 @@ def test_next_token_loss_matches_a_model_without_mtp() -> None:
     plain = model(config(depths=0)).loss(ids, labels, tokens)
     deep = model(config())
     with torch.no_grad():  # their random norms are drawn one after the other
-        for mine, theirs in zip(
+        for actual, reference in zip(
             deep.parameters(), model(config(depths=0)).parameters(), strict=False
         ):
-            mine.copy_(theirs)
+            actual.copy_(reference)
     losses = sum_lm_losses(
         deep.outputs(ids, tokens, mtp_inputs=mtp_inputs(ids, labels, 2)),
         labels,
@@ -151,19 +154,24 @@ def test_next_token_loss_matches_a_model_without_mtp() -> None:
 def test_mtp_layers_share_the_rope_tables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, (ids, labels, tokens), found, look_up = model(config()), text(), [], RotaryEmbedding._pair
+    built, (ids, labels, tokens), result, look_up = (
+        model(config()),
+        text(),
+        [],
+        RotaryEmbedding._pair,
+    )
 
     def noted(self: RotaryEmbedding, *these: Any) -> tuple[Tensor, Tensor]:
-        found.append(these)
+        result.append(these)
         return look_up(self, *these)
 
     monkeypatch.setattr(RotaryEmbedding, "_pair", noted)
     sum_lm_losses(
-        made.outputs(ids, tokens, mtp_inputs=mtp_inputs(ids, labels, 2)),
+        built.outputs(ids, tokens, mtp_inputs=mtp_inputs(ids, labels, 2)),
         labels,
         mtp_inputs(ids, labels, 2),
     )
-    assert len(found) == 1
+    assert len(result) == 1
 
 
 def test_token_is_accepted_if_all_earlier_depths_are_right() -> None:
@@ -174,10 +182,10 @@ def test_token_is_accepted_if_all_earlier_depths_are_right() -> None:
 
 
 def test_number_of_mtp_inputs_equals_number_of_depths() -> None:
-    made, (ids, labels, tokens) = model(config()), text()
+    built, (ids, labels, tokens) = model(config()), text()
     with pytest.raises(ValueError, match="shorter"):
         sum_lm_losses(
-            made.outputs(ids, tokens, mtp_inputs=mtp_inputs(ids, labels, 1)),
+            built.outputs(ids, tokens, mtp_inputs=mtp_inputs(ids, labels, 1)),
             labels,
             mtp_inputs(ids, labels, 1),
         )
@@ -196,7 +204,7 @@ def loss_at(made: Decoder, ids: Tensor, depth: int, place: int, label: int) -> T
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_mtp_does_not_see_its_labels_or_other_documents(depth: int) -> None:
-    made, (ids, labels, _) = model(config()), text()
+    built, (ids, labels, _) = model(config()), text()
     places = [
         place
         for place, label in enumerate(mtp_inputs(ids, labels, 2)[depth][1].tolist())
@@ -207,34 +215,34 @@ def test_mtp_does_not_see_its_labels_or_other_documents(depth: int) -> None:
         predicted, first = place + depth + 2, 6 if place >= 6 else 0
         unseen = torch.arange(len(ids))
         changed = torch.where((unseen >= predicted) | (unseen < first), (ids + 1) % 37, ids)
-        found = loss_at(made, changed, depth, place, int(ids[predicted]))
-        assert torch.equal(found, loss_at(made, ids, depth, place, int(ids[predicted])))
+        result = loss_at(built, changed, depth, place, int(ids[predicted]))
+        assert torch.equal(result, loss_at(built, ids, depth, place, int(ids[predicted])))
         # the last that it reads
         changed = torch.where(unseen == predicted - 1, (ids + 1) % 37, ids)
-        assert not torch.equal(found, loss_at(made, changed, depth, place, int(ids[predicted])))
+        assert not torch.equal(result, loss_at(built, changed, depth, place, int(ids[predicted])))
 
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])
 def test_mtp_layers_are_recomputed_like_layers(granularity: Any) -> None:
     ids, labels, tokens = text()
-    found = []
+    results = []
     for options in (
         {},
         {"recompute": RecomputeConfig(granularity=granularity), "offload": OffloadConfig(layers=1)},
     ):
-        made = model(config(), **options)
+        outputs = model(config(), **options)
         torch.stack(
             sum_lm_losses(
-                made.outputs(ids, tokens, mtp_inputs=mtp_inputs(ids, labels, 2)),
+                outputs.outputs(ids, tokens, mtp_inputs=mtp_inputs(ids, labels, 2)),
                 labels,
                 mtp_inputs(ids, labels, 2),
             )
         ).sum().backward()
-        found.append(
-            {name: part.grad for name, part in made.named_parameters() if part.grad is not None}
+        results.append(
+            {name: part.grad for name, part in outputs.named_parameters() if part.grad is not None}
         )
-    assert_close(found[0], found[1], FP64)
-    assert any(name.startswith("mtp.layers.1.layer") for name in found[0])
+    assert_close(results[0], results[1], FP64)
+    assert any(name.startswith("mtp.layers.1.layer") for name in results[0])
 
 
 @pytest.mark.parametrize("pipeline", [PipelineConfig(), PipelineConfig(schedule="zb-v", vpp=2)])
@@ -294,17 +302,17 @@ def test_mtp_matches_transformers() -> None:
         rms_norm_eps=1e-5,
         attn_implementation="eager",
     )
-    theirs = layers.MtpLayer(theirs_config, LlamaDecoderLayer, LlamaRMSNorm, 0)
-    made = model(config(depths=1), dtype=torch.float32)
-    ours = made.mtp.layers[0]
+    reference = layers.MtpLayer(theirs_config, LlamaDecoderLayer, LlamaRMSNorm, 0)
+    outputs = model(config(depths=1), dtype=torch.float32)
+    ours = outputs.mtp.layers[0]
     assert isinstance(ours, MTPLayer)
     w = {d.shard.name[6:]: getattr(module, name) for d, module, name in iter_parameter_specs(ours)}
-    block = theirs.mtp_block
+    block = reference.mtp_block
     pairs = {
-        "embed_norm.weight": theirs.enorm.weight,
-        "hidden_norm.weight": theirs.hnorm.weight,
-        "project": theirs.eh_proj.weight,
-        "norm.weight": theirs.post_norm.weight,
+        "embed_norm.weight": reference.enorm.weight,
+        "hidden_norm.weight": reference.hnorm.weight,
+        "project": reference.eh_proj.weight,
+        "norm.weight": reference.post_norm.weight,
         "layer.attention_norm.weight": block.input_layernorm.weight,
         "layer.attention.q": block.self_attn.q_proj.weight,
         "layer.attention.o": block.self_attn.o_proj.weight,
@@ -326,7 +334,9 @@ def test_mtp_matches_transformers() -> None:
     positions = torch.arange(7)[None]
     rotary = LlamaRotaryEmbedding(theirs_config)(hidden[None], positions)
     mask = torch.full((1, 1, 7, 7), -math.inf).triu(1)
-    expected = theirs(made.embed.weight[ids][None], hidden[None], rotary, mask, positions, None)
+    expected = reference(
+        outputs.embed.weight[ids][None], hidden[None], rotary, mask, positions, None
+    )
     assert_equals(
-        "hidden states", ours(hidden, ids, made.rotations.add_to(tokens)), expected[0], PARITY
+        "hidden states", ours(hidden, ids, outputs.rotations.add_to(tokens)), expected[0], PARITY
     )

@@ -25,17 +25,17 @@ def config(kind: Kind, zero_centered: bool) -> ModelConfig:
 def norm(
     dtype: torch.dtype = torch.float32, kind: Kind = "rms", zero_centered: bool = False
 ) -> Norm:
-    made = build_norm(
+    built = build_norm(
         "layers.3.mlp_norm",
         7,
         config(kind, zero_centered),
         build_context(config(kind, zero_centered), build_single_rank_mesh(), dtype=dtype),
         invariant=frozenset({"tp_kv"}),
     )
-    made.to_empty(device="cpu")
-    for declared, module, name in iter_parameter_specs(made):
+    built.to_empty(device="cpu")
+    for declared, module, name in iter_parameter_specs(built):
         init_param_(module.get_parameter(name), declared.shard, declared.init, seed=0)
-    return made
+    return built
 
 
 def test_norm_class_follows_the_config() -> None:
@@ -45,38 +45,38 @@ def test_norm_class_follows_the_config() -> None:
 @pytest.mark.parametrize(("kind", "zero_centered"), EVERY)
 def test_initial_norm_has_unit_scale(kind: Kind, zero_centered: bool) -> None:
     x = torch.randn(5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = norm(torch.float64, kind, zero_centered)(x)
+    result = norm(torch.float64, kind, zero_centered)(x)
     expected = (
         torch.layer_norm(x, (7,), eps=1e-5)
         if kind == "layer"
         else torch.rms_norm(x, (7,), eps=1e-5)
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize(("kind", "zero_centered"), EVERY)
 def test_features_are_scaled_and_shifted(kind: Kind, zero_centered: bool) -> None:
-    made, x = norm(torch.float64, kind, zero_centered), torch.randn(5, 7, dtype=torch.float64)
-    plain = made(x).detach()
+    built, x = norm(torch.float64, kind, zero_centered), torch.randn(5, 7, dtype=torch.float64)
+    plain = built(x).detach()
     with torch.no_grad():
-        made.weight.copy_(torch.arange(7.0))
-        if isinstance(made, LayerNorm):
-            made.bias.fill_(3.0)
+        built.weight.copy_(torch.arange(7.0))
+        if isinstance(built, LayerNorm):
+            built.bias.fill_(3.0)
     shift = 3.0 if kind == "layer" else 0.0
     torch.testing.assert_close(
-        made(x).detach(), plain * (torch.arange(7.0) + zero_centered) + shift
+        built(x).detach(), plain * (torch.arange(7.0) + zero_centered) + shift
     )
 
 
 @pytest.mark.parametrize(("kind", "zero_centered"), EVERY)
 def test_fused_residual_norm_gives_sum_norm_and_gradients(kind: Kind, zero_centered: bool) -> None:
-    made, draw = norm(torch.float64, kind, zero_centered), torch.Generator().manual_seed(0)
+    built, draw = norm(torch.float64, kind, zero_centered), torch.Generator().manual_seed(0)
     x, residual, dsum, dy = (
         torch.randn(5, 7, generator=draw, dtype=torch.float64) for _ in range(4)
     )
-    inputs = [x.requires_grad_(), residual.requires_grad_(), *made.parameters()]
-    total, normed = made.add_and_normalize(x, residual)
-    got, plain = (total, normed), (x + residual, made(x + residual))
+    inputs = [x.requires_grad_(), residual.requires_grad_(), *built.parameters()]
+    total, normed = built.add_and_normalize(x, residual)
+    got, plain = (total, normed), (x + residual, built(x + residual))
     torch.testing.assert_close(got, plain)
     torch.testing.assert_close(
         torch.autograd.grad(got, inputs, (dsum, dy)), torch.autograd.grad(plain, inputs, (dsum, dy))
@@ -105,15 +105,15 @@ def test_parameters_are_replicated_vectors_under_their_names(kind: Kind) -> None
 
 @pytest.mark.parametrize(("kind", "zero_centered"), EVERY)
 def test_recomputed_norm_output_is_bitwise_equal(kind: Kind, zero_centered: bool) -> None:
-    made, draw = norm(kind=kind, zero_centered=zero_centered), torch.Generator().manual_seed(0)
+    built, draw = norm(kind=kind, zero_centered=zero_centered), torch.Generator().manual_seed(0)
     x, residual = (torch.randn(5, 7, generator=draw) for _ in range(2))
-    plain, (total, after) = made(x), made.add_and_normalize(x, residual)
-    made.register = register_recompute
-    for found, value, source in (
-        (made(x), plain, x),
-        (made.add_and_normalize(x, residual)[1], after, total),
+    plain, (total, after) = built(x), built.add_and_normalize(x, residual)
+    built.register = register_recompute
+    for result, value, source in (
+        (built(x), plain, x),
+        (built.add_and_normalize(x, residual)[1], after, total),
     ):
-        recipe = recompute_recipe(found)
-        assert recipe is not None and torch.equal(found, value)
+        recipe = recompute_recipe(result)
+        assert recipe is not None and torch.equal(result, value)
         assert torch.equal(recipe.inputs[0], source)
         assert torch.equal(recipe.function(*recipe.inputs), value)

@@ -98,5 +98,5 @@ def test_norm_over_all_heads_reduces_over_tensor_parallel_ranks(
         seeded(5, 6, 4),
     )
     whole, _ = layers.build(Attention, config).norms(q, q)
-    found = run_ranks(normed_by_ranks, tp, config, q, layers.build, layers.real)
-    assert_equals("q", torch.cat(found, dim=1), whole, FP64)
+    results = run_ranks(normed_by_ranks, tp, config, q, layers.build, layers.real)
+    assert_equals("q", torch.cat(results, dim=1), whole, FP64)

@@ -38,10 +38,10 @@ def of_t5(name: str, parameters: dict[str, Tensor], config: ModelConfig) -> Tens
     if name in ends:
         return parameters[f"{ends[name]}.weight"]
     _, number, part = name.split(".", 2)
-    theirs = f"encoder.block.{number}.layer"
+    reference = f"encoder.block.{number}.layer"
 
     def attention(word: str) -> Tensor:
-        return parameters[f"{theirs}.0.SelfAttention.{word}.weight"]
+        return parameters[f"{reference}.0.SelfAttention.{word}.weight"]
 
     match part:
         case "attention.kv":
@@ -54,7 +54,7 @@ def of_t5(name: str, parameters: dict[str, Tensor], config: ModelConfig) -> Tens
         "mlp.up": "1.DenseReluDense.wi",
         "mlp.down": "1.DenseReluDense.wo",
     }
-    return parameters[f"{theirs}.{words[part]}.weight"]
+    return parameters[f"{reference}.{words[part]}.weight"]
 
 
 def test_bidirectional_layers_with_relative_bias_match_the_t5_encoder() -> None:
@@ -69,7 +69,7 @@ def test_bidirectional_layers_with_relative_bias_match_the_t5_encoder() -> None:
         "relative_attention_num_buckets": 8,
         "relative_attention_max_distance": 11,
     }
-    theirs = transformers.T5EncoderModel(transformers.T5Config(**settings)).eval().double()
+    reference = transformers.T5EncoderModel(transformers.T5Config(**settings)).eval().double()
     config = ModelConfig(
         vocab_size=61,
         pad_vocab_to_multiple_of=1,
@@ -93,16 +93,16 @@ def test_bidirectional_layers_with_relative_bias_match_the_t5_encoder() -> None:
         for declared, module, name in iter_parameter_specs(model):
             parameter = getattr(module, name)
             parameter.copy_(
-                of_t5(declared.shard.name, theirs.state_dict(), config).reshape(parameter.shape)
+                of_t5(declared.shard.name, reference.state_dict(), config).reshape(parameter.shape)
             )
     ids = torch.randint(61, (2, 15), generator=torch.Generator().manual_seed(0))
-    expected = theirs(input_ids=ids).last_hidden_state
-    found = model.hidden_states(ids.flatten(), LayerInputs(seq_params_from_lengths([15, 15]))).view(
-        expected.shape
-    )
-    assert (found - expected).abs().max() < 1e-5  # its norms have fp32 inside
+    expected = reference(input_ids=ids).last_hidden_state
+    result = model.hidden_states(
+        ids.flatten(), LayerInputs(seq_params_from_lengths([15, 15]))
+    ).view(expected.shape)
+    assert (result - expected).abs().max() < 1e-5  # its norms have fp32 inside
     packed = model.hidden_states(ids.flatten()[:24], LayerInputs(seq_params_from_lengths([15, 9])))
-    alone = theirs(input_ids=ids[1:, :9]).last_hidden_state[0]
+    alone = reference(input_ids=ids[1:, :9]).last_hidden_state[0]
     assert (packed - torch.cat([expected[0], alone])).abs().max() < 1e-5
 
 

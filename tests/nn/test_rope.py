@@ -90,23 +90,23 @@ def test_scores_depend_on_distances_alone(rope: RopeConfig) -> None:
     model = config(rope=rope)
     q, k, turn = seeded(6, 3, 8), seeded(6, 3, 8, seed=1), apply_rope_of(model)
     whole = RotaryEmbedding(model, torch.float64).add_to(LayerInputs(seq_params_from_lengths([13])))
-    found = []
+    results = []
     for first in (0, 7):
         cos, sin = (table[first : first + 6] for table in whole.rope)
         tokens = LayerInputs(seq_params_from_lengths([6]), rope=(cos, sin))
-        found.append(torch.einsum("qnd,knd->nqk", turn(q, tokens), turn(k, tokens)))
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)  # angles are fp32
+        results.append(torch.einsum("qnd,knd->nqk", turn(q, tokens), turn(k, tokens)))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-5)  # angles are fp32
 
 
 def test_dynamic_scaling_starts_beyond_the_original_length() -> None:
     model = config(rope=RopeConfig(scaling="dynamic", factor=2.0, original_max_position=8))
     plain = config(rope=RopeConfig())
     for length, same in ((8, True), (9, False)):
-        ours, theirs = (
+        ours, reference = (
             RotaryEmbedding(m, torch.float64).add_to(LayerInputs(seq_params_from_lengths([length])))
             for m in (model, plain)
         )
-        assert torch.equal(ours.rope[0], theirs.rope[0]) == same
+        assert torch.equal(ours.rope[0], reference.rope[0]) == same
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
@@ -139,14 +139,14 @@ def test_length_dependent_scaling_uses_each_documents_length(
 
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many positions each table that is made from now on has."""
-    found: list[int] = []
+    results: list[int] = []
 
     def noted(positions: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        found.append(positions.shape[-1])
+        results.append(positions.shape[-1])
         return rope_tables(positions, *others, **more)
 
     monkeypatch.setattr(rotations, "rope_tables", noted)
-    return found
+    return results
 
 
 def test_tables_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +186,10 @@ def test_equal_multimodal_positions_match_text_positions() -> None:
     assert three.num_tokens == 7
     plain = RotaryEmbedding(config(), torch.float64).add_to(LayerInputs(text)).rope
     for tokens in (text, three):
-        found = RotaryEmbedding(config(rope=rope), torch.float64).add_to(LayerInputs(tokens))
+        result = RotaryEmbedding(config(rope=rope), torch.float64).add_to(LayerInputs(tokens))
         assert all(
-            torch.equal(mine, theirs) for mine, theirs in zip(found.rope, plain, strict=True)
+            torch.equal(actual, reference)
+            for actual, reference in zip(result.rope, plain, strict=True)
         )
 
 
@@ -230,9 +231,9 @@ def test_attention_temperature_grows_in_steps_within_each_document(
     ]
     q = seeded(9, 3, 8).to(dtype)
     expected = [1 + 0.5 * np.log(1 + (place + 1) // 3) for place in (0, 1, 2, 3, 4, 5, 6, 0, 1)]
-    found = build_attention_temperature(model, 1)(q, LayerInputs(seq_params_from_lengths([7, 2])))
+    result = build_attention_temperature(model, 1)(q, LayerInputs(seq_params_from_lengths([7, 2])))
     wide = (q.double() * torch.tensor(expected).view(-1, 1, 1)).to(dtype)
-    torch.testing.assert_close(found, wide)
+    torch.testing.assert_close(result, wide)
     from_a_cache = build_attention_temperature(model, 1)(
         q[:2], LayerInputs(seq_params_from_queries([(2, 7)]))
     )

@@ -197,22 +197,22 @@ def test_force_load_balancing_balances_the_experts() -> None:
 
 def test_force_biased_shifts_the_same_experts_in_every_step() -> None:
     router = RouterConfig(force_biased=3.0)
-    found = alone(replace(MOE, router=router))
-    drawn = found.noise.expert_shift(0, X)
-    assert torch.equal(drawn, found.noise.expert_shift(0, X)) and not torch.equal(
-        drawn, found.noise.expert_shift(1, X)
+    result = alone(replace(MOE, router=router))
+    drawn = result.noise.expert_shift(0, X)
+    assert torch.equal(drawn, result.noise.expert_shift(0, X)) and not torch.equal(
+        drawn, result.noise.expert_shift(1, X)
     )
-    other = replace(found.noise, layer=1).expert_shift(0, X)
-    many = replace(found.noise, router=replace(router, force_biased=1.0)).expert_shift(
+    other = replace(result.noise, layer=1).expert_shift(0, X)
+    many = replace(result.noise, router=replace(router, force_biased=1.0)).expert_shift(
         0, X.new_zeros(1, 4000)
     )
     assert not torch.equal(drawn, other)
     assert abs(float(many.mean())) < 0.05 and abs(float(many.std()) - 1) < 0.05
-    (first, second) = (found(X, training()), alone(MOE)(X, training()))
+    (first, second) = (result(X, training()), alone(MOE)(X, training()))
     busy = [int(choice.experts.flatten().bincount(minlength=5).max()) for choice in (first, second)]
     assert busy[0] > busy[1]
     plain = LayerInputs(seq_params_from_rows(2, 6))
-    assert torch.equal(found(X, plain).weights, alone(MOE)(X, plain).weights), (
+    assert torch.equal(result(X, plain).weights, alone(MOE)(X, plain).weights), (
         "none outside training"
     )
     assert same_on_two(replace(MOE, router=router))
@@ -240,9 +240,9 @@ def offsets_noted(rank: int, world: int, moe: MoEConfig) -> Tensor:
 
 def test_offsets_are_computed_over_all_shared_tokens_without_padding() -> None:
     moe = replace(MOE, aux_loss=AuxLossConfig(quantile=True))
-    (found,) = offsets_noted(0, 1, moe)
-    assert found[-1] == 1 and bool(found[:-1].any())
-    assert all(torch.equal(each[0], found) for each in run_ranks(offsets_noted, 2, moe))
+    (result,) = offsets_noted(0, 1, moe)
+    assert result[-1] == 1 and bool(result[:-1].any())
+    assert all(torch.equal(each[0], result) for each in run_ranks(offsets_noted, 2, moe))
     router = alone(moe)
     assert router.offset is not None and not router.offset.requires_grad
     router(X, training(valid=torch.zeros(12, dtype=torch.bool)))
@@ -269,8 +269,8 @@ def test_gradients_reach_the_logits_with_random_routing() -> None:
 def test_router_scores_are_fp32_in_a_bf16_model_by_default() -> None:
     def weights(dtype: str) -> Tensor:
         router = alone(replace(MOE, router=RouterConfig(dtype=dtype)), torch.bfloat16)  # type: ignore[arg-type]
-        found: Tensor = router(X.bfloat16(), training()).weights
-        return found
+        result: Tensor = router(X.bfloat16(), training()).weights
+        return result
 
     assert [weights(dtype).dtype for dtype in ("fp32", "fp64", "model")] == [
         torch.float32,

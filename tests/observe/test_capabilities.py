@@ -21,10 +21,10 @@ def test_presence_follows_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
     monkeypatch.delattr(torch, "_fused_adamw_")
     monkeypatch.setattr(probes, "find_spec", lambda name: None)
-    found = capabilities()
-    assert not found["gloo"].present
-    assert not found["fused AdamW"].present
-    assert not found["transformers"].present
+    result = capabilities()
+    assert not result["gloo"].present
+    assert not result["fused AdamW"].present
+    assert not result["transformers"].present
 
 
 def test_a_compiler_is_one_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:

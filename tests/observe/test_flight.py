@@ -130,18 +130,18 @@ def test_snapshot_json_keeps_old_waits_and_newest_entries() -> None:
 
 
 def test_position_of_a_rank_is_that_of_the_active_lane() -> None:
-    turns, found = DualBatchOverlap(), list[str]()
+    turns, result = DualBatchOverlap(), list[str]()
 
     def look() -> None:
-        found.extend(FlightRecorder().place(0).doing)
+        result.extend(FlightRecorder().place(0).doing)
 
     turns.both(lambda: None, look)  # the forward lane is over, and the main thread waits
-    assert " in look" in found[0] and "test_flight.py" in found[0]
-    found.clear()
+    assert " in look" in result[0] and "test_flight.py" in result[0]
+    result.clear()
     turns.both(look, lambda: None)
-    assert " in look" in found[0]
+    assert " in look" in result[0]
     look()
-    assert " in look" in found[0]
+    assert " in look" in result[0]
 
 
 def test_missing_rank_is_named_despite_indirect_waits() -> None:

@@ -61,9 +61,9 @@ def pair(
 ) -> RoutingPredictability:
     """How far the first layer tells the second."""
     write(folder, {"layers.0": here, "layers.1": there}, **how)
-    (found,) = analyze_trace(folder, experts=experts)[1]
-    assert (found.layer, found.following, found.tokens) == ("layers.0", "layers.1", len(here))
-    return found
+    (result,) = analyze_trace(folder, experts=experts)[1]
+    assert (result.layer, result.following, result.tokens) == ("layers.0", "layers.1", len(here))
+    return result
 
 
 def distinct(tokens: int, top_k: int, experts: int) -> Experts:
@@ -74,20 +74,20 @@ def distinct(tokens: int, top_k: int, experts: int) -> Experts:
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_permutation_has_full_mutual_information(tmp_path: Path, top_k: int) -> None:
     here = distinct(3000, top_k, 6)
-    found = pair(tmp_path, here, np.array([3, 5, 0, 4, 1, 2])[here], 6, steps=2, split=3)
-    assert found.information == pytest.approx(1.0, abs=1e-3)
-    assert found.first == found.all == 1.0
-    assert found.first_blind == pytest.approx(1 / 6, abs=0.03) and found.all_blind == pytest.approx(
-        top_k / 6, abs=0.03
-    )
+    result = pair(tmp_path, here, np.array([3, 5, 0, 4, 1, 2])[here], 6, steps=2, split=3)
+    assert result.information == pytest.approx(1.0, abs=1e-3)
+    assert result.first == result.all == 1.0
+    assert result.first_blind == pytest.approx(
+        1 / 6, abs=0.03
+    ) and result.all_blind == pytest.approx(top_k / 6, abs=0.03)
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(4000, 4), (300, 40)])
 def test_independent_choices_have_no_information(tmp_path: Path, tokens: int, experts: int) -> None:
     here, there = distinct(tokens, 2, experts), distinct(tokens, 2, experts)
-    found = pair(tmp_path, here, there, experts)
-    assert found.information < 0.005
-    assert found.all == pytest.approx(2 / experts, abs=0.03) and found.first == pytest.approx(
+    result = pair(tmp_path, here, there, experts)
+    assert result.information < 0.005
+    assert result.all == pytest.approx(2 / experts, abs=0.03) and result.first == pytest.approx(
         1 / experts, abs=0.04
     )
     both = np.zeros((experts, experts))
@@ -103,10 +103,10 @@ def test_noisy_choice_has_the_information_of_its_channel(tmp_path: Path) -> None
     """Of two equal experts one in ten tokens goes to the other: 1 - H(0.1) bits of 1."""
     here = np.tile([[0], [1]], (10000, 1))
     there = np.where(DRAW.random((20000, 1)) < 0.1, 1 - here, here)
-    found = pair(tmp_path, here, there, 2, split=4)
+    result = pair(tmp_path, here, there, 2, split=4)
     expected = 1 + 0.1 * math.log2(0.1) + 0.9 * math.log2(0.9)
-    assert found.information == pytest.approx(expected, abs=0.02)
-    assert found.first == pytest.approx(0.9, abs=0.01) and found.first_blind == pytest.approx(
+    assert result.information == pytest.approx(expected, abs=0.02)
+    assert result.first == pytest.approx(0.9, abs=0.01) and result.first_blind == pytest.approx(
         0.5, abs=0.01
     )
 
@@ -115,8 +115,8 @@ def test_predictions_are_evaluated_on_the_other_half(tmp_path: Path) -> None:
     """What the second half does after each expert, the first half never did."""
     here = np.tile(np.arange(4), 50).reshape(-1, 1)
     there = np.concatenate([here[:100], 3 - here[100:]])
-    found = pair(tmp_path, here, there, 4)
-    assert (found.first, found.information) == (0.0, 0.0)
+    result = pair(tmp_path, here, there, 4)
+    assert (result.first, result.information) == (0.0, 0.0)
 
 
 def test_concentration_of_choices(tmp_path: Path) -> None:

@@ -43,11 +43,11 @@ def test_fused_and_plain_updates_agree_with_torch(
 ) -> None:
     config = OptimConfig(decoupled_weight_decay=decoupled)
     fused, plain = AdamW(weights(dtype), config), AdamW(weights(dtype), config)
-    theirs = [torch.nn.Parameter(w.clone()) for _, w in weights(dtype)]
+    reference = [torch.nn.Parameter(w.clone()) for _, w in weights(dtype)]
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     groups = [
-        {"params": theirs[:1], "weight_decay": 0.1},
-        {"params": theirs[1:], "weight_decay": 0.0},
+        {"params": reference[:1], "weight_decay": 0.1},
+        {"params": reference[1:], "weight_decay": 0.0},
     ]
     oracle = kind(groups, lr=1e-2, betas=(config.beta1, config.beta2), eps=config.eps)
     half = torch.tensor(0.5, dtype=torch.float64)
@@ -56,11 +56,11 @@ def test_fused_and_plain_updates_agree_with_torch(
         with monkeypatch.context() as patch:
             patch.setattr(optimizers, "HAS_FUSED", False)
             plain.step(gradients(step, dtype), lr=1e-2, weight_decay=0.1, scale=half)
-        for parameter, gradient in zip(theirs, gradients(step, dtype), strict=True):
+        for parameter, gradient in zip(reference, gradients(step, dtype), strict=True):
             parameter.grad = gradient * 0.5
         oracle.step()
     tolerance = FP64 if dtype == torch.float64 else FP32
-    for ours, other, torchs in zip(fused.slots, plain.slots, theirs, strict=True):
+    for ours, other, torchs in zip(fused.slots, plain.slots, reference, strict=True):
         assert_equals(ours.shard.name, ours.weight, torchs.detach(), tolerance)
         assert_equals(ours.shard.name, other.weight, torchs.detach(), tolerance)
 
@@ -89,9 +89,9 @@ def test_moments_and_the_count_continue_a_run() -> None:
     for step in range(3):
         first.step(gradients(step, torch.float32), lr=1e-2, weight_decay=0.1)
     second = AdamW([(slot.shard, slot.weight.clone()) for slot in first.slots], OptimConfig())
-    for mine, saved in zip(second.slots, copy.deepcopy(first.slots), strict=True):
-        mine.state["exp_avg"].copy_(saved.state["exp_avg"])
-        mine.state["exp_avg_sq"].copy_(saved.state["exp_avg_sq"])
+    for local, saved in zip(second.slots, copy.deepcopy(first.slots), strict=True):
+        local.state["exp_avg"].copy_(saved.state["exp_avg"])
+        local.state["exp_avg_sq"].copy_(saved.state["exp_avg_sq"])
     second.set_updates(3)
     for optimizer in (first, second):
         optimizer.step(gradients(9, torch.float32), lr=1e-2, weight_decay=0.1)

@@ -48,10 +48,10 @@ def test_small_gradients_are_not_clipped_and_zero_disables_clipping() -> None:
 def test_squares_are_summed_in_float64_for_any_size() -> None:
     for numel in (0, 1, 63, 64, 65, 300_001):
         gradient = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
-        found = sum_of_squares([gradient, gradient[:5]], CPU)
+        result = sum_of_squares([gradient, gradient[:5]], CPU)
         expected = gradient.double().square().sum() + gradient[:5].double().square().sum()
-        assert found.dtype == torch.float64
-        assert float(found) == pytest.approx(float(expected), rel=5e-7)
+        assert result.dtype == torch.float64
+        assert float(result) == pytest.approx(float(expected), rel=5e-7)
     assert float(sum_of_squares([], CPU)) == 0.0
 
 
@@ -71,10 +71,10 @@ def test_slice_boundary_inside_a_row_changes_only_rounding() -> None:
     gradient = torch.randn(5000, generator=torch.Generator().manual_seed(1))
     whole_sum = float(sum_of_squares([gradient], CPU))
     for cut in (5, 33, 1666, 2501):
-        found = sum(
+        result = sum(
             float(sum_of_squares([part], CPU)) for part in torch.tensor_split(gradient, [cut])
         )
-        assert 1e-12 < abs(found / whole_sum - 1) < 1e-8
+        assert 1e-12 < abs(result / whole_sum - 1) < 1e-8
 
 
 def test_zeros_are_counted_once_each() -> None:

@@ -17,11 +17,11 @@ def build(**settings: float) -> LossScale:
 
 def trace(scale: LossScale, overflows: str) -> list[float]:
     """The scale after each step."""
-    found = []
+    results = []
     for overflow in overflows:
         scale.update(overflow=overflow == "1")
-        found.append(scale.scale)
-    return found
+        results.append(scale.scale)
+    return results
 
 
 def test_loss_scale_matches_megatron_after_overflows() -> None:

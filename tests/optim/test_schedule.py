@@ -288,18 +288,18 @@ def test_groups_follow_the_schedule_between_their_own_rates() -> None:
         GroupConfig(name="less", match=("*",), weight_decay_scale=0.5),
     )
     for samples in (0, 4, 8, 24, 40, 60):
-        found = group_rates(groups, schedule, samples, lengths)
+        result = group_rates(groups, schedule, samples, lengths)
         lr, decay = (
             learning_rate(schedule, samples, lengths),
             weight_decay(schedule, samples, lengths),
         )
-        assert found["own"].lr == pytest.approx(
+        assert result["own"].lr == pytest.approx(
             min(1.0, samples / 8) * 3 if samples <= 8 else 1 + (lr - 0.2) * 2.5
         )
-        assert found["low"].lr == pytest.approx(
+        assert result["low"].lr == pytest.approx(
             samples / 8 * 3 if samples <= 8 else 0.2 + (lr - 0.2) * 3.5
         )
-        assert found["scaled"] == (lr * 0.5, decay) and found["less"] == (lr, decay * 0.5)
-        assert found["own"].weight_decay == 0.7
-        assert found["decayed"].weight_decay == pytest.approx(0.2 + 0.2 * min(1.0, samples / 40))
+        assert result["scaled"] == (lr * 0.5, decay) and result["less"] == (lr, decay * 0.5)
+        assert result["own"].weight_decay == 0.7
+        assert result["decayed"].weight_decay == pytest.approx(0.2 + 0.2 * min(1.0, samples / 40))
     assert group_rates((), schedule, 0, lengths) == {}

@@ -37,19 +37,19 @@ def test_ten_steps_are_bitwise_equal_to_torch_sgd(
     momentum: float, nesterov: bool, clipped: bool
 ) -> None:
     ours = build_optimizer(weights(), OptimConfig(kind="sgd", momentum=momentum, nesterov=nesterov))
-    theirs = [torch.nn.Parameter(w.clone()) for _, w in weights()]
+    reference = [torch.nn.Parameter(w.clone()) for _, w in weights()]
     groups = [
-        {"params": theirs[:1], "weight_decay": 0.1},
-        {"params": theirs[1:], "weight_decay": 0.0},
+        {"params": reference[:1], "weight_decay": 0.1},
+        {"params": reference[1:], "weight_decay": 0.0},
     ]
     oracle = torch.optim.SGD(groups, lr=1e-2, momentum=momentum, nesterov=nesterov)
     for step in range(10):
         scale = torch.tensor(0.3, dtype=torch.float64) if clipped else None
         ours.step(gradients(step), lr=1e-2, weight_decay=0.1, scale=scale)
-        for parameter, gradient in zip(theirs, gradients(step), strict=True):
+        for parameter, gradient in zip(reference, gradients(step), strict=True):
             parameter.grad = gradient * 0.3 if clipped else gradient
         oracle.step()
-    for slot, parameter in zip(ours.slots, theirs, strict=True):
+    for slot, parameter in zip(ours.slots, reference, strict=True):
         assert torch.equal(slot.weight, parameter.detach())
     assert ours.updates == 10
 

@@ -50,7 +50,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     ]
     slots = [build_slot(shard, torch.ones(shard.matrix_shape), ()) for shard in shards]
     gradients = [torch.full_like(slot.weight, 5.0) for slot in slots]
-    (matrices, its, lr, decay), (vectors, theirs, _, none) = group_by_rates(
+    (matrices, its, lr, decay), (vectors, reference, _, none) = group_by_rates(
         slots, gradients, lr=1e-3, weight_decay=0.1
     )
     assert (matrices, vectors) == ([slots[1]], [slots[0], slots[2]]) and (lr, decay, none) == (
@@ -58,11 +58,11 @@ def test_matrices_decay_and_vectors_do_not() -> None:
         0.1,
         0.0,
     )
-    assert its[0] is gradients[1] and [id(x) for x in theirs] == [
+    assert its[0] is gradients[1] and [id(x) for x in reference] == [
         id(gradients[0]),
         id(gradients[2]),
     ]
-    left = group_by_rates(vectors, theirs, lr=1e-3, weight_decay=0.1)
+    left = group_by_rates(vectors, reference, lr=1e-3, weight_decay=0.1)
     assert [part.slots for part in left] == [vectors], "what is empty is left out"
 
 
@@ -115,5 +115,5 @@ def test_groups_override_the_schedule_and_factors_multiply_their_rates() -> None
     parts = group_by_rates(
         slots, [slot.weight for slot in slots], lr=1.0, weight_decay=0.1, groups=groups
     )
-    found = {part.slots[0].shard.name: (part.lr, part.weight_decay) for part in parts}
-    assert found == {"a": (0.1, 0.1), "b": (1.0, 0.2), "c": (1.0, 0.0), "d": (1.0, 0.1)}
+    results = {part.slots[0].shard.name: (part.lr, part.weight_decay) for part in parts}
+    assert results == {"a": (0.1, 0.1), "b": (1.0, 0.2), "c": (1.0, 0.0), "d": (1.0, 0.1)}

@@ -399,7 +399,7 @@ def _step(x: Tensor, w: Tensor, group: Group, rows: list[list[int]]) -> Tensor:
 
 
 def _compiles(rank: int, world: int, rows: list[list[int]]) -> None:
-    group, found = everyone(rank, world, "tp"), []
+    group, result = everyone(rank, world, "tp"), []
     for function in (_step, torch.compile(_step, fullgraph=True, backend="aot_eager")):
         x = torch.randn(
             sum(rows[rank]), 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)
@@ -407,8 +407,8 @@ def _compiles(rank: int, world: int, rows: list[list[int]]) -> None:
         w = torch.eye(5, dtype=torch.float64).requires_grad_()
         y = function(x.requires_grad_(), w, group, rows)
         y.square().sum().backward()
-        found.append({"y": y, "dx": gradient_of(x), "dw": gradient_of(w)})
-    assert_close(found[1], found[0], EXACT)
+        result.append({"y": y, "dx": gradient_of(x), "dw": gradient_of(w)})
+    assert_close(result[1], result[0], EXACT)
 
 
 @pytest.mark.parametrize("rows", [[[1, 1], [1, 1]], [[0, 1], [2, 1]]], ids=["even", "uneven"])

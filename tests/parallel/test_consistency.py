@@ -16,8 +16,10 @@ PLACES = {"embed.weight": "at elements 0 to 8", "norm.weight": "at elements 8 to
 
 def _compare(rank: int, world: int, changed: dict[str, str], shared: bool) -> bool:
     group = everyone(rank, world, "dp")
-    mine = PLACES | (changed if rank == 1 else {})
-    (check_shared_consistent_across_ranks if shared else check_consistent_across_ranks)(mine, group)
+    local = PLACES | (changed if rank == 1 else {})
+    (check_shared_consistent_across_ranks if shared else check_consistent_across_ranks)(
+        local, group
+    )
     return True
 
 

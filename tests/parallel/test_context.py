@@ -88,13 +88,13 @@ class Case:
     def learned(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The sinks of all heads, and the table of biases by distance, if there are any."""
         n = self.heads[0]
-        found = {"sinks": torch.linspace(-1, 2, n, dtype=dtype)} if self.sinks else {}
+        result = {"sinks": torch.linspace(-1, 2, n, dtype=dtype)} if self.sinks else {}
         if self.scores.relative is not None:
             table = torch.randn(
                 8, n, generator=torch.Generator().manual_seed(4), dtype=torch.float64
             )
-            found["biases"] = table.to(dtype)
-        return {name: weight.requires_grad_() for name, weight in found.items()}
+            result["biases"] = table.to(dtype)
+        return {name: weight.requires_grad_() for name, weight in result.items()}
 
 
 def with_case_masks(case: Case, tokens: PackedSeqParams) -> PackedSeqParams:
@@ -351,8 +351,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_context_parallel_attention_matches_one_rank(name: str) -> None:
     world, case = CASES[name]
-    found = errors(world, case)
-    assert max(found.values()) < FP64.relative, found
+    result = errors(world, case)
+    assert max(result.values()) < FP64.relative, result
 
 
 def _changed(rank: int, world: int, case: Case) -> list[bool]:
@@ -400,8 +400,8 @@ def _hidden_keys(rank: int, world: int, case: Case) -> tuple[bool, bool, bool]:
 
 @pytest.mark.parametrize("kind", ["ring", "gather", "a2a"])
 def test_padding_is_bitwise_neutral_and_has_no_gradient(kind: ContextKind) -> None:
-    found = run_ranks(_hidden_keys, 2, Case(kind, lengths=(5, 3, 8), row=16, document=True))
-    assert found == [(True, True, True)] * 2
+    results = run_ranks(_hidden_keys, 2, Case(kind, lengths=(5, 3, 8), row=16, document=True))
+    assert results == [(True, True, True)] * 2
 
 
 def _without_my_own_rows(rank: int, world: int, case: Case) -> list[Tensor]:
@@ -435,13 +435,13 @@ def test_comparison_detects_rows_of_another_rank(kind: ContextKind) -> None:
 @pytest.mark.parametrize("document", [False, True])
 @pytest.mark.parametrize("kind", ["ring", "gather", "a2a"])
 def test_documents_are_bitwise_independent(kind: ContextKind, document: bool) -> None:
-    found = run_ranks(_changed, 2, Case(kind, lengths=(5, 3, 8), row=16, document=document))
-    assert [any(ranks) for ranks in zip(*found)] == [False, True, False]
+    results = run_ranks(_changed, 2, Case(kind, lengths=(5, 3, 8), row=16, document=document))
+    assert [any(ranks) for ranks in zip(*results)] == [False, True, False]
 
 
 def test_a2a_ring_with_three_groups_of_neighbors() -> None:
-    found = errors(6, Case("a2a+ring", a2a=2, heads=(2, 1)))
-    assert max(found.values()) < FP64.relative, found
+    result = errors(6, Case("a2a+ring", a2a=2, heads=(2, 1)))
+    assert max(result.values()) < FP64.relative, result
 
 
 def _memory(rank: int, world: int, case: Case) -> tuple[int, int]:
@@ -514,9 +514,9 @@ def _hidden_share(rank: int, world: int, case: Case) -> float:
     ):
         out = RingAttend(mesh.cp)(q, k, v, tokens)
         out.sum().backward()
-    found = [out, *(x.grad for x in (q, k, v) if x.grad is not None)]
+    results = [out, *(x.grad for x in (q, k, v) if x.grad is not None)]
     # nothing was read before it arrived
-    assert len(found) == 4 and all(bool(torch.isfinite(x).all()) for x in found)
+    assert len(results) == 4 and all(bool(torch.isfinite(x).all()) for x in results)
     assert all(transfer.waits == 1 for transfer in link.transfers)
     # keys and values twice round, their gradients once
     assert len(link.select("all_to_all")) == 3 * (world - 1)
@@ -535,7 +535,7 @@ def _bidirectional(rank: int, world: int, kind: ContextKind) -> list[list[Tensor
     mesh = build_mesh(model_grid(case.parallel(world), case.model, world), rank=rank)
     slices, tokens = shared(case, mesh, world)
     read = torch.from_numpy(slices.as_read(rank))
-    found = []
+    results = []
     for overlap in (True, False):
         q, k, v, dout = (x[read].clone().requires_grad_() for x in case.whole(torch.float32))
         late: list[bool] = []
@@ -550,8 +550,8 @@ def _bidirectional(rank: int, world: int, kind: ContextKind) -> list[list[Tensor
             )
             out.backward(dout.detach())
         assert any(late) == overlap
-        found.append([out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)])
-    return found
+        results.append([out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)])
+    return results
 
 
 @pytest.mark.parametrize(("world", "kind"), [(2, "ring"), (3, "ring"), (4, "a2a+ring")])

@@ -53,11 +53,9 @@ def build(
         model,
         parameters,
         mesh,
+        ParallelConfig(bucket_numel=bucket_numel, overlap=overlap, zero=zero),
         device=torch.device("cpu"),
-        bucket_numel=bucket_numel,
-        overlap=overlap,
-        accumulate_in_buckets=sinks,
-        zero=zero,
+        compiled=not sinks,
     )
     initialize(model, seed=5)
     return model, data
@@ -104,10 +102,10 @@ def test_a_tied_head_stays_tied() -> None:
         model,
         parameters,
         build_single_rank_mesh(),
+        ParallelConfig(bucket_numel=100, overlap=True),
         device=torch.device("cpu"),
-        bucket_numel=100,
-        overlap=True,
     )
+
     assert model.head.weight is model.embed.weight
     assert not any(parameter.is_meta for parameter in model.parameters())
 
@@ -233,12 +231,10 @@ def _odd_step(
         model,
         [(shard, model, shard.name) for shard in model.SHARDS],
         mesh,
+        ParallelConfig(bucket_numel=100, overlap=overlap, zero=zero),
         device=torch.device("cpu"),
-        bucket_numel=100,
-        overlap=overlap,
-        zero=zero,
-        chunks=[model],
     )
+
     for _ in range(2):
         data.begin_step(3)
         for microbatch in range(3):
@@ -291,11 +287,9 @@ def _two_chunks_of_one_table(rank: int, world: int, zero: int, extra_backward: b
         chunks,
         [(Shard.full("table", (3, 4), dtype="fp64"), chunks[0], "table")],
         mesh,
+        ParallelConfig(bucket_numel=100, overlap=True, zero=zero),
         device=torch.device("cpu"),
-        bucket_numel=100,
-        overlap=True,
-        accumulate_in_buckets=False,
-        zero=zero,
+        compiled=True,
     )
     data.begin_step(2)
     for chunk, factor in [(1, 1), (1, 10), (0, 100), (0, 1000), *[(0, 1)] * extra_backward]:
@@ -356,12 +350,10 @@ def test_single_rank_does_not_shard() -> None:
             model,
             [(shard, model, shard.name) for shard in model.SHARDS],
             build_single_rank_mesh(),
+            ParallelConfig(bucket_numel=100, overlap=True, zero=zero),
             device=torch.device("cpu"),
-            bucket_numel=100,
-            overlap=True,
-            zero=zero,
-            chunks=[model],
         )
+
         data.begin_step(1)
         model(2.0).backward()
         assert {o.shard.name: o.shard.flat for o in data.finish()} == {
@@ -382,12 +374,10 @@ def _reads(rank: int, world: int) -> list[bool]:
         model,
         parameters,
         mesh,
+        ParallelConfig(bucket_numel=200, overlap=True, zero=1),
         device=torch.device("cpu"),
-        bucket_numel=200,
-        overlap=True,
-        zero=1,
-        chunks=[model],
     )
+
     initialize(model, seed=5)
     results = []
     with slow_link(latency_seconds=0.01, poison=True) as link, torch.no_grad():
@@ -430,10 +420,8 @@ def _other_sizes(rank: int, world: int) -> None:
         module,
         [(shard, module, "w")],
         mesh,
+        ParallelConfig(bucket_numel=100, overlap=True, zero=1),
         device=torch.device("cpu"),
-        bucket_numel=100,
-        overlap=True,
-        zero=1,
     )
 
 
@@ -465,11 +453,10 @@ def _tied_over_stages(rank: int, world: int, zero: int) -> list[float]:
         module,
         [(shard, module, shard.name.replace(".", "_")) for shard in shards],
         mesh,
+        ParallelConfig(bucket_numel=90, overlap=True, zero=zero),
         device=torch.device("cpu"),
-        bucket_numel=90,
-        overlap=True,
-        zero=zero,
     )
+
     data.begin_step(1)
     sum(
         (parameter * torch.arange(parameter.numel()) * 10**stage).sum()
@@ -520,12 +507,10 @@ def _mixed_steps(rank: int, world: int, zero: int) -> dict[str, list[float]]:
         model,
         [(shard, model, shard.name) for shard in model.SHARDS],
         mesh,
+        ParallelConfig(bucket_numel=100, overlap=True, zero=zero),
         device=torch.device("cpu"),
-        bucket_numel=100,
-        overlap=True,
-        zero=zero,
-        chunks=[model],
     )
+
     assert {weights.dtype for weights in data.weights} == {torch.float32, torch.float64}
     buffers = {weights.untyped_storage().data_ptr() for weights in data.weights}
     assert len(buffers) == 2  # one of each dtype

@@ -151,11 +151,11 @@ def test_forward_and_backward_of_two_graphs_alternate(device: str) -> None:
     )
     y = two_layers(dual_batch, log, first, "first")
     log.clear()
-    found = list[Tensor]()
+    results = list[Tensor]()
     with torch.no_grad():
         kept = torch.ones_like(y)
     dual_batch.both(
-        lambda: found.append(two_layers(dual_batch, log, second, "second")),
+        lambda: results.append(two_layers(dual_batch, log, second, "second")),
         lambda: torch.autograd.backward([y], [kept]),
     )
     assert log == ["second forward", "first backward", "second forward", "first backward"]
@@ -163,7 +163,7 @@ def test_forward_and_backward_of_two_graphs_alternate(device: str) -> None:
         expected = x.detach().clone().requires_grad_()
         ((expected * 3).sin() * 3).sum().backward()
         if x is second:
-            found[0].sum().backward()
+            results[0].sum().backward()
         assert (
             x.grad is not None and expected.grad is not None and torch.equal(x.grad, expected.grad)
         )
@@ -190,8 +190,9 @@ def test_backward_thread_ends_with_its_owner() -> None:
 
 
 def test_both_passes_use_the_callers_number_of_threads() -> None:
-    dual_batch, found = DualBatchOverlap(), list[int]()
+    dual_batch, result = DualBatchOverlap(), list[int]()
     dual_batch.both(
-        lambda: found.append(torch.get_num_threads()), lambda: found.append(torch.get_num_threads())
+        lambda: result.append(torch.get_num_threads()),
+        lambda: result.append(torch.get_num_threads()),
     )
-    assert found[0] == found[1]
+    assert result[0] == result[1]

@@ -66,8 +66,8 @@ def there_and_back(
     x.requires_grad_()
     choice = Choice(choice.experts, choice.weights.requires_grad_())
     sent, way = build_dispatcher(name, mesh, 4, drops_tokens=True, room=room)(x, choice).wait()
-    mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
-    expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
+    local = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
+    expert = local.repeat_interleave(torch.tensor(sent.groups.on_host()))
     y = way.combine(answer(sent.rows, sent.weights, expert, 1 / etp))
     y.sum().backward()
     assert x.grad is not None and choice.weights.grad is not None
@@ -116,8 +116,8 @@ def with_few_tokens(
     )
     weights = made(rank, "anything")[1].weights[: counts[rank]].requires_grad_()
     sent, way = build_dispatcher("alltoall", mesh, 4)(x, Choice(choice, weights)).wait()
-    mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
-    expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
+    local = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
+    expert = local.repeat_interleave(torch.tensor(sent.groups.on_host()))
     y = way.combine(answer(sent.rows, sent.weights, expert, 1 / etp))
     y.sum().backward()
     assert weights.grad is not None and weights.grad.shape == (counts[rank], K)
@@ -191,12 +191,14 @@ def waits(rank: int, world: int, drops_tokens: bool) -> tuple[list[str], int]:
     mesh = build_mesh(model_grid(ParallelConfig(dp=world, ep=world), MODEL, world), rank=rank)
     dispatch = build_dispatcher("alltoall", mesh, 4, drops_tokens=drops_tokens)
     x, choice = made(rank, "one expert" if drops_tokens else "anything")
-    asked: list[str] = []
+    requested: list[str] = []
     with ExitStack() as stack:
         for name in ("tolist", "__int__", "__bool__", "item"):
-            stack.enter_context(patched(Tensor, name, noted(name, getattr(Tensor, name), asked)))
+            stack.enter_context(
+                patched(Tensor, name, noted(name, getattr(Tensor, name), requested))
+            )
         sent, _ = dispatch(x, choice).wait()
-    return asked, len(sent.rows)
+    return requested, len(sent.rows)
 
 
 def noted(name: str, method: Callable[..., object], asked: list[str]) -> Callable[..., object]:
@@ -211,5 +213,5 @@ def noted(name: str, method: Callable[..., object], asked: list[str]) -> Callabl
 def test_dispatch_has_one_device_sync_with_or_without_token_dropping(
     drops_tokens: bool,
 ) -> None:
-    for asked, rows in run_ranks(waits, 2, drops_tokens):
-        assert asked == ["tolist"] and (rows in (0, 2 * T) if drops_tokens else rows > 0)
+    for requested, rows in run_ranks(waits, 2, drops_tokens):
+        assert requested == ["tolist"] and (rows in (0, 2 * T) if drops_tokens else rows > 0)

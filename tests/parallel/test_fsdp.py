@@ -129,14 +129,14 @@ def step(
 
 def rows(data: FullyShardedDataParallel, whole_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same rows of whole tensors."""
-    found = {}
+    result = {}
     for param in data.local_params:
         assert param.shard.flat is not None
         start, stop = param.shard.flat
-        found[param.shard.name] = (
+        result[param.shard.name] = (
             whole_tensors[param.shard.name].flatten()[start:stop].view_as(param.gradient)
         )
-    return found
+    return result
 
 
 def sums_alone(
@@ -164,8 +164,8 @@ def _sums(rank: int, world: int) -> None:
         for keep in (False, True):
             model, data = build(mesh, config=config, keep_gathered=keep)
             for _ in range(2):  # the second step must not see the first one's sums
-                found = step(model, data, mine(rank))
-            assert_close(found, rows(data, sums_alone(world, config=config)), FP64)
+                result = step(model, data, mine(rank))
+            assert_close(result, rows(data, sums_alone(world, config=config)), FP64)
 
 
 def test_gradients_of_all_microbatches_and_ranks_are_summed_in_every_mode() -> None:
@@ -184,9 +184,9 @@ def _without_the_last_layer(rank: int, world: int) -> list[str]:
         step(*build(dp_mesh(rank, world)), [0])
         assert not warnings_by_rank
         del model.layers[-1]
-        found = [step(model, data, [0]) for _ in range(2)][-1]
+        result = [step(model, data, [0]) for _ in range(2)][-1]
     assert not any(
-        found[name].any() for name in found if name.startswith(f"layers.{len(model.layers)}.")
+        result[name].any() for name in result if name.startswith(f"layers.{len(model.layers)}.")
     )
     assert len(list(last.parameters())) < 10
     return warnings_by_rank
@@ -234,15 +234,15 @@ def test_replicas_that_skip_different_layers_reduce_in_the_same_order(overlap: b
 
 def _gathers(rank: int, world: int) -> list[list[str]]:
     """With and without overlap: gradients, and what was asked for in which order."""
-    found, orders = [], []
+    result, orders = [], []
     for overlap in (True, False):
         flight = FlightRecorder()
         model, data = build(dp_mesh(rank, world, flight=flight), overlap=overlap)
         step(model, data, [rank])  # FSDP2 learns the order from the first
         before = len(flight.entries)
-        found.append(step(model, data, [rank]))
+        result.append(step(model, data, [rank]))
         orders.append([entry.op for entry in list(flight.entries)[before:]])
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert all(torch.equal(result[0][name], result[1][name]) for name in result[0])
     return orders
 
 
@@ -265,8 +265,8 @@ def _recomputed(rank: int, world: int) -> None:
         RecomputeConfig(granularity="selective", modules=("norm", "mlp_act")),
     ):
         model, data = build(mesh, recompute=recompute)
-        found = step(model, data, mine(rank))
-        assert all(torch.equal(found[name], plain[name]) for name in plain), recompute
+        result = step(model, data, mine(rank))
+        assert all(torch.equal(result[name], plain[name]) for name in plain), recompute
 
 
 def test_recomputing_layers_whose_weights_were_freed_changes_no_bit() -> None:
@@ -275,15 +275,15 @@ def test_recomputing_layers_whose_weights_were_freed_changes_no_bit() -> None:
 
 def _bf16(rank: int, world: int) -> None:
     model, data = build(dp_mesh(rank, world), dtype=torch.bfloat16)
-    found, exact = (
+    result, exact = (
         step(model, data, mine(rank)),
         rows(data, sums_alone(world, dtype=torch.bfloat16)),
     )
-    for name, gradient in found.items():
+    for name, gradient in result.items():
         assert gradient.dtype == torch.float32
         torch.testing.assert_close(gradient, exact[name], rtol=1e-6, atol=1e-7)
     assert any(
-        not torch.equal(gradient, gradient.bfloat16().float()) for gradient in found.values()
+        not torch.equal(gradient, gradient.bfloat16().float()) for gradient in result.values()
     )
 
 
@@ -339,14 +339,14 @@ def test_every_row_is_owned_once_even_when_there_are_fewer_than_ranks() -> None:
     factor = float(sum(rank + microbatch for rank in range(world) for microbatch in range(3)))
     expected = OddSizedModel.gradients(factor)
     seen = {shard.name: [0] * shard.numel for shard in OddSizedModel.SHARDS}
-    found = run_ranks(_odd_steps, world)
+    results = run_ranks(_odd_steps, world)
     # the last rank has none of `one` and `matrix`
-    assert [len(param) for param in found] == [
+    assert [len(param) for param in results] == [
         4,
         3,
         2,
     ]
-    for name, (start, stop), gradient, weight in (each for param in found for each in param):
+    for name, (start, stop), gradient, weight in (each for param in results for each in param):
         assert (
             torch.tensor(gradient).eq(expected[name]).all()
             and torch.tensor(weight).eq(-2 * expected[name]).all()
@@ -607,10 +607,10 @@ def _goes_on(rank: int, world: int, folder: str) -> None:
         assert all(
             torch.equal(copy.read(name), saved.read(name)) for name in names
         ) and names == list(copy.keys())
-        found = _train(again, first=1, steps=2)
+        result = _train(again, first=1, steps=2)
         if parallel == sharded:
-            assert expected.keys() == found.keys()
-            assert all(torch.equal(found[name], expected[name]) for name in found)
+            assert expected.keys() == result.keys()
+            assert all(torch.equal(result[name], expected[name]) for name in result)
         assert compare(_weights(again), _weights(trainer)).error < 1e-12
 
 
@@ -663,8 +663,8 @@ def _recomputed_experts(rank: int, world: int, ep: int) -> None:
         for keep in (False, True):
             recompute = kind or RecomputeConfig(granularity="full")
             model, data = build(mesh, config=MIXTURE, recompute=recompute, keep_gathered=keep)
-            found = step(model, data, mine(rank))
-            assert all(torch.equal(found[name], plain[name]) for name in plain), (recompute, keep)
+            result = step(model, data, mine(rank))
+            assert all(torch.equal(result[name], plain[name]) for name in plain), (recompute, keep)
     count = sum(param.shard.numel for param in data.local_params if param.shard.grid == "expert")
     assert count == sum(
         param.weight.numel() for param in data.local_params if param.shard.grid == "expert"
@@ -720,9 +720,9 @@ def _experts_go_on(rank: int, world: int, folder: str) -> None:
         saved.load_into(checkpoint_entries(again), again.mesh.world)
         again.optimizer.set_updates(1)
         all_gather_loaded_params(again)
-        found = _train(again, first=1, steps=2)
+        result = _train(again, first=1, steps=2)
         if parallel == sharded:
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            assert all(torch.equal(result[name], expected[name]) for name in expected)
         assert compare(_weights(again), _weights(trainer)).error < 1e-12
 
 

@@ -46,17 +46,17 @@ def sharded_param(shard: Shard, value: float) -> ShardedParam:
 
 def _summed(rank: int, world: int, parallel: ParallelConfig, names: tuple[str, ...]) -> list[float]:
     """One element of each gradient, of which rank r has 10**r."""
-    mine = [sharded_param(shard, 10.0**rank) for shard in SHARDS if shard.name in names]
-    all_reduce_shared_gradients(mine, mesh_of(parallel, rank, world))
-    assert all(bool(each.gradient.eq(each.gradient.flatten()[0]).all()) for each in mine)
-    return [each.gradient.flatten()[0].item() for each in mine]
+    local = [sharded_param(shard, 10.0**rank) for shard in SHARDS if shard.name in names]
+    all_reduce_shared_gradients(local, mesh_of(parallel, rank, world))
+    assert all(bool(each.gradient.eq(each.gradient.flatten()[0]).all()) for each in local)
+    return [each.gradient.flatten()[0].item() for each in local]
 
 
 def test_gradients_of_replicated_slices_are_summed_over_tensor_parallel_ranks() -> None:
     names = ("invariant", "norm", "shared_head", "own_head")
-    found = run_ranks(_summed, 4, ParallelConfig(tp=4), names)
+    results = run_ranks(_summed, 4, ParallelConfig(tp=4), names)
     pairs = [11.0, 11.0, 1100.0, 1100.0]  # ranks 0 and 1 share a key/value head, 2 and 3 the other
-    assert found == [[10.0**rank, 1111.0, pairs[rank], 10.0**rank] for rank in range(4)]
+    assert results == [[10.0**rank, 1111.0, pairs[rank], 10.0**rank] for rank in range(4)]
 
 
 def test_gradients_are_summed_over_the_stages_that_hold_the_same_slice() -> None:

@@ -90,11 +90,11 @@ def _both_at_once(rank: int, world: int) -> bool:
     with StageLink(handles, num_microbatches=1, announce=False, device=CPU) as p2p:
         for way in ways:
             p2p.send(StageMessage(way, other, 0), (data,), other)
-        found = [
+        results = [
             p2p.post(StageMessage(way, rank, 0), tensor_specs([data]), other).wait()
             for way in reversed(ways)
         ]
-    return all(bool((x == other).all()) for (x,) in found)
+    return all(bool((x == other).all()) for (x,) in results)
 
 
 def test_two_ranks_that_send_to_each_other_at_once_do_not_block() -> None:
@@ -163,10 +163,10 @@ def _posted(*expected: Spec) -> PendingReceive:
 
 
 def test_unexpected_shapes_are_rejected_with_both_specs() -> None:
-    mine = Spec((3, 5), torch.bfloat16)
-    _posted(mine)._compare((mine,))
+    expected_spec = Spec((3, 5), torch.bfloat16)
+    _posted(expected_spec)._compare((expected_spec,))
     with pytest.raises(DataError) as caught:
-        _posted(mine)._compare((Spec((4, 5), torch.bfloat16), Spec((), torch.int64)))
+        _posted(expected_spec)._compare((Spec((4, 5), torch.bfloat16), Spec((), torch.int64)))
     assert str(caught.value) == (
         "pipeline rank 1 sends bfloat16 [4, 5], int64 [] forward to stage 2 for microbatch 4, but "
         "bfloat16 [3, 5] was expected: the stages read different rows. Use the same "
@@ -175,4 +175,4 @@ def test_unexpected_shapes_are_rejected_with_both_specs() -> None:
     with pytest.raises(
         DataError, match=r"sends nothing forward to stage 2 .* but bfloat16 \[3, 5\] was expected"
     ):
-        _posted(mine)._compare(())
+        _posted(expected_spec)._compare(())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalith.config.parallel import OffloadConfig, RecomputeConfig
-from megalith.data.loader import Loader, MaskSettings
+from megalith.data.loader import BatchSettings, Loader
 from megalith.estimate.activations import stage_activations
 from megalith.estimate.workload import plan_workload
 from megalith.kernels.layer_inputs import LayerInputs
@@ -146,10 +146,8 @@ def _reloads(
     )
     loader = Loader(
         RaggedRows(12, run.model.vocab_size, 24, masked=(0, 1)),
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=3),
         trainer.mesh.dp,
-        global_batch_size=12,
-        micro_batch_size=3,
         consumed=0,
         steps=1,
         device=torch.device("cpu"),

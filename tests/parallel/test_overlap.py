@@ -88,10 +88,10 @@ def run(
     y = layer(x)
     (y * seeded(*y.shape, seed=7, dtype=dtype)).sum().backward()
     weight = getattr(layer, "w")  # noqa: B009
-    found = notes.total if grad_accumulator else weight.grad
-    assert x.grad is not None and found is not None
+    result = notes.total if grad_accumulator else weight.grad
+    assert x.grad is not None and result is not None
     assert (weight.grad is None) == grad_accumulator
-    return y.detach(), x.grad, found
+    return y.detach(), x.grad, result
 
 
 def compare(rank: int, world: int, dtype: torch.dtype) -> None:
@@ -101,10 +101,10 @@ def compare(rank: int, world: int, dtype: torch.dtype) -> None:
             for split in (False, True):
                 tp_comm = SequenceParallelComm if split else TensorParallelComm
                 plain = run(kind, tp_comm(group, overlap=False), group, dtype, grad_accumulator)
-                for mine, reference in zip(
+                for actual, reference in zip(
                     run(kind, tp_comm(group), group, dtype, grad_accumulator), plain, strict=True
                 ):
-                    assert torch.equal(mine, reference), (kind, tp_comm, grad_accumulator)
+                    assert torch.equal(actual, reference), (kind, tp_comm, grad_accumulator)
             for collective_matmul in (RING_EXCHANGE, FUSED) if dtype == torch.float64 else ():
                 with fused_on_cpus():
                     ring = run(
@@ -114,8 +114,8 @@ def compare(rank: int, world: int, dtype: torch.dtype) -> None:
                         dtype,
                         grad_accumulator,
                     )
-                for mine, reference in zip(ring, plain, strict=True):
-                    assert_equals(f"{kind} in a ring", mine, reference, FP64)
+                for actual, reference in zip(ring, plain, strict=True):
+                    assert_equals(f"{kind} in a ring", actual, reference, FP64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -163,14 +163,14 @@ def check(case: Case, world: int) -> None:
     stages = world * case.chunks
     losses, gradients = one_process(stages, case.microbatches)
     results = run_ranks(run_case, world, case)
-    assert {m: loss for found, _, _ in results for m, loss in found.items()} == losses
-    found = {stage: gradient for _, part, _ in results for stage, gradient in part.items()}
-    assert found.keys() == gradients.keys()
+    assert {m: loss for result, _, _ in results for m, loss in result.items()} == losses
+    result = {stage: gradient for _, part, _ in results for stage, gradient in part.items()}
+    assert result.keys() == gradients.keys()
     for stage, gradient in gradients.items():
         if case.forward_only:
-            assert not found[stage].any()
+            assert not result[stage].any()
         else:
-            torch.testing.assert_close(found[stage], gradient, rtol=1e-13, atol=1e-13)
+            torch.testing.assert_close(result[stage], gradient, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -212,10 +212,10 @@ def test_messages_are_waited_for_once_before_they_are_read(
     case = Case(*KNOWN[name])
     losses, gradients = one_process(2 * case.chunks, case.microbatches)
     results = run_ranks(_over_a_poisoned_link, 2, case)
-    assert {m: loss for found, _, _ in results for m, loss in found.items()} == losses
-    for _, found, waits in results:
+    assert {m: loss for result, _, _ in results for m, loss in result.items()} == losses
+    for _, result, waits in results:
         assert waits == 1
-        for stage, gradient in found.items():
+        for stage, gradient in result.items():
             torch.testing.assert_close(gradient, gradients[stage], rtol=1e-13, atol=1e-13)
 
 
@@ -273,18 +273,18 @@ def _freed(rank: int, world: int) -> list[bool]:
         CPU,
         boundary=lambda *_: (Spec((1000,), torch.float32),),
     )
-    found: list[bool] = []
+    results: list[bool] = []
     backward = torch.autograd.backward
 
     def look(*given: Any) -> None:
-        if rank == 0 and not found:
+        if rank == 0 and not results:
             deadline = time.monotonic() + 10
             while (
                 not all(reference.expired() for reference in stage.outputs)
                 and time.monotonic() < deadline
             ):
                 time.sleep(0.01)
-            found.extend(reference.expired() for reference in stage.outputs)
+            results.extend(reference.expired() for reference in stage.outputs)
         backward(*given)
 
     torch.autograd.backward = look
@@ -292,7 +292,7 @@ def _freed(rank: int, world: int) -> list[bool]:
         pipeline.run(schedule, [stage])
     finally:
         torch.autograd.backward = backward
-    return found
+    return results
 
 
 def test_outputs_are_freed_after_their_send() -> None:

@@ -66,15 +66,15 @@ def name(one: RecomputeConfig) -> str:
 
 def step(trainer: Trainer, *, backward: bool = True) -> list[Tensor]:
     """Loss and every gradient of two microbatches of packed documents."""
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     trainer.data.begin_step(2)
     for shift in (3, 5):
         ids = torch.arange(72) * shift % 257
         loss = trainer.model.loss(ids, ids.flip(0), LayerInputs(seq_params_from_lengths([40, 32])))
-        found.append(loss.detach().clone())
+        results.append(loss.detach().clone())
         if backward:
             loss.backward()
-    return found + [param.gradient.clone() for param in trainer.data.finish()]
+    return results + [param.gradient.clone() for param in trainer.data.finish()]
 
 
 def built(one: RecomputeConfig, dtype: str = "fp32", run: TrainRun = RUN) -> Trainer:
@@ -150,9 +150,9 @@ def test_layers_get_gradients_although_their_input_requires_none(
                 getattr(module, attribute).requires_grad_(False)
         return step(trainer)
 
-    mine, theirs = frozen(one), frozen(KEEP)
-    assert same(mine, tuple(theirs))
-    assert sum(bool(gradient.any()) for gradient in mine[2:]) == 7
+    actual, expected = frozen(one), frozen(KEEP)
+    assert same(actual, tuple(expected))
+    assert sum(bool(gradient.any()) for gradient in actual[2:]) == 7
 
 
 @pytest.mark.parametrize("one", [KEEP, UNIFORM[0], UNIFORM[2], SELECTIVE[-1]], ids=name)
@@ -244,10 +244,10 @@ def interleaved_step(trainer: Trainer) -> list[Tensor]:
 def test_mla_recomputed_from_latent_vectors_is_bitwise_equal(
     run: TrainRun,
 ) -> None:
-    theirs = interleaved_step(built(KEEP, run=run))
-    assert all(bool(tensor.any()) for tensor in theirs)
+    expected = interleaved_step(built(KEEP, run=run))
+    assert all(bool(tensor.any()) for tensor in expected)
     for one in (UP, replace(UP, modules=("norm", "core_attention", "mla_up_proj"), check=True)):
-        assert same(interleaved_step(built(one, run=run)), tuple(theirs))
+        assert same(interleaved_step(built(one, run=run)), tuple(expected))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -261,9 +261,9 @@ def test_recompute_of_latent_attention_adds_each_weight_gradient_once(
         given.append(self)
         product(self, *arguments)
 
-    theirs = step(built(KEEP, dtype, LATENT))
+    expected = step(built(KEEP, dtype, LATENT))
     monkeypatch.setattr(data.BucketGradAccumulator, "product", noted)
-    assert same(step(built(UP, dtype, LATENT)), tuple(theirs))
+    assert same(step(built(UP, dtype, LATENT)), tuple(expected))
     assert len(given) == 2 * 2 * 7 and all(
         given.count(grad_accumulator) == 2 for grad_accumulator in given
     )
@@ -297,8 +297,8 @@ def test_second_backward_through_a_graph_recomputes_the_region_again() -> None:
     first = torch.autograd.grad(out, [x, y], retain_graph=True)
     second = torch.autograd.grad(out, [x, y])
     expected = torch.autograd.grad(tp_comm(x, y).sum(), [x, y])
-    for found in (first, second):
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for result in (first, second):
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
     assert len(calls) == 4
 
 
@@ -316,9 +316,10 @@ def test_region_with_recomputed_input_saves_the_inputs_of_that_input() -> None:
             register_recompute(double(middle), double, (middle,))
         )
     assert meter.live == 5 * 4 * 4
-    (found,) = torch.autograd.grad(y.sum(), x)
+    (result,) = torch.autograd.grad(y.sum(), x)
     assert (
-        torch.equal(found, torch.autograd.grad((x * 2).exp().sin().sum(), x)[0]) and len(again) == 2
+        torch.equal(result, torch.autograd.grad((x * 2).exp().sin().sum(), x)[0])
+        and len(again) == 2
     )
 
 
@@ -355,12 +356,12 @@ def on_two_ranks(rank: int, world: int, sp: bool, rings: bool) -> None:
         (one, OffloadConfig()) for one in [*UNIFORM, BLOCK[0], *SELECTIVE[:4], SELECTIVE[-1]]
     ]
     settings += [(UNIFORM[1], away)] if sp else [(sharding, OffloadConfig()), (sharding, away)]
-    found = [
+    results = [
         step(build_trainer(replace(run, recompute=one, offload=offload), mesh, torch.device("cpu")))
         for one, offload in settings
     ]
-    for setting, mine in zip(settings[1:], found[1:], strict=True):
-        assert same(mine, tuple(found[0])), setting
+    for setting, actual in zip(settings[1:], results[1:], strict=True):
+        assert same(actual, tuple(results[0])), setting
 
 
 @pytest.mark.parametrize("one", [UNIFORM[1], BLOCK[0], SELECTIVE[-1]], ids=name)
@@ -421,8 +422,10 @@ def test_an_mlp_in_chunks_of_uneven_size_gives_the_same_gradients(
 ) -> None:
     one = replace(CHUNKS, modules=modules, mlp_chunks=chunks, check=check)
     names = ["loss", "loss", *(param.shard.name for param in built(one, "fp64").data.finish())]
-    for name, mine, theirs in zip(names, step(built(one, "fp64")), reference("fp64"), strict=True):
-        assert_equals(name, mine, theirs, FP64)
+    for name, actual, expected in zip(
+        names, step(built(one, "fp64")), reference("fp64"), strict=True
+    ):
+        assert_equals(name, actual, expected, FP64)
 
 
 def test_mlp_in_chunks_holds_the_inner_features_of_one_chunk() -> None:

@@ -41,16 +41,16 @@ def _slice_of_sum(
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_each_rank_gets_its_slice_of_the_sum_added_in_the_order_of_ranks(world: int) -> None:
-    found = run_ranks(_slice_of_sum, world, torch.float32, None)
+    results = run_ranks(_slice_of_sum, world, torch.float32, None)
     expected = bucket_of(0, world, torch.float32)
     for rank in range(1, world):
         expected = expected + bucket_of(rank, world, torch.float32)
-    assert torch.equal(torch.cat(found), expected)
+    assert torch.equal(torch.cat(results), expected)
 
 
 def test_bf16_messages_are_accumulated_in_fp32() -> None:
     world = 3
-    found = torch.cat(run_ranks(_slice_of_sum, world, torch.float32, torch.bfloat16))
+    result = torch.cat(run_ranks(_slice_of_sum, world, torch.float32, torch.bfloat16))
     exact, rounded = (
         torch.stack(
             [bucket_of(rank, world, torch.float32).to(wire).float() for rank in range(world)]
@@ -59,9 +59,9 @@ def test_bf16_messages_are_accumulated_in_fp32() -> None:
     )
     for owner in range(world):  # a rank's own part of its slice does not travel
         parts = [(exact if rank == owner else rounded)[rank, owner] for rank in range(world)]
-        assert torch.equal(found.view(world, N)[owner], parts[0] + parts[1] + parts[2])
-    assert found.dtype == torch.float32
-    assert not torch.equal(found, exact.sum(0).flatten())
+        assert torch.equal(result.view(world, N)[owner], parts[0] + parts[1] + parts[2])
+    assert result.dtype == torch.float32
+    assert not torch.equal(result, exact.sum(0).flatten())
 
 
 def _gathered(rank: int, world: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ def _gathered(rank: int, world: int) -> torch.Tensor:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_rank_gets_every_slice(world: int) -> None:
     expected = torch.arange(world, dtype=torch.float32).repeat_interleave(N)
-    assert all(torch.equal(found, expected) for found in run_ranks(_gathered, world))
+    assert all(torch.equal(result, expected) for result in run_ranks(_gathered, world))
 
 
 def _many_at_once(rank: int, world: int) -> list[float]:
@@ -104,13 +104,13 @@ def _over_members(rank: int, world: int, members: tuple[int, ...]) -> torch.Tens
 @pytest.mark.parametrize("members", [(0, 3), (0, 1, 3), (2,)])
 def test_members_sum_in_one_order_with_bitwise_equal_results(members: tuple[int, ...]) -> None:
     world = 4
-    found = run_ranks(_over_members, world, members)
+    results = run_ranks(_over_members, world, members)
     expected = bucket_of(members[0], world, torch.float32)
     for member in members[1:]:
         expected = expected + bucket_of(member, world, torch.float32)
     for rank in range(world):
         assert torch.equal(
-            found[rank], expected if rank in members else bucket_of(rank, world, torch.float32)
+            results[rank], expected if rank in members else bucket_of(rank, world, torch.float32)
         )
 
 

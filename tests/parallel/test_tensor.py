@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from megalith.models.decoder import allocate
 from megalith.parallel.collectives import all_gather
-from megalith.parallel.cross_entropy import LogitTransform, linear_cross_entropy
+from megalith.parallel.cross_entropy import LogitTransform, VocabShard, linear_cross_entropy
 from megalith.parallel.group import Group, all_reduce_, local_range
 from megalith.parallel.tensor import (
     ONES,
@@ -171,10 +171,9 @@ def head(rank: int, world: int, sp: bool) -> None:
         layer = VocabParallelHead(
             ParameterSpec(shard, START),
             region_of(group, sp),
-            vocab_size=known,
+            VocabShard(group, shard.box[0][0], known, logit_transform),
             tied=None,
             dtype=torch.float64,
-            logit_transform=logit_transform,
             build_loss=lambda backends, smoothing=spread * (known - 1) / known: partial(
                 linear_cross_entropy, smoothing=smoothing
             ),
@@ -241,7 +240,7 @@ def test_tied_head_uses_the_parameter_of_the_embedding() -> None:
     tied = VocabParallelHead(
         ParameterSpec(shard, START),
         TensorParallelComm(group),
-        vocab_size=VOCAB,
+        VocabShard(group, 0, VOCAB),
         tied=embed.weight,
         dtype=torch.float32,
     )

@@ -43,9 +43,9 @@ def products(rank: int, world: int) -> None:
     assert torch.equal(whole, x)
     assert_equals("gathered", y, x @ weights[rank].T, FP64)
     dys = [seeded(TOKENS, OUTPUTS, seed=9 + r) for r in range(world)]
-    mine = ring_matmul_reduce_scatter(dys[rank], weights[rank], group, input_grad)
+    local = ring_matmul_reduce_scatter(dys[rank], weights[rank], group, input_grad)
     total = torch.stack([dy @ w for dy, w in zip(dys, weights, strict=True)]).sum(0)
-    assert_equals("scattered", mine, total.chunk(world)[rank], FP64)
+    assert_equals("scattered", local, total.chunk(world)[rank], FP64)
 
 
 def started(rank: int, world: int) -> None:

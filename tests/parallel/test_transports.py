@@ -43,8 +43,8 @@ def there_and_back(
     choice = Choice(choice.experts, choice.weights.requires_grad_())
     x.requires_grad_()
     sent, way = build_transport(name, mesh, 4, drops_tokens=True)(x, choice).wait()
-    mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
-    expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
+    local = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
+    expert = local.repeat_interleave(torch.tensor(sent.groups.on_host()))
     y = way.combine(
         answer(
             sent.rows,
@@ -72,13 +72,13 @@ def test_reference_dispatcher_matches_alltoall_and_allgather(
     ep: int, etp: int, order: str, kind: str
 ) -> None:
     order = "ep-tp-cp-dp-pp" if order else ParallelConfig().order
-    found = {
+    results = {
         name: run_ranks(there_and_back, ep * etp, ep, etp, name, kind, order, None)
         for name in ("reference", "alltoall", "allgather")
     }
     for other in ("alltoall", "allgather"):
-        for mine, theirs in zip(found["reference"], found[other], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
+        for actual, reference in zip(results["reference"], results[other], strict=True):
+            torch.testing.assert_close(actual, reference, rtol=1e-13, atol=1e-14)
 
 
 @pytest.fixture
@@ -93,8 +93,8 @@ def test_dispatcher_of_another_package_is_used(package: Path) -> None:
     order = ParallelConfig().order
     plain = run_ranks(there_and_back, 2, 2, 1, "alltoall", "anything", order, None)
     own = run_ranks(there_and_back, 2, 2, 1, "fast", "anything", order, str(package))
-    for mine, theirs in zip(own, plain, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
+    for actual, reference in zip(own, plain, strict=True):
+        torch.testing.assert_close(actual, reference, rtol=1e-13, atol=1e-14)
 
 
 def test_dispatcher_that_cannot_be_loaded_is_named(package: Path) -> None:

@@ -17,9 +17,10 @@ from megalith.parallel.mesh import build_meta_mesh
 from megalith.plan.costs import layer_flops, step_flops
 from megalith.plan.frozen import trained, trained_layer_flops, trained_step_flops, with_adapters
 from megalith.plan.grid import model_grid
-from megalith.plan.layers.base import pairs_in_window
+from megalith.plan.layers.base import LayerRank, pairs_in_window
 from megalith.plan.layers.embedding import head_flops
 from megalith.plan.parameters import held_parameters
+from megalith.plan.stages import single_stage
 
 MODEL = ModelConfig(
     vocab_size=61,
@@ -44,9 +45,7 @@ def test_names_sizes_and_shards_match_the_layers(tp: int, lora: LoraConfig) -> N
         shards = {
             one.shard.name: one.shard for one, module, name in iter_parameter_specs(chunks[0])
         }
-        held = held_parameters(
-            MODEL, tp=tp, tp_rank=rank, layers=range(2), embedding=True, loss=True
-        )
+        held = held_parameters(MODEL, single_stage(2, MODEL.mtp.num_layers), LayerRank(tp, rank))
         found = {one.name: one for one in with_adapters(held, MODEL, lora)}
         assert found.keys() == shards.keys()
         for name, one in found.items():
@@ -60,7 +59,7 @@ def test_names_sizes_and_shards_match_the_layers(tp: int, lora: LoraConfig) -> N
 
 
 def test_without_adapters_everything_is_trained() -> None:
-    held = held_parameters(MODEL, tp=1, tp_rank=0, layers=range(2), embedding=True, loss=True)
+    held = held_parameters(MODEL, single_stage(2, MODEL.mtp.num_layers))
     assert with_adapters(held, MODEL, None) == trained(held) == held
 
 

@@ -281,22 +281,22 @@ def test_each_kind_is_laid_out_independently(seed: int) -> None:
     rng = random.Random(seed)
     count = rng.randint(1, 30)
     kinds = [rng.choice("abc") for _ in range(count)]
-    mine = [rng.choice([1, 3, 64, 100, 1000]) for _ in range(count)]
-    theirs = [
+    actual = [rng.choice([1, 3, 64, 100, 1000]) for _ in range(count)]
+    reference = [
         size if kind == "b" else rng.randint(1, 2000)
-        for size, kind in zip(mine, kinds, strict=True)
+        for size, kind in zip(actual, kinds, strict=True)
     ]
     shared = [number for number in range(count) if kinds[number] == "b"]
-    found = []
-    for sizes in (mine, theirs):
+    results = []
+    for sizes in (actual, reference):
         plan = plan_buckets(sizes, bucket_numel=600, end_align=64 * 4, kinds=kinds)
         for bucket in plan.buckets:
             assert len({kinds[number] for number in bucket.members}) == 1
         parts = [local_bucket_parts(plan, [(rank, 4)] * len(plan.buckets)) for rank in range(4)]
-        found.append(
+        results.append(
             [[(part.number, part.flat) for part in own if part.number in shared] for own in parts]
         )
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 def test_buckets_of_all_kinds_are_sent_in_the_order_in_which_backward_finishes_them() -> None:

@@ -235,15 +235,15 @@ def test_intervals_and_tiles_contain_the_visible_keys_of_every_query(
             assert (
                 (place >= spans.visible[:, :1]) & (place < spans.visible[:, 1:]) == expected
             ).all()
-            found = np.zeros_like(expected)
+            result = np.zeros_like(expected)
             for tile in spans.tiles:
                 inside = np.arange(tile.last - tile.first)
                 seen = slice(tile.start, tile.stop), slice(tile.first, tile.last)
                 rows = tile.visible
-                found[seen] = (
+                result[seen] = (
                     True if rows is None else (inside >= rows[:, :1]) & (inside < rows[:, 1:])
                 )
-            assert (found == expected).all()
+            assert (result == expected).all()
 
 
 @loop_over("seed", range(20))

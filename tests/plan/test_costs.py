@@ -42,6 +42,7 @@ from megalith.plan.grid import model_grid
 from megalith.plan.layers.base import num_attended_pairs, pairs_in_window
 from megalith.plan.layers.embedding import head_flops
 from megalith.plan.parameters import held_parameters, layer_parameters
+from megalith.plan.stages import Stage
 from megalith.testing.tiny import tiny_run
 from megalith.train.objective import sum_lm_losses
 from megalith.verify.matrix import MIXTURES
@@ -417,7 +418,7 @@ def test_flops_of_full_attention_gpt_layers_match_the_standard_formula() -> None
 
 
 def test_parts_of_a_tiny_gpt_have_recorded_parameter_counts() -> None:
-    held = held_parameters(GPT, tp=1, tp_rank=0, layers=[0], embedding=True, loss=False)
+    held = held_parameters(GPT, Stage(range(1), embedding=True))
     assert (
         sum(one.numel for one in held if one.name in ("embed.weight", "positions.weight")) == 1248
     )

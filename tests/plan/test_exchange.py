@@ -21,9 +21,9 @@ def test_what_is_sent_is_received_and_counted_once(etp: int, ep: int, each: int)
         assert plan.received == tuple(plans[a, source].sent[b] for source in range(ep))
         assert plan.gathered == tuple(sum(plans[other, b].received) for other in range(etp))
         assert sum(plan.chunks) == sum(plan.counts) == sum(plan.gathered)
-        mine = range(b * each, (b + 1) * each)
-        assert plan.counts == tuple(sum(row[e] for rows in table for row in rows) for e in mine)
-        assert plan.chunks == tuple(row[e] for rows in table for row in rows for e in mine)
+        local = range(b * each, (b + 1) * each)
+        assert plan.counts == tuple(sum(row[e] for rows in table for row in rows) for e in local)
+        assert plan.chunks == tuple(row[e] for rows in table for row in rows for e in local)
 
 
 def test_ranks_without_any_row_have_a_plan() -> None:

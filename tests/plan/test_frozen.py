@@ -22,6 +22,7 @@ from megalith.plan.frozen import (
 )
 from megalith.plan.layers.embedding import head_flops
 from megalith.plan.parameters import held_parameters
+from megalith.plan.stages import single_stage
 from tests.cases import loop_over
 
 MODEL = ModelConfig(
@@ -37,7 +38,7 @@ MODEL = ModelConfig(
 
 
 def test_matrices_are_not_stacked_with_frozen_ones() -> None:
-    held = held_parameters(MODEL, tp=1, tp_rank=0, layers=range(3), embedding=True, loss=True)
+    held = held_parameters(MODEL, single_stage(3, MODEL.mtp.num_layers))
     assert with_frozen(held, TRAIN_ALL) == held
     found = {
         one.name: one

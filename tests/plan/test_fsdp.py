@@ -26,9 +26,9 @@ def test_rows_are_those_of_torch_chunk_and_all_are_owned_once(shard: Shard, rank
     chunks = [chunk.flatten().tolist() for chunk in numbers.chunk(ranks)]
     chunks += [[]] * (ranks - len(chunks))
     for rank, chunk in enumerate(chunks):
-        mine = shard_rows(shard, rank, ranks, ("dp_shard",))
-        assert mine.flat is not None and list(range(*mine.flat)) == chunk
-        assert mine.cut == (*shard.cut, "dp_shard") and mine.box == shard.box
+        local = shard_rows(shard, rank, ranks, ("dp_shard",))
+        assert local.flat is not None and list(range(*local.flat)) == chunk
+        assert local.cut == (*shard.cut, "dp_shard") and local.box == shard.box
         assert padded_numel(shard, ranks) == len(chunks[0])
 
 

@@ -195,10 +195,10 @@ def test_a_factored_axis_is_two_axes_and_still_has_its_old_name() -> None:
     assert grid.find_group(5, ["tp_copy"]) == (5, 8)
     assert grid.find_group(5, ["tp_kv"]) == (5, 11)
     for rank in plain.ranks:
-        found = grid.coordinates(rank)
-        assert {axis: found[axis] for axis in plain.axes} == plain.coordinates(rank)
-        assert found["tp"] == found["tp_kv"] * 2 + found["tp_copy"]
-        assert grid.rank_at(found) == grid.rank_at(plain.coordinates(rank)) == rank
+        result = grid.coordinates(rank)
+        assert {axis: result[axis] for axis in plain.axes} == plain.coordinates(rank)
+        assert result["tp"] == result["tp_kv"] * 2 + result["tp_copy"]
+        assert grid.rank_at(result) == grid.rank_at(plain.coordinates(rank)) == rank
 
 
 def test_a_part_of_a_factored_axis_can_be_factored_again() -> None:

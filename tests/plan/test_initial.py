@@ -190,7 +190,7 @@ def trained(width: int, *, mup: bool, steps: int, lr: float) -> tuple[dict[str, 
         part.register_forward_hook(lambda _, __, out, name=name: sizes.update({name: size_of(out)}))
     with torch.no_grad():
         x = model.hidden_states(inputs, tokens)
-        sizes["scores"] = size_of(model.head.logit_transform.scores(x @ model.head.weight.T))
+        sizes["scores"] = size_of(model.head.vocab.logit_transform.scores(x @ model.head.weight.T))
         return sizes, model.loss(inputs, labels, tokens).item() / labels.numel()
 
 

@@ -17,15 +17,15 @@ from tests.cases import loop_over
 
 def token_by_token(ids: list[list[int]], eod: int) -> list[tuple[int, int]]:
     """(document, position) of each token, by the plain definition."""
-    found: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
     document = -1
     for row in ids:
         starts = True
         for token in row:
-            document, position = (document + 1, 0) if starts else (document, found[-1][1] + 1)
-            found.append((document, position))
+            document, position = (document + 1, 0) if starts else (document, results[-1][1] + 1)
+            results.append((document, position))
             starts = token == eod
-    return found
+    return results
 
 
 def agrees(layout: PackedLayout, expected: list[tuple[int, int]]) -> bool:
@@ -104,9 +104,9 @@ def test_a_label_crosses_into_another_document_only_after_its_end() -> None:
 def test_shifted_tokens_stay_inside_their_document(distance: int) -> None:
     lengths = [3, 1, 6, 2]
     document = np.repeat(np.arange(4), lengths)
-    for token, found in enumerate(shift_tokens_within_documents(lengths, distance).tolist()):
+    for token, result in enumerate(shift_tokens_within_documents(lengths, distance).tolist()):
         inside = token + distance < 12 and document[token + distance] == document[token]
-        assert found == (token + distance if inside else -1)
+        assert result == (token + distance if inside else -1)
 
 
 def test_padding_adds_empty_documents() -> None:

@@ -88,7 +88,7 @@ def pairs_of(schedule: Schedule) -> int:
 
 @pytest.mark.parametrize("name", PAIRED_SCHEDULES)
 def test_pairs_are_of_two_microbatches_and_lists_match_and_never_block(name: ScheduleName) -> None:
-    rng, found = random.Random(7), 0
+    rng, result = random.Random(7), 0
     for _ in range(60):
         plain = random_schedule(rng, name)
         paired = pair_forward_backward(plain)
@@ -105,8 +105,8 @@ def test_pairs_are_of_two_microbatches_and_lists_match_and_never_block(name: Sch
                 assert computed == list(concurrent_actions(paired, rank)), (
                     "no message within a pair"
                 )
-        found += pairs_of(paired)
-    assert found > 200
+        result += pairs_of(paired)
+    assert result > 200
 
 
 def test_forward_that_its_paired_backward_depends_on_is_detected() -> None:

@@ -18,9 +18,9 @@ from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import TensorParallel
 from megalith.plan.costs import num_parameters
 from megalith.plan.grid import model_grid
-from megalith.plan.layers.base import ExpertPart, HeldParameter, tensor_part
+from megalith.plan.layers.base import ExpertPart, HeldParameter, LayerRank, tensor_part
 from megalith.plan.parameters import held_parameters
-from megalith.plan.stages import Stage
+from megalith.plan.stages import Stage, single_stage
 from megalith.testing.tiny import tiny_run
 from megalith.verify.matrix import VARIANTS as KINDS
 
@@ -140,7 +140,7 @@ def holds_what_is_declared(workload: Workload) -> None:
 
 def test_expert_biases_are_saved_and_are_not_parameters() -> None:
     model = MIXTURES["everything"]
-    held = held_parameters(model, tp=1, tp_rank=0, layers=range(3), embedding=True, loss=True)
+    held = held_parameters(model, single_stage(3, model.mtp.num_layers))
     biases = [one for one in held if not one.counts]
     assert [one.numel for one in biases] == [8] * 4 and all(one.frozen for one in biases)
     assert num_parameters(model) == sum(one.numel for one in held) - 32
@@ -160,9 +160,8 @@ def test_parameters_of_a_rank_match_the_model_in_order(config: ModelConfig, tp: 
         built = [
             (one.shard.name, one.shard.matrix_shape) for one, _, _ in iter_parameter_specs(model)
         ]
-        layers = range(config.num_layers)
         held = held_parameters(
-            config, tp=tp, tp_rank=rank, layers=layers, embedding=True, loss=True
+            config, single_stage(config.num_layers, config.mtp.num_layers), LayerRank(tp, rank)
         )
         assert [(one.name, one.rows, one.columns) for one in held] == [
             (name, *shape, 1)[:3] for name, shape in built
@@ -182,7 +181,7 @@ def test_gradient_reduction_ranks_match_the_model(tp: int, sp: bool) -> None:
     for config in (*VARIANTS, *KINDS.values(), *MORE.values()):
         mesh = build_meta_mesh(model_grid(ParallelConfig(tp=tp, sp=sp), config, tp), rank=1)
         held = held_parameters(
-            config, tp=tp, tp_rank=1, layers=range(config.num_layers), embedding=True, loss=True
+            config, single_stage(config.num_layers, config.mtp.num_layers), LayerRank(tp, 1)
         )
         copies = tensor_part(config, tp=tp, rank=1).kv_copies
         for one, (declared, _, _) in zip(
@@ -203,9 +202,11 @@ def _summed_over(one: HeldParameter, *, tp: int, sp: bool, copies: int) -> int:
 
 def test_stages_hold_every_parameter_once_and_a_tied_table_twice() -> None:
     for config in (*VARIANTS, *KINDS.values(), *MORE.values()):
-        first = held_parameters(config, tp=1, tp_rank=0, layers=[0, 1], embedding=True, loss=False)
-        rest = range(2, config.num_layers)
-        last = held_parameters(config, tp=1, tp_rank=0, layers=rest, embedding=False, loss=True)
+        first = held_parameters(config, Stage(range(2), embedding=True))
+        last_stage = Stage(
+            range(2, config.num_layers), loss=True, norm=True, num_mtp_layers=config.mtp.num_layers
+        )
+        last = held_parameters(config, last_stage)
         table = config.padded_vocab_size() * config.hidden_size
         total = sum(one.numel for one in first + last)
         relative = config.positions == "relative"
@@ -221,10 +222,7 @@ def test_stages_hold_every_parameter_once_and_a_tied_table_twice() -> None:
         shared = {one.name for one in first} & {one.name for one in last}
         twice = ends | {"relative.weight": relative}
         assert shared == {name for name, is_shared in twice.items() if is_shared}
-        stage = Decoder(
-            build_context(config, build_single_rank_mesh()),
-            stage=Stage(rest, loss=True, norm=True, num_mtp_layers=config.mtp.num_layers),
-        )
+        stage = Decoder(build_context(config, build_single_rank_mesh()), stage=last_stage)
         assert [one.name for one in last] == [
             one.shard.name for one, _, _ in iter_parameter_specs(stage)
         ]
@@ -244,16 +242,7 @@ def test_mtp_stage_holds_lookup_tables_and_no_head(positions: Any, tied: bool) -
         built = iter_parameter_specs(
             Decoder(build_context(config, build_single_rank_mesh()), stage=stage)
         )
-        held = held_parameters(
-            config,
-            tp=1,
-            tp_rank=0,
-            layers=nothing,
-            embedding=False,
-            loss=stage.loss,
-            norm=stage.norm,
-            num_mtp_layers=stage.num_mtp_layers,
-        )
+        held = held_parameters(config, stage)
         assert {one.name: one.numel for one in held} == {
             d.shard.name: d.shard.numel for d, _, _ in built
         }
@@ -270,7 +259,7 @@ def test_ranks_that_share_heads_hold_the_same_ones() -> None:
     assert [part.ffn for part in parts] == [51, 50, 50, 50]
     kv = next(
         one
-        for one in held_parameters(SMALL, tp=4, tp_rank=0, layers=[0], embedding=False, loss=False)
+        for one in held_parameters(SMALL, Stage(range(1)), LayerRank(4))
         if one.name.endswith("kv")
     )
     assert not kv.cut and kv.stacked

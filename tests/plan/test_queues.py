@@ -61,7 +61,7 @@ def test_every_schedule_runs_over_queues_of_its_channels(name: ScheduleName) -> 
 
 def neighboring_sends(schedule: Schedule) -> list[tuple[int, int, int]]:
     """(rank, early, late) of two sends that follow each other on a channel."""
-    found = []
+    results = []
     for rank, row in enumerate(schedule.ranks):
         for direction, peer in product(("forward", "backward"), range(schedule.num_ranks)):
             sends = [
@@ -69,8 +69,8 @@ def neighboring_sends(schedule: Schedule) -> list[tuple[int, int, int]]:
                 for index, a in enumerate(row)
                 if a.kind == f"send_{direction}" and a.peer == peer
             ]
-            found += [(rank, early, late) for early, late in pairwise(sends)]
-    return found
+            results += [(rank, early, late) for early, late in pairwise(sends)]
+    return results
 
 
 @pytest.mark.parametrize("name", NAMES)

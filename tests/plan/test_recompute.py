@@ -269,11 +269,11 @@ def test_mlp_chunks_require_selective_recomputation_of_mlps() -> None:
 
 def test_all_conflicts_are_reported_together() -> None:
     bad = RecomputeConfig(modules=(), method="block", shard_inputs=True)
-    found = recompute_problems(
+    result = recompute_problems(
         bad, OffloadConfig(layers=7), tp=1, sp=False, compiled=False, stage_layers=2
     )
-    assert len(found) == 4
-    assert all(any(word in text for word in ("Set ", "Use ")) for text in found)
+    assert len(result) == 4
+    assert all(any(word in text for word in ("Set ", "Use ")) for text in result)
 
 
 @pytest.mark.parametrize(

@@ -199,8 +199,8 @@ def test_gpipe_and_1f1b_have_the_order_of_torch(p: int, m: int) -> None:
         ("gpipe", schedules.ScheduleGPipe),
         ("1f1b", schedules.Schedule1F1B),
     ]
-    for name, theirs in pairs:
-        rows = theirs._get_pipeline_order(sizes)
+    for name, reference in pairs:
+        rows = reference._get_pipeline_order(sizes)
         ours = build_schedule(name, num_ranks=p, num_microbatches=m)
         expected = torch_ranks(p, rows.__getitem__, ours.rank_and_chunk)
         assert [[a.kind for a in row] for row in ours.ranks] == [
@@ -220,12 +220,12 @@ def test_interleaved_has_the_order_of_torch(p: int, v: int, m: int) -> None:
     sizes = SimpleNamespace(
         n_local_stages=v, microbatches_per_round=m // rounds, pp_group_size=p, _n_microbatches=m
     )
-    theirs = torch_schedules().ScheduleInterleaved1F1B._calculate_single_rank_operations
+    reference = torch_schedules().ScheduleInterleaved1F1B._calculate_single_rank_operations
     ours = build_schedule(
         "interleaved", num_ranks=p, num_chunks=v, num_microbatches=m, group=m // rounds
     )
     assert [list(row) for row in ours.ranks] == torch_ranks(
-        p, partial(theirs, sizes), ours.rank_and_chunk
+        p, partial(reference, sizes), ours.rank_and_chunk
     )
 
 
@@ -248,9 +248,9 @@ def test_zero_bubble_and_v_schedules_are_no_worse_than_those_of_torch(p: int, m:
         ours = build_schedule(name, num_ranks=p, num_chunks=chunks, num_microbatches=m)
         order = partial(their_class._calculate_single_rank_operations, sizes)
         rows = torch_ranks(p, order, ours.rank_and_chunk)
-        theirs = Schedule(ours.name, p, chunks, m, ours.placement, tuple(map(tuple, rows)))
-        assert simulate(ours).makespan <= simulate(theirs).makespan
-        assert max(peak_activation_memory(ours)) <= max(peak_activation_memory(theirs))
+        reference = Schedule(ours.name, p, chunks, m, ours.placement, tuple(map(tuple, rows)))
+        assert simulate(ours).makespan <= simulate(reference).makespan
+        assert max(peak_activation_memory(ours)) <= max(peak_activation_memory(reference))
 
 
 # Bad input.

@@ -132,10 +132,10 @@ def test_boxes_intersect_in_their_common_elements() -> None:
     spans = [(start, stop) for start in range(4) for stop in range(start + 1, 5)]
     for a, b in product(product(spans, repeat=2), repeat=2):
         shared = set(elements((4, 4), a)) & set(elements((4, 4), b))
-        found = intersect(a, b)
-        assert (found is None) == (not shared)
-        assert found is None or set(elements((4, 4), found)) == shared
-        assert found == intersect(b, a)
+        result = intersect(a, b)
+        assert (result is None) == (not shared)
+        assert result is None or set(elements((4, 4), result)) == shared
+        assert result == intersect(b, a)
 
 
 def test_boxes_of_other_dims_do_not_intersect() -> None:

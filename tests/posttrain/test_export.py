@@ -93,8 +93,8 @@ def theirs(path: Path) -> Any:
 
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(IDS.unsqueeze(0)).logits[0]
-    return found
+        result: Tensor = model(IDS.unsqueeze(0)).logits[0]
+    return result
 
 
 def ours(source: Path) -> Tensor:
@@ -114,9 +114,9 @@ def ours(source: Path) -> Tensor:
 
 def test_adapters_loaded_by_the_library_give_the_same_outputs(trained: Path) -> None:
     model = peft.PeftModel.from_pretrained(theirs(trained / "base"), trained / "adapters")
-    found = ours(trained / "run")
-    torch.testing.assert_close(logits(model.eval()), found, rtol=0, atol=2e-5)
-    assert (found - logits(theirs(trained / "base"))).abs().max() > 0.1, "adapters do something"
+    result = ours(trained / "run")
+    torch.testing.assert_close(logits(model.eval()), result, rtol=0, atol=2e-5)
+    assert (result - logits(theirs(trained / "base"))).abs().max() > 0.1, "adapters do something"
 
 
 def test_the_merged_model_is_the_base_with_adapters(trained: Path) -> None:
@@ -185,8 +185,8 @@ def test_adapters_of_the_library_are_read(trained: Path, tmp_path: Path) -> None
     )
     model = peft.get_peft_model(theirs(trained / "base"), config)
     model.save_pretrained(tmp_path / "theirs")
-    found = open_adapters(tmp_path / "theirs")
-    assert (found.lora.targets, found.lora.rank, found.lora.rslora) == (("q", "kv"), 2, True)
+    result = open_adapters(tmp_path / "theirs")
+    assert (result.lora.targets, result.lora.rank, result.lora.rslora) == (("q", "kv"), 2, True)
     torch.testing.assert_close(ours(tmp_path / "theirs"), logits(model.eval()), rtol=0, atol=2e-5)
 
 
@@ -265,8 +265,8 @@ def test_mla_matrices_have_the_names_of_the_library(tmp_path: Path) -> None:
     model = peft.PeftModel.from_pretrained(theirs(base), tmp_path / "adapters")
     torch.testing.assert_close(logits(model.eval()), ours(run), rtol=0, atol=2e-5)
     assert (ours(run) - logits(theirs(base))).abs().max() > 1e-3, "adapters do something"
-    found = open_adapters(tmp_path / "adapters")
-    assert (found.lora.layers, found.lora.targets[:4]) == (
+    result = open_adapters(tmp_path / "adapters")
+    assert (result.lora.layers, result.lora.targets[:4]) == (
         (1,),
         ("q_down", "q_up", "kv_down", "kv_up"),
     )
@@ -314,8 +314,8 @@ def test_layers_selected_by_the_library_are_read(trained: Path, tmp_path: Path) 
     )
     model = peft.get_peft_model(theirs(trained / "base"), config)
     model.save_pretrained(tmp_path / "theirs")
-    found = open_adapters(tmp_path / "theirs")
-    assert found.lora.layers == (1,) and found.names == {
+    result = open_adapters(tmp_path / "theirs")
+    assert result.lora.layers == (1,) and result.names == {
         f"layers.1.attention.q.lora_{word}" for word in "ab"
     }
     torch.testing.assert_close(ours(tmp_path / "theirs"), logits(model.eval()), rtol=0, atol=2e-5)
@@ -346,8 +346,8 @@ def test_layers_selected_by_a_regular_expression_are_read(trained: Path, tmp_pat
     config = peft.LoraConfig(r=2, target_modules=r".*\.1\..*(q|up)_proj", init_lora_weights=False)
     model = peft.get_peft_model(theirs(trained / "base"), config)
     model.save_pretrained(tmp_path / "theirs")
-    found = open_adapters(tmp_path / "theirs")
-    assert (found.lora.layers, found.lora.targets) == ((1,), ("q", "gate_up"))
+    result = open_adapters(tmp_path / "theirs")
+    assert (result.lora.layers, result.lora.targets) == ((1,), ("q", "gate_up"))
     torch.testing.assert_close(ours(tmp_path / "theirs"), logits(model.eval()), rtol=0, atol=2e-5)
 
 

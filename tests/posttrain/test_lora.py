@@ -84,8 +84,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
-    found = open_checkpoint(path)
-    return {key: found.read(key) for key in found.keys()}  # noqa: SIM118  # not a mapping
+    result = open_checkpoint(path)
+    return {key: result.read(key) for key in result.keys()}  # noqa: SIM118  # not a mapping
 
 
 def test_loss_falls_and_a_checkpoint_contains_only_adapters(trained: Path) -> None:
@@ -138,8 +138,8 @@ def test_stopped_and_resumed_run_is_bitwise_equal(trained: Path, tmp_path: Path)
 
 def test_opened_checkpoint_is_the_base_plus_the_scaled_product(trained: Path) -> None:
     opened = open_pretrained(locate_source(str(trained)))
-    found, plain = open_adapters(opened.path), Drawn(3)
-    assert (found.lora.rank, opened.model) == (3, tiny_run().model)
+    result, plain = open_adapters(opened.path), Drawn(3)
+    assert (result.lora.rank, opened.model) == (3, tiny_run().model)
     for name, shape in (
         ("attention.kv", (2, 2, 6, 24)),
         ("attention.o", (24, 4, 6)),
@@ -147,10 +147,10 @@ def test_opened_checkpoint_is_the_base_plus_the_scaled_product(trained: Path) ->
     ):
         name = f"layers.1.{name}"
         whole: Box = tuple((0, n) for n in shape)
-        a, b = found.read(f"{name}.lora_a"), found.read(f"{name}.lora_b")
+        a, b = result.read(f"{name}.lora_a"), result.read(f"{name}.lora_b")
         left = b.reshape(a.shape[0] if name[-1] != "o" else 1, -1, 3)
         product = (left @ a.reshape(left.shape[0], 3, -1)).view(shape)
-        expected = plain.read(name, whole, torch.float32) + found.lora.scale * product
+        expected = plain.read(name, whole, torch.float32) + result.lora.scale * product
         merged = opened.weights.read(name, whole, torch.float32)
         torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-7)
         assert not torch.equal(merged, plain.read(name, whole, torch.float32))
@@ -169,7 +169,7 @@ def test_opened_checkpoint_is_the_base_plus_the_scaled_product(trained: Path) ->
 def test_generation_and_evaluation_use_the_adapters(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = run_evaluation(
+    evaluation = run_evaluation(
         tiny_run({"checkpoint.load": str(trained.parent / "base"), **LORA}),
         RunFolder(trained),
         build_single_rank_mesh(),
@@ -178,7 +178,7 @@ def test_generation_and_evaluation_use_the_adapters(
         samples=12,
     )
     rows = [row for row in read_metrics(trained / "metrics.jsonl") if "eval_loss" in row]
-    assert found.loss == pytest.approx(rows[-1]["eval_loss"], rel=1e-5)
+    assert evaluation.loss == pytest.approx(rows[-1]["eval_loss"], rel=1e-5)
     assert main(["generate", str(trained), "a", "--max-new-tokens", "3", "--greedy"]) == 0
     capsys.readouterr()
 

@@ -176,7 +176,7 @@ def test_scores_that_are_not_normalized_are_compensated_on_average(tmp_path: Pat
 
 def test_expert_is_a_slice_of_inner_features_with_a_repeated_router(tmp_path: Path) -> None:
     source = open_pretrained(dense(tmp_path))
-    made = upcycle(source, HALVES, scale="down").weights
+    built = upcycle(source, HALVES, scale="down").weights
     whole = source.weights.read("layers.1.mlp.down", ((0, 12), (0, 20)), torch.float32)
     for expert, columns in {
         0: slice(0, 10),
@@ -185,15 +185,15 @@ def test_expert_is_a_slice_of_inner_features_with_a_repeated_router(tmp_path: Pa
         5: slice(10, 20),
     }.items():
         box = (expert, expert + 1), (3, 9), (2, 7)
-        found = made.read("layers.1.moe.experts.down", box, torch.float32)
-        assert torch.equal(found[0], 2 * whole[3:9, columns][:, 2:7])
-    router = made.read("layers.1.moe.router", ((0, 6), (0, 12)), torch.float32)
+        result = built.read("layers.1.moe.experts.down", box, torch.float32)
+        assert torch.equal(result[0], 2 * whole[3:9, columns][:, 2:7])
+    router = built.read("layers.1.moe.router", ((0, 6), (0, 12)), torch.float32)
     assert torch.equal(router[0::2], router[1::2]) and not torch.equal(router[0], router[2])
     assert torch.equal(
-        made.read("layers.1.moe.router", ((3, 5), (4, 9)), torch.float32), router[3:5, 4:9]
+        built.read("layers.1.moe.router", ((3, 5), (4, 9)), torch.float32), router[3:5, 4:9]
     )
     assert not torch.equal(
-        made.read("layers.0.moe.router", ((0, 6), (0, 12)), torch.float32), router
+        built.read("layers.0.moe.router", ((0, 6), (0, 12)), torch.float32), router
     )
     assert locate_in_dense("down_bias", ((0, 12),), part=1, width=10) == ((0, 12),)
 
@@ -205,7 +205,7 @@ def losses_of_depths(path: Path, moe: MoEConfig | None = None) -> Tensor:
     model = loaded(source)
     ids, labels = IDS, IDS.roll(-1)
     with torch.no_grad():
-        found = sum_lm_losses(
+        result = sum_lm_losses(
             model.outputs(
                 ids,
                 LayerInputs(seq_params_from_lengths([23])),
@@ -214,7 +214,7 @@ def losses_of_depths(path: Path, moe: MoEConfig | None = None) -> Tensor:
             labels,
             ((ids.roll(-1), labels.roll(-1)),),
         )
-    return torch.stack([loss.sum() for loss in found])
+    return torch.stack([loss.sum() for loss in result])
 
 
 @pytest.mark.parametrize("layers", [(), (True, True, False)])
@@ -222,13 +222,13 @@ def test_mtp_layers_are_upcycled_like_the_last_layer(
     layers: tuple[bool, ...], tmp_path: Path
 ) -> None:
     path, moe = dense(tmp_path, mtp=MTPConfig(num_layers=1)), replace(WHOLE, layers=layers)
-    expected, found = losses_of_depths(path), losses_of_depths(path, moe)
-    assert len(found) == 2 and bool(found.all()) and off(expected, found) < 1e-6
-    made = upcycle(open_pretrained(path), moe)
+    expected, result = losses_of_depths(path), losses_of_depths(path, moe)
+    assert len(result) == 2 and bool(result.all()) and off(expected, result) < 1e-6
+    built = upcycle(open_pretrained(path), moe)
     names = {
         one.shard.name
         for one, _, _ in iter_parameter_specs(
-            Decoder(build_context(made.model, build_single_rank_mesh()))
+            Decoder(build_context(built.model, build_single_rank_mesh()))
         )
     }
     assert ("mtp.0.layer.moe.experts.down" in names) == (not layers)
@@ -264,8 +264,8 @@ def test_upcycle_command_writes_a_checkpoint_that_a_run_loads(
     moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=10)
     assert torch.equal(logits(target), logits(path, moe))
     run = tiny_run({"train.steps": "3", "checkpoint.load": str(target), "train.eval_steps": "0"})
-    made = open_pretrained(target)
-    run = replace(run, model=made.model, tokenizer=made.tokenizer)
+    pretrained = open_pretrained(target)
+    run = replace(run, model=pretrained.model, tokenizer=pretrained.tokenizer)
     mesh = build_single_rank_mesh()
     run_training(run, RunFolder(tmp_path / "run"), mesh, CPU, show=False)
     lines = [

@@ -19,13 +19,13 @@ def test_a_step_of_llama_2_has_four_million_tokens_and_the_run_two_trillion() ->
 
 
 def test_llama_2_70b_fits_sixteen_nodes_and_not_one() -> None:
-    found = {}
+    result = {}
     for world in (8, 128):
         held = worst(
             memory_ledger(plan_workload(build_recipe("llama2_70b"), world), DEVICES["h100"])
         ).memory.total
-        found[world] = verdict(held, DEVICES["h100"])
-    assert found[128] == "fits" and found[8] != "fits"
+        result[world] = verdict(held, DEVICES["h100"])
+    assert result[128] == "fits" and result[8] != "fits"
 
 
 def test_rope_scaling_of_llama_3_is_the_published_one() -> None:

@@ -82,7 +82,7 @@ def test_a_shrunk_recipe_runs_and_computes_what_one_process_does(name: str) -> N
     cases = shrink(run, min_world_size(run.parallel))
     assert cases
     for case in cases:
-        assert [found for found in compare_with_one_process(case) if not found.holds] == []
+        assert [result for result in compare_with_one_process(case) if not result.holds] == []
 
 
 def test_recipes_are_listed_smallest_first() -> None:

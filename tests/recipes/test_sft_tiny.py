@@ -7,6 +7,7 @@ import pytest
 from megalith.cli.main import main
 from megalith.config.data import data_problems
 from megalith.data.build import build_datasets
+from megalith.data.sample import SampleSettings
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.recipes import build_recipe
 
@@ -16,13 +17,11 @@ def test_its_conversations_fit_its_rows_and_most_of_a_row_is_filled() -> None:
     assert data_problems(run.data) == []
     splits = build_datasets(
         run.data,
-        seq_len=run.train.seq_len,
-        seed=run.seed,
+        SampleSettings(
+            seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size, eod=256
+        ),
         train_samples=8,
         valid_samples=8,
-        test_samples=0,
-        vocab_size=run.model.vocab_size,
-        eod=256,
         tokenizer=ByteTokenizer(),
     )
     assert splits.train is not None and len(splits.notes) == 2

@@ -231,8 +231,8 @@ def test_moe_settings_without_effect_are_reported(changed: dict[str, Any], text:
 def test_invalid_expert_layouts_are_reported(
     parallel: ParallelConfig, world: int, moe: MoEConfig | None, text: str | None
 ) -> None:
-    found = expert_layout_problems(replace(MODEL, moe=moe), parallel, world, trains=True)
-    assert (found == []) if text is None else (len(found) == 1 and text in found[0]), found
+    result = expert_layout_problems(replace(MODEL, moe=moe), parallel, world, trains=True)
+    assert (result == []) if text is None else (len(result) == 1 and text in result[0]), result
 
 
 def test_different_pipeline_groups_of_both_grids_are_reported() -> None:

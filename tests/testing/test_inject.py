@@ -17,20 +17,20 @@ from megalith.testing.ranks import everyone, run_ranks
 
 def _delays(rank: int, world: int) -> list[float]:
     group = everyone(rank, world, "dp")
-    found = []
+    results = []
     with slow_link(latency_seconds=0.3, bytes_per_second=250e3) as link:
         began = time.perf_counter()
         x = all_reduce_(torch.ones(12500), group)  # 50 kB; a ring of two sends 50 kB: 0.2 s
-        found.append(time.perf_counter() - began)
+        results.append(time.perf_counter() - began)
         started = start_all_reduce_(x, group)
         time.sleep(1.0)  # work; busy machines are late
         began = time.perf_counter()
         assert started is not None
         started.wait()
-        found.append(time.perf_counter() - began)
+        results.append(time.perf_counter() - began)
     assert x[0] == 4
     hidden = link.transfers[1]
-    return [*found, link.added_seconds(), hidden.exposed_seconds, hidden.waits, hidden.nbytes]
+    return [*results, link.added_seconds(), hidden.exposed_seconds, hidden.waits, hidden.nbytes]
 
 
 def test_a_delay_is_latency_plus_bytes_over_bandwidth_and_hides_behind_work() -> None:
@@ -100,7 +100,7 @@ def _same_numbers(rank: int, world: int) -> bool:
     for poison in (False, True):
         with slow_link(latency_seconds=0.001, poison=poison) as link:
             assert _all_kinds(rank, world, poison) == plain
-            found = reduce_from_tp(x, group), all_gather(x, group), reduce_scatter(x, group)
+            results = reduce_from_tp(x, group), all_gather(x, group), reduce_scatter(x, group)
             requests = [
                 dist.P2POp(dist.isend, x.detach(), 1 - rank),
                 dist.P2POp(dist.irecv, torch.zeros(6), 1 - rank),
@@ -115,7 +115,7 @@ def _same_numbers(rank: int, world: int) -> bool:
             "irecv",
         ]
         assert all(transfer.waits == 1 for transfer in link.transfers)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     return _all_kinds(rank, world, False) == plain
 
 

@@ -421,8 +421,8 @@ class Noted(dict[str, str]):
 def test_of_the_environment_only_what_a_call_changed_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = Noted(SAME="1", OTHER="x", NEW="y")
-    monkeypatch.setattr(os, "environ", found)
+    noted = Noted(SAME="1", OTHER="x", NEW="y")
+    monkeypatch.setattr(os, "environ", noted)
     ranks._restore({"SAME": "1", "OTHER": "2", "GONE": "3"})
-    assert found == {"SAME": "1", "OTHER": "2", "GONE": "3"}
-    assert sorted(found.changed) == ["GONE", "NEW", "OTHER"]
+    assert noted == {"SAME": "1", "OTHER": "2", "GONE": "3"}
+    assert sorted(noted.changed) == ["GONE", "NEW", "OTHER"]

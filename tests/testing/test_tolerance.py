@@ -117,14 +117,14 @@ def test_other_shapes_are_named() -> None:
 
 
 def test_compare_names_the_worst_the_zeros_and_the_unpaired() -> None:
-    mine = {"a": off_by(1e-3), "b": off_by(4e-3), "z": torch.zeros(3), "only": torch.ones(1)}
-    found = compare(
-        mine, {"a": reference(), "b": reference(), "z": torch.zeros(3), "empty": torch.empty(0)}
+    actual = {"a": off_by(1e-3), "b": off_by(4e-3), "z": torch.zeros(3), "only": torch.ones(1)}
+    result = compare(
+        actual, {"a": reference(), "b": reference(), "z": torch.zeros(3), "empty": torch.empty(0)}
     )
-    assert (found.worst, found.zeros, found.unpaired) == ("b", ("z",), ("empty", "only"))
-    assert found.error == pytest.approx(1e-3)
+    assert (result.worst, result.zeros, result.unpaired) == ("b", ("z",), ("empty", "only"))
+    assert result.error == pytest.approx(1e-3)
     assert (
-        str(found)
+        str(result)
         == "worst b: 1.00e-03 of its largest entry; all zero: z; in one set only: empty, only"
     )
 

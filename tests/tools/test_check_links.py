@@ -57,9 +57,9 @@ def test_valid_link_is_accepted(root: Path, text: str) -> None:
     ],
 )
 def test_a_broken_link_is_named_with_its_line(root: Path, text: str, what: str) -> None:
-    found = judged(root, text)
-    assert len(found) == 1
-    assert what in found[0]
+    result = judged(root, text)
+    assert len(result) == 1
+    assert what in result[0]
 
 
 def test_headings_have_the_anchors_of_the_rendered_page() -> None:

@@ -149,9 +149,9 @@ CLEAN = [
 
 @pytest.mark.parametrize(("rule", "path", "text"), FAULTS)
 def test_violation_is_reported_only_by_its_rule(rule: str, path: str, text: str) -> None:
-    found = findings(parse(path, text))
-    assert {line.split(": ")[1] for line in found} == {rule}
-    assert found[0].startswith(f"{path}:")
+    result = findings(parse(path, text))
+    assert {line.split(": ")[1] for line in result} == {rule}
+    assert result[0].startswith(f"{path}:")
 
 
 def test_a_class_name_in_two_files_of_the_package_is_found_in_the_second() -> None:

@@ -56,9 +56,9 @@ def test_captures_file_is_created_atomically_and_readable_by_safetensors(tmp_pat
         capture_file.put(name, tensor)
     assert not path.exists()
     assert capture_file.finish() and [file.name for file in path.parent.iterdir()] == [path.name]
-    found = load_file(path)
-    assert found.keys() == values.keys() and all(
-        torch.equal(found[name], values[name]) for name in values
+    result = load_file(path)
+    assert result.keys() == values.keys() and all(
+        torch.equal(result[name], values[name]) for name in values
     )
 
 
@@ -127,23 +127,23 @@ def kept(path: Path, kinds: Any, *shown: RoutingCapture) -> dict[str, Tensor]:
 
 def test_recomputation_does_not_capture_twice(tmp_path: Path) -> None:
     again = SEEN._replace(hidden=SEEN.hidden + 1, logits=-SEEN.logits)
-    found = kept(
+    result = kept(
         tmp_path / "x", ("hidden", "logits", "weights"), SEEN, again, SEEN._replace(microbatch=0)
     )
-    assert found.keys() == {
+    assert result.keys() == {
         f"layers.1/{m}/{kind}" for m in (0, 1) for kind in ("hidden", "logits", "weights")
     }
-    assert torch.equal(found["layers.1/1/hidden"], SEEN.hidden.bfloat16())
-    assert torch.equal(found["layers.1/1/logits"], SEEN.logits.bfloat16())
+    assert torch.equal(result["layers.1/1/hidden"], SEEN.hidden.bfloat16())
+    assert torch.equal(result["layers.1/1/logits"], SEEN.logits.bfloat16())
 
 
 def test_only_requested_kinds_are_captured(tmp_path: Path) -> None:
-    found = kept(tmp_path / "x", ("routers",), SEEN, SEEN._replace(microbatch=0))
-    assert found.keys() == {"layers.1/router/weight", "layers.1/router/balancing_bias"}
-    assert found["layers.1/router/weight"].dtype == torch.float64
+    result = kept(tmp_path / "x", ("routers",), SEEN, SEEN._replace(microbatch=0))
+    assert result.keys() == {"layers.1/router/weight", "layers.1/router/balancing_bias"}
+    assert result["layers.1/router/weight"].dtype == torch.float64
 
 
 def test_padding_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeTokens, "valid", torch.tensor([True, False, True, False, True]))
-    found = kept(tmp_path / "x", ("hidden",), SEEN)
-    assert torch.equal(found["layers.1/1/hidden"], SEEN.hidden.bfloat16()[[0, 2, 4]])
+    result = kept(tmp_path / "x", ("hidden",), SEEN)
+    assert torch.equal(result["layers.1/1/hidden"], SEEN.hidden.bfloat16()[[0, 2, 4]])

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalith.checkpoint.load import open_checkpoint
 from megalith.config.train import TrainRun
 from megalith.config.tree import Override
-from megalith.data.loader import Loader, MaskSettings
+from megalith.data.loader import BatchSettings, Loader, MaskSettings
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.convert import convert
 from megalith.hf.pretrained import locate_source, open_pretrained
@@ -98,10 +98,14 @@ def begun_by_hand(
     assert data.splits.train is not None
     loader = Loader(
         data.splits.train,
-        MaskSettings(eod=build_checked_tokenizer(run).eod, documents=run.data.document_masking),
+        BatchSettings(
+            global_batch_size=rows,
+            micro_batch_size=2,
+            masks=MaskSettings(
+                eod=build_checked_tokenizer(run).eod, documents=run.data.document_masking
+            ),
+        ),
         mesh.dp,
-        global_batch_size=rows,
-        micro_batch_size=2,
         consumed=4 * rows,
         steps=2,
         device=CPU,

@@ -1,6 +1,7 @@
 """Evaluation is the mean over the samples asked for, however they are dealt out."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,7 @@ from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.observe.machine import DTYPES
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
-from megalith.plan.batch_assignment import build_token_budget
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -45,15 +44,14 @@ def evaluation(
         if world > 1
         else build_single_rank_mesh()
     )
+    run = replace(run, train=replace(run.train, micro_batch_size=rows))
     trainer = build_trainer(run, mesh, CPU)
     return evaluate(
         trainer.pipeline_model,
         dataset(run),
         MaskSettings(),
         samples=samples,
-        rows=rows,
         tokenizer=ByteTokenizer(),
-        slicing=local_slicing(run.parallel, mesh),
     )
 
 
@@ -141,19 +139,14 @@ def packed_evaluation(rank: int, world: int, capacity: str) -> tuple[Evaluation,
         if world > 1
         else build_single_rank_mesh()
     )
-    documents, budget = (
-        RaggedDocuments(12, run.model.vocab_size, 20),
-        build_token_budget(run.train, run.parallel, run.model),
-    )
+    documents = RaggedDocuments(12, run.model.vocab_size, 20)
     found = evaluate(
         build_trainer(run, mesh, CPU).pipeline_model,
         documents,
         MaskSettings(),
         samples=SAMPLES,
-        rows=1,
         tokenizer=ByteTokenizer(),
         report_progress=reported.append,
-        budget=budget,
     )
     return found, reported
 

@@ -9,7 +9,7 @@ import torch
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig, PipelineConfig, RecomputeConfig
 from megalith.config.train import ObserveConfig, TrainRun
-from megalith.data.loader import Loader, MaskSettings
+from megalith.data.loader import BatchSettings, Loader
 from megalith.errors import DataError
 from megalith.kernels.layer_inputs import AuxLossScale, RoutingRecord
 from megalith.observe.metrics import read_metrics
@@ -74,10 +74,8 @@ def test_skipped_step_does_not_update_expert_bias(why: str) -> None:
     masked = tuple(range(12)) if why == "no label" else ()
     loader = Loader(
         RaggedRows(12, 257, 24, masked=masked),
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=6),
         trainer.mesh.dp,
-        global_batch_size=12,
-        micro_batch_size=6,
         consumed=0,
         steps=2,
         device=torch.device("cpu"),
@@ -139,10 +137,8 @@ def test_fp16_loss_scale_applies_to_aux_losses() -> None:
     trainer = build_trainer(run, build_single_rank_mesh(), torch.device("cpu"))
     loader = Loader(
         RaggedRows(12, 257, 12, masked=()),
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=6),
         trainer.mesh.dp,
-        global_batch_size=12,
-        micro_batch_size=6,
         consumed=0,
         steps=1,
         device=torch.device("cpu"),
@@ -272,10 +268,8 @@ def reported(rank: int, world: int, parallel: ParallelConfig) -> list[LayerExper
     assert collect_expert_load(trainer.pipeline_model.modules, mesh) == []
     loader = Loader(
         RaggedRows(12, 257, 24, masked=()),
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=2),
         mesh.dp,
-        global_batch_size=12,
-        micro_batch_size=2,
         consumed=0,
         steps=1,
         device=torch.device("cpu"),
@@ -312,10 +306,8 @@ def losses_replayed(
     trainer = build_trainer(run, mesh, torch.device("cpu"))
     loader = Loader(
         RaggedRows(12, 257, 24, masked=()),
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=2),
         mesh.dp,
-        global_batch_size=12,
-        micro_batch_size=2,
         consumed=0,
         steps=1,
         device=torch.device("cpu"),
@@ -366,10 +358,8 @@ def losses_within_capacity(
     trainer = build_trainer(run, mesh, torch.device("cpu"))
     loader = Loader(
         RaggedRows(12, 257, 36, masked=()),
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=2),
         mesh.dp,
-        global_batch_size=12,
-        micro_batch_size=2,
         consumed=0,
         steps=3,
         device=torch.device("cpu"),

@@ -66,12 +66,12 @@ def meet(rank: int, world: int, seeds: list[str], fail: bool) -> list[object]:
     reported = reported_to(rank, world)
     try:
         with join_job(tiny_run({"seed": seeds[rank], "parallel.tp": "2"}), reported) as job:
-            found = gather_objects((job.mesh.coordinates["tp_kv"], job.first), job.mesh.tp)
+            objects = gather_objects((job.mesh.coordinates["tp_kv"], job.first), job.mesh.tp)
             if fail:
                 raise ValueError("a fault of ours")
     finally:
         assert not dist.is_initialized()
-    return found
+    return objects
 
 
 def test_two_ranks_initialize_and_destroy_the_process_group() -> None:

@@ -136,19 +136,19 @@ def train_with_kills(file: Path, folder: Path, *, nproc: int, kills: int, seed: 
         "--nproc",
         str(nproc),
     ]
-    draw, found = random.Random(seed), Kills()
+    draw, result = random.Random(seed), Kills()
     for number in range(kills):
         span = LAST_KILL // kills  # every kill has its own stretch of the run
         target = number * span + draw.randrange(span)
         delay = None if number % 2 == 1 else draw.uniform(0.0, 0.05)
         run_and_kill(command, folder, target, delay)
-        found.steps.append(last_step(folder))
-        found.in_a_save += is_saving(folder)
+        result.steps.append(last_step(folder))
+        result.in_a_save += is_saving(folder)
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS
     )
     assert done.returncode == 0, done.stderr
-    return found
+    return result
 
 
 def train_as_rank(rank: int, world: int, file: Path, folder: Path) -> None:
@@ -174,13 +174,13 @@ def rows(folder: Path) -> list[dict[str, float | int | str | None]]:
 
 def hashes(folder: Path) -> dict[str, list[tuple[object, str]]]:
     """Box and SHA-256 of every saved tensor of every checkpoint that is left."""
-    found = {}
+    result = {}
     for manifest in sorted((folder / "checkpoints").glob("step_*/manifest.json")):
         for key, tensor in json.loads(manifest.read_text())["tensors"].items():
-            found[f"{manifest.parent.name} {key}"] = [
+            result[f"{manifest.parent.name} {key}"] = [
                 (box["box"], box["sha256"]) for box in tensor["boxes"]
             ]
-    return found
+    return result
 
 
 def check_bar(
@@ -191,22 +191,22 @@ def check_bar(
     file = tiny_yaml(tmp_path / "tiny.yaml", SETTINGS | settings)
     run_ranks(train_as_rank, nproc, file, tmp_path / "whole")
     started = time.monotonic()
-    found = train_with_kills(file, tmp_path / "killed", nproc=nproc, kills=kills, seed=seed)
-    mine, reference = rows(tmp_path / "killed"), rows(tmp_path / "whole")
-    steps = [row["step"] for row in mine if "loss" in row]
+    result = train_with_kills(file, tmp_path / "killed", nproc=nproc, kills=kills, seed=seed)
+    actual, reference = rows(tmp_path / "killed"), rows(tmp_path / "whole")
+    steps = [row["step"] for row in actual if "loss" in row]
     assert steps == list(range(1, STEPS + 1))
-    assert mine == reference
-    assert any("eval_loss" in row for row in mine)
+    assert actual == reference
+    assert any("eval_loss" in row for row in actual)
     tensors = hashes(tmp_path / "killed")
     assert tensors == hashes(tmp_path / "whole")
     assert len(tensors) > 50
     print(
-        f"{kills} kills at steps {found.steps}, {found.in_a_save} of them in a save, {nproc} "
-        f"ranks: {len(mine)} rows "
+        f"{kills} kills at steps {result.steps}, {result.in_a_save} of them in a save, {nproc} "
+        f"ranks: {len(actual)} rows "
         f"and {len(tensors)} tensors equal those of the run never killed "
         f"({time.monotonic() - started:.1f} s)"
     )
-    assert found.in_a_save >= kills // 2
+    assert result.in_a_save >= kills // 2
 
 
 def test_run_killed_twice_is_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path) -> None:

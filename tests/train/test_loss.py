@@ -86,9 +86,9 @@ def test_z_loss_is_minimized_and_reported_separately(backward: str) -> None:
     )
     costly = steps_of(run_with(depths=1, z_loss=0.3, loss_backward=backward))
     assert (plain[0].z_loss, plain[0].max_logit) == (None, None)
-    for mine, theirs in zip(reported, plain, strict=True):
-        assert mine.loss == pytest.approx(theirs.loss, rel=1e-12) and mine.z_loss == 0.0
-        assert mine.other_losses == pytest.approx(theirs.other_losses, rel=1e-12)
+    for actual, reference in zip(reported, plain, strict=True):
+        assert actual.loss == pytest.approx(reference.loss, rel=1e-12) and actual.z_loss == 0.0
+        assert actual.other_losses == pytest.approx(reference.other_losses, rel=1e-12)
     assert costly[0].loss == pytest.approx(plain[0].loss, rel=1e-12)
     assert costly[0].other_losses == pytest.approx(plain[0].other_losses, rel=1e-12)
     assert costly[0].max_logit == reported[0].max_logit

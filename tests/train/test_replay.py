@@ -154,12 +154,12 @@ def test_recorded_choices_are_equal_and_replayed_under_every_layout(name: str) -
     for choices, _ in recorded:
         assert choices.keys() == alone.keys()
         assert all(torch.equal(choices[layer], alone[layer]) for layer in alone)
-    found: list[Any] = run_ranks(step_of, world, model, parallel, documents, others)
+    results: list[Any] = run_ranks(step_of, world, model, parallel, documents, others)
     heads = 1 + model.mtp.num_layers
     # tp ranks tell all
-    totals = [sum(losses[place] for _, losses in found) / parallel.tp for place in range(heads)]
+    totals = [sum(losses[place] for _, losses in results) / parallel.tp for place in range(heads)]
     assert totals == pytest.approx(followed[:heads], rel=1e-12)
-    for choices, _ in found:
+    for choices, _ in results:
         assert all(torch.equal(choices[layer], others[layer]) for layer in others)
 
 
@@ -213,7 +213,7 @@ def test_replaying_its_own_choices_is_bitwise_equal(
     choices, (losses, gradients, uses) = trained(run, None)
     _, (own, others, used) = trained(run, choices)
     assert own == losses and used == uses
-    assert all(torch.equal(mine, one) for mine, one in zip(others, gradients, strict=True))
+    assert all(torch.equal(local, one) for local, one in zip(others, gradients, strict=True))
     refuses = MIXTURES[name].moe.capacity.factor is not None  # type: ignore[union-attr]  # all have experts
     assert any(use.refused > 0 for use in uses) == refuses
 

@@ -56,14 +56,14 @@ def mixed(*, alike: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 @pytest.mark.parametrize("alike", [True, False])
 def test_next_router_predicts_choices_from_equal_hidden_states(tmp_path: Path, alike: bool) -> None:
     trace_of(tmp_path, *mixed(alike=alike))
-    found = {(one.layer, one.router): one for one in apply_routers(tmp_path, MOE)}
-    assert list(found) == [
+    results = {(one.layer, one.router): one for one in apply_routers(tmp_path, MOE)}
+    assert list(results) == [
         ("layers.0", "layers.0"),
         ("layers.0", "layers.1"),
         ("layers.1", "layers.1"),
     ]
-    assert all(found[layer, layer].hits == 1.0 for layer in ("layers.0", "layers.1"))
-    predicted = found["layers.0", "layers.1"]
+    assert all(results[layer, layer].hits == 1.0 for layer in ("layers.0", "layers.1"))
+    predicted = results["layers.0", "layers.1"]
     if alike:
         assert (predicted.hits, predicted.load, predicted.tokens) == (1.0, pytest.approx(1.0), 400)
     else:

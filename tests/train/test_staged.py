@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megalith.config.parallel import PipelineConfig
 from megalith.config.train import TrainRun
-from megalith.data.loader import Loader, MaskSettings
+from megalith.data.loader import BatchSettings, Loader, MaskSettings
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import RankError
 from megalith.kernels.attention import dispatch as attention
@@ -139,7 +139,7 @@ def _evaluate(rank: int, world: int, run: TrainRun) -> Evaluation:
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 20, masked=(3,))
     return evaluate(
-        trainer.pipeline_model, rows, MaskSettings(), samples=19, rows=2, tokenizer=ByteTokenizer()
+        trainer.pipeline_model, rows, MaskSettings(), samples=19, tokenizer=ByteTokenizer()
     )
 
 
@@ -160,10 +160,8 @@ def _table(rank: int, world: int, run: TrainRun) -> tuple[list[float], dict[str,
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 36, masked=(1, 5))
     loader = Loader(
         rows,
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=2),
         mesh.dp,
-        global_batch_size=12,
-        micro_batch_size=2,
         consumed=0,
         steps=3,
         device=CPU,
@@ -227,10 +225,8 @@ def test_masks_of_microbatch_are_built_once_and_freed_after_backward(
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, masked=(), masks="alone")
     loader = Loader(
         rows,
-        MaskSettings(),
+        BatchSettings(global_batch_size=6, micro_batch_size=2),
         trainer.mesh.dp,
-        global_batch_size=6,
-        micro_batch_size=2,
         consumed=0,
         steps=1,
         device=CPU,
@@ -257,10 +253,8 @@ def _stream(rank: int, world: int, run: TrainRun) -> tuple[set[torch.dtype], lis
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 36, masked=(1, 5))
     loader = Loader(
         rows,
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=2),
         trainer.mesh.dp,
-        global_batch_size=12,
-        micro_batch_size=2,
         consumed=0,
         steps=3,
         device=CPU,

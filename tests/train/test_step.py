@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.data.loader import Loader, MaskSettings, StepBatches
+from megalith.data.loader import BatchSettings, Loader, StepBatches
 from megalith.errors import DataError
 from megalith.models.decoder import iter_parameter_specs
 from megalith.parallel.grad_sync import ShardedParam
@@ -48,10 +48,10 @@ def loader(trainer: Trainer, *, steps: int, masked: tuple[int, ...] = (1, 5)) ->
     rows = RaggedRows(train.seq_len, trainer.run.model.vocab_size, 12 * steps, masked)
     return Loader(
         rows,
-        MaskSettings(),
+        BatchSettings(
+            global_batch_size=train.global_batch_size, micro_batch_size=train.micro_batch_size
+        ),
         build_single_rank_mesh().dp,
-        global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size,
         consumed=0,
         steps=steps,
         device=CPU,
@@ -232,10 +232,8 @@ def _blame(rank: int, world: int, zero: str) -> str:
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, ())
     batches = Loader(
         rows,
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=2),
         trainer.mesh.dp,
-        global_batch_size=12,
-        micro_batch_size=2,
         consumed=0,
         steps=1,
         device=CPU,
@@ -368,14 +366,11 @@ def test_mtp_losses_are_reported_separately_and_trained_on() -> None:
     (first,) = run_steps(plain, 1)
     batches = Loader(
         RaggedRows(12, deep.run.model.vocab_size, 36, (1, 5)),
-        MaskSettings(),
+        BatchSettings(global_batch_size=12, micro_batch_size=4, num_mtp_layers=2),
         build_single_rank_mesh().dp,
-        global_batch_size=12,
-        micro_batch_size=4,
         consumed=0,
         steps=3,
         device=CPU,
-        num_mtp_layers=2,
     )
     results = [train_step(deep, batches.next(), lr=LR, weight_decay=DECAY) for _ in range(3)]
     assert first.other_losses == {} and results[0].loss == pytest.approx(

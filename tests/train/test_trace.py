@@ -71,7 +71,7 @@ ALL = "[hidden, logits, weights, routers]"
 def captured(path: Path) -> Counter[tuple[int, str, bytes]]:
     """How often tokens of a step and layer had the same choices, hidden states, logits and weights,
     bit by bit."""
-    found: Counter[tuple[int, str, bytes]] = Counter()
+    counts: Counter[tuple[int, str, bytes]] = Counter()
     for row in rows(path):
         beside = load_file(path / "routing" / row["sidecar"])
         kinds = [
@@ -86,20 +86,22 @@ def captured(path: Path) -> Counter[tuple[int, str, bytes]]:
         raise_on_all_ranks = torch.cat(
             [torch.tensor(row["experts"]).to(torch.bfloat16), *kinds], dim=1
         ).view(torch.int16)
-        found.update(
+        counts.update(
             (row["step"], row["layer"], token.numpy().tobytes()) for token in raise_on_all_ranks
         )
-    return found
+    return counts
 
 
 def routers(path: Path, step: int) -> dict[str, Tensor]:
     """What routers had of their own in a step, of all ranks; each once."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for file in sorted((path / "routing").glob(f"rank_*_step_{step:07d}.safetensors")):
-        mine = {name: values for name, values in load_file(file).items() if "/router/" in name}
-        assert not mine.keys() & found.keys()
-        found |= mine
-    return found
+        router_tensors = {
+            name: values for name, values in load_file(file).items() if "/router/" in name
+        }
+        assert not router_tensors.keys() & results.keys()
+        results |= router_tensors
+    return results
 
 
 def choices(found: list[dict[str, Any]]) -> Counter[tuple[int, str, tuple[int, ...]]]:
@@ -118,12 +120,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_trace_has_a_line_per_layer_and_microbatch_of_the_first_steps(whole: Path) -> None:
-    found = rows(whole)
+    result = rows(whole)
     layers = ["layers.0", "layers.1", "mtp.0.layer"]
-    assert [(row["step"], row["layer"], row["microbatch"]) for row in found] == [
+    assert [(row["step"], row["layer"], row["microbatch"]) for row in result] == [
         (step, layer, microbatch) for step in (1, 2) for layer in layers for microbatch in range(4)
     ]
-    for row in found:
+    for row in result:
         assert (row["stage"], row["rank"], row["top_k"]) == (0, 0, 2) and row[
             "num_tokens"
         ] == 2 * 12
@@ -134,7 +136,7 @@ def test_trace_has_a_line_per_layer_and_microbatch_of_the_first_steps(whole: Pat
             len({*experts}) == 2 and {*experts} <= {0, 1, 2, 3} for experts in row["experts"]
         )
     logged = read_metrics(whole / "metrics.jsonl")[0]
-    second = [row["experts"] for row in found if (row["step"], row["layer"]) == (1, "layers.1")]
+    second = [row["experts"] for row in result if (row["step"], row["layer"]) == (1, "layers.1")]
     counts = Counter(
         expert for microbatch in second for experts in microbatch for expert in experts
     )
@@ -183,16 +185,18 @@ def test_every_token_is_traced_once_under_every_layout(
     run = mixture(train__steps="2", observe__routing_captures=ALL, **layout)
     assert run_problems(run, world) == []
     run_ranks(train, world, run, tmp_path)
-    found = rows(tmp_path)
-    assert choices(found) == choices(rows(whole))
+    result = rows(tmp_path)
+    assert choices(result) == choices(rows(whole))
     assert captured(tmp_path) == captured(whole)
-    assert {row["rank"] for row in found} == set(range(world))
-    stages = {(row["layer"], row["stage"]) for row in found}
+    assert {row["rank"] for row in result} == set(range(world))
+    stages = {(row["layer"], row["stage"]) for row in result}
     assert len(stages) == 3 and {stage for _, stage in stages} == set(range(run.parallel.pp))
-    mine, others = routers(tmp_path, 2), routers(whole, 2)
-    assert mine.keys() == others.keys() == {f"{layer}/router/weight" for layer, _ in stages}
+    changed_routers, others = routers(tmp_path, 2), routers(whole, 2)
+    assert (
+        changed_routers.keys() == others.keys() == {f"{layer}/router/weight" for layer, _ in stages}
+    )
     for name, weight in others.items():
-        torch.testing.assert_close(mine[name], weight, rtol=1e-9, atol=0)
+        torch.testing.assert_close(changed_routers[name], weight, rtol=1e-9, atol=0)
 
 
 def test_trace_has_choices_before_token_dropping(tmp_path: Path) -> None:
@@ -219,9 +223,9 @@ def test_filler_tokens_of_packs_are_not_traced(tmp_path: Path) -> None:
         "data__overlong": "truncate",
     }
     train(0, 1, mixture(observe__routing_captures=ALL, **packs), tmp_path)
-    found, logged = rows(tmp_path), read_metrics(tmp_path / "metrics.jsonl")
+    result, logged = rows(tmp_path), read_metrics(tmp_path / "metrics.jsonl")
     read = [
-        sum(row["num_tokens"] for row in found if (row["step"], row["layer"]) == (s, "layers.1"))
+        sum(row["num_tokens"] for row in result if (row["step"], row["layer"]) == (s, "layers.1"))
         for s in (1, 2)
     ]
     assert (
@@ -308,12 +312,12 @@ def test_damaged_trace_of_former_rank_does_not_stop_other_traces(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(0, 1, mixture(train__steps="1", observe__routing_trace="3"), tmp_path)
-    mine, gone = tmp_path / "routing/rank_00000.jsonl", tmp_path / "routing/rank_00005.jsonl"
+    own_file, gone = tmp_path / "routing/rank_00000.jsonl", tmp_path / "routing/rank_00005.jsonl"
     gone.write_text("\0\0\n{}\n")
     train(0, 1, mixture(train__steps="2", observe__routing_trace="3"), tmp_path)
     assert "a rank that no longer exists is damaged and is unchanged" in capsys.readouterr().err
-    assert gone.read_text() == "\0\0\n{}\n" and '"step":2' in mine.read_text()
-    mine.write_text(mine.read_text() + "\0\0\n")
+    assert gone.read_text() == "\0\0\n{}\n" and '"step":2' in own_file.read_text()
+    own_file.write_text(own_file.read_text() + "\0\0\n")
     gone.unlink()
     train(0, 1, mixture(train__steps="3", observe__routing_trace="2"), tmp_path)
     assert "routing trace" not in capsys.readouterr().err

@@ -19,7 +19,7 @@ from megalith.verify.faults.table import (
     with_attention,
     with_experts,
 )
-from megalith.verify.types import TypeReport, type_check
+from megalith.verify.types import TrainingSettings, TypeReport, type_check
 
 MODEL = ModelConfig(
     vocab_size=100,
@@ -124,9 +124,8 @@ def check(
     lora: LoraConfig | None = None,
 ) -> TypeReport:
     """Two ranks per KV head and dp 2, so that every axis of the grid has more than one rank."""
-    return type_check(
-        model, ParallelConfig(tp=4, sp=sp), world=8, ranks=(5,), recompute=recompute, lora=lora
-    )
+    training = TrainingSettings(recompute=recompute, lora=lora)
+    return type_check(model, ParallelConfig(tp=4, sp=sp), world=8, ranks=(5,), training=training)
 
 
 def regions(fault: Fault) -> list[bool]:

@@ -128,8 +128,8 @@ COMBINATIONS = [
 
 
 def test_every_combination_of_features_has_a_row() -> None:
-    found = [features(row) for row in MATRIX]
-    missing = [names for names in COMBINATIONS if not any({*names} <= each for each in found)]
+    results = [features(row) for row in MATRIX]
+    missing = [names for names in COMBINATIONS if not any({*names} <= each for each in results)]
     assert missing == []
 
 

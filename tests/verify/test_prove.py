@@ -25,17 +25,17 @@ def test_valid_row_has_no_problems_and_a_rounding_error() -> None:
 
 
 def test_rows_are_verified_with_the_requested_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
 
     def note(case: LayoutCase) -> list[Difference]:
-        asked.append(case.run.kernels)
+        requested.append(case.run.kernels)
         return [Difference("first loss", "", 0.0, True)]
 
     monkeypatch.setattr(prove, "compare_in_float64", note)
     assert (
         verify_row(DP2, "reference").holds
         and verify_row(DP2).holds
-        and asked == ["reference", "auto"]
+        and requested == ["reference", "auto"]
     )
 
 
@@ -74,8 +74,8 @@ def test_fault_on_the_ranks_is_reported(
 
 
 def test_failure_of_a_rank_is_reported_as_a_problem() -> None:
-    found = compare_in_float64(LayoutCase(DP2.case().run, 2, fault="no_such_fault"))
-    assert isinstance(found, str) and "unknown fault" in found
+    result = compare_in_float64(LayoutCase(DP2.case().run, 2, fault="no_such_fault"))
+    assert isinstance(result, str) and "unknown fault" in result
 
 
 def test_schedule_of_the_run_is_checked() -> None:

@@ -89,7 +89,7 @@ def test_rerun_after_a_transient_fault_of_one_rank_matches_one_process() -> None
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_outside_the_matrix_match_one_process(name: str) -> None:
     built, parallel, world = LAYOUTS[name]
-    found = compare_with_one_process(
+    differences = compare_with_one_process(
         layout_case(built, parallel, world, micro_batch_size=choose_micro_batch_size(parallel))
     )
     same = (
@@ -97,8 +97,10 @@ def test_layouts_outside_the_matrix_match_one_process(name: str) -> None:
         if world == 1
         else {}
     )
-    assert [difference.what for difference in found] == [same.get(kind, kind) for kind in KINDS]
-    assert all(difference.holds for difference in found), found
+    assert [difference.what for difference in differences] == [
+        same.get(kind, kind) for kind in KINDS
+    ]
+    assert all(difference.holds for difference in differences), differences
 
 
 def test_mock_rows_are_uneven_and_some_have_no_label() -> None:
@@ -132,9 +134,9 @@ def changed(gathered: Gathered, name: str, factor: float) -> Gathered:
 
 
 def test_result_matches_itself(reference: RankResult) -> None:
-    found = compare_results(reference, reference)
-    assert failing(found) == set()
-    assert all(difference.error == 0 or "torch" in difference.what for difference in found), found
+    result = compare_results(reference, reference)
+    assert failing(result) == set()
+    assert all(difference.error == 0 or "torch" in difference.what for difference in result), result
 
 
 NAME = "layers.0.mlp.down"
@@ -157,12 +159,12 @@ def test_one_wrong_tensor_is_reported_by_name(reference: RankResult, factor: flo
         ),
     }
     for what, result in wrong.items():
-        found = [
+        results = [
             difference for difference in compare_results(result, reference) if not difference.holds
         ]
-        assert NAME in {difference.what: difference.name for difference in found}[what], (
+        assert NAME in {difference.what: difference.name for difference in results}[what], (
             what,
-            found,
+            results,
         )
         by_torch = {
             f"weights after {STEPS} steps": "weights",
@@ -173,7 +175,7 @@ def test_one_wrong_tensor_is_reported_by_name(reference: RankResult, factor: flo
             "replicas are equal",
             f"{by_torch.get(what)} against torch.optim",
         }
-        assert {difference.what for difference in found} <= {what, *also}
+        assert {difference.what for difference in results} <= {what, *also}
 
 
 def test_initial_weights_are_compared_bitwise(reference: RankResult) -> None:
@@ -216,9 +218,9 @@ def test_wrong_moments_and_wrong_state_after_loading_are_reported(reference: Ran
 
 def test_gradient_that_is_zero_on_both_sides_is_rejected(reference: RankResult) -> None:
     zero = replace(reference, gradients=changed(reference.gradients, NAME, 0.0))
-    found = {difference.what: difference for difference in compare_results(zero, zero)}
-    assert failing(list(found.values())) == {"gradients"}
-    assert found["gradients"].name == f"{NAME} is all zero"
+    results = {difference.what: difference for difference in compare_results(zero, zero)}
+    assert failing(list(results.values())) == {"gradients"}
+    assert results["gradients"].name == f"{NAME} is all zero"
 
 
 def test_missing_tensor_and_missing_slice_are_reported(reference: RankResult) -> None:
@@ -239,11 +241,11 @@ def test_different_replicas_are_reported_even_if_the_last_one_is_correct(
     boxes = reference.weights[NAME]
     box, values = boxes.parts[0]
     other = Boxes(boxes.shape, [(box, values + 1e-6), (box, values)])
-    found = compare_results(
+    result = compare_results(
         replace(reference, weights=reference.weights | {NAME: other}), reference
     )
-    assert failing(found) == {"replicas are equal"}
-    assert found[-1].name == NAME
+    assert failing(result) == {"replicas are equal"}
+    assert result[-1].name == NAME
 
 
 EXPERTS = replace(
@@ -273,9 +275,9 @@ def test_expert_load_is_compared_first_by_step_and_layer(with_experts: RankResul
     (use, last) = first
     counts = use.counts[0] - 1, use.counts[1] + 1, use.counts[2]
     wrong = replace(with_experts, uses=[[use._replace(counts=counts), last], *others])
-    found = compare_results(wrong, with_experts)[0]
+    result = compare_results(wrong, with_experts)[0]
     got, wanted = ([int(count) for count in each] for each in (counts, use.counts))
-    assert found == Difference(
+    assert result == Difference(
         "expert load",
         f"step 1, layers.0: experts got {got} tokens instead of {wanted}",
         float("inf"),

@@ -630,8 +630,11 @@ def test_copy_with_documents_keeps_token_dropping() -> None:
 def test_rounding_does_not_decide_which_first_token_is_dropped() -> None:
     """By all digits of their weights, experts of this copy get other tokens than on one process in
     its fourth step."""
-    found = compare_with_one_process(full_experts_and_documents())
-    assert found and [str(difference) for difference in found if not difference.holds] == []
+    differences = compare_with_one_process(full_experts_and_documents())
+    assert (
+        differences
+        and [str(difference) for difference in differences if not difference.holds] == []
+    )
 
 
 def test_each_of_several_copies_shards_experts() -> None:
@@ -685,7 +688,7 @@ def test_layer_numbers_in_patterns_are_scaled() -> None:
         trained=("layers.16.*", "norm.*"), frozen=("layers.[0-3].*",), groups=(group,)
     )
     model = replace(FOUR, num_layers=4)
-    found = _shrink_choice(given, 32, model)
-    assert (found.trained, found.frozen) == (("layers.2.*", "norm.*"), ("layers.[0-3].*",))
-    assert found.groups[0].match == ("layers.3.mlp.*", "*.q") and found.groups[0].lr_scale == 0.5
+    result = _shrink_choice(given, 32, model)
+    assert (result.trained, result.frozen) == (("layers.2.*", "norm.*"), ("layers.[0-3].*",))
+    assert result.groups[0].match == ("layers.3.mlp.*", "*.q") and result.groups[0].lr_scale == 0.5
     assert _shrink_choice(OptimConfig(trained=("layers.2[0-9].*",)), 32, model).trains_all()

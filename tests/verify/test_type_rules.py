@@ -16,7 +16,7 @@ from torch import Tensor
 from megalith.kernels.attention.scores import Distances, PairBiases, Scores
 from megalith.kernels.attention.split_kv import span_attention
 from megalith.parallel import collectives
-from megalith.parallel.context import ring_attention
+from megalith.parallel.context import RingPairs, ring_attention
 from megalith.parallel.cross_entropy import VocabShard, token_losses
 from megalith.parallel.group import Group, single_rank_group
 from megalith.plan.context import KeySpans
@@ -141,7 +141,9 @@ def ring(*, sinks: Any = None, values: Any = None, **given: Any) -> Tensor:
         else [PairBiases(tensor(values, 4, 7), Distances(numbers, numbers, 3))] * 8
     )
     spans = [KeySpans(1, np.zeros((8, 2), np.int64), ())] * 8
-    return ring_attention(q, k, v, GROUP, spans, Scores(softcap=2.0), offsets, biases=biases)
+    return ring_attention(
+        q, k, v, GROUP, RingPairs(spans, biases=biases), Scores(softcap=2.0), offsets
+    )
 
 
 def test_ring_attention_has_varying_inputs_and_outputs() -> None:

@@ -49,6 +49,7 @@ from megalith.verify.ranks import layout_case
 from megalith.verify.type_rules import find_types, our_functions
 from megalith.verify.types import (
     ChildRequest,
+    TrainingSettings,
     TypeReport,
     _shards_of,
     declare,
@@ -376,7 +377,9 @@ def test_deepseek_v3_on_2048_ranks_is_checked_on_both_grids_within_two_minutes_a
 ) -> None:
     run = apply_overrides(resolve("deepseek_v3"), dict(layout))
     assert (run.parallel.ep, run.parallel.pp) == (64, 16) and run_problems(run, 2048) == []
-    report = type_check_in_child(run.model, run.parallel, world=2048, recompute=run.recompute)
+    report = type_check_in_child(
+        run.model, run.parallel, world=2048, training=TrainingSettings(recompute=run.recompute)
+    )
     print(f"type check of 671B at 2048 ranks: {report.seconds:.1f} s, {report.peak_gib:.2f} GiB")
     assert report.ok and any("over ep" in name for name in report.collectives)
     assert report.seconds < 120 and report.peak_gib < 8
@@ -603,7 +606,9 @@ AGAIN = [
 def test_recomputed_latent_attention_is_type_checked(parallel: ParallelConfig) -> None:
     again = RecomputeConfig(granularity="selective", modules=("mla_up_proj",))
     model = VARIANTS["latent"]
-    report = type_check(model, parallel, world=20, ranks=(19,), recompute=again)
+    report = type_check(
+        model, parallel, world=20, ranks=(19,), training=TrainingSettings(recompute=again)
+    )
     assert report.ok and report.untyped == ()
     assert report.collectives == type_check(model, parallel, world=20, ranks=(19,)).collectives
 
@@ -614,7 +619,9 @@ def test_recomputed_tensors_have_the_types_of_the_first_pass(
 ) -> None:
     model = replace(MODEL, num_layers=4)
     ranks = (world - 1,)
-    report = type_check(model, parallel, world=world, ranks=ranks, recompute=recompute)
+    report = type_check(
+        model, parallel, world=world, ranks=ranks, training=TrainingSettings(recompute=recompute)
+    )
     assert report.problems == ()
     assert report.collectives == type_check(model, parallel, world=world, ranks=ranks).collectives
     assert [text.split(":")[0] for text in report.untyped] == list(untyped)
@@ -636,17 +643,23 @@ def test_recomputed_attention_is_type_checked_again(monkeypatch: pytest.MonkeyPa
         return plain(self, seq_params, arguments, q, *others)
 
     again = RecomputeConfig(granularity="selective", modules=("core_attention",))
-    assert type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), recompute=again).ok
+    assert type_check(
+        MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), training=TrainingSettings(recompute=again)
+    ).ok
     monkeypatch.setattr(RecomputedCore, "_attend", attend)
     (problem,) = type_check(
-        MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), recompute=again
+        MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), training=TrainingSettings(recompute=again)
     ).problems
     assert problem.where == "backward" and "expected PerMeshAxisLocalSpmdType.P" in problem.what
 
 
 def test_activation_offload_is_reported_as_untyped() -> None:
     report = type_check(
-        MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), offload=OffloadConfig(layers=1)
+        MODEL,
+        ParallelConfig(tp=2),
+        world=2,
+        ranks=(0,),
+        training=TrainingSettings(offload=OffloadConfig(layers=1)),
     )
     assert report.ok and report.untyped == ("offload.layers=1: copies to host memory and back",)
     assert type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).untyped == ()
@@ -664,11 +677,15 @@ def test_sum_missing_in_recomputation_is_rejected() -> None:
         # nothing runs a second time
         assert type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).ok
         (problem,) = type_check(
-            MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), recompute=full
+            MODEL,
+            ParallelConfig(tp=2),
+            world=2,
+            ranks=(0,),
+            training=TrainingSettings(recompute=full),
         ).problems
     assert problem.where == "layers.1" and "Found types: [I, P]" in problem.what
     asked = ChildRequest(
-        model=MODEL, parallel=ParallelConfig(), world=2, recompute=full, offload=away
+        model=MODEL, parallel=ParallelConfig(), world=2, training=TrainingSettings(full, away)
     )
     assert from_dict(ChildRequest, to_dict(asked)) == asked  # so a child is asked the same
 
@@ -741,6 +758,12 @@ def test_every_moe_model_passes(name: str) -> None:
 @pytest.mark.parametrize("name", MIXED)
 def test_every_moe_model_passes_with_recomputation(name: str, recompute: RecomputeConfig) -> None:
     assert (
-        type_check(MIXTURES[name], MIXED[name], world=8, ranks=(5,), recompute=recompute).problems
+        type_check(
+            MIXTURES[name],
+            MIXED[name],
+            world=8,
+            ranks=(5,),
+            training=TrainingSettings(recompute=recompute),
+        ).problems
         == ()
     )

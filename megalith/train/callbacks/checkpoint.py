@@ -9,7 +9,6 @@ from megalith.checkpoint.lock import RunLock
 from megalith.checkpoint.save import Retention, SaveReport, save_checkpoint
 from megalith.data.loader import StepBatches
 from megalith.errors import CheckpointError
-from megalith.parallel.context import local_slicing
 from megalith.parallel.group import raise_on_all_ranks
 from megalith.train.callbacks.base import Callback, RunView
 from megalith.train.callbacks.health import FaultDetector, find_nonfinite_parameters
@@ -54,10 +53,7 @@ class Evaluator(Callback):
             run.data.splits.valid,
             run.masks(),
             samples=train.eval_steps * train.global_batch_size,
-            rows=train.micro_batch_size,
             tokenizer=run.tokenizer,
-            slicing=local_slicing(run.run.parallel, run.mesh),
-            budget=run.budget(),
         )
 
 

@@ -28,7 +28,6 @@ from megalith.nn.attention import CrossLayerAttention
 from megalith.nn.embedding import LearnedPositions
 from megalith.nn.mla import LatentAttention
 from megalith.nn.norm import RMSNorm
-from megalith.nn.router import RouterGate
 from megalith.parallel import context, cross_entropy, grad_sync, recompute, tensor
 from megalith.parallel.collectives import mark_partial, reduce_from_tp, reduce_scatter
 from megalith.parallel.cross_entropy import HeadShard, Softmax
@@ -37,6 +36,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import OffloadedStorage
 from megalith.parallel.tensor import (
     ColumnParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
     SequenceParallelComm,
     TPComm,
@@ -169,7 +169,7 @@ def sp_norm_invariant(model: Decoder, mesh: Mesh) -> None:
 @changes_model("tp, sp, experts")
 def router_invariant(model: Decoder, mesh: Mesh) -> None:
     """Router weights are declared invariant, although under sp each rank has a partial gradient."""
-    _declare_invariant(model, mesh, RouterGate)
+    _declare_invariant(model, mesh, ReplicatedLinear)
 
 
 @replaces(grad_sync, "tp_reduce_axes", "tp, sp")

@@ -34,7 +34,7 @@ from megalith.verify.ranks import (
     compare_with_one_process,
     layout_case,
 )
-from megalith.verify.types import type_check
+from megalith.verify.types import TrainingSettings, type_check
 
 T = TypeVar("T")
 
@@ -75,17 +75,12 @@ def judge_fault(fault: Fault) -> FaultResult:
     comparison."""
     model, parallel = smallest_layout(fault)
     world = parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1)
-    recompute, offload = memory_settings(fault)
+    training = TrainingSettings(
+        *memory_settings(fault), fault_lora_config(fault), fault_optim_config(fault)
+    )
     with plant_fault(fault.name):
         problems = type_check(
-            model,
-            parallel,
-            world=world,
-            ranks=(world - 1,),
-            recompute=recompute,
-            offload=offload,
-            lora=fault_lora_config(fault),
-            optim=fault_optim_config(fault),
+            model, parallel, world=world, ranks=(world - 1,), training=training
         ).problems
     where = problems[0].where if problems else None
     try:
@@ -97,13 +92,12 @@ def judge_fault(fault: Fault) -> FaultResult:
             documents="documents" in fault.needs,
             fault=fault.name,
         )
-        optim = replace(fault_optim_config(fault), eps=case.run.optim.eps)
         run = replace(
             case.run,
-            recompute=recompute,
-            offload=offload,
-            lora=fault_lora_config(fault),
-            optim=optim,
+            recompute=training.recompute,
+            offload=training.offload,
+            lora=training.lora,
+            optim=replace(training.optim, eps=case.run.optim.eps),
         )
         run = replace(run, train=replace(run.train, z_loss=0.1 if "z loss" in fault.needs else 0.0))
         differences = compare_with_one_process(
