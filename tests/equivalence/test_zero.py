@@ -108,7 +108,7 @@ def test_at_dp_2_overlap_and_the_size_of_buckets_change_no_bit(zero: str) -> Non
         same(run_ranks(_train, 2, {**plain, **change}, 4), expected)
 
 
-def test_at_dp_4_slices_are_added_in_the_order_of_ranks_whatever_the_bucket() -> None:
+def test_slices_at_dp_4_are_added_in_rank_order_for_every_bucket_size() -> None:
     """And sums over all ranks at once agree to 1e-12 in float64. Clipping is off: its norm is a sum
     over all slices."""
     found = {

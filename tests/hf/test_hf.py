@@ -293,7 +293,7 @@ def test_an_invalid_model_is_rejected_although_its_tensors_match(
         HuggingFaceFolder(tmp_path / "x")
 
 
-def test_a_config_without_architectures_goes_by_its_model_type(
+def test_config_without_architectures_is_identified_by_its_model_type(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     tiny.folder(tmp_path / "x", tiny.config())
