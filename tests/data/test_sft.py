@@ -326,9 +326,9 @@ def splits(data: DataConfig, *, train: int = 0, valid: int = 0, test: int = 0) -
 
 
 def test_the_validation_split_has_conversations_of_its_own(tmp_path: Path) -> None:
-    made = splits(DataConfig(sft=PLAIN), train=2, valid=1)
-    assert made.train is not None and made.valid is not None and made.test is None
-    assert [note.split(" ")[:2] for note in made.notes] == [["train:", "1"], ["valid:", "100"]]
+    built = splits(DataConfig(sft=PLAIN), train=2, valid=1)
+    assert built.train is not None and built.valid is not None and built.test is None
+    assert [note.split(" ")[:2] for note in built.notes] == [["train:", "1"], ["valid:", "100"]]
     path = write(tmp_path / "a.jsonl", talk("ab", "c"))
     assert splits(of_files(path, valid_path=(path,)), valid=1).valid is not None
     with pytest.raises(
