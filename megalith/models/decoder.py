@@ -343,7 +343,7 @@ def _build_layer_runner(
     runner = LayerRunner(context.recompute, context.offload, context.mesh.tp)
     if num_frozen:
         return FrozenLayerRunner(runner, num_frozen)
-    return runner if runner.saves_less or has_source else run_layers_in_sequence
+    return runner if runner.reduces_saved_activations or has_source else run_layers_in_sequence
 
 
 def run_layers_in_sequence(
