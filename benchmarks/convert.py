@@ -145,21 +145,21 @@ def held_bytes(which: str) -> int:
 def measure(family: Family, folder: Path, gigabytes: float, rounds: int) -> bool:
     """Print both ratios and both peaks; False where a bar is missed."""
     config, name = model_of(family, gigabytes), family.model_type
-    theirs, ours, again = folder / "theirs", folder / "ours", folder / "again"
-    shutil.rmtree(theirs, ignore_errors=True)
-    nbytes = write_folder(theirs, config, RandomWeights(), hf_source=HFSource(family))
+    reference, ours, again = folder / "theirs", folder / "ours", folder / "again"
+    shutil.rmtree(reference, ignore_errors=True)
+    nbytes = write_folder(reference, config, RandomWeights(), hf_source=HFSource(family))
     largest = config.vocab_size * config.hidden_size * 2
-    convert_to("megalith", theirs, ours)
+    convert_to("megalith", reference, ours)
     contenders: dict[str, Callable[[], object]] = {
-        "copy": partial(copy_files, theirs, folder / "copy"),
-        "megalith": partial(convert_to, "megalith", theirs, folder / "there"),
+        "copy": partial(copy_files, reference, folder / "copy"),
+        "megalith": partial(convert_to, "megalith", reference, folder / "there"),
         "huggingface": partial(convert_to, "huggingface", ours, again),
-        "read": partial(read_files, theirs),
-        "load": partial(load_weights, theirs),
+        "read": partial(read_files, reference),
+        "load": partial(load_weights, reference),
     }
     seconds = take_turns(contenders, rounds=rounds, warmup=1).seconds
     met = True
-    for kind, source in (("megalith", theirs), ("huggingface", ours)):
+    for kind, source in (("megalith", reference), ("huggingface", ours)):
         ratio = times_as_fast(seconds[kind], seconds["copy"])
         peak = peak_bytes(kind, source, folder / "peak")
         allowed, rate = MEMORY_BAR * largest + GIB, nbytes / 1e9 / min(seconds[kind])

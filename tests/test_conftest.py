@@ -25,7 +25,7 @@ def test_a_connection_to_this_machine_is_allowed() -> None:
     ("expression", "hidden"),
     [("", True), ("not slow and not gpu", True), ("gpu", False), ("slow or gpu", False)],
 )
-def test_gpus_are_hidden_unless_they_are_asked_for(
+def test_gpus_are_hidden_unless_requested(
     expression: str, hidden: bool, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

@@ -144,7 +144,7 @@ def test_only_the_slice_is_written_and_not_the_storage_behind_it(tmp_path: Path)
     assert report.nbytes < 10_000
 
 
-def test_scalars_empty_tensors_and_odd_names_survive(tmp_path: Path) -> None:
+def test_scalars_empty_tensors_and_unusual_names_round_trip(tmp_path: Path) -> None:
     tensors = {
         "scale": torch.tensor(2.5),
         "none": torch.zeros(0, 3),

@@ -59,7 +59,7 @@ def split(line: str, root: type = Root) -> tuple[list[str], dict[str, Override]]
 # --- overrides
 
 
-def test_overrides_are_taken_out_and_the_rest_keeps_its_order() -> None:
+def test_overrides_are_extracted_and_the_rest_keeps_its_order() -> None:
     line = "tiny_cpu --section.count 2 --nproc 4 --section.count=3 --seed 7 --dry-run out"
     rest, overrides = split(line)
     assert rest == ["tiny_cpu", "--nproc", "4", "--dry-run", "out"]
@@ -223,7 +223,9 @@ def test_help_shows_no_names_of_classes_and_no_text_of_typing(
         assert name not in text
 
 
-def test_flag_that_turns_a_default_off_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_flag_that_disables_a_default_states_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     text = help_of("--help", capsys)
     assert "  --no-plots   Turn this off: Draw.\n" in text
     assert "default: True" not in text and "default: False" not in text

@@ -54,7 +54,7 @@ def test_own_options_are_accepted_anywhere() -> None:
 # --- what it prints
 
 
-def test_arguments_become_yaml_that_loads_and_breaks_no_rule(
+def test_arguments_become_yaml_that_loads_and_violates_no_rule(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*TINY_LLAMA.split(), "--bf16", "--name", "first") == 0

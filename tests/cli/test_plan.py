@@ -70,7 +70,7 @@ def test_the_405b_layout_on_16384_ranks_is_explained(capsys: pytest.CaptureFixtu
     assert "adds 5.9 % to the compute time" in output
 
 
-def test_estimate_says_that_a_run_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_reports_that_a_run_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "estimate", "llama3_405b", "--parallel.cp", "4", "--world", "16384"]) == 0
     output = flat(capsys.readouterr().out)
     assert "Fits:" in output and "on rank 1024 (pp 1, tp 0)" in output

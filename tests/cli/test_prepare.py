@@ -81,7 +81,7 @@ def test_tokenizer_is_trained_before_tokenization(
 
 
 @pytest.mark.parametrize("named", ["tokenizer.model", "."])
-def test_a_sentencepiece_model_makes_the_ids(named: str, corpus: Path) -> None:
+def test_sentencepiece_model_is_used_for_the_ids(named: str, corpus: Path) -> None:
     library = pytest.importorskip(
         "sentencepiece", reason="reads SentencePiece models, which needs the library"
     )
@@ -123,7 +123,7 @@ def test_a_sentencepiece_model_makes_the_ids(named: str, corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", ["words.tiktoken", "tokenizer.model", "words.json"])
-def test_a_tiktoken_vocabulary_makes_the_ids(
+def test_tiktoken_vocabulary_is_used_for_the_ids(
     shape: str, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     library = pytest.importorskip(

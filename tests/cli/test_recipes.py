@@ -45,7 +45,9 @@ def test_a_replica_that_takes_a_pipeline_counts_all_its_ranks() -> None:
     assert 1 < row["memory_gib_per_rank"] / (18 * row["parameters"] / 128 / 2**30) < 3
 
 
-def test_show_prints_a_run_three_ways(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_show_prints_a_run_in_three_formats(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(["recipes", "show", "tiny_cpu", "--parallel.tp", "2"]) == 0
     assert "parallel.tp" in capsys.readouterr().out
     assert main(["recipes", "show", "tiny_cpu", "--json"]) == 0

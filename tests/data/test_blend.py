@@ -54,7 +54,7 @@ def test_an_exhaustive_order_uses_every_sample_once() -> None:
     ]
 
 
-def test_members_are_built_for_a_little_more_than_their_share() -> None:
+def test_members_are_built_for_slightly_more_than_their_weight() -> None:
     sizes = compute_member_sizes([3, 1], 1001, 0.005)
     assert (sizes.targets, sizes.built_for, sizes.total) == ((751, 251), (755, 253), 1002)
 

@@ -72,12 +72,12 @@ def test_samples_equal_those_of_megatron(
     data = DataConfig(path=tuple(stores.get(word, word) for word in words.split()), split="8,1,1")
     counts = {"train_samples": 400, "valid_samples": 37, "test_samples": 5}
     splits = build(data, seq_len=seq_len, vocab_size=50021, **counts)
-    made = []
+    results = []
     for dataset, count in zip((splits.train, splits.valid, splits.test), counts.values()):
         assert dataset is not None
         digest = hashlib.sha256(b"".join(dataset.sample(k).ids.tobytes() for k in range(count)))
-        made.append((digest.hexdigest()[:16], len(dataset)))
-    assert made == list(zip(digests, sizes))
+        results.append((digest.hexdigest()[:16], len(dataset)))
+    assert results == list(zip(digests, sizes))
 
 
 def test_mock_data_gives_all_three_splits_without_a_file(

@@ -161,9 +161,9 @@ def test_context_parallel_ranks_shard_mtp_inputs(
     masks = MaskSettings(eod=4, documents=True)
     whole = build_batch(samples, masks, device=CPU, num_mtp_layers=2)
     for depth, (ids, labels) in enumerate(whole.mtp_inputs):
-        found = {}
+        results = {}
         for rank in range(2):
-            mine = build_batch(
+            local = build_batch(
                 samples,
                 masks,
                 device=CPU,
@@ -171,16 +171,21 @@ def test_context_parallel_ranks_shard_mtp_inputs(
                 num_mtp_layers=2,
             )
             assert (
-                mine.num_mtp_labels == whole.num_mtp_labels and mine.num_labels == whole.num_labels
+                local.num_mtp_labels == whole.num_mtp_labels
+                and local.num_labels == whole.num_labels
             )
-            context = mine.seq_params.context
+            context = local.seq_params.context
             assert context is not None
             places = context.slices.as_read(rank).tolist()
             pairs = zip(
-                mine.mtp_inputs[depth][0].tolist(), mine.mtp_inputs[depth][1].tolist(), strict=True
+                local.mtp_inputs[depth][0].tolist(),
+                local.mtp_inputs[depth][1].tolist(),
+                strict=True,
             )
-            found |= {place: pair for place, pair in zip(places, pairs, strict=True) if place >= 0}
-        assert found == dict(enumerate(zip(ids.tolist(), labels.tolist(), strict=True)))
+            results |= {
+                place: pair for place, pair in zip(places, pairs, strict=True) if place >= 0
+            }
+        assert results == dict(enumerate(zip(ids.tolist(), labels.tolist(), strict=True)))
         assert whole.num_mtp_labels[depth] == int((labels >= 0).sum()) < whole.num_labels
 
 
@@ -196,23 +201,23 @@ def test_context_parallel_ranks_slice_multimodal_position_ids(
     assert whole.position_ids.shape == (3, 36) and whole.num_tokens == 36
     assert torch.equal(whole.position_ids[:, :12], text.position_ids.expand(3, -1))
     assert whole.position_ids[:, 12:24].tolist() == rows[1].places.tolist()  # type: ignore[union-attr]  # just given
-    found = torch.zeros_like(whole.position_ids)
+    result = torch.zeros_like(whole.position_ids)
     for rank in range(2):
-        mine = build_batch(
+        local = build_batch(
             rows, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by)
         ).seq_params
-        assert mine.context is not None and mine.whole.position_ids.shape == (
+        assert local.context is not None and local.whole.position_ids.shape == (
             3,
-            2 * mine.num_tokens,
+            2 * local.num_tokens,
         )
-        places = torch.from_numpy(mine.context.slices.as_read(rank))
-        found[:, places[places >= 0]] = mine.position_ids[:, places >= 0]
-        assert (mine.position_ids[:, places < 0] == 0).all()
+        places = torch.from_numpy(local.context.slices.as_read(rank))
+        result[:, places[places >= 0]] = local.position_ids[:, places >= 0]
+        assert (local.position_ids[:, places < 0] == 0).all()
         assert torch.equal(
-            mine.whole.position_ids[:, torch.from_numpy(mine.context.slices.numbers[rank])],
-            mine.position_ids,
+            local.whole.position_ids[:, torch.from_numpy(local.context.slices.numbers[rank])],
+            local.position_ids,
         )
-    assert torch.equal(found, whole.position_ids)
+    assert torch.equal(result, whole.position_ids)
 
 
 def test_labels_of_every_depth_are_counted_over_the_step() -> None:
@@ -284,9 +289,9 @@ def test_padding_at_the_end_of_rows_is_invalid_on_context_parallel_ranks(
     ]
     for size in (1, 2):
         slicings = [Slicing(ranks=size, rank=rank, by=by) for rank in range(size)]
-        found = [build_batch(rows, PLAIN, device=CPU, slicing=slicing) for slicing in slicings]
-        assert sum(int(batch.seq_params.valid.sum()) for batch in found) == 7 + 12
-        assert all((batch.ids[batch.seq_params.valid] > 0).all() for batch in found)
+        results = [build_batch(rows, PLAIN, device=CPU, slicing=slicing) for slicing in slicings]
+        assert sum(int(batch.seq_params.valid.sum()) for batch in results) == 7 + 12
+        assert all((batch.ids[batch.seq_params.valid] > 0).all() for batch in results)
 
 
 def test_padding_of_documents_has_no_label_and_is_marked() -> None:
@@ -330,22 +335,22 @@ def _numbers(rank: int, world: int, micro: int) -> list[tuple[list[int], list[in
         steps=2,
         device=CPU,
     )
-    found = []
+    results = []
     for batch in (batch for _ in range(2) for batch in dropping.next().microbatches):
         assert batch.dropout_key is not None and batch.dropout_key.seed == 3
-        found.append((batch.ids.tolist(), batch.dropout_key.numbers.tolist()))
-    return found
+        results.append((batch.ids.tolist(), batch.dropout_key.numbers.tolist()))
+    return results
 
 
 @pytest.mark.parametrize(("dp", "micro"), [(1, 8), (1, 2), (2, 2)])
 def test_dropout_numbers_each_token_of_the_run_the_same_under_every_layout(
     dp: int, micro: int
 ) -> None:
-    found = [batch for rank in run_ranks(_numbers, dp, micro) for batch in rank]
-    for ids, numbers in found:
+    results = [batch for rank in run_ranks(_numbers, dp, micro) for batch in rank]
+    for ids, numbers in results:
         # token i of sample k is 10 k + i, of 4 tokens
         assert numbers == [id // 10 * 4 + id % 10 for id in ids]
-    assert sorted(number for _, numbers in found for number in numbers) == list(
+    assert sorted(number for _, numbers in results for number in numbers) == list(
         range(8 * 4, 24 * 4)
     )
 
@@ -395,13 +400,13 @@ BUDGET = TokenBudget(capacity=64, longest=30)
 def test_packs_have_every_document_of_the_step_once_under_every_layout() -> None:
     dataset = RaggedDocuments(30, 61, 40)
     step = ragged(single_rank_group("dp"), budget=BUDGET, consumed=10).next()
-    found = sorted(length for batch in step.microbatches for length in batch.lengths)
+    results = sorted(length for batch in step.microbatches for length in batch.lengths)
     assert (
-        found
+        results
         == sorted(dataset.document_lengths(k)[0] for k in range(10, 20))
         == sorted(step.lengths or ())
     )
-    assert step.num_tokens == sum(found) and step.num_padded_tokens == 64 * len(step.microbatches)
+    assert step.num_tokens == sum(results) and step.num_padded_tokens == 64 * len(step.microbatches)
     assert {len(batch.ids) for batch in step.microbatches} == {64}
     for batch in step.microbatches:
         assert int(batch.seq_params.valid.sum()) == sum(batch.lengths) == batch.num_tokens
@@ -460,7 +465,7 @@ class Talks:
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_rows_of_conversations_are_assigned_by_cost(balanced: bool) -> None:
-    found = []
+    results = []
     for rank in range(2):
         group = replace(single_rank_group("dp"), rank=rank, ranks=(0, 1))
         with patched(loader_file, "start_all_reduce_", lambda count, group: None):
@@ -477,7 +482,7 @@ def test_rows_of_conversations_are_assigned_by_cost(balanced: bool) -> None:
                 steps=1,
                 device=CPU,
             ).next()
-        found.append([int(batch.ids[0]) for batch in step.microbatches])
+        results.append([int(batch.ids[0]) for batch in step.microbatches])
         assert (step.imbalance or 0.0) == pytest.approx(0.0 if balanced else 2 * 144 / 180 - 1)
-    assert sorted(found[0] + found[1]) == list(range(8, 16))
-    assert sum(k % 2 for k in found[0]) == (2 if balanced else 0)
+    assert sorted(results[0] + results[1]) == list(range(8, 16))
+    assert sum(k % 2 for k in results[0]) == (2 if balanced else 0)

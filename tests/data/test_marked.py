@@ -16,7 +16,7 @@ def test_longest_special_token_is_matched_and_the_rest_encoded_separately() -> N
     assert encode_parts("", specials, lambda text: [1]) == []
 
 
-def test_bytes_know_their_end_token_by_its_text() -> None:
+def test_byte_tokenizer_recognizes_its_end_token_by_its_text() -> None:
     assert ByteTokenizer().encode_marked("ab<|endoftext|>c") == [97, 98, 256, 99]
     assert 256 not in ByteTokenizer().encode("ab<|endoftext|>c"), (
         "elsewhere it is text like any other"

@@ -137,7 +137,7 @@ def test_a_report_counts_rows_by_what_is_in_them() -> None:
     )
 
 
-def test_samples_of_rows_keep_what_they_had() -> None:
+def test_samples_of_rows_keep_their_fields() -> None:
     whole = document(3, 4)
     assert (
         whole.lengths_without_padding == (4,)

@@ -56,7 +56,7 @@ def test_rows_are_limited_to_the_range(
     assert [row["text"] for row in rows] == TEXTS[start:stop]
 
 
-def test_rows_have_the_columns_that_were_asked_for(tmp_path: Path) -> None:
+def test_rows_have_the_requested_columns(tmp_path: Path) -> None:
     path = written(tmp_path / "a.parquet")
     assert list(read_rows(path, 31, 33, ["title", "absent"])) == [
         {"title": "t31"},

@@ -349,6 +349,6 @@ def test_ids_beyond_the_stated_vocabulary_are_rejected(
         prepare(config(tmp_path))
 
 
-def test_broken_settings_are_rejected(tmp_path: Path) -> None:
+def test_invalid_settings_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="workers=0 must be at least 1"):
         prepare(config(tmp_path, workers=0))

@@ -183,7 +183,7 @@ def test_padding_in_packed_rows_equals_padding_in_separate_rows() -> None:
         assert tokens.valid.tolist() == [*text, *rest[4:]] and not seen(tokens)[:, [1, 7]].any()
 
 
-def test_rows_in_which_nothing_is_read_keep_the_kind_of_mask() -> None:
+def test_empty_rows_keep_the_kind_of_mask() -> None:
     for mask in (RowMask(PAIRS[0].seen, alone=True), TEXT):
         blank, packed = (
             sample(mask).blank(),

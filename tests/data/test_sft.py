@@ -128,7 +128,7 @@ def test_every_epoch_has_every_conversation_once_in_an_order_of_its_own(
     )
 
 
-def test_row_packing_keeps_lines_apart_and_their_conversations_together(tmp_path: Path) -> None:
+def test_row_packing_separates_lines_and_keeps_conversations_together(tmp_path: Path) -> None:
     system = {"role": "system", "content": "s"}
     several = {"messages": [*talk("a", "b")["messages"], system, *talk("c", "d")["messages"]]}
     path = write(tmp_path / "a.jsonl", several, talk("e", "f"))
@@ -136,7 +136,7 @@ def test_row_packing_keeps_lines_apart_and_their_conversations_together(tmp_path
     assert [dataset.sample(k).lengths for k in range(2)] == [(2, 3, 11), (2, 14)]
 
 
-def test_a_sample_depends_on_its_number_alone_and_a_longer_run_begins_the_same(
+def test_sample_depends_only_on_its_index_and_not_on_the_run_length(
     tmp_path: Path,
 ) -> None:
     data = DataConfig(sft=replace(PLAIN, mock_conversations=25))
@@ -326,9 +326,9 @@ def splits(data: DataConfig, *, train: int = 0, valid: int = 0, test: int = 0) -
 
 
 def test_the_validation_split_has_conversations_of_its_own(tmp_path: Path) -> None:
-    made = splits(DataConfig(sft=PLAIN), train=2, valid=1)
-    assert made.train is not None and made.valid is not None and made.test is None
-    assert [note.split(" ")[:2] for note in made.notes] == [["train:", "1"], ["valid:", "100"]]
+    built = splits(DataConfig(sft=PLAIN), train=2, valid=1)
+    assert built.train is not None and built.valid is not None and built.test is None
+    assert [note.split(" ")[:2] for note in built.notes] == [["train:", "1"], ["valid:", "100"]]
     path = write(tmp_path / "a.jsonl", talk("ab", "c"))
     assert splits(of_files(path, valid_path=(path,)), valid=1).valid is not None
     with pytest.raises(

@@ -173,10 +173,10 @@ def test_packed_documents_give_the_loss_and_gradients_of_separate_documents() ->
         other = build({"train.tokens_per_microbatch": budget})
         step = packed(other).next()
         counts.append(len(step.microbatches))
-        found = gradients(other, step)
-        difference = compare(found[2], expected)
+        result = gradients(other, step)
+        difference = compare(result[2], expected)
         assert difference.error <= FP64.relative and not difference.unpaired, difference
-        assert found[0] == pytest.approx(loss, rel=1e-12) and found[1] == pytest.approx(
+        assert result[0] == pytest.approx(loss, rel=1e-12) and result[1] == pytest.approx(
             norm, rel=1e-12
         )
     assert counts[0] > counts[1] > counts[2]
@@ -186,10 +186,10 @@ def test_packed_documents_give_the_loss_and_gradients_of_separate_documents() ->
 def test_packing_matches_under_every_axis_with_equal_packs_per_rank(name: str) -> None:
     settings = LAYOUTS[name]
     world = 2 ** len([key for key in settings if key.endswith((".tp", ".cp", ".pp", ".dp"))])
-    found = run_ranks(_train_packed, world, settings)
+    results = run_ranks(_train_packed, world, settings)
     expected = alone(settings.get("model.num_layers", "2"))
-    assert all((loss, norm) == pytest.approx(expected, rel=1e-10) for loss, norm, *_ in found)
-    assert len({count for _, _, count, _ in found}) == 1
+    assert all((loss, norm) == pytest.approx(expected, rel=1e-10) for loss, norm, *_ in results)
+    assert len({count for _, _, count, _ in results}) == 1
 
 
 # --- planted faults
@@ -228,8 +228,8 @@ def _seeing_one_another(
 def test_comparison_detects_attention_across_documents() -> None:
     trainer = build({})
     with patched(loader_file, "build_batch", _seeing_one_another):
-        found = gradients(trainer, packed(trainer).next())[0]
-    assert found != pytest.approx(alone()[0], rel=1e-6)
+        result = gradients(trainer, packed(trainer).next())[0]
+    assert result != pytest.approx(alone()[0], rel=1e-6)
 
 
 def _assignment_error(rank: int, world: int, settings: Mapping[str, str]) -> str:

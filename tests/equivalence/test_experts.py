@@ -193,7 +193,7 @@ def first_step(
     rank: int, world: int, case: LayoutCase, selected_ops: list[RecomputeConfig]
 ) -> list[tuple[list[Tensor], Any]]:
     """Of each way: every gradient of a step in fp32 as it was applied, and what the experts did."""
-    found = []
+    results = []
     for way in selected_ops:
         run = replace(case.run, recompute=way, precision=PrecisionConfig(params="fp32"))
         mesh = mesh_of(case, rank, world)
@@ -202,8 +202,8 @@ def first_step(
             trainer, _loader(run, mesh, consumed=0, steps=1).next(), lr=1e-2, weight_decay=0.0
         )
         gradients = [param.gradient.clone() for param in trainer.data.local_params]
-        found.append((gradients, collect_expert_load(trainer.pipeline_model.modules, mesh)))
-    return found
+        results.append((gradients, collect_expert_load(trainer.pipeline_model.modules, mesh)))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_recomputation_changes_no_bit_and_counts_nothing_twice(
     assert sum(sum(use.counts) for use in uses) > 0 and all(bool(one.any()) for one in kept)
     for way, (gradients, counted) in zip(AGAIN, others, strict=True):
         assert counted == uses, way
-        assert all(torch.equal(mine, one) for mine, one in zip(gradients, kept, strict=True)), way
+        assert all(torch.equal(local, one) for local, one in zip(gradients, kept, strict=True)), way
 
 
 def test_evaluation_does_not_change_expert_load_or_bias() -> None:
@@ -264,15 +264,15 @@ def test_evaluation_drops_no_tokens_and_adds_no_noise_or_aux_loss() -> None:
         aux_loss=AuxLossConfig(batch_coeff=9.0, z_loss_coeff=9.0),
         router=RouterConfig(jitter=0.5),
     )
-    found = []
+    results = []
     for moe in (plain, narrow):
         trainer = build_trainer(
             case_of(replace(NARROW, moe=moe), ONE).run, build_single_rank_mesh(), CPU
         )
         batches = _loader(trainer.run, trainer.mesh, consumed=0, steps=1).next().microbatches
         held_out = [replace(batch, dropout_key=None) for batch in batches]  # as they are read
-        found.append(trainer.pipeline_model.forward(held_out))
-    assert torch.equal(found[0], found[1]) and bool(found[0].any())
+        results.append(trainer.pipeline_model.forward(held_out))
+    assert torch.equal(results[0], results[1]) and bool(results[0].any())
 
 
 def losses_of(trainers: list[Trainer], steps: int) -> list[list[float]]:
@@ -326,8 +326,8 @@ def test_step_with_grouped_matmuls_matches_a_loop_over_experts() -> None:
         ((one_by_one, others),) = first_step(0, 1, case, [RecomputeConfig()])
     assert (FUSED in selected_ops) == HAS_GROUPED_MM
     assert [use.counts for use in uses] == [use.counts for use in others]
-    for mine, one in zip(grouped, one_by_one, strict=True):
-        assert torch.allclose(mine, one, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
+    for local, one in zip(grouped, one_by_one, strict=True):
+        assert torch.allclose(local, one, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
 
 
 GROUPED = {
@@ -463,8 +463,8 @@ def pushed(
     train_step(
         trainer, _loader(case.run, mesh, consumed=0, steps=1).next(), lr=1e-2, weight_decay=0.0
     )
-    mine = _slices([(o.shard, o.gradient) for o in trainer.data.local_params])
-    gradients = _join_slices(gather_objects(mine, mesh.world))
+    local = _slices([(o.shard, o.gradient) for o in trainer.data.local_params])
+    gradients = _join_slices(gather_objects(local, mesh.world))
     use = [one.counts for one in collect_expert_load(trainer.pipeline_model.modules, mesh)]
     return use, before, gradients, _join_slices(gather_objects(weights_key(trainer), mesh.world))
 

@@ -94,9 +94,12 @@ def step_of(trainer: Trainer, rows: Sequence[Sequence[int]], length: int = 24) -
         build_batch([row(numbers, length)], MaskSettings(), device=CPU, slicing=slicing)
         for numbers in rows
     ]
-    mine = every[dp.rank :: dp.size]
+    local = every[dp.rank :: dp.size]
     return StepBatches(
-        mine, sum(batch.num_labels for batch in every), (), sum(batch.num_tokens for batch in every)
+        local,
+        sum(batch.num_labels for batch in every),
+        (),
+        sum(batch.num_tokens for batch in every),
     )
 
 
@@ -129,8 +132,8 @@ def _packed_and_apart(rank: int, world: int, settings: Mapping[str, str]) -> tup
     apart = [(number,) for number in range(len(LENGTHS))]
     loss, norm, expected = gradients(trainer, step_of(trainer, apart))
     for rows in (ROWS, OTHER_ORDER):
-        packed, its_norm, found = gradients(trainer, step_of(trainer, rows))
-        difference = compare(found, expected)
+        packed, its_norm, result = gradients(trainer, step_of(trainer, rows))
+        difference = compare(result, expected)
         assert difference.error <= FP64.relative and not difference.unpaired, difference
         assert packed == pytest.approx(loss, rel=1e-12) and its_norm == pytest.approx(
             norm, rel=1e-12
@@ -165,7 +168,7 @@ def test_packed_documents_match_under_every_axis(name: str) -> None:
         else 2
     )
     expected = pytest.approx(_alone(), rel=1e-9)
-    assert all(found == expected for found in run_ranks(_packed_and_apart, world, LAYOUTS[name]))
+    assert all(result == expected for result in run_ranks(_packed_and_apart, world, LAYOUTS[name]))
 
 
 def outputs(batch: Batch) -> Tensor:
@@ -194,8 +197,8 @@ def test_comparison_detects_joined_documents() -> None:
     step = step_of(trainer, ROWS)
     joined = [PackedSample(r.ids, r.labels, (24,), r.num_valid) for r in map(row, ROWS)]
     batches = [build_batch([each], MaskSettings(), device=CPU) for each in joined]
-    found = gradients(trainer, StepBatches(batches, step.num_labels))[0]
-    assert abs(found - gradients(trainer, step)[0]) > 1e-4
+    result = gradients(trainer, StepBatches(batches, step.num_labels))[0]
+    assert abs(result - gradients(trainer, step)[0]) > 1e-4
 
 
 def test_padding_has_no_effect() -> None:
@@ -262,8 +265,8 @@ def _talks_packed_and_apart(
     loss, norm, expected = gradients(
         trainer, step_with(trainer, [with_room(build_sample(talk)) for talk in TALKS])
     )
-    packed, its_norm, found = gradients(trainer, step_with(trainer, filled()))
-    difference = compare(found, expected)
+    packed, its_norm, result = gradients(trainer, step_with(trainer, filled()))
+    difference = compare(result, expected)
     assert difference.error <= FP64.relative and not difference.unpaired, difference
     assert packed == pytest.approx(loss, rel=1e-12) and its_norm == pytest.approx(norm, rel=1e-12)
     return packed, its_norm
@@ -285,7 +288,7 @@ def test_packed_conversations_match_unpacked_ones_under_tp_and_cp(slicing: str) 
     }
     expected = pytest.approx(talks_alone(), rel=1e-9)
     assert len(filled()) <= len(TALKS) // 2 + 1
-    assert all(found == expected for found in run_ranks(_talks_packed_and_apart, 4, settings))
+    assert all(result == expected for result in run_ranks(_talks_packed_and_apart, 4, settings))
 
 
 def _one_too_early(self: ConversationDataset, k: int) -> PackedSample:
@@ -316,8 +319,8 @@ def test_comparison_detects_a_fault_in_rows_of_conversations(
 ) -> None:
     with nullcontext() if fault is None else patched(ConversationDataset, "sample", fault):
         trainer = build({"train.seq_len": str(ROOM)})
-        found = gradients(trainer, step_with(trainer, filled()))[:2]
-    assert (found == pytest.approx(talks_alone(), rel=1e-9)) is (fault is None)
+        result = gradients(trainer, step_with(trainer, filled()))[:2]
+    assert (result == pytest.approx(talks_alone(), rel=1e-9)) is (fault is None)
 
 
 SFT = {

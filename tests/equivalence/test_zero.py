@@ -66,8 +66,8 @@ def steps(trainer: Trainer, first: int, count: int) -> tuple[list[float], list[f
         steps=count,
         device=CPU,
     )
-    found = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1) for _ in range(count)]
-    return [result.loss for result in found], [result.grad_norm for result in found]
+    results = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1) for _ in range(count)]
+    return [result.loss for result in results], [result.grad_norm for result in results]
 
 
 def _train(rank: int, world: int, settings: Settings, count: int) -> Trained:
@@ -82,9 +82,9 @@ def _train(rank: int, world: int, settings: Settings, count: int) -> Trained:
 
 def same(found: list[Trained], reference: list[Trained]) -> None:
     """Every rank's losses and weights, to the bit."""
-    for mine, other in zip(found, reference, strict=True):
-        assert mine.losses == other.losses
-        assert_close(mine.weights, other.weights, EXACT)
+    for actual, other in zip(found, reference, strict=True):
+        assert actual.losses == other.losses
+        assert_close(actual.weights, other.weights, EXACT)
 
 
 @pytest.mark.parametrize("params", ["fp32", "bf16"])
@@ -108,10 +108,10 @@ def test_at_dp_2_overlap_and_the_size_of_buckets_change_no_bit(zero: str) -> Non
         same(run_ranks(_train, 2, {**plain, **change}, 4), expected)
 
 
-def test_at_dp_4_slices_are_added_in_the_order_of_ranks_whatever_the_bucket() -> None:
+def test_slices_at_dp_4_are_added_in_rank_order_for_every_bucket_size() -> None:
     """And sums over all ranks at once agree to 1e-12 in float64. Clipping is off: its norm is a sum
     over all slices."""
-    found = {
+    results = {
         (zero, numel): run_ranks(
             _train,
             4,
@@ -127,8 +127,8 @@ def test_at_dp_4_slices_are_added_in_the_order_of_ranks_whatever_the_bucket() ->
         for zero in ("0", "1", "2")
         for numel in ("1", "600", "10000000")
     }
-    reference = found["1", "600"]
-    for (zero, _), other in found.items():
+    reference = results["1", "600"]
+    for (zero, _), other in results.items():
         for name, weights in other.weights.items():
             assert relative_error(weights, reference.weights[name]) <= (
                 0.0 if zero != "0" else 1e-12
@@ -168,9 +168,9 @@ def _over_a_poisoned_link(
 @pytest.mark.parametrize("zero", ["1", "2"])
 def test_buckets_are_waited_for_once_before_they_are_read(zero: str) -> None:
     settings = {**ONE_MICROBATCH, "parallel.zero": zero}
-    found = run_ranks(_over_a_poisoned_link, 2, settings)
-    same([trained for trained, _, _ in found], run_ranks(_train, 2, settings, 3))
-    for _, sent, waits in found:
+    results = run_ranks(_over_a_poisoned_link, 2, settings)
+    same([trained for trained, _, _ in results], run_ranks(_train, 2, settings, 3))
+    for _, sent, waits in results:
         assert waits == {1}
         # steps, directions, more than a few buckets
         assert sent["isend"] == sent["irecv"] > 3 * 2 * 4
@@ -516,9 +516,9 @@ def test_checkpoint_of_sharded_state_resumes_under_every_layout(
     reference = stored(str(tmp_path))
     for world, settings in TARGETS.values():
         case = {**settings, **double}, str(tmp_path)
-        found = _go_on(0, 1, *case) if world == 1 else run_ranks(_go_on, world, *case)[0]
-        assert found.losses == pytest.approx(expected.losses, rel=FP64.relative)
-        assert found.norms == pytest.approx(expected.norms, rel=FP64.relative)
+        result = _go_on(0, 1, *case) if world == 1 else run_ranks(_go_on, world, *case)[0]
+        assert result.losses == pytest.approx(expected.losses, rel=FP64.relative)
+        assert result.norms == pytest.approx(expected.norms, rel=FP64.relative)
         assert_close(stored(f"{tmp_path}/again"), reference, FP64)
 
 
@@ -532,6 +532,6 @@ def test_checkpoint_of_sharded_state_resumes_under_every_layout(
 )
 def test_resume_with_the_same_layout_is_bitwise_equal(settings: Settings, tmp_path: Path) -> None:
     expected = run_ranks(_save, 2, settings, str(tmp_path))
-    found = run_ranks(_go_on, 2, settings, str(tmp_path))
-    assert [each.losses for each in found] == [each.losses for each in expected]
+    results = run_ranks(_go_on, 2, settings, str(tmp_path))
+    assert [each.losses for each in results] == [each.losses for each in expected]
     assert_close(stored(f"{tmp_path}/again"), stored(str(tmp_path)), EXACT)

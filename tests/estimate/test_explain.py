@@ -278,7 +278,7 @@ def test_trained_parameters_are_all_or_the_adapters() -> None:
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
-def test_what_is_trained_beside_frozen_layers_does_not_depend_on_stages_that_share_a_table(
+def test_trained_parameter_count_does_not_depend_on_stages_with_a_tied_table(
     tied: str,
 ) -> None:
     chosen = {

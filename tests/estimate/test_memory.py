@@ -257,8 +257,8 @@ def test_model_state_matches_a_built_rank(world: int, settings: dict[str, str]) 
     shard = workload.grid.size("dp_shard") * workload.run.parallel.cp
     for rank in range(world):
         place = workload.grid.coordinates(rank)
-        mine = place["dp_shard"] * workload.run.parallel.cp + place["cp"]
-        sharer = ZeroShard(mine if workload.shards == shard else 0)
+        local = place["dp_shard"] * workload.run.parallel.cp + place["cp"]
+        sharer = ZeroShard(local if workload.shards == shard else 0)
         if workload.grid.experts is not None:
             part = ExpertPart(
                 workload.run.parallel.ep, workload.grid.experts.size("etp"), place["etp"]
@@ -266,8 +266,8 @@ def test_model_state_matches_a_built_rank(world: int, settings: dict[str, str]) 
             sharer = ZeroShard(
                 sharer.shard_rank, place["edp_shard"] if workload.run.parallel.zero else 0, part
             )
-        found = place_memory(workload, place["pp"], place["tp"], sharer=sharer)
-        m = found.memory
+        result = place_memory(workload, place["pp"], place["tp"], sharer=sharer)
+        m = result.memory
         assert (m.weights, m.gradients, m.master, m.moments) == built_state(workload, rank), rank
 
 
@@ -323,7 +323,7 @@ def sharded_state(rank: int, world: int, run: TrainRun) -> tuple[int, int, int, 
 def test_fully_sharded_state_matches_real_ranks(world: int, settings: dict[str, str]) -> None:
     run = tiny_run({"parallel.zero": "3"} | settings)
     workload = plan_workload(run, world)
-    for rank, found in enumerate(run_ranks(sharded_state, world, run)):
+    for rank, result in enumerate(run_ranks(sharded_state, world, run)):
         place = workload.grid.coordinates(rank)
         shard_rank = place["dp_shard"] * run.parallel.cp + place["cp"]
         sharer = ZeroShard(shard_rank)
@@ -331,7 +331,7 @@ def test_fully_sharded_state_matches_real_ranks(world: int, settings: dict[str, 
             part = ExpertPart(run.parallel.ep, workload.grid.experts.size("etp"), place["etp"])
             sharer = ZeroShard(shard_rank, place["edp_shard"], part)
         m = place_memory(workload, place["pp"], place["tp"], sharer=sharer).memory
-        assert (m.weights, m.gradients, m.master, m.moments) == found, rank
+        assert (m.weights, m.gradients, m.master, m.moments) == result, rank
 
 
 def test_pipelines_hold_all_weights_of_a_step_under_zero_3() -> None:
@@ -479,10 +479,10 @@ def test_peak_activations_match_the_simulator(schedule: str) -> None:
         for_weights=[one.for_weights for one in kept],
     )
     for rank, most in enumerate(held):
-        found = place_memory(workload, rank, 0).memory
-        assert found.activations + found.loss <= most
+        result = place_memory(workload, rank, 0).memory
+        assert result.activations + result.loss <= most
         if schedule != "zb-h1":  # what works may be largest at another moment than what is kept
-            assert found.activations + found.loss == most
+            assert result.activations + result.loss == most
 
 
 def metered_peak(rank: int, world: int, run: TrainRun) -> int:
@@ -531,12 +531,12 @@ def test_peak_activations_match_measured_memory_of_ranks(
 ) -> None:
     run = tiny_run({"train.global_batch_size": "24"} | settings)
     workload = plan_workload(run, world)
-    for rank, found in enumerate(run_ranks(metered_peak, world, run)):
+    for rank, result in enumerate(run_ranks(metered_peak, world, run)):
         place = workload.grid.coordinates(rank)
         memory = place_memory(workload, place["pp"], place["tp"]).memory
         # The plan counts a rank's rotations of positions once for each chunk in flight, as the
         # chunks keep them.
-        assert memory.activations + memory.loss == found, rank
+        assert memory.activations + memory.loss == result, rank
 
 
 @pytest.mark.parametrize("pp, vpp, factor", [(4, 2, 1.375), (8, 4, 1.21875), (8, 2, 1.4375)])

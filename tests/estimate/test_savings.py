@@ -61,7 +61,7 @@ def test_whole_layers_cost_one_forward_pass_of_them_and_parts_only_their_own() -
     )
 
 
-def test_projections_of_latent_attention_save_and_cost_more_than_what_lies_between_them() -> None:
+def test_mla_projections_save_and_cost_more_than_the_attention_between_them() -> None:
     model = replace(
         MODEL,
         num_kv_heads=4,

@@ -19,7 +19,7 @@ from megalith.recipes import resolve
 H100 = DEVICES["h100"]
 
 
-def test_the_work_of_a_rank_is_its_share_of_the_steps() -> None:
+def test_flops_of_a_rank_are_its_share_of_a_step() -> None:
     workload = plan_workload(resolve("llama3_8b"), 8)
     tokens = 512 * 8192
     assert rank_flops(workload) == pytest.approx(51_470_401_536 * tokens / 8)

@@ -63,17 +63,17 @@ def model(
     backends: Backends = AUTO,
 ) -> Decoder:
     """A model with first weights, and biases that are not zero."""
-    made = blank(model_config, mesh, backends=backends)
-    initialize(made, seed=seed)
+    built = blank(model_config, mesh, backends=backends)
+    initialize(built, seed=seed)
     with torch.no_grad():
-        for declared, module, name in iter_parameter_specs(made):
+        for declared, module, name in iter_parameter_specs(built):
             if name.endswith("bias"):
                 whole = torch.arange(1.0, 1.0 + torch.Size(declared.shard.shape).numel()).view(
                     declared.shard.shape
                 )
                 box = tuple(slice(a, b) for a, b in declared.shard.box)
                 getattr(module, name).copy_(whole[box].flatten())
-    return made
+    return built
 
 
 def entries(made: Decoder) -> list[CheckpointEntry]:
@@ -116,12 +116,12 @@ def folder(
     **options: Any,
 ) -> Decoder:
     """Write a Hugging Face folder of a new model, and return the model."""
-    made = model(model_config, seed=seed)
+    outputs = model(model_config, seed=seed)
     family = family or find_exporting_family(model_config)
     source = HFSource(family, activation_names or {})
-    weights = InMemory(tensors(made))
+    weights = InMemory(tensors(outputs))
     write_folder(path, model_config, weights, ConversionOptions(dtype), hf_source=source, **options)
-    return made
+    return outputs
 
 
 @pytest.fixture

@@ -244,9 +244,7 @@ def test_auxiliary_files_without_tuning_are_copied_unchanged(
     assert {"LICENSE", "USE_POLICY.md", "tokenizer.json", "generation_config.json"} <= files.keys()
 
 
-def test_adapters_of_the_library_bring_a_tokenizer_of_their_own(
-    tmp_path: Path, tiny: SimpleNamespace
-) -> None:
+def test_adapters_of_the_library_include_a_tokenizer(tmp_path: Path, tiny: SimpleNamespace) -> None:
     load = base(tmp_path / "base", tiny)
     run = tune(tmp_path / "run", load, ADAPTERS | {"data.sft.template": "chatml"})
     assert main(["convert", str(run), str(tmp_path / "peft"), "--to", "peft"]) == 0

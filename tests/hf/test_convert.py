@@ -97,14 +97,14 @@ def test_the_plan_lists_every_tensor_with_its_bytes(
         for move in moves
         if "k_proj" in move.source + move.target or move.source.endswith(".kv")
     )
-    theirs, ours = (
+    reference, ours = (
         "model.layers.0.self_attn.k_proj.weight",
         "layers.0.attention.kv[0:1, 0:2, 0:2, 0:12]",
     )
     expected = {
-        ("folder", "megalith"): (theirs, ours),
-        ("release", "huggingface"): (ours, theirs),
-        ("folder", "huggingface"): (theirs, theirs),
+        ("folder", "megalith"): (reference, ours),
+        ("release", "huggingface"): (ours, reference),
+        ("folder", "huggingface"): (reference, reference),
         ("release", "megalith"): ("layers.0.attention.kv",) * 2,
     }
     assert (key.source, key.target) == expected[kind, to]
@@ -254,9 +254,9 @@ def test_new_rows_are_the_mean_of_the_others_and_removed_on_export(
     )
     words = ("--new-rows", "mean", "--vocab-size", "45", "--pad-vocab-to-multiple-of", "16")
     assert convert_words(tmp_path / "theirs", tmp_path / "ours", *words) == 0
-    found, before = open_checkpoint(tmp_path / "ours"), tiny.tensors(model)
+    result, before = open_checkpoint(tmp_path / "ours"), tiny.tensors(model)
     for name in ("embed.weight", "head.weight"):
-        rows, table = before[name].to(kept), found.read(f"model.{name}")
+        rows, table = before[name].to(kept), result.read(f"model.{name}")
         assert rows.shape[0] == 40 and table.shape[0] == 48 and torch.equal(table[:40], rows)
         assert torch.equal(table[40:], rows.double().mean(0).to(kept).expand(8, -1))
     assert convert_words(tmp_path / "ours", tmp_path / "back") == 0

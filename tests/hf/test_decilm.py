@@ -193,7 +193,7 @@ def test_layers_of_every_kind_are_written_and_read_bit_for_bit(
         assert torch.equal(tiny.tensors(back)[name], tensor), name
 
 
-def test_a_matrix_in_place_of_an_mlp_has_no_bias(tiny: SimpleNamespace) -> None:
+def test_linear_replacement_of_an_mlp_has_no_bias(tiny: SimpleNamespace) -> None:
     raw = second(ffn={"replace_with_linear": True, "ffn_mult": None})
     with pytest.raises(
         ConfigError, match="mlp_bias=True with .* in block_configs .* Set mlp_bias to false"

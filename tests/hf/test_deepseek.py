@@ -297,8 +297,8 @@ def test_mtp_layers_repeat_embedding_and_head(
     tensors = load_file(tmp_path / "x" / "model.safetensors")
     for layer in (2, 3):
         for copy, first in COPIES.items():
-            found = tensors[f"model.layers.{layer}.{copy}.weight"]
-            assert torch.equal(found, tensors["model.embed_tokens.weight" if tied else first])
+            result = tensors[f"model.layers.{layer}.{copy}.weight"]
+            assert torch.equal(result, tensors["model.embed_tokens.weight" if tied else first])
     lines = plan_moves(open_pretrained(tmp_path / "x"), "megalith", None)
     assert [line.target for line in lines[-2:]] == [
         "nothing: it repeats embed.weight",

@@ -40,14 +40,14 @@ def test_files_of_the_first_release_have_no_prefix_and_have_masks(
     old |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 16, 16) for layer in range(2)}
     new = HuggingFaceFolder(tmp_path / "x")
     save_file(old, tmp_path / "x" / "model.safetensors", metadata={"format": "pt"})
-    found = HuggingFaceFolder(tmp_path / "x")
+    hugging_face_folder = HuggingFaceFolder(tmp_path / "x")
     box = ((0, 2), (1, 3), (0, 4), (0, 12))
-    read = found.read("layers.1.attention.kv", box, torch.float32)
+    read = hugging_face_folder.read("layers.1.attention.kv", box, torch.float32)
     fused = tensors["transformer.h.1.attn.c_attn.weight"].T.view(3, 3, 4, 12)
     assert torch.equal(read, fused[1:, 1:])
     assert (
-        found.tensor_dtype("transformer.wte.weight") == torch.float32
-        and found.model_config == new.model_config
+        hugging_face_folder.tensor_dtype("transformer.wte.weight") == torch.float32
+        and hugging_face_folder.model_config == new.model_config
     )
 
 

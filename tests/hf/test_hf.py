@@ -43,12 +43,12 @@ def edit(folder: Path, **fields: Any) -> None:
 
 def edit_tensors(folder: Path, **tensors: Tensor | None) -> None:
     """Change tensors of a folder with one file; __ stands for a dot, None removes one."""
-    found = load_file(folder / "model.safetensors")
+    result = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        found.pop(name.replace("__", "."), None)
+        result.pop(name.replace("__", "."), None)
         if tensor is not None:
-            found[name.replace("__", ".")] = tensor
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+            result[name.replace("__", ".")] = tensor
+    save_file(result, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("shard_nbytes", [10**9, 1500])
@@ -93,9 +93,9 @@ def test_flat_ranges_are_filled_too(tmp_path: Path, tiny: SimpleNamespace) -> No
     for name, tensor in expected.items():
         shard = Shard.full(name, tuple(tensor.shape))
         start, stop = tensor.numel() // 3, tensor.numel() - 1
-        mine = torch.full((stop - start,), -7.0)
-        folder.fill([CheckpointEntry(replace(shard, flat=(start, stop)), "param", mine)])
-        assert torch.equal(mine, tensor.flatten()[start:stop]), name
+        actual = torch.full((stop - start,), -7.0)
+        folder.fill([CheckpointEntry(replace(shard, flat=(start, stop)), "param", actual)])
+        assert torch.equal(actual, tensor.flatten()[start:stop]), name
 
 
 @pytest.mark.parametrize("multiple", [1, 16, 64])
@@ -293,7 +293,7 @@ def test_an_invalid_model_is_rejected_although_its_tensors_match(
         HuggingFaceFolder(tmp_path / "x")
 
 
-def test_a_config_without_architectures_goes_by_its_model_type(
+def test_config_without_architectures_is_identified_by_its_model_type(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     tiny.folder(tmp_path / "x", tiny.config())
@@ -381,12 +381,12 @@ def test_a_model_of_another_shape_is_rejected_before_anything_is_read(
 def test_files_stay_below_their_limit_and_keep_the_order_of_the_forward_pass(
     tiny: SimpleNamespace,
 ) -> None:
-    found = LLAMA.rules(tiny.config())
-    files = plan_files(found, lambda rule: torch.float32, 1800)
-    assert [rule for file in files for parts, _ in file for rule in parts] == found
+    rules = LLAMA.rules(tiny.config())
+    files = plan_files(rules, lambda rule: torch.float32, 1800)
+    assert [rule for file in files for parts, _ in file for rule in parts] == rules
     sizes = [sum(planned.nbytes for _, planned in file) for file in files]
     assert all(size <= 1800 for size in sizes) and len(files) < 8
-    assert len(plan_files(found, lambda rule: torch.float32, 1)) == len(found)
+    assert len(plan_files(rules, lambda rule: torch.float32, 1)) == len(rules)
 
 
 def test_the_index_names_every_tensor_and_the_sum_of_their_bytes(

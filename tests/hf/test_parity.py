@@ -147,12 +147,12 @@ def some(*names: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_loss_and_every_gradient_match_transformers(name: str, tmp_path: Path) -> None:
-    theirs, folder = saved(CASES[name], tmp_path)
+    reference, folder = saved(CASES[name], tmp_path)
     ours = our_model(folder)
-    ids, labels = batch(theirs.config.vocab_size)
+    ids, labels = batch(reference.config.vocab_size)
     tokens = LayerInputs(seq_params_from_rows(*ids.shape))
 
-    scores = theirs(ids).logits
+    scores = reference(ids).logits
     loss = cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
     loss.backward()
     our_scores = ours.head.logits(ours.hidden_states(ids.flatten(), tokens))
@@ -161,7 +161,8 @@ def test_logits_loss_and_every_gradient_match_transformers(name: str, tmp_path: 
 
     head = folder.family.head  # which some families call otherwise in their files
     expected = {
-        name.replace("lm_head.weight", head): part.grad for name, part in theirs.named_parameters()
+        name.replace("lm_head.weight", head): part.grad
+        for name, part in reference.named_parameters()
     }
     gradients = compare(our_gradients(ours, folder), expected)
     errors = (
@@ -176,7 +177,7 @@ def test_logits_loss_and_every_gradient_match_transformers(name: str, tmp_path: 
     assert errors[0] <= SCORES and errors[1] <= LOSS and errors[2] <= GRADIENTS, errors
     assert gradients.unpaired == ()
     counted = num_parameters(replace(folder.model_config, pad_vocab_to_multiple_of=1))
-    assert counted == sum(parameter.numel() for parameter in theirs.parameters())
+    assert counted == sum(parameter.numel() for parameter in reference.parameters())
     assert all(tensor.any() for tensor in expected.values()), "equal zeros show nothing"
 
 
@@ -184,22 +185,22 @@ def test_logits_loss_and_every_gradient_match_transformers(name: str, tmp_path: 
 def test_every_setting_that_a_family_needs_changes_the_logits(
     name: str, part: str, change: dict[str, Any], tmp_path: Path
 ) -> None:
-    theirs, folder = saved(CASES[name], tmp_path)
+    reference, folder = saved(CASES[name], tmp_path)
     changes = {part: replace(getattr(folder.model_config, part), **change)} if part else change
-    ids, _ = batch(theirs.config.vocab_size)
+    ids, _ = batch(reference.config.vocab_size)
     ours = our_model(folder, **changes)
     scores = ours.head.logits(
         ours.hidden_states(ids.flatten(), LayerInputs(seq_params_from_rows(*ids.shape)))
     )
-    assert relative_error(scores, theirs(ids).logits.flatten(0, 1)) > 3 * SCORES
+    assert relative_error(scores, reference(ids).logits.flatten(0, 1)) > 3 * SCORES
 
 
 @pytest.mark.parametrize(("name", "dtype"), BIDIRECTIONAL)
 def test_export_is_read_by_from_pretrained_and_every_bit_comes_back(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    theirs, _ = saved(CASES[name], tmp_path / "fp32")
-    theirs.to(dtype).save_pretrained(tmp_path / "theirs")
+    reference, _ = saved(CASES[name], tmp_path / "fp32")
+    reference.to(dtype).save_pretrained(tmp_path / "theirs")
     folder = HuggingFaceFolder(tmp_path / "theirs")
     write_folder(
         tmp_path / "ours",
@@ -208,16 +209,18 @@ def test_export_is_read_by_from_pretrained_and_every_bit_comes_back(
         shard_nbytes=6000,
         hf_source=folder.source,
     )
-    theirs, read = (  # theirs once more, since converting it has also rounded its frequencies
+    reference, read = (  # theirs once more, since converting it has also rounded its frequencies
         transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype="auto", attn_implementation="eager"
         )
         for path in (tmp_path / "theirs", tmp_path / "ours")
     )
-    assert type(read) is type(theirs) and len(list((tmp_path / "ours").glob("*.safetensors"))) >= 3
-    assert_close(dict(read.named_parameters()), dict(theirs.named_parameters()), EXACT)
-    ids, _ = batch(theirs.config.vocab_size)
-    assert_equals("scores", read(ids).logits, theirs(ids).logits, EXACT)
+    assert (
+        type(read) is type(reference) and len(list((tmp_path / "ours").glob("*.safetensors"))) >= 3
+    )
+    assert_close(dict(read.named_parameters()), dict(reference.named_parameters()), EXACT)
+    ids, _ = batch(reference.config.vocab_size)
+    assert_equals("scores", read(ids).logits, reference(ids).logits, EXACT)
     read.save_pretrained(tmp_path / "again")
     again = HuggingFaceFolder(tmp_path / "again")
     assert (
@@ -280,16 +283,16 @@ def check_greedy_text(
 
 @pytest.mark.parametrize(("name", "length"), TEXTS)
 def test_greedy_text_matches_transformers(name: str, length: int, tmp_path: Path) -> None:
-    theirs, folder = saved(CASES[name], tmp_path, std=0.5)
+    reference, folder = saved(CASES[name], tmp_path, std=0.5)
     ours = our_model(folder)
     prompts = [[5, 17, ours.config.vocab_size - 1, 3, 44], [8], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
-    found: list[list[int]] = [[] for _ in prompts]
+    results: list[list[int]] = [[] for _ in prompts]
     for written in generate(ours, prompts, SampleConfig(temperature=0.0, max_new_tokens=length)):
-        found[written.sequence].append(written.token)
-    for text, prompt in zip(found, prompts, strict=True):
+        results[written.sequence].append(written.token)
+    for text, prompt in zip(results, prompts, strict=True):
         assert len(text) == length
-        check_greedy_text(theirs, prompt, text)
-    assert len({token for text in found for token in text}) > 3, (
+        check_greedy_text(reference, prompt, text)
+    assert len({token for text in results for token in text}) > 3, (
         "a text that only repeats itself shows little"
     )
 
@@ -298,11 +301,11 @@ def test_longrope_text_beyond_the_original_length_matches_transformers(
     tmp_path: Path,
 ) -> None:
     longrope = {**LONGROPE, "original_max_position_embeddings": 12}
-    theirs, folder = saved(Case("LlamaConfig", {"rope_parameters": longrope}), tmp_path, std=0.5)
+    reference, folder = saved(Case("LlamaConfig", {"rope_parameters": longrope}), tmp_path, std=0.5)
     prompt = [5, 17, 3, 44, 1, 2, 3, 4]
     sample = SampleConfig(temperature=0.0, max_new_tokens=12)
     ours = [written.token for written in generate(our_model(folder), [prompt], sample)]
-    check_greedy_text(theirs, prompt, ours, use_cache=False)
+    check_greedy_text(reference, prompt, ours, use_cache=False)
 
 
 def failed_checks(
@@ -345,21 +348,21 @@ def test_a_model_with_mtp_matches_one_process_in_every_layout(layout: str, tmp_p
 def test_every_family_has_a_test_case() -> None:
     kinds = {getattr(transformers, case.kind).model_type for case in CASES.values()}
     # transformers has no class for it
-    theirs = {family.model_type for family in FAMILIES} - {"nemotron-nas"}
-    assert kinds == theirs and "nemotron-nas" not in transformers.CONFIG_MAPPING
+    reference = {family.model_type for family in FAMILIES} - {"nemotron-nas"}
+    assert kinds == reference and "nemotron-nas" not in transformers.CONFIG_MAPPING
 
 
 @pytest.mark.parametrize("name", some("qwen2", "gemma3", "phi3"))
 def test_a_model_is_exported_as_the_first_family_that_can_express_it(
     name: str, tmp_path: Path
 ) -> None:
-    theirs, folder = saved(CASES[name], tmp_path / "theirs")
+    reference, folder = saved(CASES[name], tmp_path / "theirs")
     write_folder(tmp_path / "ours", folder.model_config, folder)
-    ids, _ = batch(theirs.config.vocab_size)
+    ids, _ = batch(reference.config.vocab_size)
     read = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager"
     )
-    assert relative_error(read(ids).logits, theirs(ids).logits) <= SCORES
+    assert relative_error(read(ids).logits, reference(ids).logits) <= SCORES
     odd = replace(folder.model_config, up_offset=0.5)
     there = folder.model_config.up_offset
     with pytest.raises(
@@ -413,15 +416,15 @@ def refusal(family: Family, raw: dict[str, Any]) -> str:
 def test_a_model_with_partial_biases_matches_its_llama_export(
     tmp_path: Path,
 ) -> None:
-    theirs, _ = saved(CASES["llama, biases"], tmp_path / "random")
+    reference, _ = saved(CASES["llama, biases"], tmp_path / "random")
     with torch.no_grad():
-        for layer in theirs.model.layers:
+        for layer in reference.model.layers:
             layer.self_attn.o_proj.bias.zero_()
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference.save_pretrained(tmp_path / "theirs")
     ids, _ = batch(97)
     folder = HuggingFaceFolder(tmp_path / "theirs")
     write_folder(tmp_path / "ours", replace(folder.model_config, output_bias=False), folder)
     read = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager"
     )
-    assert_equals("scores", read(ids).logits, theirs(ids).logits, EXACT)
+    assert_equals("scores", read(ids).logits, reference(ids).logits, EXACT)

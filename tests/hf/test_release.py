@@ -100,10 +100,10 @@ def test_parent_folder_is_synced_at_the_end(
 def test_parameters_are_those_of_the_paper_in_the_order_of_the_forward_pass(
     tiny: SimpleNamespace,
 ) -> None:
-    found = [
+    results = [
         (shard.name, shard.shape) for shard in parameters(tiny.config(num_layers=1, mlp_bias=True))
     ]
-    assert found == [
+    assert results == [
         ("embed.weight", (40, 12)),
         ("layers.0.attention_norm.weight", (12,)),
         ("layers.0.attention.q", (6, 2, 12)),

@@ -204,7 +204,7 @@ def test_operands_are_upcast_where_the_cpu_has_no_bf16_kernels(
             assert not is_upcast(A.float()) and not is_upcast(A.to("meta"))
 
 
-def test_the_setting_selects_either_way() -> None:
+def test_setting_selects_either_matmul() -> None:
     with bf16_matmul("auto"):
         select_backends(KernelsConfig(matmul="upcast"))
         assert is_upcast(A)

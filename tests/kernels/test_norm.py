@@ -103,7 +103,7 @@ def test_fp32_weight_keeps_bf16_activations_in_bf16() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
-def test_a_nan_stays_in_its_row(kernel: Kernel) -> None:
+def test_nan_affects_only_its_row(kernel: Kernel) -> None:
     x = seeded(211, 97, dtype=torch.float32)
     x[5, 7] = float("nan")
     bad = rms_norm(x, torch.ones(97), EPS, kernel=kernel).isnan()

@@ -289,15 +289,15 @@ def test_offsets_balance_the_experts() -> None:
 def test_offset_is_the_demand_quantile() -> None:
     """Of 4 tokens with 2 of 4 experts each, all want an expert by its logit less their third best;
     the third counts."""
-    found = balancing_offsets(
+    result = balancing_offsets(
         LOGITS, torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.bool), 2
     )
     wants = LOGITS - torch.tensor([0.0, 0.5, 0.5, 0.0], dtype=torch.float64).unsqueeze(1)
-    assert torch.equal(found, wants.sort(dim=0, descending=True).values[2])
+    assert torch.equal(result, wants.sort(dim=0, descending=True).values[2])
     padded = torch.cat([LOGITS, torch.full((3, 4), 99.0, dtype=torch.float64)])
     valid = torch.arange(7) < 4
     assert torch.equal(
-        balancing_offsets(padded, torch.zeros(4, dtype=torch.float64), valid, 2), found
+        balancing_offsets(padded, torch.zeros(4, dtype=torch.float64), valid, 2), result
     )
 
 

@@ -115,7 +115,7 @@ def test_partial_sums_of_the_weight_gradient_cover_every_row(
         close(a, b, 1e-5)
 
 
-def test_a_residual_stream_of_a_wider_dtype_stays_wide() -> None:
+def test_residual_stream_of_a_wider_dtype_keeps_its_dtype() -> None:
     x, residual, weight = (
         seeded(3, 40, dtype=torch.bfloat16),
         seeded(3, 40, seed=1),

@@ -460,7 +460,7 @@ def test_concurrent_launches_never_remove_a_folder_in_use(
         ),
     ],
 )
-def test_under_torchrun_a_failure_goes_to_its_error_file(
+def test_failure_under_torchrun_is_written_to_its_error_file(
     script: Path, tmp_path: Path, how: str, code: int, summary: str, shown: str
 ) -> None:
     file = tmp_path / "error.json"

@@ -32,7 +32,7 @@ def test_split_accepts_any_separators(tiny: Translate, typed: str) -> None:
     assert run is not None and run.data.split == "99,1,0"
 
 
-def test_the_default_split_stays_unset(tiny: Translate) -> None:
+def test_default_split_is_unset(tiny: Translate) -> None:
     run = tiny("--data-path a --split 969,30,1", without=REAL).run
     assert run is not None and run.data.split is None
 

@@ -261,7 +261,7 @@ def test_invalid_loss_scale_violates_a_rule(tiny: Translate) -> None:
 
 
 @pytest.mark.parametrize("added", ["--log-num-zeros-in-grad", ""])
-def test_zeros_are_counted_when_asked_for(tiny: Translate, added: str) -> None:
+def test_zeros_are_counted_on_request(tiny: Translate, added: str) -> None:
     run = tiny(added).run
     assert run is not None and run.optim.count_zeros == bool(added)
 

@@ -139,13 +139,13 @@ def test_documents_without_a_token_change_nothing(
 ) -> None:
     backends = Backends(KernelsConfig(all=kernel))
     model = tiny.model(tiny.config(**changes), backends=backends)
-    ids, found = ids_of(24), []
+    ids, result = ids_of(24), []
     for lengths in ([13, 1, 10], [0, 13, 0, 0, 1, 10, 0]):
         model.zero_grad()
         loss = model.loss(ids, ids, LayerInputs(seq_params_from_lengths(lengths)))
         loss.backward()
-        found.append([loss.detach(), *(one.grad.clone() for one in model.parameters())])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        result.append([loss.detach(), *(one.grad.clone() for one in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*result, strict=True))
 
 
 def test_tokens_do_not_attend_to_later_tokens(tiny: SimpleNamespace) -> None:
@@ -254,9 +254,9 @@ def test_ranks_compute_the_loss_and_gradients_of_one_process(
     loss, gradients = step(config, ParallelConfig(), 0, 1)
     results = run_ranks(pieces_of_gradients, tp, config, ParallelConfig(tp=tp, sp=sp))
     summed = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
-    for rank_loss, mine, shards in results:
+    for rank_loss, local, shards in results:
         assert_equals("loss", rank_loss.reshape(1), loss.reshape(1), FP64)
-        for name, gradient in mine.items():
+        for name, gradient in local.items():
             box = tuple(slice(a, b) for a, b in shards[name].box)
             whole_already = "tp_kv" in shards[name].invariant
             summed[name][box] += gradient / (tp if whole_already else 1)
@@ -377,11 +377,11 @@ def test_every_parameter_is_on_the_stages_that_its_shard_names(
 ) -> None:
     parallel, num_layers = STAGES[name]
     config = tiny.config(num_layers=num_layers, tied_embeddings=tied)
-    found: dict[str, list[int]] = {}
+    results: dict[str, list[int]] = {}
     tensors: dict[str, Tensor] = {}
     for rank, chunks in enumerate(chunks_of(config, parallel)):
         for declared, module, attribute in iter_parameter_specs(nn.ModuleList(chunks)):
-            found.setdefault(declared.shard.name, []).append(rank)
+            results.setdefault(declared.shard.name, []).append(rank)
             assert rank in declared.shard.stages
             value = getattr(module, attribute).detach()
             assert torch.equal(tensors.setdefault(declared.shard.name, value), value), (
@@ -393,8 +393,8 @@ def test_every_parameter_is_on_the_stages_that_its_shard_names(
             Decoder(build_context(config, build_single_rank_mesh()))
         )
     ]
-    assert sorted(found) == sorted(whole)
-    several = {parameter for parameter, ranks in found.items() if len(ranks) > 1}
+    assert sorted(results) == sorted(whole)
+    several = {parameter for parameter, ranks in results.items() if len(ranks) > 1}
     assert several == ({"embed.weight"} if tied and name != "a V" else set())
 
 
@@ -432,10 +432,12 @@ def test_multimodal_rope_matches_qwen2_vl(tmp_path: Path, tiny: SimpleNamespace)
     theirs_of = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
     rope = RopeConfig(theta=50.0, sections=(2, 1, 1))
     config = tiny.config(tied_embeddings=True, qkv_bias=True, head_dim=8, hidden_size=48, rope=rope)
-    made = tiny.model(config)
+    outputs = tiny.model(config)
     # the family of text has the same tensors
     text = replace(config, rope=replace(rope, sections=()))
-    write_folder(tmp_path / "x", text, tiny.InMemory(tiny.tensors(made)), hf_source=HFSource(QWEN2))
+    write_folder(
+        tmp_path / "x", text, tiny.InMemory(tiny.tensors(outputs)), hf_source=HFSource(QWEN2)
+    )
     tensors = load_file(tmp_path / "x" / "model.safetensors")
     theirs_config = theirs_of.Qwen2VLTextConfig(
         vocab_size=37,
@@ -449,8 +451,8 @@ def test_multimodal_rope_matches_qwen2_vl(tmp_path: Path, tiny: SimpleNamespace)
         attn_implementation="eager",
         rope_parameters={"rope_type": "default", "rope_theta": 50.0, "mrope_section": [2, 1, 1]},
     )
-    theirs = theirs_of.Qwen2VLTextModel(theirs_config).eval()
-    theirs.load_state_dict(
+    reference = theirs_of.Qwen2VLTextModel(theirs_config).eval()
+    reference.load_state_dict(
         {name.removeprefix("model."): tensor for name, tensor in tensors.items()}, strict=True
     )
     ids, places = (
@@ -459,25 +461,25 @@ def test_multimodal_rope_matches_qwen2_vl(tmp_path: Path, tiny: SimpleNamespace)
     )
     mask = torch.full((1, 1, 9, 9), -torch.inf).triu(1)
     for given in (places, torch.arange(9).expand(3, 9)):
-        hidden = theirs(
+        hidden = reference(
             ids[None], position_ids=given[:, None], attention_mask=mask
         ).last_hidden_state[0]
         tokens = LayerInputs(with_multimodal_positions(seq_params_from_rows(1, 9), given.numpy()))
         assert (
             relative_error(
-                made.head.logits(made.hidden_states(ids, tokens)),
+                outputs.head.logits(outputs.hidden_states(ids, tokens)),
                 hidden @ tensors["model.embed_tokens.weight"].T,
             )
             < 2e-5
         )
     plain = tiny.blank(text)
-    plain.load_state_dict(made.state_dict())
+    plain.load_state_dict(outputs.state_dict())
     assert torch.equal(
-        made.hidden_states(ids, tokens),
+        outputs.hidden_states(ids, tokens),
         plain.hidden_states(ids, LayerInputs(seq_params_from_rows(1, 9))),
     )
     assert torch.equal(
-        made.hidden_states(ids, LayerInputs(seq_params_from_rows(1, 9))),
+        outputs.hidden_states(ids, LayerInputs(seq_params_from_rows(1, 9))),
         plain.hidden_states(ids, LayerInputs(seq_params_from_rows(1, 9))),
     )
 
@@ -537,10 +539,10 @@ def test_cross_layer_attention_matches_plain_operations_forward_and_backward(
     weights = {
         shard.name: p.detach().view(shard.shape).clone().requires_grad_() for shard, p in places
     }
-    found = model.hidden_states(ids, LayerInputs(seq_params_from_lengths(lengths)))
+    result = model.hidden_states(ids, LayerInputs(seq_params_from_lengths(lengths)))
     expected = _plain_cross_layer_attention(weights, config, ids, lengths)
-    assert_equals("hidden states", found, expected, FP64)
-    for y in (found, expected):
+    assert_equals("hidden states", result, expected, FP64)
+    for y in (result, expected):
         (y * torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view_as(y)).sum().backward()
     for shard, parameter in places:
         if shard.name != "head.weight":
@@ -582,19 +584,19 @@ def test_padding_does_not_change_the_result(name: str) -> None:
     text[5:8] = text[17:] = False  # behind the text of two documents of 8 and 12 tokens
     tokens, ids[~text] = LayerInputs(with_padding(seq_params_from_lengths([8, 12]), text)), 36
     ids[text] = ids[text] % 36
-    found = model.hidden_states(ids, tokens)
-    assert isinstance(found, Tensor)
+    result = model.hidden_states(ids, tokens)
+    assert isinstance(result, Tensor)
     assert_equals(
         "hidden states",
-        found[text],
+        result[text],
         model.hidden_states(ids[text], LayerInputs(seq_params_from_lengths([5, 9]))),
         FP64,
     )
     other = ids.masked_fill(~text, 35)
     again = model.hidden_states(other, tokens)
     assert isinstance(again, Tensor)
-    assert torch.equal(found[text], again[text])
-    (dx,) = torch.autograd.grad(found[text].square().sum(), model.embed.weight)
+    assert torch.equal(result[text], again[text])
+    (dx,) = torch.autograd.grad(result[text].square().sum(), model.embed.weight)
     assert not dx[36].any() and dx[ids[0]].any()
 
 
@@ -620,6 +622,6 @@ def test_masked_text_continued_from_a_cache_matches_one_forward(name: str) -> No
         for start, end in ((0, 7), (7, 8), (8, 12), (12, 13), (13, 14)):
             part = seq_params_from_queries([(end - start, end)], reach=[14])
             part = with_padding(with_masks(part, [mask[start:end, :end]]), text[:end])
-            found = model.hidden_states(ids[start:end], LayerInputs(part), kept.cache.layers([0]))
-            assert isinstance(found, Tensor)
-            assert_equals(f"tokens {start} to {end}", found, expected[start:end], FP64)
+            result = model.hidden_states(ids[start:end], LayerInputs(part), kept.cache.layers([0]))
+            assert isinstance(result, Tensor)
+            assert_equals(f"tokens {start} to {end}", result, expected[start:end], FP64)

@@ -69,10 +69,10 @@ def weights(model: Decoder) -> dict[str, Tensor]:
 def hidden(model: Decoder) -> Tensor:
     ids = torch.arange(9) * 5 % 61
     with torch.no_grad():
-        found: Tensor = model.hidden_states(
+        result: Tensor = model.hidden_states(
             ids, LayerInputs(seq_params_from_lengths([9], device="cpu"))
         )
-    return found
+    return result
 
 
 @pytest.mark.parametrize("model", [MODEL, SHORT, replace(SHORT, mla=replace(LATENT, q_rank=None))])
@@ -88,10 +88,10 @@ def test_adapted_matrix_is_the_sum_of_weight_and_scaled_product(
     adapters: LoraConfig, model: ModelConfig
 ) -> None:
     adapted, plain = built(adapters, model), built(None, model)
-    found = weights(adapted)
+    result = weights(adapted)
     for name, value in weights(plain).items():
-        if f"{name}.lora_a" in found:
-            a, b = found[f"{name}.lora_a"], found[f"{name}.lora_b"]
+        if f"{name}.lora_a" in result:
+            a, b = result[f"{name}.lora_a"], result[f"{name}.lora_b"]
             count = STACKED.get(name.rsplit(".", 1)[1], 1)
             left, right = b.reshape(count, -1, adapters.rank), a.reshape(count, adapters.rank, -1)
             value.add_((left @ right).view(value.shape), alpha=adapters.scale)
@@ -151,10 +151,10 @@ class Made(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = function(*args, **(kwargs or {}))
-        new = isinstance(found, Tensor) and function.name() != "aten::add_.Tensor"
-        self.count += int(new and found.ndim == 2 and found.shape[1] == self.columns)
-        return found
+        result = function(*args, **(kwargs or {}))
+        new = isinstance(result, Tensor) and function.name() != "aten::add_.Tensor"
+        self.count += int(new and result.ndim == 2 and result.shape[1] == self.columns)
+        return result
 
 
 @pytest.mark.parametrize("targets", [("q",), ("kv",), ("q", "kv")])
@@ -165,10 +165,10 @@ def test_columns_without_adapters_are_not_computed(targets: tuple[str, ...]) -> 
     counts = []
     for module in (layer, layer.get_submodule("base")):
         x = torch.ones(5, 12, dtype=torch.float64, requires_grad=True)
-        with Made(columns=4 * 6 + 2 * 2 * 6) as made:
+        with Made(columns=4 * 6 + 2 * 2 * 6) as result:
             y = module(x)
             y.backward(torch.ones_like(y))
-        counts.append(made.count)
+        counts.append(result.count)
     assert counts[0] == counts[1] > 0
 
 
@@ -179,14 +179,14 @@ def test_add_columns_matches_the_reference() -> None:
         for n in (9, 2, 3)
     )
     weights = torch.randn(3, 9, dtype=torch.float64, generator=draw)
-    found, expected = (
+    result, expected = (
         function(y * 1, (1, 5), one, two)
         for function in (lora.AddColumnsFunction.apply, lora.AddColumnsFunction.reference)
     )
-    assert torch.equal(found, expected)
-    theirs = torch.autograd.grad((expected * weights).sum(), (y, one, two))
+    assert torch.equal(result, expected)
+    reference = torch.autograd.grad((expected * weights).sum(), (y, one, two))
     assert all(
-        map(torch.equal, torch.autograd.grad((found * weights).sum(), (y, one, two)), theirs)
+        map(torch.equal, torch.autograd.grad((result * weights).sum(), (y, one, two)), reference)
     )
 
 
@@ -308,24 +308,24 @@ def test_type_check_accepts_adapters(sp: bool) -> None:
 @pytest.mark.parametrize(("which", "number"), [("column_adapter", 0), ("row_adapter", 1)])
 def test_type_check_rejects_missing_tp_reduction(which: str, number: int) -> None:
     with _invariant(which, number):
-        found = type_check(
+        result = type_check(
             MODEL,
             ParallelConfig(tp=2, sp=True),
             world=2,
             ranks=(1,),
             training=TrainingSettings(lora=LoraConfig(rank=3)),
         ).problems
-    assert found and "layers.0" in found[0].where, found
+    assert result and "layers.0" in result[0].where, result
 
 
 @pytest.mark.parametrize(("which", "number"), [("column_adapter", 0), ("row_adapter", 1)])
 def test_type_check_rejects_double_reduction(which: str, number: int) -> None:
     with _invariant(which, number):
-        found = type_check(
+        result = type_check(
             MODEL,
             ParallelConfig(tp=2),
             world=2,
             ranks=(1,),
             training=TrainingSettings(lora=LoraConfig(rank=3)),
         ).problems
-    assert found, which
+    assert result, which

@@ -203,7 +203,7 @@ def loss_at(made: Decoder, ids: Tensor, depth: int, place: int, label: int) -> T
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_mtp_does_not_see_its_labels_or_other_documents(depth: int) -> None:
+def test_mtp_does_not_attend_to_its_labels_or_other_documents(depth: int) -> None:
     built, (ids, labels, _) = model(config()), text()
     places = [
         place

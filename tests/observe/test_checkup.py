@@ -70,7 +70,7 @@ def test_missing_capability_is_reported_with_purpose_and_fix() -> None:
     )
 
 
-def test_cpu_machine_is_not_asked_for_gpu_capabilities() -> None:
+def test_cpu_machine_does_not_require_gpu_capabilities() -> None:
     missing = Capability(present=False, purpose="several ranks on NVIDIA GPUs", fix="x")
     text = advice({"nccl": missing, "symmetric memory": missing, "NVIDIA GPU": missing})
     assert "There is no NVIDIA GPU" in text

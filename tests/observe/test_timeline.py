@@ -41,7 +41,7 @@ def test_text_shows_every_action_at_its_time(one_f_one_b: Simulation) -> None:
     ]
 
 
-def test_text_names_chunks_and_is_cut_where_asked(chunked: Simulation) -> None:
+def test_text_names_chunks_and_is_truncated_on_request(chunked: Simulation) -> None:
     lines = ascii_timeline(chunked).splitlines()
     assert lines[0].startswith("interleaved, 2 ranks × 2 chunks, 2 microbatches: ")
     assert lines[1].startswith("rank 0  F0a F1a ")

@@ -72,7 +72,7 @@ def gradients(data: BucketedDataParallel) -> dict[str, torch.Tensor]:
 
 
 def test_gradient_accumulators_match_autograd_over_several_microbatches() -> None:
-    found = []
+    results = []
     for sinks in (True, False):
         model, data = build(build_single_rank_mesh(), sinks=sinks)
         for _ in range(2):  # the second step must not see the first one's sums
@@ -80,8 +80,8 @@ def test_gradient_accumulators_match_autograd_over_several_microbatches() -> Non
             for microbatch in range(3):
                 loss_of(model, microbatch).backward()
             result = gradients(data)
-        found.append(result)
-    assert_close(found[0], found[1], FP64)
+        results.append(result)
+    assert_close(results[0], results[1], FP64)
 
 
 def test_weights_of_one_matmul_are_contiguous_in_the_buffer() -> None:
@@ -122,9 +122,9 @@ def test_unused_parameter_gets_zero_gradient_and_one_warning(
     for _ in range(2):
         data.begin_step(1)
         model.embed(torch.arange(5)).sum().backward()
-        found = gradients(data)
-    assert not found["layers.0.mlp.down"].any()
-    assert found["embed.weight"].any()
+        result = gradients(data)
+    assert not result["layers.0.mlp.down"].any()
+    assert result["embed.weight"].any()
     (record,) = caplog.records
     names = record.getMessage().partition(" had no gradient in this step, so it is zero")[0]
     expected = [shard.name for shard in data.shards if shard.name != "embed.weight"]
@@ -166,7 +166,7 @@ def _equals_ddp(rank: int, world: int) -> bool:
     model, data = build(mesh)
     data.begin_step(1)
     loss_of(model, rank).backward()
-    mine = gradients(data)
+    actual = gradients(data)
     plain = Decoder(build_context(CONFIG, build_single_rank_mesh(), dtype=torch.float64))
     plain.to_empty(device="cpu")
     initialize(plain, seed=5)
@@ -176,8 +176,8 @@ def _equals_ddp(rank: int, world: int) -> bool:
         id(getattr(module, name)): d.shard.name for d, module, name in iter_parameter_specs(plain)
     }
     # DDP takes the mean
-    theirs = {names[id(p)]: p.grad * world for p in plain.parameters() if p.grad is not None}
-    assert_close(mine, theirs, FP64)
+    reference = {names[id(p)]: p.grad * world for p in plain.parameters() if p.grad is not None}
+    assert_close(actual, reference, FP64)
     return True
 
 
@@ -187,13 +187,15 @@ def test_summed_gradients_match_torch_ddp() -> None:
 
 def _bitwise(rank: int, world: int) -> bool:
     mesh = build_mesh(model_grid(ParallelConfig(), CONFIG, world), rank=rank)
-    found = []
+    results = []
     for overlap, bucket_numel in ((True, 300), (False, 300), (True, 10**9)):
         model, data = build(mesh, overlap=overlap, bucket_numel=bucket_numel)
         data.begin_step(1)
         loss_of(model, rank).backward()
-        found.append(gradients(data))
-    return all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])
+        results.append(gradients(data))
+    return all(
+        torch.equal(results[0][name], other[name]) for other in results[1:] for name in results[0]
+    )
 
 
 def test_overlap_and_bucket_size_change_no_bit_at_dp_2() -> None:
@@ -208,12 +210,12 @@ def test_comparison_detects_a_missing_overwrite_of_old_gradients(
     for _ in range(2):
         data.begin_step(1)
         loss_of(model, 0).backward()
-        found = data.local_params[2].gradient.clone()
+        values = data.local_params[2].gradient.clone()
     fresh_model, fresh = build(build_single_rank_mesh())
     monkeypatch.undo()
     fresh.begin_step(1)
     loss_of(fresh_model, 0).backward()
-    assert not torch.allclose(found, fresh.local_params[2].gradient)
+    assert not torch.allclose(values, fresh.local_params[2].gradient)
 
 
 # --- divided over ranks
@@ -243,10 +245,10 @@ def _odd_step(
         for each in param:
             each.weight.sub_(each.gradient)
         data.all_gather_params()
-    found = [(o.shard.name, o.shard.flat, o.gradient.tolist()) for o in param]
+    results = [(o.shard.name, o.shard.flat, o.gradient.tolist()) for o in param]
     data.wait_params()
     return [
-        *found,
+        *results,
         ("weights", None, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()),
     ]
 
@@ -258,15 +260,15 @@ def test_every_element_is_owned_once_with_fewer_elements_than_ranks(
     zero: int, overlap: bool, replicas: int
 ) -> None:
     world = 4
-    found = run_ranks(_odd_step, world, zero, overlap, replicas)
+    results = run_ranks(_odd_step, world, zero, overlap, replicas)
     factor = float(sum(rank + microbatch for rank in range(world) for microbatch in range(3)))
     expected = OddSizedModel.gradients(factor)
     numel = {shard.name: shard.numel for shard in OddSizedModel.SHARDS}
     weights = [1 - 2 * expected[name] for name in numel for _ in range(numel[name])]
     seen = {name: [0] * count for name, count in numel.items()}
-    for rank, entries in enumerate(found):
-        *param, (_, _, mine) = entries
-        assert mine == weights
+    for rank, entries in enumerate(results):
+        *param, (_, _, actual) = entries
+        assert actual == weights
         for name, (start, stop), gradient in param:
             assert stop > start
             assert gradient == [expected[name]] * (stop - start)
@@ -274,7 +276,7 @@ def test_every_element_is_owned_once_with_fewer_elements_than_ranks(
                 for place in range(start, stop):
                     seen[name][place] += 1
     assert all(count == 1 for counts in seen.values() for count in counts)
-    assert any(len(entries) == 1 for entries in found) or replicas > 1  # somebody owns nothing
+    assert any(len(entries) == 1 for entries in results) or replicas > 1  # somebody owns nothing
 
 
 def _two_chunks_of_one_table(rank: int, world: int, zero: int, extra_backward: bool) -> list[float]:
@@ -299,8 +301,10 @@ def _two_chunks_of_one_table(rank: int, world: int, zero: int, extra_backward: b
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_shared_table_is_ready_after_backward_of_both_chunks(zero: int) -> None:
-    found = run_ranks(_two_chunks_of_one_table, 2, zero, False)
-    assert [value for mine in found for value in mine] == [3333.0] * 12 * (2 if zero == 0 else 1)
+    results = run_ranks(_two_chunks_of_one_table, 2, zero, False)
+    assert [value for local in results for value in local] == [3333.0] * 12 * (
+        2 if zero == 0 else 1
+    )
 
 
 @pytest.mark.parametrize("zero", [0, 2])
@@ -314,7 +318,7 @@ def test_unexpected_gradient_fails_with_its_parameter_name(zero: int) -> None:
 def _on_their_way(rank: int, world: int) -> list[tuple[int, int, int]]:
     """Before finish and inside: how many sums of buckets have started, and the most at once on
     their way; how many."""
-    found = []
+    results = []
     for overlap in (False, True):
         mesh = build_mesh(model_grid(ParallelConfig(zero=1), CONFIG, world), rank=rank)
         model, data = build(mesh, overlap=overlap, zero=1)
@@ -331,8 +335,8 @@ def _on_their_way(rank: int, world: int) -> list[tuple[int, int, int]]:
             loss_of(model, rank).backward()
             started = data._next
             data.finish()
-        found.append((started, max(most), len(data.plan.buckets)))
-    return found
+        results.append((started, max(most), len(data.plan.buckets)))
+    return results
 
 
 def test_without_overlap_reductions_start_in_finish_with_few_in_flight() -> None:
@@ -467,11 +471,11 @@ def _tied_over_stages(rank: int, world: int, zero: int) -> list[float]:
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_table_of_two_stages_is_summed_slice_by_slice(zero: int) -> None:
-    found = run_ranks(_tied_over_stages, 6, zero)
+    results = run_ranks(_tied_over_stages, 6, zero)
     expected = [2.0 * (1 + 100) * i for i in range(130)]  # dp 2, and 10**stage of both
     for first, second in ((0, 1), (4, 5)):
-        assert (found[first] if zero == 0 else found[first] + found[second]) == expected
-    assert found[2] == found[3] == []
+        assert (results[first] if zero == 0 else results[first] + results[second]) == expected
+    assert results[2] == results[3] == []
 
 
 class MixedDtypes(nn.Module):

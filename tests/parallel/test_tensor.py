@@ -92,15 +92,15 @@ def column(rank: int, world: int, sp: bool) -> None:
     layer = ColumnParallelLinear(weights, biases, region_of(group, sp), dtype=torch.float64)
     filled(layer, values)
     x, wanted = seeded(TOKENS, INPUTS, seed=5), seeded(TOKENS, OUTPUTS + 4, seed=6)
-    mine = local_input(x, group, sp)
-    y = layer(mine)
+    local = local_input(x, group, sp)
+    y = layer(local)
     dense = {name: value.clone().requires_grad_() for name, value in (values | {"x": x}).items()}
     a, b = (dense["x"] @ dense[name].T + dense[f"{name}_bias"] for name in ("a", "b"))
     (torch.cat([a, b], 1) * wanted).sum().backward()
     pieces = wanted.split([OUTPUTS, 4], dim=1)
     same("y", y, torch.cat([part(a, 1, group), part(b, 1, group)], 1))
     (y * torch.cat([part(piece, 1, group) for piece in pieces], 1)).sum().backward()
-    same("dx", mine.grad, part(dense["x"].grad, 0, group) if sp else dense["x"].grad)  # type: ignore[arg-type]
+    same("dx", local.grad, part(dense["x"].grad, 0, group) if sp else dense["x"].grad)  # type: ignore[arg-type]
     for name in values:
         gradient = dense[name].grad
         assert gradient is not None
@@ -119,15 +119,15 @@ def row(rank: int, world: int, sp: bool) -> None:
     )
     filled(layer, values)
     x, wanted = seeded(TOKENS, INPUTS, seed=5), seeded(TOKENS, OUTPUTS, seed=6)
-    mine = part(x, 1, group).clone().requires_grad_()
-    y = layer(mine)
+    actual = part(x, 1, group).clone().requires_grad_()
+    y = layer(actual)
     dense = {name: value.clone().requires_grad_() for name, value in (values | {"x": x}).items()}
     reference = dense["x"] @ dense["w"].T + dense["w_bias"]
     (reference * wanted).sum().backward()
     same("y", y, part(reference, 0, group) if sp else reference)
     (y * (part(wanted, 0, group) if sp else wanted)).sum().backward()
     assert dense["x"].grad is not None and dense["w"].grad is not None
-    same("dx", mine.grad, part(dense["x"].grad, 1, group))
+    same("dx", actual.grad, part(dense["x"].grad, 1, group))
     same("dw", layer.w.grad, part(dense["w"].grad, 1, group))
     summed = layer.w_bias.grad.clone()
     # the rule that its shard states
@@ -179,7 +179,7 @@ def head(rank: int, world: int, sp: bool) -> None:
             ),
         )
         filled(layer, {"weight": table})
-        mine, dense_x, dense = (
+        actual, dense_x, dense = (
             local_input(x, group, sp),
             x.clone().requires_grad_(),
             table.clone().requires_grad_(),
@@ -194,18 +194,18 @@ def head(rank: int, world: int, sp: bool) -> None:
             reduction="none" if each else "sum",
             label_smoothing=spread,
         )
-        found = layer.token_losses(mine, labels) if each else layer.loss(mine, labels)
-        same("loss", found, reference)
+        result = layer.token_losses(actual, labels) if each else layer.loss(actual, labels)
+        same("loss", result, reference)
         evaluated_loss = functional.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
-        same("evaluated loss", layer.loss(mine.detach(), labels, evaluating=True), evaluated_loss)
+        same("evaluated loss", layer.loss(actual.detach(), labels, evaluating=True), evaluated_loss)
         weights = seeded(TOKENS, seed=7) if each else torch.tensor(3.0)
-        (found * weights).sum().backward()
+        (result * weights).sum().backward()
         (reference * weights).sum().backward()
         assert dense_x.grad is not None and dense.grad is not None
-        same("dx", mine.grad, part(dense_x.grad, 0, group) if sp else dense_x.grad)
+        same("dx", actual.grad, part(dense_x.grad, 0, group) if sp else dense_x.grad)
         same("dw", layer.weight.grad, part(dense.grad, 0, group))
         with torch.no_grad():
-            same("logits", layer.logits(all_gather(mine, group) if sp else mine), logits)
+            same("logits", layer.logits(all_gather(actual, group) if sp else actual), logits)
 
 
 def regions(rank: int, world: int, sp: bool) -> None:

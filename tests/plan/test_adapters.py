@@ -46,15 +46,15 @@ def test_names_sizes_and_shards_match_the_layers(tp: int, lora: LoraConfig) -> N
             one.shard.name: one.shard for one, module, name in iter_parameter_specs(chunks[0])
         }
         held = held_parameters(MODEL, single_stage(2, MODEL.mtp.num_layers), LayerRank(tp, rank))
-        found = {one.name: one for one in with_adapters(held, MODEL, lora)}
-        assert found.keys() == shards.keys()
-        for name, one in found.items():
+        results = {one.name: one for one in with_adapters(held, MODEL, lora)}
+        assert results.keys() == shards.keys()
+        for name, one in results.items():
             assert one.numel == shards[name].numel, name
             assert one.frozen == ("lora" not in name)
             if "lora" in name and tp == 2:
                 assert one.cut == bool(shards[name].cut), name
-        assert [one.name for one in trained(list(found.values()))] == [
-            name for name in found if "lora" in name
+        assert [one.name for one in trained(list(results.values()))] == [
+            name for name in results if "lora" in name
         ]
 
 
@@ -76,12 +76,12 @@ class Plain:
         y = x @ torch.empty(width, x.shape[-1], device="meta").T
         if not has_adapters(f"layers.{self.layer}.any.{word}", self.lora, self.model):
             return y
-        made = []
+        results = []
         for _ in range(stacked):
             a = torch.empty(self.lora.rank, x.shape[-1], device="meta", requires_grad=True)
             b = torch.empty(width // stacked, self.lora.rank, device="meta", requires_grad=True)
-            made.append((x @ a.T) @ b.T)
-        return y + torch.cat(made, dim=-1)
+            results.append((x @ a.T) @ b.T)
+        return y + torch.cat(results, dim=-1)
 
     def forward(self, length: int) -> Tensor:
         x = torch.empty(length, self.model.hidden_size, device="meta")

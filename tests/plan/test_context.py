@@ -200,14 +200,14 @@ def test_query_sees_its_attention_chunk_on_any_rank(
                 assert seen == keys[first:last].tolist()
 
 
-def test_queries_may_be_more_than_keys_where_all_see_all() -> None:
+def test_bidirectional_attention_may_have_more_queries_than_keys() -> None:
     spans = plan_length_spans(((3, 2), (0, 4), (2, 0), (40, 1), (40, 90)), causal=False)
     assert spans.visible[:5].tolist() == [[0, 2], [0, 2], [0, 2], [6, 6], [6, 6]]
     assert spans.visible[5:].tolist() == [[6, 7]] * 40 + [[7, 97]] * 40
     assert sum(tile.stop - tile.start for tile in spans.tiles) in (83, 85)
 
 
-def test_documents_read_on_from_a_cache_share_no_tile_that_is_mostly_hidden() -> None:
+def test_documents_with_a_cache_share_no_mostly_masked_tile() -> None:
     lengths = tuple((1, 400 + 7 * n) for n in range(64))
     tiles = plan_length_spans(lengths).tiles
     assert sum((tile.stop - tile.start) * (tile.last - tile.first) for tile in tiles) < 5 * sum(
@@ -247,7 +247,7 @@ def test_intervals_and_tiles_contain_the_visible_keys_of_every_query(
 
 
 @loop_over("seed", range(20))
-def test_random_documents_are_seen_whole_by_their_last_tokens(seed: int) -> None:
+def test_last_token_attends_to_its_whole_document(seed: int) -> None:
     """Over all ranks together, each query finds exactly its document's earlier tokens and
     itself."""
     draw = np.random.default_rng(seed)
@@ -265,7 +265,7 @@ def test_random_documents_are_seen_whole_by_their_last_tokens(seed: int) -> None
         assert (seen == queries - starts[queries] + 1).all()
 
 
-def test_no_real_token_sees_padding() -> None:
+def test_no_token_attends_to_padding() -> None:
     slices = plan_slices([5, 3, 9, 7], row=24, slicing=Slicing(ranks=2, by="document", multiple=2))
     assert slices.source is not None
     padding = slices.source < 0

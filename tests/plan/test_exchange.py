@@ -8,7 +8,7 @@ from megalith.plan.layers.moe import plan_exchange
 
 
 @pytest.mark.parametrize(("etp", "ep", "each"), [(1, 1, 3), (1, 3, 2), (2, 2, 1), (3, 2, 4)])
-def test_what_is_sent_is_received_and_counted_once(etp: int, ep: int, each: int) -> None:
+def test_every_sent_row_is_received_and_counted_once(etp: int, ep: int, each: int) -> None:
     draw = random.Random(f"{etp} {ep} {each}")
     table = [
         [[draw.choice([0, 0, 1, 5]) for _ in range(ep * each)] for _ in range(ep)]

@@ -40,16 +40,16 @@ MODEL = ModelConfig(
 def test_matrices_are_not_stacked_with_frozen_ones() -> None:
     held = held_parameters(MODEL, single_stage(3, MODEL.mtp.num_layers))
     assert with_frozen(held, TRAIN_ALL) == held
-    found = {
+    results = {
         one.name: one
         for one in with_frozen(held, OptimConfig(frozen=("layers.1.attention.q", "embed.*")))
     }
-    assert found["layers.0.attention.kv"].stacked and not found["layers.1.attention.kv"].stacked
-    assert {name for name, one in found.items() if one.frozen} == {
+    assert results["layers.0.attention.kv"].stacked and not results["layers.1.attention.kv"].stacked
+    assert {name for name, one in results.items() if one.frozen} == {
         "layers.1.attention.q",
         "embed.weight",
     }
-    assert len(trained(list(found.values()))) == len(held) - 2
+    assert len(trained(list(results.values()))) == len(held) - 2
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ class Plain:
             for one in kv.chunk(2, -1)
         )
         scores = q.unflatten(-1, (n, d)).transpose(0, 1) @ k.transpose(1, 2)
-        found = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
-        after = x + found @ self.weight(f"{name}.attention.o", c.hidden_size, n * d).T
+        result = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        after = x + result @ self.weight(f"{name}.attention.o", c.hidden_size, n * d).T
         read = x if c.block == "parallel" else after
         z = read * self.weight(f"{name}.mlp_norm.weight", c.hidden_size)
         gate, up = (

@@ -111,7 +111,7 @@ def test_expert_groups_match_manual_ones(
     assert stage_problems(dense, experts) == []
 
 
-def test_dp_outermost_when_the_order_says_so() -> None:
+def test_dp_is_outermost_if_the_order_puts_it_last() -> None:
     grid = dense_grid(world=8, tp=2, pp=2, order="TP-cp-ep-pp-dp")
     assert first(grid, "pp", 9) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert first(grid, "dp", 9) == [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -395,7 +395,7 @@ def test_only_degrees_and_worlds_that_the_rest_of_a_run_accepts_are_recommended(
     assert "use 6 or 8 processes" in text, "a fix must be suggested"
 
 
-def test_a_grid_knows_how_experts_divide_its_ranks() -> None:
+def test_grid_describes_how_experts_divide_its_ranks() -> None:
     experts = expert_grid(world=8, ep=8)
     grid = replace(dense_grid(world=8, tp=2, cp=2), experts=experts)
     assert grid.groups(["cp"]) == [(0, 2), (1, 3), (4, 6), (5, 7)]

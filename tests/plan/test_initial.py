@@ -32,37 +32,37 @@ WIDTHS = (64, 128, 256, 512)
 
 
 def starts(model: ModelConfig) -> dict[str, tuple[float, bool]]:
-    found = iter_parameter_specs(Decoder(build_context(model, build_single_rank_mesh())))
+    result = iter_parameter_specs(Decoder(build_context(model, build_single_rank_mesh())))
     return {
-        declared.shard.name: (declared.init.std, declared.init.uniform) for declared, _, _ in found
+        declared.shard.name: (declared.init.std, declared.init.uniform) for declared, _, _ in result
     }
 
 
 def test_default_init_scales_only_output_projections() -> None:
-    found = starts(MODEL)
-    assert {std for name, (std, _) in found.items() if name.endswith((".o", ".down"))} == {
+    result = starts(MODEL)
+    assert {std for name, (std, _) in result.items() if name.endswith((".o", ".down"))} == {
         0.02 / math.sqrt(4)
     }
     of_24, _ = starts(replace(MODEL, num_layers=24))["layers.0.attention.o"]
     assert of_24 == pytest.approx(0.0028868, abs=5e-8)
     assert (
-        found["embed.weight"]
-        == found["head.weight"]
-        == found["layers.1.attention.kv"]
+        result["embed.weight"]
+        == result["head.weight"]
+        == result["layers.1.attention.kv"]
         == (0.02, False)
     )
-    assert found["norm.weight"] == (0.0, False)
+    assert result["norm.weight"] == (0.0, False)
 
 
 def test_embedding_tables_may_have_their_own_std() -> None:
-    found = starts(replace(MODEL, embedding_init_std=0.5, positions="learned"))
-    assert found["embed.weight"] == found["positions.weight"] == (0.5, False) and found[
+    result = starts(replace(MODEL, embedding_init_std=0.5, positions="learned"))
+    assert result["embed.weight"] == result["positions.weight"] == (0.5, False) and result[
         "head.weight"
     ] == (0.02, False)
 
 
 def test_xavier_counts_the_inputs_and_outputs_of_one_matrix() -> None:
-    found = starts(
+    result = starts(
         replace(MODEL, init="xavier_uniform", layers=LayersConfig(mlp=("full", "linear")))
     )
     expected = {
@@ -71,10 +71,12 @@ def test_xavier_counts_the_inputs_and_outputs_of_one_matrix() -> None:
         "mlp.gate_up": 64 + 96,
         "mlp.down": 96 + 64,
     }
-    assert {name: found[f"layers.0.{name}"] for name in expected} == {
+    assert {name: result[f"layers.0.{name}"] for name in expected} == {
         name: (math.sqrt(2 / fans), True) for name, fans in expected.items()
     }
-    assert found["layers.1.mlp.linear"] == (math.sqrt(2 / 128), True) and found["embed.weight"] == (
+    assert result["layers.1.mlp.linear"] == (math.sqrt(2 / 128), True) and result[
+        "embed.weight"
+    ] == (
         0.02,
         False,
     )
@@ -90,21 +92,24 @@ def test_xavier_counts_the_inputs_and_outputs_of_one_matrix() -> None:
 
 def test_first_matching_init_pattern_applies_even_to_biases() -> None:
     given = (("layers.1.*.down", 0.3), ("*.down", 0.4), ("*_bias", 0.5))
-    found = starts(replace(MODEL, init_overrides=given, mlp_bias=True))
-    assert (found["layers.1.mlp.down"], found["layers.0.mlp.down"]) == ((0.3, False), (0.4, False))
-    assert found["layers.0.mlp.down_bias"] == (0.5, False) and found["layers.0.attention.o"] == (
+    result = starts(replace(MODEL, init_overrides=given, mlp_bias=True))
+    assert (result["layers.1.mlp.down"], result["layers.0.mlp.down"]) == (
+        (0.3, False),
+        (0.4, False),
+    )
+    assert result["layers.0.mlp.down_bias"] == (0.5, False) and result["layers.0.attention.o"] == (
         0.01,
         False,
     )
 
 
 def test_mup_scales_init_of_layers_but_not_of_embedding_and_head() -> None:
-    found = starts(MUP)
-    assert found["layers.0.attention.q"] == (0.02 / 2, False) and found["layers.0.mlp.down"] == (
+    result = starts(MUP)
+    assert result["layers.0.attention.q"] == (0.02 / 2, False) and result["layers.0.mlp.down"] == (
         0.02 / 2 / 2,
         False,
     )
-    assert found["embed.weight"] == found["head.weight"] == (0.5, False)
+    assert result["embed.weight"] == result["head.weight"] == (0.5, False)
     assert starts(
         replace(MUP, mup=MuPConfig(base_hidden_size=64), embedding_init_std=None)
     ) == starts(MODEL)
@@ -197,7 +202,7 @@ def trained(width: int, *, mup: bool, steps: int, lr: float) -> tuple[dict[str, 
 def test_mup_keeps_activation_sizes_equal_over_widths() -> None:
     """The coordinate check of arXiv:2203.03466, appendix D.1."""
     narrowest, *wider = (trained(width, mup=True, steps=3, lr=0.02)[0] for width in WIDTHS)
-    grown = [{name: found[name] / narrowest[name] for name in narrowest} for found in wider]
+    grown = [{name: result[name] / narrowest[name] for name in narrowest} for result in wider]
     assert all(0.5 < growth < 1.6 for parts in grown for growth in parts.values()), grown
     plain, widest = (
         trained(width, mup=False, steps=3, lr=0.02)[0] for width in (WIDTHS[0], WIDTHS[-1])
@@ -220,9 +225,9 @@ def test_each_weight_is_updated_at_its_own_rate(kind: str) -> None:
         (declared.shard, torch.ones(declared.shard.matrix_shape))
         for declared, _, _ in iter_parameter_specs(model)
     ]
-    made = OptimConfig(kind=kind, momentum=0.0)  # type: ignore[arg-type]  # one of the two
+    optim_config = OptimConfig(kind=kind, momentum=0.0)  # type: ignore[arg-type]  # one of the two
     optimizer = build_optimizer(
-        params, made, lambda shard: mup_factors(config, kind, shard.name, shard.inputs)
+        params, optim_config, lambda shard: mup_factors(config, kind, shard.name, shard.inputs)
     )
     optimizer.step([torch.ones_like(weight) for _, weight in params], lr=0.01, weight_decay=0.0)
     for shard, weight in params:

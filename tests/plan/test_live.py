@@ -19,7 +19,7 @@ def test_gpipe_holds_every_microbatch() -> None:
     )
 
 
-def test_interleaving_holds_the_published_share_more() -> None:
+def test_interleaving_saves_the_published_factor_of_activations() -> None:
     for p, v, factor in [(4, 2, "1.375"), (8, 4, "1.21875"), (8, 2, "1.4375")]:
         schedule = build_schedule("interleaved", num_ranks=p, num_chunks=v, num_microbatches=4 * p)
         assert Fraction(peak_activation_memory(schedule)[0]) == p * v * Fraction(factor)

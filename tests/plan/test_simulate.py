@@ -131,7 +131,7 @@ def test_interleaving_hides_four_fifths_of_messages_that_would_add_half_a_step(
 
 
 @loop_over("seed", range(20))
-def test_receives_posted_one_action_ahead_are_as_good_as_posted_from_the_start(seed: int) -> None:
+def test_receives_posted_one_action_ahead_take_no_more_time(seed: int) -> None:
     schedule = random_schedule(random.Random(seed))
     costs = even_costs(
         schedule.num_stages, forward=3, backward_input=4, backward_weight=2, transfer=1

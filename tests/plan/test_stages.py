@@ -130,7 +130,7 @@ def test_every_layer_is_on_one_stage_or_the_error_names_a_valid_layout(seed: int
         assert layer in stages[find_layer_stage(stages, layer)].layers
 
 
-def test_30_layers_on_4_ranks_are_rejected_and_not_made_28() -> None:
+def test_30_layers_on_4_ranks_are_rejected_and_not_reduced_to_28() -> None:
     problem = one_problem(PipelineConfig(), 4, 30)
     assert problem == (
         "model.num_layers=30 does not divide over parallel.pp * parallel.pipeline.vpp = 4 * 1 = 4 "
@@ -294,7 +294,7 @@ def test_last_norm_is_on_the_last_layers_stage_and_tables_where_they_are_used(
         assert (held["embed.weight"], held["positions.weight"]) == (ranks, untied)
 
 
-def test_hidden_states_of_every_depth_go_from_their_stage_to_the_loss() -> None:
+def test_hidden_states_of_every_depth_are_sent_from_their_stage_to_the_loss() -> None:
     model = replace(FOUR, mtp=MTPConfig(num_layers=2))
     stages = plan_stages(PipelineConfig(layout="E|tttt||mm||L"), pp=6, num_layers=4, depths=2)
     boundaries = [stage_boundary(model, stages, number) for number in range(7)]

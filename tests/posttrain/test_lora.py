@@ -380,7 +380,7 @@ def test_tuning_on_two_processes_resumes_and_merges_like_one_process(
     }
 
 
-def test_a_mixture_is_made_of_the_base_with_its_adapters_and_the_dry_run_says_so(
+def test_base_is_upcycled_with_its_adapters_and_the_dry_run_reports_it(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, width = tmp_path / "moe.yaml", tiny_run().model.ffn_hidden_size

@@ -18,9 +18,7 @@ from megalith.recipes import build_recipe, recipes
         (recipes()["llama_350m"], 350e6),
     ],
 )
-def test_a_model_is_as_large_as_its_name_says(
-    recipe: Callable[[], TrainRun], parameters: float
-) -> None:
+def test_model_has_the_size_in_its_name(recipe: Callable[[], TrainRun], parameters: float) -> None:
     assert num_parameters(recipe().model) == pytest.approx(parameters, rel=0.05)
 
 

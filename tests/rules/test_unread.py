@@ -20,7 +20,7 @@ def test_every_name_of_the_table_is_a_setting_or_a_section_of_them() -> None:
         assert row.decider in known, row.decider
 
 
-def test_a_setting_is_named_once_whatever_it_lacks() -> None:
+def test_setting_is_reported_once_for_all_missing_requirements() -> None:
     rope = RopeConfig(scaling="linear", beta_fast=16.0, local_theta=10.0)
     (one,) = unread_problems(replace(MODEL, positions="learned", rope=rope))
     assert (

@@ -140,7 +140,7 @@ def test_a_comparison_is_within_a_tolerance_only_when_complete() -> None:
     assert not compare({**same, "b": reference()}, same).within(FP32)
 
 
-def test_comparing_nothing_says_so() -> None:
+def test_comparison_of_nothing_is_reported() -> None:
     assert str(compare({}, {})) == "nothing compared"
 
 

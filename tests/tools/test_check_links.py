@@ -56,7 +56,7 @@ def test_valid_link_is_accepted(root: Path, text: str) -> None:
         ("```\ncode\n```\n[x](nowhere.md)", "docs/page.md:4:"),
     ],
 )
-def test_a_broken_link_is_named_with_its_line(root: Path, text: str, what: str) -> None:
+def test_broken_link_is_reported_with_its_line(root: Path, text: str, what: str) -> None:
     result = judged(root, text)
     assert len(result) == 1
     assert what in result[0]

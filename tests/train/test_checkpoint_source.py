@@ -73,10 +73,10 @@ def stored(path: Path, step: int) -> dict[str, Tensor]:
 
 def state(path: Path, step: int) -> dict[str, object]:
     """state.json of one checkpoint."""
-    found: dict[str, object] = json.loads(
+    document: dict[str, object] = json.loads(
         (path / "checkpoints" / f"step_{step:07d}" / "state.json").read_text()
     )
-    return found
+    return document
 
 
 def begun_by_hand(
@@ -121,14 +121,14 @@ def begun_by_hand(
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[RunData]:
     """The data of every run that is built."""
-    found: list[RunData] = []
+    results: list[RunData] = []
 
     def recorded(splits: object, orders: tuple[int, ...]) -> RunData:
-        found.append(RunData(splits, orders))  # type: ignore[arg-type]
-        return found[-1]
+        results.append(RunData(splits, orders))  # type: ignore[arg-type]
+        return results[-1]
 
     monkeypatch.setattr("megalith.train.resume.RunData", recorded)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("params", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
@@ -147,12 +147,12 @@ def test_progress_without_optimizer_state_resets_adamw_at_that_step(
         "step_0000004 at step 4 with a new optimizer state: 48 samples consumed, "
         "schedule at sample 48, learning rate 0.00345" in reported.replace("\n", " ")
     )
-    reference, found = begun_by_hand(tmp_path / "a", kept[-1], fixed), stored(tmp_path / "b", 6)
-    assert found.keys() == reference.keys()
-    for key, tensor in found.items():
+    reference, result = begun_by_hand(tmp_path / "a", kept[-1], fixed), stored(tmp_path / "b", 6)
+    assert result.keys() == reference.keys()
+    for key, tensor in result.items():
         assert torch.equal(tensor.view(-1), reference[key].reshape(-1)), key
     assert not torch.equal(
-        found["optimizer.exp_avg_sq.norm.weight"],
+        result["optimizer.exp_avg_sq.norm.weight"],
         stored(tmp_path / "a", 6)["optimizer.exp_avg_sq.norm.weight"],
     )
     first = next(row for row in read_metrics(tmp_path / "b/metrics.jsonl") if "loss" in row)

@@ -235,7 +235,7 @@ def test_step_with_an_infinite_gradient_is_not_saved_but_the_next_one(
     assert checkpoints(tmp_path) == [5, 8]
 
 
-def test_run_that_is_stopped_after_a_nan_loss_says_that_it_is_not_saved(
+def test_run_stopped_after_a_nan_loss_reports_that_it_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "train_step", nan_before_step(1))

@@ -64,11 +64,11 @@ def test_the_mean_is_over_labels_not_over_rows() -> None:
         total += trainer.model.loss(batch.ids, batch.labels, batch.layer_inputs()).item()
         labels += batch.num_labels
         num_bytes += sum(0 <= label < 256 for label in batch.labels.tolist())
-    found = evaluation(0, 1, FP64_RUN, rows=3)
-    assert found.loss == pytest.approx(total / labels, rel=FP64.relative)
-    assert found.num_labels == labels
-    assert found.bits_per_byte == pytest.approx(total / math.log(2) / num_bytes, rel=FP64.relative)
-    assert found.perplexity == pytest.approx(math.exp(total / labels))
+    result = evaluation(0, 1, FP64_RUN, rows=3)
+    assert result.loss == pytest.approx(total / labels, rel=FP64.relative)
+    assert result.num_labels == labels
+    assert result.bits_per_byte == pytest.approx(total / math.log(2) / num_bytes, rel=FP64.relative)
+    assert result.perplexity == pytest.approx(math.exp(total / labels))
     assert all(
         torch.equal(p, before[name]) and p.grad is None
         for name, p in trainer.model.named_parameters()
@@ -77,9 +77,9 @@ def test_the_mean_is_over_labels_not_over_rows() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 10])
 def test_number_of_rows_per_microbatch_does_not_matter(rows: int) -> None:
-    reference, found = evaluation(0, 1, FP64_RUN, rows=3), evaluation(0, 1, FP64_RUN, rows=rows)
-    assert found.loss == pytest.approx(reference.loss, rel=FP64.relative)
-    assert (found.num_labels, found.bits_per_byte) == (
+    reference, result = evaluation(0, 1, FP64_RUN, rows=3), evaluation(0, 1, FP64_RUN, rows=rows)
+    assert result.loss == pytest.approx(reference.loss, rel=FP64.relative)
+    assert (result.num_labels, result.bits_per_byte) == (
         reference.num_labels,
         pytest.approx(reference.bits_per_byte),
     )
@@ -115,9 +115,9 @@ def test_evaluation_is_equal_under_any_layout(
     run = tiny_run({"precision.params": "fp64"} | settings)
     alone = tiny_run({"precision.params": "fp64", "train.seq_len": str(run.train.seq_len)})
     reference = evaluation(0, 1, alone, 2, samples)
-    for found in run_ranks(evaluation, world, run, 2, samples):
-        assert found.loss == pytest.approx(reference.loss, rel=FP64.relative)
-        assert (found.num_labels, found.bits_per_byte) == (
+    for result in run_ranks(evaluation, world, run, 2, samples):
+        assert result.loss == pytest.approx(reference.loss, rel=FP64.relative)
+        assert (result.num_labels, result.bits_per_byte) == (
             reference.num_labels,
             pytest.approx(reference.bits_per_byte),
         )
@@ -140,7 +140,7 @@ def packed_evaluation(rank: int, world: int, capacity: str) -> tuple[Evaluation,
         else build_single_rank_mesh()
     )
     documents = RaggedDocuments(12, run.model.vocab_size, 20)
-    found = evaluate(
+    result = evaluate(
         build_trainer(run, mesh, CPU).pipeline_model,
         documents,
         MaskSettings(),
@@ -148,15 +148,15 @@ def packed_evaluation(rank: int, world: int, capacity: str) -> tuple[Evaluation,
         tokenizer=ByteTokenizer(),
         tell=reported.append,
     )
-    return found, reported
+    return result, reported
 
 
 def test_packed_evaluation_is_equal_for_any_budget_and_ranks_and_reports_all_documents() -> None:
     reference, _ = packed_evaluation(0, 1, "12")
-    for found, reported in [packed_evaluation(0, 1, "40"), *run_ranks(packed_evaluation, 2, "24")]:
-        assert found.loss == pytest.approx(reference.loss, rel=FP64.relative)
+    for result, reported in [packed_evaluation(0, 1, "40"), *run_ranks(packed_evaluation, 2, "24")]:
+        assert result.loss == pytest.approx(reference.loss, rel=FP64.relative)
         assert (
-            found.num_labels == reference.num_labels
+            result.num_labels == reference.num_labels
             and reported == sorted(reported)
             and reported[-1] == SAMPLES
         )
@@ -172,7 +172,7 @@ MTP_MODEL = {
 
 def test_mtp_losses_and_acceptance_match_plain_computation() -> None:
     run = tiny_run(MTP_MODEL)
-    trainer, found = (
+    trainer, result = (
         build_trainer(run, build_single_rank_mesh(), CPU),
         evaluation(0, 1, run, rows=3),
     )
@@ -196,23 +196,23 @@ def test_mtp_losses_and_acceptance_match_plain_computation() -> None:
             if last >= 0:  # labels that are left out are at the end of a row
                 places += 1
                 runs += int(first) + int(first and second)
-    assert found.mtp_losses == pytest.approx(
+    assert result.mtp_losses == pytest.approx(
         [losses[d] / labels[d] for d in (1, 2)], rel=FP64.relative
     )
     assert (
-        found.acceptance_rates == (right[0] / labels[1], right[1] / labels[2])
-        and 0 < found.acceptance_rates[0] < 1
+        result.acceptance_rates == (right[0] / labels[1], right[1] / labels[2])
+        and 0 < result.acceptance_rates[0] < 1
     )
-    assert found.acceptance_length == pytest.approx(1 + runs / places) and runs > 0
-    assert found.loss == pytest.approx(losses[0] / labels[0], rel=FP64.relative)
-    row = found.metrics()
+    assert result.acceptance_length == pytest.approx(1 + runs / places) and runs > 0
+    assert result.loss == pytest.approx(losses[0] / labels[0], rel=FP64.relative)
+    row = result.metrics()
     assert (
-        row["mtp_2_acceptance_rate"] == found.acceptance_rates[1]
-        and row["eval_mtp_1_loss"] == found.mtp_losses[0]
+        row["mtp_2_acceptance_rate"] == result.acceptance_rates[1]
+        and row["eval_mtp_1_loss"] == result.mtp_losses[0]
     )
     assert (
-        f"MTP acceptance rates {found.acceptance_rates[0]:.1%}".replace("%", " %")
-        in found.describe_mtp()
+        f"MTP acceptance rates {result.acceptance_rates[0]:.1%}".replace("%", " %")
+        in result.describe_mtp()
     )
 
 
@@ -236,12 +236,12 @@ def test_mtp_losses_and_acceptance_match_plain_computation() -> None:
 )
 def test_mtp_acceptance_is_equal_under_every_layout(world: int, settings: dict[str, str]) -> None:
     reference = evaluation(0, 1, tiny_run(MTP_MODEL), 2)
-    for found in run_ranks(evaluation, world, tiny_run(MTP_MODEL | settings), 2):
-        assert (found.acceptance_rates, found.acceptance_length) == (
+    for result in run_ranks(evaluation, world, tiny_run(MTP_MODEL | settings), 2):
+        assert (result.acceptance_rates, result.acceptance_length) == (
             reference.acceptance_rates,
             reference.acceptance_length,
         )
-        assert found.mtp_losses == pytest.approx(reference.mtp_losses, rel=FP64.relative)
+        assert result.mtp_losses == pytest.approx(reference.mtp_losses, rel=FP64.relative)
 
 
 def test_a_finished_run_is_evaluated_from_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -250,10 +250,10 @@ def test_a_finished_run_is_evaluated_from_its_newest_checkpoint(tmp_path: Path) 
         run_evaluation(run, folder, build_single_rank_mesh(), CPU, split="valid", samples=12)
     run_training(run, folder, build_single_rank_mesh(), CPU, show=False)
     logged = read_metrics(folder.metrics)[-1]["eval_loss"]
-    found = run_evaluation(run, folder, build_single_rank_mesh(), CPU, split="valid", samples=12)
-    assert found.loss == pytest.approx(logged, rel=1e-6)
+    result = run_evaluation(run, folder, build_single_rank_mesh(), CPU, split="valid", samples=12)
+    assert result.loss == pytest.approx(logged, rel=1e-6)
     whole = run_evaluation(run, folder, build_single_rank_mesh(), CPU, split="valid", samples=None)
-    assert whole.num_labels > 5 * found.num_labels
+    assert whole.num_labels > 5 * result.num_labels
     assert (
         run_evaluation(
             run, folder, build_single_rank_mesh(), CPU, split="train", samples=5
@@ -270,10 +270,10 @@ def saved_loss(rank: int, world: int, run: TrainRun, path: Path) -> tuple[Evalua
         if world > 1
         else build_single_rank_mesh()
     )
-    found = run_evaluation(run, RunFolder(path), mesh, CPU, split="valid", samples=5)
+    result = run_evaluation(run, RunFolder(path), mesh, CPU, split="valid", samples=5)
     pipeline_model = build_pipeline_model(run, mesh, CPU, dtype=DTYPES[run.precision.params])
     whole = sum(parameter.numel() for parameter in pipeline_model.modules.parameters())
-    return found, sum(rows.numel() for _, rows in allocate_weights(pipeline_model)), whole
+    return result, sum(rows.numel() for _, rows in allocate_weights(pipeline_model)), whole
 
 
 @pytest.mark.parametrize(
@@ -294,13 +294,13 @@ def test_fsdp_evaluation_loads_shards_without_full_weights(
     run_training(alone, RunFolder(tmp_path), build_single_rank_mesh(), CPU, show=False)
     (reference, all_of_it, _) = saved_loss(0, 1, alone, tmp_path)
     run = tiny_run({"precision.params": "fp64", "parallel.zero": "3"} | settings)
-    found = run_ranks(saved_loss, world, run, tmp_path)
-    for evaluation_of_rank, held, whole in found:
+    results = run_ranks(saved_loss, world, run, tmp_path)
+    for evaluation_of_rank, held, whole in results:
         assert evaluation_of_rank.loss == pytest.approx(reference.loss, rel=FP64.relative)
         assert evaluation_of_rank.num_labels == reference.num_labels
         assert held < 0.6 * whole  # rows do not divide evenly
     if run.parallel.tp * run.parallel.pp == 1:
-        assert sum(held for _, held, _ in found) == all_of_it
+        assert sum(held for _, held, _ in results) == all_of_it
 
 
 def test_empty_split_is_rejected(tmp_path: Path) -> None:

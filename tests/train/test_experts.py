@@ -318,11 +318,11 @@ def losses_replayed(
 
     def total(routing: RoutingRecord) -> list[float]:
         trainer.data.begin_step(len(batches))
-        found = trainer.pipeline_model.forward_backward(
+        result = trainer.pipeline_model.forward_backward(
             attach_routing(batches, routing), normalizer
         )
         gradients = [float(param.gradient.double().sum()) for param in trainer.data.finish()]
-        return [*found.tolist(), *gradients]
+        return [*result.tolist(), *gradients]
 
     recorded = total(routing)
     assert len(routing.choices) == len(batches) * len(
@@ -331,13 +331,13 @@ def losses_replayed(
     others = RoutingRecord(
         {key: (chosen + 1) % 4 for key, chosen in routing.choices.items()}, followed=True
     )
-    found = [recorded, total(routing.for_replay()), total(others)]
+    result = [recorded, total(routing.for_replay()), total(others)]
     if world > 1:  # a rank that stops alone leaves others to the launcher
-        return found
+        return result
     del routing.choices[next(key for key in routing.choices if key[1] == len(batches) - 1)]
     with pytest.raises(DataError, match=f"microbatch {len(batches) - 1}: no choices of layers"):
         total(routing.for_replay())
-    return found
+    return result
 
 
 def losses_within_capacity(

@@ -833,7 +833,7 @@ def test_printed_messages_are_in_the_log(tmp_path: Path) -> None:
     assert "changed since the run was started: schedule.lr" in text
 
 
-def test_lost_checkpoints_start_again_and_keep_the_old_rows(
+def test_run_without_its_checkpoints_restarts_and_keeps_the_old_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path)

@@ -129,10 +129,10 @@ def test_message_groups_have_the_backend_timeout() -> None:
 
     with (
         patch.object(trainer_module, "create_pipeline_groups", reported),
-        pytest.raises(_Asked) as asked,
+        pytest.raises(_Asked) as requested,
     ):
         build_pipeline_model(run, build_single_rank_mesh(), CPU, dtype=torch.float64)
-    assert asked.value.args == (backend_timeout(7),) and asked.value.args[0] > 7
+    assert requested.value.args == (backend_timeout(7),) and requested.value.args[0] > 7
 
 
 def _evaluate(rank: int, world: int, run: TrainRun) -> Evaluation:
@@ -147,10 +147,10 @@ def _evaluate(rank: int, world: int, run: TrainRun) -> Evaluation:
 def test_evaluation_is_equal_on_every_rank_of_a_pipeline(name: str) -> None:
     run = tiny_run(settings(name))
     alone = _evaluate(0, 1, tiny_run(TIED))
-    for found in run_ranks(_evaluate, run.parallel.pp, run):
-        assert found.loss == pytest.approx(alone.loss, rel=FP64.relative)
-        assert found.bits_per_byte == pytest.approx(alone.bits_per_byte, rel=FP64.relative)
-        assert found.num_labels == alone.num_labels
+    for result in run_ranks(_evaluate, run.parallel.pp, run):
+        assert result.loss == pytest.approx(alone.loss, rel=FP64.relative)
+        assert result.bits_per_byte == pytest.approx(alone.bits_per_byte, rel=FP64.relative)
+        assert result.num_labels == alone.num_labels
 
 
 def _table(rank: int, world: int, run: TrainRun) -> tuple[list[float], dict[str, Tensor]]:
@@ -168,21 +168,21 @@ def _table(rank: int, world: int, run: TrainRun) -> tuple[list[float], dict[str,
     )
     losses = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(3)]
     trainer.data.wait_params()
-    found = {}
+    result = {}
     for chunk in trainer.pipeline_model.chunks:
         for name in ("embed", "head"):
             if hasattr(chunk, name):
-                found[name] = getattr(chunk, name).weight.detach().clone()
-    return losses, found
+                result[name] = getattr(chunk, name).weight.detach().clone()
+    return losses, result
 
 
 @pytest.mark.parametrize("zero", ["0", "1"])
 def test_copies_of_a_tied_table_stay_equal_to_the_bit_in_fp32(zero: str) -> None:
     changes = {"precision.params": "fp32", "parallel.dp": "2", "parallel.zero": zero}
     results = run_ranks(_table, 4, tiny_run(settings("1f1b", **changes)))
-    tables = [table for _, found in results for table in found.values()]
+    tables = [table for _, result in results for table in result.values()]
     assert len(tables) == 4 and all(torch.equal(tables[0], table) for table in tables[1:])
-    assert [name for _, found in results for name in found] == ["embed", "embed", "head", "head"]
+    assert [name for _, result in results for name in result] == ["embed", "embed", "head", "head"]
 
 
 def test_comparing_every_message_changes_no_bit() -> None:
@@ -209,17 +209,17 @@ def test_overlap_changes_no_bit() -> None:
 def test_masks_of_microbatch_are_built_once_and_freed_after_backward(
     kept: str,
 ) -> None:
-    run, made, alive = (
+    run, built, alive = (
         tiny_run({"recompute.granularity": kept}),
         list[weakref.ref[Tensor]](),
         list[int](),
     )
 
     def make(mask: Tensor, dtype: torch.dtype) -> Mask:
-        alive.append(sum(one() is not None for one in made))
-        found = mask_for_torch(mask, dtype)
-        made.append(weakref.ref(found.added))
-        return found
+        alive.append(sum(one() is not None for one in built))
+        result = mask_for_torch(mask, dtype)
+        built.append(weakref.ref(result.added))
+        return result
 
     trainer = build_trainer(run, build_single_rank_mesh(), CPU)
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, masked=(), masks="alone")
@@ -327,8 +327,8 @@ def test_resume_under_another_pipeline_and_without_one(tmp_path: Path) -> None:
         run = tiny_run(settings(name, **constant, **{"train.steps": steps}))
         run_ranks(_train, run.parallel.pp, run, str(parts))
     _train(0, 1, tiny_run({**TIED, **constant}), str(parts))
-    expected, found = (
+    expected, result = (
         [row["loss"] for row in read_metrics(path / "metrics.jsonl") if "loss" in row]
         for path in (whole, parts)
     )
-    assert found == pytest.approx(expected, rel=CURVE64.relative) and len(found) == 8
+    assert result == pytest.approx(expected, rel=CURVE64.relative) and len(result) == 8

@@ -75,10 +75,10 @@ def test_microbatches_of_any_size_give_the_same_loss_and_weights(rows: int) -> N
         build(precision__params="fp64"),
         build(precision__params="fp64", train__micro_batch_size=str(rows)),
     )
-    expected, found = run_steps(one, 3), run_steps(many, 3)
-    for mine, reference in zip(found, expected, strict=True):
-        assert mine.loss == pytest.approx(reference.loss, rel=FP64.relative)
-        assert mine.grad_norm == pytest.approx(reference.grad_norm, rel=FP64.relative)
+    expected, result = run_steps(one, 3), run_steps(many, 3)
+    for actual, reference in zip(result, expected, strict=True):
+        assert actual.loss == pytest.approx(reference.loss, rel=FP64.relative)
+        assert actual.grad_norm == pytest.approx(reference.grad_norm, rel=FP64.relative)
     assert_close(weights(many), weights(one), FP64)
 
 
@@ -139,9 +139,9 @@ def test_the_loss_falls_in_every_precision(params: str) -> None:
 
 def test_bf16_stays_close_to_fp32() -> None:
     half, full = build(precision__params="bf16"), build()
-    for mine, reference in zip(run_steps(half, 4), run_steps(full, 4), strict=True):
-        assert mine.loss == pytest.approx(reference.loss, rel=1e-3)
-        assert mine.grad_norm == pytest.approx(reference.grad_norm, rel=2e-2)
+    for actual, reference in zip(run_steps(half, 4), run_steps(full, 4), strict=True):
+        assert actual.loss == pytest.approx(reference.loss, rel=1e-3)
+        assert actual.grad_norm == pytest.approx(reference.grad_norm, rel=2e-2)
 
 
 def planted_nan(trainer: Trainer) -> None:
@@ -209,8 +209,8 @@ def test_loss_scale_does_not_affect_norm_and_update(clip: str) -> None:
             ("fp32", {}),
         )
     )
-    found = [run_steps(trainer, 4) for trainer in (small, large, none)]
-    for one, two, plain in zip(*found, strict=True):
+    results = [run_steps(trainer, 4) for trainer in (small, large, none)]
+    for one, two, plain in zip(*results, strict=True):
         assert two.loss == pytest.approx(one.loss, rel=1e-3)
         assert two.grad_norm == pytest.approx(one.grad_norm, rel=1e-3)
         assert one.loss == pytest.approx(plain.loss, rel=5e-3)
@@ -354,8 +354,8 @@ def gradients(trainer: Trainer, step: StepBatches) -> dict[str, Tensor]:
 def test_compiled_layers_match_eager_layers() -> None:
     eager, compiled = build(), build(train__compile="true")
     step = loader(eager, steps=1).next()
-    expected, found = gradients(eager, step), gradients(compiled, step)
-    assert_close(found, expected, FP32_DEEP)
+    expected, result = gradients(eager, step), gradients(compiled, step)
+    assert_close(result, expected, FP32_DEEP)
 
 
 def test_mtp_losses_are_reported_separately_and_trained_on() -> None:

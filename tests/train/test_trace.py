@@ -216,7 +216,7 @@ def test_trace_has_choices_before_token_dropping(tmp_path: Path) -> None:
     )
 
 
-def test_filler_tokens_of_packs_are_not_traced(tmp_path: Path) -> None:
+def test_padding_tokens_of_packs_are_not_traced(tmp_path: Path) -> None:
     packs = {
         "train__tokens_per_microbatch": "24",
         "train__micro_batch_size": "1",

@@ -152,7 +152,7 @@ def test_matrix_has_layouts_that_the_sample_is_too_small_for() -> None:
         ), three
 
 
-def test_sharded_gradients_meet_schedules_recomputation_and_replicas() -> None:
+def test_sharded_gradients_are_combined_with_schedules_recompute_and_replicas() -> None:
     sharded = [row for row in MATRIX if row.parallel.zero == 2]
     tied = schedules(row for row in sharded if row.model.tied_embeddings)
     assert tied >= {"interleaved", "zb-h1", "zb-v", "dualpipe-v"}
@@ -172,7 +172,7 @@ def test_rows_are_sorted_by_number_of_processes() -> None:
 
 
 @pytest.mark.parametrize("variant", ["heterogeneous", "gated", "normed after"])
-def test_layer_variants_meet_recomputation_of_documents(variant: str) -> None:
+def test_layer_variants_are_combined_with_recomputation_of_documents(variant: str) -> None:
     rows = [row for row in MATRIX if row.model == VARIANTS[variant] and row.documents]
     again = [row for row in rows if row.recompute.granularity != "none"]
     assert len(again) >= 2 and any(row.recompute.granularity == "full" for row in again)
@@ -182,7 +182,7 @@ def test_layer_variants_meet_recomputation_of_documents(variant: str) -> None:
 # --- areas
 
 
-def test_experts_meet_every_axis_and_every_dispatcher() -> None:
+def test_experts_are_combined_with_every_axis_and_every_dispatcher() -> None:
     rows = area("experts")
     layouts = [row.parallel for row in rows]
     assert {p.ep for p in layouts} == {1, 2, 3, 4} and {p.etp for p in layouts} == {None, 1, 2}
@@ -227,7 +227,7 @@ def test_mla_with_experts_and_mtp_is_tested_under_every_axis() -> None:
     assert sum(row.sample for row in rows) == 1
 
 
-def test_sinkhorn_routing_meets_stages_all_gather_and_top_2() -> None:
+def test_sinkhorn_routing_is_combined_with_stages_all_gather_and_top_2() -> None:
     planned = [row for row in area("experts") if row.model.moe and row.model.moe.aux_loss.sinkhorn]
     two = [row for row in planned if row.model.moe and row.model.moe.top_k == 2]
     assert any(size(row, "pp") > 1 and size(row, "tp") > 1 and not row.parallel.etp for row in two)
@@ -235,7 +235,7 @@ def test_sinkhorn_routing_meets_stages_all_gather_and_top_2() -> None:
     assert all(row.model.moe.shared_ffn_hidden_size for row in two if row.model.moe)
 
 
-def test_attention_masks_meet_every_axis_and_every_kind_of_cp() -> None:
+def test_attention_masks_are_combined_with_every_axis_and_every_kind_of_cp() -> None:
     rows = area("attention masks")
     assert {row.masks for row in rows} == {"beside", "alone"} and any(row.documents for row in rows)
     for axis in ("tp", "cp", "pp", "dp", "ep"):
@@ -245,7 +245,7 @@ def test_attention_masks_meet_every_axis_and_every_kind_of_cp() -> None:
     assert all(row.case().masks == row.masks for row in rows)
 
 
-def test_frozen_parameters_and_groups_meet_every_axis_and_zero_level() -> None:
+def test_frozen_parameters_and_groups_are_combined_with_every_axis_and_zero_level() -> None:
     rows = area("frozen parameters and groups")
     frozen = [row for row in rows if not row.optim.trains_all()]
     groups = [row for row in rows if row.optim.groups]
@@ -260,7 +260,7 @@ def test_frozen_parameters_and_groups_meet_every_axis_and_zero_level() -> None:
     assert any("head.weight" not in trained_names(row.model, row.optim) for row in rows)
 
 
-def test_mtp_layers_on_another_stage_meet_every_axis_schedule_and_zero_level() -> None:
+def test_mtp_stages_are_combined_with_every_axis_schedule_and_zero_level() -> None:
     rows = area("mtp stages")
     for row in rows:
         p, num_mtp_layers = row.parallel, row.model.mtp.num_layers

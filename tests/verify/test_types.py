@@ -203,9 +203,9 @@ def test_stages_with_other_context_parallel_kinds_are_checked_separately() -> No
 def test_every_kind_of_stage_is_checked_at_three_positions_of_other_axes() -> None:
     parallel = ParallelConfig(pp=4, tp=2, pipeline=PipelineConfig(vpp=2))
     grid = model_grid(parallel, replace(MODEL, num_layers=16), 64)
-    found = representative_positions(grid, parallel, replace(MODEL, num_layers=16))
-    places_of = {(grid.coordinates(rank)["pp"], chunk): set() for rank, chunk in found}
-    for rank, chunk in found:
+    result = representative_positions(grid, parallel, replace(MODEL, num_layers=16))
+    places_of = {(grid.coordinates(rank)["pp"], chunk): set() for rank, chunk in result}
+    for rank, chunk in result:
         here = grid.coordinates(rank)
         places_of[here["pp"], chunk].add((here["dp"], here["tp"]))
     # The first stage has the embedding, the second stands for all in the middle, the last has the
@@ -533,14 +533,14 @@ def test_parameters_are_typed_from_their_shards() -> None:
     with typecheck(), checker.set_current_mesh(mesh_axes(grid)):
         declare(model, grid)
         first = layer(model, 0)
-        found = {
+        results = {
             "q": find_types(first.attention.qkv.q),
             "kv": find_types(first.attention.qkv.kv),
             "o_bias": find_types(first.attention.out.o_bias),
             "norm": find_types(first.mlp_norm.weight),
             "last norm": find_types(model.norm.weight),
         }
-    assert found == {
+    assert results == {
         "q": {"dp_shard": R, "tp_kv": V, "tp_copy": V},
         "kv": {"dp_shard": R, "tp_kv": V, "tp_copy": R},
         "o_bias": {"dp_shard": R, "tp_kv": I, "tp_copy": I},
@@ -684,10 +684,10 @@ def test_sum_missing_in_recomputation_is_rejected() -> None:
             training=TrainingSettings(recompute=full),
         ).problems
     assert problem.where == "layers.1" and "Found types: [I, P]" in problem.what
-    asked = ChildRequest(
+    requested = ChildRequest(
         model=MODEL, parallel=ParallelConfig(), world=2, training=TrainingSettings(full, away)
     )
-    assert from_dict(ChildRequest, to_dict(asked)) == asked  # so a child is asked the same
+    assert from_dict(ChildRequest, to_dict(requested)) == requested  # so a child is asked the same
 
 
 def test_load_balancing_is_type_checked_except_sinkhorn() -> None:
