@@ -35,7 +35,7 @@ def parameters(branch: LayerBranch, rank: LayerRank) -> Iterator[HeldParameter]:
 
 
 def saved_tensors(
-    branch: LayerBranch, setting: LayerSetting, again: Sequence[str], saves_input: bool
+    branch: LayerBranch, setting: LayerSetting, recomputed: Sequence[str], saves_input: bool
 ) -> list[SavedActivation]:
     numel = channels(setting.rank) * setting.tokens
     states = SavedActivation("attention", "states", STATE * numel, STATE * numel * setting.wide)
@@ -50,7 +50,7 @@ def backward_numel(branch: LayerBranch, setting: LayerSetting) -> int:
     return 1000 * channels(setting.rank) * setting.tokens
 
 
-def tp_messages(branch: LayerBranch, again: Sequence[str]) -> TPMessages:
+def tp_messages(branch: LayerBranch, recomputed: Sequence[str]) -> TPMessages:
     x = (branch.model.hidden_size,)
     return TPMessages(inputs=x, weight_inputs=x, sums=1)
 
@@ -62,8 +62,8 @@ class GatheredInputs:
     cp: int
     nbytes: int
 
-    def repeats(self, again: LayerRecompute) -> tuple[bool, bool]:
-        return again.whole, False
+    def repeats(self, recompute: LayerRecompute) -> tuple[bool, bool]:
+        return recompute.whole, False
 
     def messages(self, passes: Passes) -> Iterator[Message]:
         for kind, calls in ("all_gather", passes.forwards), ("reduce_scatter", passes.forward):

@@ -317,7 +317,7 @@ def handle_turn(
         )
     else:
         try:
-            chat.say(line, show)
+            chat.reply(line, show)
             show("\n")
         except DataError as error:
             if not forgiving:

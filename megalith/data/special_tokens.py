@@ -14,7 +14,7 @@ class TokenSpans(NamedTuple):
     several tokens."""
 
     ids: list[int]
-    places: list[tuple[int, int]]
+    offsets: list[tuple[int, int]]
 
 
 def encode_parts(
@@ -44,11 +44,11 @@ def encode_with_special_tokens(
     """
     result, offset = TokenSpans([], []), 0
     for part in _parts(text, specials):
-        ids, places = (
+        ids, offsets = (
             TokenSpans([specials[part]], [(0, len(part))]) if part in specials else encode(part)
         )
         result.ids.extend(ids)
-        result.places.extend((offset + start, offset + end) for start, end in places)
+        result.offsets.extend((offset + start, offset + end) for start, end in offsets)
         offset += len(part)
     return result
 

@@ -170,20 +170,20 @@ def layer_rows_without_recompute(
 
 
 def layer_rows(
-    setting: LayerSetting, again: Sequence[str], layer: int | None = None
+    setting: LayerSetting, recomputed: Sequence[str], layer: int | None = None
 ) -> list[SavedActivation]:
     """Return the saved tensors of a layer (global number; unset: the first of the stage) with the
-    modules `again` recomputed."""
+    modules `recomputed` recomputed."""
     index = setting.first_layer if layer is None else layer
     own = replace(setting, model=setting.model.at(index))
     rows: list[SavedActivation] = []
     for branch in branches(setting.model, index):
-        rows += _branch_rows(own, branch, again, is_first=not rows)
+        rows += _branch_rows(own, branch, recomputed, is_first=not rows)
     return rows
 
 
 def _branch_rows(
-    setting: LayerSetting, branch: LayerBranch, again: Sequence[str], *, is_first: bool
+    setting: LayerSetting, branch: LayerBranch, recomputed: Sequence[str], *, is_first: bool
 ) -> list[SavedActivation]:
     """Return the saved tensors of a branch of a layer and of the norms around it; is_first: it
     reads the input of the layer."""
@@ -199,8 +199,8 @@ def _branch_rows(
     # In parallel layers with one norm, or none, attention saves the same input.
     has_own_input = block == "sequential" or (before and block == "parallel")
     has_own_input = has_own_input or branch.name == "cross"
-    saves_input = has_own_input and not (before and "norm" in again)
-    rows += branch.kind.saved_tensors(branch, setting, again, saves_input)
+    saves_input = has_own_input and not (before and "norm" in recomputed)
+    rows += branch.kind.saved_tensors(branch, setting, recomputed, saves_input)
     return rows + (
         norm_tensors(setting, f"{branch.name}_out.norm") if placement != "before" else []
     )
@@ -253,7 +253,7 @@ def _shared_rows(setting: LayerSetting, num_layers: int, ends: _Ends) -> list[Sa
     """Return the tensors that several layers share: RoPE tables, the mask of padding, token indices
     for dropout."""
     dropout, first, t = setting.model.dropout, setting.first_layer, setting.tokens
-    again, shared, all_recomputed = (
+    recomputed, shared, all_recomputed = (
         recomputed_modules(setting.recompute),
         set[SavedActivation](),
         True,
@@ -267,7 +267,7 @@ def _shared_rows(setting: LayerSetting, num_layers: int, ends: _Ends) -> list[Sa
             all_recomputed = False
             for layer in layers[span.start : span.stop]:
                 for branch in branches(setting.model, layer):
-                    shared |= {*branch.kind.shared_tensors(branch, setting, again)}
+                    shared |= {*branch.kind.shared_tensors(branch, setting, recomputed)}
     rows = sorted(shared)
     dropped = dropout.residual > 0 and not all_recomputed
     if dropped or (dropout.embedding > 0 and (ends.embedding or ends.num_mtp_layers > 0)):

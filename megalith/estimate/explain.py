@@ -340,16 +340,16 @@ def axis_rows(grid: Grid, axes: Sequence[str]) -> tuple[AxisRow, ...]:
 def group_rows(grid: Grid) -> Iterator[GroupRow]:
     """Yield all kinds of groups with more than one rank; axes with the same ranks as earlier ones
     are skipped, except for experts."""
-    seen: set[tuple[int, ...]] = set()
+    listed: set[tuple[int, ...]] = set()
     spans = [*((PURPOSES,) if grid.experts is None else (PURPOSES, OF_EXPERTS))]
     for number, (span, purpose) in (
         (number, row) for number, rows in enumerate(spans) for row in rows
     ):
-        seen = set() if number and span == OF_EXPERTS[0][0] else seen
+        listed = set() if number and span == OF_EXPERTS[0][0] else listed
         first = grid.find_group(grid.offset, span)
-        if len(first) == 1 or first in seen:
+        if len(first) == 1 or first in listed:
             continue
-        seen.add(first)
+        listed.add(first)
         groups = grid.groups(span)
         shown = groups if len(groups) <= LISTED else [groups[0], groups[1], groups[-1]]
         yield GroupRow(

@@ -119,7 +119,7 @@ class ChunkActivations(NamedTuple):
     loss: int
     """Saved by the head from forward to backward."""
 
-    again: int
+    recompute_nbytes: int
     """Temporary in backward, for the largest recomputed part."""
 
     host: int
@@ -468,7 +468,7 @@ def chunk_activations(
     )
     if not kinds:
         kinds[workload.run.parallel.context.kind] = 1
-    layers = again = loss = host = 0.0
+    layers = recompute_nbytes = loss = host = 0.0
     for kind, count in kinds.items():
         first = stage.layers.start if stage.layers else 0
         setting = build_layer_setting(
@@ -487,12 +487,15 @@ def chunk_activations(
             [row for row in activations.ends if row.what.startswith("gradient of the head")]
         )
         layers, loss = layers + part * (activations.nbytes - head), loss + part * head
-        again, host = max(again, activations.transient), host + part * activations.host_bytes
+        recompute_nbytes, host = (
+            max(recompute_nbytes, activations.transient),
+            host + part * activations.host_bytes,
+        )
     return ChunkActivations(
         round(layers),
         _deferred_bytes(workload, stage, tp_rank),
         round(loss),
-        round(again),
+        round(recompute_nbytes),
         round(host),
     )
 
@@ -570,7 +573,8 @@ def _find_activation_peak(
     kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
     working = {
         kind: [
-            working_bytes(workload, stage, tp_rank, kind) + (one.again if kind in ("B", "I") else 0)
+            working_bytes(workload, stage, tp_rank, kind)
+            + (one.recompute_nbytes if kind in ("B", "I") else 0)
             for stage, one in zip(stages, activations, strict=True)
         ]
         for kind in kinds

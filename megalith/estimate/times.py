@@ -151,9 +151,9 @@ def _count_tp_messages(workload: Workload, stages: Sequence[Stage]) -> _TPCounts
     run, counts = workload.run, _TPCounts()
     modules = recomputed_modules(run.recompute)
     for stage in stages:
-        spans = spans_again(workload, stage)
+        spans = recomputed_spans(workload, stage)
         for number, layer in enumerate(stage.layers):
-            again = _layer_recompute(run, spans, number, modules)
+            layer_recompute = _layer_recompute(run, spans, number, modules)
             all_messages = [
                 branch.kind.tp_messages(branch, modules) for branch in branches(run.model, layer)
             ]
@@ -163,10 +163,10 @@ def _count_tp_messages(workload: Workload, stages: Sequence[Stage]) -> _TPCounts
                 counts.recomputed_inputs += messages.recomputed_inputs
                 counts.sums += messages.sums
                 counts.recomputed_sums += messages.recomputed_sums
-                if again.whole:
+                if layer_recompute.whole:
                     counts.recomputed_inputs += messages.inputs
                     counts.recomputed_sums += messages.sums
-            if again.ends_span and all_messages:
+            if layer_recompute.ends_span and all_messages:
                 last = all_messages[-1]
                 counts.recomputed_sums -= last.sums > 0 and last.sum_is_last
             counts.chunked_mlps += mlp_in_chunks(run.recompute, run.model, layer)
@@ -194,7 +194,7 @@ def _tensor_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[
     stages = stages_with_mtp(workload, pp_rank)
     embeddings, losses = sum(s.embedding for s in stages), sum(s.loss for s in stages)
     if run.recompute.shard_inputs:
-        calls = sum(len(spans_again(workload, stage)) for stage in stages) * num_microbatches
+        calls = sum(len(recomputed_spans(workload, stage)) for stage in stages) * num_microbatches
         yield _row(
             "tp",
             "inputs of layers run again",
@@ -252,7 +252,7 @@ def stages_with_mtp(workload: Workload, pp_rank: int) -> list[Stage]:
     return [*chunks, *layers, *losses]
 
 
-def spans_again(workload: Workload, stage: Stage) -> list[int]:
+def recomputed_spans(workload: Workload, stage: Stage) -> list[int]:
     """Return the layers of each recomputed span; the sum that ends a span is not recomputed."""
     if not stage.layers:
         return []
@@ -304,14 +304,14 @@ def _exchange_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterato
     recomputed: Counter[Exchange] = Counter()
     outputs_recomputed: Counter[Exchange] = Counter()
     for stage in stages_with_mtp(workload, pp_rank):
-        spans = spans_again(workload, stage)
+        spans = recomputed_spans(workload, stage)
         for number, layer in enumerate(stage.layers):
-            again = _layer_recompute(run, spans, number, modules)
+            layer_recompute = _layer_recompute(run, spans, number, modules)
             own = replace(setting, context=layer_context_kind(run.parallel.context, layer))
             for branch in branches(run.model, layer):
                 exchange = branch.kind.exchange(branch, own)
                 if exchange is not None:
-                    repeated, output_repeated = exchange.repeats(again)
+                    repeated, output_repeated = exchange.repeats(layer_recompute)
                     layers[exchange] += 1
                     recomputed[exchange] += repeated
                     outputs_recomputed[exchange] += output_repeated

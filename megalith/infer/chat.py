@@ -60,7 +60,7 @@ class Chat:
         """Start a new conversation."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
-    def say(self, text: str, show: Callable[[str], None]) -> str:
+    def reply(self, text: str, show: Callable[[str], None]) -> str:
         """Send a user message and return the answer; `show` gets it piece by piece.
 
         Called by every tensor-parallel rank with the same text. If it fails, the conversation is

@@ -639,15 +639,15 @@ def visible_softmax(block: Block) -> None:
     first, last = share(rows)
     for i in range(first, last):
         start, stop = visible[i % queries, 0], visible[i % queries, 1]
-        seen, out = scores[i, start:stop], p[i, start:stop]
-        top, total = row_max(seen), np.float32(0)
-        for j in range(len(seen)):
-            e = exp(seen[j] - top)
-            seen[j] = e
+        visible_scores, out = scores[i, start:stop], p[i, start:stop]
+        top, total = row_max(visible_scores), np.float32(0)
+        for j in range(len(visible_scores)):
+            e = exp(visible_scores[j] - top)
+            visible_scores[j] = e
             total += e
         factor = np.float32(1) / total
-        for j in range(len(seen)):
-            out[j] = narrow(seen[j] * factor, out)
+        for j in range(len(visible_scores)):
+            out[j] = narrow(visible_scores[j] * factor, out)
         unseen(p[i], start, stop)
 
 
@@ -667,17 +667,19 @@ def visible_exp(block: Block) -> None:
     first, last = share(rows)
     for i in range(first, last):
         start, stop = visible[i % queries, 0], visible[i % queries, 1]
-        seen, out = scores[i, start:stop], p[i, start:stop]
+        visible_scores, out = scores[i, start:stop], p[i, start:stop]
         if not known:
-            largest[i] = row_max(seen) if stop > start else np.float32(-3.4028234663852886e38)
+            largest[i] = (
+                row_max(visible_scores) if stop > start else np.float32(-3.4028234663852886e38)
+            )
         top, row_total = largest[i], np.float32(0)
-        for j in range(len(seen)):
-            e = exp(seen[j] - top)
-            seen[j] = e
+        for j in range(len(visible_scores)):
+            e = exp(visible_scores[j] - top)
+            visible_scores[j] = e
             row_total += e
         if not known:
             total[i] = row_total
-        for j in range(len(seen)):
-            out[j] = narrow(seen[j], out)
+        for j in range(len(visible_scores)):
+            out[j] = narrow(visible_scores[j], out)
         unseen(scores[i], start, stop)
         unseen(p[i], start, stop)

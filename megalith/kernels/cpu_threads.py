@@ -57,9 +57,9 @@ class CompilationProgress:
     """Reports the compilation of loops inside a `with` block: one line at the start, then one every
     few seconds."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """`say`: receives each line."""
-        self._say = say
+    def __init__(self, print_line: Callable[[str], None]) -> None:
+        """`print_line`: receives each line."""
+        self._print_line = print_line
         self._num_compiled = 0
         self._began = self._last_line = 0.0
 
@@ -81,10 +81,10 @@ class CompilationProgress:
                 if cached
                 else "in every run: numba has no folder to cache them in"
             )
-            self._say(f"compiling CPU kernels ({when})...")
+            self._print_line(f"compiling CPU kernels ({when})...")
         elif now - self._last_line >= COMPILATION_LINE_SECONDS:
             self._last_line = now
-            self._say(
+            self._print_line(
                 f"compiling CPU kernels: {self._num_compiled} done in {now - self._began:.0f} s"
             )
         self._num_compiled += 1

@@ -72,7 +72,7 @@ def _translate_split(draft: Draft) -> None:
         return
     split = ",".join(re.findall(r"[.0-9]+", str(value)))  # Megatron accepts any separators
     if split == DEFAULT_SPLIT and not draft.arguments.value("--mock-data"):
-        draft.say("already", "--split", "this is the default of Megatron and Megalith")
+        draft.report("already", "--split", "this is the default of Megatron and Megalith")
     else:
         draft.put("--split", "data.split", split)
 
@@ -90,13 +90,13 @@ def _translate_documents(draft: Draft) -> None:
                 draft.put(flag, "data.document_masking", True)
     elif arguments.value(_POSITION_IDS):
         text = f"position ids restart only with the attention mask. Add {_MASK}, or remove it"
-        draft.say("not mapped", _POSITION_IDS, text, "numbers")
+        draft.report("not mapped", _POSITION_IDS, text, "numbers")
     if mask and not loss_mask:
         text = (
             "the first token of a document is not predicted from the previous document; Megatron "
             f"predicts it, unless {_EOD_MASK} is given"
         )
-        draft.say("explained", mask, text, "numbers")
+        draft.report("explained", mask, text, "numbers")
     either = loss_mask or mask
     if either and not arguments.given("--calculate-per-token-loss"):
         text = (
@@ -104,7 +104,7 @@ def _translate_documents(draft: Draft) -> None:
             "global batch divided by its labels, that of Megatron the mean of the means of its "
             "microbatches. With --calculate-per-token-loss they are the same"
         )
-        draft.say("explained", either, text, "numbers")
+        draft.report("explained", either, text, "numbers")
 
 
 def _translate_sampler(draft: Draft) -> None:
@@ -116,7 +116,7 @@ def _translate_sampler(draft: Draft) -> None:
             "samples come from code that is passed to Megatron. Write them to a .bin/.idx pair "
             "with `megalith prepare`"
         )
-        draft.say("not mapped", flag, text, "numbers")
+        draft.report("not mapped", flag, text, "numbers")
     elif kind == "cyclic" and draft.arguments.value(no_sharding):
         for name in (flag, no_sharding):
             draft.put(name, "data.sampler", "cyclic")
@@ -173,13 +173,13 @@ def _translate_tokenizer(draft: Draft, tokenizer_vocab: int | None) -> None:
             f"tokenizer as a Hugging Face folder (tokenizer.json) and use {_TYPE} "
             f"HuggingFaceTokenizer {_MODEL} FOLDER"
         )
-        draft.say("not mapped", _TYPE, text, "model")
+        draft.report("not mapped", _TYPE, text, "model")
     elif draft.need(_VOCAB_SIZE, "the vocabulary size"):
         draft.put(_TYPE, "tokenizer.kind", "null")
         draft.put(_VOCAB_SIZE, "tokenizer.vocab_size", size)
         draft.put(_VOCAB_SIZE, "model.vocab_size", size)
         text = "the last token id ends documents; Megatron before 0.18 adds one more id for that"
-        draft.say("explained", _VOCAB_SIZE, text)
+        draft.report("explained", _VOCAB_SIZE, text)
 
 
 def _check_merges_file(draft: Draft) -> bool:
@@ -191,7 +191,7 @@ def _check_merges_file(draft: Draft) -> bool:
     expected = find_merges_file(vocab)
     if expected is not None and expected == merges:
         text = f"the merges file is found in the folder of {_VOCAB_FILE}"
-        draft.say("already", merges_flag, text)
+        draft.report("already", merges_flag, text)
         return True
     if vocab and merges:
         flag, text = (
@@ -201,7 +201,7 @@ def _check_merges_file(draft: Draft) -> bool:
     else:
         flag, text = _TYPE, f"the default, {GPT2}, needs {_VOCAB_FILE} and {merges_flag}"
     text += f". Pass such files, or {_TYPE} HuggingFaceTokenizer {_MODEL} FOLDER (tokenizer.json)"
-    draft.say("not mapped", flag, text, "model")
+    draft.report("not mapped", flag, text, "model")
     return False
 
 
@@ -243,7 +243,7 @@ def _translate_vocab_padding(draft: Draft) -> None:
             "they take part in the softmax, so its first losses are higher by about "
             f"{math.log(rows / size):.4f}"
         )
-        draft.say("explained", _DIVISOR if padded is None else _PADDED, text)
+        draft.report("explained", _DIVISOR if padded is None else _PADDED, text)
 
 
 # --- supervised fine-tuning
@@ -261,10 +261,10 @@ def _translate_sft(draft: Draft) -> None:
     for flag in (_EOD_MASK, _MASK, _POSITION_IDS, _LOADER_MASK):
         if arguments.given(flag):
             text = "each conversation is a separate document with its own labels"
-            draft.say("already", flag, text)
+            draft.report("already", flag, text)
     if arguments.value(loader) in ("cyclic", "external"):
         text = "conversations are shuffled by data.sft.shuffle. Remove it"
-        draft.say("not mapped", loader, text, "numbers")
+        draft.report("not mapped", loader, text, "numbers")
 
 
 def _translate_conversation_files(draft: Draft) -> None:
@@ -281,13 +281,13 @@ def _translate_conversation_files(draft: Draft) -> None:
         draft.put("--mock-data", "data.sft.mock_conversations", 10_000, text)
     if arguments.given(test):
         text = "there is no test split of conversations; evaluate it separately"
-        draft.say("already", test, text)
+        draft.report("already", test, text)
     if arguments.given("--split") and not arguments.value("--mock-data"):
         text = (
             "a file of conversations is not split. Split it, and pass the validation part with "
             f"{valid}"
         )
-        draft.say("not mapped", "--split", text, "numbers")
+        draft.report("not mapped", "--split", text, "numbers")
 
 
 def _translate_packing(draft: Draft) -> bool:
@@ -301,7 +301,7 @@ def _translate_packing(draft: Draft) -> bool:
             "not implemented: a context-parallel size per conversation; results are the same with "
             f"{scheduler} dp_balanced"
         )
-        draft.say("not mapped", scheduler, text)
+        draft.report("not mapped", scheduler, text)
         return False
     if draft.need(max_tokens, "the tokens of a microbatch on each rank"):
         value = draft.arguments.value(max_tokens)
@@ -320,7 +320,7 @@ def _translate_prompt_format(draft: Draft) -> None:
             f"there is no built-in template {name}. Write it to a Jinja file and set "
             "data.sft.template to that file"
         )
-        draft.say("not mapped", flag, text, "numbers")
+        draft.report("not mapped", flag, text, "numbers")
     elif name == "default":
         draft.put(flag, "data.sft.loss_on", "all", "with the tokenizer's own template")
     else:

@@ -124,7 +124,7 @@ def translate_block_configs(draft: Draft) -> None:
     if document is None:
         return
     if flag == TEXT and draft.arguments.given(PATH):
-        draft.say("already", PATH, f"{TEXT} takes precedence")
+        draft.report("already", PATH, f"{TEXT} takes precedence")
     problems = (*_find_missing_flags(draft), *_find_disagreements(draft, document))
     draft.problems += [f"{flag}: {text}" for text in problems]
     if all(draft.sure(name) for name in SIZE_FLAGS):
@@ -160,7 +160,7 @@ def _translate_blocks(draft: Draft, flag: str, document: Mapping[str, Any]) -> N
         draft, flag, "model.ffn_hidden_size", blocks.ffn_hidden_size, "the maximum over the layers"
     )
     if ffn_changed and draft.arguments.given(FFN_SIZE):
-        draft.say("already", FFN_SIZE, f"applies only to layers without this size in {flag}")
+        draft.report("already", FFN_SIZE, f"applies only to layers without this size in {flag}")
     is_heterogeneous = kv_changed or ffn_changed or any(patterns.values())
     if flag == TEXT and not draft.arguments.given(PATH) and is_heterogeneous:
         draft.entries.append(
@@ -352,7 +352,7 @@ def _translate_router_score(draft: Draft) -> None:
             draft.put(flag, norm_setting, top_k != 1)
     if arguments.value("--moe-router-group-topk") is not None and score == "softmax":
         text = "groups are ranked by the sum of their best experts"
-        draft.say("already", "--moe-router-group-topk", text)
+        draft.report("already", "--moe-router-group-topk", text)
 
 
 def _translate_router(draft: Draft) -> None:
@@ -390,7 +390,7 @@ def _translate_aux_loss(draft: Draft) -> None:
     unknown = [kind for kind in kinds if kind not in (*LOSSES, "none")]
     if unknown:
         text = f"{', '.join(unknown)} is not implemented. Use aux_loss"
-        draft.say("not mapped", _TYPES, text, "model")
+        draft.report("not mapped", _TYPES, text, "model")
         return
     losses = [kind for kind in kinds if kind in LOSSES]
     if len(coeffs) != max(len(losses), 1) or (len(losses) != len(kinds) and len(kinds) > 1):
@@ -413,7 +413,7 @@ def _translate_coefficients(draft: Draft, coeffs: Mapping[str, str]) -> None:
             return
         draft.put(_COEFFS, f"model.moe.aux_loss.{LOSSES[kind]}", values[-1], kind)
     if not any(values):
-        draft.say("already", _TYPES, "there is no aux loss")
+        draft.report("already", _TYPES, "there is no aux loss")
 
 
 def _translate_capacity(draft: Draft) -> None:
@@ -470,7 +470,7 @@ def translate_routing_trace(draft: Draft) -> None:
         for flag in (path, max_steps, *CAPTURES):
             if arguments.given(flag):
                 required = path if flag != path and has_experts else "--num-experts"
-                draft.say("already", flag, f"takes effect only with {required}")
+                draft.report("already", flag, f"takes effect only with {required}")
         return
     captures = {flag: kind for flag, kind in CAPTURES.items() if arguments.value(flag)}
     for flag in captures:
@@ -483,7 +483,7 @@ def translate_routing_trace(draft: Draft) -> None:
     all_steps = draft.settings.get("train.steps")
     draft.put(path, setting, all_steps, "every step", of=("train.steps",))
     if arguments.given(max_steps):
-        draft.say("already", max_steps, "0 means every step")
+        draft.report("already", max_steps, "0 means every step")
 
 
 def _split_words(value: Plain) -> list[str]:

@@ -87,7 +87,7 @@ def _translate_pipeline(draft: Draft) -> None:
     if draft.settings.get("parallel.pipeline.vpp", 1) > 1:
         draft.copy(_GROUP)
     elif draft.arguments.given(_GROUP):
-        draft.say("already", _GROUP, "takes effect only with virtual pipeline stages")
+        draft.report("already", _GROUP, "takes effect only with virtual pipeline stages")
 
 
 def _translate_chunks(draft: Draft) -> None:
@@ -166,7 +166,7 @@ def _translate_context(draft: Draft) -> None:
     kinds = _read_cp_kinds(draft)
     if draft.number(_CP) == 1:
         for flag in given:
-            draft.say("already", flag, f"takes effect only with {_CP}")
+            draft.report("already", flag, f"takes effect only with {_CP}")
         return
     if kinds:
         # of several kinds, a2a+ring is the one that needs two groups
@@ -177,7 +177,7 @@ def _translate_context(draft: Draft) -> None:
     if "a2a+ring" in kinds:
         _translate_cp_sizes(draft)
     elif _CP_SIZES in given:
-        draft.say("already", _CP_SIZES, f"takes effect only with {_CP_KIND} a2a+p2p")
+        draft.report("already", _CP_SIZES, f"takes effect only with {_CP_KIND} a2a+p2p")
 
 
 def _read_cp_kinds(draft: Draft) -> list[str]:
@@ -223,12 +223,12 @@ def _translate_zero(draft: Draft) -> None:
         if zero and (flag == levels[zero] or draft.arguments.value(flag) is True):
             draft.put(flag, "parallel.zero", zero)
     if draft.arguments.given(_STRATEGY) and not draft.arguments.value(_MEGATRON_FSDP):
-        draft.say("already", _STRATEGY, f"takes effect only with {_MEGATRON_FSDP}")
+        draft.report("already", _STRATEGY, f"takes effect only with {_MEGATRON_FSDP}")
     if zero:
         draft.copy(_INSTANCES)
     elif draft.number(_INSTANCES) > 1:
         text = f"has no effect without {_OPTIMIZER}. Add it, or remove this flag"
-        draft.say("not mapped", _INSTANCES, text)
+        draft.report("not mapped", _INSTANCES, text)
     _translate_reduce_dtype(draft, zero)
 
 
@@ -241,7 +241,7 @@ def _translate_reduce_dtype(draft: Draft, zero: int) -> None:
     else:
         case = f"without {_OPTIMIZER}" if zero == 0 else "of fully sharded weights"
         text = f"gradients {case} are summed in fp32, which is more precise"
-        draft.say("explained", _REDUCE, text)
+        draft.report("explained", _REDUCE, text)
 
 
 # --- activation memory
@@ -281,13 +281,13 @@ def translate_memory(draft: Draft) -> None:
     if granularity is None:
         for name in (_METHOD, _NUM_LAYERS, _MODULES, _SHARD):
             if draft.arguments.given(name):
-                draft.say("already", name, f"takes effect only with {_GRANULARITY}")
+                draft.report("already", name, f"takes effect only with {_GRANULARITY}")
         _translate_mlp_chunks(draft, [])
         return
     modules = _read_modules(draft) if granularity == "selective" else []
     _translate_mlp_chunks(draft, modules)
     if granularity == "selective" and not modules:
-        draft.say("already", flag, "nothing is recomputed: the model has none of the modules")
+        draft.report("already", flag, "nothing is recomputed: the model has none of the modules")
         return
     draft.put(flag, "recompute.granularity", granularity)
     if modules:
@@ -329,7 +329,7 @@ def _translate_mlp_chunks(draft: Draft, modules: Sequence[str]) -> None:
             "has no effect on results; only recomputed dense MLPs are computed in chunks: use "
             f"{_MODULES} mlp"
         )
-        draft.say("already", _CHUNKS, text)
+        draft.report("already", _CHUNKS, text)
 
 
 def _check_layer_count(draft: Draft, flag: str, *, least: int, most: int) -> None:
@@ -357,7 +357,7 @@ def _read_modules(draft: Draft) -> list[str]:
             modules.append(names[word])
         elif word == "moe_act" and "moe" in names:
             text = "activations between the matmuls of experts are always recomputed"
-            draft.say("already", _MODULES, text)
+            draft.report("already", _MODULES, text)
         elif word in _MODULES_OF_OTHER_MODELS:
             missing.append(word)
         else:
@@ -366,5 +366,5 @@ def _read_modules(draft: Draft) -> list[str]:
                 f"{_MODULES} {word}: Megatron has no such choice. Use one of {valid}."
             )
     if missing:
-        draft.say("already", _MODULES, f"this model has no {', '.join(missing)}")
+        draft.report("already", _MODULES, f"this model has no {', '.join(missing)}")
     return list(dict.fromkeys(modules))

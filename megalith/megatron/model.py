@@ -52,13 +52,13 @@ def _translate_heads(draft: Draft) -> None:
     arguments, setting, heads = draft.arguments, "model.num_kv_heads", "--num-attention-heads"
     mla = arguments.value("--multi-latent-attention")
     if arguments.value("--group-query-attention") and not mla:
-        draft.say("already", "--group-query-attention", "query heads share KV heads")
+        draft.report("already", "--group-query-attention", "query heads share KV heads")
         draft.put("--num-query-groups", setting, arguments.value("--num-query-groups"))
         return
     draft.put(heads, setting, draft.number(heads), of=(heads,))
     if arguments.given("--num-query-groups"):
         text = "takes effect only with --group-query-attention"
-        draft.say("already", "--num-query-groups", text)
+        draft.report("already", "--num-query-groups", text)
 
 
 def _translate_kernels(draft: Draft) -> None:
@@ -70,14 +70,14 @@ def _translate_kernels(draft: Draft) -> None:
     if arguments.value(swiglu) and arguments.value("--swiglu"):
         draft.put(swiglu, "kernels.activation", "torch")
     elif arguments.value(swiglu):
-        draft.say("already", swiglu, "takes effect only with --swiglu")
+        draft.report("already", swiglu, "takes effect only with --swiglu")
     attention = "--attention-backend"
     if arguments.value(attention) in ("unfused", "local"):
         text = "the whole score matrix is in memory"
         draft.put(attention, "kernels.attention", "reference", text)
     elif arguments.given(attention):
         text = "the fastest backend that supports the attention is selected"
-        draft.say("already", attention, text)
+        draft.report("already", attention, text)
 
 
 def _translate_norms(draft: Draft) -> None:
@@ -154,7 +154,7 @@ def _translate_mtp(draft: Draft) -> None:
         layout = "--pipeline-model-parallel-layout"
         has_stage = "has a" if _has_mtp_stage(draft.arguments.value(layout)) else "has no"
         text = f"{layout} decides, as in Megatron; it {has_stage} stage that contains only m"
-        draft.say("already", "--mtp-standalone", text)
+        draft.report("already", "--mtp-standalone", text)
 
 
 def _has_mtp_stage(layout: Plain) -> bool:
@@ -233,9 +233,9 @@ def _translate_window(draft: Draft) -> None:
     left = int(sides[1])
     if int(sides[2]) > 0:
         text = "the second number has no effect on causal attention"
-        draft.say("already", flag, text)
+        draft.report("already", flag, text)
     if left == -1:
-        draft.say("already", flag, "attention to all earlier tokens is the default")
+        draft.report("already", flag, "attention to all earlier tokens is the default")
         return
     draft.put(flag, "model.attention.window", left + 1, "our window includes the query token")
     _translate_window_layers(draft)
@@ -256,7 +256,7 @@ def _translate_mla(draft: Draft) -> None:
     """Translate MLA: its compressed vectors are normalized only with --qk-layernorm, and its rotary
     positions are interleaved."""
     flag, arguments = "--multi-latent-attention", draft.arguments
-    draft.say(
+    draft.report(
         "already", flag, "keys and values of all heads are expanded from one vector per token"
     )
     for name in (
@@ -271,15 +271,15 @@ def _translate_mla(draft: Draft) -> None:
     if arguments.value("--qk-layernorm"):
         draft.put("--norm-epsilon", "model.mla.norm_eps", arguments.value("--norm-epsilon"))
         text = "the compressed vectors are normalized, with the norm of --normalization"
-        draft.say("already", "--qk-layernorm", text)
+        draft.report("already", "--qk-layernorm", text)
     else:
         text = "compressed vectors are normalized only with --qk-layernorm"
         draft.put(flag, "model.mla.norms", False, text)
     for name in ("--group-query-attention", "--qk-l2-norm", "--attention-output-gate"):
         if arguments.value(name):
-            draft.say("not mapped", name, "MLA does not support it. Remove it", "model")
+            draft.report("not mapped", name, "MLA does not support it. Remove it", "model")
     if arguments.given("--kv-channels"):
-        draft.say("already", "--kv-channels", "MLA has head sizes of its own")
+        draft.report("already", "--kv-channels", "MLA has head sizes of its own")
     _translate_mla_yarn(draft)
 
 
@@ -292,14 +292,14 @@ def _translate_positions(draft: Draft) -> None:
     flag = old_flag if arguments.given(old_flag) else _TYPE
     if arguments.value("--multi-latent-attention") and kind != "rope":
         text = f"MLA supports only rotary positions. Use {_TYPE} rope"
-        draft.say("not mapped", flag, text, "model")
+        draft.report("not mapped", flag, text, "model")
         return
     if kind == "relative":
         text = (
             "belongs to BERT or T5; pretrain_gpt.py does not read it and trains without positions. "
             f"Use {_TYPE} none"
         )
-        draft.say("not mapped", flag, text, "model")
+        draft.report("not mapped", flag, text, "model")
         return
     draft.put(flag, "model.positions", _POSITIONS[kind])
     if _POSITIONS[kind] == "rope":
@@ -312,7 +312,7 @@ def _translate_rope(draft: Draft, kind: str) -> None:
     if draft.arguments.value("--multi-latent-attention"):
         if draft.arguments.given(skip):
             text = "Megatron's MLA applies rotary positions in every layer and ignores it"
-            draft.say("already", skip, text)
+            draft.report("already", skip, text)
         return
     _translate_rope_features(draft, kind)
     {"rope": _translate_rope_scaling, "yarn": _translate_yarn, "mrope": _translate_mrope}[kind](
@@ -329,12 +329,12 @@ def _translate_rope_features(draft: Draft, kind: str) -> None:
     percent, interleaved = "--rotary-percent", "--rotary-interleaved"
     if kind == "yarn" and draft.arguments.value(percent) != 1:
         text = "Megatron's YaRN rotates all features and ignores it. Remove it"
-        draft.say("not mapped", percent, text, "model")
+        draft.report("not mapped", percent, text, "model")
     else:
         draft.copy(percent)
     if draft.arguments.value(interleaved) and kind != "rope":
         text = f"Megatron fails with it and {_TYPE} {kind}. Remove it"
-        draft.say("not mapped", interleaved, text, "model")
+        draft.report("not mapped", interleaved, text, "model")
     elif draft.arguments.value(interleaved):
         draft.put(interleaved, "model.rope.interleaved", True)
 
@@ -343,7 +343,7 @@ def _translate_rope_scaling(draft: Draft) -> None:
     arguments, scaling = draft.arguments, "--rope-scaling-factor"
     if not arguments.value("--use-rope-scaling"):
         if arguments.given(scaling):
-            draft.say("already", scaling, "takes effect only with --use-rope-scaling")
+            draft.report("already", scaling, "takes effect only with --use-rope-scaling")
         _translate_linear_scaling(draft)
         return
     factor, linear = arguments.value(scaling), "--rotary-seq-len-interpolation-factor"
@@ -351,10 +351,10 @@ def _translate_rope_scaling(draft: Draft) -> None:
     draft.put(scaling, "model.rope.factor", factor)
     if factor != 8.0:
         text = "some releases of Megatron ignore it and scale by 8: check what your release does"
-        draft.say("explained", scaling, text)
+        draft.report("explained", scaling, text)
     if arguments.value(linear) not in (None, 1):
         text = "only one kind of scaling is supported. Remove it, or --use-rope-scaling"
-        draft.say("not mapped", linear, text, "model")
+        draft.report("not mapped", linear, text, "model")
 
 
 def _translate_linear_scaling(draft: Draft) -> None:
@@ -369,7 +369,7 @@ def _translate_yarn(draft: Draft) -> None:
     """Translate YaRN without MLA; with a factor of 1 it does nothing."""
     factor = _read_number(draft, "--rotary-scaling-factor")
     if factor == 1:
-        draft.say("already", _TYPE, "YaRN with --rotary-scaling-factor 1 is plain rope")
+        draft.report("already", _TYPE, "YaRN with --rotary-scaling-factor 1 is plain rope")
         return
     draft.put(_TYPE, "model.rope.scaling", "yarn")
     draft.put("--rotary-scaling-factor", "model.rope.factor", factor)
@@ -416,11 +416,11 @@ def _translate_mla_yarn(draft: Draft) -> None:
         _translate_mla_scale(draft, "--mscale-all-dim", factor, text)
     if kind == "rope" and arguments.value("--rotary-percent") != 1:
         text = "MLA rotates all of its rotary features. Remove it"
-        draft.say("not mapped", "--rotary-percent", text, "model")
+        draft.report("not mapped", "--rotary-percent", text, "model")
     if kind == "rope" or factor <= 1:
         if arguments.given(scaling):
             text = "takes effect only with YaRN if above 1, and with --mscale-all-dim"
-            draft.say("already", scaling, text)
+            draft.report("already", scaling, text)
         return
     draft.put("--rope-type", "model.rope.scaling", "yarn")
     draft.put(scaling, "model.rope.factor", factor)

@@ -410,7 +410,7 @@ class Draft:
         if value is not None:
             self.put(name, flag.setting[0], value if flag.factor is None else value * flag.factor)
 
-    def say(self, verdict: Verdict, flag: str, text: str, effect: Effect = "none") -> None:
+    def report(self, verdict: Verdict, flag: str, text: str, effect: Effect = "none") -> None:
         """Report on a flag that becomes no setting."""
         typed = self.arguments.typed(flag)
         self.entries.append(FlagReport(verdict=verdict, flag=typed, text=text, effect=effect))
@@ -438,11 +438,11 @@ def report_unmapped(draft: Draft) -> None:
         if words is None:
             continue
         if flag.requires is not None and not draft.arguments.given(flag.requires):
-            draft.say("already", name, f"takes effect only with {flag.requires}")
+            draft.report("already", name, f"takes effect only with {flag.requires}")
         elif words and all(_matches(flag, word) for word in words):
-            draft.say("already", name, "Megalith does the same")
+            draft.report("already", name, "Megalith does the same")
         else:
-            draft.say(flag.verdict, name, flag.reason, flag.effect)
+            draft.report(flag.verdict, name, flag.reason, flag.effect)
 
 
 def report_unused(draft: Draft) -> None:
@@ -450,7 +450,7 @@ def report_unused(draft: Draft) -> None:
     reported = {entry.flag.split()[0] for entry in draft.entries}
     for name in draft.arguments.values:
         if name not in reported and name not in draft.silent:
-            draft.say("already", name, "has no effect with the other arguments")
+            draft.report("already", name, "has no effect with the other arguments")
 
 
 def _matches(flag: MegatronFlag, word: str) -> bool:

@@ -67,14 +67,14 @@ def _translate_evaluation(draft: Draft) -> None:
         draft.put(steps_flag, "train.eval_steps", 0)
         if draft.arguments.given(steps_flag) or draft.arguments.given(interval_flag):
             text = "nothing is evaluated, because there is no validation data"
-            draft.say("explained", steps_flag, text)
+            draft.report("explained", steps_flag, text)
         return
     draft.put(steps_flag, "train.eval_steps", steps)
     if interval is not None and interval > 0 and steps > 0:
         draft.put(interval_flag, "train.eval_every", interval)
     elif steps > 0:
         text = "evaluates after the last step only; Megatron before 0.19 assumes 1000"
-        draft.say("explained", interval_flag, text)
+        draft.report("explained", interval_flag, text)
 
 
 def _has_validation(draft: Draft) -> bool:
@@ -101,17 +101,17 @@ def translate_folders(draft: Draft) -> None:
     else:
         draft.put(interval, setting, arguments.value(interval))
         text = "checkpoints are in the run folder: select it with megalith train --run"
-        draft.say("explained", "--save", text)
+        draft.report("explained", "--save", text)
     if arguments.value("--no-save-optim"):
         draft.put("--no-save-optim", "checkpoint.save_optimizer", False)
     if load is not None and load == save:
-        draft.say("already", "--load", "the same command resumes a run from its own folder")
+        draft.report("already", "--load", "the same command resumes a run from its own folder")
     elif load is not None:
         text = (
             "Megatron checkpoints cannot be read, and the run would start with initial weights. "
             "Convert the model to Hugging Face and set checkpoint.load to that folder, or remove it"
         )
-        draft.say("not mapped", "--load", text, "model")
+        draft.report("not mapped", "--load", text, "model")
     _translate_retention(draft)
     if arguments.value("--tensorboard-dir") is not None:
         text = "written to tensorboard/ in the run folder"
@@ -165,7 +165,7 @@ def _translate_decoupled_lr(draft: Draft) -> None:
     min_lr = arguments.value(min_flag)
     if arguments.value(flag) is None:
         if arguments.given(min_flag):
-            draft.say("already", min_flag, f"takes effect only with {flag}")
+            draft.report("already", min_flag, f"takes effect only with {flag}")
         return
     names: list[Plain] = ["embed.weight"]
     if not draft.settings.get("model.tied_embeddings"):
@@ -173,10 +173,10 @@ def _translate_decoupled_lr(draft: Draft) -> None:
     group: dict[str, Plain] = {"name": "embedding_and_output", "match": names}
     group["lr"] = arguments.value(flag)
     if min_lr is not None and draft.settings.get("schedule.style") == "constant":
-        draft.say("already", min_flag, "has no effect on a constant learning rate")
+        draft.report("already", min_flag, "has no effect on a constant learning rate")
     elif min_lr is not None:
         group["min_lr"] = min_lr
-        draft.say("already", min_flag, f"is part of the parameter group of {flag}")
+        draft.report("already", min_flag, f"is part of the parameter group of {flag}")
     draft.put(flag, "optim.groups", [group])
 
 
@@ -193,12 +193,12 @@ def _translate_decayed_vectors(draft: Draft) -> None:
         names = ["*.q_down_norm.*"]
     if not names:
         for flag in given:
-            draft.say("already", flag, "the model has no norms of queries and keys")
+            draft.report("already", flag, "the model has no norms of queries and keys")
         return
     for flag in given[:1]:
         draft.put(flag, "optim.decayed_vectors", names)
     for flag in given[1:]:
-        draft.say("already", flag, f"has the same meaning as {given[0]}")
+        draft.report("already", flag, f"has the same meaning as {given[0]}")
 
 
 def _translate_update(draft: Draft) -> None:
@@ -217,10 +217,10 @@ def _translate_update(draft: Draft) -> None:
         unused = ("--sgd-momentum",)
     else:
         text = "not implemented: optimizers other than AdamW and SGD. Use adam or sgd"
-        draft.say("not mapped", "--optimizer", text, "model")
+        draft.report("not mapped", "--optimizer", text, "model")
     for flag in unused:
         if arguments.given(flag):
-            draft.say("already", flag, f"takes effect only with --optimizer {other}")
+            draft.report("already", flag, f"takes effect only with --optimizer {other}")
 
 
 def _translate_precision(draft: Draft) -> None:
@@ -236,7 +236,7 @@ def _translate_precision(draft: Draft) -> None:
         if fp16:
             draft.copy(flag)
         elif draft.arguments.given(flag):
-            draft.say("already", flag, "takes effect only with --fp16")
+            draft.report("already", flag, "takes effect only with --fp16")
 
 
 def _translate_nonfinite_grad(draft: Draft) -> None:
@@ -250,7 +250,7 @@ def _translate_nonfinite_grad(draft: Draft) -> None:
     draft.put(flag if skip else "--fp16", setting, "skip", "it reduces the loss scale")
     if draft.arguments.value("--loss-scale") is not None and not skip:
         text = "a step whose gradients overflow is skipped and counted; Megatron ends the run there"
-        draft.say("explained", "--loss-scale", text)
+        draft.report("explained", "--loss-scale", text)
 
 
 # --- schedules
@@ -305,7 +305,7 @@ def _put_steps(
     draft.put(flag, setting, rounded, of=of)
     if setting not in draft.unsure and abs(rounded - steps) > 1e-6 * max(steps, 1.0):
         text = f"{steps:.6g} steps are rounded to {rounded}"
-        draft.say("explained", flag, text, "numbers")
+        draft.report("explained", flag, text, "numbers")
 
 
 def _translate_warmup(draft: Draft) -> None:
@@ -325,7 +325,7 @@ def _translate_warmup(draft: Draft) -> None:
     if draft.settings.get(setting):
         draft.copy(init)
     elif draft.arguments.value(init):
-        draft.say("already", init, "has no effect without warmup")
+        draft.report("already", init, "has no effect without warmup")
 
 
 def _translate_decay(draft: Draft, style: str) -> None:
@@ -334,11 +334,11 @@ def _translate_decay(draft: Draft, style: str) -> None:
         for flag in (given[0] if given else None, "--min-lr"):
             if flag is not None and draft.arguments.given(flag) and draft.arguments.value(flag):
                 text = "has no effect with --lr-decay-style constant, in Megatron too"
-                draft.say("already", flag, text)
+                draft.report("already", flag, text)
         return
     draft.copy("--min-lr")
     if given is not None and given[1] == _read_count(draft, "train.steps"):
-        draft.say("already", given[0], "decay over the whole run is the default")
+        draft.report("already", given[0], "decay over the whole run is the default")
     elif given is not None:
         _put_steps(draft, given[0], "schedule.decay_steps", given[1])
 
@@ -352,7 +352,7 @@ def _translate_wsd(draft: Draft, style: str) -> None:
         return
     for flag in (given[0] if given else None, style_flag):
         if flag is not None and draft.arguments.given(flag):
-            draft.say("already", flag, "takes effect only with --lr-decay-style WSD")
+            draft.report("already", flag, "takes effect only with --lr-decay-style WSD")
 
 
 def _translate_weight_decay(draft: Draft) -> None:

@@ -233,7 +233,7 @@ class StepProgress:
             self._last_line = time.monotonic()
             self._line(f"{self._noun} {step}/{self._total}{f' · {text}' if text else ''}")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above the bar and log it."""
         _log.info(text)
         if self._bar is not None:

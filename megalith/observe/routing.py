@@ -269,10 +269,10 @@ def _routing_predictability(
     tokens = pair.best.sum((1, 2))
     right = blind = saved = whole = 0.0
     for half in (0, 1):
-        seen, asked = pair.best[1 - half], pair.best[half]
-        right += float(asked[np.arange(len(asked)), guesses(seen)].sum())
-        blind += float(asked[:, int(seen.sum(0).argmax())].sum())
-        before, after = surprise(seen, asked)
+        counts, heldout = pair.best[1 - half], pair.best[half]
+        right += float(heldout[np.arange(len(heldout)), most_frequent(counts)].sum())
+        blind += float(heldout[:, int(counts.sum(0).argmax())].sum())
+        before, after = heldout_cross_entropy(counts, heldout)
         whole, saved = whole + before, saved + before - after
     total = int(tokens.sum())
     of = 1.0 / max(total, 1)
@@ -287,31 +287,31 @@ def _routing_predictability(
     )
 
 
-def guesses(seen: Counts) -> Counts:
+def most_frequent(counts: Counts) -> Counts:
     """Return the most frequent next expert after each expert, [E]; overall if the expert was never
     chosen."""
-    predictions: Counts = np.where(seen.any(1), seen.argmax(1), seen.sum(0).argmax())
+    predictions: Counts = np.where(counts.any(1), counts.argmax(1), counts.sum(0).argmax())
     return predictions
 
 
-def surprise(seen: Counts, asked: Counts) -> tuple[float, float]:
-    """Return the cross-entropy of `asked` [E, E] in nats under counts `seen` [E, E], without and
-    with the previous choice.
+def heldout_cross_entropy(counts: Counts, heldout: Counts) -> tuple[float, float]:
+    """Return the cross-entropy of `heldout` [E, E] in nats under `counts` [E, E], without and with
+    the previous choice.
 
     q(y) = (n_y + 1) / (n + E) and q(y|x) = (n_xy + a q(y)) / (n_x + a), where a is the power of 4
-    with the lowest leave-one-out cross-entropy of `seen`. Source: MacKay and Peto 1995, Nat. Lang.
-    Eng. 1(3).
+    with the lowest leave-one-out cross-entropy of `counts`. Source: MacKay and Peto 1995, Nat.
+    Lang. Eng. 1(3).
     """
-    alone = (seen.sum(0) + 1) / (seen.sum() + len(seen))
-    rows = seen.sum(1, keepdims=True)
+    alone = (counts.sum(0) + 1) / (counts.sum() + len(counts))
+    rows = counts.sum(1, keepdims=True)
 
     def left_out(weight: float) -> float:
-        known = np.maximum(seen - 1, 0) + weight * alone
-        return float(-(seen * np.log(known / np.maximum(rows - 1 + weight, weight))).sum())
+        known = np.maximum(counts - 1, 0) + weight * alone
+        return float(-(counts * np.log(known / np.maximum(rows - 1 + weight, weight))).sum())
 
     weight = min((4.0**power for power in range(-3, 9)), key=left_out)
-    known = (seen + weight * alone) / (rows + weight)
-    return float(-(asked.sum(0) * np.log(alone)).sum()), float(-(asked * np.log(known)).sum())
+    known = (counts + weight * alone) / (rows + weight)
+    return float(-(heldout.sum(0) * np.log(alone)).sum()), float(-(heldout * np.log(known)).sum())
 
 
 def _count_hits(

@@ -153,11 +153,11 @@ class AllGatherAttend:
         k, v = everything.split([k.shape[-1], v.shape[-1]], -1)
         spans = context.key_spans_to_all(**attention_range(scores, context))
         dropped = build_dropped_weights(dropout_key, scores)
-        biases, seen = (
+        biases, pair_masks = (
             pair_biases_to_all(context, attention_bias, scores),
             pair_mask_to_all(context),
         )
-        return self.find(q, k, v, spans, scores, sinks, dropped, biases, seen)
+        return self.find(q, k, v, spans, scores, sinks, dropped, biases, pair_masks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +200,13 @@ class UlyssesAttend:
                 dropout_key=dropout_key,
             )
         else:  # documents end with padding, which must be masked
-            spans, seen = (
+            spans, pair_masks = (
                 context.key_spans_among_all(**attention_range(scores, context)),
                 pair_mask_among_all(context),
             )
             biases = pair_biases_among_all(context, attention_bias, scores)
             dropped = build_dropped_weights(dropout_key, scores)
-            out = span_attention(q, k, v, spans, scores, sinks, dropped, biases, seen)
+            out = span_attention(q, k, v, spans, scores, sinks, dropped, biases, pair_masks)
         return exchange_heads_for_tokens(out, self.group, context.everyone)
 
 
@@ -472,7 +472,7 @@ class RingPairs:
     biases: Sequence[PairBiases] | None = None
     """Position biases of the scores, from the same values for all ranks."""
 
-    seen: Sequence[PairMask] | None = None
+    pair_masks: Sequence[PairMask] | None = None
     """The pairs that attention masks let see."""
 
     def terms(self, rank: int) -> tuple[DroppedWeights | None, PairBiases | None, PairMask | None]:
@@ -480,7 +480,7 @@ class RingPairs:
         return (
             None if self.dropped is None else self.dropped[rank],
             None if self.biases is None else self.biases[rank],
-            None if self.seen is None else self.seen[rank],
+            None if self.pair_masks is None else self.pair_masks[rank],
         )
 
 
@@ -586,7 +586,7 @@ class RingAttention(Function):
             )
             owner = _owner(group, step)
             sums = add_gradients(kv, pairs.spans[owner], torch.zeros_like(local_sums), owner)
-            in_flight = _maybe_wait(_send_home(sums, in_flight, group), overlap)
+            in_flight = _maybe_wait(_return_gradients(sums, in_flight, group), overlap)
         local_sums = add_gradients(local_kv, last, local_sums, group.rank)
         assert in_flight is not None
         dkv = by_token(local_sums.add_(in_flight.wait()).to(q.dtype).unsqueeze(1), heads)
@@ -657,7 +657,7 @@ def _maybe_wait(started: PendingCollective, overlap: bool) -> PendingCollective:
     return started if overlap else PendingCollective(started.wait())
 
 
-def _send_home(
+def _return_gradients(
     sums: Tensor, in_flight: PendingCollective | None, group: Group
 ) -> PendingCollective:
     """Add the gradient sums of the previous ranks for the same keys and pass them on; the last step

@@ -113,7 +113,7 @@ class FullyShardedDataParallel:
         local_params_by_name: dict[str, ShardedParam] = {}
         for unit in self.units:
             local_params_by_name |= unit.connect(places.get(id(unit), []), watch=watch)
-        self.sums.units = _as_backward_ends(self.units, chunks)
+        self.sums.units = _in_backward_order(self.units, chunks)
         for chunk in chunks if not overlap else ():
             _disable_prefetch(chunk)
         self.local_params = [
@@ -160,7 +160,7 @@ class FullyShardedDataParallel:
         """Return the names of parameters whose gradient on this rank was NaN or infinite before the
         reduction; needs `watch`."""
         return sorted(
-            {name for unit in self.units for name, finite in unit.seen if not bool(finite)}
+            {name for unit in self.units for name, finite in unit.finite_flags if not bool(finite)}
         )
 
     def checksums(self) -> Sequence[tuple[int, Group]]:
@@ -216,7 +216,7 @@ class Unit:
         self.module, self.division, self.sums = module, division, sums
         self.gradient = torch.empty(0)
         self.names: list[str] = []
-        self.seen: list[tuple[str, Tensor]] = []
+        self.finite_flags: list[tuple[str, Tensor]] = []
         """Whether each gradient of this step was finite here before it was summed; empty unless
         watched."""
         self._expected = 0
@@ -255,7 +255,7 @@ class Unit:
     def begin_step(self, microbatches: int) -> None:
         """Start a step with this many gradients of each parameter."""
         self._expected, self._rounds = microbatches, dict.fromkeys(self.names, 0)
-        self.seen.clear()
+        self.finite_flags.clear()
 
     def unused(self) -> list[str]:
         """Return the names of parameters without a gradient in this step."""
@@ -278,7 +278,7 @@ class Unit:
         """Add `parameter.grad` to the gradient."""
         assert parameter.grad is not None, shard.name
         if self._watch:
-            self.seen.append((shard.name, parameter.grad.isfinite().all()))
+            self.finite_flags.append((shard.name, parameter.grad.isfinite().all()))
         self._put(shard.name, parameter.grad.flatten())
         parameter.grad = None
         self._start_ready_sums()
@@ -370,7 +370,9 @@ class ShardedUnit(Unit):
         )
         self._put(shard.name, self._sum[self._read : self._read + numel])
         if self._finite is not None:
-            self.seen.append((shard.name, self._finite[self._read : self._read + sent].all()))
+            self.finite_flags.append(
+                (shard.name, self._finite[self._read : self._read + sent].all())
+            )
         parameter.grad = None
         self._read += sent
         if self._read == self._sum.numel():
@@ -693,7 +695,7 @@ def _unit(module: nn.Module, divisions: ShardGroupsByGrid, sums: OrderedAllReduc
     return (ShardedUnit if division.slices.size > 1 else Unit)(module, division, sums)
 
 
-def _as_backward_ends(units: Sequence[Unit], chunks: Sequence[nn.Module]) -> list[Unit]:
+def _in_backward_order(units: Sequence[Unit], chunks: Sequence[nn.Module]) -> list[Unit]:
     """Return the units in the order in which backward ends: last layer first, after its experts; a
     chunk's own parameters after everything inside it."""
     unit_of = {id(unit.module): unit for unit in units}

@@ -106,7 +106,7 @@ class OffloadedStorage:
             self.host.copy_(source, non_blocking=True)
         source.record_stream(stream)  # the allocator must not reuse its memory before the copy
 
-    def start_back(self) -> None:
+    def start_copy_back(self) -> None:
         """Start the copy to the device, unless it has been started."""
         if self.back is not None:
             return
@@ -120,7 +120,7 @@ class OffloadedStorage:
 
     def storage(self) -> torch.UntypedStorage:
         """Return the storage on the device, complete for the current stream."""
-        self.start_back()
+        self.start_copy_back()
         assert self.back is not None
         if self._copied is not None:
             current = torch.cuda.current_stream(self.device)
@@ -197,7 +197,7 @@ class OffloadedPass:
         for reference in self.spans.get(number, ()):
             away = reference()
             if away is not None:
-                away.start_back()
+                away.start_copy_back()
 
     def _pack(
         self, number: int, layers: Sequence[nn.Module], x: Tensor
@@ -396,7 +396,7 @@ class LayerRunner:
     """Host buffers of offloaded activations."""
 
     @property
-    def saves_less(self) -> bool:
+    def reduces_saved_activations(self) -> bool:
         """Whether training recomputes whole layers or offloads their activations."""
         return self.recompute.granularity == "full" or self.offload.layers > 0
 
@@ -409,7 +409,7 @@ class LayerRunner:
     ) -> tuple[Tensor, LayerInputs]:
         """x [t, h], in the layout of the layers -> [t, h], and the inputs with the cross-layer
         source."""
-        if remember is None and not (torch.is_grad_enabled() and self.saves_less):
+        if remember is None and not (torch.is_grad_enabled() and self.reduces_saved_activations):
             return _run(layers, inputs, x), inputs
         spans = self._spans(len(layers), None if remember is None else remember.before)
         offloaded = OffloadedPass(

@@ -368,7 +368,7 @@ class RankDevice:
     has_operators: bool = True
 
 
-def why_not_fused(places: Sequence[RankDevice]) -> str | None:
+def find_fusion_obstacle(places: Sequence[RankDevice]) -> str | None:
     """Return why a group cannot use fused collective matmul, or None if it can. Equal on all ranks,
     given all devices."""
     first = places[0]
@@ -409,8 +409,8 @@ def choose_collective_matmul(
     """
     if name == "ring_exchange" or group.size == 1 or (name == "auto" and device.type != _GPU):
         return RING_EXCHANGE
-    places = gather_objects(my_place(group.ranks[group.rank], device), group)
-    reason = why_not_fused([place for place in places if isinstance(place, RankDevice)])
+    places = gather_objects(local_rank_device(group.ranks[group.rank], device), group)
+    reason = find_fusion_obstacle([place for place in places if isinstance(place, RankDevice)])
     if reason is not None and name == "fused":
         raise ConfigError(
             f"parallel.collective_matmul={name} is not available to ranks {list(group.ranks)}: "
@@ -430,7 +430,7 @@ def choose_collective_matmul(
     return FUSED
 
 
-def my_place(rank: int, device: torch.device) -> RankDevice:
+def local_rank_device(rank: int, device: torch.device) -> RankDevice:
     """Return the device of this process."""
     if device.type != _GPU:
         return RankDevice(rank, device.type)

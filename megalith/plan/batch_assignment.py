@@ -22,7 +22,7 @@ from megalith.config.train import LoopConfig
 from megalith.errors import DataError, PlanError
 from megalith.plan.costs import step_flops
 from megalith.plan.grid import divisors
-from megalith.plan.layers.base import pairs_seen
+from megalith.plan.layers.base import num_attended_pairs
 from megalith.plan.packing import pack_in_order
 from megalith.plan.schedule import effective_pipeline, schedule_name, schedule_problems
 
@@ -38,14 +38,16 @@ class DocumentCost:
 
     token: int = 1
     pair: int = 0
-    seen: int = 0
+    window_pair: int = 0
     attention: AttentionConfig | None = None
-    """Attention config that defines the window; used only with `seen`."""
+    """Attention config that defines the window; used only with `window_pair`."""
 
     def __call__(self, length: int) -> int:
         """Return the cost of one document."""
         windowed = (
-            self.seen * pairs_seen(length, self.attention) if self.attention is not None else 0
+            self.window_pair * num_attended_pairs(length, self.attention)
+            if self.attention is not None
+            else 0
         )
         return self.token * length + self.pair * length**2 + windowed
 

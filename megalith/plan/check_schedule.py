@@ -412,15 +412,15 @@ class _QueueRun:
         waiting = [queue[0].place for queue in self.queues.values() if queue]
         if not blocked + waiting:
             return []
-        place, seen = (blocked + waiting)[0], dict[RankAction, str]()
-        while place not in seen:
-            seen[place], place = self._find_blocker(place)
-        cycle = list(seen)[list(seen).index(place) :]
+        place, visited = (blocked + waiting)[0], dict[RankAction, str]()
+        while place not in visited:
+            visited[place], place = self._find_blocker(place)
+        cycle = list(visited)[list(visited).index(place) :]
         chain = ", which ".join(
-            f"{seen[each]} {self._text(after)}" for each, after in pairwise(cycle)
+            f"{visited[each]} {self._text(after)}" for each, after in pairwise(cycle)
         )
         return [
-            f"deadlock over NCCL: {self._text(cycle[0])} {chain}, which {seen[cycle[-1]]} the "
+            f"deadlock over NCCL: {self._text(cycle[0])} {chain}, which {visited[cycle[-1]]} the "
             "first of these"
         ]
 

@@ -38,14 +38,14 @@ def num_parameters_per_rank(config: ModelConfig, *, tp: int) -> int:
 
 def _held(config: ModelConfig, tp: int, rank: int) -> int:
     ends = held_parameters(config, single_stage(0, config.mtp.num_layers), LayerRank(tp, rank))
-    numel = sum(one.numel for one in ends if one.counts)
+    numel = sum(parameter.numel for parameter in ends if parameter.counts)
     if config.positions == "relative" and not config.mtp.num_layers:
         # with MTP layers, `ends` contains it
         numel += bias_table(config, LayerRank(tp, rank)).numel
-    numel += sum(one.numel for one in source_norm_parameters(config))
+    numel += sum(parameter.numel for parameter in source_norm_parameters(config))
     for first, count in count_equal_layers(config).items():
         held = layer_parameters(config, first, tp=tp, tp_rank=rank)
-        numel += count * sum(one.numel for one in held if one.counts)
+        numel += count * sum(parameter.numel for parameter in held if parameter.counts)
     return numel
 
 
@@ -56,10 +56,10 @@ def active_parameters(config: ModelConfig) -> int:
         return num_parameters(config)
     layers = [*range(config.num_layers), *[last] * config.mtp.num_layers]
     routed = sum(
-        one.numel
+        parameter.numel
         for layer in layers
-        for one in layer_parameters(config, layer)
-        if one.grid == "expert"
+        for parameter in layer_parameters(config, layer)
+        if parameter.grid == "expert"
     )
     return num_parameters(config) - routed // moe.num_experts * (moe.num_experts - moe.top_k)
 
@@ -84,9 +84,9 @@ def step_flops(
     Narayanan et al. 2021, arXiv:2104.04473, appendix; there attention is counted without the causal
     mask.
     """
-    seen = DocumentCounts(tokens, squared_lengths, windowed)
-    layers = sum(_layer_flops(config, layer, seen) for layer in range(config.num_layers))
-    return layers + _mtp_flops(config, seen) + head_flops(config, tokens)
+    counts = DocumentCounts(tokens, squared_lengths, windowed)
+    layers = sum(_layer_flops(config, layer, counts) for layer in range(config.num_layers))
+    return layers + _mtp_flops(config, counts) + head_flops(config, tokens)
 
 
 def layer_flops(
@@ -151,20 +151,20 @@ def shared_flops(config: ModelConfig, layer: int, tokens: int) -> int:
     return 6 * tokens * _active_matrix_elements(config, layer, "moe.shared")
 
 
-def _layer_flops(config: ModelConfig, layer: int, seen: DocumentCounts) -> int:
-    matrices = 6 * seen.tokens * _active_matrix_elements(config, layer)
-    return matrices + core_flops(config, layer, seen)
+def _layer_flops(config: ModelConfig, layer: int, counts: DocumentCounts) -> int:
+    matrices = 6 * counts.tokens * _active_matrix_elements(config, layer)
+    return matrices + core_flops(config, layer, counts)
 
 
-def core_flops(config: ModelConfig, layer: int, seen: DocumentCounts) -> int:
+def core_flops(config: ModelConfig, layer: int, counts: DocumentCounts) -> int:
     """Return the model FLOPs of a layer other than those of its matrices: of core attention."""
-    return sum(branch.kind.core_flops(branch, seen) for branch in branches(config, layer))
+    return sum(branch.kind.core_flops(branch, counts) for branch in branches(config, layer))
 
 
-def _mtp_flops(config: ModelConfig, seen: DocumentCounts) -> int:
+def _mtp_flops(config: ModelConfig, counts: DocumentCounts) -> int:
     """Return the model FLOPs of the MTP layers."""
-    own = mtp_projection_flops(config, seen.tokens) + head_flops(config, seen.tokens)
-    last = _layer_flops(config, config.num_layers - 1, seen)
+    own = mtp_projection_flops(config, counts.tokens) + head_flops(config, counts.tokens)
+    last = _layer_flops(config, config.num_layers - 1, counts)
     return config.mtp.num_layers * (own + last)
 
 
@@ -172,16 +172,18 @@ def _active_matrix_elements(config: ModelConfig, layer: int, inside: str = "") -
     """Return the active matrix elements per token of a layer, or of one part of it."""
     held, name = layer_parameters(config, layer), f"layers.{layer}.{inside}"
     return sum(
-        active_numel(config, one) for one in held if one.matrix and one.name.startswith(name)
+        active_numel(config, parameter)
+        for parameter in held
+        if parameter.matrix and parameter.name.startswith(name)
     )
 
 
-def active_numel(config: ModelConfig, one: HeldParameter) -> int:
+def active_numel(config: ModelConfig, parameter: HeldParameter) -> int:
     """Return the matrix elements that a token is multiplied by: for experts, those of the selected
     ones."""
-    if config.moe is None or one.grid == "dense":
-        return one.numel
-    return one.numel // config.moe.num_experts * config.moe.top_k
+    if config.moe is None or parameter.grid == "dense":
+        return parameter.numel
+    return parameter.numel // config.moe.num_experts * config.moe.top_k
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:

@@ -32,34 +32,34 @@ def with_adapters(
     if lora is None:
         return list(held)
     parameters: list[HeldParameter] = []
-    for one in held:
-        if has_adapters(one.name, lora, model):
-            parameters += _adapter_pair(one, lora.rank)
-        parameters.append(replace(one, frozen=True))
+    for parameter in held:
+        if has_adapters(parameter.name, lora, model):
+            parameters += _adapter_pair(parameter, lora.rank)
+        parameters.append(replace(parameter, frozen=True))
     return parameters
 
 
-def _adapter_pair(one: HeldParameter, rank: int) -> Iterator[HeldParameter]:
-    word = one.name.rsplit(".", 1)[1]
-    a = HeldParameter(f"{one.name}.lora_a", STACKED.get(word, 1) * rank, one.columns)
-    b = HeldParameter(f"{one.name}.lora_b", one.rows, rank)
+def _adapter_pair(parameter: HeldParameter, rank: int) -> Iterator[HeldParameter]:
+    word = parameter.name.rsplit(".", 1)[1]
+    a = HeldParameter(f"{parameter.name}.lora_a", STACKED.get(word, 1) * rank, parameter.columns)
+    b = HeldParameter(f"{parameter.name}.lora_b", parameter.rows, rank)
     if word in ("o", "down"):
-        yield replace(a, cut=one.cut)
+        yield replace(a, cut=parameter.cut)
         yield b
     else:
         yield a
-        yield replace(b, cut=one.cut, summed=one.summed)
+        yield replace(b, cut=parameter.cut, summed=parameter.summed)
 
 
-def is_lora_a(one: HeldParameter) -> bool:
+def is_lora_a(parameter: HeldParameter) -> bool:
     """Return whether a parameter is the matrix A of an adapter, which reads the adapted matrix's
     input."""
-    return one.name.endswith(".lora_a")
+    return parameter.name.endswith(".lora_a")
 
 
-def adapted_matrix(one: HeldParameter) -> str:
+def adapted_matrix(parameter: HeldParameter) -> str:
     """Return the last part of the name of a matrix, or of the matrix of an adapter."""
-    return one.name.removesuffix(".lora_a").rsplit(".", 1)[1]
+    return parameter.name.removesuffix(".lora_a").rsplit(".", 1)[1]
 
 
 def lora_input_gradients(config: ModelConfig, lora: LoraConfig) -> dict[str, bool]:
@@ -92,11 +92,11 @@ def with_frozen(held: Sequence[HeldParameter], optim: OptimConfig) -> list[HeldP
     if optim.trains_all():
         return list(held)
     parameters: list[HeldParameter] = []
-    for one in held:
-        frozen = one.frozen or not optim.trains(one.name)
+    for parameter in held:
+        frozen = parameter.frozen or not optim.trains(parameter.name)
         previous_is_frozen = bool(parameters) and parameters[-1].frozen
         parameters.append(
-            replace(one, frozen=frozen, stacked=one.stacked and not previous_is_frozen)
+            replace(parameter, frozen=frozen, stacked=parameter.stacked and not previous_is_frozen)
         )
     return parameters
 
@@ -105,7 +105,9 @@ def with_frozen(held: Sequence[HeldParameter], optim: OptimConfig) -> list[HeldP
 def trained_names(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
     """Return the names of the trained parameters of a model."""
     held = held_parameters(model)
-    return frozenset(one.name for one in held if one.counts and optim.trains(one.name))
+    return frozenset(
+        parameter.name for parameter in held if parameter.counts and optim.trains(parameter.name)
+    )
 
 
 def first_trained_layer(model: ModelConfig, optim: OptimConfig) -> int:
@@ -148,7 +150,7 @@ def _last_backward_layer(name: str, model: ModelConfig) -> int:
 # --- operations
 
 
-def frozen_step_flops(config: ModelConfig, optim: OptimConfig, seen: DocumentCounts) -> int:
+def frozen_step_flops(config: ModelConfig, optim: OptimConfig, counts: DocumentCounts) -> int:
     """Return `step_flops` with frozen parameters.
 
     Of the six FLOPs per matrix element and token, two are forward, two are the input gradient, if a
@@ -156,17 +158,18 @@ def frozen_step_flops(config: ModelConfig, optim: OptimConfig, seen: DocumentCou
     trained. The backward of core attention is computed completely or not at all, as in the kernels.
     """
     layers = sum(
-        frozen_layer_flops(config, optim, layer, seen) for layer in range(config.num_layers)
+        frozen_layer_flops(config, optim, layer, counts) for layer in range(config.num_layers)
     )
     table = "embed.weight" if config.tied_embeddings else "head.weight"
     trains_below_head = bool(trained_names(config, optim) - {"head.weight"})
-    head = head_flops(config, seen.tokens) // 3
+    head = head_flops(config, counts.tokens) // 3
     heads = head * (1 + trains_below_head + optim.trains(table))
     return (
         layers
         + heads
         + sum(
-            _mtp_flops(config, optim, depth, seen, heads) for depth in range(config.mtp.num_layers)
+            _mtp_flops(config, optim, depth, counts, heads)
+            for depth in range(config.mtp.num_layers)
         )
     )
 
@@ -195,11 +198,11 @@ def _positions(config: ModelConfig, layer: int) -> dict[str, _Position]:
     positions: dict[str, _Position] = {}
     for branch in branches(config, layer):
         number = BRANCHES.index(branch.name)
-        for one in branch_parameters(branch, LayerRank()):
-            part, _, word = one.name.partition(".")
+        for parameter in branch_parameters(branch, LayerRank()):
+            part, _, word = parameter.name.partition(".")
             fixed = {f"{branch.name}_norm": 0, f"{branch.name}_post_norm": LAST_STEP}
             step = fixed[part] if part in fixed else branch.kind.position(word)
-            positions[f"layers.{layer}.{one.name}"] = _Position(number, step)
+            positions[f"layers.{layer}.{parameter.name}"] = _Position(number, step)
     return positions
 
 
@@ -211,43 +214,44 @@ def _needs_input_gradient(
     mlp = BRANCHES.index("mlp")
     is_parallel_mlp = config.block != "sequential" and place.branch == mlp
     return any(
-        one < place and (one == BEFORE_LAYER or not is_parallel_mlp or one.branch == mlp)
-        for one in trained
+        position < place
+        and (position == BEFORE_LAYER or not is_parallel_mlp or position.branch == mlp)
+        for position in trained
     )
 
 
 def frozen_layer_flops(
-    config: ModelConfig, optim: OptimConfig, layer: int, seen: DocumentCounts
+    config: ModelConfig, optim: OptimConfig, layer: int, counts: DocumentCounts
 ) -> int:
     """Return the FLOPs of one layer, by its global number."""
     held = layer_parameters(config, layer)
     positions = _positions(config, layer)
     below = first_trained_layer(config, optim) < layer or tables_trained(config, optim)
-    trained = [positions[one.name] for one in held if optim.trains(one.name)]
+    trained = [positions[parameter.name] for parameter in held if optim.trains(parameter.name)]
     trained = [BEFORE_LAYER] if below else trained
-    core = core_flops(config, layer, seen) // 3
+    core = core_flops(config, layer, counts) // 3
     total = core * (1 + 2 * _needs_input_gradient(CORE, trained, config))
-    for one in held:
-        if one.matrix:
-            needs_gradient = _needs_input_gradient(positions[one.name], trained, config)
-            passes = 1 + needs_gradient + optim.trains(one.name)
-            total += 2 * seen.tokens * active_numel(config, one) * passes
+    for parameter in held:
+        if parameter.matrix:
+            needs_gradient = _needs_input_gradient(positions[parameter.name], trained, config)
+            passes = 1 + needs_gradient + optim.trains(parameter.name)
+            total += 2 * counts.tokens * active_numel(config, parameter) * passes
     return total
 
 
 def _mtp_flops(
-    config: ModelConfig, optim: OptimConfig, depth: int, seen: DocumentCounts, head: int
+    config: ModelConfig, optim: OptimConfig, depth: int, counts: DocumentCounts, head: int
 ) -> int:
     """Return the FLOPs of one MTP layer: a layer like the last one, a projection of 2·h·h, and the
     head. Its inputs always have gradients."""
     last = config.num_layers - 1
-    total = core_flops(config, last, seen) + head
-    for one in layer_parameters(config, last):
-        if one.matrix:
-            name = f"mtp.{depth}.layer.{one.name.split('.', 2)[2]}"
-            total += 2 * seen.tokens * active_numel(config, one) * (2 + optim.trains(name))
+    total = core_flops(config, last, counts) + head
+    for parameter in layer_parameters(config, last):
+        if parameter.matrix:
+            name = f"mtp.{depth}.layer.{parameter.name.split('.', 2)[2]}"
+            total += 2 * counts.tokens * active_numel(config, parameter) * (2 + optim.trains(name))
     passes = 2 + optim.trains(f"mtp.{depth}.project")
-    return total + mtp_projection_flops(config, seen.tokens) // 3 * passes
+    return total + mtp_projection_flops(config, counts.tokens) // 3 * passes
 
 
 # --- FLOPs of LoRA training with frozen base weights
@@ -255,7 +259,7 @@ def _mtp_flops(
 
 def trained(parameters: Sequence[HeldParameter]) -> list[HeldParameter]:
     """Return the parameters that have gradients and optimizer state."""
-    return [one for one in parameters if not one.frozen]
+    return [parameter for parameter in parameters if not parameter.frozen]
 
 
 # --- operations
@@ -278,18 +282,18 @@ def trained_step_flops(
     inside it after an adapter. A and B cost all six; the input gradient of A in that layer is
     computed by backward although it is not used.
     """
-    seen = DocumentCounts(tokens, squared_lengths, windowed)
+    counts = DocumentCounts(tokens, squared_lengths, windowed)
     all_flops = step_flops(
         config, tokens=tokens, squared_lengths=squared_lengths, windowed=windowed
     )
     if lora is None:
-        return all_flops if optim.trains_all() else frozen_step_flops(config, optim, seen)
+        return all_flops if optim.trains_all() else frozen_step_flops(config, optim, counts)
     numbers = range(config.num_layers)
     # head, and multi-token predictions
-    rest = all_flops - sum(layer_flops(config, layer, **seen._asdict()) for layer in numbers)
-    core = config.mtp.num_layers * core_flops(config, config.num_layers - 1, seen)
+    rest = all_flops - sum(layer_flops(config, layer, **counts._asdict()) for layer in numbers)
+    core = config.mtp.num_layers * core_flops(config, config.num_layers - 1, counts)
     return (
-        sum(_trained_layer(config, lora, layer, seen) for layer in numbers)
+        sum(_trained_layer(config, lora, layer, counts) for layer in numbers)
         + (rest - core) * 2 // 3
         + core
     )
@@ -305,27 +309,31 @@ def trained_layer_flops(
     squared_lengths: int,
 ) -> int:
     """Return the FLOPs of one layer, by its global number."""
-    seen = DocumentCounts(tokens, squared_lengths, None)
+    counts = DocumentCounts(tokens, squared_lengths, None)
     if lora is not None:
-        return _trained_layer(config, lora, layer, seen)
+        return _trained_layer(config, lora, layer, counts)
     return (
-        layer_flops(config, layer, **seen._asdict())
+        layer_flops(config, layer, **counts._asdict())
         if optim.trains_all()
-        else frozen_layer_flops(config, optim, layer, seen)
+        else frozen_layer_flops(config, optim, layer, counts)
     )
 
 
-def _trained_layer(config: ModelConfig, lora: LoraConfig, layer: int, seen: DocumentCounts) -> int:
+def _trained_layer(
+    config: ModelConfig, lora: LoraConfig, layer: int, counts: DocumentCounts
+) -> int:
     whole, core, first = (
-        layer_flops(config, layer, **seen._asdict()),
-        core_flops(config, layer, seen),
+        layer_flops(config, layer, **counts._asdict()),
+        core_flops(config, layer, counts),
         lora_layers(lora, config)[0],
     )
     if layer < first:
         return whole // 3
-    added = 6 * seen.tokens * sum(one.numel for one in _adapters(config, lora, layer))
+    added = 6 * counts.tokens * sum(parameter.numel for parameter in _adapters(config, lora, layer))
     spared = (
-        _unneeded_flops(config, lora, layer, tokens=seen.tokens, core=core) if layer == first else 0
+        _unneeded_flops(config, lora, layer, tokens=counts.tokens, core=core)
+        if layer == first
+        else 0
     )
     return core + (whole - core) * 2 // 3 + added - spared
 
@@ -337,13 +345,15 @@ def _unneeded_flops(
     if unneeded."""
     unneeded = {word for word, wanted in lora_input_gradients(config, lora).items() if not wanted}
     held = layer_parameters(config, layer)
-    readers = [one for one in held if one.matrix] + [
-        one for one in _adapters(config, lora, layer) if is_lora_a(one)
+    readers = [parameter for parameter in held if parameter.matrix] + [
+        parameter for parameter in _adapters(config, lora, layer) if is_lora_a(parameter)
     ]
     # attention and its adapters come before cross-layer attention
-    readers = [one for one in readers if ".cross." not in one.name]
+    readers = [parameter for parameter in readers if ".cross." not in parameter.name]
     spared = sum(
-        2 * tokens * active_numel(config, one) for one in readers if adapted_matrix(one) in unneeded
+        2 * tokens * active_numel(config, parameter)
+        for parameter in readers
+        if adapted_matrix(parameter) in unneeded
     )
     return spared + (core * 2 // 3 if "core" in unneeded else 0)
 

@@ -347,11 +347,11 @@ class _SimulationRun:
 
     def _describe_deadlock(self) -> str:
         """Describe the cycle of blocked ranks; every blocked rank waits for another blocked one."""
-        rank, seen = self.blocked.index(True), list[int]()
-        while rank not in seen:
-            seen.append(rank)
+        rank, visited = self.blocked.index(True), list[int]()
+        while rank not in visited:
+            visited.append(rank)
             rank = self._find_blocker(rank)[0]
-        return "deadlock: " + "; ".join(map(self._wait_text, seen[seen.index(rank) :]))
+        return "deadlock: " + "; ".join(map(self._wait_text, visited[visited.index(rank) :]))
 
     def _find_blocker(self, rank: int) -> tuple[int, int]:
         """Return (rank, action index) of the send or computation that a blocked rank waits for."""

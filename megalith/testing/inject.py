@@ -364,7 +364,7 @@ def fused_on_cpus() -> Iterator[None]:
     defined = import_module("torch.distributed._symmetric_memory")
     with (
         torch.library._scoped_library("symm_mem", "FRAGMENT") as library,
-        patch.object(tensor_overlap, "why_not_fused", lambda places: None),
+        patch.object(tensor_overlap, "find_fusion_obstacle", lambda places: None),
     ):
         library.impl("fused_all_gather_matmul", defined._fused_all_gather_matmul_fallback, "CPU")
         library.impl(

@@ -107,7 +107,7 @@ def evaluate(
     *,
     samples: int,
     tokenizer: Tokenizer,
-    tell: Callable[[int], None] = ignore_progress,
+    report_progress: Callable[[int], None] = ignore_progress,
 ) -> Evaluation:
     """Return the mean loss over the first `samples` samples, in microbatches of the model's run.
     Collective over the mesh.
@@ -115,7 +115,7 @@ def evaluate(
     Samples are distributed over the data-parallel ranks; some ranks may have one less, but all run
     the same number of batches. Context-parallel ranks split each sample. If the run has a token
     budget, samples are documents, which are packed and assigned in groups. The last pipeline stage
-    counts the labels. `tell` is called with the number of rows that all ranks have read.
+    counts the labels. `report_progress` is called with the number of rows that all ranks have read.
     """
     run, mesh, device = pipeline_model.run, pipeline_model.mesh, pipeline_model.device
     rows, depths, read = run.train.micro_batch_size, run.model.mtp.num_layers, 0
@@ -139,9 +139,9 @@ def evaluate(
             len(group) * rows if budget is None else sum(len(batch.lengths) for batch in group)
         )
         read += num_local_rows * mesh.dp.size
-        tell(min(read, samples))
+        report_progress(min(read, samples))
     if read < samples:  # other ranks had more documents
-        tell(samples)
+        report_progress(samples)
     total = all_reduce_(torch.cat([sums, counts.to(device)]), mesh.world).tolist()
     return _summary(total[: len(sums)], total[len(sums) :], depths)
 
@@ -223,15 +223,15 @@ def run_evaluation(
     shows_progress = show and mesh.world.rank == 0
     with StepProgress(total=count, show=shows_progress, noun="row", stream=sys.stderr) as progress:
         for line in notes:
-            progress.say(f"{folder.path}: {line}")
-        progress.say(f"reading {count:,} rows of {split}")
+            progress.print_line(f"{folder.path}: {line}")
+        progress.print_line(f"reading {count:,} rows of {split}")
         return evaluate(
             pipeline_model,
             dataset,
             masks,
             samples=count,
             tokenizer=tokenizer,
-            tell=lambda read: progress.step(read, {}),
+            report_progress=lambda read: progress.step(read, {}),
         )
 
 

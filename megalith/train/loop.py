@@ -76,9 +76,9 @@ def run_training(
     ):
         if first:
             for line in list_changed_settings(folder, run):
-                progress.say(f"changed since the run was started: {line}")
+                progress.print_line(f"changed since the run was started: {line}")
             remove_leftovers(folder.checkpoints)  # files that a killed run left incomplete
-        prepared = PreparedRun(run, folder, mesh, device, progress.say)
+        prepared = PreparedRun(run, folder, mesh, device, progress.print_line)
         return TrainLoop(prepared, progress, lock, callbacks).run()
 
 
@@ -119,14 +119,14 @@ class TrainLoop:
                 *callbacks,
             ]
         )
-        self.view = RunView(prepared, progress.say, self.callbacks.request)
+        self.view = RunView(prepared, progress.print_line, self.callbacks.request)
 
     def run(self) -> Outcome:
         """Run steps until the last step or a request to stop."""
         prepared, step = self.prepared, self.prepared.state.step
         if step >= prepared.run.train.steps:
             write_run_files(prepared)
-            self.progress.say(
+            self.progress.print_line(
                 f"{prepared.folder.path} is already at step {step} of {prepared.run.train.steps}"
             )
             return Outcome("done", step)
@@ -209,7 +209,7 @@ class TrainLoop:
         failed_step = prepared.state.step + 1
         prepared.roll_back()
         step = prepared.state.step
-        self.progress.say(
+        self.progress.print_line(
             f"step {failed_step}: rolled back to the checkpoint of step {step}; continuing with "
             f"sample {prepared.state.consumed_samples}"
         )
@@ -225,7 +225,7 @@ class TrainLoop:
         """Evaluate the model, and log and report the results."""
         step = self.prepared.state.step
         if not self.evaluator.can_evaluate:
-            self.progress.say(
+            self.progress.print_line(
                 f"step {step}: a callback requested an evaluation, and this run has no samples for "
                 "it. Set train.eval_steps to at least 1 and provide validation data."
             )

@@ -26,7 +26,7 @@ def iter_routers(model: nn.Module) -> Iterator[Router]:
     return (module for module in model.modules() if isinstance(module, Router))
 
 
-def learning(model: nn.Module) -> Iterator[tuple[Router, RoutingStats]]:
+def iter_trained_routers(model: nn.Module) -> Iterator[tuple[Router, RoutingStats]]:
     """Yield the trained routers that have recorded routing statistics, with their records."""
     for router in iter_routers(model):
         record = router.balance.record
@@ -45,7 +45,7 @@ def update_expert_biases(model: nn.Module, mesh: Mesh) -> None:
     """
     counted = [
         (router, bias, record)
-        for router, record in learning(model)
+        for router, record in iter_trained_routers(model)
         if (bias := router.expert_bias) is not None
     ]
     if not counted:
@@ -68,7 +68,7 @@ def update_quantile_offsets(model: nn.Module, mesh: Mesh) -> None:
     """
     counted = [
         (router, offset, record)
-        for router, record in learning(model)
+        for router, record in iter_trained_routers(model)
         if (offset := router.offset) is not None
     ]
     if not counted:
@@ -262,7 +262,7 @@ def gather_routing(
         DataError: a microbatch of the step was not recorded, or microbatches have different sizes.
     """
     local_sizes = {_tokens_read(batch.seq_params) for batch in batches}
-    local_routing = local_sizes, list(parts(routing, batches, mesh))
+    local_routing = local_sizes, list(iter_routing_parts(routing, batches, mesh))
     gathered = [
         rank_routing
         for rank_routing in gather_objects(local_routing, mesh.world)
@@ -311,7 +311,7 @@ def shard_routing(
     return RoutingRecord(choices, followed=True)
 
 
-def parts(
+def iter_routing_parts(
     routing: RoutingRecord, batches: Sequence[Batch], mesh: Mesh, *, filler: bool = True
 ) -> Iterator[RoutingPart]:
     """Yield the choices that this rank recorded, by layer and microbatch, without padding.

@@ -283,14 +283,14 @@ class PreparedRun:
         folder: RunFolder,
         mesh: Mesh,
         device: torch.device,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ) -> None:
         """Build the trainer and load the folder's newest checkpoint, or what `checkpoint.load`
         names. Collective over the mesh.
 
-        `say`: receives each line about what was loaded, on every rank.
+        `print_line`: receives each line about what was loaded, on every rank.
         """
-        self.run, self.folder, self.mesh, self.say = run, folder, mesh, say
+        self.run, self.folder, self.mesh, self.print_line = run, folder, mesh, print_line
         self.is_writer = mesh.world.rank == 0
         saved = open_newest_checkpoint(folder.checkpoints, mesh.world)
         self.checkpoint_source = (
@@ -382,7 +382,7 @@ class PreparedRun:
         """Write the settings of the run into its folder; on rank 0."""
         run, folder = self.run, self.folder
         if not self.is_resumed and (renamed := set_aside_metrics(folder)) is not None:
-            self.say(
+            self.print_line(
                 f"{folder.checkpoints} has no checkpoint: starting from the beginning; see "
                 f"{renamed}"
             )
@@ -459,7 +459,7 @@ class PreparedRun:
         self.hf_source = read_hf_source(saved)
         if saved is not None:
             self._load_checkpoint(saved)
-            self.say(f"resuming {self.folder.path} at step {self.state.step}")
+            self.print_line(f"resuming {self.folder.path} at step {self.state.step}")
         elif run.lora is not None:
             if run.lora.load is not None:
                 assert self.lora_base is not None, "a LoRA run has base weights"
@@ -471,14 +471,14 @@ class PreparedRun:
                     record=self.lora_base,
                 )
                 self._gather_loaded_weights(forced)
-                self.say(f"adapters start from {run.lora.load}")
+                self.print_line(f"adapters start from {run.lora.load}")
         elif self.checkpoint_source is not None:
             fresh = self._load_checkpoint(self.checkpoint_source)
             self.force_load_balancing = trained_with_forced_balancing(
                 self.checkpoint_source, run.model
             )
             self.hf_source = read_hf_source(self.checkpoint_source)
-            self.say(
+            self.print_line(
                 describe_checkpoint_source(run, self.checkpoint_source, self.state, fresh=fresh)
             )
         elif rules.load is not None:
@@ -486,10 +486,10 @@ class PreparedRun:
                 self._weights(), rules.load, self.mesh.world, model=run.model, rules=rules
             )
             for line in loaded.notes:
-                self.say(f"{rules.load}: {line}")
+                self.print_line(f"{rules.load}: {line}")
             self._gather_loaded_weights(loaded.forced)
             self.hf_source = loaded.hf_source
-            self.say(f"starting from {rules.load}")
+            self.print_line(f"starting from {rules.load}")
 
     def _weights(self) -> list[CheckpointEntry]:
         """Return the entries of the weights and master weights, without optimizer moments."""
@@ -535,7 +535,7 @@ class PreparedRun:
         for line in check_same_model(
             saved_run, run.model, allow=rules.allow_model_changes, padded=padded
         ):
-            self.say(f"{saved.path}: {line}")
+            self.print_line(f"{saved.path}: {line}")
         # New moments start at zero and need bias correction from the first update.
         fresh = resets_optimizer or report.fresh_state
         self.trainer.optimizer.set_updates(0 if fresh else int(saved.state["optimizer_updates"]))
@@ -560,8 +560,8 @@ class PreparedRun:
         )
         all_gather_loaded_params(self.trainer)
         for line in notes:
-            self.say(f"{run.checkpoint.load}: {line}")
-        self.say(f"training LoRA adapters on the frozen weights of {record['base']}")
+            self.print_line(f"{run.checkpoint.load}: {line}")
+        self.print_line(f"training LoRA adapters on the frozen weights of {record['base']}")
         return record
 
     def _open_data(self, saved: Checkpoint | None) -> RunData:
@@ -613,7 +613,7 @@ class PreparedRun:
                 "be in another order."
             )
         if longer.splits.train.fingerprint != splits.train.fingerprint:
-            self.say(
+            self.print_line(
                 f"train.steps={self.run.train.steps} reads {needed} samples, and this run's "
                 f"order has {num_available}: more epochs follow, each shuffled separately"
             )

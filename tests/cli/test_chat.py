@@ -233,7 +233,7 @@ def test_interrupted_answer_ends_and_the_conversation_continues(
     handle_turn(run_chat, "xyz", first=True)
     again = open_chat(options, open_source(tuned, 1), worker)
     again.messages = before
-    assert again.say("xyz", lambda text: None) == run_chat.messages[-1]["content"], (
+    assert again.reply("xyz", lambda text: None) == run_chat.messages[-1]["content"], (
         "what was read is still right"
     )
 

@@ -98,16 +98,16 @@ def test_invalid_files_and_tokens_are_reported(
 
 def test_tokens_have_their_character_spans(folder: Path) -> None:
     tokenizer, text = SentencePieceTokenizer(str(folder)), " the  ö\U0001f600 quick</s>dog <s>"
-    ids, places = tokenizer.encode_spans(text)
+    ids, offsets = tokenizer.encode_spans(text)
     assert ids == tokenizer.encode_marked(text) and all(
-        0 <= start < end <= len(text) for start, end in places
+        0 <= start < end <= len(text) for start, end in offsets
     )
     found = {
         tokenizer.decode([token]).strip(): text[start:end].strip()
-        for token, (start, end) in zip(ids, places)
+        for token, (start, end) in zip(ids, offsets)
     }
-    assert found["the"] == "the" and places[ids.index(tokenizer.eod)] == (
+    assert found["the"] == "the" and offsets[ids.index(tokenizer.eod)] == (
         text.index("</s>"),
         text.index("dog"),
     )
-    assert text[places[-1][0] :] == "<s>"
+    assert text[offsets[-1][0] :] == "<s>"

@@ -165,13 +165,13 @@ def test_tokens_have_the_character_spans_of_their_bytes(in_json: bool, tmp_path:
     path = listed(tmp_path / "m.json") if in_json else lines(tmp_path / "m")
     tokenizer = TiktokenTokenizer(path, num_special=10, special_tokens=("<s>", "</s>"))
     text = f"<s>{TEXT}</s>☕"
-    ids, places = tokenizer.encode_spans(text)
-    assert ids == tokenizer.encode_marked(text) and len(places) == len(ids)
-    assert [text[start:end] for start, end in (places[0], places[1], places[-1])] == [
+    ids, offsets = tokenizer.encode_spans(text)
+    assert ids == tokenizer.encode_marked(text) and len(offsets) == len(ids)
+    assert [text[start:end] for start, end in (offsets[0], offsets[1], offsets[-1])] == [
         "<s>",
         "the",
         "☕",
     ]
-    assert [end for _, end in places if end == len(text)] == [len(text)] * 2, (
+    assert [end for _, end in offsets if end == len(text)] == [len(text)] * 2, (
         "a character of two tokens has both"
     )

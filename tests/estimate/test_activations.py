@@ -780,7 +780,7 @@ def test_activations_fetched_in_backward_match_the_ledger(
     allocate(decoder, torch.device("cpu"))
     initialize(decoder, seed=1)
     ids, found, copies = torch.arange(24), [0], list[weakref.ref[OffloadedStorage]]()
-    begin = OffloadedStorage.start_back
+    begin = OffloadedStorage.start_copy_back
 
     def noted(self: OffloadedStorage) -> None:
         copies.append(weakref.ref(self))
@@ -794,7 +794,7 @@ def test_activations_fetched_in_backward_match_the_ledger(
 
     with measure_saved_activations(decoder) as meter, pytest.MonkeyPatch.context() as patch:
         loss = decoder.loss(ids, ids, LayerInputs(seq_params_from_lengths([12, 12])))
-        patch.setattr(OffloadedStorage, "start_back", noted)
+        patch.setattr(OffloadedStorage, "start_copy_back", noted)
         loss.backward()
     kept = stage_activations(setting, num_layers=num_layers)
     # before the first layer's backward

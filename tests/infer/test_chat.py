@@ -83,16 +83,16 @@ def test_turn_processes_only_its_tokens_and_equals_that_of_a_new_chat(
     chat = fresh()
     for turn, text in enumerate(("hello", "and then?", "why", "x")):
         before, read = list(chat.messages), sum(model.counts)
-        answer = chat.say(text, lambda shown: None)
+        answer = chat.reply(text, lambda shown: None)
         cost = sum(model.counts) - read
         other = fresh()
         other.messages = before
-        assert other.say(text, lambda shown: None) == answer
+        assert other.reply(text, lambda shown: None) == answer
         whole = sum(model.counts) - read - cost
         # bytes that are no text are written otherwise
         assert cost == whole if turn == 0 else cost < whole
     chat.reset()
-    assert chat.say("hello", lambda shown: None) == fresh().say("hello", lambda shown: None)
+    assert chat.reply("hello", lambda shown: None) == fresh().reply("hello", lambda shown: None)
 
 
 def test_prompt_is_the_conversation_with_the_generation_prompt(
@@ -115,7 +115,7 @@ def test_prompt_is_the_conversation_with_the_generation_prompt(
         GREEDY,
         "be kind",
     )
-    assert [chat.say(text, lambda shown: None) for text in ("hello", "why")] == ["y", "y"]
+    assert [chat.reply(text, lambda shown: None) for text in ("hello", "why")] == ["y", "y"]
     first = (
         "<|im_start|>system\nbe "
         "kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"

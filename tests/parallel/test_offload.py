@@ -112,7 +112,7 @@ def test_layers_are_prefetched_during_backward_of_the_next_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     events: list[str] = []
-    fetch, start = OffloadedPass.fetch, OffloadedStorage.start_back
+    fetch, start = OffloadedPass.fetch, OffloadedStorage.start_copy_back
 
     def noted_fetch(self: OffloadedPass, number: int) -> None:
         events.append(f"fetch {number}")
@@ -124,7 +124,7 @@ def test_layers_are_prefetched_during_backward_of_the_next_layer(
         start(self)
 
     monkeypatch.setattr(OffloadedPass, "fetch", noted_fetch)
-    monkeypatch.setattr(OffloadedStorage, "start_back", noted_start)
+    monkeypatch.setattr(OffloadedStorage, "start_copy_back", noted_start)
     step(trainer(OffloadConfig(layers=3, min_numel=1)))
     fetches = [event for event in events if event != "copy"]
     assert fetches == ["fetch 2", "fetch 1", "fetch 0"]
@@ -153,7 +153,7 @@ def _reloads(
         device=torch.device("cpu"),
     )
     begun, back = list[OffloadedPass](), list[tuple[int, int]]()
-    start = OffloadedStorage.start_back
+    start = OffloadedStorage.start_copy_back
 
     def begin(*args: Any, **others: Any) -> OffloadedPass:
         begun.append(OffloadedPass(*args, **others))
@@ -171,7 +171,7 @@ def _reloads(
 
     with (
         patched(recompute_module, "OffloadedPass", begin),
-        patched(OffloadedStorage, "start_back", noted),
+        patched(OffloadedStorage, "start_copy_back", noted),
     ):
         train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0)
     actions = plan_workload(run, world).schedule.ranks[rank]
@@ -302,7 +302,7 @@ def test_wrong_copy_changes_the_gradients(monkeypatch: pytest.MonkeyPatch) -> No
     _, right = step(trainer(OffloadConfig()))
     monkeypatch.setattr(
         OffloadedStorage,
-        "start_back",
+        "start_copy_back",
         lambda self: setattr(self, "back", torch.zeros_like(self.host)),
     )
     _, wrong = step(trainer(OffloadConfig(layers=2, min_numel=1)))

@@ -21,12 +21,12 @@ from megalith.parallel.tensor_overlap import (
     RING_EXCHANGE,
     RankDevice,
     choose_collective_matmul,
-    my_place,
+    find_fusion_obstacle,
+    local_rank_device,
     ring_all_gather_matmul,
     ring_matmul_reduce_scatter,
     symm_mem_all_gather_matmul,
     symm_mem_matmul_reduce_scatter,
-    why_not_fused,
 )
 from megalith.testing.inject import fused_on_cpus
 from megalith.testing.ranks import everyone, run_ranks
@@ -166,9 +166,9 @@ FAULTS: dict[str, tuple[dict[str, object], str]] = {
 def test_rank_without_support_is_named(name: str) -> None:
     change, reason = FAULTS[name]
     places = [place(rank) for rank in range(4)]
-    assert why_not_fused(places) is None
+    assert find_fusion_obstacle(places) is None
     places[2] = replace(places[2], **change)  # type: ignore[arg-type]  # by name
-    assert why_not_fused(places) == reason
+    assert find_fusion_obstacle(places) == reason
 
 
 def test_each_missing_requirement_is_a_reason() -> None:
@@ -177,7 +177,7 @@ def test_each_missing_requirement_is_a_reason() -> None:
         for (change, _), is_wrong in zip(FAULTS.values(), wrong, strict=True):
             if is_wrong:
                 places[2] = replace(places[2], **change)  # type: ignore[arg-type]  # by name
-        assert (why_not_fused(places) is None) == (not any(wrong)), wrong
+        assert (find_fusion_obstacle(places) is None) == (not any(wrong)), wrong
 
 
 def choices(rank: int, world: int, disagree: bool) -> tuple[str, str]:
@@ -187,7 +187,7 @@ def choices(rank: int, world: int, disagree: bool) -> tuple[str, str]:
         reads = () if disagree and rank == world - 1 else tuple(range(world))
         patch.setattr(
             tensor_overlap,
-            "my_place",
+            "local_rank_device",
             lambda rank, device: RankDevice(rank, "cuda", "a", rank, reads),
         )
         chosen = choose_collective_matmul("auto", group, torch.device("cuda"))
@@ -235,7 +235,7 @@ def test_gpu_device_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "can_device_access_peer", lambda mine, other: (mine, other) == (1, 2)
     )
-    found = my_place(5, torch.device("cuda:1"))
+    found = local_rank_device(5, torch.device("cuda:1"))
     assert (found.rank, found.device, found.gpu, found.reads) == (5, "cuda", 1, (2,))
     assert found.host and found.has_operators == has_symmetric_memory()
 

@@ -24,7 +24,7 @@ from megalith.plan.batch_assignment import (
     smallest_valid_num_microbatches,
 )
 from megalith.plan.costs import step_flops
-from megalith.plan.layers.base import pairs_seen
+from megalith.plan.layers.base import num_attended_pairs
 from tests.cases import loop_over
 
 MODEL = ModelConfig(
@@ -128,8 +128,8 @@ def test_a_document_longer_than_a_pack_is_rejected() -> None:
 def test_costs_are_the_operations_of_a_step(window: int | None) -> None:
     model = replace(MODEL, attention=AttentionConfig(window=window, window_layers=(True, False)))
     for length in (1, 2, 7, 40):
-        seen = None if window is None else pairs_seen(length, model.attention)
-        flops = step_flops(model, tokens=length, squared_lengths=length**2, windowed=seen)
+        window_pair = None if window is None else num_attended_pairs(length, model.attention)
+        flops = step_flops(model, tokens=length, squared_lengths=length**2, windowed=window_pair)
         assert document_cost(model)(length) == flops
 
 

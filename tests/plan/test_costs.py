@@ -39,7 +39,7 @@ from megalith.plan.costs import (
     tflops_per_device,
 )
 from megalith.plan.grid import model_grid
-from megalith.plan.layers.base import pairs_in_window, pairs_seen
+from megalith.plan.layers.base import num_attended_pairs, pairs_in_window
 from megalith.plan.layers.embedding import head_flops
 from megalith.plan.parameters import held_parameters, layer_parameters
 from megalith.plan.stages import Stage
@@ -453,11 +453,11 @@ def test_flops_of_asymmetric_window_are_the_mean_of_both_sides() -> None:
         seen = [(min(place, window - 1), min(length - 1 - place, right)) for place in range(length)]
         pairs = sum(before + 1 + after for before, after in seen)
         kind = AttentionConfig(causal=False, window=window, window_right=right)
-        assert abs(pairs_seen(length, kind) - pairs) <= length, (
+        assert abs(num_attended_pairs(length, kind) - pairs) <= length, (
             "length² counts a token's own pair half"
         )
         even = replace(kind, window=right + 1, window_right=None)
-        assert pairs_seen(length, even) == pairs_in_window(length, right + 1)
+        assert num_attended_pairs(length, even) == pairs_in_window(length, right + 1)
 
 
 def test_attention_chunks_cost_as_documents_of_their_length() -> None:
@@ -641,7 +641,7 @@ def useful_and_hidden(config: ModelConfig) -> int:
     tokens, kind = sum(DOCUMENTS), config.attention
     squares, windowed = (
         sum(length**2 for length in DOCUMENTS),
-        sum(pairs_seen(length, kind) for length in DOCUMENTS),
+        sum(num_attended_pairs(length, kind) for length in DOCUMENTS),
     )
     size = kind.window if kind.chunked and kind.window else max(DOCUMENTS)
     runs = [min(size, length - start) for length in DOCUMENTS for start in range(0, length, size)]

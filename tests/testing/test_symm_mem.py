@@ -27,7 +27,7 @@ def test_fallback_gathers_and_multiplies_all_parts() -> None:
 
 
 def test_availability_check_is_restored_after_the_context() -> None:
-    before = tensor_overlap.why_not_fused
+    before = tensor_overlap.find_fusion_obstacle
     with fused_on_cpus():
-        assert tensor_overlap.why_not_fused([]) is None
-    assert tensor_overlap.why_not_fused is before
+        assert tensor_overlap.find_fusion_obstacle([]) is None
+    assert tensor_overlap.find_fusion_obstacle is before

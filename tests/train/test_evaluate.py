@@ -146,7 +146,7 @@ def packed_evaluation(rank: int, world: int, capacity: str) -> tuple[Evaluation,
         MaskSettings(),
         samples=SAMPLES,
         tokenizer=ByteTokenizer(),
-        tell=reported.append,
+        report_progress=reported.append,
     )
     return result, reported
 

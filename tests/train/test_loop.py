@@ -624,7 +624,7 @@ def test_full_disk_does_not_stop_training_or_lose_metrics(
     monkeypatch.setattr(loop, "train_step", limited)
     reported: list[str] = []
     # pytest writes to files, too
-    monkeypatch.setattr(loop.StepProgress, "say", lambda self, text: reported.append(text))
+    monkeypatch.setattr(loop.StepProgress, "print_line", lambda self, text: reported.append(text))
     try:
         assert train(tmp_path / "full") == Outcome("done", 8)
     finally:

@@ -15,7 +15,7 @@ from megalith.train.callbacks.health import Stopper
 def test_first_signal_is_recorded_and_the_old_handler_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     output: list[str] = []
-    with Stopper(max_minutes=None, say=output.append) as stopper:
+    with Stopper(max_minutes=None, print_line=output.append) as stopper:
         assert stopper.reason is None
         os.kill(os.getpid(), signal.SIGTERM)
         assert stopper.reason == "SIGTERM"
@@ -26,7 +26,7 @@ def test_first_signal_is_recorded_and_the_old_handler_restored() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_every_stop_signal_is_noted(number: signal.Signals) -> None:
-    with Stopper(max_minutes=None, say=lambda text: None) as stopper:
+    with Stopper(max_minutes=None, print_line=lambda text: None) as stopper:
         os.kill(os.getpid(), number)
         assert stopper.reason == number.name
 
@@ -34,7 +34,7 @@ def test_every_stop_signal_is_noted(number: signal.Signals) -> None:
 def test_hangup_ignored_by_nohup_stays_ignored() -> None:
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Stopper(max_minutes=None, say=print) as stopper:
+        with Stopper(max_minutes=None, print_line=print) as stopper:
             os.kill(os.getpid(), signal.SIGHUP)
             assert stopper.reason is None
     finally:
@@ -46,7 +46,7 @@ import sys, time
 from pathlib import Path
 from megalith.train.callbacks.health import Stopper
 
-with Stopper(max_minutes=None, say=lambda text: print(text, flush=True)) as stopper:
+with Stopper(max_minutes=None, print_line=lambda text: print(text, flush=True)) as stopper:
     Path(sys.argv[1], "ready").touch()
     deadline = time.monotonic() + 120
     while stopper.reason is None and time.monotonic() < deadline:
@@ -70,5 +70,5 @@ def test_run_saves_when_its_terminal_is_closed(tmp_path: Path) -> None:
 
 
 def test_time_limit_is_a_reason() -> None:
-    with Stopper(max_minutes=0.0, say=print) as stopper:
+    with Stopper(max_minutes=0.0, print_line=print) as stopper:
         assert stopper.reason == "time limit"

@@ -312,7 +312,7 @@ def _with_masks(
             split_lengths_into_chunks(kept, hiding_scores.window),
             replace(hiding_scores, window=None, chunked=False),
         )
-    seen = PairMask(
+    pair_mask = PairMask(
         visible,
         torch.arange(len(q), device=q.device),
         _remaining_key_indices(seq_params.lengths, kept, q.device),
@@ -321,12 +321,19 @@ def _with_masks(
         from megalith.kernels.attention.flex import flexible_attention
 
         return flexible_attention(
-            q, k, _contiguous_if_view(v, q, k), lengths, hiding_scores, sinks, seen
+            q, k, _contiguous_if_view(v, q, k), lengths, hiding_scores, sinks, pair_mask
         )
     # see `attention`
     run = torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
     return run(
-        q, k, v, lengths, hiding_scores, sinks, build_dropped_weights(dropout_key, scores), seen
+        q,
+        k,
+        v,
+        lengths,
+        hiding_scores,
+        sinks,
+        build_dropped_weights(dropout_key, scores),
+        pair_mask,
     )
 
 
@@ -389,10 +396,10 @@ def _spans(
     scores: Scores,
     sinks: Tensor | None,
     dropped: DroppedWeights | None,
-    seen: PairMask | None = None,
+    pair_mask: PairMask | None = None,
 ) -> Tensor:
     spans = plan_length_spans(lengths, scores.window, causal=scores.causal, right=scores.right)
-    return span_attention(q, k, v, spans, scores, sinks, dropped, seen=seen)
+    return span_attention(q, k, v, spans, scores, sinks, dropped, pair_mask=pair_mask)
 
 
 ATTENTION_BACKENDS: Mapping[BackendName, AttentionBackend] = {

@@ -82,10 +82,10 @@ def attend(
     scores: Scores = PLAIN,
     dropped: DroppedWeights | None = None,
     biases: PairBiases | None = None,
-    seen: PairMask | None = None,
+    pair_mask: PairMask | None = None,
 ) -> None:
     """Attend to these keys and merge into `result` in place. Hidden keys are given by the spans and
-    the attention mask `seen`; `dropped` is attention dropout, `biases` the relative position
+    the attention mask `pair_mask`; `dropped` is attention dropout, `biases` the relative position
     bias."""
     wide_q, wide_k = wide(q), wide(k)
     for tile, heads in _work(q, spans):
@@ -95,7 +95,7 @@ def attend(
             if biases is None
             else s.add_(biases.of_tile(tile, _kv_heads(heads, q, spans), q.shape[1]))
         )
-        mask = None if seen is None else seen.of_tile(spans, tile, heads, q)
+        mask = None if pair_mask is None else pair_mask.of_tile(spans, tile, heads, q)
         p, largest, total = _exponentials(s, tile, v.dtype, mask)
         p = p if dropped is None else p * dropped.factors(spans, tile, heads, q).to(p.dtype)
         weighted_values = bmm(p, v[heads, tile.first : tile.last]).to(result.out.dtype)
@@ -147,7 +147,7 @@ def attend_backward(
     scores: Scores = PLAIN,
     dropped: DroppedWeights | None = None,
     biases: PairBiases | None = None,
-    seen: PairMask | None = None,
+    pair_mask: PairMask | None = None,
 ) -> None:
     """Add the contribution of these keys to the gradients, given the lse over all keys and `delta`
     = sum of dout · out.
@@ -169,7 +169,7 @@ def attend_backward(
             if biases is None
             else s.add_(biases.of_tile(tile, _kv_heads(heads, q, spans), q.shape[1]))
         )
-        mask = None if seen is None else seen.of_tile(spans, tile, heads, q)
+        mask = None if pair_mask is None else pair_mask.of_tile(spans, tile, heads, q)
         p, narrow = _probabilities(s, tile, lse[queries].flatten(1, 2), q.dtype, mask)
         factors = None if dropped is None else dropped.factors(spans, tile, heads, q)
         kept = narrow if factors is None else narrow * factors.to(narrow.dtype)
@@ -276,7 +276,7 @@ def _loop(
     unless they are `known`."""
     p = scores if dtype == scores.dtype else torch.empty_like(scores, dtype=dtype)
     rows, keys, queries = largest.numel(), scores.shape[-1], tile.stop - tile.start
-    seen = (
+    key_ranges = (
         np.tile([[0, keys]], (queries, 1))
         if tile.visible is None
         else np.ascontiguousarray(tile.visible)
@@ -291,7 +291,7 @@ def _loop(
         largest,
         total,
         scores,
-        torch.from_numpy(seen),
+        torch.from_numpy(key_ranges),
         p,
         elements=scores.numel(),
     )
@@ -316,7 +316,7 @@ class SpanAttention(Function):
     """Autograd function of `span_attention`; saves q, k, v, the output and the lse."""
 
     reference = staticmethod(
-        lambda q, k, v, spans, scores, sinks, dropped, values, distances, seen: (
+        lambda q, k, v, spans, scores, sinks, dropped, values, distances, pair_mask: (
             reference_span_attention(
                 q, k, v, spans, scores, sinks, biases=_paired(values, distances)
             )
@@ -335,7 +335,7 @@ class SpanAttention(Function):
         dropped: DroppedWeights | None,
         values: Tensor | None,
         distances: Distances | None,
-        seen: PairMask | None,
+        pair_mask: PairMask | None,
     ) -> Tensor:
         """q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], sinks [n], values [n, distances] -> [t, n,
         d_v]."""
@@ -343,7 +343,7 @@ class SpanAttention(Function):
         q, k, v = (rows_by_head(x, heads, spans.repeats) for x in (q, k, v))
         k, v = k.squeeze(1), v.squeeze(1)
         result = init_attention_result(q, v.shape[-1], sinks, off_by_one=scores.off_by_one)
-        attend(q, k, v, spans, result, scores, dropped, _paired(values, distances), seen)
+        attend(q, k, v, spans, result, scores, dropped, _paired(values, distances), pair_mask)
         out = by_token(result.out.to(dtype), heads)
         ctx.save_for_backward(q, k, v, out, result.lse, sinks, values)
         ctx.spans, ctx.kv_heads, ctx.scores, ctx.dropped, ctx.distances = (
@@ -353,7 +353,7 @@ class SpanAttention(Function):
             dropped,
             distances,
         )
-        ctx.seen = seen
+        ctx.pair_mask = pair_mask
         return out
 
     @staticmethod
@@ -368,7 +368,18 @@ class SpanAttention(Function):
         dout = rows_by_head(dout, heads, repeats)
         biases = _paired(values, ctx.distances)
         attend_backward(
-            q, k, v, lse, dout, delta, ctx.spans, sums, ctx.scores, ctx.dropped, biases, ctx.seen
+            q,
+            k,
+            v,
+            lse,
+            dout,
+            delta,
+            ctx.spans,
+            sums,
+            ctx.scores,
+            ctx.dropped,
+            biases,
+            ctx.pair_mask,
         )
         dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
         dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
@@ -415,19 +426,19 @@ def span_attention(
     sinks: Tensor | None = None,
     dropped: DroppedWeights | None = None,
     biases: PairBiases | None = None,
-    seen: PairMask | None = None,
+    pair_mask: PairMask | None = None,
 ) -> Tensor:
     """Softmax attention of each query to its interval of the keys: q [t, n, d], k, v [t_kv, g, d]
     -> [t, n, d_v].
 
-    Hidden keys are given by the spans and the attention mask `seen`; `dropped` is attention
+    Hidden keys are given by the spans and the attention mask `pair_mask`; `dropped` is attention
     dropout, `biases` the relative position bias; sinks [n].
     """
     if q.is_meta:
         return reference_span_attention(q, k, v, spans, scores, sinks, biases=biases)
     values, distances = (None, None) if biases is None else (biases.values, biases.distances)
     out: Tensor = SpanAttention.apply(
-        q, k, v, spans, scores, sinks, dropped, values, distances, seen
+        q, k, v, spans, scores, sinks, dropped, values, distances, pair_mask
     )  # type: ignore[no-untyped-call]  # torch's own
     return out
 
@@ -441,7 +452,7 @@ def reference_span_attention(
     sinks: Tensor | None = None,
     dropped: DroppedWeights | None = None,
     biases: PairBiases | None = None,
-    seen: PairMask | None = None,
+    pair_mask: PairMask | None = None,
 ) -> Tensor:
     """Reference implementation of `span_attention` in plain PyTorch operations, row by row with the
     intervals as a mask."""
@@ -458,8 +469,8 @@ def reference_span_attention(
         )
         mask = (
             visible
-            if seen is None or visible is None
-            else visible & seen.of_row(row, spans.repeats)
+            if pair_mask is None or visible is None
+            else visible & pair_mask.of_row(row, spans.repeats)
         )
         outs.append(masked_attention(*tensors, mask, scores, sinks, bias=bias, factors=factors))
     return torch.cat(outs)

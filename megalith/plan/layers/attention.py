@@ -69,10 +69,10 @@ def received_numel(branch: LayerBranch, setting: LayerSetting) -> int:
 # --- saved activations
 
 
-def core_tensors(setting: LayerSetting, layer: int, again: bool) -> list[SavedActivation]:
-    """Return the saved tensors of core attention, recomputed if `again`; its output only if it
+def core_tensors(setting: LayerSetting, layer: int, recomputed: bool) -> list[SavedActivation]:
+    """Return the saved tensors of core attention, recomputed if `recomputed`; its output only if it
     saves a copy of its own."""
-    if again:
+    if recomputed:
         rows = _qkv_tensors(setting, setting.part.heads, setting.part.kv_heads)
         if _reads_projection(setting, layer) and not setting.model.has_attention_temperature(layer):
             rows[0] = rows[0]._replace(nbytes=projection_numel(setting) * setting.element)
@@ -341,11 +341,11 @@ class KeyValueExchange:
 
     overlap: bool
 
-    def repeats(self, again: LayerRecompute) -> tuple[bool, bool]:
+    def repeats(self, recompute: LayerRecompute) -> tuple[bool, bool]:
         """Return whether it is repeated; recomputing core attention alone does not repeat the
         all-to-all of its output."""
-        selected = not {"core_attention", "mla_up_proj"}.isdisjoint(again.modules)
-        return again.whole or selected, again.whole
+        selected = not {"core_attention", "mla_up_proj"}.isdisjoint(recompute.modules)
+        return recompute.whole or selected, recompute.whole
 
     def messages(self, passes: Passes) -> Iterator[Message]:
         """Yield the keys and values to the other ranks, and their gradients."""
@@ -487,7 +487,7 @@ def all_rope_tables(setting: LayerSetting) -> list[SavedActivation]:
 
 
 def layer_rope_tables(
-    branch: LayerBranch, setting: LayerSetting, again: Sequence[str]
+    branch: LayerBranch, setting: LayerSetting, recomputed: Sequence[str]
 ) -> list[SavedActivation]:
     """Return the RoPE table of a layer."""
     model = branch.model
@@ -499,14 +499,14 @@ def layer_rope_tables(
 
 
 def attention_tensors(
-    branch: LayerBranch, setting: LayerSetting, again: Sequence[str]
+    branch: LayerBranch, setting: LayerSetting, recomputed: Sequence[str]
 ) -> list[SavedActivation]:
     """Return the saved tensors from queries, keys and values to the output projection, with
-    core_attention recomputed if in `again`."""
+    core_attention recomputed if in `recomputed`."""
     model, e, w = setting.model, setting.element, setting.wide
     inner = setting.part.heads * model.value_size() * setting.tokens
     output = SavedActivation("attention.out", "input", inner, inner * e)
-    rows = core_tensors(setting, branch.layer, "core_attention" in again)
+    rows = core_tensors(setting, branch.layer, "core_attention" in recomputed)
     saves_output = any(row.what == "output" and row.numel == inner for row in rows)
     if model.has_attention_temperature(branch.layer):
         t = setting.tokens
@@ -523,10 +523,10 @@ def attention_tensors(
 
 
 def _saved_tensors(
-    branch: LayerBranch, setting: LayerSetting, again: Sequence[str], saves_input: bool
+    branch: LayerBranch, setting: LayerSetting, recomputed: Sequence[str], saves_input: bool
 ) -> list[SavedActivation]:
     rows = [setting.hidden("attention.qkv")] if saves_input else []
-    return rows + _qk_norm_tensors(setting) + attention_tensors(branch, setting, again)
+    return rows + _qk_norm_tensors(setting) + attention_tensors(branch, setting, recomputed)
 
 
 def _qk_norm_tensors(setting: LayerSetting) -> list[SavedActivation]:
@@ -568,7 +568,7 @@ def _qk_norm_tensors(setting: LayerSetting) -> list[SavedActivation]:
     return rows
 
 
-def _tp_messages(branch: LayerBranch, again: Sequence[str]) -> TPMessages:
+def _tp_messages(branch: LayerBranch, recomputed: Sequence[str]) -> TPMessages:
     x = (branch.model.hidden_size,)
     return TPMessages(inputs=x, weight_inputs=x, sums=1)
 
@@ -617,14 +617,14 @@ def _core_flops(branch: LayerBranch, counts: DocumentCounts) -> int:
 
 
 def _cross_tensors(
-    branch: LayerBranch, setting: LayerSetting, again: Sequence[str], saves_input: bool
+    branch: LayerBranch, setting: LayerSetting, recomputed: Sequence[str], saves_input: bool
 ) -> list[SavedActivation]:
     """Return the saved tensors without the shared source hidden states: as of attention without a
     window, without RoPE and without norms of queries and keys."""
     kind, rows = branch.model.attention, [setting.hidden("cross.queries")] if saves_input else []
     plain = AttentionConfig(scale=kind.scale, softcap=kind.softcap, causal=kind.causal)
     model = replace(setting.model, attention=plain, positions="rope", rope=RopeConfig())
-    tensors = attention_tensors(branch, replace(setting, model=model), again)
+    tensors = attention_tensors(branch, replace(setting, model=model), recomputed)
     return rows + [row._replace(region=row.region.replace("attention", "cross")) for row in tensors]
 
 
@@ -664,7 +664,7 @@ def _weight_gradient_numel(branch: LayerBranch, setting: LayerSetting) -> int:
     return head_gradient_numel(branch, setting) + 3 * branch.model.hidden_size * setting.tokens
 
 
-def _cross_tp_messages(branch: LayerBranch, again: Sequence[str]) -> TPMessages:
+def _cross_tp_messages(branch: LayerBranch, recomputed: Sequence[str]) -> TPMessages:
     """Return the input of the queries, and the source."""
     inputs = (branch.model.hidden_size,) * 2
     return TPMessages(inputs=inputs, weight_inputs=inputs, sums=1)

@@ -168,7 +168,7 @@ def pairs_in_window(length: int, window: int, *, chunked: bool = False) -> int:
     return min(length**2, inside * (inside + 1) + 2 * inside * (length - inside))
 
 
-def pairs_seen(length: int, kind: AttentionConfig) -> int:
+def num_attended_pairs(length: int, kind: AttentionConfig) -> int:
     """Return `pairs_in_window` of an attention config; the mean of both sides if the right side
     differs."""
     if kind.window is None:
@@ -198,7 +198,7 @@ class DocumentCounts(NamedTuple):
         if self.windowed is not None:
             return self.windowed
         typical = max(1, round(self.squared_lengths / self.tokens))
-        pairs = pairs_seen(typical, kind)
+        pairs = num_attended_pairs(typical, kind)
         return min(self.squared_lengths, round(pairs * self.tokens / typical))
 
 
@@ -387,7 +387,7 @@ class Exchange(Protocol):
     """Communication of a layer over context-parallel or expert-parallel ranks. Layers with equal
     exchanges are counted together."""
 
-    def repeats(self, again: LayerRecompute) -> tuple[bool, bool]:
+    def repeats(self, recompute: LayerRecompute) -> tuple[bool, bool]:
         """Return whether recomputation repeats it, and its output's part."""
         ...
 
@@ -432,12 +432,12 @@ def _no_elements(branch: LayerBranch, setting: LayerSetting) -> int:
 
 
 def _no_shared_tensors(
-    branch: LayerBranch, setting: LayerSetting, again: Sequence[str]
+    branch: LayerBranch, setting: LayerSetting, recomputed: Sequence[str]
 ) -> list[SavedActivation]:
     return []
 
 
-def _no_tp_messages(branch: LayerBranch, again: Sequence[str]) -> TPMessages:
+def _no_tp_messages(branch: LayerBranch, recomputed: Sequence[str]) -> TPMessages:
     return TPMessages()
 
 

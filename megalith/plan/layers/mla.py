@@ -69,19 +69,21 @@ def _parameters(branch: LayerBranch, rank: LayerRank) -> Iterator[HeldParameter]
 
 
 def _saved_tensors(
-    branch: LayerBranch, setting: LayerSetting, again: Sequence[str], saves_input: bool
+    branch: LayerBranch, setting: LayerSetting, recomputed: Sequence[str], saves_input: bool
 ) -> list[SavedActivation]:
     first = "attention.kv_down" if _sizes(branch).q_rank is None else "attention.queries.0"
     rows = [setting.hidden(first)] if saves_input else []
-    if "mla_up_proj" not in again:
-        return rows + _latent_tensors(branch, setting) + attention_tensors(branch, setting, again)
+    if "mla_up_proj" not in recomputed:
+        return (
+            rows + _latent_tensors(branch, setting) + attention_tensors(branch, setting, recomputed)
+        )
     inner = setting.part.heads * setting.model.value_size() * setting.tokens
     output = SavedActivation("attention.out", "input", inner, inner * setting.element)
-    return [*rows, *_latent_tensors(branch, setting, again=True), output]
+    return [*rows, *_latent_tensors(branch, setting, recomputed=True), output]
 
 
 def _latent_tensors(
-    branch: LayerBranch, setting: LayerSetting, *, again: bool = False
+    branch: LayerBranch, setting: LayerSetting, *, recomputed: bool = False
 ) -> list[SavedActivation]:
     """Return the saved tensors of latent attention: its compressed vectors before and after their
     norms; if recomputed, also the shared key."""
@@ -95,23 +97,27 @@ def _latent_tensors(
         if rank is not None:
             rows += norm_tensors(setting, norm, features=rank) if sizes.norms else []
             rows.append(
-                SavedActivation("attention" if again else up, "input", own * rank, own * rank * e)
+                SavedActivation(
+                    "attention" if recomputed else up, "input", own * rank, own * rank * e
+                )
             )
     shared = own * sizes.rope_dim
     return (
-        [*rows, SavedActivation("attention", "shared key", shared, shared * e)] if again else rows
+        [*rows, SavedActivation("attention", "shared key", shared, shared * e)]
+        if recomputed
+        else rows
     )
 
 
 def _shared_tensors(
-    branch: LayerBranch, setting: LayerSetting, again: Sequence[str]
+    branch: LayerBranch, setting: LayerSetting, recomputed: Sequence[str]
 ) -> list[SavedActivation]:
-    if "mla_up_proj" in again:
+    if "mla_up_proj" in recomputed:
         return all_rope_tables(setting)
-    return layer_rope_tables(branch, setting, again)
+    return layer_rope_tables(branch, setting, recomputed)
 
 
-def _tp_messages(branch: LayerBranch, again: Sequence[str]) -> TPMessages:
+def _tp_messages(branch: LayerBranch, recomputed: Sequence[str]) -> TPMessages:
     """Return the compressed vectors, and the key shared by all heads, which no matrix reads."""
     sizes = _sizes(branch)
     vectors = (sizes.q_rank or branch.model.hidden_size, sizes.kv_rank)
@@ -119,7 +125,7 @@ def _tp_messages(branch: LayerBranch, again: Sequence[str]) -> TPMessages:
     return TPMessages(
         inputs=inputs,
         weight_inputs=vectors,
-        recomputed_inputs=inputs if "mla_up_proj" in again else (),
+        recomputed_inputs=inputs if "mla_up_proj" in recomputed else (),
         sums=1,
     )
 

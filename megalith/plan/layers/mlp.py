@@ -33,14 +33,16 @@ def mlp_parameters(prefix: str, model: ModelConfig, ffn: int) -> Iterator[HeldPa
         yield HeldParameter(f"{prefix}.down_bias", model.hidden_size)
 
 
-def mlp_tensors(setting: LayerSetting, ffn: int, again: Sequence[str]) -> list[SavedActivation]:
+def mlp_tensors(
+    setting: LayerSetting, ffn: int, recomputed: Sequence[str]
+) -> list[SavedActivation]:
     """Return the saved tensors between the two matmuls."""
     inner, e, gated = ffn * setting.tokens, setting.element, setting.model.gated
     before = 2 * inner if gated else inner
     rows = [SavedActivation("mlp", "gate and up" if gated else "up", before, before * e)]
     return (
         rows
-        if "mlp_act" in again
+        if "mlp_act" in recomputed
         else [*rows, SavedActivation("mlp.down", "input", inner, inner * e)]
     )
 
@@ -55,11 +57,13 @@ def _parameters(branch: LayerBranch, rank: LayerRank) -> Iterator[HeldParameter]
 
 
 def _saved_tensors(
-    branch: LayerBranch, setting: LayerSetting, again: Sequence[str], saves_input: bool
+    branch: LayerBranch, setting: LayerSetting, recomputed: Sequence[str], saves_input: bool
 ) -> list[SavedActivation]:
     up = "mlp.gate_up" if branch.model.gated else "mlp.up"
-    rows = [setting.hidden("mlp" if "mlp" in again else up)] if saves_input else []
-    return rows if "mlp" in again else rows + mlp_tensors(setting, setting.part.ffn, again)
+    rows = [setting.hidden("mlp" if "mlp" in recomputed else up)] if saves_input else []
+    return (
+        rows if "mlp" in recomputed else rows + mlp_tensors(setting, setting.part.ffn, recomputed)
+    )
 
 
 def _weight_gradient_numel(branch: LayerBranch, setting: LayerSetting) -> int:
@@ -73,10 +77,10 @@ def _backward_numel(branch: LayerBranch, setting: LayerSetting) -> int:
     return num_inner_copies(branch.model) * setting.part.ffn * setting.tokens
 
 
-def _tp_messages(branch: LayerBranch, again: Sequence[str]) -> TPMessages:
+def _tp_messages(branch: LayerBranch, recomputed: Sequence[str]) -> TPMessages:
     x = (branch.model.hidden_size,)
     return TPMessages(
-        inputs=x, weight_inputs=x, recomputed_inputs=x if "mlp" in again else (), sums=1
+        inputs=x, weight_inputs=x, recomputed_inputs=x if "mlp" in recomputed else (), sums=1
     )
 
 
@@ -103,10 +107,10 @@ def _replacement_parameters(branch: LayerBranch, rank: LayerRank) -> Iterator[He
 
 
 def _replacement_tensors(
-    branch: LayerBranch, setting: LayerSetting, again: Sequence[str], saves_input: bool
+    branch: LayerBranch, setting: LayerSetting, recomputed: Sequence[str], saves_input: bool
 ) -> list[SavedActivation]:
     """Return its input."""
-    region = branch.name if branch.name in again else f"{branch.name}.linear"
+    region = branch.name if branch.name in recomputed else f"{branch.name}.linear"
     return [setting.hidden(region)] if saves_input else []
 
 

@@ -349,29 +349,29 @@ def _has_aux_losses(losses: AuxLossConfig) -> bool:
     return max(*coefficients, losses.z_loss_coeff) > 0
 
 
-def _reads_only_jittered_input(moe: MoEConfig, again: Sequence[str]) -> bool:
+def _reads_only_jittered_input(moe: MoEConfig, recomputed: Sequence[str]) -> bool:
     """Return whether the MoE layer reads its input only with router jitter."""
-    if "mlp" in again or moe.router.jitter == 0:
+    if "mlp" in recomputed or moe.router.jitter == 0:
         return False
     return moe.latent_size is None and moe.shared_ffn_hidden_size is None
 
 
 def _saved_tensors(
-    branch: LayerBranch, setting: LayerSetting, again: Sequence[str], saves_input: bool
+    branch: LayerBranch, setting: LayerSetting, recomputed: Sequence[str], saves_input: bool
 ) -> list[SavedActivation]:
     moe, mixture = _config(branch), layer_mixture(setting)
     first = "narrow" if moe.latent_size is not None else "router.gate"
-    jittered = _reads_only_jittered_input(moe, again) and not mixture.rows_stay
+    jittered = _reads_only_jittered_input(moe, recomputed) and not mixture.rows_stay
     rows: list[SavedActivation] = []
     if saves_input and not jittered:
-        rows.append(setting.hidden("mlp" if "mlp" in again else f"mlp.{first}"))
-    if "mlp" in again:
+        rows.append(setting.hidden("mlp" if "mlp" in recomputed else f"mlp.{first}"))
+    if "mlp" in recomputed:
         return rows
     for row in mixture_tensors(mixture):
         rows.append(row._replace(region=f"mlp.{row.region}".rstrip(".")))
-    if moe.shared_ffn_hidden_size is None or "shared_experts" in again:
+    if moe.shared_ffn_hidden_size is None or "shared_experts" in recomputed:
         return rows
-    for row in mlp_tensors(setting, _shared_features(moe, setting.rank), again):
+    for row in mlp_tensors(setting, _shared_features(moe, setting.rank), recomputed):
         rows.append(row._replace(region=f"mlp.shared.0.{row.region}"))
     if moe.shared_gate:
         own = setting.own_tokens
@@ -381,11 +381,11 @@ def _saved_tensors(
 
 
 def _shared_tensors(
-    branch: LayerBranch, setting: LayerSetting, again: Sequence[str]
+    branch: LayerBranch, setting: LayerSetting, recomputed: Sequence[str]
 ) -> list[SavedActivation]:
     """Return the mask of padding, if aux losses save it."""
     t = setting.tokens
-    if "mlp" in again or not _has_aux_losses(_config(branch).aux_loss):
+    if "mlp" in recomputed or not _has_aux_losses(_config(branch).aux_loss):
         return []
     return [SavedActivation("shared", "which tokens count", t, t)]
 
@@ -410,10 +410,10 @@ def _backward_numel(branch: LayerBranch, setting: LayerSetting) -> int:
 # --- communication
 
 
-def _tp_messages(branch: LayerBranch, again: Sequence[str]) -> TPMessages:
+def _tp_messages(branch: LayerBranch, recomputed: Sequence[str]) -> TPMessages:
     """Return the messages of the shared experts; the gate follows their sum, and needs it again."""
     moe, x = _config(branch), (branch.model.hidden_size,)
-    repeats = not {"mlp", "shared_experts"}.isdisjoint(again)
+    repeats = not {"mlp", "shared_experts"}.isdisjoint(recomputed)
     if moe.shared_ffn_hidden_size is None:
         return TPMessages()
     return TPMessages(
@@ -465,12 +465,12 @@ class ExpertExchange:
         """Bytes of a token as dispatched."""
         return (self.moe.latent_size or self.hidden_size) * self.element
 
-    def repeats(self, again: LayerRecompute) -> tuple[bool, bool]:
+    def repeats(self, recompute: LayerRecompute) -> tuple[bool, bool]:
         """Return whether routing and dispatch are repeated, and the combine: if a later operation
         needs its sum, or the layer saves it for `latent_out`."""
-        alone = "mlp" in again.modules
-        repeated = again.whole or alone
-        skips_combine = (alone or again.ends_span) and self.moe.latent_size is None
+        alone = "mlp" in recompute.modules
+        repeated = recompute.whole or alone
+        skips_combine = (alone or recompute.ends_span) and self.moe.latent_size is None
         return repeated, repeated and not skips_combine
 
     def messages(self, passes: Passes) -> Iterator[Message]:

@@ -274,7 +274,7 @@ class StopRequests(Callback):
     def on_start(self, run: RunView) -> None:
         """Handle signals from now on."""
         self._run = run
-        self._stopper = Stopper(max_minutes=run.config.train.max_minutes, say=run.log)
+        self._stopper = Stopper(max_minutes=run.config.train.max_minutes, print_line=run.log)
         self._stopper.__enter__()
 
     @property
@@ -302,9 +302,9 @@ class Stopper:
     Restores the handlers on exit. A SIGHUP that `nohup` ignores stays ignored.
     """
 
-    def __init__(self, *, max_minutes: float | None, say: Callable[[str], None]) -> None:
+    def __init__(self, *, max_minutes: float | None, print_line: Callable[[str], None]) -> None:
         self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
-        self._say = say
+        self._print_line = print_line
         self._reason: str | None = None
         self._before: dict[signal.Signals, Any] = {}  # Any: what the signal module calls a handler
 
@@ -337,7 +337,9 @@ class Stopper:
         self._reason = signal.Signals(number).name
         if number == signal.SIGHUP:
             _redirect_closed_output()
-        self._say(f"{self._reason}: finishing the step and saving; repeat it to end without saving")
+        self._print_line(
+            f"{self._reason}: finishing the step and saving; repeat it to end without saving"
+        )
         for each in self._before:
             signal.signal(each, signal.SIG_DFL)
 

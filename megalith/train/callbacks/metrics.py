@@ -21,7 +21,7 @@ from megalith.plan.buckets import zero_notes
 from megalith.plan.costs import model_flops_utilization, tflops_per_device
 from megalith.plan.frozen import trained_step_flops
 from megalith.plan.kernels import describe_kernels
-from megalith.plan.layers.base import pairs_seen
+from megalith.plan.layers.base import num_attended_pairs
 from megalith.plan.stages import plan_stages
 from megalith.rules.moe import balance_notes
 from megalith.rules.no_effect import unused_notes
@@ -159,7 +159,7 @@ def _attention_pairs(model: ModelConfig, batches: StepBatches, dp: int) -> tuple
     squares = ranks * sum(length**2 for length in lengths)
     if model.attention.window is None:
         return squares, None
-    return squares, ranks * sum(pairs_seen(length, model.attention) for length in lengths)
+    return squares, ranks * sum(num_attended_pairs(length, model.attention) for length in lengths)
 
 
 class ExpertLoadMetrics(Callback):
@@ -336,7 +336,7 @@ class ProgressReporter(Callback):
             if evaluation.bits_per_byte is None
             else f", {evaluation.bits_per_byte:.3f} bits per byte"
         )
-        self._progress.say(
+        self._progress.print_line(
             f"step {metrics['step']}: held-out loss {evaluation.loss:.4f}{bits}"
             f"{evaluation.describe_mtp()}"
         )

@@ -26,8 +26,8 @@ from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunVi
 from megalith.train.moe import (
     attach_routing,
     iter_routers,
+    iter_routing_parts,
     layer_sort_key,
-    parts,
     text_token_mask,
 )
 
@@ -55,7 +55,7 @@ class CaptureFile:
     def __init__(self, path: Path, *, most: int) -> None:
         """Reserve space in front for the header of at most `most` tensors. Creates no file yet."""
         self.path, self._part = path, path.with_name(path.name + ".part")
-        self._room = 8 * (128 + most * _ENTRY_NBYTES // 8)
+        self._header_nbytes = 8 * (128 + most * _ENTRY_NBYTES // 8)
         self._planned: list[PlannedTensor] = []
         self._waiting: deque[Future[None]] = deque()
         self._pool: ThreadPoolExecutor | None = None
@@ -87,7 +87,7 @@ class CaptureFile:
             if self._file is None:
                 return False
             self._file.seek(0)
-            self._file.write(padded_header(self._room, self._planned, {"format": "pt"}))
+            self._file.write(padded_header(self._header_nbytes, self._planned, {"format": "pt"}))
             self._file.close()
             self._part.replace(self.path)
         except OSError:
@@ -106,7 +106,7 @@ class CaptureFile:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._part.open("wb")
-            self._file.seek(self._room)
+            self._file.seek(self._header_nbytes)
         for data in as_bytes(values):
             self._file.write(data)
 
@@ -148,30 +148,32 @@ class CaptureWriter:
         self._done: set[tuple[str, int]] = set()
         self._captured_layers: set[str] = set()  # layers whose router weights are written
 
-    def __call__(self, seen: RoutingCapture) -> None:
+    def __call__(self, capture: RoutingCapture) -> None:
         """Write a router's capture; repeated calls in activation recomputation are ignored."""
-        if (seen.layer, seen.microbatch) in self._done:
+        if (capture.layer, capture.microbatch) in self._done:
             return
-        self._done.add((seen.layer, seen.microbatch))
-        number, count = seen.microbatch, len(seen.hidden)
+        self._done.add((capture.layer, capture.microbatch))
+        number, count = capture.microbatch, len(capture.hidden)
         is_text = torch.from_numpy(
             text_token_mask(self._batches[number].seq_params, count, self._mesh)
         )
         for kind in ("hidden", "logits", "weights"):
             if kind in self._kinds:
-                values: Tensor = getattr(seen, kind).detach().to("cpu", torch.bfloat16, copy=True)
+                values: Tensor = (
+                    getattr(capture, kind).detach().to("cpu", torch.bfloat16, copy=True)
+                )
                 self._capture_file.put(
-                    f"{seen.layer}/{number}/{kind}", values if is_text.all() else values[is_text]
+                    f"{capture.layer}/{number}/{kind}", values if is_text.all() else values[is_text]
                 )
         if (
             "routers" in self._kinds
-            and seen.layer not in self._captured_layers
+            and capture.layer not in self._captured_layers
             and self._mesh.over("dp", "cp", "tp").rank == 0
         ):
-            self._captured_layers.add(seen.layer)  # all ranks of a stage have the same weights
-            for name, values in seen.routers.items():
+            self._captured_layers.add(capture.layer)  # all ranks of a stage have the same weights
+            for name, values in capture.routers.items():
                 self._capture_file.put(
-                    f"{seen.layer}/router/{name}", values.detach().to("cpu", copy=True)
+                    f"{capture.layer}/router/{name}", values.detach().to("cpu", copy=True)
                 )
 
 
@@ -195,7 +197,7 @@ class RoutingTrace:
 
         `captures`: the kinds of tensors to capture, of the `layers` with experts on this rank.
         """
-        self.path = _file_of(folder, mesh.world.rank)
+        self.path = _trace_path(folder, mesh.world.rank)
         self._mesh, self._steps, self._captures, self._layers = mesh, steps, captures, layers
         self._capture_file: CaptureFile | None = None
 
@@ -208,7 +210,7 @@ class RoutingTrace:
             return RoutingRecord()
         # tensors of every microbatch, and the router's weights
         most = self._layers * (len(batches) * 3 + 4)
-        self._capture_file = CaptureFile(_capture_file_of(self.path, step), most=most)
+        self._capture_file = CaptureFile(_capture_path(self.path, step), most=most)
         return RoutingRecord(
             watch=CaptureWriter(self._captures, self._capture_file, batches, self._mesh)
         )
@@ -220,8 +222,10 @@ class RoutingTrace:
             OSError: writing failed; the file has no row of the step.
         """
         capture_file, self._capture_file = self._capture_file, None
-        beside = capture_file.path if capture_file is not None and capture_file.finish() else None
-        name = None if beside is None else beside.name
+        capture_path = (
+            capture_file.path if capture_file is not None and capture_file.finish() else None
+        )
+        name = None if capture_path is None else capture_path.name
         rows = trace_rows(step, routing, batches, self._mesh, name)
         lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
         if not lines:
@@ -234,8 +238,8 @@ class RoutingTrace:
             with contextlib.suppress(OSError, DataError):
                 cut_after(self.path, step - 1)
             with contextlib.suppress(OSError):
-                if beside is not None:
-                    beside.unlink()
+                if capture_path is not None:
+                    capture_path.unlink()
             raise
 
     def close(self) -> None:
@@ -254,7 +258,7 @@ def cut_traces(folder: Path, mesh: Mesh, *, resume_at: int) -> None:
         DataError, OSError: this rank's own file is damaged or cannot be written; raised on this
             rank only.
     """
-    last = _file_of(folder, mesh.world.size - 1)
+    last = _trace_path(folder, mesh.world.size - 1)
     for path in (
         [path for path in folder.glob("rank_*.jsonl") if path > last]
         if mesh.world.rank == 0
@@ -267,13 +271,13 @@ def cut_traces(folder: Path, mesh: Mesh, *, resume_at: int) -> None:
                 "a routing trace of a rank that no longer exists is damaged and is unchanged: %s",
                 error,
             )
-    _cut_trace(_file_of(folder, mesh.world.rank), resume_at)
+    _cut_trace(_trace_path(folder, mesh.world.rank), resume_at)
 
 
 def _cut_trace(path: Path, resume_at: int) -> None:
-    for beside in path.parent.glob(f"{path.stem}_step_*.safetensors*"):
-        if beside.suffix == ".part" or beside > _capture_file_of(path, resume_at):
-            beside.unlink()
+    for capture_path in path.parent.glob(f"{path.stem}_step_*.safetensors*"):
+        if capture_path.suffix == ".part" or capture_path > _capture_path(path, resume_at):
+            capture_path.unlink()
     cut_after(path, resume_at)
 
 
@@ -291,8 +295,8 @@ def trace_rows(
     is the pipeline rank. Ranks of several stages with the same dp, cp and tp rank have the same
     tokens in the same order.
     """
-    place = {"dp": mesh.dp.rank, "cp": mesh.cp.rank, "tp": mesh.tp.rank}
-    routing_parts = parts(routing, batches, mesh, filler=False)
+    coordinates = {"dp": mesh.dp.rank, "cp": mesh.cp.rank, "tp": mesh.tp.rank}
+    routing_parts = iter_routing_parts(routing, batches, mesh, filler=False)
     name = "sidecar"  # lint: allow old-word: field of the trace format
     captures = {} if capture_file is None else {name: capture_file}
     for part in sorted(
@@ -305,7 +309,7 @@ def trace_rows(
             "layer": part.layer,
             **({"mtp": number} if is_mtp else {}),
             "rank": mesh.world.rank,
-            **place,
+            **coordinates,
             "microbatch": part.microbatch,
             "num_tokens": len(part.experts),
             "top_k": part.experts.shape[1],
@@ -314,11 +318,11 @@ def trace_rows(
         }
 
 
-def _file_of(folder: Path, rank: int) -> Path:
+def _trace_path(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.jsonl"
 
 
-def _capture_file_of(path: Path, step: int) -> Path:
+def _capture_path(path: Path, step: int) -> Path:
     """Return the path of a step's captures, from the path of the rank's trace."""
     return path.with_name(f"{path.stem}_step_{step:07d}.safetensors")
 

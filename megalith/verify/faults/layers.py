@@ -279,7 +279,7 @@ def ring_never_turned(original: Original, x: Tensor, group: Group) -> PendingCol
     return PendingCollective(x.clone())
 
 
-@replaces(context, "_send_home", "cp")
+@replaces(context, "_return_gradients", "cp")
 def ring_gradients_kept(
     original: Original, sums: Tensor, pending: PendingCollective | None, group: Group
 ) -> PendingCollective:
