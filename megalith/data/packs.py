@@ -192,7 +192,7 @@ def pack_documents(
         labels[:num_tokens] = np.concatenate([document.labels for document in documents])
     mask = join_masks([document.mask for document in documents], lengths, size)
     row = PackedSample(ids, labels, (*lengths, *filler), num_tokens, mask=mask)
-    if extra is None:
+    if extra is None or not (extra or any(document.extra for document in documents)):
         return row
     tensors = dict(concatenate_extra(documents, extra, [(1, 1)] * len(documents)))
     for name, tensor in extra.items():

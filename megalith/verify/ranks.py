@@ -67,6 +67,8 @@ def draw_extra(
     declared: Mapping[str, ExtraTensor], sample: int, *, num_tokens: int, num_documents: int
 ) -> Extra:
     """Return random extra tensors of a sample."""
+    if not declared:
+        return {}
     draw = np.random.default_rng(key(0, "verify", "extra", sample))
     sizes = {"token": (num_tokens,), "document": (num_documents,), "sample": ()}
     return {
