@@ -21,7 +21,7 @@ class TensorComparison:
 
     name: str
     kind: Kind
-    """`same`: all elements differ by at most the tolerance, whatever the dtypes."""
+    """`same`: all elements differ by at most the tolerance, also between dtypes."""
 
     a: str | None
     """Shape and dtype in the first checkpoint."""
@@ -41,7 +41,7 @@ class TensorComparison:
 def compare_checkpoints(
     a: Checkpoint, b: Checkpoint, *, atol: float = 0.0, only: str = "*"
 ) -> Iterator[TensorComparison]:
-    """Compare the tensors of both checkpoints whose names match `only`, whatever their layouts, by
+    """Compare the tensors of both checkpoints whose names match `only`, in any layouts, by
     name.
 
     Reads one box at a time: at most two stored boxes and their intersections are in memory.

@@ -30,7 +30,7 @@ _OF_EXPERT = re.compile(r"(?P<block>.*)\.experts\.(?P<number>\d+)\.(?P<part>.+)"
 """Name of a tensor of a single expert, as in other libraries."""
 
 Purpose = Literal["resume", "start"]
-"""resume: continue a run, which needs all weights whatever the settings say. start: start from the
+"""resume: continue a run, which needs all weights regardless of the settings. start: start from the
 weights of another model, without its optimizer state."""
 
 Wanted = Mapping[str, tuple[str, tuple[int, ...]]]

@@ -515,7 +515,7 @@ LLAMA_FIELDS: tuple[FieldSpec, ...] = (
     USE_CACHE,
 )
 
-# --- further fields that several families share
+# --- other fields that several families share
 
 MLP_BIAS = ConfigField("mlp_bias", "mlp_bias", Fields.read_flag, False)
 SLIDING_WINDOW = ConfigField("sliding_window", "attention.window", Fields.read_int_or_null)

@@ -256,7 +256,7 @@ def _context(seq_params: PackedSeqParams) -> ContextShard:
 
 
 class AttentionRange(TypedDict):
-    """Range of earlier and later tokens of its document that a token sees, as arguments of
+    """Range of earlier and later tokens of its document that a token attends to, as arguments of
     `Context`'s methods that return spans."""
 
     window: int | None

@@ -419,7 +419,7 @@ class Softmax(NamedTuple):
 
 def softmax_over_ranks(logits: Tensor, labels: Tensor, head: HeadShard) -> Softmax:
     """Return the softmax statistics with two small collectives over the vocabulary's ranks,
-    whatever the labels are; logits are not modified."""
+    for any labels; logits are not modified."""
     local_largest, local_total = ROW_SUMS[head.engine(logits)](logits)
     largest = all_reduce_max_(local_largest.clone(), head.vocab.group)
     rows, is_local = head.target(labels)

@@ -65,7 +65,7 @@ class PendingReduceScatter:
 
     def wait(self) -> Tensor:
         """Return this rank's slice of the sum, in the memory of the bucket. Ranks are added in rank
-        order, whatever the bucket."""
+        order, for any bucket."""
         self.works.wait()
         local_slice = self.slices[self.rank]
         if self.received is None:

@@ -245,7 +245,7 @@ def used_ops(model: ModelConfig, *, bf16_on_cpu: bool = False) -> tuple[Op, ...]
 def why_not(
     backend: BackendSpec, dtype: str, device: str | None, missing: Mapping[str, str]
 ) -> str | None:
-    """Return why a run cannot use the backend, whatever its model; None: it can. `device`: None if
+    """Return why no model of a run can use the backend; None: some can. `device`: None if
     not known yet; `missing`: the reasons that this machine gives, by backend name."""
     if device is not None and backend.device not in (None, device):
         return (

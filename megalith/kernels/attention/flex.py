@@ -103,7 +103,7 @@ def soft_cap_score_mod(cap: float) -> Callable[..., Tensor]:
 def intervals(lengths: Lengths, window: int | None, after: int | None) -> Ints:
     """Return the first key that each query sees, and one past the last: [t, 2].
 
-    A document's queries are the last of its keys; each sees `after` later keys; None: all.
+    A document's queries are the last of its keys; each attends to `after` later keys; None: all.
 
     >>> intervals(((2, 2), (1, 3)), 2, 0).tolist()
     [[0, 1], [0, 2], [3, 5]]
@@ -131,7 +131,7 @@ class QueryBlocks(NamedTuple):
     """[blocks, key blocks]: their indices; entries after that number are ignored."""
 
     whole: Ints
-    """[blocks]: number of key blocks of which every query sees every key."""
+    """[blocks]: number of key blocks of which every query attends to every key."""
 
     whole_keys: Ints
 

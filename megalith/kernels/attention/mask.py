@@ -24,7 +24,7 @@ class AttentionMask:
     """Attention mask: the keys of its document that each of t queries may see."""
 
     keys: Tensor | None = None
-    """bool [t_kv]: False for keys that no query sees (padding); None: no padding."""
+    """bool [t_kv]: False for keys that no query attends to (padding); None: no padding."""
 
     pairs: Tensor | None = None
     """bool: the masks [queries, keys] of documents that have one, row after row; None: no masks."""

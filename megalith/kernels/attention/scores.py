@@ -42,7 +42,7 @@ class Scores:
     """Soft cap: scores s become softcap · tanh(s / softcap); None: no cap."""
 
     causal: bool = True
-    """Whether a token sees no later tokens."""
+    """Whether a token attends to no later tokens."""
 
     right: int | None = None
     """With a window, and not causal: number of later tokens in the window; None: as many as earlier
@@ -61,7 +61,7 @@ class Scores:
 
     @property
     def after(self) -> int | None:
-        """Number of later tokens that a token sees; None: all of its document."""
+        """Number of later tokens that a token attends to; None: all of its document."""
         if self.causal:
             return 0
         if self.window is None:
@@ -162,7 +162,7 @@ def causal_mask(
     """Return a causal attention mask, bool [queries, keys]: query i, which is token keys - queries
     + i, sees itself and earlier keys.
 
-    With a `window` it sees itself and the window - 1 tokens before it.
+    With a `window` it attends to itself and the window - 1 tokens before it.
     """
     before = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return before if window is None else before.triu(keys - queries - window + 1)

@@ -57,7 +57,7 @@ def _sdpa_document(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal:
     if queries == 0 or keys == 0:
         return q.new_zeros(queries, q.shape[1], v.shape[2])
     # is_causal aligns the first query with the first key, so cached keys need an explicit mask; a
-    # single query sees all keys.
+    # single query attends to all keys.
     plain = queries == keys or not causal or queries == 1
     mask = None if plain else causal_mask(queries, keys, device=q.device)
     return _call(q, k, v, mask, causal=causal and queries == keys, scale=scale)
@@ -72,7 +72,7 @@ class Mask(NamedTuple):
     see nothing."""
 
     blind: Tensor
-    """bool [q or 1, 1] or [rows, q or 1, 1]: queries that see nothing."""
+    """bool [q or 1, 1] or [rows, q or 1, 1]: queries without visible keys."""
 
 
 def mask_for_torch(mask: Tensor, dtype: torch.dtype) -> Mask:
@@ -102,7 +102,7 @@ def sdpa_masked(
     all.
 
     The mask applies to every row: bool [q, kv], or a `Mask`. `bias` [n, q, kv] is added to the
-    scores. Queries that see nothing give 0.
+    scores. Queries without visible keys give 0.
     """
     if mask is None and bias is None and rows == 1:
         return _sdpa_document(q, k, v, scale, False)
