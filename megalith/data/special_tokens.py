@@ -40,7 +40,7 @@ def encode_with_special_tokens(
     >>> def encode(text):
     ...     return TokenSpans([ord(text)], [(0, 1)])
     >>> encode_with_special_tokens("a<end>b", {"<end>": 256}, encode)
-    TokenSpans(ids=[97, 256, 98], places=[(0, 1), (1, 6), (6, 7)])
+    TokenSpans(ids=[97, 256, 98], offsets=[(0, 1), (1, 6), (6, 7)])
     """
     result, offset = TokenSpans([], []), 0
     for part in _parts(text, specials):
