@@ -255,7 +255,10 @@ def read_results(run: Path, renames: Renames) -> dict[str, Any]:
             boxes = [(box["box"], box["sha256"]) for box in stored["boxes"]]
             results[f"{step.name}/{tensor}"] = [stored["shape"], stored["dtype"], boxes]
         for path, value in flatten(json.loads((step / "state.json").read_text())):
-            relative = value.replace(str(run.parent), "") if isinstance(value, str) else value
+            # of the base of adapters; stored runs were trained in another folder
+            relative = (
+                re.sub(r"^/.*/(old|new)(?=/)", "", value) if isinstance(value, str) else value
+            )
             results[f"{step.name}/state{path}"] = relative
     old_names = {new: old for old, new in renames.metrics.items()}
     return {_with_old_metric(path, old_names): value for path, value in results.items()}

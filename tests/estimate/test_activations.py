@@ -561,7 +561,7 @@ def test_recomputed_layers_with_two_rope_tables_save_both() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "gather", "a2a"])
 @pytest.mark.parametrize(
-    "name", ["sinks", "normed around", "mla, values as keys", "relative", "cross-layer attention"]
+    "name", ["sinks", "normed around", "mla, values as keys", "relative", "cross-layer"]
 )
 def test_saved_activations_of_every_layer_type_match_under_context_parallelism(
     name: str, kind: ContextKind
@@ -578,7 +578,7 @@ def test_saved_activations_of_every_layer_type_match_under_context_parallelism(
 @pytest.mark.parametrize("sp", [False, True], ids=["whole", "sp"])
 @pytest.mark.parametrize(
     "name",
-    ["learned positions", "parallel", "normed after", "latent", "gated", "cross-layer attention"],
+    ["learned positions", "parallel", "normed after", "latent", "gated", "cross-layer"],
 )
 def test_saved_activations_of_every_layer_type_match_under_tensor_parallelism(
     name: str, sp: bool
