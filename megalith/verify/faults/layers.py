@@ -14,8 +14,7 @@ from megalith.config.lora import LoraConfig
 from megalith.data import loader
 from megalith.data.loader import Batch
 from megalith.kernels import packed
-from megalith.kernels.attention.mask import PairMask
-from megalith.kernels.attention.scores import Scores
+from megalith.kernels.attention.scores import PairMask, Scores
 from megalith.kernels.attention.split_kv import PartialAttention, attend, init_attention_result
 from megalith.kernels.dropout import DropoutKey, DroppedWeights
 from megalith.kernels.embedding import embedding
