@@ -20,7 +20,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import Init
 from megalith.plan.shards import Shard
 from megalith.testing.inject import patched
-from megalith.train import trainer
+from megalith.train import moe, trainer
 from megalith.train.objective import LossNormalizer
 from megalith.verify.faults.plant import Original, replaces
 
