@@ -82,7 +82,6 @@ def _patch_tp_comm(
     *,
     prepare: Callable[[Tensor], Tensor] | None = None,
     reduce: Callable[[Tensor], Tensor] | None = None,
-    group: Group | None = None,
 ) -> None:
     """Replace the tensor-parallel communication of all layers of one class."""
     for layer in layers.modules():
@@ -91,7 +90,7 @@ def _patch_tp_comm(
             new = PatchedTPComm(
                 prepare or old.prepare_input,
                 reduce or _reduction(old, old.group),
-                group or old.group,
+                old.group,
                 old.invariant,
             )
             layer.tp_comm = new  # type: ignore[assignment]  # it is a plain attribute, where mypy expects a module
@@ -216,7 +215,9 @@ def regather_owner(original: Original, self: SequenceParallelComm, x: Tensor) ->
 @changes_model("tp")
 def vocab_loss_local(model: Decoder, mesh: Mesh) -> None:
     """The softmax of the loss covers only the rank's vocabulary shard."""
-    _patch_tp_comm(model, VocabParallelHead, group=single_rank_group(*mesh.tp.axes))
+    for layer in model.modules():
+        if isinstance(layer, VocabParallelHead):
+            layer.vocab = replace(layer.vocab, group=single_rank_group(*mesh.tp.axes))
 
 
 class LocalLogsumexp(Softmax):
