@@ -220,6 +220,37 @@ class UndeclaredLosses(SquaredLosses):
     losses: ClassVar[dict[str, LossTerm]] = {"loss": LossTerm("labels")}
 
 
+class WithoutTerms(SquaredLosses):
+    """Objective that declares names only."""
+
+    losses: ClassVar[Any] = ["loss", "token_loss"]
+
+
+class LossOfEachToken(SquaredLosses):
+    """Objective that does not sum over tokens."""
+
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> dict[str, Tensor]:
+        losses = outputs.token_losses(batch.labels)
+        return {"loss": losses, "token_loss": losses}
+
+
+class SingleLoss(SquaredLosses):
+    """Objective that returns a tensor instead of a dict."""
+
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> Any:
+        return outputs.loss(batch.labels)
+
+
+class TwoPasses(SquaredLosses):
+    """Objective that computes gradients of the output head twice."""
+
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> dict[str, Tensor]:
+        with torch.no_grad():
+            outputs.token_losses(batch.labels)
+        losses = outputs.token_losses(batch.labels)
+        return {"loss": outputs.loss(batch.labels), "token_loss": losses.sum()}
+
+
 class MisnamedLosses(SquaredLosses):
     """Objective without a main loss."""
 
@@ -266,15 +297,31 @@ def test_objective_plugin_matches_one_process(parallel: ParallelConfig) -> None:
     assert [each for each in compare_with_one_process(case) if not each.holds] == []
 
 
-def test_objective_plugin_must_return_the_losses_that_it_declares() -> None:
+def test_objective_plugin_with_wrong_loss_terms_is_rejected() -> None:
     run = tiny_run({"train.loss_plugin": name_of(MisnamedLosses)})
     with pytest.raises(ConfigError, match="the first must be named loss"):
         build_objective(run)
-    run = tiny_run({"train.loss_plugin": name_of(UndeclaredLosses)})
+    run = tiny_run({"train.loss_plugin": name_of(WithoutTerms)})
+    with pytest.raises(ConfigError, match="it must map each name to a LossTerm"):
+        build_objective(run)
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (UndeclaredLosses, "returned the losses ['loss', 'token_loss']"),
+        (LossOfEachToken, "returned the loss loss with shape [24]. Return the sum"),
+        (SingleLoss, "returned Tensor. Return a dict with the sum of each loss: loss, token_loss"),
+        (TwoPasses, "computes the losses of depth 0 twice in a microbatch"),
+    ],
+)
+def test_objective_plugin_with_wrong_results_is_rejected(objective: type, message: str) -> None:
+    run = tiny_run({"train.loss_plugin": name_of(objective)})
     trainer = build_trainer(run, build_single_rank_mesh(), torch.device("cpu"))
     loader = loader_of(run, trainer.mesh, consumed=0, steps=1)
-    with pytest.raises(ConfigError, match="returned the losses .'loss', 'token_loss'."):
+    with pytest.raises(ConfigError) as raised:
         train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0)
+    assert message in str(raised.value)
 
 
 class OneSample:

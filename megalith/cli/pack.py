@@ -94,12 +94,12 @@ def _problems(run: TrainRun, options: PackOptions) -> list[str]:
 def format_report(report: PackReport, seq_len: int) -> str:
     """Format the report for the terminal.
 
-    >>> print(text_of(PackReport(3, 2, 4, 0.5, 4 / 3, ((1, 1, 2), (2, 2, 1))), 80))
+    >>> print(format_report(PackReport(3, 2, 4, 0.5, 4 / 3, ((1, 1, 2), (2, 2, 1))), 80))
     4 conversations in 3 rows of 80 tokens (2 at least)
       fill  50.0%, 1.3 conversations in a row on average
       rows with
-            1  ######################################## 2
-            2  #################### 1
+              1  ######################################## 2
+              2  #################### 1
     """
     lines = [
         f"{report.conversations:,} conversations in {report.rows:,} rows of {seq_len:,} tokens "

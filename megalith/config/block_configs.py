@@ -103,9 +103,10 @@ def read_blocks(entries: object, sizes: BlockModelSizes) -> LayerBlocks:
 
 
 def compute_ffn_size(multiplier: float, hidden_size: int) -> int:
-    """Return the intermediate size of an MLP with this multiplier, which is at most `MOST`.
+    """Return the intermediate size of an MLP with this multiplier, which is at most
+    `MAX_MULTIPLIER`.
 
-    >>> width_of(2.625, 8192), width_of(1.3125, 4096)
+    >>> compute_ffn_size(2.625, 8192), compute_ffn_size(1.3125, 4096)
     (14336, 3584)
     """
     return -(-int(2 * multiplier * hidden_size / 3) // SIZE_MULTIPLE) * SIZE_MULTIPLE
@@ -114,7 +115,7 @@ def compute_ffn_size(multiplier: float, hidden_size: int) -> int:
 def find_ffn_multiplier(width: int, hidden_size: int) -> float | None:
     """Return a multiplier that gives this intermediate size; None if there is none.
 
-    >>> multiplier_of(14336, 8192), multiplier_of(100, 8192)
+    >>> find_ffn_multiplier(14336, 8192), find_ffn_multiplier(100, 8192)
     (2.625, None)
     """
     multiplier = 3 * width / (2 * hidden_size)

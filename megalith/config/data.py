@@ -62,7 +62,7 @@ def find_merges_file(vocabulary: str) -> str | None:
     """Return the path of the merges file of a GPT-2 vocabulary; None if the file name is not that
     of a vocabulary.
 
-    >>> merges_beside("gpt2/gpt2-vocab.json"), merges_beside("tokenizer.json")
+    >>> find_merges_file("gpt2/gpt2-vocab.json"), find_merges_file("tokenizer.json")
     ('gpt2/gpt2-merges.txt', None)
     """
     return (

@@ -93,7 +93,7 @@ def find_lora_target(parameter: str) -> str | None:
     """Return the target name of a parameter, given by its canonical name; None for experts and
     parameters outside layers.
 
-    >>> matrix_of("layers.3.mlp.down"), matrix_of("layers.3.moe.experts.down")
+    >>> find_lora_target("layers.3.mlp.down"), find_lora_target("layers.3.moe.experts.down")
     ('down', None)
     """
     parts = parameter.split(".")  # layers, a number, attention or mlp, a matrix

@@ -127,9 +127,8 @@ TRAIN_ALL = OptimConfig()
 def matches_any_pattern(parameter: str, patterns: Sequence[str]) -> bool:
     """Return whether a parameter name matches one of the patterns.
 
-    >>> patterns = ["layers.[0-3].*"]
-    >>> fits("layers.3.attention.q", patterns), fits("layers.13.attention.q", patterns)
-    (True, False)
+    >>> [matches_any_pattern(f"layers.{n}.attention.q", ["layers.[0-3].*"]) for n in (3, 13)]
+    [True, False]
     """
     return any(fnmatchcase(parameter, pattern) for pattern in patterns)
 

@@ -81,7 +81,7 @@ def compute_member_sizes(weights: Sequence[float], num_samples: int, margin: flo
 
     `margin` is the relative number of samples that each member is built with in addition.
 
-    >>> member_sizes([0.5, 0.5], 101, 0.005)
+    >>> compute_member_sizes([0.5, 0.5], 101, 0.005)
     MemberSizes(targets=(51, 51), built_for=(52, 52))
     """
     targets = [math.ceil(num_samples * share) for share in normalize_weights(weights)]

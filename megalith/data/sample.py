@@ -4,7 +4,7 @@ token store."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, Self, get_args, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,12 +37,20 @@ Extra = Mapping[str, NDArray[Any]]
 """Extra tensors of a sample by name, with the shapes that its dataset declares."""
 
 
+Per = Literal["token", "document", "sample"]
+"""What an extra tensor has one value for."""
+
+EXTRA_DTYPES = "float16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64"
+"""Dtypes that both NumPy and torch have."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExtraTensor:
     """Declaration of a named tensor that each sample of a dataset has beside ids and labels, such
-    as token weights, reference log-probabilities or rewards."""
+    as token weights, reference log-probabilities or rewards; a dataset plug-in maps names to
+    declarations in its class attribute `extra`."""
 
-    per: Literal["token", "document", "sample"]
+    per: Per
     """`token`: an array of one value per label; `document`: of one value per document without
     padding; `sample`: a single value."""
 
@@ -233,17 +241,28 @@ class HasDocumentLengths(Protocol):
         """Return the number of input tokens of each document of sample k."""
 
 
-@runtime_checkable
-class HasExtra(Protocol):
-    """Dataset whose samples have extra tensors; a plug-in declares them as a class attribute."""
-
-    extra: Mapping[str, ExtraTensor]
-    """The extra tensors of every sample, by name."""
-
-
 def declared_extra(dataset: object) -> Mapping[str, ExtraTensor]:
-    """Return the extra tensors that a dataset, or its class, declares."""
-    return dataset.extra if isinstance(dataset, HasExtra) else {}
+    """Return the extra tensors that a dataset, or its class, declares.
+
+    Raises:
+        DataError: the declaration is not valid.
+    """
+    declared = getattr(dataset, "extra", {})
+    if not isinstance(declared, Mapping) or not all(
+        isinstance(tensor, ExtraTensor) for tensor in declared.values()
+    ):
+        raise DataError(
+            f"the dataset {type(dataset).__name__} has extra={declared!r:.200}: it must map each "
+            "name to an ExtraTensor. Use extra = {'weight': ExtraTensor('token')}."
+        )
+    for name, tensor in declared.items():
+        if tensor.per not in get_args(Per) or tensor.dtype not in EXTRA_DTYPES:
+            raise DataError(
+                f"the dataset {type(dataset).__name__} declares the extra tensor {name} per "
+                f"{tensor.per} with dtype {tensor.dtype}. Use one of {', '.join(get_args(Per))}, "
+                f"and a dtype of {', '.join(EXTRA_DTYPES)}."
+            )
+    return declared
 
 
 class TokenStore(Protocol):

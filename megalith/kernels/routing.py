@@ -605,7 +605,7 @@ def invert_chunk_order(sizes: Sequence[int], order: Sequence[int]) -> tuple[list
     """Return the inverse of `sort_chunks`: the sizes of the sorted chunks, and the order that
     restores the original.
 
-    >>> undone([5, 6, 7], [2, 0, 1])
+    >>> invert_chunk_order([5, 6, 7], [2, 0, 1])
     ([7, 5, 6], [1, 2, 0])
     """
     return [sizes[chunk] for chunk in order], sorted(

@@ -1,7 +1,7 @@
 """Decoder-only transformer: token ids to loss or logits."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import MappingProxyType
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
+from megalith.errors import ConfigError
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.nn.build import BuildContext, init_param_
 from megalith.nn.embedding import InputEmbedding, NoBias, RelativeBias, insert_embeddings
@@ -59,18 +60,45 @@ class DecoderOutputs:
     heads: tuple[VocabParallelHead, ...]
     """Output head of the model, then of each MTP depth; they share one weight."""
 
+    differentiated_depths: set[int] = field(default_factory=set)
+    """Depths whose losses have been computed with gradients."""
+
     def loss(self, labels: Tensor, *, depth: int = 0, evaluating: bool = False) -> Tensor:
         """Return the training loss of a depth (0: the next token), summed over the labels [t] that
-        are not negative; `evaluating`: the sum of -log p(label)."""
+        are not negative; `evaluating`: the sum of -log p(label).
+
+        Raises:
+            ConfigError: a loss of this depth has been computed before.
+        """
+        if not evaluating:
+            self._check_first_loss(depth)
         return self.heads[depth].loss(self.hidden[depth], labels, evaluating=evaluating)
 
     def token_losses(self, labels: Tensor, *, depth: int = 0) -> Tensor:
-        """Return -log p(label) of each token [t], 0 where the label is negative."""
+        """Return -log p(label) of each token [t], 0 where the label is negative.
+
+        Raises:
+            ConfigError: a loss of this depth has been computed before.
+        """
+        self._check_first_loss(depth)
         return self.heads[depth].token_losses(self.hidden[depth], labels)
 
     def is_most_likely(self, labels: Tensor, *, depth: int = 0) -> Tensor:
         """Return where the label is the most likely token: bool [t], False without a label."""
         return self.heads[depth].best(self.hidden[depth]) == labels
+
+    def _check_first_loss(self, depth: int) -> None:
+        """Check that the head of a depth computes gradients once: the reduction of a gradient
+        starts after one contribution of each microbatch."""
+        if not torch.is_grad_enabled():
+            return
+        if depth in self.differentiated_depths:
+            raise ConfigError(
+                f"train.loss_plugin computes the losses of depth {depth} twice in a microbatch. "
+                "Call outputs.token_losses(labels) once, and compute all losses of a depth from "
+                "its result, or compute the others under torch.no_grad()."
+            )
+        self.differentiated_depths.add(depth)
 
 
 class Decoder(nn.Module):

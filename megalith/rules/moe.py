@@ -391,6 +391,7 @@ def router_text(moe: MoEConfig) -> str:
     """Describe how tokens choose experts, the load balancing, and token dropping by the capacity
     factor (dropless without one).
 
+    >>> from megalith.config.moe import AuxLossConfig
     >>> balanced = AuxLossConfig(batch_coeff=0.01)
     >>> router_text(MoEConfig(num_experts=8, ffn_hidden_size=4, aux_loss=balanced)).split("; ")[1]
     'balanced by aux_loss.batch_coeff=0.01'

@@ -32,7 +32,7 @@ from megalith.train.objective import (
     ModelOutputs,
     MTPInputs,
     Objective,
-    check_loss_names,
+    check_losses,
     sum_eval_losses,
 )
 
@@ -290,7 +290,7 @@ class _ChunkStep:
             self.total.add_(sum_eval_losses(outputs, batch.labels, batch.mtp_inputs))
             return ()
         losses = self.objective(outputs, batch)
-        check_loss_names(losses, normalizer.terms)
+        check_losses(losses, normalizer.terms)
         self.total.add_(torch.stack([losses[name].detach() for name in normalizer.terms]))
         return (normalizer.scale_loss(losses),)
 

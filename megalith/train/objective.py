@@ -134,7 +134,15 @@ def build_objective(run: TrainRun) -> Objective:
     if name is None:
         return LMObjective(run)
     objective: Objective = load_plugin("loss", name)(run)
-    names = list(getattr(objective, "losses", ()))
+    losses = getattr(objective, "losses", {})
+    if not isinstance(losses, Mapping) or not all(
+        isinstance(term, LossTerm) for term in losses.values()
+    ):
+        raise ConfigError(
+            f"train.loss_plugin={name} has losses={losses!r:.200}: it must map each name to a "
+            f"LossTerm. Use losses = {{'{MAIN_LOSS}': LossTerm('labels')}}."
+        )
+    names = list(losses)
     if names[:1] != [MAIN_LOSS] or not all(other.endswith("_loss") for other in names[1:]):
         raise ConfigError(
             f"train.loss_plugin={name} has losses={names}: the first must be named {MAIN_LOSS}, "
@@ -144,17 +152,29 @@ def build_objective(run: TrainRun) -> Objective:
     return objective
 
 
-def check_loss_names(losses: Mapping[str, Tensor], terms: Mapping[str, LossTerm]) -> None:
-    """Check that an objective has returned the losses that it has declared.
+def check_losses(losses: Mapping[str, Tensor], terms: Mapping[str, LossTerm]) -> None:
+    """Check that an objective has returned the losses that it has declared, each as a scalar.
 
     Raises:
         ConfigError: it has not.
     """
+    if not isinstance(losses, Mapping):
+        raise ConfigError(
+            f"train.loss_plugin returned {type(losses).__name__}. Return a dict with the sum of "
+            f"each loss: {', '.join(terms)}."
+        )
     if losses.keys() != terms.keys():
         raise ConfigError(
             f"train.loss_plugin returned the losses {sorted(losses)}, but its attribute `losses` "
             f"has {sorted(terms)}. Return one sum for each name."
         )
+    for name, loss in losses.items():
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            shape = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"value {loss!r}"
+            raise ConfigError(
+                f"train.loss_plugin returned the loss {name} with {shape}. Return the sum over "
+                "this rank's tokens, a tensor of shape []."
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -353,10 +353,14 @@ class PreparedRun:
         self.checkpoint_source = None  # the run continues from its own checkpoint
         saved = open_newest_checkpoint(self.folder.checkpoints, self.mesh.world)
         if saved is None:
+            advice = (
+                f"Set checkpoint.every to a number from 1 to {step - 1}"
+                if step > 1
+                else "Request a rollback only after the first save"
+            )
             raise CallbackError(
                 f"step {step}: a callback requested a rollback, and {self.folder.checkpoints} has "
-                f"no checkpoint yet. Set checkpoint.every below {step}, or run without the "
-                "callback."
+                f"no checkpoint yet. {advice}, or run without the callback."
             )
         saved = self._restore_undamaged(saved)
         self.state.consumed_samples = consumed

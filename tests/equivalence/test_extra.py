@@ -272,6 +272,25 @@ def test_samples_must_have_the_declared_extra_tensors(extra: Any, message: str) 
             build_batch([row], MaskSettings(), device=CPU, extra={})
 
 
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        (["weight"], "has extra=['weight']: it must map each name to an ExtraTensor"),
+        ({"weight": "float32"}, "it must map each name to an ExtraTensor"),
+        (
+            {"weight": ExtraTensor("tokens")},
+            "weight per tokens with dtype float32. Use one of token",
+        ),  # type: ignore[arg-type]  # that is tested
+        ({"weight": ExtraTensor("token", "bfloat16")}, "and a dtype of float16, float32, float64"),
+    ],
+)
+def test_invalid_declaration_of_extra_tensors_is_rejected(declared: Any, message: str) -> None:
+    dataset = Weighted(DataConfig(), num_samples=None)
+    with patched(Weighted, "extra", declared), pytest.raises(DataError) as raised:
+        declared_extra(dataset)
+    assert message in str(raised.value)
+
+
 def test_datasets_without_extra_tensors_add_nothing_to_a_batch() -> None:
     assert declared_extra(RaggedDocuments(30, 61, 40)) == {}
     budget = TokenBudget(capacity=64, longest=30)

@@ -1,13 +1,11 @@
 """A shard's box, its copies and the sum of its gradient follow from how it was cut; boxes tile what
 they divide."""
 
-import doctest
 import math
 from itertools import product
 
 import pytest
 
-from megalith.plan import shards
 from megalith.plan.shards import (
     DATA_AXES,
     DENSE_AXES,
@@ -33,10 +31,6 @@ def elements(shape: tuple[int, ...], box: Box) -> list[int]:
     return [
         sum(place * stride for place, stride in zip(each, strides, strict=True)) for each in places
     ]
-
-
-def test_the_examples_in_the_docstrings_hold() -> None:
-    assert doctest.testmod(shards).failed == 0
 
 
 def test_a_whole_parameter_is_held_by_every_rank() -> None:

@@ -3,7 +3,7 @@ that cannot be loaded are rejected."""
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +17,10 @@ from megalith.cli.arguments import split_overrides
 from megalith.config.fields import Ge
 from megalith.config.train import TrainRun, load_run
 from megalith.config.tree import apply_overrides
+from megalith.data.loader import StepBatches
 from megalith.errors import CallbackError, CheckpointError, ConfigError
 from megalith.observe.metrics import read_metrics
+from megalith.parallel.grad_sync import ShardedParam
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid
 from megalith.rules.run import run_problems
@@ -111,6 +113,76 @@ def test_run_continues_without_a_callback_that_failed(
     assert callback.num_calls == 3
     text = "callback Misbehaving failed in after_step at step 3"
     assert sum(text in record.getMessage() for record in caplog.records) == 1
+
+
+class WrongTypes(Callback):
+    """Returns or requests a value of a wrong type in one event."""
+
+    def __init__(self, event: str) -> None:
+        self.event, self.num_steps = event, 0
+
+    def on_start(self, run: RunView) -> None:
+        self.run = run
+
+    def before_step(self, step: int, batches: StepBatches) -> Any:
+        if self.event == "request":
+            self.run.request("stop")  # type: ignore[arg-type]  # that is tested
+        return True if self.event == "before_step" else None
+
+    def after_backward(self, local_params: Sequence[ShardedParam]) -> Any:
+        return 3 if self.event == "after_backward" else None
+
+    def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> Any:
+        self.num_steps += 1
+        if self.event == "metrics":
+            metrics["loss"] = torch.tensor(1.0)  # type: ignore[assignment]  # that is tested
+        return True if self.event == "after_step" else None
+
+    def on_log(self, metrics: Mapping[str, Any]) -> Any:
+        return "logged" if self.event == "on_log" else None
+
+    def state_dict(self) -> Any:
+        states = {"state_dict": [1], "JSON": {"sum": torch.tensor(1.0)}}
+        return states.get(self.event, {})
+
+
+@pytest.mark.parametrize(
+    ("event", "method", "message", "num_steps"),
+    [
+        (
+            "request",
+            "before_step",
+            "'stop' was requested. Use a StepRequest, such as StepRequest.SAVE",
+            0,
+        ),
+        ("before_step", "before_step", "before_step returned True. Return a StepBatches or", 0),
+        ("after_backward", "after_backward", "returned 3. Return a StepRequest or None", 0),
+        ("after_step", "after_step", "returned True. Return a StepRequest or None", 1),
+        ("metrics", "after_step", "metrics['loss'] is not a number, a text, a list of counts", 1),
+        ("on_log", "on_log", "returned 'logged'. Return a StepRequest or None", 1),
+        ("state_dict", "state_dict", "state_dict returned [1]. Return a dict or None", 2),
+        ("JSON", "state_dict", "Object of type Tensor is not JSON serializable", 2),
+    ],
+)
+def test_run_continues_without_a_callback_that_returns_a_wrong_type(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    event: str,
+    method: str,
+    message: str,
+    num_steps: int,
+) -> None:
+    callback = WrongTypes(event)
+    settings = {"train.steps": "3", "train.eval_steps": "0", "checkpoint.every": "2"}
+    with caplog.at_level(logging.WARNING):
+        assert train(tmp_path, settings, callback) == Outcome("done", 3)
+    (text,) = [record.getMessage() for record in caplog.records if event in record.getMessage()]
+    assert f"callback WrongTypes failed in {method} at step" in text
+    assert message in text
+    assert callback.num_steps == num_steps
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(isinstance(row["loss"], float) for row in rows)
 
 
 class Recorder(Callback):
@@ -237,6 +309,10 @@ class WrongArguments(Callback):
     def after_step(self) -> None: ...  # type: ignore[override]
 
 
+class NoMethod(Callback):
+    after_step = None  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
@@ -244,6 +320,7 @@ class WrongArguments(Callback):
             [MisspelledMethod()],
             "after_stepp is not called by the training loop. Did you mean",
         ),
+        ([NoMethod()], "after_step=None is not a method. Define it as after_step(self, finished"),
         ([WrongArguments()], "does not accept the arguments of a callback"),
         ([Recorder(), Recorder()], "callback Recorder: two callbacks have this name"),
     ],

@@ -269,6 +269,16 @@ def test_rollback_equals_a_run_without_the_skipped_samples(tmp_path: Path, layou
     assert [row["step"] for row in read_metrics(path / "metrics.jsonl")] == [*range(1, 9)]
 
 
+def test_time_per_step_counts_the_steps_after_a_rollback(tmp_path: Path) -> None:
+    settings = DP | {"train.log_every": "6", "train.steps": "6"}
+    train(settings, tmp_path, Plan(6, after_backward=ROLLBACK))
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    tokens_per_step = row["tokens"] / 6
+    assert row["step_ms"] * row["tokens_per_second"] / 1000 == pytest.approx(
+        tokens_per_step, rel=0.01
+    )
+
+
 def test_skipped_samples_stay_skipped_if_the_run_is_killed_after_a_rollback(
     tmp_path: Path,
 ) -> None:
@@ -334,7 +344,12 @@ def test_skip_after_an_overflow_lowers_the_loss_scale(tmp_path: Path) -> None:
         (
             Plan(1, after_backward=ROLLBACK),
             {},
-            ["has no checkpoint yet. Set checkpoint.every below 1"],
+            ["has no checkpoint yet. Request a rollback only after the first save"],
+        ),
+        (
+            Plan(3, after_backward=ROLLBACK),
+            {"checkpoint.every": "0"},
+            ["has no checkpoint yet. Set checkpoint.every to a number from 1 to 2"],
         ),
         (
             Plan(3, rank=-1, before_update=SKIP),

@@ -9,6 +9,7 @@ settings. A settings file never names a module.
 import functools
 import importlib
 import inspect
+import json
 import logging
 import operator
 import os
@@ -249,7 +250,15 @@ class CallbackList(StepHooks):
         """Which callback of this rank requested to stop the run."""
 
     def request(self, requests: StepRequest) -> None:
-        """Add requests of this rank to its next message."""
+        """Add requests of this rank to its next message.
+
+        Raises:
+            TypeError: the argument is not a StepRequest.
+        """
+        if not isinstance(requests, StepRequest):
+            raise TypeError(
+                f"{requests!r} was requested. Use a StepRequest, such as StepRequest.SAVE."
+            )
         if not requests:
             return
         name = self._running or "run.request"
@@ -406,7 +415,7 @@ class CallbackList(StepHooks):
         callback = self._callbacks[name]
         self._running, started = name, time.perf_counter()
         try:
-            return getattr(callback, method)(*arguments)
+            return _call_checked(callback, method, *arguments)
         except Exception as error:
             where = f"callback {name} failed in {method} at step {self._step}"
             if callback.collective or decides_update(callback):
@@ -430,6 +439,38 @@ class CallbackList(StepHooks):
             self._running = ""
         return None
 
+
+def _call_checked(
+    callback: Callback, method: str, *arguments: Any
+) -> Any:  # Any: the arguments and the result depend on the method
+    """Call a method of a callback, and check what it returns and writes into the metrics.
+
+    Raises:
+        TypeError: the result or a metric has another type than the interface says; the metrics are
+            as before the call.
+    """
+    metrics = arguments[1] if method in ("after_step", "after_evaluate") else {}
+    before = dict(metrics)
+    result = getattr(callback, method)(*arguments)
+    if wrong := [name for name, value in metrics.items() if not isinstance(value, _VALUE_TYPES)]:
+        metrics.clear()
+        metrics.update(before)
+        raise TypeError(
+            f"metrics[{wrong[0]!r}] is not a number, a text, a list of counts or None. Use "
+            "float(value)."
+        )
+    if method == "state_dict":
+        expected: type = dict
+        json.dumps(result)
+    else:
+        expected = StepBatches if method == "before_step" else StepRequest
+    if not isinstance(result, expected | None):
+        raise TypeError(f"{method} returned {result!r:.80}. Return a {expected.__name__} or None.")
+    return result
+
+
+_VALUE_TYPES = int, float, str, list, type(None)
+"""Types of a metric: those of `Value`."""
 
 _STOPS = StepRequest.STOP | StepRequest.STOP_NOW
 
@@ -482,6 +523,11 @@ def _check_methods(name: str, cls: type[Callback]) -> None:
     for method in dir(cls):
         if method in interface:
             parameters = inspect.signature(getattr(Callback, method)).parameters
+            if not callable(getattr(cls, method)):
+                raise ConfigError(
+                    f"callback {name}: {method}={getattr(cls, method)!r} is not a method. Define "
+                    f"it as {method}({', '.join(parameters)})."
+                )
             try:
                 inspect.signature(getattr(cls, method)).bind(*parameters)
             except TypeError as error:

@@ -75,7 +75,7 @@ class Throughput(Callback):
         """Start to count for the next logged step."""
         self.flops = 0  # of the global batch, without recomputation
         self._recomputed_flops = 0  # FLOPs of activation recomputation, in addition
-        self._seconds = 0.0  # in steps, without evaluation and saving
+        self._num_steps, self._seconds = 0, 0.0  # in steps, without evaluation and saving
         self._tokens = 0
 
     def after_step(self, finished: FinishedStep, metrics: StepMetrics) -> None:
@@ -100,6 +100,7 @@ class Throughput(Callback):
             windowed=windowed,
         )
         self._tokens += batches.num_tokens
+        self._num_steps += 1
         self._seconds += finished.seconds
         if self._run.is_logged(finished.step):
             metrics |= self._step_metrics(finished)
@@ -108,7 +109,6 @@ class Throughput(Callback):
     def _step_metrics(self, finished: FinishedStep) -> StepMetrics:
         run, result, seconds = self._run, finished.result, self._seconds
         state, devices = run.prepared.state, run.mesh.world.size
-        since = (finished.step - 1) % run.config.train.log_every + 1
         tflops = tflops_per_device(self.flops, seconds=seconds, devices=devices)
         mfu = self._peak_tflops and model_flops_utilization(
             self.flops, seconds=seconds, devices=devices, peak_tflops=self._peak_tflops
@@ -120,7 +120,7 @@ class Throughput(Callback):
             "lr": finished.lr,
             "tokens": state.tokens,
             "tokens_per_second": round(self._tokens / seconds, 1),
-            "step_ms": round(seconds * 1000 / since, 3),
+            "step_ms": round(seconds * 1000 / self._num_steps, 3),
             "tflops_per_device": round(tflops, 6),
             "mfu": None if mfu is None else round(mfu, 4),
             "memory_gib": round(peak_memory_gib(run.device), 3),
