@@ -126,32 +126,23 @@ def group_by_rates(
     return groups_of_slots
 
 
-# --- AdamW over (Shard, weight) pairs, with fp32 master weights for weights of lower precision
+class RateGroupOptimizer:
+    """Optimizer that updates the slots of equal learning rate and weight decay together.
 
-HAS_FUSED = hasattr(torch, "_fused_adamw_")
-
-
-class AdamW:
-    """AdamW optimizer. Vectors (norms, biases) have no weight decay by default.
-
-    Source: Loshchilov and Hutter 2017, arXiv:1711.05101, algorithm 2; Kingma and Ba 2014,
-    arXiv:1412.6980.
+    Vectors (norms, biases) have no weight decay by default.
     """
 
     def __init__(
         self,
         weights: Sequence[tuple[Shard, Tensor]],
         config: OptimConfig,
-        rates: RatesOf = equal_rates,
+        rates: RatesOf,
+        roles: Sequence[str],
     ) -> None:
+        """`roles`: names of the optimizer state of each slot."""
         self.config = config
         self.updates = 0
-        self.slots = [
-            build_slot(shard, weight, ("exp_avg", "exp_avg_sq"), rates(shard))
-            for shard, weight in weights
-        ]
-        # One step count for all slots, as a tensor for the fused kernel.
-        self._step = torch.zeros((), device=self.slots[0].master.device if self.slots else None)
+        self.slots = [build_slot(shard, weight, roles, rates(shard)) for shard, weight in weights]
 
     def step(
         self,
@@ -168,7 +159,6 @@ class AdamW:
         rates of parameter groups, which replace `lr` and `weight_decay`.
         """
         self.updates += 1
-        self._step += 1
         for part in group_by_rates(
             self.slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups
         ):
@@ -176,10 +166,40 @@ class AdamW:
         round_master_weights(self.slots)
 
     def set_updates(self, updates: int) -> None:
-        """Set the number of updates after loading a checkpoint; the moments are loaded
-        separately."""
+        """Set the number of updates after loading a checkpoint; tensors are loaded separately."""
         self.updates = updates
-        self._step.fill_(updates)
+
+    def _update(
+        self,
+        slots: list[OptimizerSlot],
+        gradients: list[Tensor],
+        lr: float,
+        weight_decay: float,
+        scale: Tensor | None,
+    ) -> None:
+        """Update the weights of slots with one learning rate and weight decay."""
+        raise NotImplementedError
+
+
+# --- AdamW over (Shard, weight) pairs, with fp32 master weights for weights of lower precision
+
+HAS_FUSED = hasattr(torch, "_fused_adamw_")
+
+
+class AdamW(RateGroupOptimizer):
+    """AdamW optimizer, with the fused kernel where torch has it.
+
+    Source: Loshchilov and Hutter 2017, arXiv:1711.05101, algorithm 2; Kingma and Ba 2014,
+    arXiv:1412.6980.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[tuple[Shard, Tensor]],
+        config: OptimConfig,
+        rates: RatesOf = equal_rates,
+    ) -> None:
+        super().__init__(weights, config, rates, ("exp_avg", "exp_avg_sq"))
 
     def _update(
         self,
@@ -206,6 +226,7 @@ class AdamW:
             # the fused kernel takes its scale in fp32
             torch._foreach_mul_(gradients, scale)
             scale = None
+        step = torch.full((), self.updates, dtype=torch.float32, device=slots[0].master.device)
         fused = torch._fused_adamw_ if c.decoupled_weight_decay else torch._fused_adam_
         fused(
             [slot.master for slot in slots],
@@ -213,7 +234,7 @@ class AdamW:
             [slot.state["exp_avg"] for slot in slots],
             [slot.state["exp_avg_sq"] for slot in slots],
             [],
-            [self._step] * len(slots),
+            [step] * len(slots),
             lr=lr,
             beta1=c.beta1,
             beta2=c.beta2,
@@ -251,12 +272,12 @@ def update(
 # --- stochastic gradient descent with momentum over (Shard, weight) pairs
 
 
-class SGD:
+class SGD(RateGroupOptimizer):
     """SGD: `m = momentum * m + g; w -= lr * m`, where g includes the weight decay.
 
-    Vectors (norms, biases) have no weight decay by default. With `nesterov` the step is along `g +
-    momentum * m`. Bitwise equal to torch.optim.SGD. Source: Sutskever et al. 2013, "On the
-    importance of initialization and momentum in deep learning", section 2.
+    With `nesterov` the step is along `g + momentum * m`. Bitwise equal to torch.optim.SGD. Source:
+    Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning",
+    section 2.
     """
 
     def __init__(
@@ -265,36 +286,7 @@ class SGD:
         config: OptimConfig,
         rates: RatesOf = equal_rates,
     ) -> None:
-        self.config = config
-        self.updates = 0
-        roles = ("momentum",) if config.momentum else ()
-        self.slots = [build_slot(shard, weight, roles, rates(shard)) for shard, weight in weights]
-
-    def step(
-        self,
-        gradients: Sequence[Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        scale: Tensor | None = None,
-        groups: Mapping[str, GroupRates] = NO_GROUPS,
-    ) -> None:
-        """Update every weight once.
-
-        `scale` multiplies the gradients first (gradient clipping); None leaves them. `groups`:
-        rates of parameter groups, which replace `lr` and `weight_decay`.
-        """
-        self.updates += 1
-        for part in group_by_rates(
-            self.slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups
-        ):
-            self._update(part.slots, part.gradients, part.lr, part.weight_decay, scale)
-        round_master_weights(self.slots)
-
-    def set_updates(self, updates: int) -> None:
-        """Set the number of updates after loading a checkpoint; the momentum is loaded
-        separately."""
-        self.updates = updates
+        super().__init__(weights, config, rates, ("momentum",) if config.momentum else ())
 
     def _update(
         self,

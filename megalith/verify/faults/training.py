@@ -346,12 +346,10 @@ def clip_norm_counts_parameter_twice(
 def adamw_bias_correction_off_by_one(original: Original, self: AdamW, *arguments: Any) -> None:
     """AdamW corrects its moments for one more step than it has made."""
     self.updates += 1
-    self._step += 1
     try:
         original(self, *arguments)
     finally:
         self.updates -= 1
-        self._step -= 1
 
 
 def _decay_everything(
