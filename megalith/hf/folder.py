@@ -244,10 +244,6 @@ class HuggingFaceFolder:
         dtypes = [DTYPES[self._tensors[rule.name].dtype] for rule in self._rules[parameter]]
         return reduce(torch.promote_types, dtypes)
 
-    def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor, after dequantization."""
-        return DTYPES[self._tensors[self._stored_name(name)].dtype]
-
     def stored_as(self, name: str) -> str:
         """Return how a tensor is stored: its dtype, or its quantization; any header dtype for
         tensors that are not read."""

@@ -268,14 +268,6 @@ def dualpipe_v(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]
     return _number_microbatches(steps, num_microbatches)
 
 
-def last_weight_action(actions: Sequence[Action]) -> dict[int, int]:
-    """Return, by chunk of one rank, the index of the action that completes the weight gradients of
-    the step."""
-    return {
-        action.chunk: index for index, action in enumerate(actions) if action.kind in ("B", "W")
-    }
-
-
 def schedule_problems(
     pipeline: PipelineConfig,
     *,

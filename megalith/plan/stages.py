@@ -229,11 +229,6 @@ def select_rank_stages(
     ]
 
 
-def find_layer_stage(stages: Sequence[Stage], layer: int) -> int:
-    """Return the number of the stage that has a layer."""
-    return next(number for number, stage in enumerate(stages) if layer in stage.layers)
-
-
 def table_stages(
     model: ModelConfig, stages: Sequence[Stage], pipeline: PipelineConfig, *, pp: int
 ) -> dict[str, tuple[int, ...]]:

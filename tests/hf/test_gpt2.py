@@ -45,10 +45,8 @@ def test_files_of_the_first_release_have_no_prefix_and_have_masks(
     read = hugging_face_folder.read("layers.1.attention.kv", box, torch.float32)
     fused = tensors["transformer.h.1.attn.c_attn.weight"].T.view(3, 3, 4, 12)
     assert torch.equal(read, fused[1:, 1:])
-    assert (
-        hugging_face_folder.tensor_dtype("transformer.wte.weight") == torch.float32
-        and hugging_face_folder.model_config == new.model_config
-    )
+    assert hugging_face_folder.dtype("embed.weight") == torch.float32
+    assert hugging_face_folder.model_config == new.model_config
 
 
 def test_missing_tensors_are_reported_with_hugging_face_names(

@@ -155,7 +155,7 @@ def test_weights_are_cast_to_the_requested_dtype(
 ) -> None:
     model = tiny.folder(tmp_path / "x", tiny.config(), dtype=stored)
     folder = HuggingFaceFolder(tmp_path / "x")
-    assert folder.dtype("embed.weight") == folder.tensor_dtype("model.norm.weight") == stored
+    assert folder.dtype("embed.weight") == folder.dtype("norm.weight") == stored
     back = tiny.blank(tiny.config())
     folder.fill(tiny.entries(back))
     expected = tiny.tensors(model)["layers.0.mlp.down"].to(stored).float()

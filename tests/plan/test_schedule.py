@@ -17,7 +17,6 @@ from megalith.plan.schedule import (
     build_schedule,
     interleaved_order,
     interleaved_warmup,
-    last_weight_action,
     rank_and_chunk,
     schedule_name,
     schedule_problems,
@@ -138,8 +137,6 @@ def test_weight_gradients_are_added_in_the_same_order_by_every_schedule() -> Non
             for chunk in range(chunks):
                 adds = [a.microbatch for a in row if a.kind in ("B", "W") and a.chunk == chunk]
                 assert adds == list(range(9))
-                last = last_weight_action(row)[chunk]
-                assert row[last].kind in ("B", "W") and row[last].microbatch == 8
 
 
 def test_lists_are_the_same_every_time() -> None:
