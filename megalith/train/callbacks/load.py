@@ -101,6 +101,11 @@ def _import_class(name: str) -> object:
             f"--callback={name} does not name a class. Use --callback package.module:Class; entry "
             "points of installed packages are named in train.callbacks."
         )
+    if module_name.startswith("."):
+        raise ConfigError(
+            f"--callback={name}: a relative module name has no package that it refers to. Use "
+            f"--callback {name.lstrip('.')}."
+        )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -114,11 +119,15 @@ def _import_class(name: str) -> object:
             f"{did_you_mean(error.name, _list_modules(error.name))} It must be installed or in the "
             "current folder."
         ) from error
-    classes = [each for each, value in vars(module).items() if inspect.isclass(value)]
+    classes = [
+        each
+        for each, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, Callback) and value is not Callback
+    ]
     if not hasattr(module, class_name):
         raise ConfigError(
             f"--callback={name}: {module_name} has no {class_name}."
-            f"{did_you_mean(class_name, classes)} Use one of its classes: "
+            f"{did_you_mean(class_name, classes)} Use one of its callbacks: "
             f"{', '.join(classes) or 'it has none'}."
         )
     return getattr(module, class_name)
