@@ -41,7 +41,7 @@ from megalith.parallel.tensor import (
     SequenceParallelComm,
     TPComm,
     VocabParallelEmbedding,
-    VocabParallelHead,
+    iter_vocab_heads,
 )
 from megalith.parallel.tensor_overlap import PendingCollective
 from megalith.plan.context import KeySpans, Numbers, Slices, plan_spans
@@ -217,7 +217,8 @@ def regather_owner(original: Original, self: SequenceParallelComm, x: Tensor) ->
 @changes_model("tp")
 def vocab_loss_local(model: Decoder, mesh: Mesh) -> None:
     """The softmax of the loss covers only the rank's vocabulary shard."""
-    _patch_tp_comm(model, VocabParallelHead, group=single_rank_group(*mesh.tp.axes))
+    for head in iter_vocab_heads([model]):
+        head.vocab = replace(head.vocab, group=single_rank_group(*mesh.tp.axes))
 
 
 class LocalLogsumexp(Softmax):
