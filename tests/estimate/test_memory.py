@@ -605,10 +605,10 @@ def test_dual_batch_overlap_needs_the_memory_of_both_microbatches() -> None:
         for value in ("false", "true")
     )
     stage = paired.chunks(0)[0]
-    again = chunk_activations(paired, stage, 0, accelerator=False).recompute_nbytes
+    recompute_nbytes = chunk_activations(paired, stage, 0, accelerator=False).recompute_nbytes
     forward, backward = (working_bytes(paired, stage, 0, kind) for kind in ("F", "B"))
-    assert place_memory(plain, 0, 0).memory.working == max(forward, backward + again)
-    assert place_memory(paired, 0, 0).memory.working == forward + backward + again
+    assert place_memory(plain, 0, 0).memory.working == max(forward, backward + recompute_nbytes)
+    assert place_memory(paired, 0, 0).memory.working == forward + backward + recompute_nbytes
 
 
 def test_offloaded_activations_are_counted_in_host_memory() -> None:

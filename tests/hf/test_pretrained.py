@@ -12,10 +12,10 @@ from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.main import main
 from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.data import TokenizerConfig
 from megalith.config.model import DropoutConfig, ModelConfig, RopeConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml
 from megalith.data.huggingface import train_bpe
