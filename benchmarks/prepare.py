@@ -23,8 +23,7 @@ from pathlib import Path
 from paired import take_turns, times_as_fast
 from tokenizers import Tokenizer
 
-from megalith.config.data import PrepareConfig
-from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.data import PrepareConfig, TokenizerConfig
 from megalith.data.huggingface import train_bpe
 from megalith.data.prepare import prepare
 

@@ -22,8 +22,8 @@ from tyro.conf import Positional
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json, print_warnings
 from megalith.config.checkpoint import NewRowInit
+from megalith.config.data import FILES
 from megalith.config.moe import MoEConfig
-from megalith.config.tokenizer import FILES
 from megalith.config.tree import load_yaml
 from megalith.errors import ConfigError, raise_all
 

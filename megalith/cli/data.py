@@ -7,7 +7,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json
-from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.data import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
 from megalith.data.stores import find_stores, merge_stores, read_store_tokenizer, summarize
 from megalith.data.tokenizer import Tokenizer, build_tokenizer, detect_tokenizer_kind

@@ -16,8 +16,13 @@ from rich.progress import Progress as Bar
 
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json
-from megalith.config.data import PrepareConfig, prepare_problems
-from megalith.config.tokenizer import FileKind, SplitPattern, TokenizerConfig
+from megalith.config.data import (
+    FileKind,
+    PrepareConfig,
+    SplitPattern,
+    TokenizerConfig,
+    prepare_problems,
+)
 from megalith.data.corpus import find_sources, read_texts
 from megalith.data.huggingface import train_bpe
 from megalith.data.prepare import Progress, output_prefixes, prepare

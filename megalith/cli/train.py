@@ -107,7 +107,7 @@ def resolve_recompute(run: TrainRun) -> TrainRun:
 
 def _train(run: TrainRun, path: Path, callback_names: Sequence[str]) -> int:
     """Train in the folder `path` as one rank of the job that the environment describes."""
-    from megalith.train.callbacks.load import load_callbacks
+    from megalith.train.callbacks.base import load_callbacks
     from megalith.train.distributed import join_job
     from megalith.train.loop import run_training
     from megalith.train.resume import build_checked_tokenizer

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from megalith.config.checkpoint import CheckpointConfig
-from megalith.config.data import DataConfig
+from megalith.config.data import DataConfig, TokenizerConfig, locate_tokenizer
 from megalith.config.fields import Example, Ge, Gt, Le, Lt
 from megalith.config.kernels import KernelSetting
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig, PrecisionConfig, ScheduleConfig
 from megalith.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
-from megalith.config.tokenizer import TokenizerConfig, locate_tokenizer
 from megalith.config.tree import load_yaml
 
 CONFIG_FILE = "config.yaml"

@@ -15,8 +15,8 @@ import tokenizers
 from numpy.typing import NDArray
 
 from megalith import storage
-from megalith.config.tokenizer import MERGES, VOCABULARY, find_merges_file
-from megalith.data.special_tokens import TokenSpans
+from megalith.config.data import MERGES, VOCABULARY, find_merges_file
+from megalith.data.tokenizer_formats import TokenSpans
 from megalith.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"

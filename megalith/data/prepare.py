@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.config.data import PrepareConfig, prepare_problems
-from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.data import PrepareConfig, TokenizerConfig, prepare_problems
 from megalith.data.corpus import (
     Document,
     LineBlock,

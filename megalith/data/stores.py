@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith import storage
-from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.data import TokenizerConfig
 from megalith.config.tree import dump_yaml, load_yaml
 from megalith.data.corpus import Position, Source
 from megalith.data.indexed import (

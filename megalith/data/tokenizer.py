@@ -9,27 +9,20 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megalith.config.data import FileKind, TokenizerConfig, locate_tokenizer, tokenizer_problems
 from megalith.config.fields import range_problems
-from megalith.config.tokenizer import (
-    FileKind,
-    TokenizerConfig,
-    locate_tokenizer,
-    tokenizer_problems,
-)
 from megalith.data.huggingface import END_OF_TEXT, HuggingFaceTokenizer, find_tokenizer_file
-from megalith.data.sentencepiece import (
+from megalith.data.tokenizer_formats import (
     MODEL,
     SentencePieceTokenizer,
-    find_model_file,
-    is_sentencepiece,
-)
-from megalith.data.special_tokens import (
+    TiktokenTokenizer,
     TokenSpans,
     byte_to_char_spans,
     encode_parts,
     encode_with_special_tokens,
+    find_model_file,
+    is_sentencepiece,
 )
-from megalith.data.tiktoken import TiktokenTokenizer
 from megalith.errors import DataError, raise_all
 
 

@@ -10,14 +10,15 @@ from megalith.config.parallel import RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import Override, apply_overrides
 from megalith.errors import PlanError, UserError
-from megalith.estimate.activations import (
-    layer_rows,
-    layer_rows_without_recompute,
-    stage_activations,
-)
 from megalith.estimate.memory import build_layer_setting, chunk_activations, memory_ledger, worst
 from megalith.estimate.times import layer_share, work_seconds
-from megalith.estimate.workload import Workload, plan_workload
+from megalith.estimate.workload import (
+    Workload,
+    layer_rows,
+    layer_rows_without_recompute,
+    plan_workload,
+    stage_activations,
+)
 from megalith.plan.context import layer_context_kind
 from megalith.plan.costs import (
     attention_flops,

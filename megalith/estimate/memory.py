@@ -13,8 +13,7 @@ from math import lcm
 from typing import NamedTuple
 
 from megalith.config.parallel import ContextKind
-from megalith.estimate.activations import stage_activations
-from megalith.estimate.workload import Workload
+from megalith.estimate.workload import Workload, stage_activations
 from megalith.plan.buckets import BucketPlan, local_bucket_parts, plan_buckets
 from megalith.plan.context import layer_context_kind
 from megalith.plan.costs import loss_chunk_size

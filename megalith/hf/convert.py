@@ -13,7 +13,7 @@ import torch
 from megalith import __version__, storage
 from megalith.checkpoint.format import MANIFEST, lengths, sha256, show_box, show_dtype
 from megalith.config.checkpoint import NewRowInit
-from megalith.config.tokenizer import VOCABULARY
+from megalith.config.data import VOCABULARY
 from megalith.config.tree import dump_yaml, to_dict
 from megalith.data.chat_template import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate, find_template
 from megalith.data.huggingface import HuggingFaceTokenizer

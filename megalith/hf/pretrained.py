@@ -25,14 +25,14 @@ from megalith.checkpoint.keys import (
 )
 from megalith.checkpoint.load import STRICT, Checkpoint, find_latest, open_checkpoint
 from megalith.config.checkpoint import CheckpointConfig, NewRowInit
+from megalith.config.data import TokenizerConfig
 from megalith.config.model import ModelConfig
 from megalith.config.plugins import reject_module_names
-from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import differences as differences_of
 from megalith.config.tree import from_dict, parse_stored_settings
 from megalith.data.huggingface import is_gpt2
-from megalith.data.sentencepiece import is_sentencepiece
 from megalith.data.tokenizer import locate_copied_tokenizer, main_file
+from megalith.data.tokenizer_formats import is_sentencepiece
 from megalith.errors import CheckpointError, ConfigError, did_you_mean
 from megalith.hf.family import Family, canonical
 from megalith.hf.folder import (

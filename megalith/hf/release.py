@@ -21,10 +21,9 @@ from megalith.checkpoint.format import (
 )
 from megalith.checkpoint.save import BOX_NBYTES, BoxFile, WrittenFiles, commit, dtype_name
 from megalith.config.checkpoint import CheckpointConfig
-from megalith.config.data import DataConfig
+from megalith.config.data import DataConfig, TokenizerConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import ScheduleConfig
-from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.hf.folder import Weights, check_free_space
 from megalith.hf.staging import (

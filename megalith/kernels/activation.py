@@ -239,15 +239,15 @@ def _loop_backward(dy: Tensor, gate_up: Tensor, gate: GatedActivation) -> Tensor
 
 
 def _triton_forward(gate_up: Tensor, gate: GatedActivation) -> Tensor:
-    from megalith.kernels.triton import activation as triton_gated
+    from megalith.kernels.triton import layers
 
-    return triton_gated.forward(gate_up, gate.activation, clamp_and_offset(gate), None)
+    return layers.activation_forward(gate_up, gate.activation, clamp_and_offset(gate), None)
 
 
 def _triton_backward(dy: Tensor, gate_up: Tensor, gate: GatedActivation) -> Tensor:
-    from megalith.kernels.triton import activation as triton_gated
+    from megalith.kernels.triton import layers
 
-    return triton_gated.backward(dy, gate_up, gate.activation, clamp_and_offset(gate), None)[0]
+    return layers.activation_backward(dy, gate_up, gate.activation, clamp_and_offset(gate), None)[0]
 
 
 FORWARD: Mapping[FusedBackend, Callable[[Tensor, GatedActivation], Tensor]] = {
@@ -343,15 +343,15 @@ def _swiglu_loop_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def _swiglu_triton_forward(gate_up: Tensor) -> Tensor:
-    from megalith.kernels.triton import activation
+    from megalith.kernels.triton import layers
 
-    return activation.forward(gate_up, "silu", UNLIMITED, None)
+    return layers.activation_forward(gate_up, "silu", UNLIMITED, None)
 
 
 def _swiglu_triton_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    from megalith.kernels.triton import activation
+    from megalith.kernels.triton import layers
 
-    return activation.backward(dy, gate_up, "silu", UNLIMITED, None)[0]
+    return layers.activation_backward(dy, gate_up, "silu", UNLIMITED, None)[0]
 
 
 UNLIMITED = math.inf, 0.0
@@ -575,17 +575,17 @@ def _loop_squares_backward(
 
 
 def _triton_gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
-    from megalith.kernels.triton import activation as triton_gated
+    from megalith.kernels.triton import layers
 
-    return triton_gated.forward(gate_up, gate.activation, clamp_and_offset(gate), weights)
+    return layers.activation_forward(gate_up, gate.activation, clamp_and_offset(gate), weights)
 
 
 def _triton_gated_backward(
     dy: Tensor, gate_up: Tensor, weights: Tensor, gate: GatedActivation
 ) -> tuple[Tensor, Tensor]:
-    from megalith.kernels.triton import activation as triton_gated
+    from megalith.kernels.triton import layers
 
-    dx, dweights = triton_gated.backward(
+    dx, dweights = layers.activation_backward(
         dy, gate_up, gate.activation, clamp_and_offset(gate), weights
     )
     assert dweights is not None
@@ -593,17 +593,17 @@ def _triton_gated_backward(
 
 
 def _triton_activated(x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
-    from megalith.kernels.triton import activation as triton_gated
+    from megalith.kernels.triton import layers
 
-    return triton_gated.forward(x, activation, None, weights)
+    return layers.activation_forward(x, activation, None, weights)
 
 
 def _triton_activated_backward(
     dy: Tensor, x: Tensor, weights: Tensor, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    from megalith.kernels.triton import activation as triton_gated
+    from megalith.kernels.triton import layers
 
-    dx, dweights = triton_gated.backward(dy, x, activation, None, weights)
+    dx, dweights = layers.activation_backward(dy, x, activation, None, weights)
     assert dweights is not None
     return dx, dweights.to(weights.dtype)
 

@@ -405,10 +405,10 @@ def _loop_backward(
 def _triton_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from megalith.kernels.triton import norm as triton_norm
+    from megalith.kernels.triton import layers
 
     factor = _factor(weight, zero_centered)
-    total, y, scale, _ = triton_norm.norm(
+    total, y, scale, _ = layers.norm(
         x, factor, None, eps, residual=residual, twice=not zero_centered
     )
     return total, y, scale
@@ -417,9 +417,9 @@ def _triton_forward(
 def _triton_backward(
     dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    from megalith.kernels.triton import norm as triton_norm
+    from megalith.kernels.triton import layers
 
-    dx, dweight, _ = triton_norm.norm_backward(dy, x, weight, scale, None, dtotal)
+    dx, dweight, _ = layers.norm_backward(dy, x, weight, scale, None, dtotal)
     return dx, dweight
 
 
@@ -508,9 +508,9 @@ def _triton_layer_forward(
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`_layer_forward` in one pass, without fp32 copies."""
-    from megalith.kernels.triton import norm as triton_norm
+    from megalith.kernels.triton import layers
 
-    total, y, scale, mean = triton_norm.norm(
+    total, y, scale, mean = layers.norm(
         x, _factor(weight, zero_centered), bias, eps, residual=residual
     )
     assert mean is not None
@@ -520,9 +520,9 @@ def _triton_layer_forward(
 def _triton_layer_backward(
     dy: Tensor, x: Tensor, factor: Tensor, scale: Tensor, mean: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from megalith.kernels.triton import norm as triton_norm
+    from megalith.kernels.triton import layers
 
-    dx, dweight, dbias = triton_norm.norm_backward(dy, x, factor, scale, mean, dtotal)
+    dx, dweight, dbias = layers.norm_backward(dy, x, factor, scale, mean, dtotal)
     assert dbias is not None
     return dx, dweight, dbias
 

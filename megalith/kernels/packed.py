@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.errors import DataError
-from megalith.kernels.attention.mask import NO_MASK, AttentionMask
+from megalith.kernels.attention.scores import NO_MASK, AttentionMask
 from megalith.plan.context import KeySpans, Numbers, Slices, Slicing, plan_spans
 
 
@@ -56,9 +56,8 @@ class PackedSeqParams:
     None: the number of its keys."""
 
     visible: AttentionMask | None = None
-    """Attention mask and padding mask, see `kernels/attention/mask.py`; None: no mask besides those
-    of the
-    layers. Under context parallelism only `whole` has it."""
+    """Attention mask and padding mask, see `kernels/attention/scores.py`; None: no mask besides
+    those of the layers. Under context parallelism only `whole` has it."""
 
     context: "ContextShard | None" = None
     """The local tokens of the microbatch under context parallelism. `cu_seqlens_q` and `lengths`

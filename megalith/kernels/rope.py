@@ -220,9 +220,9 @@ def _numba_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved
 
 
 def _triton_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
-    from megalith.kernels.triton import rope
+    from megalith.kernels.triton import layers
 
-    return rope.rotate(x, cos, sin, sign=sign, interleaved=interleaved)
+    return layers.rotate(x, cos, sin, sign=sign, interleaved=interleaved)
 
 
 ROTATE: Mapping[FusedBackend, Callable[..., Tensor]] = {

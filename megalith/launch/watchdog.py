@@ -24,7 +24,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from megalith.errors import CollectiveError
-from megalith.launch.failure import STOPPED_IN_A_HANG, Failure
+from megalith.launch.launcher import STOPPED_IN_A_HANG, Failure
 from megalith.observe.flight import (
     CollectiveRecord,
     FlightRecorder,

@@ -3,9 +3,8 @@
 import math
 import re
 
-from megalith.config.data import DEFAULT_SPLIT
+from megalith.config.data import DEFAULT_SPLIT, find_merges_file
 from megalith.config.fields import Plain
-from megalith.config.tokenizer import find_merges_file
 from megalith.megatron.parse import Arguments, Draft
 
 TOKENIZER_KINDS = {

@@ -4,8 +4,8 @@ assumed."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megalith.config.data import TokenizerConfig
 from megalith.config.fields import Plain
-from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import from_dict
 from megalith.megatron.data import read_tokenizer_settings, translate_data

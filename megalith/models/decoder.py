@@ -13,8 +13,7 @@ from megalith.errors import ConfigError
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.nn.build import BuildContext, init_param_
 from megalith.nn.embedding import InputEmbedding, NoBias, RelativeBias, insert_embeddings
-from megalith.nn.layer import IdentityNorm, Layer, select_block_class
-from megalith.nn.mtp import MTPBlock, MTPInputs
+from megalith.nn.layer import IdentityNorm, Layer, MTPBlock, MTPInputs, select_block_class
 from megalith.nn.norm import Norm, build_norm, stream_dtype
 from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.cross_entropy import LogitTransform, VocabShard

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.attention.mask import AttentionMask
-from megalith.kernels.attention.scores import Scores
+from megalith.kernels.attention.scores import AttentionMask, Scores
 from megalith.kernels.layer_inputs import LayerCache, LayerInputs
 from megalith.kernels.packed import with_masks
 from megalith.nn.build import BuildContext

@@ -1,28 +1,422 @@
-"""Mixture-of-experts layer: route, dispatch, apply the experts, combine."""
+"""Mixture-of-experts layer: route, dispatch, apply the experts, combine; and its router, which
+chooses the experts of each token, with expert bias, noise, replay and capacity, aux losses and
+records of the expert load.
+"""
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import MoEConfig
+from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.kernels.activation import GatedActivation, weighted_activate, weighted_gated
 from megalith.kernels.backend import AUTO, Backends
+from megalith.kernels.dropout import DropoutKey, hashed_uniform, key_of
 from megalith.kernels.grouped_linear import experts
-from megalith.kernels.layer_inputs import LayerInputs
+from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs
+from megalith.kernels.linear import PLAIN, CastMatmulOps
+from megalith.kernels.packed import ContextShard
+from megalith.kernels.routing import (
+    Choice,
+    attach_aux_loss,
+    balancing_offsets,
+    choose_experts,
+    count_choices,
+    drop_choices,
+    expert_capacity,
+    expert_weights,
+    global_load_balancing_loss,
+    load_balancing_loss,
+    normalized_scores,
+    score_experts,
+    select_within_capacity,
+    sinkhorn,
+    top_k_indices,
+    z_loss,
+)
 from megalith.nn.build import BuildContext
 from megalith.nn.mlp import build_mlp
-from megalith.nn.router import Router
+from megalith.parallel.collectives import all_gather_no_grad
 from megalith.parallel.expert import DispatchedTokens, ExpertCapacity, build_transport
+from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import Recomputed
-from megalith.parallel.tensor import ZEROS, ExpertMatrix, Init
+from megalith.parallel.tensor import (
+    ZEROS,
+    ExpertMatrix,
+    Init,
+    ReplicatedLinear,
+    TPComm,
+    register_param,
+)
 from megalith.plan.recompute import recomputed_modules
 from megalith.plan.shards import Shard, split_evenly
+
+# --- load balancing of experts: aux losses, and records of routing statistics per step
+
+LOSSES = "sequence", "batch", "global_batch", "z"
+"""The aux losses of a router: load-balancing losses over a sequence, a microbatch and the global
+batch; z-loss."""
+
+LOSS_COEFFS = "sequence_coeff", "batch_coeff", "global_batch_coeff", "z_loss_coeff"
+"""Fields of `AuxLossConfig`, in the order of `LOSSES`."""
+
+
+@dataclass(slots=True)
+class RoutingStats:
+    """Routing statistics of a layer in a step, by microbatch. Recomputation overwrites them with
+    equal values; evaluation does not change them."""
+
+    counts: Tensor
+    """float64 [microbatches, E]: local tokens routed to each expert, without padding and dropped
+    choices."""
+
+    chosen: Tensor
+    """float64 [microbatches, E]: choices that the global-batch loss counts, over all ranks."""
+
+    refused: Tensor
+    """float64 [microbatches]: local choices that were dropped."""
+
+    losses: Tensor
+    """float64 [microbatches, kinds of loss]: the local part of each aux loss, without its
+    coefficient."""
+
+    offsets: Tensor
+    """float64 [microbatches, E + 1]: logit offsets that would have balanced the experts, and 1 if
+    there were tokens."""
+
+
+class LoadBalancing:
+    """Attaches the aux losses to the router weights and records routing statistics."""
+
+    def __init__(self, moe: MoEConfig, tp_comm: TPComm, mesh: Mesh) -> None:
+        self.moe, self.tp_comm = moe, tp_comm
+        self.sharing, self.everyone = mesh.over("cp", "tp"), mesh.over("dp", "cp", "tp")
+        self.weights = tuple(getattr(moe.aux_loss, name) for name in LOSS_COEFFS)
+        self.record: RoutingStats | None = None
+
+    def __call__(
+        self, choice: Choice, asked: Tensor, logits: Tensor, inputs: LayerInputs
+    ) -> Choice:
+        """Return the choice with the aux losses attached to its weights. Collective over the ranks
+        that share tokens.
+
+        asked: int64 [t, k], the experts before token dropping.
+        """
+        share = inputs.router_inputs.aux_loss_scale
+        if share is None:
+            return choice
+        record = self.step_record(share, logits)
+        valid, sequence = (
+            self.tp_comm.select_local(inputs.seq_params.valid),
+            self.tp_comm.select_local(inputs.seq_params.document_ids),
+        )
+        one, experts = torch.zeros_like(sequence), self.moe.num_experts
+        with torch.no_grad():
+            used = count_choices(choice.experts, one, valid, sequences=1, num_experts=experts)
+            record.counts[share.microbatch] = used[0]
+            record.refused[share.microbatch] = (valid.unsqueeze(1) & (choice.experts < 0)).sum()
+        weights = choice.weights
+        for kind, loss in self.losses(asked, logits, valid, sequence, inputs, record):
+            with torch.no_grad():
+                record.losses[share.microbatch, kind] = loss * share.part
+            weights = attach_aux_loss(weights, loss, share.weight * self.weights[kind])
+        return Choice(choice.experts, weights)
+
+    def losses(
+        self,
+        asked: Tensor,
+        logits: Tensor,
+        valid: Tensor,
+        sequence: Tensor,
+        inputs: LayerInputs,
+        record: RoutingStats,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the index and the local part of every aux loss with a coefficient."""
+        if not any(self.weights):
+            return
+        moe, by_sequence, by_batch, by_step, has_z_loss = (
+            self.moe,
+            *(weight > 0 for weight in self.weights),
+        )
+        shares = normalized_scores(logits, moe.router.score)
+        counted = asked if moe.aux_loss.of_choices else top_k_indices(shares.detach(), moe.top_k)
+        sequences = len(inputs.seq_params.lengths)
+        counts = count_choices(
+            counted, sequence, valid, sequences=sequences, num_experts=moe.num_experts
+        )
+        counts = all_reduce_(counts, self.sharing)
+        batch_counts = counts.sum(0, keepdim=True)
+        if by_sequence:
+            yield 0, load_balancing_loss(shares, counts, sequence, valid, top_k=moe.top_k)
+        if by_batch:
+            yield (
+                1,
+                load_balancing_loss(
+                    shares, batch_counts, torch.zeros_like(sequence), valid, top_k=moe.top_k
+                ),
+            )
+        if by_step:
+            yield 2, self.global_loss(shares, batch_counts[0], valid, inputs, record)
+        if has_z_loss:
+            yield 3, z_loss(logits, batch_counts.sum() / moe.top_k, valid)
+
+    def global_loss(
+        self,
+        shares: Tensor,
+        counts: Tensor,
+        valid: Tensor,
+        inputs: LayerInputs,
+        record: RoutingStats,
+    ) -> Tensor:
+        """Return the load-balancing loss over the step's microbatches up to this one, on all
+        ranks."""
+        assert inputs.router_inputs.aux_loss_scale is not None
+        number = inputs.router_inputs.aux_loss_scale.microbatch
+        # the ranks that share tokens have equal counts
+        global_counts = all_reduce_(counts / self.sharing.size, self.everyone)
+        with torch.no_grad():
+            record.chosen[number] = global_counts
+        so_far = record.chosen[: number + 1].sum(0)
+        return global_load_balancing_loss(shares, counts, so_far, valid, top_k=self.moe.top_k)
+
+    def step_record(self, share: AuxLossScale, like: Tensor) -> RoutingStats:
+        """Return the record of this step's microbatches."""
+        m, e = share.microbatches, self.moe.num_experts
+        if (
+            self.record is None
+            or len(self.record.counts) != m
+            or self.record.counts.device != like.device
+        ):
+            shapes = (m, e), (m, e), (m,), (m, len(LOSSES)), (m, e + 1)
+            self.record = RoutingStats(
+                *(torch.zeros(s, dtype=torch.float64, device=like.device) for s in shapes)
+            )
+        return self.record
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Random changes of routing in training, equal for a token under every layout and in
+    recomputation."""
+
+    router: RouterConfig
+    layer: int
+    tp_comm: TPComm
+
+    def on_input(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """Multiply x [t, h] by uniform noise between 1 - jitter and 1 + jitter."""
+        if self.router.jitter == 0 or inputs.dropout_key is None:
+            return x
+        noise = self._draw(inputs.dropout_key, "jitter", x.shape[1])
+        return x * (1 + self.router.jitter * noise).to(x.dtype)
+
+    def for_logits(self, logits: Tensor, inputs: LayerInputs) -> Tensor:
+        """Replace logits [t, E] by random ones with force_load_balancing, and shift each expert's
+        with force_biased; gradients flow to the logits unchanged."""
+        if inputs.dropout_key is None:
+            return logits
+        if self.router.force_load_balancing:
+            drawn = self._draw(inputs.dropout_key, "forced balance", logits.shape[1]).to(
+                logits.dtype
+            )
+            logits = logits + (drawn - logits).detach()
+        if self.router.force_biased > 0:
+            logits = logits + self.expert_shift(inputs.dropout_key.seed, logits)
+        return logits
+
+    def expert_shift(self, seed: int, logits: Tensor) -> Tensor:
+        """Return a normal random shift of each expert's logits, [E], drawn once per run and layer.
+
+        Source: Box and Muller 1958, Ann. Math. Statist. 29(2).
+        """
+        key, one = (
+            key_of(seed, "router", "forced bias", self.layer),
+            torch.zeros(1, dtype=torch.int64),
+        )
+        # from 0 to 1
+        sizes, angles = ((hashed_uniform(key, one, 2 * logits.shape[1])[0] + 1) / 2).chunk(2)
+        normal = (-2 * sizes.clamp(min=2.0**-32).log()).sqrt() * (2 * math.pi * angles).cos()
+        return (self.router.force_biased * normal).to(logits)
+
+    def _draw(self, source: DropoutKey, purpose: str, features: int) -> Tensor:
+        place = key_of(source.seed, "router", purpose, self.layer)
+        return hashed_uniform(place, self.tp_comm.select_local(source.numbers), features)
+
+
+class Router(nn.Module):
+    """Chooses each token's experts and their weights: x [t, h] -> [t, k], of the local tokens.
+
+    Its weights are replicated. Source: Shazeer et al. 2017, arXiv:1701.06538, section 2.1.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        moe: MoEConfig,
+        context: BuildContext,
+    ) -> None:
+        super().__init__()
+        mesh, tp_comm, dtype = context.mesh, context.tp_comm, context.dtype
+        self.layer = name.removesuffix(".moe")
+        self.moe, self.sharing = moe, mesh.over("cp", "tp")
+        self.cp_first = mesh.grid.strides("cp")[1] < mesh.grid.strides("tp")[1]
+        """Whether cp is inside tp in `parallel.order`."""
+        self.noise = Noise(moe.router, context.dropout_layer, tp_comm)
+        wide = torch.promote_types(dtype, torch.float32)
+        inside = {"fp32": wide, "fp64": torch.float64, "model": dtype}[moe.router.dtype]
+        shard = Shard.full(
+            f"{name}.router", (moe.num_experts, config.hidden_size), invariant=tp_comm.invariant
+        )
+        matmul_ops = context.build_matmul_ops(shard.name)
+        self.gate = ReplicatedLinear(
+            context.spec(shard, Init(config.init_std)),
+            dtype=dtype,
+            matmul_ops=CastMatmulOps(inside) if matmul_ops is PLAIN else matmul_ops,
+        )
+        vector = partial(
+            Shard.full, shape=(moe.num_experts,), invariant=tp_comm.invariant, inputs=0
+        )
+        if moe.router.bias:
+            context.register_param(self, "router_bias", vector(f"{name}.router_bias"), ZEROS)
+        # set after each step: the expert bias from the counts, the offset from the logits
+        untrained = {
+            "balancing_bias": moe.router.expert_bias,
+            "balancing_offset": moe.aux_loss.quantile,
+        }
+        for word in [word for word, exists in untrained.items() if exists]:
+            spec = replace(context.spec(vector(f"{name}.{word}"), ZEROS), trained=False)
+            register_param(self, word, spec, dtype=wide)
+        self.balance = LoadBalancing(moe, tp_comm, mesh)
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Choice:
+        """x [t, h], of the local tokens -> experts and weights [t, k]."""
+        logits = self.gate(self.noise.on_input(x, inputs))
+        if self.moe.router.bias:
+            logits = logits + self.router_bias.to(logits.dtype)
+        logits = self.noise.for_logits(logits, inputs)
+        choice = self.chosen(logits, inputs)
+        self.note_offsets(logits, inputs)
+        within = self.within_capacity(choice, inputs)
+        _, first_pass, routing = inputs.router_inputs
+        if first_pass is not None:
+            first_pass.record(self.layer, choice.experts, within.experts)
+        if routing is not None:
+            routing.show(self.layer, x, logits, within.weights, self.own())
+        return self.balance(within, choice.experts, logits, inputs)
+
+    def own(self) -> dict[str, Tensor]:
+        """Return the router's parameters: `weight` [E, h], and biases and offsets [E] by name."""
+        names = self._parameters.keys() & {"router_bias", "balancing_bias", "balancing_offset"}
+        return {"weight": self.gate.accumulated_parameters()[0]} | {
+            name: getattr(self, name) for name in sorted(names)
+        }
+
+    @property
+    def expert_bias(self) -> Tensor | None:
+        """The expert bias, or None."""
+        return self._parameters.get("balancing_bias")
+
+    @property
+    def offset(self) -> Tensor | None:
+        """The offsets subtracted from the experts' logits, or None."""
+        return self._parameters.get("balancing_offset")
+
+    def chosen(self, logits: Tensor, inputs: LayerInputs) -> Choice:
+        """Choose experts: logits [t, E] -> [t, k]; those of the first pass in recomputation, or
+        recorded ones in routing replay."""
+        router = self.moe.router
+        aux_loss_scale, first_pass, routing = inputs.router_inputs
+        decided = None if first_pass is None else first_pass.chosen(self.layer)
+        if decided is not None:
+            return Choice(
+                decided,
+                expert_weights(logits, score_experts(logits, router.score), decided, router),
+            )
+        if routing is None or not routing.routing.followed:
+            choice = self.choose(logits, training=aux_loss_scale is not None)
+            if routing is not None:
+                routing.record(self.layer, choice.experts)
+            return choice
+        experts = routing.recall(self.layer, (len(logits), self.moe.top_k)).to(logits.device)
+        return Choice(
+            experts, expert_weights(logits, score_experts(logits, router.score), experts, router)
+        )
+
+    def choose(self, logits: Tensor, *, training: bool) -> Choice:
+        """Choose experts by the logits [t, E] -> [t, k]."""
+        moe, router = self.moe, self.moe.router
+        if moe.aux_loss.sinkhorn and training:
+            total = partial(all_reduce_, group=self.sharing)
+            plan = sinkhorn(logits, total, tokens=len(logits) * self.sharing.size)
+            experts = top_k_indices(plan, moe.top_k)
+            return Choice(
+                experts,
+                expert_weights(logits, score_experts(logits, router.score), experts, router),
+            )
+        return choose_experts(logits, router, moe.top_k, self.expert_bias, offsets=self.offset)
+
+    def note_offsets(self, logits: Tensor, inputs: LayerInputs) -> None:
+        """Record the logit offsets that would have balanced this microbatch, over all ranks that
+        share it."""
+        share, offset = inputs.router_inputs.aux_loss_scale, self.offset
+        if share is None or offset is None:
+            return
+        with torch.no_grad():
+            text = self.noise.tp_comm.select_local(inputs.seq_params.valid).unsqueeze(1)
+            all_logits = all_gather_no_grad(logits.detach().where(text, -math.inf), self.sharing)
+            valid = all_logits[:, 0] > -math.inf  # sent with the logits in one collective
+            new_offsets = balancing_offsets(all_logits, offset, valid, self.moe.top_k)
+            has_tokens = valid.any()
+            row = torch.cat(
+                [new_offsets.where(has_tokens, 0.0), has_tokens.to(new_offsets).unsqueeze(0)]
+            )
+            self.balance.step_record(share, logits).offsets[share.microbatch] = row
+
+    def within_capacity(self, choice: Choice, inputs: LayerInputs) -> Choice:
+        """Drop the choices over the expert capacity. All ranks that share a microbatch decide
+        together, so that every layout drops the same tokens."""
+        capacity, (aux_loss_scale, first_pass, _) = self.moe.capacity, inputs.router_inputs
+        if capacity.factor is None or aux_loss_scale is None:
+            return choice
+        decided = None if first_pass is None else first_pass.kept(self.layer)
+        if decided is not None:
+            return drop_choices(choice, decided)
+        group, num_local = self.sharing, len(choice.experts)
+        # padding is dropped first, so that it does not displace tokens
+        is_padding = ~self.noise.tp_comm.select_local(inputs.seq_params.valid)
+        local_choices = Choice(
+            choice.experts, choice.weights.detach().masked_fill(is_padding.unsqueeze(1), -1.0)
+        )
+        all_choices = Choice(
+            *(all_gather_no_grad(part.contiguous(), group) for part in local_choices)
+        )
+        limit = expert_capacity(
+            capacity.factor, len(all_choices.experts), self.moe.top_k, self.moe.num_experts
+        )
+        places = self.token_order(inputs.seq_params.context, all_choices.weights[:, 0] < 0)
+        taken = select_within_capacity(
+            all_choices, limit, capacity.drop, num_experts=self.moe.num_experts, order=places
+        )
+        # backward saves this, not all ranks' choices
+        local_taken = taken.narrow(0, group.rank * num_local, num_local).clone()
+        return drop_choices(choice, local_taken)
+
+    def token_order(self, context: ContextShard | None, padding: Tensor) -> Tensor:
+        """Return the place in the microbatch of the tokens of all ranks that share it, rank after
+        rank, padding last: padding bool [t of all] -> int64 [t of all]."""
+        order = torch.arange(len(padding), device=padding.device)
+        if context is not None:
+            back, slices = context.everyone.back, context.slices.ranks
+            parts = back.view(slices, self.sharing.size // slices, -1)
+            order = (parts.transpose(0, 1) if self.cp_first else parts).flatten()
+        return order + padding * len(padding)
+
 
 # The experts of an MoE layer: MLPs of equal shape, sharded over expert parallelism and expert
 # tensor parallelism.

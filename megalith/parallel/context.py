@@ -28,11 +28,11 @@ from torch.autograd.function import once_differentiable
 from megalith.config.parallel import ContextConfig, ParallelConfig
 from megalith.kernels.attention.cpu_tiled import by_token
 from megalith.kernels.attention.dispatch import attention, build_dropped_weights
-from megalith.kernels.attention.mask import PairMask
 from megalith.kernels.attention.scores import (
     PLAIN,
     Distances,
     PairBiases,
+    PairMask,
     Scores,
     biases_by_distance,
 )

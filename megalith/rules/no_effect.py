@@ -4,11 +4,10 @@ notes at the start of a run."""
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megalith.config.data import parse_blend, per_split_paths
+from megalith.config.data import FILES, parse_blend, per_split_paths
 from megalith.config.fields import Plain, describe
 from megalith.config.model import ModelConfig
 from megalith.config.moe import has_aux_losses
-from megalith.config.tokenizer import FILES
 from megalith.config.train import TrainRun
 from megalith.config.tree import flatten
 from megalith.errors import ConfigError

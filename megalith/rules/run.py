@@ -7,13 +7,12 @@ from functools import partial
 from importlib.metadata import entry_points
 
 from megalith.config.checkpoint import checkpoint_problems
-from megalith.config.data import data_problems
+from megalith.config.data import data_problems, tokenizer_problems
 from megalith.config.fields import range_problems
 from megalith.config.lora import lora_problems
 from megalith.config.optim import optim_problems
 from megalith.config.parallel import MAX_STAGES
 from megalith.config.plugins import plugin_problems
-from megalith.config.tokenizer import tokenizer_problems
 from megalith.config.train import CALLBACK_GROUP, TrainRun
 from megalith.errors import did_you_mean, raise_all
 from megalith.optim.schedule import schedule_problems

@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.errors import RankError
-from megalith.launch.failure import (
+from megalith.launch.launcher import (
     Failure,
     describe,
     die_with_parent,

@@ -21,10 +21,16 @@ from megalith.train.callbacks.base import (
     Outcome,
     RunView,
     StepMetrics,
+    configure_callbacks,
+    load_installed_callbacks,
 )
-from megalith.train.callbacks.checkpoint import Checkpointer, Evaluator
-from megalith.train.callbacks.health import FaultDetector, ReplicaCheck, StopRequests
-from megalith.train.callbacks.load import configure_callbacks, load_installed_callbacks
+from megalith.train.callbacks.health import (
+    Checkpointer,
+    Evaluator,
+    FaultDetector,
+    ReplicaCheck,
+    StopRequests,
+)
 from megalith.train.callbacks.metrics import (
     BatchMetrics,
     ExpertLoadMetrics,

@@ -15,7 +15,7 @@ from megalith.data.loader import Batch
 from megalith.errors import DataError
 from megalith.kernels.layer_inputs import MicrobatchRouting, RoutingRecord
 from megalith.kernels.packed import PackedSeqParams
-from megalith.nn.router import LOSSES, Router, RoutingStats
+from megalith.nn.moe import LOSSES, Router, RoutingStats
 from megalith.observe.metrics import Value
 from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.parallel.mesh import Mesh

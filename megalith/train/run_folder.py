@@ -8,13 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalith import storage
-from megalith.config.data import BUILT_IN_TEMPLATES
-from megalith.config.tokenizer import MERGES, VOCABULARY, TokenizerConfig, find_merges_file
+from megalith.config.data import (
+    BUILT_IN_TEMPLATES,
+    MERGES,
+    VOCABULARY,
+    TokenizerConfig,
+    find_merges_file,
+)
 from megalith.config.train import CONFIG_FILE, TrainRun, load_run
 from megalith.config.tree import differences, dump_yaml
 from megalith.data.chat_template import TEMPLATE_FILE
-from megalith.data.sentencepiece import MODEL
 from megalith.data.tokenizer import main_file
+from megalith.data.tokenizer_formats import MODEL
 from megalith.errors import ConfigError, DataError
 from megalith.hf.folder import TOKENIZER_FILES, list_auxiliary_files
 from megalith.plan.param_groups import parameter_rows

@@ -21,9 +21,8 @@ from megalith.cli.chat import (
     settings,
 )
 from megalith.cli.main import main
-from megalith.config.data import BUILT_IN_TEMPLATES, DataConfig, SFTConfig
+from megalith.config.data import BUILT_IN_TEMPLATES, DataConfig, SFTConfig, TokenizerConfig
 from megalith.config.model import ModelConfig
-from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.hf.release import release_run
 from megalith.infer.load import open_source

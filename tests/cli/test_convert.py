@@ -17,8 +17,8 @@ from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.main import main
+from megalith.config.data import TokenizerConfig
 from megalith.config.model import ModelConfig
-from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.hf.convert import convert
 from megalith.hf.pretrained import open_pretrained

@@ -20,8 +20,8 @@ from megalith.cli.generate import (
     read_prompts,
 )
 from megalith.cli.main import main
+from megalith.config.data import TokenizerConfig
 from megalith.config.model import ModelConfig
-from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.errors import DataError
 from megalith.hf.release import release_run

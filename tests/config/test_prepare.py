@@ -1,7 +1,6 @@
 """Rules of the settings of prepare."""
 
-from megalith.config.data import PrepareConfig, prepare_problems
-from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.data import PrepareConfig, TokenizerConfig, prepare_problems
 
 
 def test_a_plain_config_is_accepted() -> None:

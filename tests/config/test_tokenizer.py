@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalith.config.tokenizer import TokenizerConfig, tokenizer_problems
+from megalith.config.data import TokenizerConfig, tokenizer_problems
 
 
 def test_each_kind_has_a_correct_form() -> None:

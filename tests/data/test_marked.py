@@ -1,8 +1,8 @@
 from pathlib import Path
 
 from megalith.data.huggingface import train_bpe
-from megalith.data.special_tokens import byte_to_char_spans, encode_parts
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
+from megalith.data.tokenizer_formats import byte_to_char_spans, encode_parts
 
 
 def test_longest_special_token_is_matched_and_the_rest_encoded_separately() -> None:

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalith.config.data import PrepareConfig
-from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.data import PrepareConfig, TokenizerConfig
 from megalith.data import stores
 from megalith.data.corpus import read_blocks
 from megalith.data.huggingface import train_bpe

@@ -16,8 +16,7 @@ from megalith.data.packs import join_masks, pack_documents, with_row_masks
 from megalith.data.sample import PackedSample, RowMask, Sample
 from megalith.errors import DataError
 from megalith.kernels.attention.dispatch import attention
-from megalith.kernels.attention.mask import PairMask
-from megalith.kernels.attention.scores import Scores
+from megalith.kernels.attention.scores import PairMask, Scores
 from megalith.kernels.packed import PackedSeqParams, seq_params_from_lengths
 from megalith.plan.batch_assignment import TokenBudget
 from megalith.plan.context import Slicing

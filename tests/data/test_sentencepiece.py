@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megalith.config.tokenizer import TokenizerConfig
-from megalith.data.sentencepiece import SentencePieceTokenizer, is_sentencepiece
+from megalith.config.data import TokenizerConfig
 from megalith.data.tokenizer import StreamDecoder, build_tokenizer
+from megalith.data.tokenizer_formats import SentencePieceTokenizer, is_sentencepiece
 from megalith.errors import DataError
 
 library = pytest.importorskip(

@@ -16,9 +16,9 @@ from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.huggingface import HuggingFaceTokenizer, train_bpe
 from megalith.data.packs import pack_first_fit, write_packs
 from megalith.data.sample import SampleSettings
-from megalith.data.sentencepiece import SentencePieceTokenizer
 from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import ByteTokenizer, Tokenizer
+from megalith.data.tokenizer_formats import SentencePieceTokenizer
 from megalith.errors import ConfigError, DataError
 
 BYTES = ByteTokenizer()

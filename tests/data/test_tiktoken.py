@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megalith.config.tokenizer import TokenizerConfig
-from megalith.data.tiktoken import PATTERNS, TiktokenTokenizer
+from megalith.config.data import TokenizerConfig
 from megalith.data.tokenizer import build_tokenizer
+from megalith.data.tokenizer_formats import PATTERNS, TiktokenTokenizer
 from megalith.errors import DataError
 
 library = pytest.importorskip(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.data import TokenizerConfig
 from megalith.data.huggingface import train_bpe
 from megalith.data.tokenizer import (
     ByteTokenizer,

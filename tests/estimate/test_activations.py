@@ -33,12 +33,8 @@ from megalith.config.parallel import (
     RecomputeConfig,
     RecomputedModule,
 )
-from megalith.estimate.activations import (
-    layer_rows,
-    peak_copied_back,
-    stage_activations,
-)
 from megalith.estimate.advise import savings
+from megalith.estimate.workload import layer_rows, peak_copied_back, stage_activations
 from megalith.kernels import routing
 from megalith.kernels.attention import cpu_tiled
 from megalith.kernels.dropout import DropoutKey

@@ -587,11 +587,11 @@ def test_recomputed_activations_exist_temporarily() -> None:
             {"recompute.granularity": "full", "recompute.num_layers": "2"},
         )
     )
-    assert plain.again == 0
+    assert plain.recompute_nbytes == 0
     # A layer keeps its input, which is there already, and the rest; two layers keep one input less
     # between them.
-    assert full.again > 0.8 * (plain.layers - full.layers) / 2
-    assert pairs.again > 1.8 * full.again
+    assert full.recompute_nbytes > 0.8 * (plain.layers - full.layers) / 2
+    assert pairs.recompute_nbytes > 1.8 * full.recompute_nbytes
 
 
 def test_dual_batch_overlap_needs_the_memory_of_both_microbatches() -> None:
@@ -605,10 +605,10 @@ def test_dual_batch_overlap_needs_the_memory_of_both_microbatches() -> None:
         for value in ("false", "true")
     )
     stage = paired.chunks(0)[0]
-    again = chunk_activations(paired, stage, 0, accelerator=False).again
+    recompute_nbytes = chunk_activations(paired, stage, 0, accelerator=False).recompute_nbytes
     forward, backward = (working_bytes(paired, stage, 0, kind) for kind in ("F", "B"))
-    assert place_memory(plain, 0, 0).memory.working == max(forward, backward + again)
-    assert place_memory(paired, 0, 0).memory.working == forward + backward + again
+    assert place_memory(plain, 0, 0).memory.working == max(forward, backward + recompute_nbytes)
+    assert place_memory(paired, 0, 0).memory.working == forward + backward + recompute_nbytes
 
 
 def test_offloaded_activations_are_counted_in_host_memory() -> None:

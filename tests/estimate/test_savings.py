@@ -6,8 +6,8 @@ import pytest
 
 from megalith.config.model import MLAConfig, ModelConfig
 from megalith.config.parallel import OffloadConfig, RecomputeConfig
-from megalith.estimate.activations import layer_rows_without_recompute, stage_activations
 from megalith.estimate.advise import describe_savings, saving_lines, savings
+from megalith.estimate.workload import layer_rows_without_recompute, stage_activations
 from megalith.plan.layers.base import LayerSetting, total
 from megalith.testing.tiny import tiny_run
 

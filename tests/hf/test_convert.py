@@ -13,7 +13,7 @@ from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.main import main
 from megalith.config.checkpoint import CheckpointConfig, checkpoint_problems
-from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.data import TokenizerConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml, load_yaml
 from megalith.data.huggingface import train_bpe

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint.load import open_checkpoint, verify_checkpoint
-from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.data import TokenizerConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import from_dict, to_dict
 from megalith.errors import CheckpointError

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.config.data import TokenizerConfig
 from megalith.config.generation import SampleConfig
-from megalith.config.tokenizer import TokenizerConfig
 from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import DataError

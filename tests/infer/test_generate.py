@@ -22,7 +22,7 @@ from megalith.infer.load import generation_layout
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import seq_params_from_rows
 from megalith.models.decoder import Decoder
-from megalith.nn.router import Router
+from megalith.nn.moe import Router
 from megalith.parallel.mesh import build_mesh
 from megalith.plan.grid import model_grid
 from megalith.testing.ranks import run_ranks

@@ -7,12 +7,12 @@ import torch
 
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
+from megalith.config.data import TokenizerConfig
 from megalith.config.generation import SampleConfig
 from megalith.config.kernels import Kernel
 from megalith.config.model import AttentionConfig, MLAConfig, MTPConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.data.huggingface import train_bpe
 from megalith.errors import ConfigError, DataError

@@ -22,9 +22,9 @@ from megalith.kernels.attention.dispatch import (
     split_into_chunks,
     visible_key_lengths,
 )
-from megalith.kernels.attention.mask import AttentionMask
 from megalith.kernels.attention.scores import (
     PLAIN,
+    AttentionMask,
     Scores,
     WeightDropout,
     build_scores_mask,

@@ -15,8 +15,7 @@ from megalith.kernels.attention.flex import (
     intervals,
     plan_blocks,
 )
-from megalith.kernels.attention.mask import AttentionMask, PairMask
-from megalith.kernels.attention.scores import Scores, WeightDropout
+from megalith.kernels.attention.scores import AttentionMask, PairMask, Scores, WeightDropout
 from megalith.kernels.attention.sdpa import Lengths
 from megalith.kernels.packed import (
     PackedSeqParams,

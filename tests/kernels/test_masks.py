@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import DataError
-from megalith.kernels.attention.mask import NO_MASK
+from megalith.kernels.attention.scores import NO_MASK
 from megalith.kernels.packed import (
     PackedSeqParams,
     mask_row_starts,

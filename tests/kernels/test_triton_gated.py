@@ -103,7 +103,7 @@ def test_weighted_activations_equal_the_reference(
 
 
 def test_activation_constants_match_the_numba_loops() -> None:
-    from megalith.kernels.triton.activation import CUBES
+    from megalith.kernels.triton.layers import CUBES
 
     assert {name: pytest.approx(numbers, rel=1e-9) for name, numbers in SIGMOIDS.items()} == CUBES
 

@@ -105,7 +105,7 @@ def test_one_norm_alone_takes_strided_rows_and_many_of_them() -> None:
 def test_partial_sums_of_the_weight_gradient_cover_every_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("megalith.kernels.triton.norm.PROGRAMS", 3)
+    monkeypatch.setattr("megalith.kernels.triton.layers.PROGRAMS", 3)
     x, weight = seeded(151, 100), seeded(100, seed=1)
     grads = [
         torch.autograd.grad(rms_norm(x, weight, 1e-6, kernel=kernel).square().sum(), (x, weight))

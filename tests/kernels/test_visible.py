@@ -3,8 +3,13 @@
 import pytest
 import torch
 
-from megalith.kernels.attention.mask import AttentionMask, PairMask
-from megalith.kernels.attention.scores import PLAIN, Scores, build_scores_mask
+from megalith.kernels.attention.scores import (
+    PLAIN,
+    AttentionMask,
+    PairMask,
+    Scores,
+    build_scores_mask,
+)
 from megalith.kernels.packed import (
     PackedSeqParams,
     seq_params_from_lengths,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.launch.failure import (
+from megalith.launch.launcher import (
     MAX_SUMMARY,
     Failure,
     describe,
@@ -138,7 +138,7 @@ def test_killed_process_is_described_in_one_line() -> None:
 
 CHILD = """
 import os, sys, time
-from megalith.launch.failure import die_with_parent
+from megalith.launch.launcher import die_with_parent
 sys.platform = sys.argv[2]
 die_with_parent(int(sys.argv[1]))
 print(os.getpid(), flush=True)

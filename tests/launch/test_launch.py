@@ -85,7 +85,7 @@ def stop():
 
 def hang():
     import threading
-    from megalith.launch.failure import Failure
+    from megalith.launch.launcher import Failure
     from megalith.launch.launcher import end_rank
     if rank == 0:
         failure = Failure(0, "rank 1 did not arrive", "rank 1 did not arrive\\nlook there", 5, is_report=True)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from megalith.launch import watchdog as watch_module
-from megalith.launch.failure import Failure
+from megalith.launch.launcher import Failure
 from megalith.launch.watchdog import HangWatch, backend_timeout, name_rank, watching
 from megalith.observe import flight as flight_module
 from megalith.observe.flight import FlightRecorder, RankSnapshot

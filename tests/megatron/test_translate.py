@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.data import TokenizerConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml, from_dict, to_dict
 from megalith.megatron.parse import MegatronFlag, known_flags, mapped_flags

@@ -41,7 +41,7 @@ from megalith.models.decoder import (
     iter_parameter_specs,
 )
 from megalith.nn.build import build_context
-from megalith.nn.router import Router
+from megalith.nn.moe import Router
 from megalith.parallel.mesh import build_mesh, build_meta_mesh, build_single_rank_mesh
 from megalith.plan.costs import num_parameters
 from megalith.plan.grid import model_grid

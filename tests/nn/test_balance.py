@@ -20,7 +20,7 @@ from megalith.kernels.routing import (
 )
 from megalith.models.decoder import allocate, initialize
 from megalith.nn.build import build_context
-from megalith.nn.router import LOSS_COEFFS, LOSSES, Router
+from megalith.nn.moe import LOSS_COEFFS, LOSSES, Router
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm

@@ -15,8 +15,7 @@ from megalith.kernels.packed import seq_params_from_rows
 from megalith.kernels.routing import DROPPED_CHOICE, Choice, expert_weights, score_experts
 from megalith.models.decoder import allocate, initialize
 from megalith.nn.build import build_context
-from megalith.nn.moe import MoE
-from megalith.nn.router import Router
+from megalith.nn.moe import MoE, Router
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.recompute import Recomputed
 

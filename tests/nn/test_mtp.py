@@ -18,7 +18,7 @@ from megalith.models.decoder import (
     iter_parameter_specs,
 )
 from megalith.nn.build import build_context
-from megalith.nn.mtp import MTPLayer
+from megalith.nn.layer import MTPLayer
 from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.mesh import build_meta_mesh, build_single_rank_mesh
 from megalith.plan.grid import model_grid

@@ -21,7 +21,7 @@ from megalith.kernels.packed import seq_params_from_rows, seq_params_from_slices
 from megalith.kernels.routing import Choice
 from megalith.models.decoder import allocate, initialize
 from megalith.nn.build import build_context
-from megalith.nn.router import Router
+from megalith.nn.moe import Router
 from megalith.parallel.context import local_slicing
 from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm

@@ -17,8 +17,7 @@ from megalith.config.parallel import ContextConfig, ContextKind, ParallelConfig
 from megalith.data.loader import Batch, with_dropout
 from megalith.kernels.attention import split_kv
 from megalith.kernels.attention.dispatch import attention, reference_attention
-from megalith.kernels.attention.mask import AttentionMask, PairMask
-from megalith.kernels.attention.scores import PLAIN, Scores, WeightDropout
+from megalith.kernels.attention.scores import PLAIN, AttentionMask, PairMask, Scores, WeightDropout
 from megalith.kernels.dropout import DropoutKey
 from megalith.kernels.packed import (
     PackedSeqParams,

@@ -12,8 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalith.config.parallel import OffloadConfig, RecomputeConfig
 from megalith.data.loader import BatchSettings, Loader
-from megalith.estimate.activations import stage_activations
-from megalith.estimate.workload import plan_workload
+from megalith.estimate.workload import plan_workload, stage_activations
 from megalith.kernels.layer_inputs import LayerInputs
 from megalith.kernels.packed import seq_params_from_rows
 from megalith.parallel import recompute as recompute_module

@@ -2,7 +2,7 @@
 
 Bubbles are for equal stages and instantaneous messages; the simulation (`plan/simulate`) gives the
 same numbers exactly, and handles all other cases. The activations are those of the published GPT
-layer, for comparison with other programs; those of our layers are in `estimate/activations`.
+layer, for comparison with other programs; those of our layers are in `estimate/workload`.
 """
 
 from fractions import Fraction

@@ -13,9 +13,9 @@ from torch import Tensor
 from megalith.checkpoint.format import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.main import main
+from megalith.config.data import TokenizerConfig
 from megalith.config.model import LayersConfig, ModelConfig, MTPConfig
 from megalith.config.moe import MoEConfig, RouterConfig
-from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.errors import CheckpointError, ConfigError
 from megalith.hf.pretrained import Pretrained, open_pretrained

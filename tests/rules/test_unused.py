@@ -2,8 +2,8 @@
 
 import pytest
 
+from megalith.config.data import FILES
 from megalith.config.fields import describe
-from megalith.config.tokenizer import FILES
 from megalith.config.train import TrainRun
 from megalith.recipes import recipes
 from megalith.rules.no_effect import UNUSED, unused_notes

@@ -34,8 +34,9 @@ from megalith.train.callbacks.base import (
     Outcome,
     RunView,
     StepMetrics,
+    configure_callbacks,
+    load_callbacks,
 )
-from megalith.train.callbacks.load import configure_callbacks, load_callbacks
 from megalith.train.evaluate import Evaluation
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder

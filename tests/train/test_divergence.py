@@ -239,9 +239,8 @@ def test_run_stopped_after_a_nan_loss_reports_that_it_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "train_step", nan_before_step(1))
-    assert train(tmp_path, {"train.max_minutes": "0"}) == Outcome(
-        "stopped", 1, "time limit", saved=False
-    )
+    reason = "time limit; the loss or gradient norm is NaN or infinite"
+    assert train(tmp_path, {"train.max_minutes": "0"}) == Outcome("stopped", 1, reason, saved=False)
     assert checkpoints(tmp_path) == []
 
 

@@ -33,7 +33,7 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, FP64, assert_close
 from megalith.train import loop
-from megalith.train.callbacks import checkpoint, health, metrics
+from megalith.train.callbacks import health, metrics
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 from megalith.train.loop import run_training
 from megalith.train.run_folder import RunFolder
@@ -561,14 +561,14 @@ def test_tokenizer_larger_than_vocabulary_is_rejected(tmp_path: Path) -> None:
 
 def failing_saves(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Let saving fail at these steps."""
-    save = checkpoint.save_checkpoint
+    save = health.save_checkpoint
 
     def maybe(folder: Path, step: int, *arguments: Any, **options: Any) -> Any:
         if step in steps:
             raise CheckpointError(f"step {step} was not saved to {folder}. Free some space.")
         return save(folder, step, *arguments, **options)
 
-    monkeypatch.setattr(checkpoint, "save_checkpoint", maybe)
+    monkeypatch.setattr(health, "save_checkpoint", maybe)
 
 
 def test_failed_save_is_reported_and_training_continues(

@@ -15,7 +15,7 @@ from megalith.data.loader import BatchSettings, Loader, MaskSettings
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import RankError
 from megalith.kernels.attention import dispatch as attention
-from megalith.kernels.attention.sdpa import Mask, mask_for_torch
+from megalith.kernels.attention.scores import Mask, mask_for_torch
 from megalith.launch.watchdog import backend_timeout
 from megalith.nn.moe import MoE
 from megalith.observe.metrics import read_metrics

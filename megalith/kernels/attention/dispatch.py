@@ -19,18 +19,19 @@ from torch import Tensor
 
 from megalith.config.kernels import BackendName, is_explicit_backend
 from megalith.kernels.attention.cpu_tiled import TILED_LENGTHS, tiled_attention
-from megalith.kernels.attention.mask import AttentionMask, PairMask
 from megalith.kernels.attention.scores import (
     PLAIN,
+    AttentionMask,
+    Mask,
+    PairMask,
     Scores,
     build_scores_mask,
     distance_biases,
+    mask_for_torch,
     masked_attention,
 )
 from megalith.kernels.attention.sdpa import (
     Lengths,
-    Mask,
-    mask_for_torch,
     sdpa_attention,
     sdpa_masked,
 )

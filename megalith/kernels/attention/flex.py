@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from megalith.kernels.attention.mask import NO_MASK, PairMask
-from megalith.kernels.attention.scores import PLAIN, Scores
+from megalith.kernels.attention.scores import NO_MASK, PLAIN, PairMask, Scores
 from megalith.kernels.attention.sdpa import Lengths
 from megalith.kernels.triton.launch import has_triton
 

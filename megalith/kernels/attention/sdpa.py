@@ -4,13 +4,12 @@ import math
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from inspect import signature
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.kernels.attention.scores import PLAIN, Scores, causal_mask
+from megalith.kernels.attention.scores import PLAIN, Mask, Scores, causal_mask, unmask_blind_queries
 from megalith.kernels.linear import scaled_dot_product_attention
 
 Lengths = tuple[tuple[int, int], ...]
@@ -63,31 +62,6 @@ def _sdpa_document(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal:
     return _call(q, k, v, mask, causal=causal and queries == keys, scale=scale)
 
 
-class Mask(NamedTuple):
-    """An additive attention mask for SDPA; from a bool mask each call would build, and save, its
-    own."""
-
-    added: Tensor
-    """[q or 1, kv], or [rows, q or 1, kv]: 0 or -inf, added to the scores; all 0 for queries that
-    see nothing."""
-
-    blind: Tensor
-    """bool [q or 1, 1] or [rows, q or 1, 1]: queries without visible keys."""
-
-
-def mask_for_torch(mask: Tensor, dtype: torch.dtype) -> Mask:
-    """Return the additive mask of a bool mask, for queries in `dtype`."""
-    seen, blind = _unmask_blind_queries(mask)
-    return Mask(torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf), blind)
-
-
-def _unmask_blind_queries(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mask with queries that see nothing seeing all, since torch's kernels disagree on
-    their output and gradient; and which queries these are."""
-    blind = ~mask.any(-1, keepdim=True)
-    return mask | blind, blind
-
-
 def sdpa_masked(
     q: Tensor,
     k: Tensor,
@@ -111,7 +85,7 @@ def sdpa_masked(
     if mask is None:
         return _call(q, k, v, bias, causal=False, scale=scale, rows=rows)
     if isinstance(mask, Tensor):
-        seen, blind = _unmask_blind_queries(mask)
+        seen, blind = unmask_blind_queries(mask)
         given = seen if bias is None else bias.to(q.dtype).masked_fill(~seen, -math.inf)
     else:
         added, blind = mask

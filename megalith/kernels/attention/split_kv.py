@@ -30,11 +30,11 @@ from torch.autograd.function import once_differentiable
 
 from megalith.kernels import cpu_threads
 from megalith.kernels.attention.cpu_tiled import TILE_SCORES, by_head, by_token, wide
-from megalith.kernels.attention.mask import PairMask
 from megalith.kernels.attention.scores import (
     PLAIN,
     Distances,
     PairBiases,
+    PairMask,
     Scores,
     masked_attention,
 )

@@ -12,7 +12,7 @@ from megalith.estimate.times import repeated_flops
 from megalith.kernels.backend import unavailable_backends
 from megalith.kernels.cpu_threads import CompilationProgress
 from megalith.kernels.linear import HAS_BF16_KERNELS
-from megalith.nn.router import LOSS_COEFFS
+from megalith.nn.moe import LOSS_COEFFS
 from megalith.observe.machine import DTYPES, device_peak_tflops, peak_memory_gib
 from megalith.observe.metrics import MetricsFile, StepProgress, Value, has_tensorboard
 from megalith.observe.routing import plot_experts, plot_run

@@ -14,8 +14,7 @@ from megalith.config.lora import LoraConfig
 from megalith.data import loader
 from megalith.data.loader import Batch
 from megalith.kernels import packed
-from megalith.kernels.attention.mask import PairMask
-from megalith.kernels.attention.scores import Scores
+from megalith.kernels.attention.scores import PairMask, Scores
 from megalith.kernels.attention.split_kv import PartialAttention, attend, init_attention_result
 from megalith.kernels.dropout import DropoutKey, DroppedWeights
 from megalith.kernels.embedding import embedding
@@ -83,7 +82,6 @@ def _patch_tp_comm(
     *,
     prepare: Callable[[Tensor], Tensor] | None = None,
     reduce: Callable[[Tensor], Tensor] | None = None,
-    group: Group | None = None,
 ) -> None:
     """Replace the tensor-parallel communication of all layers of one class."""
     for layer in layers.modules():
@@ -92,7 +90,7 @@ def _patch_tp_comm(
             new = PatchedTPComm(
                 prepare or old.prepare_input,
                 reduce or _reduction(old, old.group),
-                group or old.group,
+                old.group,
                 old.invariant,
             )
             layer.tp_comm = new  # type: ignore[assignment]  # it is a plain attribute, where mypy expects a module
@@ -217,7 +215,9 @@ def regather_owner(original: Original, self: SequenceParallelComm, x: Tensor) ->
 @changes_model("tp")
 def vocab_loss_local(model: Decoder, mesh: Mesh) -> None:
     """The softmax of the loss covers only the rank's vocabulary shard."""
-    _patch_tp_comm(model, VocabParallelHead, group=single_rank_group(*mesh.tp.axes))
+    for layer in model.modules():
+        if isinstance(layer, VocabParallelHead):
+            layer.vocab = replace(layer.vocab, group=single_rank_group(*mesh.tp.axes))
 
 
 class LocalLogsumexp(Softmax):

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from megalith.kernels.layer_inputs import AuxLossScale, LayerInputs
 from megalith.kernels.routing import Choice, count_choices
-from megalith.nn import router
-from megalith.nn.moe import Experts
-from megalith.nn.router import LoadBalancing, Router, RoutingStats
+from megalith.nn import moe as nn_moe
+from megalith.nn.moe import Experts, LoadBalancing, Router, RoutingStats
 from megalith.parallel import data, expert
 from megalith.parallel.collectives import AsyncAllToAll
 from megalith.parallel.data import ShardGroups
@@ -151,7 +150,7 @@ def second_pass_counted(
     return balanced
 
 
-@replaces(router, "all_reduce_", "cp, experts")
+@replaces(nn_moe, "all_reduce_", "cp, experts")
 def balance_of_own_tokens(original: Original, x: Tensor, group: Group) -> Tensor:
     """Aux losses use only a rank's own tokens."""
     return x

@@ -13,7 +13,7 @@ from megalith.checkpoint import load, save
 from megalith.checkpoint.format import CheckpointEntry, TensorPiece
 from megalith.checkpoint.load import Checkpoint
 from megalith.kernels.layer_inputs import LayerInputs
-from megalith.nn.mtp import MTPBlock, MTPInputs, MTPLayer
+from megalith.nn.layer import MTPBlock, MTPInputs, MTPLayer
 from megalith.optim import optimizers
 from megalith.optim import optimizers as gradients
 from megalith.optim.optimizers import SGD, AdamW, OptimizerSlot, SlotGroup

@@ -1,27 +1,94 @@
-"""tiktoken tokenizers: .tiktoken files such as Llama 3's, or a vocabulary in JSON. The only module
-that imports tiktoken."""
+"""Tokenizers in the formats of tiktoken (.tiktoken files such as Llama 3's, or a vocabulary in
+JSON) and SentencePiece (such as those of Llama 2 and Gemma); encoding of text that contains special
+tokens. The only module that imports these two libraries.
+"""
 
 import base64
 import binascii
 import hashlib
 import importlib
-from collections.abc import Mapping, Sequence
-from itertools import chain
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalith import storage
-from megalith.config.tokenizer import SplitPattern
-from megalith.data.special_tokens import (
-    TokenSpans,
-    byte_to_char_spans,
-    encode_parts,
-    encode_with_special_tokens,
-)
+from megalith.config.data import SplitPattern
 from megalith.errors import DataError
+
+# --- encoding of text that contains special tokens: ids and character spans
+
+
+class TokenSpans(NamedTuple):
+    """Ids of a text, and the characters [start, end) of each token; a character may belong to
+    several tokens."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+def encode_parts(
+    text: str, specials: Mapping[str, int], encode: Callable[[str], Sequence[int]]
+) -> list[int]:
+    """Return the ids of a text: special tokens by lookup, the text between them by `encode`.
+
+    >>> encode_parts("a<end>b", {"<end>": 256}, lambda text: list(text.encode()))
+    [97, 256, 98]
+    """
+    ids: list[int] = []
+    for part in _parts(text, specials):
+        ids += [specials[part]] if part in specials else encode(part)
+    return ids
+
+
+def encode_with_special_tokens(
+    text: str, specials: Mapping[str, int], encode: Callable[[str], TokenSpans]
+) -> TokenSpans:
+    """Return ids and character span of each token; the spans of `encode` are relative to its
+    argument.
+
+    >>> def encode(text):
+    ...     return TokenSpans([ord(text)], [(0, 1)])
+    >>> encode_with_special_tokens("a<end>b", {"<end>": 256}, encode)
+    TokenSpans(ids=[97, 256, 98], offsets=[(0, 1), (1, 6), (6, 7)])
+    """
+    result, offset = TokenSpans([], []), 0
+    for part in _parts(text, specials):
+        ids, offsets = (
+            TokenSpans([specials[part]], [(0, len(part))]) if part in specials else encode(part)
+        )
+        result.ids.extend(ids)
+        result.offsets.extend((offset + start, offset + end) for start, end in offsets)
+        offset += len(part)
+    return result
+
+
+def byte_to_char_spans(text: str, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the character spans of tokens whose concatenated UTF-8 bytes are the text.
+
+    `lengths`: bytes per token.
+
+    >>> byte_to_char_spans("aé", [1, 1, 1])
+    [(0, 1), (1, 2), (1, 2)]
+    """
+    characters = np.repeat(
+        np.arange(len(text)), [len(character.encode()) for character in text]
+    ).tolist()
+    borders = np.cumsum([0, *lengths]).tolist()
+    return [(characters[start], characters[end - 1] + 1) for start, end in pairwise(borders)]
+
+
+def _parts(text: str, specials: Mapping[str, int]) -> Iterator[str]:
+    """Yield special tokens and the text between them; the longest special token wins."""
+    longest_first = sorted(specials, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if specials else [text]
+    return (part for part in parts if part)
+
 
 PATTERNS: dict[SplitPattern, str] = {
     "v1": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -107,7 +174,7 @@ class TiktokenTokenizer:
         self.fingerprint = f"tiktoken-{hashlib.blake2b(hashed, digest_size=16).hexdigest()}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.path, self._options)
+        return _reopen_tiktoken, (self.path, self._options)
 
     @property
     def eod(self) -> int:
@@ -193,7 +260,7 @@ class TiktokenTokenizer:
         return self._specials[text]
 
 
-def _reopen(path: str, options: Mapping[str, Any]) -> TiktokenTokenizer:
+def _reopen_tiktoken(path: str, options: Mapping[str, Any]) -> TiktokenTokenizer:
     return TiktokenTokenizer(path, **options)
 
 
@@ -275,4 +342,170 @@ def _library(file: Path) -> Any:  # the tiktoken module
         raise DataError(
             f"tokenizer.kind=tiktoken needs the tiktoken package to read {file}. "
             f'Install it with pip install "megalith[tiktoken]".'
+        ) from error
+
+
+# --- SentencePiece
+
+MODEL = "tokenizer.model"
+
+
+class SentencePieceTokenizer:
+    """SentencePiece tokenizer. `eod` is the given piece, else the model's end-of-sentence piece."""
+
+    def __init__(
+        self, path: str, *, eod: str | None = None, add_special_tokens: bool = True
+    ) -> None:
+        """`path`: the model, or a folder with tokenizer.model. `add_special_tokens`: add bos before
+        texts.
+
+        Raises:
+            DataError: the model is missing or cannot be read, or has no piece `eod`.
+        """
+        file = find_model_file(path)
+        self.path = path
+        self._eod_text, self._add_special_tokens = eod, add_special_tokens
+        self._model = _read(file)
+        self.vocab_size: int = self._model.get_piece_size()
+        self.bos = _id_or_none(self._model.bos_id())
+        self._eod = _id_or_none(self._model.eos_id()) if eod is None else self._piece(eod)
+        contents = file.read_bytes() + f"eod={self._eod} special={add_special_tokens}".encode()
+        self.fingerprint = f"sentencepiece-{hashlib.blake2b(contents, digest_size=16).hexdigest()}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen_sentencepiece, (self.path, self._eod_text, self._add_special_tokens)
+
+    @property
+    def eod(self) -> int:
+        """Id of the end-of-document token.
+
+        Raises:
+            DataError: the model has none.
+        """
+        if self._eod is None:
+            raise DataError(
+                f"tokenizer.path={self.path}: the model has no end-of-sentence piece. "
+                "Set tokenizer.eod to one of its pieces, such as "
+                f"{self._model.id_to_piece(self.vocab_size - 1)!r}."
+            )
+        return self._eod
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of one text."""
+        return self.encode_batch([text])[0]
+
+    @cached_property
+    def specials(self) -> Mapping[str, int]:
+        """Ids of the control pieces, which ordinary text is never encoded to."""
+        controls = [number for number in range(self.vocab_size) if self._model.is_control(number)]
+        return {self._model.id_to_piece(number): number for number in controls}
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Return the ids of a text that contains control pieces; none are added."""
+        return encode_parts(text, self.specials, self._model.encode)
+
+    def encode_spans(self, text: str) -> TokenSpans:
+        """Return the same ids, with the characters of each token."""
+        return encode_with_special_tokens(text, self.specials, self._spans)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of several texts."""
+        first = [self.bos] if self._add_special_tokens and self.bos is not None else []
+        return [first + ids for ids in self._model.encode(list(texts), out_type=int)]
+
+    def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return the concatenated ids of all texts and the number of ids per text."""
+        batch = self.encode_batch(texts)
+        lengths = np.array([len(ids) for ids in batch], np.int32)
+        return np.fromiter(
+            chain.from_iterable(batch), np.int64, int(lengths.sum(dtype=np.int64))
+        ), lengths
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the ids without control pieces."""
+        text: str = self._model.decode(
+            [int(token) for token in ids if not self._model.is_control(int(token))]
+        )
+        return text
+
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        """Return the UTF-8 bytes of the text of the ids."""
+        return len(self.decode(ids).encode())
+
+    def _spans(self, text: str) -> TokenSpans:
+        """Return ids and spans, empty spans extended by one character.
+
+        Only the last byte piece of a character has a span, and the space added before the text has
+        none.
+        """
+        encoding = self._model.encode(text, return_type="offset_mapping")
+        return TokenSpans(
+            list(encoding["ids"]),
+            [(start, max(end, start + 1)) for start, end in encoding["offsets"]],
+        )
+
+    def _piece(self, text: str) -> int:
+        number: int = self._model.piece_to_id(text)
+        if self._model.id_to_piece(number) != text:
+            named = [self._model.id_to_piece(token) for token in range(min(8, self.vocab_size))]
+            raise DataError(
+                f"tokenizer.eod={text!r} is not a piece of {self.path}. Set it to one of its "
+                f"pieces, such as {named}."
+            )
+        return number
+
+
+def _reopen_sentencepiece(
+    path: str, eod: str | None, add_special_tokens: bool
+) -> SentencePieceTokenizer:
+    return SentencePieceTokenizer(path, eod=eod, add_special_tokens=add_special_tokens)
+
+
+def _id_or_none(number: int) -> int | None:
+    """Convert the library's -1 for a missing piece to None."""
+    return number if number >= 0 else None
+
+
+def find_model_file(path: str) -> Path:
+    """Return the model file, or tokenizer.model of a folder.
+
+    Raises:
+        DataError: it does not exist.
+    """
+    file = Path(path) / MODEL if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise DataError(
+            f"tokenizer.path={path}: no {MODEL} found. Set it to a SentencePiece model, or to a "
+            "folder that has one."
+        )
+    return file
+
+
+def is_sentencepiece(place: Path) -> bool:
+    """Return whether a file, or tokenizer.model of a folder, is a SentencePiece model.
+
+    Llama 3 has a tokenizer.model of text lines.
+    """
+    try:
+        with (place / MODEL if place.is_dir() else place).open("rb") as file:
+            # a protocol buffer whose first field is the list of pieces
+            return file.read(1) == b"\n"
+    except OSError:
+        return False
+
+
+def _read(file: Path) -> Any:  # a SentencePieceProcessor, which has no type annotations
+    try:
+        library = importlib.import_module("sentencepiece")
+    except ImportError as error:
+        raise DataError(
+            f"tokenizer.kind=sentencepiece needs the sentencepiece package to read {file}. "
+            f'Install it with pip install "megalith[sentencepiece]".'
+        ) from error
+    try:
+        return library.SentencePieceProcessor(model_file=str(file))
+    except (RuntimeError, OSError) as error:
+        raise DataError(
+            f"tokenizer.path={file}: not a SentencePiece model ({str(error)[:80]}). Use the "
+            "model's own file."
         ) from error
