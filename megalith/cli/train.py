@@ -41,6 +41,11 @@ class TrainCommand:
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code: 0 done, 75 stopped after saving."""
     rest, overrides = split_overrides(argv, TrainRun)
+    if sum(word.partition("=")[0] == "--callback" for word in rest) > 1:
+        raise ConfigError(
+            "--callback is given twice, and only the last one would be used. List all callbacks "
+            "after one option: --callback package.module:First package.module:Second."
+        )
     command = parse_options(TrainCommand, rest, prog="megalith train", root=TrainRun)
     from megalith.recipes import resolve_run
 

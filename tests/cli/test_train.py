@@ -81,6 +81,12 @@ def test_train_prints_its_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
 
 
+def test_repeated_callback_option_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["--callback", "package:First", "--callback=package:Second"]
+    assert main(["train", "tiny_cpu", *names]) == 2
+    assert "List all callbacks after one option" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("recipe", "overrides", "suggestion"),
     [

@@ -194,12 +194,18 @@ def test_every_layout_loads_weights_from_either_kind(
             )
 
 
+def in_bf16(entry: CheckpointEntry, scale: float = 1.0) -> CheckpointEntry:
+    """The entry of a weight that is stored in bf16."""
+    tensor = (scale * entry.tensor.detach()).bfloat16()
+    return replace(entry, shard=replace(entry.shard, dtype="bf16"), tensor=tensor)
+
+
 def with_master_weights(
     tiny: SimpleNamespace, model: Any, scale: float = 1.0
 ) -> list[CheckpointEntry]:
     """bf16 weights and fp32 master weights of a model."""
     weights = tiny.entries(model)
-    low = [replace(entry, tensor=(scale * entry.tensor.detach()).bfloat16()) for entry in weights]
+    low = [in_bf16(entry, scale) for entry in weights]
     return low + [
         replace(entry, role="master", tensor=scale * entry.tensor.detach()) for entry in weights
     ]
@@ -335,7 +341,7 @@ def test_master_weights_of_a_padded_vocabulary_match_its_weights(
 ) -> None:
     before, after = tiny.config(pad_vocab_to_multiple_of=1), tiny.config(pad_vocab_to_multiple_of=8)
     entries = tiny.entries(tiny.model(before))
-    narrow = [replace(entry, tensor=entry.tensor.detach().bfloat16()) for entry in entries]
+    narrow = [in_bf16(entry) for entry in entries]
     save(tmp_path, 1, [*narrow, *(replace(entry, role="master") for entry in entries)], before)
     low = tiny.entries(tiny.blank(after, dtype=torch.bfloat16))
     wide = [

@@ -102,6 +102,9 @@ def test_results_are_deterministic_for_equal_thread_counts(two_threads: None) ->
     assert all(torch.equal(first, dweight()) for _ in range(5))
 
 
+VOCAB = VocabShard(single_rank_group("tp"), 0, 190)
+
+
 def everything(x: Tensor, weight: Tensor) -> Tensor:
     """Every kernel once: x [128, 96], weight [192, 96]."""
     ids = torch.arange(128) % 192
@@ -110,7 +113,7 @@ def everything(x: Tensor, weight: Tensor) -> Tensor:
     x = linear(rms_norm(x, weight[1], 1e-5), [weight[:96], weight[96:]])
     q, k, v = (apply_rope(part.unflatten(1, (4, 16)), cos, sin) for part in x.split(64, dim=1))
     x = swiglu(attention(q, k, v, ROWS).flatten(1)) @ normed[:32]
-    return linear_cross_entropy(x, weight, ids, vocab=VocabShard(single_rank_group("tp"), 0, 190))
+    return linear_cross_entropy(x, weight, ids, vocab=VOCAB)
 
 
 def test_torch_compile_captures_every_kernel_in_one_graph() -> None:

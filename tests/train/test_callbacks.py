@@ -97,6 +97,17 @@ def test_error_of_an_essential_callback_on_one_rank_ends_all_ranks(tmp_path: Pat
     assert (tmp_path / "checkpoints" / "step_0000004" / "manifest.json").exists()
 
 
+def test_failure_of_a_callback_on_another_rank_is_logged_by_rank_0(tmp_path: Path) -> None:
+    run = tiny_run(TWO_RANKS | {"train.steps": "4"})
+    reports = run_ranks(_train_rank, 2, run, tmp_path, "ignore")
+    assert reports == ["4 done at 4: ", "3 done at 4: "]
+    text = (
+        "WARNING megalith.train.callbacks.base: rank 1: callback Misbehaving failed in after_step "
+        "at step 3: ZeroDivisionError('planted'). The run continued without it."
+    )
+    assert text in (tmp_path / "log.txt").read_text()
+
+
 def test_request_to_stop_on_one_rank_stops_all_ranks_at_the_same_step(tmp_path: Path) -> None:
     first, second = run_ranks(_train_rank, 2, tiny_run(TWO_RANKS), tmp_path, "stop")
     assert first == "4 stopped at 4: another rank stopped"
@@ -284,6 +295,8 @@ class Other: ...
         ("plugin_of_tset:Good", "there is no module plugin_of_tset. Did you mean plugin_of_test"),
         ("megalith.trian:Good", "there is no module megalith.trian. Did you mean megalith.train"),
         ("plugin_of_test:God", "plugin_of_test has no God. Did you mean Good"),
+        ("plugin_of_test:God", "Use one of its callbacks: Good, Needs."),
+        (".plugin_of_test:Good", "Use --callback plugin_of_test:Good"),
         ("plugin_of_test:Other", "plugin_of_test:Other is not a subclass of megalith.train.callb"),
         ("plugin_of_test:Needs", "without arguments: Needs requires size. Set defaults"),
     ],

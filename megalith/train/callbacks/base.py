@@ -245,6 +245,7 @@ class CallbackList(StepHooks):
         """Name of the callback that is called at this time; empty outside of callbacks."""
         self._step = 0
         self._failures: list[str] = []  # of essential callbacks on this rank
+        self._removed: list[str] = []  # errors of other callbacks on this rank
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self.stop_reason: str | None = None
         """Which callback of this rank requested to stop the run."""
@@ -394,19 +395,31 @@ class CallbackList(StepHooks):
         return {name: state for name, state in states.items() if state}
 
     def raise_failures(self, mesh: Mesh) -> None:
-        """Raise the errors of essential callbacks. Collective over the mesh.
+        """Raise the errors of essential callbacks; rank 0 logs those of the others on all ranks,
+        whose own output may be discarded. Collective over the mesh.
 
         Raises:
             CallbackError: on every rank with the same text, if an essential callback failed on any.
         """
-        gathered = gather_objects(self._failures, mesh.world)
-        texts = [
-            f"rank {rank}: {text}" if mesh.world.size > 1 else text
-            for rank, failures in zip(mesh.world.ranks, gathered, strict=True)
-            for text in (failures if isinstance(failures, list) else ())
-        ]
+        texts = self._gather_by_rank(self._failures, mesh)
+        # rank 0 has logged its own
+        removed = self._gather_by_rank(self._removed if mesh.world.rank else (), mesh)
+        self._removed.clear()
+        if mesh.world.rank == 0:
+            for text in removed:
+                _log.warning("%s. The run continued without it.", text)
         if texts:
             raise CallbackError("\n".join(texts))
+
+    @staticmethod
+    def _gather_by_rank(texts: Sequence[str], mesh: Mesh) -> list[str]:
+        """Return the texts of all ranks, each with its rank. Collective over the mesh."""
+        gathered = gather_objects(list(texts), mesh.world)
+        return [
+            f"rank {rank}: {text}" if mesh.world.size > 1 else text
+            for rank, local_texts in zip(mesh.world.ranks, gathered, strict=True)
+            for text in (local_texts if isinstance(local_texts, list) else ())
+        ]
 
     def _call(
         self, name: str, method: str, *arguments: object
@@ -433,6 +446,7 @@ class CallbackList(StepHooks):
                 self.request(StepRequest.STOP)
                 _log.error(text, exc_info=True)
             else:
+                self._removed.append(text)
                 _log.warning("%s. The run continues without it.", text, exc_info=True)
         finally:
             self._seconds[name] += time.perf_counter() - started
@@ -628,6 +642,11 @@ def _import_class(name: str) -> object:
             f"--callback={name} does not name a class. Use --callback package.module:Class; entry "
             "points of installed packages are named in train.callbacks."
         )
+    if module_name.startswith("."):
+        raise ConfigError(
+            f"--callback={name}: a relative module name has no package that it refers to. Use "
+            f"--callback {name.lstrip('.')}."
+        )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -641,11 +660,15 @@ def _import_class(name: str) -> object:
             f"{did_you_mean(error.name, _list_modules(error.name))} It must be installed or in the "
             "current folder."
         ) from error
-    classes = [each for each, value in vars(module).items() if inspect.isclass(value)]
+    classes = [
+        each
+        for each, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, Callback) and value is not Callback
+    ]
     if not hasattr(module, class_name):
         raise ConfigError(
             f"--callback={name}: {module_name} has no {class_name}."
-            f"{did_you_mean(class_name, classes)} Use one of its classes: "
+            f"{did_you_mean(class_name, classes)} Use one of its callbacks: "
             f"{', '.join(classes) or 'it has none'}."
         )
     return getattr(module, class_name)
