@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -341,9 +342,10 @@ class NoMethod(Callback):
 def test_callback_with_wrong_methods_or_name_is_rejected(
     callbacks: list[Callback], message: str
 ) -> None:
-    with pytest.raises(ConfigError) as raised:
-        CallbackList(callbacks)
-    assert message in str(raised.value)
+    for check in (CallbackList, partial(configure_callbacks, tiny_run())):
+        with pytest.raises(ConfigError) as raised:
+            check(callbacks)
+        assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(

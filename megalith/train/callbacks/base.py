@@ -228,16 +228,7 @@ class CallbackList(StepHooks):
         Raises:
             ConfigError: two callbacks have the same name.
         """
-        self._callbacks: dict[str, Callback] = {}
-        for callback in callbacks:
-            name = name_of(callback)
-            if name in self._callbacks:
-                raise ConfigError(
-                    f"callback {name}: two callbacks have this name, under which checkpoints store "
-                    f"their state. Set `name` of one of them, for example to {name}2."
-                )
-            _check_methods(name, type(callback))
-            self._callbacks[name] = callback
+        self._callbacks = check_callbacks(callbacks)
         self._started: list[Callback] = []
         self._requests: list[tuple[StepRequest, str]] = []  # with the name of the callback
         self._sent = self._requests  # those in the message of the current step
@@ -494,6 +485,26 @@ def name_of(callback: Callback) -> str:
     return callback.name or type(callback).__name__
 
 
+def check_callbacks(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Return the callbacks by name.
+
+    Raises:
+        ConfigError: two callbacks have the same name, or a method is misspelled or does not accept
+            the arguments of the interface.
+    """
+    by_name: dict[str, Callback] = {}
+    for callback in callbacks:
+        name = name_of(callback)
+        if name in by_name:
+            raise ConfigError(
+                f"callback {name}: two callbacks have this name, under which checkpoints store "
+                f"their state. Set `name` of one of them, for example to {name}2."
+            )
+        _check_methods(name, type(callback))
+        by_name[name] = callback
+    return by_name
+
+
 def decides_update(callback: Callback) -> bool:
     """Return whether a callback defines `before_update`, whose requests must be equal on all
     ranks."""
@@ -566,10 +577,10 @@ def configure_callbacks(run: TrainRun, callbacks: Sequence[Callback]) -> TrainRu
     the defaults of these settings filled in.
 
     Raises:
-        ConfigError: there is no such callback or setting, or a value is not valid; all problems
-            together.
+        ConfigError: a callback is not valid, or there is no such callback or setting, or a value is
+            not valid; all problems of settings together.
     """
-    by_name = {name_of(callback): callback for callback in callbacks}
+    by_name = check_callbacks(callbacks)
     problems: list[str] = []
     for name, values in run.callbacks.items():
         if values is None or name in by_name:
