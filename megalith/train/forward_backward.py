@@ -206,7 +206,7 @@ class PipelineModel:
         depths = model.mtp.num_layers
         stages = (
             plan_stages(p.pipeline, pp=p.pp, num_layers=model.num_layers, depths=depths)
-            if p.pp > 1
+            if p.pp * len(self.chunks) > 1
             else ()
         )
         dtypes = {"residual": chunk.stream_dtype, "model": chunk.dtype}
