@@ -58,7 +58,7 @@ class RecurrentMixer(nn.Module):
         documents, weighted by decay ** distance."""
         every, whole = u, seq_params.whole
         if seq_params.context is not None:
-            every = reorder(all_gather(u, self.cp), seq_params.context.everyone)
+            every = reorder(all_gather(u, self.cp), seq_params.context.all_ranks)
         distance = seq_params.position_ids[:, None] - whole.position_ids
         same = seq_params.document_ids[:, None] == whole.document_ids
         visible = (same & (distance >= 0)).to(u.dtype)

@@ -355,7 +355,7 @@ def collectives(source: Source) -> Places:
 
 
 def explicit_group(source: Source) -> Places:
-    """To torch.distributed, no group means everyone."""
+    """To torch.distributed, no group means world_group."""
     if not source.in_package:
         return
     for call, name in source.calls():

@@ -16,7 +16,7 @@ from megalith.parallel.p2p import Spec, Tensors, create_pipeline_groups
 from megalith.parallel.pipeline import Pipeline, WeightGradStore
 from megalith.plan.schedule import Schedule
 from megalith.testing.inject import slow_link
-from megalith.testing.ranks import everyone
+from megalith.testing.ranks import world_group
 
 WIDTH = 64
 
@@ -91,7 +91,7 @@ def run_rank(
     latency: seconds that every message takes; 0: whatever the machine takes.
     """
     torch.set_num_threads(1)
-    group = everyone(rank, world, "pp")
+    group = world_group(rank, world, "pp")
     stages = [
         SleepingStage(schedule.stages[rank][chunk], schedule.num_stages, naps)
         for chunk in range(schedule.num_chunks)

@@ -176,15 +176,15 @@ def run_chat(options: ChatOptions) -> int:
     worker = Worker.from_environment(os.environ)
     source = open_source(options.source, worker.world, base=options.base)
     set_threads(worker, None)
-    everyone = connect(worker, timeout_seconds=TIMEOUT_SECONDS)
+    world_group = connect(worker, timeout_seconds=TIMEOUT_SECONDS)
     try:
-        check_consistent_settings(asdict(options), everyone)
+        check_consistent_settings(asdict(options), world_group)
         if worker.rank == 0:
             print_warnings(source)
         chat = open_chat(options, source, worker)
         with open_turns(options.input) if worker.rank == 0 else nullcontext() as turns:
-            forgiving = gather_objects(turns is not None and turns.person, everyone)[0] is True
-            for line in read_lines(turns, everyone):
+            forgiving = gather_objects(turns is not None and turns.person, world_group)[0] is True
+            for line in read_lines(turns, world_group):
                 handle_turn(
                     chat,
                     line,
@@ -284,13 +284,13 @@ def open_turns(path: str | None) -> Iterator[Turns]:
         yield Turns(file, Path(path).is_fifo() and sys.stdout.isatty())
 
 
-def read_lines(turns: Turns | None, everyone: "Group") -> Iterator[str]:
+def read_lines(turns: Turns | None, world_group: "Group") -> Iterator[str]:
     """Yield the lines of the chat, the same on every rank, until the end; only the first rank
     has `turns`."""
     from megalith.parallel.group import gather_objects
 
     while True:
-        line = gather_objects(None if turns is None else turns.next(), everyone)[0]
+        line = gather_objects(None if turns is None else turns.next(), world_group)[0]
         if line is None or line == EXIT:
             return
         assert isinstance(line, str)

@@ -168,9 +168,9 @@ def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
     worker = Worker.from_environment(os.environ)
     source = open_source(options.source, worker.world, base=options.base)
     set_threads(worker, None)
-    everyone = connect(worker, timeout_seconds=ParallelConfig().timeout_seconds)
+    world_group = connect(worker, timeout_seconds=ParallelConfig().timeout_seconds)
     try:
-        check_consistent_settings(asdict(options) | {"prompts": list(prompts)}, everyone)
+        check_consistent_settings(asdict(options) | {"prompts": list(prompts)}, world_group)
         if worker.rank == 0:
             print_warnings(source)
         transcripts, seconds = generate_all(options, prompts, source, worker)

@@ -246,12 +246,12 @@ class Loader:
         steps: int,
         device: torch.device,
         slicing: Slicing = WHOLE,
-        everyone: Group | None = None,
+        world_group: Group | None = None,
     ) -> None:
-        """Create a loader that reads `steps` steps from sample `consumed` on. `everyone`: all
+        """Create a loader that reads `steps` steps from sample `consumed` on. `world_group`: all
         ranks, which check that they packed documents alike."""
         self.dataset, self.settings, self.dp = dataset, settings, dp
-        self.device, self.slicing, self.everyone = device, slicing, everyone or dp
+        self.device, self.slicing, self.world_group = device, slicing, world_group or dp
         self.extra = declared_extra(dataset)
         self.counted_extra = [name for name, tensor in self.extra.items() if not tensor.shape]
         self._position = consumed
@@ -271,7 +271,7 @@ class Loader:
             work.wait()
         if assignment is not None:
             check_batches_consistent_across_ranks(
-                assignment.num_microbatches, count[-2:].tolist(), self.everyone
+                assignment.num_microbatches, count[-2:].tolist(), self.world_group
             )
         read, own, *mtp_inputs = count[: 2 + self.settings.num_mtp_layers].tolist()
         return replace(
@@ -301,7 +301,7 @@ class Loader:
         digests = [] if assignment is None else [assignment.digest(), assignment.digest() ** 2]
         count = torch.tensor([*sums, *digests], device=self.device)
         works = [start_all_reduce_(count[: len(sums)], self.dp)]
-        works += [start_all_reduce_(count[len(sums) :], self.everyone)] if digests else []
+        works += [start_all_reduce_(count[len(sums) :], self.world_group)] if digests else []
         extra_sums = torch.tensor(
             [
                 sum(batch.extra_sums[name] for batch in step.microbatches)
@@ -435,21 +435,23 @@ class _PrefetchedStep(NamedTuple):
 
 
 def check_batches_consistent_across_ranks(
-    microbatches: int, sums: Sequence[int], everyone: Group
+    microbatches: int, sums: Sequence[int], world_group: Group
 ) -> None:
     """Check that all ranks assigned the documents alike, before a rank waits for a missing
     microbatch.
 
     `sums`: sums over all ranks of the digests and of their squares: only equal numbers satisfy (Σ
-    d)² = ranks · Σ d². Collective over `everyone` where they differ.
+    d)² = ranks · Σ d². Collective over `world_group` where they differ.
 
     Raises:
         DataError: on every rank, with the differing counts.
     """
     total, squares = sums
-    if total**2 == everyone.size * squares:
+    if total**2 == world_group.size * squares:
         return
-    counts_by_rank = dict(zip(everyone.ranks, gather_objects(microbatches, everyone), strict=True))
+    counts_by_rank = dict(
+        zip(world_group.ranks, gather_objects(microbatches, world_group), strict=True)
+    )
     counts = ", ".join(
         f"{count} on rank {rank}" for rank, count in list(counts_by_rank.items())[:8]
     )

@@ -97,7 +97,7 @@ class ContextShard:
     whole: PackedSeqParams
     """All tokens, including padding."""
 
-    everyone: TokenPermutation
+    all_ranks: TokenPermutation
     """The order of the tokens of all ranks."""
 
     neighbors: TokenPermutation
@@ -116,7 +116,7 @@ class ContextShard:
         """Return the tokens, by natural order, of each group of `near` neighbors: int64 [near *
         t]."""
         if near not in self._token_numbers:
-            parts, device = self.slices.joined(near), self.everyone.order.device
+            parts, device = self.slices.joined(near), self.all_ranks.order.device
             on_host = tuple(torch.from_numpy(part) for part in parts)
             # Relative biases on meta tensors look nothing up, and the type check must not see these
             # tensors change devices.

@@ -78,7 +78,7 @@ class RoutingStats:
     chosen: Tensor
     """float64 [microbatches, E]: choices that the global-batch loss counts, over all ranks."""
 
-    refused: Tensor
+    num_dropped: Tensor
     """float64 [microbatches]: local choices that were dropped."""
 
     losses: Tensor
@@ -95,17 +95,17 @@ class LoadBalancing:
 
     def __init__(self, moe: MoEConfig, tp_comm: TPComm, mesh: Mesh) -> None:
         self.moe, self.tp_comm = moe, tp_comm
-        self.sharing, self.everyone = mesh.over("cp", "tp"), mesh.over("dp", "cp", "tp")
+        self.sequence_group, self.batch_group = mesh.over("cp", "tp"), mesh.over("dp", "cp", "tp")
         self.weights = tuple(getattr(moe.aux_loss, name) for name in LOSS_COEFFS)
         self.record: RoutingStats | None = None
 
     def __call__(
-        self, choice: Choice, asked: Tensor, logits: Tensor, inputs: LayerInputs
+        self, choice: Choice, before_dropping: Tensor, logits: Tensor, inputs: LayerInputs
     ) -> Choice:
         """Return the choice with the aux losses attached to its weights. Collective over the ranks
         that share tokens.
 
-        asked: int64 [t, k], the experts before token dropping.
+        before_dropping: int64 [t, k], the experts before token dropping.
         """
         share = inputs.router_inputs.aux_loss_scale
         if share is None:
@@ -119,9 +119,9 @@ class LoadBalancing:
         with torch.no_grad():
             used = count_choices(choice.experts, one, valid, sequences=1, num_experts=experts)
             record.counts[share.microbatch] = used[0]
-            record.refused[share.microbatch] = (valid.unsqueeze(1) & (choice.experts < 0)).sum()
+            record.num_dropped[share.microbatch] = (valid.unsqueeze(1) & (choice.experts < 0)).sum()
         weights = choice.weights
-        for kind, loss in self.losses(asked, logits, valid, sequence, inputs, record):
+        for kind, loss in self.losses(before_dropping, logits, valid, sequence, inputs, record):
             with torch.no_grad():
                 record.losses[share.microbatch, kind] = loss * share.part
             weights = attach_aux_loss(weights, loss, share.weight * self.weights[kind])
@@ -129,7 +129,7 @@ class LoadBalancing:
 
     def losses(
         self,
-        asked: Tensor,
+        before_dropping: Tensor,
         logits: Tensor,
         valid: Tensor,
         sequence: Tensor,
@@ -144,12 +144,16 @@ class LoadBalancing:
             *(weight > 0 for weight in self.weights),
         )
         shares = normalized_scores(logits, moe.router.score)
-        counted = asked if moe.aux_loss.of_choices else top_k_indices(shares.detach(), moe.top_k)
+        counted_experts = (
+            before_dropping
+            if moe.aux_loss.of_choices
+            else top_k_indices(shares.detach(), moe.top_k)
+        )
         sequences = len(inputs.seq_params.lengths)
         counts = count_choices(
-            counted, sequence, valid, sequences=sequences, num_experts=moe.num_experts
+            counted_experts, sequence, valid, sequences=sequences, num_experts=moe.num_experts
         )
-        counts = all_reduce_(counts, self.sharing)
+        counts = all_reduce_(counts, self.sequence_group)
         batch_counts = counts.sum(0, keepdim=True)
         if by_sequence:
             yield 0, load_balancing_loss(shares, counts, sequence, valid, top_k=moe.top_k)
@@ -178,7 +182,7 @@ class LoadBalancing:
         assert inputs.router_inputs.aux_loss_scale is not None
         number = inputs.router_inputs.aux_loss_scale.microbatch
         # the ranks that share tokens have equal counts
-        global_counts = all_reduce_(counts / self.sharing.size, self.everyone)
+        global_counts = all_reduce_(counts / self.sequence_group.size, self.batch_group)
         with torch.no_grad():
             record.chosen[number] = global_counts
         so_far = record.chosen[: number + 1].sum(0)
@@ -264,7 +268,7 @@ class Router(nn.Module):
         super().__init__()
         mesh, tp_comm, dtype = context.mesh, context.tp_comm, context.dtype
         self.layer = name.removesuffix(".moe")
-        self.moe, self.sharing = moe, mesh.over("cp", "tp")
+        self.moe, self.sequence_group = moe, mesh.over("cp", "tp")
         self.cp_first = mesh.grid.strides("cp")[1] < mesh.grid.strides("tp")[1]
         """Whether cp is inside tp in `parallel.order`."""
         self.noise = Noise(moe.router, context.dropout_layer, tp_comm)
@@ -301,7 +305,7 @@ class Router(nn.Module):
             logits = logits + self.router_bias.to(logits.dtype)
         logits = self.noise.for_logits(logits, inputs)
         choice = self.chosen(logits, inputs)
-        self.note_offsets(logits, inputs)
+        self.record_offsets(logits, inputs)
         within = self.within_capacity(choice, inputs)
         _, first_pass, routing = inputs.router_inputs
         if first_pass is not None:
@@ -352,8 +356,8 @@ class Router(nn.Module):
         """Choose experts by the logits [t, E] -> [t, k]."""
         moe, router = self.moe, self.moe.router
         if moe.aux_loss.sinkhorn and training:
-            total = partial(all_reduce_, group=self.sharing)
-            plan = sinkhorn(logits, total, tokens=len(logits) * self.sharing.size)
+            total = partial(all_reduce_, group=self.sequence_group)
+            plan = sinkhorn(logits, total, tokens=len(logits) * self.sequence_group.size)
             experts = top_k_indices(plan, moe.top_k)
             return Choice(
                 experts,
@@ -361,7 +365,7 @@ class Router(nn.Module):
             )
         return choose_experts(logits, router, moe.top_k, self.expert_bias, offsets=self.offset)
 
-    def note_offsets(self, logits: Tensor, inputs: LayerInputs) -> None:
+    def record_offsets(self, logits: Tensor, inputs: LayerInputs) -> None:
         """Record the logit offsets that would have balanced this microbatch, over all ranks that
         share it."""
         share, offset = inputs.router_inputs.aux_loss_scale, self.offset
@@ -369,7 +373,9 @@ class Router(nn.Module):
             return
         with torch.no_grad():
             text = self.noise.tp_comm.select_local(inputs.seq_params.valid).unsqueeze(1)
-            all_logits = all_gather_no_grad(logits.detach().where(text, -math.inf), self.sharing)
+            all_logits = all_gather_no_grad(
+                logits.detach().where(text, -math.inf), self.sequence_group
+            )
             valid = all_logits[:, 0] > -math.inf  # sent with the logits in one collective
             new_offsets = balancing_offsets(all_logits, offset, valid, self.moe.top_k)
             has_tokens = valid.any()
@@ -387,7 +393,7 @@ class Router(nn.Module):
         decided = None if first_pass is None else first_pass.kept(self.layer)
         if decided is not None:
             return drop_choices(choice, decided)
-        group, num_local = self.sharing, len(choice.experts)
+        group, num_local = self.sequence_group, len(choice.experts)
         # padding is dropped first, so that it does not displace tokens
         is_padding = ~self.noise.tp_comm.select_local(inputs.seq_params.valid)
         local_choices = Choice(
@@ -412,8 +418,8 @@ class Router(nn.Module):
         rank, padding last: padding bool [t of all] -> int64 [t of all]."""
         order = torch.arange(len(padding), device=padding.device)
         if context is not None:
-            back, slices = context.everyone.back, context.slices.ranks
-            parts = back.view(slices, self.sharing.size // slices, -1)
+            back, slices = context.all_ranks.back, context.slices.ranks
+            parts = back.view(slices, self.sequence_group.size // slices, -1)
             order = (parts.transpose(0, 1) if self.cp_first else parts).flatten()
         return order + padding * len(padding)
 

@@ -149,7 +149,7 @@ class AllGatherAttend:
     ) -> Tensor:
         """Run one all-gather; backward reduce-scatters the gradients of keys and values."""
         context = _context(seq_params)
-        everything = reorder(all_gather(torch.cat([k, v], -1), self.group), context.everyone)
+        everything = reorder(all_gather(torch.cat([k, v], -1), self.group), context.all_ranks)
         k, v = everything.split([k.shape[-1], v.shape[-1]], -1)
         spans = context.key_spans_to_all(**attention_range(scores, context))
         dropped = build_dropped_weights(dropout_key, scores)
@@ -180,7 +180,7 @@ class UlyssesAttend:
     ) -> Tensor:
         """Run one all-to-all before attention and one after."""
         context = _context(seq_params)
-        q, k, v = exchange_tokens_for_heads(q, k, v, self.group, context.everyone)
+        q, k, v = exchange_tokens_for_heads(q, k, v, self.group, context.all_ranks)
         scores, sinks = (
             select_local_head_scores(scores, self.group, q.shape[1]),
             select_local_heads(sinks, self.group),
@@ -207,7 +207,7 @@ class UlyssesAttend:
             biases = pair_biases_among_all(context, attention_bias, scores)
             dropped = build_dropped_weights(dropout_key, scores)
             out = span_attention(q, k, v, spans, scores, sinks, dropped, biases, pair_masks)
-        return exchange_heads_for_tokens(out, self.group, context.everyone)
+        return exchange_heads_for_tokens(out, self.group, context.all_ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,11 @@ class LogitTransform:
     softcap: float | None = None
     """Upper limit of |logit|; unset: none. Source: Gemma Team 2024, arXiv:2408.00118, section 2."""
 
-    def scores(self, matmul_ops: Tensor) -> Tensor:
+    def scores(self, products: Tensor) -> Tensor:
         """Return the logits of products [t, v] -> [t, v], in place where the dtype allows."""
         if self == IDENTITY_LOGITS:
-            return matmul_ops
-        wide = matmul_ops.to(torch.promote_types(matmul_ops.dtype, torch.float32)).mul_(self.scale)
+            return products
+        wide = products.to(torch.promote_types(products.dtype, torch.float32)).mul_(self.scale)
         return wide if self.softcap is None else wide.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def slopes(self, scores: Tensor) -> Tensor | float | None:

@@ -83,13 +83,13 @@ def run_ranks(
     return _pool(os.getpid()).run(fn, world, args, timeout=timeout)
 
 
-def everyone(rank: int, world: int, *axes: str) -> Group:
+def world_group(rank: int, world: int, *axes: str) -> Group:
     """All ranks of this call as one group along `axes`; called in the function that `run_ranks`
     runs."""
     if world == 1:
         return single_rank_group(*axes)
     handle = dist.group.WORLD
-    assert handle is not None, "everyone() is for functions that run_ranks runs"
+    assert handle is not None, "world_group() is for functions that run_ranks runs"
     return Group(
         axes=axes, ranks=tuple(range(world)), rank=rank, handle=handle, name=handle.group_name
     )

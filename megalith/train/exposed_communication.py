@@ -122,7 +122,7 @@ def _loader(run: TrainRun, mesh: Mesh, trainer: Trainer, steps: int) -> Loader:
         steps=steps,
         device=trainer.device,
         slicing=local_slicing(run.parallel, mesh),
-        everyone=mesh.world,
+        world_group=mesh.world,
     )
 
 

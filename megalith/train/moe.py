@@ -104,7 +104,7 @@ class LayerExpertLoad(NamedTuple):
     counts: tuple[float, ...]
     """Number of tokens of each expert."""
 
-    refused: float
+    num_dropped: float
     """Number of dropped choices, beyond the expert capacity."""
 
     losses: tuple[float, ...]
@@ -145,7 +145,7 @@ def _local_row(router: Router) -> Tensor:
     return torch.cat(
         [
             record.counts.sum(0),
-            record.refused.sum(0, keepdim=True),
+            record.num_dropped.sum(0, keepdim=True),
             record.losses.sum(0) / microbatches,
         ]
     )
@@ -223,8 +223,8 @@ def _named_losses(values: Sequence[float], weights: Sequence[float]) -> dict[str
 
 def _dropped_share(uses: Sequence[LayerExpertLoad]) -> float:
     """Return the share of dropped choices among all choices of the given layers."""
-    chosen = sum(sum(use.counts) + use.refused for use in uses)
-    return round(sum(use.refused for use in uses) / max(chosen, 1.0), 6)
+    chosen = sum(sum(use.counts) + use.num_dropped for use in uses)
+    return round(sum(use.num_dropped for use in uses) / max(chosen, 1.0), 6)
 
 
 # Routing replay across layouts: gathers the expert choices of a step, and shards them for another

@@ -406,7 +406,7 @@ class PreparedRun:
             steps=train.steps - self.state.step,
             device=self.trainer.device,
             slicing=local_slicing(self.run.parallel, self.mesh),
-            everyone=self.mesh.world,
+            world_group=self.mesh.world,
         )
 
     def masks(self) -> MaskSettings:

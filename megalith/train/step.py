@@ -169,7 +169,7 @@ class StepHooks:
     """Events within a step; a step without callbacks uses this class, which requests nothing."""
 
     def after_microbatch(self, index: int) -> None:
-        """Be called when backward of microbatch `index` has been issued on this rank."""
+        """Called when backward of microbatch `index` has been issued on this rank."""
 
     def after_backward(self, local_params: Sequence[ShardedParam]) -> StepRequest:
         """Receive this rank's summed gradients before clipping; return its requests."""

@@ -771,10 +771,10 @@ def _describe_choice_differences(
                     [int(count) for count in each.counts] for each in (load, reference_load)
                 )
                 yield f"{where}: experts got {counts} tokens instead of {expected}"
-            elif load.refused != reference_load.refused:
+            elif load.num_dropped != reference_load.num_dropped:
                 yield (
-                    f"{where}: {load.refused:.0f} choices were dropped instead of "
-                    f"{reference_load.refused:.0f}"
+                    f"{where}: {load.num_dropped:.0f} choices were dropped instead of "
+                    f"{reference_load.num_dropped:.0f}"
                 )
 
 
@@ -843,7 +843,7 @@ def _loader(
         steps=steps,
         device=torch.device("cpu"),
         slicing=local_slicing(run.parallel, mesh),
-        everyone=mesh.world,
+        world_group=mesh.world,
     )
 
 

@@ -657,7 +657,7 @@ def declare_inputs(batch: PaperBatch) -> None:
     tensors = [getattr(seq_params, field.name) for field in fields(seq_params)]
     context = seq_params.context
     local, shared = (
-        ((), ()) if context is None else (_orders(context.neighbors), _orders(context.everyone))
+        ((), ()) if context is None else (_orders(context.neighbors), _orders(context.all_ranks))
     )
     visible = seq_params.whole.visible
     masks = () if visible is None else (visible.keys, visible.pairs, visible.rows)

@@ -90,7 +90,7 @@ FULL = Run(
 SMALL = Run(name="x", rate=Rate(lr=0.1))
 
 
-def refused(data: dict[str, Any]) -> str:
+def problems(data: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
         from_dict(Run, data)
     return str(error.value)
@@ -244,7 +244,7 @@ def test_many_unknown_names_are_reported_in_bounded_time_and_space(tmp_path: Pat
 def test_text_that_no_file_can_hold_is_rejected(text: str) -> None:
     message = "it contains NUL or a character that is not valid Unicode. Use UTF-8 text without it."
     assert message in overridden(name=text)
-    assert message in refused({"name": "x", "rate": {"lr": 1.0}, "paths": [text]})
+    assert message in problems({"name": "x", "rate": {"lr": 1.0}, "paths": [text]})
 
 
 def test_whole_number_beyond_64_bits_is_rejected() -> None:
@@ -253,7 +253,7 @@ def test_whole_number_beyond_64_bits_is_rejected() -> None:
         f"steps={2**63}: the largest whole number is {2**63 - 1} (2**63 - 1). Use a smaller one."
         in text
     )
-    assert "cap=999" in text and "rate.lr" in refused({"name": "x", "rate": {"lr": 10**400}})
+    assert "cap=999" in text and "rate.lr" in problems({"name": "x", "rate": {"lr": 10**400}})
 
 
 def test_fuzzed_yaml_and_overrides_are_read_or_rejected_with_config_error(tmp_path: Path) -> None:
@@ -323,7 +323,9 @@ def test_fuzzed_yaml_and_overrides_are_read_or_rejected_with_config_error(tmp_pa
 
 
 def test_all_problems_are_reported_together_with_their_paths() -> None:
-    text = refused({"name": 3, "rate": {"lr": "fast", "stile": "cosine"}, "steps": True, "nmae": 1})
+    text = problems(
+        {"name": 3, "rate": {"lr": "fast", "stile": "cosine"}, "steps": True, "nmae": 1}
+    )
     assert text.startswith("5 settings must be changed before this can run:")
     assert "name=3: expected text, found a whole number. Put it in quotes: '3'." in text
     assert "rate.lr=fast: expected a number, found text." in text
@@ -334,10 +336,10 @@ def test_all_problems_are_reported_together_with_their_paths() -> None:
 
 def test_missing_settings_are_named_with_what_they_mean() -> None:
     assert (
-        refused({"name": "x", "rate": {}})
+        problems({"name": "x", "rate": {}})
         == "rate.lr is missing. Set it to a number: Learning rate."
     )
-    assert "rate is missing:  Set rate.lr." in refused({"name": "x"})
+    assert "rate is missing:  Set rate.lr." in problems({"name": "x"})
 
 
 @pytest.mark.parametrize(
@@ -402,7 +404,7 @@ def test_missing_settings_are_named_with_what_they_mean() -> None:
 def test_wrong_type_is_reported_with_path_and_expected_type(
     change: dict[str, Any], text: str
 ) -> None:
-    assert text in refused({"name": "x", "rate": {"lr": 0.1}} | change)
+    assert text in problems({"name": "x", "rate": {"lr": 0.1}} | change)
 
 
 # --- choices of the real settings

@@ -223,8 +223,8 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_invalid_row_masks_are_reported(mistake: str) -> None:
     rows, text = MISTAKES[mistake]
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as excinfo:
         with_row_masks(seq_params_from_lengths([4] * len(rows)), rows, [4] * len(rows))
-    assert text in str(refused.value)
+    assert text in str(excinfo.value)
     with pytest.raises(DataError):
         join_masks(rows, [4] * len(rows), 8)

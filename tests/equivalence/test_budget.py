@@ -127,7 +127,7 @@ def packed(trainer: Trainer, *, consumed: int = 0, steps: int = 1) -> Loader:
         steps=steps,
         device=CPU,
         slicing=local_slicing(run.parallel, mesh),
-        everyone=mesh.world,
+        world_group=mesh.world,
     )
 
 

@@ -294,7 +294,7 @@ def test_an_invalid_auxiliary_file_is_rejected(
     (tmp_path / "base" / name).write_bytes(contents)
     kinds: tuple[Kind, ...] = ("huggingface", "megalith")
     for to in kinds:
-        with pytest.raises(DataError) as refused:
+        with pytest.raises(DataError) as excinfo:
             convert(open_pretrained(tmp_path / "base"), tmp_path / "x", to)
-        assert message in str(refused.value) and "again, or remove it" in str(refused.value)
+        assert message in str(excinfo.value) and "again, or remove it" in str(excinfo.value)
     assert not (tmp_path / "x").exists()

@@ -74,11 +74,11 @@ def test_settings_that_change_the_computation_are_not_exported(
 
 def test_all_unsupported_settings_are_reported_together(tiny: SimpleNamespace) -> None:
     config = tiny.config(gated=False, logit_softcap=3.0, positions="none")
-    with pytest.raises(ConfigError, match="3 settings") as refused:
+    with pytest.raises(ConfigError, match="3 settings") as excinfo:
         LLAMA.write_config(config)
     for text in ("model.gated=False", "model.logit_softcap=3.0", "model.positions='none'"):
-        assert text in str(refused.value)
-    assert isinstance(refused.value, UnexportedFieldsError) and {*refused.value.settings} == {
+        assert text in str(excinfo.value)
+    assert isinstance(excinfo.value, UnexportedFieldsError) and {*excinfo.value.settings} == {
         "gated",
         "logit_softcap",
         "positions",

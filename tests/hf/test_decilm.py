@@ -250,7 +250,7 @@ def test_all_problems_of_a_config_are_reported_together() -> None:
         "hidden_act": "tanh",
         "vocab_size": None,
     }
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as excinfo:
         DECILM.read_config(raw)
     for text in (
         "block_configs[1].attention.n_heads_in_group=5",
@@ -258,7 +258,7 @@ def test_all_problems_of_a_config_are_reported_together() -> None:
         "hidden_act='tanh'",
         "vocab_size",
     ):
-        assert text in str(refused.value)
+        assert text in str(excinfo.value)
     older = {name: value for name, value in RAW.items() if name != "block_configs"}
     with pytest.raises(
         ConfigError, match="block_configs has None, expected a list with one for each of 2 layers"

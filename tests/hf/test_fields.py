@@ -16,9 +16,9 @@ from megalith.hf.config_fields import (
 
 def problems(fields: Fields) -> str:
     """What it would say."""
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as excinfo:
         fields.raise_problems()
-    return str(refused.value)
+    return str(excinfo.value)
 
 
 def test_values_of_the_right_kind_are_given_as_they_are() -> None:

@@ -254,9 +254,9 @@ def test_other_models_are_rejected_by_name(
 
 
 def test_an_unknown_architecture_is_rejected_with_all_supported_ones(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="Use one of LlamaForCausalLM") as refused:
+    with pytest.raises(CheckpointError, match="Use one of LlamaForCausalLM") as excinfo:
         find_family({"architectures": ["X"]}, tmp_path)
-    assert all(family.architecture in str(refused.value) for family in hf.FAMILIES)
+    assert all(family.architecture in str(excinfo.value) for family in hf.FAMILIES)
 
 
 def test_auto_map_with_a_transformers_class_is_accepted(
@@ -272,9 +272,9 @@ def test_auto_map_with_a_transformers_class_is_accepted(
 def test_the_family_with_the_fewest_unsupported_settings_is_reported(
     tiny: SimpleNamespace,
 ) -> None:
-    with pytest.raises(UnexportedFieldsError) as refused:
+    with pytest.raises(UnexportedFieldsError) as excinfo:
         hf.find_exporting_family(tiny.config(up_offset=0.5, norm_eps=0.1))
-    assert refused.value.settings == ("up_offset",)
+    assert excinfo.value.settings == ("up_offset",)
 
 
 def test_an_invalid_model_is_rejected_although_its_tensors_match(
@@ -369,12 +369,12 @@ def test_a_model_of_another_shape_is_rejected_before_anything_is_read(
 ) -> None:
     tiny.folder(tmp_path / "x", tiny.config())
     other = tiny.blank(tiny.config(ffn_hidden_size=11, qkv_bias=True))
-    with pytest.raises(CheckpointError, match="has a different model") as refused:
+    with pytest.raises(CheckpointError, match="has a different model") as excinfo:
         HuggingFaceFolder(tmp_path / "x").fill(tiny.entries(other))
     assert "layers.0.mlp.gate_up is [2, 11, 12] in this run and [2, 10, 12] in the folder" in str(
-        refused.value
+        excinfo.value
     )
-    assert "layers.0.attention.q_bias is in this run but not in the folder" in str(refused.value)
+    assert "layers.0.attention.q_bias is in this run but not in the folder" in str(excinfo.value)
     assert all((parameter == -7).all() for parameter in other.parameters())
 
 

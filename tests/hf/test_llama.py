@@ -142,9 +142,9 @@ def test_a_theta_inside_either_mapping_counts(key: str) -> None:
 def test_a_field_that_changes_the_computation_is_rejected_by_name(
     fields: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=r"(?s).*") as refused:
+    with pytest.raises(ConfigError, match=r"(?s).*") as excinfo:
         LLAMA.read_config(RAW | fields)
-    assert message in str(refused.value)
+    assert message in str(excinfo.value)
 
 
 def test_all_problems_are_reported_together() -> None:
@@ -152,10 +152,10 @@ def test_all_problems_are_reported_together() -> None:
         "hidden_act": "mish",
         "odd": 1,
     }
-    with pytest.raises(ConfigError, match="3 settings") as refused:
+    with pytest.raises(ConfigError, match="3 settings") as excinfo:
         LLAMA.read_config(raw)
     for name in ("vocab_size is missing", "hidden_act='mish'", "odd=1"):
-        assert name in str(refused.value)
+        assert name in str(excinfo.value)
 
 
 def test_fields_without_effect_are_accepted() -> None:

@@ -380,7 +380,7 @@ def test_changed_computation_is_rejected_with_a_table_unless_allowed(
             target, str(tmp_path / kind), single_rank_group("world"), model=changed, rules=rules
         )
 
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as excinfo:
         load("model.norm")
     assert (
         " has a different model:\n"
@@ -392,7 +392,7 @@ def test_changed_computation_is_rejected_with_a_table_unless_allowed(
         "To load it, set model.* to its values. To change what these weights compute, set "
         "checkpoint.allow_model_changes to model.max_seq_len model.norm_eps model.rope.theta "
         "model.logit_scale."
-    ) in str(refused.value)
+    ) in str(excinfo.value)
     assert all((entry.tensor == -7).all() for entry in target), "nothing was loaded"
     notes = load("model.rope", "model.norm_eps", "model.logit_scale", "model.max_seq_len")
     assert [note.partition(":")[0] for note in notes] == [
@@ -502,7 +502,7 @@ def test_another_model_is_rejected_with_all_differences(
     model = tiny.folder(tmp_path / "folder", tiny.config())
     save(tmp_path / "checkpoint", 1, tiny.entries(model), tiny.config())
     other = tiny.config(tied_embeddings=True, num_layers=3, vocab_size=38)
-    with pytest.raises(CheckpointError, match="has a different model") as refused:
+    with pytest.raises(CheckpointError, match="has a different model") as excinfo:
         load_pretrained(
             tiny.entries(tiny.blank(other)),
             str(tmp_path / kind),
@@ -515,7 +515,7 @@ def test_another_model_is_rejected_with_all_differences(
         "model.vocab_size       37          38",
         "set model.* to its values",
     ):
-        assert line in str(refused.value)
+        assert line in str(excinfo.value)
 
 
 def test_a_run_is_found_by_rank_0_alone(

@@ -142,9 +142,9 @@ def test_yarn_original_length_defaults_to_max_position() -> None:
     ],
 )
 def test_unsupported_rope_fields_are_rejected_by_name(raw: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as excinfo:
         read(raw)
-    assert message in str(refused.value)
+    assert message in str(excinfo.value)
 
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])

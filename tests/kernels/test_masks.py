@@ -119,9 +119,9 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_invalid_masks_are_reported(mistake: str) -> None:
     run, text = MISTAKES[mistake]
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as excinfo:
         run()
-    assert text in str(refused.value)
+    assert text in str(excinfo.value)
 
 
 def test_suggested_mask_is_causal() -> None:

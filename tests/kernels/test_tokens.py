@@ -113,9 +113,12 @@ def test_parts_are_joined_in_natural_order_and_back() -> None:
     slices = plan_slices([16], row=16, slicing=slicing)
     context = seq_params_from_slices(slices, slicing).context
     assert context is not None
-    everyone = torch.from_numpy(slices.numbers).flatten()
-    assert everyone[context.everyone.order].tolist() == list(range(16))
-    assert everyone[context.everyone.order][context.everyone.back].tolist() == everyone.tolist()
+    world_group = torch.from_numpy(slices.numbers).flatten()
+    assert world_group[context.all_ranks.order].tolist() == list(range(16))
+    assert (
+        world_group[context.all_ranks.order][context.all_ranks.back].tolist()
+        == world_group.tolist()
+    )
     near = torch.from_numpy(slices.numbers[2:]).flatten()
     assert near[context.neighbors.order].tolist() == list(range(4, 12))
 

@@ -18,7 +18,7 @@ from megalith.parallel.cross_entropy import (
     token_losses_with_stats,
 )
 from megalith.parallel.group import Group, single_rank_group
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 from megalith.testing.tolerance import FP64, assert_equals
 
 T, H, V, PADDED = 13, 5, 11, 14
@@ -166,7 +166,7 @@ def on_ranks(rank: int, world: int) -> None:
 def one_form(rank: int, world: int, form: str, kernel: Kernel) -> None:
     """Labels on the borders of parts, a padded vocabulary, and every rank with the same loss and
     measures."""
-    group: Group = everyone(rank, world, "tp")
+    group: Group = world_group(rank, world, "tp")
     x, weight = inputs()
     rows = [len(part) for part in torch.arange(PADDED).tensor_split(world)]
     first = sum(rows[:rank])

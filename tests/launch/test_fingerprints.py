@@ -36,14 +36,14 @@ from megalith.parallel.group import (
     record_message,
 )
 from megalith.plan.grid import dense_grid
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 
 
 def checked(rank: int, world: int, folder: Path, axis: str = "dp") -> Group:
     """A group whose ranks compare every collective."""
     flight, store = FlightRecorder(), FileStore(str(folder / "prints"), world)
     flight.compare = Fingerprints(store, rank, partial(name_rank, dense_grid(world=world))).compare
-    return replace(everyone(rank, world, axis), flight=flight)
+    return replace(world_group(rank, world, axis), flight=flight)
 
 
 def _legal(rank: int, world: int, folder: Path) -> list[float]:
@@ -139,7 +139,7 @@ def test_a_mismatch_is_an_error_that_names_both_sides_in_under_ten_seconds(tmp_p
 
 
 def _circle(rank: int, world: int, folder: Path) -> tuple[float, str]:
-    first, second = everyone(rank, world, "dp"), dist.new_group([0, 1, 2])
+    first, second = world_group(rank, world, "dp"), dist.new_group([0, 1, 2])
     assert second is not None
     dp = checked(rank, world, folder)
     tp = replace(dp, axes=("tp",), handle=second, name=second.group_name)

@@ -25,7 +25,7 @@ from megalith.parallel.group import Group, all_reduce_, start_all_reduce_
 from megalith.parallel.mesh import build_mesh
 from megalith.plan.grid import dense_grid, expert_grid
 from megalith.plan.shards import PARTS
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 
 TIMEOUT = 0.5
 
@@ -51,7 +51,7 @@ def make(
         partial(name_rank, dense_grid(world=world)),
         folder,
     )
-    return replace(everyone(rank, world, "dp"), flight=flight), watch, ended, failures
+    return replace(world_group(rank, world, "dp"), flight=flight), watch, ended, failures
 
 
 def _hangs(rank: int, world: int, folder: Path, how: str) -> tuple[float, Failure]:

@@ -23,7 +23,7 @@ from megalith.launch.worker import (
 )
 from megalith.parallel.group import all_reduce_, gather_objects, single_rank_group
 from megalith.plan.grid import dense_grid
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 
 PLACE = {
     "RANK": "5",
@@ -155,7 +155,7 @@ def _connects(rank: int, world: int) -> tuple[bool, float, tuple[int, ...], bool
 def everyone_hears(value: object, rank: int, world: int) -> object:
     """Rank 0's value, on every rank; then the process group that run_ranks made is gone, and all
     know it."""
-    values = gather_objects(value, everyone(rank, world, "world"))
+    values = gather_objects(value, world_group(rank, world, "world"))
     dist.barrier()  # a rank that leaves while another still talks would take it down
     dist.destroy_process_group()
     return values[0]
@@ -215,7 +215,7 @@ def test_tensor_parallelism_over_several_machines_is_warned_about(
 
 
 def _agrees(rank: int, world: int, settings: list[dict[str, object]]) -> None:
-    check_consistent_settings(settings[rank], everyone(rank, world, "world"))
+    check_consistent_settings(settings[rank], world_group(rank, world, "world"))
 
 
 def test_equal_settings_pass() -> None:

@@ -17,7 +17,7 @@ from megalith.parallel.group import Group
 from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm, TPComm
 from megalith.plan.keys import key
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 from megalith.testing.tiny import tiny_run
 
 NUMBERS = torch.arange(700, 712)
@@ -53,7 +53,7 @@ def test_dropout_is_the_identity_outside_training() -> None:
 
 
 def _on_a_rank(rank: int, world: int, sp: bool) -> Tensor:
-    group: Group = everyone(rank, world, "tp")
+    group: Group = world_group(rank, world, "tp")
     tp_comm = SequenceParallelComm(group) if sp else TensorParallelComm(group)
     local: Tensor = made(tp_comm=tp_comm)(tp_comm.select_local(X), tokens())
     return local

@@ -154,9 +154,9 @@ def test_dropped_choices_give_zero_and_no_gradient() -> None:
     y.sum().backward()
     assert [bool(row.any()) for row in x.grad] == [True] * 5 + [False] * 4  # type: ignore[union-attr]
     assert layer.router.balance.record is not None
-    assert layer.router.balance.record.refused.tolist() == [4]
+    assert layer.router.balance.record.num_dropped.tolist() == [4]
     assert bool(layer(x, LayerInputs(seq_params_from_rows(1, 9))).any(1).all()), (
-        "nothing is refused outside training"
+        "nothing is num_dropped outside training"
     )
 
 

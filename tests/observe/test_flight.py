@@ -243,7 +243,7 @@ def test_no_report_if_no_rank_waited_longer_than_timeout() -> None:
     )
     gone_on[1] = RankSnapshot(1, {"dp": 2}, [event("dp", 1, ranks=(0, 1), age=0.2)], [])
     assert describe_hang(gone_on, 2, timeout_seconds=1) == "", (
-        "as everyone waits for a moment, all the time"
+        "as world_group waits for a moment, all the time"
     )
     assert describe_hang(gone_on, 2, timeout_seconds=0.22).startswith("rank 0 did not arrive"), (
         "ages are rounded"

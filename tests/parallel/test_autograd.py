@@ -27,7 +27,7 @@ from megalith.parallel.collectives import (
 )
 from megalith.parallel.group import Group, single_rank_group
 from megalith.testing.inject import slow_link
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 from megalith.testing.tolerance import EXACT, FP64, assert_close, assert_equals
 
 
@@ -159,7 +159,7 @@ def _dense_gradients(case: Case, variant: Variant, world: int) -> list[Tensor]:
 
 
 def _equals_dense_algebra(rank: int, world: int, name: str, parallel_name: str) -> None:
-    case, group = CASES[name], everyone(rank, world, "tp")
+    case, group = CASES[name], world_group(rank, world, "tp")
     for variant in VARIANTS:
         x, sizes = _inputs(case, variant, world)[rank], variant.sizes(world)
         before = x.detach().clone()
@@ -217,7 +217,7 @@ def _exchange(x: Tensor, group: Group, send: list[int], receive: list[int], in_t
 
 
 def _exchanges(rank: int, world: int, in_two: bool) -> None:
-    group = everyone(rank, world, "ep")
+    group = world_group(rank, world, "ep")
     for full in TRAFFIC:
         rows = [line[:world] for line in full[:world]]
         xs = [Variant().part(sum(line), seed=r) for r, line in enumerate(rows)]
@@ -243,7 +243,7 @@ def test_all_to_all_backward_is_the_inverse_exchange(world: int, in_two: bool) -
 def _works_between(rank: int, world: int) -> list[tuple[str, bool]]:
     """What happened while a message was on its way, in order: (what, whether one was)."""
     group, log, w = (
-        everyone(rank, world, "ep"),
+        world_group(rank, world, "ep"),
         list[tuple[str, bool]](),
         torch.ones(3, 3, requires_grad=True),
     )
@@ -284,7 +284,7 @@ def test_work_between_start_and_wait_overlaps_with_the_all_to_all_in_both_direct
 
 
 def _defaults_without_sizes(rank: int, world: int) -> None:
-    group = everyone(rank, world, "tp")
+    group = world_group(rank, world, "tp")
     whole = torch.arange(7.0)
     assert scatter_to_sp(whole, group).tolist() == whole.split([3, 2, 2])[rank].tolist()
     assert reduce_scatter(whole, group).tolist() == (3 * whole).split([3, 2, 2])[rank].tolist()
@@ -299,7 +299,7 @@ def test_default_sizes_are_even_and_integer_tensors_are_supported() -> None:
 
 
 def _bfloat16(rank: int, world: int) -> None:
-    group = everyone(rank, world, "tp")
+    group = world_group(rank, world, "tp")
     x = torch.full((4, 3), 1.0 + rank, dtype=torch.bfloat16).requires_grad_()
     y = all_gather(
         reduce_from_tp(x, group)
@@ -334,7 +334,7 @@ def test_a_group_of_one_returns_its_input_itself() -> None:
 
 def _partial_is_free(rank: int, world: int) -> None:
     x = torch.randn(3)
-    assert mark_partial(x, everyone(rank, world, "tp")) is x
+    assert mark_partial(x, world_group(rank, world, "tp")) is x
 
 
 def test_mark_partial_is_free_on_real_tensors() -> None:
@@ -399,7 +399,7 @@ def _step(x: Tensor, w: Tensor, group: Group, rows: list[list[int]]) -> Tensor:
 
 
 def _compiles(rank: int, world: int, rows: list[list[int]]) -> None:
-    group, result = everyone(rank, world, "tp"), []
+    group, result = world_group(rank, world, "tp"), []
     for function in (_step, torch.compile(_step, fullgraph=True, backend="aot_eager")):
         x = torch.randn(
             sum(rows[rank]), 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)

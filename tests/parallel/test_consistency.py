@@ -9,13 +9,13 @@ from megalith.parallel.group import (
     check_shared_consistent_across_ranks,
     single_rank_group,
 )
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 
 PLACES = {"embed.weight": "at elements 0 to 8", "norm.weight": "at elements 8 to 10"}
 
 
 def _compare(rank: int, world: int, changed: dict[str, str], shared: bool) -> bool:
-    group = everyone(rank, world, "dp")
+    group = world_group(rank, world, "dp")
     local = PLACES | (changed if rank == 1 else {})
     (check_shared_consistent_across_ranks if shared else check_consistent_across_ranks)(
         local, group

@@ -22,11 +22,11 @@ from megalith.parallel.group import (
     start_receive,
     start_send,
 )
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 
 
 def _sums(rank: int, world: int) -> list[list[float]]:
-    group = everyone(rank, world, "dp")
+    group = world_group(rank, world, "dp")
     x, y = torch.tensor([rank, 1.0]), torch.tensor([rank * 2.0])
     assert all_reduce_(x, group) is x
     started = start_all_reduce_(y, group)
@@ -41,7 +41,7 @@ def test_all_reduce_sum_and_max_are_in_place_and_equal_on_ranks() -> None:
 
 
 def _collect(rank: int, world: int) -> list[object]:
-    group = everyone(rank, world, "dp")
+    group = world_group(rank, world, "dp")
     barrier(group)
     return gather_objects({"rank": rank, "odd": None if rank else [1.5]}, group)
 
@@ -66,7 +66,7 @@ def test_ranks_of_a_group_are_numbered_from_zero() -> None:
 
 
 def _notes(rank: int, world: int) -> list[str]:
-    group = replace(everyone(rank, world, "dp"), flight=FlightRecorder())
+    group = replace(world_group(rank, world, "dp"), flight=FlightRecorder())
     assert group.flight is not None
     all_reduce_(torch.ones(2), group)
     got = torch.zeros(3)
@@ -120,7 +120,7 @@ def test_parts_of_uneven_sizes_are_concatenated() -> None:
 
 
 def gathered_by(rank: int, world: int) -> list[str]:
-    group, seen = everyone(rank, world, "tp"), []
+    group, seen = world_group(rank, world, "tp"), []
 
     class Names(TorchDispatchMode):
         def __torch_dispatch__(

@@ -27,7 +27,7 @@ from megalith.parallel.p2p import (
     tensor_specs,
 )
 from megalith.plan.schedule import build_schedule, channels
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 
 CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def test_one_rank_needs_no_process_group() -> None:
 
 
 def _any_order(rank: int, world: int, announce: bool) -> list[float]:
-    handles = create_pipeline_groups(everyone(rank, world, "pp"), tags=True)
+    handles = create_pipeline_groups(world_group(rank, world, "pp"), tags=True)
     messages = [StageMessage("forward", 1, microbatch) for microbatch in range(4)]
     with StageLink(handles, num_microbatches=4, announce=announce, device=CPU) as p2p:
         if rank == 0:
@@ -84,7 +84,7 @@ def test_messages_may_be_received_out_of_order(announce: bool) -> None:
 
 def _both_at_once(rank: int, world: int) -> bool:
     """Both ranks send much before either receives, in both directions."""
-    handles = create_pipeline_groups(everyone(rank, world, "pp"), tags=False)
+    handles = create_pipeline_groups(world_group(rank, world, "pp"), tags=False)
     other, data = 1 - rank, torch.full((1 << 20,), float(rank))
     ways = ("forward", "backward") if rank == 0 else ("backward", "forward")
     with StageLink(handles, num_microbatches=1, announce=False, device=CPU) as p2p:
@@ -103,7 +103,7 @@ def test_two_ranks_that_send_to_each_other_at_once_do_not_block() -> None:
 
 def _opened(rank: int, world: int) -> list[tuple[str, int]]:
     """(what, with whom) of a rank, in order."""
-    handles = create_pipeline_groups(everyone(rank, world, "pp"), tags=False)
+    handles = create_pipeline_groups(world_group(rank, world, "pp"), tags=False)
     assert handles is not None
     seen: list[tuple[str, int]] = []
 
@@ -134,7 +134,7 @@ def test_every_channel_is_opened_before_the_first_step_and_both_ends_keep_one_or
 
 
 def _dies_while_sending(rank: int, world: int) -> None:
-    handles = create_pipeline_groups(everyone(rank, world, "pp"), tags=True)
+    handles = create_pipeline_groups(world_group(rank, world, "pp"), tags=True)
     with StageLink(handles, num_microbatches=1, announce=False, device=CPU) as p2p:
         if rank == 0:
             p2p.send(StageMessage("forward", 1, 0), (torch.zeros(1 << 22),), 1)

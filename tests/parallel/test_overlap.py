@@ -23,7 +23,7 @@ from megalith.parallel.tensor import (
 from megalith.parallel.tensor_overlap import FUSED, RING_EXCHANGE
 from megalith.plan.shards import Shard, split_evenly
 from megalith.testing.inject import fused_on_cpus, slow_link
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 from megalith.testing.tolerance import FP64, assert_equals
 
 TOKENS, INPUTS, OUTPUTS = 12, 6, 10
@@ -95,7 +95,7 @@ def run(
 
 
 def compare(rank: int, world: int, dtype: torch.dtype) -> None:
-    group = everyone(rank, world, "tp_kv", "tp_copy")
+    group = world_group(rank, world, "tp_kv", "tp_copy")
     for kind in (ColumnParallelLinear, RowParallelLinear):
         for grad_accumulator in (False, True):
             for split in (False, True):
@@ -124,7 +124,7 @@ def test_overlap_is_bitwise_equal_and_collective_matmul_reorders_sums(dtype: tor
 
 
 def order(rank: int, world: int, sp: bool) -> None:
-    group = everyone(rank, world, "tp_kv", "tp_copy")
+    group = world_group(rank, world, "tp_kv", "tp_copy")
     events: list[str] = []
     layer = build(
         ColumnParallelLinear,
@@ -154,7 +154,7 @@ def test_each_message_is_read_only_after_its_wait(sp: bool) -> None:
 def hidden(rank: int, world: int, sp: bool) -> float:
     """How long a backward stands still for a link, of what the link takes; the weights' product is
     a long sleep."""
-    group = everyone(rank, world, "tp_kv", "tp_copy")
+    group = world_group(rank, world, "tp_kv", "tp_copy")
     layer = build(
         ColumnParallelLinear,
         SequenceParallelComm(group) if sp else TensorParallelComm(group),
@@ -188,7 +188,7 @@ def test_reduction_of_dx_overlaps_with_weight_gradients(sp: bool) -> None:
 
 
 def recomputed_input(rank: int, world: int) -> None:
-    group = everyone(rank, world, "tp_kv", "tp_copy")
+    group = world_group(rank, world, "tp_kv", "tp_copy")
     layer = build(ColumnParallelLinear, SequenceParallelComm(group), group, torch.float64)
     x = seeded(TOKENS // world, INPUTS, seed=2, dtype=torch.float64)
     layer(x).sum().backward()

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from megalith.parallel.grad_sync import ParamAllGather
 from megalith.plan.buckets import BucketPlan, plan_buckets
 from megalith.testing.inject import slow_link
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 
 NUMELS = (3, 70, 5, 1)
 
@@ -41,7 +41,7 @@ class Layer(nn.Module):
 
 
 def _published(rank: int, world: int) -> list[object]:
-    group = everyone(rank, world, "dp_shard")
+    group = world_group(rank, world, "dp_shard")
     plan = plan_buckets(NUMELS, bucket_numel=1, align=1, end_align=4 * world)
     assert len(plan.buckets) == len(NUMELS)
     weights = torch.zeros(plan.numel)
@@ -78,4 +78,4 @@ def test_each_layer_waits_for_its_own_weights_and_the_end_of_forward_for_the_res
 
 def test_wait_params_without_pending_messages_does_nothing() -> None:
     plan = plan_buckets(NUMELS, bucket_numel=None)
-    ParamAllGather(torch.zeros(plan.numel), plan, [everyone(0, 1, "dp_shard")]).wait_params()
+    ParamAllGather(torch.zeros(plan.numel), plan, [world_group(0, 1, "dp_shard")]).wait_params()

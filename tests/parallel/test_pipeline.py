@@ -15,7 +15,7 @@ from megalith.parallel.p2p import Spec, Specs, Tensors, create_pipeline_groups
 from megalith.parallel.pipeline import Boundary, Pipeline, WeightGradStore
 from megalith.plan.schedule import Schedule, ScheduleName, build_schedule, with_transfers
 from megalith.testing.inject import slow_link
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 
 CPU = torch.device("cpu")
 WIDTH = 5
@@ -142,7 +142,7 @@ def run_case(
             layer.grad_accumulator = store.wrap(layer.grad_accumulator)
     pipeline = Pipeline(
         rank,
-        create_pipeline_groups(everyone(rank, world, "pp"), tags=not case.separate),
+        create_pipeline_groups(world_group(rank, world, "pp"), tags=not case.separate),
         CPU,
         boundary=boundary if case.known else None,
         announce=case.announce,
@@ -229,7 +229,7 @@ def _wrong_rows(rank: int, world: int) -> None:
     case = Case("1f1b", 1, 2, None, announce=True)
     schedule = schedule_of(case, world)
     pipeline = Pipeline(
-        rank, create_pipeline_groups(everyone(rank, world, "pp"), tags=True), CPU, announce=True
+        rank, create_pipeline_groups(world_group(rank, world, "pp"), tags=True), CPU, announce=True
     )
     specs: Boundary = boundary if rank == 0 else (lambda stage, m: boundary(stage, m + 1))
     pipeline.run(schedule, [Layer(rank, world)], specs)
@@ -268,7 +268,7 @@ def _freed(rank: int, world: int) -> list[bool]:
     stage = Wide(rank)
     pipeline = Pipeline(
         rank,
-        create_pipeline_groups(everyone(rank, world, "pp"), tags=True),
+        create_pipeline_groups(world_group(rank, world, "pp"), tags=True),
         CPU,
         boundary=lambda *_: (Spec((1000,), torch.float32),),
     )

@@ -35,7 +35,7 @@ from megalith.parallel.mesh import build_mesh, build_single_rank_mesh
 from megalith.parallel.recompute import Recomputed, shard_saved_input
 from megalith.plan.grid import model_grid
 from megalith.testing.meter import measure_saved_activations
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, assert_equals
 from megalith.train.step import Trainer, train_step
@@ -333,7 +333,7 @@ def test_slices_of_a_saved_input_join_to_it() -> None:
 
 def joined(rank: int, world: int) -> None:
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
-    shard_saved_input(x, everyone(rank, world, "tp_kv", "tp_copy"))
+    shard_saved_input(x, world_group(rank, world, "tp_kv", "tp_copy"))
     recipe = recompute_recipe(x)
     assert recipe is not None and recipe.inputs[0].shape == (8,)
     assert torch.equal(recipe.function(*recipe.inputs), x)

@@ -15,7 +15,7 @@ from megalith.parallel.grad_sync import (
     sum_over_members_,
 )
 from megalith.parallel.group import Group, start_receive, start_send
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 
 N = 5
 """Elements of a slice."""
@@ -31,7 +31,7 @@ def bucket_of(rank: int, world: int, dtype: torch.dtype) -> torch.Tensor:
 def _slice_of_sum(
     rank: int, world: int, dtype: torch.dtype, wire: torch.dtype | None
 ) -> torch.Tensor:
-    group = everyone(rank, world, "dp_shard")
+    group = world_group(rank, world, "dp_shard")
     return (
         start_bucket_reduce_scatter(bucket_of(rank, world, dtype), group, tag=3, dtype=wire)
         .wait()
@@ -65,7 +65,7 @@ def test_bf16_messages_are_accumulated_in_fp32() -> None:
 
 
 def _gathered(rank: int, world: int) -> torch.Tensor:
-    group = everyone(rank, world, "dp_shard")
+    group = world_group(rank, world, "dp_shard")
     bucket = torch.full((world * N,), float("nan"))
     bucket.view(world, N)[rank] = rank
     start_bucket_all_gather(bucket, group, tag=0).wait()
@@ -79,7 +79,7 @@ def test_every_rank_gets_every_slice(world: int) -> None:
 
 
 def _many_at_once(rank: int, world: int) -> list[float]:
-    group = everyone(rank, world, "dp_shard")
+    group = world_group(rank, world, "dp_shard")
     started = [
         start_bucket_reduce_scatter(torch.full((world,), float(k)), group, tag=k) for k in range(6)
     ]
@@ -98,7 +98,7 @@ def test_sums_and_gathers_may_be_waited_for_in_any_order() -> None:
 
 def _over_members(rank: int, world: int, members: tuple[int, ...]) -> torch.Tensor:
     x = bucket_of(rank, world, torch.float32)
-    return sum_over_members_(x, everyone(rank, world, "pp"), members) if rank in members else x
+    return sum_over_members_(x, world_group(rank, world, "pp"), members) if rank in members else x
 
 
 @pytest.mark.parametrize("members", [(0, 3), (0, 1, 3), (2,)])
@@ -133,7 +133,7 @@ def _order_of_messages(rank: int, world: int) -> list[tuple[str, int]]:
         patch.object(grad_sync, "start_send", noting("to", start_send)),
         patch.object(grad_sync, "start_receive", noting("from", start_receive)),
     ):
-        sum_over_members_(torch.ones(3), everyone(rank, world, "pp"), range(world))
+        sum_over_members_(torch.ones(3), world_group(rank, world, "pp"), range(world))
     return seen
 
 

@@ -1,5 +1,5 @@
 """Fused products are those of rings and of plain work; they are chosen by all ranks of a group
-alike, or refused."""
+alike, or excinfo."""
 
 import os
 from dataclasses import replace
@@ -29,7 +29,7 @@ from megalith.parallel.tensor_overlap import (
     symm_mem_matmul_reduce_scatter,
 )
 from megalith.testing.inject import fused_on_cpus
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 from megalith.testing.tolerance import BF16, FP32_DEEP, FP64, Tolerance, assert_equals
 
 TOKENS, INPUTS, OUTPUTS = 12, 5, 7
@@ -72,7 +72,7 @@ def compare_with_plain_work(
 
 
 def on_cpus(rank: int, world: int) -> None:
-    group = everyone(rank, world, "tp_kv", "tp_copy")
+    group = world_group(rank, world, "tp_kv", "tp_copy")
     with fused_on_cpus():
         compare_with_plain_work(group, CPU, torch.float64, FP64)
         x, w, dy = (
@@ -118,7 +118,7 @@ def test_comparison_detects_a_mean_instead_of_a_sum() -> None:
 
 def noted(rank: int, world: int) -> list[tuple[str, bool]]:
     flight = FlightRecorder()
-    group = replace(everyone(rank, world, "tp_kv", "tp_copy"), flight=flight)
+    group = replace(world_group(rank, world, "tp_kv", "tp_copy"), flight=flight)
     with fused_on_cpus():
         symm_mem_matmul_reduce_scatter(
             seeded(4, 3, seed=0), seeded(3, 2, seed=1), group, PLAIN.input_grad
@@ -182,7 +182,7 @@ def test_each_missing_requirement_is_a_reason() -> None:
 
 def choices(rank: int, world: int, disagree: bool) -> tuple[str, str]:
     """What auto and fused come to where all ranks say they can, or all but the last."""
-    group = everyone(rank, world, "tp_kv", "tp_copy")
+    group = world_group(rank, world, "tp_kv", "tp_copy")
     with pytest.MonkeyPatch.context() as patch:
         reads = () if disagree and rank == world - 1 else tuple(range(world))
         patch.setattr(
@@ -213,11 +213,11 @@ def test_ranks_choose_the_same_collective_matmul() -> None:
 
 
 def on_a_cpu(rank: int, world: int) -> str:
-    group = everyone(rank, world, "tp_kv", "tp_copy")
+    group = world_group(rank, world, "tp_kv", "tp_copy")
     assert choose_collective_matmul("auto", group, CPU) is RING_EXCHANGE
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as excinfo:
         choose_collective_matmul("fused", group, CPU)
-    return str(refused.value)
+    return str(excinfo.value)
 
 
 def test_on_cpus_auto_is_ring_exchange_and_fused_is_rejected() -> None:
@@ -266,7 +266,7 @@ def on_gpus(rank: int, world: int, dtype: torch.dtype) -> None:
     torch.cuda.set_device(device)
     tolerance = {torch.float32: FP32_DEEP, torch.bfloat16: BF16}[dtype]
     assert has_symmetric_memory()
-    compare_with_plain_work(everyone(rank, world, "tp_kv", "tp_copy"), device, dtype, tolerance)
+    compare_with_plain_work(world_group(rank, world, "tp_kv", "tp_copy"), device, dtype, tolerance)
 
 
 @pytest.mark.gpu

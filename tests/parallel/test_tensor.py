@@ -27,7 +27,7 @@ from megalith.parallel.tensor import (
     VocabParallelHead,
 )
 from megalith.plan.shards import Shard, split_evenly
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 from megalith.testing.tolerance import FP64, assert_equals
 
 TOKENS, INPUTS, OUTPUTS, VOCAB = 12, 5, 7, 17  # tokens divide by 2 and 3, nothing else does
@@ -41,7 +41,7 @@ def seeded(*shape: int, seed: int = 0) -> Tensor:
 
 def group_of(rank: int, world: int) -> Group:
     """All ranks as the tensor-parallel group."""
-    return everyone(rank, world, "tp_kv", "tp_copy")
+    return world_group(rank, world, "tp_kv", "tp_copy")
 
 
 def region_of(group: Group, sp: bool) -> TPComm:

@@ -19,7 +19,7 @@ from megalith.parallel.tensor_overlap import (
     start_token_gather,
 )
 from megalith.testing.inject import slow_link
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 from megalith.testing.tolerance import FP64, assert_equals
 
 TOKENS, INPUTS, OUTPUTS = 12, 5, 7
@@ -30,7 +30,7 @@ def seeded(*shape: int, seed: int) -> Tensor:
 
 
 def group_of(rank: int, world: int) -> Group:
-    return everyone(rank, world, "tp_kv", "tp_copy")
+    return world_group(rank, world, "tp_kv", "tp_copy")
 
 
 def products(rank: int, world: int) -> None:

@@ -25,7 +25,7 @@ from megalith.plan.shards import (
 
 
 def elements(shape: tuple[int, ...], box: Box) -> list[int]:
-    """SavedTensor-major numbers of the elements of a box, in order."""
+    """Row-major indices of the elements of a box, in order."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     places = product(*(range(start, stop) for start, stop in box))
     return [

@@ -12,11 +12,11 @@ from megalith.errors import RankError
 from megalith.parallel.collectives import all_gather, reduce_from_tp, reduce_scatter
 from megalith.parallel.group import all_reduce_, start_all_reduce_
 from megalith.testing.inject import die, on_call, skip, slow_link
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 
 
 def _delays(rank: int, world: int) -> list[float]:
-    group = everyone(rank, world, "dp")
+    group = world_group(rank, world, "dp")
     results = []
     with slow_link(latency_seconds=0.3, bytes_per_second=250e3) as link:
         began = time.perf_counter()
@@ -43,7 +43,7 @@ def test_a_delay_is_latency_plus_bytes_over_bandwidth_and_hides_behind_work() ->
 
 
 def _one_after_the_other(rank: int, world: int) -> float:
-    group = everyone(rank, world, "dp")
+    group = world_group(rank, world, "dp")
     with slow_link(latency_seconds=0.05) as link:
         works = [start_all_reduce_(torch.ones(3), group) for _ in range(3)]
         for work in works:
@@ -94,7 +94,7 @@ def _all_kinds(rank: int, world: int, poison: bool) -> dict[str, list[float]]:
 
 def _same_numbers(rank: int, world: int) -> bool:
     plain = _all_kinds(rank, world, False)
-    group = everyone(rank, world, "dp")
+    group = world_group(rank, world, "dp")
     x = torch.arange(6.0, requires_grad=True)
     expected = reduce_from_tp(x, group), all_gather(x, group), reduce_scatter(x, group)
     for poison in (False, True):

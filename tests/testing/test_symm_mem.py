@@ -6,11 +6,11 @@ from torch import Tensor
 
 from megalith.parallel import tensor_overlap
 from megalith.testing.inject import fused_on_cpus
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 
 
 def products(rank: int, world: int) -> tuple[Tensor, Tensor]:
-    group = everyone(rank, world, "tp")
+    group = world_group(rank, world, "tp")
     x = torch.arange(6, dtype=torch.float64).view(2, 3) + rank
     w = torch.eye(3, dtype=torch.float64) * 2
     with fused_on_cpus():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megalith.errors import CollectiveError, ConfigError
 from megalith.launch.launcher import LISTENER
 from megalith.parallel.group import all_reduce_, gather_objects
-from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.ranks import run_ranks, world_group
 from megalith.testing.tiny import tiny_run
 from megalith.train.distributed import join_job
 
@@ -53,7 +53,7 @@ def test_run_that_does_not_fit_the_ranks_is_rejected_before_rendezvous() -> None
 def reported_to(rank: int, world: int) -> dict[str, str]:
     """What our launcher tells a rank; the pool's own process group makes way."""
     server = socket.create_server(("127.0.0.1", 0))  # rank 0's is used, and stays open until then
-    ports = gather_objects(server.getsockname()[1], everyone(rank, world, "world"))
+    ports = gather_objects(server.getsockname()[1], world_group(rank, world, "world"))
     dist.barrier()  # a rank that leaves while another still connects would take it down
     dist.destroy_process_group()
     reported = environment(rank, world, int(str(ports[0])))

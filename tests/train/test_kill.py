@@ -93,12 +93,12 @@ def kill_in_a_save(folder: Path, process: "subprocess.Popen[bytes]") -> None:
     wait for the next."""
     while process.poll() is None:
         wait_until(lambda: is_saving(folder), process, every=0.0005)  # a save takes milliseconds
-        everyone = family(process)
-        send(everyone, signal.SIGSTOP)
+        world_group = family(process)
+        send(world_group, signal.SIGSTOP)
         if is_saving(folder):
-            send(everyone, signal.SIGKILL)
+            send(world_group, signal.SIGKILL)
             return
-        send(everyone, signal.SIGCONT)
+        send(world_group, signal.SIGCONT)
 
 
 def run_and_kill(command: list[str], folder: Path, target: int, delay: float | None) -> None:

@@ -214,8 +214,8 @@ def test_replaying_its_own_choices_is_bitwise_equal(
     _, (own, others, used) = trained(run, choices)
     assert own == losses and used == uses
     assert all(torch.equal(local, one) for local, one in zip(others, gradients, strict=True))
-    refuses = MIXTURES[name].moe.capacity.factor is not None  # type: ignore[union-attr]  # all have experts
-    assert any(use.refused > 0 for use in uses) == refuses
+    drops_tokens = MIXTURES[name].moe.capacity.factor is not None  # type: ignore[union-attr]  # all have experts
+    assert any(use.num_dropped > 0 for use in uses) == drops_tokens
 
 
 def test_choices_of_other_steps_are_rejected() -> None:

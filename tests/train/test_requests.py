@@ -257,7 +257,7 @@ def test_rollback_equals_a_run_without_the_skipped_samples(tmp_path: Path, layou
         assert report.rollbacks == [4]
         assert (report.outcome.kind, report.outcome.step) == ("stopped", 5)
     log = (path / "log.txt").read_text()
-    assert "skip, requested by callback Requesting (rank 0), is overruled by rollback" in log
+    assert "skip, requested by callback Requesting (rank 0), gives way to rollback" in log
     assert "step 5: rolled back to the checkpoint of step 4; continuing with sample 60" in log
     for report, reference in zip(train(LAYOUTS[layout], path), clean, strict=True):
         assert report.outcome == Outcome("done", 8)

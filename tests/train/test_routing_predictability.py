@@ -42,7 +42,7 @@ def mixed(*, alike: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     hidden = [torch.randn(400, 12, generator=draw).bfloat16() for _ in range(2)]
     hidden[1] = hidden[0] if alike else hidden[1]
     weights = [torch.randn(6, 12, generator=draw) for _ in range(2)]
-    # everyone chooses expert 1, which logits alone do not tell
+    # world_group chooses expert 1, which logits alone do not tell
     bias = torch.tensor([0.0, 5.0, 0.0, 0.0, 0.0, 0.0])
     tensors, chosen = {}, {}
     for layer in (0, 1):

@@ -59,7 +59,7 @@ def loader(trainer: Trainer, *, steps: int, masked: tuple[int, ...] = (1, 5)) ->
 
 
 def run_steps(trainer: Trainer, steps: int) -> list[StepResult]:
-    """Some steps on the same rows for everyone."""
+    """Some steps on the same rows for world_group."""
     batches = loader(trainer, steps=steps)
     return [train_step(trainer, batches.next(), lr=LR, weight_decay=DECAY) for _ in range(steps)]
 

@@ -171,7 +171,7 @@ class Callback:
         """Receive the batches of step `step`; return batches with recorders attached, or None."""
 
     def after_microbatch(self, index: int) -> None:
-        """Be called when backward of microbatch `index` has been issued on this rank; it must not
+        """Called when backward of microbatch `index` has been issued on this rank; it must not
         wait for the device."""
 
     def after_backward(self, local_params: Sequence[ShardedParam]) -> StepRequest | None:
@@ -190,7 +190,7 @@ class Callback:
         """Receive a complete row of metrics, of a step or of an evaluation; on rank 0."""
 
     def before_evaluate(self, step: int) -> None:
-        """Be called before an evaluation after step `step`."""
+        """Called before an evaluation after step `step`."""
 
     def after_evaluate(self, evaluation: Evaluation, metrics: StepMetrics) -> StepRequest | None:
         """Receive an evaluation; add values to the row `metrics`, which is logged."""
@@ -336,7 +336,7 @@ class CallbackList(StepHooks):
         for kind, requesters in described.items():
             if kind not in executed:
                 self._run.log(
-                    f"step {self._step}: {_show(kind)}, requested by {requesters}, is overruled by "
+                    f"step {self._step}: {_show(kind)}, requested by {requesters}, gives way to "
                     f"{_show(winner)}, requested by {described[winner]}"
                 )
             elif kind & (StepRequest.SKIP | StepRequest.RERUN | StepRequest.ROLLBACK):

@@ -103,7 +103,7 @@ def refused_by_each_rank(
 ) -> Choice:
     """Expert capacity is applied per rank instead of over the ranks that share tokens."""
     seq_params = replace(inputs.seq_params, context=None)
-    with patched(self, "sharing", single_rank_group(*self.sharing.axes)):
+    with patched(self, "sequence_group", single_rank_group(*self.sequence_group.axes)):
         kept: Choice = original(self, choice, replace(inputs, seq_params=seq_params))
     return kept
 
@@ -161,7 +161,7 @@ def balance_scaled_with_cp(
     original: Original, self: LoadBalancing, *arguments: Any
 ) -> list[tuple[int, Tensor]]:
     """Aux losses are scaled by the number of cp ranks."""
-    return [(kind, loss * self.sharing.size) for kind, loss in original(self, *arguments)]
+    return [(kind, loss * self.sequence_group.size) for kind, loss in original(self, *arguments)]
 
 
 @replaces(LossNormalizer, "aux_loss_scale", "dp, experts")
@@ -179,7 +179,7 @@ def aux_losses_scaled_per_rank(
 @replaces(LoadBalancing, "global_loss", "dp, balance over ranks")
 def step_of_own_tokens(original: Original, self: LoadBalancing, *arguments: Any) -> Tensor:
     """The aux loss over the global batch covers only the rank's own microbatches."""
-    with patched(self, "everyone", self.sharing):
+    with patched(self, "batch_group", self.sequence_group):
         loss: Tensor = original(self, *arguments)
     return loss
 
@@ -190,10 +190,10 @@ def bias_moved_by_own_tokens(original: Original, x: Tensor, group: Group) -> Ten
     return x
 
 
-@replaces(Router, "note_offsets", "cp, balancing offset")
+@replaces(Router, "record_offsets", "cp, balancing offset")
 def offset_of_own_tokens(
     original: Original, self: Router, logits: Tensor, inputs: LayerInputs
 ) -> None:
     """Expert offsets balance only a rank's own tokens."""
-    with patched(self, "sharing", single_rank_group(*self.sharing.axes)):
+    with patched(self, "sequence_group", single_rank_group(*self.sequence_group.axes)):
         original(self, logits, inputs)
