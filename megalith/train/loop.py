@@ -211,17 +211,10 @@ class TrainLoop:
         The checkpoint is saved again with the new position in the data, so that a restart does not
         read the skipped samples either.
         """
-        prepared = self.prepared
-        failed_step = prepared.state.step + 1
-        prepared.roll_back()
-        step = prepared.state.step
-        self.progress.print_line(
-            f"step {failed_step}: rolled back to the checkpoint of step {step}; continuing with "
-            f"sample {prepared.state.consumed_samples}"
-        )
-        self.callbacks.after_rollback(step)
+        self.prepared.roll_back()
+        self.callbacks.after_rollback(self.prepared.state.step)
         self._save()
-        return prepared.build_loader()
+        return self.prepared.build_loader()
 
     def _log(self, metrics: StepMetrics) -> None:
         if self.prepared.is_writer:

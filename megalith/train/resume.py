@@ -367,6 +367,10 @@ class PreparedRun:
         self.rollbacks = (*self.rollbacks, step)
         self.callback_states = saved.state.get(CALLBACKS, {})
         self.data = self._extend_data(self.data)
+        self.print_line(
+            f"step {step}: rolled back to the checkpoint of step {self.state.step}; continuing "
+            f"with sample {consumed}"
+        )
 
     def _restore_undamaged(self, saved: Checkpoint) -> Checkpoint:
         """Load a checkpoint of this run in place, or an older one if it is damaged; return it."""
