@@ -283,9 +283,9 @@ def test_expert_load_is_compared_first_by_step_and_layer(with_experts: RankResul
         float("inf"),
         False,
     )
-    refusing = replace(with_experts, uses=[[use, last._replace(refused=2.0)], *others])
+    dropping = replace(with_experts, uses=[[use, last._replace(num_dropped=2.0)], *others])
     assert (
-        compare_results(refusing, with_experts)[0].name
+        compare_results(dropping, with_experts)[0].name
         == "step 1, layers.1: 2 choices were dropped instead of 0"
     )
 
