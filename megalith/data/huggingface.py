@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from megalith import storage
 from megalith.config.data import MERGES, VOCABULARY, find_merges_file
-from megalith.data.tokenizer_formats import TokenSpans
+from megalith.data.tokenizer_formats import TokenSpans, join_ids
 from megalith.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -125,11 +124,7 @@ class HuggingFaceTokenizer:
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return the concatenated ids of all texts and the number of ids per text."""
-        batch = self.encode_batch(texts)
-        lengths = np.array([len(ids) for ids in batch], np.int32)
-        return np.fromiter(
-            chain.from_iterable(batch), np.int64, int(lengths.sum(dtype=np.int64))
-        ), lengths
+        return join_ids(self.encode_batch(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids without special tokens."""

@@ -22,6 +22,7 @@ from megalith.data.tokenizer_formats import (
     encode_with_special_tokens,
     find_model_file,
     is_sentencepiece,
+    join_ids,
 )
 from megalith.errors import DataError, raise_all
 
@@ -171,10 +172,7 @@ class NullTokenizer:
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return the numbers in all texts and their number per text."""
-        batch = self.encode_batch(texts)
-        return np.array([token for ids in batch for token in ids], np.int64), np.array(
-            [len(i) for i in batch], np.int32
-        )
+        return join_ids(self.encode_batch(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the ids as numbers, without the end token."""

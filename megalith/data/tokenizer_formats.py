@@ -32,6 +32,13 @@ class TokenSpans(NamedTuple):
     offsets: list[tuple[int, int]]
 
 
+def join_ids(batch: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Return the concatenated ids of all texts and the number of ids per text."""
+    lengths = np.array([len(ids) for ids in batch], np.int32)
+    total = int(lengths.sum(dtype=np.int64))
+    return np.fromiter(chain.from_iterable(batch), np.int64, total), lengths
+
+
 def encode_parts(
     text: str, specials: Mapping[str, int], encode: Callable[[str], Sequence[int]]
 ) -> list[int]:
@@ -227,11 +234,7 @@ class TiktokenTokenizer:
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return the concatenated ids of all texts and the number of ids per text."""
-        batch = self.encode_batch(texts)
-        lengths = np.array([len(ids) for ids in batch], np.int32)
-        return np.fromiter(
-            chain.from_iterable(batch), np.int64, int(lengths.sum(dtype=np.int64))
-        ), lengths
+        return join_ids(self.encode_batch(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids without special tokens."""
@@ -415,11 +418,7 @@ class SentencePieceTokenizer:
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return the concatenated ids of all texts and the number of ids per text."""
-        batch = self.encode_batch(texts)
-        lengths = np.array([len(ids) for ids in batch], np.int32)
-        return np.fromiter(
-            chain.from_iterable(batch), np.int64, int(lengths.sum(dtype=np.int64))
-        ), lengths
+        return join_ids(self.encode_batch(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids without control pieces."""
