@@ -68,7 +68,11 @@ def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "parallel",
-    [ParallelConfig(tp=2, sp=True), ParallelConfig(pp=2), ParallelConfig(cp=2)],
+    [
+        ParallelConfig(tp=2, sp=True),
+        pytest.param(ParallelConfig(pp=2), marks=pytest.mark.slow),
+        ParallelConfig(cp=2),
+    ],
     ids=["tp2+sp", "pp2", "cp2"],
 )
 def test_attention_plugin_matches_one_process(parallel: ParallelConfig) -> None:
@@ -79,7 +83,7 @@ def test_attention_plugin_matches_one_process(parallel: ParallelConfig) -> None:
 @pytest.mark.parametrize(
     "parallel, documents",
     [
-        (ParallelConfig(tp=2), False),
+        pytest.param(ParallelConfig(tp=2), False, marks=pytest.mark.slow),
         (ParallelConfig(tp=2, sp=True), True),
         (ParallelConfig(pp=2), False),
         (ParallelConfig(cp=2), False),

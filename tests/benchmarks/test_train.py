@@ -59,6 +59,7 @@ def test_contenders_that_compute_something_else_are_not_compared(train: ModuleTy
         train.check_losses({"ours": 8.0, "eager": 8.01}, 1e-5)
 
 
+@pytest.mark.slow
 def test_benchmark_runs_from_the_command_line(
     run_benchmark: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:

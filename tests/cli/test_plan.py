@@ -103,6 +103,7 @@ def test_estimate_resolves_recompute_auto_and_prints_it(
     )
 
 
+@pytest.mark.slow
 def test_sizes_in_the_documentation_are_current(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -119,7 +119,7 @@ KEEPING: dict[str, dict[str, str]] = {
     "cp2, ring": FOUR | LAYOUTS["cp2"],
     "dp2 zero 1": FOUR | LAYOUTS["dp2 zero 1"],
 }
-SAMPLE = {"tp2 sp", "pp2 vpp2"}
+SAMPLE = {"pp2 vpp2"}
 
 
 @pytest.mark.parametrize(

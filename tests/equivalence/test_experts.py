@@ -209,8 +209,8 @@ def first_step(
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
-        (BIASED_CHOICE, ONE),
-        (NOISY, ONE),
+        pytest.param(BIASED_CHOICE, ONE, marks=pytest.mark.slow),
+        pytest.param(NOISY, ONE, marks=pytest.mark.slow),
         (NARROW, ParallelConfig(dp=2, ep=2)),
         pytest.param(
             BIASED_CHOICE, ParallelConfig(tp=2, sp=True, ep=2, etp=1), marks=pytest.mark.slow

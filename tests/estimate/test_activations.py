@@ -225,7 +225,9 @@ def agrees(setting: LayerSetting, rank: int = 0, world: int = 1) -> None:
     }
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize(
+    "dtype", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "fp64"))]
+)
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_saved_activations_of_a_layer_match_the_ledger(
     dtype: Literal["fp32", "bf16", "fp64"], lengths: tuple[int, ...]

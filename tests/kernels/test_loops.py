@@ -210,6 +210,7 @@ torch.testing.assert_close(swiglu(x), swiglu(x, kernel="reference"))
 other most."""
 
 
+@pytest.mark.slow
 def test_concurrent_compilation_of_two_dtypes_keeps_both_in_the_cache(
     tmp_path: Path,
 ) -> None:

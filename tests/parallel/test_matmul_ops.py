@@ -99,8 +99,8 @@ def run_with_scaled_ops(rank: int, world: int, case: LayoutCase, folder: str) ->
     ("model", "parallel"),
     [
         (PLAIN, ParallelConfig(tp=2)),
-        (PLAIN, ParallelConfig(tp=2, overlap=False)),
-        (PLAIN, ParallelConfig(tp=2, sp=True, zero=1)),
+        pytest.param(PLAIN, ParallelConfig(tp=2, overlap=False), marks=pytest.mark.slow),
+        pytest.param(PLAIN, ParallelConfig(tp=2, sp=True, zero=1), marks=pytest.mark.slow),
         (PLAIN, ParallelConfig(tp=2, sp=True, tp_comm_overlap=True)),
         (BIASED_CHOICE, ParallelConfig(tp=2, ep=2, etp=1, sp=True)),
     ],

@@ -325,7 +325,9 @@ def _tune(
     return run_training(run, RunFolder(path), mesh, CPU, show=False)
 
 
-@pytest.mark.parametrize(("axis", "sp"), [("tp", "true"), ("pp", "false")])
+@pytest.mark.parametrize(
+    ("axis", "sp"), [("tp", "true"), pytest.param("pp", "false", marks=pytest.mark.slow)]
+)
 def test_tuning_on_two_processes_resumes_and_merges_like_one_process(
     axis: str, sp: str, tmp_path: Path
 ) -> None:

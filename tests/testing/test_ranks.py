@@ -384,7 +384,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["killed", "finished"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("finished", marks=pytest.mark.slow)])
 def test_workers_of_a_script_end_with_it(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(seconds=60 if how == "killed" else 0))

@@ -50,6 +50,11 @@ LAYOUTS: dict[str, dict[str, str]] = {
 }
 
 
+def layouts(*names: str) -> list[Any]:
+    """All layouts; those that are not named run in `make test-all` only."""
+    return [pytest.param(name, marks=[] if name in names else pytest.mark.slow) for name in LAYOUTS]
+
+
 @dataclasses.dataclass
 class Plan:
     """What a callback does at which step: requests by event, on one rank or on all."""
@@ -173,7 +178,7 @@ def saved_state(path: Path) -> dict[str, Any]:
     return open_checkpoint(newest).state
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts("zero1_fp16", "pp_mtp"))
 def test_skip_on_one_rank_skips_the_update_on_all_ranks(tmp_path: Path, layout: str) -> None:
     for report in train(LAYOUTS[layout], tmp_path, Plan(3, after_backward=SKIP)):
         weights = report.weights
@@ -188,7 +193,7 @@ def test_skip_on_one_rank_skips_the_update_on_all_ranks(tmp_path: Path, layout: 
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts("zero3", "experts"))
 def test_rerun_repeats_the_step_bitwise_and_changes_nothing(tmp_path: Path, layout: str) -> None:
     clean = train(LAYOUTS[layout], tmp_path / "clean")
     rerun = train(LAYOUTS[layout], tmp_path / "rerun", Plan(3, after_backward=RERUN))
@@ -246,7 +251,7 @@ def _train_without_fifth_batch(
             return _train_rank(rank, world, run, path, Plan())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts("zero3", "experts"))
 def test_rollback_equals_a_run_without_the_skipped_samples(tmp_path: Path, layout: str) -> None:
     """The run also stops after the rollback and is resumed: the skipped samples stay skipped."""
     run = tiny_run(BASE | LAYOUTS[layout])

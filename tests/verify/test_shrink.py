@@ -463,6 +463,7 @@ def any_run(draw: random.Random) -> TrainRun:
     )
 
 
+@pytest.mark.slow
 def test_every_valid_layout_has_valid_copies() -> None:
     draw, count = random.Random(5), 0
     for _ in range(1500):
