@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from megalith.parallel.mesh import build_single_rank_mesh
 from megalith.plan.batch_assignment import DocumentCost, TokenBudget
 from megalith.plan.context import Slicing
 from megalith.testing.inject import patched
+from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.loop import run_training
 from megalith.train.objective import LossTerm, ModelOutputs
@@ -31,7 +33,18 @@ from megalith.train.step import train_step
 from megalith.train.trainer import build_trainer
 from megalith.verify import ranks
 from megalith.verify.matrix import PLAIN
-from megalith.verify.ranks import LayoutCase, RaggedDocuments, compare_with_one_process, layout_case
+from megalith.verify.ranks import (
+    LayoutCase,
+    RaggedDocuments,
+    RankResult,
+    compare_results,
+    compare_with_one_process,
+    compute_reference,
+    join_ranks,
+    layout_case,
+    one_process_run,
+    run_case,
+)
 from megalith.verify.shrink import shrink
 
 CPU = torch.device("cpu")
@@ -142,6 +155,40 @@ def test_objective_with_extra_tensors_matches_one_process(name: str) -> None:
     parallel, documents, budget = (LAYOUTS | SLOW_LAYOUTS)[name]
     case = weighted_case(parallel, documents=documents, budget=budget)
     assert [each for each in compare_with_one_process(case) if not each.holds] == []
+
+
+def roll_extra(original: Any, batch: Batch, *arguments: Any) -> Batch:
+    """Fault: the tensors of each token belong to the next token."""
+    extended = original(batch, *arguments)
+    weights = extended.extra["weight"].roll(1)
+    return replace(extended, extra={**extended.extra, "weight": weights})
+
+
+def keep_local_sums(original: Any, count: Tensor, group: Any) -> Any:
+    """Fault: the sums of extra tensors are those of one rank."""
+    return None if count.dtype == torch.float64 else original(count, group)
+
+
+FAULTS = {
+    "cp2, tokens of another position": (ParallelConfig(cp=2), "_with_extra", roll_extra),
+    "dp2, local sums": (ParallelConfig(dp=2), "start_all_reduce_", keep_local_sums),
+}
+
+
+def run_with_fault(rank: int, world: int, case: LayoutCase, folder: str, name: str) -> RankResult:
+    _, attribute, fault = FAULTS[name]
+    original = getattr(loader_file, attribute)
+    with patched(loader_file, attribute, partial(fault, original)):
+        return run_case(rank, world, case, folder)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_in_extra_tensors_is_rejected(name: str, tmp_path: Path) -> None:
+    case = weighted_case(FAULTS[name][0], documents=True)
+    result = join_ranks(run_ranks(run_with_fault, 2, case, str(tmp_path), name))
+    differences = compare_results(result, compute_reference(LayoutCase(one_process_run(case), 1)))
+    wrong = {each.what for each in differences if not each.holds}
+    assert {"first loss", "gradients"} <= wrong
 
 
 def test_verify_proves_the_objective_of_a_run() -> None:
