@@ -170,7 +170,7 @@ def sinkhorn(logits: Tensor, total: Callable[[Tensor], Tensor], *, tokens: int) 
     arXiv:2202.01169.
     """
     wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-    # factors per token do not change the result
+    # Subtracting each token's maximum scales its row, which does not change the result.
     plan = torch.exp(wide - wide.amax(1, keepdim=True))
     expert_factors, token_factors = plan.new_ones(plan.shape[1]), plan.new_ones(len(plan))
     is_active = torch.ones((), dtype=torch.bool, device=plan.device)
@@ -457,7 +457,7 @@ def permute_choices_padded(chosen: Tensor, experts: int, *, capacity: int) -> Ro
     place, first = _numbers(capacity, chosen), sort.counts.cumsum(0) - sort.counts
     filler = (place >= sort.counts.unsqueeze(1)).flatten()
     taken = (first.unsqueeze(1) + place).flatten().masked_fill_(filler, t * k)
-    # t k stands for padding
+    # Index t k, which is no choice, marks padding rows.
     choices = torch.cat([sort.choices, sort.choices.new_full((1,), t * k)])[taken]
     rows = chosen.new_full((t * k + 1,), -1).scatter_(
         0, choices, _numbers(experts * capacity, chosen)

@@ -757,7 +757,7 @@ class LogitStats:
             * measured.logsumexp.detach().double().square().masked_fill(is_unlabeled, 0.0).sum()
         )
         largest = measured.largest.detach().double().masked_fill(is_unlabeled, float("-inf"))
-        # of no token, too
+        # -inf is appended because a microbatch may have no tokens.
         largest = torch.cat([largest, largest.new_full((1,), float("-inf"))]).amax()
         self.z = z if self.z is None else self.z + z
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
