@@ -14,7 +14,6 @@ A LayerNorm also saves means, w·t; norms after attention and MLP save their own
 layer saves one input less, and with one norm two.
 
 Source of the method: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
-
 """
 
 from collections.abc import Iterator, Sequence

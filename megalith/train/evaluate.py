@@ -248,9 +248,7 @@ def allocate_weights(pipeline_model: PipelineModel) -> list[tuple[Shard, Tensor]
     ]
     if p.zero == 3 and can_shard_weights(mesh):
         # imported here because FSDP2 takes half a second to load
-        from megalith.parallel.fsdp import (
-            shard_for_forward,
-        )
+        from megalith.parallel.fsdp import shard_for_forward
 
         return shard_for_forward(
             list(model),

@@ -1,7 +1,6 @@
 """Health of a run (fault tolerance): checkpoints and evaluations, and how the loop executes them;
 detection of NaN or infinite losses, gradients and parameters, with the checkpoint to continue from;
 the check that replicas start from equal weights; early stop by preemption or the time limit.
-
 """
 
 import logging
@@ -25,6 +24,7 @@ from megalith.data.loader import StepBatches
 from megalith.errors import CheckpointError, DataError
 from megalith.launch.launcher import SIGNALS, is_ignored_hangup
 from megalith.optim.optimizers import LossScale
+from megalith.parallel.grad_sync import byte_checksum
 from megalith.parallel.group import gather_objects, raise_on_all_ranks
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 from megalith.train.evaluate import Evaluation, evaluate
@@ -247,7 +247,7 @@ def compare_stages(trainer: Trainer) -> None:
         CheckpointError: on every rank of the pipeline, naming the table and the stages.
     """
     local_checksums = {
-        param.shard.name: int(param.weight.contiguous().view(torch.uint8).sum(dtype=torch.int64))
+        param.shard.name: byte_checksum([param.weight])
         for param in trainer.data.local_params
         if len(param.shard.stages) > 1
     }
