@@ -527,7 +527,7 @@ def gather_rows(x: Tensor, order: RowPermutation) -> Tensor:
     return rows if order.filler is None else rows.masked_fill_(order.filler.unsqueeze(1), 0.0)
 
 
-def _add_rows(rows: Tensor, order: RowPermutation) -> Tensor:
+def _sum_rows_by_token(rows: Tensor, order: RowPermutation) -> Tensor:
     """Sum the rows of each token: rows [r, h] -> [t, h], by torch's embedding_bag, which sums in
     fp32 and in order."""
     if not len(rows) or not len(order.starts):
@@ -567,7 +567,7 @@ class PermuteFunction(Function):
     @once_differentiable
     def backward(ctx: Context, drows: Tensor) -> tuple[Tensor, None]:
         """[r, h] -> [t, h]."""
-        return _add_rows(drows.contiguous(), ctx.order), None
+        return _sum_rows_by_token(drows.contiguous(), ctx.order), None
 
 
 class UnpermuteFunction(Function):
@@ -579,7 +579,7 @@ class UnpermuteFunction(Function):
     def forward(ctx: Context, rows: Tensor, order: RowPermutation) -> Tensor:
         """rows [r, h] -> [t, h]."""
         ctx.order = order
-        return _add_rows(rows.contiguous(), order)
+        return _sum_rows_by_token(rows.contiguous(), order)
 
     @staticmethod
     @once_differentiable

@@ -204,7 +204,7 @@ class LoadBalancing:
 
 
 @dataclass(frozen=True, slots=True)
-class Noise:
+class RouterNoise:
     """Random changes of routing in training, equal for a token under every layout and in
     recomputation."""
 
@@ -271,7 +271,7 @@ class Router(nn.Module):
         self.moe, self.sequence_group = moe, mesh.over("cp", "tp")
         self.cp_first = mesh.grid.strides("cp")[1] < mesh.grid.strides("tp")[1]
         """Whether cp is inside tp in `parallel.order`."""
-        self.noise = Noise(moe.router, context.dropout_layer, tp_comm)
+        self.noise = RouterNoise(moe.router, context.dropout_layer, tp_comm)
         wide = torch.promote_types(dtype, torch.float32)
         inside = {"fp32": wide, "fp64": torch.float64, "model": dtype}[moe.router.dtype]
         shard = Shard.full(

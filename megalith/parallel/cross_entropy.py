@@ -719,10 +719,10 @@ def greedy_tokens(x: Tensor, weight: Tensor, vocab: VocabShard) -> Tensor:
     """
     weight = weight[: max(0, vocab.vocab_size - vocab.first_row)]
     parts = x.split(loss_chunk(vocab.vocab_size, ranks=vocab.group.size))
-    return torch.cat([_best(part, weight, vocab) for part in parts])
+    return torch.cat([_argmax_tokens(part, weight, vocab) for part in parts])
 
 
-def _best(x: Tensor, weight: Tensor, vocab: VocabShard) -> Tensor:
+def _argmax_tokens(x: Tensor, weight: Tensor, vocab: VocabShard) -> Tensor:
     if len(weight):
         largest, row = vocab.matmul_ops.forward(x, weight).max(-1)
     else:  # this rank has only padding rows
