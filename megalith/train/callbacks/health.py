@@ -10,6 +10,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -31,6 +32,8 @@ from megalith.train.evaluate import Evaluation, evaluate
 from megalith.train.resume import CALLBACKS
 from megalith.train.step import StepRequest, StepResult, Trainer, describe_nonfinite_gradients
 from megalith.train.trainer import checkpoint_entries
+
+_log = logging.getLogger(__name__)
 
 MAX_SKIPPED_IN_A_ROW = 20
 """Skipped steps in a row after which the run ends (heuristic: real loss spikes last a few
@@ -278,11 +281,14 @@ class StopRequests(Callback):
 
     essential = True
 
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
     def on_start(self, run: RunView) -> None:
         """Handle signals from now on."""
         self._run = run
         self._stopper = Stopper(max_minutes=run.config.train.max_minutes, print_line=run.log)
-        self._stopper.__enter__()
+        self._stack.enter_context(self._stopper)
 
     @property
     def reason(self) -> str | None:
@@ -296,11 +302,11 @@ class StopRequests(Callback):
 
     def on_error(self, error: BaseException) -> None:
         """Restore the signal handlers."""
-        self._stopper.__exit__(None, None, None)
+        self._stack.close()
 
     def on_end(self, outcome: Outcome) -> None:
         """Restore the signal handlers."""
-        self._stopper.__exit__(None, None, None)
+        self._stack.close()
 
 
 class Stopper:
@@ -367,8 +373,6 @@ def _redirect_closed_output() -> None:
 
 
 # --- checkpoints and evaluations: when they are due, and how the loop executes them
-
-_log = logging.getLogger(__name__)
 
 
 class Evaluator(Callback):
