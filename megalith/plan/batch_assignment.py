@@ -350,8 +350,7 @@ def _rows_problems(train: LoopConfig, data: DataConfig) -> list[str]:
         # With SFT, another rule reports it.
         problems.append(
             f"data.overlong={data.overlong} without train.tokens_per_microbatch: rows of text are "
-            "cut anywhere. Remove "
-            f"it, or set train.tokens_per_microbatch."
+            "cut anywhere. Remove it, or set train.tokens_per_microbatch."
         )
     return problems
 

@@ -351,7 +351,7 @@ class RoutingTraceWriter(Callback):
             if steps and run.is_writer and not any(folder.glob("rank_*.jsonl")):
                 _log.warning(
                     "observe.routing_trace=%d: nothing is traced, because this run continues after "
-                    "step %d. Set it to %d or more",
+                    "step %d. Set it to %d or more.",
                     steps,
                     step,
                     step + 1,
