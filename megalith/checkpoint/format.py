@@ -337,7 +337,7 @@ def step_folders(folder: Path) -> dict[int, Path]:
     """
     folders: dict[int, Path] = {}
     for name in storage.list_names(folder):
-        # sorted: step_0000100 comes before step_0000100.old-...
+        # Names are sorted, so step_0000100 comes before step_0000100.old-... and is kept.
         match = _STEP_NAME.fullmatch(name)
         if match:
             folders.setdefault(int(match[1]), folder / name)

@@ -172,7 +172,7 @@ def _locked_holder(path: Path) -> Iterator[LockHolder | None]:
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX)
             if _is_open_at(handle, path):
-                # else it was replaced or deleted while this process waited
+                # Otherwise the file was replaced or deleted while this process waited.
                 yield _read(path)
                 return
         finally:

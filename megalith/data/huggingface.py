@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megalith import storage
 from megalith.config.data import MERGES, VOCABULARY, find_merges_file
-from megalith.data.tokenizer_formats import TokenSpans, join_ids
+from megalith.data.tokenizer_formats import Encoding, join_ids
 from megalith.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -101,7 +101,7 @@ class HuggingFaceTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def encode_spans(self, text: str) -> TokenSpans:
+    def encode_spans(self, text: str) -> Encoding:
         """Return the same ids, with the characters of each token.
 
         Where a tokenizer reports an empty span for a token of spaces, the span is the character
@@ -112,7 +112,7 @@ class HuggingFaceTokenizer:
             (start, end) if start < end else (max(0, start - 1), max(1, end))
             for start, end in encoding.offsets
         ]
-        return TokenSpans(encoding.ids, spans)
+        return Encoding(encoding.ids, spans)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts; uses several threads unless

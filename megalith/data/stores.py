@@ -97,7 +97,7 @@ def find_stores(place: str) -> list[str]:
         DataError: there is none, or a store lacks one of its two files.
     """
     if store_exists(place) or not Path(place).is_dir():
-        # training creates a folder PREFIX/cache next to a store
+        # A store may have the same name as a folder: training creates PREFIX/cache next to it.
         return [place]
     stems = sorted(
         {

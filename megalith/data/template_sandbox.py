@@ -180,7 +180,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             return super().call(__context, __obj, *args, **kwargs)
         args = tuple(map(__self.without_iterator, args))
         if isinstance(__obj, jinja2.runtime.Macro | jinja2.runtime.LoopContext):
-            # their bodies are charged
+            # The operations in the body of a macro or loop are charged one by one.
             __self.budget.charge(1 + sum(map(__self.budget.size, args)) // _UNIT)
         else:
             widths = getattr(method, "__name__", "") in ("format", "format_map")

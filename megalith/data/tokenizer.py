@@ -14,9 +14,9 @@ from megalith.config.fields import range_problems
 from megalith.data.huggingface import END_OF_TEXT, HuggingFaceTokenizer, find_tokenizer_file
 from megalith.data.tokenizer_formats import (
     MODEL,
+    Encoding,
     SentencePieceTokenizer,
     TiktokenTokenizer,
-    TokenSpans,
     byte_to_char_spans,
     encode_parts,
     encode_with_special_tokens,
@@ -61,7 +61,7 @@ class Tokenizer(Protocol):
         """Return the ids of a text that contains special tokens, as chat templates render it; none
         are added."""
 
-    def encode_spans(self, text: str) -> TokenSpans:
+    def encode_spans(self, text: str) -> Encoding:
         """Return the same ids, with the characters of each token."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -99,7 +99,7 @@ class ByteTokenizer:
         """Return the UTF-8 bytes of the text, and the end token where the text contains it."""
         return encode_parts(text, self.specials, self.encode)
 
-    def encode_spans(self, text: str) -> TokenSpans:
+    def encode_spans(self, text: str) -> Encoding:
         """Return the same ids, with the character of each byte."""
         return encode_with_special_tokens(text, self.specials, self._spans)
 
@@ -121,9 +121,9 @@ class ByteTokenizer:
         """Return the number of ids other than the end token."""
         return sum(token < 256 for token in ids)
 
-    def _spans(self, text: str) -> TokenSpans:
+    def _spans(self, text: str) -> Encoding:
         ids = self.encode(text)
-        return TokenSpans(ids, byte_to_char_spans(text, [1] * len(ids)))
+        return Encoding(ids, byte_to_char_spans(text, [1] * len(ids)))
 
 
 class NullTokenizer:
@@ -158,13 +158,13 @@ class NullTokenizer:
         """
         return self.encode(text)
 
-    def encode_spans(self, text: str) -> TokenSpans:
+    def encode_spans(self, text: str) -> Encoding:
         """Return the numbers in the text, with the characters of each.
 
         Raises:
             DataError: a word is not one of the ids.
         """
-        return TokenSpans(self.encode(text), [word.span() for word in re.finditer(r"\S+", text)])
+        return Encoding(self.encode(text), [word.span() for word in re.finditer(r"\S+", text)])
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the numbers in each text."""

@@ -24,7 +24,7 @@ from megalith.errors import DataError
 # --- encoding of text that contains special tokens: ids and character spans
 
 
-class TokenSpans(NamedTuple):
+class Encoding(NamedTuple):
     """Ids of a text, and the characters [start, end) of each token; a character may belong to
     several tokens."""
 
@@ -54,20 +54,20 @@ def encode_parts(
 
 
 def encode_with_special_tokens(
-    text: str, specials: Mapping[str, int], encode: Callable[[str], TokenSpans]
-) -> TokenSpans:
+    text: str, specials: Mapping[str, int], encode: Callable[[str], Encoding]
+) -> Encoding:
     """Return ids and character span of each token; the spans of `encode` are relative to its
     argument.
 
     >>> def encode(text):
-    ...     return TokenSpans([ord(text)], [(0, 1)])
+    ...     return Encoding([ord(text)], [(0, 1)])
     >>> encode_with_special_tokens("a<end>b", {"<end>": 256}, encode)
-    TokenSpans(ids=[97, 256, 98], offsets=[(0, 1), (1, 6), (6, 7)])
+    Encoding(ids=[97, 256, 98], offsets=[(0, 1), (1, 6), (6, 7)])
     """
-    result, offset = TokenSpans([], []), 0
+    result, offset = Encoding([], []), 0
     for part in _parts(text, specials):
         ids, offsets = (
-            TokenSpans([specials[part]], [(0, len(part))]) if part in specials else encode(part)
+            Encoding([specials[part]], [(0, len(part))]) if part in specials else encode(part)
         )
         result.ids.extend(ids)
         result.offsets.extend((offset + start, offset + end) for start, end in offsets)
@@ -214,16 +214,16 @@ class TiktokenTokenizer:
         """Return the ids of a text that contains special tokens; none are added."""
         return encode_parts(text, self._specials, self._ordinary)
 
-    def encode_spans(self, text: str) -> TokenSpans:
+    def encode_spans(self, text: str) -> Encoding:
         """Return the same ids, with the characters of each token."""
         return encode_with_special_tokens(text, self._specials, self._spans)
 
-    def _spans(self, text: str) -> TokenSpans:
+    def _spans(self, text: str) -> Encoding:
         ids = self._ordinary(text)
         lengths = [
             len(self._encoding.decode_single_token_bytes(token - self._shift)) for token in ids
         ]
-        return TokenSpans(ids, byte_to_char_spans(text, lengths))
+        return Encoding(ids, byte_to_char_spans(text, lengths))
 
     def _ordinary(self, text: str) -> list[int]:
         return [token + self._shift for token in self._encoding.encode_ordinary(text)]
@@ -407,7 +407,7 @@ class SentencePieceTokenizer:
         """Return the ids of a text that contains control pieces; none are added."""
         return encode_parts(text, self.specials, self._model.encode)
 
-    def encode_spans(self, text: str) -> TokenSpans:
+    def encode_spans(self, text: str) -> Encoding:
         """Return the same ids, with the characters of each token."""
         return encode_with_special_tokens(text, self.specials, self._spans)
 
@@ -431,14 +431,14 @@ class SentencePieceTokenizer:
         """Return the UTF-8 bytes of the text of the ids."""
         return len(self.decode(ids).encode())
 
-    def _spans(self, text: str) -> TokenSpans:
+    def _spans(self, text: str) -> Encoding:
         """Return ids and spans, empty spans extended by one character.
 
         Only the last byte piece of a character has a span, and the space added before the text has
         none.
         """
         encoding = self._model.encode(text, return_type="offset_mapping")
-        return TokenSpans(
+        return Encoding(
             list(encoding["ids"]),
             [(start, max(end, start + 1)) for start, end in encoding["offsets"]],
         )

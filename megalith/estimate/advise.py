@@ -119,7 +119,7 @@ def _combine_changes(
     chosen: list[Change] = []
     least = before
     for change in single:
-        # a later value overrides
+        # A change replaces earlier ones of the same settings.
         kept = [one for one in chosen if not one.overrides.keys() & change.overrides.keys()]
         overrides = {
             name: value for one in [*kept, change] for name, value in one.overrides.items()

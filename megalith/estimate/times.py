@@ -562,7 +562,7 @@ def repeated_flops(
     if run.recompute.granularity == "full":
         return sum(token_counts.layer(layer) for layer in _list_recomputed_layers(run, stages)) // 3
     modules = recomputed_modules(run.recompute)
-    # it is inside
+    # mla_up_proj recomputes core attention as well, so it is counted once
     modules = tuple(
         one for one in modules if one != "core_attention" or "mla_up_proj" not in modules
     )

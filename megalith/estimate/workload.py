@@ -14,7 +14,6 @@ A LayerNorm also saves means, w·t; norms after attention and MLP save their own
 layer saves one input less, and with one norm two.
 
 Source of the method: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
-
 """
 
 from collections.abc import Iterator, Sequence
@@ -257,7 +256,7 @@ def stage_activations(
     norm, num_mtp_layers: whether the stage has the last norm, and how many MTP layers; unset: those
     that belong to the loss.
     """
-    ends = _Ends(
+    ends = _StageEnds(
         embedding,
         loss if norm is None else norm,
         loss,
@@ -288,7 +287,7 @@ def stage_activations(
     return StageActivations(tuple(layers), tuple(host), end_tensors, transient)
 
 
-class _Ends(NamedTuple):
+class _StageEnds(NamedTuple):
     """Parts of a stage other than its layers."""
 
     embedding: bool
@@ -397,7 +396,9 @@ def offloaded(
     return tuple(row for row in rows if span.offloaded and row.numel >= setting.offload.min_numel)
 
 
-def _end_rows(setting: LayerSetting, num_layers: int, ends: _Ends) -> Iterator[SavedActivation]:
+def _end_rows(
+    setting: LayerSetting, num_layers: int, ends: _StageEnds
+) -> Iterator[SavedActivation]:
     """Yield the saved tensors of the embedding, the last norm, the loss and the MTP layers."""
     first = setting.first_layer
     if ends.embedding:
@@ -424,7 +425,7 @@ def _mtp_layer_rows(setting: LayerSetting, region: str) -> list[SavedActivation]
     return [row._replace(region=f"{region}.layer.{row.region}".rstrip(".")) for row in rows]
 
 
-def _shared_rows(setting: LayerSetting, num_layers: int, ends: _Ends) -> list[SavedActivation]:
+def _shared_rows(setting: LayerSetting, num_layers: int, ends: _StageEnds) -> list[SavedActivation]:
     """Return the tensors that several layers share: RoPE tables, the mask of padding, token indices
     for dropout."""
     dropout, first, t = setting.model.dropout, setting.first_layer, setting.tokens

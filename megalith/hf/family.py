@@ -370,7 +370,7 @@ def canonical_experts(config: ModelConfig) -> ModelConfig:
         force_biased=0.0,
         expert_bias_update_rate=1e-3,
     )
-    # its offsets also select experts outside of training
+    # The offsets of quantile balancing also select experts outside of training.
     aux_loss = AuxLossConfig(quantile=moe.aux_loss.quantile)
     canonical_moe = replace(
         moe,

@@ -688,7 +688,7 @@ def write_folder(
     rules = [*family.rules(config), *family.copies(config)]
 
     def dtype_of(parts: Parts) -> torch.dtype:
-        # zeros have the dtype of the embedding
+        # Tensors of zeros, which have no parameter, get the dtype of the embedding.
         sources = [rule.parameter or "embed.weight" for rule in parts]
         return dtype_to_write(
             sources[0], reduce(torch.promote_types, map(weights.dtype, sources)), options.dtype

@@ -235,7 +235,7 @@ class AdaptedWeights:
             self.base.read(parameter, box, compute_dtype),
             self._product(parameter, box, compute_dtype),
         )
-        # never in place: the base may be a view of a file
+        # Not in place on `weight`, which may be a view of a file.
         return torch.add(weight, product, alpha=self.adapters.lora.scale, out=product).to(dtype)
 
     def fill(self, entries: Sequence[CheckpointEntry]) -> None:

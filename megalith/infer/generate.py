@@ -143,7 +143,7 @@ def generate(
         active[0].num_cached = before.resume(prompts[0], sequence=0)
     prefix_state = before or build_prefix_state(model.config)
     if any(_depends_on_length(model.config, len(ids)) for ids in prompts):
-        # rotary frequencies need the full length
+        # RoPE frequencies depend on the length, so all prompts are read in one step.
         step_tokens = max(step_tokens, sum(map(len, prompts)))
     while active:
         num_new_tokens = divide_token_budget(

@@ -47,7 +47,7 @@ def activate(x: Tensor, activation: Activation, *, kernel: BackendName = "auto")
     float64) and rounded once."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_activate(x, activation)
-    # rejects backends that have no kernel for it
+    # Raises an error if `kernel` names a backend without a kernel for this activation.
     select_backend(kernel, x, op="activation", loops=False, triton=False)
     y: Tensor = ActivationFunction.apply(x, activation)  # type: ignore[no-untyped-call]  # torch's own
     return y

@@ -41,7 +41,7 @@ def rope_frequencies(
         case "linear":
             return frequencies / config.factor
         case "llama3":
-            # over the original training length
+            # Periods of each frequency within the original context length.
             num_periods = config.original_max_position * frequencies / (2 * math.pi)
             # Llama 4 has a width of 0: no interpolation
             width = max(config.high_freq_factor - config.low_freq_factor, 1e-30)

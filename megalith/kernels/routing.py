@@ -170,7 +170,7 @@ def sinkhorn(logits: Tensor, total: Callable[[Tensor], Tensor], *, tokens: int) 
     arXiv:2202.01169.
     """
     wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-    # factors per token do not change the result
+    # Subtracting each token's maximum scales its row, which does not change the result.
     plan = torch.exp(wide - wide.amax(1, keepdim=True))
     expert_factors, token_factors = plan.new_ones(plan.shape[1]), plan.new_ones(len(plan))
     is_active = torch.ones((), dtype=torch.bool, device=plan.device)
@@ -457,7 +457,7 @@ def permute_choices_padded(chosen: Tensor, experts: int, *, capacity: int) -> Ro
     place, first = _numbers(capacity, chosen), sort.counts.cumsum(0) - sort.counts
     filler = (place >= sort.counts.unsqueeze(1)).flatten()
     taken = (first.unsqueeze(1) + place).flatten().masked_fill_(filler, t * k)
-    # t k stands for padding
+    # Index t k, which is no choice, marks padding rows.
     choices = torch.cat([sort.choices, sort.choices.new_full((1,), t * k)])[taken]
     rows = chosen.new_full((t * k + 1,), -1).scatter_(
         0, choices, _numbers(experts * capacity, chosen)
@@ -527,7 +527,7 @@ def gather_rows(x: Tensor, order: RowPermutation) -> Tensor:
     return rows if order.filler is None else rows.masked_fill_(order.filler.unsqueeze(1), 0.0)
 
 
-def _add_rows(rows: Tensor, order: RowPermutation) -> Tensor:
+def _sum_rows_by_token(rows: Tensor, order: RowPermutation) -> Tensor:
     """Sum the rows of each token: rows [r, h] -> [t, h], by torch's embedding_bag, which sums in
     fp32 and in order."""
     if not len(rows) or not len(order.starts):
@@ -567,7 +567,7 @@ class PermuteFunction(Function):
     @once_differentiable
     def backward(ctx: Context, drows: Tensor) -> tuple[Tensor, None]:
         """[r, h] -> [t, h]."""
-        return _add_rows(drows.contiguous(), ctx.order), None
+        return _sum_rows_by_token(drows.contiguous(), ctx.order), None
 
 
 class UnpermuteFunction(Function):
@@ -579,7 +579,7 @@ class UnpermuteFunction(Function):
     def forward(ctx: Context, rows: Tensor, order: RowPermutation) -> Tensor:
         """rows [r, h] -> [t, h]."""
         ctx.order = order
-        return _add_rows(rows.contiguous(), order)
+        return _sum_rows_by_token(rows.contiguous(), order)
 
     @staticmethod
     @once_differentiable

@@ -2,7 +2,6 @@
 reports the failure once; failure records of ranks, and their report as one text. Imports no torch.
 
 On several machines `torchrun` does this; the ranks behave the same (see launch/worker.py).
-
 """
 
 import ctypes

@@ -371,7 +371,7 @@ class Fingerprints:
             self._compare_message(entry, entry.peer)
             return
         self.store.set(_key(entry, self.rank), json.dumps(fingerprint(entry)))
-        # all have reached the previous one, so the one before that is no longer read
+        # All ranks have reached the previous collective, so none reads the one before it.
         if entry.number >= 2:
             self.store.delete_key(f"{entry.lane}/{entry.number - 2}/{self.rank}")
         self._wait_for_all(entry)

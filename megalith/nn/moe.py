@@ -181,7 +181,7 @@ class LoadBalancing:
         ranks."""
         assert inputs.router_inputs.aux_loss_scale is not None
         number = inputs.router_inputs.aux_loss_scale.microbatch
-        # the ranks that share tokens have equal counts
+        # Ranks of the sequence group have equal counts, so the sum counts them several times.
         global_counts = all_reduce_(counts / self.sequence_group.size, self.batch_group)
         with torch.no_grad():
             record.chosen[number] = global_counts
@@ -204,7 +204,7 @@ class LoadBalancing:
 
 
 @dataclass(frozen=True, slots=True)
-class Noise:
+class RouterNoise:
     """Random changes of routing in training, equal for a token under every layout and in
     recomputation."""
 
@@ -242,7 +242,7 @@ class Noise:
             key_of(seed, "router", "forced bias", self.layer),
             torch.zeros(1, dtype=torch.int64),
         )
-        # from 0 to 1
+        # Uniform numbers from 0 to 1.
         sizes, angles = ((hashed_uniform(key, one, 2 * logits.shape[1])[0] + 1) / 2).chunk(2)
         normal = (-2 * sizes.clamp(min=2.0**-32).log()).sqrt() * (2 * math.pi * angles).cos()
         return (self.router.force_biased * normal).to(logits)
@@ -271,7 +271,7 @@ class Router(nn.Module):
         self.moe, self.sequence_group = moe, mesh.over("cp", "tp")
         self.cp_first = mesh.grid.strides("cp")[1] < mesh.grid.strides("tp")[1]
         """Whether cp is inside tp in `parallel.order`."""
-        self.noise = Noise(moe.router, context.dropout_layer, tp_comm)
+        self.noise = RouterNoise(moe.router, context.dropout_layer, tp_comm)
         wide = torch.promote_types(dtype, torch.float32)
         inside = {"fp32": wide, "fp64": torch.float64, "model": dtype}[moe.router.dtype]
         shard = Shard.full(
@@ -409,7 +409,7 @@ class Router(nn.Module):
         taken = select_within_capacity(
             all_choices, limit, capacity.drop, num_experts=self.moe.num_experts, order=places
         )
-        # backward saves this, not all ranks' choices
+        # A copy, because a view would keep the choices of all ranks in memory for backward.
         local_taken = taken.narrow(0, group.rank * num_local, num_local).clone()
         return drop_choices(choice, local_taken)
 
@@ -552,14 +552,14 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [t, h] -> [t, h]."""
-        # in training
+        # `aux_loss_scale` is set in training only, where the expert capacity applies.
         dispatch = (
             self.dispatch
             if inputs.router_inputs.aux_loss_scale is None
             else self.dispatch_within_capacity
         )
         dispatched = dispatch(self.narrow(x), self.router(x, inputs))
-        # overlaps the dispatch, and that of gradients in backward
+        # The shared experts overlap the dispatch, and in backward that of the gradients.
         shared_outputs = [shared(x, inputs) for shared in self.shared]
         expert_input, return_path = dispatched.wait()
         y: Tensor = self.widen(return_path.combine(self.experts(expert_input)))

@@ -68,7 +68,7 @@ def has_symmetric_memory() -> bool:
         return False
     module, operators = import_module(name), torch.ops.symm_mem
     wanted = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
-    # older versions do not have it
+    # Older versions of torch have no get_backend.
     backend = getattr(module, "get_backend", lambda device: "unknown")
     return all(hasattr(operators, operator) for operator in wanted) and backend("cuda") is not None
 

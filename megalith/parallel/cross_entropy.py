@@ -719,10 +719,10 @@ def greedy_tokens(x: Tensor, weight: Tensor, vocab: VocabShard) -> Tensor:
     """
     weight = weight[: max(0, vocab.vocab_size - vocab.first_row)]
     parts = x.split(loss_chunk(vocab.vocab_size, ranks=vocab.group.size))
-    return torch.cat([_best(part, weight, vocab) for part in parts])
+    return torch.cat([_argmax_tokens(part, weight, vocab) for part in parts])
 
 
-def _best(x: Tensor, weight: Tensor, vocab: VocabShard) -> Tensor:
+def _argmax_tokens(x: Tensor, weight: Tensor, vocab: VocabShard) -> Tensor:
     if len(weight):
         largest, row = vocab.matmul_ops.forward(x, weight).max(-1)
     else:  # this rank has only padding rows
@@ -757,7 +757,7 @@ class LogitStats:
             * measured.logsumexp.detach().double().square().masked_fill(is_unlabeled, 0.0).sum()
         )
         largest = measured.largest.detach().double().masked_fill(is_unlabeled, float("-inf"))
-        # of no token, too
+        # -inf is appended because a microbatch may have no tokens.
         largest = torch.cat([largest, largest.new_full((1,), float("-inf"))]).amax()
         self.z = z if self.z is None else self.z + z
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)

@@ -419,7 +419,6 @@ def tp_reduce_axes(shard: Shard) -> tuple[str, ...]:
 
 
 def _stages(shard: Shard) -> tuple[int, ...]:
-    """Stages over which its gradient is summed; a separate function so that verify/faults/plant.py
-    can
-    break this sum alone."""
+    """Return the stages over which the gradient of `shard` is summed. A separate function, so that
+    verify/faults/plant.py can break this sum alone."""
     return shard.stages

@@ -347,11 +347,10 @@ def _rows_problems(train: LoopConfig, data: DataConfig) -> list[str]:
             "estimated cost. Set train.balance_rows=false."
         )
     if data.overlong != DataConfig().overlong and not data.sft.used():
-        # another rule reports these with SFT
+        # With SFT, another rule reports it.
         problems.append(
             f"data.overlong={data.overlong} without train.tokens_per_microbatch: rows of text are "
-            "cut anywhere. Remove "
-            f"it, or set train.tokens_per_microbatch."
+            "cut anywhere. Remove it, or set train.tokens_per_microbatch."
         )
     return problems
 
@@ -361,7 +360,7 @@ def _find_row_settings(data: DataConfig, defaults: DataConfig) -> Iterator[str]:
     for field_name in ("document_masking", "eod_mask_loss", "keep_partial_valid", "sampler"):
         value = getattr(data, field_name)
         if value != getattr(defaults, field_name) and not data.sft.used():
-            # another rule reports these with SFT
+            # With SFT, another rule reports them.
             yield (
                 f"data.{field_name}={value}: a sample is a whole document, shuffled in each "
                 "epoch. Remove it."

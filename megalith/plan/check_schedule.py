@@ -268,7 +268,7 @@ class _QueueRun:
     def __init__(self, schedule: Schedule, communicators: Mapping[Channel, int]) -> None:
         self.schedule, self.communicators = schedule, communicators
         ranks = range(schedule.num_ranks)
-        # by communicator and rank
+        # Keys: communicator and rank.
         self.queues: dict[tuple[int, int], deque[_Operation]] = defaultdict(deque)
         self.received: dict[tuple[Direction, int], bytearray] = {
             (direction, stage): bytearray(schedule.num_microbatches)

@@ -40,7 +40,7 @@ def _held(config: ModelConfig, tp: int, rank: int) -> int:
     ends = held_parameters(config, single_stage(0, config.mtp.num_layers), LayerRank(tp, rank))
     numel = sum(parameter.numel for parameter in ends if parameter.counts)
     if config.positions == "relative" and not config.mtp.num_layers:
-        # with MTP layers, `ends` contains it
+        # With MTP layers, `ends` contains the table of relative position biases.
         numel += bias_table(config, LayerRank(tp, rank)).numel
     numel += sum(parameter.numel for parameter in source_norm_parameters(config))
     for first, count in count_equal_layers(config).items():

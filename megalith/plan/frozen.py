@@ -289,7 +289,7 @@ def trained_step_flops(
     if lora is None:
         return all_flops if optim.trains_all() else frozen_step_flops(config, optim, counts)
     numbers = range(config.num_layers)
-    # head, and multi-token predictions
+    # The output head and the MTP layers.
     rest = all_flops - sum(layer_flops(config, layer, **counts._asdict()) for layer in numbers)
     core = config.mtp.num_layers * core_flops(config, config.num_layers - 1, counts)
     return (
@@ -348,7 +348,7 @@ def _unneeded_flops(
     readers = [parameter for parameter in held if parameter.matrix] + [
         parameter for parameter in _adapters(config, lora, layer) if is_lora_a(parameter)
     ]
-    # attention and its adapters come before cross-layer attention
+    # Cross-layer attention follows attention and its adapters, so it needs input gradients.
     readers = [parameter for parameter in readers if ".cross." not in parameter.name]
     spared = sum(
         2 * tokens * active_numel(config, parameter)

@@ -642,7 +642,7 @@ def with_transfers(schedule: Schedule, *, overlap: bool = True) -> Schedule:
     """
     ranks = []
     for rank, (slots, receives) in enumerate(_receives(schedule, overlap)):
-        links = _links(schedule, rank)
+        links = _send_targets(schedule, rank)
         listed: list[Action] = []
         posted = 0
         for index, actions in enumerate(concurrent_actions(schedule, rank)):
@@ -658,7 +658,7 @@ def with_transfers(schedule: Schedule, *, overlap: bool = True) -> Schedule:
     return replace(schedule, ranks=tuple(ranks))
 
 
-class _Link(NamedTuple):
+class _SendTarget(NamedTuple):
     """Target of a chunk's result, on another rank."""
 
     direction: Direction
@@ -667,15 +667,15 @@ class _Link(NamedTuple):
     """Chunk number on the target rank."""
 
 
-def _links(schedule: Schedule, rank: int) -> dict[tuple[Kind, int], _Link]:
+def _send_targets(schedule: Schedule, rank: int) -> dict[tuple[Kind, int], _SendTarget]:
     """Return, by (kind, chunk) of one rank, the results that are sent to another rank."""
-    links: dict[tuple[Kind, int], _Link] = {}
+    targets: dict[tuple[Kind, int], _SendTarget] = {}
     for direction, producers in COMPUTES.items():
         for chunk in range(schedule.num_chunks):
             place = neighbor(schedule, rank, chunk, direction)
             if place is not None and place[0] != rank:
-                links |= {(kind, chunk): _Link(direction, *place) for kind in producers}
-    return links
+                targets |= {(kind, chunk): _SendTarget(direction, *place) for kind in producers}
+    return targets
 
 
 def _receives(schedule: Schedule, overlap: bool) -> Iterator[tuple[list[int], list[Action]]]:
@@ -725,7 +725,7 @@ def _messages(schedule: Schedule) -> dict[Channel, list[Action]]:
     them."""
     messages: dict[Channel, list[Action]] = {channel: [] for channel in channels(schedule)}
     for rank, actions in enumerate(schedule.ranks):
-        links = _links(schedule, rank)
+        links = _send_targets(schedule, rank)
         outgoing = {
             key: messages[Channel(rank, link.target, link.direction)] for key, link in links.items()
         }

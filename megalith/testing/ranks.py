@@ -515,7 +515,7 @@ def serve(pipe: str, parent: str, folder: str) -> None:
         except (EOFError, ConnectionResetError):
             return
         os.ftruncate(sys.stdout.fileno(), 0)
-        answer = _obey(call, arguments)
+        answer = _answer_call(call, arguments)
         _send(connection, call.rank, answer)
         if answer.kind == "failure":
             gc.collect()  # a group held by a dead cycle would keep its connections
@@ -538,7 +538,7 @@ def _restore(environment: Mapping[str, str]) -> None:
             os.environ[name] = value
 
 
-def _obey(call: Call, arguments: bytes) -> Answer:
+def _answer_call(call: Call, arguments: bytes) -> Answer:
     initializing = False
     try:
         _reset()

@@ -214,7 +214,7 @@ def run_evaluation(
         )
     merged = replace(run, lora=None)  # adapters are merged into the weights when these are loaded
     pipeline_model = build_pipeline_model(merged, mesh, device, dtype=DTYPES[run.precision.params])
-    # evaluation needs all weights
+    # No other rule of the run applies: an evaluation needs every weight.
     rules = CheckpointConfig(allow_model_changes=run.checkpoint.allow_model_changes)
     entries = weight_entries(allocate_weights(pipeline_model), mesh)
     notes = load_pretrained(entries, str(folder.path), mesh.world, model=run.model, rules=rules)
@@ -248,9 +248,7 @@ def allocate_weights(pipeline_model: PipelineModel) -> list[tuple[Shard, Tensor]
     ]
     if p.zero == 3 and can_shard_weights(mesh):
         # imported here because FSDP2 takes half a second to load
-        from megalith.parallel.fsdp import (
-            shard_for_forward,
-        )
+        from megalith.parallel.fsdp import shard_for_forward
 
         return shard_for_forward(
             list(model),
@@ -275,7 +273,7 @@ def _batches(
 ) -> Iterator[Batch]:
     local_samples = range(mesh.dp.rank, samples, mesh.dp.size)
     for start in range(0, -(-samples // mesh.dp.size), rows):
-        # as many batches as the rank with the most samples
+        # Every rank runs as many batches as the rank with the most samples.
         batch_samples = [dataset.sample(k) for k in local_samples[start : start + rows]]
         # The last batch is padded with rows without labels, because sequence-parallel ranks must
         # split its tokens evenly. A rank without samples runs such rows only, because it must take

@@ -170,7 +170,7 @@ class TrainLoop:
                 break
             if StepRequest.SAVE in requests:
                 self._save()
-        # other ranks still need this rank's shards
+        # Wait before the process may exit: other ranks still all-gather this rank's shards.
         self.prepared.trainer.data.wait_params()
         if outcome.kind == "done":
             self.fault_detector.check_last_step(finished.result)

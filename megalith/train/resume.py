@@ -527,7 +527,7 @@ class PreparedRun:
         resets_optimizer = self.checkpoint_source is not None and rules.load_mode == "progress"
         entries = self._weights() if resets_optimizer else checkpoint_entries(self.trainer)
         saved_run = open_pretrained(saved.path, base=None if self.lora_base is None else rules.load)
-        # possibly with other padding
+        # The saved vocabulary may be padded to another multiple.
         padded = (
             self.checkpoint_source is not None
             and saved_run.model.vocab_size == run.model.vocab_size

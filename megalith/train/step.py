@@ -22,7 +22,7 @@ from megalith.optim.optimizers import (
 )
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.parallel.grad_sync import GradSync, ShardedParam, byte_checksum
-from megalith.parallel.group import all_reduce_, gather_objects
+from megalith.parallel.group import Group, all_reduce_, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.train.forward_backward import (
     PipelineModel,
@@ -395,27 +395,27 @@ def describe_nonfinite_gradients(trainer: Trainer) -> str:
     If gradients were checked before their reduction, names the ranks where they were not finite
     first.
     """
-    nonfinite_names = [
-        o.shard.name
-        for o in trainer.data.local_params
-        if not bool(torch.isfinite(o.gradient).all())
-    ]
-    ranks = trainer.mesh.world.ranks
-    nonfinite_before_reduction = gather_objects(trainer.data.nonfinite(), trainer.mesh.world)
-    nonfinite_gradients = {
-        rank: names
-        for rank, names in zip(ranks, nonfinite_before_reduction, strict=True)
-        if isinstance(names, list) and names
-    }
+    world = trainer.mesh.world
+    nonfinite_gradients = _gather_names(trainer.data.nonfinite(), world)
     if not nonfinite_gradients:
-        gathered = gather_objects(nonfinite_names, trainer.mesh.world)
-        nonfinite_gradients = {
-            rank: names
-            for rank, names in zip(ranks, gathered, strict=True)
-            if isinstance(names, list) and names
-        }
+        names_after_reduction = [
+            param.shard.name
+            for param in trainer.data.local_params
+            if not bool(torch.isfinite(param.gradient).all())
+        ]
+        nonfinite_gradients = _gather_names(names_after_reduction, world)
     texts = [
         f"{', '.join(names[:5])} on rank {rank}"
         for rank, names in list(nonfinite_gradients.items())[:5]
     ]
     return "; ".join(texts) or "no single gradient, only their sum of squares"
+
+
+def _gather_names(names: list[str], group: Group) -> dict[int, list[str]]:
+    """Return the names of every rank that has any, by rank. Collective over `group`."""
+    gathered = gather_objects(names, group)
+    return {
+        rank: rank_names
+        for rank, rank_names in zip(group.ranks, gathered, strict=True)
+        if isinstance(rank_names, list) and rank_names
+    }

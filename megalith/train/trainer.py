@@ -231,9 +231,7 @@ def build_grad_sync(
     ]
     if p.zero == 3 and can_shard_weights(mesh):
         # imported here because FSDP2 takes half a second to load
-        from megalith.parallel.fsdp import (
-            FullyShardedDataParallel,
-        )
+        from megalith.parallel.fsdp import FullyShardedDataParallel
 
         return FullyShardedDataParallel(
             list(model),

@@ -118,7 +118,7 @@ def _min_sizes(run: TrainRun, sizes: Mapping[str, int]) -> dict[str, int]:
     shared = keys > 1 and key_value_ranks(keys, p.tp) < p.tp  # two KV heads with two ranks each
     groups = "a2a+ring" in (*p.context.layers, p.context.kind)  # two groups of two ranks
     divided = 1 < p.dp_replicate < sizes["dp"]  # two replicas of two ranks
-    # two ranks with different experts, and two with the same
+    # Expert groups within dp: two ranks with different experts, and two with the same.
     alone = p.tp == p.cp == 1 and 1 < p.ep < sizes["dp"] // (p.etp or 1)
     least = {
         "tp": 4 if shared else 2,
@@ -209,15 +209,15 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
         documents=run.data.document_masking,
         fault=fault,
     )
-    # copies have no large tensors
+    # The reduced layouts have no large tensors, so every tensor is offloaded.
     offload = replace(run.offload, layers=min(run.offload.layers, 1), min_numel=1)
     tiny = replace(
         case.run,
-        # of a dataset plug-in, only the extra tensors are used, with random values
+        # A dataset plug-in determines the extra tensors only; their values are random.
         data=replace(case.run.data, plugin=run.data.plugin, mock=run.data.plugin is None),
         recompute=_shrink_recompute(run, tp),
         offload=offload,
-        kernels=reset_explicit_backends(run.kernels),  # copies are in float64
+        kernels=reset_explicit_backends(run.kernels),  # reduced layouts run in float64
         optim=_shrink_choice(replace(run.optim, eps=1e-3), run.model.num_layers, model),
         train=replace(
             case.run.train,

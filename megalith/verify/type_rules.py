@@ -101,7 +101,7 @@ def vocabulary_loss(
             )
     for out in outs:
         scores = rules.einsum("th,vh,t->t" if out.dim() else "th,vh,t->", x, weight, labels)
-        # keys: as it has them
+        # The keys are those of the checker's own type.
         types: dict[Any, Type] = {
             **checker.get_local_type(scores),
             **dict.fromkeys(axes, after),
@@ -138,7 +138,7 @@ def shared_attention(
             )
     others = "".join(",n" if tensor.dim() == 1 else ",nb" for tensor in given.values())
     product = rules.einsum(f"tnd,tgd,tge{others}->tne", *inputs.values(), *given.values())
-    # keys: as it has them
+    # The keys are those of the checker's own type.
     types: dict[Any, Type] = {
         **checker.get_local_type(product),
         **dict.fromkeys(axes, after),

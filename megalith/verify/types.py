@@ -929,7 +929,7 @@ def _forward(rank_model: RankModel) -> tuple[Tensor, ...]:
 
 
 def _without_gradient(rank_model: RankModel) -> Iterator[Problem]:
-    # else nothing before these layers is trained
+    # With frozen first layers, nothing before this stage is trained.
     is_needed = not isinstance(rank_model.model.run_layers, FrozenLayerRunner)
     for name, x in rank_model.received.items() if is_needed else ():
         if x.requires_grad and x.grad is None:

@@ -251,16 +251,17 @@ class Distances:
     def of_row(self, rows: int) -> Tensor:
         """Return the distances plus reach of all pairs of one of `rows` equal rows: int64 [queries,
         keys]."""
-        return self._between(*(x[: len(x) // rows] for x in (self.queries, self.keys)))
+        return self._distances(*(x[: len(x) // rows] for x in (self.queries, self.keys)))
 
     def of_tile(self, tile: KeyTile) -> Tensor:
         """Return the distances plus reach of a tile's pairs; with several equal rows, of the first:
         int64 [queries, keys]."""
-        return self._between(
+        return self._distances(
             self.queries[tile.start : tile.stop], self.keys[tile.first : tile.last]
         )
 
-    def _between(self, queries: Tensor, keys: Tensor) -> Tensor:
+    def _distances(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return the clamped distances plus reach of int64 [t_q] and [t_k]: int64 [t_q, t_k]."""
         return (keys - queries.unsqueeze(1)).clamp_(-self.reach, self.reach).add_(self.reach)
 
 
@@ -427,17 +428,19 @@ class PairMask:
         queries, keys = (
             x.view(spans.repeats, -1)[first : last + 1] for x in (self.queries, self.keys)
         )
-        seen = self._between(queries[:, tile.start : tile.stop], keys[:, tile.first : tile.last])
+        seen = self._visible_pairs(
+            queries[:, tile.start : tile.stop], keys[:, tile.first : tile.last]
+        )
         return seen.index_select(0, rows - first).unsqueeze(1)
 
     def of_row(self, row: int, rows: int) -> Tensor:
         """Return the mask of all pairs of one of `rows` equal rows: bool [queries or 1, keys]."""
-        return self._between(*(x.view(rows, -1)[row : row + 1] for x in (self.queries, self.keys)))[
-            0
-        ]
+        return self._visible_pairs(
+            *(x.view(rows, -1)[row : row + 1] for x in (self.queries, self.keys))
+        )[0]
 
-    def _between(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """int64 [rows, t_q] and [rows, t_k] -> bool [rows, t_q or 1, t_k]."""
+    def _visible_pairs(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return the mask of int64 [rows, t_q] and [rows, t_k]: bool [rows, t_q or 1, t_k]."""
         visible, keys = self.visible, keys.unsqueeze(1)
         seen = (
             torch.ones_like(keys, dtype=torch.bool) if visible.keys is None else visible.keys[keys]

@@ -3,7 +3,6 @@ callbacks that a user names, and their settings `callbacks.NAME.field`.
 
 A callback is `package.module:Class` on the command line, or an installed entry point in the
 settings. A settings file never names a module.
-
 """
 
 import functools

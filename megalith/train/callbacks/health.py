@@ -1,7 +1,6 @@
 """Health of a run (fault tolerance): checkpoints and evaluations, and how the loop executes them;
 detection of NaN or infinite losses, gradients and parameters, with the checkpoint to continue from;
 the check that replicas start from equal weights; early stop by preemption or the time limit.
-
 """
 
 import logging
@@ -11,6 +10,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -25,12 +25,15 @@ from megalith.data.loader import StepBatches
 from megalith.errors import CheckpointError, DataError
 from megalith.launch.launcher import SIGNALS, is_ignored_hangup
 from megalith.optim.optimizers import LossScale
+from megalith.parallel.grad_sync import byte_checksum
 from megalith.parallel.group import gather_objects, raise_on_all_ranks
 from megalith.train.callbacks.base import Callback, FinishedStep, Outcome, RunView, StepMetrics
 from megalith.train.evaluate import Evaluation, evaluate
 from megalith.train.resume import CALLBACKS
 from megalith.train.step import StepRequest, StepResult, Trainer, describe_nonfinite_gradients
 from megalith.train.trainer import checkpoint_entries
+
+_log = logging.getLogger(__name__)
 
 MAX_SKIPPED_IN_A_ROW = 20
 """Skipped steps in a row after which the run ends (heuristic: real loss spikes last a few
@@ -247,7 +250,7 @@ def compare_stages(trainer: Trainer) -> None:
         CheckpointError: on every rank of the pipeline, naming the table and the stages.
     """
     local_checksums = {
-        param.shard.name: int(param.weight.contiguous().view(torch.uint8).sum(dtype=torch.int64))
+        param.shard.name: byte_checksum([param.weight])
         for param in trainer.data.local_params
         if len(param.shard.stages) > 1
     }
@@ -278,11 +281,14 @@ class StopRequests(Callback):
 
     essential = True
 
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
     def on_start(self, run: RunView) -> None:
         """Handle signals from now on."""
         self._run = run
         self._stopper = Stopper(max_minutes=run.config.train.max_minutes, print_line=run.log)
-        self._stopper.__enter__()
+        self._stack.enter_context(self._stopper)
 
     @property
     def reason(self) -> str | None:
@@ -296,11 +302,11 @@ class StopRequests(Callback):
 
     def on_error(self, error: BaseException) -> None:
         """Restore the signal handlers."""
-        self._stopper.__exit__(None, None, None)
+        self._stack.close()
 
     def on_end(self, outcome: Outcome) -> None:
         """Restore the signal handlers."""
-        self._stopper.__exit__(None, None, None)
+        self._stack.close()
 
 
 class Stopper:
@@ -367,8 +373,6 @@ def _redirect_closed_output() -> None:
 
 
 # --- checkpoints and evaluations: when they are due, and how the loop executes them
-
-_log = logging.getLogger(__name__)
 
 
 class Evaluator(Callback):

@@ -31,6 +31,8 @@ from megalith.train.moe import (
     text_token_mask,
 )
 
+_log = logging.getLogger(__name__)
+
 # Captures of the routing trace: router inputs and outputs, a safetensors file per rank and step.
 #
 # Tensors are named LAYER/MICROBATCH/KIND, such as `layers.3/0/hidden`, with one row per token of
@@ -175,9 +177,6 @@ class CaptureWriter:
                 self._capture_file.put(
                     f"{capture.layer}/router/{name}", values.detach().to("cpu", copy=True)
                 )
-
-
-_log = logging.getLogger(__name__)
 
 
 class RoutingTrace:
@@ -352,7 +351,7 @@ class RoutingTraceWriter(Callback):
             if steps and run.is_writer and not any(folder.glob("rank_*.jsonl")):
                 _log.warning(
                     "observe.routing_trace=%d: nothing is traced, because this run continues after "
-                    "step %d. Set it to %d or more",
+                    "step %d. Set it to %d or more.",
                     steps,
                     step,
                     step + 1,
