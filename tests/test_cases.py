@@ -1,10 +1,10 @@
-"""Loops over cases report every case that fails."""
+"""Loops over cases report every case that fails; measurements repeat until one is short enough."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.cases import loop_over
+from tests.cases import least_of, loop_over
 
 
 @loop_over("seed", range(5))
@@ -37,3 +37,14 @@ def test_a_loop_composes_with_parameters_and_fixtures(seed: int, word: str, tmp_
     assert tmp_path.is_dir()
     SEEN.append((seed, word))
     assert SEEN[-2:] == [(0, word), (1, word)] or seed == 0
+
+
+def test_measurements_stop_at_the_first_that_is_short_enough() -> None:
+    times = iter([0.5, 0.1, 0.3])
+    assert least_of(lambda: next(times), below=0.2) == 0.1
+    assert next(times) == 0.3
+
+
+def test_no_short_measurement_gives_the_least_of_three() -> None:
+    times = iter([0.5, 0.3, 0.4, 0.1])
+    assert least_of(lambda: next(times), below=0.2) == 0.3

@@ -67,10 +67,12 @@ def test_help_needs_less_than_a_second_and_no_torch() -> None:
         "sys.modules)"
     )
     run_python(code)  # compiles the files
-    start = time.perf_counter()
-    output = run_python(code)
-    assert time.perf_counter() - start < 1.0
-    assert output.endswith("False\n")
+    seconds = []
+    for _ in range(3):  # the shortest of three: another process may use the core
+        start = time.perf_counter()
+        assert run_python(code).endswith("False\n")
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 1.0
 
 
 def test_the_settings_of_a_run_are_explained_without_torch() -> None:

@@ -21,6 +21,7 @@ from megalith.parallel.tensor_overlap import (
 from megalith.testing.inject import slow_link
 from megalith.testing.ranks import run_ranks, world_group
 from megalith.testing.tolerance import FP64, assert_equals
+from tests.cases import least_of
 
 TOKENS, INPUTS, OUTPUTS = 12, 5, 7
 
@@ -98,12 +99,9 @@ def hidden(rank: int, world: int) -> tuple[float, float]:
 
 
 def test_collective_matmul_overlaps_a_slow_link() -> None:
-    # Other processes on the machine can only lengthen the exposed time: one of three runs suffices.
-    shares = []
-    for _ in range(3):
+    def exposed_share() -> float:
         results = run_ranks(hidden, 2)
         assert all(added == pytest.approx(0.04) for added, _ in results)
-        shares.append(max(exposed / added for added, exposed in results))
-        if shares[-1] <= 0.2:
-            return
-    raise AssertionError(f"exposed shares of three runs: {shares}")
+        return max(exposed / added for added, exposed in results)
+
+    assert least_of(exposed_share, below=0.2) < 0.2
