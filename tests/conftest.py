@@ -51,10 +51,13 @@ def is_local(address: Any) -> bool:  # whatever a socket takes: (host, port, ...
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """A process that was started in the background of a shell ignores SIGINT; here it does not."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A process that was started in the background of a shell ignores SIGINT, one that was started
+    by `nohup` SIGHUP; here it does not."""
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGHUP, hangup)
 
 
 @pytest.fixture

@@ -285,23 +285,28 @@ def test_job_has_stopped_if_some_ranks_stopped_after_a_save(script: Path, tmp_pa
 
 
 def parent(
-    script: Path, how: str, here: Path, *more: str, **environment: str
+    script: Path,
+    how: str,
+    here: Path,
+    *more: str,
+    hangup: signal.Handlers = signal.SIG_DFL,
+    temporary: Path | None = None,
 ) -> "subprocess.Popen[str]":
-    """Another process that runs two ranks, for us to send signals to."""
-    # a killed launcher leaves its folder
-    environment = {
-        "PYTHONPATH": str(ROOT),
-        "TMPDIR": str(here),
-        **environment,
-    }
-    return subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(script), "2", how, str(here), *more],
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    """Another process that runs two ranks, for us to send signals to; `hangup`: how it treats
+    SIGHUP, also when the tests themselves run under `nohup`; `temporary`: its TMPDIR."""
+    previous = signal.signal(signal.SIGHUP, hangup)  # inherited by the process
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", PARENT, str(script), "2", how, str(here), *more],
+            # a killed launcher leaves its folder
+            env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary or here)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -371,12 +376,7 @@ def test_failed_save_after_a_signal_is_reported_as_an_error(script: Path, tmp_pa
 
 
 def test_hangup_ignored_by_nohup_stays_ignored(script: Path, tmp_path: Path) -> None:
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as from nohup
-    try:
-        process = parent(script, "stop", tmp_path)
-    finally:
-        signal.signal(signal.SIGHUP, previous)
-    with process:
+    with parent(script, "stop", tmp_path, hangup=signal.SIG_IGN) as process:
         started(tmp_path, 2)
         process.send_signal(signal.SIGHUP)
         time.sleep(0.5)
@@ -403,7 +403,7 @@ def test_next_launch_removes_the_folder_of_a_killed_launcher(
     (abandoned,) = tmp_path.glob("megalith-launch-*")
     alive_place = tmp_path / "alive"
     alive_place.mkdir()
-    with parent(script, "stop", alive_place, TMPDIR=str(tmp_path)) as alive:
+    with parent(script, "stop", alive_place, temporary=tmp_path) as alive:
         started(alive_place, 2)
         (of_the_living,) = tmp_path.glob("megalith-launch-*")
         assert of_the_living != abandoned

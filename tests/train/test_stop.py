@@ -24,6 +24,7 @@ def test_first_signal_is_recorded_and_the_old_handler_restored() -> None:
     assert "finishing the step and saving" in output[0]
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_every_stop_signal_is_noted(number: signal.Signals) -> None:
     with Stopper(max_minutes=None, print_line=lambda text: None) as stopper:
@@ -56,6 +57,7 @@ with Stopper(max_minutes=None, print_line=lambda text: print(text, flush=True)) 
 """
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_run_saves_when_its_terminal_is_closed(tmp_path: Path) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
