@@ -32,6 +32,7 @@ def require(condition: bool, message: str) -> None:
 class Request:
     """What the naive model knows of a sequence."""
 
+    state: SequenceState
     salt: bytes
     token_ids: list[int]
     num_prompt_tokens: int
@@ -43,15 +44,14 @@ class Request:
     num_computed: int = 0
     is_running: bool = False
     is_long: bool = False
+    was_planned: bool = False
     values: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """Weight version with which each computed token was processed."""
 
     @property
     def order(self) -> tuple[int, tuple[int, int]]:
         return (self.priority, self.arrival)
-
-    @property
-    def samples_again(self) -> bool:
-        return len(self.token_ids) < self.max_total_tokens
 
     def update_values(self) -> None:
         """Compute the values of all tokens: each depends on all tokens before it."""
@@ -68,7 +68,8 @@ class Executor:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.blocks: list[list[int | None]] = [
+        self.weight_version = 0
+        self.blocks: list[list[tuple[int, int] | None]] = [
             [None] * config.block_size for _ in range(config.num_blocks)
         ]
 
@@ -84,12 +85,14 @@ class Executor:
 
     def write(self, row: PlannedRow, request: Request) -> None:
         """Store the values of the row's tokens in every group."""
+        end = row.start + row.count
+        request.versions[row.start :] = [self.weight_version] * row.count
         for table in row.block_tables:
-            for position in range(row.start, row.start + row.count):
+            for position in range(row.start, end):
                 block = table[position // self.config.block_size]
                 require(block >= 0, f"request {row.request_id} writes to a freed block")
                 slot = position % self.config.block_size
-                self.blocks[block][slot] = request.values[position]
+                self.blocks[block][slot] = (request.values[position], self.weight_version)
 
     def read(self, row: PlannedRow, request: Request) -> None:
         """Check the values that the queries of the row attend to."""
@@ -101,7 +104,7 @@ class Executor:
                     require(block >= 0, f"query {query} attends to freed token {position}")
                     value = self.blocks[block][position % self.config.block_size]
                     require(
-                        value == request.values[position],
+                        value == (request.values[position], request.versions[position]),
                         f"request {row.request_id}, query {query}, {view}: wrong value at "
                         f"position {position} in block {block}",
                     )
@@ -127,9 +130,7 @@ class Workload:
 
         length = self.scheduler.cache.find_longest_sequence()
         self.longest = min(60, 60 if length is None else length)
-        self.prompts = [
-            [self.random.randrange(3) for _ in range(self.longest)] for _ in range(3)
-        ]
+        self.prompts = [[self.random.randrange(3) for _ in range(self.longest)] for _ in range(3)]
 
     def run(self, num_operations: int) -> None:
         """Run random operations, then finish all requests and verify that no block is used."""
@@ -139,7 +140,7 @@ class Workload:
             self.discard: 1,
             self.abort: 0.6,
             self.abort_in_step: 0.3,
-            self.reset: 0.1,
+            self.reset: 0.3,
         }
         weights = list(operations.values())
         for operation in self.random.choices(list(operations), weights, k=num_operations):
@@ -158,11 +159,11 @@ class Workload:
             self.step()
             self.check()
         require(not self.requests, "requests do not finish")
-        self.scheduler.check()
         stats = self.scheduler.stats()
         require(stats.num_used_blocks == 0, f"{stats.num_used_blocks} blocks are never freed")
         require(stats.num_running == stats.num_waiting == 0, "finished requests are queued")
         require(not self.scheduler.has_unfinished(), "finished requests are known")
+        self.check()
 
     def count(self, name: str, amount: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + amount
@@ -179,7 +180,7 @@ class Workload:
             text[self.random.randrange(len(text))] = self.random.randrange(3)
         return text
 
-    def add(self, **options: object) -> int:
+    def add(self) -> None:
         tokens = self.make_tokens()
         state = SequenceState(
             request_id=self.next_id,
@@ -195,11 +196,11 @@ class Workload:
         self.scheduler.add(state, max_total_tokens=total)
         self.enter(state, total, (self.arrivals, 0))
         self.arrivals += 1
-        return state.request_id
 
     def enter(self, state: SequenceState, total: int, arrival: tuple[int, int]) -> None:
         self.next_id += 1
         self.requests[state.request_id] = Request(
+            state,
             state.salt,
             list(state.token_ids),
             state.num_prompt_tokens,
@@ -222,23 +223,47 @@ class Workload:
             require(request_id != first, "the first request was preempted")
             self.count("preempted")
         self.check_policy(plan, first)
+        self.check_admissions()
         for row in plan.rows:
             self.check_row(row)
+        for request in self.requests.values():
+            request.is_running = request.state.is_running
         return plan
+
+    def check_admissions(self) -> None:
+        """Waiting requests, preempted ones included, are admitted in the order of service."""
+        admitted = [r.order for r in self.requests.values() if r.state.is_running > r.is_running]
+        waiting = [r.order for r in self.requests.values() if not r.state.is_running]
+        if admitted and waiting:
+            require(max(admitted) < min(waiting), "a request was admitted out of order")
 
     def check_policy(self, plan: StepPlan, first: int | None) -> None:
         rows = {row.request_id: row for row in plan.rows}
         require(len(rows) == len(plan.rows), "a request has two rows")
         require(not set(rows) & set(plan.preempted), "a preempted request has a row")
+        orders = sorted(self.requests[request_id].order for request_id in rows)
+        for request_id in plan.preempted:
+            is_last = not orders or self.requests[request_id].order > orders[-1]
+            require(is_last, "a request before another one was preempted")
         require(len(rows) <= self.config.max_num_seqs, "too many rows")
         require(plan.num_tokens <= self.config.max_num_batched_tokens, "too many tokens")
         kinds = [row.count == 1 and row.samples for row in plan.rows]
         require(kinds == sorted(kinds, reverse=True), "a decode row follows a prefill")
         for kind in (True, False):
-            orders = [self.requests[r.request_id].order for r, k in zip(plan.rows, kinds) if k == kind]
-            require(orders == sorted(orders), "rows are not in the order of service")
+            part = [
+                self.requests[r.request_id].order for r, k in zip(plan.rows, kinds) if k == kind
+            ]
+            require(part == sorted(part), "rows are not in the order of service")
         if self.config.batching == "continuous" and first is not None:
             require(first in rows, "the first request does not advance")
+        smallest = self.config.min_prefill_chunk_tokens
+        for row in plan.rows:
+            request = self.requests[row.request_id]
+            is_last_chunk = row.samples or request.one_token_after_prompt
+            is_first = request.order == orders[0]
+            if row.count < smallest and not is_last_chunk:
+                require(is_first, f"{row} is smaller than the smallest chunk")
+                self.count("small_chunk")
         for request_id, request in self.requests.items():
             if request.is_running and len(request.token_ids) - request.num_computed == 1:
                 require(request_id in rows, f"request {request_id} skips a decode step")
@@ -249,6 +274,7 @@ class Workload:
             require(row.start % self.config.block_size == 0, "a hit is not a number of blocks")
             require(not request.one_token_after_prompt, "the prefix cache is used")
             require(self.config.prefix_caching, "the prefix cache is used")
+            request.versions = [self.executor.weight_version] * row.start
             self.count("hit")
         else:
             require(row.start == request.num_computed, f"{row} starts at a wrong position")
@@ -259,15 +285,16 @@ class Workload:
         if request.one_token_after_prompt:
             is_prompt = end <= request.num_prompt_tokens
             require(is_prompt or row.count == 1, f"{row} processes several tokens")
-        if not is_first_or_whole(self.config, row, request, end):
-            self.count("small_chunk")
+        if not request.was_planned and self.config.batching == "continuous":
+            num_cached = request.state.num_cached_tokens
+            require(num_cached == row.start, f"num_cached_tokens={num_cached} for {row}")
+        request.was_planned = True
         for view, table in zip(self.config.groups, row.block_tables):
             if view.window is not None:
                 size = self.config.block_size
                 num_held = sum(block >= 0 for block in table[: -(-end // size)])
                 limit = -(-(view.window + row.count) // size) + 1
                 require(num_held <= limit, f"a windowed group holds {num_held} blocks")
-        request.is_running = True
 
     def execute(self, plan: StepPlan) -> None:
         self.executor.copy_blocks(plan)
@@ -310,7 +337,7 @@ class Workload:
     def fork(self, parent_id: int) -> None:
         """Fork one to three children; each gets its own first token."""
         parent = self.requests[parent_id]
-        for number in range(self.random.randrange(1, 4)):
+        for _ in range(self.random.randrange(1, 4)):
             child = SequenceState(
                 request_id=self.next_id,
                 token_ids=parent.token_ids[: parent.num_prompt_tokens],
@@ -324,14 +351,17 @@ class Workload:
             major, minor = parent.arrival
             self.enter(child, parent.max_total_tokens, (major, minor + 1 + self.next_id))
             request = self.requests[child.request_id]
+            request.was_planned = True  # a choice reports no cached tokens
             if child.is_running:
                 request.num_computed, request.is_running = parent.num_prompt_tokens, True
+                request.versions = parent.versions[: parent.num_prompt_tokens]
                 self.count("fork")
             self.check()
             self.sample(child.request_id)
 
     def discard(self) -> None:
-        """A forward pass fails before or after its copies and some of its writes."""
+        """A forward pass fails before or after its copies and some of its writes; the newest
+        prefill may be the cause and is then aborted."""
         plan = self.make_plan()
         if self.random.random() < 0.5:
             self.executor.copy_blocks(plan)
@@ -340,6 +370,9 @@ class Workload:
         self.scheduler.discard(plan)
         for row in plan.rows:
             self.requests[row.request_id].num_computed = row.start
+        if plan.rows and self.random.random() < 0.5:
+            del self.requests[plan.rows[-1].request_id]
+            self.scheduler.abort(plan.rows[-1].request_id)
 
     def abort(self) -> None:
         if self.requests:
@@ -361,22 +394,18 @@ class Workload:
                 self.requests[row.request_id].num_computed = row.start
 
     def reset(self) -> None:
-        """The weights change: values in the cache before the reset must never be hit again."""
+        """The weights change: values computed with the old ones are never hit again."""
         self.scheduler.reset_prefix_cache()
-        for block in range(self.config.num_blocks):
-            if not self.scheduler.cache.allocator.ref_count(block):
-                self.executor.blocks[block] = [None] * self.config.block_size
-
-
-def is_first_or_whole(
-    config: SchedulerConfig, row: PlannedRow, request: Request, end: int
-) -> bool:
-    """Return whether a row may have fewer tokens than the smallest chunk."""
-    return row.count >= config.min_prefill_chunk_tokens or end == len(request.token_ids)
+        for request in self.requests.values():
+            num_hit = request.state.num_computed_tokens
+            if request.num_computed < num_hit:  # static batching: admitted, but not yet planned
+                request.num_computed = num_hit
+                request.versions = [self.executor.weight_version] * num_hit
+        self.executor.weight_version += 1
 
 
 FULL = AttentionView()
-CONFIGS = {
+CONFIGS: dict[str, tuple[tuple[AttentionView, ...], dict[str, object]]] = {
     "full": ((FULL,), {}),
     "window": ((FULL, AttentionView(5), AttentionView(5)), {}),
     "window_of_one": ((AttentionView(1), FULL), {}),

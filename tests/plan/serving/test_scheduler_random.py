@@ -10,9 +10,10 @@ def run_all(num_operations: int, seeds: range) -> dict[str, int]:
     """Run the workload over all configurations and block sizes; return the summed counts."""
     totals: dict[str, int] = {}
     for seed in seeds:
-        for name in CONFIGS:
+        for number, name in enumerate(CONFIGS):
             for block_size in (1, 3, 16):
-                workload = Workload(make_config(name, block_size=block_size), seed)
+                config = make_config(name, block_size=block_size)
+                workload = Workload(config, 1000 * seed + 20 * number + block_size)
                 workload.run(num_operations)
                 for key, count in workload.counts.items():
                     totals[key] = totals.get(key, 0) + count
