@@ -20,7 +20,7 @@ NO_BLOCK = -1
 """Entry of a block table, or parent of a block, that refers to no block."""
 
 MAX_STALE_ENTRIES = 64
-"""Outdated entries of the eviction heap, beyond one per block, before it is rebuilt (heuristic)."""
+"""Outdated heap entries, beyond one per block, before they are removed (heuristic)."""
 
 
 class BlockHash(NamedTuple):

@@ -457,6 +457,9 @@ class Scheduler:
             victim = self._running[-1]
             if victim is state and num_fitting > 0:
                 return  # blocks for a chunk that is too small: wait for more
+            assert len(self._running) > 1, (
+                f"request {state.request_id} has more tokens than its max_total_tokens"
+            )
             self._preempt(victim)
             if victim is state:
                 return

@@ -124,7 +124,9 @@ class Workload:
         self.next_id = 0
         self.arrivals = 0
         self.counts: dict[str, int] = {}
-        self.plan: StepPlan | None = None
+        self.tables: dict[int, list[list[int]]] = {}
+        """Content of the block tables by version."""
+
         self.checks_blocks = True
         """Whether invariants of allocator and prefix cache are verified after every operation."""
 
@@ -278,6 +280,9 @@ class Workload:
             self.count("hit")
         else:
             require(row.start == request.num_computed, f"{row} starts at a wrong position")
+        tables = [list(table) for table in row.block_tables]
+        same = self.tables.setdefault(row.table_version, tables) == tables
+        require(same, f"the tables of {row} changed, but not their version")
         end = row.start + row.count
         require(row.count >= 1, f"{row} has no tokens")
         require(end <= len(request.token_ids), f"{row} has unknown tokens")
