@@ -344,6 +344,19 @@ def test_fork_without_a_free_row_waits_and_hits_the_prompt() -> None:
     assert child.num_cached_tokens == 0
 
 
+def test_waiting_fork_does_not_preempt_later_arrivals_of_its_priority() -> None:
+    scheduler = Scheduler(replace(BASE, max_num_seqs=2))
+    for request_id in (0, 1):
+        add(scheduler, request_id, range(100 * request_id, 100 * request_id + 10))
+    scheduler.complete(scheduler.schedule())
+    scheduler.fork(0, SequenceState(2, list(range(10)), 10))
+    for request_id in range(3):
+        scheduler.append_token(request_id, 3)
+    plan = step(scheduler)
+    assert not plan.preempted
+    assert spans(plan) == [(0, 10, 1), (1, 10, 1)]
+
+
 def test_fork_is_rejected_if_blocks_cannot_be_shared() -> None:
     scheduler = Scheduler(BASE)
     add(scheduler, 0, range(10))
