@@ -78,14 +78,18 @@ def test_chunk_below_the_minimum_is_not_scheduled_after_other_rows() -> None:
     assert spans(step(scheduler)) == [(0, 10, 1), (1, 0, 15)]
 
 
-def test_first_sequence_prefills_even_if_decodes_leave_few_tokens() -> None:
-    scheduler = Scheduler(replace(BASE, max_num_seqs=4, max_num_batched_tokens=4))
+@pytest.mark.parametrize("max_num_seqs", [3, 4])
+def test_first_sequence_prefills_even_if_decodes_leave_few_tokens(max_num_seqs: int) -> None:
+    config = replace(BASE, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs)
+    scheduler = Scheduler(config)
     for request_id in range(3):
         add(scheduler, request_id, [request_id], priority=1)
     while scheduler.stats().num_running < 3:
         step(scheduler)
     add(scheduler, 9, range(20))
-    assert spans(step(scheduler))[-1] == (9, 0, 1)
+    plan = step(scheduler)
+    assert spans(plan)[-1] == (9, 0, 1)
+    assert plan.preempted == ((2,) if max_num_seqs == 3 else ())
 
 
 def test_prefill_limit_of_one_step_does_not_apply_to_decodes() -> None:
@@ -171,17 +175,14 @@ def test_waiting_sequence_preempts_only_lower_priorities() -> None:
     assert not step(scheduler).preempted
 
 
-def test_admission_reserves_blocks_for_prompts_that_are_being_prefilled() -> None:
-    scheduler = Scheduler(
-        replace(BASE, num_blocks=20, max_num_batched_tokens=16, prefix_caching=False)
-    )
-    add(scheduler, 0, range(60), 64)
-    step(scheduler)
-    add(scheduler, 1, range(100, 130), 40)
+def test_admission_reserves_blocks_for_prompts_that_are_not_yet_prefilled() -> None:
+    config = replace(BASE, num_blocks=12, max_num_batched_tokens=16, batching="static")
+    scheduler = Scheduler(config)
+    for request_id in range(3):
+        add(scheduler, request_id, range(100 * request_id, 100 * request_id + 20), 21)
     for _ in range(3):
-        plan = step(scheduler)
-        assert not plan.preempted
-        assert [row.request_id for row in plan.rows] == [0]
+        assert not step(scheduler).preempted
+        assert scheduler.stats().num_running == 2  # the third would need 15 blocks in total
 
 
 def test_every_sequence_finishes_while_new_ones_arrive() -> None:
@@ -497,17 +498,33 @@ def test_abort_frees_the_blocks_of_waiting_running_and_planned_sequences() -> No
     assert not scheduler.schedule().rows
 
 
-def test_reset_of_the_prefix_cache_also_excludes_running_sequences() -> None:
-    scheduler = Scheduler(BASE)
-    add(scheduler, 0, range(18))
+@pytest.mark.parametrize("view", [FULL, AttentionView(9)])
+@pytest.mark.parametrize("num_prompt_tokens", [2, 18])
+def test_reset_of_the_prefix_cache_also_excludes_running_sequences(
+    view: AttentionView, num_prompt_tokens: int
+) -> None:
+    scheduler = Scheduler(replace(BASE, groups=(view,)))
+    state = add(scheduler, 0, range(num_prompt_tokens))
     step(scheduler)
     scheduler.reset_prefix_cache()
     for _ in range(10):
         step(scheduler)
-    add(scheduler, 1, range(18))
-    assert spans(step(scheduler))[-1] == (1, 0, 18)
-    add(scheduler, 2, range(18))
-    assert spans(step(scheduler))[-1] == (2, 16, 2)
+    text = list(state.token_ids)
+    scheduler.finish(0)
+    add(scheduler, 1, text)
+    assert spans(step(scheduler))[-1] == (1, 0, len(text))
+    add(scheduler, 2, text)
+    num_hit = (len(text) - 1) // 4 * 4
+    assert spans(step(scheduler))[-1] == (2, num_hit, len(text) - num_hit)
+
+
+def test_fork_beyond_recompute_length_does_not_share_blocks() -> None:
+    scheduler = Scheduler(BASE)
+    add(scheduler, 0, range(10), recompute_length=11)
+    scheduler.complete(scheduler.schedule())
+    child = SequenceState(1, [*range(10), 3], 10, recompute_length=11)
+    scheduler.fork(0, child)
+    assert spans(scheduler.schedule()) == [(1, 0, 11)]
 
 
 def test_planning_64_decode_rows_takes_less_than_half_a_millisecond() -> None:
