@@ -210,9 +210,9 @@ class Scheduler:
 
         self._plan_all()
 
-        self._preempted.sort(key=_order)
+        self._preempted.sort(key=_get_order)
         for state in self._preempted:
-            insort(self._waiting, state, key=_order)
+            insort(self._waiting, state, key=_get_order)
         rows = self._decodes + self._prefills
         self._planned = [state for state, _ in rows]
         self._plan = StepPlan(
@@ -319,7 +319,7 @@ class Scheduler:
         """Return whether any sequence runs or waits."""
         return bool(self._states)
 
-    def stats(self) -> SchedulerStats:
+    def make_stats(self) -> SchedulerStats:
         """Return the present load and the counters."""
         prefix_cache = self.cache.prefix_cache
         return SchedulerStats(
@@ -339,7 +339,7 @@ class Scheduler:
             AssertionError: an invariant is violated.
         """
         for queue in (self._running, self._waiting):
-            assert queue == sorted(queue, key=_order), "a queue is not in the order of service"
+            assert queue == sorted(queue, key=_get_order), "a queue is not in the order of service"
         assert len(self._running) <= self.config.max_num_seqs, "too many sequences run"
         assert sorted(self._states) == sorted(
             state.request_id for state in self._running + self._waiting
@@ -380,12 +380,12 @@ class Scheduler:
     def _enqueue(self, state: SequenceState) -> None:
         self._states[state.request_id] = state
         self.cache.initialize(state)
-        insort(self._waiting, state, key=_order)
+        insort(self._waiting, state, key=_get_order)
 
     def _start(self, state: SequenceState) -> None:
         """Give a waiting sequence a row."""
         self._waiting.remove(state)
-        insort(self._running, state, key=_order)
+        insort(self._running, state, key=_get_order)
         state.is_running = True
         state.failed_headroom = -1
 
@@ -517,7 +517,7 @@ class Scheduler:
         To make room, it preempts sequences of a lower priority; if it is the first in the order of
         service, any.
         """
-        if self._preempted and state.order > min(map(_order, self._preempted)):
+        if self._preempted and state.order > min(map(_get_order, self._preempted)):
             return False
         victims = self._list_victims(state)
         has_row = len(self._running) < self.config.max_num_seqs
@@ -592,5 +592,5 @@ class Scheduler:
         return num_free
 
 
-def _order(state: SequenceState) -> tuple[int, int, int]:
+def _get_order(state: SequenceState) -> tuple[int, int, int]:
     return state.order

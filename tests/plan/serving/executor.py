@@ -161,7 +161,7 @@ class Workload:
             self.step()
             self.check()
         require(not self.requests, "requests do not finish")
-        stats = self.scheduler.stats()
+        stats = self.scheduler.make_stats()
         require(stats.num_used_blocks == 0, f"{stats.num_used_blocks} blocks are never freed")
         require(stats.num_running == stats.num_waiting == 0, "finished requests are queued")
         require(not self.scheduler.has_unfinished(), "finished requests are known")
